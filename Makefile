@@ -1,0 +1,58 @@
+# Every target works from a bare checkout: it makes .venv and installs what it needs, at the versions of requirements.lock.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+JOBS   ?= 2
+
+.PHONY: demo test test-slow lint bench docs format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       train nano twins for about a minute and say what was seen"
+	@echo "make test       lint and the fast tests"
+	@echo "make test-slow  the long tests"
+	@echo "make lint       ruff, mypy, docs"
+	@echo "make bench      benchmarks that this machine can run"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "sinkdlm needs Python 3.11 or newer; say make PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# The lock constrains every install, so that torch stays at the version it names.
+$(VENV)/.core: requirements.lock pyproject.toml | $(BIN)/python
+	$(PIP) --constraint requirements.lock torch
+	$(PIP) --constraint requirements.lock --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	$(PIP) --constraint requirements.lock --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.core
+	$(BIN)/sinkdlm demo
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir $(VENV)/site
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint
+	$(BIN)/pytest -n $(JOBS)
+
+test-slow: $(VENV)/.dev
+	$(BIN)/pytest -n $(JOBS) -m slow
+
+bench: $(VENV)/.core
+	$(BIN)/python -m benchmarks.all
+
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+clean:
+	rm -rf $(VENV) site runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,51 @@
+"""sinkdlm: masked diffusion language models with a stable sink token.
+
+Importing the package is light: a name is loaded (and torch with it) when it is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sinkdlm import attention, diffusion, noise
+    from sinkdlm.checkpoint import Loaded, load, save
+    from sinkdlm.config import ModelConfig, Recipe
+    from sinkdlm.errors import UserError
+    from sinkdlm.model import DiffusionLM
+
+_HOME = {
+    "ModelConfig": "config",
+    "Recipe": "config",
+    "DiffusionLM": "model",
+    "Loaded": "checkpoint",
+    "load": "checkpoint",
+    "save": "checkpoint",
+    "UserError": "errors",
+}
+_MODULES = ("attention", "diffusion", "noise")
+
+__all__ = [
+    "DiffusionLM",
+    "Loaded",
+    "ModelConfig",
+    "Recipe",
+    "UserError",
+    "attention",
+    "diffusion",
+    "load",
+    "noise",
+    "save",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"sinkdlm.{_HOME[name]}"), name)
+    if name in _MODULES:
+        return importlib.import_module(f"sinkdlm.{name}")
+    raise AttributeError(f"module 'sinkdlm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

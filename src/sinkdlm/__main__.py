@@ -1,0 +1,3 @@
+from sinkdlm.cli import main
+
+main()

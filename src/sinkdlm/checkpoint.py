@@ -1,0 +1,316 @@
+"""The checkpoint directory: config.json, model.safetensors (sharded when large), tokenizer files, provenance.json.
+
+Owns what is on disk: atomic writes, fingerprints, and the refusal of anything that is not what it says. Knows no foreign format:
+those are converted first. No pickle is written or read.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sinkdlm import __version__
+from sinkdlm.config import MODEL_TYPE, ModelConfig, canonical_json
+from sinkdlm.errors import CheckpointError, ConfigError
+from sinkdlm.model import DiffusionLM
+
+CONFIG, WEIGHTS, INDEX, PROVENANCE = "config.json", "model.safetensors", "model.safetensors.index.json", "provenance.json"
+SHARD_BYTES = 5 * 10**9
+_WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# What transformers adds to a config.json that it writes; none of it describes the model beyond our own fields.
+_TRANSFORMERS_KEYS = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
+_RESERVED = ("sinkdlm_version", "torch_version", "created", "config_sha256", "weights")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint in memory. `tokenizer` is None where the directory has none."""
+
+    model: DiffusionLM
+    tokenizer: Any
+    config: ModelConfig
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+
+# -- writing --------------------------------------------------------------------------------------------------------------
+
+
+def save(
+    path: str | Path,
+    model: DiffusionLM,
+    tokenizer: Any = None,
+    provenance: Mapping[str, Any] | None = None,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Writes a checkpoint directory, whole or not at all. An existing checkpoint is replaced; anything else is left alone.
+
+    tokenizer: a transformers tokenizer (anything with save_pretrained). provenance: JSON values; versions, time and fingerprints
+    are added.
+    """
+    path = Path(path)
+    clash = [key for key in _RESERVED if key in (provenance or {})]
+    if clash:
+        raise CheckpointError(f"provenance: {', '.join(clash)}: written by save itself; use another key")
+    if path.exists() and not _replaceable(path):
+        raise CheckpointError(f"{path}: exists and is no sinkdlm checkpoint; choose another folder or remove it")
+    with _written_aside(path) as aside:
+        _write_json(aside / CONFIG, model.config.to_dict())
+        fingerprints = _write_weights(aside, model.state_dict(), shard_bytes)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside)
+        _write_json(
+            aside / PROVENANCE,
+            {
+                **(provenance or {}),
+                "sinkdlm_version": __version__,
+                "torch_version": str(torch.__version__),
+                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                "config_sha256": _config_fingerprint(model.config),
+                "weights": fingerprints,
+            },
+        )
+    return path
+
+
+def _replaceable(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    if not any(path.iterdir()):
+        return True
+    try:
+        return json.loads((path / CONFIG).read_text()).get("model_type") == MODEL_TYPE
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+@contextmanager
+def _written_aside(path: Path) -> Iterator[Path]:
+    """A temporary sibling that takes the place of `path` once it is complete and on disk."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+    except OSError as failure:
+        raise CheckpointError(f"{path}: cannot write there: {failure.strerror}") from None
+    try:
+        yield aside
+        aside.chmod(0o777 & ~_umask())
+        for file in aside.rglob("*"):
+            if file.is_file():
+                _sync(file)
+        _sync(aside)
+        if path.exists():
+            retired = aside.with_suffix(".replaced")
+            path.rename(retired)
+            aside.rename(path)
+            shutil.rmtree(retired, ignore_errors=True)
+        else:
+            aside.rename(path)
+        _sync(path.parent)
+    except (OSError, SafetensorError) as failure:
+        reason = getattr(failure, "strerror", None) or failure
+        raise CheckpointError(f"{path}: writing failed: {reason}; what was there before is untouched") from failure
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int) -> dict[str, Any]:
+    split = split_torch_state_dict_into_shards(dict(state), max_shard_size=shard_bytes)
+    fingerprints = {}
+    for name, keys in split.filename_to_tensors.items():
+        save_file({key: state[key].detach().cpu().contiguous() for key in keys}, folder / name, metadata={"format": "pt"})
+        fingerprints[name] = {"bytes": (folder / name).stat().st_size, "sha256": _file_fingerprint(folder / name)}
+    if split.is_sharded:
+        _write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+    return fingerprints
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except TypeError as failure:
+        raise CheckpointError(f"{path.name}: {failure}; give plain JSON values") from None
+
+
+def _file_fingerprint(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _config_fingerprint(config: ModelConfig) -> str:
+    return hashlib.sha256(canonical_json(config).encode()).hexdigest()
+
+
+# -- reading --------------------------------------------------------------------------------------------------------------
+
+
+def load(
+    path: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    verify: bool = True,
+) -> Loaded:
+    """Reads a checkpoint directory. dtype: convert the weights; by default they stay as they were saved.
+
+    verify: compare weights with the fingerprints in provenance.json (reads each file once more).
+    """
+    path = Path(path)
+    config = read_config(path)
+    provenance = _read_json(path / PROVENANCE) if (path / PROVENANCE).exists() else {}
+    files = _weight_files(path)
+    if verify:
+        _verify(path, config, provenance, files)
+    with torch.device("meta"):
+        model = DiffusionLM(config)
+    _fill(model, path, files, torch.device(device), dtype)
+    return Loaded(model, read_tokenizer(path), config, provenance)
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """The config of a checkpoint directory, without its weights."""
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path}: a file, not a checkpoint folder; other models are read by `sinkdlm convert`")
+    if not path.exists():
+        left = sorted(path.parent.glob(f".{path.name}.*.replaced"))
+        hint = f"; an interrupted save left the former one in {left[-1]}: rename it back" if left else ""
+        raise CheckpointError(f"{path}: no such folder{hint}")
+    if not (path / CONFIG).exists():
+        raise CheckpointError(f"{path}: no {CONFIG}: not a sinkdlm checkpoint; other models are read by `sinkdlm convert`")
+    fields = _read_json(path / CONFIG)
+    kind = fields.pop("model_type", None)
+    if kind != MODEL_TYPE:
+        raise CheckpointError(
+            f"{path / CONFIG}: model_type is {kind!r}, not {MODEL_TYPE!r}: convert it first: sinkdlm convert {path} DST"
+        )
+    try:
+        return ModelConfig(**{key: value for key, value in fields.items() if key not in _TRANSFORMERS_KEYS})
+    except ConfigError as failure:
+        raise CheckpointError(f"{path / CONFIG}: {failure}") from None
+
+
+def read_tokenizer(path: Path) -> Any:
+    """The tokenizer saved with a checkpoint, or None."""
+    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        # AutoTokenizer asks config.json which class to take, and our model type has none of its own.
+        if (path / "tokenizer.json").exists():
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as failure:  # transformers raises whatever its parsers raise
+        reason = str(failure).splitlines()[0]
+        raise CheckpointError(f"{path}: tokenizer files cannot be read: {reason}") from failure
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as failure:
+        raise CheckpointError(f"{path}: {failure.strerror}") from None
+    except ValueError as failure:
+        raise CheckpointError(f"{path}: not valid JSON: {failure}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return content
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if (path / WEIGHTS).exists():
+        return [path / WEIGHTS]
+    if not (path / INDEX).exists():
+        raise CheckpointError(f"{path}: neither {WEIGHTS} nor {INDEX}")
+    names = _read_json(path / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) and Path(name).name == name for name in names.values()):
+        raise CheckpointError(f"{path / INDEX}: no weight_map of file names")
+    files = [path / name for name in sorted(set(names.values()))]
+    for file in files:
+        if not file.exists():
+            raise CheckpointError(f"{file}: missing shard, named in {INDEX}")
+    return files
+
+
+def _verify(path: Path, config: ModelConfig, provenance: Mapping[str, Any], files: list[Path]) -> None:
+    """Directories written by other tools carry no fingerprints: there is nothing to compare then."""
+    expected = provenance.get("config_sha256")
+    if expected is not None and expected != _config_fingerprint(config):
+        raise CheckpointError(
+            f"{path / CONFIG}: does not match {PROVENANCE}: the config was changed after the checkpoint was written"
+        )
+    recorded = provenance.get("weights")
+    if not isinstance(recorded, dict):
+        return
+    for file in files:
+        mark = recorded.get(file.name)
+        if mark is None:
+            raise CheckpointError(f"{file}: not among the weights recorded in {PROVENANCE}")
+        size = file.stat().st_size
+        if size != mark["bytes"]:
+            kind = "truncated" if size < mark["bytes"] else "too long"
+            raise CheckpointError(f"{file}: {kind}: {size} bytes, {PROVENANCE} says {mark['bytes']}")
+        if _file_fingerprint(file) != mark["sha256"]:
+            raise CheckpointError(f"{file}: changed since it was written: its SHA-256 is not the one in {PROVENANCE}")
+
+
+def _fill(model: DiffusionLM, path: Path, files: list[Path], device: torch.device, dtype: torch.dtype | None) -> None:
+    """Puts the files' tensors into a model on the meta device, checking each key, shape and dtype before it is read."""
+    wanted = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    state: dict[str, Tensor] = {}
+    common: tuple[str, str] | None = None  # the first tensor's name and dtype
+    for file in files:
+        try:
+            with safe_open(file, framework="pt", device=str(device)) as tensors:
+                for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+                    view = tensors.get_slice(name)
+                    shape, kind = tuple(view.get_shape()), view.get_dtype()
+                    if name not in wanted:
+                        raise CheckpointError(f"{file}: unexpected tensor {name}: config.json describes a model without it")
+                    if name in state:
+                        raise CheckpointError(f"{file}: tensor {name} is in another shard too")
+                    if shape != wanted[name]:
+                        raise CheckpointError(f"{file}: {name} has shape {shape}, config.json asks for {wanted[name]}")
+                    if kind not in _WEIGHT_DTYPES:
+                        raise CheckpointError(f"{file}: {name} is {kind}; allowed are {', '.join(_WEIGHT_DTYPES)}")
+                    common = common or (name, kind)
+                    if dtype is None and kind != common[1]:
+                        raise CheckpointError(
+                            f"{file}: {name} is {kind} but {common[0]} is {common[1]}; pass dtype= to convert all"
+                        )
+                    state[name] = tensors.get_tensor(name).to(dtype or _WEIGHT_DTYPES[kind])
+        except (SafetensorError, OSError) as failure:
+            raise CheckpointError(f"{file}: not a whole safetensors file: {failure}") from None
+    missing = [name for name in wanted if name not in state]
+    if missing:
+        where = files[0] if len(files) == 1 else path
+        raise CheckpointError(f"{where}: missing {len(missing)} tensors, first {missing[0]}")
+    model.load_state_dict(state, assign=True)

@@ -1,0 +1,362 @@
+"""What a model is and what a run does: ModelConfig and Recipe, frozen and validated once.
+
+Owns every default, every allowed value, the presets, and how a recipe is read from TOML. Knows nothing of torch.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from sinkdlm.errors import ConfigError
+from sinkdlm.presets import PRESETS
+
+MODEL_TYPE = "sinkdlm"
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def _suggest(word: Any, allowed: Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(word), allowed, n=1)
+    return (f"did you mean {close[0]}? " if close else "") + f"allowed: {', '.join(allowed)}"
+
+
+def _describe(error: Any) -> str:
+    """One pydantic error as `key = value: what is allowed`."""
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "missing":
+        return f"{key}: missing; it has no default"
+    reason = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]
+    reason = reason.replace("Input should be", "allowed is").replace("Value error, ", "")
+    return f"{key} = {error['input']!r}: {reason}" if key else reason
+
+
+class _Frozen(BaseModel):
+    """A table of settings that refuses unknown keys and bad values with a ConfigError."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_the_mistake(cls, data: Any, handler: Any) -> Self:
+        if isinstance(data, Mapping):
+            keys = cls.keys()
+            for key in data:
+                if key not in keys and key not in cls.model_fields:
+                    raise ConfigError(f"{key} = {data[key]!r}: unknown key; {_suggest(key, keys)}")
+        try:
+            return handler(data)
+        except ValidationError as failure:
+            # ConfigError is no ValueError, so pydantic lets it pass through enclosing tables, which add their name.
+            raise ConfigError(*(_describe(error) for error in failure.errors())) from None
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _name_the_place(cls, value: Any, handler: Any, info: Any) -> Any:
+        kind = cls.model_fields[info.field_name].annotation
+        if isinstance(kind, type) and issubclass(kind, _Frozen) and not isinstance(value, Mapping | kind):
+            raise ConfigError(f"{info.field_name} = {value!r}: allowed is a table with the keys {', '.join(kind.keys())}")
+        try:
+            return handler(value)
+        except ConfigError as failure:
+            raise failure.within(info.field_name) from None
+
+    @classmethod
+    def keys(cls) -> list[str]:
+        """The keys as they are written in a file."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.model_dump(by_alias=True)
+
+    def replace(self, **changes: Any) -> Self:
+        """A validated copy with some fields changed."""
+        return type(self)(**{**self.to_dict(), **changes})
+
+
+class ParameterCount(NamedTuple):
+    """non_embedding is what model names count: everything but embedding rows (tokens, [MASK], sinks) and an untied head."""
+
+    embedding: int
+    non_embedding: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.non_embedding + self.head
+
+
+class ModelConfig(_Frozen):
+    """The shape of a model and its variant. Every field travels in a checkpoint's config.json."""
+
+    vocab_size: Count = Field(description="rows of the head: what can be predicted")
+    mask_id: int = Field(ge=0, description="[MASK]: vocab_size for an extra embedding row, or a row of the parent's vocabulary")
+    n_layers: Count
+    n_heads: Count
+    n_kv_heads: Count = Field(description="key/value heads; each serves n_heads / n_kv_heads query heads")
+    d_model: Count
+    d_ff: Count
+    context_length: Count = 2048
+    rope_base: float = Field(default=10000.0, gt=1)
+    norm_eps: float = Field(default=1e-5, gt=0)
+    qkv_bias: bool = False
+    tie_embeddings: bool = False
+    shift_logits: bool = Field(default=False, description="predict token i from position i-1, as Dream does")
+    n_sinks: int = Field(default=0, ge=0)
+    sink_kind: Literal["isolated", "register", "logit"] = Field(
+        default="isolated",
+        description="isolated: the paper's sink, which sees only itself; register: a token that sees everything; "
+        "logit: one learned logit per head, without key or value (position and value do not apply)",
+    )
+    sink_position: Literal["front", "end"] = "front"
+    sink_value: Literal["learned", "zero"] = "learned"
+    gate: Literal["none", "elementwise", "headwise"] = "none"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        # Where n_heads or vocab_size itself is missing, any value will do: that is the mistake to report.
+        return {"n_kv_heads": data.get("n_heads", 1), "mask_id": data.get("vocab_size", 0), **data}
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
+            raise ConfigError(
+                f"n_heads = {self.n_heads}: must divide d_model = {self.d_model} into heads of even width (rotary pairs)"
+            )
+        if self.n_heads % self.n_kv_heads:
+            raise ConfigError(f"n_kv_heads = {self.n_kv_heads}: must divide n_heads = {self.n_heads}")
+        if self.mask_id > self.vocab_size:
+            raise ConfigError(
+                f"mask_id = {self.mask_id}: allowed is a row of the vocabulary (below {self.vocab_size}) "
+                f"or {self.vocab_size} for a row of its own"
+            )
+        if self.sink_kind == "logit" and self.n_sinks > 1:
+            raise ConfigError(
+                f"n_sinks = {self.n_sinks}: allowed with sink_kind = 'logit' is 0 or 1 (several logits add up to one)"
+            )
+        return self
+
+    @classmethod
+    def preset(cls, name: str, **flags: Any) -> "ModelConfig":
+        """A named shape with flags on top: `ModelConfig.preset("smdm-34m", n_sinks=1)`."""
+        return cls(**{**preset_fields(name), **flags})
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+    @property
+    def embedding_rows(self) -> int:
+        return max(self.vocab_size, self.mask_id + 1)
+
+    @property
+    def n_lane(self) -> int:
+        """Sinks that travel as a lane beside the tokens."""
+        return self.n_sinks if self.sink_kind == "isolated" else 0
+
+    @property
+    def n_registers(self) -> int:
+        """Sinks that join the sequence."""
+        return self.n_sinks if self.sink_kind == "register" else 0
+
+    @property
+    def has_sink_logit(self) -> bool:
+        return self.n_sinks > 0 and self.sink_kind == "logit"
+
+    def count_parameters(self) -> ParameterCount:
+        kv_width = self.n_kv_heads * self.head_dim
+        qkv = (self.d_model + int(self.qkv_bias)) * (self.d_model + 2 * kv_width)
+        gate = {"none": 0, "elementwise": self.d_model**2, "headwise": self.d_model * self.n_heads}[self.gate]
+        mlp = 3 * self.d_model * self.d_ff
+        norms = 2 * self.d_model
+        logit = self.n_heads if self.has_sink_logit else 0
+        layer = qkv + self.d_model**2 + gate + mlp + norms + logit
+        return ParameterCount(
+            embedding=(self.embedding_rows + self.n_lane + self.n_registers) * self.d_model,
+            non_embedding=self.n_layers * layer + self.d_model,
+            head=0 if self.tie_embeddings else self.vocab_size * self.d_model,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What config.json holds."""
+        return {"model_type": MODEL_TYPE, **super().to_dict()}
+
+    def replace(self, **changes: Any) -> "ModelConfig":
+        return ModelConfig(**{**self.model_dump(), **changes})
+
+
+def preset_names() -> list[str]:
+    return list(PRESETS)
+
+
+def preset_fields(name: Any) -> dict[str, Any]:
+    if name not in PRESETS:
+        raise ConfigError(f"preset = {name!r}: unknown preset; {_suggest(name, list(PRESETS))}")
+    return dict(PRESETS[name])
+
+
+class InitSection(_Frozen):
+    """Where the weights come from. Without `from`, the official random initialisation."""
+
+    from_: str | None = Field(default=None, alias="from", description="what `convert` reads: a checkpoint, an AR parent")
+    sink_init: Literal["mean", "normal"] = Field(
+        default="mean", description="sinks added to a parent: the mean of its embedding table plus a little noise, or normal"
+    )
+    gate_init: Literal["normal", "keep"] = Field(
+        default="normal",
+        description="a gate added to a parent: normal (gates near 0.5, as the paper), or open, so that the parent's function is kept",
+    )
+
+
+class DataSection(_Frozen):
+    """What is read: prepared sets with their weights, and how rows are cut."""
+
+    sets: dict[str, Annotated[float, Field(gt=0)]] = Field(default={}, description="folder of a prepared set -> its share")
+    length: Count = Field(default=2048, description="tokens in a row")
+
+
+class TrainSection(_Frozen):
+    """Optimizer, budget, noise. Defaults are the paper's from-scratch run (A.1)."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 3407
+    steps: Count | None = Field(default=None, description="the budget, in optimizer steps")
+    batch: Count = Field(default=256, description="sequences in one optimizer step, over all devices")
+    micro_batch: Count | None = Field(
+        default=None, description="sequences in one forward on one device; by default the whole share"
+    )
+    lr: float = Field(default=2e-4, gt=0)
+    min_lr: float = Field(default=2e-5, ge=0)
+    warmup: Fraction = Field(default=0.01, description="share of the budget spent on linear warmup")
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), strict=False)
+    weight_decay: float = Field(default=0.1, ge=0)
+    clip: float = Field(default=1.0, gt=0, description="gradient norm limit")
+    precision: Literal["float32", "bf16"] = "bf16"
+    schedule: Literal["linear", "cosine", "loglinear"] = "linear"
+    eps: float = Field(default=1e-3, ge=0, lt=1)
+    times: Literal["golden", "independent"] = Field(
+        default="golden", description="t of consecutive samples: spread by the golden ratio, or drawn independently (official)"
+    )
+
+
+class EvalSection(_Frozen):
+    """Validation while training."""
+
+    every: Count = Field(default=1000, description="steps between validations")
+    draws: Count = Field(default=128, description="Monte Carlo draws over the validation set")
+
+
+class Recipe(_Frozen):
+    """One run, whole: what the model is, where it starts, what it reads, how it trains."""
+
+    model: ModelConfig
+    init: InitSection = InitSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    eval: EvalSection = EvalSection()
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Recipe":
+        """Reads a TOML recipe, its base first, then `a.b=c` overrides."""
+        table = _read_with_base(Path(path), ())
+        for override in overrides:
+            key, value = parse_override(override)
+            _set_dotted(table, key, value)
+        try:
+            return cls.resolve(table)
+        except ConfigError as failure:
+            raise failure.within(str(path)) from None
+
+    @classmethod
+    def resolve(cls, table: Mapping[str, Any]) -> "Recipe":
+        """A recipe from a table whose [model] may name a preset and set only what differs."""
+        table = dict(table)
+        model = table.get("model")
+        if isinstance(model, Mapping) and "preset" in model:
+            fields = {key: value for key, value in model.items() if key != "preset"}
+            try:
+                table["model"] = {**preset_fields(model["preset"]), **fields}
+            except ConfigError as failure:
+                raise failure.within("model") from None
+        return cls(**table)
+
+    def to_toml(self) -> str:
+        """The resolved recipe; `Recipe.load` reads it back unchanged. TOML has no null: an unset key is left out."""
+        import tomli_w
+
+        return tomli_w.dumps(self.model_dump(by_alias=True, exclude_none=True))
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """The JSON schema of a recipe file, for editors: sections may be partial, `base` and `preset` are allowed."""
+        schema = cls.model_json_schema(by_alias=True)
+        schema.pop("required", None)
+        schema["properties"]["base"] = {
+            "type": "string",
+            "description": "another recipe, relative to this file, that this one changes",
+        }
+        model = schema["$defs"]["ModelConfig"]
+        model.pop("required", None)
+        model["properties"]["preset"] = {"enum": preset_names(), "description": "a named shape; the other keys are set on top"}
+        return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "sinkdlm recipe"}
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`a.b=c` as (key, value): the value is read as TOML, and as a plain string where it is no TOML."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {text}: expected key=value, for example --set train.lr=1e-4")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def _set_dotted(table: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for part in parents:
+        inner = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {key}={value}: {part} is a value, not a table")
+        table = inner
+    table[last] = value
+
+
+def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _read_with_base(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
+    path = path.resolve()
+    if path in readers:
+        raise ConfigError(f"base = {path.name!r}: a recipe cannot be its own base", place=str(readers[-1]))
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as failure:
+        reason = failure.strerror if isinstance(failure, OSError) else "not UTF-8 text"
+        whose = f" (base of {readers[-1]})" if readers else ""
+        raise ConfigError(f"{path}: cannot read recipe: {reason}{whose}") from None
+    except tomllib.TOMLDecodeError as failure:
+        raise ConfigError(f"{path}: not valid TOML: {failure}") from None
+    base = table.pop("base", None)
+    if base is None:
+        return table
+    if not isinstance(base, str):
+        raise ConfigError(f"base = {base!r}: allowed is one path, relative to this file", place=str(path))
+    return _merge(_read_with_base(path.parent / base, (*readers, path)), table)
+
+
+def canonical_json(config: ModelConfig) -> str:
+    """The same text for equal configs, whatever wrote the file: what a checkpoint's fingerprint covers."""
+    return json.dumps(config.to_dict(), sort_keys=True)

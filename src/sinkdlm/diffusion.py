@@ -1,0 +1,204 @@
+"""The masked-diffusion objective: noise schedules, corruption, and the loss on masked positions.
+
+A sample is corrupted at a time t in (0, 1): each maskable token becomes [MASK] with probability p(t), and the loss is
+p'(t)/p(t) times the cross-entropy of the masked tokens, whose expectation bounds the negative log-likelihood (paper eq. 3, 4).
+Takes any model that maps tokens to hidden states and has a head weight; knows no architecture, tokenizer or file.
+
+B batch, T tokens, N masked positions, V vocabulary, d model width.
+"""
+
+import math
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from sinkdlm.noise import Stream, golden_times, random_bits, uniform
+
+_PROBABILITY_BITS = 32
+_CHUNK_ELEMENTS = 1 << 27  # of logits held at once, about 0.5 GB in float32
+
+ScheduleName = Literal["linear", "cosine", "loglinear"]
+
+
+class Schedule(NamedTuple):
+    """How the masking probability grows with t.
+
+    linear: p = (1 - eps) t + eps, the paper's. The official code weighs by 1/p; ours is p'/p = (1 - eps)/p, the same up to 1 - eps.
+    cosine: p = (1 - eps)(1 - cos(pi t / 2)) and loglinear: p = (1 - eps) t, as MDLM defines them (Sahoo et al. 2024).
+    """
+
+    name: ScheduleName = "linear"
+    eps: float = 1e-3
+
+    def probability(self, t: Tensor) -> Tensor:
+        if self.name == "linear":
+            return (1 - self.eps) * t + self.eps
+        if self.name == "cosine":
+            return (1 - self.eps) * 2 * torch.sin(t * (math.pi / 4)) ** 2  # 1 - cos, without its cancellation near 0
+        return (1 - self.eps) * t
+
+    def weight(self, t: Tensor) -> Tensor:
+        """p'(t) / p(t)."""
+        if self.name == "linear":
+            return (1 - self.eps) / self.probability(t)
+        if self.name == "cosine":
+            return (math.pi / 2) / torch.tan(t * (math.pi / 4))
+        return 1 / t
+
+
+LINEAR = Schedule()
+
+
+class Noisy(NamedTuple):
+    """A corrupted batch: tokens (B, T) with [MASK] where masked (B, T); t and the loss weight of each row (B,), float64."""
+
+    tokens: Tensor
+    masked: Tensor
+    t: Tensor
+    weight: Tensor
+
+
+def corrupt(
+    tokens: Tensor,
+    samples: Tensor,
+    *,
+    seed: int,
+    mask_id: int,
+    schedule: Schedule = LINEAR,
+    times: Literal["golden", "independent"] = "golden",
+    maskable: Tensor | None = None,
+) -> Noisy:
+    """Masks each row as its sample number (B,) says: a pure function of (seed, sample, position), whatever the batch.
+
+    maskable (B, T): only these positions can be masked (a prompt never is, padding never is).
+    """
+    samples = samples.to(tokens.device)
+    t = golden_times(seed, samples) if times == "golden" else uniform(seed, Stream.TIME, samples)
+    # Integers decide: a probability off by a rounding on another device moves the threshold by at most one part in 2**32.
+    threshold = (schedule.probability(t) * 2.0**_PROBABILITY_BITS).round().to(torch.int64)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    masked = random_bits(_PROBABILITY_BITS, seed, int(Stream.MASK), samples[:, None], positions) < threshold[:, None]
+    if maskable is not None:
+        masked &= maskable
+    return Noisy(torch.where(masked, mask_id, tokens), masked, t, schedule.weight(t))
+
+
+class _Shape(Protocol):
+    vocab_size: int
+    mask_id: int
+    shift_logits: bool
+
+
+class HiddenModel(Protocol):
+    """What the loss needs of a model."""
+
+    @property
+    def config(self) -> _Shape: ...
+
+    @property
+    def head_weight(self) -> Tensor: ...
+
+    def __call__(self, tokens: Tensor, *, lengths: Tensor | None = None) -> Tensor: ...
+
+
+class Loss(NamedTuple):
+    """total: sum of weight * nll / denominator, differentiable. nll (N,): of each scored position, detached, row by row."""
+
+    total: Tensor
+    nll: Tensor
+    scored: Tensor
+
+
+def denoising_loss(
+    model: HiddenModel,
+    tokens: Tensor,
+    noisy: Noisy,
+    *,
+    denominator: Tensor | float,
+    lengths: Tensor | None = None,
+    chunk: int | None = None,
+) -> Loss:
+    """The loss of one micro-batch. `denominator` is global (maskable positions of the whole batch), so cuts change nothing.
+
+    A shifted model has no position from which to predict token 0, so that token is left out. A [MASK] row inside the vocabulary
+    is no outcome and is left out of the softmax, as sampling and likelihood leave it out.
+    """
+    hidden = model(noisy.tokens, lengths=lengths)
+    scored = noisy.masked
+    if model.config.shift_logits:
+        scored = scored.clone()
+        scored[:, 0] = False
+    row, _ = scored.nonzero(as_tuple=True)
+    weights = noisy.weight.to(torch.promote_types(hidden.dtype, torch.float32))[row]
+    config = model.config
+    exclude = config.mask_id if config.mask_id < config.vocab_size else None
+    total, nll = chunked_nll(hidden[scored], model.head_weight, tokens[scored], weights, exclude=exclude, chunk=chunk)
+    return Loss(total / denominator, nll, scored)
+
+
+def chunked_nll(
+    hidden: Tensor,
+    head_weight: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    *,
+    exclude: int | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(sum of weights * nll, nll (N,) detached) of hidden (N, d) against targets (N,), `chunk` rows of logits at a time.
+
+    Gradients are formed in the forward, chunk by chunk, so that no more than one chunk of logits ever exists.
+    """
+    vocab = head_weight.shape[0]
+    chunk = chunk or max(1, _CHUNK_ELEMENTS // vocab)
+    return _ChunkedNLL.apply(hidden, head_weight, targets, weights, exclude, chunk)
+
+
+class _ChunkedNLL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head_weight: Tensor, targets: Tensor, weights: Tensor, exclude: int | None, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        precise = torch.promote_types(dtype, torch.float32)
+        rows, matrix = hidden.to(dtype), head_weight.to(dtype)
+        nll = torch.empty(rows.shape[0], dtype=precise, device=hidden.device)
+        wants_hidden, wants_matrix = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_matrix = torch.zeros_like(head_weight, dtype=precise) if wants_matrix else None
+        with torch.autocast(device, enabled=False):
+            for start in range(0, rows.shape[0], chunk):
+                part = slice(start, start + chunk)
+                weight = weights[part, None]
+                logits = rows[part] @ matrix.mT  # (chunk, V)
+                if exclude is not None:
+                    logits[:, exclude] = -math.inf
+                log_p = functional.log_softmax(logits, dim=-1, dtype=precise)
+                nll[part] = -log_p.gather(1, targets[part, None])[:, 0]
+                if grad_hidden is None and grad_matrix is None:
+                    continue
+                # d nll / d logits = p - onehot; the row's weight goes to the thin factor of each product, not to (chunk, V).
+                grad = torch.exp(log_p, out=logits)
+                grad.scatter_add_(1, targets[part, None], torch.full_like(grad[:, :1], -1.0))
+                if grad_hidden is not None:
+                    grad_hidden[part] = (grad @ matrix) * weight
+                if grad_matrix is not None:
+                    grad_matrix += grad.mT @ (rows[part] * weight).to(dtype)
+        ctx.save_for_backward(grad_hidden, grad_matrix)
+        ctx.matrix_dtype = head_weight.dtype
+        ctx.mark_non_differentiable(nll)
+        return (nll * weights).sum(), nll
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_matrix = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = (grad_hidden * grad_total).to(grad_hidden.dtype)
+        if grad_matrix is not None:
+            grad_matrix = (grad_matrix * grad_total).to(ctx.matrix_dtype)
+        return grad_hidden, grad_matrix, None, None, None, None

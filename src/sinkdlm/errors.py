@@ -1,0 +1,22 @@
+"""The one exception that means "the user can fix this": the command line prints it as one line and exits with status 2."""
+
+
+class UserError(Exception):
+    """A mistake in what the user gave. The message names the thing and the cure, in one line."""
+
+
+class ConfigError(UserError):
+    """Keys or values of a configuration that are not allowed. `place` is the dotted path to the table they stand in."""
+
+    def __init__(self, *problems: str, place: str = "") -> None:
+        self.problems = problems
+        self.place = place
+        super().__init__("; ".join(f"{place}.{problem}" if place else problem for problem in problems))
+
+    def within(self, table: str) -> "ConfigError":
+        """The same mistake, seen from the table that holds this one."""
+        return ConfigError(*self.problems, place=f"{table}.{self.place}" if self.place else table)
+
+
+class CheckpointError(UserError):
+    """A checkpoint directory that cannot be read or written, with the file and the reason."""

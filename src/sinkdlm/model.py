@@ -1,0 +1,398 @@
+"""DiffusionLM: a bidirectional transformer whose sinks run as a lane beside the tokens. Variants are values of the config.
+
+Owns the architecture, its initialisation, the lane and its cache. Does not know of noise schedules, losses, samplers, files or
+tokenizers.
+
+B batch, T tokens, S sinks, H query heads, K key/value heads, D head width, d model width.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sinkdlm.attention import Choice, attend, choose_form
+from sinkdlm.config import ModelConfig
+from sinkdlm.noise import Stream, hash_words
+
+Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
+
+
+class Rotation(NamedTuple):
+    """cos and sin of rotary angles, (1 or B, positions, 1, D/2)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> "Rotation":
+        """For positions (P,) or (B, P). Tables are float32 whatever the model's dtype (float64 for a float64 model)."""
+        precise = torch.promote_types(dtype, torch.float32)
+        pairs = torch.arange(0, config.head_dim, 2, dtype=precise, device=positions.device)
+        frequencies = 1.0 / config.rope_base ** (pairs / config.head_dim)
+        angles = positions.to(precise)[..., None] * frequencies
+        angles = angles.view(-1 if positions.dim() == 2 else 1, positions.shape[-1], 1, config.head_dim // 2)
+        return cls(angles.cos(), angles.sin())
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Rotates (B, P, heads, D): the first half of D pairs with the second half."""
+        first, second = x.to(self.cos.dtype).chunk(2, dim=-1)
+        rotated = torch.cat([first * self.cos - second * self.sin, second * self.cos + first * self.sin], dim=-1)
+        return rotated.to(x.dtype)
+
+
+class Lane(NamedTuple):
+    """What a layer's sinks hand to its tokens: keys before rotary and values, each (1, S, K, D)."""
+
+    k: Tensor
+    v: Tensor
+
+
+class KeyValueCache(Protocol):
+    """Keys and values of tokens outside the span that is being computed (block caches of sampling)."""
+
+    start: int  # index of the span's first token in its row
+    length: int  # tokens of the whole row
+
+    def join(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes the span's rotated keys and values (B, K, span, D) and returns those of the whole row."""
+
+
+class Surroundings(NamedTuple):
+    """What is the same for every layer of one forward."""
+
+    rotation: Rotation
+    sink_rotation: Rotation | None = None
+    visible: Tensor | None = None
+    causal: bool = False
+    form: str = "auto"
+    observe: Observer | None = None
+    cache: KeyValueCache | None = None
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
+        self.zero_value = config.sink_value == "zero"
+        self.n_registers = config.n_registers
+        self.qkv = nn.Linear(config.d_model, (config.n_heads + 2 * config.n_kv_heads) * config.head_dim, bias=config.qkv_bias)
+        self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+        gate_width = {"none": 0, "elementwise": config.d_model, "headwise": config.n_heads}[config.gate]
+        self.gate = nn.Linear(config.d_model, gate_width, bias=False) if gate_width else None
+        self.sink_logit = nn.Parameter(torch.zeros(config.n_heads)) if config.has_sink_logit else None
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, d) -> q (B, T, H, D), k and v (B, T, K, D), before rotary."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=-2)
+        return q, k, v
+
+    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Gates the mixed values (B, T, H, D) by the layer's input x (eq. 9) and projects them back."""
+        if self.gate is not None:
+            gate = torch.sigmoid(self.gate(x)).unflatten(-1, (self.n_heads, -1))  # (B, T, H, D or 1)
+            mixed = mixed * gate
+        return self.out(mixed.flatten(-2))
+
+    def run_lane(self, x: Tensor) -> tuple[Tensor, Lane]:
+        """The sinks' own attention: each sees only itself, so its output is its value (eq. 6)."""
+        _, k, v = self.project(x)
+        if self.zero_value:
+            v = torch.zeros_like(v)
+        return self.finish(x, v.repeat_interleave(self.n_heads // self.n_kv_heads, dim=-2)), Lane(k, v)
+
+    def forward(self, x: Tensor, lane: Lane | None, around: Surroundings) -> Tensor:
+        q, k, v = self.project(x)
+        q, k = around.rotation.apply(q), around.rotation.apply(k)
+        if self.zero_value and self.n_registers and not around.causal:
+            v = torch.cat([torch.zeros_like(v[:, : self.n_registers]), v[:, self.n_registers :]], dim=1)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if around.cache is not None:
+            k, v = around.cache.join(self.layer, k, v)
+        sink_k = sink_v = None
+        if lane is not None and around.sink_rotation is not None:
+            sink_k = around.sink_rotation.apply(lane.k).transpose(1, 2)
+            sink_v = lane.v.transpose(1, 2)
+        if around.observe is not None:
+            around.observe(self.layer, q, k, v, sink_k, sink_v)
+        logit = None if around.causal else self.sink_logit
+        mixed = attend(q, k, v, sink_k, sink_v, sink_logit=logit, visible=around.visible, causal=around.causal, form=around.form)
+        return self.finish(x, mixed.transpose(1, 2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.d_model, 2 * config.d_ff, bias=False)
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(functional.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """One layer, for tokens and lane in one forward: the unit of compilation and of sharding."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = Norm(config.d_model, config.norm_eps)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = Norm(config.d_model, config.norm_eps)
+        self.mlp = FeedForward(config)
+
+    def run_lane(self, sinks: Tensor) -> tuple[Tensor, Lane]:
+        update, lane = self.attention.run_lane(self.attention_norm(sinks))
+        sinks = sinks + update
+        return sinks + self.mlp(self.mlp_norm(sinks)), lane
+
+    def forward(self, x: Tensor, sinks: Tensor | Lane | None, around: Surroundings) -> tuple[Tensor, Tensor | None, Lane | None]:
+        """`sinks` are the lane's states (1, S, d), which go on to the next layer, or this layer's cached Lane, or nothing."""
+        states, lane = self.run_lane(sinks) if isinstance(sinks, Tensor) else (None, sinks)
+        x = x + self.attention(self.attention_norm(x), lane, around)
+        return x + self.mlp(self.mlp_norm(x)), states, lane
+
+
+class DiffusionLM(nn.Module):
+    """`model(tokens)` gives hidden states, `model.head(hidden)` logits. Callers never see a sink."""
+
+    def __init__(self, config: ModelConfig, *, seed: int = 0, attention: str = "auto") -> None:
+        """`attention` names a form of attention.py; on the meta device weights stay empty until `init_weights`."""
+        super().__init__()
+        self.config = config
+        self.attention_form = attention
+        self.embed = nn.Embedding(config.embedding_rows, config.d_model)
+        n_rows = config.n_lane + config.n_registers
+        self.sinks = nn.Parameter(torch.empty(n_rows, config.d_model)) if n_rows else None
+        self.blocks = nn.ModuleList([Block(config, layer) for layer in range(config.n_layers)])
+        self.norm = Norm(config.d_model, config.norm_eps)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self._lanes: _LaneCache | None = None
+        if not self.embed.weight.is_meta:
+            self.init_weights(seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int = 0) -> None:
+        """The official initialisation. Each tensor's draw depends on (seed, its name) alone, so twins share what they share."""
+        width = self.config.d_model
+        for name, weight in self.named_parameters():
+            kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
+            if kind in ("attention_norm", "mlp_norm", "norm"):
+                weight.fill_(1.0)
+            elif kind in ("bias", "sink_logit"):
+                weight.zero_()
+            else:
+                std = 1 / math.sqrt(width) / self.config.n_layers if kind in ("out", "down") else math.sqrt(2 / (5 * width))
+                key = hash_words(seed, int(Stream.WEIGHTS), *name.encode())
+                generator = torch.Generator().manual_seed(int(key) >> 1)
+                weight.copy_(torch.randn(weight.shape, generator=generator).mul_(std))
+
+    # -- the call ---------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        causal: bool = False,
+        cache: KeyValueCache | None = None,
+        observe: Observer | None = None,
+    ) -> Tensor:
+        """(B, T) int64 -> (B, T, d), after the final norm, each row aligned to the token it predicts.
+
+        lengths (B,): rows are padded on the right; padding is never attended to, whatever it holds.
+        causal: the AR parent: causal attention, no sinks, no shift; row i predicts token i+1.
+        cache: tokens are a span of a longer row whose other keys and values the cache holds. The shift of a shifted model
+            stays within the span: give it one token more on the left.
+        observe(layer, q, k, v, sink_k, sink_v): sees what attention sees.
+        """
+        config = self.config
+        if cache is not None and (lengths is not None or config.n_registers):
+            raise ValueError("a cache takes rows of one length, and no register sinks: those see every token and change with it")
+        visible = None
+        if lengths is not None:
+            visible = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]  # (B, T)
+            tokens = torch.where(visible, tokens, config.mask_id)
+            visible = visible[:, None, None]
+        x = self.embed(tokens)
+        n_registers = 0 if causal else config.n_registers
+        if n_registers:
+            assert self.sinks is not None
+            # Attention does not read storage order, only rotary positions: registers lie in front even where they sit at the end.
+            x = torch.cat([self.sinks.expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1)
+            if visible is not None:
+                visible = functional.pad(visible, (n_registers, 0), value=True)
+        around = self._surroundings(tokens, x, lengths, visible, causal, cache, observe)
+        x = self._run_blocks(x, around, use_lane=config.n_lane > 0 and not causal)
+        x = self.norm(x[:, n_registers:])
+        if config.shift_logits and not causal:
+            x = torch.cat([x[:, :1], x[:, :-1]], dim=1)
+        return x
+
+    def _surroundings(
+        self,
+        tokens: Tensor,
+        x: Tensor,
+        lengths: Tensor | None,
+        visible: Tensor | None,
+        causal: bool,
+        cache: KeyValueCache | None,
+        observe: Observer | None,
+    ) -> Surroundings:
+        """Where everything sits: sinks in front at 0..S-1 and content after them, or content first and sinks at each row's end."""
+        config = self.config
+        n_sinks = 0 if causal or config.has_sink_logit else config.n_sinks
+        in_front = config.sink_position == "front"
+        start, length = (0, tokens.shape[1]) if cache is None else (cache.start, cache.length)
+        content = torch.arange(tokens.shape[1], device=tokens.device) + start + (n_sinks if in_front else 0)
+        sinks = torch.arange(n_sinks, device=tokens.device)
+        if not in_front and n_sinks:
+            sinks = sinks + (length if lengths is None else lengths[:, None])
+        if n_sinks and config.n_registers:
+            if sinks.dim() == 2:
+                content = content.expand(sinks.shape[0], -1)
+            content = torch.cat([sinks, content], dim=-1)
+        sink_rotation = Rotation.at(sinks, config, x.dtype) if n_sinks and config.n_lane else None
+        rotation = Rotation.at(content, config, x.dtype)
+        return Surroundings(rotation, sink_rotation, visible, causal, self.attention_form, observe, cache)
+
+    def _run_blocks(self, x: Tensor, around: Surroundings, use_lane: bool) -> Tensor:
+        scope = self._lanes if use_lane and not torch.is_grad_enabled() else None
+        cached = None if scope is None else scope.find(self)
+        sinks = self.sinks[None].to(x.dtype) if use_lane and cached is None and self.sinks is not None else None
+        lanes = []
+        with ExitStack() as stack:
+            if around.observe is not None and not torch.compiler.is_compiling():
+                stack.enter_context(torch.compiler.set_stance("force_eager"))  # a watcher cannot live in a compiled block
+            for layer, block in enumerate(self.blocks):
+                x, sinks, lane = block(x, sinks if cached is None else cached[layer], around)
+                lanes.append(lane)
+        if scope is not None and cached is None:
+            scope.keep(self, lanes)
+        return x
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Raw logits (..., vocab_size), also for a [MASK] row inside the vocabulary."""
+        return functional.linear(hidden, self.head_weight) if self.lm_head is None else self.lm_head(hidden)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(vocab_size, d): what the chunked loss multiplies by."""
+        return self.embed.weight[: self.config.vocab_size] if self.lm_head is None else self.lm_head.weight
+
+    # -- inference --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def inference(self) -> Iterator["DiffusionLM"]:
+        """A scope without gradients in which the lane is computed once. Weights must not change inside it.
+
+        Every forward checks the weights' identity and version, which reveals an optimizer step, load_state_dict or a swap, and
+        recomputes. An edit through `.data` leaves no such trace; so the scope recomputes the lane as it closes, and raises if
+        it is no longer the one that was served.
+        """
+        if self._lanes is not None:
+            with torch.no_grad():
+                yield self
+            return
+        lanes = self._lanes = _LaneCache()
+        try:
+            with torch.no_grad():
+                yield self
+                lanes.verify(self)
+        finally:
+            self._lanes = None
+
+    def denoiser(self) -> "Denoiser":
+        """A callable tokens -> logits for samplers and estimators. Inside `inference()` it uses the cached lane."""
+        return Denoiser(self)
+
+    def attention_choice(self, *, padded: bool = False) -> Choice:
+        """Which form of attention a forward takes here and now (padded: with `lengths`), and why."""
+        device, dtype, autocast = _arithmetic(self)
+        return choose_form(
+            device.type,
+            autocast or dtype,
+            n_sinks=self.config.n_lane,
+            has_logit=self.config.has_sink_logit,
+            masked_keys=padded,
+            form=self.attention_form,
+        )
+
+
+class Denoiser:
+    """(B, T) tokens -> (B, T, V) logits, without gradients; with `where` (B, T) boolean, (number of True, V), row by row."""
+
+    def __init__(self, model: DiffusionLM) -> None:
+        self.model = model
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        where: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        observe: Observer | None = None,
+    ) -> Tensor:
+        with torch.no_grad():
+            hidden = self.model(tokens, lengths=lengths, cache=cache, observe=observe)
+            return self.model.head(hidden if where is None else hidden[where])
+
+
+def _arithmetic(model: DiffusionLM) -> tuple[torch.device, torch.dtype, torch.dtype | None]:
+    weight = model.embed.weight
+    kind = weight.device.type
+    return weight.device, weight.dtype, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+class _LaneCache:
+    """The lanes of one inference scope, per device and arithmetic. The scope's first forward fills it."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[Any, list[Lane]] = {}
+        self._stamp: Any = None
+
+    @staticmethod
+    def _stamp_of(model: DiffusionLM) -> Any:
+        return [(id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
+
+    def find(self, model: DiffusionLM) -> list[Lane] | None:
+        stamp = self._stamp_of(model)
+        if stamp != self._stamp:
+            self._lanes.clear()
+            self._stamp = stamp
+        return self._lanes.get(_arithmetic(model))
+
+    def keep(self, model: DiffusionLM, lanes: list[Lane]) -> None:
+        self._lanes[_arithmetic(model)] = lanes
+
+    def verify(self, model: DiffusionLM) -> None:
+        """Runs the lane anew, on one token, and compares."""
+        served = self.find(model)
+        if served is None:
+            return  # nothing was served, or every forward after a change saw it
+        self._lanes.clear()
+        model(torch.full((1, 1), model.config.mask_id, device=model.embed.weight.device))
+        fresh = self.find(model)
+        assert fresh is not None
+        if not all(torch.equal(old.k, new.k) and torch.equal(old.v, new.v) for old, new in zip(served, fresh, strict=True)):
+            raise RuntimeError(
+                "weights were edited in place inside model.inference(): results after the edit used the old sinks; "
+                "close the scope before changing weights"
+            )

@@ -1,0 +1,146 @@
+"""Random numbers as pure functions of integer keys: no state, no generator, no order.
+
+Everything is wrapping 64-bit integer arithmetic in plain torch operations, so a number is the same on a CPU and on a GPU, alone
+and in any batch. Knows nothing of models, data or schedules.
+
+The mixer is the finaliser of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"). A key of
+several words folds in one word after another, `state = mix(state + mix(word))`; the words broadcast, so that hashing
+(B, 1) samples against (T,) positions costs one mix per element of the result.
+"""
+
+import math
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+_WORD = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+_ROUNDS = 8
+
+Key = int | Tensor
+
+
+class Stream(IntEnum):
+    """What a number is for. Two purposes never share numbers, whatever their other keys."""
+
+    MASK = 1  # which positions of a training sample are masked
+    TIME = 2  # the diffusion time of a training sample
+    ORDER = 3  # which row of the data a sample reads
+    WEIGHTS = 4  # initial weights
+    SAMPLING = 5  # denoising
+    LIKELIHOOD = 6  # Monte Carlo masks
+
+
+def _signed(word: int) -> int:
+    word &= _WORD
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _mix_int(word: int) -> int:
+    word = (word + _GOLDEN) & _WORD
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+        word = ((word ^ (word >> shift)) * multiplier) & _WORD
+    return word ^ (word >> _SHIFTS[2])
+
+
+def _shift_right(word: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's is arithmetic on signed words."""
+    return (word >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _mix_owned(word: Tensor) -> Tensor:
+    """Mixes a fresh int64 tensor in place."""
+    word += _signed(_GOLDEN)
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+        word ^= _shift_right(word, shift)
+        word *= _signed(multiplier)
+    word ^= _shift_right(word, _SHIFTS[2])
+    return word
+
+
+def _mix(word: Key) -> Key:
+    return _mix_owned(word.clone()) if isinstance(word, Tensor) else _mix_int(word)
+
+
+def _plain(key: Key) -> Key:
+    if isinstance(key, Tensor):
+        if key.dtype == torch.bool or key.is_floating_point():
+            raise TypeError(f"noise keys are integers, not {key.dtype}")
+        return key.to(torch.int64)
+    return int(key)
+
+
+def hash_words(*keys: Key) -> Key:
+    """64 random bits for each combination of the keys (which broadcast): an int, or an int64 tensor if any key is a tensor."""
+    state: Key = 0
+    for key in keys:
+        word = _mix(_plain(key))
+        if isinstance(word, Tensor):
+            state = _mix_owned(word + (state if isinstance(state, Tensor) else _signed(state)))
+        elif isinstance(state, Tensor):
+            state = _mix_owned(state + _signed(word))
+        else:
+            state = _mix_int((state + word) & _WORD)
+    return state
+
+
+def random_bits(bits: int, *keys: Key) -> Tensor:
+    """The top `bits` (at most 63) of hash_words(*keys), as non-negative int64."""
+    words = hash_words(*keys)
+    if not isinstance(words, Tensor):
+        return torch.tensor(words >> (64 - bits))
+    return _shift_right(words, 64 - bits)
+
+
+def uniform(seed: Key, stream: Stream, *keys: Key, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Uniform in the open interval (0, 1), keyed by (seed, stream, sample, position, ...).
+
+    Values are midpoints of equal cells, exact in `dtype` (float64 or float32), so that neither 0 nor 1 ever occurs.
+    """
+    bits = {torch.float64: 52, torch.float32: 23}[dtype]
+    cells = random_bits(bits, seed, int(stream), *keys).to(dtype)
+    return cells.add_(0.5).mul_(2.0**-bits)
+
+
+def golden_times(seed: int, samples: Tensor) -> Tensor:
+    """t of each sample number n: frac(u(seed) + n / golden ratio) in (0, 1), float64.
+
+    A low-discrepancy sequence: any run of consecutive samples is spread evenly, whoever holds them. The fraction is kept as a
+    64-bit word, whose wrap-around is the `frac`, so that sample 10**15 is as exact as sample 0.
+    """
+    start = hash_words(seed, int(Stream.TIME))
+    words = samples.to(torch.int64) * _signed(_GOLDEN) + _signed(int(start))
+    return _shift_right(words, 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
+
+
+def permute(index: Tensor, n: int, *keys: int) -> Tensor:
+    """Where `index` goes under a keyed random permutation of 0..n-1. Random access, no table.
+
+    A Feistel network on pairs (left in 0..a-1, right in 0..b-1) with a*b just above n, whose rounds add a keyed hash of one half
+    to the other (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). A result beyond n-1 is sent round again,
+    which stays within one cycle of the larger permutation and so keeps it one-to-one; fewer than a in a*b need it.
+    """
+    if n < 1:
+        raise ValueError(f"a permutation needs at least one element, not {n}")
+    if index.numel() and not bool(((index >= 0) & (index < n)).all()):
+        raise IndexError(f"permutation index outside 0..{n - 1}")
+    a = math.isqrt(n - 1) + 1
+    b = -(-n // a)
+    key = hash_words(*keys, int(Stream.ORDER), n)
+
+    def encrypt(value: Tensor) -> Tensor:
+        left, right = value // b, value % b
+        for turn in range(0, _ROUNDS, 2):
+            left = (left + random_bits(62, key, turn, right)) % a
+            right = (right + random_bits(62, key, turn + 1, left)) % b
+        return left * b + right
+
+    out = encrypt(index.to(torch.int64))
+    while True:
+        outside = out >= n
+        if not bool(outside.any()):
+            return out
+        out = torch.where(outside, encrypt(out), out)
