@@ -212,7 +212,7 @@ class InitSection(_Frozen):
     )
     gate_init: Literal["normal", "keep"] = Field(
         default="normal",
-        description="a gate added to a parent: normal (gates near 0.5, as the paper), or open, so that the parent's function is kept",
+        description="a gate added to a parent: normal (gates near 0.5, as the paper), or open, which keeps the parent's function",
     )
 
 

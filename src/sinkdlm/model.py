@@ -177,14 +177,17 @@ class DiffusionLM(nn.Module):
         super().__init__()
         self.config = config
         self.attention_form = attention
-        self.embed = nn.Embedding(config.embedding_rows, config.d_model)
-        n_rows = config.n_lane + config.n_registers
-        self.sinks = nn.Parameter(torch.empty(n_rows, config.d_model)) if n_rows else None
-        self.blocks = nn.ModuleList([Block(config, layer) for layer in range(config.n_layers)])
-        self.norm = Norm(config.d_model, config.norm_eps)
-        self.lm_head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
         self._lanes: _LaneCache | None = None
-        if not self.embed.weight.is_meta:
+        home = torch.empty(0).device
+        with torch.device("meta"):  # torch's own initialisation would draw from the global generator
+            self.embed = nn.Embedding(config.embedding_rows, config.d_model)
+            n_rows = config.n_lane + config.n_registers
+            self.sinks = nn.Parameter(torch.empty(n_rows, config.d_model)) if n_rows else None
+            self.blocks = nn.ModuleList([Block(config, layer) for layer in range(config.n_layers)])
+            self.norm = Norm(config.d_model, config.norm_eps)
+            self.lm_head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if home.type != "meta":
+            self.to_empty(device=home)
             self.init_weights(seed)
 
     @torch.no_grad()
