@@ -1,0 +1,82 @@
+"""Who may import whom (docs/design.md). `breaches` reads sources and returns every import that points the wrong way."""
+
+import ast
+from pathlib import Path
+
+LEAVES = ("interop", "evals", "analysis", "serving", "reproduce", "demo")
+CORE = ("config", "noise", "attention", "model", "observe", "diffusion", "sampling", "likelihood", "checkpoint")
+# Module -> the modules of the package it may import. `errors` and the package itself (its version) are open to all.
+ALLOWED = {
+    "errors": (),
+    "presets": (),
+    "config": ("presets",),
+    "noise": (),
+    "attention": (),
+    "observe": ("attention",),
+    "model": ("config", "noise", "attention"),
+    "diffusion": ("noise",),
+    "sampling": ("noise",),
+    "likelihood": ("noise",),
+    "planning": ("config",),
+    "data": ("config", "noise"),
+    "checkpoint": CORE,
+    "training": (*CORE, "data", "planning"),
+    "interop": CORE,
+    "evals": (*CORE, "data"),
+    "analysis": CORE,
+    "serving": (*CORE, "analysis"),
+    "reproduce": (*CORE, "data", "training", "planning", "interop", "evals", "analysis"),
+    "demo": (*CORE, "data", "training", "analysis"),
+}
+# What the objective and the samplers must not touch: they take a denoiser.
+FORBIDDEN_PACKAGES = {name: ("transformers", "tokenizers", "safetensors") for name in ("diffusion", "sampling", "likelihood")}
+
+
+def part_of(path: Path, package: Path) -> str:
+    relative = path.relative_to(package)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def imports_of(tree: ast.AST, path: Path, package: Path):
+    """(imported dotted name, line, inside a function?) of every import, relative ones resolved."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inner = {id(node) for function in functions for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, id(node) in inner
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = ("sinkdlm", *path.relative_to(package).parts)[: -node.level]
+                base = ".".join([*parents, base] if base else parents)
+            if base == "sinkdlm":
+                for alias in node.names:
+                    yield f"sinkdlm.{alias.name}", node.lineno, id(node) in inner
+            else:
+                yield base, node.lineno, id(node) in inner
+
+
+def breaches(package: Path) -> tuple[list[str], int]:
+    found, files = [], 0
+    for path in sorted(package.rglob("*.py")):
+        part = part_of(path, package)
+        if part in ("__init__", "__main__"):
+            continue
+        files += 1
+        for name, line, inside in imports_of(ast.parse(path.read_text()), path, package):
+            where = f"{path.relative_to(package)}:{line}"
+            top, _, rest = name.partition(".")
+            if top in FORBIDDEN_PACKAGES.get(part, ()):
+                found.append(f"{where}: {part} must not import {top}")
+            if top != "sinkdlm" or not rest:
+                continue
+            target = rest.partition(".")[0]
+            if target in (part, "errors", "__version__"):
+                continue
+            if part == "cli":
+                if not inside:
+                    found.append(f"{where}: cli imports {target} at its top: import it inside the subcommand")
+            elif target not in ALLOWED.get(part, ()):
+                found.append(f"{where}: {part} must not import {target}")
+    return found, files

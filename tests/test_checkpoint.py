@@ -1,0 +1,219 @@
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import small_config, small_model, small_tokens
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+import sinkdlm
+from sinkdlm import UserError
+from sinkdlm.checkpoint import CONFIG, INDEX, PROVENANCE, WEIGHTS
+
+
+def small_tokenizer():
+    inner = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "token": 2}, unk_token="[UNK]"))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = small_model(dtype=torch.float32, n_sinks=1, gate="headwise")
+    return sinkdlm.save(tmp_path / "run", model, small_tokenizer(), provenance={"seed": 3}), model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_round_trip_is_bit_exact_for_every_variant(tmp_path, variant, dtype):
+    model = small_model(dtype=dtype, **variant)
+    loaded = sinkdlm.load(sinkdlm.save(tmp_path / "x", model, provenance={"note": "ü"}))
+    assert loaded.config == model.config
+    assert loaded.tokenizer is None
+    assert loaded.provenance["note"] == "ü"
+    state = loaded.model.state_dict()
+    assert list(state) == list(model.state_dict())
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, state[name])
+        assert state[name].dtype == dtype
+    assert all(weight.requires_grad for weight in loaded.model.parameters())
+
+
+def test_loaded_model_computes_the_same(saved):
+    path, model = saved
+    loaded = sinkdlm.load(path)
+    tokens = small_tokens(2, 7)
+    assert torch.equal(loaded.model(tokens), model(tokens))
+    assert sinkdlm.load(path, dtype=torch.bfloat16).model.embed.weight.dtype == torch.bfloat16
+    assert loaded.tokenizer.convert_tokens_to_ids(["one", "token"]) == [1, 2]
+    assert {"seed", "sinkdlm_version", "torch_version", "created", "weights"} <= set(loaded.provenance)
+
+
+def test_large_weights_are_sharded(tmp_path):
+    model = small_model(dtype=torch.float32, n_sinks=1)
+    path = sinkdlm.save(tmp_path / "x", model, shard_bytes=8000)
+    shards = sorted(path.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    assert not (path / WEIGHTS).exists()
+    for name, weight in sinkdlm.load(path).model.state_dict().items():
+        assert torch.equal(weight, model.state_dict()[name])
+    shards[1].unlink()
+    refused(path, shards[1].name, "missing shard")
+
+
+def test_keys_that_transformers_adds_are_ignored(saved):
+    path, model = saved
+    edit_json(path / CONFIG, architectures=["X"], dtype="float32", transformers_version="5.22.0")
+    assert sinkdlm.load(path).config == model.config
+
+
+def test_no_pickle_is_written(saved):
+    names = {file.name for file in saved[0].iterdir()}
+    assert names == {CONFIG, WEIGHTS, PROVENANCE, "tokenizer.json", "tokenizer_config.json"}
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------------
+
+
+def refused(path, *words, **kwargs):
+    with pytest.raises(UserError) as failure:
+        sinkdlm.load(path, **kwargs)
+    message = str(failure.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+def edit_json(path: Path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_weights(path: Path, change):
+    tensors = load_file(path / WEIGHTS)
+    change(tensors)
+    save_file(tensors, path / WEIGHTS)
+
+
+def test_truncated_weights_are_refused(saved):
+    path, _ = saved
+    os.truncate(path / WEIGHTS, 500)
+    refused(path, WEIGHTS, "truncated", "500 bytes")
+    refused(path, WEIGHTS, "not a whole safetensors file", verify=False)
+    os.truncate(path / WEIGHTS, 3)
+    refused(path, WEIGHTS, "not a whole safetensors file", verify=False)
+
+
+def test_tampered_weights_and_config_are_refused(saved):
+    path, _ = saved
+    data = bytearray((path / WEIGHTS).read_bytes())
+    data[-1] ^= 1
+    (path / WEIGHTS).write_bytes(data)
+    refused(path, WEIGHTS, "changed since it was written", "SHA-256")
+    sinkdlm.load(path, verify=False)
+    edit_json(path / CONFIG, sink_position="end")
+    refused(path, CONFIG, "config was changed")
+
+
+def test_wrong_shapes_keys_and_dtypes_are_refused(saved):
+    path, _ = saved
+    (path / PROVENANCE).unlink()  # as another tool might write it: no fingerprints to compare
+    original = (path / WEIGHTS).read_bytes()
+    cases = [
+        (lambda t: t.update({"sinks": t["sinks"][:, :4].clone()}), ["sinks has shape (1, 4)", "(1, 24)"], {}),
+        (lambda t: t.update({"sinks": t["sinks"].to(torch.int8)}), ["sinks is I8", "F32"], {}),
+        (lambda t: t.update({"sinks": t["sinks"].bfloat16()}), ["BF16", "F32", "dtype="], {}),
+        (lambda t: t.pop("sinks"), ["missing 1 tensors", "sinks"], {}),
+        (lambda t: t.update({"extra": t["sinks"].clone()}), ["unexpected tensor extra"], {}),
+    ]
+    for change, words, kwargs in cases:
+        (path / WEIGHTS).write_bytes(original)
+        edit_weights(path, change)
+        refused(path, WEIGHTS, *words, **kwargs)
+    (path / WEIGHTS).write_bytes(original)
+    edit_weights(path, lambda t: t.update({"sinks": t["sinks"].bfloat16()}))
+    assert sinkdlm.load(path, dtype=torch.float32).model.sinks.dtype == torch.float32
+
+
+def test_foreign_and_broken_folders_are_refused(saved, tmp_path):
+    path, _ = saved
+    refused(tmp_path / "none", "no such folder")
+    refused(path / WEIGHTS, "a file, not a checkpoint folder")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "no config.json", "convert")
+    config = (path / CONFIG).read_text()
+    edit_json(path / CONFIG, model_type="qwen2")
+    refused(path, CONFIG, "model_type is 'qwen2'", "sinkdlm convert")
+    (path / CONFIG).write_text(config)
+    edit_json(path / CONFIG, n_sinks=-1)
+    refused(path, CONFIG, "n_sinks = -1")
+    edit_json(path / CONFIG, n_sinks=1, n_snks=1)
+    refused(path, CONFIG, "n_snks", "unknown key")
+    (path / CONFIG).write_text("{")
+    refused(path, CONFIG, "not valid JSON")
+    (path / CONFIG).write_text("[]")
+    refused(path, CONFIG, "expected a JSON object")
+    (path / CONFIG).write_text(config)
+    (path / "tokenizer.json").write_text("{}")
+    refused(path, "tokenizer files cannot be read")
+    (path / WEIGHTS).unlink()
+    refused(path, "neither model.safetensors nor model.safetensors.index.json")
+    (path / INDEX).write_text('{"weight_map": {"sinks": "../../elsewhere.safetensors"}}')
+    refused(path, INDEX, "no weight_map of file names")
+
+
+# -- atomic writes ------------------------------------------------------------------------------------------------------------
+
+
+def test_save_replaces_a_checkpoint_and_nothing_else(saved, tmp_path):
+    path, model = saved
+    model.sinks.data += 1
+    sinkdlm.save(path, model)
+    assert torch.equal(sinkdlm.load(path).model.sinks, model.sinks)
+    assert sorted(tmp_path.iterdir()) == [path]
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("mine")
+    with pytest.raises(UserError, match="no sinkdlm checkpoint"):
+        sinkdlm.save(tmp_path / "notes", model)
+    assert (tmp_path / "notes" / "a.txt").read_text() == "mine"
+    with pytest.raises(UserError, match="provenance: weights"):
+        sinkdlm.save(path, model, provenance={"weights": 1})
+    with pytest.raises(UserError, match="plain JSON"):
+        sinkdlm.save(path, model, provenance={"x": object()})
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "notes", path]
+
+
+def test_a_failing_disk_leaves_the_old_checkpoint(saved, tmp_path):
+    """A file-size limit stands in for a full disk; it needs a process of its own."""
+    path, _ = saved
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    script = f"""
+import resource, signal, sinkdlm
+model = sinkdlm.load({str(path)!r}).model
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    sinkdlm.save({str(path)!r}, model)
+except sinkdlm.UserError as failure:
+    print(failure)
+"""
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 10_000
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "writing failed" in run.stdout
+    assert "untouched" in run.stdout
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_an_interrupted_replacement_says_where_the_former_one_is(saved):
+    path, _ = saved
+    path.rename(path.parent / f".{path.name}.abc.replaced")
+    refused(path, "no such folder", ".run.abc.replaced", "rename it back")
+
+
+def test_an_unwritable_place_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write there"):
+        sinkdlm.save(tmp_path / "file" / "x", sinkdlm.DiffusionLM(small_config()))

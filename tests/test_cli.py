@@ -1,0 +1,104 @@
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sinkdlm import Recipe
+
+
+def run(*args, cwd=None):
+    return subprocess.run([sys.executable, "-m", "sinkdlm", *args], capture_output=True, text=True, cwd=cwd, check=False)
+
+
+def seconds(*command):
+    began = time.perf_counter()
+    subprocess.run([sys.executable, *command], capture_output=True, check=True)
+    return time.perf_counter() - began
+
+
+def test_help_is_quick():
+    """Interleaved, and by medians: a neighbour's noise hits both."""
+    ours, bare = [], []
+    for _ in range(9):
+        bare.append(seconds("-c", "import typer"))
+        ours.append(seconds("-m", "sinkdlm", "--help"))
+    assert statistics.median(ours) <= 1.5 * statistics.median(bare)
+
+
+def test_help_and_version():
+    shown = run("--help")
+    assert shown.returncode == 0
+    for command in ("demo", "presets", "recipe"):
+        assert command in shown.stdout
+    assert run("--version").stdout.startswith("sinkdlm 0.")
+    assert run("presets", "--help").returncode == 0
+
+
+def test_presets_are_listed_with_official_counts():
+    lines = run("presets").stdout.splitlines()
+    assert len(lines) == 1 + 36
+    counts = {line.split()[0]: line.split()[-2] for line in lines[1:]}
+    assert counts["smdm-6m"] == "6.294784"
+    assert counts["smdm-472m"] == "471.906560"
+    assert counts["smdm-2121m"] == "2121.393280"
+    rows = json.loads(run("presets", "--json").stdout)
+    assert rows["smdm-34m"]["non_embedding"] == 33563136
+    assert rows["smdm-34m"]["config"]["d_model"] == 512
+
+
+def test_recipe_show_resolves_and_reloads(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text('[model]\npreset = "nano"\n')
+    shown = run("recipe", "show", str(path), "--set", "model.n_sinks=2", "--set", "train.lr=5e-4")
+    (tmp_path / "b.toml").write_text(shown.stdout)
+    recipe = Recipe.load(tmp_path / "b.toml")
+    assert recipe == Recipe.load(path, ["model.n_sinks=2", "train.lr=5e-4"])
+    assert json.loads(run("recipe", "show", str(path), "--json").stdout)["model"]["n_layers"] == 3
+    assert json.loads(run("recipe", "schema").stdout)["title"] == "sinkdlm recipe"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["recipe", "show", "none.toml"], ["none.toml", "No such file"]),
+        (["recipe", "show", "a.toml", "--set", "model.n_sink=1"], ["a.toml.model.n_sink = 1", "did you mean n_sinks?"]),
+        (["recipe", "show", "a.toml", "--set", "lr"], ["--set lr", "key=value"]),
+        (["demo", "--steps", "0"], ["--steps", "greater than or equal to 1"]),
+        (["nothing"], ["nothing"]),
+    ],
+)
+def test_a_mistake_gets_one_line_and_status_2(tmp_path, args, words):
+    (tmp_path / "a.toml").write_text('[model]\npreset = "nano"\n')
+    failed = run(*args, cwd=tmp_path)
+    assert failed.returncode == 2
+    assert failed.stdout == ""
+    assert "Traceback" not in failed.stderr
+    assert all(word in failed.stderr for word in words), failed.stderr
+    if failed.stderr.startswith("sinkdlm:"):
+        assert failed.stderr.count("\n") == 1
+
+
+def test_demo_runs_and_reports_what_it_measured(tmp_path):
+    shown = run("demo", "--steps", "3", "--out", str(tmp_path / "d"), "--json")
+    assert shown.returncode == 0, shown.stderr
+    results = json.loads(shown.stdout)
+    assert results == json.loads((tmp_path / "d" / "results.json").read_text())
+    assert 0 < results["twins"]["sink"]["layers"][0]["sink_share"] < 1
+    assert "sink_share" not in results["twins"]["vanilla"]["layers"][0]
+    assert (tmp_path / "d" / "sink" / "model.safetensors").exists()
+    again = run("demo", "--steps", "3", "--out", str(tmp_path / "d"))
+    assert again.returncode == 0, again.stderr
+    assert "held-out exact match" in again.stdout
+    second = json.loads((tmp_path / "d" / "results.json").read_text())
+    assert second["twins"]["sink"]["final_loss"] == results["twins"]["sink"]["final_loss"]
+
+
+@pytest.mark.slow
+def test_demo_learns_sums(tmp_path):
+    shown = run("demo", "--out", str(tmp_path), "--json")
+    assert shown.returncode == 0, shown.stderr
+    for twin in json.loads(shown.stdout)["twins"].values():
+        assert twin["exact_match"] > 0.9

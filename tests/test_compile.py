@@ -1,0 +1,89 @@
+import pytest
+import torch
+from conftest import small_model, small_tokens
+
+from sinkdlm.diffusion import corrupt, denoising_loss
+
+# The compiler's own: it instantiates autograd functions, and reads .grad of block inputs.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def loss_and_gradients(model):
+    tokens = small_tokens(4, 13)
+    noisy = corrupt(tokens, torch.arange(4), seed=0, mask_id=model.config.mask_id)
+    model.zero_grad()
+    loss = denoising_loss(model, tokens, noisy, denominator=tokens.numel()).total
+    loss.backward()
+    return loss.item(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+
+def assert_compiles_to_the_same(variant, backend, tolerance, attention="auto"):
+    model = small_model(dtype=torch.float32, attention=attention, **variant)
+    expected, expected_grads = loss_and_gradients(model)
+    for block in model.blocks:
+        block.compile(backend=backend, fullgraph=True)
+    loss, grads = loss_and_gradients(model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert abs(loss / expected - 1) <= tolerance
+    for name, grad in grads.items():
+        assert (grad - expected_grads[name]).norm() <= tolerance * expected_grads[name].norm(), name
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_whole_model_has_no_graph_break(variant, padded):
+    model = small_model(**variant)
+    lengths = {"lengths": torch.tensor([5, 9])} if padded else {}
+    explained = torch._dynamo.explain(model)(small_tokens(2, 9), **lengths)
+    assert explained.graph_break_count == 0, explained.break_reasons
+    assert explained.graph_count == 1
+
+
+def test_compiled_blocks_give_the_eager_loss(variant):
+    assert_compiles_to_the_same(variant, "aot_eager", 1e-6)
+
+
+def test_compiled_blocks_give_the_eager_loss_by_merging():
+    assert_compiles_to_the_same({"n_sinks": 2, "sink_position": "end"}, "aot_eager", 1e-6, attention="merge")
+
+
+def test_an_observer_runs_beside_compiled_blocks():
+    model = small_model(dtype=torch.float32, n_sinks=1)
+    tokens = small_tokens(2, 9)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    seen = []
+    with torch.no_grad():
+        plain = model(tokens)
+        observed = model(tokens, observe=lambda layer, *_: seen.append(layer))
+    assert seen == [0, 1, 2]
+    torch.testing.assert_close(observed, plain)
+
+
+def test_compiled_blocks_use_the_cached_lane():
+    model = small_model(dtype=torch.float32, n_sinks=1)
+    tokens = small_tokens(2, 9)
+    with torch.no_grad():
+        expected = model(tokens)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    with model.inference():
+        for _ in range(3):
+            torch.testing.assert_close(model(tokens), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["auto", "merge"])
+def test_inductor_gives_the_eager_loss(variant, attention):
+    if attention == "merge" and variant.get("sink_kind", "isolated") != "isolated":
+        attention = "auto"
+    assert_compiles_to_the_same(variant, "inductor", 1e-4, attention=attention)

@@ -1,0 +1,63 @@
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from imports import breaches
+
+PACKAGE = Path(__file__).parent.parent / "src" / "sinkdlm"
+
+
+def test_imports_point_one_way():
+    found, files = breaches(PACKAGE)
+    assert files == len(list(PACKAGE.rglob("*.py"))) - len(list(PACKAGE.rglob("__init__.py"))) - 1
+    assert files >= 10
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "complaint"),
+    [
+        ("diffusion.py", "from sinkdlm.model import DiffusionLM", "diffusion must not import model"),
+        ("diffusion.py", "import sinkdlm.checkpoint", "diffusion must not import checkpoint"),
+        ("diffusion.py", "import transformers", "diffusion must not import transformers"),
+        ("noise.py", "from sinkdlm import config", "noise must not import config"),
+        ("attention.py", "from .config import ModelConfig", "attention must not import config"),
+        ("model.py", "def f():\n    from sinkdlm.checkpoint import load", "model must not import checkpoint"),
+        ("cli.py", "from sinkdlm.config import Recipe", "import it inside the subcommand"),
+        ("interop/qwen2.py", "from ..evals import x", "interop must not import evals"),
+        ("novel.py", "from sinkdlm.config import Recipe", "novel must not import config"),
+    ],
+)
+def test_a_planted_import_is_caught(tmp_path, file, line, complaint):
+    package = tmp_path / "sinkdlm"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    path = package / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text((path.read_text() if path.exists() else "") + f"\n{line}\n")
+    found, _ = breaches(package)
+    assert len(found) == 1
+    assert complaint in found[0]
+
+
+HEAVY = ["torch", "numpy", "pydantic", "rich", "transformers", "safetensors", "tokenizers", "huggingface_hub", "matplotlib"]
+
+
+@pytest.mark.parametrize("code", ["import sinkdlm", "from sinkdlm.cli import app, main", "import sinkdlm; sinkdlm.__version__; dir(sinkdlm)"])
+def test_import_is_light(code):
+    script = f"import json, sys\n{code}\nprint(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout) == []
+
+
+def test_every_public_name_is_there():
+    import sinkdlm
+
+    assert len(sinkdlm.__all__) == 10
+    for name in sinkdlm.__all__:
+        assert getattr(sinkdlm, name) is not None
+        assert name in dir(sinkdlm)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = sinkdlm.nothing
