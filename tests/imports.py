@@ -29,7 +29,7 @@ ALLOWED = {
     "demo": (*CORE, "data", "training", "analysis"),
 }
 # What the objective and the samplers must not touch: they take a denoiser.
-FORBIDDEN_PACKAGES = {name: ("transformers", "tokenizers", "safetensors") for name in ("diffusion", "sampling", "likelihood")}
+FORBIDDEN_PACKAGES = dict.fromkeys(("diffusion", "sampling", "likelihood"), ("transformers", "tokenizers", "safetensors"))
 
 
 def part_of(path: Path, package: Path) -> str:

@@ -43,7 +43,8 @@ def hidden_states(weights: dict[str, Tensor], config, tokens: Tensor) -> Tensor:
             bias[sink] = -math.inf
             bias[sink, sink] = 0.0
     for layer in range(config.n_layers):
-        x = x + attention(weights, config, f"blocks.{layer}.attention", x_in(weights, config, layer, "attention_norm", x), positions, bias, sinks)
+        h = x_in(weights, config, layer, "attention_norm", x)
+        x = x + attention(weights, config, f"blocks.{layer}.attention", h, positions, bias, sinks)
         h = x_in(weights, config, layer, "mlp_norm", x)
         gate, up = (h @ weights[f"blocks.{layer}.mlp.gate_up.weight"].T).split(config.d_ff, dim=-1)
         x = x + (gate * torch.sigmoid(gate) * up) @ weights[f"blocks.{layer}.mlp.down.weight"].T

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import small_config, small_model, small_tokens
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import sinkdlm
+from conftest import small_config, small_model, small_tokens
 from sinkdlm import UserError
 from sinkdlm.checkpoint import CONFIG, INDEX, PROVENANCE, WEIGHTS
 

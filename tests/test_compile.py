@@ -1,7 +1,7 @@
 import pytest
 import torch
-from conftest import small_model, small_tokens
 
+from conftest import small_model, small_tokens
 from sinkdlm.diffusion import corrupt, denoising_loss
 
 # The compiler's own: it instantiates autograd functions, and reads .grad of block inputs.

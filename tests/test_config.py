@@ -4,8 +4,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
-from conftest import small_config
 
+from conftest import small_config
 from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError
 from sinkdlm.config import parse_override, preset_names
 
@@ -91,7 +91,11 @@ def test_base_and_overrides_build_on_each_other(tmp_path):
 
 
 def test_a_resolved_recipe_reloads_unchanged(tmp_path):
-    path = write(tmp_path, "a.toml", '[model]\npreset = "dream-7b"\nn_sinks = 1\n[init]\nfrom = "Überfluß \\"x\\" \\u007f"\n[data.sets]\n"a b" = 1\n')
+    path = write(
+        tmp_path,
+        "a.toml",
+        '[model]\npreset = "dream-7b"\nn_sinks = 1\n[init]\nfrom = "Überfluß \\"x\\" \\u007f"\n[data.sets]\n"a b" = 1\n',
+    )
     recipe = Recipe.load(path, ["train.steps=10", "train.lr=1.2345678901234567e-4"])
     dumped = write(tmp_path, "b.toml", recipe.to_toml())
     assert Recipe.load(dumped) == recipe
@@ -101,7 +105,11 @@ def test_a_resolved_recipe_reloads_unchanged(tmp_path):
 @pytest.mark.parametrize(
     ("text", "overrides", "words"),
     [
-        ('[model]\npreset = "nano"\n[train]\nlr = -1.0\nbetas = [0.9, 2.0]\n', [], ["a.toml.train.lr = -1.0", "train.betas.1 = 2.0"]),
+        (
+            '[model]\npreset = "nano"\n[train]\nlr = -1.0\nbetas = [0.9, 2.0]\n',
+            [],
+            ["a.toml.train.lr = -1.0", "train.betas.1 = 2.0"],
+        ),
         ('[model]\npreset = "nan"\n', [], ["model.preset = 'nan'", "did you mean nano"]),
         ('[model]\npreset = "nano"\n[init]\nform = "x"\n', [], ["init.form", "did you mean from", "from, sink_init, gate_init"]),
         ('[modle]\npreset = "nano"\n', [], ["modle", "did you mean model"]),
@@ -126,7 +134,15 @@ def test_a_wrong_recipe_names_the_place(tmp_path, text, overrides, words):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("a=1", 1), ("a=1e-4", 1e-4), ("a=true", True), ("a=end", "end"), ("a=/x/y z", "/x/y z"), ('a="1"', "1"), ("a=[1, 2]", [1, 2])],
+    [
+        ("a=1", 1),
+        ("a=1e-4", 1e-4),
+        ("a=true", True),
+        ("a=end", "end"),
+        ("a=/x/y z", "/x/y z"),
+        ('a="1"', "1"),
+        ("a=[1, 2]", [1, 2]),
+    ],
 )
 def test_override_values_are_toml_or_plain_text(text, value):
     parsed = parse_override(text)

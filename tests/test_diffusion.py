@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import small_model, small_tokens
 
+from conftest import small_model, small_tokens
 from sinkdlm.diffusion import Noisy, Schedule, chunked_nll, corrupt, denoising_loss
 
 SCHEDULES = [Schedule("linear", 1e-3), Schedule("linear", 0.0), Schedule("cosine", 1e-3), Schedule("loglinear", 1e-3)]
@@ -151,7 +151,7 @@ def test_expectation_of_the_loss_is_the_integral_of_its_definition(schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_corrupted_batches_average_to_the_expectation(schedule, times):
     """The sampled loss, corruption included, within 4 standard errors; golden times lower its variance."""
-    model, tokens = tiny()
+    _, tokens = tiny()
     n = 20_000
     noisy = corrupt(tokens.expand(n, -1), torch.arange(n), seed=0, mask_id=VOCAB, schedule=schedule, times=times)
     table = cross_entropies()

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from imports import breaches
 
 PACKAGE = Path(__file__).parent.parent / "src" / "sinkdlm"
@@ -45,7 +46,9 @@ def test_a_planted_import_is_caught(tmp_path, file, line, complaint):
 HEAVY = ["torch", "numpy", "pydantic", "rich", "transformers", "safetensors", "tokenizers", "huggingface_hub", "matplotlib"]
 
 
-@pytest.mark.parametrize("code", ["import sinkdlm", "from sinkdlm.cli import app, main", "import sinkdlm; sinkdlm.__version__; dir(sinkdlm)"])
+@pytest.mark.parametrize(
+    "code", ["import sinkdlm", "from sinkdlm.cli import app, main", "import sinkdlm; sinkdlm.__version__; dir(sinkdlm)"]
+)
 def test_import_is_light(code):
     script = f"import json, sys\n{code}\nprint(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

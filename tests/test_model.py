@@ -2,9 +2,9 @@ import copy
 
 import pytest
 import torch
+
 from conftest import VARIANTS, grid, small_config, small_model, small_tokens
 from reference import hidden_states
-
 from sinkdlm import DiffusionLM, ModelConfig
 from sinkdlm.config import preset_names
 
@@ -284,7 +284,13 @@ def test_denoiser_gives_raw_logits_where_asked(variant):
 # -- building -------------------------------------------------------------------------------------------------------------
 
 # Non-embedding parameters in millions, as SMDM's model names count them.
-OFFICIAL_MILLIONS = {"smdm-6m": 6.294784, "smdm-19m": 18.880896, "smdm-34m": 33.563136, "smdm-472m": 471.90656, "smdm-2121m": 2121.39328}
+OFFICIAL_MILLIONS = {
+    "smdm-6m": 6.294784,
+    "smdm-19m": 18.880896,
+    "smdm-34m": 33.563136,
+    "smdm-472m": 471.90656,
+    "smdm-2121m": 2121.39328,
+}
 
 
 def test_every_preset_builds_on_meta_with_the_parameters_it_counts():
@@ -314,7 +320,13 @@ def test_initialisation_is_official():
     narrow, wide = 1 / 256**0.5 / 6, (2 / (5 * 256)) ** 0.5
     expected = {"embed.weight": wide, "lm_head.weight": wide}
     for layer in range(6):
-        for name, std in {"attention.qkv": wide, "attention.gate": wide, "attention.out": narrow, "mlp.gate_up": wide, "mlp.down": narrow}.items():
+        for name, std in {
+            "attention.qkv": wide,
+            "attention.gate": wide,
+            "attention.out": narrow,
+            "mlp.gate_up": wide,
+            "mlp.down": narrow,
+        }.items():
             expected[f"blocks.{layer}.{name}.weight"] = std
     for name, weight in model.named_parameters():
         if "norm" in name:

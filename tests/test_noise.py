@@ -54,7 +54,7 @@ GOLDEN_TIMES = [0.06916463007406726, 0.9173176299951099]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_uniforms_are_uniform_and_open(dtype):
     u = uniform(0, Stream.SAMPLING, torch.arange(1000)[:, None], torch.arange(1000), dtype=dtype).double()
-    assert 0 < u.min()
+    assert u.min() > 0
     assert u.max() < 1
     counts = torch.histc(u, bins=100, min=0, max=1)
     chi_square = ((counts - 1e4) ** 2 / 1e4).sum()
@@ -90,7 +90,7 @@ def test_small_permutations_take_every_order():
 
 
 def test_permutation_refuses_what_is_outside():
-    with pytest.raises(IndexError, match="outside 0..9"):
+    with pytest.raises(IndexError, match=r"outside 0\.\.9"):
         permute(torch.tensor([10]), 10, 0)
     with pytest.raises(ValueError, match="at least one"):
         permute(torch.tensor([0]), 0, 0)
@@ -99,7 +99,7 @@ def test_permutation_refuses_what_is_outside():
 def test_times_fill_equal_bins_in_every_window():
     for seed, start in ((0, 0), (1, 10**9), (2, 10**15)):
         t = golden_times(seed, start + torch.arange(20_000))
-        assert 0 < t.min()
+        assert t.min() > 0
         assert t.max() < 1
         bins = (t * 64).long().unfold(0, 64, 1)  # every run of 64 consecutive samples
         counts = torch.nn.functional.one_hot(bins, 64).sum(1)

@@ -84,7 +84,7 @@ def recipe_schema() -> None:
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the twins and what was measured go.")] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each twin.")] = 400,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each twin.")] = 600,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     as_json: Json = False,
 ) -> None:

@@ -41,9 +41,9 @@ def recipe_of(twin: str, steps: int, seed: int) -> Recipe:
             "train": {
                 "seed": seed,
                 "steps": steps,
-                "batch": 256,
-                "lr": 3e-3,
-                "min_lr": 3e-4,
+                "batch": 128,
+                "lr": 4e-3,
+                "min_lr": 4e-4,
                 "warmup": 0.05,
                 "weight_decay": 0.01,
                 "precision": "float32",

@@ -1,0 +1,9 @@
+"""Runs every benchmark that this machine can run."""
+
+import runpy
+
+NAMES = ("noise", "attention", "loss")
+
+if __name__ == "__main__":
+    for name in NAMES:
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__")

@@ -1,0 +1,69 @@
+"""Attention with a sink lane against float64, and its time beside the plain kernel.
+
+For each shape: the relative error of the plain kernel (no sink), of `append` and of each `merge`, forward and every gradient,
+against the naive form in float64 on the same inputs; and milliseconds of forward plus backward.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measuring import arguments, measure_together, record, write
+from sinkdlm.attention import attend
+
+# batch, tokens, query heads, key/value heads, head width
+SHAPES = {
+    "cuda": [(2, 2048, 10, 10, 128), (2, 1000, 14, 2, 64), (16, 2048, 10, 10, 128), (32, 512, 9, 3, 64), (8, 4096, 10, 10, 128)],
+    "cpu": [(2, 257, 4, 4, 64), (2, 257, 14, 2, 64)],
+}
+FORMS = {"cuda": ["append", "merge:flash", "merge:cudnn", "merge:efficient"], "cpu": ["append", "merge:cpu"]}
+N_SINKS = 1
+_CHECKED = 2  # rows of a batch that are compared with float64
+
+
+def make_inputs(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> list[Tensor]:
+    batch, tokens, heads, kv_heads, width = shape
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = [(batch, heads, tokens, width), *[(batch, kv_heads, tokens, width)] * 2, *[(1, kv_heads, N_SINKS, width)] * 2]
+    return [torch.randn(size, generator=generator, device=device).to(dtype).requires_grad_() for size in sizes]
+
+
+def run(form: str, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    used = inputs[:3] if form == "plain" else inputs
+    out = attend(*used) if form == "plain" else attend(*used, form=form)
+    return [out.detach(), *torch.autograd.grad(out, used, grad)]
+
+
+def relative_errors(form: str, inputs: list[Tensor], grad: Tensor) -> dict[str, float]:
+    """Errors of one form against its own float64 reference (the plain kernel's has no sink)."""
+    precise = [x.detach().double().requires_grad_() for x in inputs]
+    used = precise[:3] if form == "plain" else precise
+    out = attend(*used, form="naive")
+    reference = [out.detach(), *torch.autograd.grad(out, used, grad.double())]
+    names = ["out", "dq", "dk", "dv", "dsink_k", "dsink_v"]
+    got = run(form, inputs, grad)
+    return {name: float((a.double() - b).norm() / b.norm()) for name, a, b in zip(names[: len(got)], got, reference, strict=True)}
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    figures: dict[str, Any] = {}
+    for shape in SHAPES[args.device]:
+        inputs = make_inputs(shape, args.device, dtype)
+        grad = torch.randn(inputs[0].shape, generator=torch.Generator(args.device).manual_seed(1), device=args.device).to(dtype)
+        forms = ["plain", *FORMS[args.device]]
+        row: dict[str, Any] = {}
+        if shape[0] <= _CHECKED:
+            row["relative_error"] = {form: relative_errors(form, inputs, grad) for form in forms}
+        calls = {form: partial(run, form, inputs, grad) for form in forms}
+        row["ms_forward_backward"] = measure_together(calls, args.device)
+        figures["x".join(map(str, shape))] = row
+    settings = {"dtype": str(dtype), "n_sinks": N_SINKS, "shape": "batch x tokens x heads x kv heads x width"}
+    write(record("attention", figures, device=args.device, settings=settings), args.out)
+
+
+if __name__ == "__main__":
+    main()

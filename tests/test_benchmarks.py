@@ -1,0 +1,79 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.measuring import RESULTS, measure, measure_together, quantiles
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_quantiles_and_timer():
+    assert quantiles([float(x) for x in range(11)]) == {"p20": 2.0, "p50": 5.0, "p80": 8.0, "repeats": 11}
+    calls = []
+    timed = measure(lambda: calls.append(1), "cpu", warmup=2, repeats=7)
+    assert timed["repeats"] == 7
+    assert len(calls) == 2 + 1 + 7
+    together = measure_together({"a": lambda: sum(range(200_000)), "b": lambda: None}, "cpu", repeats=5)
+    assert together["a"]["p50"] > together["b"]["p50"] >= 0
+
+
+@pytest.mark.parametrize("name", ["noise", "attention", "loss"])
+def test_benchmark_writes_a_record(name, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", "--device", "cpu", "--out", str(tmp_path)],
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "SINKDLM_COMMIT": "abc"}, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text()) == json.loads(run.stdout)
+    check_record(json.loads(run.stdout))
+    assert json.loads(run.stdout)["commit"] == "abc"
+
+
+def check_record(entry):
+    assert {"benchmark", "command", "commit", "date", "hardware", "versions", "settings", "figures"} == set(entry)
+    assert entry["command"].startswith("python -m benchmarks.")
+    assert {"python", "torch"} <= set(entry["versions"])
+    timed = [value for value in walk(entry["figures"]) if isinstance(value, dict) and "p50" in value]
+    assert timed
+    for value in timed:
+        assert 0 < value["p20"] <= value["p50"] <= value["p80"]
+
+
+def walk(value):
+    yield value
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from walk(inner)
+
+
+def test_every_committed_record_has_the_form():
+    paths = sorted(RESULTS.glob("*.json"))
+    assert len(paths) == 3
+    for path in paths:
+        entry = json.loads(path.read_text())
+        check_record(entry)
+        assert "gpu" in entry["hardware"]
+
+
+def test_gpu_records_show_what_the_core_promises():
+    """The figures that CI cannot measure, as a GPU measured them."""
+    names = ("loss", "noise", "attention")
+    loss, noise, attention = (json.loads((RESULTS / f"{name}-nvidia-h200.json").read_text())["figures"] for name in names)
+    big = loss["8192x896x151936"]
+    assert big["peak_bytes"]["chunked"] <= big["peak_bytes"]["full_logits"] / 5
+    assert big["ms_forward_backward"]["chunked"]["p50"] <= big["ms_forward_backward"]["full_logits"]["p50"]
+    assert noise["equal_to_cpu"]
+    assert noise["ms_corrupt"]["p50"] < 0.2
+    checked = 0
+    for row in attention.values():
+        errors = row.get("relative_error", {})
+        for form, of_form in errors.items():
+            for name, error in of_form.items():
+                limit = errors["plain"].get(name, max(errors["plain"].values()))
+                assert error <= 1.5 * limit, (form, name)
+                checked += 1
+    assert checked == 2 * (4 + 4 * 6)
