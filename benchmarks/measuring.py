@@ -11,7 +11,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def measure(run: Callable[[], Any], device: str, *, warmup: int = 3, repeats: in
     return quantiles([_time_once(run, device) for _ in range(count)])
 
 
-def measure_together(runs: dict[str, Callable[[], Any]], device: str, *, warmup: int = 3, repeats: int = 20) -> dict[str, Any]:
+def measure_together(runs: Mapping[str, Callable[[], Any]], device: str, *, warmup: int = 3, repeats: int = 20) -> dict[str, Any]:
     """Several forms in turn, so that a ratio between them does not depend on when each was measured."""
     for run in runs.values():
         for _ in range(warmup):
