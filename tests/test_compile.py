@@ -7,6 +7,7 @@ from sinkdlm.diffusion import corrupt, denoising_loss
 # The compiler's own: it instantiates autograd functions, and reads .grad of block inputs.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
@@ -87,3 +88,21 @@ def test_inductor_gives_the_eager_loss(variant, attention):
     if attention == "merge" and variant.get("sink_kind", "isolated") != "isolated":
         attention = "auto"
     assert_compiles_to_the_same(variant, "inductor", 1e-4, attention=attention)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", ["golden", "independent"])
+def test_compiled_corruption_is_the_plain_one(times):
+    """What a GPU runs for large batches, compiled here for the CPU."""
+    from sinkdlm import diffusion, noise
+
+    fused = torch.compile(diffusion._corrupt)
+    for batch, length, seed in ((4, 64, 0), (5, 100, 1), (3, 7, 2)):
+        tokens, samples = small_tokens(batch, length), torch.arange(batch) + 10**12
+        states = [noise.as_tensor(noise.hash_words(seed, int(s)), tokens.device) for s in (noise.Stream.TIME, noise.Stream.MASK)]
+        maskable = torch.arange(length) > 2
+        plain = corrupt(tokens, samples, seed=seed, mask_id=11, times=times, maskable=maskable)
+        compiled = fused(tokens, samples, maskable, *states, 11, diffusion.LINEAR, times)
+        for left, right in zip(plain[:3], compiled[:3], strict=True):
+            assert torch.equal(left, right)
+        torch.testing.assert_close(plain.weight, compiled.weight, rtol=1e-14, atol=0)

@@ -8,7 +8,11 @@ from benchmarks.noise import digest
 from conftest import VARIANTS, small_model, small_tokens
 from sinkdlm.diffusion import corrupt, denoising_loss
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+]
 
 
 @pytest.mark.parametrize("shape", [(2, 2048, 10, 10, 128), (2, 1000, 14, 2, 64)])

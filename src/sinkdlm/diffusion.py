@@ -7,7 +7,10 @@ Takes any model that maps tokens to hidden states and has a head weight; knows n
 B batch, T tokens, N masked positions, V vocabulary, d model width.
 """
 
+import functools
+import importlib.util
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -15,10 +18,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from sinkdlm.noise import Stream, golden_times, random_bits, uniform
+from sinkdlm.noise import Stream, as_tensor, fold, golden_words, hash_words, top_bits, unit_interval
 
 _PROBABILITY_BITS = 32
-_CHUNK_ELEMENTS = 1 << 27  # of logits held at once, about 0.5 GB in float32
+_FUSE_FROM = 1 << 16  # positions from which corruption on a GPU is compiled
+_CHUNK_ELEMENTS = 160_000_000  # of logits held at once, about 0.6 GB in float32
+_CHUNK_ROWS = 256  # chunks are multiples of this, which the matrix units like
 
 ScheduleName = Literal["linear", "cosine", "loglinear"]
 
@@ -75,15 +80,37 @@ def corrupt(
 
     maskable (B, T): only these positions can be masked (a prompt never is, padding never is).
     """
-    samples = samples.to(tokens.device)
-    t = golden_times(seed, samples) if times == "golden" else uniform(seed, Stream.TIME, samples)
+    device = tokens.device
+    time_state, mask_state = (as_tensor(int(hash_words(seed, int(stream))), device) for stream in (Stream.TIME, Stream.MASK))
+    fuse = tokens.is_cuda and tokens.numel() >= _FUSE_FROM and not torch.compiler.is_compiling()
+    form = _fused_corruption() if fuse else _corrupt
+    return form(tokens, samples.to(device), maskable, time_state, mask_state, mask_id, schedule, times)
+
+
+def _corrupt(
+    tokens: Tensor,
+    samples: Tensor,
+    maskable: Tensor | None,
+    time_state: Tensor,
+    mask_state: Tensor,
+    mask_id: int,
+    schedule: Schedule,
+    times: str,
+) -> Noisy:
+    t = unit_interval(golden_words(time_state, samples) if times == "golden" else fold(time_state, samples))
     # Integers decide: a probability off by a rounding on another device moves the threshold by at most one part in 2**32.
     threshold = (schedule.probability(t) * 2.0**_PROBABILITY_BITS).round().to(torch.int64)
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    masked = random_bits(_PROBABILITY_BITS, seed, int(Stream.MASK), samples[:, None], positions) < threshold[:, None]
+    masked = top_bits(_PROBABILITY_BITS, fold(mask_state, samples[:, None], positions)) < threshold[:, None]
     if maskable is not None:
         masked &= maskable
     return Noisy(torch.where(masked, mask_id, tokens), masked, t, schedule.weight(t))
+
+
+@functools.cache
+def _fused_corruption() -> Callable[..., Noisy]:
+    """The same operations in one or two kernels: on a GPU, launching them one by one takes longer than their arithmetic."""
+    return torch.compile(_corrupt) if importlib.util.find_spec("triton") else _corrupt
 
 
 class _Shape(Protocol):
@@ -152,8 +179,7 @@ def chunked_nll(
 
     Gradients are formed in the forward, chunk by chunk, so that no more than one chunk of logits ever exists.
     """
-    vocab = head_weight.shape[0]
-    chunk = chunk or max(1, _CHUNK_ELEMENTS // vocab)
+    chunk = chunk or max(1, _CHUNK_ELEMENTS // head_weight.shape[0] // _CHUNK_ROWS) * _CHUNK_ROWS
     return _ChunkedNLL.apply(hidden, head_weight, targets, weights, exclude, chunk)
 
 
@@ -187,7 +213,7 @@ class _ChunkedNLL(torch.autograd.Function):
                 if grad_hidden is not None:
                     grad_hidden[part] = (grad @ matrix) * weight
                 if grad_matrix is not None:
-                    grad_matrix += grad.mT @ (rows[part] * weight).to(dtype)
+                    _accumulate(grad_matrix, grad.mT, (rows[part] * weight).to(dtype))
         ctx.save_for_backward(grad_hidden, grad_matrix)
         ctx.matrix_dtype = head_weight.dtype
         ctx.mark_non_differentiable(nll)
@@ -198,7 +224,15 @@ class _ChunkedNLL(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_matrix = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = (grad_hidden * grad_total).to(grad_hidden.dtype)
+            grad_hidden = torch.mul(grad_hidden, grad_total, out=torch.empty_like(grad_hidden))
         if grad_matrix is not None:
-            grad_matrix = (grad_matrix * grad_total).to(ctx.matrix_dtype)
+            grad_matrix = torch.mul(grad_matrix, grad_total, out=torch.empty_like(grad_matrix, dtype=ctx.matrix_dtype))
         return grad_hidden, grad_matrix, None, None, None, None
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, the product never rounded to less than total's precision."""
+    if left.is_cuda and left.dtype != total.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))

@@ -8,6 +8,7 @@ several words folds in one word after another, `state = mix(state + mix(word))`;
 (B, 1) samples against (T,) positions costs one mix per element of the result.
 """
 
+import functools
 import math
 from enum import IntEnum
 
@@ -75,7 +76,11 @@ def _plain(key: Key) -> Key:
 
 def hash_words(*keys: Key) -> Key:
     """64 random bits for each combination of the keys (which broadcast): an int, or an int64 tensor if any key is a tensor."""
-    state: Key = 0
+    return fold(0, *keys)
+
+
+def fold(state: Key, *keys: Key) -> Key:
+    """Goes on from an earlier hash: hash_words(a, b, c) == fold(hash_words(a), b, c)."""
     for key in keys:
         word = _mix(_plain(key))
         if isinstance(word, Tensor):
@@ -89,10 +94,11 @@ def hash_words(*keys: Key) -> Key:
 
 def random_bits(bits: int, *keys: Key) -> Tensor:
     """The top `bits` (at most 63) of hash_words(*keys), as non-negative int64."""
-    words = hash_words(*keys)
-    if not isinstance(words, Tensor):
-        return torch.tensor(words >> (64 - bits))
-    return _shift_right(words, 64 - bits)
+    return top_bits(bits, hash_words(*keys))
+
+
+def top_bits(bits: int, words: Key) -> Tensor:
+    return _shift_right(words, 64 - bits) if isinstance(words, Tensor) else torch.tensor(words >> (64 - bits))
 
 
 def uniform(seed: Key, stream: Stream, *keys: Key, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -100,9 +106,13 @@ def uniform(seed: Key, stream: Stream, *keys: Key, dtype: torch.dtype = torch.fl
 
     Values are midpoints of equal cells, exact in `dtype` (float64 or float32), so that neither 0 nor 1 ever occurs.
     """
+    return unit_interval(hash_words(seed, int(stream), *keys), dtype)
+
+
+def unit_interval(words: Key, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Hashed words as numbers in (0, 1)."""
     bits = {torch.float64: 52, torch.float32: 23}[dtype]
-    cells = random_bits(bits, seed, int(stream), *keys).to(dtype)
-    return cells.add_(0.5).mul_(2.0**-bits)
+    return top_bits(bits, words).to(dtype).add_(0.5).mul_(2.0**-bits)
 
 
 def golden_times(seed: int, samples: Tensor) -> Tensor:
@@ -111,9 +121,18 @@ def golden_times(seed: int, samples: Tensor) -> Tensor:
     A low-discrepancy sequence: any run of consecutive samples is spread evenly, whoever holds them. The fraction is kept as a
     64-bit word, whose wrap-around is the `frac`, so that sample 10**15 is as exact as sample 0.
     """
-    start = hash_words(seed, int(Stream.TIME))
-    words = samples.to(torch.int64) * _signed(_GOLDEN) + _signed(int(start))
-    return _shift_right(words, 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
+    return unit_interval(golden_words(hash_words(seed, int(Stream.TIME)), samples))
+
+
+def golden_words(start: Key, samples: Tensor) -> Tensor:
+    """start + n / golden ratio, modulo 1, as 64-bit fractions."""
+    return samples.to(torch.int64) * _signed(_GOLDEN) + (start if isinstance(start, Tensor) else _signed(start))
+
+
+@functools.lru_cache(maxsize=64)
+def as_tensor(word: int, device: torch.device) -> Tensor:
+    """A hashed word on a device, copied there once: compiled code takes it as data, so that a new seed does not recompile."""
+    return torch.tensor(_signed(word), device=device)
 
 
 def permute(index: Tensor, n: int, *keys: int) -> Tensor:
