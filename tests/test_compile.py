@@ -102,7 +102,7 @@ def test_compiled_corruption_is_the_plain_one(times):
         states = [noise.as_tensor(noise.hash_words(seed, int(s)), tokens.device) for s in (noise.Stream.TIME, noise.Stream.MASK)]
         maskable = torch.arange(length) > 2
         plain = corrupt(tokens, samples, seed=seed, mask_id=11, times=times, maskable=maskable)
-        compiled = fused(tokens, samples, maskable, *states, 11, diffusion.LINEAR, times)
+        compiled = fused(tokens, samples, torch.arange(length), maskable, *states, 11, diffusion.LINEAR, times)
         for left, right in zip(plain[:3], compiled[:3], strict=True):
             assert torch.equal(left, right)
         torch.testing.assert_close(plain.weight, compiled.weight, rtol=1e-14, atol=0)

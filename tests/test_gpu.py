@@ -54,7 +54,7 @@ def test_a_gpu_computes_what_a_cpu_computes(variant, form):
         noisy = corrupt(tokens.to(device), torch.arange(4), seed=0, mask_id=model.config.mask_id, maskable=inside.to(device))
         loss = denoising_loss(model, tokens.to(device), noisy, denominator=10.0, lengths=lengths.to(device)).total
         loss.backward()
-        results.append([loss.detach().cpu(), *(weight.grad.cpu() for weight in model.parameters())])
+        results.append([loss.detach().cpu(), *(weight.grad.cpu().clone() for weight in model.parameters())])
     for on_cpu, on_gpu in zip(*results, strict=True):
         assert (on_cpu - on_gpu).norm() <= 2e-3 * on_cpu.norm() + 1e-6
 

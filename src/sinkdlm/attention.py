@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+_ALIGNMENT = 8  # elements; the GPU kernels read heads in 16-byte pieces
 _HALF = (torch.bfloat16, torch.float16)
 FORMS = ("auto", "naive", "append", "merge", "merge:cpu", "merge:flash", "merge:cudnn", "merge:efficient")
 
@@ -37,6 +38,7 @@ def choose_form(
     n_sinks: int = 0,
     has_logit: bool = False,
     masked_keys: bool = False,
+    width: int = 64,
     form: str = "auto",
 ) -> Choice:
     """The one place that decides how attention is computed. `form` overrides it by name.
@@ -48,8 +50,10 @@ def choose_form(
         raise ValueError(f"attention form {form!r}: allowed: {', '.join(FORMS)}")
     wanted, _, kernel = form.partition(":")
     fused = device == "cpu" or (device == "cuda" and dtype != torch.float64)
+    if has_logit and device == "cuda" and width % _ALIGNMENT:
+        fused = False  # torch pads heads for its plain kernels, not for those that return the log-sum-exp
     if wanted == "naive" or (wanted == "auto" and not fused):
-        reason = "asked for" if wanted == "naive" else f"no fused kernel for {dtype} on {device}"
+        reason = "asked for" if wanted == "naive" else f"no fused kernel for {dtype}, heads of {width}, on {device}"
         return Choice("naive", "matmul", reason)
     if has_logit and wanted == "append":
         raise ValueError("attention form 'append': a sink logit has no key to append; use 'merge' or 'naive'")
@@ -88,7 +92,13 @@ def attend(
     if causal and (sink_k is not None or sink_logit is not None or visible is not None):
         raise ValueError("causal attention is the AR parent's: without sinks and without a visible mask")
     choice = choose_form(
-        q.device.type, q.dtype, n_sinks=n_sinks, has_logit=sink_logit is not None, masked_keys=visible is not None, form=form
+        q.device.type,
+        q.dtype,
+        n_sinks=n_sinks,
+        has_logit=sink_logit is not None,
+        masked_keys=visible is not None,
+        width=q.shape[3],
+        form=form,
     )
     if choice.form == "naive":
         return attend_naive(q, k, v, sink_k, sink_v, sink_logit=sink_logit, visible=visible, causal=causal)[0]

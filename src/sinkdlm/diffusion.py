@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from sinkdlm.noise import Stream, as_tensor, fold, golden_words, hash_words, top_bits, unit_interval
 
@@ -84,12 +83,14 @@ def corrupt(
     time_state, mask_state = (as_tensor(int(hash_words(seed, int(stream))), device) for stream in (Stream.TIME, Stream.MASK))
     fuse = tokens.is_cuda and tokens.numel() >= _FUSE_FROM and not torch.compiler.is_compiling()
     form = _fused_corruption() if fuse else _corrupt
-    return form(tokens, samples.to(device), maskable, time_state, mask_state, mask_id, schedule, times)
+    positions = torch.arange(tokens.shape[1], device=device)
+    return form(tokens, samples.to(device), positions, maskable, time_state, mask_state, mask_id, schedule, times)
 
 
 def _corrupt(
     tokens: Tensor,
     samples: Tensor,
+    positions: Tensor,
     maskable: Tensor | None,
     time_state: Tensor,
     mask_state: Tensor,
@@ -100,7 +101,6 @@ def _corrupt(
     t = unit_interval(golden_words(time_state, samples) if times == "golden" else fold(time_state, samples))
     # Integers decide: a probability off by a rounding on another device moves the threshold by at most one part in 2**32.
     threshold = (schedule.probability(t) * 2.0**_PROBABILITY_BITS).round().to(torch.int64)
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
     masked = top_bits(_PROBABILITY_BITS, fold(mask_state, samples[:, None], positions)) < threshold[:, None]
     if maskable is not None:
         masked &= maskable
@@ -200,15 +200,15 @@ class _ChunkedNLL(torch.autograd.Function):
             for start in range(0, rows.shape[0], chunk):
                 part = slice(start, start + chunk)
                 weight = weights[part, None]
-                logits = rows[part] @ matrix.mT  # (chunk, V)
+                log_p = _multiply(rows[part], matrix.mT, precise)  # (chunk, V)
                 if exclude is not None:
-                    logits[:, exclude] = -math.inf
-                log_p = functional.log_softmax(logits, dim=-1, dtype=precise)
+                    log_p[:, exclude] = -math.inf
+                torch._log_softmax(log_p, 1, False, out=log_p)  # in place: each row is written after it is read
                 nll[part] = -log_p.gather(1, targets[part, None])[:, 0]
                 if grad_hidden is None and grad_matrix is None:
                     continue
                 # d nll / d logits = p - onehot; the row's weight goes to the thin factor of each product, not to (chunk, V).
-                grad = torch.exp(log_p, out=logits)
+                grad = torch.exp(log_p, out=torch.empty_like(log_p, dtype=dtype))
                 grad.scatter_add_(1, targets[part, None], torch.full_like(grad[:, :1], -1.0))
                 if grad_hidden is not None:
                     grad_hidden[part] = (grad @ matrix) * weight
@@ -228,6 +228,13 @@ class _ChunkedNLL(torch.autograd.Function):
         if grad_matrix is not None:
             grad_matrix = torch.mul(grad_matrix, grad_total, out=torch.empty_like(grad_matrix, dtype=ctx.matrix_dtype))
         return grad_hidden, grad_matrix, None, None, None, None
+
+
+def _multiply(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right in `dtype`, which is theirs or wider."""
+    if left.is_cuda and left.dtype != dtype:
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:

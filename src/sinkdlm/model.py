@@ -334,6 +334,7 @@ class DiffusionLM(nn.Module):
             n_sinks=self.config.n_lane,
             has_logit=self.config.has_sink_logit,
             masked_keys=padded,
+            width=self.config.head_dim,
             form=self.attention_form,
         )
 
