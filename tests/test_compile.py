@@ -99,7 +99,7 @@ def test_compiled_corruption_is_the_plain_one(times):
     fused = torch.compile(diffusion._corrupt)
     for batch, length, seed in ((4, 64, 0), (5, 100, 1), (3, 7, 2)):
         tokens, samples = small_tokens(batch, length), torch.arange(batch) + 10**12
-        states = [noise.as_tensor(noise.hash_words(seed, int(s)), tokens.device) for s in (noise.Stream.TIME, noise.Stream.MASK)]
+        states = [noise.stream_state(seed, stream, tokens.device) for stream in (noise.Stream.TIME, noise.Stream.MASK)]
         maskable = torch.arange(length) > 2
         plain = corrupt(tokens, samples, seed=seed, mask_id=11, times=times, maskable=maskable)
         compiled = fused(tokens, samples, torch.arange(length), maskable, *states, 11, diffusion.LINEAR, times)

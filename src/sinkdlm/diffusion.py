@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sinkdlm.noise import Stream, as_tensor, fold, golden_words, hash_words, top_bits, unit_interval
+from sinkdlm.noise import Stream, counter, fold, golden_words, stream_state, top_bits, unit_interval
 
 _PROBABILITY_BITS = 32
 _FUSE_FROM = 1 << 16  # positions from which corruption on a GPU is compiled
@@ -80,11 +80,19 @@ def corrupt(
     maskable (B, T): only these positions can be masked (a prompt never is, padding never is).
     """
     device = tokens.device
-    time_state, mask_state = (as_tensor(int(hash_words(seed, int(stream))), device) for stream in (Stream.TIME, Stream.MASK))
     fuse = tokens.is_cuda and tokens.numel() >= _FUSE_FROM and not torch.compiler.is_compiling()
     form = _fused_corruption() if fuse else _corrupt
-    positions = torch.arange(tokens.shape[1], device=device)
-    return form(tokens, samples.to(device), positions, maskable, time_state, mask_state, mask_id, schedule, times)
+    return form(
+        tokens,
+        samples.to(device),
+        counter(tokens.shape[1], device),
+        maskable,
+        stream_state(seed, Stream.TIME, device),
+        stream_state(seed, Stream.MASK, device),
+        mask_id,
+        schedule,
+        times,
+    )
 
 
 def _corrupt(

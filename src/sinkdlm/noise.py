@@ -130,9 +130,15 @@ def golden_words(start: Key, samples: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def as_tensor(word: int, device: torch.device) -> Tensor:
-    """A hashed word on a device, copied there once: compiled code takes it as data, so that a new seed does not recompile."""
-    return torch.tensor(_signed(word), device=device)
+def stream_state(seed: int, stream: Stream, device: torch.device) -> Tensor:
+    """hash_words(seed, stream) on a device, copied there once: compiled code takes it as data, so a new seed does not recompile."""
+    return torch.tensor(_signed(int(hash_words(seed, int(stream)))), device=device)
+
+
+@functools.lru_cache(maxsize=64)
+def counter(n: int, device: torch.device) -> Tensor:
+    """0..n-1 on a device, made once. Not to be written to."""
+    return torch.arange(n, device=device)
 
 
 def permute(index: Tensor, n: int, *keys: int) -> Tensor:

@@ -1,0 +1,43 @@
+"""Losses that refactors must keep: same weights, same noise, same arithmetic. A change here needs a reason in its commit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VARIANTS, small_config, small_tokens
+
+from sinkdlm import DiffusionLM
+from sinkdlm.diffusion import corrupt, denoising_loss
+
+GOLDEN = Path(__file__).parent / "golden.json"
+
+
+def losses(name: str, steps: int = 3) -> list[float]:
+    """A few steps of plain gradient descent in float64."""
+    model = DiffusionLM(small_config(**VARIANTS[name]), seed=11).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    found = []
+    for step in range(steps):
+        tokens = small_tokens(8, 17, seed=step)
+        noisy = corrupt(tokens, torch.arange(8) + 8 * step, seed=3407, mask_id=model.config.mask_id)
+        loss = denoising_loss(model, tokens, noisy, denominator=tokens.numel()).total
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_golden_file_is_whole():
+    assert set(json.loads(GOLDEN.read_text())) == set(VARIANTS)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_losses_are_the_golden_ones(name):
+    # Another machine's BLAS may add in another order; that is all the room there is.
+    assert losses(name) == pytest.approx(json.loads(GOLDEN.read_text())[name], rel=1e-12, abs=0)
+
+
+if __name__ == "__main__":  # python tests/test_golden.py writes the file anew
+    GOLDEN.write_text(json.dumps({name: losses(name) for name in VARIANTS}, indent=1) + "\n")
