@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VARIANTS, small_config, small_tokens
 
+from conftest import VARIANTS, small_config, small_tokens
 from sinkdlm import DiffusionLM
 from sinkdlm.diffusion import corrupt, denoising_loss
 
