@@ -67,23 +67,27 @@ def save(
         raise CheckpointError(f"provenance: {', '.join(clash)}: written by save itself; use another key")
     if path.exists() and not _replaceable(path):
         raise CheckpointError(f"{path}: exists and is no sinkdlm checkpoint; choose another folder or remove it")
-    with _written_aside(path) as aside:
+    with written_aside(path) as aside:
         _write_json(aside / CONFIG, model.config.to_dict())
-        fingerprints = _write_weights(aside, model.state_dict(), shard_bytes)
+        fingerprints = write_weights(aside, model.state_dict(), shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
-        _write_json(
-            aside / PROVENANCE,
-            {
-                **(provenance or {}),
-                "sinkdlm_version": __version__,
-                "torch_version": str(torch.__version__),
-                "created": datetime.now(UTC).isoformat(timespec="seconds"),
-                "config_sha256": _config_fingerprint(model.config),
-                "weights": fingerprints,
-            },
-        )
+        write_provenance(aside, model.config, fingerprints, provenance or {})
     return path
+
+
+def write_provenance(folder: Path, config: ModelConfig, fingerprints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    _write_json(
+        folder / PROVENANCE,
+        {
+            **given,
+            "sinkdlm_version": __version__,
+            "torch_version": str(torch.__version__),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "config_sha256": _config_fingerprint(config),
+            "weights": dict(fingerprints),
+        },
+    )
 
 
 def _replaceable(path: Path) -> bool:
@@ -98,7 +102,7 @@ def _replaceable(path: Path) -> bool:
 
 
 @contextmanager
-def _written_aside(path: Path) -> Iterator[Path]:
+def written_aside(path: Path) -> Iterator[Path]:
     """A temporary sibling that takes the place of `path` once it is complete and on disk."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,12 +145,13 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int) -> dict[str, Any]:
+def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, Any]:
+    """model.safetensors, or shards with their index; returns each file's size and SHA-256."""
     split = split_torch_state_dict_into_shards(dict(state), max_shard_size=shard_bytes)
     fingerprints = {}
     for name, keys in split.filename_to_tensors.items():
         save_file({key: state[key].detach().cpu().contiguous() for key in keys}, folder / name, metadata={"format": "pt"})
-        fingerprints[name] = {"bytes": (folder / name).stat().st_size, "sha256": _file_fingerprint(folder / name)}
+        fingerprints[name] = fingerprint(folder / name)
     if split.is_sharded:
         _write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
     return fingerprints
@@ -159,9 +164,9 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path.name}: {failure}; give plain JSON values") from None
 
 
-def _file_fingerprint(path: Path) -> str:
+def fingerprint(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _config_fingerprint(config: ModelConfig) -> str:
@@ -184,7 +189,7 @@ def load(
     """
     path = Path(path)
     config = read_config(path)
-    provenance = _read_json(path / PROVENANCE) if (path / PROVENANCE).exists() else {}
+    provenance = read_provenance(path)
     files = _weight_files(path)
     if verify:
         _verify(path, config, provenance, files)
@@ -215,6 +220,10 @@ def read_config(path: str | Path) -> ModelConfig:
         return ModelConfig(**{key: value for key, value in fields.items() if key not in _TRANSFORMERS_KEYS})
     except ConfigError as failure:
         raise CheckpointError(f"{path / CONFIG}: {failure}") from None
+
+
+def read_provenance(path: Path) -> dict[str, Any]:
+    return _read_json(path / PROVENANCE) if (path / PROVENANCE).exists() else {}
 
 
 def read_tokenizer(path: Path) -> Any:
@@ -278,7 +287,7 @@ def _verify(path: Path, config: ModelConfig, provenance: Mapping[str, Any], file
         if size != mark["bytes"]:
             kind = "truncated" if size < mark["bytes"] else "too long"
             raise CheckpointError(f"{file}: {kind}: {size} bytes, {PROVENANCE} says {mark['bytes']}")
-        if _file_fingerprint(file) != mark["sha256"]:
+        if fingerprint(file) != mark:
             raise CheckpointError(f"{file}: changed since it was written: its SHA-256 is not the one in {PROVENANCE}")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -79,6 +80,67 @@ def recipe_schema() -> None:
     from sinkdlm.config import Recipe
 
     typer.echo(json.dumps(Recipe.json_schema(), indent=2))
+
+
+class To(StrEnum):
+    SINKDLM, OFFICIAL, HF = "sinkdlm", "official", "hf"
+
+
+class SinkInit(StrEnum):
+    MEAN, NORMAL = "mean", "normal"
+
+
+class GateInit(StrEnum):
+    NORMAL, KEEP = "normal", "keep"
+
+
+class Dtype(StrEnum):
+    FLOAT32, BFLOAT16, FLOAT16 = "float32", "bfloat16", "float16"
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Official .pth or .safetensors, a model folder, or a GGUF file.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST")],
+    to: Annotated[To, typer.Option(help="The form to write.")] = To.SINKDLM,
+    overrides: Overrides = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer to put with the model: a folder or a file.")] = None,
+    sink_init: Annotated[SinkInit, typer.Option(help="New sinks: mean of the embeddings plus noise, or normal.")] = SinkInit.MEAN,
+    gate_init: Annotated[GateInit, typer.Option(help="A new gate: normal, or keep the parent's function.")] = GateInit.NORMAL,
+    dtype: Annotated[Dtype | None, typer.Option(help="Convert the weights; by default they stay as they are.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of new rows and gates.")] = 0,
+    standalone: Annotated[bool, typer.Option("--standalone", help="With --to hf: add a modelling file of its own.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Read any supported model (its kind is detected) and write it as a checkpoint, in the official form or for transformers."""
+    from sinkdlm.config import parse_override
+
+    changes = dict(parse_override(override) for override in overrides or [])
+    import torch
+
+    from sinkdlm import interop
+
+    report = interop.convert(
+        source,
+        destination,
+        to.value,
+        standalone=standalone,
+        changes=changes,
+        tokenizer=tokenizer,
+        sink_init=sink_init.value,
+        gate_init=gate_init.value,
+        seed=seed,
+        dtype=getattr(torch, dtype.value) if dtype is not None else None,
+    )
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+        return
+    typer.echo(f"found  {report['found']}")
+    for note in report["notes"]:
+        typer.echo(f"       {note}")
+    if report["tokenizer"] is None:
+        typer.echo("       no tokenizer; --tokenizer adds one")
+    typer.echo(f"wrote  {report['wrote']} in {report['path']}, {report['dtype']}")
 
 
 @app.command()

@@ -20,3 +20,7 @@ class ConfigError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint directory that cannot be read or written, with the file and the reason."""
+
+
+class ConvertError(UserError):
+    """Weights from elsewhere that cannot be read as what they seem to be, or written in the form asked for."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from sinkdlm.attention import Choice, attend, choose_form
 from sinkdlm.config import ModelConfig
@@ -177,6 +178,7 @@ class DiffusionLM(nn.Module):
         super().__init__()
         self.config = config
         self.attention_form = attention
+        self.recompute = False  # activation checkpointing: keep a block's input alone and run it again in the backward
         self._lanes: _LaneCache | None = None
         home = torch.empty(0).device
         with torch.device("meta"):  # torch's own initialisation would draw from the global generator
@@ -280,11 +282,13 @@ class DiffusionLM(nn.Module):
         cached = None if scope is None else scope.find(self)
         sinks = self.sinks[None].to(x.dtype) if use_lane and cached is None and self.sinks is not None else None
         lanes = []
+        recompute = self.recompute and torch.is_grad_enabled()
         with ExitStack() as stack:
             if around.observe is not None and not torch.compiler.is_compiling():
                 stack.enter_context(torch.compiler.set_stance("force_eager"))  # a watcher cannot live in a compiled block
             for layer, block in enumerate(self.blocks):
-                x, sinks, lane = block(x, sinks if cached is None else cached[layer], around)
+                arguments = (block, x, sinks if cached is None else cached[layer], around)
+                x, sinks, lane = checkpoint(*arguments, use_reentrant=False) if recompute else block(*arguments[1:])
                 lanes.append(lane)
         if scope is not None and cached is None:
             scope.keep(self, lanes)

@@ -1,0 +1,169 @@
+"""From what was found to a diffusion model of ours: [MASK], new sinks, a new gate.
+
+Tensors that the source has are kept bit for bit (or converted to the dtype asked for); only what the new config adds is made.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sinkdlm.checkpoint import Loaded, load, read_provenance
+from sinkdlm.config import MODEL_TYPE, ModelConfig
+from sinkdlm.errors import ConfigError, ConvertError
+from sinkdlm.interop.sources import DREAM_MASK_ID, Source, open_source
+from sinkdlm.interop.tokenizer import check_vocabulary, read_tokenizer_at, tokenizer_of
+from sinkdlm.model import DiffusionLM
+from sinkdlm.noise import Stream, hash_words
+
+SHAPE_KEYS = ("n_heads", "n_kv_heads")
+FREE_KEYS = ("mask_id", "context_length", "shift_logits", "n_sinks", "sink_kind", "sink_position", "sink_value", "gate")
+_LITTLE = 0.02  # of the embedding table's spread: enough for sinks that start equal to part
+
+SinkInit = Literal["mean", "normal"]
+GateInit = Literal["normal", "keep"]
+
+
+def load_any(
+    path: str | Path,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    tokenizer: str | Path | None = None,
+    sink_init: SinkInit = "mean",
+    gate_init: GateInit = "normal",
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> Loaded:
+    """Any model that `convert` reads, as a diffusion model in memory. changes: config fields to set (`--set`)."""
+    changes = dict(changes or {})
+    source = open_source(path, {key: changes.pop(key) for key in SHAPE_KEYS if key in changes})
+    if source.kind == MODEL_TYPE and not changes and tokenizer is None:
+        return load(path, device=device, dtype=dtype)
+    given = read_tokenizer_at(tokenizer) if tokenizer is not None else tokenizer_of(source)
+    config, notes = target_config(source, changes, given)
+    if given is not None:
+        check_vocabulary(given, config, Path(tokenizer) if tokenizer is not None else source.path)
+    state, made = _assemble(source, config, sink_init, gate_init, seed, dtype)
+    with torch.device("meta"):
+        model = DiffusionLM(config)
+    model.load_state_dict(state, assign=True)
+    parent = {"kind": source.kind, "form": source.form, "path": str(source.path), "found": source.describe(), "changes": changes}
+    if source.kind == MODEL_TYPE:  # a checkpoint of ours keeps the parent that it came from
+        parent |= {"kind": read_provenance(source.path).get("parent", {}).get("kind", MODEL_TYPE)}
+    inits = {"sink_init": sink_init, "gate_init": gate_init, "seed": seed} if made else {}
+    return Loaded(model.to(device), given, config, {"parent": parent, "notes": [*notes, *made], **inits})
+
+
+def target_config(source: Source, changes: Mapping[str, Any], tokenizer: Any) -> tuple[ModelConfig, list[str]]:
+    """The config of the diffusion model, and what was decided on the way."""
+    found = source.config
+    for key in changes:
+        if key in ModelConfig.keys() and key not in FREE_KEYS:  # noqa: SIM118  (a method)
+            raise ConvertError(f"--set {key}: fixed by the weights; free are {', '.join((*FREE_KEYS, *SHAPE_KEYS))}")
+    notes = []
+    if source.is_autoregressive and "mask_id" not in changes:
+        mask_id, why = choose_mask(source, tokenizer)
+        notes.append(f"[MASK] is id {mask_id}: {why}")
+        changes = {**changes, "mask_id": mask_id}
+    try:
+        config = found.replace(**changes)
+    except ConfigError as failure:
+        raise ConvertError(f"--set {failure}") from None
+    if not source.is_autoregressive and config.mask_id != found.mask_id:
+        raise ConvertError(f"--set mask_id={config.mask_id}: this model was trained with {found.mask_id}")
+    if found.n_sinks and (found.n_sinks, found.sink_kind) != (config.n_sinks, config.sink_kind):
+        raise ConvertError(
+            f"--set n_sinks, sink_kind: the model has {found.n_sinks} ({found.sink_kind}); sinks are added to a model without"
+        )
+    if found.gate not in ("none", config.gate):
+        raise ConvertError(f"--set gate={config.gate}: the model was trained with gate = {found.gate}")
+    return config, notes
+
+
+def choose_mask(source: Source, tokenizer: Any) -> tuple[int, str]:
+    """An unused row of the parent's vocabulary where there is one, or a new row."""
+    vocab = source.config.vocab_size
+    used = None if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
+    if source.kind == "qwen2" and vocab > DREAM_MASK_ID >= (used or 0):
+        return DREAM_MASK_ID, "an unused row, Dream's choice"
+    if used is not None and used < vocab:
+        return used, "the first row that the tokenizer does not use"
+    return vocab, "a new embedding row"
+
+
+def _assemble(
+    source: Source, config: ModelConfig, sink_init: SinkInit, gate_init: GateInit, seed: int, dtype: torch.dtype | None
+) -> tuple[dict[str, Tensor], list[str]]:
+    with torch.device("meta"):
+        wanted = {name: tuple(weight.shape) for name, weight in DiffusionLM(config).state_dict().items()}
+    state: dict[str, Tensor] = {}
+    for name, tensor in source.read():
+        if not tensor.is_floating_point():
+            raise ConvertError(f"{source.path}: {name} is {tensor.dtype}, not floating point")
+        state[name] = _owned(tensor, dtype)
+    made = []
+    table = state["embed.weight"]
+    if table.shape[0] == wanted["embed.weight"][0] - 1:
+        state["embed.weight"] = torch.cat([table, _near_mean(table, 1, seed, "embed.weight")])
+        made.append("new [MASK] embedding row: the mean of the table plus a little noise")
+    if config.gate != "none" and source.config.gate == "none":
+        made.append(_add_gate(state, wanted, config, gate_init, seed))
+    for name, shape in wanted.items():
+        if name in state:
+            if tuple(state[name].shape) != shape:
+                raise ConvertError(
+                    f"{source.path}: {name} has shape {tuple(state[name].shape)}, the model it belongs to has {shape}"
+                )
+        elif name == "sinks":
+            rows = _near_mean if sink_init == "mean" else _normal_rows
+            state[name] = rows(table, shape[0], seed, name)
+            made.append(f"{shape[0]} new sink row(s), init {sink_init}")
+        elif name.endswith("sink_logit"):
+            state[name] = torch.zeros(shape, dtype=table.dtype)
+        else:
+            raise ConvertError(f"{source.path}: missing tensor {name}")
+    return {name: state[name] for name in wanted}, made
+
+
+def _owned(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """In the dtype asked for, in storage of its own: no view into a file that is mapped into memory, or into a larger tensor."""
+    converted = tensor.to(dtype or tensor.dtype)
+    return (
+        converted.clone(memory_format=torch.contiguous_format)
+        if converted.data_ptr() == tensor.data_ptr()
+        else converted.contiguous()
+    )
+
+
+def _draw(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
+    generator = torch.Generator().manual_seed(int(hash_words(seed, int(Stream.WEIGHTS), *name.encode())) >> 1)
+    return torch.randn(shape, generator=generator)
+
+
+def _near_mean(table: Tensor, rows: int, seed: int, name: str) -> Tensor:
+    noise = _draw((rows, table.shape[1]), seed, name) * (_LITTLE * table.float().std())
+    return (table.float().mean(0) + noise).to(table.dtype)
+
+
+def _normal_rows(table: Tensor, rows: int, seed: int, name: str) -> Tensor:
+    return (_draw((rows, table.shape[1]), seed, name) * table.float().std()).to(table.dtype)
+
+
+def _add_gate(
+    state: dict[str, Tensor], wanted: Mapping[str, tuple[int, ...]], config: ModelConfig, gate_init: GateInit, seed: int
+) -> str:
+    """normal: the paper's, gates scatter around 0.5 and halve what attention adds. keep: zero weights make every gate exactly 0.5,
+    and doubling the output projection, which is exact in floating point, gives the parent's function back."""
+    for layer in range(config.n_layers):
+        name, out = f"blocks.{layer}.attention.gate.weight", f"blocks.{layer}.attention.out.weight"
+        if gate_init == "keep":
+            state[name] = torch.zeros(wanted[name], dtype=state[out].dtype)
+            state[out] = state[out] * 2
+        else:
+            std = math.sqrt(2 / (5 * config.d_model))
+            state[name] = (_draw(wanted[name], seed, name) * std).to(state[out].dtype)
+    return f"new {config.gate} gate, init {gate_init}"

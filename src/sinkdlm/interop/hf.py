@@ -1,0 +1,128 @@
+"""transformers classes over the same checkpoint directory: AutoConfig, AutoModel and AutoModelForMaskedLM read and write it.
+
+The module is also the template of the standalone modelling file, so it uses no more of the package than DiffusionLM and ModelConfig.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MaskedLMOutput
+
+from sinkdlm.config import ModelConfig
+from sinkdlm.model import DiffusionLM
+
+
+class SinkDLMConfig(PretrainedConfig):
+    """The fields of ModelConfig, as transformers carries them."""
+
+    model_type = "sinkdlm"
+    attribute_map = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}  # noqa: RUF012
+
+    def __init__(self, **kwargs: Any) -> None:
+        fields = {key: kwargs.pop(key) for key in MODEL_FIELDS if key in kwargs}
+        kwargs["tie_word_embeddings"] = False  # a tied head is no parameter of its own here
+        super().__init__(**kwargs)
+        for key, value in (ModelConfig(**fields).model_dump() if fields else {}).items():
+            setattr(self, key, value)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What config.json holds: our fields, and the few keys by which transformers finds its classes."""
+        whole = self.to_dict()
+        kept = ("model_type", *MODEL_FIELDS, "architectures", "auto_map", "dtype", "transformers_version")
+        return {key: whole[key] for key in kept if whole.get(key) is not None}
+
+    def model_config(self) -> ModelConfig:
+        return ModelConfig(**{key: getattr(self, key) for key in MODEL_FIELDS})
+
+
+class SinkDLMForMaskedLM(PreTrainedModel):
+    """Logits aligned to the token each position predicts; with labels, their cross-entropy (positions of -100 left out)."""
+
+    config_class = SinkDLMConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_flash_attn = False
+
+    def __init__(self, config: SinkDLMConfig) -> None:
+        super().__init__(config)
+        self.model = DiffusionLM(config.model_config())
+        self.post_init()
+
+    @classmethod
+    def wrap(cls, model: DiffusionLM) -> "SinkDLMForMaskedLM":
+        """The same weights behind the transformers interface."""
+        with torch.device("meta"):
+            wrapped = cls(SinkDLMConfig(**model.config.model_dump()))
+        wrapped.model = model
+        return wrapped
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Only for weights that a checkpoint lacks: DiffusionLM initialises its own."""
+        std = (2 / (5 * self.config.d_model)) ** 0.5
+        if isinstance(module, nn.Linear | nn.Embedding) and not getattr(module.weight, "_is_hf_initialized", False):
+            nn.init.normal_(module.weight, std=std)
+
+    def init_weights(self) -> None:
+        pass  # post_init would draw again, from the global generator
+
+    def _set_gradient_checkpointing(self, enable: bool = True, **_: Any) -> None:
+        self.model.recompute = enable
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return self.model.recompute
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.embed = value
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.model.lm_head
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **_: Any,
+    ) -> Any:
+        lengths = None
+        if attention_mask is not None:
+            lengths = attention_mask.sum(-1)
+            padded_right = torch.arange(attention_mask.shape[1], device=attention_mask.device) < lengths[:, None]
+            if not torch.equal(attention_mask.bool(), padded_right):
+                raise ValueError("attention_mask: rows must be padded on the right (tokenizer.padding_side = 'right')")
+        hidden = self.model(input_ids, lengths=lengths)
+        logits = self.model.head(hidden)
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        output = MaskedLMOutput(loss=loss, logits=logits, hidden_states=(hidden,) if output_hidden_states else None)
+        return output if return_dict is not False else output.to_tuple()
+
+    def save_pretrained(self, save_directory: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
+        """As a sinkdlm checkpoint: the same names, so that either library reads what the other wrote."""
+        state = self.state_dict() if state_dict is None else state_dict
+        super().save_pretrained(save_directory, state_dict={k.removeprefix("model."): v for k, v in state.items()}, **kwargs)
+        stamp(save_directory, self.config)
+
+
+MODEL_FIELDS = tuple(ModelConfig.model_fields)
+
+
+def stamp(folder: Any, config: SinkDLMConfig) -> None:
+    """Fingerprints for `sinkdlm.load`, replacing those of a checkpoint that was there before."""
+    from pathlib import Path
+
+    from sinkdlm.checkpoint import fingerprint, write_provenance
+
+    files = sorted(Path(folder).glob("*.safetensors"))
+    write_provenance(
+        Path(folder), config.model_config(), {file.name: fingerprint(file) for file in files}, {"written_by": "transformers"}
+    )

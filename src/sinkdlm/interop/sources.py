@@ -1,0 +1,319 @@
+"""What a path holds: detection from content, the config it implies, and its tensors under our names.
+
+Kinds: official (SMDM and the paper's code), qwen2 and llama (AR parents, as transformers directories or GGUF), llada and dream
+(diffusion models), sinkdlm (our own). Detected, never asked.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sinkdlm.checkpoint import CONFIG, read_config
+from sinkdlm.config import MODEL_TYPE, ModelConfig
+from sinkdlm.errors import ConfigError, ConvertError
+from sinkdlm.interop import layouts
+from sinkdlm.interop.layouts import Layout, check_shape
+from sinkdlm.interop.tensors import GGUFFile, SafetensorsFiles, TensorFile, TorchFile
+from sinkdlm.presets import PRESETS
+
+AR_KINDS = ("qwen2", "llama")
+SUPPORTED = "official/SMDM .safetensors or .pth; Qwen2, Llama, LLaDA, Dream or sinkdlm directories; GGUF of Qwen2 or Llama"
+DREAM_MASK_ID = 151666  # free in every Qwen2.5 vocabulary, and Dream's choice
+_WRAPPERS = ("_forward_module.", "module.", "_orig_mod.")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model found on disk. `config` is as found: for an AR parent, before it becomes a diffusion model."""
+
+    path: Path
+    kind: str
+    form: str
+    config: ModelConfig
+    tensors: TensorFile
+    layout: Layout | None  # None: our own names
+    prefix: str = ""  # that a wrapper put before every name
+
+    @property
+    def is_autoregressive(self) -> bool:
+        return self.kind in AR_KINDS
+
+    def describe(self) -> str:
+        config = self.config
+        what = f"{config.n_layers} layers, width {config.d_model}, {config.n_heads} heads ({config.n_kv_heads} kv)"
+        millions = config.count_parameters().total / 1e6
+        return f"{self.kind} ({self.form}): {what}, vocabulary {config.vocab_size}, {millions:.1f}M parameters"
+
+    def _get(self, name: str) -> Tensor:
+        try:
+            return self.tensors.get(self.prefix + name)
+        except KeyError:
+            raise ConvertError(f"{self.tensors.path}: missing tensor {name}") from None
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        """Tensors under our names, one at a time."""
+        config = self.config
+        if self.layout is None:
+            for name in sorted(self.tensors.names()):
+                yield name, self.tensors.get(name)
+            return
+        unknown = self._unknown_names()
+        if unknown:
+            raise ConvertError(
+                f"{self.tensors.path}: unexpected tensor {unknown[0]} ({len(unknown)} in all): a variant not supported"
+            )
+        try:
+            embed = self._get(self.layout.embed)
+            n_sinks = config.n_lane if self.kind == "official" else 0
+            check_shape(self.layout.embed, embed, (config.embedding_rows + n_sinks, config.d_model))
+            yield "embed.weight", embed[: config.embedding_rows]
+            if n_sinks:
+                yield "sinks", embed[config.embedding_rows :]
+            yield from self.layout.read(self._get, config)
+            if not config.tie_embeddings:
+                head = self._get(self.layout.head)
+                check_shape(self.layout.head, head, (config.vocab_size, config.d_model))
+                yield "lm_head.weight", head
+        except ConvertError as failure:
+            message = str(failure)
+            raise (
+                failure if message.startswith(str(self.tensors.path)) else ConvertError(f"{self.tensors.path}: {message}")
+            ) from None
+
+    def _unknown_names(self) -> list[str]:
+        assert self.layout is not None
+        found = {name.removeprefix(self.prefix) for name in self.tensors.names()}
+        # Rotary tables that older tools saved, GGUF's precomputed frequencies, and a tied head written out.
+        ignorable = {name for name in found if name.endswith(("rotary_emb.inv_freq", "rope_freqs.weight"))}
+        return sorted(found - ignorable - self.layout.all_names(self.config))
+
+
+def open_source(path: str | Path, shape: Mapping[str, Any] | None = None) -> Source:
+    """Finds out what `path` holds. shape: n_heads and n_kv_heads for an official file of a shape outside the table."""
+    path = Path(path)
+    shape = dict(shape or {})
+    if not path.exists():
+        raise ConvertError(f"{path}: no such file or folder")
+    source = _open_folder(path, shape) if path.is_dir() else _open_file(path, shape)
+    if shape and source.kind != "official":
+        raise ConvertError(f"{', '.join(shape)}: only an official file leaves the heads open; {source.kind} says them itself")
+    return source
+
+
+def _open_folder(path: Path, shape: dict[str, Any]) -> Source:
+    if (path / CONFIG).exists():
+        return _open_directory(path)
+    files = [file for pattern in ("*.safetensors", "*.pth", "*.gguf") for file in sorted(path.glob(pattern))]
+    if len(files) != 1:
+        found = f"{len(files)} weight files and no {CONFIG}" if files else f"no {CONFIG} and no weight file"
+        raise ConvertError(f"{path}: {found}; supported: {SUPPORTED}")
+    return _open_file(files[0], shape)
+
+
+def _open_file(path: Path, shape: dict[str, Any]) -> Source:
+    """By the first bytes, not by the ending."""
+    with path.open("rb") as file:
+        start = file.read(16)
+    if start[:4] == b"GGUF":
+        return _open_gguf(path)
+    if start[:2] == b"PK" or start[:1] == b"\x80":
+        return _open_official(TorchFile(path), "torch file", shape)
+    if start[8:9] == b"{" or path.suffix == ".safetensors":
+        return _open_official(SafetensorsFiles(path), "safetensors", shape)
+    raise ConvertError(f"{path}: not recognised; supported: {SUPPORTED}")
+
+
+# -- official ---------------------------------------------------------------------------------------------------------------
+
+
+def _open_official(tensors: TensorFile, form: str, shape: dict[str, Any]) -> Source:
+    names = tensors.names()
+    prefix = next((wrapper for wrapper in _WRAPPERS if wrapper + layouts.OFFICIAL.embed in names), "")
+    embed, head, block = (
+        prefix + name for name in (layouts.OFFICIAL.embed, layouts.OFFICIAL.head, layouts.OFFICIAL.block.format(0))
+    )
+    if embed not in names or head not in names:
+        raise ConvertError(f"{tensors.path}: no official state dict: {embed} or {head} is missing; supported: {SUPPORTED}")
+    rows, width = tensors.shape(embed)
+    vocab = tensors.shape(head)[0]
+    n_layers = 1 + max((int(name.removeprefix(prefix).split(".")[2]) for name in names if ".h." in name), default=-1)
+    up = block + "mlp.swiglu.w1.weight"
+    if not n_layers or up not in names:
+        raise ConvertError(f"{tensors.path}: no official state dict: {up} is missing")
+    d_ff = tensors.shape(up)[0]
+    if rows - vocab not in (1, 2):
+        raise ConvertError(
+            f"{tensors.path}: {embed} has {rows} rows and {head} {vocab}: "
+            f"expected one more ([MASK]: vanilla or gate) or two more ([MASK] and the sink)"
+        )
+    fields = {
+        **_heads_of(tensors.path, n_layers, width, d_ff, shape),
+        "vocab_size": vocab,
+        "n_layers": n_layers,
+        "d_model": width,
+        "d_ff": d_ff,
+        "n_sinks": rows - vocab - 1,
+        "gate": "elementwise" if block + "attn.gate.weight" in names else "none",
+    }
+    variant = {(0, "none"): "vanilla", (1, "none"): "sink", (0, "elementwise"): "gate"}.get(
+        (fields["n_sinks"], fields["gate"]), "sink and gate"
+    )
+    return Source(tensors.path, "official", f"{variant}, {form}", _config(tensors.path, fields), tensors, layouts.OFFICIAL, prefix)
+
+
+def _heads_of(path: Path, n_layers: int, width: int, d_ff: int, shape: dict[str, Any]) -> dict[str, Any]:
+    """A state dict does not tell its number of heads: the table of sizes does, or the user."""
+    if "n_heads" in shape:
+        return shape
+    for name, preset in PRESETS.items():
+        if name.startswith("smdm-") and (preset["n_layers"], preset["d_model"], preset["d_ff"]) == (n_layers, width, d_ff):
+            return {"n_heads": preset["n_heads"], **shape}
+    raise ConvertError(
+        f"{path}: {n_layers} layers of width {width} and feed-forward {d_ff} is no SMDM size, and weights do not tell "
+        f"the number of heads: give it with --set n_heads=N"
+    )
+
+
+def _config(path: Path, fields: dict[str, Any]) -> ModelConfig:
+    try:
+        return ModelConfig(**fields)
+    except ConfigError as failure:
+        raise ConvertError(f"{path}: {failure}") from None
+
+
+# -- transformers directories -------------------------------------------------------------------------------------------------
+
+
+def _open_directory(path: Path) -> Source:
+    try:
+        fields = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        kind = fields.get("model_type")
+    except (ValueError, AttributeError) as failure:
+        raise ConvertError(f"{path / CONFIG}: not a JSON object: {failure}") from None
+    if kind == MODEL_TYPE:
+        return Source(path, MODEL_TYPE, "own checkpoint", read_config(path), SafetensorsFiles(path), None)
+    readers = {"qwen2": _qwen2_like, "llama": _qwen2_like, "dream": _qwen2_like, "llada": _llada}
+    reader = readers.get(str(kind).lower())
+    if reader is None:
+        raise ConvertError(f"{path / CONFIG}: model_type {kind!r} is not supported; supported: {SUPPORTED}")
+    family = str(kind).lower()
+    config = _config(path / CONFIG, reader(path / CONFIG, family, fields))
+    layout = layouts.LLADA if family == "llada" else layouts.TRANSFORMERS
+    tensors = SafetensorsFiles(path)
+    if not config.tie_embeddings and layout.head not in tensors.names() and family in AR_KINDS:
+        config = config.replace(tie_embeddings=True)
+    return Source(path, family, "transformers directory", config, tensors, layout)
+
+
+def _refuse(path: Path, fields: Mapping[str, Any], **wanted: Any) -> None:
+    """A switch that our model does not have must be in the position that our model is."""
+    for key, value in wanted.items():
+        if fields.get(key, value) not in (value, None):
+            raise ConvertError(f"{path}: {key} = {fields[key]!r} is not supported, only {value!r}")
+
+
+def _qwen2_like(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Qwen2, Llama and Dream share their config's names."""
+    _refuse(path, fields, hidden_act="silu", mlp_bias=False, use_sliding_window=False)
+    if family == "llama":
+        _refuse(path, fields, attention_bias=False)
+    rope = fields.get("rope_parameters") or {}
+    scaling = fields.get("rope_scaling") or rope
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ("default", None):
+        raise ConvertError(f"{path}: rotary scaling {kind!r} is not supported, only 'default'")
+    try:
+        width, heads = fields["hidden_size"], fields["num_attention_heads"]
+        if fields.get("head_dim") not in (None, width // heads):
+            raise ConvertError(
+                f"{path}: head_dim = {fields['head_dim']} is not supported, only hidden_size / heads = {width // heads}"
+            )
+        found = {
+            "vocab_size": fields["vocab_size"],
+            "n_layers": fields["num_hidden_layers"],
+            "n_heads": heads,
+            "n_kv_heads": fields.get("num_key_value_heads") or heads,
+            "d_model": width,
+            "d_ff": fields["intermediate_size"],
+            "context_length": fields["max_position_embeddings"],
+            "rope_base": float(rope.get("rope_theta") or fields.get("rope_theta") or 10000.0),
+            "norm_eps": fields["rms_norm_eps"],
+            "qkv_bias": family in ("qwen2", "dream"),
+            "tie_embeddings": bool(fields.get("tie_word_embeddings", False)),
+        }
+        if family == "dream":
+            found |= {"mask_id": fields["mask_token_id"], "shift_logits": True}
+        else:
+            found["mask_id"] = 0  # decided when it becomes a diffusion model; a row it has keeps the table's size
+        return found
+    except KeyError as failure:
+        raise ConvertError(f"{path}: no {failure.args[0]}") from None
+
+
+def _llada(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    _refuse(
+        path, fields, block_type="llama", layer_norm_type="rms", rope=True, alibi=False, include_bias=False, activation_type="silu",
+        attention_layer_norm=False, scale_logits=False, input_emb_norm=False, bias_for_layer_norm=False,
+    )  # fmt: skip
+    try:
+        found = {
+            "vocab_size": fields.get("embedding_size") or fields["vocab_size"],
+            "mask_id": fields["mask_token_id"],
+            "n_layers": fields["n_layers"],
+            "n_heads": fields["n_heads"],
+            "n_kv_heads": fields.get("n_kv_heads") or fields["n_heads"],
+            "d_model": fields["d_model"],
+            "d_ff": fields.get("mlp_hidden_size") or fields["mlp_ratio"] * fields["d_model"],
+            "context_length": fields["max_sequence_length"],
+            "rope_base": float(fields["rope_theta"]),
+            "norm_eps": float(fields.get("rms_norm_eps", 1e-5)),
+            "qkv_bias": bool(fields.get("include_qkv_bias") or False),
+            "tie_embeddings": bool(fields.get("weight_tying", True)),
+        }
+    except KeyError as failure:
+        raise ConvertError(f"{path}: no {failure.args[0]}") from None
+    return found
+
+
+# -- GGUF ---------------------------------------------------------------------------------------------------------------------
+
+
+def _open_gguf(path: Path) -> Source:
+    file = GGUFFile(path)
+    family = file.field("general.architecture")
+    if family not in AR_KINDS:
+        raise ConvertError(f"{path}: GGUF architecture {family!r} is not supported, only {' and '.join(AR_KINDS)}")
+
+    def fact(name: str, default: Any = None) -> Any:
+        value = file.field(f"{family}.{name}", default)
+        if value is None:
+            raise ConvertError(f"{path}: no {family}.{name}")
+        return value
+
+    if file.field(f"{family}.rope.scaling.type", "none") != "none":
+        raise ConvertError(f"{path}: rotary scaling is not supported")
+    names = file.names()
+    if layouts.GGUF_LLAMA.embed not in names:
+        raise ConvertError(f"{path}: missing tensor {layouts.GGUF_LLAMA.embed}")
+    heads = int(fact("attention.head_count"))
+    fields = {
+        "vocab_size": file.shape(layouts.GGUF_LLAMA.embed)[0],
+        "mask_id": 0,
+        "n_layers": int(fact("block_count")),
+        "n_heads": heads,
+        "n_kv_heads": int(fact("attention.head_count_kv", heads)),
+        "d_model": int(fact("embedding_length")),
+        "d_ff": int(fact("feed_forward_length")),
+        "context_length": int(fact("context_length")),
+        "rope_base": float(fact("rope.freq_base", 10000.0)),
+        # Stored as float32: 1e-5 comes back as 9.999999747e-06.
+        "norm_eps": float(f"{float(fact('attention.layer_norm_rms_epsilon')):.6g}"),
+        "qkv_bias": "blk.0.attn_q.bias" in names,
+        "tie_embeddings": layouts.GGUF_LLAMA.head not in names,
+    }
+    layout = layouts.GGUF_LLAMA if family == "llama" else layouts.GGUF_QWEN2
+    return Source(path, family, "GGUF", _config(path, fields), file, layout)
