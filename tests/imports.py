@@ -61,14 +61,19 @@ def breaches(package: Path) -> tuple[list[str], int]:
     found, files = [], 0
     for path in sorted(package.rglob("*.py")):
         part = part_of(path, package)
-        if part in ("__init__", "__main__"):
+        if part in ("__init__", "__main__") or (path.parent == package and path.name == "__init__.py"):
             continue
         files += 1
-        for name, line, inside in imports_of(ast.parse(path.read_text()), path, package):
+        text = path.read_text()
+        if "import_module(" in text:
+            found.append(f"{path.relative_to(package)}: {part} hides an import behind importlib")
+        for name, line, inside in imports_of(ast.parse(text), path, package):
             where = f"{path.relative_to(package)}:{line}"
             top, _, rest = name.partition(".")
             if top in FORBIDDEN_PACKAGES.get(part, ()):
                 found.append(f"{where}: {part} must not import {top}")
+            if name == "sinkdlm" and part != "cli":
+                found.append(f"{where}: {part} imports the whole package, whose names are exported lazily: name the module")
             if top != "sinkdlm" or not rest:
                 continue
             target = rest.partition(".")[0]

@@ -125,6 +125,21 @@ def test_choice_is_named_and_can_be_overridden():
         choose_form("cpu", torch.float32, has_logit=True, form="append")
 
 
+@pytest.mark.parametrize("form", ["naive", "merge"])
+def test_autocast_does_not_lower_the_precision_of_scores(form):
+    """Inputs are in bf16 already; what follows is not rounded on the way."""
+    inputs = [x.detach().bfloat16().requires_grad_() for x in random_inputs(6, 2, 2)]
+    plain = with_gradients(attend, inputs, form=form)
+
+    def under_autocast(*inputs, form):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert attend_naive(*inputs)[1].dtype == torch.float32
+            return attend(*inputs, form=form)
+
+    cast = with_gradients(under_autocast, inputs, form=form)
+    assert max_difference(plain, cast) == 0
+
+
 def test_causal_attention_takes_no_sinks():
     q, k, v, sink_k, sink_v = random_inputs(6, 2, 1)
     torch.testing.assert_close(attend(q, k, v, causal=True), attend(q, k, v, causal=True, form="naive"))

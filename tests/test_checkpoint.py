@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import resource
@@ -205,6 +206,79 @@ except sinkdlm.UserError as failure:
     assert "untouched" in run.stdout
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_a_replacement_that_fails_halfway_is_undone(saved, monkeypatch):
+    path, model = saved
+    rename, calls = Path.rename, []
+
+    def fail_second(self, target):
+        calls.append(target)
+        if len(calls) == 2:
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail_second)
+    with pytest.raises(UserError, match="untouched"):
+        sinkdlm.save(path, model)
+    monkeypatch.undo()
+    sinkdlm.load(path)
+    assert sorted(path.parent.iterdir()) == [path]
+
+
+def test_save_follows_a_link_and_respects_the_umask(saved, tmp_path):
+    path, model = saved
+    (tmp_path / "link").symlink_to(path)
+    sinkdlm.save(tmp_path / "link", model)
+    assert (tmp_path / "link").is_symlink()
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o666 & ~umask}
+
+
+def test_save_does_not_delete_other_files(saved):
+    path, model = saved
+    (path / "metrics.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"metrics\.jsonl"):
+        sinkdlm.save(path, model)
+    assert (path / "metrics.jsonl").exists()
+
+
+def test_what_load_would_refuse_is_not_saved(tmp_path):
+    mixed = small_model(dtype=torch.bfloat16)
+    mixed.norm.float()
+    with torch.device("meta"):
+        empty = sinkdlm.DiffusionLM(small_config())
+    wrapped = small_model()
+    wrapped.blocks[0].mlp.down = torch.nn.Sequential(wrapped.blocks[0].mlp.down)
+    for model, words in ((mixed, "bfloat16 and float32"), (empty, "meta device"), (wrapped, "merge adapters and unwrap")):
+        with pytest.raises(UserError, match=words):
+            sinkdlm.save(tmp_path / "x", model)
+    assert not list(tmp_path.iterdir())
+    compiled = torch.compile(small_model(), backend="eager")
+    sinkdlm.load(sinkdlm.save(tmp_path / "x", compiled))
+
+
+def test_a_wrong_device_or_dtype_is_named(saved):
+    path, _ = saved
+    refused(path, "device = 'meta'", device="meta")
+    refused(path, "device = 'gpu'", device="gpu")
+    refused(path, "dtype = 'bfloat16'", "torch.bfloat16", dtype="bfloat16")
+    refused(path, "dtype = torch.int8", dtype=torch.int8)
+    edit_json(path / PROVENANCE, weights={WEIGHTS: 3})
+    refused(path, WEIGHTS, "not among the weights")
+
+
+def test_a_checkpoint_from_before_a_field_existed_still_loads(saved):
+    """Drops a field that has a default, and its share of the fingerprint, as an older version would have written it."""
+    path, model = saved
+    fields = json.loads((path / CONFIG).read_text())
+    del fields["sink_value"]
+    (path / CONFIG).write_text(json.dumps(fields))
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    refused(path, CONFIG, "config was changed")
+    edit_json(path / PROVENANCE, config_sha256=digest)
+    assert sinkdlm.load(path).config == model.config
 
 
 def test_an_interrupted_replacement_says_where_the_former_one_is(saved):

@@ -67,7 +67,9 @@ def test_recipe_show_resolves_and_reloads(tmp_path):
         (["recipe", "show", "a.toml", "--set", "model.n_sink=1"], ["a.toml.model.n_sink = 1", "did you mean n_sinks?"]),
         (["recipe", "show", "a.toml", "--set", "lr"], ["--set lr", "key=value"]),
         (["demo", "--steps", "0"], ["--steps", "greater than or equal to 1"]),
-        (["nothing"], ["nothing"]),
+        (["nothing"], ["nothing", "--help"]),
+        (["presets", "more"], ["more", "presets --help"]),
+        (["demo", "--out", "a.toml"], ["a.toml", "choose another"]),
     ],
 )
 def test_a_mistake_gets_one_line_and_status_2(tmp_path, args, words):
@@ -77,8 +79,8 @@ def test_a_mistake_gets_one_line_and_status_2(tmp_path, args, words):
     assert failed.stdout == ""
     assert "Traceback" not in failed.stderr
     assert all(word in failed.stderr for word in words), failed.stderr
-    if failed.stderr.startswith("sinkdlm:"):
-        assert failed.stderr.count("\n") == 1
+    assert failed.stderr.startswith("sinkdlm:")
+    assert failed.stderr.count("\n") == 1
 
 
 def test_demo_runs_and_reports_what_it_measured(tmp_path):

@@ -83,6 +83,17 @@ def test_compiled_blocks_use_the_cached_lane():
 
 
 @pytest.mark.slow
+def test_a_scope_with_compiled_blocks_and_an_observer_closes():
+    """The observer's forward is eager, later ones compiled: their lanes may differ by rounding, which is no edit."""
+    model, tokens = small_model(dtype=torch.float32, n_sinks=1), small_tokens(2, 9)
+    for block in model.blocks:
+        block.compile(fullgraph=True)
+    with model.inference():
+        observed = model(tokens, observe=lambda *_: None)
+        torch.testing.assert_close(model(tokens), observed)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["auto", "merge"])
 def test_inductor_gives_the_eager_loss(variant, attention):
     if attention == "merge" and variant.get("sink_kind", "isolated") != "isolated":

@@ -28,6 +28,7 @@ RECIPES = Path(__file__).parent.parent / "recipes"
         ({"mask_id": 12}, ["mask_id = 12", "below 11", "or 11"]),
         ({"n_sinks": 2, "sink_kind": "logit"}, ["n_sinks = 2", "0 or 1"]),
         ({"norm_eps": 0.0}, ["norm_eps = 0.0", "greater than 0"]),
+        ({"rope_base": float("inf")}, ["rope_base = inf", "finite"]),
     ],
 )
 def test_a_wrong_key_or_value_names_itself_and_what_is_allowed(flags, words):
@@ -69,6 +70,25 @@ def test_derived_fields():
     assert (config.mask_id, config.n_kv_heads, config.embedding_rows) == (32000, 8, 32001)
     parent = ModelConfig.preset("qwen2.5-0.5b")
     assert (parent.mask_id, parent.n_kv_heads, parent.embedding_rows, parent.head_dim) == (151666, 2, 151936, 64)
+
+
+def test_a_field_that_follows_another_follows_its_change():
+    config = ModelConfig.preset("nano")
+    assert config.replace(vocab_size=100).mask_id == 100
+    assert config.replace(n_heads=8).n_kv_heads == 8
+    assert config.replace(vocab_size=100, mask_id=7).mask_id == 7
+    parent = ModelConfig.preset("qwen2.5-0.5b")
+    assert parent.replace(vocab_size=152064).mask_id == 151666
+    assert parent.replace(n_heads=16, d_model=1024).n_kv_heads == 2
+
+
+def test_a_preset_set_later_replaces_one_set_earlier(tmp_path):
+    path = write(tmp_path, "a.toml", '[model]\npreset = "nano"\nn_sinks = 2\n')
+    resolved = write(tmp_path, "b.toml", Recipe.load(path).to_toml())
+    for start in (path, resolved):
+        recipe = Recipe.load(start, ["model.preset=smdm-34m"])
+        assert recipe.model == ModelConfig.preset("smdm-34m", n_sinks=2)
+        assert Recipe.load(start, ["model.vocab_size=100"]).model.mask_id == 100
 
 
 # -- recipes ----------------------------------------------------------------------------------------------------------------
@@ -120,6 +140,9 @@ def test_a_resolved_recipe_reloads_unchanged(tmp_path):
         ('base = "none.toml"\n', [], ["none.toml", "No such file", "base of"]),
         ('base = "a.toml"\n', [], ["own base"]),
         ("base = 3\n", [], ["base = 3", "one path"]),
+        ('[model]\npreset = "nano"\n', ["train.min_lr=1.0"], ["train.min_lr = 1.0", "at most lr"]),
+        ('[model]\npreset = "nano"\n', ["train.micro_batch=512"], ["train.micro_batch = 512", "at most batch = 256"]),
+        ('[model]\npreset = "nano"\n[init]\nfrom = ""\n', [], ["init.from", "at least 1 character"]),
         ("[model\n", [], ["a.toml", "not valid TOML"]),
     ],
 )

@@ -1,4 +1,5 @@
 import copy
+import warnings
 
 import pytest
 import torch
@@ -188,6 +189,52 @@ def test_a_traceless_change_inside_the_scope_is_refused(change):
         model(small_tokens(2, 5))
 
 
+def test_an_edit_is_found_under_autocast_and_before_a_recomputation():
+    def edit_under_autocast(model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(small_tokens(2, 5))
+        edit_data(model)
+
+    def edit_then_bump(model):
+        model(small_tokens(2, 5))
+        edit_data(model)
+        model.norm.weight.mul_(1)
+        model(small_tokens(2, 5))
+
+    for use in (edit_under_autocast, edit_then_bump):
+        model = small_model(dtype=torch.float32, n_sinks=1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "mkldnn_matmul failed")
+            with pytest.raises(RuntimeError, match="edited in place inside"), model.inference():
+                use(model)
+
+
+def test_a_copy_made_inside_a_scope_is_outside_it():
+    model = small_model(n_sinks=1)
+    with model.inference():
+        model(small_tokens(2, 5))
+        copied = copy.deepcopy(model)
+        edit_data(copied)
+        assert torch.equal(copied(small_tokens(2, 5)), copy.deepcopy(copied)(small_tokens(2, 5)))
+    assert copied._lanes is None
+
+
+def test_adapters_that_switch_inside_a_scope_are_seen():
+    peft = pytest.importorskip("peft")
+    model, tokens = small_model(n_sinks=1), small_tokens(2, 5)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["qkv"], init_lora_weights=False))
+    with torch.no_grad():
+        on = model(tokens)
+        with wrapped.disable_adapter():
+            off = model(tokens)
+    assert not torch.equal(on, off)
+    with model.inference():
+        assert torch.equal(model(tokens), on)
+        with wrapped.disable_adapter():
+            assert torch.equal(model(tokens), off)
+        assert torch.equal(model(tokens), on)
+
+
 # -- lengths, shift, causal, cache, denoiser --------------------------------------------------------------------------------
 
 
@@ -225,6 +272,15 @@ def test_causal_is_the_parent_without_sinks(variant):
     parent = DiffusionLM(model.config.replace(n_sinks=0)).double()
     parent.load_state_dict({name: weight for name, weight in model.state_dict().items() if "sink" not in name})
     assert torch.equal(parent(tokens, causal=True), whole)
+
+
+def test_causal_rows_may_be_padded(variant):
+    model, tokens = small_model(**variant), small_tokens(3, 9)
+    lengths = torch.tensor([9, 4, 1])
+    with torch.no_grad():
+        together = model(tokens, lengths=lengths, causal=True)
+        for row, length in enumerate(lengths.tolist()):
+            assert (together[row, :length] - model(tokens[row : row + 1, :length], causal=True)[0]).abs().max() <= 1e-12
 
 
 class RowCache:
@@ -345,6 +401,28 @@ def test_twins_share_what_they_share():
     for name, weight in plain.items():
         assert torch.equal(weight, fancy[name])
         assert "norm" in name or not torch.equal(weight, other[name])
+
+
+def test_initial_weights_do_not_depend_on_defaults():
+    expected = DiffusionLM(small_config(n_sinks=1), seed=3)
+    try:
+        torch.set_default_dtype(torch.float64)
+        wide = DiffusionLM(small_config(n_sinks=1), seed=3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a.double(), b) for a, b in zip(expected.parameters(), wide.parameters(), strict=True))
+
+
+def test_recomputing_blocks_changes_nothing(variant):
+    model, tokens = small_model(**variant), small_tokens(2, 7)
+    results = []
+    for model.recompute in (False, True):
+        model.zero_grad()
+        out = model(tokens)
+        out.square().sum().backward()
+        results.append([out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    for plain, again in zip(*results, strict=True):
+        assert torch.equal(plain, again)
 
 
 def test_building_leaves_the_global_generator_alone():

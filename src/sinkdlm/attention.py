@@ -112,7 +112,8 @@ def attend(
             visible = pad(visible, (n_sinks, 0), value=True)
     if choice.form in ("append", "plain"):
         return _plain(q, k, v, visible, causal)
-    return _Merge.apply(q, k, v, sink_k, sink_v, sink_logit, visible, choice.kernel)
+    with torch.autocast(q.device.type, enabled=False):
+        return _Merge.apply(q, k, v, sink_k, sink_v, sink_logit, visible, choice.kernel)
 
 
 def attend_naive(
@@ -127,24 +128,25 @@ def attend_naive(
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output and weights (B, H, T, S + L), sinks first. Weights in float32 or better; a sink logit's column is dropped."""
-    batch, heads, tokens, width = q.shape
-    n_sinks = 0 if sink_k is None else sink_k.shape[2]
-    if sink_k is not None and sink_v is not None:
-        k = torch.cat([sink_k.expand(batch, -1, -1, -1), k], dim=2)
-        v = torch.cat([sink_v.expand(batch, -1, -1, -1), v], dim=2)
-    k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
-    precise = torch.promote_types(q.dtype, torch.float32)
-    scores = (q.to(precise) @ k.to(precise).mT) / math.sqrt(width)
-    if causal:
-        visible = torch.ones(tokens, k.shape[2], dtype=torch.bool, device=q.device).tril()
-    if visible is not None:
-        scores = scores.masked_fill(~pad(visible, (n_sinks, 0), value=True), -math.inf)
-    if sink_logit is not None:
-        column = sink_logit.to(precise).view(1, heads, 1, 1).expand(batch, heads, tokens, 1)
-        weights = torch.softmax(torch.cat([column, scores], dim=-1), dim=-1)[..., 1:]
-    else:
-        weights = torch.softmax(scores, dim=-1)
-    return (weights @ v.to(precise)).to(q.dtype), weights
+    with torch.autocast(q.device.type, enabled=False):  # which would take the products back to half precision
+        batch, heads, tokens, width = q.shape
+        n_sinks = 0 if sink_k is None else sink_k.shape[2]
+        if sink_k is not None and sink_v is not None:
+            k = torch.cat([sink_k.expand(batch, -1, -1, -1), k], dim=2)
+            v = torch.cat([sink_v.expand(batch, -1, -1, -1), v], dim=2)
+        k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
+        precise = torch.promote_types(q.dtype, torch.float32)
+        scores = (q.to(precise) @ k.to(precise).mT) / math.sqrt(width)
+        if causal:
+            visible = torch.ones(tokens, k.shape[2], dtype=torch.bool, device=q.device).tril()
+        if visible is not None:
+            scores = scores.masked_fill(~pad(visible, (n_sinks, 0), value=True), -math.inf)
+        if sink_logit is not None:
+            column = sink_logit.to(precise).view(1, heads, 1, 1).expand(batch, heads, tokens, 1)
+            weights = torch.softmax(torch.cat([column, scores], dim=-1), dim=-1)[..., 1:]
+        else:
+            weights = torch.softmax(scores, dim=-1)
+        return (weights @ v.to(precise)).to(q.dtype), weights
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -194,21 +196,22 @@ class _Merge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sink_k, sink_v, sink_logit, visible, out, lse, *rest = ctx.saved_tensors
-        grad_q, grad_k, grad_v = _kernel_backward(ctx.kernel, grad, q, k, v, visible, out, lse, rest)
-        wide_grad = grad.to(lse.dtype)
-        weights = torch.exp(_sink_scores(q, sink_k, sink_logit) - lse[..., None])  # (B, H, T, S)
-        mean = (wide_grad * out.to(lse.dtype)).sum(-1, keepdim=True)
-        if sink_k is None or sink_v is None:
-            grad_logit = -(weights * mean).sum((0, 2, 3))
-            return grad_q, grad_k, grad_v, None, None, grad_logit.to(sink_logit.dtype), None, None
-        heads, scale = q.shape[1], 1 / math.sqrt(q.shape[3])
-        grad_scores = weights * (wide_grad @ _repeat_heads(sink_v, heads).to(lse.dtype).mT - mean) * scale
-        from_sinks = grad_scores @ _repeat_heads(sink_k, heads).to(lse.dtype)
-        grad_q = (grad_q.to(lse.dtype) + from_sinks).to(q.dtype)
-        grad_sink_k = _sum_groups(grad_scores.mT @ q.to(lse.dtype), sink_k)
-        grad_sink_v = _sum_groups(weights.mT @ wide_grad, sink_v)
-        return grad_q, grad_k, grad_v, grad_sink_k, grad_sink_v, None, None, None
+        with torch.autocast(grad.device.type, enabled=False):
+            q, k, v, sink_k, sink_v, sink_logit, visible, out, lse, *rest = ctx.saved_tensors
+            grad_q, grad_k, grad_v = _kernel_backward(ctx.kernel, grad, q, k, v, visible, out, lse, rest)
+            wide_grad = grad.to(lse.dtype)
+            weights = torch.exp(_sink_scores(q, sink_k, sink_logit) - lse[..., None])  # (B, H, T, S)
+            mean = (wide_grad * out.to(lse.dtype)).sum(-1, keepdim=True)
+            if sink_k is None or sink_v is None:
+                grad_logit = -(weights * mean).sum((0, 2, 3))
+                return grad_q, grad_k, grad_v, None, None, grad_logit.to(sink_logit.dtype), None, None
+            heads, scale = q.shape[1], 1 / math.sqrt(q.shape[3])
+            grad_scores = weights * (wide_grad @ _repeat_heads(sink_v, heads).to(lse.dtype).mT - mean) * scale
+            from_sinks = grad_scores @ _repeat_heads(sink_k, heads).to(lse.dtype)
+            grad_q = (grad_q.to(lse.dtype) + from_sinks).to(q.dtype)
+            grad_sink_k = _sum_groups(grad_scores.mT @ q.to(lse.dtype), sink_k)
+            grad_sink_v = _sum_groups(weights.mT @ wide_grad, sink_v)
+            return grad_q, grad_k, grad_v, grad_sink_k, grad_sink_v, None, None, None
 
 
 def _sink_scores(q: Tensor, sink_k: Tensor | None, sink_logit: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sinkdlm import __version__
-from sinkdlm.config import MODEL_TYPE, ModelConfig, canonical_json
+from sinkdlm.config import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import CheckpointError, ConfigError
 from sinkdlm.model import DiffusionLM
 
@@ -32,6 +32,19 @@ SHARD_BYTES = 5 * 10**9
 _WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # What transformers adds to a config.json that it writes; none of it describes the model beyond our own fields.
 _TRANSFORMERS_KEYS = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
+# Beginnings of the names that a checkpoint directory may hold.
+_OWN_FILES = (
+    CONFIG,
+    "model",
+    PROVENANCE,
+    "tokenizer",
+    "special_tokens",
+    "added_tokens",
+    "vocab",
+    "merges",
+    "chat_template",
+    "generation",
+)
 _RESERVED = ("sinkdlm_version", "torch_version", "created", "config_sha256", "weights")
 
 
@@ -61,12 +74,13 @@ def save(
     tokenizer: a transformers tokenizer (anything with save_pretrained). provenance: JSON values; versions, time and fingerprints
     are added.
     """
-    path = Path(path)
+    path = Path(path).resolve()  # through a link, to what it points at
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    _check_state(model)
     clash = [key for key in _RESERVED if key in (provenance or {})]
     if clash:
         raise CheckpointError(f"provenance: {', '.join(clash)}: written by save itself; use another key")
-    if path.exists() and not _replaceable(path):
-        raise CheckpointError(f"{path}: exists and is no sinkdlm checkpoint; choose another folder or remove it")
+    check_destination(path)
     with written_aside(path) as aside:
         _write_json(aside / CONFIG, model.config.to_dict())
         fingerprints = write_weights(aside, model.state_dict(), shard_bytes)
@@ -84,21 +98,47 @@ def write_provenance(folder: Path, config: ModelConfig, fingerprints: Mapping[st
             "sinkdlm_version": __version__,
             "torch_version": str(torch.__version__),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "config_sha256": _config_fingerprint(config),
+            "config_sha256": _config_fingerprint(config.to_dict()),
             "weights": dict(fingerprints),
         },
     )
 
 
-def _replaceable(path: Path) -> bool:
-    if not path.is_dir():
-        return False
-    if not any(path.iterdir()):
-        return True
+def _check_state(model: DiffusionLM) -> None:
+    """What would be refused on loading is refused before it is written."""
+    with torch.device("meta"):
+        wanted = {name: tuple(weight.shape) for name, weight in DiffusionLM(model.config).state_dict().items()}
+    found = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    odd = sorted(set(found) ^ set(wanted)) or [name for name in wanted if found[name] != wanted[name]]
+    if odd:
+        raise CheckpointError(f"model: tensor {odd[0]} does not fit its config; merge adapters and unwrap modules before saving")
+    dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in model.state_dict().values()})
+    if len(dtypes) > 1 or getattr(torch, dtypes[0]) not in _WEIGHT_DTYPES.values():
+        raise CheckpointError(
+            f"model: weights are {' and '.join(dtypes)}; a checkpoint has one floating dtype: model.to(torch.float32)"
+        )
+    if any(weight.is_meta for weight in model.parameters()):
+        raise CheckpointError("model: weights on the meta device have no values to save")
+
+
+def check_destination(path: Path) -> None:
+    """Only a checkpoint is replaced, and only one with nothing else in its folder."""
+    if not path.exists():
+        return
+    files = sorted(file.name for file in path.iterdir()) if path.is_dir() else None
+    if files == []:
+        return
     try:
-        return json.loads((path / CONFIG).read_text()).get("model_type") == MODEL_TYPE
+        own = json.loads((path / CONFIG).read_text()).get("model_type") == MODEL_TYPE
     except (OSError, ValueError, AttributeError):
-        return False
+        own = False
+    if files is None or not own:
+        raise CheckpointError(f"{path}: exists and is no sinkdlm checkpoint; choose another folder or remove it")
+    other = [name for name in files if not name.startswith(_OWN_FILES)]
+    if other:
+        raise CheckpointError(
+            f"{path}: holds {other[0]} beside a checkpoint, which replacing it would delete; choose another folder"
+        )
 
 
 @contextmanager
@@ -114,12 +154,17 @@ def written_aside(path: Path) -> Iterator[Path]:
         aside.chmod(0o777 & ~_umask())
         for file in aside.rglob("*"):
             if file.is_file():
+                file.chmod(0o666 & ~_umask())
                 _sync(file)
         _sync(aside)
         if path.exists():
             retired = aside.with_suffix(".replaced")
             path.rename(retired)
-            aside.rename(path)
+            try:
+                aside.rename(path)
+            except OSError:
+                retired.rename(path)
+                raise
             shutil.rmtree(retired, ignore_errors=True)
         else:
             aside.rename(path)
@@ -169,8 +214,10 @@ def fingerprint(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _config_fingerprint(config: ModelConfig) -> str:
-    return hashlib.sha256(canonical_json(config).encode()).hexdigest()
+def _config_fingerprint(fields: Mapping[str, Any]) -> str:
+    """Of the fields as the file has them: a field that ModelConfig gains later does not change an old checkpoint's."""
+    own = {key: value for key, value in fields.items() if key not in _TRANSFORMERS_KEYS}
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
 
 
 # -- reading --------------------------------------------------------------------------------------------------------------
@@ -188,14 +235,15 @@ def load(
     verify: compare weights with the fingerprints in provenance.json (reads each file once more).
     """
     path = Path(path)
+    place = _check_place(device, dtype)
     config = read_config(path)
     provenance = read_provenance(path)
     files = _weight_files(path)
     if verify:
-        _verify(path, config, provenance, files)
+        _verify(path, provenance, files)
     with torch.device("meta"):
         model = DiffusionLM(config)
-    _fill(model, path, files, torch.device(device), dtype)
+    _fill(model, path, files, place, dtype)
     return Loaded(model, read_tokenizer(path), config, provenance)
 
 
@@ -269,10 +317,23 @@ def _weight_files(path: Path) -> list[Path]:
     return files
 
 
-def _verify(path: Path, config: ModelConfig, provenance: Mapping[str, Any], files: list[Path]) -> None:
+def _check_place(device: str | torch.device, dtype: torch.dtype | None) -> torch.device:
+    if dtype is not None and dtype not in _WEIGHT_DTYPES.values():
+        raise CheckpointError(f"dtype = {dtype!r}: allowed are {', '.join(map(str, _WEIGHT_DTYPES.values()))}")
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as failure:
+        raise CheckpointError(f"device = {device!r}: not to be had here: {str(failure).splitlines()[0]}") from None
+    if place.type == "meta":
+        raise CheckpointError("device = 'meta': has no room for values; build DiffusionLM(read_config(path)) there instead")
+    return place
+
+
+def _verify(path: Path, provenance: Mapping[str, Any], files: list[Path]) -> None:
     """Directories written by other tools carry no fingerprints: there is nothing to compare then."""
     expected = provenance.get("config_sha256")
-    if expected is not None and expected != _config_fingerprint(config):
+    if expected is not None and expected != _config_fingerprint(_read_json(path / CONFIG)):
         raise CheckpointError(
             f"{path / CONFIG}: does not match {PROVENANCE}: the config was changed after the checkpoint was written"
         )
@@ -281,13 +342,13 @@ def _verify(path: Path, config: ModelConfig, provenance: Mapping[str, Any], file
         return
     for file in files:
         mark = recorded.get(file.name)
-        if mark is None:
+        if not isinstance(mark, dict) or not {"bytes", "sha256"} <= set(mark):
             raise CheckpointError(f"{file}: not among the weights recorded in {PROVENANCE}")
         size = file.stat().st_size
         if size != mark["bytes"]:
             kind = "truncated" if size < mark["bytes"] else "too long"
             raise CheckpointError(f"{file}: {kind}: {size} bytes, {PROVENANCE} says {mark['bytes']}")
-        if fingerprint(file) != mark:
+        if fingerprint(file)["sha256"] != mark["sha256"]:
             raise CheckpointError(f"{file}: changed since it was written: its SHA-256 is not the one in {PROVENANCE}")
 
 

@@ -4,7 +4,7 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -165,10 +165,21 @@ def main() -> None:
     """Runs the command line; a user's mistake becomes one line on stderr and exit status 2."""
     from sinkdlm.errors import UserError
 
+    # typer carries click inside it, and exports only the ends of its exception tree.
+    usage_error: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
     try:
-        app()
+        raise SystemExit(app(standalone_mode=False))
     except UserError as failure:
         _fail(str(failure))
+    except usage_error as failure:
+        message = failure.format_message()
+        if "Usage:" in message:  # a command without arguments shows its help
+            print(message, file=sys.stderr)
+            raise SystemExit(2) from None
+        context = getattr(failure, "ctx", None)
+        _fail(f"{message.rstrip('.')}; see {context.command_path if context else 'sinkdlm'} --help")
+    except typer.Abort:
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("sinkdlm: interrupted", file=sys.stderr)
         raise SystemExit(130) from None

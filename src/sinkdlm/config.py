@@ -4,7 +4,6 @@ Owns every default, every allowed value, the presets, and how a recipe is read f
 """
 
 import difflib
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,7 +38,7 @@ def _describe(error: Any) -> str:
 class _Frozen(BaseModel):
     """A table of settings that refuses unknown keys and bad values with a ConfigError."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True, allow_inf_nan=False)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -147,7 +146,7 @@ class ModelConfig(_Frozen):
     @classmethod
     def preset(cls, name: str, **flags: Any) -> "ModelConfig":
         """A named shape with flags on top: `ModelConfig.preset("smdm-34m", n_sinks=1)`."""
-        return cls(**{**preset_fields(name), **flags})
+        return cls(**_with_changes(preset_fields(name), flags))
 
     @property
     def head_dim(self) -> int:
@@ -190,7 +189,19 @@ class ModelConfig(_Frozen):
         return {"model_type": MODEL_TYPE, **super().to_dict()}
 
     def replace(self, **changes: Any) -> "ModelConfig":
-        return ModelConfig(**{**self.model_dump(), **changes})
+        return ModelConfig(**_with_changes(self.model_dump(), changes))
+
+
+# What a preset leaves open.
+_FLAGS = ("n_sinks", "sink_kind", "sink_position", "sink_value", "gate")
+
+
+def _with_changes(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields with changes on top. A field that followed from another ([MASK] from the vocabulary, key/value heads from heads)
+    follows it again."""
+    derived = (("mask_id", "vocab_size"), ("n_kv_heads", "n_heads"))
+    stale = [field for field, source in derived if source in changes and fields.get(field) == fields.get(source)]
+    return {**{key: value for key, value in fields.items() if key not in stale}, **changes}
 
 
 def preset_names() -> list[str]:
@@ -198,15 +209,19 @@ def preset_names() -> list[str]:
 
 
 def preset_fields(name: Any) -> dict[str, Any]:
+    """Every field of a shape, defaults written out, so that a preset set later replaces one set earlier whole."""
     if name not in PRESETS:
         raise ConfigError(f"preset = {name!r}: unknown preset; {_suggest(name, list(PRESETS))}")
-    return dict(PRESETS[name])
+    shape = ModelConfig(**PRESETS[name]).model_dump()
+    return {key: value for key, value in shape.items() if key not in _FLAGS}
 
 
 class InitSection(_Frozen):
     """Where the weights come from. Without `from`, the official random initialisation."""
 
-    from_: str | None = Field(default=None, alias="from", description="what `convert` reads: a checkpoint, an AR parent")
+    from_: str | None = Field(
+        default=None, alias="from", min_length=1, description="what `convert` reads: a checkpoint, an AR parent"
+    )
     sink_init: Literal["mean", "normal"] = Field(
         default="mean", description="sinks added to a parent: the mean of its embedding table plus a little noise, or normal"
     )
@@ -245,6 +260,14 @@ class TrainSection(_Frozen):
         default="golden", description="t of consecutive samples: spread by the golden ratio, or drawn independently (official)"
     )
 
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if self.min_lr > self.lr:
+            raise ConfigError(f"min_lr = {self.min_lr}: allowed is at most lr = {self.lr}")
+        if self.micro_batch is not None and self.micro_batch > self.batch:
+            raise ConfigError(f"micro_batch = {self.micro_batch}: allowed is at most batch = {self.batch}")
+        return self
+
 
 class EvalSection(_Frozen):
     """Validation while training."""
@@ -266,10 +289,10 @@ class Recipe(_Frozen):
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Recipe":
         """Reads a TOML recipe, its base first, then `a.b=c` overrides."""
         table = _read_with_base(Path(path), ())
-        for override in overrides:
-            key, value = parse_override(override)
-            _set_dotted(table, key, value)
         try:
+            for override in overrides:
+                key, value = parse_override(override)
+                table = _merge(table, _nested(key, value))
             return cls.resolve(table)
         except ConfigError as failure:
             raise failure.within(str(path)) from None
@@ -277,15 +300,7 @@ class Recipe(_Frozen):
     @classmethod
     def resolve(cls, table: Mapping[str, Any]) -> "Recipe":
         """A recipe from a table whose [model] may name a preset and set only what differs."""
-        table = dict(table)
-        model = table.get("model")
-        if isinstance(model, Mapping) and "preset" in model:
-            fields = {key: value for key, value in model.items() if key != "preset"}
-            try:
-                table["model"] = {**preset_fields(model["preset"]), **fields}
-            except ConfigError as failure:
-                raise failure.within("model") from None
-        return cls(**table)
+        return cls(**_merge({}, table))
 
     def to_toml(self) -> str:
         """The resolved recipe; `Recipe.load` reads it back unchanged. TOML has no null: an unset key is left out."""
@@ -319,22 +334,35 @@ def parse_override(text: str) -> tuple[str, Any]:
         return key.strip(), value.strip()
 
 
-def _set_dotted(table: dict[str, Any], key: str, value: Any) -> None:
-    *parents, last = key.split(".")
-    for part in parents:
-        inner = table.setdefault(part, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(f"--set {key}={value}: {part} is a value, not a table")
-        table = inner
-    table[last] = value
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """a.b = c as {a: {b: c}}."""
+    first, _, rest = key.partition(".")
+    return {first: _nested(rest, value)} if rest else {first: value}
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables with changes on top, table by table. A preset is written out where it is set, over what stood there before."""
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        if key == "model" and isinstance(value, Mapping) and isinstance(old, Mapping | None):
+            merged[key] = _merge_model(old or {}, value)
+        elif isinstance(old, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merge(old, value)
+        elif isinstance(value, Mapping) and old is not None:
+            raise ConfigError(f"{key} = {old!r}: a value, not a table; cannot set {', '.join(value)} in it")
+        else:
+            merged[key] = value
     return merged
+
+
+def _merge_model(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    if "preset" in changes:
+        try:
+            base = {**base, **preset_fields(changes["preset"])}
+        except ConfigError as failure:
+            raise failure.within("model") from None
+    return _with_changes(base, {key: value for key, value in changes.items() if key != "preset"})
 
 
 def _read_with_base(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
@@ -351,12 +379,7 @@ def _read_with_base(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {failure}") from None
     base = table.pop("base", None)
     if base is None:
-        return table
+        return _merge({}, table)
     if not isinstance(base, str):
         raise ConfigError(f"base = {base!r}: allowed is one path, relative to this file", place=str(path))
     return _merge(_read_with_base(path.parent / base, (*readers, path)), table)
-
-
-def canonical_json(config: ModelConfig) -> str:
-    """The same text for equal configs, whatever wrote the file: what a checkpoint's fingerprint covers."""
-    return json.dumps(config.to_dict(), sort_keys=True)

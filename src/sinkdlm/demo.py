@@ -16,9 +16,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from sinkdlm.attention import attend_naive
-from sinkdlm.checkpoint import save
+from sinkdlm.checkpoint import check_destination, save
 from sinkdlm.config import Recipe
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
+from sinkdlm.errors import UserError
 from sinkdlm.model import DiffusionLM
 from sinkdlm.noise import permute
 
@@ -155,7 +156,14 @@ def train_twin(twin: str, steps: int, seed: int, console: Console) -> tuple[Diff
 
 
 def run_demo(out: Path, *, steps: int, seed: int, as_json: bool) -> dict[str, Any]:
-    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    console = Console(stderr=as_json, highlight=False, soft_wrap=True, markup=False)
+    for twin in ("vanilla", "sink"):
+        check_destination(out / twin)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "results.json").write_text("{}\n")
+    except OSError as failure:
+        raise UserError(f"{failure.filename}: cannot write there: {failure.strerror}; choose another --out") from None
     console.print("Two models that differ in one flag (n_sinks) learn two-digit sums; 1,000 of 10,000 sums are held out.")
     results: dict[str, Any] = {"steps": steps, "seed": seed, "twins": {}}
     for twin in ("vanilla", "sink"):

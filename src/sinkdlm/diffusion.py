@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -79,6 +79,12 @@ def corrupt(
 
     maskable (B, T): only these positions can be masked (a prompt never is, padding never is).
     """
+    if schedule.name not in get_args(ScheduleName) or times not in ("golden", "independent"):
+        raise ValueError(
+            f"schedule {schedule.name!r}, times {times!r}: allowed are {get_args(ScheduleName)}, ('golden', 'independent')"
+        )
+    if samples.shape != tokens.shape[:1]:
+        raise ValueError(f"samples has shape {tuple(samples.shape)}: one number for each of the {tokens.shape[0]} rows")
     device = tokens.device
     fuse = tokens.is_cuda and tokens.numel() >= _FUSE_FROM and not torch.compiler.is_compiling()
     form = _fused_corruption() if fuse else _corrupt
@@ -188,20 +194,27 @@ def chunked_nll(
     Gradients are formed in the forward, chunk by chunk, so that no more than one chunk of logits ever exists.
     """
     chunk = chunk or max(1, _CHUNK_ELEMENTS // head_weight.shape[0] // _CHUNK_ROWS) * _CHUNK_ROWS
-    return _ChunkedNLL.apply(hidden, head_weight, targets, weights, exclude, chunk)
+    return _ChunkedNLL.apply(hidden, head_weight, targets, weights, exclude, chunk, torch.is_grad_enabled())
 
 
 class _ChunkedNLL(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head_weight: Tensor, targets: Tensor, weights: Tensor, exclude: int | None, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        head_weight: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        exclude: int | None,
+        chunk: int,
+        trains: bool,
     ) -> tuple[Tensor, Tensor]:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         precise = torch.promote_types(dtype, torch.float32)
         rows, matrix = hidden.to(dtype), head_weight.to(dtype)
         nll = torch.empty(rows.shape[0], dtype=precise, device=hidden.device)
-        wants_hidden, wants_matrix = ctx.needs_input_grad[:2]
+        wants_hidden, wants_matrix = (trains and needed for needed in ctx.needs_input_grad[:2])
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_matrix = torch.zeros_like(head_weight, dtype=precise) if wants_matrix else None
         with torch.autocast(device, enabled=False):
@@ -216,8 +229,9 @@ class _ChunkedNLL(torch.autograd.Function):
                 if grad_hidden is None and grad_matrix is None:
                     continue
                 # d nll / d logits = p - onehot; the row's weight goes to the thin factor of each product, not to (chunk, V).
+                # At the target, p - 1 = expm1(-nll): in half precision p alone would round to 1 for a confident model.
                 grad = torch.exp(log_p, out=torch.empty_like(log_p, dtype=dtype))
-                grad.scatter_add_(1, targets[part, None], torch.full_like(grad[:, :1], -1.0))
+                grad.scatter_(1, targets[part, None], torch.expm1(-nll[part, None]).to(dtype))
                 if grad_hidden is not None:
                     grad_hidden[part] = (grad @ matrix) * weight
                 if grad_matrix is not None:
@@ -235,7 +249,7 @@ class _ChunkedNLL(torch.autograd.Function):
             grad_hidden = torch.mul(grad_hidden, grad_total, out=torch.empty_like(grad_hidden))
         if grad_matrix is not None:
             grad_matrix = torch.mul(grad_matrix, grad_total, out=torch.empty_like(grad_matrix, dtype=ctx.matrix_dtype))
-        return grad_hidden, grad_matrix, None, None, None, None
+        return grad_hidden, grad_matrix, None, None, None, None, None
 
 
 def _multiply(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

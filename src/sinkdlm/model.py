@@ -206,7 +206,7 @@ class DiffusionLM(nn.Module):
                 std = 1 / math.sqrt(width) / self.config.n_layers if kind in ("out", "down") else math.sqrt(2 / (5 * width))
                 key = hash_words(seed, int(Stream.WEIGHTS), *name.encode())
                 generator = torch.Generator().manual_seed(int(key) >> 1)
-                weight.copy_(torch.randn(weight.shape, generator=generator).mul_(std))
+                weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float32, device="cpu").mul_(std))
 
     # -- the call ---------------------------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class DiffusionLM(nn.Module):
         if lengths is not None:
             visible = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]  # (B, T)
             tokens = torch.where(visible, tokens, config.mask_id)
-            visible = visible[:, None, None]
+            visible = None if causal else visible[:, None, None]  # right padding is out of sight of causal rows
         x = self.embed(tokens)
         n_registers = 0 if causal else config.n_registers
         if n_registers:
@@ -309,9 +309,9 @@ class DiffusionLM(nn.Module):
     def inference(self) -> Iterator["DiffusionLM"]:
         """A scope without gradients in which the lane is computed once. Weights must not change inside it.
 
-        Every forward checks the weights' identity and version, which reveals an optimizer step, load_state_dict or a swap, and
-        recomputes. An edit through `.data` leaves no such trace; so the scope recomputes the lane as it closes, and raises if
-        it is no longer the one that was served.
+        Every forward compares the weights' identity and version, which reveals an optimizer step, load_state_dict or a swap, and
+        recomputes. An edit through `.data` leaves no such trace; so the scope keeps a fingerprint of the weights' content and
+        raises, as it closes or as it next recomputes, if they are no longer those whose lane it served.
         """
         if self._lanes is not None:
             with torch.no_grad():
@@ -324,6 +324,10 @@ class DiffusionLM(nn.Module):
                 lanes.verify(self)
         finally:
             self._lanes = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the model is outside the scope of the original."""
+        return {**self.__dict__, "_lanes": None}
 
     def denoiser(self) -> "Denoiser":
         """A callable tokens -> logits for samplers and estimators. Inside `inference()` it uses the cached lane."""
@@ -374,33 +378,50 @@ class _LaneCache:
 
     def __init__(self) -> None:
         self._lanes: dict[Any, list[Lane]] = {}
-        self._stamp: Any = None
+        self._stamps: list[Any] = []
+        self._fingerprints: list[Tensor] = []
+        self._cacheable = False
 
     @staticmethod
-    def _stamp_of(model: DiffusionLM) -> Any:
+    def _stamps_of(model: DiffusionLM) -> list[Any]:
         return [(id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
 
     def find(self, model: DiffusionLM) -> list[Lane] | None:
-        stamp = self._stamp_of(model)
-        if stamp != self._stamp:
+        stamps = self._stamps_of(model)
+        if stamps != self._stamps:
+            self.verify(model)
             self._lanes.clear()
-            self._stamp = stamp
+            self._stamps = stamps
+            # Adapters switch on and off without a trace: with modules of others in a block, the lane is computed every time.
+            self._cacheable = all(
+                type(m).__module__ in (__name__, "torch.nn.modules.linear") for b in model.blocks for m in b.modules()
+            )
         return self._lanes.get(_arithmetic(model))
 
     def keep(self, model: DiffusionLM, lanes: list[Lane]) -> None:
+        if not self._cacheable:
+            return
+        if not self._lanes:
+            self._fingerprints = [_fingerprint(p) for p in model.parameters()]
         self._lanes[_arithmetic(model)] = lanes
 
     def verify(self, model: DiffusionLM) -> None:
-        """Runs the lane anew, on one token, and compares."""
-        served = self.find(model)
-        if served is None:
-            return  # nothing was served, or every forward after a change saw it
-        self._lanes.clear()
-        model(torch.full((1, 1), model.config.mask_id, device=model.embed.weight.device))
-        fresh = self.find(model)
-        assert fresh is not None
-        if not all(torch.equal(old.k, new.k) and torch.equal(old.v, new.v) for old, new in zip(served, fresh, strict=True)):
-            raise RuntimeError(
-                "weights were edited in place inside model.inference(): results after the edit used the old sinks; "
-                "close the scope before changing weights"
-            )
+        """Raises if a weight whose identity and version are those served has other content."""
+        if not self._lanes:
+            return
+        now = list(zip(model.parameters(), self._stamps_of(model), strict=True))
+        same = len(now) == len(self._stamps)
+        for (weight, stamp), old, mark in zip(now, self._stamps, self._fingerprints, strict=False) if same else ():
+            if stamp == old and not torch.equal(_fingerprint(weight), mark):
+                self._lanes.clear()
+                raise RuntimeError(
+                    "weights were edited in place inside model.inference(): results after the edit used the old sinks; "
+                    "close the scope before changing weights"
+                )
+
+
+def _fingerprint(weight: Tensor) -> Tensor:
+    """A number per row that moves with any element of it: one read of the weight, on its device, without waiting for it."""
+    rows = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).reshape(-1, weight.shape[-1])
+    probe = torch.linspace(1.0, 2.0, rows.shape[1], dtype=rows.dtype, device=rows.device) * torch.pi
+    return rows @ probe

@@ -10,6 +10,7 @@ several words folds in one word after another, `state = mix(state + mix(word))`;
 
 import functools
 import math
+import operator
 from enum import IntEnum
 
 import torch
@@ -71,7 +72,7 @@ def _plain(key: Key) -> Key:
         if key.dtype == torch.bool or key.is_floating_point():
             raise TypeError(f"noise keys are integers, not {key.dtype}")
         return key.to(torch.int64)
-    return int(key)
+    return operator.index(key)
 
 
 def hash_words(*keys: Key) -> Key:
@@ -141,7 +142,7 @@ def counter(n: int, device: torch.device) -> Tensor:
     return torch.arange(n, device=device)
 
 
-def permute(index: Tensor, n: int, *keys: int) -> Tensor:
+def permute(index: Tensor, n: int, seed: int, *keys: int) -> Tensor:
     """Where `index` goes under a keyed random permutation of 0..n-1. Random access, no table.
 
     A Feistel network on pairs (left in 0..a-1, right in 0..b-1) with a*b just above n, whose rounds add a keyed hash of one half
@@ -154,7 +155,7 @@ def permute(index: Tensor, n: int, *keys: int) -> Tensor:
         raise IndexError(f"permutation index outside 0..{n - 1}")
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
-    key = hash_words(*keys, int(Stream.ORDER), n)
+    key = hash_words(seed, int(Stream.ORDER), *keys, n)
 
     def encrypt(value: Tensor) -> Tensor:
         left, right = value // b, value % b

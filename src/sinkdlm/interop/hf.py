@@ -1,6 +1,6 @@
 """transformers classes over the same checkpoint directory: AutoConfig, AutoModel and AutoModelForMaskedLM read and write it.
 
-The module is also the template of the standalone modelling file, so it uses no more of the package than DiffusionLM and ModelConfig.
+The module is also the template of the standalone modelling file: it uses no more of the package than DiffusionLM and ModelConfig.
 """
 
 from typing import Any
@@ -79,7 +79,7 @@ class SinkDLMForMaskedLM(PreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.model.embed = value
 
     def get_output_embeddings(self) -> nn.Module | None:

@@ -13,12 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from sinkdlm.checkpoint import CONFIG, read_config
-from sinkdlm.config import MODEL_TYPE, ModelConfig
+from sinkdlm.config import MODEL_TYPE, ModelConfig, preset_fields, preset_names
 from sinkdlm.errors import ConfigError, ConvertError
 from sinkdlm.interop import layouts
 from sinkdlm.interop.layouts import Layout, check_shape
 from sinkdlm.interop.tensors import GGUFFile, SafetensorsFiles, TensorFile, TorchFile
-from sinkdlm.presets import PRESETS
 
 AR_KINDS = ("qwen2", "llama")
 SUPPORTED = "official/SMDM .safetensors or .pth; Qwen2, Llama, LLaDA, Dream or sinkdlm directories; GGUF of Qwen2 or Llama"
@@ -169,7 +168,8 @@ def _heads_of(path: Path, n_layers: int, width: int, d_ff: int, shape: dict[str,
     """A state dict does not tell its number of heads: the table of sizes does, or the user."""
     if "n_heads" in shape:
         return shape
-    for name, preset in PRESETS.items():
+    for name in preset_names():
+        preset = preset_fields(name)
         if name.startswith("smdm-") and (preset["n_layers"], preset["d_model"], preset["d_ff"]) == (n_layers, width, d_ff):
             return {"n_heads": preset["n_heads"], **shape}
     raise ConvertError(

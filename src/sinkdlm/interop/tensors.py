@@ -111,7 +111,7 @@ class GGUFFile:
         except (ValueError, IndexError, KeyError, OSError) as failure:
             raise ConvertError(f"{path}: not a whole GGUF file: {str(failure).splitlines()[0]}") from None
         self._of = {tensor.name: tensor for tensor in reader.tensors}
-        # Facts alone: the reader holds an array object for each of the vocabulary's strings, more than the weights of a small model.
+        # Facts alone: the reader holds an array object for each of the vocabulary's strings.
         self._facts = {name: fact.contents() for name, fact in reader.fields.items() if len(fact.data) == 1}
 
     def field(self, name: str, default: Any = None) -> Any:

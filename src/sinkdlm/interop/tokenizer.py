@@ -7,7 +7,7 @@ from sinkdlm.config import ModelConfig
 from sinkdlm.errors import ConvertError
 from sinkdlm.interop.sources import Source
 
-_PROBES = ("Hello world", " The capital of France is Paris.", "x = 12 + 34\n")
+_PROBES = ("Hello world", "The capital of France is Paris.", "x = 12 + 34")
 
 
 def tokenizer_of(source: Source) -> Any:
@@ -21,7 +21,7 @@ def tokenizer_of(source: Source) -> Any:
 
 
 def read_tokenizer_at(path: str | Path) -> Any:
-    """From a folder (tokenizer.json, tokenizer.model, vocab.json), a tokenizer.json or a SentencePiece model; None in an empty folder."""
+    """From a folder, a tokenizer.json or a SentencePiece model; None from a folder without any."""
     path = Path(path)
     if not path.exists():
         raise ConvertError(f"{path}: no such tokenizer file or folder")
