@@ -606,7 +606,7 @@ def test_a_standalone_directory_needs_no_sinkdlm(tmp_path):
     found = load_file(tmp_path / "out")
     assert set(found) == set(expected)
     for folder, value in expected.items():
-        assert torch.equal(found[folder], value)
+        torch.testing.assert_close(found[folder], value, rtol=0, atol=1e-5)  # another process, another number of threads
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------
