@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from sinkdlm.attention import attend_naive
 from sinkdlm.checkpoint import check_destination, save
 from sinkdlm.config import Recipe
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
 from sinkdlm.errors import UserError
 from sinkdlm.model import DiffusionLM
 from sinkdlm.noise import permute
+from sinkdlm.observe import AttentionStatistics, Watcher
 
 SYMBOLS = "0123456789+="
 N_SUMS = 100 * 100
@@ -116,20 +116,20 @@ def watch_attention(model: DiffusionLM, seed: int) -> list[dict[str, float]]:
     """Per layer: the share of attention on the sink, on the most attended content position, and the value norms (eq. 16)."""
     tokens = write_sums(permute(torch.arange(256), N_SUMS, seed))
     tokens[:, QUESTION:] = model.config.mask_id
-    layers: list[dict[str, float]] = []
-
-    def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
-        _, weights = attend_naive(q, k, v, sink_k, sink_v)
-        received = weights.mean((0, 1, 2))  # (S + T,)
-        n_sinks = 0 if sink_k is None else sink_k.shape[2]
-        seen = {"top_content_share": float(received[n_sinks:].max()), "content_value_norm": float(v.norm(dim=-1).mean())}
-        if sink_v is not None:
-            seen |= {"sink_share": float(received[:n_sinks].sum()), "sink_value_norm": float(sink_v.norm(dim=-1).mean())}
-        layers.append(seen)
-
+    watcher = Watcher()
     with model.inference():
-        model(tokens, observe=observe)
-    return layers
+        model(tokens, observe=watcher)
+    return [_facts(layer) for layer in watcher.layers]
+
+
+def _facts(layer: AttentionStatistics) -> dict[str, float]:
+    facts = {
+        "top_content_share": float(layer.received.mean((0, 1)).max()),
+        "content_value_norm": float(layer.value_norm.mean()),
+    }
+    if layer.sink_received.shape[-1]:
+        facts |= {"sink_share": float(layer.sink_share.mean()), "sink_value_norm": float(layer.sink_value_norm.mean())}
+    return facts
 
 
 def train_twin(twin: str, steps: int, seed: int, console: Console) -> tuple[DiffusionLM, Recipe, dict[str, Any]]:

@@ -1,0 +1,113 @@
+"""What attention does, reduced: who receives it, how spread it is, how much rests on sinks, what the values weigh.
+
+Statistics of one layer are computed from what attention sees (`observe` of the model), a few queries at a time, so that no map of
+all queries and keys is ever held. Used while training and by the analysis; knows no model, tokenizer or file.
+
+B batch, T queries, S sinks, L content keys, H query heads, K key/value heads, D head width.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sinkdlm.attention import attend_naive
+
+_CHUNK_WEIGHTS = 1 << 24  # attention weights held at once
+
+
+class AttentionStatistics(NamedTuple):
+    """Means over a row's own queries (padding left out), in float32 or better.
+
+    received (B, H, L): received attention of content key j, the mean over queries of A[q, j] (Gu et al.); padding receives zero.
+    sink_received (B, H, S): the same for each sink; for a sink logit (B, H, 1), what its column took.
+    entropy (B, H): of the attention weights, in nats, over content and sinks.
+    value_norm (B, L), sink_value_norm (B, S): eq. 15 and 16: the L2 norm of a token's value, averaged over heads.
+    output_norm, bound (B, H): eq. 20: |o_i| and sum_j a_ij |v_j|.
+    """
+
+    received: Tensor
+    sink_received: Tensor
+    entropy: Tensor
+    value_norm: Tensor
+    sink_value_norm: Tensor
+    output_norm: Tensor
+    bound: Tensor
+
+    @property
+    def sink_share(self) -> Tensor:
+        """(B, H): attention that rests on sinks."""
+        return self.sink_received.sum(-1)
+
+
+@torch.no_grad()
+def summarize(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink_k: Tensor | None = None,
+    sink_v: Tensor | None = None,
+    *,
+    sink_logit: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> AttentionStatistics:
+    """Statistics of one layer. Shapes as in attention.py; lengths (B,): rows are padded on the right."""
+    batch, heads, queries, _ = q.shape
+    n_keys, n_sinks = k.shape[2], 0 if sink_k is None else sink_k.shape[2]
+    precise = torch.promote_types(q.dtype, torch.float32)
+    visible = counted = None
+    if lengths is not None:
+        visible = (torch.arange(n_keys, device=k.device) < lengths[:, None])[:, None, None]
+        counted = torch.arange(queries, device=q.device) < lengths[:, None]  # (B, T)
+    norms = v.to(precise).norm(dim=-1)  # (B, K, L)
+    sink_norms = (
+        q.new_zeros(batch, v.shape[1], 0, dtype=precise)
+        if sink_v is None
+        else sink_v.to(precise).norm(dim=-1).expand(batch, -1, -1)
+    )
+    all_norms = torch.cat([sink_norms, norms], dim=-1).repeat_interleave(heads // v.shape[1], dim=1)  # (B, H, S + L)
+
+    totals = torch.zeros(batch, heads, n_sinks + n_keys, dtype=precise, device=q.device)
+    entropy, output_norm, bound, outside = (torch.zeros(batch, heads, dtype=precise, device=q.device) for _ in range(4))
+    chunk = max(1, _CHUNK_WEIGHTS // (batch * heads * (n_sinks + n_keys)))
+    for start in range(0, queries, chunk):
+        part = slice(start, start + chunk)
+        out, weights = attend_naive(
+            q[:, :, part].to(precise), k, v.to(precise), sink_k, sink_v, sink_logit=sink_logit, visible=visible
+        )
+        column = (1 - weights.sum(-1)).clamp_min(0) if sink_logit is not None else torch.zeros_like(weights[..., 0])
+        keep = torch.ones_like(column) if counted is None else counted[:, None, part].expand_as(column).to(precise)
+        totals += torch.einsum("bhqk,bhq->bhk", weights, keep)
+        entropy += ((torch.special.entr(weights).sum(-1) + torch.special.entr(column)) * keep).sum(-1)
+        output_norm += (out.norm(dim=-1) * keep).sum(-1)
+        bound += (torch.einsum("bhqk,bhk->bhq", weights, all_norms) * keep).sum(-1)
+        outside += (column * keep).sum(-1)
+    n_queries = torch.full((batch, 1), queries, device=q.device) if lengths is None else lengths[:, None]
+    per_key = totals / n_queries[..., None]
+    sink_received = (outside / n_queries)[..., None] if sink_logit is not None else per_key[..., :n_sinks]
+    return AttentionStatistics(
+        received=per_key[..., n_sinks:],
+        sink_received=sink_received,
+        entropy=entropy / n_queries,
+        value_norm=norms.mean(1),
+        sink_value_norm=sink_norms.mean(1),
+        output_norm=output_norm / n_queries,
+        bound=bound / n_queries,
+    )
+
+
+class Watcher:
+    """An observer that keeps the statistics of every layer of one forward: `model(tokens, observe=watcher)`.
+
+    sink_logits: for a model with sink logits, those of each layer, which the model does not hand to observers.
+    """
+
+    def __init__(self, lengths: Tensor | None = None, sink_logits: Sequence[Tensor] | None = None) -> None:
+        self.layers: list[AttentionStatistics] = []
+        self._lengths = lengths
+        self._sink_logits = sink_logits
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
+        logit = None if self._sink_logits is None else self._sink_logits[layer]
+        self.layers.append(summarize(q, k, v, sink_k, sink_v, sink_logit=logit, lengths=self._lengths))
