@@ -100,7 +100,7 @@ def test_demo_runs_and_reports_what_it_measured(tmp_path):
 
 @pytest.mark.slow
 def test_demo_learns_sums(tmp_path):
-    shown = run("demo", "--out", str(tmp_path), "--json")
+    shown = run("demo", "--out", str(tmp_path), "--steps", "1200", "--json")
     assert shown.returncode == 0, shown.stderr
     for twin in json.loads(shown.stdout)["twins"].values():
         assert twin["exact_match"] > 0.9

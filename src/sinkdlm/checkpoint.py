@@ -45,7 +45,7 @@ _OWN_FILES = (
     "chat_template",
     "generation",
 )
-_RESERVED = ("sinkdlm_version", "torch_version", "created", "config_sha256", "weights")
+RESERVED = ("sinkdlm_version", "torch_version", "created", "config_sha256", "weights")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def save(
     path = Path(path).resolve()  # through a link, to what it points at
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     _check_state(model)
-    clash = [key for key in _RESERVED if key in (provenance or {})]
+    clash = [key for key in RESERVED if key in (provenance or {})]
     if clash:
         raise CheckpointError(f"provenance: {', '.join(clash)}: written by save itself; use another key")
     check_destination(path)

@@ -85,6 +85,14 @@ class Norm(nn.Module):
         return functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
+class Embedding(nn.Embedding):
+    """A table that embeds and, where the head is tied to it, projects: both within its own forward, where hooks (offloading,
+    sharding) have its weight ready."""
+
+    def forward(self, x: Tensor, project_to: int | None = None) -> Tensor:
+        return super().forward(x) if project_to is None else functional.linear(x, self.weight[:project_to])
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -182,7 +190,7 @@ class DiffusionLM(nn.Module):
         self._lanes: _LaneCache | None = None
         home = torch.empty(0).device
         with torch.device("meta"):  # torch's own initialisation would draw from the global generator
-            self.embed = nn.Embedding(config.embedding_rows, config.d_model)
+            self.embed = Embedding(config.embedding_rows, config.d_model)
             n_rows = config.n_lane + config.n_registers
             self.sinks = nn.Parameter(torch.empty(n_rows, config.d_model)) if n_rows else None
             self.blocks = nn.ModuleList([Block(config, layer) for layer in range(config.n_layers)])
@@ -240,7 +248,7 @@ class DiffusionLM(nn.Module):
         if n_registers:
             assert self.sinks is not None
             # Attention does not read storage order, only rotary positions: registers lie in front even where they sit at the end.
-            x = torch.cat([self.sinks.expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1)
+            x = torch.cat([self.sinks.expand(x.shape[0], -1, -1).to(x), x], dim=1)
             if visible is not None:
                 visible = functional.pad(visible, (n_registers, 0), value=True)
         around = self._surroundings(tokens, x, lengths, visible, causal, cache, observe)
@@ -280,7 +288,7 @@ class DiffusionLM(nn.Module):
     def _run_blocks(self, x: Tensor, around: Surroundings, use_lane: bool) -> Tensor:
         scope = self._lanes if use_lane and not torch.is_grad_enabled() else None
         cached = None if scope is None else scope.find(self)
-        sinks = self.sinks[None].to(x.dtype) if use_lane and cached is None and self.sinks is not None else None
+        sinks = self.sinks[None].to(x) if use_lane and cached is None and self.sinks is not None else None
         lanes = []
         recompute = self.recompute and torch.is_grad_enabled()
         with ExitStack() as stack:
@@ -296,7 +304,7 @@ class DiffusionLM(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Raw logits (..., vocab_size), also for a [MASK] row inside the vocabulary."""
-        return functional.linear(hidden, self.head_weight) if self.lm_head is None else self.lm_head(hidden)
+        return self.embed(hidden, self.config.vocab_size) if self.lm_head is None else self.lm_head(hidden)
 
     @property
     def head_weight(self) -> Tensor:

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sinkdlm.checkpoint import Loaded, load, read_provenance
+from sinkdlm.checkpoint import RESERVED, Loaded, load, read_provenance
 from sinkdlm.config import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConfigError, ConvertError
 from sinkdlm.interop.sources import DREAM_MASK_ID, Source, open_source
-from sinkdlm.interop.tokenizer import check_vocabulary, read_tokenizer_at, tokenizer_of
+from sinkdlm.interop.tokenizer import check_vocabulary, highest_id, read_tokenizer_at, tokenizer_of
 from sinkdlm.model import DiffusionLM
 from sinkdlm.noise import Stream, hash_words
 
@@ -28,7 +28,7 @@ GateInit = Literal["normal", "keep"]
 
 
 def load_any(
-    path: str | Path,
+    path: str | Path | Source,
     changes: Mapping[str, Any] | None = None,
     *,
     tokenizer: str | Path | None = None,
@@ -40,9 +40,12 @@ def load_any(
 ) -> Loaded:
     """Any model that `convert` reads, as a diffusion model in memory. changes: config fields to set (`--set`)."""
     changes = dict(changes or {})
-    source = open_source(path, {key: changes.pop(key) for key in SHAPE_KEYS if key in changes})
-    if source.kind == MODEL_TYPE and not changes and tokenizer is None:
-        return load(path, device=device, dtype=dtype)
+    shape = {key: changes.pop(key) for key in SHAPE_KEYS if key in changes}
+    source = path if isinstance(path, Source) else open_source(path, shape)
+    if source.kind == MODEL_TYPE:
+        own = load(source.path, device=device, dtype=dtype)  # with its checks
+        if not changes and tokenizer is None:
+            return own
     given = read_tokenizer_at(tokenizer) if tokenizer is not None else tokenizer_of(source)
     config, notes = target_config(source, changes, given)
     if given is not None:
@@ -52,10 +55,22 @@ def load_any(
         model = DiffusionLM(config)
     model.load_state_dict(state, assign=True)
     parent = {"kind": source.kind, "form": source.form, "path": str(source.path), "found": source.describe(), "changes": changes}
-    if source.kind == MODEL_TYPE:  # a checkpoint of ours keeps the parent that it came from
-        parent |= {"kind": read_provenance(source.path).get("parent", {}).get("kind", MODEL_TYPE)}
-    inits = {"sink_init": sink_init, "gate_init": gate_init, "seed": seed} if made else {}
-    return Loaded(model.to(device), given, config, {"parent": parent, "notes": [*notes, *made], **inits})
+    before: dict[str, Any] = {}
+    if source.kind == MODEL_TYPE:  # a checkpoint of ours keeps its history, and the family that it came from
+        before = own_history(read_provenance(source.path))
+        parent["kind"] = family_of(before) or MODEL_TYPE
+    inits = {"sink_init": sink_init, "gate_init": gate_init, "init_seed": seed} if made else {}
+    return Loaded(model.to(device), given, config, {**before, "parent": parent, "notes": [*notes, *made], **inits})
+
+
+def own_history(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """What a provenance says beyond the facts that saving writes anew."""
+    return {key: value for key, value in provenance.items() if key not in RESERVED}
+
+
+def family_of(provenance: Mapping[str, Any]) -> str | None:
+    parent = provenance.get("parent")
+    return str(parent["kind"]) if isinstance(parent, dict) and "kind" in parent else None
 
 
 def target_config(source: Source, changes: Mapping[str, Any], tokenizer: Any) -> tuple[ModelConfig, list[str]]:
@@ -65,7 +80,7 @@ def target_config(source: Source, changes: Mapping[str, Any], tokenizer: Any) ->
         if key in ModelConfig.keys() and key not in FREE_KEYS:  # noqa: SIM118  (a method)
             raise ConvertError(f"--set {key}: fixed by the weights; free are {', '.join((*FREE_KEYS, *SHAPE_KEYS))}")
     notes = []
-    if source.is_autoregressive and "mask_id" not in changes:
+    if not source.has_mask and "mask_id" not in changes:
         mask_id, why = choose_mask(source, tokenizer)
         notes.append(f"[MASK] is id {mask_id}: {why}")
         changes = {**changes, "mask_id": mask_id}
@@ -73,7 +88,7 @@ def target_config(source: Source, changes: Mapping[str, Any], tokenizer: Any) ->
         config = found.replace(**changes)
     except ConfigError as failure:
         raise ConvertError(f"--set {failure}") from None
-    if not source.is_autoregressive and config.mask_id != found.mask_id:
+    if source.has_mask and config.mask_id != found.mask_id:
         raise ConvertError(f"--set mask_id={config.mask_id}: this model was trained with {found.mask_id}")
     if found.n_sinks and (found.n_sinks, found.sink_kind) != (config.n_sinks, config.sink_kind):
         raise ConvertError(
@@ -87,7 +102,7 @@ def target_config(source: Source, changes: Mapping[str, Any], tokenizer: Any) ->
 def choose_mask(source: Source, tokenizer: Any) -> tuple[int, str]:
     """An unused row of the parent's vocabulary where there is one, or a new row."""
     vocab = source.config.vocab_size
-    used = None if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
+    used = None if tokenizer is None else highest_id(tokenizer) + 1
     if source.kind == "qwen2" and vocab > DREAM_MASK_ID >= (used or 0):
         return DREAM_MASK_ID, "an unused row, Dream's choice"
     if used is not None and used < vocab:
@@ -105,6 +120,12 @@ def _assemble(
         if not tensor.is_floating_point():
             raise ConvertError(f"{source.path}: {name} is {tensor.dtype}, not floating point")
         state[name] = _owned(tensor, dtype)
+    odd = [name for name in state if name not in wanted]
+    if odd or "embed.weight" not in state:
+        raise ConvertError(f"{source.path}: {f'unexpected tensor {odd[0]}' if odd else 'missing tensor embed.weight'}")
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in state.values()})
+    if len(dtypes) > 1:
+        raise ConvertError(f"{source.path}: weights are {' and '.join(dtypes)}; choose one with --dtype")
     made = []
     table = state["embed.weight"]
     if table.shape[0] == wanted["embed.weight"][0] - 1:

@@ -10,7 +10,8 @@ from torch import Tensor
 from sinkdlm.checkpoint import CONFIG, WEIGHTS, Loaded, save, write_weights, written_aside
 from sinkdlm.errors import ConvertError
 from sinkdlm.interop import layouts
-from sinkdlm.interop.adapt import load_any
+from sinkdlm.interop.adapt import SHAPE_KEYS, family_of, load_any, own_history
+from sinkdlm.interop.sources import open_source
 
 Target = Literal["sinkdlm", "official", "hf"]
 
@@ -24,20 +25,18 @@ def convert(
         raise ConvertError("--standalone goes with --to hf")
     if to != "sinkdlm" and destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConvertError(f"{destination}: exists and is not empty; choose another folder or remove it")
-    loaded = load_any(source, **options)
+    shape = {key: value for key, value in dict(options.get("changes") or {}).items() if key in SHAPE_KEYS}
+    found = open_source(source, shape)
+    loaded = load_any(found, **options)
     if to == "official":
         wrote = write_official(destination, loaded)
     elif to == "hf":
         wrote = write_transformers(destination, loaded, standalone=standalone)
     else:
-        provenance = {
-            key: value for key, value in loaded.provenance.items() if key in ("parent", "notes", "sink_init", "gate_init", "seed")
-        }
-        save(destination, loaded.model, loaded.tokenizer, provenance)
+        save(destination, loaded.model, loaded.tokenizer, own_history(loaded.provenance))
         wrote = "sinkdlm checkpoint"
-    parent = loaded.provenance.get("parent", {})
     return {
-        "found": parent.get("found", f"sinkdlm checkpoint {source}"),
+        "found": found.describe(),
         "notes": loaded.provenance.get("notes", []),
         "wrote": wrote,
         "path": str(destination),
@@ -109,13 +108,16 @@ def write_transformers(destination: Path, loaded: Loaded, *, standalone: bool) -
 
 def parent_architecture(loaded: Loaded) -> str | None:
     """The family that can hold this model as it is, or None."""
-    config, parent = loaded.config, loaded.provenance.get("parent", {})
-    kind = parent.get("kind")
+    config, kind = loaded.config, family_of(loaded.provenance)
     if config.n_sinks or config.gate != "none" or kind not in ("qwen2", "llama", "llada", "dream"):
         return None
     if config.embedding_rows != config.vocab_size and not config.tie_embeddings:
         return None  # a [MASK] row of its own beside an untied head: these families have as many embedding as head rows
-    return str(kind)
+    if kind in ("llada", "dream") and config.shift_logits != (kind == "dream"):
+        return None  # their own code shifts or does not
+    if kind == "llama" and config.qkv_bias:
+        return None
+    return kind
 
 
 def _parent_state(kind: str, loaded: Loaded) -> dict[str, Tensor]:
@@ -143,18 +145,24 @@ def _parent_config(kind: str, loaded: Loaded) -> dict[str, Any]:
             "mlp_hidden_size": config.d_ff, "max_sequence_length": config.context_length, "rope_theta": config.rope_base,
             "rms_norm_eps": config.norm_eps, "vocab_size": config.vocab_size, "embedding_size": config.embedding_rows,
             "mask_token_id": config.mask_id, "weight_tying": config.tie_embeddings, "dtype": dtype,
+            "attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0, **_token_ids(loaded.tokenizer),
         }  # fmt: skip
     names = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "dream": "DreamModel"}
-    fields = {
+    fields: dict[str, Any] = {
         "model_type": "Dream" if kind == "dream" else kind, "architectures": [names[kind]], "hidden_act": "silu",
         "vocab_size": config.embedding_rows, "hidden_size": config.d_model, "intermediate_size": config.d_ff,
         "num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads, "num_key_value_heads": config.n_kv_heads,
         "max_position_embeddings": config.context_length, "rope_theta": config.rope_base, "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings, "use_sliding_window": False, "dtype": dtype,
+        "mask_token_id": config.mask_id, "shift_logits": config.shift_logits, **_token_ids(loaded.tokenizer),
     }  # fmt: skip
     if kind == "dream":
         fields |= {
-            "mask_token_id": config.mask_id,
             "auto_map": {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"},
         }
     return fields
+
+
+def _token_ids(tokenizer: Any) -> dict[str, int | None]:
+    """The families' defaults are other models' ids."""
+    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}

@@ -3,6 +3,7 @@
 The module is also the template of the standalone modelling file: it uses no more of the package than DiffusionLM and ModelConfig.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
 from sinkdlm.config import ModelConfig
-from sinkdlm.model import DiffusionLM
+from sinkdlm.model import DiffusionLM, Norm
 
 
 class SinkDLMConfig(PretrainedConfig):
@@ -63,8 +64,15 @@ class SinkDLMForMaskedLM(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Only for weights that a checkpoint lacks: DiffusionLM initialises its own."""
         std = (2 / (5 * self.config.d_model)) ** 0.5
-        if isinstance(module, nn.Linear | nn.Embedding) and not getattr(module.weight, "_is_hf_initialized", False):
-            nn.init.normal_(module.weight, std=std)
+        for name, weight in module.named_parameters(recurse=False):
+            if getattr(weight, "_is_hf_initialized", False):
+                continue
+            if isinstance(module, Norm):
+                nn.init.ones_(weight)
+            elif name in ("bias", "sink_logit"):
+                nn.init.zeros_(weight)
+            else:
+                nn.init.normal_(weight, std=std)
 
     def init_weights(self) -> None:
         pass  # post_init would draw again, from the global generator
@@ -79,7 +87,7 @@ class SinkDLMForMaskedLM(PreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed
 
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
+    def set_input_embeddings(self, value: Any) -> None:
         self.model.embed = value
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -92,8 +100,10 @@ class SinkDLMForMaskedLM(PreTrainedModel):
         labels: Tensor | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **_: Any,
     ) -> Any:
+        """num_items_in_batch: Trainer's global count of labels; with it, the loss does not depend on how the batch is cut."""
         lengths = None
         if attention_mask is not None:
             lengths = attention_mask.sum(-1)
@@ -102,27 +112,33 @@ class SinkDLMForMaskedLM(PreTrainedModel):
                 raise ValueError("attention_mask: rows must be padded on the right (tokenizer.padding_side = 'right')")
         hidden = self.model(input_ids, lengths=lengths)
         logits = self.model.head(hidden)
-        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        loss = None
+        if labels is not None:
+            reduction = "mean" if num_items_in_batch is None else "sum"
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction=reduction)
+            loss = loss if num_items_in_batch is None else loss / num_items_in_batch
         output = MaskedLMOutput(loss=loss, logits=logits, hidden_states=(hidden,) if output_hidden_states else None)
         return output if return_dict is not False else output.to_tuple()
 
     def save_pretrained(self, save_directory: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
         """As a sinkdlm checkpoint: the same names, so that either library reads what the other wrote."""
         state = self.state_dict() if state_dict is None else state_dict
+        if kwargs.get("is_main_process", True):
+            for stale in [*Path(save_directory).glob("model*.safetensors"), *Path(save_directory).glob("model*.index.json")]:
+                stale.unlink()  # of another number of shards, which loading would prefer
         super().save_pretrained(save_directory, state_dict={k.removeprefix("model."): v for k, v in state.items()}, **kwargs)
-        stamp(save_directory, self.config)
+        if kwargs.get("is_main_process", True):
+            stamp(Path(save_directory), self.config)
 
 
 MODEL_FIELDS = tuple(ModelConfig.model_fields)
 
 
-def stamp(folder: Any, config: SinkDLMConfig) -> None:
+def stamp(folder: Path, config: SinkDLMConfig) -> None:
     """Fingerprints for `sinkdlm.load`, replacing those of a checkpoint that was there before."""
-    from pathlib import Path
-
     from sinkdlm.checkpoint import fingerprint, write_provenance
 
-    files = sorted(Path(folder).glob("*.safetensors"))
+    files = sorted(folder.glob("*.safetensors"))
     write_provenance(
-        Path(folder), config.model_config(), {file.name: fingerprint(file) for file in files}, {"written_by": "transformers"}
+        folder, config.model_config(), {file.name: fingerprint(file) for file in files}, {"written_by": "transformers"}
     )

@@ -36,10 +36,7 @@ class Source:
     tensors: TensorFile
     layout: Layout | None  # None: our own names
     prefix: str = ""  # that a wrapper put before every name
-
-    @property
-    def is_autoregressive(self) -> bool:
-        return self.kind in AR_KINDS
+    has_mask: bool = True  # false for an AR parent, whose [MASK] is to be chosen
 
     def describe(self) -> str:
         config = self.config
@@ -115,8 +112,11 @@ def _open_folder(path: Path, shape: dict[str, Any]) -> Source:
 
 def _open_file(path: Path, shape: dict[str, Any]) -> Source:
     """By the first bytes, not by the ending."""
-    with path.open("rb") as file:
-        start = file.read(16)
+    try:
+        with path.open("rb") as file:
+            start = file.read(16)
+    except OSError as failure:
+        raise ConvertError(f"{path}: cannot be read: {failure.strerror}") from None
     if start[:4] == b"GGUF":
         return _open_gguf(path)
     if start[:2] == b"PK" or start[:1] == b"\x80":
@@ -192,7 +192,7 @@ def _open_directory(path: Path) -> Source:
     try:
         fields = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         kind = fields.get("model_type")
-    except (ValueError, AttributeError) as failure:
+    except (ValueError, AttributeError, OSError) as failure:
         raise ConvertError(f"{path / CONFIG}: not a JSON object: {failure}") from None
     if kind == MODEL_TYPE:
         return Source(path, MODEL_TYPE, "own checkpoint", read_config(path), SafetensorsFiles(path), None)
@@ -201,12 +201,18 @@ def _open_directory(path: Path) -> Source:
     if reader is None:
         raise ConvertError(f"{path / CONFIG}: model_type {kind!r} is not supported; supported: {SUPPORTED}")
     family = str(kind).lower()
-    config = _config(path / CONFIG, reader(path / CONFIG, family, fields))
+    try:
+        config = _config(path / CONFIG, reader(path / CONFIG, family, fields))
+    except KeyError as failure:
+        raise ConvertError(f"{path / CONFIG}: no {failure.args[0]}") from None
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as failure:
+        raise ConvertError(f"{path / CONFIG}: a value of the wrong kind: {failure}") from None
     layout = layouts.LLADA if family == "llada" else layouts.TRANSFORMERS
     tensors = SafetensorsFiles(path)
+    has_mask = family not in AR_KINDS or "mask_token_id" in fields  # a diffusion model in its parent's form says its [MASK]
     if not config.tie_embeddings and layout.head not in tensors.names() and family in AR_KINDS:
         config = config.replace(tie_embeddings=True)
-    return Source(path, family, "transformers directory", config, tensors, layout)
+    return Source(path, family, "transformers directory", config, tensors, layout, has_mask=has_mask)
 
 
 def _refuse(path: Path, fields: Mapping[str, Any], **wanted: Any) -> None:
@@ -218,7 +224,7 @@ def _refuse(path: Path, fields: Mapping[str, Any], **wanted: Any) -> None:
 
 def _qwen2_like(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Qwen2, Llama and Dream share their config's names."""
-    _refuse(path, fields, hidden_act="silu", mlp_bias=False, use_sliding_window=False)
+    _refuse(path, fields, hidden_act="silu", mlp_bias=False, use_sliding_window=False, partial_rotary_factor=1.0)
     if family == "llama":
         _refuse(path, fields, attention_bias=False)
     rope = fields.get("rope_parameters") or {}
@@ -226,32 +232,25 @@ def _qwen2_like(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str,
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", None):
         raise ConvertError(f"{path}: rotary scaling {kind!r} is not supported, only 'default'")
-    try:
-        width, heads = fields["hidden_size"], fields["num_attention_heads"]
-        if fields.get("head_dim") not in (None, width // heads):
-            raise ConvertError(
-                f"{path}: head_dim = {fields['head_dim']} is not supported, only hidden_size / heads = {width // heads}"
-            )
-        found = {
-            "vocab_size": fields["vocab_size"],
-            "n_layers": fields["num_hidden_layers"],
-            "n_heads": heads,
-            "n_kv_heads": fields.get("num_key_value_heads") or heads,
-            "d_model": width,
-            "d_ff": fields["intermediate_size"],
-            "context_length": fields["max_position_embeddings"],
-            "rope_base": float(rope.get("rope_theta") or fields.get("rope_theta") or 10000.0),
-            "norm_eps": fields["rms_norm_eps"],
-            "qkv_bias": family in ("qwen2", "dream"),
-            "tie_embeddings": bool(fields.get("tie_word_embeddings", False)),
-        }
-        if family == "dream":
-            found |= {"mask_id": fields["mask_token_id"], "shift_logits": True}
-        else:
-            found["mask_id"] = 0  # decided when it becomes a diffusion model; a row it has keeps the table's size
-        return found
-    except KeyError as failure:
-        raise ConvertError(f"{path}: no {failure.args[0]}") from None
+    width, heads = fields["hidden_size"], fields["num_attention_heads"]
+    if fields.get("head_dim") not in (None, width // heads):
+        raise ConvertError(f"{path}: head_dim = {fields['head_dim']} is not supported, only hidden_size / heads = {width // heads}")
+    found = {
+        "vocab_size": fields["vocab_size"],
+        "n_layers": fields["num_hidden_layers"],
+        "n_heads": heads,
+        "n_kv_heads": fields.get("num_key_value_heads") or heads,
+        "d_model": width,
+        "d_ff": fields["intermediate_size"],
+        "context_length": fields["max_position_embeddings"],
+        "rope_base": float(rope.get("rope_theta") or fields.get("rope_theta") or 10000.0),
+        "norm_eps": fields["rms_norm_eps"],
+        "qkv_bias": family in ("qwen2", "dream"),
+        "tie_embeddings": bool(fields.get("tie_word_embeddings", False)),
+    }
+    # An AR parent's [MASK] is decided when it becomes a diffusion model; until then, a row it has keeps the table's size.
+    mask_id = fields["mask_token_id"] if family == "dream" else fields.get("mask_token_id", 0)
+    return {**found, "mask_id": mask_id, "shift_logits": bool(fields.get("shift_logits", family == "dream"))}
 
 
 def _llada(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,24 +258,20 @@ def _llada(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str, Any]
         path, fields, block_type="llama", layer_norm_type="rms", rope=True, alibi=False, include_bias=False, activation_type="silu",
         attention_layer_norm=False, scale_logits=False, input_emb_norm=False, bias_for_layer_norm=False,
     )  # fmt: skip
-    try:
-        found = {
-            "vocab_size": fields.get("embedding_size") or fields["vocab_size"],
-            "mask_id": fields["mask_token_id"],
-            "n_layers": fields["n_layers"],
-            "n_heads": fields["n_heads"],
-            "n_kv_heads": fields.get("n_kv_heads") or fields["n_heads"],
-            "d_model": fields["d_model"],
-            "d_ff": fields.get("mlp_hidden_size") or fields["mlp_ratio"] * fields["d_model"],
-            "context_length": fields["max_sequence_length"],
-            "rope_base": float(fields["rope_theta"]),
-            "norm_eps": float(fields.get("rms_norm_eps", 1e-5)),
-            "qkv_bias": bool(fields.get("include_qkv_bias") or False),
-            "tie_embeddings": bool(fields.get("weight_tying", True)),
-        }
-    except KeyError as failure:
-        raise ConvertError(f"{path}: no {failure.args[0]}") from None
-    return found
+    return {
+        "vocab_size": fields.get("embedding_size") or fields["vocab_size"],
+        "mask_id": fields["mask_token_id"],
+        "n_layers": fields["n_layers"],
+        "n_heads": fields["n_heads"],
+        "n_kv_heads": fields.get("n_kv_heads") or fields["n_heads"],
+        "d_model": fields["d_model"],
+        "d_ff": fields.get("mlp_hidden_size") or fields["mlp_ratio"] * fields["d_model"],
+        "context_length": fields["max_sequence_length"],
+        "rope_base": float(fields["rope_theta"]),
+        "norm_eps": float(fields.get("rms_norm_eps", 1e-5)),
+        "qkv_bias": bool(fields.get("include_qkv_bias") or False),
+        "tie_embeddings": bool(fields.get("weight_tying", True)),
+    }
 
 
 # -- GGUF ---------------------------------------------------------------------------------------------------------------------
@@ -299,7 +294,13 @@ def _open_gguf(path: Path) -> Source:
     names = file.names()
     if layouts.GGUF_LLAMA.embed not in names:
         raise ConvertError(f"{path}: missing tensor {layouts.GGUF_LLAMA.embed}")
+    # Llama 3.1 and later keep their scaling in this tensor alone.
+    if "rope_freqs.weight" in names and not bool((file.get("rope_freqs.weight") == 1).all()):
+        raise ConvertError(f"{path}: rotary scaling is not supported (rope_freqs.weight is not all ones)")
     heads = int(fact("attention.head_count"))
+    width = int(fact("embedding_length")) // heads
+    if int(fact("rope.dimension_count", width)) != width:
+        raise ConvertError(f"{path}: partial rotary ({fact('rope.dimension_count')} of {width}) is not supported")
     fields = {
         "vocab_size": file.shape(layouts.GGUF_LLAMA.embed)[0],
         "mask_id": 0,
@@ -316,4 +317,4 @@ def _open_gguf(path: Path) -> Source:
         "tie_embeddings": layouts.GGUF_LLAMA.head not in names,
     }
     layout = layouts.GGUF_LLAMA if family == "llama" else layouts.GGUF_QWEN2
-    return Source(path, family, "GGUF", _config(path, fields), file, layout)
+    return Source(path, family, "GGUF", _config(path, fields), file, layout, has_mask=False)

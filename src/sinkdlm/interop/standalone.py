@@ -17,7 +17,11 @@ from sinkdlm.interop import hf
 
 MODULE = "modeling_sinkdlm"
 _PROPERTIES = ("head_dim", "embedding_rows", "n_lane", "n_registers", "has_sink_logit")
-_DROPPED = {"stamp", "save_pretrained", "MODEL_FIELDS"}
+_DROPPED = {"stamp", "MODEL_FIELDS"}
+# Without the package there is nobody to compute fingerprints: those of the weights that were there go.
+_STAMP = """def stamp(folder, config):
+    (folder / "provenance.json").unlink(missing_ok=True)
+"""
 
 
 def make_standalone(folder: Path) -> None:
@@ -38,6 +42,7 @@ def source_text() -> str:
         imports |= found
         bodies.append(body)
     bodies.insert(0, _config_source())
+    bodies.append(_STAMP)
     return "\n".join([*parts, *sorted(imports), "", "", *bodies])
 
 

@@ -5,6 +5,7 @@ Each reader lists names and shapes and gives one tensor at a time, so that a con
 
 import json
 import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,11 +76,11 @@ class TorchFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except pickle.UnpicklingError:
             raise ConvertError(f"{path}: holds code or objects beside tensors; refused (only plain tensors are read)") from None
         except (RuntimeError, OSError, EOFError, ValueError) as failure:
-            raise ConvertError(f"{path}: not a whole torch file: {str(failure).splitlines()[0]}") from None
+            raise ConvertError(f"{path}: not a whole torch file: {' '.join(str(failure).split())[:200]}") from None
         if isinstance(content, Mapping) and isinstance(content.get("model"), Mapping):
             content = content["model"]
         if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
@@ -109,7 +110,7 @@ class GGUFFile:
         try:
             reader = gguf.GGUFReader(path)
         except (ValueError, IndexError, KeyError, OSError) as failure:
-            raise ConvertError(f"{path}: not a whole GGUF file: {str(failure).splitlines()[0]}") from None
+            raise ConvertError(f"{path}: not a whole GGUF file: {' '.join(str(failure).split())[:200]}") from None
         self._of = {tensor.name: tensor for tensor in reader.tensors}
         # Facts alone: the reader holds an array object for each of the vocabulary's strings.
         self._facts = {name: fact.contents() for name, fact in reader.fields.items() if len(fact.data) == 1}
@@ -125,6 +126,11 @@ class GGUFFile:
 
     def get(self, name: str) -> Tensor:
         tensor = self._of[name]
-        values = self._dequantize(tensor.data, tensor.tensor_type)
+        try:
+            values = self._dequantize(tensor.data, tensor.tensor_type)
+        except (NotImplementedError, ValueError) as failure:
+            raise ConvertError(
+                f"{self.path}: {name} is {tensor.tensor_type.name}, which cannot be dequantised: {failure}"
+            ) from None
         # An unquantised tensor comes as a read-only view of the file.
         return torch.from_numpy(values if values.flags.writeable else values.copy()).reshape(self.shape(name))

@@ -1,44 +1,64 @@
 """Tokenizers that come with a model, or are given beside it."""
 
+import re
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from sinkdlm.config import ModelConfig
 from sinkdlm.errors import ConvertError
 from sinkdlm.interop.sources import Source
+from sinkdlm.interop.tensors import GGUFFile
 
 _PROBES = ("Hello world", "The capital of France is Paris.", "x = 12 + 34")
 
 
 def tokenizer_of(source: Source) -> Any:
     """The tokenizer stored with a source, or None."""
-    if source.form == "GGUF":
+    if isinstance(source.tensors, GGUFFile):
         from transformers import AutoTokenizer
 
+        if source.tensors.field("tokenizer.ggml.model") is None:
+            return None
         return _guarded(source.path, lambda: AutoTokenizer.from_pretrained(source.path.parent, gguf_file=source.path.name))
-    folder = source.path if source.path.is_dir() else source.path.parent
-    return read_tokenizer_at(folder) if source.path.is_dir() else None
+    return read_folder(source.path) if source.path.is_dir() else None
 
 
 def read_tokenizer_at(path: str | Path) -> Any:
-    """From a folder, a tokenizer.json or a SentencePiece model; None from a folder without any."""
+    """From a folder, a tokenizer.json (whatever its name) or a SentencePiece model."""
+    from transformers import PreTrainedTokenizerFast
+
     path = Path(path)
+    if path.is_dir():
+        found = read_folder(path)
+        if found is None:
+            raise ConvertError(
+                f"{path}: no tokenizer in this folder: tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
+            )
+        return found
     if not path.exists():
         raise ConvertError(f"{path}: no such tokenizer file or folder")
-    folder, name = (path, None) if path.is_dir() else (path.parent, path.name)
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    if name is not None and path.suffix == ".json" and name != "tokenizer.json":
+    if path.name == "tokenizer.json":
+        return _guarded(path, lambda: PreTrainedTokenizerFast.from_pretrained(path.parent))
+    if path.suffix == ".json":
         return _guarded(path, lambda: PreTrainedTokenizerFast(tokenizer_file=str(path)))
-    if name == "tokenizer.json" or (name is None and (folder / "tokenizer.json").exists()):
-        return _guarded(path, lambda: PreTrainedTokenizerFast.from_pretrained(folder))
-    if (name or "").endswith(".model") or (name is None and (folder / "tokenizer.model").exists()):
-        return _sentencepiece(path if name else folder / "tokenizer.model")
-    if name is None and (folder / "vocab.json").exists():
-        return _guarded(path, lambda: AutoTokenizer.from_pretrained(folder))
-    if name is None:
-        return None
-    raise ConvertError(f"{path}: no tokenizer; expected tokenizer.json, a SentencePiece tokenizer.model, or a folder with one")
+    if path.suffix == ".model":
+        return _sentencepiece(path)
+    raise ConvertError(f"{path}: no tokenizer; expected tokenizer.json, a SentencePiece .model, or a folder with one")
+
+
+def read_folder(folder: Path) -> Any:
+    """By the files that are there, never by code that a folder brings along; None where there are none."""
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+
+    if (folder / "tokenizer.json").exists():
+        return _guarded(folder, lambda: PreTrainedTokenizerFast.from_pretrained(folder))
+    if (folder / "tokenizer.model").exists():
+        return _sentencepiece(folder / "tokenizer.model")
+    if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
+        return _guarded(folder, lambda: Qwen2Tokenizer.from_pretrained(folder))  # Qwen's and Dream's files
+    return None
 
 
 def _sentencepiece(path: Path) -> Any:
@@ -49,8 +69,13 @@ def _sentencepiece(path: Path) -> Any:
         raise ConvertError(f"{path}: a SentencePiece tokenizer needs: pip install 'sinkdlm[interop]'") from None
     from transformers import LlamaTokenizer
 
-    tokenizer = _guarded(path, lambda: LlamaTokenizer.from_pretrained(path.parent, legacy=True))
-    reference = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    reference = _guarded(path, lambda: sentencepiece.SentencePieceProcessor(model_file=str(path)))
+    with tempfile.TemporaryDirectory() as folder:  # LlamaTokenizer reads one name only; settings beside it come along
+        shutil.copy(path, Path(folder) / "tokenizer.model")
+        for settings in ("tokenizer_config.json", "special_tokens_map.json"):
+            if (path.parent / settings).exists():
+                shutil.copy(path.parent / settings, folder)
+        tokenizer = _guarded(path, lambda: LlamaTokenizer.from_pretrained(folder, legacy=True))
     for text in _PROBES:
         ours, theirs = tokenizer.encode(text, add_special_tokens=False), reference.encode(text)
         if ours != theirs:
@@ -59,13 +84,27 @@ def _sentencepiece(path: Path) -> Any:
 
 
 def _guarded(path: Path, read: Any) -> Any:
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         return read()
     except Exception as failure:  # transformers raises whatever its parsers raise
-        raise ConvertError(f"{path}: tokenizer cannot be read: {str(failure).splitlines()[0]}") from failure
+        reason = (str(failure).splitlines() or [type(failure).__name__])[0]
+        raise ConvertError(f"{path}: tokenizer cannot be read: {reason}; --tokenizer gives another") from failure
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def highest_id(tokenizer: Any) -> int:
+    """The last id in use. GGUF files fill a vocabulary up with [PADn] tokens, which nobody uses."""
+    return max(index for token, index in tokenizer.get_vocab().items() if not re.fullmatch(r"\[PAD\d+\]", token))
 
 
 def check_vocabulary(tokenizer: Any, config: ModelConfig, path: Path) -> None:
-    highest = max(tokenizer.get_vocab().values())
-    if highest >= config.embedding_rows:
-        raise ConvertError(f"{path}: the tokenizer's ids go up to {highest}, the model has {config.embedding_rows} embedding rows")
+    """Every id has a row of its own. [MASK] as a row after the vocabulary may have a name in the tokenizer."""
+    highest = highest_id(tokenizer)
+    named_mask = highest == config.mask_id and getattr(tokenizer, "mask_token_id", None) == config.mask_id
+    if highest >= config.vocab_size and not named_mask:
+        raise ConvertError(f"{path}: the tokenizer's ids go up to {highest}, the model has {config.vocab_size} vocabulary rows")
