@@ -193,8 +193,10 @@ def _say(results: dict[str, Any], out: Path, console: Console) -> None:
     for twin, key, label in rows:
         values = "".join(f"{layer[key]:7.2f}" for layer in results["twins"][twin]["layers"])
         console.print(f"  {label:54s}{values}")
-    gap = results["twins"]["sink"]["exact_match"] - results["twins"]["vanilla"]["exact_match"]
+    gap = 100 * (results["twins"]["sink"]["exact_match"] - results["twins"]["vanilla"]["exact_match"])
     verdict = (
-        "the twins do not differ here beyond 2 points" if abs(gap) <= 0.02 else f"the sink twin is {gap:+.1%} off the vanilla twin"
+        "they do not differ by more than 2 points" if abs(gap) <= 2 else f"the sink twin is {gap:+.1f} points from the vanilla one"
     )
-    console.print(f"\nOn this toy task, with one seed, {verdict}. Checkpoints and results.json are in {out}.")
+    console.print(
+        f"\nHeld-out sums: {verdict}. This is one seed of a toy task; try --seed 1. Checkpoints and results.json are in {out}."
+    )

@@ -178,6 +178,12 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x)), states, lane
 
 
+def draw_normal(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
+    """Standard normal values for the tensor of this name: float32, on the CPU, whatever the defaults are."""
+    key = hash_words(seed, int(Stream.WEIGHTS), *name.encode())
+    return torch.randn(shape, generator=torch.Generator().manual_seed(int(key) >> 1), dtype=torch.float32, device="cpu")
+
+
 class DiffusionLM(nn.Module):
     """`model(tokens)` gives hidden states, `model.head(hidden)` logits. Callers never see a sink."""
 
@@ -212,9 +218,7 @@ class DiffusionLM(nn.Module):
                 weight.zero_()
             else:
                 std = 1 / math.sqrt(width) / self.config.n_layers if kind in ("out", "down") else math.sqrt(2 / (5 * width))
-                key = hash_words(seed, int(Stream.WEIGHTS), *name.encode())
-                generator = torch.Generator().manual_seed(int(key) >> 1)
-                weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float32, device="cpu").mul_(std))
+                weight.copy_(draw_normal(tuple(weight.shape), seed, name).mul_(std))
 
     # -- the call ---------------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,7 @@ from sinkdlm.config import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConfigError, ConvertError
 from sinkdlm.interop.sources import DREAM_MASK_ID, Source, open_source
 from sinkdlm.interop.tokenizer import check_vocabulary, highest_id, read_tokenizer_at, tokenizer_of
-from sinkdlm.model import DiffusionLM
-from sinkdlm.noise import Stream, hash_words
+from sinkdlm.model import DiffusionLM, draw_normal
 
 SHAPE_KEYS = ("n_heads", "n_kv_heads")
 FREE_KEYS = ("mask_id", "context_length", "shift_logits", "n_sinks", "sink_kind", "sink_position", "sink_value", "gate")
@@ -160,18 +159,13 @@ def _owned(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     )
 
 
-def _draw(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
-    generator = torch.Generator().manual_seed(int(hash_words(seed, int(Stream.WEIGHTS), *name.encode())) >> 1)
-    return torch.randn(shape, generator=generator)
-
-
 def _near_mean(table: Tensor, rows: int, seed: int, name: str) -> Tensor:
-    noise = _draw((rows, table.shape[1]), seed, name) * (_LITTLE * table.float().std())
+    noise = draw_normal((rows, table.shape[1]), seed, name) * (_LITTLE * table.float().std())
     return (table.float().mean(0) + noise).to(table.dtype)
 
 
 def _normal_rows(table: Tensor, rows: int, seed: int, name: str) -> Tensor:
-    return (_draw((rows, table.shape[1]), seed, name) * table.float().std()).to(table.dtype)
+    return (draw_normal((rows, table.shape[1]), seed, name) * table.float().std()).to(table.dtype)
 
 
 def _add_gate(
@@ -186,5 +180,5 @@ def _add_gate(
             state[out] = state[out] * 2
         else:
             std = math.sqrt(2 / (5 * config.d_model))
-            state[name] = (_draw(wanted[name], seed, name) * std).to(state[out].dtype)
+            state[name] = (draw_normal(wanted[name], seed, name) * std).to(state[out].dtype)
     return f"new {config.gate} gate, init {gate_init}"
