@@ -333,7 +333,7 @@ class DiffusionLM(nn.Module):
         try:
             with torch.no_grad():
                 yield self
-                lanes.verify(self)
+                lanes.verify()
         finally:
             self._lanes = None
 
@@ -390,41 +390,56 @@ class _LaneCache:
 
     def __init__(self) -> None:
         self._lanes: dict[Any, list[Lane]] = {}
+        self._modules: list[nn.Module] = []
         self._stamps: list[Any] = []
         self._fingerprints: list[Tensor] = []
         self._cacheable = False
 
-    @staticmethod
-    def _stamps_of(model: DiffusionLM) -> list[Any]:
-        return [(id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
+    def _stamp(self) -> list[Any]:
+        """Identity and version of every weight, and which modules hold which. It runs in every forward: a walk over a list."""
+        return [
+            (
+                tuple(map(id, module._modules.values())),
+                [
+                    (id(p), p.data_ptr(), 0 if p.is_inference() else p._version)
+                    for p in module._parameters.values()
+                    if p is not None
+                ],
+            )
+            for module in self._modules
+        ]
 
     def find(self, model: DiffusionLM) -> list[Lane] | None:
-        stamps = self._stamps_of(model)
-        if stamps != self._stamps:
-            self.verify(model)
+        if not self._modules or self._stamp() != self._stamps:
+            self.verify()
             self._lanes.clear()
-            self._stamps = stamps
+            self._modules = list(model.modules())
+            self._stamps = self._stamp()
             # Adapters switch on and off without a trace: with modules of others in a block, the lane is computed every time.
-            self._cacheable = all(
-                type(m).__module__ in (__name__, "torch.nn.modules.linear") for b in model.blocks for m in b.modules()
-            )
+            own = (__name__, "torch.nn.modules.linear")
+            self._cacheable = all(type(module).__module__ in own for block in model.blocks for module in block.modules())
         return self._lanes.get(_arithmetic(model))
 
     def keep(self, model: DiffusionLM, lanes: list[Lane]) -> None:
         if not self._cacheable:
             return
         if not self._lanes:
-            self._fingerprints = [_fingerprint(p) for p in model.parameters()]
+            self._fingerprints = [_fingerprint(p) for p in self._weights()]
         self._lanes[_arithmetic(model)] = lanes
 
-    def verify(self, model: DiffusionLM) -> None:
+    def _weights(self) -> list[Tensor]:
+        return [p for module in self._modules for p in module._parameters.values() if p is not None]
+
+    def verify(self) -> None:
         """Raises if a weight whose identity and version are those served has other content."""
         if not self._lanes:
             return
-        now = list(zip(model.parameters(), self._stamps_of(model), strict=True))
-        same = len(now) == len(self._stamps)
-        for (weight, stamp), old, mark in zip(now, self._stamps, self._fingerprints, strict=False) if same else ():
-            if stamp == old and not torch.equal(_fingerprint(weight), mark):
+        now = [stamp for _, stamps in self._stamp() for stamp in stamps]
+        served = [stamp for _, stamps in self._stamps for stamp in stamps]
+        if len(now) != len(served):
+            return  # other parameters than those served: the change is seen
+        for weight, new, old, mark in zip(self._weights(), now, served, self._fingerprints, strict=True):
+            if new == old and not torch.equal(_fingerprint(weight), mark):
                 self._lanes.clear()
                 raise RuntimeError(
                     "weights were edited in place inside model.inference(): results after the edit used the old sinks; "

@@ -45,6 +45,7 @@ def load_any(
         own = load(source.path, device=device, dtype=dtype)  # with its checks
         if not changes and tokenizer is None:
             return own
+        del own  # its tensors are read again below, one at a time
     given = read_tokenizer_at(tokenizer) if tokenizer is not None else tokenizer_of(source)
     config, notes = target_config(source, changes, given)
     if given is not None:
