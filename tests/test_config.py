@@ -139,7 +139,7 @@ def test_a_resolved_recipe_reloads_unchanged(tmp_path):
         ('[model]\npreset = "nano"\n', ["train.lr.x=1"], ["train.lr"]),
         ('base = "none.toml"\n', [], ["none.toml", "No such file", "base of"]),
         ('base = "a.toml"\n', [], ["own base"]),
-        ("base = 3\n", [], ["base = 3", "one path"]),
+        ("base = 3\n", [], ["base = 3", "a list of paths"]),
         ('[model]\npreset = "nano"\n', ["train.min_lr=1.0"], ["train.min_lr = 1.0", "at most lr"]),
         ('[model]\npreset = "nano"\n', ["train.micro_batch=512"], ["train.micro_batch = 512", "at most batch = 256"]),
         ('[model]\npreset = "nano"\n[init]\nfrom = ""\n', [], ["init.from", "at least 1 character"]),

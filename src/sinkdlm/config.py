@@ -234,26 +234,70 @@ class InitSection(_Frozen):
 class DataSection(_Frozen):
     """What is read: prepared sets with their weights, and how rows are cut."""
 
-    sets: dict[str, Annotated[float, Field(gt=0)]] = Field(default={}, description="folder of a prepared set -> its share")
+    sets: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default={}, description="folder of a prepared set -> its share; relative paths start where the command runs"
+    )
+    validation: str | None = Field(
+        default=None, min_length=1, description="folder to validate on; by default the validation splits of the sets"
+    )
     length: Count = Field(default=2048, description="tokens in a row")
+    stride: Count | None = Field(
+        default=None, description="tokens from the start of one row to the next; by default length (SMDM: length + 1)"
+    )
+    random_lengths: Fraction = Field(
+        default=0.0, description="share of rows cut to a random length (LLaDA: 0.01); rows of examples are not cut"
+    )
+    documents: Literal["joined", "confined"] = Field(
+        default="joined",
+        description="joined: attention crosses the documents of a row, as SMDM; confined: each document sees itself and the sinks",
+    )
+    padding: Literal["train", "ignore"] = Field(
+        default="train",
+        description="EOS that fills rows of examples up: trained on, as the official SFT, or out of sight and out of the loss",
+    )
+    eos: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="id that ends documents, for sets that do not say (datatrove's, SMDM's)"
+    )
+
+
+BUDGETS = ("steps", "tokens", "epochs", "flops")
 
 
 class TrainSection(_Frozen):
     """Optimizer, budget, noise. Defaults are the paper's from-scratch run (A.1)."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 3407
-    steps: Count | None = Field(default=None, description="the budget, in optimizer steps")
+    steps: Count | None = Field(default=None, description="the budget, in optimizer steps; or as tokens, epochs or flops")
+    tokens: Annotated[float, Field(gt=0)] | None = Field(default=None, description="the budget, in tokens read")
+    epochs: Annotated[float, Field(gt=0)] | None = Field(default=None, description="the budget, in passes over all rows of the sets")
+    flops: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="the budget, as SMDM counts it: 6 * non-embedding parameters * tokens"
+    )
     batch: Count = Field(default=256, description="sequences in one optimizer step, over all devices")
     micro_batch: Count | None = Field(
-        default=None, description="sequences in one forward on one device; by default the whole share"
+        default=None, description="sequences in one forward on one device; by default what fits (planning.py)"
     )
     lr: float = Field(default=2e-4, gt=0)
     min_lr: float = Field(default=2e-5, ge=0)
     warmup: Fraction = Field(default=0.01, description="share of the budget spent on linear warmup")
+    min_warmup: Annotated[int, Field(ge=0)] = Field(default=0, description="steps of warmup at least (official: 100)")
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), strict=False)
+    adam_eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     clip: float = Field(default=1.0, gt=0, description="gradient norm limit")
-    precision: Literal["float32", "bf16"] = "bf16"
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None, description="decay of an exponential average of the weights, kept and exported beside them"
+    )
+    anneal: Fraction = Field(
+        default=0.0, description="share of the budget over which attention opens from causal to full (DiffuLLaMA); 0: full at once"
+    )
+    precision: Literal["float64", "float32", "bf16"] = Field(
+        default="bf16", description="bf16: autocast over float32 weights; float64 is for tests"
+    )
+    compile: Literal["auto", "blocks", "none"] = Field(
+        default="auto", description="torch.compile of each block; auto: on a GPU with Triton"
+    )
+    recompute: bool = Field(default=False, description="activation checkpointing: less memory, one more forward")
     schedule: Literal["linear", "cosine", "loglinear"] = "linear"
     eps: float = Field(default=1e-3, ge=0, lt=1)
     times: Literal["golden", "independent"] = Field(
@@ -266,14 +310,47 @@ class TrainSection(_Frozen):
             raise ConfigError(f"min_lr = {self.min_lr}: allowed is at most lr = {self.lr}")
         if self.micro_batch is not None and self.micro_batch > self.batch:
             raise ConfigError(f"micro_batch = {self.micro_batch}: allowed is at most batch = {self.batch}")
+        given = [name for name in BUDGETS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)}: allowed is one budget")
         return self
 
 
 class EvalSection(_Frozen):
-    """Validation while training."""
+    """Validation while training, with the same rows and noise every time."""
 
-    every: Count = Field(default=1000, description="steps between validations")
-    draws: Count = Field(default=128, description="Monte Carlo draws over the validation set")
+    every: Annotated[int, Field(ge=0)] = Field(default=1000, description="steps between validations; 0: never")
+    draws: Count = Field(default=128, description="Monte Carlo draws over the validation set, spread evenly over t")
+
+
+class LogSection(_Frozen):
+    """What a run says while it goes. Changes nothing that is computed."""
+
+    every: Count = Field(default=1, description="steps between lines in metrics.jsonl")
+    probe_every: Annotated[int, Field(ge=0)] = Field(
+        default=1000, description="steps between looks at attention (share on the sink, top content column, value norms); 0: never"
+    )
+    probe_rows: Count = Field(default=2, description="validation rows a look reads")
+    sample_every: Annotated[int, Field(ge=0)] = Field(default=0, description="steps between sampled texts; 0: never")
+    sample_length: Count = Field(default=64, description="tokens of a sampled text")
+    sample_prompt: str = Field(default="", description="what a sampled text begins with")
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(default=(), strict=False)
+    project: str = Field(default="sinkdlm", description="project or experiment name for the trackers")
+
+
+class SaveSection(_Frozen):
+    """When state is written. Changes nothing that is computed."""
+
+    every: Count = Field(default=1000, description="steps between states to resume from; one is always written at the end")
+    keep: Count = Field(default=2, description="states kept, the newest")
+    background: bool = Field(default=False, description="write while training goes on, from a copy in memory")
+    milestones: tuple[Count, ...] = Field(
+        default=(), strict=False, description="steps after which a checkpoint is exported as well"
+    )
+
+
+# How a run goes on may change between its parts; what it computes may not.
+CHANGEABLE = ("log", "save", "train.micro_batch", "train.compile", "train.recompute")
 
 
 class Recipe(_Frozen):
@@ -284,6 +361,8 @@ class Recipe(_Frozen):
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
+    log: LogSection = LogSection()
+    save: SaveSection = SaveSection()
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Recipe":
@@ -302,6 +381,15 @@ class Recipe(_Frozen):
         """A recipe from a table whose [model] may name a preset and set only what differs."""
         return cls(**_merge({}, table))
 
+    def differences(self, other: "Recipe") -> list[str]:
+        """`key: ours, not theirs` for every key that decides what is computed and differs."""
+        ours, theirs = _flat(self.to_dict()), _flat(other.to_dict())
+        return [
+            f"{key} = {ours.get(key)!r}, not {theirs.get(key)!r}"
+            for key in dict.fromkeys([*ours, *theirs])
+            if ours.get(key) != theirs.get(key) and not any(key == free or key.startswith(f"{free}.") for free in CHANGEABLE)
+        ]
+
     def to_toml(self) -> str:
         """The resolved recipe; `Recipe.load` reads it back unchanged. TOML has no null: an unset key is left out."""
         import tomli_w
@@ -314,13 +402,21 @@ class Recipe(_Frozen):
         schema = cls.model_json_schema(by_alias=True)
         schema.pop("required", None)
         schema["properties"]["base"] = {
-            "type": "string",
-            "description": "another recipe, relative to this file, that this one changes",
+            "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+            "description": "other recipes, relative to this file, that this one changes; later ones change earlier ones",
         }
         model = schema["$defs"]["ModelConfig"]
         model.pop("required", None)
         model["properties"]["preset"] = {"enum": preset_names(), "description": "a named shape; the other keys are set on top"}
         return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "sinkdlm recipe"}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{a: {b: c}} as {"a.b": c}."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -347,8 +443,11 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
         old = merged.get(key)
         if key == "model" and isinstance(value, Mapping) and isinstance(old, Mapping | None):
             merged[key] = _merge_model(old or {}, value)
+        elif key == "sets" and isinstance(value, Mapping):
+            merged[key] = dict(value)  # a mixture is one value: its shares mean nothing beside those of another
         elif isinstance(old, Mapping) and isinstance(value, Mapping):
-            merged[key] = _merge(old, value)
+            budgets = BUDGETS if key == "train" and any(name in value for name in BUDGETS) else ()
+            merged[key] = _merge({name: kept for name, kept in old.items() if name not in budgets}, value)
         elif isinstance(value, Mapping) and old is not None:
             raise ConfigError(f"{key} = {old!r}: a value, not a table; cannot set {', '.join(value)} in it")
         else:
@@ -377,9 +476,11 @@ def _read_with_base(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot read recipe: {reason}{whose}") from None
     except tomllib.TOMLDecodeError as failure:
         raise ConfigError(f"{path}: not valid TOML: {failure}") from None
-    base = table.pop("base", None)
-    if base is None:
-        return _merge({}, table)
-    if not isinstance(base, str):
-        raise ConfigError(f"base = {base!r}: allowed is one path, relative to this file", place=str(path))
-    return _merge(_read_with_base(path.parent / base, (*readers, path)), table)
+    bases = table.pop("base", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"base = {bases!r}: allowed is a path or a list of paths, relative to this file", place=str(path))
+    merged: dict[str, Any] = {}
+    for base in bases:
+        merged = _merge(merged, _read_with_base(path.parent / base, (*readers, path)))
+    return _merge(merged, table)

@@ -24,3 +24,11 @@ class CheckpointError(UserError):
 
 class ConvertError(UserError):
     """Weights from elsewhere that cannot be read as what they seem to be, or written in the form asked for."""
+
+
+class DataError(UserError):
+    """Token shards or texts that are missing, damaged, or not what a run needs."""
+
+
+class TrainError(UserError):
+    """A run that cannot start, or cannot go on."""

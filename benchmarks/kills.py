@@ -1,0 +1,210 @@
+"""Kills a training run again and again and resumes it; the end must be bit-equal to that of a run left alone.
+
+    python -m benchmarks.kills --kills 50
+
+Each life of the run is ended by SIGKILL at a random moment: while it starts, after a few steps, or while a state is being written.
+Compared at the end: exported weights, the whole last state (moments included), and every line of metrics.jsonl but its timings.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from benchmarks.measuring import record, write
+
+STEPS_PER_KILL = 8
+_PATIENCE = 120.0  # seconds for one life to show the sign it is waited for
+
+
+def write_set(folder: Path, *, tokens: int = 20_000, seed: int = 0) -> Path:
+    """A small prepared set with structure to learn: each token is the one before plus 0, 1 or 2."""
+    import hashlib
+
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    splits = {}
+    for split, size in (("train", tokens), ("validation", tokens // 8)):
+        stream = (np.cumsum(rng.integers(0, 3, size)) % 60).astype("<u2")
+        stream[96::97] = 63
+        stream[-1] = 63
+        (folder / f"{split}-00000.bin").write_bytes(stream.tobytes())
+        shard = {
+            "file": f"{split}-00000.bin",
+            "tokens": size,
+            "documents": int((stream == 63).sum()),
+            "sha256": hashlib.sha256(stream.tobytes()).hexdigest(),
+        }
+        splits[split] = {"tokens": size, "documents": shard["documents"], "highest_id": 63, "shards": [shard]}
+    mark = {"sha256": f"made-{seed}", "vocabulary_sha256": "made", "rows": 64, "source": "made"}
+    index = {"format": "sinkdlm-tokens", "version": 1, "kind": "text", "dtype": "uint16", "eos_id": 63, "tokenizer": mark}
+    (folder / "index.json").write_text(json.dumps({**index, "settings": {}, "splits": splits}))
+    return folder
+
+
+def write_recipe(path: Path, data: Path, *, steps: int, background: bool = False) -> Path:
+    path.write_text(
+        f"""
+[model]
+preset = "nano"
+n_layers = 2
+d_model = 32
+d_ff = 64
+n_sinks = 1
+[data]
+length = 32
+sets = {{"{data}" = 1}}
+random_lengths = 0.1
+[train]
+steps = {steps}
+batch = 4
+micro_batch = 3
+lr = 1e-3
+min_lr = 1e-4
+ema = 0.9
+precision = "float32"
+[eval]
+every = 10
+draws = 8
+[log]
+probe_every = 10
+[save]
+every = 3
+background = {str(background).lower()}
+"""
+    )
+    return path
+
+
+def start(recipe: Path, out: Path) -> "subprocess.Popen[bytes]":
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "sinkdlm", "train", str(recipe), "--out", str(out)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
+
+
+def finish(recipe: Path, out: Path) -> None:
+    process = start(recipe, out)
+    _, said = process.communicate()
+    if process.returncode:
+        raise RuntimeError(said.decode())
+
+
+def kill_once(recipe: Path, out: Path, rng: random.Random) -> str:
+    """One life. Returns the moment of its end: "start", "step", "save", or "end" where it was over before."""
+    moment = rng.choice(["start", "step", "step", "save", "save"])
+    process = start(recipe, out)
+    deadline = time.monotonic() + _PATIENCE
+    metrics, states = out / "metrics.jsonl", out / "checkpoints"
+    size = metrics.stat().st_size if metrics.exists() else 0
+    if moment == "start":
+        _wait(process, rng.uniform(0, 4.0))
+    elif moment == "step":
+        lines = rng.randint(1, STEPS_PER_KILL)
+        while process.poll() is None and time.monotonic() < deadline and _lines_after(metrics, size) < lines:
+            time.sleep(0.001)
+        _wait(process, rng.uniform(0, 0.02))
+    else:
+        skip = rng.randint(0, 1)
+        seen: set[str] = set()
+        while process.poll() is None and time.monotonic() < deadline and len(seen) <= skip:
+            seen |= {path.name for path in states.glob(".step-*.partial")}
+        _wait(process, rng.uniform(0, 0.004))
+    if process.poll() is not None:
+        _, said = process.communicate()
+        if process.returncode:
+            raise RuntimeError(said.decode())
+        return "end"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert process.stderr is not None
+    process.stderr.close()
+    return moment
+
+
+def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> None:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def _lines_after(path: Path, size: int) -> int:
+    """A resumed run first cuts the file, so lines are counted from wherever it is shorter."""
+    if not path.exists():
+        return 0
+    content = path.read_bytes()
+    return content[min(size, len(content)) :].count(b"\n")
+
+
+def read_metrics(out: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "timing"} for line in lines]
+
+
+def differences(first: Path, second: Path) -> list[str]:
+    """What differs between the ends of two runs; nothing is the only good answer."""
+    found = []
+    ours, theirs = read_metrics(first), read_metrics(second)
+    if ours != theirs:
+        at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs)))
+        found.append(f"metrics.jsonl from line {at + 1} ({len(ours)} and {len(theirs)} lines)")
+    newest = [max((out / "checkpoints").glob("step-*")) for out in (first, second)]
+    for name, pair in {
+        "weights": (first / "model", second / "model"),
+        "average": (first / "ema", second / "ema"),
+        "state": (newest[0], newest[1]),
+    }.items():
+        tensors = [{key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()} for folder in pair]
+        same = tensors[0].keys() == tensors[1].keys() and len(tensors[0]) > 0
+        if not same or not all(tensors[0][key].tobytes() == tensors[1][key].tobytes() for key in tensors[0]):
+            found.append(name)
+    return found
+
+
+def run(kills: int, seed: int, folder: Path, *, background: bool = False) -> dict[str, Any]:
+    rng = random.Random(seed)
+    data = write_set(folder / "data")
+    recipe = write_recipe(folder / "recipe.toml", data, steps=STEPS_PER_KILL * max(kills, 4), background=background)
+    finish(recipe, folder / "alone")
+    moments: dict[str, int] = {}
+    torn = done = 0
+    while done < kills:
+        moment = kill_once(recipe, folder / "killed", rng)
+        moments[moment] = moments.get(moment, 0) + 1
+        if moment == "end":
+            break
+        done += 1
+        torn += bool(list((folder / "killed" / "checkpoints").glob(".step-*")))
+    finish(recipe, folder / "killed")
+    lines = len(read_metrics(folder / "alone"))
+    odd = differences(folder / "alone", folder / "killed")
+    return {"kills": done, "moments": moments, "torn_states": torn, "lines": lines, "differences": odd}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--background", action="store_true", help="write states in the background")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = run(given.kills, given.seed, Path(folder), background=given.background)
+    settings = {"kills": given.kills, "seed": given.seed, "background": given.background}
+    write(record("kills", found, device="cpu", settings=settings), given.out)
+    if found["differences"]:
+        raise SystemExit(f"not bit-equal: {', '.join(found['differences'])}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Which row of which set training sample n reads: a pure function of n, so that resuming needs no loader state.
+
+Sets are dealt out by their shares without a remainder anywhere: among any n samples a set has its share to within one. Within a
+set, each pass over its rows follows a keyed permutation of its own.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from sinkdlm.noise import permute
+
+_GRAIN = 1 << 20  # shares are kept in parts of this; int64 then counts 2**42 samples
+
+
+def deal(samples: np.ndarray, shares: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+    """(set of each sample, its turn within that set), for sample numbers (B,).
+
+    The first set takes sample n where floor((n + 1) w) steps up from floor(n w); what is left is renumbered without gaps and dealt
+    to the next set with its share of the rest.
+    """
+    chosen = np.full(samples.shape, len(shares) - 1, np.int64)
+    turns = samples.astype(np.int64).copy()
+    open_ = np.ones(samples.shape, bool)
+    left = float(sum(shares))
+    for number, share in enumerate(shares[:-1]):
+        part = round(_GRAIN * share / left)
+        before = turns * part // _GRAIN
+        taken = open_ & ((turns + 1) * part // _GRAIN > before)
+        chosen[taken] = number
+        turns = np.where(open_, np.where(taken, before, turns - before), turns)
+        open_ &= ~taken
+        left -= share
+    return chosen, turns
+
+
+def rows_of(turns: np.ndarray, n_rows: int, seed: int, number: int) -> np.ndarray:  # type: ignore[type-arg]
+    """The row that each turn of set `number` reads: pass after pass, each in an order of its own."""
+    passes = turns // n_rows
+    rows = np.empty_like(turns)
+    for epoch in np.unique(passes):
+        here = passes == epoch
+        place = torch.from_numpy(turns[here] % n_rows)
+        rows[here] = permute(place, n_rows, seed, number, int(epoch)).numpy()
+    return rows

@@ -1,0 +1,220 @@
+"""Token shards as they lie on disk: ours, datatrove's and SMDM's packed files, each read as one flat run of tokens.
+
+Owns the formats for reading. A split is opened by looking at sizes alone; checksums are compared when asked. Knows nothing of
+rows, order or tokenizers.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinkdlm.errors import DataError
+
+INDEX = "index.json"
+FORMAT, VERSION = "sinkdlm-tokens", 1
+SPLITS = ("train", "validation")
+_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_ROW_DTYPE = np.dtype("<u4")
+# SMDM's packed files: magic, version, dtype code, tokens in the file.
+_PACKED_MAGIC = b"LITPKDS"
+_PACKED_HEADER = np.dtype([("magic", "S7"), ("version", "<u8"), ("code", "u1"), ("tokens", "<u8")])
+_PACKED_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of flat tokens. `sha256` is None where the format records none."""
+
+    path: Path
+    n_tokens: int
+    dtype: np.dtype[Any]
+    offset: int = 0
+    sha256: str | None = None
+    rows: Path | None = None
+    rows_sha256: str | None = None
+
+
+class Split:
+    """The shards of one split as one run of tokens: `read(start, stop)` crosses from shard to shard."""
+
+    def __init__(
+        self,
+        folder: Path,
+        shards: list[Shard],
+        *,
+        kind: str = "text",
+        fingerprint: str,
+        n_documents: int | None = None,
+        eos_id: int | None = None,
+        highest_id: int | None = None,
+        tokenizer: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder, self.shards, self.kind, self.fingerprint = folder, shards, kind, fingerprint
+        self.n_documents, self.eos_id, self.highest_id = n_documents, eos_id, highest_id
+        self.tokenizer = dict(tokenizer) if tokenizer is not None else None
+        self.starts = np.concatenate([[0], np.cumsum([shard.n_tokens for shard in shards], dtype=np.int64)])
+        self.n_tokens = int(self.starts[-1])
+        for shard in shards:
+            _check_size(shard)
+        self._maps = [_map(shard) for shard in shards]
+
+    def read(self, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Tokens start..stop-1 of the split: a view into the file where one shard holds them all."""
+        if not 0 <= start <= stop <= self.n_tokens:
+            raise IndexError(f"tokens {start}..{stop} of {self.n_tokens}")
+        if start == stop:
+            return _NOTHING
+        first = int(np.searchsorted(self.starts, start, side="right")) - 1
+        begin = int(self.starts[first])
+        if stop <= self.starts[first + 1]:
+            return self._maps[first][start - begin : stop - begin]
+        pieces = []
+        while start < stop:
+            begin, end = int(self.starts[first]), int(self.starts[first + 1])
+            pieces.append(self._maps[first][start - begin : min(stop, end) - begin])
+            start, first = min(stop, end), first + 1
+        return np.concatenate(pieces)
+
+    def example_rows(self) -> np.ndarray[Any, Any]:
+        """(examples, 3) int64 of a split of examples: where each begins, its prompt tokens, its tokens in all."""
+        parts = []
+        for shard, begin in zip(self.shards, self.starts[:-1], strict=True):
+            assert shard.rows is not None
+            pairs = _read_rows(shard.rows)
+            ends = np.cumsum(pairs[:, 1])
+            if len(pairs) == 0 or int(ends[-1]) != shard.n_tokens or bool((pairs[:, 0] >= pairs[:, 1]).any()):
+                raise DataError(f"{shard.rows}: does not fit {shard.path.name}; prepare the set again")
+            parts.append(np.stack([begin + ends - pairs[:, 1], pairs[:, 0], pairs[:, 1]], axis=1))
+        return np.concatenate(parts) if parts else np.zeros((0, 3), np.int64)
+
+    def verify(self) -> Iterator[int]:
+        """Compares every checksum; yields the bytes of each file as it is done."""
+        for shard in self.shards:
+            for path, expected in ((shard.path, shard.sha256), (shard.rows, shard.rows_sha256)):
+                if path is None or expected is None:
+                    continue
+                with path.open("rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                if found != expected:
+                    raise DataError(f"{path}: damaged: its SHA-256 is not the one in {INDEX}; prepare the set again or restore it")
+                yield path.stat().st_size
+
+
+_NOTHING = np.zeros(0, np.uint16)
+
+
+def open_split(folder: str | Path, split: str = "train") -> Split:
+    """A split of a folder of ours, of datatrove's `*.ds` files, or of SMDM's packed `*.bin` files (those two have `train` only)."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; make one with: sinkdlm data prepare TEXT --tokenizer T --out {folder}")
+    if (folder / INDEX).exists():
+        return _open_own(folder, split)
+    if (folder / "progress.json").exists() or list(folder.glob("*.partial")):
+        raise DataError(f"{folder}: unfinished: run the same `sinkdlm data prepare` again, it goes on where it stopped")
+    datatrove = sorted(path for path in folder.rglob("*.ds"))
+    packed = sorted(path for path in folder.glob("*.bin") if _is_packed(path))
+    if not datatrove and not packed:
+        raise DataError(f"{folder}: no token shards: neither {INDEX} of `sinkdlm data prepare`, nor datatrove's *.ds, nor LITPKDS *.bin")
+    shards = [_datatrove_shard(path) for path in datatrove] if datatrove else [_packed_shard(path) for path in packed]
+    if split != "train":
+        shards = []
+    sizes = json.dumps([[shard.path.name, shard.n_tokens] for shard in shards])
+    n_documents = sum(len(_document_ends(shard.path)) for shard in shards) if datatrove else None
+    return Split(folder, shards, fingerprint=hashlib.sha256(sizes.encode()).hexdigest(), n_documents=n_documents)
+
+
+def _open_own(folder: Path, split: str) -> Split:
+    path = folder / INDEX
+    try:
+        content = path.read_bytes()
+        index = json.loads(content)
+        if index.get("format") != FORMAT or index.get("version") != VERSION:
+            raise DataError(f"{path}: format {index.get('format')!r}, version {index.get('version')!r}: not one that this version reads")
+        dtype, part = _DTYPES[index["dtype"]], index["splits"][split]
+        shards = [
+            Shard(
+                folder / entry["file"],
+                int(entry["tokens"]),
+                dtype,
+                sha256=entry["sha256"],
+                rows=folder / entry["rows"] if "rows" in entry else None,
+                rows_sha256=entry.get("rows_sha256"),
+            )
+            for entry in part["shards"]
+        ]
+        facts = {"n_documents": part["documents"], "highest_id": part["highest_id"], "eos_id": index["eos_id"]}
+        return Split(
+            folder,
+            shards,
+            kind=index["kind"],
+            fingerprint=hashlib.sha256(content).hexdigest(),
+            tokenizer=index["tokenizer"],
+            **facts,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as failure:
+        raise DataError(f"{path}: damaged ({type(failure).__name__}: {failure}); prepare the set again") from None
+
+
+def _check_size(shard: Shard) -> None:
+    expected = shard.offset + shard.n_tokens * shard.dtype.itemsize
+    try:
+        size = shard.path.stat().st_size
+    except OSError as failure:
+        raise DataError(f"{shard.path}: missing shard: {failure.strerror}; restore it or prepare the set again") from None
+    if size < expected:
+        raise DataError(f"{shard.path}: truncated: {size} bytes, expected {expected}; restore it or prepare the set again")
+    if shard.sha256 is not None and size > expected:
+        raise DataError(f"{shard.path}: too long: {size} bytes, expected {expected}; restore it or prepare the set again")
+    if shard.rows is not None and not shard.rows.exists():
+        raise DataError(f"{shard.rows}: missing; restore it or prepare the set again")
+
+
+def _map(shard: Shard) -> np.ndarray[Any, Any]:
+    if shard.n_tokens == 0:
+        return np.zeros(0, shard.dtype)
+    return np.memmap(shard.path, dtype=shard.dtype, mode="r", offset=shard.offset, shape=(shard.n_tokens,))
+
+
+def _read_rows(path: Path) -> np.ndarray[Any, Any]:
+    flat = np.fromfile(path, _ROW_DTYPE)
+    return flat[: len(flat) // 2 * 2].reshape(-1, 2).astype(np.int64)
+
+
+def _is_packed(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_PACKED_MAGIC)) == _PACKED_MAGIC
+
+
+def _packed_shard(path: Path) -> Shard:
+    header = np.fromfile(path, _PACKED_HEADER, count=1)
+    if len(header) == 0 or int(header["version"][0]) != 1:
+        raise DataError(f"{path}: a LITPKDS file whose header cannot be read")
+    code = int(header["code"][0])
+    if code not in _PACKED_DTYPES:
+        raise DataError(f"{path}: LITPKDS dtype code {code}: not integer tokens")
+    return Shard(path, int(header["tokens"][0]), np.dtype(_PACKED_DTYPES[code]), offset=_PACKED_HEADER.itemsize)
+
+
+def _datatrove_shard(path: Path) -> Shard:
+    """Bytes per token are the file's size over the last document's end, and stand in the metadata where there is no index."""
+    size, ends = path.stat().st_size, _document_ends(path)
+    metadata = path.with_name(path.name + ".metadata")
+    if len(ends):
+        width = size // max(1, int(ends[-1]))
+    else:
+        stated = metadata.read_text().split("\n")[0].rpartition("|")[2] if metadata.exists() else ""
+        width = int(stated) if stated.isdigit() else 2
+    if width not in (2, 4) or size % width or (len(ends) and int(ends[-1]) * width != size):
+        raise DataError(f"{path}: {size} bytes do not make the whole tokens of its index and metadata: damaged or unfinished")
+    return Shard(path, size // width, np.dtype(f"<u{width}"))
+
+
+def _document_ends(path: Path) -> np.ndarray[Any, Any]:
+    index = path.with_name(path.name + ".index")
+    return np.fromfile(index, np.dtype("<u8")) if index.exists() else np.zeros(0, np.uint64)

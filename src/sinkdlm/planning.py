@@ -1,0 +1,115 @@
+"""FLOPs and memory of a recipe, by formula. Knows nothing of torch or of what is installed.
+
+FLOPs of training one token: 6 (N + share * H) + 12 layers width T, where N counts the non-embedding parameters, H the head's, share
+the positions that reach the head (the masked ones: logits exist nowhere else), and the last term is attention's two products over T
+keys, forward and backward. The lane's S tokens a forward, norms, rotary and softmax are left out, as is usual.
+"""
+
+from typing import NamedTuple
+
+from sinkdlm.config import ModelConfig, Recipe, TrainSection
+from sinkdlm.errors import ConfigError
+
+# Dense bf16 matrix FLOP/s from the makers' data sheets, by a word of the device's name.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "4090": 165e12,
+    "A10G": 70e12,
+}
+_BYTES = {"float64": 8, "float32": 4, "bf16": 2}
+_USABLE = 0.85  # of a device's memory: the rest is fragments, workspaces and the context
+
+
+def peak_flops(device: str) -> float | None:
+    """Of a device by its name (NVIDIA H200), or None where the table has none."""
+    for word in sorted(PEAK_FLOPS, key=len, reverse=True):
+        if word in device.upper():
+            return PEAK_FLOPS[word]
+    return None
+
+
+def head_parameters(config: ModelConfig) -> int:
+    """Of the output matrix, tied or not."""
+    return config.vocab_size * config.d_model
+
+
+def training_flops(config: ModelConfig, length: int, scored_share: float = 0.5) -> float:
+    """Of one token of a row of `length`, forward and backward. scored_share: positions that reach the head; uniform t gives half."""
+    dense = config.count_parameters().non_embedding + scored_share * head_parameters(config)
+    return 6 * dense + 12 * config.n_layers * config.d_model * length
+
+
+def budget_steps(train: TrainSection, config: ModelConfig, length: int, n_rows: int) -> int:
+    """The budget in optimizer steps. FLOPs are counted as SMDM does: 6 N a token, N the non-embedding parameters."""
+    per_step = train.batch * length
+    if train.steps is not None:
+        return train.steps
+    if train.tokens is not None:
+        steps = train.tokens / per_step
+    elif train.epochs is not None:
+        steps = train.epochs * n_rows / train.batch
+    elif train.flops is not None:
+        steps = train.flops / (6 * config.count_parameters().non_embedding * per_step)
+    else:
+        raise ConfigError("train: no budget; set one of train.steps, train.tokens, train.epochs, train.flops")
+    if steps < 1:
+        raise ConfigError(f"train: the budget is less than one step of {train.batch} rows of {length} tokens")
+    return int(steps)
+
+
+class Memory(NamedTuple):
+    """Bytes on one device."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    ema: int
+    activations: int
+
+    @property
+    def state(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.ema
+
+    @property
+    def total(self) -> int:
+        return self.state + self.activations
+
+
+def training_memory(recipe: Recipe, micro_batch: int) -> Memory:
+    """Without sharding. Activations are what a block keeps for its backward, in the precision it computes in, plus one chunk of the
+    head; measured peaks lie within a quarter of it for the shapes of the SMDM family (docs/howto/train.md)."""
+    config, train = recipe.model, recipe.train
+    count = config.count_parameters().total
+    weight = 8 if train.precision == "float64" else 4
+    unit = _BYTES[train.precision]
+    tokens = micro_batch * recipe.data.length
+    kv = config.n_kv_heads * config.head_dim
+    # Per token and layer: two normed inputs and two residuals, q k v before and after rotary, attention's output (and the gate's
+    # product), gate, up and their product; log-sum-exp and norm statistics are small beside them.
+    gate = {"none": 0, "elementwise": 2 * config.d_model, "headwise": config.d_model}[config.gate]
+    block = (6 * config.d_model + 2 * (config.d_model + 2 * kv) + gate + 4 * config.d_ff) * unit
+    layers = config.d_model * 4 * config.n_layers + block if train.recompute else config.n_layers * block
+    head = min(160_000_000, tokens * config.vocab_size) * (4 + unit) + 2 * 4 * head_parameters(config)
+    return Memory(
+        weights=count * weight,
+        gradients=count * weight,
+        optimizer=2 * count * weight,
+        ema=count * weight if train.ema is not None else 0,
+        activations=tokens * layers + head,
+    )
+
+
+def fitting_micro_batch(recipe: Recipe, memory: int | None, share: int) -> int:
+    """The largest cut of `share` rows into equal forwards that fits in a device's memory; all of them where memory is not known."""
+    if memory is None:
+        return share
+    for cuts in range(1, share + 1):
+        rows = -(-share // cuts)
+        if training_memory(recipe, rows).total <= _USABLE * memory:
+            return rows
+    return 1

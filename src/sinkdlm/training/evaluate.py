@@ -1,0 +1,116 @@
+"""What is measured while training: the validation loss with fixed noise, where attention goes, a sampled text.
+
+Nothing here changes weights or draws on global randomness, so a run with and without it is the same run.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinkdlm.data.rows import Batch, Rows
+from sinkdlm.diffusion import Noisy, Schedule, corrupt, denoising_loss
+from sinkdlm.model import DiffusionLM
+from sinkdlm.observe import Watcher
+from sinkdlm.sampling import generate
+
+VALIDATION_SEED = 20_260_127  # of every run, so that runs are compared on the same rows and the same masks
+BUCKETS = 4  # of the masked ratio
+_PROBE_TOKENS = 512  # of a row, which bounds what a look costs
+
+Precision = Callable[[], AbstractContextManager[Any]]
+
+
+class BucketedLoss:
+    """Sums of per-token NLL by the masked ratio of the row: easy rows and hard ones move differently."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(2, BUCKETS, dtype=torch.float64, device=device)  # NLL and counts
+
+    def add(self, probability: Tensor, scored: Tensor, nll: Tensor) -> None:
+        """probability (B,) of masking; scored (B, T); nll of the scored positions, row by row."""
+        bucket = (probability * BUCKETS).long().clamp_max(BUCKETS - 1)
+        index = bucket[:, None].expand_as(scored)[scored]
+        self.sums[0].index_add_(0, index, nll.double())
+        self.sums[1].index_add_(0, index, torch.ones_like(index, dtype=torch.float64))
+
+    @staticmethod
+    def means(sums: list[list[float]]) -> list[float | None]:
+        return [total / count if count else None for total, count in zip(*sums, strict=True)]
+
+
+def draws(rows: Rows, n_draws: int, micro_batch: int) -> Iterator[Batch]:
+    """Validation batches: draw i reads a fixed row and is masked at a fixed t."""
+    for start in range(0, n_draws, micro_batch):
+        yield rows.batch(np.arange(start, min(n_draws, start + micro_batch)))
+
+
+def corrupt_fixed(batch: Batch, model: DiffusionLM, schedule: Schedule) -> Noisy:
+    return corrupt(
+        batch.tokens, batch.samples, seed=VALIDATION_SEED, mask_id=model.config.mask_id, schedule=schedule, maskable=batch.maskable
+    )
+
+
+@torch.no_grad()
+def validate(
+    model: DiffusionLM, rows: Rows, n_draws: int, micro_batch: int, schedule: Schedule, precision: Precision
+) -> dict[str, Any]:
+    """The bound on nats per token over `n_draws` draws, with its standard error, and the mean NLL by masked ratio.
+
+    t is spread evenly over the draws, which the standard error, taken as if they were independent, does not credit: it is an upper
+    estimate.
+    """
+    device = model.embed.weight.device
+    losses, scored, buckets = [], 0, BucketedLoss(device)
+    for cpu_batch in draws(rows, n_draws, micro_batch):
+        batch = cpu_batch.to(device)
+        noisy = corrupt_fixed(batch, model, schedule)
+        more = {} if batch.documents is None else {"documents": batch.documents}
+        with precision():
+            loss = denoising_loss(model, batch.tokens, noisy, denominator=1.0, lengths=batch.lengths, **more)
+        per_position = torch.zeros(batch.tokens.shape, dtype=torch.float64, device=device)
+        per_position[loss.scored] = loss.nll.double()
+        losses.append(per_position.sum(1) * noisy.weight)
+        scored += batch.n_scored
+        buckets.add(schedule.probability(noisy.t), loss.scored, loss.nll)
+    total = torch.cat(losses)
+    per_row = scored / n_draws
+    stderr = float(total.std() / n_draws**0.5) / per_row if n_draws > 1 else None
+    return {"loss": float(total.sum()) / scored, "stderr": stderr, "draws": n_draws, "nll_by_ratio": buckets.means(buckets.sums.tolist())}
+
+
+@torch.no_grad()
+def probe(model: DiffusionLM, rows: Rows, n_rows: int, schedule: Schedule, precision: Precision) -> list[dict[str, float]]:
+    """Per layer: the share of attention on sinks, on the most attended content position, and the value norms (eq. 16)."""
+    batch = rows.batch(np.arange(n_rows)).to(model.embed.weight.device)
+    noisy = corrupt_fixed(batch, model, schedule)
+    logits = [block.attention.sink_logit for block in model.blocks] if model.config.has_sink_logit else None
+    watcher = Watcher(sink_logits=logits)  # type: ignore[arg-type]
+    with precision():
+        model(noisy.tokens[:, :_PROBE_TOKENS], observe=watcher)
+    found = []
+    for layer in watcher.layers:
+        facts = {
+            "top_content_share": float(layer.received.mean(1).amax(-1).mean()),
+            "content_value_norm": float(layer.value_norm.mean()),
+            "entropy": float(layer.entropy.mean()),
+        }
+        if layer.sink_received.shape[-1]:
+            facts["sink_share"] = float(layer.sink_share.mean())
+        if layer.sink_value_norm.shape[-1]:
+            facts["sink_value_norm"] = float(layer.sink_value_norm.mean())
+        found.append(facts)
+    return found
+
+
+def sample_text(model: DiffusionLM, tokenizer: Any, prompt: str, length: int, seed: int, precision: Precision) -> str:
+    ids = tokenizer.encode(prompt, add_special_tokens=False) if prompt else []
+    start = torch.tensor([ids], dtype=torch.int64, device=model.embed.weight.device).reshape(1, -1)
+    with model.inference(), precision():
+        out = generate(
+            model.denoiser(), prompt=start, length=len(ids) + length, mask_id=model.config.mask_id, temperature=1.0, seed=seed
+        )
+    return tokenizer.decode(out.tokens[0].tolist())

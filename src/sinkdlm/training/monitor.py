@@ -1,0 +1,193 @@
+"""What a run says: metrics.jsonl always, trackers by name, progress on a terminal and plain lines elsewhere.
+
+Owns the metrics file, whose lines are never doubled: a state records how long the file was, and resuming cuts it back to that.
+Computes nothing about the run itself.
+"""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from sinkdlm.config import LogSection
+from sinkdlm.errors import TrainError
+
+_PLAIN_SECONDS = 10.0  # between lines where there is no terminal
+
+
+class Metrics:
+    """An append-only JSONL file. A line that cannot be written (a full disk) is kept and tried again with the next."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._length = os.fstat(self._file).st_size
+        self._waiting = b""
+
+    def cut(self, length: int) -> None:
+        """Forgets what was written after a state: those steps are about to be made again."""
+        if self._length < length:
+            raise TrainError(f"{self.path}: {self._length} bytes, the state was saved after {length}: restore it, or remove it")
+        os.ftruncate(self._file, length)
+        self._length = length
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        self._waiting += json.dumps(line).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            self.flush()
+
+    def flush(self) -> None:
+        """Raises OSError where the disk does not take it; the file then ends with a whole line all the same."""
+        while self._waiting:
+            try:
+                written = os.pwrite(self._file, self._waiting, self._length)
+                if written < len(self._waiting):  # part of it: the rest will fail and say why
+                    os.pwrite(self._file, self._waiting[written:], self._length + written)
+            except OSError:
+                os.ftruncate(self._file, self._length)
+                raise
+            self._length += len(self._waiting)
+            self._waiting = b""
+
+    def sync(self) -> int:
+        """The file's length, once everything written is on disk."""
+        self.flush()
+        os.fsync(self._file)
+        return self._length
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.flush()
+        os.close(self._file)
+
+
+def flat_numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """`a/b`: value for every number of a line, nested tables and lists included."""
+    for key, value in line.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from flat_numbers(value, f"{name}/")
+        elif isinstance(value, list):
+            yield from flat_numbers({str(i): item for i, item in enumerate(value)}, f"{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, float(value)
+
+
+class TensorBoard:
+    def __init__(self, folder: Path, log: LogSection, settings: Mapping[str, Any], step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise TrainError("log.trackers: tensorboard needs: pip install 'sinkdlm[track]'") from None
+        # purge_step hides what a killed run logged after the state that is resumed.
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    def __init__(self, folder: Path, log: LogSection, settings: Mapping[str, Any], step: int) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise TrainError("log.trackers: wandb needs: pip install 'sinkdlm[track]'") from None
+        identity = _identity(folder, "wandb", wandb.util.generate_id)
+        self._run = wandb.init(
+            project=log.project, name=folder.name, id=identity, resume="allow", dir=str(folder), config=dict(settings)
+        )
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    def __init__(self, folder: Path, log: LogSection, settings: Mapping[str, Any], step: int) -> None:
+        try:
+            import mlflow
+        except ImportError:
+            raise TrainError("log.trackers: mlflow needs: pip install 'sinkdlm[track]'") from None
+        self._client = mlflow.MlflowClient()
+        found = self._client.get_experiment_by_name(log.project)
+        experiment = found.experiment_id if found else self._client.create_experiment(log.project)
+        self._id = _identity(folder, "mlflow", lambda: self._client.create_run(experiment, run_name=folder.name).info.run_id)
+        if step == 0:
+            for key, value in settings.items():
+                self._client.log_param(self._id, key, value)
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _identity(folder: Path, tracker: str, make: Any) -> str:
+    """The tracker's name for this run, kept in the run folder so that a resumed run goes on under it."""
+    path = folder / f"{tracker}.id"
+    if not path.exists():
+        path.write_text(make())
+    return path.read_text().strip()
+
+
+TRACKERS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
+
+
+class Monitor:
+    """Everything that is said about one run."""
+
+    def __init__(self, folder: Path, log: LogSection, console: Console) -> None:
+        self.folder, self.console, self._log = folder, console, log
+        self.metrics = Metrics(folder / "metrics.jsonl")
+        self._trackers: list[Any] = []
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._spoken = 0.0
+
+    def begin(self, step: int, steps: int, settings: Mapping[str, Any]) -> None:
+        self._trackers = [TRACKERS[name](self.folder, self._log, settings, step) for name in self._log.trackers]
+        if self.console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[seen]}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self.console)
+            self._task = self._bar.add_task(self.folder.name, total=steps, completed=step, seen="")
+            self._bar.start()
+
+    def say(self, text: str) -> None:
+        self.console.print(text)
+
+    def line(self, line: dict[str, Any]) -> None:
+        """One line of metrics, to the file and the trackers."""
+        self.metrics.write(line)
+        numbers = {f"{line['kind']}/{name}": value for name, value in flat_numbers(line) if name != "step"}
+        for tracker in self._trackers:
+            tracker.write(line["step"], numbers)
+
+    def progress(self, step: int, steps: int, seen: str) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step, seen=f"{step}/{steps}  {seen}")
+        elif time.monotonic() - self._spoken > _PLAIN_SECONDS or step == steps:
+            self._spoken = time.monotonic()
+            self.say(f"step {step}/{steps}  {seen}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = []
+        self.metrics.close()

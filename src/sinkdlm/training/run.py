@@ -1,0 +1,134 @@
+"""The run folder: recipe, environment, metrics, states, and the checkpoints that come out of it.
+
+    recipe.toml       what runs here, resolved
+    run.json          facts of the start that a resumed run needs: budget in steps, data, parent
+    environment.json  one entry for every time the run was started: command, commit, versions, hardware
+    metrics.jsonl     one line a step; validations, probes and samples between them
+    tokenizer/        the data's or the parent's
+    checkpoints/      states to resume from
+    milestones/       checkpoints exported on the way
+    model/            the checkpoint at the end (ema/ beside it where an average is kept)
+
+Owns the folder's rules: one process at a time, one recipe for good.
+"""
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sinkdlm import __version__
+from sinkdlm.config import Recipe
+from sinkdlm.errors import ConfigError, TrainError
+
+_PACKAGES = ("torch", "triton", "numpy", "transformers", "tokenizers", "safetensors")
+
+
+class RunFolder:
+    """Opened for one process: a lock that dies with it keeps others out."""
+
+    def __init__(self, path: Path, recipe: Recipe) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as failure:
+            raise TrainError(f"{path}: cannot write there: {failure.strerror}; choose another --out") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise TrainError(f"{path}: another process trains there; choose another --out, or wait for it to end") from None
+        try:
+            self._check_recipe(recipe)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_recipe(self, recipe: Recipe) -> None:
+        """The first start writes the recipe; later ones must bring the same, but for how it runs."""
+        file = self.path / "recipe.toml"
+        if file.exists():
+            try:
+                before = Recipe.load(file)
+            except ConfigError as failure:
+                raise TrainError(f"{file}: cannot be read: {failure}; choose another --out") from None
+            odd = recipe.differences(before)
+            if odd:
+                raise TrainError(f"{self.path}: holds a run of another recipe: {'; '.join(odd)}; choose another --out")
+        elif any(entry.name not in ("lock", "run.json") and not entry.name.startswith(".") for entry in self.path.iterdir()):
+            raise TrainError(f"{self.path}: holds other files and no run; choose another --out")
+        self.write("recipe.toml", recipe.to_toml())
+
+    def write(self, name: str, text: str) -> None:
+        """A small file, whole or not at all."""
+        aside = self.path / f".{name}.partial"
+        try:
+            with aside.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.rename(self.path / name)
+        except OSError as failure:
+            raise TrainError(f"{self.path / name}: cannot be written: {failure.strerror}") from None
+
+    def facts(self) -> dict[str, Any] | None:
+        """run.json of an earlier start."""
+        file = self.path / "run.json"
+        try:
+            return json.loads(file.read_text()) if file.exists() else None
+        except ValueError as failure:
+            raise TrainError(f"{file}: damaged: {failure}; restore it, or choose another --out") from None
+
+    def write_facts(self, facts: dict[str, Any]) -> None:
+        self.write("run.json", json.dumps(facts, indent=2) + "\n")
+
+    def note_start(self, step: int, device: torch.device) -> None:
+        file = self.path / "environment.json"
+        try:
+            starts = json.loads(file.read_text())["starts"] if file.exists() else []
+        except (ValueError, KeyError):
+            starts = []
+        self.write("environment.json", json.dumps({"starts": [*starts, {"step": step, **environment(device)}]}, indent=2) + "\n")
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "commit": _commit(),
+        "sinkdlm": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+    }
+    for name in _PACKAGES:
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {**facts, "torch": str(torch.__version__), "cuda": torch.version.cuda}
+
+
+def _commit() -> str | None:
+    """Of the source that runs, where it lies in a git checkout; SINKDLM_COMMIT says it where there is no git."""
+    given = os.environ.get("SINKDLM_COMMIT")
+    if given:
+        return given
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
