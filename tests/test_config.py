@@ -179,10 +179,12 @@ def test_every_recipe_resolves_builds_and_fits_the_schema():
     schema = Recipe.json_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     check = jsonschema.Draft202012Validator(schema)
-    paths = sorted(RECIPES.glob("*.toml"))
-    assert len(paths) == 3
+    paths = sorted(RECIPES.glob("*/*.toml"))
+    assert len(paths) == 52
     for path in paths:
         check.validate(tomllib.loads(path.read_text()))
+        if path.parent.name == "parts":
+            continue
         recipe = Recipe.load(path)
         check.validate(json.loads(json.dumps(tomllib.loads(recipe.to_toml()))))
         with torch.device("meta"):

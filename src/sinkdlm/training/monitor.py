@@ -44,16 +44,15 @@ class Metrics:
 
     def flush(self) -> None:
         """Raises OSError where the disk does not take it; the file then ends with a whole line all the same."""
-        while self._waiting:
-            try:
-                written = os.pwrite(self._file, self._waiting, self._length)
-                if written < len(self._waiting):  # part of it: the rest will fail and say why
-                    os.pwrite(self._file, self._waiting[written:], self._length + written)
-            except OSError:
-                os.ftruncate(self._file, self._length)
-                raise
-            self._length += len(self._waiting)
-            self._waiting = b""
+        done = 0
+        try:
+            while done < len(self._waiting):
+                done += os.pwrite(self._file, self._waiting[done:], self._length + done)
+        except OSError:
+            os.ftruncate(self._file, self._length)
+            raise
+        self._length += done
+        self._waiting = b""
 
     def sync(self) -> int:
         """The file's length, once everything written is on disk."""

@@ -1,0 +1,581 @@
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import kills
+from sinkdlm import ModelConfig, Recipe, UserError, load
+from sinkdlm.planning import budget_steps, training_flops
+from sinkdlm.training import loop, state
+from sinkdlm.training.monitor import Metrics, flat_numbers
+from sinkdlm.training.optimizer import learning_rate
+
+TINY = {"preset": "nano", "n_layers": 2, "d_model": 16, "n_heads": 2, "d_ff": 24, "n_sinks": 1, "context_length": 64}
+
+
+@pytest.fixture(scope="session")
+def token_set(tmp_path_factory) -> Path:
+    return kills.write_set(tmp_path_factory.mktemp("tokens") / "set")
+
+
+def recipe_of(folder: Path, /, **sections) -> Recipe:
+    """A run of a second: sections are merged over small defaults."""
+    tables = {
+        "model": TINY,
+        "data": {"length": 16, "sets": {str(folder): 1.0}},
+        "train": {"steps": 6, "batch": 4, "lr": 1e-3, "min_lr": 1e-4, "precision": "float32"},
+        "eval": {"every": 3, "draws": 4},
+        "log": {"probe_every": 3},
+        "save": {"every": 2},
+    }
+    merged = {name: {**tables.get(name, {}), **sections.get(name, {})} for name in {*tables, *sections}}
+    return Recipe.resolve(merged)
+
+
+def run(recipe: Recipe, out: Path, **more):
+    lines: list[str] = []
+
+    class Listening(Console):
+        def print(self, *objects, **_):
+            lines.append(" ".join(map(str, objects)))
+
+    result = loop.train(recipe, out, console=Listening(), **more)
+    return result, lines
+
+
+def metrics(out: Path, kind: str = "train") -> list[dict]:
+    return [line for line in kills.read_metrics(out) if line["kind"] == kind]
+
+
+def start_cli(recipe: Recipe, out: Path, **more) -> subprocess.Popen:
+    file = out.with_suffix(".toml")
+    file.write_text(recipe.to_toml())
+    command = [sys.executable, "-m", "sinkdlm", "train", str(file), "--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **more)
+
+
+# -- exactness --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_run_ends_as_one_left_alone(tmp_path):
+    found = kills.run(3, seed=1, folder=tmp_path)
+    assert found["kills"] == 3
+    assert found["lines"] > 32
+    assert found["differences"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, True], ids=["plain", "background"])
+def test_fifty_kills_change_nothing(tmp_path, background):
+    found = kills.run(50 if not background else 10, seed=0, folder=tmp_path, background=background)
+    assert found["kills"] == (50 if not background else 10)
+    assert found["torn_states"] > 0  # some died while writing
+    assert found["differences"] == []
+
+
+def test_the_comparison_of_runs_can_fail(tmp_path, token_set):
+    first, second = tmp_path / "a", tmp_path / "b"
+    run(recipe_of(token_set, train={"ema": 0.9}), first)
+    run(recipe_of(token_set, train={"ema": 0.9, "seed": 1}), second)
+    assert len(kills.differences(first, second)) == 4
+    assert kills.differences(first, first) == []
+
+
+@pytest.mark.parametrize(("precision", "steps", "limit"), [("float64", 50, 1e-9), ("float32", 20, 1e-5)])
+def test_loss_ignores_the_micro_batch(tmp_path, token_set, precision, steps, limit):
+    losses = []
+    for micro_batch in (1, 2, 8):
+        recipe = recipe_of(
+            token_set,
+            data={"random_lengths": 0.2},
+            train={"steps": steps, "batch": 8, "micro_batch": micro_batch, "precision": precision},
+            eval={"every": 0},
+            log={"probe_every": 0},
+            save={"every": 1000},
+        )
+        run(recipe, tmp_path / str(micro_batch))
+        losses.append([line["loss"] for line in metrics(tmp_path / str(micro_batch))])
+    assert len(losses[0]) == steps
+    np.testing.assert_allclose(losses[1], losses[0], rtol=limit)
+    np.testing.assert_allclose(losses[2], losses[0], rtol=limit)
+    assert losses[0][0] != losses[0][1]
+
+
+def test_looking_changes_nothing(tmp_path, token_set):
+    quiet = recipe_of(token_set, eval={"every": 0}, log={"probe_every": 0}, save={"every": 100})
+    run(quiet, tmp_path / "quiet")
+    run(recipe_of(token_set, save={"every": 1, "milestones": [2]}), tmp_path / "curious")
+    assert metrics(tmp_path / "quiet") == metrics(tmp_path / "curious")
+
+
+def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, token_set):
+    recipe = recipe_of(token_set, train={"steps": 200}, eval={"every": 0}, log={"probe_every": 0}, save={"every": 1000})
+    run(recipe, tmp_path / "alone")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        process = start_cli(recipe, tmp_path / "stopped")
+        seen = kills._lines_after(tmp_path / "stopped" / "metrics.jsonl", 0)
+        deadline = time.monotonic() + 60
+        while kills._lines_after(tmp_path / "stopped" / "metrics.jsonl", 0) < seen + 3 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        process.send_signal(number)
+        out, said = process.communicate(timeout=60)
+        assert process.returncode == 128 + number, said
+        assert "run the same command to go on" in said.splitlines()[-1]
+        assert signal.Signals(number).name in said.splitlines()[-1]
+        assert "Traceback" not in said
+        assert out == ""
+    process = start_cli(recipe, tmp_path / "stopped")
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "resumed at step" in said
+    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "alone")
+
+
+def test_a_resumed_run_goes_on_with_average_and_background(tmp_path, token_set, monkeypatch):
+    recipe = recipe_of(token_set, train={"ema": 0.95}, save={"every": 2, "background": True})
+    run(recipe, tmp_path / "alone")
+    make_step, calls = loop.Trainer._make_step, []
+
+    def die_once(self, batch, lr):
+        calls.append(self.step)
+        if len(calls) == 4:
+            raise RuntimeError("a crash")
+        return make_step(self, batch, lr)
+
+    monkeypatch.setattr(loop.Trainer, "_make_step", die_once)
+    with pytest.raises(RuntimeError, match="a crash"):
+        run(recipe, tmp_path / "crashed")
+    _, said = run(recipe, tmp_path / "crashed")
+    assert any("resumed at step 2" in line for line in said)
+    assert kills.differences(tmp_path / "alone", tmp_path / "crashed") == []
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------------
+
+
+def damage(folder: Path) -> None:
+    file = next(folder.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+
+
+def interrupted(recipe: Recipe, out: Path, monkeypatch, after: int) -> None:
+    """A run that crashes before its step after + 1."""
+    make_step = loop.Trainer._make_step
+
+    def die(self, batch, lr):
+        if self.step == after:
+            raise RuntimeError("a crash")
+        return make_step(self, batch, lr)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.Trainer, "_make_step", die)
+        with pytest.raises(RuntimeError, match="a crash"):
+            run(recipe, out)
+
+
+@pytest.mark.parametrize("kind", ["flipped", "short", "no scalars", "empty"])
+def test_a_damaged_state_is_skipped_with_a_warning(tmp_path, token_set, monkeypatch, kind):
+    recipe = recipe_of(token_set, train={"ema": 0.9})
+    run(recipe, tmp_path / "alone")
+    interrupted(recipe, tmp_path / "run", monkeypatch, after=5)
+    newest = tmp_path / "run" / "checkpoints" / "step-0000000004"
+    file = next(newest.glob("*.safetensors"))
+    if kind == "flipped":
+        damage(newest)
+    elif kind == "short":
+        file.write_bytes(file.read_bytes()[:-8])
+    elif kind == "no scalars":
+        (newest / "state.json").unlink()
+    else:
+        for path in newest.iterdir():
+            path.unlink()
+    _, said = run(recipe, tmp_path / "run")
+    assert any("step-0000000004: damaged, skipped" in line for line in said), said
+    assert any("resumed at step 2" in line for line in said)
+    assert kills.differences(tmp_path / "alone", tmp_path / "run") == []
+
+
+def test_without_a_whole_state_nothing_is_overwritten(tmp_path, token_set, monkeypatch):
+    recipe = recipe_of(token_set)
+    interrupted(recipe, tmp_path / "run", monkeypatch, after=5)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    for folder in (tmp_path / "run" / "checkpoints").iterdir():
+        damage(folder)
+    with pytest.raises(UserError, match="no whole state among 2; restore one, or remove the folder"):
+        run(recipe, tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_full_disk_in_the_middle_is_said_and_tried_again(tmp_path, token_set, monkeypatch):
+    recipe = recipe_of(token_set, train={"ema": 0.9})
+    run(recipe, tmp_path / "alone")
+    save_tensors, calls = state._save_tensors, []
+
+    def full_once(folder, tensors):
+        calls.append(folder)
+        if len(calls) == 2:
+            (folder / "half.safetensors").write_bytes(b"0" * 100)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save_tensors(folder, tensors)
+
+    monkeypatch.setattr(state, "_save_tensors", full_once)
+    _, said = run(recipe, tmp_path / "run")
+    assert any("step 4: state not saved" in line and "No space left on device" in line for line in said), said
+    assert kills.differences(tmp_path / "alone", tmp_path / "run") == []
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+
+
+def test_a_file_size_limit_stops_at_the_end_and_loses_nothing(tmp_path, token_set):
+    """The real thing: a process that may not write a file as large as a state."""
+    recipe = recipe_of(token_set, train={"ema": 0.9}, log={"every": 2, "probe_every": 0})
+    run(recipe, tmp_path / "alone")
+    limit = 40_000
+    process = start_cli(
+        recipe, tmp_path / "run", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    )
+    out, said = process.communicate(timeout=120)
+    assert process.returncode == 2, said
+    assert "Traceback" not in said
+    last = said.splitlines()[-1]
+    assert "File too large" in last
+    assert "make room and run the same command again" in last
+    assert "state not saved" in said
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    run(recipe, tmp_path / "run")
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "alone")
+
+
+def test_metrics_end_with_a_whole_line_when_the_disk_is_full(tmp_path, monkeypatch):
+    written = Metrics(tmp_path / "m.jsonl")
+    written.write({"a": 1})
+    pwrite = os.pwrite
+
+    def partial(file, data, offset):
+        if len(data) > 3:
+            return pwrite(file, data[:3], offset)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", partial)
+        written.write({"bbbb": 2})
+        assert (tmp_path / "m.jsonl").read_text() == '{"a": 1}\n'
+    written.write({"c": 3})
+    assert (tmp_path / "m.jsonl").read_text() == '{"a": 1}\n{"bbbb": 2}\n{"c": 3}\n'
+    with pytest.raises(UserError, match="restore it"):
+        written.cut(10_000)
+    written.close()
+
+
+@pytest.fixture
+def own_set(tmp_path) -> Path:
+    return kills.write_set(tmp_path / "own", tokens=4000)
+
+
+def change_index(folder: Path, change) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    change(index)
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda d: (d / "train-00000.bin").unlink(), ["train-00000.bin: missing shard", "restore it or prepare"]),
+        (lambda d: (d / "train-00000.bin").write_bytes(b"12"), ["train-00000.bin: truncated: 2 bytes"]),
+        (lambda d: (d / "index.json").write_text("{}"), ["index.json", "format None"]),
+        (lambda d: (d / "index.json").write_text('{"format": "sink'), ["index.json: damaged"]),
+        (lambda d: (d / "index.json").rename(d / "progress.json"), ["unfinished", "run the same `sinkdlm data prepare` again"]),
+        (lambda d: change_index(d, lambda i: i["splits"]["train"].update(highest_id=64)), ["ids go up to 64", "vocab_size is 64"]),
+    ],
+)
+def test_bad_data_stops_a_run_before_it_starts(tmp_path, own_set, harm, words):
+    harm(own_set)
+    with pytest.raises(UserError) as failure:
+        run(recipe_of(own_set), tmp_path / "run")
+    assert all(word in str(failure.value) for word in words), failure.value
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_data_that_changed_is_refused_when_resuming(tmp_path, own_set, monkeypatch):
+    recipe = recipe_of(own_set)
+    interrupted(recipe, tmp_path / "run", monkeypatch, after=3)
+    index = (own_set / "index.json").read_text()
+    change_index(own_set, lambda i: i["tokenizer"].update(sha256="another"))
+    with pytest.raises(UserError, match="another tokenizer since the run began"):
+        run(recipe, tmp_path / "run")
+    (own_set / "index.json").write_text(index)
+    change_index(own_set, lambda i: i["splits"]["train"].update(documents=1))
+    with pytest.raises(UserError, match="changed since the run began"):
+        run(recipe, tmp_path / "run")
+    (own_set / "index.json").write_text(index)
+    run(recipe, tmp_path / "run")
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("token", "mask_id", "words"), [(64, 64, "beyond model.vocab_size = 64"), (5, 5, "is [MASK]")])
+def test_an_id_beyond_the_vocabulary_in_the_middle_keeps_the_steps_made(tmp_path, own_set, token, mask_id, words):
+    tokens = np.fromfile(own_set / "train-00000.bin", "<u2")
+    tokens[tokens == token] = 6
+    recipe = recipe_of(own_set, model={**TINY, "mask_id": mask_id}, save={"every": 100}, eval={"every": 0}, log={"probe_every": 0})
+    samples = loop.open_rows(recipe.data, "train", seed=recipe.train.seed, vocab_size=64, mask_id=64).batch(np.arange(20)).tokens
+    place = np.flatnonzero([tokens[i : i + 16].tolist() == samples[17].tolist() for i in range(0, len(tokens) - 16, 16)])[0] * 16
+    tokens[place + 3] = token
+    tokens.tofile(own_set / "train-00000.bin")
+    with pytest.raises(UserError) as failure:
+        run(recipe, tmp_path / "run")
+    assert words in str(failure.value)
+    assert "position 3" in str(failure.value)
+    assert (tmp_path / "run" / "checkpoints" / "step-0000000004").is_dir()  # sample 17 belongs to step 5
+
+
+def with_nan(monkeypatch, steps: set[int]) -> None:
+    loss = loop.denoising_loss
+
+    def sometimes(model, tokens, noisy, **more):
+        found = loss(model, tokens, noisy, **more)
+        return found._replace(total=found.total * float("nan")) if run_step[0] in steps else found
+
+    accumulate, run_step = loop.Trainer._accumulate, [0]
+
+    def count(self, batch):
+        run_step[0] = self.step + 1
+        return accumulate(self, batch)
+
+    monkeypatch.setattr(loop.Trainer, "_accumulate", count)
+    monkeypatch.setattr(loop, "denoising_loss", sometimes)
+
+
+def test_a_loss_that_is_not_finite_skips_its_step_and_is_counted(tmp_path, token_set, monkeypatch):
+    with_nan(monkeypatch, {2, 3, 5})
+    result, said = run(recipe_of(token_set), tmp_path / "run")
+    assert (result["steps"], result["updates"], result["skipped"]) == (6, 3, 3)
+    assert [line["loss"] is None for line in metrics(tmp_path / "run")] == [False, True, True, False, True, False]
+    assert [line["skipped"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 2, 3, 3]
+    assert sum("not finite, no update" in line for line in said) == 3
+    weights = load(tmp_path / "run" / "model").model.state_dict()
+    assert all(bool(weight.isfinite().all()) for weight in weights.values())
+
+
+def test_three_bad_steps_in_a_row_stop_the_run_with_the_last_good_state(tmp_path, token_set, monkeypatch):
+    recipe = recipe_of(token_set, save={"every": 100}, eval={"every": 0}, log={"probe_every": 0})
+    with monkeypatch.context() as patched:
+        with_nan(patched, {3, 4, 5})
+        with pytest.raises(UserError, match="steps 3 to 5: no finite loss 3 times in a row; the weights of step 2 are kept"):
+            run(recipe, tmp_path / "run")
+    good = recipe_of(token_set, train={"steps": 6}, save={"every": 2}, eval={"every": 0}, log={"probe_every": 0})
+    first = torch_state(tmp_path / "run" / "checkpoints" / "step-0000000005")
+    interrupted(good, tmp_path / "second", monkeypatch, after=3)
+    second = torch_state(tmp_path / "second" / "checkpoints" / "step-0000000002")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    result, _ = run(recipe, tmp_path / "run")  # goes on behind the bad steps
+    assert (result["steps"], result["updates"], result["skipped"]) == (6, 3, 3)
+
+
+def torch_state(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
+
+
+def test_another_recipe_in_the_same_folder_is_refused_with_the_keys(tmp_path, token_set):
+    run(recipe_of(token_set), tmp_path / "run")
+    with pytest.raises(UserError) as failure:
+        run(recipe_of(token_set, train={"lr": 2e-3}, model={**TINY, "n_sinks": 2}), tmp_path / "run")
+    message = str(failure.value)
+    assert "train.lr = 0.002, not 0.001" in message
+    assert "model.n_sinks = 2, not 1" in message
+    assert "min_lr" not in message
+    _, said = run(recipe_of(token_set, train={"micro_batch": 2}, save={"keep": 5}), tmp_path / "run")
+    assert any("finished before, after 6 steps" in line for line in said)
+
+
+def test_a_folder_has_one_run_and_one_process(tmp_path, token_set):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match="other files and no run"):
+        run(recipe_of(token_set), tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "x"
+    held = loop.RunFolder(tmp_path / "run", recipe_of(token_set))
+    with pytest.raises(UserError, match="another process trains there"):
+        run(recipe_of(token_set), tmp_path / "run")
+    held.close()
+    run(recipe_of(token_set), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"data": {"sets": {}}}, "data.sets: empty"),
+        ({"data": {"sets": {"nowhere": 1.0}}}, "nowhere: no such folder; make one with: sinkdlm data prepare"),
+        ({"data": {"length": 65}}, "data.length = 65: allowed is at most model.context_length = 64"),
+        ({"data": {"length": 64, "validation": "nowhere"}}, "nowhere: no such folder"),
+        ({"train": {"steps": None}}, "no budget; set one of train.steps, train.tokens, train.epochs, train.flops"),
+        ({"train": {"steps": None, "tokens": 10}}, "less than one step"),
+        ({"init": {"from": "x"}}, "no loader was given"),
+    ],
+)
+def test_a_run_that_cannot_start_says_why(tmp_path, token_set, sections, words):
+    with pytest.raises(UserError) as failure:
+        run(recipe_of(token_set, **sections), tmp_path / "run")
+    assert words in str(failure.value)
+
+
+# -- what a run leaves ------------------------------------------------------------------------------------------------------
+
+
+def test_the_run_folder_holds_everything(tmp_path, token_set):
+    recipe = recipe_of(token_set, train={"ema": 0.9}, save={"every": 2, "keep": 1, "milestones": [3]})
+    result, said = run(recipe, tmp_path / "run")
+    out = tmp_path / "run"
+    assert Recipe.load(out / "recipe.toml") == recipe
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-0000000006"]
+    start = json.loads((out / "environment.json").read_text())["starts"]
+    assert len(start) == 1
+    assert {"command", "commit", "torch", "threads", "time"} <= set(start[0])
+    milestone, final, average = (load(out / name) for name in ("milestones/step-3", "model", "ema"))
+    assert (milestone.provenance["steps"], final.provenance["steps"]) == (3, 6)
+    assert final.provenance["tokens_seen"] == 6 * 4 * 16
+    assert final.provenance["recipe"] == json.loads(json.dumps(recipe.to_dict()))
+    assert list(final.provenance["data"]) == [str(token_set)]
+    assert average.provenance["ema"] == 0.9
+    assert not torch.equal(average.model.embed.weight, final.model.embed.weight)
+    validations, probes = metrics(out, "validation"), metrics(out, "probe")
+    assert [line["step"] for line in validations] == [3, 6]
+    assert all(0 < line["loss"] < 10 and line["ema"]["loss"] > 0 and line["draws"] == 4 for line in validations)
+    assert [set(layer) for layer in probes[0]["layers"]] == 2 * [
+        {"top_content_share", "content_value_norm", "entropy", "sink_share", "sink_value_norm"}
+    ]
+    line = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+    assert {"seconds", "tokens_per_second", "flops_per_second"} <= set(line["timing"])
+    assert len(line["nll_by_ratio"]) == 4
+    assert result["model"] == str(out / "model")
+
+
+def test_training_learns(tmp_path, token_set):
+    recipe = recipe_of(
+        token_set,
+        train={"steps": 150, "batch": 16, "lr": 1e-2, "min_lr": 1e-3, "weight_decay": 0.0},
+        eval={"every": 75, "draws": 32},
+        log={"probe_every": 0},
+        save={"every": 1000},
+    )
+    run(recipe, tmp_path / "run")
+    losses = [line["loss"] for line in metrics(tmp_path / "run", "validation")]
+    assert losses[0] < 4.1  # uniform over 64 symbols is 4.16
+    assert losses[1] < losses[0] - 0.1
+
+
+def test_validation_is_the_same_in_any_cut(tmp_path, token_set):
+    from sinkdlm.diffusion import Schedule
+    from sinkdlm.training.evaluate import validate
+
+    recipe = recipe_of(token_set, train={"precision": "float64"})
+    run(recipe, tmp_path / "run")
+    model = load(tmp_path / "run" / "model").model
+    rows = loop.open_rows(recipe.data, "validation", seed=loop.VALIDATION_SEED, vocab_size=64, mask_id=64)
+    found = [validate(model, rows, 13, micro, Schedule(), loop.nullcontext) for micro in (1, 4, 13)]
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-12) == found[2]["loss"]
+    assert found[0]["loss"] == pytest.approx(metrics(tmp_path / "run", "validation")[-1]["loss"], rel=0.5)
+
+
+def test_learning_rate_warms_up_and_falls():
+    train = recipe_of(Path("x"), train={"warmup": 0.1, "lr": 1.0, "min_lr": 0.1, "steps": 100}).train
+    rates = [learning_rate(step, 100, train) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert rates[10] == 1.0
+    assert all(first >= second for first, second in zip(rates[10:], rates[11:], strict=False))
+    assert 0.1 < rates[-1] < 0.101
+    late = train.replace(min_warmup=50)
+    assert learning_rate(24, 100, late) == 0.5
+
+
+def test_budgets_agree():
+    train, config = recipe_of(Path("x"), train={"batch": 256}).train, ModelConfig.preset("smdm-472m")
+    bare = train.replace(steps=None)
+    assert budget_steps(bare.replace(flops=300e18), config, 2048, 10) == 202089  # as the paper's run
+    assert budget_steps(bare.replace(tokens=105.95e9), config, 2048, 10) == pytest.approx(202089, abs=10)
+    assert budget_steps(bare.replace(epochs=2.0), config, 2048, 2560) == 20
+    assert budget_steps(train, config, 2048, 10) == 6
+    with pytest.raises(UserError, match="steps and tokens: allowed is one budget"):
+        train.replace(tokens=5.0)
+    count = config.count_parameters().non_embedding
+    assert training_flops(config, 2048, 0.5) == 6 * (count + 0.5 * 32000 * 1280) + 12 * 18 * 1280 * 2048
+
+
+def test_a_later_budget_replaces_an_earlier_one(tmp_path):
+    (tmp_path / "a.toml").write_text('[model]\npreset = "nano"\n[train]\nsteps = 5\n[data.sets]\n"x" = 1\n')
+    (tmp_path / "part.toml").write_text("[train]\nlr = 1e-3\n")
+    (tmp_path / "b.toml").write_text('base = ["a.toml", "part.toml"]\n[train]\ntokens = 7\n[data.sets]\n"y" = 2\n')
+    recipe = Recipe.load(tmp_path / "b.toml")
+    assert (recipe.train.steps, recipe.train.tokens, recipe.train.lr) == (None, 7, 1e-3)
+    assert recipe.data.sets == {"y": 2.0}
+    assert Recipe.load(tmp_path / "b.toml", ["train.epochs=1"]).train.tokens is None
+
+
+# -- adaptation, SFT, options -----------------------------------------------------------------------------------------------
+
+
+def load_parent(recipe, dtype):
+    from sinkdlm.cli import _load_parent
+
+    return _load_parent(recipe, dtype)
+
+
+def test_adaptation_opens_attention_and_adds_a_sink(tmp_path, token_set):
+    parent = recipe_of(token_set, model={**TINY, "n_sinks": 0})
+    run(parent, tmp_path / "parent")
+    recipe = recipe_of(token_set, init={"from": str(tmp_path / "parent" / "model")}, train={"anneal": 0.5, "lr": 1e-9, "min_lr": 0.0})
+    run(recipe, tmp_path / "run", load_parent=load_parent)
+    before, after = load(tmp_path / "parent" / "model"), load(tmp_path / "run" / "model")
+    assert after.config.n_sinks == 1
+    torch.testing.assert_close(before.model.blocks[0].mlp.down.weight, after.model.blocks[0].mlp.down.weight)
+    assert after.provenance["parent"]["path"] == str(tmp_path / "parent" / "model")
+    full = recipe_of(token_set, init={"from": str(tmp_path / "parent" / "model")}, train={"lr": 1e-9, "min_lr": 0.0})
+    run(full, tmp_path / "full", load_parent=load_parent)
+    annealed, open_ = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("run", "full"))
+    assert annealed[0] != open_[0]  # causal at first
+    assert annealed[3:] == pytest.approx(open_[3:], rel=1e-5)  # full from the middle on
+    wrong = recipe_of(token_set, model={**TINY, "d_ff": 32}, init={"from": str(tmp_path / "parent" / "model")})
+    with pytest.raises(UserError, match="has d_ff = 24, model.d_ff is 32"):
+        run(wrong, tmp_path / "wrong", load_parent=load_parent)
+
+
+def test_a_run_with_documents_confined_and_random_lengths(tmp_path, token_set):
+    recipe = recipe_of(token_set, data={"documents": "confined", "random_lengths": 0.3, "length": 32})
+    run(recipe, tmp_path / "run")
+    losses = [line["loss"] for line in metrics(tmp_path / "run")]
+    assert len(losses) == 6
+    joined = recipe_of(token_set, data={"random_lengths": 0.3, "length": 32})
+    run(joined, tmp_path / "joined")
+    assert losses != [line["loss"] for line in metrics(tmp_path / "joined")]
+
+
+def test_numbers_of_a_line_are_flat_for_trackers():
+    line = {"kind": "x", "step": 1, "layers": [{"a": 1.0}, {"a": 2.0}], "n": None, "ok": True, "t": {"s": 3}}
+    assert dict(flat_numbers(line)) == {"step": 1.0, "layers/0/a": 1.0, "layers/1/a": 2.0, "t/s": 3.0}
+
+
+def test_tensorboard_gets_every_number(tmp_path, token_set):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(recipe_of(token_set, log={"probe_every": 3, "trackers": ["tensorboard"]}), tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    seen = [event.value for event in events.Scalars("train/loss")]
+    assert seen == pytest.approx([line["loss"] for line in metrics(tmp_path / "run")])
+    assert "probe/layers/0/sink_share" in events.Tags()["scalars"]
