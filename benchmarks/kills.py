@@ -164,7 +164,9 @@ def differences(first: Path, second: Path) -> list[str]:
         "average": (first / "ema", second / "ema"),
         "state": (newest[0], newest[1]),
     }.items():
-        tensors = [{key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()} for folder in pair]
+        tensors = [
+            {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()} for folder in pair
+        ]
         same = tensors[0].keys() == tensors[1].keys() and len(tensors[0]) > 0
         if not same or not all(tensors[0][key].tobytes() == tensors[1][key].tobytes() for key in tensors[0]):
             found.append(name)

@@ -33,7 +33,11 @@ def shrink(recipe: Recipe, data: Path, parent: Path) -> Recipe:
     )
     table = recipe.to_dict()
     table["model"] = small.model_dump()
-    table["data"] |= {"sets": {str(data): 1.0}, "length": 16, "stride": 17 if recipe.data.stride == recipe.data.length + 1 else None}
+    table["data"] |= {
+        "sets": {str(data): 1.0},
+        "length": 16,
+        "stride": 17 if recipe.data.stride == recipe.data.length + 1 else None,
+    }
     budget = {"steps": 1, "tokens": None, "epochs": None, "flops": None}
     table["train"] |= {**budget, "batch": 2, "micro_batch": None, "precision": "float32"}
     table["eval"]["draws"] = 2
@@ -63,7 +67,13 @@ def test_a_recipe_resolves_builds_and_takes_a_step(tmp_path, token_set, path):  
 
 
 def test_twins_differ_in_their_flags_alone():
-    for scale, base in (("paper", "smdm-472m"), ("paper", "qwen2.5-0.5b"), ("paper", "qwen2.5-1.5b"), ("small", "smdm-34m"), ("nano", "nano")):
+    for scale, base in (
+        ("paper", "smdm-472m"),
+        ("paper", "qwen2.5-0.5b"),
+        ("paper", "qwen2.5-1.5b"),
+        ("small", "smdm-34m"),
+        ("nano", "nano"),
+    ):
         vanilla, sink, gate = (Recipe.load(RECIPES / scale / f"{base}{tail}.toml") for tail in ("", "-sink", "-gate"))
         assert sink.differences(vanilla) == ["model.n_sinks = 1, not 0"]
         assert gate.differences(vanilla) == ["model.gate = 'elementwise', not 'none'"]
@@ -71,10 +81,17 @@ def test_twins_differ_in_their_flags_alone():
 
 
 def test_the_papers_numbers():
-    scratch, small, large = (Recipe.load(RECIPES / "paper" / f"{name}.toml") for name in ("smdm-472m", "qwen2.5-0.5b", "qwen2.5-1.5b"))
+    scratch, small, large = (
+        Recipe.load(RECIPES / "paper" / f"{name}.toml") for name in ("smdm-472m", "qwen2.5-0.5b", "qwen2.5-1.5b")
+    )
     sft = Recipe.load(RECIPES / "paper" / "sft-gsm8k-smdm-472m-sink.toml")
     assert (scratch.train.steps, scratch.train.batch, scratch.data.length, scratch.data.stride) == (202089, 256, 2048, 2049)
-    assert (scratch.train.lr, scratch.train.min_lr, scratch.train.betas, scratch.train.weight_decay) == (2e-4, 2e-5, (0.9, 0.95), 0.1)
+    assert (scratch.train.lr, scratch.train.min_lr, scratch.train.betas, scratch.train.weight_decay) == (
+        2e-4,
+        2e-5,
+        (0.9, 0.95),
+        0.1,
+    )
     assert (small.train.tokens, small.train.batch, small.train.lr, small.train.min_lr) == (30e9, 512, 1e-4, 1e-5)
     assert (large.train.tokens, large.train.batch) == (100e9, 4096)
     assert (sft.train.epochs, sft.train.batch, sft.data.length, sft.data.padding) == (10, 256, 256, "train")

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from benchmarks.kills import write_set
+
 from sinkdlm import UserError
 from sinkdlm.config import DataSection
 from sinkdlm.data.order import deal, rows_of

@@ -1,4 +1,5 @@
 import errno
+import itertools
 import json
 import os
 import resource
@@ -11,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmarks import kills
 from rich.console import Console
 
-from benchmarks import kills
 from sinkdlm import ModelConfig, Recipe, UserError, load
 from sinkdlm.planning import budget_steps, training_flops
 from sinkdlm.training import loop, state
@@ -243,9 +244,7 @@ def test_a_file_size_limit_stops_at_the_end_and_loses_nothing(tmp_path, token_se
     recipe = recipe_of(token_set, train={"ema": 0.9}, log={"every": 2, "probe_every": 0})
     run(recipe, tmp_path / "alone")
     limit = 40_000
-    process = start_cli(
-        recipe, tmp_path / "run", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    )
+    process = start_cli(recipe, tmp_path / "run", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
     out, said = process.communicate(timeout=120)
     assert process.returncode == 2, said
     assert "Traceback" not in said
@@ -497,7 +496,7 @@ def test_learning_rate_warms_up_and_falls():
     rates = [learning_rate(step, 100, train) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
     assert rates[10] == 1.0
-    assert all(first >= second for first, second in zip(rates[10:], rates[11:], strict=False))
+    assert all(first >= second for first, second in itertools.pairwise(rates[10:]))
     assert 0.1 < rates[-1] < 0.101
     late = train.replace(min_warmup=50)
     assert learning_rate(24, 100, late) == 0.5
@@ -536,21 +535,21 @@ def load_parent(recipe, dtype):
 
 
 def test_adaptation_opens_attention_and_adds_a_sink(tmp_path, token_set):
-    parent = recipe_of(token_set, model={**TINY, "n_sinks": 0})
+    parent, still = recipe_of(token_set, model={**TINY, "n_sinks": 0}), {"lr": 1e-9, "min_lr": 0.0}
     run(parent, tmp_path / "parent")
-    recipe = recipe_of(token_set, init={"from": str(tmp_path / "parent" / "model")}, train={"anneal": 0.5, "lr": 1e-9, "min_lr": 0.0})
+    recipe = recipe_of(token_set, init={"from": str(tmp_path / "parent" / "model")}, train=still | {"anneal": 0.5})
     run(recipe, tmp_path / "run", load_parent=load_parent)
     before, after = load(tmp_path / "parent" / "model"), load(tmp_path / "run" / "model")
     assert after.config.n_sinks == 1
     torch.testing.assert_close(before.model.blocks[0].mlp.down.weight, after.model.blocks[0].mlp.down.weight)
     assert after.provenance["parent"]["path"] == str(tmp_path / "parent" / "model")
-    full = recipe_of(token_set, init={"from": str(tmp_path / "parent" / "model")}, train={"lr": 1e-9, "min_lr": 0.0})
+    full = recipe_of(token_set, init={"from": str(tmp_path / "parent" / "model")}, train=still)
     run(full, tmp_path / "full", load_parent=load_parent)
     annealed, open_ = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("run", "full"))
     assert annealed[0] != open_[0]  # causal at first
     assert annealed[3:] == pytest.approx(open_[3:], rel=1e-5)  # full from the middle on
     wrong = recipe_of(token_set, model={**TINY, "d_ff": 32}, init={"from": str(tmp_path / "parent" / "model")})
-    with pytest.raises(UserError, match="has d_ff = 24, model.d_ff is 32"):
+    with pytest.raises(UserError, match=r"has d_ff = 24, model\.d_ff is 32"):
         run(wrong, tmp_path / "wrong", load_parent=load_parent)
 
 
@@ -579,3 +578,39 @@ def test_tensorboard_gets_every_number(tmp_path, token_set):
     seen = [event.value for event in events.Scalars("train/loss")]
     assert seen == pytest.approx([line["loss"] for line in metrics(tmp_path / "run")])
     assert "probe/layers/0/sink_share" in events.Tags()["scalars"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::ResourceWarning")
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
+def test_other_trackers_run_for_real_offline(tmp_path, token_set, monkeypatch, tracker):
+    pytest.importorskip(tracker)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    _, said = run(recipe_of(token_set, log={"probe_every": 0, "trackers": [tracker]}), tmp_path / "run")
+    assert not any("dropped" in line for line in said), said
+    identity = (tmp_path / "run" / f"{tracker}.id").read_text()
+    if tracker == "mlflow":
+        import mlflow
+
+        history = mlflow.MlflowClient().get_metric_history(identity, "train/loss")
+        assert [point.value for point in history] == pytest.approx([line["loss"] for line in metrics(tmp_path / "run")])
+    else:
+        assert list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{identity}"))
+
+
+def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on(tmp_path, token_set, monkeypatch):
+    from sinkdlm.training import monitor
+
+    class Failing:
+        def __init__(self, *_):
+            pass
+
+        def write(self, *_):
+            raise ConnectionError("no route\nto host")
+
+    monkeypatch.setitem(monitor.TRACKERS, "wandb", Failing)
+    _, said = run(recipe_of(token_set, log={"probe_every": 0, "trackers": ["wandb"]}), tmp_path / "run")
+    assert sum("wandb: dropped: no route; metrics.jsonl goes on" in line for line in said) == 1
+    assert len(metrics(tmp_path / "run")) == 6

@@ -5,16 +5,18 @@ set, each pass over its rows follows a keyed permutation of its own.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from sinkdlm.noise import permute
 
+Array = np.ndarray[Any, Any]
 _GRAIN = 1 << 20  # shares are kept in parts of this; int64 then counts 2**42 samples
 
 
-def deal(samples: np.ndarray, shares: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+def deal(samples: Array, shares: Sequence[float]) -> tuple[Array, Array]:
     """(set of each sample, its turn within that set), for sample numbers (B,).
 
     The first set takes sample n where floor((n + 1) w) steps up from floor(n w); what is left is renumbered without gaps and dealt
@@ -35,7 +37,7 @@ def deal(samples: np.ndarray, shares: Sequence[float]) -> tuple[np.ndarray, np.n
     return chosen, turns
 
 
-def rows_of(turns: np.ndarray, n_rows: int, seed: int, number: int) -> np.ndarray:  # type: ignore[type-arg]
+def rows_of(turns: Array, n_rows: int, seed: int, number: int) -> Array:
     """The row that each turn of set `number` reads: pass after pass, each in an order of its own."""
     passes = turns // n_rows
     rows = np.empty_like(turns)

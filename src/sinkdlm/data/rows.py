@@ -5,22 +5,19 @@ Owns how a row is cut and filled. A batch is a pure function of its sample numbe
 B rows, T tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sinkdlm.config import DataSection
-from sinkdlm.data.order import deal, rows_of
+from sinkdlm.data.order import Array, deal, rows_of
 from sinkdlm.data.shards import Split, open_split
 from sinkdlm.errors import DataError
 from sinkdlm.noise import Stream, uniform
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -47,18 +44,15 @@ class Batch:
         return Batch(self.tokens[part], self.samples[part], _cut(self.maskable, part), lengths, _cut(self.documents, part))
 
     def to(self, device: torch.device) -> "Batch":
-        def move(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.to(device, non_blocking=True)
-
-        moved = move(self.tokens), move(self.samples)
-        assert moved[0] is not None
-        assert moved[1] is not None
-        return Batch(*moved, move(self.maskable), move(self.lengths), move(self.documents))
+        return self._each(lambda part: part.to(device, non_blocking=True))
 
     def pinned(self) -> "Batch":
         """In page-locked memory, from which a GPU copies while it computes."""
-        parts = (self.tokens, self.samples, self.maskable, self.lengths, self.documents)
-        return Batch(*(None if part is None else part.pin_memory() for part in parts))  # type: ignore[arg-type]
+        return self._each(lambda part: part.pin_memory())
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        optional = (None if part is None else change(part) for part in (self.maskable, self.lengths, self.documents))
+        return Batch(change(self.tokens), change(self.samples), *optional)
 
 
 def _cut(x: Tensor | None, part: slice) -> Tensor | None:
@@ -203,9 +197,7 @@ class Rows:
             )
 
 
-def open_rows(
-    section: DataSection, split: str, *, seed: int, vocab_size: int, mask_id: int
-) -> Rows | None:
+def open_rows(section: DataSection, split: str, *, seed: int, vocab_size: int, mask_id: int) -> Rows | None:
     """The rows of a recipe's sets, or of what it validates on (None where there is nothing to validate on)."""
     if not section.sets:
         raise DataError("data.sets: empty; name a prepared set: --set 'data.sets={\"data/mine\"=1}'")

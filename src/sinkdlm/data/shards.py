@@ -18,7 +18,7 @@ from sinkdlm.errors import DataError
 INDEX = "index.json"
 FORMAT, VERSION = "sinkdlm-tokens", 1
 SPLITS = ("train", "validation")
-_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _ROW_DTYPE = np.dtype("<u4")
 # SMDM's packed files: magic, version, dtype code, tokens in the file.
 _PACKED_MAGIC = b"LITPKDS"
@@ -120,7 +120,9 @@ def open_split(folder: str | Path, split: str = "train") -> Split:
     datatrove = sorted(path for path in folder.rglob("*.ds"))
     packed = sorted(path for path in folder.glob("*.bin") if _is_packed(path))
     if not datatrove and not packed:
-        raise DataError(f"{folder}: no token shards: neither {INDEX} of `sinkdlm data prepare`, nor datatrove's *.ds, nor LITPKDS *.bin")
+        raise DataError(
+            f"{folder}: no token shards: neither {INDEX} of `sinkdlm data prepare`, nor datatrove's *.ds, nor LITPKDS *.bin"
+        )
     shards = [_datatrove_shard(path) for path in datatrove] if datatrove else [_packed_shard(path) for path in packed]
     if split != "train":
         shards = []
@@ -135,8 +137,11 @@ def _open_own(folder: Path, split: str) -> Split:
         content = path.read_bytes()
         index = json.loads(content)
         if index.get("format") != FORMAT or index.get("version") != VERSION:
-            raise DataError(f"{path}: format {index.get('format')!r}, version {index.get('version')!r}: not one that this version reads")
-        dtype, part = _DTYPES[index["dtype"]], index["splits"][split]
+            raise DataError(
+                f"{path}: format {index.get('format')!r}, version {index.get('version')!r}: not one that this version reads"
+            )
+        dtype: np.dtype[Any] = _DTYPES[index["dtype"]]
+        part = index["splits"][split]
         shards = [
             Shard(
                 folder / entry["file"],

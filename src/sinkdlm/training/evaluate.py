@@ -68,9 +68,8 @@ def validate(
     for cpu_batch in draws(rows, n_draws, micro_batch):
         batch = cpu_batch.to(device)
         noisy = corrupt_fixed(batch, model, schedule)
-        more = {} if batch.documents is None else {"documents": batch.documents}
         with precision():
-            loss = denoising_loss(model, batch.tokens, noisy, denominator=1.0, lengths=batch.lengths, **more)
+            loss = denoising_loss(model, batch.tokens, noisy, denominator=1.0, lengths=batch.lengths, documents=batch.documents)
         per_position = torch.zeros(batch.tokens.shape, dtype=torch.float64, device=device)
         per_position[loss.scored] = loss.nll.double()
         losses.append(per_position.sum(1) * noisy.weight)
@@ -79,7 +78,12 @@ def validate(
     total = torch.cat(losses)
     per_row = scored / n_draws
     stderr = float(total.std() / n_draws**0.5) / per_row if n_draws > 1 else None
-    return {"loss": float(total.sum()) / scored, "stderr": stderr, "draws": n_draws, "nll_by_ratio": buckets.means(buckets.sums.tolist())}
+    return {
+        "loss": float(total.sum()) / scored,
+        "stderr": stderr,
+        "draws": n_draws,
+        "nll_by_ratio": buckets.means(buckets.sums.tolist()),
+    }
 
 
 @torch.no_grad()
@@ -87,8 +91,8 @@ def probe(model: DiffusionLM, rows: Rows, n_rows: int, schedule: Schedule, preci
     """Per layer: the share of attention on sinks, on the most attended content position, and the value norms (eq. 16)."""
     batch = rows.batch(np.arange(n_rows)).to(model.embed.weight.device)
     noisy = corrupt_fixed(batch, model, schedule)
-    logits = [block.attention.sink_logit for block in model.blocks] if model.config.has_sink_logit else None
-    watcher = Watcher(sink_logits=logits)  # type: ignore[arg-type]
+    logits = [weight for name, weight in model.named_parameters() if name.endswith("sink_logit")]
+    watcher = Watcher(sink_logits=logits or None)
     with precision():
         model(noisy.tokens[:, :_PROBE_TOKENS], observe=watcher)
     found = []

@@ -134,7 +134,9 @@ class Trainer:
         for name, mark in facts["data"].items():
             now = marks.get(name, {})
             if now.get("tokenizer") != mark["tokenizer"]:
-                raise TrainError(f"{name}: prepared with another tokenizer since the run began; restore it, or choose another --out")
+                raise TrainError(
+                    f"{name}: prepared with another tokenizer since the run began; restore it, or choose another --out"
+                )
             if now != mark:
                 raise TrainError(f"{name}: changed since the run began; restore it, or choose another --out")
         return facts
@@ -283,10 +285,7 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         masked = torch.zeros((), dtype=torch.float64, device=self.device)
         buckets = BucketedLoss(self.device)
-        extra: dict[str, Any] = {}
         opening = self._opening()
-        if opening is not None:
-            extra["opening"] = opening
         for start in range(0, batch.tokens.shape[0], self.micro_batch):
             piece = batch.rows(slice(start, start + self.micro_batch))
             noisy = corrupt(
@@ -298,11 +297,15 @@ class Trainer:
                 times=self.plan.times,
                 maskable=piece.maskable,
             )
-            if piece.documents is not None:
-                extra["documents"] = piece.documents
             with self._precision():
                 loss = denoising_loss(
-                    self.model, piece.tokens, noisy, denominator=denominator, lengths=piece.lengths, **extra
+                    self.model,
+                    piece.tokens,
+                    noisy,
+                    denominator=denominator,
+                    lengths=piece.lengths,
+                    documents=piece.documents,
+                    opening=opening,
                 )
             loss.total.backward()
             total += loss.total.detach().double()
@@ -381,9 +384,7 @@ class Trainer:
             layers = probe(self.model, looks, log.probe_rows, self.schedule, self._precision)
             self.monitor.line({"kind": "probe", "step": self.step, "layers": layers})
         if log.sample_every and (self.step % log.sample_every == 0 or last) and self.tokenizer is not None:
-            text = sample_text(
-                self.model, self.tokenizer, log.sample_prompt, log.sample_length, self.plan.seed, self._precision
-            )
+            text = sample_text(self.model, self.tokenizer, log.sample_prompt, log.sample_length, self.plan.seed, self._precision)
             self.monitor.line({"kind": "sample", "step": self.step, "text": text})
             self.monitor.say(f"step {self.step}: {text!r}")
 
@@ -416,7 +417,9 @@ class Trainer:
                 kept = self.states.steps()
                 last = f"the last whole state is of step {kept[0]}" if kept else "no state was written yet"
                 raise TrainError(f"{failure}; {last}; make room and run the same command again") from None
-            self.monitor.say(f"step {self.step}: state not saved: {failure}; going on, next try after {self.recipe.save.every} steps")
+            self.monitor.say(
+                f"step {self.step}: state not saved: {failure}; going on, next try after {self.recipe.save.every} steps"
+            )
 
     def _finish_writing(self) -> None:
         try:

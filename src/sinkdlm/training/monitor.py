@@ -7,8 +7,9 @@ Computes nothing about the run itself.
 import contextlib
 import json
 import os
+import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ class WeightsAndBiases:
             import wandb
         except ImportError:
             raise TrainError("log.trackers: wandb needs: pip install 'sinkdlm[track]'") from None
-        identity = _identity(folder, "wandb", wandb.util.generate_id)
+        identity = _identity(folder, "wandb", lambda: secrets.token_hex(4))
         self._run = wandb.init(
             project=log.project, name=folder.name, id=identity, resume="allow", dir=str(folder), config=dict(settings)
         )
@@ -135,7 +136,7 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
-def _identity(folder: Path, tracker: str, make: Any) -> str:
+def _identity(folder: Path, tracker: str, make: Callable[[], str]) -> str:
     """The tracker's name for this run, kept in the run folder so that a resumed run goes on under it."""
     path = folder / f"{tracker}.id"
     if not path.exists():
@@ -143,7 +144,11 @@ def _identity(folder: Path, tracker: str, make: Any) -> str:
     return path.read_text().strip()
 
 
-TRACKERS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
+def _first_line(failure: Exception) -> str:
+    return (str(failure).splitlines() or [type(failure).__name__])[0]
+
+
+TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
 
 
 class Monitor:
@@ -152,13 +157,19 @@ class Monitor:
     def __init__(self, folder: Path, log: LogSection, console: Console) -> None:
         self.folder, self.console, self._log = folder, console, log
         self.metrics = Metrics(folder / "metrics.jsonl")
-        self._trackers: list[Any] = []
+        self._trackers: dict[str, Any] = {}
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._spoken = 0.0
 
     def begin(self, step: int, steps: int, settings: Mapping[str, Any]) -> None:
-        self._trackers = [TRACKERS[name](self.folder, self._log, settings, step) for name in self._log.trackers]
+        for name in self._log.trackers:
+            try:
+                self._trackers[name] = TRACKERS[name](self.folder, self._log, settings, step)
+            except TrainError:
+                raise
+            except Exception as failure:  # whatever the tracker's package raises
+                raise TrainError(f"log.trackers: {name} cannot start: {_first_line(failure)}") from None
         if self.console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[seen]}"), TimeRemainingColumn())
             self._bar = Progress(*columns, console=self.console)
@@ -172,8 +183,8 @@ class Monitor:
         """One line of metrics, to the file and the trackers."""
         self.metrics.write(line)
         numbers = {f"{line['kind']}/{name}": value for name, value in flat_numbers(line) if name != "step"}
-        for tracker in self._trackers:
-            tracker.write(line["step"], numbers)
+        for name in list(self._trackers):
+            self._guarded(name, lambda tracker: tracker.write(line["step"], numbers))
 
     def progress(self, step: int, steps: int, seen: str) -> None:
         if self._bar is not None and self._task is not None:
@@ -186,7 +197,15 @@ class Monitor:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        for tracker in self._trackers:
-            tracker.close()
-        self._trackers = []
+        for name in list(self._trackers):
+            self._guarded(name, lambda tracker: tracker.close())
+        self._trackers = {}
         self.metrics.close()
+
+    def _guarded(self, name: str, use: Callable[[Any], None]) -> None:
+        """A tracker that fails in the middle is dropped: a run does not end because a server did."""
+        try:
+            use(self._trackers[name])
+        except Exception as failure:
+            del self._trackers[name]
+            self.say(f"{name}: dropped: {_first_line(failure)}; metrics.jsonl goes on")

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from sinkdlm.checkpoint import fingerprint, written_aside
 from sinkdlm.errors import CheckpointError, TrainError
@@ -135,7 +136,7 @@ def _save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(path=str(folder)), no_dist=True)
+            save_state(dict(tensors), storage_writer=HuggingFaceStorageWriter(path=str(folder)), no_dist=True)
     except CheckpointException as failure:  # one process: one cause
         cause = next((error for error, _ in failure.failures.values()), failure)
         raise OSError(getattr(cause, "errno", None) or 0, getattr(cause, "strerror", None) or str(cause)) from failure
@@ -145,4 +146,4 @@ def _load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(path=str(folder)), no_dist=True)
+        load_state(dict(tensors), storage_reader=HuggingFaceStorageReader(path=str(folder)), no_dist=True)
