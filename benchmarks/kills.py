@@ -151,6 +151,10 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key != "timing"} for line in lines]
 
 
+def read_tensors(folder: Path) -> dict[str, Any]:
+    return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
+
+
 def differences(first: Path, second: Path) -> list[str]:
     """What differs between the ends of two runs; nothing is the only good answer."""
     found = []
@@ -164,9 +168,7 @@ def differences(first: Path, second: Path) -> list[str]:
         "average": (first / "ema", second / "ema"),
         "state": (newest[0], newest[1]),
     }.items():
-        tensors = [
-            {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()} for folder in pair
-        ]
+        tensors = [read_tensors(folder) for folder in pair]
         same = tensors[0].keys() == tensors[1].keys() and len(tensors[0]) > 0
         if not same or not all(tensors[0][key].tobytes() == tensors[1][key].tobytes() for key in tensors[0]):
             found.append(name)

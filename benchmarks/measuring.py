@@ -124,14 +124,14 @@ def record(name: str, figures: dict[str, Any], *, device: str, settings: dict[st
     }
 
 
-def write(entry: dict[str, Any], out: Path | None) -> None:
-    """Prints the record and, with --out, writes it to a file of its own."""
+def write(entry: dict[str, Any], out: Path | None, *, subject: str = "") -> None:
+    """Prints the record and, with --out, writes it to a file of its own, named by benchmark, subject and hardware."""
     text = json.dumps(entry, indent=2)
     print(text, flush=True)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         kind = entry["hardware"].get("gpu", f"cpu-{entry['hardware']['machine']}").lower().replace(" ", "-")
-        (out / f"{entry['benchmark']}-{kind}.json").write_text(text + "\n")
+        (out / f"{entry['benchmark']}{f'-{subject}' if subject else ''}-{kind}.json").write_text(text + "\n")
 
 
 def arguments(description: str) -> argparse.Namespace:

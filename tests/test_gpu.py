@@ -6,7 +6,9 @@ from benchmarks.attention import FORMS, make_inputs, relative_errors
 from benchmarks.noise import digest
 
 from conftest import VARIANTS, small_model, small_tokens
+from sinkdlm.attention import Opening, attend, pair_bits
 from sinkdlm.diffusion import corrupt, denoising_loss
+from test_visibility import random_rule
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,3 +75,147 @@ def test_inductor_gives_the_eager_loss_in_bf16(name):
     compiled.backward()
     assert abs(compiled.item() / eager.item() - 1) < 0.02
     assert all(torch.isfinite(weight.grad).all() for weight in model.parameters())
+
+
+# -- documents and openings ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiles(test):
+    return pytest.mark.filterwarnings("ignore")(pytest.mark.usefixtures("fresh_compiler")(test))
+
+
+def attended(inputs, grad, rule, form):
+    """Output and gradients; four inputs are q, k, v and a sink logit."""
+    batch, n_sinks = inputs[0].shape[0], 0 if len(inputs) == 4 else inputs[3].shape[2]
+    visible = rule.blocks(batch, n_sinks) if form == "flex" else rule.dense()
+    named = {"sink_logit": inputs[3]} if len(inputs) == 4 else {"sink_k": inputs[3], "sink_v": inputs[4]}
+    out = attend(*inputs[:3], **named, visible=visible, form=form)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("shape", "share", "has_logit"),
+    [
+        ((2, 1000, 14, 2, 64), None, False),
+        ((2, 1000, 14, 2, 64), 0.3, False),
+        ((2, 1000, 14, 2, 64), 0.3, True),
+        ((2, 1024, 4, 4, 128), 0.0, False),
+        ((2, 1024, 4, 4, 128), None, True),
+        ((3, 33, 6, 2, 16), 0.3, False),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "floor"), [(torch.bfloat16, 2e-3), (torch.float32, 5e-6)])
+def test_flex_is_as_exact_as_the_dense_mask(dtype, floor, shape, share, has_logit):
+    inputs = make_inputs(shape, "cuda", dtype)
+    if has_logit:
+        inputs = [*inputs[:3], torch.linspace(-2, 3, shape[2], device="cuda").requires_grad_()]
+    grad = torch.randn(inputs[0].shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda").to(dtype)
+    rule = random_rule(shape[0], shape[1], share, padded=True, device="cuda")
+    exact = attended([x.detach().double().requires_grad_() for x in inputs], grad.double(), rule, "naive")
+    masked = attended(inputs, grad, rule, "merge:efficient" if has_logit else "append")
+    for i, (ours, theirs, right) in enumerate(zip(attended(inputs, grad, rule, "flex"), masked, exact, strict=True)):
+        errors = [float((x.double() - right).norm() / right.norm()) for x in (ours, theirs)]
+        assert errors[0] <= 2 * errors[1] + floor, (i, errors)
+
+
+def options(batch, n_tokens, step=0, lengths=None):
+    generator = torch.Generator().manual_seed(step)
+    ids = (torch.rand(batch, n_tokens, generator=generator) < 0.01).cumsum(1).cuda()
+    opening = Opening(0.1 + 0.2 * step, step)
+    inside = {} if lengths is None else {"lengths": lengths}
+    return {
+        "documents": {"documents": ids, **inside},
+        "opening": {"opening": opening},
+        "both": {"documents": ids, "opening": opening},
+    }
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("vanilla", "both"),
+        ("sinks-4", "documents"),
+        ("sinks-2-end-zero-gate", "documents"),
+        ("logit", "both"),
+        ("parent", "documents"),
+        ("register-2-end-zero", "opening"),
+    ],
+)
+def test_a_model_with_flex_is_the_model_with_a_mask(name, given):
+    """float32, loss and gradients, without compiled blocks: attention alone is compiled."""
+    tokens, lengths = small_tokens(3, 300).cuda(), torch.tensor([300, 40, 257]).cuda()
+    inside = torch.arange(300, device="cuda") < lengths[:, None]
+    results = []
+    for form in ("naive", "auto"):
+        model = small_model(dtype=torch.float32, attention=form, d_model=96, n_heads=6, **VARIANTS[name]).cuda()
+        assert model.attention_choice(documents=True).form == ("naive" if form == "naive" else "flex")
+        noisy = corrupt(tokens, torch.arange(3), seed=0, mask_id=model.config.mask_id, maskable=inside)
+        loss = denoising_loss(model, tokens, noisy, denominator=10.0, **options(3, 300, lengths=lengths)[given]).total
+        loss.backward()
+        results.append([loss.detach(), *(weight.grad for weight in model.parameters())])
+    for masked, fused in zip(*results, strict=True):
+        assert (masked - fused).norm() <= 2e-3 * masked.norm() + 1e-6
+
+
+@compiles
+@pytest.mark.parametrize(("name", "given"), [("sink", "opening"), ("sinks-2-end-zero-gate", "documents"), ("logit", "both")])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.02), (torch.float32, 1e-3)])
+def test_compiled_blocks_take_documents_and_openings(dtype, tolerance, name, given):
+    flags = {"d_model": 96, "n_heads": 6, **VARIANTS[name]}
+    model, masked = (small_model(dtype=dtype, attention=form, **flags).cuda() for form in ("flex", "naive"))
+    for block in model.blocks:
+        block.compile(fullgraph=True)
+    tokens = small_tokens(4, 256).cuda()
+    for step in range(3):
+        noisy = corrupt(tokens, torch.arange(4) + 4 * step, seed=0, mask_id=model.config.mask_id)
+        given_now = options(4, 256, step)[given]
+        compiled, expected = (
+            denoising_loss(m, tokens, noisy, denominator=tokens.numel(), **given_now).total for m in (model, masked)
+        )
+        compiled.backward()
+        assert abs(compiled.item() / expected.item() - 1) <= tolerance
+    assert all(torch.isfinite(weight.grad).all() for weight in model.parameters())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # new documents, shares and keys are data
+
+
+def peak_growth(call):
+    call()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@compiles
+@pytest.mark.parametrize("share", [None, 0.3])
+def test_flex_holds_no_tokens_by_tokens_tensor(share):
+    tokens = 4096
+    inputs = make_inputs((1, tokens, 2, 2, 16), "cuda", torch.bfloat16)
+    grad = torch.ones_like(inputs[0])
+    rule = random_rule(1, tokens, share, device="cuda")
+    assert peak_growth(lambda: attended(inputs, grad, rule, "flex")) < tokens * tokens // 2
+    assert peak_growth(lambda: attended(inputs, grad, rule, "append")) > tokens * tokens
+    model = small_model(dtype=torch.bfloat16, d_model=96, n_heads=6, n_sinks=1).cuda()
+    given = options(1, tokens)["documents" if share is None else "both"]
+    with torch.no_grad():
+        assert peak_growth(lambda: model(small_tokens(1, tokens).cuda(), **given)) < tokens * tokens
+
+
+@compiles
+def test_pair_bits_are_the_same_in_a_compiled_kernel():
+    words = torch.randint(-(2**31), 2**31, (2, 512), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    expected = pair_bits(words[0][:, None], words[1])
+    assert torch.equal(torch.compile(pair_bits)(words[0].cuda()[:, None], words[1].cuda()).cpu(), expected)
+    for share in (0.0, 0.3):
+        assert torch.equal(random_rule(2, 300, share, device="cuda").dense().cpu(), random_rule(2, 300, share).dense())

@@ -18,6 +18,8 @@ app = typer.Typer(
 )
 recipe_app = typer.Typer(help="Look at recipes.", rich_markup_mode=None, no_args_is_help=True)
 app.add_typer(recipe_app, name="recipe")
+data_app = typer.Typer(help="Prepare training data, and look at it.", rich_markup_mode=None, no_args_is_help=True)
+app.add_typer(data_app, name="data")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in train.lr=1e-4.")]
@@ -141,6 +143,236 @@ def convert(
     if report["tokenizer"] is None:
         typer.echo("       no tokenizer; --tokenizer adds one")
     typer.echo(f"wrote  {report['wrote']} in {report['path']}, {report['dtype']}")
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.toml")],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder; by default runs/ and the recipe's name.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Pretrain, adapt from an AR parent, or fine-tune: what the recipe says. The same command goes on where a run stopped."""
+    from sinkdlm.config import Recipe
+
+    resolved = Recipe.load(recipe, overrides or [])
+    from sinkdlm.training.loop import Stopped
+    from sinkdlm.training.loop import train as run
+
+    try:
+        found = run(resolved, out or Path("runs") / recipe.stem, load_parent=_load_parent, device=device)
+    except Stopped as stopped:
+        print(f"sinkdlm: {stopped}", file=sys.stderr)
+        raise SystemExit(128 + stopped.number) from None
+    typer.echo(json.dumps(found, indent=2) if as_json else f"{found['model']}: {found['tokens']:,} tokens, {found['steps']} steps")
+
+
+def _load_parent(recipe: Any, dtype: Any) -> Any:
+    """init.from of a recipe: whatever `convert` reads, with the variant that [model] asks for."""
+    from sinkdlm import interop
+
+    wanted = recipe.model.to_dict()
+    return interop.load_any(
+        recipe.init.from_,
+        {key: wanted[key] for key in interop.FREE_KEYS},
+        sink_init=recipe.init.sink_init,
+        gate_init=recipe.init.gate_init,
+        seed=recipe.train.seed,
+        dtype=dtype,
+    )
+
+
+@app.command()
+def sample(
+    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint, or anything that `convert` reads.")],
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "",
+    length: Annotated[int, typer.Option(min=1, help="Tokens to write after the prompt.")] = 64,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; by default one a token.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    n: Annotated[int, typer.Option("--n", min=1, help="How many texts.")] = 1,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write text with a model, the positions it is surest of first."""
+    import torch
+
+    from sinkdlm import interop
+    from sinkdlm.errors import UserError
+    from sinkdlm.sampling import generate
+
+    lm = interop.load_any(checkpoint, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if lm.tokenizer is None:
+        raise UserError(f"{checkpoint}: has no tokenizer; add one with: sinkdlm convert {checkpoint} DST --tokenizer T")
+    ids = lm.tokenizer.encode(prompt, add_special_tokens=False) if prompt else []
+    if len(ids) + length > lm.config.context_length:
+        raise UserError(f"prompt of {len(ids)} and --length {length}: the model reads at most {lm.config.context_length} tokens")
+    start = torch.tensor([ids] * n, dtype=torch.int64, device=lm.model.embed.weight.device).reshape(n, -1)
+    with lm.model.inference():
+        out = generate(
+            lm.model.denoiser(),
+            prompt=start,
+            length=len(ids) + length,
+            mask_id=lm.config.mask_id,
+            steps=steps,
+            temperature=temperature,
+            seed=seed,
+        )
+    texts = [lm.tokenizer.decode(row) for row in out.tokens.tolist()]
+    if as_json:
+        rows = [{"text": text, "tokens": row} for text, row in zip(texts, out.tokens.tolist(), strict=True)]
+        typer.echo(json.dumps({"steps": out.steps, "seed": seed, "samples": rows}, indent=2))
+        return
+    for text in texts:
+        typer.echo(text)
+
+
+class DataKind(StrEnum):
+    TEXT, SFT, GSM8K_TWO_STAGE, GSM8K_ONE_STAGE = "text", "sft", "gsm8k-two-stage", "gsm8k-one-stage"
+
+
+class Documents(StrEnum):
+    FILE, LINE, PARAGRAPH = "file", "line", "paragraph"
+
+
+class Executor(StrEnum):
+    LOCAL, DATATROVE, SLURM, RAY = "local", "datatrove", "slurm", "ray"
+
+
+class ExampleKind(StrEnum):
+    TEXT, SFT = "text", "sft"
+
+
+def _count(text: str) -> int:
+    """A number that may end in K, M or G, as in 100M."""
+    scale = {"K": 10**3, "M": 10**6, "G": 10**9}.get(text[-1:].upper(), 1)
+    try:
+        return int(float(text[:-1]) * scale) if scale > 1 else int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no number of tokens, such as 100M") from None
+
+
+def _read_tokenizer(path: Path) -> Any:
+    """Of a checkpoint, a folder, a tokenizer.json, a SentencePiece model, or a model that carries one (GGUF)."""
+    from sinkdlm.errors import UserError
+    from sinkdlm.interop import open_source
+    from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of
+
+    if not path.is_file() or path.suffix in (".json", ".model"):
+        return read_tokenizer_at(path)
+    found = tokenizer_of(open_source(path))
+    if found is None:
+        raise UserError(f"{path}: holds no tokenizer; give a tokenizer.json, a SentencePiece .model, or a folder with one")
+    return found
+
+
+def _say_prepared(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    if found["already"]:
+        typer.echo(f"{found['out']}: already prepared, with these settings and inputs")
+    for split, part in found["splits"].items():
+        what = "documents" if found["kind"] == "text" else "examples"
+        typer.echo(
+            f"{split:11s}{part['tokens']:,} tokens in {part['documents']:,} {what}, {part['shards']} shards of {found['dtype']}"
+        )
+    for note in found["notes"]:
+        typer.echo(f"note       {note}")
+    if "seconds" in found:
+        rate = f"{found['bytes'] / found['seconds'] / 1e6:.1f} MB/s, {found['tokens_per_second'] / 1e6:.2f}M tokens/s"
+        typer.echo(f"wrote      {found['out']} in {found['seconds']:.1f} s ({rate})")
+
+
+@data_app.command("prepare")
+def data_prepare(
+    inputs: Annotated[list[str], typer.Argument(metavar="IN...", help="Files, folders, or data sets of the Hugging Face hub.")],
+    tokenizer: Annotated[Path, typer.Option(help="A checkpoint, folder, tokenizer.json, SentencePiece .model or GGUF.")],
+    out: Annotated[Path, typer.Option(help="The folder of token shards to write, or to go on with.")],
+    kind: Annotated[DataKind, typer.Option(help="Running text, or examples of prompt and response.")] = DataKind.TEXT,
+    field: Annotated[str, typer.Option(help="The field of jsonl, parquet or hub rows that holds the text.")] = "text",
+    documents: Annotated[Documents, typer.Option(help="What one document is in a .txt or .md file.")] = Documents.FILE,
+    validation: Annotated[float, typer.Option(min=0.0, max=0.999, help="Share of documents held out.")] = 0.01,
+    shard_tokens: Annotated[Any, typer.Option(parser=_count, metavar="N", help="Tokens in a shard.")] = "100M",
+    length: Annotated[int | None, typer.Option(min=2, help="Examples of more tokens are left out.")] = None,
+    eos: Annotated[int | None, typer.Option(min=0, help="Id that ends a document; by default the tokenizer's own.")] = None,
+    bos: Annotated[bool | None, typer.Option("--bos/--no-bos", help="Examples: BOS or not; by default what T does.")] = None,
+    split: Annotated[str, typer.Option(help="Of a hub data set.")] = "train",
+    config: Annotated[str | None, typer.Option(help="Of a hub data set.")] = None,
+    executor: Annotated[Executor, typer.Option(help="This process, or datatrove's: local, Slurm, Ray.")] = Executor.LOCAL,
+    tasks: Annotated[int, typer.Option(min=1, help="datatrove: parts that the files are dealt to.")] = 1,
+    workers: Annotated[int, typer.Option(min=-1, help="datatrove: tasks at a time, -1 for all.")] = -1,
+    partition: Annotated[str | None, typer.Option(help="Slurm: the partition.")] = None,
+    time: Annotated[str, typer.Option(help="Slurm: time limit of a task.")] = "24:00:00",
+    logging_dir: Annotated[Path | None, typer.Option(help="datatrove: its logs; by default logs/ in the output.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Turn text into token shards: text, jsonl, parquet or a hub data set. The same command goes on where it was interrupted."""
+    from sinkdlm.data.prepare import Settings, prepare
+
+    settings = Settings(
+        kind=kind.value,
+        field=field,
+        documents=documents.value,
+        validation=validation,
+        shard_tokens=shard_tokens,
+        length=length,
+        eos_id=eos,
+        bos=bos,
+        split=split,
+        config=config,
+    )
+    from sinkdlm.data.inputs import find_sources
+
+    find_sources(inputs, split=split, config=config)  # a wrong name is said before the tokenizer is read
+    loaded = _read_tokenizer(tokenizer)
+    if executor is Executor.LOCAL:
+        _say_prepared(prepare(inputs, loaded, out, settings, source=str(tokenizer)), as_json)
+        return
+    from sinkdlm.data.scale import prepare_at_scale
+
+    found = prepare_at_scale(
+        inputs,
+        loaded,
+        out,
+        settings,
+        executor=executor.value,
+        tasks=tasks,
+        workers=workers,
+        partition=partition,
+        time=time,
+        logging_dir=logging_dir,
+    )
+    typer.echo(json.dumps(found, indent=2) if as_json else found["said"])
+
+
+@data_app.command("info")
+def data_info(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Our shards, datatrove's *.ds, or SMDM's packed *.bin.")],
+    samples: Annotated[int, typer.Option(min=0, help="Documents or examples to show.")] = 2,
+    tokenizer: Annotated[Path | None, typer.Option(help="To decode samples; by default the one in DIR.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check every size and checksum of a set, count it, and show some of it as text."""
+    from sinkdlm.data.inspect import describe, read_set
+
+    found = read_set(folder, _read_tokenizer(tokenizer) if tokenizer else None, samples=samples)
+    typer.echo(json.dumps(found, indent=2, ensure_ascii=False) if as_json else describe(found))
+
+
+@data_app.command("example")
+def data_example(
+    out: Annotated[Path, typer.Option(help="The folder of token shards to write.")],
+    documents: Annotated[int, typer.Option(min=2, help="Documents, or question and answer pairs.")] = 20_000,
+    kind: Annotated[ExampleKind, typer.Option(help="Running text, or questions with answers.")] = ExampleKind.TEXT,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    as_json: Json = False,
+) -> None:
+    """Write a small made-up corpus with its own character-level tokenizer: sums, word problems, patterns, sentences."""
+    from sinkdlm.data.synthetic import prepare_example
+
+    _say_prepared(prepare_example(out, documents=documents, kind=kind.value, seed=seed), as_json)
 
 
 @app.command()

@@ -269,9 +269,7 @@ class TrainSection(_Frozen):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 3407
     steps: Count | None = Field(default=None, description="the budget, in optimizer steps; or as tokens, epochs or flops")
     tokens: Annotated[float, Field(gt=0)] | None = Field(default=None, description="the budget, in tokens read")
-    epochs: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="the budget, in passes over all rows of the sets"
-    )
+    epochs: Annotated[float, Field(gt=0)] | None = Field(default=None, description="the budget, in passes over all the rows")
     flops: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="the budget, as SMDM counts it: 6 * non-embedding parameters * tokens"
     )

@@ -160,18 +160,24 @@ def denoising_loss(
     *,
     denominator: Tensor | float,
     lengths: Tensor | None = None,
+    documents: Tensor | None = None,
+    opening: tuple[float, int] | None = None,
     chunk: int | None = None,
 ) -> Loss:
     """The loss of one micro-batch. `denominator` is global (maskable positions of the whole batch), so cuts change nothing.
 
-    A shifted model has no position from which to predict token 0, so that token is left out. A [MASK] row inside the vocabulary
-    is no outcome and is left out of the softmax, as sampling and likelihood leave it out.
+    A shifted model has no position from which to predict token 0, so that token is left out, and so is the first of each of the
+    packed `documents` (B, T), a run of equal ids each. A [MASK] row inside the vocabulary is no outcome and is left out of the
+    softmax, as sampling and likelihood leave it out. `documents` and `opening` are the model's, which sees them where given.
     """
-    hidden = model(noisy.tokens, lengths=lengths)
+    options = {name: value for name, value in (("documents", documents), ("opening", opening)) if value is not None}
+    hidden = model(noisy.tokens, lengths=lengths, **options)
     scored = noisy.masked
     if model.config.shift_logits:
         scored = scored.clone()
         scored[:, 0] = False
+        if documents is not None:
+            scored[:, 1:] &= documents[:, 1:] == documents[:, :-1]
     row, _ = scored.nonzero(as_tuple=True)
     weights = noisy.weight.to(torch.promote_types(hidden.dtype, torch.float32))[row]
     config = model.config

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from sinkdlm.attention import Choice, attend, choose_form
+from sinkdlm.attention import PADDING, SHARED, Choice, DrawnOpening, Opening, Visibility, attend, choose_form
 from sinkdlm.config import ModelConfig
-from sinkdlm.noise import Stream, hash_words
+from sinkdlm.noise import Stream, hash_words, pair_words
 
 Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
 
@@ -63,12 +64,32 @@ class KeyValueCache(Protocol):
         """Takes the span's rotated keys and values (B, K, span, D) and returns those of the whole row."""
 
 
+class Documents(NamedTuple):
+    """Where the documents of packed rows lie, each (B, T): a document is a run of equal ids, and padding ends one."""
+
+    number: Tensor  # int32, growing along the row
+    first: Tensor  # whether a token opens its document
+    start: Tensor  # index of its document's first token
+    end: Tensor  # index after its document's last token
+
+    @classmethod
+    def of(cls, ids: Tensor, inside: Tensor | None) -> "Documents":
+        index = torch.arange(ids.shape[1], device=ids.device)
+        parts = ids[:, 1:] != ids[:, :-1]
+        if inside is not None:
+            parts = (parts & inside[:, 1:]) | (inside[:, 1:] != inside[:, :-1])
+        first, last = functional.pad(parts, (1, 0), value=True), functional.pad(parts, (0, 1), value=True)
+        start = torch.where(first, index, 0).cummax(1).values
+        end = torch.where(last, index + 1, ids.shape[1]).flip(1).cummin(1).values.flip(1)
+        return cls(first.cumsum(1).to(torch.int32), first, start, end)
+
+
 class Surroundings(NamedTuple):
     """What is the same for every layer of one forward."""
 
     rotation: Rotation
     sink_rotation: Rotation | None = None
-    visible: Tensor | None = None
+    visible: Tensor | BlockMask | None = None
     causal: bool = False
     form: str = "auto"
     observe: Observer | None = None
@@ -227,6 +248,8 @@ class DiffusionLM(nn.Module):
         tokens: Tensor,
         *,
         lengths: Tensor | None = None,
+        documents: Tensor | None = None,
+        opening: Opening | None = None,
         causal: bool = False,
         cache: KeyValueCache | None = None,
         observe: Observer | None = None,
@@ -234,6 +257,8 @@ class DiffusionLM(nn.Module):
         """(B, T) int64 -> (B, T, d), after the final norm, each row aligned to the token it predicts.
 
         lengths (B,): rows are padded on the right; padding is never attended to, whatever it holds.
+        documents (B, T), integers: a run of equal ids is a document, which is computed as if it were alone in a row.
+        opening: a token sees only some of those after it, as an AR parent on its way to full attention does.
         causal: the AR parent: causal attention, no sinks, no shift; row i predicts token i+1.
         cache: tokens are a span of a longer row whose other keys and values the cache holds. The shift of a shifted model
             stays within the span: give it one token more on the left.
@@ -242,45 +267,96 @@ class DiffusionLM(nn.Module):
         config = self.config
         if cache is not None and (lengths is not None or config.n_registers):
             raise ValueError("a cache takes rows of one length, and no register sinks: those see every token and change with it")
-        visible = None
+        if opening is not None and opening.share >= 1:
+            opening = None
+        if documents is not None or opening is not None:
+            self._check_pairwise(tokens, documents, causal=causal, cached=cache is not None, observed=observe is not None)
+        inside = None
         if lengths is not None:
-            visible = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]  # (B, T)
-            tokens = torch.where(visible, tokens, config.mask_id)
-            visible = None if causal else visible[:, None, None]  # right padding is out of sight of causal rows
+            inside = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]  # (B, T)
+            tokens = torch.where(inside, tokens, config.mask_id)
+        packed = None if documents is None else Documents.of(documents, inside)
         x = self.embed(tokens)
         n_registers = 0 if causal else config.n_registers
         if n_registers:
             assert self.sinks is not None
             # Attention does not read storage order, only rotary positions: registers lie in front even where they sit at the end.
             x = torch.cat([self.sinks.expand(x.shape[0], -1, -1).to(x), x], dim=1)
-            if visible is not None:
-                visible = functional.pad(visible, (n_registers, 0), value=True)
-        around = self._surroundings(tokens, x, lengths, visible, causal, cache, observe)
+        visible = None if causal else self._visible(x, inside, packed, opening)  # right padding is out of sight of causal rows
+        around = self._surroundings(tokens, x, lengths, packed, visible, causal, cache, observe)
         x = self._run_blocks(x, around, use_lane=config.n_lane > 0 and not causal)
         x = self.norm(x[:, n_registers:])
         if config.shift_logits and not causal:
-            x = torch.cat([x[:, :1], x[:, :-1]], dim=1)
+            shifted = torch.cat([x[:, :1], x[:, :-1]], dim=1)
+            x = shifted if packed is None else torch.where(packed.first[..., None], x, shifted)
         return x
+
+    def _check_pairwise(self, tokens: Tensor, documents: Tensor | None, *, causal: bool, cached: bool, observed: bool) -> None:
+        given = "opening" if documents is None else "documents"
+        for flag, refused in (("causal", causal), ("cache", cached), ("observe", observed)):
+            if refused:
+                raise ValueError(f"{given}= and {flag}= do not go together")
+        if documents is None:
+            return
+        if documents.shape != tokens.shape or documents.is_floating_point():
+            given = f"{documents.dtype} {tuple(documents.shape)}"
+            raise ValueError(f"documents: an integer for each of the tokens {tuple(tokens.shape)}, not {given}")
+        if self.config.n_registers:
+            raise ValueError(
+                "documents= with sink_kind 'register': a register sees every document and tells each of the others; "
+                "pack rows without documents, or use sink_kind 'isolated'"
+            )
+
+    def _visible(
+        self, x: Tensor, inside: Tensor | None, packed: Documents | None, opening: Opening | None
+    ) -> Tensor | BlockMask | None:
+        """Whom a token sees: everyone, those within the row's length, or what documents and opening say. x has registers too."""
+        n_registers = self.config.n_registers
+        if packed is None and opening is None:
+            visible = None if inside is None else inside[:, None, None]
+            return functional.pad(visible, (n_registers, 0), value=True) if n_registers and visible is not None else visible
+        n_tokens = x.shape[1] - n_registers
+        numbers = torch.zeros(1, n_tokens, dtype=torch.int32, device=x.device) if packed is None else packed.number
+        if inside is not None:
+            numbers = torch.where(inside, numbers, PADDING)
+        drawn = None
+        if opening is not None:
+            words = pair_words(opening.key, Stream.OPENING, n_tokens, x.device)
+            drawn = DrawnOpening.draw(opening.share, functional.pad(words, (n_registers, 0)))
+        rule = Visibility(functional.pad(numbers, (n_registers, 0), value=SHARED), drawn)
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        if self._choose(kind, dtype, pairwise=True).form == "flex":
+            return rule.blocks(x.shape[0], self.config.n_lane)
+        return rule.dense()
 
     def _surroundings(
         self,
         tokens: Tensor,
         x: Tensor,
         lengths: Tensor | None,
-        visible: Tensor | None,
+        packed: Documents | None,
+        visible: Tensor | BlockMask | None,
         causal: bool,
         cache: KeyValueCache | None,
         observe: Observer | None,
     ) -> Surroundings:
-        """Where everything sits: sinks in front at 0..S-1 and content after them, or content first and sinks at each row's end."""
+        """Where everything sits: sinks in front at 0..S-1 and content after them, or content first and sinks at each row's end.
+
+        Packed documents share the sinks. With sinks in front each begins after them; with sinks at the end each is moved so that it
+        ends where they begin: rotary angles are relative, so either way it stands to them as if alone.
+        """
         config = self.config
         n_sinks = 0 if causal or config.has_sink_logit else config.n_sinks
         in_front = config.sink_position == "front"
         start, length = (0, tokens.shape[1]) if cache is None else (cache.start, cache.length)
+        row_end = length if lengths is None else lengths[:, None]
         content = torch.arange(tokens.shape[1], device=tokens.device) + start + (n_sinks if in_front else 0)
+        if packed is not None:
+            content = content - packed.start if in_front else content + (row_end - packed.end)
         sinks = torch.arange(n_sinks, device=tokens.device)
         if not in_front and n_sinks:
-            sinks = sinks + (length if lengths is None else lengths[:, None])
+            sinks = sinks + row_end
         if n_sinks and config.n_registers:
             if sinks.dim() == 2:
                 content = content.expand(sinks.shape[0], -1)
@@ -345,15 +421,19 @@ class DiffusionLM(nn.Module):
         """A callable tokens -> logits for samplers and estimators. Inside `inference()` it uses the cached lane."""
         return Denoiser(self)
 
-    def attention_choice(self, *, padded: bool = False) -> Choice:
-        """Which form of attention a forward takes here and now (padded: with `lengths`), and why."""
+    def attention_choice(self, *, padded: bool = False, documents: bool = False, opening: bool = False) -> Choice:
+        """Which form of attention a forward takes here and now (with lengths, documents, an opening below 1), and why."""
         device, dtype, autocast = _arithmetic(self)
+        return self._choose(device.type, autocast or dtype, masked_keys=padded, pairwise=documents or opening)
+
+    def _choose(self, device: str, dtype: torch.dtype, *, masked_keys: bool = False, pairwise: bool = False) -> Choice:
         return choose_form(
-            device.type,
-            autocast or dtype,
+            device,
+            dtype,
             n_sinks=self.config.n_lane,
             has_logit=self.config.has_sink_logit,
-            masked_keys=padded,
+            masked_keys=masked_keys,
+            pairwise=pairwise,
             width=self.config.head_dim,
             form=self.attention_form,
         )

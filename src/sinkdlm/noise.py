@@ -34,6 +34,8 @@ class Stream(IntEnum):
     WEIGHTS = 4  # initial weights
     SAMPLING = 5  # denoising
     LIKELIHOOD = 6  # Monte Carlo masks
+    LENGTH = 7  # rows cut short
+    OPENING = 8  # which tokens to come are seen while attention opens
 
 
 def _signed(word: int) -> int:
@@ -140,6 +142,13 @@ def stream_state(seed: int, stream: Stream, device: torch.device) -> Tensor:
 def counter(n: int, device: torch.device) -> Tensor:
     """0..n-1 on a device, made once. Not to be written to."""
     return torch.arange(n, device=device)
+
+
+def pair_words(key: int, stream: Stream, n: int, device: torch.device) -> Tensor:
+    """(2, n) int32: a word for each row and one for each column of an n by n table, for `attention.pair_bits` to join."""
+    words = hash_words(key, int(stream), torch.arange(2, device=device)[:, None], torch.arange(n, device=device))
+    assert isinstance(words, Tensor)
+    return (words >> 32).to(torch.int32)
 
 
 def permute(index: Tensor, n: int, seed: int, *keys: int) -> Tensor:

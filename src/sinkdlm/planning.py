@@ -39,7 +39,7 @@ def head_parameters(config: ModelConfig) -> int:
 
 
 def training_flops(config: ModelConfig, length: int, scored_share: float = 0.5) -> float:
-    """Of one token of a row of `length`, forward and backward. scored_share: positions that reach the head; uniform t gives half."""
+    """Of one token of a row of `length`, forward and backward. scored_share: positions that reach the head, half with uniform t."""
     dense = config.count_parameters().non_embedding + scored_share * head_parameters(config)
     return 6 * dense + 12 * config.n_layers * config.d_model * length
 

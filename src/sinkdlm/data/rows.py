@@ -23,7 +23,7 @@ from sinkdlm.noise import Stream, uniform
 @dataclass(frozen=True)
 class Batch:
     """tokens (B, T) int64. samples (B,): the number that keys each row's noise. maskable (B, T): positions that may be masked and
-    are trained on, None for all. lengths (B,): rows end there, None for full rows. documents (B, T): ids of attention's confines."""
+    are trained on, None for all. lengths (B,): rows end there, None for full rows. documents (B, T): confines of attention."""
 
     tokens: Tensor
     samples: Tensor
@@ -154,16 +154,17 @@ class Rows:
             lengths[slot] = min(lengths[slot], end)
             maskable[slot, lengths[slot] :] = False
         self._check_ids(tokens, chosen, rows)
-        order = np.argsort(lengths < length, kind="stable")
-        plain = bool(maskable.all())
+        samples = samples.astype(np.int64)
         full = bool((lengths == length).all())
-        documents = self._documents(tokens[order]) if self.section.documents == "confined" else None
+        if not full:
+            order = np.argsort(lengths < length, kind="stable")
+            tokens, samples, maskable, lengths = tokens[order], samples[order], maskable[order], lengths[order]
         return Batch(
-            torch.from_numpy(tokens[order]),
-            torch.from_numpy(samples[order].astype(np.int64)),
-            None if plain else torch.from_numpy(maskable[order]),
-            None if full else torch.from_numpy(lengths[order]),
-            documents,
+            torch.from_numpy(tokens),
+            torch.from_numpy(samples),
+            None if bool(maskable.all()) else torch.from_numpy(maskable),
+            None if full else torch.from_numpy(lengths),
+            self._documents(tokens) if self.section.documents == "confined" else None,
         )
 
     def _random_lengths(self, samples: Array, chosen: Array) -> Array:
@@ -183,18 +184,18 @@ class Rows:
         return torch.from_numpy(np.cumsum(ends, axis=1) - ends)
 
     def _check_ids(self, tokens: Array, chosen: Array, rows: Array) -> None:
-        bad = tokens >= self.vocab_size
-        if self.mask_id < self.vocab_size:
-            bad |= tokens == self.mask_id  # it cannot be predicted: its loss would be infinite
-        if bad.any():
-            slot, position = (int(value) for value in np.argwhere(bad)[0])
-            token = int(tokens[slot, position])
-            what = "is [MASK]" if token == self.mask_id < self.vocab_size else f"is beyond model.vocab_size = {self.vocab_size}"
-            folder = self.splits[int(chosen[slot])].folder
-            raise DataError(
-                f"{folder}: token id {token} at position {position} of row {int(rows[slot])} {what}: "
-                "the set was prepared with another tokenizer, or is damaged (sinkdlm data info)"
-            )
+        masks = self.mask_id < self.vocab_size and bool((tokens == self.mask_id).any())
+        if int(tokens.view(np.uint64).max()) < self.vocab_size and not masks:  # a negative id is a large one
+            return
+        bad = (tokens < 0) | (tokens >= self.vocab_size) | (tokens == self.mask_id)
+        slot, position = (int(value) for value in np.argwhere(bad)[0])
+        token = int(tokens[slot, position])
+        # [MASK] cannot be predicted: its loss would be infinite.
+        what = "is [MASK]" if token == self.mask_id < self.vocab_size else f"is beyond model.vocab_size = {self.vocab_size}"
+        raise DataError(
+            f"{self.splits[int(chosen[slot])].folder}: token id {token} at position {position} of row {int(rows[slot])} {what}: "
+            "the set was prepared with another tokenizer, or is damaged (sinkdlm data info)"
+        )
 
 
 def open_rows(section: DataSection, split: str, *, seed: int, vocab_size: int, mask_id: int) -> Rows | None:

@@ -183,7 +183,8 @@ def _check_size(shard: Shard) -> None:
 def _map(shard: Shard) -> np.ndarray[Any, Any]:
     if shard.n_tokens == 0:
         return np.zeros(0, shard.dtype)
-    return np.memmap(shard.path, dtype=shard.dtype, mode="r", offset=shard.offset, shape=(shard.n_tokens,))
+    mapped = np.memmap(shard.path, dtype=shard.dtype, mode="r", offset=shard.offset, shape=(shard.n_tokens,))
+    return mapped.view(np.ndarray)  # plain slices: memmap's own class costs more than the read of a short row
 
 
 def _read_rows(path: Path) -> np.ndarray[Any, Any]:

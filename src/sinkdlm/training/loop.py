@@ -37,7 +37,7 @@ _BAD_IN_A_ROW = 3  # steps without a finite loss that end a run
 LoadParent = Callable[[Recipe, torch.dtype], Loaded]
 
 
-class Stopped(Exception):
+class Stopped(Exception):  # noqa: N818  (no error: it was asked for)
     """A signal ended the run after a whole step. `number` is the signal's."""
 
     def __init__(self, number: int, message: str) -> None:
@@ -134,11 +134,9 @@ class Trainer:
         for name, mark in facts["data"].items():
             now = marks.get(name, {})
             if now.get("tokenizer") != mark["tokenizer"]:
-                raise TrainError(
-                    f"{name}: prepared with another tokenizer since the run began; restore it, or choose another --out"
-                )
+                raise TrainError(f"{name}: prepared with another tokenizer since the run began; restore it or choose another --out")
             if now != mark:
-                raise TrainError(f"{name}: changed since the run began; restore it, or choose another --out")
+                raise TrainError(f"{name}: changed since the run began; restore it or choose another --out")
         return facts
 
     def _build(self, load_parent: LoadParent | None) -> tuple[DiffusionLM, dict[str, Any]]:
@@ -417,9 +415,7 @@ class Trainer:
                 kept = self.states.steps()
                 last = f"the last whole state is of step {kept[0]}" if kept else "no state was written yet"
                 raise TrainError(f"{failure}; {last}; make room and run the same command again") from None
-            self.monitor.say(
-                f"step {self.step}: state not saved: {failure}; going on, next try after {self.recipe.save.every} steps"
-            )
+            self.monitor.say(f"step {self.step}: state not saved: {failure}; next try after {self.recipe.save.every} steps")
 
     def _finish_writing(self) -> None:
         try:
@@ -440,8 +436,8 @@ class Trainer:
         self._save_state(final=True)
         first = self.step - self.bad_in_a_row + 1
         raise TrainError(
-            f"steps {first} to {self.step}: no finite loss {_BAD_IN_A_ROW} times in a row; the weights of step {first - 1} are kept "
-            f"in {self.states.place(self.step)}; lower train.lr or train.clip in a new run, or run again to go on behind these steps"
+            f"steps {first} to {self.step}: no finite loss {_BAD_IN_A_ROW} times in a row; weights of step {first - 1} are kept "
+            f"in {self.states.place(self.step)}; lower train.lr or train.clip in a new run, or run again to go on behind them"
         )
 
     def _export(self, path: Path, *, final: bool = False) -> None:

@@ -1,0 +1,109 @@
+"""A recipe trained for real, killed once in the middle and resumed, as a record: loss curve, tokens a second, MFU, sinks.
+
+    python -m benchmarks.train recipes/small/smdm-34m-sink.toml --kill-at 450 --out benchmarks/results \\
+        --set 'data.sets={"data/small-llama2"=1}'
+
+The run is the `sinkdlm train` that a user starts. The steps between the last state and the kill are made twice; their losses are
+compared.
+"""
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measuring import quantiles, record, write
+
+_SETTLED = 20  # steps after a start that are not timed: compilation, caches
+_POINTS = 200  # of a curve that are kept
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def run(command: list[str], metrics: Path, kill_at: int | None) -> float:
+    """Seconds of one life of the run, ended by SIGKILL once the step's line is there."""
+    began = time.monotonic()
+    process = subprocess.Popen(command)
+    while process.poll() is None:
+        time.sleep(0.2)
+        lines = [line for line in lines_of(metrics) if line["kind"] == "train"] if kill_at else []
+        if kill_at and lines and lines[-1]["step"] >= kill_at:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return time.monotonic() - began
+    if process.returncode:
+        raise SystemExit(f"the run failed with status {process.returncode}")
+    return time.monotonic() - began
+
+
+def thin(lines: list[dict[str, Any]], keys: list[str]) -> dict[str, list[Any]]:
+    stride = max(1, len(lines) // _POINTS)
+    kept = [line for i, line in enumerate(lines) if i % stride == 0 or i == len(lines) - 1]
+    return {key: [line[key] for line in kept] for key in keys}
+
+
+def figures_of(out: Path, before: list[dict[str, Any]], starts: list[int], seconds: list[float]) -> dict[str, Any]:
+    lines = lines_of(out / "metrics.jsonl")
+    trained = [line for line in lines if line["kind"] == "train"]
+    settled = [line for line in trained if not any(start < line["step"] <= start + _SETTLED for start in starts)] or trained
+    again = {line["step"]: line["loss"] for line in trained}
+    replayed = [line for line in before if line["kind"] == "train" and line["step"] > starts[-1]] if len(starts) > 1 else []
+    worst = max((abs(line["loss"] - again[line["step"]]) / abs(line["loss"]) for line in replayed), default=None)
+    figures: dict[str, Any] = {
+        "train": thin(trained, ["step", "tokens", "loss", "grad_norm", "lr"]),
+        "validation": [
+            {key: line[key] for key in ("step", "loss", "stderr", "nll_by_ratio")} for line in lines if line["kind"] == "validation"
+        ],
+        "probe": [{key: line[key] for key in ("step", "layers")} for line in lines if line["kind"] == "probe"],
+        "steps": len(trained),
+        "skipped": trained[-1]["skipped"],
+        "tokens": trained[-1]["tokens"],
+        "tokens_per_second": quantiles([line["timing"]["tokens_per_second"] for line in settled]),
+        "lives_seconds": seconds,
+        "started_at_steps": starts,
+        "replayed_steps": len(replayed),
+        "replayed_loss_worst_relative_difference": worst,
+    }
+    if settled[0]["timing"].get("mfu"):
+        figures["mfu"] = quantiles([line["timing"]["mfu"] for line in settled])
+        figures["memory_gb"] = settled[-1]["timing"]["memory_gb"]
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--kill-at", type=int, default=None, help="step after which the run is killed once")
+    parser.add_argument("--run", type=Path, default=None, help="keep the run folder here")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        out = given.run or Path(folder) / given.recipe.stem
+        command = [sys.executable, "-m", "sinkdlm", "train", str(given.recipe), "--out", str(out)]
+        command += [word for override in given.overrides for word in ("--set", override)]
+        seconds, before = [], []
+        if given.kill_at is not None:
+            seconds.append(run(command, out / "metrics.jsonl", given.kill_at))
+            before = lines_of(out / "metrics.jsonl")
+        seconds.append(run(command, out / "metrics.jsonl", None))
+        starts = [start["step"] for start in json.loads((out / "environment.json").read_text())["starts"]]
+        figures = figures_of(out, before, starts, seconds)
+        resolved = (out / "recipe.toml").read_text()
+    settings = {"recipe": given.recipe.stem, "overrides": given.overrides, "kill_at": given.kill_at, "resolved": resolved}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    write(record("train", figures, device=device, settings=settings), given.out, subject=given.recipe.stem)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,391 @@
+"""What there is to read: files, folders and data sets of the Hugging Face hub, as rows in a fixed order.
+
+A row is a document's text, or a mapping that one is taken from. Rows of a source are numbered, so that reading can go on where it
+stopped. Knows nothing of tokens. Nothing is held whole but a row; a text file taken as one document comes in pieces.
+"""
+
+import codecs
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from sinkdlm.errors import DataError
+
+Form = Literal["text", "jsonl", "parquet", "hub", "memory"]
+_FORMS: dict[str, Form] = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+_PACKED = (".gz", ".zst")
+SUPPORTED = ".txt, .md, .jsonl, .json (each also .gz or .zst), .parquet, a folder of these, or a data set of the Hugging Face hub"
+EXTRA = "pip install 'sinkdlm[data]'"
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_CHUNK = 1 << 18  # bytes read at a time
+PIECE = 1 << 20  # characters after which a long text is cut at the next line break
+PIECE_LIMIT = 16 * PIECE  # where there is no line break: at a space
+_LINE_BREAK = re.compile(r"(?<=\S)\n(?=\S)")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or one data set. `stamp` changes when its content does, as far as that can be told without reading it."""
+
+    name: str
+    form: Form
+    size: int = 0  # bytes on disk, 0 where unknown
+    stamp: str = ""
+    rows: Sequence[Any] = ()  # of form "memory"
+    split: str = "train"  # of form "hub", like config
+    config: str | None = None
+
+
+class Row(NamedTuple):
+    """`value`: a mapping, a text, or the pieces of a long text. `line` is counted from 1, for messages."""
+
+    value: Any
+    line: int
+
+
+class Pieces(NamedTuple):
+    """A long text: its digest, made in a first reading, and its pieces as they are read."""
+
+    digest: bytes
+    pieces: Iterator[str]
+
+
+def text_digest(text: str | None = None) -> Any:
+    """BLAKE2b under a key of its own: the same text has the same digest everywhere, and no other use of BLAKE2b shares it."""
+    digest = hashlib.blake2b(digest_size=8, key=b"sinkdlm document")
+    if text is not None:
+        digest.update(text.encode())
+    return digest
+
+
+# -- finding --------------------------------------------------------------------------------------------------------------
+
+
+def find_sources(names: Sequence[str], *, split: str = "train", config: str | None = None) -> list[Source]:
+    """Every file behind the names, folders opened and sorted. A name that is no path is a data set of the hub."""
+    found: list[Source] = []
+    for name in names:
+        path = Path(name)
+        if name.startswith("hf:"):
+            found.append(_hub(name.removeprefix("hf:"), split, config))
+        elif path.is_dir():
+            found += _folder(path, split, config)
+        elif path.exists():
+            found.append(_file(path))
+        elif form_of(path) is None and _HUB_NAME.fullmatch(name):
+            found.append(_hub(name, split, config))
+        else:
+            raise DataError(f"{name}: no such file or folder")
+    if not found:
+        raise DataError(f"nothing to read; give {SUPPORTED}")
+    return found
+
+
+def form_of(path: Path) -> Form | None:
+    """By the ending, a compression's left aside."""
+    suffix = Path(path.stem).suffix if path.suffix in _PACKED else path.suffix
+    form = _FORMS.get(suffix)
+    return None if form == "parquet" and path.suffix in _PACKED else form
+
+
+def _file(path: Path) -> Source:
+    form = form_of(path)
+    if form is None:
+        raise DataError(f"{path}: cannot be read by its ending; supported: {SUPPORTED}")
+    about = path.stat()
+    return Source(str(path), form, about.st_size, f"{path.name} {about.st_size} {about.st_mtime_ns}")
+
+
+def _folder(folder: Path, split: str, config: str | None) -> list[Source]:
+    if (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists():  # as save_to_disk leaves it
+        return [_hub(str(folder), split, config)]
+    inner = [path for path in sorted(folder.rglob("*")) if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    files = [path for path in inner if path.is_file() and form_of(path) is not None]
+    if any(form_of(path) != "text" for path in files):  # a data set's own description is none of its documents
+        files = [path for path in files if path.name.lower() != "readme.md"]
+    if files:
+        return [_file(path) for path in files]
+    if any(path.is_file() for path in inner):
+        return [_hub(str(folder), split, config)]
+    raise DataError(f"{folder}: an empty folder; supported: {SUPPORTED}")
+
+
+def _hub(name: str, split: str, config: str | None) -> Source:
+    folder = Path(name)
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()] if folder.is_dir() else []
+    stamps = [f"{path.relative_to(folder)} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+    return Source(name, "hub", stamp="\n".join([name, split, str(config), *stamps]), split=split, config=config)
+
+
+# -- reading --------------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Rows of sources one after the other, from a position on: (source, rows of it already taken)."""
+
+    def __init__(self, sources: Sequence[Source], *, documents: str = "file", start: tuple[int, int] = (0, 0)) -> None:
+        self.sources = sources
+        self.documents = documents
+        self.start = start
+        self.bytes_done = sum(source.size for source in sources[: start[0]])  # as they lie on disk
+
+    def rows(self, fields: Sequence[str] | None = None) -> Iterator[tuple[int, int, Row]]:
+        """(source, rows taken with this one, row). fields: those that will be asked for, where a format can leave the rest."""
+        first, skip = self.start
+        for index in range(first, len(self.sources)):
+            source = self.sources[index]
+            before = self.bytes_done
+            taken = skip if index == first else 0
+            for row in self._rows_of(source, taken, fields):
+                taken += 1
+                yield index, taken, row
+            self.bytes_done = before + source.size
+
+    def _rows_of(self, source: Source, skip: int, fields: Sequence[str] | None) -> Iterator[Row]:
+        if source.form == "memory":
+            return (Row(value, number + 1) for number, value in enumerate(source.rows) if number >= skip)
+        if source.form == "hub":
+            return _hub_rows(source, skip)
+        if source.form == "parquet":
+            return self._parquet_rows(source, skip, fields)
+        if source.form == "jsonl":
+            return self._json_rows(source, skip)
+        if self.documents == "file":
+            return iter(()) if skip else self._whole_file(source)
+        return self._text_rows(source, skip)
+
+    def _chunks(self, source: Source, *, counted: bool = True) -> Iterator[bytes]:
+        """The bytes of a file, unpacked."""
+        before, path = self.bytes_done, Path(source.name)
+        fresh = _unpacker(path)
+        unpacker: Any = fresh() if fresh else None
+        done, fed = 0, False
+        try:
+            with path.open("rb") as file:
+                while chunk := file.read(_CHUNK):
+                    done += len(chunk)
+                    if counted:
+                        self.bytes_done = before + done
+                    if fresh is None:
+                        yield chunk
+                        continue
+                    while chunk:  # one packed stream may follow another
+                        if unpacker.eof:
+                            unpacker, fed = fresh(), False
+                        out = unpacker.decompress(chunk)
+                        fed = True
+                        chunk = unpacker.unused_data if unpacker.eof else b""
+                        if out:
+                            yield out
+        except OSError as failure:
+            raise DataError(f"{path}: cannot be read: {failure.strerror or failure}") from None
+        except Exception as failure:  # zlib.error and ZstdError have no base in common
+            if isinstance(failure, zlib.error) or type(failure).__name__ == "ZstdError":
+                raise DataError(f"{path}: damaged: {failure}") from None
+            raise
+        if unpacker is not None and fed and not unpacker.eof:
+            raise DataError(f"{path}: ends in the middle of its compressed data: truncated")
+
+    def _json_rows(self, source: Source, skip: int) -> Iterator[Row]:
+        taken = 0
+        for number, line in enumerate(_lines(self._chunks(source)), start=1):
+            if not line.strip():
+                continue
+            taken += 1
+            if taken > skip:
+                yield Row(_parse(source.name, number, line), number)
+
+    def _text_rows(self, source: Source, skip: int) -> Iterator[Row]:
+        """Lines, or paragraphs: lines up to a blank one. The break at the end is kept for "line-with-break" only."""
+        taken, held, start = 0, b"", 1
+
+        def decoded(text: bytes) -> str:
+            try:
+                found = text.decode()
+            except UnicodeDecodeError:
+                raise _not_utf8(f"{source.name}: line {start}") from None
+            return found if self.documents == "line-with-break" else found.removesuffix("\n").removesuffix("\r")
+
+        for number, line in enumerate(_lines(self._chunks(source)), start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            blank = not line.strip()
+            if not blank:
+                start = start if held else number
+                held += line
+            if held and (blank or self.documents != "paragraph"):
+                taken += 1
+                if taken > skip:
+                    yield Row(decoded(held), start)
+                held = b""
+        if held and taken >= skip:
+            yield Row(decoded(held), start)
+
+    def _whole_file(self, source: Source) -> Iterator[Row]:
+        pieces = cut(self._decoded(source))
+        head = next(pieces, "")
+        tail = next(pieces, None)
+        if tail is None:
+            yield Row(head, 1)
+            return
+
+        def remaining() -> Iterator[str]:
+            yield head
+            yield tail
+            yield from pieces
+
+        digest = text_digest()
+        for text in self._decoded(source, counted=False):
+            digest.update(text.encode())
+        yield Row(Pieces(digest.digest(), remaining()), 1)
+
+    def _decoded(self, source: Source, *, counted: bool = True) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        before = 0
+        try:
+            for chunk in self._chunks(source, counted=counted):
+                yield decoder.decode(chunk)
+                before += len(chunk)
+            yield decoder.decode(b"", final=True)
+        except UnicodeDecodeError as failure:
+            raise _not_utf8(f"{source.name}: byte {before + failure.start}") from None
+
+    def _parquet_rows(self, source: Source, skip: int, fields: Sequence[str] | None) -> Iterator[Row]:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            raise DataError(f"{source.name}: reading parquet needs: {EXTRA}") from None
+        before, number = self.bytes_done, 0
+        try:
+            with pyarrow.parquet.ParquetFile(source.name) as file:
+                columns = None if fields is None else [name for name in file.schema_arrow.names if name in fields]
+                if fields is not None and not columns:
+                    raise DataError(missing_field(f"{source.name}", fields, file.schema_arrow.names))
+                sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+                for group, size in enumerate(sizes):
+                    if number + size <= skip:
+                        number += size
+                        continue
+                    for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=columns):
+                        for value in batch.to_pylist():
+                            number += 1
+                            if number > skip:
+                                yield Row(value, number)
+                        self.bytes_done = before + source.size * number // max(1, sum(sizes))
+        except (pyarrow.ArrowException, OSError) as failure:
+            raise DataError(f"{source.name}: cannot be read as parquet: {str(failure).splitlines()[0]}") from None
+
+
+def cut(texts: Iterable[str]) -> Iterator[str]:
+    """A text in pieces, so that it need not lie in memory whole: after PIECE characters at the next line break between two
+    characters that are no space, and where there is none up to PIECE_LIMIT, before a space. Where the pieces end depends on the
+    text alone, not on how it arrives. A short text is one piece."""
+    held, searched = "", 0
+    for text in texts:
+        held, begin = held + text if held else text, 0
+        while len(held) - begin > PIECE:
+            found = _LINE_BREAK.search(held, max(searched, begin + PIECE - 1), begin + PIECE_LIMIT + 1)
+            if found:
+                end = found.end()
+            elif len(held) - begin > PIECE_LIMIT + 1:
+                space = held.rfind(" ", begin + PIECE, begin + PIECE_LIMIT)
+                end = space if space > 0 else begin + PIECE_LIMIT
+            else:
+                break
+            yield held[begin:end]
+            begin = end
+        held = held[begin:]
+        searched = max(0, len(held) - 1)
+    if held:
+        yield held
+
+
+def _unpacker(path: Path) -> Callable[[], Any] | None:
+    if path.suffix == ".gz":
+        return lambda: zlib.decompressobj(wbits=31)
+    if path.suffix == ".zst":
+        try:
+            import zstandard
+        except ImportError:
+            raise DataError(f"{path}: reading .zst needs: {EXTRA}") from None
+        return lambda: zstandard.ZstdDecompressor().decompressobj()
+    return None
+
+
+def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """With the breaks that end them. A line over many chunks is joined once."""
+    held: list[bytes] = []
+    for chunk in chunks:
+        parts = chunk.split(b"\n")
+        held.append(parts[0])
+        if len(parts) > 1:
+            yield b"".join([*held, b"\n"])
+            for part in parts[1:-1]:
+                yield part + b"\n"
+            held = [parts[-1]]
+    if last := b"".join(held):
+        yield last
+
+
+def _parse(name: str, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
+    except UnicodeDecodeError:
+        raise _not_utf8(f"{name}: line {number}") from None
+    except (ValueError, RecursionError) as failure:
+        hint = "; a list over many lines becomes lines with: jq -c '.[]'" if number == 1 and line.lstrip()[:1] == b"[" else ""
+        reason = failure.msg if isinstance(failure, json.JSONDecodeError) else failure
+        raise DataError(f"{name}: line {number}: not JSON: {reason}; expected one object a line{hint}") from None
+    if not isinstance(value, dict):
+        hint = "; a list becomes lines with: jq -c '.[]'" if isinstance(value, list) else ""
+        raise DataError(f"{name}: line {number}: {type(value).__name__}, expected a JSON object{hint}")
+    return value
+
+
+def _not_utf8(place: str) -> DataError:
+    return DataError(f"{place}: not UTF-8; convert the file first, for example: iconv -f latin1 -t utf-8")
+
+
+def missing_field(place: str, wanted: Sequence[str], there: Iterable[str], cure: str = "; --field names another") -> str:
+    return f"{place}: no field {' or '.join(wanted)}; the fields are {', '.join(sorted(there)) or 'none'}{cure}"
+
+
+# -- data sets of the hub -------------------------------------------------------------------------------------------------
+
+
+def _hub_rows(source: Source, skip: int) -> Iterator[Row]:
+    data = open_hub(source)
+    try:
+        for number, value in enumerate(data.skip(skip) if skip else data, start=skip + 1):
+            yield Row(value, number)
+    except DataError:
+        raise
+    except Exception as failure:  # whatever the data set's own reader and the network raise
+        raise DataError(f"{source.name}: reading row {skip + 1} or later failed: {_first_line(failure)}") from failure
+
+
+def open_hub(source: Source) -> Any:
+    """Streamed: nothing is copied to disk first, and a data set larger than the disk can be read."""
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"{source.name}: not found here; reading it from the Hugging Face hub needs: {EXTRA}") from None
+    try:
+        if (Path(source.name) / "dataset_info.json").exists() or (Path(source.name) / "dataset_dict.json").exists():
+            stored = datasets.load_from_disk(source.name)
+            return stored[source.split] if isinstance(stored, datasets.DatasetDict) else stored
+        return datasets.load_dataset(source.name, source.config, split=source.split, streaming=True)
+    except Exception as failure:  # whatever the builders and the network raise
+        where = "" if Path(source.name).exists() else "neither a file here nor a data set that can be opened: "
+        cure = "--split and --config choose within it"
+        raise DataError(f"{source.name}: {where}{_first_line(failure)}; {cure}") from failure
+
+
+def _first_line(failure: Exception) -> str:
+    return (str(failure).strip().splitlines() or [type(failure).__name__])[0].rstrip(".")

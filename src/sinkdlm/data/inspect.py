@@ -1,0 +1,160 @@
+"""Looks at a set of token shards: every size and checksum, counts, settings, and some of it as text."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinkdlm.data.display import Display
+from sinkdlm.data.encoding import mark_tokenizer
+from sinkdlm.data.shards import INDEX, SPLITS, Split, open_split
+from sinkdlm.data.writing import read_json
+from sinkdlm.errors import DataError
+
+_WINDOW = 1 << 16  # tokens looked through for a document's ends
+_UNBOUND = 128  # tokens shown where a format does not say where documents end
+_SHOWN = 2000  # characters of a sample
+
+
+def read_set(folder: str | Path, tokenizer: Any = None, *, samples: int = 2) -> dict[str, Any]:
+    """Checks and describes a set, ours, datatrove's or SMDM's packed one. tokenizer: for the samples, instead of the set's own."""
+    folder = Path(folder)
+    splits = {split: opened for split in SPLITS if (opened := open_split(folder, split)).shards or split == "train"}
+    own = (folder / INDEX).exists()
+    index = read_json(folder / INDEX) if own else {}
+    _verify(splits)
+    decode, notes = _decoder(folder, index, tokenizer)
+    form = "sinkdlm" if own else "datatrove" if splits["train"].shards[0].path.suffix == ".ds" else "packed (LITPKDS)"
+    shown: list[dict[str, Any]] = []
+    if decode is not None:
+        for split, opened in splits.items():
+            shown += [{"split": split, **sample} for sample in _samples(opened, decode, samples)]
+    return {
+        "folder": str(folder),
+        "format": form,
+        "kind": splits["train"].kind,
+        "eos_id": splits["train"].eos_id,
+        "tokenizer": splits["train"].tokenizer,
+        "settings": index.get("settings"),
+        "splits": {split: _facts(opened) for split, opened in splits.items()},
+        "samples": shown,
+        "notes": notes,
+    }
+
+
+def _facts(split: Split) -> dict[str, Any]:
+    return {
+        "tokens": split.n_tokens,
+        "documents": split.n_documents,
+        "shards": len(split.shards),
+        "dtype": split.shards[0].dtype.name if split.shards else None,
+        "highest_id": split.highest_id,
+        "checksums": "compared" if split.shards and all(shard.sha256 for shard in split.shards) else "none recorded",
+    }
+
+
+def _verify(splits: dict[str, Split]) -> None:
+    """Checksums, and that shards hold whole documents."""
+    total = sum(shard.path.stat().st_size for split in splits.values() for shard in split.shards if shard.sha256)
+    done = 0
+    with Display("checking", total) as display:
+        for split in splits.values():
+            for size in split.verify():
+                done += size
+                display.update(done, done)
+    for split in splits.values():
+        if split.kind == "examples":
+            split.example_rows()
+        for shard, end in zip(split.shards, split.starts[1:], strict=True):
+            if split.eos_id is not None and shard.n_tokens and int(split.read(int(end) - 1, int(end))[0]) != split.eos_id:
+                raise DataError(f"{shard.path}: does not end with the end-of-document id {split.eos_id}; prepare the set again")
+
+
+def _decoder(folder: Path, index: dict[str, Any], tokenizer: Any) -> tuple[Any, list[str]]:
+    if tokenizer is not None:
+        expected = index.get("tokenizer", {}).get("vocabulary_sha256")
+        other = expected is not None and mark_tokenizer(tokenizer)["vocabulary_sha256"] != expected
+        return tokenizer.backend_tokenizer, ["the given tokenizer is not the one of this set"] if other else []
+    path = folder / "tokenizer" / "tokenizer.json"
+    if not path.exists():
+        return None, ["no tokenizer in the folder: --tokenizer T shows samples as text"]
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path)), []
+    except Exception as failure:  # the library raises bare Exceptions
+        raise DataError(f"{path}: cannot be read: {failure}; --tokenizer gives another") from None
+
+
+def _samples(split: Split, decode: Any, n: int) -> list[dict[str, Any]]:
+    """Spread evenly over the split."""
+
+    def text(start: int, stop: int) -> str:
+        try:
+            return str(decode.decode(split.read(start, stop).tolist(), skip_special_tokens=False))[:_SHOWN]
+        except (OverflowError, TypeError) as failure:
+            raise DataError(f"{split.folder}: tokens {start} to {stop} are no ids of the tokenizer: {failure}") from None
+
+    if split.kind == "examples":
+        rows = split.example_rows()
+        chosen = [rows[len(rows) * k // n] for k in range(min(n, len(rows)))]
+        return [
+            {"prompt": text(start, start + prompt), "response": text(start + prompt, start + total)}
+            for start, prompt, total in chosen
+        ]
+    ends = _document_ends(split)
+    found = []
+    for k in range(n if split.n_tokens else 0):
+        start, stop = _document_at(split, ends, split.n_tokens * k // n)
+        found.append({"start": start, "text": text(start, stop)})
+    return [sample for place, sample in enumerate(found) if sample not in found[:place]]
+
+
+def _document_ends(split: Split) -> np.ndarray[Any, Any] | None:
+    """datatrove's own list of them, over all files."""
+    paths = [shard.path.with_name(shard.path.name + ".index") for shard in split.shards]
+    if split.eos_id is not None or not all(path.exists() for path in paths):
+        return None
+    return np.concatenate(
+        [np.fromfile(path, "<u8").astype(np.int64) + start for path, start in zip(paths, split.starts, strict=False)]
+    )
+
+
+def _document_at(split: Split, ends: np.ndarray[Any, Any] | None, position: int) -> tuple[int, int]:
+    """Start and end of the document that holds a token, or of what follows it where ends are unknown."""
+    if ends is not None:
+        at = int(np.searchsorted(ends, position, side="right"))
+        return (int(ends[at - 1]) if at else 0), int(ends[at])
+    if split.eos_id is None:
+        return position, min(position + _UNBOUND, split.n_tokens)
+    begin, end = max(0, position - _WINDOW), min(position + _WINDOW, split.n_tokens)
+    before = np.flatnonzero(split.read(begin, position) == split.eos_id)
+    after = np.flatnonzero(split.read(position, end) == split.eos_id)
+    return begin + (int(before[-1]) + 1 if len(before) else 0), position + int(after[0]) + 1 if len(after) else end
+
+
+def describe(found: dict[str, Any]) -> str:
+    """For reading: one fact a line, samples at the end."""
+    what = "examples" if found["kind"] == "examples" else "documents"
+    lines = [f"{found['folder']}: {found['format']}, {found['kind']}"]
+    for split, part in found["splits"].items():
+        count = f"{part['documents']:,}" if part["documents"] is not None else "unknown number of"
+        highest = f", ids up to {part['highest_id']}" if part["highest_id"] is not None else ""
+        shards = f"{part['shards']} shards of {part['dtype']}{highest}, checksums {part['checksums']}"
+        lines.append(f"  {split:11s}{part['tokens']:,} tokens, {count} {what}, {shards}")
+    if found["tokenizer"]:
+        lines.append(
+            f"  tokenizer  {found['tokenizer']['source']}, {found['tokenizer']['rows']:,} rows, end-of-document {found['eos_id']}"
+        )
+    for key, value in (found["settings"] or {}).items():
+        if key not in ("tokenizer", "inputs", "eos_id") and value is not None:
+            lines.append(f"  {key:14s}{value}")
+    if found["settings"]:
+        inputs = found["settings"]["inputs"]
+        lines.append(f"  inputs        {', '.join(inputs['names'])} ({inputs['sources']} sources, {inputs['bytes']:,} bytes)")
+    lines += [f"  note: {note}" for note in found["notes"]]
+    for sample in found["samples"]:
+        parts = {key: value for key, value in sample.items() if key not in ("split", "start")}
+        lines.append(f"\n-- {sample['split']}" + (f", token {sample['start']}" if "start" in sample else ""))
+        lines += [f"{key}: {value}" if len(parts) > 1 else value for key, value in parts.items()]
+    return "\n".join(lines)

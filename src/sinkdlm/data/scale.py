@@ -1,0 +1,160 @@
+"""Preparing on many machines: a datatrove pipeline around our readers and datatrove's DocumentTokenizer, on its executors.
+
+Writes datatrove's own `*.ds` files, which training reads as they are. Files are dealt to tasks; finished tasks are not done again.
+"""
+
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sinkdlm.data.encoding import Encoder, literal_content
+from sinkdlm.data.inputs import EXTRA, Pieces, Reader, Source, find_sources, missing_field
+from sinkdlm.data.prepare import Settings
+from sinkdlm.data.writing import compare, read_json, write_json
+from sinkdlm.errors import DataError
+
+_TOKENIZER, _RECORD = "tokenizer", "settings.json"
+
+
+def prepare_at_scale(
+    names: Sequence[str],
+    tokenizer: Any,
+    out: str | Path,
+    settings: Settings,
+    *,
+    executor: str,
+    tasks: int = 1,
+    workers: int = -1,
+    partition: str | None = None,
+    time: str = "24:00:00",
+    logging_dir: Path | None = None,
+) -> dict[str, Any]:
+    """Runs the pipeline here ("datatrove"), or hands it to Slurm or Ray; returns what was done."""
+    if settings.kind != "text":
+        raise DataError(f"--kind {settings.kind}: datatrove writes running text only; use --executor local")
+    if executor == "slurm" and partition is None:
+        raise DataError("--executor slurm: needs --partition NAME")
+    if executor == "slurm" and shutil.which("sbatch") is None:
+        raise DataError("--executor slurm: there is no sbatch on this machine; run it on a login node of the cluster")
+    folder = Path(out).resolve()
+    sources = find_sources(names, split=settings.split, config=settings.config)
+    encoder = Encoder(tokenizer, settings.eos_id)
+    pipeline = _pipeline(sources, folder, tokenizer, encoder, settings)
+    logs = str((logging_dir or folder / "logs").resolve())
+    common = {"pipeline": pipeline, "tasks": tasks, "workers": workers, "logging_dir": logs}
+    made = _executor(executor, common, partition, time)
+    _remember(folder, settings, encoder, sources, tasks)
+    try:
+        made.run()
+    except DataError:
+        raise
+    except Exception as failure:  # whatever a step or the cluster's commands raise
+        reason = (str(failure).splitlines() or [type(failure).__name__])[0]
+        raise DataError(f"{executor}: {reason}; see {logs}, then run the same command: finished tasks are kept") from failure
+    found: dict[str, Any] = {"out": str(folder), "executor": executor, "tasks": tasks, "logs": logs}
+    if executor != "datatrove":
+        return {**found, "said": f"handed {tasks} tasks to {executor}; logs in {logs}; then: sinkdlm data info {folder}"}
+    done = len(list(Path(logs).glob("completions/*")))
+    if done < tasks:
+        raise DataError(
+            f"{tasks - done} of {tasks} tasks failed; see {logs}/logs, then run the same command: it does only those again"
+        )
+    said = f"wrote {len(list(folder.glob('*.ds')))} files in {folder}; no split is held out: prepare a validation set on its own"
+    return {**found, "said": said}
+
+
+def _remember(folder: Path, settings: Settings, encoder: Encoder, sources: list[Source], tasks: int) -> None:
+    """datatrove skips the tasks that it finds done, whatever they did: other settings belong in another folder."""
+    now = {
+        **dataclasses.asdict(settings),
+        "eos_id": encoder.eos_id,
+        "tasks": tasks,
+        "inputs": {"stamps": [one.stamp for one in sources]},
+    }
+    path = folder / _RECORD
+    if path.exists():
+        compare(folder, read_json(path), now, "begun")
+    write_json(path, now)
+
+
+def _executor(executor: str, common: dict[str, Any], partition: str | None, time: str) -> Any:
+    try:
+        from datatrove.executor.local import LocalPipelineExecutor
+    except ImportError:
+        raise DataError(f"--executor {executor}: needs datatrove: {EXTRA}") from None
+    if executor == "slurm":
+        from datatrove.executor.slurm import SlurmPipelineExecutor
+
+        # Tasks run where this Python is, with what is installed in it.
+        path = f'export PATH="{Path(sys.executable).parent}:$PATH"'
+        return SlurmPipelineExecutor(**common, time=time, partition=partition, job_name="sinkdlm-data", qos="", env_command=path)
+    if executor == "ray":
+        try:
+            import ray  # noqa: F401  (datatrove says nothing of its absence until tasks start)
+        except ImportError:
+            raise DataError("--executor ray: needs: pip install ray") from None
+        from datatrove.executor.ray import RayPipelineExecutor
+
+        return RayPipelineExecutor(**common)
+    return LocalPipelineExecutor(**common)
+
+
+def _pipeline(sources: list[Source], folder: Path, tokenizer: Any, encoder: Encoder, settings: Settings) -> list[Any]:
+    try:
+        from datatrove.pipeline.readers import HuggingFaceDatasetReader
+        from datatrove.pipeline.tokens import DocumentTokenizer
+    except ImportError:
+        raise DataError(f"datatrove is not installed: {EXTRA}") from None
+
+    class LiteralTokenizer(DocumentTokenizer):
+        """A text that spells a special token does not become one: a switch that tokenizer.json cannot hold."""
+
+        @property
+        def tokenizer(self) -> Any:
+            backend = super().tokenizer
+            backend.encode_special_tokens = True
+            return backend
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder / _TOKENIZER)
+    path = folder / _TOKENIZER / "tokenizer.json"
+    path.write_text(json.dumps(literal_content(tokenizer, encoder.eos_id), ensure_ascii=False), encoding="utf-8")
+    writer = LiteralTokenizer(
+        output_folder=str(folder),
+        tokenizer_name_or_path=str(path),
+        eos_token=tokenizer.convert_ids_to_tokens(encoder.eos_id),
+        shuffle_documents=False,
+    )
+    hub = [
+        HuggingFaceDatasetReader(one.name, {"name": one.config, "split": one.split}, streaming=True, text_key=settings.field)
+        for one in sources
+        if one.form == "hub"
+    ]
+    return [*hub, _Texts([one for one in sources if one.form != "hub"], settings), writer]
+
+
+class _Texts:
+    """The reading step: our own readers, so that broken rows are named here as they are elsewhere, dealt by file to tasks."""
+
+    def __init__(self, sources: list[Source], settings: Settings) -> None:
+        self.sources, self.settings = sources, settings
+
+    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+        from datatrove.data import Document
+
+        yield from data or ()
+        reader = Reader(self.sources[rank::world_size], documents=self.settings.documents)
+        for index, taken, row in reader.rows([self.settings.field]):
+            name, value = reader.sources[index].name, row.value
+            if isinstance(value, dict):
+                if self.settings.field not in value:
+                    raise DataError(missing_field(f"{name}: line {row.line}", [self.settings.field], value))
+                value = value[self.settings.field]
+            elif isinstance(value, Pieces):
+                value = "".join(value.pieces)
+            if value and value.strip():
+                yield Document(text=value, id=f"{name}/{taken}")
