@@ -531,4 +531,5 @@ def _fingerprint(weight: Tensor) -> Tensor:
     """A number per row that moves with any element of it: one read of the weight, on its device, without waiting for it."""
     rows = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).reshape(-1, weight.shape[-1])
     probe = torch.linspace(1.0, 2.0, rows.shape[1], dtype=rows.dtype, device=rows.device) * torch.pi
-    return rows @ probe
+    with torch.autocast(rows.device.type, enabled=False):  # else the same weights would give another number outside it
+        return rows @ probe
