@@ -461,3 +461,12 @@ def test_model_says_which_attention_it_takes():
     assert small_model(n_sinks=1, attention="merge").attention_choice(padded=True).form == "merge"
     assert small_model().attention_choice().form == "plain"
     assert small_model(**VARIANTS["logit"]).attention_choice().form == "merge"
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_the_scope_may_close_outside_the_autocast_that_it_ran_under():
+    model = small_model(dtype=torch.float32, n_sinks=1)
+    with model.inference(), torch.autocast("cpu", torch.bfloat16):
+        first = model(small_tokens(1, 5))
+        second = model(small_tokens(1, 5))
+    assert torch.equal(first, second)

@@ -223,5 +223,7 @@ def test_sets_of_different_tokenizers_do_not_mix(tmp_path):
 def test_a_folder_without_shards_is_refused(tmp_path):
     with pytest.raises(UserError, match="no token shards"):
         open_split(tmp_path)
+    with pytest.raises(UserError, match="all examples are longer than"):
+        rows_with([example_set(tmp_path / "e")], length=3)
     with pytest.raises(UserError, match="make no row of"):
         rows_with([flat_set(tmp_path / "a", [7])[0]], length=8)

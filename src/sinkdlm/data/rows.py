@@ -112,13 +112,15 @@ class Rows:
         self.sets = [self._rows_of(split) for split in splits]
         for split, rows in zip(splits, self.sets, strict=True):
             if rows.n_rows == 0:
-                raise DataError(f"{split.folder}: {split.n_tokens} tokens make no row of data.length = {section.length}")
+                what = "all examples are longer than" if split.kind == "examples" else f"{split.n_tokens} tokens make no row of"
+                raise DataError(f"{split.folder}: {what} data.length = {section.length}; lower or raise it, or give more data")
             if split.highest_id is not None and split.highest_id >= vocab_size:
                 raise DataError(
                     f"{split.folder}: token ids go up to {split.highest_id}, model.vocab_size is {vocab_size}: "
                     "prepare the set with this model's tokenizer, or set model.vocab_size"
                 )
         self.n_rows = sum(rows.n_rows for rows in self.sets)
+        self.n_too_long = sum(rows.n_too_long for rows in self.sets if isinstance(rows, ExampleRows))
 
     def _find_eos(self) -> int | None:
         found = {split.eos_id for split in self.splits if split.eos_id is not None}

@@ -112,6 +112,8 @@ class Trainer:
         rows = open_rows(section, "train", seed=self.plan.seed, **ids)
         assert rows is not None
         validation = open_rows(section, "validation", seed=VALIDATION_SEED, **ids)
+        if rows.n_too_long:
+            self.monitor.say(f"{rows.n_too_long} examples are longer than data.length = {section.length} and are left out")
         if validation is None and self.recipe.eval.every:
             self.monitor.say("no validation split among data.sets: no validation (data.validation names another folder)")
         return rows, validation
