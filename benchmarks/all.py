@@ -2,7 +2,7 @@
 
 import runpy
 
-NAMES = ("noise", "attention", "loss")
+NAMES = ("noise", "attention", "loss", "loader")
 
 if __name__ == "__main__":
     for name in NAMES:
