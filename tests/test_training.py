@@ -207,6 +207,8 @@ def test_a_damaged_state_is_skipped_with_a_warning(tmp_path, token_set, monkeypa
     assert any("step-0000000004: damaged, skipped" in line for line in said), said
     assert any("resumed at step 2" in line for line in said)
     assert kills.differences(tmp_path / "alone", tmp_path / "run") == []
+    kept = state.States(tmp_path / "run" / "checkpoints", keep=2, warn=print)
+    assert [kept._check(step)["step"] for step in kept.steps()] == [6, 4]  # the damaged one was written anew on the way
 
 
 def test_without_a_whole_state_nothing_is_overwritten(tmp_path, token_set, monkeypatch):
@@ -400,6 +402,43 @@ def test_another_recipe_in_the_same_folder_is_refused_with_the_keys(tmp_path, to
     assert "min_lr" not in message
     _, said = run(recipe_of(token_set, train={"micro_batch": 2}, save={"keep": 5}), tmp_path / "run")
     assert any("finished before, after 6 steps" in line for line in said)
+
+
+def test_a_start_that_failed_does_not_hold_the_folder(tmp_path, token_set):
+    with pytest.raises(UserError, match="no such folder"):
+        run(recipe_of(tmp_path / "typo"), tmp_path / "run")
+    run(recipe_of(token_set), tmp_path / "run")
+    assert len(metrics(tmp_path / "run")) == 6
+
+
+def test_running_out_of_memory_names_the_cure(tmp_path, token_set, monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "denoising_loss", fail)
+        with pytest.raises(UserError, match=r"4 rows of 16 tokens a forward; lower train\.micro_batch"):
+            run(recipe_of(token_set), tmp_path / "run")
+    run(recipe_of(token_set, train={"micro_batch": 1}), tmp_path / "run")
+
+
+def test_an_export_that_was_cut_off_is_made_again(tmp_path, token_set, monkeypatch):
+    recipe, calls = recipe_of(token_set, train={"ema": 0.9}), []
+    write = loop.save
+
+    def once(path, *arguments):
+        calls.append(path.name)
+        if len(calls) == 2:
+            raise RuntimeError("a crash")
+        return write(path, *arguments)
+
+    monkeypatch.setattr(loop, "save", once)
+    with pytest.raises(RuntimeError, match="a crash"):
+        run(recipe, tmp_path / "run")
+    run(recipe, tmp_path / "run")
+    assert calls == ["ema", "model", "ema", "model"]
+    assert load(tmp_path / "run" / "model").provenance["steps"] == 6
+    assert len(metrics(tmp_path / "run")) == 6
 
 
 def test_a_folder_has_one_run_and_one_process(tmp_path, token_set):

@@ -93,6 +93,7 @@ class Trainer:
         self.states = States(folder.path / "checkpoints", keep=recipe.save.keep, warn=self.monitor.say)
         self.states.clean()
         self.step, self.updates, self.skipped, self.bad_in_a_row = 0, 0, 0, 0
+        self._saved: int | None = None  # the step of the newest state that this process wrote or read
         self.facts = self._settle_facts()
         self.tokenizer: Any = None
         self.model, self.parent = self._build(load_parent)
@@ -196,6 +197,7 @@ class Trainer:
             self.monitor.metrics.cut(0)
             return
         self.step, self.updates = scalars["step"], scalars["updates"]
+        self._saved = self.step
         self.skipped, self.bad_in_a_row = scalars["skipped"], scalars["bad_in_a_row"]
         self.optimizer.set_updates(self.updates)
         self.monitor.metrics.cut(scalars["metrics_bytes"])
@@ -218,6 +220,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         if self.step >= self.steps and (self.folder.path / "model").is_dir():
             self.monitor.say(f"finished before, after {self.step} steps: {self.folder.path / 'model'}")
+            self.monitor.close()
             return self._summary()
         self.folder.note_start(self.step, self.device)
         self.monitor.begin(self.step, self.steps, self._settings())
@@ -262,6 +265,11 @@ class Trainer:
         except DataError:
             self._save_state(final=True)  # the steps made so far are good
             raise
+        except torch.OutOfMemoryError:
+            raise TrainError(
+                f"out of memory on {self.device} with {self.micro_batch} rows of {self.recipe.data.length} tokens a forward; "
+                "lower train.micro_batch, or set train.recompute = true, and run again: both may change within a run"
+            ) from None
         finally:
             feed.close()  # type: ignore[attr-defined]
 
@@ -406,12 +414,13 @@ class Trainer:
 
     def _save_state(self, *, final: bool = False) -> None:
         """A failure in the middle of a run is said and tried again at the next turn; at the end it is an error."""
-        if self.step in self.states.steps():
+        if self.step == self._saved:
             return
         try:
             self.states.save(self.step, self._tensors(), self._scalars(), background=self.recipe.save.background and not final)
             if final:
                 self.states.wait()
+            self._saved = self.step
         except (CheckpointError, OSError) as failure:
             if final:
                 kept = self.states.steps()
@@ -454,11 +463,11 @@ class Trainer:
             "run": self.folder.path.name,
         }
         try:
-            save(path, self.model, self.tokenizer, provenance)
             if self.average is not None:
                 with self.average.applied(self.model):
                     beside = path.with_name("ema") if final else path.with_name(f"{path.name}-ema")
                     save(beside, self.model, self.tokenizer, {**provenance, "ema": self.plan.ema})
+            save(path, self.model, self.tokenizer, provenance)  # last: a run that has it is finished
         except CheckpointError as failure:
             if final:
                 raise TrainError(f"{failure}; the state is saved: make room and run the same command again") from None

@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -62,11 +63,20 @@ class RunFolder:
             except ConfigError as failure:
                 raise TrainError(f"{file}: cannot be read: {failure}; choose another --out") from None
             odd = recipe.differences(before)
-            if odd:
+            if odd and not self._made_a_step():
+                for name in ("run.json", "environment.json", "metrics.jsonl"):  # of a start that failed: nothing is lost
+                    (self.path / name).unlink(missing_ok=True)
+                shutil.rmtree(self.path / "tokenizer", ignore_errors=True)
+            elif odd:
                 raise TrainError(f"{self.path}: holds a run of another recipe: {'; '.join(odd)}; choose another --out")
         elif any(entry.name not in ("lock", "run.json") and not entry.name.startswith(".") for entry in self.path.iterdir()):
             raise TrainError(f"{self.path}: holds other files and no run; choose another --out")
         self.write("recipe.toml", recipe.to_toml())
+
+    def _made_a_step(self) -> bool:
+        metrics = self.path / "metrics.jsonl"
+        states = self.path / "checkpoints"
+        return (metrics.exists() and metrics.stat().st_size > 0) or (states.is_dir() and any(states.glob("step-*")))
 
     def write(self, name: str, text: str) -> None:
         """A small file, whole or not at all."""
