@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 LEAVES = ("interop", "evals", "analysis", "serving", "reproduce", "demo")
-CORE = ("config", "noise", "attention", "model", "observe", "diffusion", "sampling", "likelihood", "checkpoint")
+CORE = ("config", "noise", "attention", "lane", "model", "observe", "diffusion", "sampling", "likelihood", "checkpoint")
 # Module -> the modules of the package it may import. `errors` and the package itself (its version) are open to all.
 ALLOWED = {
     "errors": (),
@@ -13,7 +13,8 @@ ALLOWED = {
     "noise": (),
     "attention": (),
     "observe": ("attention",),
-    "model": ("config", "noise", "attention"),
+    "lane": (),
+    "model": ("config", "noise", "attention", "lane"),
     "diffusion": ("noise",),
     "sampling": ("noise",),
     "likelihood": ("noise",),

@@ -157,8 +157,8 @@ def train(
     from sinkdlm.config import Recipe
 
     resolved = Recipe.load(recipe, overrides or [])
-    from sinkdlm.training.loop import Stopped
     from sinkdlm.training.loop import train as run
+    from sinkdlm.training.signals import Stopped
 
     try:
         found = run(resolved, out or Path("runs") / recipe.stem, load_parent=_load_parent, device=device)

@@ -1,6 +1,6 @@
 """DiffusionLM: a bidirectional transformer whose sinks run as a lane beside the tokens. Variants are values of the config.
 
-Owns the architecture, its initialisation, the lane and its cache. Does not know of noise schedules, losses, samplers, files or
+Owns the architecture, its initialisation and the lane. Does not know of noise schedules, losses, samplers, files or
 tokenizers.
 
 B batch, T tokens, S sinks, H query heads, K key/value heads, D head width, d model width.
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sinkdlm.attention import PADDING, SHARED, Choice, DrawnOpening, Opening, Visibility, attend, choose_form
 from sinkdlm.config import ModelConfig
+from sinkdlm.lane import Lane, LaneCache, arithmetic_of
 from sinkdlm.noise import Stream, hash_words, pair_words
 
 Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
@@ -45,13 +46,6 @@ class Rotation(NamedTuple):
         first, second = x.to(self.cos.dtype).chunk(2, dim=-1)
         rotated = torch.cat([first * self.cos - second * self.sin, second * self.cos + first * self.sin], dim=-1)
         return rotated.to(x.dtype)
-
-
-class Lane(NamedTuple):
-    """What a layer's sinks hand to its tokens: keys before rotary and values, each (1, S, K, D)."""
-
-    k: Tensor
-    v: Tensor
 
 
 class KeyValueCache(Protocol):
@@ -214,7 +208,7 @@ class DiffusionLM(nn.Module):
         self.config = config
         self.attention_form = attention
         self.recompute = False  # activation checkpointing: keep a block's input alone and run it again in the backward
-        self._lanes: _LaneCache | None = None
+        self._lanes: LaneCache | None = None
         home = torch.empty(0).device
         with torch.device("meta"):  # torch's own initialisation would draw from the global generator
             self.embed = Embedding(config.embedding_rows, config.d_model)
@@ -405,7 +399,7 @@ class DiffusionLM(nn.Module):
             with torch.no_grad():
                 yield self
             return
-        lanes = self._lanes = _LaneCache()
+        lanes = self._lanes = LaneCache()
         try:
             with torch.no_grad():
                 yield self
@@ -423,7 +417,7 @@ class DiffusionLM(nn.Module):
 
     def attention_choice(self, *, padded: bool = False, documents: bool = False, opening: bool = False) -> Choice:
         """Which form of attention a forward takes here and now (with lengths, documents, an opening below 1), and why."""
-        device, dtype, autocast = _arithmetic(self)
+        device, dtype, autocast = arithmetic_of(self)
         return self._choose(device.type, autocast or dtype, masked_keys=padded, pairwise=documents or opening)
 
     def _choose(self, device: str, dtype: torch.dtype, *, masked_keys: bool = False, pairwise: bool = False) -> Choice:
@@ -457,79 +451,3 @@ class Denoiser:
         with torch.no_grad():
             hidden = self.model(tokens, lengths=lengths, cache=cache, observe=observe)
             return self.model.head(hidden if where is None else hidden[where])
-
-
-def _arithmetic(model: DiffusionLM) -> tuple[torch.device, torch.dtype, torch.dtype | None]:
-    weight = model.embed.weight
-    kind = weight.device.type
-    return weight.device, weight.dtype, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-class _LaneCache:
-    """The lanes of one inference scope, per device and arithmetic. The scope's first forward fills it."""
-
-    def __init__(self) -> None:
-        self._lanes: dict[Any, list[Lane]] = {}
-        self._modules: list[nn.Module] = []
-        self._stamps: list[Any] = []
-        self._fingerprints: list[Tensor] = []
-        self._cacheable = False
-
-    def _stamp(self) -> list[Any]:
-        """Identity and version of every weight, and which modules hold which. It runs in every forward: a walk over a list."""
-        return [
-            (
-                tuple(map(id, module._modules.values())),
-                [
-                    (id(p), p.data_ptr(), 0 if p.is_inference() else p._version)
-                    for p in module._parameters.values()
-                    if p is not None
-                ],
-            )
-            for module in self._modules
-        ]
-
-    def find(self, model: DiffusionLM) -> list[Lane] | None:
-        if not self._modules or self._stamp() != self._stamps:
-            self.verify()
-            self._lanes.clear()
-            self._modules = list(model.modules())
-            self._stamps = self._stamp()
-            # Adapters switch on and off without a trace: with modules of others in a block, the lane is computed every time.
-            own = (__name__, "torch.nn.modules.linear")
-            self._cacheable = all(type(module).__module__ in own for block in model.blocks for module in block.modules())
-        return self._lanes.get(_arithmetic(model))
-
-    def keep(self, model: DiffusionLM, lanes: list[Lane]) -> None:
-        if not self._cacheable:
-            return
-        if not self._lanes:
-            self._fingerprints = [_fingerprint(p) for p in self._weights()]
-        self._lanes[_arithmetic(model)] = lanes
-
-    def _weights(self) -> list[Tensor]:
-        return [p for module in self._modules for p in module._parameters.values() if p is not None]
-
-    def verify(self) -> None:
-        """Raises if a weight whose identity and version are those served has other content."""
-        if not self._lanes:
-            return
-        now = [stamp for _, stamps in self._stamp() for stamp in stamps]
-        served = [stamp for _, stamps in self._stamps for stamp in stamps]
-        if len(now) != len(served):
-            return  # other parameters than those served: the change is seen
-        for weight, new, old, mark in zip(self._weights(), now, served, self._fingerprints, strict=True):
-            if new == old and not torch.equal(_fingerprint(weight), mark):
-                self._lanes.clear()
-                raise RuntimeError(
-                    "weights were edited in place inside model.inference(): results after the edit used the old sinks; "
-                    "close the scope before changing weights"
-                )
-
-
-def _fingerprint(weight: Tensor) -> Tensor:
-    """A number per row that moves with any element of it: one read of the weight, on its device, without waiting for it."""
-    rows = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).reshape(-1, weight.shape[-1])
-    probe = torch.linspace(1.0, 2.0, rows.shape[1], dtype=rows.dtype, device=rows.device) * torch.pi
-    with torch.autocast(rows.device.type, enabled=False):  # else the same weights would give another number outside it
-        return rows @ probe

@@ -7,8 +7,8 @@ one would have made, bit for bit on the same number of threads.
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,19 +30,12 @@ from sinkdlm.training.feed import batches
 from sinkdlm.training.monitor import Monitor
 from sinkdlm.training.optimizer import Average, Optimizer, learning_rate
 from sinkdlm.training.run import RunFolder
+from sinkdlm.training.signals import Signals, Stopped, noted_signals
 from sinkdlm.training.state import States
 
 _BAD_IN_A_ROW = 3  # steps without a finite loss that end a run
 
 LoadParent = Callable[[Recipe, torch.dtype], Loaded]
-
-
-class Stopped(Exception):  # noqa: N818  (no error: it was asked for)
-    """A signal ended the run after a whole step. `number` is the signal's."""
-
-    def __init__(self, number: int, message: str) -> None:
-        super().__init__(message)
-        self.number = number
 
 
 class StepResult(NamedTuple):
@@ -226,7 +219,7 @@ class Trainer:
         self.monitor.begin(self.step, self.steps, self._settings())
         self._greet()
         try:
-            with _signals() as signals:
+            with noted_signals() as signals:
                 self._loop(signals)
             self._save_state(final=True)
             self._export(self.folder.path / "model", final=True)
@@ -244,7 +237,7 @@ class Trainer:
             f"attention: {self.model.attention_choice()}"
         )
 
-    def _loop(self, signals: "Signals") -> None:
+    def _loop(self, signals: Signals) -> None:
         feed = batches(self.rows, self.step, self.steps, self.plan.batch, self.device)
         try:
             for batch in feed:
@@ -495,30 +488,3 @@ def _has_triton() -> bool:
     import importlib.util
 
     return importlib.util.find_spec("triton") is not None
-
-
-class Signals:
-    """Which signal asked the run to end, if any."""
-
-    caught: int | None = None
-
-
-@contextmanager
-def _signals() -> Iterator[Signals]:
-    """SIGTERM and SIGINT are noted and the step is finished; a second SIGINT interrupts at once."""
-    seen = Signals()
-
-    def note(number: int, _: Any) -> None:
-        if seen.caught is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        seen.caught = number
-
-    try:
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread: whoever runs us there handles signals
-        before = {}
-    try:
-        yield seen
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,0 +1,96 @@
+"""What the sinks hand to the tokens, and its cache within an inference scope.
+
+Owns the question whether cached lanes still are those of the weights. Takes a model by its parts (`embed`, `blocks`); does not
+know how a lane is computed.
+
+S sinks, K key/value heads, D head width.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Lane(NamedTuple):
+    """What a layer's sinks hand to its tokens: keys before rotary and values, each (1, S, K, D)."""
+
+    k: Tensor
+    v: Tensor
+
+
+def arithmetic_of(model: Any) -> tuple[torch.device, torch.dtype, torch.dtype | None]:
+    """Where and in what precision a forward computes: device, dtype of the weights, dtype of autocast where it is on."""
+    weight = model.embed.weight
+    kind = weight.device.type
+    return weight.device, weight.dtype, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+class LaneCache:
+    """The lanes of one inference scope, per device and arithmetic. The scope's first forward fills it."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[Any, list[Lane]] = {}
+        self._modules: list[nn.Module] = []
+        self._stamps: list[Any] = []
+        self._fingerprints: list[Tensor] = []
+        self._cacheable = False
+
+    def _stamp(self) -> list[Any]:
+        """Identity and version of every weight, and which modules hold which. It runs in every forward: a walk over a list."""
+        return [
+            (
+                tuple(map(id, module._modules.values())),
+                [
+                    (id(p), p.data_ptr(), 0 if p.is_inference() else p._version)
+                    for p in module._parameters.values()
+                    if p is not None
+                ],
+            )
+            for module in self._modules
+        ]
+
+    def find(self, model: Any) -> list[Lane] | None:
+        if not self._modules or self._stamp() != self._stamps:
+            self.verify()
+            self._lanes.clear()
+            self._modules = list(model.modules())
+            self._stamps = self._stamp()
+            # Adapters switch on and off without a trace: with modules of others in a block, the lane is computed every time.
+            own = (type(model).__module__, "torch.nn.modules.linear")
+            self._cacheable = all(type(module).__module__ in own for block in model.blocks for module in block.modules())
+        return self._lanes.get(arithmetic_of(model))
+
+    def keep(self, model: Any, lanes: list[Lane]) -> None:
+        if not self._cacheable:
+            return
+        if not self._lanes:
+            self._fingerprints = [_fingerprint(p) for p in self._weights()]
+        self._lanes[arithmetic_of(model)] = lanes
+
+    def _weights(self) -> list[Tensor]:
+        return [p for module in self._modules for p in module._parameters.values() if p is not None]
+
+    def verify(self) -> None:
+        """Raises if a weight whose identity and version are those served has other content."""
+        if not self._lanes:
+            return
+        now = [stamp for _, stamps in self._stamp() for stamp in stamps]
+        served = [stamp for _, stamps in self._stamps for stamp in stamps]
+        if len(now) != len(served):
+            return  # other parameters than those served: the change is seen
+        for weight, new, old, mark in zip(self._weights(), now, served, self._fingerprints, strict=True):
+            if new == old and not torch.equal(_fingerprint(weight), mark):
+                self._lanes.clear()
+                raise RuntimeError(
+                    "weights were edited in place inside model.inference(): results after the edit used the old sinks; "
+                    "close the scope before changing weights"
+                )
+
+
+def _fingerprint(weight: Tensor) -> Tensor:
+    """A number per row that moves with any element of it: one read of the weight, on its device, without waiting for it."""
+    rows = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).reshape(-1, weight.shape[-1])
+    probe = torch.linspace(1.0, 2.0, rows.shape[1], dtype=rows.dtype, device=rows.device) * torch.pi
+    with torch.autocast(rows.device.type, enabled=False):  # else the same weights would give another number outside it
+        return rows @ probe

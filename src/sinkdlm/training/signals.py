@@ -1,0 +1,41 @@
+"""Signals that ask a run to end: noted, so that the step can be finished and its state saved."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Stopped(Exception):  # noqa: N818  (no error: it was asked for)
+    """A signal ended the run after a whole step. `number` is the signal's."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+class Signals:
+    """Which signal asked the run to end, if any."""
+
+    caught: int | None = None
+
+
+@contextmanager
+def noted_signals() -> Iterator[Signals]:
+    """SIGTERM and SIGINT are noted and the step is finished; a second SIGINT interrupts at once."""
+    seen = Signals()
+
+    def note(number: int, _: Any) -> None:
+        if seen.caught is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        seen.caught = number
+
+    try:
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:  # not the main thread: whoever runs us there handles signals
+        before = {}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
