@@ -110,6 +110,11 @@ def test_base_and_overrides_build_on_each_other(tmp_path):
     assert recipe.data.sets == {"x.y": 0.5, "z": 2.0}
 
 
+def test_shares_of_a_mixture_add_up_over_overrides(tmp_path):
+    path = write(tmp_path, "a.toml", '[model]\npreset = "nano"\n[data.sets]\n"old" = 1\n')
+    assert Recipe.load(path, ["data.sets.a=0.7", "data.sets.b=0.3"]).data.sets == {"a": 0.7, "b": 0.3}
+
+
 def test_a_resolved_recipe_reloads_unchanged(tmp_path):
     path = write(
         tmp_path,

@@ -1,5 +1,6 @@
 import json
 import struct
+import time
 from pathlib import Path
 
 import numpy as np
@@ -150,10 +151,48 @@ def test_examples_mask_the_response_alone(tmp_path, padding):
     assert found[second] == [1 <= position < end[1] for position in range(8)]
     if padding == "train":
         assert batch.lengths is None
-        assert batch.n_scored == 6 + 7
+        assert batch.count_scored() == 6 + 7
     else:
         assert sorted(batch.lengths.tolist()) == [4, 5]
-        assert batch.n_scored == 3 + 3
+        assert batch.count_scored() == 3 + 3
+
+
+def test_an_example_is_one_document_padding_and_all(tmp_path):
+    text, _ = flat_set(tmp_path / "t", [200])
+    examples = example_set(tmp_path / "e")
+    examples.eos_id = text.eos_id = 3  # which stands inside the first example
+    rows = rows_with([examples, text], length=8, documents="confined")
+    batch = rows.batch(np.arange(60))
+    example = batch.maskable[:, 0] == 0  # prompts are not maskable
+    assert 20 < int(example.sum()) < 40
+    assert int(batch.documents[example].max()) == 0
+    assert int(batch.documents[~example].max()) > 0
+
+
+@pytest.mark.parametrize("documents", ["joined", "confined"])
+def test_a_shifted_model_is_not_asked_for_first_tokens(tmp_path, documents):
+    split, _ = flat_set(tmp_path, [200])
+    batch = rows_with([split], length=40, documents=documents).batch(np.arange(5))
+    firsts = 5 if documents == "joined" else int((batch.documents[:, -1] + 1).sum())
+    assert batch.count_scored() == 200
+    assert batch.count_scored(shifted=True) == 200 - firsts
+
+
+def test_a_set_may_have_more_shards_than_files_may_be_open(tmp_path):
+    split, stream = flat_set(tmp_path, [10] * 400)
+    before = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
+    assert split.read(0, 4000).tolist() == stream.tolist()
+    if before:
+        assert len(list(Path("/proc/self/fd").iterdir())) - before < 100
+
+
+def test_a_tiny_set_is_ordered_as_quickly_as_a_large_one():
+    began = time.perf_counter()
+    assert set(rows_of(np.arange(500), 1, seed=77, number=0).tolist()) == {0}
+    small = rows_of(np.arange(500), 5, seed=77, number=0).reshape(-1, 5)
+    assert time.perf_counter() - began < 2
+    assert all(sorted(epoch) == list(range(5)) for epoch in small.tolist())
+    assert len({tuple(epoch) for epoch in small.tolist()}) > 30
 
 
 def test_examples_that_do_not_fit_their_file_are_refused(tmp_path):

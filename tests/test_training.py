@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from benchmarks import kills
 from rich.console import Console
 
-from sinkdlm import ModelConfig, Recipe, UserError, load
+from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError, load
 from sinkdlm.planning import budget_steps, training_flops
 from sinkdlm.training import loop, state
 from sinkdlm.training.monitor import Metrics, flat_numbers
@@ -241,6 +242,98 @@ def test_a_full_disk_in_the_middle_is_said_and_tried_again(tmp_path, token_set, 
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
 
 
+def test_a_failing_write_in_the_background_costs_no_other_state(tmp_path, token_set, monkeypatch):
+    """One write fails while training goes on: it is said, and the next state, here the last, is written all the same."""
+    recipe = recipe_of(token_set, train={"ema": 0.9}, save={"every": 4, "background": True})
+    run(recipe, tmp_path / "alone")
+    save_tensors, calls = state._save_tensors, []
+
+    def full_once(folder, tensors):
+        calls.append(folder)
+        if len(calls) == 1:
+            time.sleep(0.2)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save_tensors(folder, tensors)
+
+    monkeypatch.setattr(state, "_save_tensors", full_once)
+    _, said = run(recipe, tmp_path / "run")
+    assert len(calls) == 2
+    assert any("could not be saved" in line and "No space left" in line for line in said), said
+    assert kills.differences(tmp_path / "alone", tmp_path / "run") == []
+
+
+def test_a_signal_while_a_state_is_being_written_waits_for_it(tmp_path, token_set, monkeypatch):
+    """The state of the very step is in the background and fails: what is said to be saved is saved."""
+    save_tensors, calls = state._save_tensors, []
+
+    def fail_first(folder, tensors):
+        calls.append(folder)
+        if len(calls) == 1:
+            time.sleep(0.2)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save_tensors(folder, tensors)
+
+    look = loop.Trainer._look_around
+
+    def interrupt(self):
+        look(self)
+        if self.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(state, "_save_tensors", fail_first)
+    monkeypatch.setattr(loop.Trainer, "_look_around", interrupt)
+    with pytest.raises(loop.Stopped, match="state saved in"):
+        run(recipe_of(token_set, save={"every": 4, "background": True}), tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoints" / "step-0000000004" / "state.json").exists()
+
+
+def test_a_finished_run_without_its_states_is_not_trained_over(tmp_path, token_set):
+    import shutil
+
+    run(recipe_of(token_set), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match="the run is over; choose another --out, or remove model/"):
+        run(recipe_of(token_set), tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_milestone_that_was_cut_off_is_made_again(tmp_path, token_set, monkeypatch):
+    recipe, write, calls = recipe_of(token_set, save={"every": 2, "milestones": [4]}), loop.save, []
+
+    def die_first(path, *arguments):
+        calls.append(path.name)
+        if len(calls) == 1:
+            raise RuntimeError("a crash")
+        return write(path, *arguments)
+
+    monkeypatch.setattr(loop, "save", die_first)
+    with pytest.raises(RuntimeError, match="a crash"):
+        run(recipe, tmp_path / "run")
+    run(recipe, tmp_path / "run")
+    assert calls == ["step-4", "step-4", "model"]
+    assert load(tmp_path / "run" / "milestones" / "step-4").provenance["steps"] == 4
+
+
+def test_lost_metrics_do_not_end_a_run(tmp_path, token_set, monkeypatch):
+    recipe = recipe_of(token_set)
+    interrupted(recipe, tmp_path / "run", monkeypatch, after=3)
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    _, said = run(recipe, tmp_path / "run")
+    assert any("shorter than when the state was saved" in line for line in said)
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [3, 4, 5, 6]
+
+
+def test_a_changed_scalar_is_damage(tmp_path, token_set, monkeypatch):
+    recipe = recipe_of(token_set)
+    interrupted(recipe, tmp_path / "run", monkeypatch, after=5)
+    file = tmp_path / "run" / "checkpoints" / "step-0000000004" / "state.json"
+    file.write_text(file.read_text().replace('"updates": 4', '"updates": 5'))
+    _, said = run(recipe, tmp_path / "run")
+    assert any("state.json was changed" in line for line in said)
+    assert any("resumed at step 2" in line for line in said)
+
+
 def test_a_file_size_limit_stops_at_the_end_and_loses_nothing(tmp_path, token_set):
     """The real thing: a process that may not write a file as large as a state."""
     recipe = recipe_of(token_set, train={"ema": 0.9}, log={"every": 2, "probe_every": 0})
@@ -275,8 +368,9 @@ def test_metrics_end_with_a_whole_line_when_the_disk_is_full(tmp_path, monkeypat
         assert (tmp_path / "m.jsonl").read_text() == '{"a": 1}\n'
     written.write({"c": 3})
     assert (tmp_path / "m.jsonl").read_text() == '{"a": 1}\n{"bbbb": 2}\n{"c": 3}\n'
-    with pytest.raises(UserError, match="restore it"):
-        written.cut(10_000)
+    assert not written.cut(10_000)
+    assert written.cut(9)
+    assert (tmp_path / "m.jsonl").read_text() == '{"a": 1}\n'
     written.close()
 
 
@@ -464,6 +558,8 @@ def test_a_folder_has_one_run_and_one_process(tmp_path, token_set):
         ({"train": {"steps": None}}, "no budget; set one of train.steps, train.tokens, train.epochs, train.flops"),
         ({"train": {"steps": None, "tokens": 10}}, "less than one step"),
         ({"init": {"from": "x"}}, "no loader was given"),
+        ({"train": {"betas": [0.9, 1.0]}}, "train.betas.1 = 1.0"),
+        ({"log": {"sample_every": 1}}, "neither the data nor the parent brings a tokenizer"),
     ],
 )
 def test_a_run_that_cannot_start_says_why(tmp_path, token_set, sections, words):
@@ -528,6 +624,42 @@ def test_validation_is_the_same_in_any_cut(tmp_path, token_set):
     found = [validate(model, rows, 13, micro, Schedule(), loop.nullcontext) for micro in (1, 4, 13)]
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-12) == found[2]["loss"]
     assert found[0]["loss"] == pytest.approx(metrics(tmp_path / "run", "validation")[-1]["loss"], rel=0.5)
+
+
+@pytest.mark.parametrize("documents", ["joined", "confined"])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_validation_of_a_model_that_knows_nothing_is_the_logarithm(token_set, shifted, documents):
+    from sinkdlm.diffusion import Schedule
+    from sinkdlm.training.evaluate import validate
+
+    recipe = recipe_of(token_set, data={"documents": documents}, model={**TINY, "shift_logits": shifted})
+    model = DiffusionLM(recipe.model)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    rows = loop.open_rows(recipe.data, "validation", seed=loop.VALIDATION_SEED, vocab_size=64, mask_id=64)
+    found = validate(model, rows, 512, 64, Schedule(), loop.nullcontext)
+    assert found["loss"] == pytest.approx(np.log(64), rel=0.02)
+    assert abs(found["loss"] - np.log(64)) < 3 * found["stderr"]
+
+
+def test_the_average_is_the_exponential_one():
+    from sinkdlm.training.optimizer import Average
+
+    model = torch.nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(0.0)
+    average, expected = Average(model, 0.8), 0.0
+    for update in range(1, 60):
+        with torch.no_grad():
+            model.weight.fill_(float(update))
+        average.update(model, update)
+        decay = min(0.8, update / (update + 10))
+        expected = decay * expected + (1 - decay) * update
+    assert float(average.weights["weight"]) == pytest.approx(expected, rel=1e-5)
+    assert expected == pytest.approx(59 - 4, abs=0.1)  # a mean age of decay / (1 - decay) updates
+    with average.applied(model):
+        assert float(model.weight.detach()) == pytest.approx(expected, rel=1e-5)
+    assert float(model.weight.detach()) == 59.0
 
 
 def test_learning_rate_warms_up_and_falls():
@@ -605,6 +737,25 @@ def test_a_run_with_documents_confined_and_random_lengths(tmp_path, token_set):
 def test_numbers_of_a_line_are_flat_for_trackers():
     line = {"kind": "x", "step": 1, "layers": [{"a": 1.0}, {"a": 2.0}], "n": None, "ok": True, "t": {"s": 3}}
     assert dict(flat_numbers(line)) == {"step": 1.0, "layers/0/a": 1.0, "layers/1/a": 2.0, "t/s": 3.0}
+
+
+def test_mlflow_hears_of_a_step_once(tmp_path, token_set, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recipe = recipe_of(token_set, log={"probe_every": 0, "trackers": ["mlflow"]})
+        interrupted(recipe, tmp_path / "run", monkeypatch, after=3)
+        run(recipe_of(token_set, log={"probe_every": 0, "trackers": ["mlflow"]}, save={"every": 3}), tmp_path / "run")
+        history = mlflow.MlflowClient().get_metric_history((tmp_path / "run" / "mlflow.id").read_text(), "train/loss")
+    assert sorted(point.step for point in history) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("device", ["foo", "mps", "cuda:99"])
+def test_a_device_that_is_not_there_is_named(tmp_path, token_set, device):
+    with pytest.raises(UserError, match=f"device '{device}': not to be had here"):
+        run(recipe_of(token_set), tmp_path / "run", device=device)
 
 
 def test_tensorboard_gets_every_number(tmp_path, token_set):

@@ -85,9 +85,18 @@ def save(
         _write_json(aside / CONFIG, model.config.to_dict())
         fingerprints = write_weights(aside, model.state_dict(), shard_bytes)
         if tokenizer is not None:
-            tokenizer.save_pretrained(aside)
+            write_tokenizer(aside, tokenizer)
         write_provenance(aside, model.config, fingerprints, provenance or {})
     return path
+
+
+def write_tokenizer(folder: Path, tokenizer: Any) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as failure:  # tokenizers raises a bare one, also where the disk is full
+        raise OSError(f"tokenizer: {str(failure).splitlines()[0]}") from None
 
 
 def write_provenance(folder: Path, config: ModelConfig, fingerprints: Mapping[str, Any], given: Mapping[str, Any]) -> None:

@@ -202,6 +202,8 @@ def sample(
     from sinkdlm.errors import UserError
     from sinkdlm.sampling import generate
 
+    if (Path(checkpoint) / "recipe.toml").exists() and (Path(checkpoint) / "model").is_dir():
+        checkpoint = str(Path(checkpoint) / "model")  # a run folder: what came of it
     lm = interop.load_any(checkpoint, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if lm.tokenizer is None:
         raise UserError(f"{checkpoint}: has no tokenizer; add one with: sinkdlm convert {checkpoint} DST --tokenizer T")
@@ -249,7 +251,7 @@ def _count(text: str) -> int:
     scale = {"K": 10**3, "M": 10**6, "G": 10**9}.get(text[-1:].upper(), 1)
     try:
         return int(float(text[:-1]) * scale) if scale > 1 else int(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise typer.BadParameter(f"{text!r} is no number of tokens, such as 100M") from None
 
 

@@ -18,6 +18,7 @@ MODEL_TYPE = "sinkdlm"
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _suggest(word: Any, allowed: Sequence[str]) -> str:
@@ -281,7 +282,7 @@ class TrainSection(_Frozen):
     min_lr: float = Field(default=2e-5, ge=0)
     warmup: Fraction = Field(default=0.01, description="share of the budget spent on linear warmup")
     min_warmup: Annotated[int, Field(ge=0)] = Field(default=0, description="steps of warmup at least (official: 100)")
-    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), strict=False)
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), strict=False)
     adam_eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     clip: float = Field(default=1.0, gt=0, description="gradient norm limit")
@@ -369,10 +370,10 @@ class Recipe(_Frozen):
         """Reads a TOML recipe, its base first, then `a.b=c` overrides."""
         table = _read_with_base(Path(path), ())
         try:
-            for override in overrides:
-                key, value = parse_override(override)
-                table = _merge(table, _nested(key, value))
-            return cls.resolve(table)
+            changes: dict[str, Any] = {}
+            for override in overrides:  # together: two shares of a mixture are one change
+                changes = _overlay(changes, _nested(*parse_override(override)))
+            return cls.resolve(_merge(table, changes))
         except ConfigError as failure:
             raise failure.within(str(path)) from None
 
@@ -434,6 +435,15 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
     """a.b = c as {a: {b: c}}."""
     first, _, rest = key.partition(".")
     return {first: _nested(rest, value)} if rest else {first: value}
+
+
+def _overlay(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides that add up: tables key by key, values replaced."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = _overlay(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -151,8 +151,8 @@ def pair_words(key: int, stream: Stream, n: int, device: torch.device) -> Tensor
     return (words >> 32).to(torch.int32)
 
 
-def permute(index: Tensor, n: int, seed: int, *keys: int) -> Tensor:
-    """Where `index` goes under a keyed random permutation of 0..n-1. Random access, no table.
+def permute(index: Tensor, n: int, seed: int, *keys: Key) -> Tensor:
+    """Where `index` goes under a keyed random permutation of 0..n-1. Random access, no table. A key may be a tensor like index.
 
     A Feistel network on pairs (left in 0..a-1, right in 0..b-1) with a*b just above n, whose rounds add a keyed hash of one half
     to the other (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). A result beyond n-1 is sent round again,

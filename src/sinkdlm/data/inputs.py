@@ -105,6 +105,8 @@ def _folder(folder: Path, split: str, config: str | None) -> list[Source]:
     if (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists():  # as save_to_disk leaves it
         return [_hub(str(folder), split, config)]
     inner = [path for path in sorted(folder.rglob("*")) if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    shards = {path.parent for path in inner if path.name in ("index.json", "progress.json") and any(path.parent.glob("*.bin*"))}
+    inner = [path for path in inner if not any(parent in shards for parent in path.parents)]  # what preparing wrote there
     files = [path for path in inner if path.is_file() and form_of(path) is not None]
     if any(form_of(path) != "text" for path in files):  # a data set's own description is none of its documents
         files = [path for path in files if path.name.lower() != "readme.md"]

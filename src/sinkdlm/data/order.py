@@ -15,7 +15,7 @@ from sinkdlm.noise import permute
 
 Array = np.ndarray[Any, Any]
 _BLOCK = 4096  # turns whose rows are computed together
-_GRAIN = 1 << 20  # shares are kept in parts of this; int64 then counts 2**42 samples
+_GRAIN = 1 << 31  # shares are kept in parts of this; int64 then counts 2**32 rows
 
 
 def deal(samples: Array, shares: Sequence[float]) -> tuple[Array, Array]:
@@ -29,7 +29,7 @@ def deal(samples: Array, shares: Sequence[float]) -> tuple[Array, Array]:
     open_ = np.ones(samples.shape, bool)
     left = float(sum(shares))
     for number, share in enumerate(shares[:-1]):
-        part = round(_GRAIN * share / left)
+        part = max(1, round(_GRAIN * share / left))
         before = turns * part // _GRAIN
         taken = open_ & ((turns + 1) * part // _GRAIN > before)
         chosen[taken] = number
@@ -49,14 +49,9 @@ def rows_of(turns: Array, n_rows: int, seed: int, number: int) -> Array:
     return rows
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=1024)  # 32 MB at most: several blocks of every set of a mixture
 def _block(block: int, n_rows: int, seed: int, number: int) -> Array:
     """The rows of many turns at once: a permutation of a hundred numbers takes as long as one of thousands."""
     turns = np.arange(block * _BLOCK, (block + 1) * _BLOCK)
-    passes = turns // n_rows
-    rows = np.empty_like(turns)
-    for epoch in np.unique(passes):
-        here = passes == epoch
-        place = torch.from_numpy(turns[here] % n_rows)
-        rows[here] = permute(place, n_rows, seed, number, int(epoch)).numpy()
-    return rows
+    passes, places = torch.from_numpy(turns // n_rows), torch.from_numpy(turns % n_rows)
+    return permute(places, n_rows, seed, number, passes).numpy()

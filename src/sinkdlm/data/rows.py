@@ -31,10 +31,15 @@ class Batch:
     lengths: Tensor | None = None
     documents: Tensor | None = None
 
-    @property
-    def n_scored(self) -> int:
-        """Positions that the loss is divided by."""
-        return int(self.tokens.numel() if self.maskable is None else self.maskable.sum())
+    def count_scored(self, *, shifted: bool = False) -> int:
+        """Positions that the loss is divided by. A shifted model cannot predict the first token of a row, or of a document."""
+        if not shifted:
+            return int(self.tokens.numel() if self.maskable is None else self.maskable.sum())
+        scored = torch.ones_like(self.tokens, dtype=torch.bool) if self.maskable is None else self.maskable.clone()
+        scored[:, 0] = False
+        if self.documents is not None:
+            scored[:, 1:] &= self.documents[:, 1:] == self.documents[:, :-1]
+        return int(scored.sum())
 
     def rows(self, part: slice) -> "Batch":
         """Some of the rows; lengths are dropped where those rows are full."""
@@ -156,17 +161,18 @@ class Rows:
             lengths[slot] = min(lengths[slot], end)
             maskable[slot, lengths[slot] :] = False
         self._check_ids(tokens, chosen, rows)
+        whole = np.array([isinstance(held, ExampleRows) for held in self.sets])[chosen]
         samples = samples.astype(np.int64)
         full = bool((lengths == length).all())
         if not full:
             order = np.argsort(lengths < length, kind="stable")
-            tokens, samples, maskable, lengths = tokens[order], samples[order], maskable[order], lengths[order]
+            tokens, samples, maskable, lengths, whole = (x[order] for x in (tokens, samples, maskable, lengths, whole))
         return Batch(
             torch.from_numpy(tokens),
             torch.from_numpy(samples),
             None if bool(maskable.all()) else torch.from_numpy(maskable),
             None if full else torch.from_numpy(lengths),
-            self._documents(tokens) if self.section.documents == "confined" else None,
+            self._documents(tokens, whole) if self.section.documents == "confined" else None,
         )
 
     def _random_lengths(self, samples: Array, chosen: Array) -> Array:
@@ -180,9 +186,9 @@ class Rows:
             lengths = np.where(short & text, np.minimum(drawn, self.section.length), lengths)
         return lengths
 
-    def _documents(self, tokens: Array) -> Tensor:
-        """Ids that step up after each EOS, which belongs to the document it ends."""
-        ends = tokens == self.eos
+    def _documents(self, tokens: Array, whole: Array) -> Tensor:
+        """Ids that step up after each EOS, which belongs to the document it ends. An example is one document, EOS and all."""
+        ends = (tokens == self.eos) & ~whole[:, None]
         return torch.from_numpy(np.cumsum(ends, axis=1) - ends)
 
     def _check_ids(self, tokens: Array, chosen: Array, rows: Array) -> None:

@@ -4,6 +4,7 @@ Owns the formats for reading. A split is opened by looking at sizes alone; check
 rows, order or tokenizers.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ FORMAT, VERSION = "sinkdlm-tokens", 1
 SPLITS = ("train", "validation")
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _ROW_DTYPE = np.dtype("<u4")
+_OPEN_SHARDS = 64
 # SMDM's packed files: magic, version, dtype code, tokens in the file.
 _PACKED_MAGIC = b"LITPKDS"
 _PACKED_HEADER = np.dtype([("magic", "S7"), ("version", "<u8"), ("code", "u1"), ("tokens", "<u8")])
@@ -61,7 +63,8 @@ class Split:
         self.n_tokens = int(self.starts[-1])
         for shard in shards:
             _check_size(shard)
-        self._maps = [_map(shard) for shard in shards]
+        # Mapped as they are read: a large set has more shards than a process may hold open.
+        self._map = functools.lru_cache(maxsize=_OPEN_SHARDS)(lambda number: _map(shards[number]))
 
     def read(self, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Tokens start..stop-1 of the split: a view into the file where one shard holds them all."""
@@ -72,11 +75,11 @@ class Split:
         first = int(np.searchsorted(self.starts, start, side="right")) - 1
         begin = int(self.starts[first])
         if stop <= self.starts[first + 1]:
-            return self._maps[first][start - begin : stop - begin]
+            return self._map(first)[start - begin : stop - begin]
         pieces = []
         while start < stop:
             begin, end = int(self.starts[first]), int(self.starts[first + 1])
-            pieces.append(self._maps[first][start - begin : min(stop, end) - begin])
+            pieces.append(self._map(first)[start - begin : min(stop, end) - begin])
             start, first = min(stop, end), first + 1
         return np.concatenate(pieces)
 
@@ -127,7 +130,7 @@ def open_split(folder: str | Path, split: str = "train") -> Split:
     if split != "train":
         shards = []
     sizes = json.dumps([[shard.path.name, shard.n_tokens] for shard in shards])
-    n_documents = sum(len(_document_ends(shard.path)) for shard in shards) if datatrove else None
+    n_documents = sum(_document_ends(shard.path)[0] for shard in shards) if datatrove else None
     return Split(folder, shards, fingerprint=hashlib.sha256(sizes.encode()).hexdigest(), n_documents=n_documents)
 
 
@@ -209,18 +212,20 @@ def _packed_shard(path: Path) -> Shard:
 
 def _datatrove_shard(path: Path) -> Shard:
     """Bytes per token are the file's size over the last document's end, and stand in the metadata where there is no index."""
-    size, ends = path.stat().st_size, _document_ends(path)
+    size, (n_documents, end) = path.stat().st_size, _document_ends(path)
     metadata = path.with_name(path.name + ".metadata")
-    if len(ends):
-        width = size // max(1, int(ends[-1]))
+    if n_documents:
+        width = size // max(1, end)
     else:
         stated = metadata.read_text().split("\n")[0].rpartition("|")[2] if metadata.exists() else ""
         width = int(stated) if stated.isdigit() else 2
-    if width not in (2, 4) or size % width or (len(ends) and int(ends[-1]) * width != size):
+    if width not in (2, 4) or size % width or (n_documents and end * width != size):
         raise DataError(f"{path}: {size} bytes do not make the whole tokens of its index and metadata: damaged or unfinished")
     return Shard(path, size // width, np.dtype(f"<u{width}"))
 
 
-def _document_ends(path: Path) -> np.ndarray[Any, Any]:
+def _document_ends(path: Path) -> tuple[int, int]:
+    """How many documents a datatrove file has, and where the last one ends; the index has eight bytes for each."""
     index = path.with_name(path.name + ".index")
-    return np.fromfile(index, np.dtype("<u8")) if index.exists() else np.zeros(0, np.uint64)
+    count = index.stat().st_size // 8 if index.exists() else 0
+    return count, int(np.fromfile(index, np.dtype("<u8"), offset=8 * (count - 1))[0]) if count else 0

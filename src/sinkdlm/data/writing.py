@@ -257,7 +257,12 @@ class Store:
         for writer in self.splits.values():
             for file in writer.files:
                 file.discard()
-        tokenizer.save_pretrained(self.folder / "tokenizer")
+        try:
+            tokenizer.save_pretrained(self.folder / "tokenizer")
+        except OSError:
+            raise
+        except Exception as failure:  # tokenizers raises a bare one, also where the disk is full
+            raise OSError(0, f"tokenizer: {str(failure).splitlines()[0]}") from None
         for path in (self.folder / "tokenizer").iterdir():
             _sync(path)
         splits = {split: writer.summary() for split, writer in self.splits.items()}

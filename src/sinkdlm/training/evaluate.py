@@ -73,7 +73,7 @@ def validate(
         per_position = torch.zeros(batch.tokens.shape, dtype=torch.float64, device=device)
         per_position[loss.scored] = loss.nll.double()
         losses.append(per_position.sum(1) * noisy.weight)
-        scored += batch.n_scored
+        scored += batch.count_scored(shifted=model.config.shift_logits)
         buckets.add(schedule.probability(noisy.t), loss.scored, loss.nll)
     total = torch.cat(losses)
     per_row = scored / n_draws

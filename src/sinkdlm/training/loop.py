@@ -17,19 +17,19 @@ from rich.console import Console
 from torch import Tensor
 
 from sinkdlm.attention import Opening
-from sinkdlm.checkpoint import Loaded, read_tokenizer, save
+from sinkdlm.checkpoint import Loaded, read_tokenizer, save, write_tokenizer, written_aside
 from sinkdlm.config import Recipe
 from sinkdlm.data.rows import Batch, Rows, open_rows, tokenizer_folder
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
 from sinkdlm.errors import CheckpointError, DataError, TrainError
 from sinkdlm.model import DiffusionLM
 from sinkdlm.noise import hash_words
-from sinkdlm.planning import budget_steps, fitting_micro_batch, head_parameters, peak_flops
+from sinkdlm.planning import budget_steps, fitting_micro_batch, peak_flops, training_flops
 from sinkdlm.training.evaluate import VALIDATION_SEED, BucketedLoss, probe, sample_text, validate
 from sinkdlm.training.feed import batches
 from sinkdlm.training.monitor import Monitor
 from sinkdlm.training.optimizer import Average, Optimizer, learning_rate
-from sinkdlm.training.run import RunFolder
+from sinkdlm.training.run import RunFolder, host_memory
 from sinkdlm.training.signals import Signals, Stopped, noted_signals
 from sinkdlm.training.state import States
 
@@ -65,9 +65,13 @@ def train(
 
 
 def _device(name: str | None) -> torch.device:
-    found = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise TrainError(f"device {name}: no CUDA device here; leave --device out to train on the CPU")
+    try:
+        found = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if found.type not in ("cuda", "cpu"):
+            raise RuntimeError(f"trains on cuda or cpu, not on {found.type}")
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as failure:
+        raise TrainError(f"device {name!r}: not to be had here: {str(failure).splitlines()[0]}; leave --device out") from None
     return found
 
 
@@ -86,7 +90,6 @@ class Trainer:
         self.states = States(folder.path / "checkpoints", keep=recipe.save.keep, warn=self.monitor.say)
         self.states.clean()
         self.step, self.updates, self.skipped, self.bad_in_a_row = 0, 0, 0, 0
-        self._saved: int | None = None  # the step of the newest state that this process wrote or read
         self.facts = self._settle_facts()
         self.tokenizer: Any = None
         self.model, self.parent = self._build(load_parent)
@@ -114,21 +117,14 @@ class Trainer:
 
     def _settle_facts(self) -> dict[str, Any]:
         """What the first start found, kept: a resumed run on other data would be another run."""
-        marks = {
-            str(split.folder): {
-                "fingerprint": split.fingerprint,
-                "tokens": split.n_tokens,
-                "documents": split.n_documents,
-                "tokenizer": split.tokenizer["sha256"] if split.tokenizer else None,
-            }
-            for split in self.rows.splits
-        }
+        marks = {part: _marks(rows) for part, rows in (("data", self.rows), ("validation", self.validation)) if rows is not None}
         facts = self.folder.facts()
         if facts is None:
-            facts = {"steps": self.steps, "data": marks}
+            facts = {"steps": self.steps, **marks}
             self.folder.write_facts(facts)
-        for name, mark in facts["data"].items():
-            now = marks.get(name, {})
+        before = [(part, name, mark) for part in ("data", "validation") for name, mark in facts.get(part, {}).items()]
+        for part, name, mark in before:
+            now = marks.get(part, {}).get(name, {})
             if now.get("tokenizer") != mark["tokenizer"]:
                 raise TrainError(f"{name}: prepared with another tokenizer since the run began; restore it or choose another --out")
             if now != mark:
@@ -139,6 +135,11 @@ class Trainer:
         """The model with its first weights: the parent's, the official random ones, or empty ones that a state will fill."""
         dtype = torch.float64 if self.plan.precision == "float64" else torch.float32
         resumes = bool(self.states.steps())
+        if not resumes and (self.folder.path / "model").is_dir():
+            raise TrainError(
+                f"{self.folder.path}: has its model/ and no state to resume from: the run is over; "
+                "choose another --out, or remove model/ to train it again"
+            )
         parent: dict[str, Any] = {}
         if self.recipe.init.from_ is not None and not resumes:
             if load_parent is None:
@@ -181,8 +182,16 @@ class Trainer:
             source = tokenizer_folder(self.rows.splits)
             given = given if given is not None else (read_tokenizer(source) if source is not None else None)
             if given is not None:
-                given.save_pretrained(kept)
+                with written_aside(kept) as aside:
+                    write_tokenizer(aside, given)
         self.tokenizer = read_tokenizer(kept) if kept.is_dir() else None
+        log, most = self.recipe.log, self.recipe.model.context_length
+        if log.sample_every and self.tokenizer is None:
+            raise TrainError(
+                "log.sample_every: neither the data nor the parent brings a tokenizer to write texts with; set it to 0"
+            )
+        if log.sample_every and len(self.tokenizer.encode(log.sample_prompt)) + log.sample_length > most:
+            raise TrainError(f"log.sample_length = {log.sample_length}: with the prompt allowed is model.context_length = {most}")
 
     def _resume(self) -> None:
         scalars = self.states.load(self._tensors())
@@ -190,15 +199,16 @@ class Trainer:
             self.monitor.metrics.cut(0)
             return
         self.step, self.updates = scalars["step"], scalars["updates"]
-        self._saved = self.step
         self.skipped, self.bad_in_a_row = scalars["skipped"], scalars["bad_in_a_row"]
         self.optimizer.set_updates(self.updates)
-        self.monitor.metrics.cut(scalars["metrics_bytes"])
+        if not self.monitor.metrics.cut(scalars["metrics_bytes"]):
+            self.monitor.say(f"{self.monitor.metrics.path}: shorter than when the state was saved; earlier lines are missing")
 
     def _micro_batch(self) -> int:
         if self.plan.micro_batch is not None:
             return self.plan.micro_batch
-        memory = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
+        on_gpu = self.device.type == "cuda"
+        memory = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else host_memory()
         return fitting_micro_batch(self.recipe, memory, self.plan.batch)
 
     def _prepare_forward(self) -> None:
@@ -240,21 +250,23 @@ class Trainer:
     def _loop(self, signals: Signals) -> None:
         feed = batches(self.rows, self.step, self.steps, self.plan.batch, self.device)
         try:
+            began = time.perf_counter()
             for batch in feed:
-                began = time.perf_counter()
+                waited = time.perf_counter() - began
                 lr = learning_rate(self.step, self.steps, self.plan)
                 result = self._make_step(batch, lr)
                 self.step += 1
-                self._report(result, lr, time.perf_counter() - began)
+                self._report(result, lr, time.perf_counter() - began, waited)
                 self._look_around()
                 if self.bad_in_a_row >= _BAD_IN_A_ROW:
                     self._give_up()
+                if self.step in self.recipe.save.milestones and self.step < self.steps:
+                    self._export(self.folder.path / "milestones" / f"step-{self.step}")  # before the state: a kill here repeats it
                 if self.step % self.recipe.save.every == 0 and self.step < self.steps:
                     self._save_state()
-                if self.step in self.recipe.save.milestones and self.step < self.steps:
-                    self._export(self.folder.path / "milestones" / f"step-{self.step}")
                 if signals.caught is not None and self.step < self.steps:
                     self._stop(signals.caught)
+                began = time.perf_counter()
         except DataError:
             self._save_state(final=True)  # the steps made so far are good
             raise
@@ -282,7 +294,7 @@ class Trainer:
         return result
 
     def _accumulate(self, batch: Batch) -> StepResult:
-        denominator = float(max(1, batch.n_scored))
+        denominator = float(max(1, batch.count_scored(shifted=self.recipe.model.shift_logits)))
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         masked = torch.zeros((), dtype=torch.float64, device=self.device)
         buckets = BucketedLoss(self.device)
@@ -330,12 +342,17 @@ class Trainer:
 
     # -- what is said and kept --------------------------------------------------------------------------------------------------
 
-    def _report(self, result: StepResult, lr: float, seconds: float) -> None:
+    def _report(self, result: StepResult, lr: float, seconds: float, waited: float) -> None:
+        """seconds: of the whole step, the wait for its rows included."""
         tokens = self.plan.batch * self.recipe.data.length
         config = self.recipe.model
-        flops = 6 * (config.count_parameters().non_embedding * tokens + head_parameters(config) * result.n_masked)
-        flops += 12 * config.n_layers * config.d_model * self.recipe.data.length * tokens
-        timing: dict[str, Any] = {"seconds": seconds, "tokens_per_second": tokens / seconds, "flops_per_second": flops / seconds}
+        flops = tokens * training_flops(config, self.recipe.data.length, result.n_masked / tokens)
+        timing: dict[str, Any] = {
+            "seconds": seconds,
+            "data_seconds": waited,
+            "tokens_per_second": tokens / seconds,
+            "flops_per_second": flops / seconds,
+        }
         if self.device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(self.device))
             timing |= {
@@ -384,7 +401,7 @@ class Trainer:
         if log.probe_every and (self.step % log.probe_every == 0 or last):
             layers = probe(self.model, looks, log.probe_rows, self.schedule, self._precision)
             self.monitor.line({"kind": "probe", "step": self.step, "layers": layers})
-        if log.sample_every and (self.step % log.sample_every == 0 or last) and self.tokenizer is not None:
+        if log.sample_every and (self.step % log.sample_every == 0 or last):
             text = sample_text(self.model, self.tokenizer, log.sample_prompt, log.sample_length, self.plan.seed, self._precision)
             self.monitor.line({"kind": "sample", "step": self.step, "text": text})
             self.monitor.say(f"step {self.step}: {text!r}")
@@ -407,13 +424,12 @@ class Trainer:
 
     def _save_state(self, *, final: bool = False) -> None:
         """A failure in the middle of a run is said and tried again at the next turn; at the end it is an error."""
-        if self.step == self._saved:
+        if final:
+            self._finish_writing()
+        if self.step in self.states.whole:
             return
         try:
             self.states.save(self.step, self._tensors(), self._scalars(), background=self.recipe.save.background and not final)
-            if final:
-                self.states.wait()
-            self._saved = self.step
         except (CheckpointError, OSError) as failure:
             if final:
                 kept = self.states.steps()
@@ -478,6 +494,19 @@ class Trainer:
             "skipped": self.skipped,
             "tokens": self.step * self.plan.batch * self.recipe.data.length,
         }
+
+
+def _marks(rows: Rows) -> dict[str, Any]:
+    """What tells the sets of a run from others."""
+    return {
+        str(split.folder): {
+            "fingerprint": split.fingerprint,
+            "tokens": split.n_tokens,
+            "documents": split.n_documents,
+            "tokenizer": split.tokenizer["sha256"] if split.tokenizer else None,
+        }
+        for split in rows.splits
+    }
 
 
 def _plus_minus(stderr: float | None) -> str:

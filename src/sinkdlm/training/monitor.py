@@ -31,12 +31,13 @@ class Metrics:
         self._length = os.fstat(self._file).st_size
         self._waiting = b""
 
-    def cut(self, length: int) -> None:
-        """Forgets what was written after a state: those steps are about to be made again."""
-        if self._length < length:
-            raise TrainError(f"{self.path}: {self._length} bytes, the state was saved after {length}: restore it, or remove it")
-        os.ftruncate(self._file, length)
-        self._length = length
+    def cut(self, length: int) -> bool:
+        """Forgets what was written after a state: those steps are about to be made again. False where the file is shorter than
+        that already: somebody else cut it, which is no reason not to go on."""
+        whole = self._length >= length
+        self._length = min(length, self._length)
+        os.ftruncate(self._file, self._length)
+        return whole
 
     def write(self, line: Mapping[str, Any]) -> None:
         self._waiting += json.dumps(line).encode() + b"\n"
@@ -123,14 +124,20 @@ class MLflow:
         self._client = mlflow.MlflowClient()
         found = self._client.get_experiment_by_name(log.project)
         experiment = found.experiment_id if found else self._client.create_experiment(log.project)
+        fresh = not (folder / "mlflow.id").exists()
         self._id = _identity(folder, "mlflow", lambda: self._client.create_run(experiment, run_name=folder.name).info.run_id)
-        if step == 0:
+        if fresh:
             for key, value in settings.items():
                 self._client.log_param(self._id, key, value)
+        self._logged: dict[str, int] = {}
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
-            self._client.log_metric(self._id, name, value, step=step)
+            if name not in self._logged:  # steps that are made again stand in its history already
+                history = self._client.get_metric_history(self._id, name)
+                self._logged[name] = max((point.step for point in history), default=-1)
+            if step > self._logged[name]:
+                self._client.log_metric(self._id, name, value, step=step)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

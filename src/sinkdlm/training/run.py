@@ -48,6 +48,8 @@ class RunFolder:
         except OSError:
             os.close(self._lock)
             raise TrainError(f"{path}: another process trains there; choose another --out, or wait for it to end") from None
+        for left in [*path.glob(".*.partial"), *path.glob("milestones/.*.partial")]:  # of exports that a kill cut off
+            shutil.rmtree(left, ignore_errors=True)
         try:
             self._check_recipe(recipe)
         except BaseException:
@@ -113,6 +115,14 @@ class RunFolder:
         os.close(self._lock)
 
 
+def host_memory() -> int | None:
+    """Bytes of this machine's memory, where the system says it."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -137,8 +147,10 @@ def _commit() -> str | None:
     given = os.environ.get("SINKDLM_COMMIT")
     if given:
         return given
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:  # a package installed inside somebody's repository is not tracked there
+        for command in (["ls-files", "--error-unmatch", Path(__file__).name], ["rev-parse", "HEAD"]):
+            said = subprocess.run([*git, *command], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return said
     except (OSError, subprocess.SubprocessError):
         return None

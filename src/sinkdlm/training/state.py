@@ -4,6 +4,7 @@ Tensors go through torch.distributed.checkpoint in its safetensors storage, scal
 `checkpoints/` of a run. Knows nothing of what the tensors mean.
 """
 
+import hashlib
 import json
 import logging
 import re
@@ -37,6 +38,7 @@ class States:
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._staged: dict[str, Tensor] = {}
+        self.whole: set[int] = set()  # steps whose state this process has written, or read, to the end
 
     def clean(self) -> None:
         """Removes what a kill left half written. Only the one process that holds the run may call it."""
@@ -55,8 +57,11 @@ class States:
 
     def save(self, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], *, background: bool = False) -> None:
         """Raises CheckpointError where it cannot be written; what was there before stays. In the background the tensors are copied
-        first, and a failure is raised by the next `save` or `wait`."""
-        self.wait()
+        first, and a failure is said by the next `save` or raised by `wait`."""
+        try:
+            self.wait()
+        except CheckpointError as failure:
+            self._warn(f"an earlier state was not saved: {failure}")
         if not background:
             self._write(step, tensors, scalars)
             return
@@ -87,18 +92,27 @@ class States:
     def _write_quietly(self, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         try:
             self._write(step, tensors, scalars)
-        except CheckpointError as failure:
-            self._failure = failure
+        except (CheckpointError, OSError) as failure:
+            self._failure = CheckpointError(str(failure))
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         with written_aside(self.place(step)) as aside:
             _save_tensors(aside, tensors)
             marks = {file.name: fingerprint(file) for file in sorted(aside.iterdir())}
-            (aside / SCALARS).write_text(json.dumps({**scalars, "files": marks}, indent=2) + "\n")
+            content = {**scalars, "files": marks}
+            (aside / SCALARS).write_text(json.dumps({**content, "sha256": _digest(content)}, indent=2) + "\n")
+        self.whole.add(step)
+        self._retire()
+
+    def _retire(self) -> None:
+        """Removes what is older than the newest few. A failure here costs room, not work."""
         for old in self.steps()[self.keep :]:
             retired = self.folder / f".{self.place(old).name}.old"
-            self.place(old).rename(retired)  # first out of sight: a kill while it is being deleted leaves no half state
+            try:
+                self.place(old).rename(retired)  # first out of sight: a kill while it is being deleted leaves no half state
+            except OSError as failure:
+                self._warn(f"{self.place(old)}: cannot be removed: {failure.strerror}")
             shutil.rmtree(retired, ignore_errors=True)
 
     # -- reading --------------------------------------------------------------------------------------------------------------
@@ -110,6 +124,7 @@ class States:
             try:
                 scalars = self._check(step)
                 _load_tensors(self.place(step), tensors)
+                self.whole.add(step)
                 return scalars
             except (OSError, ValueError, KeyError, CheckpointError, CheckpointException) as failure:
                 reason = str(failure).splitlines()[0]
@@ -121,6 +136,9 @@ class States:
     def _check(self, step: int) -> dict[str, Any]:
         folder = self.place(step)
         scalars = json.loads((folder / SCALARS).read_text())
+        digest = scalars.pop("sha256")
+        if digest != _digest(scalars) or scalars["step"] != step:
+            raise CheckpointError(f"{SCALARS} was changed after it was written")
         for name, mark in scalars["files"].items():
             if not (folder / name).exists():
                 raise CheckpointError(f"{name} is missing")
@@ -130,6 +148,10 @@ class States:
             if fingerprint(folder / name)["sha256"] != mark["sha256"]:
                 raise CheckpointError(f"{name} has another SHA-256 than when it was written")
         return scalars
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
