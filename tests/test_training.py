@@ -501,6 +501,10 @@ def test_another_recipe_in_the_same_folder_is_refused_with_the_keys(tmp_path, to
 def test_a_start_that_failed_does_not_hold_the_folder(tmp_path, token_set):
     with pytest.raises(UserError, match="no such folder"):
         run(recipe_of(tmp_path / "typo"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UserError, match="no such folder"):
+        run(recipe_of(tmp_path / "typo"), tmp_path / "run")
     run(recipe_of(token_set), tmp_path / "run")
     assert len(metrics(tmp_path / "run")) == 6
 
@@ -597,6 +601,13 @@ def test_the_run_folder_holds_everything(tmp_path, token_set):
     assert {"seconds", "tokens_per_second", "flops_per_second"} <= set(line["timing"])
     assert len(line["nll_by_ratio"]) == 4
     assert result["model"] == str(out / "model")
+
+
+def test_precision_follows_the_device(tmp_path, token_set):
+    _, said = run(recipe_of(token_set, train={"precision": "auto"}), tmp_path / "auto")
+    assert any("float32 on cpu" in line and f"{token_set} (1)" in line for line in said)
+    run(recipe_of(token_set), tmp_path / "float32")
+    assert metrics(tmp_path / "auto") == metrics(tmp_path / "float32")
 
 
 def test_training_learns(tmp_path, token_set):

@@ -47,7 +47,7 @@ def call(words: list[str]) -> str:
 
 def test_the_tutorial_runs_as_it_is_written(home):
     found = commands()
-    assert len(found) == 7
+    assert len(found) == 8
     example = next(words for words in found if words[1:3] == ["data", "example"])
     call(example)
     (home / "my-tokenizer").symlink_to(home / "data" / "nano" / "tokenizer")

@@ -292,8 +292,8 @@ class TrainSection(_Frozen):
     anneal: Fraction = Field(
         default=0.0, description="share of the budget over which attention opens from causal to full (DiffuLLaMA); 0: full at once"
     )
-    precision: Literal["float64", "float32", "bf16"] = Field(
-        default="bf16", description="bf16: autocast over float32 weights; float64 is for tests"
+    precision: Literal["auto", "float64", "float32", "bf16"] = Field(
+        default="auto", description="bf16: autocast over float32 weights; auto: bf16 on a GPU, float32 on a CPU; float64: for tests"
     )
     compile: Literal["auto", "blocks", "none"] = Field(
         default="auto", description="torch.compile of each block; auto: on a GPU with Triton"

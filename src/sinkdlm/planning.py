@@ -21,7 +21,7 @@ PEAK_FLOPS = {
     "4090": 165e12,
     "A10G": 70e12,
 }
-_BYTES = {"float64": 8, "float32": 4, "bf16": 2}
+_BYTES = {"float64": 8, "float32": 4, "bf16": 2, "auto": 2}
 _USABLE = 0.85  # of a device's memory: the rest is fragments, workspaces and the context
 
 

@@ -143,9 +143,8 @@ def describe(found: dict[str, Any]) -> str:
         shards = f"{part['shards']} shards of {part['dtype']}{highest}, checksums {part['checksums']}"
         lines.append(f"  {split:11s}{part['tokens']:,} tokens, {count} {what}, {shards}")
     if found["tokenizer"]:
-        lines.append(
-            f"  tokenizer  {found['tokenizer']['source']}, {found['tokenizer']['rows']:,} rows, end-of-document {found['eos_id']}"
-        )
+        rows = f"{found['tokenizer']['rows']:,} rows (model.vocab_size)"
+        lines.append(f"  tokenizer  {found['tokenizer']['source']}, {rows}, end-of-document {found['eos_id']}")
     for key, value in (found["settings"] or {}).items():
         if key not in ("tokenizer", "inputs", "eos_id") and value is not None:
             lines.append(f"  {key:14s}{value}")

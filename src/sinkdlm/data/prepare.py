@@ -186,6 +186,9 @@ def _settle(store: Store, settings: Settings) -> list[str]:
         else:
             cure = "--documents line or paragraph splits a text file" if settings.kind == "text" else "give more rows"
             notes.append(f"one row only: there is no validation split; {cure}")
+    held, total = store.splits["validation"].n_tokens, sum(store.splits[split].n_tokens for split in SPLITS)
+    if settings.validation > 0 and held > max(0.1, 3 * settings.validation) * total and n_rows > 1:
+        notes.append(f"validation holds {held / total:.0%} of the tokens: --documents paragraph splits large text files")
     if dropped:
         notes.append(f"{dropped} examples longer than {settings.length} tokens were left out")
     if empty:

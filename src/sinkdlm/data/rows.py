@@ -117,8 +117,9 @@ class Rows:
         self.sets = [self._rows_of(split) for split in splits]
         for split, rows in zip(splits, self.sets, strict=True):
             if rows.n_rows == 0:
-                what = "all examples are longer than" if split.kind == "examples" else f"{split.n_tokens} tokens make no row of"
-                raise DataError(f"{split.folder}: {what} data.length = {section.length}; lower or raise it, or give more data")
+                if split.kind == "examples":
+                    raise DataError(f"{split.folder}: all examples are longer than data.length = {section.length}; raise it")
+                raise DataError(f"{split.folder}: {split.n_tokens} tokens make no row of data.length = {section.length}; lower it")
             if split.highest_id is not None and split.highest_id >= vocab_size:
                 raise DataError(
                     f"{split.folder}: token ids go up to {split.highest_id}, model.vocab_size is {vocab_size}: "

@@ -114,6 +114,8 @@ _NOTHING = np.zeros(0, np.uint16)
 def open_split(folder: str | Path, split: str = "train") -> Split:
     """A split of a folder of ours, of datatrove's `*.ds` files, or of SMDM's packed `*.bin` files (those two have `train` only)."""
     folder = Path(folder)
+    if folder.is_file():
+        raise DataError(f"{folder}: a file, not a folder of token shards; make one with: sinkdlm data prepare {folder} ...")
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; make one with: sinkdlm data prepare TEXT --tokenizer T --out {folder}")
     if (folder / INDEX).exists():

@@ -126,6 +126,10 @@ class SplitWriter:
     def n_documents(self) -> int:
         return self.documents + sum(shard["documents"] for shard in self.shards)
 
+    @property
+    def n_tokens(self) -> int:
+        return self.tokens + sum(shard["tokens"] for shard in self.shards)
+
     def state(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in self.empty()}
 

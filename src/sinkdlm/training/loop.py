@@ -21,7 +21,7 @@ from sinkdlm.checkpoint import Loaded, read_tokenizer, save, write_tokenizer, wr
 from sinkdlm.config import Recipe
 from sinkdlm.data.rows import Batch, Rows, open_rows, tokenizer_folder
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
-from sinkdlm.errors import CheckpointError, DataError, TrainError
+from sinkdlm.errors import CheckpointError, DataError, TrainError, UserError
 from sinkdlm.model import DiffusionLM
 from sinkdlm.noise import hash_words
 from sinkdlm.planning import budget_steps, fitting_micro_batch, peak_flops, training_flops
@@ -59,7 +59,12 @@ def train(
     console = console or Console(highlight=False, soft_wrap=True, markup=False, stderr=True)
     folder = RunFolder(Path(out), recipe)
     try:
-        return Trainer(recipe, folder, load_parent, _device(device), console).run()
+        try:
+            trainer = Trainer(recipe, folder, load_parent, _device(device), console)
+        except UserError:
+            folder.discard_if_new()
+            raise
+        return trainer.run()
     finally:
         folder.close()
 
@@ -83,6 +88,8 @@ class Trainer:
     ) -> None:
         self.recipe, self.folder, self.device = recipe, folder, device
         self.plan = recipe.train
+        on_gpu = device.type == "cuda"
+        self.precision = ("bf16" if on_gpu else "float32") if self.plan.precision == "auto" else self.plan.precision
         self.schedule = Schedule(self.plan.schedule, self.plan.eps)
         self.monitor = Monitor(folder.path, recipe.log, console)
         self.rows, self.validation = self._open_data()
@@ -133,7 +140,7 @@ class Trainer:
 
     def _build(self, load_parent: LoadParent | None) -> tuple[DiffusionLM, dict[str, Any]]:
         """The model with its first weights: the parent's, the official random ones, or empty ones that a state will fill."""
-        dtype = torch.float64 if self.plan.precision == "float64" else torch.float32
+        dtype = torch.float64 if self.precision == "float64" else torch.float32
         resumes = bool(self.states.steps())
         if not resumes and (self.folder.path / "model").is_dir():
             raise TrainError(
@@ -241,11 +248,14 @@ class Trainer:
     def _greet(self) -> None:
         state = f"resumed at step {self.step}" if self.step else "from the beginning"
         tokens = self.steps * self.plan.batch * self.recipe.data.length
+        sets = ", ".join(f"{split.folder} ({share:g})" for split, share in zip(self.rows.splits, self.rows.shares, strict=True))
         self.monitor.say(
-            f"{self.folder.path}: {state}, {self.steps} steps of {self.plan.batch} rows "
-            f"({self.micro_batch} a forward), {tokens / 1e6:,.1f}M tokens, {self.rows.n_rows} rows in the data; "
+            f"{self.folder.path}: {state}, {self.steps} steps of {self.plan.batch} rows ({self.micro_batch} a forward), "
+            f"{tokens:,} tokens; {self.rows.n_rows} rows in {sets}; {self.precision} on {self.device.type}; "
             f"attention: {self.model.attention_choice()}"
         )
+        if self.precision == "bf16" and self.device.type == "cpu":
+            self.monitor.say('train.precision = "bf16" is slow on most CPUs; "float32" or "auto" is the cure')
 
     def _loop(self, signals: Signals) -> None:
         feed = batches(self.rows, self.step, self.steps, self.plan.batch, self.device)
@@ -331,7 +341,7 @@ class Trainer:
         return StepResult(values[0], values[1], int(values[2]), BucketedLoss.means([values[3 : 3 + half], values[3 + half :]]))
 
     def _precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.plan.precision == "bf16" else nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
 
     def _opening(self) -> Opening | None:
         """How far attention has opened from causal to full at this step; None when it is open."""
@@ -356,7 +366,7 @@ class Trainer:
         if self.device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(self.device))
             timing |= {
-                "mfu": flops / seconds / peak if peak and self.plan.precision == "bf16" else None,
+                "mfu": flops / seconds / peak if peak and self.precision == "bf16" else None,
                 "memory_gb": torch.cuda.max_memory_allocated(self.device) / 1e9,
             }
         if not result.finite:

@@ -38,6 +38,7 @@ class RunFolder:
 
     def __init__(self, path: Path, recipe: Recipe) -> None:
         self.path = path
+        self._new = not path.exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -91,6 +92,11 @@ class RunFolder:
             aside.rename(self.path / name)
         except OSError as failure:
             raise TrainError(f"{self.path / name}: cannot be written: {failure.strerror}") from None
+
+    def discard_if_new(self) -> None:
+        """Takes away the folder of a run that could not start, if it was made for it."""
+        if self._new and not self._made_a_step():
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def facts(self) -> dict[str, Any] | None:
         """run.json of an earlier start."""
