@@ -690,7 +690,12 @@ def test_datatrove_writes_the_tokens_that_we_do(tmp_path, tokenizer, monkeypatch
     parts = [part.tolist() for part in np.split(tokens, np.flatnonzero(tokens == eos) + 1)[:-1]]
     assert len(parts) == 61
     assert sorted(parts) == sorted(documents(tmp_path / "ours"))
-    assert open_split(tmp_path / "theirs").n_documents == 61
+    opened = open_split(tmp_path / "theirs")
+    assert (opened.n_documents, opened.eos_id, opened.tokenizer) == (
+        61,
+        eos,
+        open_split(tmp_path / "ours").tokenizer | {"source": opened.tokenizer["source"]},
+    )
     assert len(read_set(tmp_path / "theirs", samples=2)["samples"]) == 2
     status, _, said = run(monkeypatch, capsys, *args, "--field", "body")
     assert status == 2

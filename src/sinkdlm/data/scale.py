@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sinkdlm.data.encoding import Encoder, literal_content
+from sinkdlm.data.encoding import Encoder, literal_content, mark_tokenizer
 from sinkdlm.data.inputs import EXTRA, Pieces, Reader, Source, find_sources, missing_field
 from sinkdlm.data.prepare import Settings
 from sinkdlm.data.writing import compare, read_json, write_json
@@ -47,7 +47,7 @@ def prepare_at_scale(
     logs = str((logging_dir or folder / "logs").resolve())
     common = {"pipeline": pipeline, "tasks": tasks, "workers": workers, "logging_dir": logs}
     made = _executor(executor, common, partition, time)
-    _remember(folder, settings, encoder, sources, tasks)
+    _remember(folder, settings, encoder, mark_tokenizer(tokenizer), sources, tasks)
     try:
         made.run()
     except DataError:
@@ -67,11 +67,12 @@ def prepare_at_scale(
     return {**found, "said": said}
 
 
-def _remember(folder: Path, settings: Settings, encoder: Encoder, sources: list[Source], tasks: int) -> None:
+def _remember(folder: Path, settings: Settings, encoder: Encoder, mark: dict[str, Any], sources: list[Source], tasks: int) -> None:
     """datatrove skips the tasks that it finds done, whatever they did: other settings belong in another folder."""
     now = {
         **dataclasses.asdict(settings),
         "eos_id": encoder.eos_id,
+        "tokenizer": mark,
         "tasks": tasks,
         "inputs": {"stamps": [one.stamp for one in sources]},
     }

@@ -133,7 +133,18 @@ def open_split(folder: str | Path, split: str = "train") -> Split:
         shards = []
     sizes = json.dumps([[shard.path.name, shard.n_tokens] for shard in shards])
     n_documents = sum(_document_ends(shard.path)[0] for shard in shards) if datatrove else None
-    return Split(folder, shards, fingerprint=hashlib.sha256(sizes.encode()).hexdigest(), n_documents=n_documents)
+    eos_id, tokenizer = _scale_record(folder) if datatrove else (None, None)
+    fingerprint = hashlib.sha256(sizes.encode()).hexdigest()
+    return Split(folder, shards, fingerprint=fingerprint, n_documents=n_documents, eos_id=eos_id, tokenizer=tokenizer)
+
+
+def _scale_record(folder: Path) -> tuple[int | None, dict[str, Any] | None]:
+    """What `sinkdlm data prepare --executor` noted beside datatrove's files; nothing where datatrove was run by itself."""
+    try:
+        noted = json.loads((folder / "settings.json").read_text())
+        return int(noted["eos_id"]), dict(noted["tokenizer"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, None
 
 
 def _open_own(folder: Path, split: str) -> Split:
