@@ -1,4 +1,5 @@
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -10,7 +11,10 @@ from sinkdlm import Recipe
 
 
 def run(*args, cwd=None):
-    return subprocess.run([sys.executable, "-m", "sinkdlm", *args], capture_output=True, text=True, cwd=cwd, check=False)
+    # One thread: two that share a core with another test spin for each other most of the time.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "sinkdlm", *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
 
 
 def seconds(*command):
