@@ -32,7 +32,7 @@ def loader_rates(rows: Rows, batch: int, device: torch.device, repeats: int) -> 
         feed = batches(rows, number * per_stretch, (number + 1) * per_stretch, batch, device)
         began = time.perf_counter()
         for item in feed:
-            assert item.tokens.shape == (batch, LENGTH)
+            assert item.to(device).tokens.shape == (batch, LENGTH)
         if device.type == "cuda":
             torch.cuda.synchronize()
         rates.append(per_stretch * batch * LENGTH / (time.perf_counter() - began))

@@ -16,7 +16,7 @@ import torch
 from benchmarks import kills
 from rich.console import Console
 
-from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError, load
+from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError, load, save
 from sinkdlm.planning import budget_steps, training_flops
 from sinkdlm.training import loop, state
 from sinkdlm.training.monitor import Metrics, flat_numbers
@@ -166,6 +166,23 @@ def test_a_resumed_run_goes_on_with_average_and_background(tmp_path, token_set, 
 # -- what goes wrong --------------------------------------------------------------------------------------------------------
 
 
+def fails_once(write, at: int, failure: Exception, *, after: float = 0.0):
+    """A stand-in for `write` whose call number `at` fails; and the list of what it was called with."""
+    calls: list[Path] = []
+
+    def stand_in(path, *arguments):
+        calls.append(path)
+        if len(calls) == at:
+            time.sleep(after)
+            raise failure
+        return write(path, *arguments)
+
+    return stand_in, calls
+
+
+NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def damage(folder: Path) -> None:
     file = next(folder.glob("*.safetensors"))
     content = bytearray(file.read_bytes())
@@ -246,15 +263,7 @@ def test_a_failing_write_in_the_background_costs_no_other_state(tmp_path, token_
     """One write fails while training goes on: it is said, and the next state, here the last, is written all the same."""
     recipe = recipe_of(token_set, train={"ema": 0.9}, save={"every": 4, "background": True})
     run(recipe, tmp_path / "alone")
-    save_tensors, calls = state._save_tensors, []
-
-    def full_once(folder, tensors):
-        calls.append(folder)
-        if len(calls) == 1:
-            time.sleep(0.2)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save_tensors(folder, tensors)
-
+    full_once, calls = fails_once(state._save_tensors, 1, NO_SPACE, after=0.2)
     monkeypatch.setattr(state, "_save_tensors", full_once)
     _, said = run(recipe, tmp_path / "run")
     assert len(calls) == 2
@@ -264,15 +273,6 @@ def test_a_failing_write_in_the_background_costs_no_other_state(tmp_path, token_
 
 def test_a_signal_while_a_state_is_being_written_waits_for_it(tmp_path, token_set, monkeypatch):
     """The state of the very step is in the background and fails: what is said to be saved is saved."""
-    save_tensors, calls = state._save_tensors, []
-
-    def fail_first(folder, tensors):
-        calls.append(folder)
-        if len(calls) == 1:
-            time.sleep(0.2)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save_tensors(folder, tensors)
-
     look = loop.Trainer._look_around
 
     def interrupt(self):
@@ -280,7 +280,7 @@ def test_a_signal_while_a_state_is_being_written_waits_for_it(tmp_path, token_se
         if self.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(state, "_save_tensors", fail_first)
+    monkeypatch.setattr(state, "_save_tensors", fails_once(state._save_tensors, 1, NO_SPACE, after=0.2)[0])
     monkeypatch.setattr(loop.Trainer, "_look_around", interrupt)
     with pytest.raises(loop.Stopped, match="state saved in"):
         run(recipe_of(token_set, save={"every": 4, "background": True}), tmp_path / "run")
@@ -299,19 +299,13 @@ def test_a_finished_run_without_its_states_is_not_trained_over(tmp_path, token_s
 
 
 def test_a_milestone_that_was_cut_off_is_made_again(tmp_path, token_set, monkeypatch):
-    recipe, write, calls = recipe_of(token_set, save={"every": 2, "milestones": [4]}), loop.save, []
-
-    def die_first(path, *arguments):
-        calls.append(path.name)
-        if len(calls) == 1:
-            raise RuntimeError("a crash")
-        return write(path, *arguments)
-
+    recipe = recipe_of(token_set, save={"every": 2, "milestones": [4]})
+    die_first, calls = fails_once(loop.save, 1, RuntimeError("a crash"))
     monkeypatch.setattr(loop, "save", die_first)
     with pytest.raises(RuntimeError, match="a crash"):
         run(recipe, tmp_path / "run")
     run(recipe, tmp_path / "run")
-    assert calls == ["step-4", "step-4", "model"]
+    assert [path.name for path in calls] == ["step-4", "step-4", "model"]
     assert load(tmp_path / "run" / "milestones" / "step-4").provenance["steps"] == 4
 
 
@@ -521,20 +515,13 @@ def test_running_out_of_memory_names_the_cure(tmp_path, token_set, monkeypatch):
 
 
 def test_an_export_that_was_cut_off_is_made_again(tmp_path, token_set, monkeypatch):
-    recipe, calls = recipe_of(token_set, train={"ema": 0.9}), []
-    write = loop.save
-
-    def once(path, *arguments):
-        calls.append(path.name)
-        if len(calls) == 2:
-            raise RuntimeError("a crash")
-        return write(path, *arguments)
-
-    monkeypatch.setattr(loop, "save", once)
+    recipe = recipe_of(token_set, train={"ema": 0.9})
+    die_second, calls = fails_once(loop.save, 2, RuntimeError("a crash"))
+    monkeypatch.setattr(loop, "save", die_second)
     with pytest.raises(RuntimeError, match="a crash"):
         run(recipe, tmp_path / "run")
     run(recipe, tmp_path / "run")
-    assert calls == ["ema", "model", "ema", "model"]
+    assert [path.name for path in calls] == ["ema", "model", "ema", "model"]
     assert load(tmp_path / "run" / "model").provenance["steps"] == 6
     assert len(metrics(tmp_path / "run")) == 6
 
@@ -735,6 +722,16 @@ def test_adaptation_opens_attention_and_adds_a_sink(tmp_path, token_set):
         run(wrong, tmp_path / "wrong", load_parent=load_parent)
 
 
+def test_a_parent_whose_tokenizer_did_not_make_the_data_is_refused(tmp_path, token_set):
+    from sinkdlm.data.synthetic import character_tokenizer
+
+    recipe = recipe_of(token_set, init={"from": str(tmp_path / "parent")})
+    save(tmp_path / "parent", DiffusionLM(recipe.model), character_tokenizer())
+    with pytest.raises(UserError, match="its tokenizer is not the one that the data was prepared with; prepare it with"):
+        run(recipe, tmp_path / "run", load_parent=load_parent)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_with_documents_confined_and_random_lengths(tmp_path, token_set):
     recipe = recipe_of(token_set, data={"documents": "confined", "random_lengths": 0.3, "length": 32})
     run(recipe, tmp_path / "run")
@@ -765,7 +762,7 @@ def test_mlflow_hears_of_a_step_once(tmp_path, token_set, monkeypatch):
 
 @pytest.mark.parametrize("device", ["foo", "mps", "cuda:99"])
 def test_a_device_that_is_not_there_is_named(tmp_path, token_set, device):
-    with pytest.raises(UserError, match=f"device '{device}': not to be had here"):
+    with pytest.raises(UserError, match=f"device = '{device}': not to be had here"):
         run(recipe_of(token_set), tmp_path / "run", device=device)
 
 

@@ -329,6 +329,11 @@ def _weight_files(path: Path) -> list[Path]:
 def _check_place(device: str | torch.device, dtype: torch.dtype | None) -> torch.device:
     if dtype is not None and dtype not in _WEIGHT_DTYPES.values():
         raise CheckpointError(f"dtype = {dtype!r}: allowed are {', '.join(map(str, _WEIGHT_DTYPES.values()))}")
+    return find_device(device)
+
+
+def find_device(device: str | torch.device) -> torch.device:
+    """The device of this name, if it is here and has room for values."""
     try:
         place = torch.device(device)
         torch.empty(0, device=place)

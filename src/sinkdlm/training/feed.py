@@ -13,7 +13,7 @@ _AHEAD = 2  # batches
 
 
 def batches(rows: Rows, first: int, last: int, batch: int, device: torch.device) -> Iterator[Batch]:
-    """The batch of each step first..last-1, on the device. Sample numbers are step * batch + slot."""
+    """The batch of each step first..last-1, in memory from which the device copies fast. Sample numbers are step * batch + slot."""
     ready: queue.Queue[Batch | Exception] = queue.Queue(maxsize=_AHEAD)
     stop = threading.Event()
 
@@ -44,7 +44,7 @@ def batches(rows: Rows, first: int, last: int, batch: int, device: torch.device)
             item = ready.get()
             if isinstance(item, Exception):
                 raise item
-            yield item.to(device)
+            yield item
     finally:
         stop.set()
         reader.join()

@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from sinkdlm.attention import Opening
-from sinkdlm.checkpoint import Loaded, read_tokenizer, save, write_tokenizer, written_aside
+from sinkdlm.checkpoint import Loaded, find_device, read_tokenizer, save, write_tokenizer, written_aside
 from sinkdlm.config import Recipe
 from sinkdlm.data.rows import Batch, Rows, open_rows, tokenizer_folder
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
@@ -30,6 +30,7 @@ from sinkdlm.training.feed import batches
 from sinkdlm.training.monitor import Monitor
 from sinkdlm.training.optimizer import Average, Optimizer, learning_rate
 from sinkdlm.training.run import RunFolder, host_memory
+from sinkdlm.training.sameness import check_parent, mark_sets
 from sinkdlm.training.signals import Signals, Stopped, noted_signals
 from sinkdlm.training.state import States
 
@@ -60,24 +61,14 @@ def train(
     folder = RunFolder(Path(out), recipe)
     try:
         try:
-            trainer = Trainer(recipe, folder, load_parent, _device(device), console)
+            place = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            trainer = Trainer(recipe, folder, load_parent, place, console)
         except UserError:
             folder.discard_if_new()
             raise
         return trainer.run()
     finally:
         folder.close()
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        found = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if found.type not in ("cuda", "cpu"):
-            raise RuntimeError(f"trains on cuda or cpu, not on {found.type}")
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as failure:
-        raise TrainError(f"device {name!r}: not to be had here: {str(failure).splitlines()[0]}; leave --device out") from None
-    return found
 
 
 class Trainer:
@@ -124,7 +115,7 @@ class Trainer:
 
     def _settle_facts(self) -> dict[str, Any]:
         """What the first start found, kept: a resumed run on other data would be another run."""
-        marks = {part: _marks(rows) for part, rows in (("data", self.rows), ("validation", self.validation)) if rows is not None}
+        marks = {part: mark_sets(rows) for part, rows in (("data", self.rows), ("validation", self.validation)) if rows is not None}
         facts = self.folder.facts()
         if facts is None:
             facts = {"steps": self.steps, **marks}
@@ -152,7 +143,7 @@ class Trainer:
             if load_parent is None:
                 raise TrainError("init.from: no loader was given for it; use the command line, or pass load_parent=")
             loaded = load_parent(self.recipe, dtype)
-            self._check_parent(loaded)
+            check_parent(self.recipe, self.rows, loaded)
             model, parent = loaded.model, dict(loaded.provenance)
             self._settle_tokenizer(loaded.tokenizer)
             self.facts = {**self.facts, "parent": parent}
@@ -166,21 +157,6 @@ class Trainer:
             self._settle_tokenizer(None)
             parent = self.facts.get("parent", {})
         return model.to(self.device), parent
-
-    def _check_parent(self, loaded: Loaded) -> None:
-        found, wanted = loaded.config.to_dict(), self.recipe.model.to_dict()
-        odd = [f"{key} = {found[key]!r}, model.{key} is {wanted[key]!r}" for key in wanted if found[key] != wanted[key]]
-        if odd:
-            raise TrainError(f"init.from = {self.recipe.init.from_!r}: has {'; '.join(odd)}: make [model] fit it")
-        marks = [split.tokenizer for split in self.rows.splits if split.tokenizer is not None]
-        if loaded.tokenizer is not None and marks:
-            from sinkdlm.data.encoding import mark_tokenizer
-
-            if mark_tokenizer(loaded.tokenizer)["vocabulary_sha256"] != marks[0]["vocabulary_sha256"]:
-                raise TrainError(
-                    f"init.from = {self.recipe.init.from_!r}: its tokenizer is not the one that the data was prepared with; "
-                    f"prepare it with: sinkdlm data prepare ... --tokenizer {self.recipe.init.from_}"
-                )
 
     def _settle_tokenizer(self, given: Any) -> None:
         """The tokenizer that the exported checkpoints carry: the parent's, or the data's."""
@@ -310,7 +286,7 @@ class Trainer:
         buckets = BucketedLoss(self.device)
         opening = self._opening()
         for start in range(0, batch.tokens.shape[0], self.micro_batch):
-            piece = batch.rows(slice(start, start + self.micro_batch))
+            piece = batch.rows(slice(start, start + self.micro_batch)).to(self.device)  # cut and counted on the host: no wait
             noisy = corrupt(
                 piece.tokens,
                 piece.samples,
@@ -504,19 +480,6 @@ class Trainer:
             "skipped": self.skipped,
             "tokens": self.step * self.plan.batch * self.recipe.data.length,
         }
-
-
-def _marks(rows: Rows) -> dict[str, Any]:
-    """What tells the sets of a run from others."""
-    return {
-        str(split.folder): {
-            "fingerprint": split.fingerprint,
-            "tokens": split.n_tokens,
-            "documents": split.n_documents,
-            "tokenizer": split.tokenizer["sha256"] if split.tokenizer else None,
-        }
-        for split in rows.splits
-    }
 
 
 def _plus_minus(stderr: float | None) -> str:
