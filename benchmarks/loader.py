@@ -29,7 +29,7 @@ def loader_rates(rows: Rows, batch: int, device: torch.device, repeats: int) -> 
     per_stretch = max(4, 2_000_000 // (batch * LENGTH))
     rates = []
     for number in range(repeats + 1):
-        feed = batches(rows, number * per_stretch, (number + 1) * per_stretch, batch, device)
+        feed = batches(rows, number * per_stretch, (number + 1) * per_stretch, batch, slice(0, batch), device)
         began = time.perf_counter()
         for item in feed:
             assert item.to(device).tokens.shape == (batch, LENGTH)

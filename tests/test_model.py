@@ -3,6 +3,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import VARIANTS, grid, small_config, small_model, small_tokens
 from reference import hidden_states
@@ -433,13 +434,39 @@ def test_initial_weights_do_not_depend_on_defaults():
 def test_recomputing_blocks_changes_nothing(variant):
     model, tokens = small_model(**variant), small_tokens(2, 7)
     results = []
-    for model.recompute in (False, True):
+    for model.recompute in ("none", "selective", "full"):
         model.zero_grad()
         out = model(tokens)
         out.square().sum().backward()
         results.append([out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
-    for plain, again in zip(*results, strict=True):
-        assert torch.equal(plain, again)
+    for plain, some, everything in zip(*results, strict=True):
+        assert torch.equal(plain, some)
+        assert torch.equal(plain, everything)
+
+
+def test_selective_recomputation_keeps_products_and_runs_the_rest_again():
+    model, tokens = small_model(n_sinks=1), small_tokens(2, 7)
+    counts = []
+    for model.recompute in ("none", "selective", "full"):
+        with CountOperations() as counted:
+            model(tokens).square().sum().backward()
+        counts.append((counted.of("aten.mm"), counted.of("aten.silu.")))
+    (mm, silu), (mm_selective, silu_selective), (mm_full, silu_full) = counts
+    assert mm_selective == mm < mm_full
+    assert silu < silu_selective == silu_full
+
+
+class CountOperations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def of(self, name: str) -> int:
+        return sum(seen.startswith(name) for seen in self.seen)
 
 
 def test_building_leaves_the_global_generator_alone():

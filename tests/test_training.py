@@ -17,10 +17,15 @@ from benchmarks import kills
 from rich.console import Console
 
 from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError, load, save
+from sinkdlm.data.rows import open_rows
 from sinkdlm.planning import budget_steps, training_flops
 from sinkdlm.training import loop, state
+from sinkdlm.training.evaluate import VALIDATION_SEED, validate
 from sinkdlm.training.monitor import Metrics, flat_numbers
 from sinkdlm.training.optimizer import learning_rate
+from sinkdlm.training.parallel import World
+
+ALONE = World(torch.device("cpu"))
 
 TINY = {"preset": "nano", "n_layers": 2, "d_model": 16, "n_heads": 2, "d_ff": 24, "n_sinks": 1, "context_length": 64}
 
@@ -149,11 +154,11 @@ def test_a_resumed_run_goes_on_with_average_and_background(tmp_path, token_set, 
     run(recipe, tmp_path / "alone")
     make_step, calls = loop.Trainer._make_step, []
 
-    def die_once(self, batch, lr):
+    def die_once(self, batch, lr, signals):
         calls.append(self.step)
         if len(calls) == 4:
             raise RuntimeError("a crash")
-        return make_step(self, batch, lr)
+        return make_step(self, batch, lr, signals)
 
     monkeypatch.setattr(loop.Trainer, "_make_step", die_once)
     with pytest.raises(RuntimeError, match="a crash"):
@@ -194,10 +199,10 @@ def interrupted(recipe: Recipe, out: Path, monkeypatch, after: int) -> None:
     """A run that crashes before its step after + 1."""
     make_step = loop.Trainer._make_step
 
-    def die(self, batch, lr):
+    def die(self, batch, lr, signals):
         if self.step == after:
             raise RuntimeError("a crash")
-        return make_step(self, batch, lr)
+        return make_step(self, batch, lr, signals)
 
     with monkeypatch.context() as patched:
         patched.setattr(loop.Trainer, "_make_step", die)
@@ -225,8 +230,8 @@ def test_a_damaged_state_is_skipped_with_a_warning(tmp_path, token_set, monkeypa
     assert any("step-0000000004: damaged, skipped" in line for line in said), said
     assert any("resumed at step 2" in line for line in said)
     assert kills.differences(tmp_path / "alone", tmp_path / "run") == []
-    kept = state.States(tmp_path / "run" / "checkpoints", keep=2, warn=print)
-    assert [kept._check(step)["step"] for step in kept.steps()] == [6, 4]  # the damaged one was written anew on the way
+    kept = state.States(tmp_path / "run" / "checkpoints", keep=2, warn=print, world=ALONE)
+    assert [kept._check(step)[0]["step"] for step in kept.steps()] == [6, 4]  # the damaged one was written anew on the way
 
 
 def test_without_a_whole_state_nothing_is_overwritten(tmp_path, token_set, monkeypatch):
@@ -245,12 +250,12 @@ def test_a_full_disk_in_the_middle_is_said_and_tried_again(tmp_path, token_set, 
     run(recipe, tmp_path / "alone")
     save_tensors, calls = state._save_tensors, []
 
-    def full_once(folder, tensors):
+    def full_once(folder, tensors, group):
         calls.append(folder)
         if len(calls) == 2:
             (folder / "half.safetensors").write_bytes(b"0" * 100)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save_tensors(folder, tensors)
+        save_tensors(folder, tensors, group)
 
     monkeypatch.setattr(state, "_save_tensors", full_once)
     _, said = run(recipe, tmp_path / "run")
@@ -300,8 +305,8 @@ def test_a_finished_run_without_its_states_is_not_trained_over(tmp_path, token_s
 
 def test_a_milestone_that_was_cut_off_is_made_again(tmp_path, token_set, monkeypatch):
     recipe = recipe_of(token_set, save={"every": 2, "milestones": [4]})
-    die_first, calls = fails_once(loop.save, 1, RuntimeError("a crash"))
-    monkeypatch.setattr(loop, "save", die_first)
+    die_first, calls = fails_once(loop.save_weights, 1, RuntimeError("a crash"))
+    monkeypatch.setattr(loop, "save_weights", die_first)
     with pytest.raises(RuntimeError, match="a crash"):
         run(recipe, tmp_path / "run")
     run(recipe, tmp_path / "run")
@@ -419,7 +424,7 @@ def test_an_id_beyond_the_vocabulary_in_the_middle_keeps_the_steps_made(tmp_path
     tokens = np.fromfile(own_set / "train-00000.bin", "<u2")
     tokens[tokens == token] = 6
     recipe = recipe_of(own_set, model={**TINY, "mask_id": mask_id}, save={"every": 100}, eval={"every": 0}, log={"probe_every": 0})
-    samples = loop.open_rows(recipe.data, "train", seed=recipe.train.seed, vocab_size=64, mask_id=64).batch(np.arange(20)).tokens
+    samples = open_rows(recipe.data, "train", seed=recipe.train.seed, vocab_size=64, mask_id=64).batch(np.arange(20)).tokens
     place = np.flatnonzero([tokens[i : i + 16].tolist() == samples[17].tolist() for i in range(0, len(tokens) - 16, 16)])[0] * 16
     tokens[place + 3] = token
     tokens.tofile(own_set / "train-00000.bin")
@@ -516,8 +521,8 @@ def test_running_out_of_memory_names_the_cure(tmp_path, token_set, monkeypatch):
 
 def test_an_export_that_was_cut_off_is_made_again(tmp_path, token_set, monkeypatch):
     recipe = recipe_of(token_set, train={"ema": 0.9})
-    die_second, calls = fails_once(loop.save, 2, RuntimeError("a crash"))
-    monkeypatch.setattr(loop, "save", die_second)
+    die_second, calls = fails_once(loop.save_weights, 2, RuntimeError("a crash"))
+    monkeypatch.setattr(loop, "save_weights", die_second)
     with pytest.raises(RuntimeError, match="a crash"):
         run(recipe, tmp_path / "run")
     run(recipe, tmp_path / "run")
@@ -532,7 +537,7 @@ def test_a_folder_has_one_run_and_one_process(tmp_path, token_set):
     with pytest.raises(UserError, match="other files and no run"):
         run(recipe_of(token_set), tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "x"
-    held = loop.RunFolder(tmp_path / "run", recipe_of(token_set))
+    held = loop.RunFolder(tmp_path / "run", recipe_of(token_set), ALONE)
     with pytest.raises(UserError, match="another process trains there"):
         run(recipe_of(token_set), tmp_path / "run")
     held.close()
@@ -611,15 +616,18 @@ def test_training_learns(tmp_path, token_set):
     assert losses[1] < losses[0] - 0.1
 
 
-def test_validation_is_the_same_in_any_cut(tmp_path, token_set):
+def test_validation_is_the_same_in_any_cut(tmp_path, token_set, monkeypatch):
     from sinkdlm.diffusion import Schedule
-    from sinkdlm.training.evaluate import validate
+    from sinkdlm.training import evaluate
 
     recipe = recipe_of(token_set, train={"precision": "float64"})
     run(recipe, tmp_path / "run")
     model = load(tmp_path / "run" / "model").model
-    rows = loop.open_rows(recipe.data, "validation", seed=loop.VALIDATION_SEED, vocab_size=64, mask_id=64)
-    found = [validate(model, rows, 13, micro, Schedule(), loop.nullcontext) for micro in (1, 4, 13)]
+    rows = open_rows(recipe.data, "validation", seed=VALIDATION_SEED, vocab_size=64, mask_id=64)
+    found = []
+    for tokens in (1 * 16, 4 * 16, 13 * 16):
+        monkeypatch.setattr(evaluate, "_VALIDATION_TOKENS", tokens)
+        found.append(validate(model, rows, 13, Schedule(), loop.nullcontext, ALONE))
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-12) == found[2]["loss"]
     assert found[0]["loss"] == pytest.approx(metrics(tmp_path / "run", "validation")[-1]["loss"], rel=0.5)
 
@@ -628,14 +636,13 @@ def test_validation_is_the_same_in_any_cut(tmp_path, token_set):
 @pytest.mark.parametrize("shifted", [False, True])
 def test_validation_of_a_model_that_knows_nothing_is_the_logarithm(token_set, shifted, documents):
     from sinkdlm.diffusion import Schedule
-    from sinkdlm.training.evaluate import validate
 
     recipe = recipe_of(token_set, data={"documents": documents}, model={**TINY, "shift_logits": shifted})
     model = DiffusionLM(recipe.model)
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    rows = loop.open_rows(recipe.data, "validation", seed=loop.VALIDATION_SEED, vocab_size=64, mask_id=64)
-    found = validate(model, rows, 512, 64, Schedule(), loop.nullcontext)
+    rows = open_rows(recipe.data, "validation", seed=VALIDATION_SEED, vocab_size=64, mask_id=64)
+    found = validate(model, rows, 512, Schedule(), loop.nullcontext, ALONE)
     assert found["loss"] == pytest.approx(np.log(64), rel=0.02)
     assert abs(found["loss"] - np.log(64)) < 3 * found["stderr"]
 
@@ -646,16 +653,16 @@ def test_the_average_is_the_exponential_one():
     model = torch.nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(0.0)
-    average, expected = Average(model, 0.8), 0.0
+    average, expected = Average(dict(model.named_parameters()), 0.8), 0.0
     for update in range(1, 60):
         with torch.no_grad():
             model.weight.fill_(float(update))
-        average.update(model, update)
+        average.update(update)
         decay = min(0.8, update / (update + 10))
         expected = decay * expected + (1 - decay) * update
     assert float(average.weights["weight"]) == pytest.approx(expected, rel=1e-5)
     assert expected == pytest.approx(59 - 4, abs=0.1)  # a mean age of decay / (1 - decay) updates
-    with average.applied(model):
+    with average.applied():
         assert float(model.weight.detach()) == pytest.approx(expected, rel=1e-5)
     assert float(model.weight.detach()) == 59.0
 

@@ -74,19 +74,32 @@ def save(
     tokenizer: a transformers tokenizer (anything with save_pretrained). provenance: JSON values; versions, time and fingerprints
     are added.
     """
-    path = Path(path).resolve()  # through a link, to what it points at
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
-    _check_state(model)
+    return save_weights(path, model.config, model.state_dict(), tokenizer, provenance, shard_bytes=shard_bytes)
+
+
+def save_weights(
+    path: str | Path,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    tokenizer: Any = None,
+    provenance: Mapping[str, Any] | None = None,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """`save` for weights by name, wherever the model that they belong to is."""
+    path = Path(path).resolve()  # through a link, to what it points at
+    _check_weights(config, weights)
     clash = [key for key in RESERVED if key in (provenance or {})]
     if clash:
         raise CheckpointError(f"provenance: {', '.join(clash)}: written by save itself; use another key")
     check_destination(path)
     with written_aside(path) as aside:
-        _write_json(aside / CONFIG, model.config.to_dict())
-        fingerprints = write_weights(aside, model.state_dict(), shard_bytes)
+        _write_json(aside / CONFIG, config.to_dict())
+        fingerprints = write_weights(aside, weights, shard_bytes)
         if tokenizer is not None:
             write_tokenizer(aside, tokenizer)
-        write_provenance(aside, model.config, fingerprints, provenance or {})
+        write_provenance(aside, config, fingerprints, provenance or {})
     return path
 
 
@@ -113,20 +126,20 @@ def write_provenance(folder: Path, config: ModelConfig, fingerprints: Mapping[st
     )
 
 
-def _check_state(model: DiffusionLM) -> None:
+def _check_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
     """What would be refused on loading is refused before it is written."""
     with torch.device("meta"):
-        wanted = {name: tuple(weight.shape) for name, weight in DiffusionLM(model.config).state_dict().items()}
-    found = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+        wanted = {name: tuple(weight.shape) for name, weight in DiffusionLM(config).state_dict().items()}
+    found = {name: tuple(weight.shape) for name, weight in weights.items()}
     odd = sorted(set(found) ^ set(wanted)) or [name for name in wanted if found[name] != wanted[name]]
     if odd:
         raise CheckpointError(f"model: tensor {odd[0]} does not fit its config; merge adapters and unwrap modules before saving")
-    dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in model.state_dict().values()})
+    dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()})
     if len(dtypes) > 1 or getattr(torch, dtypes[0]) not in _WEIGHT_DTYPES.values():
         raise CheckpointError(
             f"model: weights are {' and '.join(dtypes)}; a checkpoint has one floating dtype: model.to(torch.float32)"
         )
-    if any(weight.is_meta for weight in model.parameters()):
+    if any(weight.is_meta for weight in weights.values()):
         raise CheckpointError("model: weights on the meta device have no values to save")
 
 
@@ -164,8 +177,8 @@ def written_aside(path: Path) -> Iterator[Path]:
         for file in aside.rglob("*"):
             if file.is_file():
                 file.chmod(0o666 & ~_umask())
-                _sync(file)
-        _sync(aside)
+                sync(file)
+        sync(aside)
         if path.exists():
             retired = aside.with_suffix(".replaced")
             path.rename(retired)
@@ -177,7 +190,7 @@ def written_aside(path: Path) -> Iterator[Path]:
             shutil.rmtree(retired, ignore_errors=True)
         else:
             aside.rename(path)
-        _sync(path.parent)
+        sync(path.parent)
     except (OSError, SafetensorError) as failure:
         reason = getattr(failure, "strerror", None) or failure
         raise CheckpointError(f"{path}: writing failed: {reason}; what was there before is untouched") from failure
@@ -191,7 +204,8 @@ def _umask() -> int:
     return current
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Until a file, or a folder's entries, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

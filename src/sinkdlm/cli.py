@@ -1,6 +1,7 @@
 """The command line. Each subcommand imports what it needs when it runs, so that `sinkdlm --help` stays light."""
 
 import json
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -163,8 +164,11 @@ def train(
     try:
         found = run(resolved, out or Path("runs") / recipe.stem, load_parent=_load_parent, device=device)
     except Stopped as stopped:
-        print(f"sinkdlm: {stopped}", file=sys.stderr)
-        raise SystemExit(128 + stopped.number) from None
+        if not stopped.quiet:
+            print(f"sinkdlm: {stopped}", file=sys.stderr)
+        _end(128 + stopped.number)
+    if found["rank"]:
+        return
     typer.echo(json.dumps(found, indent=2) if as_json else f"{found['model']}: {found['tokens']:,} tokens, {found['steps']} steps")
 
 
@@ -390,6 +394,15 @@ def demo(
     run_demo(out, steps=steps, seed=seed, as_json=as_json)
 
 
+def _end(status: int) -> NoReturn:
+    """One of several ranks ends at once: what is left of a process group that lost a member may wait for it for ever."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    raise SystemExit(status)
+
+
 def _fail(message: str) -> NoReturn:
     print(f"sinkdlm: {message}", file=sys.stderr)
     raise SystemExit(2)
@@ -404,7 +417,9 @@ def main() -> None:
     try:
         raise SystemExit(app(standalone_mode=False))
     except UserError as failure:
-        _fail(str(failure))
+        if not failure.quiet:
+            print(f"sinkdlm: {failure}", file=sys.stderr)
+        _end(2)
     except usage_error as failure:
         message = failure.format_message()
         if "Usage:" in message:  # a command without arguments shows its help

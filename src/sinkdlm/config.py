@@ -298,12 +298,21 @@ class TrainSection(_Frozen):
     compile: Literal["auto", "blocks", "none"] = Field(
         default="auto", description="torch.compile of each block; auto: on a GPU with Triton"
     )
-    recompute: bool = Field(default=False, description="activation checkpointing: less memory, one more forward")
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="activation checkpointing of each block: full keeps its input alone and runs it again in the backward; "
+        "selective keeps the results of matrix products and attention, and runs the rest again",
+    )
     schedule: Literal["linear", "cosine", "loglinear"] = "linear"
     eps: float = Field(default=1e-3, ge=0, lt=1)
     times: Literal["golden", "independent"] = Field(
         default="golden", description="t of consecutive samples: spread by the golden ratio, or drawn independently (official)"
     )
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _once_a_switch(cls, value: Any) -> Any:
+        return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
@@ -314,6 +323,29 @@ class TrainSection(_Frozen):
         given = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)}: allowed is one budget")
+        return self
+
+
+class ParallelSection(_Frozen):
+    """How a run spreads over the ranks that torchrun starts. Changes nothing that is computed."""
+
+    mode: Literal["auto", "replicate", "shard", "hybrid"] = Field(
+        default="auto",
+        description="replicate: every rank holds everything; shard: each a part (FSDP2); hybrid: copies, each sharded over some "
+        "ranks; auto: what fits, with the least traffic",
+    )
+    shard_ranks: Count | None = Field(default=None, description="hybrid: ranks that share one copy; by default those of one node")
+    reshard: bool = Field(
+        default=True, description="sharded blocks drop their gathered weights after the forward and gather them again"
+    )
+    gather: Literal["auto", "bf16", "float32"] = Field(
+        default="auto", description="what sharded weights travel as; auto: what the products are computed in"
+    )
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if self.shard_ranks is not None and self.mode != "hybrid":
+            raise ConfigError(f"shard_ranks = {self.shard_ranks}: goes with mode = 'hybrid', not {self.mode!r}")
         return self
 
 
@@ -351,7 +383,7 @@ class SaveSection(_Frozen):
 
 
 # How a run goes on may change between its parts; what it computes may not.
-CHANGEABLE = ("log", "save", "train.micro_batch", "train.compile", "train.recompute")
+CHANGEABLE = ("log", "save", "parallel", "train.micro_batch", "train.compile", "train.recompute")
 
 
 class Recipe(_Frozen):
@@ -361,6 +393,7 @@ class Recipe(_Frozen):
     init: InitSection = InitSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
+    parallel: ParallelSection = ParallelSection()
     eval: EvalSection = EvalSection()
     log: LogSection = LogSection()
     save: SaveSection = SaveSection()

@@ -4,6 +4,8 @@
 class UserError(Exception):
     """A mistake in what the user gave. The message names the thing and the cure, in one line."""
 
+    quiet = False  # whether another process of the same run says it already
+
 
 class ConfigError(UserError):
     """Keys or values of a configuration that are not allowed. `place` is the dotted path to the table they stand in."""

@@ -6,16 +6,17 @@ tokenizers.
 B batch, T tokens, S sinks, H query heads, K key/value heads, D head width, d model width.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from sinkdlm.attention import PADDING, SHARED, Choice, DrawnOpening, Opening, Visibility, attend, choose_form
 from sinkdlm.config import ModelConfig
@@ -23,6 +24,7 @@ from sinkdlm.lane import Lane, LaneCache, arithmetic_of
 from sinkdlm.noise import Stream, hash_words, pair_words
 
 Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
+Recompute = Literal["none", "selective", "full"]
 
 
 class Rotation(NamedTuple):
@@ -88,6 +90,7 @@ class Surroundings(NamedTuple):
     form: str = "auto"
     observe: Observer | None = None
     cache: KeyValueCache | None = None
+    recompute: Recompute = "none"
 
 
 class Norm(nn.Module):
@@ -171,6 +174,28 @@ class FeedForward(nn.Module):
         return self.down(functional.silu(gate) * up)
 
 
+@functools.cache
+def _costly_operations() -> tuple[Any, ...]:
+    """What selective recomputation keeps: products of matrices and attention, which cost most of the time and some of the room."""
+    aten = torch.ops.aten
+    names = (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+    attention = [getattr(aten, name).default for name in names if hasattr(aten, name)]
+    return (aten.mm.default, aten.addmm.default, aten.bmm.default, *attention, torch.ops.higher_order.flex_attention)
+
+
+def _run_again(run: Callable[..., Any], how: Recompute, *arguments: Any) -> Any:
+    """run(*arguments), whose intermediate results are computed again when the backward wants them."""
+    if how == "full":
+        return checkpoint(run, *arguments, use_reentrant=False)
+    keep = functools.partial(create_selective_checkpoint_contexts, list(_costly_operations()))
+    return checkpoint(run, *arguments, use_reentrant=False, context_fn=keep)
+
+
 class Block(nn.Module):
     """One layer, for tokens and lane in one forward: the unit of compilation and of sharding."""
 
@@ -188,9 +213,16 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, sinks: Tensor | Lane | None, around: Surroundings) -> tuple[Tensor, Tensor | None, Lane | None]:
         """`sinks` are the lane's states (1, S, d), which go on to the next layer, or this layer's cached Lane, or nothing."""
+        if around.recompute != "none" and torch.is_grad_enabled():
+            # In here, so that hooks which gather a sharded block's weights, and the compiler, lie around it.
+            return _run_again(self.compute, around.recompute, x, sinks, around)
+        return self.compute(x, sinks, around)
+
+    def compute(self, x: Tensor, sinks: Tensor | Lane | None, around: Surroundings) -> tuple[Tensor, Tensor | None, Lane | None]:
         states, lane = self.run_lane(sinks) if isinstance(sinks, Tensor) else (None, sinks)
         x = x + self.attention(self.attention_norm(x), lane, around)
-        return x + self.mlp(self.mlp_norm(x)), states, lane
+        kept = None if torch.is_grad_enabled() else lane  # for the cache, which serves no training
+        return x + self.mlp(self.mlp_norm(x)), states, kept
 
 
 def draw_normal(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
@@ -207,7 +239,7 @@ class DiffusionLM(nn.Module):
         super().__init__()
         self.config = config
         self.attention_form = attention
-        self.recompute = False  # activation checkpointing: keep a block's input alone and run it again in the backward
+        self.recompute: Recompute = "none"  # activation checkpointing: what the backward computes again
         self._lanes: LaneCache | None = None
         home = torch.empty(0).device
         with torch.device("meta"):  # torch's own initialisation would draw from the global generator
@@ -224,16 +256,17 @@ class DiffusionLM(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
         """The official initialisation. Each tensor's draw depends on (seed, its name) alone, so twins share what they share."""
-        width = self.config.d_model
         for name, weight in self.named_parameters():
-            kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
-            if kind in ("attention_norm", "mlp_norm", "norm"):
-                weight.fill_(1.0)
-            elif kind in ("bias", "sink_logit"):
-                weight.zero_()
-            else:
-                std = 1 / math.sqrt(width) / self.config.n_layers if kind in ("out", "down") else math.sqrt(2 / (5 * width))
-                weight.copy_(draw_normal(tuple(weight.shape), seed, name).mul_(std))
+            weight.copy_(self.initial_weight(name, tuple(weight.shape), seed))
+
+    def initial_weight(self, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+        """What the parameter of this name begins as: float32, whole, on the CPU."""
+        width = self.config.d_model
+        kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
+        if kind in ("attention_norm", "mlp_norm", "norm", "bias", "sink_logit"):
+            return torch.full(shape, 0.0 if kind in ("bias", "sink_logit") else 1.0, dtype=torch.float32, device="cpu")
+        std = 1 / math.sqrt(width) / self.config.n_layers if kind in ("out", "down") else math.sqrt(2 / (5 * width))
+        return draw_normal(shape, seed, name).mul_(std)
 
     # -- the call ---------------------------------------------------------------------------------------------------------
 
@@ -357,21 +390,20 @@ class DiffusionLM(nn.Module):
             content = torch.cat([sinks, content], dim=-1)
         sink_rotation = Rotation.at(sinks, config, x.dtype) if n_sinks and config.n_lane else None
         rotation = Rotation.at(content, config, x.dtype)
-        return Surroundings(rotation, sink_rotation, visible, causal, self.attention_form, observe, cache)
+        return Surroundings(rotation, sink_rotation, visible, causal, self.attention_form, observe, cache, self.recompute)
 
     def _run_blocks(self, x: Tensor, around: Surroundings, use_lane: bool) -> Tensor:
         scope = self._lanes if use_lane and not torch.is_grad_enabled() else None
         cached = None if scope is None else scope.find(self)
         sinks = self.sinks[None].to(x) if use_lane and cached is None and self.sinks is not None else None
         lanes = []
-        recompute = self.recompute and torch.is_grad_enabled()
         with ExitStack() as stack:
             if around.observe is not None and not torch.compiler.is_compiling():
                 stack.enter_context(torch.compiler.set_stance("force_eager"))  # a watcher cannot live in a compiled block
             for layer, block in enumerate(self.blocks):
-                arguments = (block, x, sinks if cached is None else cached[layer], around)
-                x, sinks, lane = checkpoint(*arguments, use_reentrant=False) if recompute else block(*arguments[1:])
-                lanes.append(lane)
+                x, sinks, lane = block(x, sinks if cached is None else cached[layer], around)
+                if lane is not None:
+                    lanes.append(lane)
         if scope is not None and cached is None:
             scope.keep(self, lanes)
         return x

@@ -7,7 +7,7 @@ keys, forward and backward. The lane's S tokens a forward, norms, rotary and sof
 
 from typing import NamedTuple
 
-from sinkdlm.config import ModelConfig, Recipe, TrainSection
+from sinkdlm.config import ModelConfig, ParallelSection, Recipe, TrainSection
 from sinkdlm.errors import ConfigError
 
 # Dense bf16 matrix FLOP/s from the makers' data sheets, by a word of the device's name.
@@ -80,7 +80,42 @@ class Memory(NamedTuple):
         return self.state + self.activations
 
 
-def training_memory(recipe: Recipe, micro_batch: int) -> Memory:
+class Layout(NamedTuple):
+    """Over how many ranks the weights are copied, and over how many each copy is cut."""
+
+    copies: int = 1
+    shards: int = 1
+
+    @property
+    def name(self) -> str:
+        return "replicate" if self.shards == 1 else "shard" if self.copies == 1 else "hybrid"
+
+
+def choose_layout(section: ParallelSection, ranks: int, node_ranks: int, state: int, memory: int | None) -> Layout:
+    """state: bytes of weights, gradients, moments and average, whole. memory: of one rank's device, where it is known.
+
+    auto copies everything while it takes at most a quarter of the device; then shards over the ranks of a node where that is
+    enough; else over all ranks.
+    """
+    mode = section.mode
+    if mode == "auto":
+        room = state if memory is None else memory // 4
+        if state <= room:
+            mode = "replicate"
+        else:
+            several_nodes = node_ranks < ranks and ranks % node_ranks == 0
+            mode = "hybrid" if several_nodes and state <= room * node_ranks else "shard"
+    if mode == "replicate":
+        return Layout(ranks, 1)
+    if mode == "shard":
+        return Layout(1, ranks)
+    shards = section.shard_ranks or node_ranks
+    if ranks % shards:
+        raise ConfigError(f"parallel.shard_ranks = {shards}: allowed is a divisor of the {ranks} ranks")
+    return Layout(ranks // shards, shards)
+
+
+def training_memory(recipe: Recipe, micro_batch: int, layout: Layout | None = None) -> Memory:
     """Without sharding. Activations are what a block keeps for its backward, in the precision it computes in, plus one chunk of the
     head. Compiled blocks keep less: on an H200 smdm-34m and smollm2-135m peaked 12 to 19 % below it (docs/howto/train.md)."""
     config, train = recipe.model, recipe.train
@@ -93,7 +128,7 @@ def training_memory(recipe: Recipe, micro_batch: int) -> Memory:
     # product), gate, up and their product; log-sum-exp and norm statistics are small beside them.
     gate = {"none": 0, "elementwise": 2 * config.d_model, "headwise": config.d_model}[config.gate]
     block = (6 * config.d_model + 2 * (config.d_model + 2 * kv) + gate + 4 * config.d_ff) * unit
-    layers = config.d_model * 4 * config.n_layers + block if train.recompute else config.n_layers * block
+    layers = config.d_model * 4 * config.n_layers + block if train.recompute == "full" else config.n_layers * block
     head = min(160_000_000, tokens * config.vocab_size) * (4 + unit) + 2 * 4 * head_parameters(config)
     return Memory(
         weights=count * weight,
@@ -104,12 +139,12 @@ def training_memory(recipe: Recipe, micro_batch: int) -> Memory:
     )
 
 
-def fitting_micro_batch(recipe: Recipe, memory: int | None, share: int) -> int:
+def fitting_micro_batch(recipe: Recipe, memory: int | None, share: int, layout: Layout | None = None) -> int:
     """The largest cut of `share` rows into equal forwards that fits in a device's memory; all of them where memory is not known."""
     if memory is None:
         return share
     for cuts in range(1, share + 1):
         rows = -(-share // cuts)
-        if training_memory(recipe, rows).total <= _USABLE * memory:
+        if training_memory(recipe, rows, layout).total <= _USABLE * memory:
             return rows
     return 1

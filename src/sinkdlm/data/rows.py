@@ -31,18 +31,32 @@ class Batch:
     lengths: Tensor | None = None
     documents: Tensor | None = None
 
+    @classmethod
+    def nothing(cls, length: int) -> "Batch":
+        """One row in which nothing may be masked: what a rank computes when the others have more rows than it has."""
+        maskable = torch.zeros(1, length, dtype=torch.bool)
+        return cls(torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), maskable)
+
+    def scored(self, *, shifted: bool = False) -> Tensor:
+        """(B, T): positions that may be masked and scored. A shifted model cannot predict the first token of a row or document."""
+        scored = torch.ones_like(self.tokens, dtype=torch.bool) if self.maskable is None else self.maskable
+        if shifted:
+            scored = scored.clone()
+            scored[:, 0] = False
+            if self.documents is not None:
+                scored[:, 1:] &= self.documents[:, 1:] == self.documents[:, :-1]
+        return scored
+
     def count_scored(self, *, shifted: bool = False) -> int:
-        """Positions that the loss is divided by. A shifted model cannot predict the first token of a row, or of a document."""
-        if not shifted:
-            return int(self.tokens.numel() if self.maskable is None else self.maskable.sum())
-        scored = torch.ones_like(self.tokens, dtype=torch.bool) if self.maskable is None else self.maskable.clone()
-        scored[:, 0] = False
-        if self.documents is not None:
-            scored[:, 1:] &= self.documents[:, 1:] == self.documents[:, :-1]
-        return int(scored.sum())
+        """Positions that the loss is divided by."""
+        if self.maskable is None and not shifted:
+            return self.tokens.numel()
+        return int(self.scored(shifted=shifted).sum())
 
     def rows(self, part: slice) -> "Batch":
-        """Some of the rows; lengths are dropped where those rows are full."""
+        """Some of the rows, or nothing's row where there are none; lengths are dropped where those rows are full."""
+        if part.start >= self.tokens.shape[0]:
+            return Batch.nothing(self.tokens.shape[1])
         lengths = None if self.lengths is None else self.lengths[part]
         if lengths is not None and bool((lengths == self.tokens.shape[1]).all()):
             lengths = None
@@ -126,6 +140,10 @@ class Rows:
                     "prepare the set with this model's tokenizer, or set model.vocab_size"
                 )
         self.n_rows = sum(rows.n_rows for rows in self.sets)
+        # Whether the positions that a batch is scored on depend on which rows it holds.
+        self.counts_vary = bool(
+            section.random_lengths or section.documents == "confined" or any(isinstance(rows, ExampleRows) for rows in self.sets)
+        )
         self.n_too_long = sum(rows.n_too_long for rows in self.sets if isinstance(rows, ExampleRows))
 
     def _find_eos(self) -> int | None:
@@ -147,6 +165,8 @@ class Rows:
 
     def batch(self, samples: Array) -> Batch:
         """The rows that these sample numbers (B,) read. Rows cut short come last, so that few forwards need to look at lengths."""
+        if not len(samples):
+            return Batch(torch.empty(0, self.section.length, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
         chosen, turns = deal(samples, self.shares)
         rows = np.empty_like(turns)
         for number, held in enumerate(self.sets):

@@ -78,11 +78,11 @@ class SinkDLMForMaskedLM(PreTrainedModel):
         pass  # post_init would draw again, from the global generator
 
     def _set_gradient_checkpointing(self, enable: bool = True, **_: Any) -> None:
-        self.model.recompute = enable
+        self.model.recompute = "full" if enable else "none"
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        return self.model.recompute
+        return self.model.recompute != "none"
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed

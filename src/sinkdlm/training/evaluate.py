@@ -16,12 +16,18 @@ from sinkdlm.diffusion import Noisy, Schedule, corrupt, denoising_loss
 from sinkdlm.model import DiffusionLM
 from sinkdlm.observe import Watcher
 from sinkdlm.sampling import generate
+from sinkdlm.training.parallel import World
 
 VALIDATION_SEED = 20_260_127  # of every run, so that runs are compared on the same rows and the same masks
 BUCKETS = 4  # of the masked ratio
+_VALIDATION_TOKENS = 16_384  # of a forward: fixed, because how rows share a forward shows in the last bits
 _PROBE_TOKENS = 512  # of a row, which bounds what a look costs
 
 Precision = Callable[[], AbstractContextManager[Any]]
+
+
+def bucket_of(probability: Tensor) -> Tensor:
+    return (probability * BUCKETS).long().clamp_max(BUCKETS - 1)
 
 
 class BucketedLoss:
@@ -32,8 +38,7 @@ class BucketedLoss:
 
     def add(self, probability: Tensor, scored: Tensor, nll: Tensor) -> None:
         """probability (B,) of masking; scored (B, T); nll of the scored positions, row by row."""
-        bucket = (probability * BUCKETS).long().clamp_max(BUCKETS - 1)
-        index = bucket[:, None].expand_as(scored)[scored]
+        index = bucket_of(probability)[:, None].expand_as(scored)[scored]
         self.sums[0].index_add_(0, index, nll.double())
         self.sums[1].index_add_(0, index, torch.ones_like(index, dtype=torch.float64))
 
@@ -42,10 +47,17 @@ class BucketedLoss:
         return [total / count if count else None for total, count in zip(*sums, strict=True)]
 
 
-def draws(rows: Rows, n_draws: int, micro_batch: int) -> Iterator[Batch]:
-    """Validation batches: draw i reads a fixed row and is masked at a fixed t."""
-    for start in range(0, n_draws, micro_batch):
-        yield rows.batch(np.arange(start, min(n_draws, start + micro_batch)))
+def draws(rows: Rows, n_draws: int, world: World) -> Iterator[tuple[slice, Batch]]:
+    """This rank's validation batches and the numbers of their draws: draw i reads a fixed row and is masked at a fixed t.
+
+    Batches are the same however many ranks deal them out, so what is computed is too. Ranks that have none left compute nothing, to
+    keep step with those that have.
+    """
+    size = max(1, _VALIDATION_TOKENS // rows.section.length)
+    for first in range(0, n_draws, size * world.size):
+        start = first + size * world.rank
+        part = slice(start, min(n_draws, start + size))
+        yield part, rows.batch(np.arange(part.start, part.stop)).rows(slice(0, size))
 
 
 def corrupt_fixed(batch: Batch, model: DiffusionLM, schedule: Schedule) -> Noisy:
@@ -56,42 +68,51 @@ def corrupt_fixed(batch: Batch, model: DiffusionLM, schedule: Schedule) -> Noisy
 
 @torch.no_grad()
 def validate(
-    model: DiffusionLM, rows: Rows, n_draws: int, micro_batch: int, schedule: Schedule, precision: Precision
+    model: DiffusionLM, rows: Rows, n_draws: int, schedule: Schedule, precision: Precision, world: World
 ) -> dict[str, Any]:
     """The bound on nats per token over `n_draws` draws, with its standard error, and the mean NLL by masked ratio.
 
     t is spread evenly over the draws, which the standard error, taken as if they were independent, does not credit: it is an upper
-    estimate.
+    estimate. The draws are dealt to the ranks; the result does not depend on their number.
     """
-    device = model.embed.weight.device
-    losses, scored, buckets = [], 0, BucketedLoss(device)
-    for cpu_batch in draws(rows, n_draws, micro_batch):
-        batch = cpu_batch.to(device)
+    device = world.device
+    found = torch.zeros(5, n_draws, dtype=torch.float64, device=device)  # of each draw: loss, NLL, scored, maskable, ratio
+    for part, host_batch in draws(rows, n_draws, world):
+        batch = host_batch.to(device)
         noisy = corrupt_fixed(batch, model, schedule)
         with precision():
             loss = denoising_loss(model, batch.tokens, noisy, denominator=1.0, lengths=batch.lengths, documents=batch.documents)
+        if part.start >= n_draws:
+            continue
         per_position = torch.zeros(batch.tokens.shape, dtype=torch.float64, device=device)
         per_position[loss.scored] = loss.nll.double()
-        losses.append(per_position.sum(1) * noisy.weight)
-        scored += batch.count_scored(shifted=model.config.shift_logits)
-        buckets.add(schedule.probability(noisy.t), loss.scored, loss.nll)
-    total = torch.cat(losses)
-    per_row = scored / n_draws
-    stderr = float(total.std() / n_draws**0.5) / per_row if n_draws > 1 else None
+        nll = per_position.sum(1)
+        maskable = host_batch.scored(shifted=model.config.shift_logits).sum(1).to(device)
+        values = (nll * noisy.weight, nll, loss.scored.sum(1), maskable, schedule.probability(noisy.t))
+        found[:, part] = torch.stack([value.double() for value in values])
+    losses, nll, n_scored, maskable, ratio = world.sum_(found).cpu()
+    scored = float(maskable.sum())
+    stderr = float(losses.std() / n_draws**0.5) / (scored / n_draws) if n_draws > 1 else None
+    buckets = torch.zeros(2, BUCKETS, dtype=torch.float64).index_add_(1, bucket_of(ratio), torch.stack([nll, n_scored]))
     return {
-        "loss": float(total.sum()) / scored,
+        "loss": float(losses.sum()) / scored,
         "stderr": stderr,
         "draws": n_draws,
-        "nll_by_ratio": buckets.means(buckets.sums.tolist()),
+        "nll_by_ratio": BucketedLoss.means(buckets.tolist()),
     }
 
 
 @torch.no_grad()
-def probe(model: DiffusionLM, rows: Rows, n_rows: int, schedule: Schedule, precision: Precision) -> list[dict[str, float]]:
-    """Per layer: the share of attention on sinks, on the most attended content position, and the value norms (eq. 16)."""
-    batch = rows.batch(np.arange(n_rows)).to(model.embed.weight.device)
+def probe(
+    model: DiffusionLM, rows: Rows, n_rows: int, schedule: Schedule, precision: Precision, device: torch.device
+) -> list[dict[str, float]]:
+    """Per layer: the share of attention on sinks, on the most attended content position, and the value norms (eq. 16).
+
+    Every rank looks at the same few rows: with sharded weights a forward is one of all ranks.
+    """
+    batch = rows.batch(np.arange(n_rows)).to(device)
     noisy = corrupt_fixed(batch, model, schedule)
-    logits = [weight for name, weight in model.named_parameters() if name.endswith("sink_logit")]
+    logits = [weight for name, weight in model.named_parameters() if name.endswith("sink_logit")]  # never sharded
     watcher = Watcher(sink_logits=logits or None)
     with precision():
         model(noisy.tokens[:, :_PROBE_TOKENS], observe=watcher)
@@ -110,10 +131,14 @@ def probe(model: DiffusionLM, rows: Rows, n_rows: int, schedule: Schedule, preci
     return found
 
 
-def sample_text(model: DiffusionLM, tokenizer: Any, prompt: str, length: int, seed: int, precision: Precision) -> str:
+@torch.no_grad()
+def sample_text(
+    model: DiffusionLM, tokenizer: Any, prompt: str, length: int, seed: int, precision: Precision, device: torch.device
+) -> str:
+    """The same text on every rank, which all must call."""
     ids = tokenizer.encode(prompt, add_special_tokens=False) if prompt else []
-    start = torch.tensor([ids], dtype=torch.int64, device=model.embed.weight.device).reshape(1, -1)
-    with model.inference(), precision():
+    start = torch.tensor([ids], dtype=torch.int64, device=device).reshape(1, -1)
+    with precision():
         out = generate(
             model.denoiser(), prompt=start, length=len(ids) + length, mask_id=model.config.mask_id, temperature=1.0, seed=seed
         )

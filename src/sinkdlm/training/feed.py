@@ -12,8 +12,9 @@ from sinkdlm.data.rows import Batch, Rows
 _AHEAD = 2  # batches
 
 
-def batches(rows: Rows, first: int, last: int, batch: int, device: torch.device) -> Iterator[Batch]:
-    """The batch of each step first..last-1, in memory from which the device copies fast. Sample numbers are step * batch + slot."""
+def batches(rows: Rows, first: int, last: int, batch: int, share: slice, device: torch.device) -> Iterator[Batch]:
+    """This rank's share (slots of the batch) of each step first..last-1, in memory from which the device copies fast. Sample
+    numbers are step * batch + slot, whoever reads them."""
     ready: queue.Queue[Batch | Exception] = queue.Queue(maxsize=_AHEAD)
     stop = threading.Event()
 
@@ -29,7 +30,7 @@ def batches(rows: Rows, first: int, last: int, batch: int, device: torch.device)
     def read() -> None:
         for step in range(first, last):
             try:
-                item = rows.batch(np.arange(step * batch, (step + 1) * batch))
+                item = rows.batch(step * batch + np.arange(share.start, share.stop))
                 item = item.pinned() if device.type == "cuda" else item
             except Exception as failure:  # handed over: raised where the batch was wanted
                 put(failure)

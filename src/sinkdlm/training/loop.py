@@ -7,7 +7,6 @@ one would have made, bit for bit on the same number of threads.
 import math
 import signal
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,26 +16,26 @@ from rich.console import Console
 from torch import Tensor
 
 from sinkdlm.attention import Opening
-from sinkdlm.checkpoint import Loaded, find_device, read_tokenizer, save, write_tokenizer, written_aside
+from sinkdlm.checkpoint import save_weights
 from sinkdlm.config import Recipe
-from sinkdlm.data.rows import Batch, Rows, open_rows, tokenizer_folder
+from sinkdlm.data.rows import Batch, Rows
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
 from sinkdlm.errors import CheckpointError, DataError, TrainError, UserError
 from sinkdlm.model import DiffusionLM
 from sinkdlm.noise import hash_words
-from sinkdlm.planning import budget_steps, fitting_micro_batch, peak_flops, training_flops
-from sinkdlm.training.evaluate import VALIDATION_SEED, BucketedLoss, probe, sample_text, validate
+from sinkdlm.planning import choose_layout, fitting_micro_batch, peak_flops, training_flops, training_memory
+from sinkdlm.training.evaluate import BUCKETS, BucketedLoss, probe, sample_text, validate
 from sinkdlm.training.feed import batches
-from sinkdlm.training.monitor import Monitor
-from sinkdlm.training.optimizer import Average, Optimizer, learning_rate
+from sinkdlm.training.monitor import Monitor, SilentMonitor
+from sinkdlm.training.opening import Data, LoadParent, open_data, open_model, settle_facts
+from sinkdlm.training.optimizer import MOMENTS, Average, Optimizer, learning_rate
+from sinkdlm.training.parallel import World, joined
 from sinkdlm.training.run import RunFolder, host_memory
-from sinkdlm.training.sameness import check_parent, mark_sets
-from sinkdlm.training.signals import Signals, Stopped, noted_signals
+from sinkdlm.training.signals import ENDING, Signals, Stopped, noted_signals
 from sinkdlm.training.state import States
+from sinkdlm.training.weights import Weights
 
 _BAD_IN_A_ROW = 3  # steps without a finite loss that end a run
-
-LoadParent = Callable[[Recipe, torch.dtype], Loaded]
 
 
 class StepResult(NamedTuple):
@@ -44,6 +43,7 @@ class StepResult(NamedTuple):
     grad_norm: float
     n_masked: int
     nll_by_ratio: list[float | None]
+    signal: int  # the number of one that asks some rank to end, or 0
 
     @property
     def finite(self) -> bool:
@@ -58,123 +58,84 @@ def train(
     load_parent: reads `init.from` (the command line passes one that reads whatever `convert` reads).
     """
     console = console or Console(highlight=False, soft_wrap=True, markup=False, stderr=True)
-    folder = RunFolder(Path(out), recipe)
-    try:
+    with joined(device) as world:
+        folder = RunFolder(Path(out), recipe, world)
         try:
-            place = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-            trainer = Trainer(recipe, folder, load_parent, place, console)
-        except UserError:
-            folder.discard_if_new()
-            raise
-        return trainer.run()
-    finally:
-        folder.close()
+            try:
+                trainer = Trainer(recipe, folder, load_parent, world, console)
+            except UserError:
+                folder.discard_if_new()
+                raise
+            return trainer.run()
+        finally:
+            folder.close()
 
 
 class Trainer:
-    """One run, from its opening to its export."""
+    """One run, from its opening to its export: the same steps on every rank, each with its share of the rows."""
 
-    def __init__(
-        self, recipe: Recipe, folder: RunFolder, load_parent: LoadParent | None, device: torch.device, console: Console
-    ) -> None:
-        self.recipe, self.folder, self.device = recipe, folder, device
+    def __init__(self, recipe: Recipe, folder: RunFolder, load_parent: LoadParent | None, world: World, console: Console) -> None:
+        self.recipe, self.folder, self.world, self.device = recipe, folder, world, world.device
         self.plan = recipe.train
-        on_gpu = device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
         self.precision = ("bf16" if on_gpu else "float32") if self.plan.precision == "auto" else self.plan.precision
         self.schedule = Schedule(self.plan.schedule, self.plan.eps)
-        self.monitor = Monitor(folder.path, recipe.log, console)
-        self.rows, self.validation = self._open_data()
-        self.steps = budget_steps(self.plan, recipe.model, recipe.data.length, self.rows.n_rows)
-        self.states = States(folder.path / "checkpoints", keep=recipe.save.keep, warn=self.monitor.say)
-        self.states.clean()
+        self.monitor = Monitor(folder.path, recipe.log, console) if world.first else SilentMonitor()
+        self.rows, self.validation, self.steps = open_data(recipe, self.monitor.say)
+        self.states = States(folder.path / "checkpoints", keep=recipe.save.keep, warn=self.monitor.say, world=world)
+        if world.first:
+            self.states.clean()
         self.step, self.updates, self.skipped, self.bad_in_a_row = 0, 0, 0, 0
-        self.facts = self._settle_facts()
-        self.tokenizer: Any = None
-        self.model, self.parent = self._build(load_parent)
-        self.optimizer = Optimizer(self.model, self.plan)
-        self.average = Average(self.model, self.plan.ema) if self.plan.ema is not None else None
+        self.weights = self._build(load_parent)
+        self.model = self.weights.model
+        self.optimizer = Optimizer(self.weights.local, self.plan)
+        self.average = Average(self.weights.local, self.plan.ema) if self.plan.ema is not None else None
         self._resume()
         self.micro_batch = self._micro_batch()
-        self._prepare_forward()
 
     # -- the start ------------------------------------------------------------------------------------------------------------
 
-    def _open_data(self) -> tuple[Rows, Rows | None]:
-        config, section = self.recipe.model, self.recipe.data
-        if section.length > config.context_length:
-            raise TrainError(f"data.length = {section.length}: allowed is at most model.context_length = {config.context_length}")
-        ids = {"vocab_size": config.vocab_size, "mask_id": config.mask_id}
-        rows = open_rows(section, "train", seed=self.plan.seed, **ids)
-        assert rows is not None
-        validation = open_rows(section, "validation", seed=VALIDATION_SEED, **ids)
-        if rows.n_too_long:
-            self.monitor.say(f"{rows.n_too_long} examples are longer than data.length = {section.length} and are left out")
-        if validation is None and self.recipe.eval.every:
-            self.monitor.say("no validation split among data.sets: no validation (data.validation names another folder)")
-        return rows, validation
-
-    def _settle_facts(self) -> dict[str, Any]:
-        """What the first start found, kept: a resumed run on other data would be another run."""
-        marks = {part: mark_sets(rows) for part, rows in (("data", self.rows), ("validation", self.validation)) if rows is not None}
-        facts = self.folder.facts()
-        if facts is None:
-            facts = {"steps": self.steps, **marks}
-            self.folder.write_facts(facts)
-        before = [(part, name, mark) for part in ("data", "validation") for name, mark in facts.get(part, {}).items()]
-        for part, name, mark in before:
-            now = marks.get(part, {}).get(name, {})
-            if now.get("tokenizer") != mark["tokenizer"]:
-                raise TrainError(f"{name}: prepared with another tokenizer since the run began; restore it or choose another --out")
-            if now != mark:
-                raise TrainError(f"{name}: changed since the run began; restore it or choose another --out")
-        return facts
-
-    def _build(self, load_parent: LoadParent | None) -> tuple[DiffusionLM, dict[str, Any]]:
-        """The model with its first weights: the parent's, the official random ones, or empty ones that a state will fill."""
+    def _build(self, load_parent: LoadParent | None) -> Weights:
+        data = Data(self.rows, self.validation, self.steps)
+        facts = settle_facts(self.folder, data)
         dtype = torch.float64 if self.precision == "float64" else torch.float32
-        resumes = bool(self.states.steps())
-        if not resumes and (self.folder.path / "model").is_dir():
-            raise TrainError(
-                f"{self.folder.path}: has its model/ and no state to resume from: the run is over; "
-                "choose another --out, or remove model/ to train it again"
-            )
-        parent: dict[str, Any] = {}
-        if self.recipe.init.from_ is not None and not resumes:
-            if load_parent is None:
-                raise TrainError("init.from: no loader was given for it; use the command line, or pass load_parent=")
-            loaded = load_parent(self.recipe, dtype)
-            check_parent(self.recipe, self.rows, loaded)
-            model, parent = loaded.model, dict(loaded.provenance)
-            self._settle_tokenizer(loaded.tokenizer)
-            self.facts = {**self.facts, "parent": parent}
-            self.folder.write_facts(self.facts)
-        else:
-            with torch.device("meta") if resumes else nullcontext():
-                model = DiffusionLM(self.recipe.model, seed=self.plan.seed)
-            if resumes:
-                model.to_empty(device="cpu")
-            model.to(dtype)
-            self._settle_tokenizer(None)
-            parent = self.facts.get("parent", {})
-        return model.to(self.device), parent
+        resumes = self.world.from_first(lambda: bool(self.states.steps()))
+        start = open_model(self.recipe, self.folder, data, facts, dtype, load_parent, resumes=resumes)
+        self.tokenizer, self.facts, self.parent = start.tokenizer, start.facts, start.facts.get("parent", {})
+        section = self.recipe.parallel
+        layout = None
+        if not self.world.alone:
+            whole = training_memory(self.recipe, 1).state
+            layout = choose_layout(section, self.world.size, self.world.local_size, whole, self._memory())
+        self._compile(start.model)
+        start.model.recompute = self.plan.recompute
+        gathers_bf16 = section.gather == "bf16" or (section.gather == "auto" and self.precision == "bf16")
+        return Weights(
+            start.model,
+            self.world,
+            dtype=dtype,
+            first=start.first,
+            layout=layout,
+            reshard=section.reshard,
+            travels_as=torch.bfloat16 if gathers_bf16 else None,
+        )
 
-    def _settle_tokenizer(self, given: Any) -> None:
-        """The tokenizer that the exported checkpoints carry: the parent's, or the data's."""
-        kept = self.folder.path / "tokenizer"
-        if not kept.is_dir():
-            source = tokenizer_folder(self.rows.splits)
-            given = given if given is not None else (read_tokenizer(source) if source is not None else None)
-            if given is not None:
-                with written_aside(kept) as aside:
-                    write_tokenizer(aside, given)
-        self.tokenizer = read_tokenizer(kept) if kept.is_dir() else None
-        log, most = self.recipe.log, self.recipe.model.context_length
-        if log.sample_every and self.tokenizer is None:
-            raise TrainError(
-                "log.sample_every: neither the data nor the parent brings a tokenizer to write texts with; set it to 0"
-            )
-        if log.sample_every and len(self.tokenizer.encode(log.sample_prompt)) + log.sample_length > most:
-            raise TrainError(f"log.sample_length = {log.sample_length}: with the prompt allowed is model.context_length = {most}")
+    def _compile(self, model: DiffusionLM) -> None:
+        """Each block's arithmetic. Whatever hooks a block has (gathering its weights) stay outside."""
+        wanted = self.plan.compile
+        if wanted == "blocks" or (wanted == "auto" and self.device.type == "cuda" and _has_triton()):
+            for block in model.blocks:
+                block.forward = torch.compile(block.forward)
+
+    def _memory(self) -> int | None:
+        """Bytes that this rank has to itself, and every other at least as many."""
+        if self.device.type == "cuda":
+            own: int | None = torch.cuda.get_device_properties(self.device).total_memory
+        else:
+            host = host_memory()
+            own = host // self.world.local_size if host is not None else None
+        known = [found for found in self.world.gather(own) if found is not None]
+        return min(known) if known else None
 
     def _resume(self) -> None:
         scalars = self.states.load(self._tensors())
@@ -190,16 +151,8 @@ class Trainer:
     def _micro_batch(self) -> int:
         if self.plan.micro_batch is not None:
             return self.plan.micro_batch
-        on_gpu = self.device.type == "cuda"
-        memory = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else host_memory()
-        return fitting_micro_batch(self.recipe, memory, self.plan.batch)
-
-    def _prepare_forward(self) -> None:
-        self.model.recompute = self.plan.recompute
-        wanted = self.plan.compile
-        if wanted == "blocks" or (wanted == "auto" and self.device.type == "cuda" and _has_triton()):
-            for block in self.model.blocks:
-                block.compile()
+        share = self.world.largest_share(self.plan.batch)
+        return fitting_micro_batch(self.recipe, self._memory(), share, self.weights.layout)
 
     # -- the loop -------------------------------------------------------------------------------------------------------------
 
@@ -208,7 +161,7 @@ class Trainer:
             self.monitor.say(f"finished before, after {self.step} steps: {self.folder.path / 'model'}")
             self.monitor.close()
             return self._summary()
-        self.folder.note_start(self.step, self.device)
+        self.folder.note_start(self.step, self.device, self._layout())
         self.monitor.begin(self.step, self.steps, self._settings())
         self._greet()
         try:
@@ -221,26 +174,35 @@ class Trainer:
             self._finish_writing()
         return self._summary()
 
+    def _layout(self) -> str:
+        layout = self.weights.layout
+        if layout is None:
+            return "one process"
+        if layout.name == "hybrid":
+            return f"{self.world.size} ranks, {layout.copies} copies sharded over {layout.shards} ranks each"
+        return f"{self.world.size} ranks, " + ("a copy on each" if layout.shards == 1 else "sharded")
+
     def _greet(self) -> None:
         state = f"resumed at step {self.step}" if self.step else "from the beginning"
         tokens = self.steps * self.plan.batch * self.recipe.data.length
         sets = ", ".join(f"{split.folder} ({share:g})" for split, share in zip(self.rows.splits, self.rows.shares, strict=True))
         self.monitor.say(
             f"{self.folder.path}: {state}, {self.steps} steps of {self.plan.batch} rows ({self.micro_batch} a forward), "
-            f"{tokens:,} tokens; {self.rows.n_rows} rows in {sets}; {self.precision} on {self.device.type}; "
+            f"{tokens:,} tokens; {self.rows.n_rows} rows in {sets}; {self.precision} on {self.device.type}, {self._layout()}; "
             f"attention: {self.model.attention_choice()}"
         )
         if self.precision == "bf16" and self.device.type == "cpu":
             self.monitor.say('train.precision = "bf16" is slow on most CPUs; "float32" or "auto" is the cure')
 
     def _loop(self, signals: Signals) -> None:
-        feed = batches(self.rows, self.step, self.steps, self.plan.batch, self.device)
+        share = self.world.share(self.plan.batch)
+        feed = batches(self.rows, self.step, self.steps, self.plan.batch, share, self.device)
         try:
             began = time.perf_counter()
             for batch in feed:
                 waited = time.perf_counter() - began
                 lr = learning_rate(self.step, self.steps, self.plan)
-                result = self._make_step(batch, lr)
+                result = self._make_step(batch, lr, signals)
                 self.step += 1
                 self._report(result, lr, time.perf_counter() - began, waited)
                 self._look_around()
@@ -250,8 +212,9 @@ class Trainer:
                     self._export(self.folder.path / "milestones" / f"step-{self.step}")  # before the state: a kill here repeats it
                 if self.step % self.recipe.save.every == 0 and self.step < self.steps:
                     self._save_state()
-                if signals.caught is not None and self.step < self.steps:
-                    self._stop(signals.caught)
+                caught = (signals.caught or 0) if self.world.alone else result.signal  # ranks stop after the same step
+                if caught and self.step < self.steps:
+                    self._stop(caught)
                 began = time.perf_counter()
         except DataError:
             self._save_state(final=True)  # the steps made so far are good
@@ -264,28 +227,30 @@ class Trainer:
         finally:
             feed.close()  # type: ignore[attr-defined]
 
-    def _make_step(self, batch: Batch, lr: float) -> StepResult:
+    def _make_step(self, batch: Batch, lr: float, signals: Signals) -> StepResult:
         """Forward and backward of every micro-batch, then one update, unless something is not finite."""
-        result = self._accumulate(batch)
+        result = self._read(self._accumulate(batch), signals.caught or 0)
         if result.finite:
             self.optimizer.step(lr)
             self.updates += 1
             self.bad_in_a_row = 0
             if self.average is not None:
-                self.average.update(self.model, self.updates)
+                self.average.update(self.updates)
         else:
             self.skipped += 1
             self.bad_in_a_row += 1
-        self.optimizer.clear()
+        self.weights.clear_gradients()
         return result
 
-    def _accumulate(self, batch: Batch) -> StepResult:
-        denominator = float(max(1, batch.count_scored(shifted=self.recipe.model.shift_logits)))
+    def _accumulate(self, batch: Batch) -> Tensor:
+        """This rank's part of the step's gradient, and of its sums: loss, masked positions, NLL and counts by masked ratio."""
+        denominator = self._denominator(batch)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         masked = torch.zeros((), dtype=torch.float64, device=self.device)
         buckets = BucketedLoss(self.device)
         opening = self._opening()
-        for start in range(0, batch.tokens.shape[0], self.micro_batch):
+        forwards = range(0, self.world.largest_share(self.plan.batch), self.micro_batch)
+        for start in forwards:
             piece = batch.rows(slice(start, start + self.micro_batch)).to(self.device)  # cut and counted on the host: no wait
             noisy = corrupt(
                 piece.tokens,
@@ -306,15 +271,40 @@ class Trainer:
                     documents=piece.documents,
                     opening=opening,
                 )
+            self.weights.before_backward(last=start == forwards[-1])
             loss.total.backward()
             total += loss.total.detach().double()
             masked += noisy.masked.sum()
             buckets.add(self.schedule.probability(noisy.t), loss.scored, loss.nll)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip)
-        # One read of everything: the only time in a step that the host waits for the device.
-        values = torch.cat([torch.stack([total, norm.double(), masked]), buckets.sums.flatten()]).tolist()
-        half = (len(values) - 3) // 2
-        return StepResult(values[0], values[1], int(values[2]), BucketedLoss.means([values[3 : 3 + half], values[3 + half :]]))
+        return torch.cat([torch.stack([total, masked]), buckets.sums.flatten()])
+
+    def _denominator(self, batch: Batch) -> Tensor | float:
+        """Positions that the whole batch, over all ranks, may be scored on."""
+        shifted = self.recipe.model.shift_logits
+        if self.world.alone:
+            return float(max(1, batch.count_scored(shifted=shifted)))
+        if not self.rows.counts_vary:
+            return float(self.plan.batch * max(1, self.recipe.data.length - shifted))
+        own = torch.tensor(batch.count_scored(shifted=shifted), dtype=torch.float64).to(self.device, non_blocking=True)
+        dtype = torch.float64 if self.precision == "float64" else torch.float32
+        return self.world.sum_(own).clamp_min(1).to(dtype)
+
+    def _read(self, sums: Tensor, caught: int) -> StepResult:
+        """Sums everything over the ranks in one collective, clips, and reads it: the only time in a step that the host waits."""
+        gradients = self.weights.take_gradients()
+        if self.world.alone:
+            norm = torch.nn.utils.get_total_norm(gradients)
+        else:
+            flags = torch.tensor([caught == number for number in ENDING], dtype=torch.float64).to(self.device, non_blocking=True)
+            sums = self.world.sum_(torch.cat([sums, self.weights.square_norm()[None], flags]))
+            sums, square, flags = sums.split([len(sums) - 1 - len(ENDING), 1, len(ENDING)])
+            norm = square[0].sqrt().to(gradients[0].dtype)
+            sums = torch.cat([sums, flags])
+        torch.nn.utils.clip_grads_with_norm_(list(self.weights.local.values()), self.plan.clip, norm)
+        norm_value, total, masked, *values = torch.cat([norm.double()[None], sums]).tolist()
+        means = BucketedLoss.means([values[:BUCKETS], values[BUCKETS : 2 * BUCKETS]])
+        asked = [number for number, count in zip(ENDING, values[2 * BUCKETS :], strict=False) if count]
+        return StepResult(total, norm_value, int(masked), means, asked[0] if asked else 0)
 
     def _precision(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
@@ -332,12 +322,12 @@ class Trainer:
         """seconds: of the whole step, the wait for its rows included."""
         tokens = self.plan.batch * self.recipe.data.length
         config = self.recipe.model
-        flops = tokens * training_flops(config, self.recipe.data.length, result.n_masked / tokens)
+        flops = tokens * training_flops(config, self.recipe.data.length, result.n_masked / tokens) / self.world.size
         timing: dict[str, Any] = {
             "seconds": seconds,
             "data_seconds": waited,
             "tokens_per_second": tokens / seconds,
-            "flops_per_second": flops / seconds,
+            "flops_per_second": flops / seconds,  # of one device
         }
         if self.device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(self.device))
@@ -372,31 +362,39 @@ class Trainer:
         self.monitor.progress(self.step, self.steps, f"loss {result.loss:.4f}  grad {result.grad_norm:.2f}  lr {lr:.2e}  {rate}")
 
     def _look_around(self) -> None:
-        """Validation, attention and samples, where they are due."""
+        """Validation, attention and samples, where they are due. Every rank takes part."""
         recipe, log = self.recipe, self.recipe.log
         last = self.step == self.steps
         if self.validation is not None and recipe.eval.every and (self.step % recipe.eval.every == 0 or last):
-            arguments = (self.validation, recipe.eval.draws, self.micro_batch, self.schedule, self._precision)
-            line: dict[str, Any] = {"kind": "validation", "step": self.step, **validate(self.model, *arguments)}
+            line: dict[str, Any] = {"kind": "validation", "step": self.step, **self._validate(self.validation)}
             if self.average is not None:
-                with self.average.applied(self.model):
-                    line["ema"] = validate(self.model, *arguments)
+                with self.average.applied():
+                    line["ema"] = self._validate(self.validation)
             self.monitor.line(line)
             self.monitor.say(f"step {self.step}: validation loss {line['loss']:.4f}" + _plus_minus(line["stderr"]))
         looks = self.validation or self.rows
         if log.probe_every and (self.step % log.probe_every == 0 or last):
-            layers = probe(self.model, looks, log.probe_rows, self.schedule, self._precision)
+            layers = probe(self.model, looks, log.probe_rows, self.schedule, self._precision, self.device)
+            self.weights.settle()
             self.monitor.line({"kind": "probe", "step": self.step, "layers": layers})
         if log.sample_every and (self.step % log.sample_every == 0 or last):
-            text = sample_text(self.model, self.tokenizer, log.sample_prompt, log.sample_length, self.plan.seed, self._precision)
+            chosen = (log.sample_prompt, log.sample_length, self.plan.seed)
+            text = sample_text(self.model, self.tokenizer, *chosen, self._precision, self.device)
+            self.weights.settle()
             self.monitor.line({"kind": "sample", "step": self.step, "text": text})
             self.monitor.say(f"step {self.step}: {text!r}")
 
+    def _validate(self, rows: Rows) -> dict[str, Any]:
+        found = validate(self.model, rows, self.recipe.eval.draws, self.schedule, self._precision, self.world)
+        self.weights.settle()
+        return found
+
     def _tensors(self) -> dict[str, Tensor]:
         """Every tensor of the run's state, by name; a load fills these in place."""
-        tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
-        tensors |= dict(self.optimizer.tensors())
-        return tensors | dict(self.average.tensors()) if self.average is not None else tensors
+        kinds = {"model": self.weights.local, **{moment: self.optimizer.moments(moment) for moment in MOMENTS}}
+        if self.average is not None:
+            kinds["ema"] = self.average.weights
+        return {f"{kind}.{name}": self.weights.spread(name, part) for kind, parts in kinds.items() for name, part in parts.items()}
 
     def _scalars(self) -> dict[str, Any]:
         return {
@@ -415,7 +413,10 @@ class Trainer:
         if self.step in self.states.whole:
             return
         try:
-            self.states.save(self.step, self._tensors(), self._scalars(), background=self.recipe.save.background and not final)
+            if final or not self.recipe.save.background:
+                self.states.save(self.step, self._tensors(), self._scalars())
+            elif not self.states.save_behind(self.step, self._tensors(), self._scalars()):
+                self.monitor.say(f"step {self.step}: no state: the one before is still being written; save.every may be larger")
         except (CheckpointError, OSError) as failure:
             if final:
                 kept = self.states.steps()
@@ -457,16 +458,24 @@ class Trainer:
             "data": self.facts["data"],
             "run": self.folder.path.name,
         }
+        weights = self.weights.collect(self.weights.local)
+        average = self.weights.collect(self.average.weights) if self.average is not None else None
+        problem = self.world.from_first(lambda: self._write_model(path, provenance, weights, average, final=final))
+        if problem is not None and final:
+            raise TrainError(f"{problem}; the state is saved: make room and run the same command again")
+        if problem is not None:
+            self.monitor.say(f"step {self.step}: milestone not exported: {problem}")
+
+    def _write_model(self, path: Path, provenance: dict[str, Any], weights: Any, average: Any, *, final: bool) -> str | None:
+        """Returns what went wrong."""
         try:
-            if self.average is not None:
-                with self.average.applied(self.model):
-                    beside = path.with_name("ema") if final else path.with_name(f"{path.name}-ema")
-                    save(beside, self.model, self.tokenizer, {**provenance, "ema": self.plan.ema})
-            save(path, self.model, self.tokenizer, provenance)  # last: a run that has it is finished
+            if average is not None:
+                beside = path.with_name("ema") if final else path.with_name(f"{path.name}-ema")
+                save_weights(beside, self.recipe.model, average, self.tokenizer, {**provenance, "ema": self.plan.ema})
+            save_weights(path, self.recipe.model, weights, self.tokenizer, provenance)  # last: a run that has it is finished
+            return None
         except CheckpointError as failure:
-            if final:
-                raise TrainError(f"{failure}; the state is saved: make room and run the same command again") from None
-            self.monitor.say(f"step {self.step}: milestone not exported: {failure}")
+            return str(failure)
 
     def _settings(self) -> dict[str, Any]:
         return {"recipe": self.recipe.to_toml()}
@@ -474,6 +483,7 @@ class Trainer:
     def _summary(self) -> dict[str, Any]:
         return {
             "run": str(self.folder.path),
+            "rank": self.world.rank,
             "model": str(self.folder.path / "model"),
             "steps": self.step,
             "updates": self.updates,

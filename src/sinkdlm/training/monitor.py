@@ -216,3 +216,34 @@ class Monitor:
         except Exception as failure:
             del self._trackers[name]
             self.say(f"{name}: dropped: {_first_line(failure)}; metrics.jsonl goes on")
+
+
+class SilentMonitor:
+    """Of the ranks that do not speak."""
+
+    class _NoMetrics:
+        path = Path()
+
+        def cut(self, length: int) -> bool:
+            return True
+
+        def sync(self) -> int:
+            return 0
+
+    def __init__(self) -> None:
+        self.metrics = self._NoMetrics()
+
+    def begin(self, step: int, steps: int, settings: Mapping[str, Any]) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def line(self, line: dict[str, Any]) -> None:
+        pass
+
+    def progress(self, step: int, steps: int, seen: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

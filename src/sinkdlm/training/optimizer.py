@@ -1,11 +1,11 @@
 """AdamW, its learning rate, and the average of the weights. State is plain tensors by parameter name, ready for a checkpoint."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sinkdlm.config import TrainSection
 
@@ -27,8 +27,9 @@ class Optimizer:
     Its state exists from the start, so that saving before the first step and loading after any are the same operation.
     """
 
-    def __init__(self, model: nn.Module, train: TrainSection) -> None:
-        self.named = dict(model.named_parameters())
+    def __init__(self, weights: Mapping[str, Tensor], train: TrainSection) -> None:
+        """weights: by name, as this process holds them: parameters, or its rows of them with their gradients beside them."""
+        self.named = dict(weights)
         self._on_gpu = all(p.is_cuda for p in self.named.values())
         self.adamw = torch.optim.AdamW(
             list(self.named.values()),
@@ -54,46 +55,35 @@ class Optimizer:
             group["lr"] = lr
         self.adamw.step()
 
-    def clear(self) -> None:
-        self.adamw.zero_grad(set_to_none=True)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, p in self.named.items():
-            for moment in MOMENTS:
-                yield f"{moment}.{name}", self.adamw.state[p][moment]
+    def moments(self, moment: str) -> dict[str, Tensor]:
+        return {name: self.adamw.state[p][moment] for name, p in self.named.items()}
 
 
 class Average:
     """An exponential moving average of the weights. Early on it forgets faster, so that it does not remember the initial ones."""
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay = decay
-        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
+        """weights: by name, as this process holds them; the average follows them."""
+        self.decay, self._live = decay, {name: weight.detach() for name, weight in weights.items()}
+        self.weights = {name: weight.clone() for name, weight in self._live.items()}
 
     @torch.no_grad()
-    def update(self, model: nn.Module, updates: int) -> None:
+    def update(self, updates: int) -> None:
         """After update number `updates` (from 1)."""
         decay = min(self.decay, updates / (updates + 10))
-        live = dict(model.named_parameters())
-        torch._foreach_lerp_(list(self.weights.values()), [live[name].detach() for name in self.weights], 1 - decay)
+        torch._foreach_lerp_(list(self.weights.values()), list(self._live.values()), 1 - decay)
 
     @contextmanager
-    def applied(self, model: nn.Module) -> Iterator[None]:
-        """The model with the average in place of its weights."""
-        live = dict(model.named_parameters())
-        kept = {name: live[name].detach().clone() for name in self.weights}
-        self._put(live, self.weights)
+    def applied(self) -> Iterator[None]:
+        """The average in place of the weights."""
+        kept = {name: weight.clone() for name, weight in self._live.items()}
+        self._put(self.weights)
         try:
             yield
         finally:
-            self._put(live, kept)
+            self._put(kept)
 
-    @staticmethod
     @torch.no_grad()
-    def _put(live: dict[str, nn.Parameter], values: dict[str, Tensor]) -> None:
+    def _put(self, values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
-            live[name].copy_(value)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self.weights.items():
-            yield f"ema.{name}", weight
+            self._live[name].copy_(value)

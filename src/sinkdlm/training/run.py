@@ -9,7 +9,7 @@
     milestones/       checkpoints exported on the way
     model/            the checkpoint at the end (ema/ beside it where an average is kept)
 
-Owns the folder's rules: one process at a time, one recipe for good.
+Owns the folder's rules: one run at a time, one recipe for good, and rank 0 alone writes here (but for the parts of states).
 """
 
 import fcntl
@@ -17,9 +17,12 @@ import importlib.metadata
 import json
 import os
 import platform
+import secrets
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,26 +32,32 @@ import torch
 from sinkdlm import __version__
 from sinkdlm.config import Recipe
 from sinkdlm.errors import ConfigError, TrainError
+from sinkdlm.training.parallel import World
 
+_LOCK_SECONDS = 60.0  # that the ranks of a restarted run wait for those before them
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "tokenizers", "safetensors")
 
 
 class RunFolder:
-    """Opened for one process: a lock that dies with it keeps others out."""
+    """Opened for one run: a lock that dies with rank 0 keeps others out."""
 
-    def __init__(self, path: Path, recipe: Recipe) -> None:
-        self.path = path
+    def __init__(self, path: Path, recipe: Recipe, world: World) -> None:
+        self.path, self.world = path, world
+        self._new = False
+        self._lock: int | None = None
+        if world.first:
+            self._open(recipe)
+        self._check_shared()
+
+    def _open(self, recipe: Recipe) -> None:
+        path = self.path
         self._new = not path.exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as failure:
             raise TrainError(f"{path}: cannot write there: {failure.strerror}; choose another --out") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise TrainError(f"{path}: another process trains there; choose another --out, or wait for it to end") from None
+        self._take_lock(self._lock)
         for left in [*path.glob(".*.partial"), *path.glob("milestones/.*.partial")]:  # of exports that a kill cut off
             shutil.rmtree(left, ignore_errors=True)
         try:
@@ -56,6 +65,41 @@ class RunFolder:
         except BaseException:
             self.close()
             raise
+
+    def _take_lock(self, lock: int) -> None:
+        """Restarted ranks wait a little: those before them may be ending on another host."""
+        patience = 0.0 if self.world.alone else _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                if patience <= 0:
+                    self.close()
+                    raise TrainError(
+                        f"{self.path}: another process trains there; choose another --out, or wait for it to end"
+                    ) from None
+            time.sleep(0.5)
+            patience -= 0.5
+
+    def _check_shared(self) -> None:
+        """Every rank must see what rank 0 writes."""
+        if self.world.alone:
+            return
+        word = self.world.from_first(lambda: secrets.token_hex(8))
+        sign = self.path / f".{word}.here"
+        if self.world.first:
+            sign.touch()
+        self.world.wait()
+        patience = 10.0
+        while not (seen := sign.exists()) and patience > 0:
+            time.sleep(0.2)
+            patience -= 0.2
+        blind = [host for host, sees in self.world.gather((socket.gethostname(), seen)) if not sees]
+        if self.world.first:
+            sign.unlink()
+        if blind:
+            raise TrainError(f"{self.path}: {blind[0]} does not see it; --out must be on a file system that all hosts share")
 
     def _check_recipe(self, recipe: Recipe) -> None:
         """The first start writes the recipe; later ones must bring the same, but for how it runs."""
@@ -82,7 +126,9 @@ class RunFolder:
         return (metrics.exists() and metrics.stat().st_size > 0) or (states.is_dir() and any(states.glob("step-*")))
 
     def write(self, name: str, text: str) -> None:
-        """A small file, whole or not at all."""
+        """A small file, whole or not at all; by rank 0."""
+        if not self.world.first:
+            return
         aside = self.path / f".{name}.partial"
         try:
             with aside.open("w", encoding="utf-8") as file:
@@ -95,7 +141,7 @@ class RunFolder:
 
     def discard_if_new(self) -> None:
         """Takes away the folder of a run that could not start, if it was made for it."""
-        if self._new and not self._made_a_step():
+        if self._new and self.world.first and not self._made_a_step():
             shutil.rmtree(self.path, ignore_errors=True)
 
     def facts(self) -> dict[str, Any] | None:
@@ -109,16 +155,24 @@ class RunFolder:
     def write_facts(self, facts: dict[str, Any]) -> None:
         self.write("run.json", json.dumps(facts, indent=2) + "\n")
 
-    def note_start(self, step: int, device: torch.device) -> None:
+    def note_start(self, step: int, device: torch.device, layout: str) -> None:
+        hosts = self.world.gather(socket.gethostname())
+        if not self.world.first:
+            return
+        ranks = {"ranks": self.world.size, "hosts": sorted(set(hosts)), "layout": layout}
         file = self.path / "environment.json"
         try:
             starts = json.loads(file.read_text())["starts"] if file.exists() else []
         except (ValueError, KeyError):
             starts = []
-        self.write("environment.json", json.dumps({"starts": [*starts, {"step": step, **environment(device)}]}, indent=2) + "\n")
+        self.write(
+            "environment.json", json.dumps({"starts": [*starts, {"step": step, **environment(device), **ranks}]}, indent=2) + "\n"
+        )
 
     def close(self) -> None:
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def host_memory() -> int | None:

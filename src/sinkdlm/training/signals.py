@@ -5,9 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+ENDING = (signal.SIGTERM, signal.SIGINT)
+
 
 class Stopped(Exception):  # noqa: N818  (no error: it was asked for)
     """A signal ended the run after a whole step. `number` is the signal's."""
+
+    quiet = False  # whether another process of the same run says it already
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)
@@ -31,7 +35,7 @@ def noted_signals() -> Iterator[Signals]:
         seen.caught = number
 
     try:
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, note) for number in ENDING}
     except ValueError:  # not the main thread: whoever runs us there handles signals
         before = {}
     try:

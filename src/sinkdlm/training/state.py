@@ -1,7 +1,8 @@
 """The state of a run on disk: written aside, synced, renamed; verified when read; the newest whole one is taken.
 
-Tensors go through torch.distributed.checkpoint in its safetensors storage, scalars into state.json beside them. Owns the folder
-`checkpoints/` of a run. Knows nothing of what the tensors mean.
+Tensors go through torch.distributed.checkpoint in its safetensors storage, scalars into state.json beside them. Every rank writes
+its own parts and checks its share of the files; any number of ranks reads what any other wrote. Owns the folder `checkpoints/` of a
+run. Knows nothing of what the tensors mean.
 """
 
 import hashlib
@@ -11,19 +12,23 @@ import re
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.distributed.tensor import DTensor
 
-from sinkdlm.checkpoint import fingerprint, written_aside
+from sinkdlm.checkpoint import fingerprint, sync, written_aside
 from sinkdlm.errors import CheckpointError, TrainError
+from sinkdlm.training.parallel import World
 
 SCALARS = "state.json"
 _NAME = re.compile(r"step-(\d{10})")
@@ -31,10 +36,10 @@ Say = Callable[[str], None]
 
 
 class States:
-    """The states of one run. `save` and `load` take the tensors by name; a load fills them in place."""
+    """The states of one run. `save` and `load` take the tensors by name; a load fills them in place. All ranks call them."""
 
-    def __init__(self, folder: Path, *, keep: int, warn: Say) -> None:
-        self.folder, self.keep, self._warn = folder, keep, warn
+    def __init__(self, folder: Path, *, keep: int, warn: Say, world: World) -> None:
+        self.folder, self.keep, self._warn, self.world = folder, keep, warn, world
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._staged: dict[str, Tensor] = {}
@@ -55,23 +60,26 @@ class States:
 
     # -- writing --------------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], *, background: bool = False) -> None:
-        """Raises CheckpointError where it cannot be written; what was there before stays. In the background the tensors are copied
-        first, and a failure is said by the next `save` or raised by `wait`."""
-        try:
-            self.wait()
-        except CheckpointError as failure:
-            self._warn(f"an earlier state was not saved: {failure}")
-        if not background:
-            self._write(step, tensors, scalars)
-            return
+    def save(self, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        """Raises CheckpointError, on every rank, where it cannot be written; what was there before stays."""
+        self._settle()
+        self._write(step, tensors, scalars)
+
+    def save_behind(self, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> bool:
+        """The same while training goes on, from a copy that is taken first: the step waits for the copy and for nothing else. False
+        where the state before is still being written: this one is left out. A failure is said by the next call."""
+        busy = self._writer is not None and self._writer.is_alive()
+        if self.world.from_first(lambda: busy):  # the first rank ends last, with the renaming
+            return False
+        self._settle()
         copies = self._copy(tensors)
         content = json.loads(json.dumps(scalars))
         self._writer = threading.Thread(target=self._write_quietly, args=(step, copies, content), name="sinkdlm-state")
         self._writer.start()
+        return True
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Until nothing is being written. Raises what went wrong with it."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
@@ -79,31 +87,95 @@ class States:
             failure, self._failure = self._failure, None
             raise failure
 
+    def _settle(self) -> None:
+        try:
+            self.wait()
+        except CheckpointError as failure:
+            self._warn(f"an earlier state was not saved: {failure}")
+
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Into buffers that are made once: page-locked for a GPU, so that the copy runs at the bus's pace."""
+        found = {}
         for name, tensor in tensors.items():
+            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
             if name not in self._staged:
-                self._staged[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self._staged[name].copy_(tensor.detach(), non_blocking=True)
+                self._staged[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+            self._staged[name].copy_(part, non_blocking=True)
+            found[name] = _like(tensor, self._staged[name])
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
-        return self._staged
+        return found
 
     def _write_quietly(self, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         try:
             self._write(step, tensors, scalars)
-        except (CheckpointError, OSError) as failure:
+        except (CheckpointError, OSError, RuntimeError) as failure:  # the last where another rank is gone
             self._failure = CheckpointError(str(failure))
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with written_aside(self.place(step)) as aside:
-            _save_tensors(aside, tensors)
-            marks = {file.name: fingerprint(file) for file in sorted(aside.iterdir())}
-            content = {**scalars, "files": marks}
-            (aside / SCALARS).write_text(json.dumps({**content, "sha256": _digest(content)}, indent=2) + "\n")
+        """Rank 0 makes the folder aside and, once every part is in it and on disk, gives it its name."""
+        if self.world.alone:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with written_aside(self.place(step)) as aside:
+                _save_tensors(aside, tensors, None)
+                self._seal(aside, scalars, {file.name: fingerprint(file) for file in sorted(aside.iterdir())})
+        elif self.world.first:
+            with self._told(), written_aside(self.place(step)) as aside:
+                self._tell(str(aside))
+                self._seal(aside, scalars, self._write_parts(aside, tensors))
+        else:
+            aside, problem = Path(self._hear()), None
+            try:
+                self._write_parts(aside, tensors)
+            except OSError as failure:
+                problem = failure
+            self._hear()  # of rank 0, which failed too
+            if problem is not None:
+                raise CheckpointError(str(problem))
         self.whole.add(step)
-        self._retire()
+        if self.world.first:
+            self._retire()
+
+    def _write_parts(self, aside: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """This rank's files, synced; the marks of everybody's."""
+        _save_tensors(aside, tensors, self.world.files)
+        marks, problem = {}, None
+        try:
+            for file in sorted(aside.glob(f"shard-{self.world.rank + 1:05d}-*")):
+                sync(file)
+                marks[file.name] = fingerprint(file)
+        except OSError as failure:
+            problem = failure.strerror or str(failure)
+        everyone = self.world.gather((marks, problem), self.world.files)
+        bad = [(rank, reason) for rank, (_, reason) in enumerate(everyone) if reason is not None]
+        if bad:
+            raise OSError(0, f"rank {bad[0][0]}: {bad[0][1]}")
+        return {name: mark for found, _ in everyone for name, mark in found.items()}
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """On rank 0: however the scope ends, the other ranks hear of it."""
+        try:
+            yield
+        except (CheckpointError, OSError) as failure:
+            self._tell(CheckpointError(str(failure)))
+            raise
+        self._tell("")
+
+    def _tell(self, word: Any) -> None:
+        dist.broadcast_object_list([word], src=0, group=self.world.files)
+
+    def _hear(self) -> str:
+        held: list[Any] = [None]
+        dist.broadcast_object_list(held, src=0, group=self.world.files)
+        if isinstance(held[0], CheckpointError):
+            raise held[0]
+        return held[0]
+
+    @staticmethod
+    def _seal(aside: Path, scalars: Mapping[str, Any], marks: Mapping[str, Any]) -> None:
+        content = {**scalars, "files": dict(marks)}
+        (aside / SCALARS).write_text(json.dumps({**content, "sha256": _digest(content)}, indent=2) + "\n")
 
     def _retire(self) -> None:
         """Removes what is older than the newest few. A failure here costs room, not work."""
@@ -119,53 +191,76 @@ class States:
 
     def load(self, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
         """Fills the tensors from the newest whole state and returns its scalars; None where there is no state at all."""
-        steps = self.steps()
+        steps = self.world.from_first(self.steps)
         for step in steps:
-            try:
-                scalars = self._check(step)
-                _load_tensors(self.place(step), tensors)
-                self.whole.add(step)
-                return scalars
-            except (OSError, ValueError, KeyError, CheckpointError, CheckpointException) as failure:
-                reason = str(failure).splitlines()[0]
-                self._warn(f"{self.place(step)}: damaged, skipped: {reason}")
+            scalars, problem = self._check(step)
+            problems = [found for found in self.world.gather(problem) if found is not None]
+            if not problems:
+                try:
+                    _load_tensors(self.place(step), tensors, self.world.words)
+                    self.whole.add(step)
+                    return scalars
+                except (OSError, ValueError, KeyError, CheckpointException) as failure:  # the same on every rank
+                    problems = [str(failure)]
+            self._warn(f"{self.place(step)}: damaged, skipped: {problems[0].splitlines()[0]}")
         if steps:
             raise TrainError(f"{self.folder}: no whole state among {len(steps)}; restore one, or remove the folder to begin again")
         return None
 
-    def _check(self, step: int) -> dict[str, Any]:
+    def _check(self, step: int) -> tuple[dict[str, Any], str | None]:
+        """The scalars, and what is wrong with the state as far as this rank sees it. Ranks share the reading of the files."""
         folder = self.place(step)
-        scalars = json.loads((folder / SCALARS).read_text())
-        digest = scalars.pop("sha256")
-        if digest != _digest(scalars) or scalars["step"] != step:
-            raise CheckpointError(f"{SCALARS} was changed after it was written")
-        for name, mark in scalars["files"].items():
-            if not (folder / name).exists():
-                raise CheckpointError(f"{name} is missing")
-            size = (folder / name).stat().st_size
-            if size != mark["bytes"]:
-                raise CheckpointError(f"{name} has {size} bytes, not {mark['bytes']}")
-            if fingerprint(folder / name)["sha256"] != mark["sha256"]:
-                raise CheckpointError(f"{name} has another SHA-256 than when it was written")
-        return scalars
+        try:
+            scalars = json.loads((folder / SCALARS).read_text())
+            digest = scalars.pop("sha256")
+            if digest != _digest(scalars) or scalars["step"] != step:
+                return {}, f"{SCALARS} was changed after it was written"
+            for number, (name, mark) in enumerate(scalars["files"].items()):
+                if not (folder / name).exists():
+                    return {}, f"{name} is missing"
+                size = (folder / name).stat().st_size
+                if size != mark["bytes"]:
+                    return {}, f"{name} has {size} bytes, not {mark['bytes']}"
+                if number % self.world.size == self.world.rank and fingerprint(folder / name)["sha256"] != mark["sha256"]:
+                    return {}, f"{name} has another SHA-256 than when it was written"
+            return scalars, None
+        except (OSError, ValueError, KeyError) as failure:
+            return {}, str(failure)
 
 
 def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def _like(tensor: Tensor, part: Tensor) -> Tensor:
+    """The part on the host, knowing of the other ranks' as `tensor` does."""
+    if not isinstance(tensor, DTensor):
+        return part
+    spec = tensor._spec
+    return DTensor(part, spec, requires_grad=False)
+
+
+def _save_tensors(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
+    """group: of the ranks that write together; None for a process alone."""
+    writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=group is not None)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            save_state(dict(tensors), storage_writer=HuggingFaceStorageWriter(path=str(folder)), no_dist=True)
-    except CheckpointException as failure:  # one process: one cause
+        with _quiet_torch():
+            save_state(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+    except CheckpointException as failure:
         cause = next((error for error, _ in failure.failures.values()), failure)
         raise OSError(getattr(cause, "errno", None) or 0, getattr(cause, "strerror", None) or str(cause)) from failure
 
 
-def _load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def _load_tensors(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
+    reader = HuggingFaceStorageReader(path=str(folder))
+    with _quiet_torch():
+        load_state(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Without what torch says about being alone."""
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load_state(dict(tensors), storage_reader=HuggingFaceStorageReader(path=str(folder)), no_dist=True)
+        yield

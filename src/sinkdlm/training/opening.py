@@ -1,0 +1,121 @@
+"""What a run needs before its first step: its data, the facts that it keeps, its model with its tokenizer.
+
+Every rank opens the same things; rank 0 writes down what is to be kept. Knows nothing of the loop.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from sinkdlm.checkpoint import Loaded, read_tokenizer, write_tokenizer, written_aside
+from sinkdlm.config import Recipe
+from sinkdlm.data.rows import Rows, open_rows, tokenizer_folder
+from sinkdlm.errors import TrainError
+from sinkdlm.model import DiffusionLM
+from sinkdlm.planning import budget_steps
+from sinkdlm.training.evaluate import VALIDATION_SEED
+from sinkdlm.training.run import RunFolder
+from sinkdlm.training.sameness import check_parent, mark_sets
+from sinkdlm.training.weights import FirstWeight
+
+LoadParent = Callable[[Recipe, torch.dtype], Loaded]
+Say = Callable[[str], None]
+
+
+class Data(NamedTuple):
+    rows: Rows
+    validation: Rows | None
+    steps: int
+
+
+class Start(NamedTuple):
+    """A model on the host, or on the meta device with its first weights by name (None: a state will fill them)."""
+
+    model: DiffusionLM
+    first: FirstWeight | None
+    tokenizer: Any
+    facts: dict[str, Any]
+
+
+def open_data(recipe: Recipe, say: Say) -> Data:
+    config, section, train = recipe.model, recipe.data, recipe.train
+    if section.length > config.context_length:
+        raise TrainError(f"data.length = {section.length}: allowed is at most model.context_length = {config.context_length}")
+    ids = {"vocab_size": config.vocab_size, "mask_id": config.mask_id}
+    rows = open_rows(section, "train", seed=train.seed, **ids)
+    assert rows is not None
+    validation = open_rows(section, "validation", seed=VALIDATION_SEED, **ids)
+    if rows.n_too_long:
+        say(f"{rows.n_too_long} examples are longer than data.length = {section.length} and are left out")
+    if validation is None and recipe.eval.every:
+        say("no validation split among data.sets: no validation (data.validation names another folder)")
+    return Data(rows, validation, budget_steps(train, config, section.length, rows.n_rows))
+
+
+def settle_facts(folder: RunFolder, data: Data) -> dict[str, Any]:
+    """What the first start found, kept: a resumed run on other data would be another run, and so would a rank that reads other."""
+    parts = (("data", data.rows), ("validation", data.validation))
+    marks = {part: mark_sets(rows) for part, rows in parts if rows is not None}
+    kept = folder.world.from_first(folder.facts)
+    facts: dict[str, Any] = kept if kept is not None else folder.world.from_first(lambda: {"steps": data.steps, **marks})
+    if kept is None:
+        folder.write_facts(facts)
+    before = [(part, name, mark) for part in ("data", "validation") for name, mark in facts.get(part, {}).items()]
+    for part, name, mark in before:
+        now = marks.get(part, {}).get(name, {})
+        if now.get("tokenizer") != mark["tokenizer"]:
+            raise TrainError(f"{name}: prepared with another tokenizer since the run began; restore it or choose another --out")
+        if now != mark:
+            raise TrainError(f"{name}: changed since the run began; restore it or choose another --out")
+    return facts
+
+
+def open_model(
+    recipe: Recipe,
+    folder: RunFolder,
+    data: Data,
+    facts: dict[str, Any],
+    dtype: torch.dtype,
+    load_parent: LoadParent | None,
+    *,
+    resumes: bool,
+) -> Start:
+    """The model with its first weights: the parent's, the official random ones, or empty ones that a state will fill."""
+    if not resumes and folder.world.from_first((folder.path / "model").is_dir):
+        raise TrainError(
+            f"{folder.path}: has its model/ and no state to resume from: the run is over; "
+            "choose another --out, or remove model/ to train it again"
+        )
+    if recipe.init.from_ is not None and not resumes:
+        if load_parent is None:
+            raise TrainError("init.from: no loader was given for it; use the command line, or pass load_parent=")
+        loaded = load_parent(recipe, dtype)
+        check_parent(recipe, data.rows, loaded)
+        facts = {**facts, "parent": dict(loaded.provenance)}
+        folder.write_facts(facts)
+        return Start(loaded.model, None, _settle_tokenizer(recipe, folder, data.rows, loaded.tokenizer), facts)
+    with torch.device("meta"):
+        model = DiffusionLM(recipe.model)
+    seed = recipe.train.seed
+    first = None if resumes else lambda name, shape: model.initial_weight(name, shape, seed)
+    return Start(model, first, _settle_tokenizer(recipe, folder, data.rows, None), facts)
+
+
+def _settle_tokenizer(recipe: Recipe, folder: RunFolder, rows: Rows, given: Any) -> Any:
+    """The tokenizer that the exported checkpoints carry: the parent's, or the data's."""
+    kept = folder.path / "tokenizer"
+    if folder.world.first and not kept.is_dir():
+        source = tokenizer_folder(rows.splits)
+        given = given if given is not None else (read_tokenizer(source) if source is not None else None)
+        if given is not None:
+            with written_aside(kept) as aside:
+                write_tokenizer(aside, given)
+    folder.world.wait()
+    tokenizer: Any = read_tokenizer(kept) if kept.is_dir() else None
+    log, most = recipe.log, recipe.model.context_length
+    if log.sample_every and tokenizer is None:
+        raise TrainError("log.sample_every: neither the data nor the parent brings a tokenizer to write texts with; set it to 0")
+    if log.sample_every and len(tokenizer.encode(log.sample_prompt)) + log.sample_length > most:
+        raise TrainError(f"log.sample_length = {log.sample_length}: with the prompt allowed is model.context_length = {most}")
+    return tokenizer

@@ -1,0 +1,194 @@
+"""The processes of one run: which of them this is, what they tell each other, and how they end together.
+
+A launcher (torchrun, Slurm, Ray) describes them in the environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Without
+it a process is alone, and nothing here costs anything. Knows nothing of models.
+"""
+
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from sinkdlm.checkpoint import find_device
+from sinkdlm.errors import TrainError, UserError
+from sinkdlm.training.signals import Stopped
+from sinkdlm.training.watch import Departure, Watch
+
+_NAMING = 25.0  # seconds that a rank whose collective failed waits for the name of the one that is gone
+_Value = TypeVar("_Value")
+
+
+class World:
+    """This process among those of the run. `words` carries Python objects, `files` what the background writer says: both over the
+    network of the hosts, whatever the GPUs use."""
+
+    def __init__(self, device: torch.device, rank: int = 0, size: int = 1, local_size: int = 1) -> None:
+        self.device, self.rank, self.size, self.local_size = device, rank, size, local_size
+        self.words: Any = dist.new_group(backend="gloo") if size > 1 else None
+        self.files: Any = dist.new_group(backend="gloo") if size > 1 else None
+        self.watch: Watch | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes and speaks."""
+        return self.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    def from_first(self, make: Callable[[], _Value]) -> _Value:
+        """What rank 0 makes, on every rank."""
+        if self.alone:
+            return make()
+        held = [make() if self.first else None]
+        dist.broadcast_object_list(held, src=0, group=self.words)
+        return held[0]  # type: ignore[return-value]
+
+    def gather(self, value: _Value, group: Any = None) -> list[_Value]:
+        """What each rank has, in their order."""
+        if self.alone:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=group or self.words)
+        return found
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """In place, over all ranks: the same bits on each."""
+        if not self.alone:
+            dist.all_reduce(values)
+        return values
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        if not self.alone:
+            dist.barrier(group=self.words)
+
+    def share(self, n: int) -> slice:
+        """This rank's part of n things: contiguous, and within one of every other's."""
+        return slice(self.rank * n // self.size, (self.rank + 1) * n // self.size)
+
+    def largest_share(self, n: int) -> int:
+        return -(-n // self.size)
+
+
+def described_world() -> tuple[int, int, int, int]:
+    """(rank, size, local rank, local size) as the launcher says them."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return 0, 1, int(os.environ.get("LOCAL_RANK", "0")), 1
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise TrainError(
+            f"WORLD_SIZE = {size} without {', '.join(missing)}: start the ranks with torchrun, or set these as it does"
+        )
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+    return int(os.environ["RANK"]), size, int(os.environ["LOCAL_RANK"]), local_size
+
+
+def _choose_device(wanted: str | None, local_rank: int) -> torch.device:
+    name = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda":
+        if local_rank >= max(1, torch.cuda.device_count()):
+            raise TrainError(
+                f"local rank {local_rank}: this host has {torch.cuda.device_count()} GPUs; start at most that many ranks on it"
+            )
+        name = f"cuda:{local_rank}"
+    device = find_device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def joined(device: str | None = None) -> Iterator[World]:
+    """The world of this process, joined for as long as the scope lasts. A process group that is there already is used, and kept.
+
+    What one rank fails with ends the others too: they raise a TrainError that names it.
+    """
+    if dist.is_initialized():
+        yield World(find_device(device or "cpu"), dist.get_rank(), dist.get_world_size(), dist.get_world_size())
+        return
+    rank, size, local_rank, local_size = described_world()
+    place = _choose_device(device, local_rank)
+    if size == 1:
+        yield World(place)
+        return
+    world = _join(place, rank, size, local_size)
+    try:
+        yield world
+        world.wait()
+    except BaseException as failure:
+        ended = _explain(failure, world)
+        if ended is failure:
+            raise
+        raise ended from None
+    assert world.watch is not None
+    world.watch.close()
+    dist.destroy_process_group()
+
+
+def _join(device: torch.device, rank: int, size: int, local_size: int) -> World:
+    on_gpu = device.type == "cuda"
+    try:
+        store, _, _ = next(rendezvous("env://"))
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device if on_gpu else None)
+    except (RuntimeError, ValueError) as failure:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(failure).splitlines()[0]
+        raise TrainError(f"rank {rank}: cannot join the other ranks at {place}: {reason}") from None
+    world = World(device, rank, size, local_size)
+    # A restarted run may find the store of the one before it: keys of its own.
+    prefix = world.from_first(lambda: f"sinkdlm/{secrets.token_hex(8)}")
+    world.watch = Watch(PrefixStore(prefix, store.clone()), rank, size)
+    world.wait()
+    world.watch.start()
+    return world
+
+
+def _explain(failure: BaseException, world: World) -> BaseException:
+    """The failure that this rank ends with: its own, or the name of the rank whose end made a collective fail."""
+    watch = world.watch
+    assert watch is not None
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher that sees one rank die asks the others to end: they do
+    if isinstance(failure, Stopped):
+        failure.quiet = not world.first
+        return failure
+    if not _lost_a_partner(failure):
+        watch.leave(f"{type(failure).__name__}: {failure}".splitlines()[0], own=True)
+        if isinstance(failure, UserError) and not world.first:
+            failure.quiet = _said_by_first(failure, watch)
+        return failure
+    watch.leave("another rank is gone", own=False)
+    found = watch.find(_NAMING) or Departure(-1, "a rank was lost")
+    ended = TrainError(f"{found.text}; run the same command to go on from the last state")
+    ended.quiet = not world.first and found.rank != 0
+    return ended
+
+
+def _said_by_first(failure: UserError, watch: Watch) -> bool:
+    """Whether rank 0 ends with the same words, which are then said once."""
+    for _ in range(20):
+        said = watch.left(0)
+        if said is not None:
+            return str(failure).splitlines()[0] in said["why"]
+        threading.Event().wait(0.1)
+    return False
+
+
+def _lost_a_partner(failure: BaseException) -> bool:
+    words = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "NCCL", "recvValue failed", "Connection was likely")
+    return isinstance(failure, dist.DistError) or (
+        isinstance(failure, RuntimeError) and any(word in str(failure) for word in words)
+    )

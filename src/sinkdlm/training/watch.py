@@ -1,0 +1,135 @@
+"""Who of a run's ranks is still there: each one's heartbeat in the store that all reach, and a name for the one that is lost.
+
+A collective whose partner has died either fails without saying who it was (gloo) or waits (NCCL). Here ranks learn the name, and
+end. Knows nothing of training.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+_BEAT = 1.0  # seconds between signs of life
+_SILENCE = 20.0  # without one, after which a rank counts as lost
+_SUSPECT = 3.0  # the same, when a collective has failed already
+_GRACE = 10.0  # for a rank to end by itself before it is ended
+
+
+class Departure(NamedTuple):
+    """A rank that is gone, and why."""
+
+    rank: int
+    text: str
+
+
+class Watch:
+    """One thread a rank. Rank 0 listens to all, the others to rank 0 and to what it says."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.rank, self.size, self._store = rank, size, store
+        self._store.set_timeout(timedelta(seconds=_GRACE))
+        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._closed = threading.Event()
+        self._gone: Departure | None = None
+        self._beat(0)
+        self._store.set(f"name/{rank}", f"rank {rank} ({socket.gethostname()}, process {os.getpid()})")
+        self._thread = threading.Thread(target=self._run, name="sinkdlm-watch", daemon=True)
+
+    def start(self) -> None:
+        """Once every rank has made its watch."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Only when every rank has come to its end: a closed watch is a silent one."""
+        self._closed.set()
+        self._thread.join()
+
+    def leave(self, why: str, *, own: bool) -> None:
+        """Says to the others that this rank ends. own: because of itself, not because another one is gone."""
+        try:
+            self._store.set(f"left/{self.rank}", json.dumps({"why": why, "own": own}))
+        except RuntimeError:
+            return  # the store is gone: so are those who would read it
+
+    def find(self, seconds: float) -> Departure | None:
+        """Who is gone, when a collective has failed: waits for a name that long."""
+        end = time.monotonic() + seconds
+        while self._gone is None and time.monotonic() < end:
+            found = self._look(range(self.size), _SUSPECT)
+            if found is not None:
+                return found
+            time.sleep(_BEAT / 2)
+        return self._gone
+
+    def left(self, rank: int) -> dict[str, Any] | None:
+        """What a rank said as it left."""
+        try:
+            return json.loads(self._store.get(f"left/{rank}")) if self._store.check([f"left/{rank}"]) else None
+        except RuntimeError:
+            return None
+
+    # -- the thread -------------------------------------------------------------------------------------------------------------
+
+    def _beat(self, count: int) -> None:
+        self._store.set(f"beat/{self.rank}", str(count))
+
+    def _run(self) -> None:
+        count = 0
+        while not self._closed.wait(_BEAT):
+            count += 1
+            try:
+                self._beat(count)
+                told = self._store.check(["gone"])
+            except RuntimeError:
+                self._end(Departure(0, "the store of rank 0's node cannot be reached"))
+                return
+            found = None
+            if told:
+                found = Departure(*json.loads(self._store.get("gone")))
+            elif count % 2 == 0:
+                found = self._look(range(self.size) if self.rank == 0 else [0], _SILENCE)
+            if found is not None and not self._closed.is_set():
+                self._end(found)
+                return
+
+    def _look(self, ranks: Any, silence: float) -> Departure | None:
+        """The first of these ranks that left for a reason of its own, or is silent without having said that it leaves."""
+        others = [rank for rank in ranks if rank != self.rank]
+        now = time.monotonic()
+        try:
+            beats = self._store.multi_get([f"beat/{rank}" for rank in others])
+            silent = []
+            for rank, beat in zip(others, beats, strict=True):
+                if rank not in self._heard or self._heard[rank][0] != beat:
+                    self._heard[rank] = (beat, now)
+                elif now - self._heard[rank][1] > silence:
+                    silent.append(rank)
+            for rank in others:
+                said = self.left(rank)
+                if said is not None and said["own"]:
+                    return Departure(rank, f"{self._name(rank)} ended: {said['why']}")
+                if said is None and rank in silent:
+                    return Departure(rank, f"{self._name(rank)} was lost")
+        except RuntimeError:
+            return Departure(0, "the store of rank 0's node cannot be reached")
+        return None
+
+    def _name(self, rank: int) -> str:
+        return self._store.get(f"name/{rank}").decode()
+
+    def _end(self, found: Departure) -> None:
+        """Tells the others, lets this rank come to its end by itself, and ends it where it cannot: a collective on a GPU waits for
+        ever."""
+        self._gone = found
+        with contextlib.suppress(RuntimeError):
+            self._store.set("gone", json.dumps(found))
+        if not self._closed.wait(_GRACE):
+            if self.rank == 0 or found.rank == 0:
+                sys.stderr.write(f"sinkdlm: {found.text}; run the same command to go on from the last state\n")
+                sys.stderr.flush()
+            os._exit(1)

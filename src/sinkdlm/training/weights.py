@@ -1,0 +1,165 @@
+"""A model's weights as one rank holds them: whole, or its rows of each (FSDP2). Optimizer, average and states work on these.
+
+fully_shard per block; embedding, final norm and head in the root group, gathered until the backward, so that no collective runs per
+chunk of the head and a rank may have no masked position at all. What a block does not hand to a matrix product (the norms' gains,
+sink logits) stays whole on every rank: it is tiny, and it keeps its precision where the rest of the block travels as bf16.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from sinkdlm.model import DiffusionLM
+from sinkdlm.planning import Layout
+from sinkdlm.training.parallel import World
+
+
+def _unsharded(block: nn.Module) -> set[nn.Parameter]:
+    """A block's parameters that stay whole: whatever is no matrix or bias of a linear layer."""
+    linear = {id(p) for module in block.modules() if isinstance(module, nn.Linear) for p in module.parameters(recurse=False)}
+    return {p for p in block.parameters() if id(p) not in linear}
+
+
+FirstWeight = Callable[[str, tuple[int, ...]], Tensor]
+
+
+class Weights:
+    """`local[name]` is this rank's storage of a parameter: the parameter itself where nothing is sharded, else its own rows, which
+    an update changes in place."""
+
+    def __init__(
+        self,
+        model: DiffusionLM,
+        world: World,
+        *,
+        dtype: torch.dtype,
+        first: FirstWeight | None = None,
+        layout: Layout | None = None,
+        reshard: bool = True,
+        travels_as: torch.dtype | None = None,
+    ) -> None:
+        """Takes a model on the host or on the meta device (first: its weights by name and shape) to this rank's device, block by
+        block, so that no more than one block and the root are ever whole there.
+
+        layout: None for a process alone. travels_as: the dtype in which blocks are gathered; None: the weights' own.
+        """
+        self.model, self.world, self.layout = model, world, layout
+        self.mesh = None if layout is None else self._make_mesh(layout)
+        if self.mesh is not None:
+            # Inputs are not cast: the residual stream keeps the precision that it has in one process.
+            reduce = None if dtype == torch.float64 else torch.float32
+            policy = MixedPrecisionPolicy(param_dtype=travels_as, reduce_dtype=reduce, cast_forward_inputs=False)
+            whole: set[nn.Parameter] = set()
+            for layer, block in enumerate(model.blocks):
+                materialise(block, f"blocks.{layer}", world.device, dtype, first)
+                kept = _unsharded(block)
+                whole |= kept
+                fully_shard(block, mesh=self.mesh, mp_policy=policy, ignored_params=kept, reshard_after_forward=reshard)
+        materialise(model, "", world.device, dtype, first)
+        if self.mesh is not None:
+            own = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
+            fully_shard(model, mesh=self.mesh, mp_policy=own, ignored_params=whole, reshard_after_forward=False)
+            for group in self._groups():
+                group.set_gradient_divide_factor(1.0)  # losses are divided by the global count: gradients add up
+        self._named: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.local: dict[str, Tensor] = {name: self._storage(p) for name, p in self._named.items()}
+        self._copied = [name for name, p in self._named.items() if layout is not None and not isinstance(p, DTensor)]
+
+    def _make_mesh(self, layout: Layout) -> DeviceMesh:
+        kind = self.world.device.type
+        if layout.copies == 1:
+            return init_device_mesh(kind, (layout.shards,), mesh_dim_names=("shard",))
+        return init_device_mesh(kind, tuple(layout), mesh_dim_names=("copy", "shard"))
+
+    def _groups(self) -> Iterator[FSDPModule]:
+        for module in (self.model, *self.model.blocks):
+            if isinstance(module, FSDPModule):
+                yield module
+
+    @staticmethod
+    def _storage(p: nn.Parameter) -> Tensor:
+        return p.to_local().detach() if isinstance(p, DTensor) else p
+
+    # -- gradients --------------------------------------------------------------------------------------------------------------
+
+    def before_backward(self, *, last: bool) -> None:
+        """Copies exchange gradients once a step; shards after every backward, or each rank would hold them whole."""
+        if self.layout is None or not isinstance(self.model, FSDPModule):
+            return
+        if self.layout.shards == 1:
+            self.model.set_requires_gradient_sync(last)
+        elif self.layout.copies > 1:
+            self.model.set_requires_all_reduce(last)
+
+    def take_gradients(self) -> list[Tensor]:
+        """After the last backward of a step: this rank's part of the gradient, summed over all ranks, beside its weights."""
+        if self.layout is not None:
+            for name, p in self._named.items():
+                self.local[name].grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            self._sum_copied()
+        return [part.grad for part in self.local.values() if part.grad is not None]
+
+    def _sum_copied(self) -> None:
+        gradients = [p.grad for p in (self._named[name] for name in self._copied) if p.grad is not None]
+        if gradients:
+            flat = self.world.sum_(torch.cat([gradient.flatten() for gradient in gradients]))
+            for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+                gradient.copy_(total.view_as(gradient))
+
+    def square_norm(self) -> Tensor:
+        """This rank's part of the squared gradient norm: over all ranks each element is counted once."""
+        counted = self.local
+        if self.layout is not None and self.mesh is not None:
+            first_copy = self.layout.copies == 1 or self.mesh.get_local_rank("copy") == 0
+            whole = set(self._copied)
+            counted = {name: part for name, part in self.local.items() if (self.world.first if name in whole else first_copy)}
+        gradients = [part.grad for part in counted.values() if part.grad is not None and part.grad.numel()]
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64, device=self.world.device)
+        return torch.nn.utils.get_total_norm(gradients).double().square()
+
+    def clear_gradients(self) -> None:
+        for name, p in self._named.items():
+            p.grad = None
+            self.local[name].grad = None
+
+    # -- the whole --------------------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """After a forward without a backward: drops what was gathered, so that the next one sees changed weights."""
+        for module in self._groups():
+            module.reshard()
+
+    def spread(self, name: str, part: Tensor) -> Tensor:
+        """A rank's storage of a parameter, or of something shaped like it, as a tensor that knows the other ranks' parts."""
+        p = self._named[name]
+        if not isinstance(p, DTensor):
+            return part.detach()
+        return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+    def collect(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """The whole tensors, on rank 0's host; None on the others, which all must call."""
+        found: dict[str, Tensor] = {}
+        for name, part in parts.items():
+            tensor = self.spread(name, part)
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if self.world.first:
+                found[name] = whole.cpu()
+        return found if self.world.first else None
+
+
+def materialise(module: nn.Module, prefix: str, device: torch.device, dtype: torch.dtype, first: FirstWeight | None) -> None:
+    """Puts a module on the device. What lies on the meta device gets its first weights there, or with None is left as it comes."""
+    for place, holder in module.named_modules(prefix=prefix):
+        for key, p in holder._parameters.items():
+            if p is None or not p.is_meta:
+                continue
+            made = torch.empty(p.shape, dtype=dtype, device=device)
+            if first is not None:
+                made.copy_(first(f"{place}.{key}" if place else key, tuple(p.shape)))
+            holder._parameters[key] = nn.Parameter(made)
+    module.to(device)
