@@ -1,8 +1,10 @@
 """Kills a training run again and again and resumes it; the end must be bit-equal to that of a run left alone.
 
     python -m benchmarks.kills --kills 50
+    python -m benchmarks.kills --kills 20 --ranks 4
 
 Each life of the run is ended by SIGKILL at a random moment: while it starts, after a few steps, or while a state is being written.
+With --ranks torchrun starts that many, one of them is killed each time, and torchrun restarts them all by itself.
 Compared at the end: exported weights, the whole last state (moments included), and every line of metrics.jsonl but its timings.
 """
 
@@ -86,28 +88,44 @@ background = {str(background).lower()}
     return path
 
 
-def start(recipe: Path, out: Path) -> "subprocess.Popen[bytes]":
+def start(recipe: Path, out: Path, ranks: int = 1, restarts: int = 0) -> "subprocess.Popen[bytes]":
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "sinkdlm", "train", str(recipe), "--out", str(out)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    command = [*launcher, "-m", "sinkdlm", "train", str(recipe), "--out", str(out)]
+    with out.with_suffix(".said").open("wb") as said:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, env=environment)
 
 
-def finish(recipe: Path, out: Path) -> None:
-    process = start(recipe, out)
-    _, said = process.communicate()
-    if process.returncode:
-        raise RuntimeError(said.decode())
+def finish(recipe: Path, out: Path, ranks: int = 1) -> None:
+    check_end(start(recipe, out, ranks), out)
+
+
+def check_end(process: "subprocess.Popen[bytes]", out: Path) -> None:
+    if process.wait():
+        raise RuntimeError(out.with_suffix(".said").read_text()[-4000:])
 
 
 def kill_once(recipe: Path, out: Path, rng: random.Random) -> str:
     """One life. Returns the moment of its end: "start", "step", "save", or "end" where it was over before."""
-    moment = rng.choice(["start", "step", "step", "save", "save"])
     process = start(recipe, out)
+    moment = wait_for_a_moment(process, out, rng)
+    if process.poll() is not None:
+        check_end(process, out)
+        return "end"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return moment
+
+
+def wait_for_a_moment(process: "subprocess.Popen[bytes]", out: Path, rng: random.Random, starting: float = 4.0) -> str:
+    moment = rng.choice(["start", "step", "step", "save", "save"])
     deadline = time.monotonic() + _PATIENCE
     metrics, states = out / "metrics.jsonl", out / "checkpoints"
     size = metrics.stat().st_size if metrics.exists() else 0
     if moment == "start":
-        _wait(process, rng.uniform(0, 4.0))
+        _wait(process, rng.uniform(0, starting))
     elif moment == "step":
         lines = rng.randint(1, STEPS_PER_KILL)
         while process.poll() is None and time.monotonic() < deadline and _lines_after(metrics, size) < lines:
@@ -119,16 +137,45 @@ def kill_once(recipe: Path, out: Path, rng: random.Random) -> str:
         while process.poll() is None and time.monotonic() < deadline and len(seen) <= skip:
             seen |= {path.name for path in states.glob(".step-*.partial")}
         _wait(process, rng.uniform(0, 0.004))
-    if process.poll() is not None:
-        _, said = process.communicate()
-        if process.returncode:
-            raise RuntimeError(said.decode())
-        return "end"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert process.stderr is not None
-    process.stderr.close()
     return moment
+
+
+def workers(launcher: int) -> list[int]:
+    """The ranks that a launcher has started, where there is /proc."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if parent == launcher and b"sinkdlm" in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except (OSError, IndexError, ValueError):
+            continue
+    return sorted(found)
+
+
+def kill_ranks(recipe: Path, out: Path, ranks: int, kills: int, rng: random.Random) -> tuple[dict[str, int], int]:
+    """One launch, whose ranks are killed one at a time and restarted together. Returns the moments, and how many tore a state."""
+    moments: dict[str, int] = {}
+    torn = 0
+    process = start(recipe, out, ranks, restarts=kills)
+    before: set[int] = set()
+    for _ in range(kills):
+        deadline = time.monotonic() + _PATIENCE
+        while len(alive := [pid for pid in workers(process.pid) if pid not in before]) < ranks:
+            if process.poll() is not None or time.monotonic() > deadline:
+                check_end(process, out)
+                return {**moments, "end": 1}, torn
+            time.sleep(0.01)
+        moment = wait_for_a_moment(process, out, rng, starting=8.0)
+        if process.poll() is not None:
+            check_end(process, out)
+            return {**moments, "end": 1}, torn
+        os.kill(rng.choice(alive), signal.SIGKILL)
+        torn += bool(list((out / "checkpoints").glob(".step-*")))
+        moments[moment] = moments.get(moment, 0) + 1
+        before |= set(alive)
+    check_end(process, out)
+    return moments, torn
 
 
 def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> None:
@@ -175,21 +222,24 @@ def differences(first: Path, second: Path) -> list[str]:
     return found
 
 
-def run(kills: int, seed: int, folder: Path, *, background: bool = False) -> dict[str, Any]:
+def run(kills: int, seed: int, folder: Path, *, background: bool = False, ranks: int = 1) -> dict[str, Any]:
     rng = random.Random(seed)
     data = write_set(folder / "data")
     recipe = write_recipe(folder / "recipe.toml", data, steps=STEPS_PER_KILL * max(kills, 4), background=background)
-    finish(recipe, folder / "alone")
+    finish(recipe, folder / "alone", ranks)
     moments: dict[str, int] = {}
-    torn = done = 0
-    while done < kills:
-        moment = kill_once(recipe, folder / "killed", rng)
-        moments[moment] = moments.get(moment, 0) + 1
-        if moment == "end":
-            break
-        done += 1
-        torn += bool(list((folder / "killed" / "checkpoints").glob(".step-*")))
-    finish(recipe, folder / "killed")
+    torn = 0
+    if ranks > 1:
+        moments, torn = kill_ranks(recipe, folder / "killed", ranks, kills, rng)
+    else:
+        while sum(moments.values()) < kills:
+            moment = kill_once(recipe, folder / "killed", rng)
+            moments[moment] = moments.get(moment, 0) + 1
+            if moment == "end":
+                break
+            torn += bool(list((folder / "killed" / "checkpoints").glob(".step-*")))
+        finish(recipe, folder / "killed")
+    done = sum(count for moment, count in moments.items() if moment != "end")
     lines = len(read_metrics(folder / "alone"))
     odd = differences(folder / "alone", folder / "killed")
     return {"kills": done, "moments": moments, "torn_states": torn, "lines": lines, "differences": odd}
@@ -200,11 +250,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--background", action="store_true", help="write states in the background")
+    parser.add_argument("--ranks", type=int, default=1, help="under torchrun, with restarts")
     parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = run(given.kills, given.seed, Path(folder), background=given.background)
-    settings = {"kills": given.kills, "seed": given.seed, "background": given.background}
+        found = run(given.kills, given.seed, Path(folder), background=given.background, ranks=given.ranks)
+    settings = {"kills": given.kills, "seed": given.seed, "background": given.background, "ranks": given.ranks}
     write(record("kills", found, device="cpu", settings=settings), given.out)
     if found["differences"]:
         raise SystemExit(f"not bit-equal: {', '.join(found['differences'])}")

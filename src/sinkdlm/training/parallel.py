@@ -5,7 +5,6 @@ it a process is alone, and nothing here costs anything. Knows nothing of models.
 """
 
 import os
-import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from sinkdlm.checkpoint import find_device
 from sinkdlm.errors import TrainError, UserError
+from sinkdlm.training.meeting import meet
 from sinkdlm.training.signals import Stopped
 from sinkdlm.training.watch import Departure, Watch
 
@@ -141,6 +141,7 @@ def _join(device: torch.device, rank: int, size: int, local_size: int) -> World:
     on_gpu = device.type == "cuda"
     try:
         store, _, _ = next(rendezvous("env://"))
+        store = meet(store, rank, size)
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device if on_gpu else None)
     except (RuntimeError, ValueError) as failure:
@@ -148,9 +149,7 @@ def _join(device: torch.device, rank: int, size: int, local_size: int) -> World:
         reason = str(failure).splitlines()[0]
         raise TrainError(f"rank {rank}: cannot join the other ranks at {place}: {reason}") from None
     world = World(device, rank, size, local_size)
-    # A restarted run may find the store of the one before it: keys of its own.
-    prefix = world.from_first(lambda: f"sinkdlm/{secrets.token_hex(8)}")
-    world.watch = Watch(PrefixStore(prefix, store.clone()), rank, size)
+    world.watch = Watch(PrefixStore("watch", store.clone()), rank, size)
     world.wait()
     world.watch.start()
     return world

@@ -65,6 +65,7 @@ class Weights:
             fully_shard(model, mesh=self.mesh, mp_policy=own, ignored_params=whole, reshard_after_forward=False)
             for group in self._groups():
                 group.set_gradient_divide_factor(1.0)  # losses are divided by the global count: gradients add up
+                group.set_force_sum_reduction_for_comms(True)  # a plain sum, which every backend has
         self._named: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.local: dict[str, Tensor] = {name: self._storage(p) for name, p in self._named.items()}
         self._copied = [name for name, p in self._named.items() if layout is not None and not isinstance(p, DTensor)]

@@ -1,0 +1,89 @@
+"""What the tests run on several ranks: a list of trainings, one after the other, in one process group.
+
+    torchrun --nproc-per-node 2 tests/ranks.py JOBS.json
+
+Each job is {"recipe": tables, "out": folder} and, if wanted, "stop": {"rank", "step"}: a rank that is sent SIGTERM as it looks
+around after that step; or {"validate": file, "model": folder, "recipe": tables, "shard": whether}. Warnings are errors. Beside each
+run every rank writes down which samples it read, and how they were masked.
+"""
+
+import json
+import os
+import signal
+import sys
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from sinkdlm import Recipe, load
+from sinkdlm.data.rows import open_rows
+from sinkdlm.diffusion import Schedule
+from sinkdlm.planning import Layout
+from sinkdlm.training import evaluate, loop
+from sinkdlm.training.evaluate import VALIDATION_SEED
+from sinkdlm.training.parallel import joined
+from sinkdlm.training.weights import Weights
+
+
+def run(job: dict) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    seen: dict[int, str] = {}
+    look, corrupt = loop.Trainer._look_around, loop.corrupt
+
+    def note(tokens, samples, **settings):
+        noisy = corrupt(tokens, samples, **settings)
+        if settings["maskable"] is None or bool(settings["maskable"].any()):  # else it is nobody's row
+            for sample, masked, t in zip(samples.tolist(), noisy.masked.tolist(), noisy.t.tolist(), strict=True):
+                seen[sample] = "".join("01"[bit] for bit in masked) + t.hex()
+        return noisy
+
+    def stop(self):
+        look(self)
+        if job.get("stop") == {"rank": rank, "step": self.step}:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    loop.Trainer._look_around, loop.corrupt = stop, note
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loop.train(Recipe.resolve(job["recipe"]), Path(job["out"]), console=Console(file=sys.stderr), device="cpu")
+    except loop.Stopped:
+        pass
+    finally:
+        loop.Trainer._look_around, loop.corrupt = look, corrupt
+    record = Path(f"{job['out']}.seen") / f"{dist.get_world_size() if dist.is_initialized() else 1}-{rank}.json"
+    record.parent.mkdir(exist_ok=True)
+    before = json.loads(record.read_text()) if record.exists() else {}
+    record.write_text(json.dumps({**before, **seen}))
+
+
+def validate(job: dict) -> None:
+    """The validation loss of a checkpoint, its weights whole on every rank or sharded."""
+    recipe = Recipe.resolve(job["recipe"])
+    few = 2 * recipe.data.length  # tokens a forward: several forwards a rank, and one rank with fewer
+    with mock.patch.object(evaluate, "_VALIDATION_TOKENS", few), joined("cpu") as world:
+        ids = {"vocab_size": recipe.model.vocab_size, "mask_id": recipe.model.mask_id}
+        rows = open_rows(recipe.data, "validation", seed=VALIDATION_SEED, **ids)
+        layout = Layout(1, world.size) if job["shard"] else None
+        weights = Weights(load(job["model"]).model, world, dtype=torch.float64, layout=layout)
+        found = evaluate.validate(weights.model, rows, 13, Schedule(), nullcontext, world)
+        if world.first:
+            Path(job["validate"]).write_text(json.dumps(found))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        validate(job) if "validate" in job else run(job)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""One run on any number of ranks. Everything that 2 ranks do is one launch, and so is everything that 4 do."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmarks import kills
+
+import ranks
+from conftest import VARIANTS
+from sinkdlm import UserError
+from sinkdlm.config import ParallelSection
+from sinkdlm.planning import Layout, choose_layout
+
+SHAPE = {"vocab_size": 64, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "d_model": 24, "d_ff": 20, "context_length": 64}
+QUIET = {"eval": {"every": 0}, "log": {"probe_every": 0}, "save": {"every": 1000}}
+
+
+def with_head(flags: dict, tied: bool) -> dict:
+    return {**SHAPE, **flags, **({"mask_id": 62} if "mask_id" in flags else {}), "tie_embeddings": tied}
+
+
+# Every variant, with an untied head and with a tied one.
+MODELS = {f"{name}-{head}": with_head(flags, head == "tied") for name, flags in VARIANTS.items() for head in ("untied", "tied")}
+
+
+def launch(n_ranks: int, jobs: list[dict], folder: Path) -> None:
+    file = folder / f"jobs-{len(list(folder.glob('jobs-*')))}.json"
+    file.write_text(json.dumps(jobs))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
+    path = os.pathsep.join([str(Path(ranks.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    command = [*launcher, ranks.__file__, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-8000:]
+
+
+def tables(folder: Path, /, **sections) -> dict:
+    found = {
+        "model": {**SHAPE, "n_sinks": 1},
+        "data": {"length": 16, "sets": {str(folder): 1.0}, "random_lengths": 0.1},
+        "train": {"steps": 20, "batch": 8, "micro_batch": 3, "lr": 1e-3, "min_lr": 1e-4, "precision": "float32"},
+        **QUIET,
+    }
+    return {name: {**found.get(name, {}), **sections.get(name, {})} for name in {*found, *sections}}
+
+
+def variants_job(data: Path, out: Path, name: str, **train) -> dict:
+    train = {"micro_batch": 8, **train}
+    return {"recipe": tables(data, model=MODELS[name], train=train, parallel={"mode": "shard"}), "out": str(out / name)}
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory) -> Path:
+    """All the runs that the tests below look at, made once even where several processes share the tests."""
+    shared = tmp_path_factory.getbasetemp().parent if os.environ.get("PYTEST_XDIST_WORKER") else tmp_path_factory.getbasetemp()
+    folder = shared / "ranks"
+    with (shared / "ranks.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            folder.mkdir()
+            make_runs(folder)
+            (folder / "done").touch()
+    return folder
+
+
+def make_runs(folder: Path) -> None:
+    data = kills.write_set(folder / "data")
+    precise = {"steps": 50, "precision": "float64", "ema": 0.9}
+    exact = tables(data, train=precise, eval={"every": 25, "draws": 5}, save={"every": 20}, parallel={"mode": "shard"})
+    single = tables(data)
+    uneven = tables(data, train={"batch": 5, "micro_batch": 2, "steps": 6})
+    empty = tables(data, train={"batch": 1, "micro_batch": 1, "steps": 6})
+    alone = [
+        {"recipe": exact, "out": str(folder / "exact-1")},
+        {"recipe": single, "out": str(folder / "single-1")},
+        {"recipe": uneven, "out": str(folder / "uneven-1")},
+        {"recipe": empty, "out": str(folder / "empty-1")},
+        {"recipe": exact, "out": str(folder / "elastic"), "stop": {"rank": 0, "step": 12}},
+        *(variants_job(data, folder / "variants-1", name) for name in MODELS),
+    ]
+    (folder / "variants-1").mkdir()
+    (folder / "variants-2").mkdir()
+    for job in alone:
+        ranks.run(job)
+    ranks.validate(look_job(exact, folder, "whole-1"))
+    shard = {"parallel": {"mode": "shard"}}
+    launch(
+        2,
+        [
+            {"recipe": exact, "out": str(folder / "exact-2")},
+            {"recipe": {**single, "parallel": {"mode": "replicate"}}, "out": str(folder / "single-2")},
+            {"recipe": {**uneven, **shard}, "out": str(folder / "uneven-2")},
+            {"recipe": {**empty, **shard}, "out": str(folder / "empty-2")},
+            {"recipe": exact, "out": str(folder / "elastic"), "stop": {"rank": 1, "step": 25}},
+            {"recipe": exact, "out": str(folder / "resumed-2"), "stop": {"rank": 0, "step": 30}},
+            {"recipe": exact, "out": str(folder / "resumed-2")},
+            look_job(exact, folder, "whole-2"),
+            look_job(exact, folder, "shard-2"),
+            *(variants_job(data, folder / "variants-2", name) for name in MODELS),
+        ],
+        folder,
+    )
+    launch(
+        4,
+        [
+            {"recipe": {**exact, "save": {"every": 20, "background": True}}, "out": str(folder / "exact-4")},
+            {"recipe": {**single, **shard}, "out": str(folder / "single-4")},
+            {"recipe": {**uneven, **shard}, "out": str(folder / "uneven-4")},
+            {"recipe": {**single, "parallel": {"mode": "hybrid", "shard_ranks": 2}}, "out": str(folder / "hybrid-4")},
+            {"recipe": exact, "out": str(folder / "elastic"), "stop": {"rank": 3, "step": 38}},
+            look_job(exact, folder, "shard-4"),
+        ],
+        folder,
+    )
+    ranks.run({"recipe": exact, "out": str(folder / "elastic")})
+
+
+def look_job(exact: dict, folder: Path, name: str) -> dict:
+    model, file = folder / "exact-1" / "model", folder / f"look-{name}.json"
+    return {"recipe": exact, "model": str(model), "validate": str(file), "shard": name.startswith("shard")}
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in kills.read_metrics(out) if line["kind"] == "train"]
+
+
+def seen(out: Path) -> dict[str, str]:
+    """Every sample that any rank read, and how it was masked; a sample that two of them read would show as a clash."""
+    found: dict[str, str] = {}
+    files = sorted(Path(f"{out}.seen").glob("*.json"))
+    assert files
+    for file in files:
+        for sample, masked in json.loads(file.read_text()).items():
+            assert found.setdefault(sample, masked) == masked
+    return found
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_float64_losses_ignore_the_number_of_ranks(runs, n_ranks):
+    expected = losses(runs / "exact-1")
+    assert len(expected) == 50
+    np.testing.assert_allclose(losses(runs / f"exact-{n_ranks}"), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_float32_losses_ignore_the_number_of_ranks(runs, n_ranks):
+    expected = losses(runs / "single-1")
+    assert len(expected) == 20
+    np.testing.assert_allclose(losses(runs / f"single-{n_ranks}"), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_ranks_read_and_mask_the_same_samples(runs, n_ranks):
+    expected = seen(runs / "exact-1")
+    assert sorted(map(int, expected)) == list(range(50 * 8))
+    assert seen(runs / f"exact-{n_ranks}") == expected
+    own = [json.loads(file.read_text()) for file in Path(f"{runs}/exact-{n_ranks}.seen").glob("*.json")]
+    assert [len(part) for part in own] == [400 // n_ranks] * n_ranks
+
+
+def test_a_run_goes_on_exactly_on_other_numbers_of_ranks(runs):
+    """1 -> 2 -> 4 -> 1 ranks, stopped each time by SIGTERM to a rank of its own."""
+    starts = json.loads((runs / "elastic" / "environment.json").read_text())["starts"]
+    assert [(start["ranks"], start["step"]) for start in starts] == [(1, 0), (2, 12), (4, 26), (1, 39)]
+    expected = losses(runs / "exact-1")
+    found = losses(runs / "elastic")
+    assert len(found) == len(expected)
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    assert seen(runs / "elastic") == seen(runs / "exact-1")
+    weights = [kills.read_tensors(runs / name / "model") for name in ("elastic", "exact-1")]
+    assert weights[0].keys() == weights[1].keys()
+    for name in weights[0]:
+        np.testing.assert_allclose(weights[0][name], weights[1][name], rtol=1e-9, atol=1e-12)
+
+
+def test_a_resumed_run_is_bit_equal_on_the_same_number_of_ranks(runs):
+    starts = json.loads((runs / "resumed-2" / "environment.json").read_text())["starts"]
+    assert [start["step"] for start in starts] == [0, 31]
+    assert kills.differences(runs / "exact-2", runs / "resumed-2") == []
+    assert kills.differences(runs / "exact-2", runs / "exact-4") != []  # the comparison can fail
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_batches_that_ranks_cannot_share_evenly(runs, n_ranks):
+    """5 rows, 2 a forward: ranks have different numbers of forwards, or rows of nobody."""
+    np.testing.assert_allclose(losses(runs / f"uneven-{n_ranks}"), losses(runs / "uneven-1"), rtol=1e-5)
+
+
+def test_a_rank_without_any_masked_position(runs):
+    """A batch of one row: the other rank has nothing to score, and takes part in every collective."""
+    np.testing.assert_allclose(losses(runs / "empty-2"), losses(runs / "empty-1"), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sharded_training_equals_one_process(runs, name):
+    expected = losses(runs / "variants-1" / name)
+    assert len(expected) == 20
+    assert expected[-1] != expected[0]
+    np.testing.assert_allclose(losses(runs / "variants-2" / name), expected, rtol=1e-5)
+
+
+def test_hybrid_sharding_equals_full_sharding(runs):
+    np.testing.assert_allclose(losses(runs / "hybrid-4"), losses(runs / "single-4"), rtol=1e-6)
+    weights = [kills.read_tensors(runs / name / "model") for name in ("hybrid-4", "single-4")]
+    for name in weights[0]:
+        np.testing.assert_allclose(weights[0][name], weights[1][name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_validation_ignores_the_number_of_ranks(runs, n_ranks):
+    """Weights differ in their last bits, so the values do; on the same weights they are bit-equal (test below)."""
+    expected, found = (
+        [line for line in kills.read_metrics(runs / f"exact-{n}") if line["kind"] == "validation"] for n in (1, n_ranks)
+    )
+    assert len(expected) == 2
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
+        assert ours["ema"]["loss"] == pytest.approx(theirs["ema"]["loss"], rel=1e-9)
+        assert ours["ema"]["loss"] != ours["loss"]
+
+
+def test_validation_of_the_same_weights_is_bit_equal_on_any_number_of_ranks(runs):
+    found = {name: json.loads((runs / f"look-{name}.json").read_text()) for name in ("whole-1", "whole-2", "shard-2", "shard-4")}
+    assert found["whole-1"]["draws"] == 13
+    assert all(other == found["whole-1"] for other in found.values())
+
+
+@pytest.mark.parametrize(
+    ("section", "ranks", "node", "state", "memory", "expected"),
+    [
+        ({}, 8, 8, 10, 100, Layout(8, 1)),
+        ({}, 8, 8, 30, 100, Layout(1, 8)),
+        ({}, 16, 8, 150, 100, Layout(2, 8)),
+        ({}, 16, 8, 300, 100, Layout(1, 16)),
+        ({}, 16, 8, 300, None, Layout(16, 1)),
+        ({"mode": "hybrid", "shard_ranks": 4}, 16, 8, 1, 100, Layout(4, 4)),
+        ({"mode": "hybrid"}, 16, 8, 1, 100, Layout(2, 8)),
+    ],
+)
+def test_the_layout_follows_the_memory(section, ranks, node, state, memory, expected):
+    assert choose_layout(ParallelSection(**section), ranks, node, state, memory) == expected
+
+
+def test_a_layout_that_does_not_divide_the_ranks_is_refused():
+    with pytest.raises(UserError, match=r"parallel\.shard_ranks = 3: allowed is a divisor of the 4 ranks"):
+        choose_layout(ParallelSection(mode="hybrid", shard_ranks=3), 4, 4, 1, None)
+    with pytest.raises(UserError, match="goes with mode = 'hybrid'"):
+        ParallelSection(mode="shard", shard_ranks=2)
