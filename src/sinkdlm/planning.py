@@ -63,21 +63,28 @@ def budget_steps(train: TrainSection, config: ModelConfig, length: int, n_rows: 
 
 
 class Memory(NamedTuple):
-    """Bytes on one device."""
+    """Bytes on one device at the height of a step."""
 
     weights: int
     gradients: int
     optimizer: int
     ema: int
+    gathered: int  # weights and gradients of what is whole for a while, where they are sharded
     activations: int
+    head: int
+    accumulates: bool  # whether gradients of earlier forwards are held during a forward
 
     @property
     def state(self) -> int:
+        """What a run holds for its parameters, whole."""
         return self.weights + self.gradients + self.optimizer + self.ema
 
     @property
     def total(self) -> int:
-        return self.state + self.activations
+        """Gradients come as activations go, so that a step of one forward never holds both."""
+        held = self.weights + self.optimizer + self.ema + self.gathered
+        busy = self.activations + self.head
+        return held + (self.gradients + busy if self.accumulates else max(self.gradients, busy))
 
 
 class Layout(NamedTuple):
@@ -115,28 +122,45 @@ def choose_layout(section: ParallelSection, ranks: int, node_ranks: int, state: 
     return Layout(ranks // shards, shards)
 
 
-def training_memory(recipe: Recipe, micro_batch: int, layout: Layout | None = None) -> Memory:
-    """Without sharding. Activations are what a block keeps for its backward, in the precision it computes in, plus one chunk of the
-    head. Compiled blocks keep less: on an H200 smdm-34m and smollm2-135m peaked 12 to 19 % below it (docs/howto/train.md)."""
+def training_memory(recipe: Recipe, micro_batch: int, layout: Layout | None = None, *, accumulates: bool = True) -> Memory:
+    """Of one rank, with compiled blocks. Activations are what a block keeps for its backward, the head is one chunk of logits."""
     config, train = recipe.model, recipe.train
-    count = config.count_parameters().total
+    layout = layout or Layout()
+    count = config.count_parameters()
     weight = 8 if train.precision == "float64" else 4
     unit = _BYTES[train.precision]
     tokens = micro_batch * recipe.data.length
+    part = -(-count.total // layout.shards) * weight
+    return Memory(
+        weights=part,
+        gradients=part,
+        optimizer=2 * part,
+        ema=part if train.ema is not None else 0,
+        gathered=_gathered(config, layout, weight, unit),
+        activations=tokens * _activations(config, train.recompute, unit),
+        head=min(160_000_000, tokens * config.vocab_size) * (4 + unit) + 2 * 4 * head_parameters(config),
+        accumulates=accumulates,
+    )
+
+
+def _gathered(config: ModelConfig, layout: Layout, weight: int, unit: int) -> int:
+    """The root group whole, with its gradients, from the forward to the end of the backward; two blocks on their way."""
+    if layout.shards == 1 and layout.copies == 1:
+        return 0
+    count = config.count_parameters()
+    root = count.embedding + count.head
+    block = count.non_embedding // config.n_layers
+    return 0 if layout.shards == 1 else 2 * root * weight + block * (4 * unit + 2 * weight)
+
+
+def _activations(config: ModelConfig, recompute: str, unit: int) -> int:
+    """Bytes a token that all layers together keep for the backward."""
     kv = config.n_kv_heads * config.head_dim
     # Per token and layer: two normed inputs and two residuals, q k v before and after rotary, attention's output (and the gate's
     # product), gate, up and their product; log-sum-exp and norm statistics are small beside them.
     gate = {"none": 0, "elementwise": 2 * config.d_model, "headwise": config.d_model}[config.gate]
     block = (6 * config.d_model + 2 * (config.d_model + 2 * kv) + gate + 4 * config.d_ff) * unit
-    layers = config.d_model * 4 * config.n_layers + block if train.recompute == "full" else config.n_layers * block
-    head = min(160_000_000, tokens * config.vocab_size) * (4 + unit) + 2 * 4 * head_parameters(config)
-    return Memory(
-        weights=count * weight,
-        gradients=count * weight,
-        optimizer=2 * count * weight,
-        ema=count * weight if train.ema is not None else 0,
-        activations=tokens * layers + head,
-    )
+    return config.d_model * 4 * config.n_layers + block if recompute == "full" else config.n_layers * block
 
 
 def fitting_micro_batch(recipe: Recipe, memory: int | None, share: int, layout: Layout | None = None) -> int:
@@ -145,6 +169,6 @@ def fitting_micro_batch(recipe: Recipe, memory: int | None, share: int, layout: 
         return share
     for cuts in range(1, share + 1):
         rows = -(-share // cuts)
-        if training_memory(recipe, rows, layout).total <= _USABLE * memory:
+        if training_memory(recipe, rows, layout, accumulates=cuts > 1).total <= _USABLE * memory:
             return rows
     return 1
