@@ -3,7 +3,7 @@
     python -m benchmarks.memory --model smdm-472m --rows 8 --ranks 1,2,4,8,64 --out benchmarks/results
 
 One GPU stands for one rank of many: torch's fake process group lets rank 0 hold its shards and its buffers while the other ranks,
-who would only send it numbers, are not there. What is computed is worthless; what is allocated is what a rank of that many allocates.
+who would only send it numbers, are not there. What is computed is worthless; what is allocated is what such a rank allocates.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 tests/ranks.py JOBS.json
 
 Each job is {"recipe": tables, "out": folder} and, if wanted, "stop": {"rank", "step"}: a rank that is sent SIGTERM as it looks
-around after that step; or {"validate": file, "model": folder, "recipe": tables, "shard": whether}. Warnings are errors. Beside each
-run every rank writes down which samples it read, and how they were masked.
+around after that step; or {"validate": file, "model": folder, "recipe": tables, "shard": whether}; or {"held": file, "recipe":
+tables}. Warnings are errors. Beside each run every rank writes down which samples it read, and how they were masked.
 """
 
 import json
@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from sinkdlm import Recipe, load
+from sinkdlm import DiffusionLM, Recipe, load
 from sinkdlm.data.rows import open_rows
 from sinkdlm.diffusion import Schedule
 from sinkdlm.planning import Layout
 from sinkdlm.training import evaluate, loop
 from sinkdlm.training.evaluate import VALIDATION_SEED
+from sinkdlm.training.optimizer import Optimizer
 from sinkdlm.training.parallel import joined
 from sinkdlm.training.weights import Weights
 
@@ -76,11 +77,24 @@ def validate(job: dict) -> None:
             Path(job["validate"]).write_text(json.dumps(found))
 
 
+def held(job: dict) -> None:
+    """Bytes of weights and moments that each rank holds, sharded over all."""
+    recipe = Recipe.resolve(job["recipe"])
+    with joined("cpu") as world, torch.device("meta"):
+        model = DiffusionLM(recipe.model)
+    weights = Weights(model, world, dtype=torch.float32, layout=Layout(1, world.size))
+    moments = Optimizer(weights.local, recipe.train)
+    parts = [*weights.local.values(), *moments.moments("exp_avg").values(), *moments.moments("exp_avg_sq").values()]
+    found = world.gather(sum(part.numel() * part.element_size() for part in parts))
+    if world.first:
+        Path(job["held"]).write_text(json.dumps({"recipe": job["recipe"], "bytes": found}))
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for job in json.loads(Path(sys.argv[1]).read_text()):
-        validate(job) if "validate" in job else run(job)
+        validate(job) if "validate" in job else held(job) if "held" in job else run(job)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -15,7 +15,7 @@ import ranks
 from conftest import VARIANTS
 from sinkdlm import UserError
 from sinkdlm.config import ParallelSection
-from sinkdlm.planning import Layout, choose_layout
+from sinkdlm.planning import Layout, choose_layout, training_memory
 
 SHAPE = {"vocab_size": 64, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "d_model": 24, "d_ff": 20, "context_length": 64}
 QUIET = {"eval": {"every": 0}, "log": {"probe_every": 0}, "save": {"every": 1000}}
@@ -115,6 +115,7 @@ def make_runs(folder: Path) -> None:
             {"recipe": {**single, "parallel": {"mode": "hybrid", "shard_ranks": 2}}, "out": str(folder / "hybrid-4")},
             {"recipe": exact, "out": str(folder / "elastic"), "stop": {"rank": 3, "step": 38}},
             look_job(exact, folder, "shard-4"),
+            {"held": str(folder / "held-4.json"), "recipe": tables(data, model={"d_model": 48, "d_ff": 96, "vocab_size": 512})},
         ],
         folder,
     )
@@ -229,6 +230,45 @@ def test_validation_of_the_same_weights_is_bit_equal_on_any_number_of_ranks(runs
     found = {name: json.loads((runs / f"look-{name}.json").read_text()) for name in ("whole-1", "whole-2", "shard-2", "shard-4")}
     assert found["whole-1"]["draws"] == 13
     assert all(other == found["whole-1"] for other in found.values())
+
+
+def test_memory_of_a_rank_falls_as_planned(runs):
+    """Bytes of weights and moments that a rank of 4 really holds."""
+    from sinkdlm import Recipe
+
+    found = json.loads((runs / "held-4.json").read_text())
+    planned = training_memory(Recipe.resolve(found["recipe"]), 1, Layout(1, 4))
+    assert len(found["bytes"]) == 4
+    for held in found["bytes"]:
+        assert held == pytest.approx(planned.weights + planned.optimizer, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", [{"compile": "blocks"}, {"recompute": "full"}, {"recompute": "selective", "compile": "blocks"}])
+def test_compiled_and_recomputed_blocks_on_two_ranks(tmp_path, train):
+    """Every variant, against one process that does neither. Compiled blocks round otherwise, which training carries on."""
+    data = kills.write_set(tmp_path / "data")
+    for ranks_, extra in ((1, {}), (2, train)):
+        (tmp_path / f"variants-{ranks_}").mkdir()
+        jobs = [variants_job(data, tmp_path / f"variants-{ranks_}", name, **extra) for name in MODELS]
+        if ranks_ == 1:
+            for job in jobs:
+                ranks.run(job)
+        else:
+            launch(2, jobs, tmp_path)
+    for name in MODELS:
+        expected = losses(tmp_path / "variants-1" / name)
+        assert len(expected) == 20
+        np.testing.assert_allclose(losses(tmp_path / "variants-2" / name), expected, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_twenty_kills_of_single_ranks_change_nothing(tmp_path):
+    """torchrun restarts all four by itself each time; the end is bit-equal to that of four ranks left alone."""
+    found = kills.run(20, seed=0, folder=tmp_path, ranks=4)
+    assert found["kills"] == 20
+    assert found["torn_states"] > 0
+    assert found["differences"] == []
 
 
 @pytest.mark.parametrize(

@@ -69,20 +69,20 @@ class Memory(NamedTuple):
     gradients: int
     optimizer: int
     ema: int
-    gathered: int  # weights and gradients of what is whole for a while, where they are sharded
+    copies: int  # of weights: gathered from other ranks, or cast
     activations: int
-    head: int
+    head: int  # or the backward of a block, whichever is more: they do not meet
     accumulates: bool  # whether gradients of earlier forwards are held during a forward
 
     @property
     def state(self) -> int:
-        """What a run holds for its parameters, whole."""
+        """What is held for parameters from step to step, and their gradients."""
         return self.weights + self.gradients + self.optimizer + self.ema
 
     @property
     def total(self) -> int:
         """Gradients come as activations go, so that a step of one forward never holds both."""
-        held = self.weights + self.optimizer + self.ema + self.gathered
+        held = self.weights + self.optimizer + self.ema + self.copies
         busy = self.activations + self.head
         return held + (self.gradients + busy if self.accumulates else max(self.gradients, busy))
 
@@ -122,53 +122,70 @@ def choose_layout(section: ParallelSection, ranks: int, node_ranks: int, state: 
     return Layout(ranks // shards, shards)
 
 
-def training_memory(recipe: Recipe, micro_batch: int, layout: Layout | None = None, *, accumulates: bool = True) -> Memory:
-    """Of one rank, with compiled blocks. Activations are what a block keeps for its backward, the head is one chunk of logits."""
+def training_memory(
+    recipe: Recipe, micro_batch: int, layout: Layout | None = None, *, accumulates: bool = True, compiled: bool | None = None
+) -> Memory:
+    """Of one rank. compiled: whether blocks are; by default what the recipe says, "auto" meaning a GPU. Against peaks on an H200:
+    benchmarks/results/memory-*.json."""
     config, train = recipe.model, recipe.train
     layout = layout or Layout()
-    count = config.count_parameters()
     weight = 8 if train.precision == "float64" else 4
     unit = _BYTES[train.precision]
     tokens = micro_batch * recipe.data.length
-    part = -(-count.total // layout.shards) * weight
+    part = -(-config.count_parameters().total // layout.shards) * weight
+    kept = _kept_by_block(config, unit, train.compile != "none" if compiled is None else compiled)
+    # The backward of a block holds the gradients of its wide products; with full recomputation also what the block kept.
+    backward = tokens * unit * (3 * config.d_ff + 4 * config.d_model) + (tokens * kept["none"] if train.recompute == "full" else 0)
+    logits = min(160_000_000, tokens * config.vocab_size) * (4 + unit)
+    head = logits + head_parameters(config) * (4 + unit) + 2 * tokens * config.d_model * 4
     return Memory(
         weights=part,
         gradients=part,
         optimizer=2 * part,
         ema=part if train.ema is not None else 0,
-        gathered=_gathered(config, layout, weight, unit),
-        activations=tokens * _activations(config, train.recompute, unit),
-        head=min(160_000_000, tokens * config.vocab_size) * (4 + unit) + 2 * 4 * head_parameters(config),
+        copies=_copies(recipe, layout, weight, unit),
+        activations=tokens * config.n_layers * kept[train.recompute],
+        head=max(head, backward),
         accumulates=accumulates,
     )
 
 
-def _gathered(config: ModelConfig, layout: Layout, weight: int, unit: int) -> int:
-    """The root group whole, with its gradients, from the forward to the end of the backward; two blocks on their way."""
-    if layout.shards == 1 and layout.copies == 1:
-        return 0
-    count = config.count_parameters()
-    root = count.embedding + count.head
-    block = count.non_embedding // config.n_layers
-    return 0 if layout.shards == 1 else 2 * root * weight + block * (4 * unit + 2 * weight)
+def _kept_by_block(config: ModelConfig, unit: int, compiled: bool) -> dict[str, int]:
+    """Bytes a token that one block keeps for its backward, by recomputation.
+
+    none: both residuals (float32), both normed inputs, q, k and v beside the sinks', attention's output, gate, up, their product;
+    and where blocks are not compiled k and v alone, silu(gate) and the norms before rounding. selective: the block's input and the
+    results of its matrix products and of attention. full: its input.
+    """
+    d, ff, kv = config.d_model, config.d_ff, config.n_kv_heads * config.head_dim
+    residual = 8 if unit == 8 else 4
+    gate = {"none": 0, "elementwise": d, "headwise": config.n_heads}[config.gate]
+    every = 2 * residual * d + unit * (2 * d + 2 * d + 2 * kv + 3 * ff) + (unit * (gate + d) if gate else 0)
+    if not compiled:
+        every += unit * (ff + 2 * kv) + (residual * d if unit < 4 else 0)
+    return {"none": every, "selective": residual * d + unit * (4 * d + 2 * kv + 2 * ff + gate), "full": residual * d}
 
 
-def _activations(config: ModelConfig, recompute: str, unit: int) -> int:
-    """Bytes a token that all layers together keep for the backward."""
-    kv = config.n_kv_heads * config.head_dim
-    # Per token and layer: two normed inputs and two residuals, q k v before and after rotary, attention's output (and the gate's
-    # product), gate, up and their product; log-sum-exp and norm statistics are small beside them.
-    gate = {"none": 0, "elementwise": 2 * config.d_model, "headwise": config.d_model}[config.gate]
-    block = (6 * config.d_model + 2 * (config.d_model + 2 * kv) + gate + 4 * config.d_ff) * unit
-    return config.d_model * 4 * config.n_layers + block if recompute == "full" else config.n_layers * block
+def _copies(recipe: Recipe, layout: Layout, weight: int, unit: int) -> int:
+    """Alone, autocast keeps every block's weights in its own precision for the backward, unless the backward casts them again. On
+    several ranks the blocks travel: two gathered ones and the buffer of a third, one's gradient and its sum; the root is whole
+    from the forward to the end of the backward."""
+    count = recipe.model.count_parameters()
+    block = count.non_embedding // recipe.model.n_layers
+    if layout.copies * layout.shards == 1:
+        return unit * count.non_embedding if unit < weight and recipe.train.recompute == "none" else 0
+    root = weight * (count.embedding + count.head) if layout.shards > 1 else 0
+    return root + block * (4 * unit + weight)
 
 
-def fitting_micro_batch(recipe: Recipe, memory: int | None, share: int, layout: Layout | None = None) -> int:
+def fitting_micro_batch(
+    recipe: Recipe, memory: int | None, share: int, layout: Layout | None = None, *, compiled: bool | None = None
+) -> int:
     """The largest cut of `share` rows into equal forwards that fits in a device's memory; all of them where memory is not known."""
     if memory is None:
         return share
     for cuts in range(1, share + 1):
         rows = -(-share // cuts)
-        if training_memory(recipe, rows, layout, accumulates=cuts > 1).total <= _USABLE * memory:
+        if training_memory(recipe, rows, layout, accumulates=cuts > 1, compiled=compiled).total <= _USABLE * memory:
             return rows
     return 1

@@ -21,7 +21,6 @@ from sinkdlm.config import Recipe
 from sinkdlm.data.rows import Batch, Rows
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
 from sinkdlm.errors import CheckpointError, DataError, TrainError, UserError
-from sinkdlm.model import DiffusionLM
 from sinkdlm.noise import hash_words
 from sinkdlm.planning import choose_layout, fitting_micro_batch, peak_flops, training_flops, training_memory
 from sinkdlm.training.evaluate import BUCKETS, BucketedLoss, probe, sample_text, validate
@@ -107,8 +106,9 @@ class Trainer:
         if not self.world.alone:
             whole = training_memory(self.recipe, 1).state
             layout = choose_layout(section, self.world.size, self.world.local_size, whole, self._memory())
-        self._compile(start.model)
         start.model.recompute = self.plan.recompute
+        for block in start.model.blocks if self._compiles() else ():
+            block.forward = torch.compile(block.forward)  # its arithmetic: hooks that gather its weights stay outside
         gathers_bf16 = section.gather == "bf16" or (section.gather == "auto" and self.precision == "bf16")
         return Weights(
             start.model,
@@ -120,12 +120,9 @@ class Trainer:
             travels_as=torch.bfloat16 if gathers_bf16 else None,
         )
 
-    def _compile(self, model: DiffusionLM) -> None:
-        """Each block's arithmetic. Whatever hooks a block has (gathering its weights) stay outside."""
+    def _compiles(self) -> bool:
         wanted = self.plan.compile
-        if wanted == "blocks" or (wanted == "auto" and self.device.type == "cuda" and _has_triton()):
-            for block in model.blocks:
-                block.forward = torch.compile(block.forward)
+        return wanted == "blocks" or (wanted == "auto" and self.device.type == "cuda" and _has_triton())
 
     def _memory(self) -> int | None:
         """Bytes that this rank has to itself, and every other at least as many."""
@@ -152,7 +149,7 @@ class Trainer:
         if self.plan.micro_batch is not None:
             return self.plan.micro_batch
         share = self.world.largest_share(self.plan.batch)
-        return fitting_micro_batch(self.recipe, self._memory(), share, self.weights.layout)
+        return fitting_micro_batch(self.recipe, self._memory(), share, self.weights.layout, compiled=self._compiles())
 
     # -- the loop -------------------------------------------------------------------------------------------------------------
 
