@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.kills import write_set
-from benchmarks.measuring import record, write
+from benchmarks.measuring import quantiles, record, write
 from sinkdlm import Recipe
 from sinkdlm.training import loop
 from sinkdlm.training.parallel import World, joined
@@ -42,7 +42,7 @@ class Timed(loop.Trainer):
         return super()._make_step(*arguments)
 
 
-def run_way(recipe: Recipe, out: Path, world: World) -> dict[str, float]:
+def run_way(recipe: Recipe, out: Path, world: World) -> dict[str, Any]:
     folder = RunFolder(out, recipe, world)
     trainer = Timed(recipe, folder, None, world, Console(stderr=True))
     try:
@@ -54,7 +54,7 @@ def run_way(recipe: Recipe, out: Path, world: World) -> dict[str, float]:
     saves = sum(step % recipe.save.every == 0 for step in range(_WARM + 1, recipe.train.steps or 0))
     state = sum(part.numel() * part.element_size() for part in trainer._tensors().values())
     return {
-        "step_ms": 1000 * middle,
+        "step_ms": quantiles([1000 * span for span in spans]),
         "saves": saves,
         "lost_ms_per_save": 1000 * (sum(spans) - middle * len(spans)) / max(1, saves),
         "lost_ms_per_step": 1000 * (sum(spans) - middle * len(spans)) / len(spans),

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from benchmarks.measuring import RESULTS, measure, measure_together, quantiles
 
+from sinkdlm import Recipe
+from sinkdlm.planning import Layout, training_memory
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -38,7 +41,7 @@ def check_record(entry):
     assert entry["command"].startswith("python -m benchmarks.")
     assert {"python", "torch"} <= set(entry["versions"])
     timed = [value for value in walk(entry["figures"]) if isinstance(value, dict) and "p50" in value]
-    assert timed
+    assert timed or entry["benchmark"] == "memory"
     for value in timed:
         assert 0 < value["p20"] <= value["p50"] <= value["p80"]
 
@@ -52,11 +55,39 @@ def walk(value):
 
 def test_every_committed_record_has_the_form():
     paths = sorted(RESULTS.glob("*.json"))
-    assert len(paths) == 7
+    assert len(paths) == 10
     for path in paths:
         entry = json.loads(path.read_text())
         check_record(entry)
         assert "gpu" in entry["hardware"]
+
+
+def test_planned_memory_is_within_ten_per_cent_of_the_measured_peaks():
+    """By today's formula, against what a rank of an H200 held."""
+    checked = 0
+    for path in sorted(RESULTS.glob("memory-*.json")):
+        entry = json.loads(path.read_text())
+        for name, figure in entry["figures"].items():
+            recompute, place, forwards = name.split(", ")
+            kind, ranks = place.split()
+            layout = {"alone": None, "shard": Layout(1, int(ranks)), "replicate": Layout(int(ranks), 1)}[kind]
+            tables = {
+                "model": {"preset": entry["settings"]["model"], "n_sinks": 1},
+                "data": {"length": entry["settings"]["length"]},
+                "train": {"recompute": recompute, "precision": "bf16", "compile": "blocks"},
+            }
+            accumulates = forwards != "1 forwards"
+            plan = training_memory(Recipe.resolve(tables), entry["settings"]["rows"], layout, accumulates=accumulates)
+            assert plan.total == pytest.approx(figure["peak"], rel=0.1), name
+            checked += 1
+    assert checked > 20
+
+
+def test_checkpoints_behind_cost_a_fraction_of_those_before():
+    (path,) = RESULTS.glob("checkpoint-*.json")
+    figures = json.loads(path.read_text())["figures"]
+    assert figures["behind"]["saves"] == figures["before"]["saves"] > 1
+    assert figures["behind"]["lost_ms_per_save"] < 0.1 * figures["before"]["lost_ms_per_save"]
 
 
 def test_gpu_records_show_what_the_core_promises():

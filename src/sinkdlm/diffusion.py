@@ -226,6 +226,7 @@ class _ChunkedNLL(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             for start in range(0, rows.shape[0], chunk):
                 part = slice(start, start + chunk)
+                log_p = grad = None  # the chunk before is let go before this one is made
                 weight = weights[part, None]
                 log_p = _multiply(rows[part], matrix.mT, precise)  # (chunk, V)
                 if exclude is not None:

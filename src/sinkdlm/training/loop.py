@@ -90,6 +90,8 @@ class Trainer:
         self.optimizer = Optimizer(self.weights.local, self.plan)
         self.average = Average(self.weights.local, self.plan.ema) if self.plan.ema is not None else None
         self._resume()
+        if recipe.save.background:
+            self.states.prepare(self._tensors())
         self.micro_batch = self._micro_batch()
 
     # -- the start ------------------------------------------------------------------------------------------------------------

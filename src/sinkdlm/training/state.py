@@ -78,6 +78,12 @@ class States:
         self._writer.start()
         return True
 
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Makes the buffers that `save_behind` copies to: locking pages takes seconds, which no step should wait for."""
+        for name, tensor in tensors.items():
+            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+            self._staged[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+
     def wait(self) -> None:
         """Until nothing is being written. Raises what went wrong with it."""
         if self._writer is not None:
@@ -95,11 +101,11 @@ class States:
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Into buffers that are made once: page-locked for a GPU, so that the copy runs at the bus's pace."""
+        if not self._staged:
+            self.prepare(tensors)
         found = {}
         for name, tensor in tensors.items():
             part = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-            if name not in self._staged:
-                self._staged[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
             self._staged[name].copy_(part, non_blocking=True)
             found[name] = _like(tensor, self._staged[name])
         if any(tensor.is_cuda for tensor in tensors.values()):
