@@ -111,7 +111,9 @@ class Trainer:
         start.model.recompute = self.plan.recompute
         for block in start.model.blocks if self._compiles() else ():
             block.forward = torch.compile(block.forward)  # its arithmetic: hooks that gather its weights stay outside
-        gathers_bf16 = section.gather == "bf16" or (section.gather == "auto" and self.precision == "bf16")
+        if section.gather == "bf16" and self.precision != "bf16":
+            raise TrainError(f"parallel.gather = 'bf16': goes with train.precision = 'bf16', not {self.precision!r}")
+        gathers_bf16 = self.precision == "bf16" and section.gather != "float32"
         return Weights(
             start.model,
             self.world,
@@ -156,7 +158,7 @@ class Trainer:
     # -- the loop -------------------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        if self.step >= self.steps and (self.folder.path / "model").is_dir():
+        if self.step >= self.steps and self.world.from_first((self.folder.path / "model").is_dir):
             self.monitor.say(f"finished before, after {self.step} steps: {self.folder.path / 'model'}")
             self.monitor.close()
             return self._summary()
@@ -216,7 +218,8 @@ class Trainer:
                     self._stop(caught)
                 began = time.perf_counter()
         except DataError:
-            self._save_state(final=True)  # the steps made so far are good
+            if self.world.alone:  # the steps made so far are good; ranks save together or not at all
+                self._save_state(final=True)
             raise
         except torch.OutOfMemoryError:
             raise TrainError(

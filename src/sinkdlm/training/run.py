@@ -60,6 +60,8 @@ class RunFolder:
         self._take_lock(self._lock)
         for left in [*path.glob(".*.partial"), *path.glob("milestones/.*.partial")]:  # of exports that a kill cut off
             shutil.rmtree(left, ignore_errors=True)
+        for left in path.glob(".*.here"):
+            left.unlink(missing_ok=True)
         try:
             self._check_recipe(recipe)
         except BaseException:
