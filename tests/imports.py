@@ -16,7 +16,12 @@ ALLOWED = {
     "lane": (),
     "model": ("config", "noise", "attention", "lane"),
     "diffusion": ("noise",),
-    "sampling": ("noise",),
+    "unmasking": (),
+    "drawing": ("noise",),
+    "block_cache": (),
+    "requests": ("noise", "unmasking"),
+    "batch": ("noise", "unmasking", "drawing", "block_cache", "requests"),
+    "sampling": ("unmasking", "requests", "batch"),
     "likelihood": ("noise",),
     "planning": ("config",),
     "data": ("config", "noise"),
@@ -30,7 +35,8 @@ ALLOWED = {
     "demo": (*CORE, "data", "training", "analysis"),
 }
 # What the objective and the samplers must not touch: they take a denoiser.
-FORBIDDEN_PACKAGES = dict.fromkeys(("diffusion", "sampling", "likelihood"), ("transformers", "tokenizers", "safetensors"))
+SAMPLERS = ("unmasking", "drawing", "block_cache", "requests", "batch", "sampling")
+FORBIDDEN_PACKAGES = dict.fromkeys(("diffusion", *SAMPLERS, "likelihood"), ("transformers", "tokenizers", "safetensors"))
 
 
 def part_of(path: Path, package: Path) -> str:

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from conftest import small_model, small_tokens
+from sinkdlm.errors import SamplingError
 from sinkdlm.sampling import generate
 
 
@@ -72,5 +73,5 @@ def test_a_mask_inside_the_vocabulary_is_never_written():
 
 @pytest.mark.parametrize(("more", "words"), [({"length": 2}, "whole canvas"), ({"length": 5, "temperature": -1.0}, "0 or more")])
 def test_bad_arguments_are_named(more, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(SamplingError, match=words):
         generate(lambda tokens: tokens, prompt=torch.zeros(1, 2, dtype=torch.int64), mask_id=4, **more)

@@ -434,10 +434,20 @@ class DiffusionLM(nn.Module):
 
 
 class Denoiser:
-    """(B, T) tokens -> (B, T, V) logits, without gradients; with `where` (B, T) boolean, (number of True, V), row by row."""
+    """(B, T) tokens -> (B, T, V) logits, without gradients.
+
+    where: positions (B, n), whose logits come back as (B, n, V); or boolean (B, T): (number of True, V), row by row.
+    """
+
+    capturable = True  # nothing in a forward waits for the device
 
     def __init__(self, model: DiffusionLM) -> None:
         self.model = model
+        self.reach = int(model.config.shift_logits)  # tokens to the left that a span must have beside its own
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed.weight.device
 
     def __call__(
         self,
@@ -450,4 +460,7 @@ class Denoiser:
     ) -> Tensor:
         with torch.no_grad():
             hidden = self.model(tokens, lengths=lengths, cache=cache, observe=observe)
-            return self.model.head(hidden if where is None else hidden[where])
+            if where is not None:
+                index = where if where.dtype == torch.bool else where[..., None].expand(-1, -1, hidden.shape[2])
+                hidden = hidden[index] if where.dtype == torch.bool else hidden.gather(1, index)
+            return self.model.head(hidden)
