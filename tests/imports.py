@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-LEAVES = ("interop", "evals", "analysis", "serving", "reproduce", "demo")
+LEAVES = ("interop", "evals", "analysis", "serving", "reproduce", "demo", "writer")
 CORE = ("config", "noise", "attention", "lane", "model", "observe", "diffusion", "sampling", "likelihood", "checkpoint")
 # Module -> the modules of the package it may import. `errors` and the package itself (its version) are open to all.
 ALLOWED = {
@@ -32,6 +32,7 @@ ALLOWED = {
     "analysis": CORE,
     "serving": (*CORE, "analysis"),
     "reproduce": (*CORE, "data", "training", "planning", "interop", "evals", "analysis"),
+    "writer": ("observe", "unmasking", "requests", "sampling"),
     "demo": (*CORE, "data", "training", "analysis"),
 }
 # What the objective and the samplers must not touch: they take a denoiser.

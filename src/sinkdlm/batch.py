@@ -1,10 +1,10 @@
 """The rows of one forward: their tokens on a device, and one step of them.
 
-Owns what happens between a denoiser and the canvases: which positions are asked for, what is drawn, what is committed. Rows of other
-lengths, policies and ages share a batch; nothing that a row gets depends on the others. Takes a denoiser callable; knows no model.
+Owns what happens between a denoiser and the canvases: which positions are asked for, what is drawn, what is committed. Rows of
+other lengths, policies and ages share a batch; nothing that a row gets depends on the others. Takes a denoiser; knows no model.
 
 A step waits for nothing on a GPU, unless a policy must know what it did: a threshold how many positions passed it, EOS whether it
-stands, remasking by confidence how sure the tokens were. Where shapes repeat, its kernels are recorded and replayed as a CUDA graph.
+stands, remasking by confidence how sure the tokens were. Where shapes repeat, its kernels are replayed as a CUDA graph.
 
 B rows of a batch, T canvas, n positions of a row whose prediction is needed, V vocabulary.
 """

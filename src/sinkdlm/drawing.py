@@ -26,8 +26,10 @@ def precise(logits: Tensor) -> Tensor:
 
 
 def guide(conditional: Tensor, unconditional: Tensor, guidance: float) -> Tensor:
-    """un + (w + 1)(cond - un). Before anything is forbidden: -inf - -inf is not a number."""
-    return precise(unconditional) + (guidance + 1) * (precise(conditional) - precise(unconditional))
+    """un + (w + 1)(cond - un), before anything is forbidden: -inf - -inf is no number. What the denoiser forbids stays so."""
+    conditional = precise(conditional)
+    away = (conditional - precise(unconditional)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    return away.mul_(guidance).add_(conditional)
 
 
 def cut(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:

@@ -4,9 +4,11 @@ Owns the plan of a request, on the host: which block it is in, how many position
 no denoiser and no batch; the tokens themselves lie with the batch that a request is in (sampling.py).
 """
 
+import functools
 import itertools
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -85,6 +87,11 @@ def reveal_times(keys: Key, length: int) -> Tensor:
     """
     assert isinstance(keys, Tensor)
     return unit_interval(fold(keys[:, None], _EVERY_STEP, torch.arange(length, device=keys.device), _REVEAL))
+
+
+@functools.lru_cache(maxsize=64)
+def _rising_shares(steps: int, schedule: str, last_time: float) -> tuple[float, ...]:
+    return masked_shares(steps, schedule, last_time)[steps - 1 : 0 : -1]
 
 
 class State:
@@ -173,22 +180,19 @@ class State:
 
     def _by_quota(self, turn: Turn, here: list[int], steps: int) -> Iterator[Turn]:
         left, planned = len(here), self.policy.order in PLANNED_ORDERS
-        for step, quota in enumerate(self._quotas(here, steps)):
-            if quota:
-                yield turn._replace(
-                    step=turn.step + step, n_places=quota if planned else left, quota=quota, first=left == len(here)
-                )
-                left -= quota
+        for step, quota in self._quotas(here, steps):
+            yield turn._replace(step=turn.step + step, n_places=quota if planned else left, quota=quota, first=left == len(here))
+            left -= quota
 
-    def _quotas(self, here: list[int], steps: int) -> list[int]:
+    def _quotas(self, here: list[int], steps: int) -> list[tuple[int, int]]:
+        """The steps that commit something, and how much."""
         if self._times is None:
-            return quotas(len(here), steps, self.policy.schedule, self.policy.last_time)
+            found = quotas(len(here), steps, self.policy.schedule, self.policy.last_time)
+            return [(step, quota) for step, quota in enumerate(found) if quota]
         # Step i reveals what has its time between shares i + 1 and i; the last step whatever is left.
-        shares = masked_shares(steps, self.policy.schedule, self.policy.last_time)[steps - 1 : 0 : -1]
-        found = [0] * steps
-        for position in here:
-            found[steps - 1 - bisect_left(shares, self._times[position])] += 1
-        return found
+        shares = _rising_shares(steps, self.policy.schedule, self.policy.last_time)
+        counts = Counter(steps - 1 - bisect_left(shares, self._times[position]) for position in here)
+        return sorted(counts.items())
 
     def _by_threshold(self, turn: Turn, steps: int) -> Iterator[Turn]:
         """At least one position a step, or as many as finish in time if the number of steps was given."""
@@ -203,10 +207,9 @@ class State:
     def _exchange(self, turn: Turn, here: list[int], steps: int) -> Iterator[Turn]:
         """ReMDM: what is revealed and what is masked again is drawn here, before the forward."""
         masked, first = dict.fromkeys(here, True), True
-        positions = torch.tensor(here)
-        for step, chance in enumerate(exchanges(self.policy, steps)):
-            number = turn.step + step
-            noise = [unit_interval(fold(self.key, number, positions, purpose)).tolist() for purpose in (_REVEAL, _REMASK)]
+        numbers, purposes = torch.arange(turn.step, turn.step + steps), torch.tensor([_REVEAL, _REMASK])
+        drawn = unit_interval(fold(self.key, numbers[:, None, None], torch.tensor(here), purposes[:, None])).tolist()
+        for step, (chance, noise) in enumerate(zip(exchanges(self.policy, steps), drawn, strict=True)):
             rates = self._remask_rates(here, masked, chance.remask)
             last = step == steps - 1
             reveal = tuple(p for p, u in zip(here, noise[0], strict=True) if masked[p] and (last or u < chance.reveal))
@@ -214,7 +217,7 @@ class State:
             masked |= dict.fromkeys(reveal, False) | dict.fromkeys(remask, True)
             if reveal or remask:
                 count = len(reveal)
-                yield turn._replace(step=number, n_places=count, quota=count, first=first, reveal=reveal, remask=remask)
+                yield turn._replace(step=turn.step + step, n_places=count, quota=count, first=first, reveal=reveal, remask=remask)
                 first = False
 
     def _remask_rates(self, here: list[int], masked: dict[int, bool], sigma: float) -> list[float]:
