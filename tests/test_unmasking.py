@@ -1,7 +1,6 @@
 """The arithmetic of policies: quotas, blocks, masking again, draws; and that ancestral sampling gives the model's own joint."""
 
 import itertools
-import math
 
 import pytest
 import torch
