@@ -7,6 +7,7 @@ import torch
 
 from conftest import VARIANTS, small_model, small_tokens
 from plain_samplers import llada, smdm_greedy
+from sinkdlm import batch
 from sinkdlm.errors import SamplingError
 from sinkdlm.requests import Request, start
 from sinkdlm.sampling import gather, generate, requests_of, step, stream
@@ -104,6 +105,26 @@ def test_deterministic_float32_is_bit_equal_in_any_batch(name):
                 step([alone], model.denoiser(), deterministic=True)
             assert torch.equal(alone.tokens, mine.tokens)
             assert torch.equal(alone.confidence.nan_to_num(-1), mine.confidence.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("small_batch", [0, 4096])
+@pytest.mark.parametrize("name", ["llada", "threshold", "eos", "blocks", "guided", "smdm-origin", "remask-cap"])
+def test_replayed_steps_are_the_steps(name, small_batch, monkeypatch):
+    """What a GPU does with recorded steps, with the recording played by a function: same input buffer, same widths of prediction."""
+    model = small_model(n_sinks=1)
+    requests = mixed_requests(model, POLICIES[name], 5)
+    expected = run(model, requests)
+    replays = []
+
+    def record(_, compute):
+        return lambda: replays.append(compute())
+
+    monkeypatch.setattr(batch, "_SMALL_BATCH", small_batch)
+    monkeypatch.setattr(batch.Batch, "_is_static", lambda *_: True)
+    monkeypatch.setattr(batch.Batch, "_record", record)
+    assert run(model, requests) == expected
+    if name in ("llada", "blocks"):
+        assert len(replays) >= 2
 
 
 def test_a_plain_callable_is_enough():
