@@ -31,6 +31,7 @@ class LaneCache:
 
     def __init__(self) -> None:
         self._lanes: dict[Any, list[Lane]] = {}
+        self.tables: dict[Any, Any] = {}  # what depends on shapes alone: rotary angles
         self._module_tables: list[dict[str, nn.Module | None]] = []
         self._weight_tables: list[dict[str, nn.Parameter | None]] = []
         self._stamps: list[tuple[int, int, int]] = []
