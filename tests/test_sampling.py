@@ -1,6 +1,8 @@
 """The loop: what every policy keeps, and that a request gets the same tokens alone and in any batch."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -450,3 +452,20 @@ def test_gaps_and_suffixes_are_filled_around_what_is_given():
 def test_bad_arguments_are_named(options, words):
     with pytest.raises(SamplingError, match=words):
         generate(lambda tokens: torch.zeros(*tokens.shape, 3), prompt=torch.zeros(1, 2, dtype=torch.int64), mask_id=4, **options)
+
+
+def test_a_batch_goes_when_its_requests_go():
+    """Without waiting for the garbage collector: on a GPU a batch holds much."""
+    states = start(requests_of(small_tokens(2, 3), length=[9, 9], mask_id=11))
+    gc.disable()
+    try:
+        step(states, lambda tokens: torch.zeros(*tokens.shape, 5))
+        home = weakref.ref(states[0].home)
+        states[1].end()
+        while not states[0].done:
+            step(states, lambda tokens: torch.zeros(*tokens.shape, 5))
+        assert home() is not None
+        del states
+        assert home() is None
+    finally:
+        gc.enable()

@@ -76,9 +76,9 @@ class Batch:
     """Rows that are computed in one forward. It holds their tokens as long as they stay together."""
 
     def __init__(self, states: list[State], device: torch.device) -> None:
-        self.states = states
-        first = states[0]
-        self.mask_id = first.request.mask_id
+        self.states = states  # only during a call: states hold their batch, and a cycle would keep its memory
+        self.n_rows = len(states)
+        self.mask_id = states[0].request.mask_id
         self.device = device
         self.width = max(len(state.request.canvas) for state in states)
         self.keys = torch.stack([state.key for state in states]).to(device)
@@ -94,12 +94,13 @@ class Batch:
         self.pool: Any = None
         for row, state in enumerate(states):
             state.home, state.row = self, row
+        self.states = []
 
     @classmethod
     def of(cls, states: list[State], device: torch.device) -> "Batch":
         """The batch these rows are in, if they are all of it; else a new one."""
         home = states[0].home
-        together = home is not None and len(home.states) == len(states)
+        together = home is not None and home.n_rows == len(states)
         if together and all(state.home is home and state.row == row for row, state in enumerate(states)):
             return cast(Batch, home)
         return cls(states, device)
@@ -152,7 +153,8 @@ class Batch:
 
     # -- one step -----------------------------------------------------------------------------------------------------------------
 
-    def advance(self, access: Access) -> None:
+    def advance(self, states: list[State], access: Access) -> None:
+        self.states = states
         turns = [cast(Turn, state.turn) for state in self.states]
         control = torch.tensor([turn.control() for turn in turns]).T.contiguous()  # (6, B)
         if any(turn.reveal is not None for turn in turns):
@@ -165,6 +167,7 @@ class Batch:
         if any(turn.remask for turn in turns):
             self._mask_again(turns)
         self._tell(turns)
+        self.states = []
 
     def _forward(self, access: Access, turns: list[Turn], control: Tensor, count: int) -> None:
         lengths = {turn.length for turn in turns}
@@ -208,7 +211,8 @@ class Batch:
         step, begin, stop, length, counts, quota = control[:, :, None]  # (B, 1) each
         positions = counter(width, self.device)
         eligible = self.open[:, :width] & (positions >= begin) & (positions < stop)
-        places = torch.where(eligible, self.priority[:, :width], math.inf).argsort(dim=1, stable=True)[:, :count]  # (B, n)
+        ranks = self.priority[:, :width].expand(eligible.shape).masked_fill(~eligible, math.inf)
+        places = ranks.argsort(dim=1, stable=True)[:, :count]  # (B, n)
         valid = counter(count, self.device) < counts
         lengths = length[:, 0] if padded else None
         predicted = self._predict(access, places, lengths, width, shared)
@@ -225,7 +229,7 @@ class Batch:
             logits = part.of(conditional)
             if part.policy.guidance:
                 # The unconditional branch sees nothing that was given.
-                blank = part.of(torch.where(self.editable, self.tokens, self.mask_id))[:, :width]
+                blank = part.of(self.tokens.masked_fill(~self.editable, self.mask_id))[:, :width]
                 inside = None if lengths is None else part.of(lengths)
                 logits = guide(logits, self._logits(access, blank, part.of(asked), inside, shared, 1), part.policy.guidance)
             found.append(precise(logits))
@@ -299,8 +303,10 @@ class Batch:
         """A row has ended where nothing is open before its first EOS; what it had written after it becomes EOS too."""
         positions = counter(self.width, self.device)
         tokens, editable, open_ = part.of(self.tokens), part.of(self.editable), part.of(self.open)
-        first_end = torch.where((tokens == eos_id) & editable, positions, self.width).amin(1)
-        first_open = torch.where(open_, positions, self.width).amin(1)
+        first_end, first_open = (
+            positions.expand(tokens.shape).masked_fill(~found, self.width).amin(1)
+            for found in ((tokens == eos_id) & editable, open_)
+        )
         ended = first_end < first_open
         beyond = ended[:, None] & editable & (positions > first_end[:, None])
         tokens, open_ = tokens.masked_fill(beyond, eos_id), open_ & ~beyond

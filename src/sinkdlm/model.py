@@ -282,7 +282,7 @@ class DiffusionLM(nn.Module):
         inside = None
         if lengths is not None:
             inside = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]  # (B, T)
-            tokens = torch.where(inside, tokens, config.mask_id)
+            tokens = tokens.masked_fill(~inside, config.mask_id)
         packed = None if documents is None else Documents.of(documents, inside)
         x = self.embed(tokens)
         n_registers = 0 if causal else config.n_registers

@@ -152,8 +152,9 @@ class State:
             self._length = self.turn.length
 
     def end(self) -> None:
-        """Nothing more is to be written: EOS stands."""
+        """Nothing more is to be written: EOS stands, or nobody waits for it any longer."""
         self.turn = None
+        self._turns = iter(())  # the plan holds the state, and would keep it and its batch in memory
 
     # -- the plan -----------------------------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ def step(
         groups.setdefault(id(state) if deterministic else _forward_key(state, access), []).append(state)
     for group in groups.values():
         home = group[0].home
-        Batch.of(group, torch.device(device or ("cpu" if home is None else home.device))).advance(access)
+        Batch.of(group, torch.device(device or ("cpu" if home is None else home.device))).advance(group, access)
     return active
 
 
