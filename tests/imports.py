@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-LEAVES = ("interop", "evals", "analysis", "serving", "reproduce", "demo")
+LEAVES = ("interop", "evals", "analysis", "serving", "reproduce", "demo", "writer")
 CORE = ("config", "noise", "attention", "lane", "model", "observe", "diffusion", "sampling", "likelihood", "checkpoint")
 # Module -> the modules of the package it may import. `errors` and the package itself (its version) are open to all.
 ALLOWED = {
@@ -16,7 +16,12 @@ ALLOWED = {
     "lane": (),
     "model": ("config", "noise", "attention", "lane"),
     "diffusion": ("noise",),
-    "sampling": ("noise",),
+    "unmasking": (),
+    "drawing": ("noise",),
+    "block_cache": (),
+    "requests": ("noise", "unmasking"),
+    "batch": ("noise", "unmasking", "drawing", "block_cache", "requests"),
+    "sampling": ("unmasking", "requests", "batch"),
     "likelihood": ("noise",),
     "planning": ("config",),
     "data": ("config", "noise"),
@@ -27,10 +32,12 @@ ALLOWED = {
     "analysis": CORE,
     "serving": (*CORE, "analysis"),
     "reproduce": (*CORE, "data", "training", "planning", "interop", "evals", "analysis"),
+    "writer": ("observe", "unmasking", "requests", "sampling"),
     "demo": (*CORE, "data", "training", "analysis"),
 }
 # What the objective and the samplers must not touch: they take a denoiser.
-FORBIDDEN_PACKAGES = dict.fromkeys(("diffusion", "sampling", "likelihood"), ("transformers", "tokenizers", "safetensors"))
+SAMPLERS = ("unmasking", "drawing", "block_cache", "requests", "batch", "sampling")
+FORBIDDEN_PACKAGES = dict.fromkeys(("diffusion", *SAMPLERS, "likelihood"), ("transformers", "tokenizers", "safetensors"))
 
 
 def part_of(path: Path, package: Path) -> str:

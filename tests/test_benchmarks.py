@@ -23,10 +23,13 @@ def test_quantiles_and_timer():
     assert together["a"]["p50"] > together["b"]["p50"] >= 0
 
 
-@pytest.mark.parametrize("name", ["noise", "attention", "loss"])
+SMALL = {"sampling": ["--length", "24", "--steps", "6", "--batch", "2", "--block", "8", "--repeats", "1", "--tokens-per-step", "5"]}
+
+
+@pytest.mark.parametrize("name", ["noise", "attention", "loss", "sampling"])
 def test_benchmark_writes_a_record(name, tmp_path):
     run = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", "--device", "cpu", "--out", str(tmp_path)],
+        [sys.executable, "-m", f"benchmarks.{name}", "--device", "cpu", "--out", str(tmp_path), *SMALL.get(name, [])],
         capture_output=True, text=True, cwd=ROOT, env={**os.environ, "SINKDLM_COMMIT": "abc"}, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr

@@ -497,3 +497,16 @@ def test_the_scope_may_close_outside_the_autocast_that_it_ran_under():
         first = model(small_tokens(1, 5))
         second = model(small_tokens(1, 5))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_wanted_positions_are_those_of_the_whole(variant, padded):
+    model, tokens = small_model(**variant), small_tokens(3, 9)
+    wanted = torch.tensor([[0, 5, 3], [2, 2, 1], [4, 0, 8]])
+    lengths = torch.tensor([9, 6, 9]) if padded else None
+    with model.inference():
+        whole = model(tokens, lengths=lengths)
+        some = model(tokens, lengths=lengths, wanted=wanted)
+        expected = torch.stack([row[places] for row, places in zip(whole, wanted, strict=True)])
+        assert (some - expected).abs().max() <= 1e-12
+        assert torch.equal(model.denoiser()(tokens, lengths=lengths, where=wanted), model.head(some))

@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sinkdlm import attention, diffusion, noise
+    from sinkdlm import attention, diffusion, noise, sampling
     from sinkdlm.checkpoint import Loaded, load, save
     from sinkdlm.config import ModelConfig, Recipe
     from sinkdlm.errors import UserError
@@ -22,7 +22,7 @@ _HOME = {
     "save": "checkpoint",
     "UserError": "errors",
 }
-_MODULES = ("attention", "diffusion", "noise")
+_MODULES = ("attention", "diffusion", "noise", "sampling")
 
 __all__ = [
     "DiffusionLM",
@@ -34,6 +34,7 @@ __all__ = [
     "diffusion",
     "load",
     "noise",
+    "sampling",
     "save",
 ]
 __version__ = "0.1.0"

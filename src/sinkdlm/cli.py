@@ -191,47 +191,76 @@ def _load_parent(recipe: Any, dtype: Any) -> Any:
 def sample(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint, or anything that `convert` reads.")],
     prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "",
-    length: Annotated[int, typer.Option(min=1, help="Tokens to write after the prompt.")] = 64,
-    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; by default one a token.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    n: Annotated[int, typer.Option("--n", min=1, help="How many texts.")] = 1,
+    prompts: Annotated[Path | None, typer.Option(help="A file of prompts: a line each, or .jsonl with prompt or messages.")] = None,
+    infill: Annotated[str | None, typer.Option(help="Text with gaps, as in 'The [____] sat' or 'The [_:12] sat'.")] = None,
+    gap: Annotated[int | None, typer.Option(min=1, help="With --infill: tokens of every gap.")] = None,
+    suffix: Annotated[str, typer.Option(help="What the text ends with.")] = "",
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's turn in the tokenizer's chat template.")] = False,
+    length: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 64,
+    until_eos: Annotated[bool, typer.Option("--until-eos", help="Append blocks until EOS; --length is the limit.")] = False,
+    n: Annotated[int, typer.Option("--n", min=1, help="Texts for each prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    config: Annotated[str, typer.Option("--config", "--policy", help="smdm-origin, smdm-greedy, llada, dream or fast.")] = "llada",
+    steps: Annotated[int | None, typer.Option(help="Denoising steps; by default one a token.")] = None,
+    block: Annotated[int | None, typer.Option(help="Tokens of a block, filled left to right; by default all at once.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: the most likely token.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw among so many tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw among the tokens that hold this much probability.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Classifier-free guidance; 0: none.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Commit every token this sure, and at least one a step.")] = None,
+    cache: Annotated[str | None, typer.Option(help="none, or approximate: prefix, dual (with --block).")] = None,
+    overrides: Overrides = None,
+    stop: Annotated[bool, typer.Option("--stop/--no-stop", help="Whether EOS ends a text.")] = True,
+    batch: Annotated[int, typer.Option(min=1, help="Texts that are written at the same time.")] = 64,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Bit-equal alone and in any batch; slower.")] = False,
+    compile_: Annotated[bool, typer.Option("--compile", help="Compile the blocks: pays for long work on a GPU.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show the text as it appears, and where attention goes.")] = False,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Write text with a model, the positions it is surest of first."""
+    """Write text with a model: after a prompt, into gaps, or as an answer."""
+    from sinkdlm.config import parse_override
+    from sinkdlm.unmasking import policy_of
+
+    named: dict[str, Any] = {
+        "steps": steps,
+        "block": block,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+    }
+    named |= {"guidance": guidance, "threshold": threshold, "cache": cache}
+    options = {name: value for name, value in named.items() if value is not None}
+    policy = policy_of(config, **options | dict(parse_override(override) for override in overrides or []))
+    from sinkdlm.writer import Job, check, policy_for, write
+
+    job = Job(prompt, prompts, infill, suffix, chat, length, gap, n, seed, until_eos, batch, deterministic)
+    check(job)  # a wrong file or gap is said before the model is read
+    lm = _load_for_sampling(checkpoint, device)
+    if compile_:
+        for part in lm.model.blocks:
+            part.compile()
+    policy = policy_of(policy, **policy_for(lm, policy, stop=stop, until_eos=until_eos))
+    found = write(lm, job, policy, watch=watch)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for row in found["samples"]:
+        typer.echo(row["text"])
+
+
+def _load_for_sampling(checkpoint: str, device: str | None) -> Any:
     import torch
 
     from sinkdlm import interop
     from sinkdlm.errors import UserError
-    from sinkdlm.sampling import generate
 
     if (Path(checkpoint) / "recipe.toml").exists() and (Path(checkpoint) / "model").is_dir():
         checkpoint = str(Path(checkpoint) / "model")  # a run folder: what came of it
     lm = interop.load_any(checkpoint, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if lm.tokenizer is None:
         raise UserError(f"{checkpoint}: has no tokenizer; add one with: sinkdlm convert {checkpoint} DST --tokenizer T")
-    ids = lm.tokenizer.encode(prompt, add_special_tokens=False) if prompt else []
-    if len(ids) + length > lm.config.context_length:
-        raise UserError(f"prompt of {len(ids)} and --length {length}: the model reads at most {lm.config.context_length} tokens")
-    start = torch.tensor([ids] * n, dtype=torch.int64, device=lm.model.embed.weight.device).reshape(n, -1)
-    with lm.model.inference():
-        out = generate(
-            lm.model.denoiser(),
-            prompt=start,
-            length=len(ids) + length,
-            mask_id=lm.config.mask_id,
-            steps=steps,
-            temperature=temperature,
-            seed=seed,
-        )
-    texts = [lm.tokenizer.decode(row) for row in out.tokens.tolist()]
-    if as_json:
-        rows = [{"text": text, "tokens": row} for text, row in zip(texts, out.tokens.tolist(), strict=True)]
-        typer.echo(json.dumps({"steps": out.steps, "seed": seed, "samples": rows}, indent=2))
-        return
-    for text in texts:
-        typer.echo(text)
+    return lm
 
 
 class DataKind(StrEnum):

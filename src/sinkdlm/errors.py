@@ -34,3 +34,7 @@ class DataError(UserError):
 
 class TrainError(UserError):
     """A run that cannot start, or cannot go on."""
+
+
+class SamplingError(UserError):
+    """A request that cannot be sampled: a policy that does not exist, a canvas without room, a cache the model cannot have."""

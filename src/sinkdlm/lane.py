@@ -31,31 +31,46 @@ class LaneCache:
 
     def __init__(self) -> None:
         self._lanes: dict[Any, list[Lane]] = {}
-        self._modules: list[nn.Module] = []
-        self._stamps: list[Any] = []
+        self.tables: dict[Any, Any] = {}  # what depends on shapes alone: rotary angles
+        self._module_tables: list[dict[str, nn.Module | None]] = []
+        self._weight_tables: list[dict[str, nn.Parameter | None]] = []
+        self._stamps: list[tuple[int, int, int]] = []
+        self._children: list[int] = []
+        self._ids: list[int] = []
+        self._pointers: list[int] = []
+        self._counting: list[Tensor] = []
+        self._versions: list[int] = []
         self._fingerprints: list[Tensor] = []
         self._cacheable = False
 
-    def _stamp(self) -> list[Any]:
-        """Identity and version of every weight, and which modules hold which. It runs in every forward: a walk over a list."""
-        return [
-            (
-                tuple(map(id, module._modules.values())),
-                [
-                    (id(p), p.data_ptr(), 0 if p.is_inference() else p._version)
-                    for p in module._parameters.values()
-                    if p is not None
-                ],
-            )
-            for module in self._modules
-        ]
+    def _stamp(self) -> list[tuple[int, int, int]]:
+        """Identity, storage and version of every weight."""
+        return [(id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._weights()]
+
+    def _unchanged(self) -> bool:
+        """Whether the same modules hold the same weights at the same versions. It runs in every forward: walks over flat lists."""
+        if self._children != [id(child) for table in self._module_tables for child in table.values()]:
+            return False
+        weights = self._weights()
+        if self._ids != list(map(id, weights)) or self._pointers != list(map(Tensor.data_ptr, weights)):
+            return False
+        return self._versions == [weight._version for weight in self._counting]  # the same objects, as their identities say
+
+    def _watch(self, model: Any) -> None:
+        modules = list(model.modules())
+        self._module_tables = [module._modules for module in modules]
+        self._weight_tables = [module._parameters for module in modules]
+        self._stamps = self._stamp()
+        self._children = [id(child) for table in self._module_tables for child in table.values()]
+        self._ids, self._pointers = [stamp[0] for stamp in self._stamps], [stamp[1] for stamp in self._stamps]
+        self._counting = [weight for weight in self._weights() if not weight.is_inference()]  # those count no versions
+        self._versions = [weight._version for weight in self._counting]
 
     def find(self, model: Any) -> list[Lane] | None:
-        if not self._modules or self._stamp() != self._stamps:
+        if not self._stamps or not self._unchanged():
             self.verify()
             self._lanes.clear()
-            self._modules = list(model.modules())
-            self._stamps = self._stamp()
+            self._watch(model)
             # Adapters switch on and off without a trace: with modules of others in a block, the lane is computed every time.
             own = (type(model).__module__, "torch.nn.modules.linear")
             self._cacheable = all(type(module).__module__ in own for block in model.blocks for module in block.modules())
@@ -69,14 +84,13 @@ class LaneCache:
         self._lanes[arithmetic_of(model)] = lanes
 
     def _weights(self) -> list[Tensor]:
-        return [p for module in self._modules for p in module._parameters.values() if p is not None]
+        return [weight for table in self._weight_tables for weight in table.values() if weight is not None]
 
     def verify(self) -> None:
         """Raises if a weight whose identity and version are those served has other content."""
         if not self._lanes:
             return
-        now = [stamp for _, stamps in self._stamp() for stamp in stamps]
-        served = [stamp for _, stamps in self._stamps for stamp in stamps]
+        now, served = self._stamp(), self._stamps
         if len(now) != len(served):
             return  # other parameters than those served: the change is seen
         for weight, new, old, mark in zip(self._weights(), now, served, self._fingerprints, strict=True):

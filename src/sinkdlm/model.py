@@ -91,6 +91,13 @@ class Surroundings(NamedTuple):
     observe: Observer | None = None
     cache: KeyValueCache | None = None
     recompute: Recompute = "none"
+    wanted: Tensor | None = None  # (B, n), for the last layer: the only tokens whose output is needed
+
+
+def _pick(x: Tensor, places: Tensor) -> Tensor:
+    """(B, T, ...) at places (B, n)."""
+    index = places.view(*places.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:])
+    return x.gather(1, index)
 
 
 class Norm(nn.Module):
@@ -158,6 +165,8 @@ class Attention(nn.Module):
             sink_v = lane.v.transpose(1, 2)
         if around.observe is not None:
             around.observe(self.layer, q, k, v, sink_k, sink_v)
+        if around.wanted is not None:
+            q, x = _pick(q.transpose(1, 2), around.wanted).transpose(1, 2), _pick(x, around.wanted)
         logit = None if around.causal else self.sink_logit
         mixed = attend(q, k, v, sink_k, sink_v, sink_logit=logit, visible=around.visible, causal=around.causal, form=around.form)
         return self.finish(x, mixed.transpose(1, 2))
@@ -220,7 +229,8 @@ class Block(nn.Module):
 
     def compute(self, x: Tensor, sinks: Tensor | Lane | None, around: Surroundings) -> tuple[Tensor, Tensor | None, Lane | None]:
         states, lane = self.run_lane(sinks) if isinstance(sinks, Tensor) else (None, sinks)
-        x = x + self.attention(self.attention_norm(x), lane, around)
+        update = self.attention(self.attention_norm(x), lane, around)
+        x = (x if around.wanted is None else _pick(x, around.wanted)) + update
         kept = None if torch.is_grad_enabled() else lane  # for the cache, which serves no training
         return x + self.mlp(self.mlp_norm(x)), states, kept
 
@@ -280,6 +290,7 @@ class DiffusionLM(nn.Module):
         causal: bool = False,
         cache: KeyValueCache | None = None,
         observe: Observer | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """(B, T) int64 -> (B, T, d), after the final norm, each row aligned to the token it predicts.
 
@@ -290,18 +301,21 @@ class DiffusionLM(nn.Module):
         cache: tokens are a span of a longer row whose other keys and values the cache holds. The shift of a shifted model
             stays within the span: give it one token more on the left.
         observe(layer, q, k, v, sink_k, sink_v): sees what attention sees.
+        wanted (B, n): positions whose states come back, (B, n, d); the last layer computes no others.
         """
         config = self.config
         if cache is not None and (lengths is not None or config.n_registers):
             raise ValueError("a cache takes rows of one length, and no register sinks: those see every token and change with it")
         if opening is not None and opening.share >= 1:
             opening = None
+        if wanted is not None and documents is not None:
+            raise ValueError("wanted= and documents= do not go together")
         if documents is not None or opening is not None:
             self._check_pairwise(tokens, documents, causal=causal, cached=cache is not None, observed=observe is not None)
         inside = None
         if lengths is not None:
             inside = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]  # (B, T)
-            tokens = torch.where(inside, tokens, config.mask_id)
+            tokens = tokens.masked_fill(~inside, config.mask_id)
         packed = None if documents is None else Documents.of(documents, inside)
         x = self.embed(tokens)
         n_registers = 0 if causal else config.n_registers
@@ -311,9 +325,14 @@ class DiffusionLM(nn.Module):
             x = torch.cat([self.sinks.expand(x.shape[0], -1, -1).to(x), x], dim=1)
         visible = None if causal else self._visible(x, inside, packed, opening)  # right padding is out of sight of causal rows
         around = self._surroundings(tokens, x, lengths, packed, visible, causal, cache, observe)
-        x = self._run_blocks(x, around, use_lane=config.n_lane > 0 and not causal)
+        is_shifted = config.shift_logits and not causal
+        if wanted is not None:
+            wanted = ((wanted - 1).clamp_min(0) if is_shifted else wanted) + n_registers
+        x = self._run_blocks(x, around, config.n_lane > 0 and not causal, wanted)
+        if wanted is not None:
+            return self.norm(x)
         x = self.norm(x[:, n_registers:])
-        if config.shift_logits and not causal:
+        if is_shifted:
             shifted = torch.cat([x[:, :1], x[:, :-1]], dim=1)
             x = shifted if packed is None else torch.where(packed.first[..., None], x, shifted)
         return x
@@ -368,6 +387,26 @@ class DiffusionLM(nn.Module):
         cache: KeyValueCache | None,
         observe: Observer | None,
     ) -> Surroundings:
+        given = (tokens, x, lengths, packed, causal, cache)
+        if lengths is not None or packed is not None or self._lanes is None or torch.is_grad_enabled():
+            rotations = self._rotations(*given)
+        else:
+            span = None if cache is None else (cache.start, cache.length)
+            key = (x.dtype, x.device, causal, tokens.shape[1], span)
+            if key not in self._lanes.tables:
+                self._lanes.tables[key] = self._rotations(*given)
+            rotations = self._lanes.tables[key]
+        return Surroundings(*rotations, visible, causal, self.attention_form, observe, cache, self.recompute)
+
+    def _rotations(
+        self,
+        tokens: Tensor,
+        x: Tensor,
+        lengths: Tensor | None,
+        packed: Documents | None,
+        causal: bool,
+        cache: KeyValueCache | None,
+    ) -> tuple[Rotation, Rotation | None]:
         """Where everything sits: sinks in front at 0..S-1 and content after them, or content first and sinks at each row's end.
 
         Packed documents share the sinks. With sinks in front each begins after them; with sinks at the end each is moved so that it
@@ -389,10 +428,9 @@ class DiffusionLM(nn.Module):
                 content = content.expand(sinks.shape[0], -1)
             content = torch.cat([sinks, content], dim=-1)
         sink_rotation = Rotation.at(sinks, config, x.dtype) if n_sinks and config.n_lane else None
-        rotation = Rotation.at(content, config, x.dtype)
-        return Surroundings(rotation, sink_rotation, visible, causal, self.attention_form, observe, cache, self.recompute)
+        return Rotation.at(content, config, x.dtype), sink_rotation
 
-    def _run_blocks(self, x: Tensor, around: Surroundings, use_lane: bool) -> Tensor:
+    def _run_blocks(self, x: Tensor, around: Surroundings, use_lane: bool, wanted: Tensor | None = None) -> Tensor:
         scope = self._lanes if use_lane and not torch.is_grad_enabled() else None
         cached = None if scope is None else scope.find(self)
         sinks = self.sinks[None].to(x) if use_lane and cached is None and self.sinks is not None else None
@@ -401,6 +439,8 @@ class DiffusionLM(nn.Module):
             if around.observe is not None and not torch.compiler.is_compiling():
                 stack.enter_context(torch.compiler.set_stance("force_eager"))  # a watcher cannot live in a compiled block
             for layer, block in enumerate(self.blocks):
+                if layer == len(self.blocks) - 1:
+                    around = around._replace(wanted=wanted)
                 x, sinks, lane = block(x, sinks if cached is None else cached[layer], around)
                 if lane is not None:
                     lanes.append(lane)
@@ -466,10 +506,20 @@ class DiffusionLM(nn.Module):
 
 
 class Denoiser:
-    """(B, T) tokens -> (B, T, V) logits, without gradients; with `where` (B, T) boolean, (number of True, V), row by row."""
+    """(B, T) tokens -> (B, T, V) logits, without gradients.
+
+    where: positions (B, n), whose logits come back as (B, n, V); or boolean (B, T): (number of True, V), row by row.
+    """
+
+    capturable = True  # nothing in a forward waits for the device
 
     def __init__(self, model: DiffusionLM) -> None:
         self.model = model
+        self.reach = int(model.config.shift_logits)  # tokens to the left that a span must have beside its own
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed.weight.device
 
     def __call__(
         self,
@@ -481,5 +531,7 @@ class Denoiser:
         observe: Observer | None = None,
     ) -> Tensor:
         with torch.no_grad():
-            hidden = self.model(tokens, lengths=lengths, cache=cache, observe=observe)
-            return self.model.head(hidden if where is None else hidden[where])
+            chosen = where is not None and where.dtype == torch.bool
+            wanted = None if chosen else where
+            hidden = self.model(tokens, lengths=lengths, cache=cache, observe=observe, wanted=wanted)
+            return self.model.head(hidden[where] if chosen else hidden)

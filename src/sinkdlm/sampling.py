@@ -1,66 +1,170 @@
-"""Text from a denoiser: every step commits the positions that it is surest of.
+"""Text from a denoiser: one loop in which requests of any length, policy and age share a batch.
 
-Takes any callable that maps tokens (B, T) to logits (B, T, V); knows no model, tokenizer or file. Noise is keyed by (seed, request,
-step, position), so a request draws the same numbers alone and in a batch.
+`step(states, denoiser)` takes every request one step further; between steps requests may join and leave. `generate` drives it for
+whole batches, `stream` yields each step. Takes any callable that maps tokens (B, T) to logits (B, T, V); knows no model, tokenizer
+or file. Noise is keyed by (seed, request, step, position), so a request draws the same numbers alone and in a batch.
 
 B requests, T canvas, V vocabulary.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from sinkdlm.noise import Stream, uniform
+from sinkdlm.batch import Access, Batch, Denoise, judging
+from sinkdlm.errors import SamplingError
+from sinkdlm.requests import Request, State, Turn, start
+from sinkdlm.unmasking import Policy, policy_of
 
+_PADDING = -1  # beyond a row's end, where rows of a result differ in length
 
-class Sampled(NamedTuple):
-    """tokens (B, T), prompt included; steps that were taken."""
-
-    tokens: Tensor
-    steps: int
+Rows = Tensor | Sequence[Sequence[int] | Tensor]
 
 
 @torch.no_grad()
-def generate(
-    denoiser: Callable[[Tensor], Tensor],
+def step(
+    states: Sequence[State],
+    denoiser: Denoise | Access,
     *,
-    prompt: Tensor,
-    length: int,
+    device: torch.device | str | None = None,
+    deterministic: bool = False,
+) -> list[State]:
+    """One step for every request that is not done; returns those that took it. Rows share a forward wherever they can.
+
+    deterministic: each row is computed alone, in shapes that are its own, so that its tokens are bit for bit those of the request
+    alone whatever else is in the batch.
+    """
+    access = Access.of(denoiser)
+    active = [state for state in states if state.turn is not None]
+    groups: dict[Any, list[State]] = {}
+    for state in active:
+        groups.setdefault(id(state) if deterministic else _forward_key(state, access), []).append(state)
+    for group in groups.values():
+        home = group[0].home
+        Batch.of(group, torch.device(device or ("cpu" if home is None else home.device))).advance(group, access)
+    return active
+
+
+def _forward_key(state: State, access: Access) -> Any:
+    """What rows of one forward have in common."""
+    policy, turn = state.policy, cast(Turn, state.turn)
+    shared = (state.request.mask_id, policy.shift)
+    if policy.cache != "none":
+        if not access.takes_cache:
+            raise SamplingError(f"cache = {policy.cache!r}: this denoiser keeps none; use cache = 'none'")
+        return (*shared, judging(policy), turn.length, turn.start, turn.stop, turn.first)
+    return shared if access.takes_lengths else (*shared, turn.length)
+
+
+class Sampled(NamedTuple):
+    """tokens (B, T), prompt included, -1 beyond the end of a shorter row; the steps of the row that took most.
+
+    lengths, row_steps: of each row. confidence (B, T): how sure the model was of each token it wrote; not a number elsewhere.
+    """
+
+    tokens: Tensor
+    steps: int
+    lengths: list[int]
+    row_steps: list[int]
+    confidence: Tensor
+
+    @property
+    def rows(self) -> list[list[int]]:
+        return [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths, strict=True)]
+
+
+class Step(NamedTuple):
+    """A batch after one step: tokens (B, T), what this step committed (B, T), confidence (B, T) of all that is committed."""
+
+    tokens: Tensor
+    committed: Tensor
+    confidence: Tensor
+
+
+def stream(denoiser: Denoise, states: Sequence[State], *, device: Any = None, deterministic: bool = False) -> Iterator[Step]:
+    """Steps until every request is done, and yields each."""
+    access = Access.of(denoiser)
+    while any(not state.done for state in states):
+        moved = {id(state) for state in step(states, access, device=device, deterministic=deterministic)}
+        columns = [
+            [state.tokens for state in states],
+            [state.committed if id(state) in moved else torch.zeros_like(state.committed) for state in states],
+            [state.confidence for state in states],
+        ]
+        yield Step(*(_stack(rows, fill) for rows, fill in zip(columns, (_PADDING, False, math.nan), strict=True)))
+
+
+def _stack(rows: Sequence[Tensor], fill: float) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=fill)
+
+
+def requests_of(
+    prompt: Rows,
+    *,
     mask_id: int,
-    steps: int | None = None,
-    temperature: float = 0.0,
+    length: int | Sequence[int] | None = None,
+    limit: int | Sequence[int] | None = None,
+    suffix: Rows | None = None,
+    config: str | Policy = "llada",
     seed: int = 0,
+    numbers: Sequence[int] | None = None,
+    **options: Any,
+) -> list[Request]:
+    """Requests of a batch: a row each for the prompt (B, P) or list of rows. See `generate`."""
+    policy = policy_of(config, **options)
+    heads = _as_rows(prompt)
+    tails = [[]] * len(heads) if suffix is None else _as_rows(suffix)
+    if (length is None) == (limit is None):
+        raise SamplingError("give length= (the whole canvas, prompt included) or limit= (an open end, at most so long)")
+    given = length if length is not None else limit
+    sizes = [given] * len(heads) if isinstance(given, int) else list(given or [])
+    if not len(heads) == len(tails) == len(sizes):
+        raise SamplingError(f"{len(heads)} prompts, {len(tails)} suffixes, {len(sizes)} lengths: one for each row")
+    found = []
+    for number, head, tail, size in zip(numbers or range(len(heads)), heads, tails, sizes, strict=True):
+        gap = size - len(head) - len(tail)
+        if gap < 0 or (gap == 0 and mask_id not in head + tail):
+            alone = len(head) + len(tail)
+            raise SamplingError(f"length = {size}: counts the whole canvas, prompt included, and what is given has {alone} tokens")
+        found.append(Request([*head, *[mask_id] * gap, *tail], policy, mask_id, seed, number, grow=limit is not None))
+    return found
+
+
+def _as_rows(rows: Rows) -> list[list[int]]:
+    return rows.tolist() if isinstance(rows, Tensor) else [row.tolist() if isinstance(row, Tensor) else list(row) for row in rows]
+
+
+def generate(
+    denoiser: Denoise,
+    *,
+    prompt: Rows,
+    mask_id: int,
+    length: int | Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+    deterministic: bool = False,
+    **given: Any,
 ) -> Sampled:
-    """Fills a canvas of `length` after prompt (B, P), an equal number of positions a step (the remainder first), the most confident
-    first: LLaDA's low-confidence remasking in one block. By default one position a step."""
-    batch, given = prompt.shape
-    if given >= length:
-        raise ValueError(f"length = {length}: counts the whole canvas, prompt included, and the prompt alone has {given} tokens")
-    if temperature < 0:
-        raise ValueError(f"temperature = {temperature}: allowed is 0 or more")
-    n_open = length - given
-    steps = min(steps or n_open, n_open)
-    tokens = torch.cat([prompt, prompt.new_full((batch, n_open), mask_id)], dim=1)
-    for step in range(steps):
-        logits = denoiser(tokens).double()  # (B, T, V)
-        if mask_id < logits.shape[-1]:
-            logits[..., mask_id] = -torch.inf
-        proposal = _draw(logits, temperature, seed, step)
-        confidence = logits.softmax(-1).gather(-1, proposal[..., None])[..., 0]
-        confidence = confidence.masked_fill(tokens != mask_id, -1.0)
-        quota = n_open // steps + (step < n_open % steps)
-        chosen = confidence.topk(quota, dim=1).indices
-        tokens = tokens.scatter(1, chosen, proposal.gather(1, chosen))
-    return Sampled(tokens, steps)
+    """Fills a canvas of `length` tokens, prompt included, for each row of the prompt.
+
+    mask_id in a prompt is a gap to be filled; every other token stays. suffix: rows at the end of the canvas. limit instead of
+    length: an open end, to which blocks are appended until EOS. config: a named configuration or a Policy; its fields may be given
+    beside it (steps, temperature, block, threshold, guidance, ...). (seed, numbers) key the noise; rows are numbered from 0.
+    """
+    states = start(requests_of(prompt, mask_id=mask_id, length=length, **given))
+    if device is None:
+        device = prompt.device if isinstance(prompt, Tensor) else getattr(denoiser, "device", None)
+    access = Access.of(denoiser)
+    while any(not state.done for state in states):
+        step(states, access, device=device, deterministic=deterministic)
+    return gather(states)
 
 
-def _draw(logits: Tensor, temperature: float, seed: int, step: int) -> Tensor:
-    """Gumbel-max: argmax of logits / temperature + Gumbel noise is a draw from the softmax at that temperature."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    batch, length, vocab = logits.shape
-    requests, positions, words = (torch.arange(n, device=logits.device) for n in (batch, length, vocab))
-    noise = uniform(seed, Stream.SAMPLING, requests[:, None, None], step, positions[:, None], words)
-    return (logits / temperature - torch.log(-torch.log(noise))).argmax(-1)
+def gather(states: Sequence[State]) -> Sampled:
+    """What finished requests have come to."""
+    tokens = _stack([state.tokens for state in states], _PADDING)
+    confidence = _stack([state.confidence for state in states], math.nan)
+    steps = [state.steps for state in states]
+    return Sampled(tokens, max(steps), [state.length for state in states], steps, confidence)

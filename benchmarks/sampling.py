@@ -1,0 +1,256 @@
+"""Sampling, timed: our loop beside a plain re-implementation of the official one, with the same weights, in one run.
+
+    python -m benchmarks.sampling --tokens-per-step 3 --out benchmarks/results      a GPU: smdm-472m, 256 tokens, 256 steps
+    python -m benchmarks.sampling --device cpu                                      nano, 128 tokens in 64 steps
+    python -m benchmarks.sampling --checkpoint runs/x --subject trained             what caches and thresholds do to a model
+
+Every form fills the same canvas with the same policy (smdm-greedy, temperature 0) unless its name says otherwise. Random weights
+do for timing; what depends on the model's predictions (steps of a threshold, agreement of caches) needs --checkpoint.
+On a GPU the official loop is timed over evenly spaced steps of its run, put at the right number of masked tokens, and scaled to
+all steps; our loops run whole, recording of graphs included, after one run that compiles and warms up.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measuring import measure, quantiles, record, write
+from benchmarks.official_loop import MaskedForm, official_greedy
+from sinkdlm import DiffusionLM, ModelConfig, load
+from sinkdlm.sampling import Sampled, generate
+
+_SPREAD = 16  # steps of the official loop that are timed on a GPU
+_THRESHOLDS = (0.9, 0.7, 0.5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and the canvas it fills."""
+
+    model: DiffusionLM
+    prompt: Tensor
+    length: int
+    steps: int
+    block: int
+    device: str
+
+    @property
+    def written(self) -> int:
+        return self.prompt.shape[0] * (self.length - self.prompt.shape[1])
+
+    def ours(self, **options: Any) -> Sampled:
+        given = {"config": "smdm-greedy", "steps": self.steps, **options}
+        denoiser = self.model.denoiser()
+        return generate(denoiser, prompt=self.prompt, length=self.length, mask_id=self.model.config.mask_id, **given)
+
+
+def seconds_of(run: Callable[[], Any], device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def time_runs(case: Case, run: Callable[[], Sampled], repeats: int) -> dict[str, Any]:
+    """Whole runs, after one that is not counted."""
+    out = run()
+    taken = [seconds_of(run, case.device) for _ in range(repeats)]
+    rate = quantiles([case.written / seconds for seconds in taken])
+    steps = out.steps
+    return {"ms_per_step": quantiles([1000 * seconds / steps for seconds in taken]), "tokens_per_second": rate, "steps": steps}
+
+
+def time_official(case: Case, repeats: int) -> dict[str, Any]:
+    """The official loop: whole runs on a CPU; on a GPU evenly spaced steps, each at the number of masked tokens it has there."""
+    form, mask_id = MaskedForm(case.model), case.model.config.mask_id
+    blank = torch.full((case.prompt.shape[0], case.length), mask_id, device=case.prompt.device)
+    blank[:, : case.prompt.shape[1]] = case.prompt
+    if case.device == "cpu":
+        taken = [
+            seconds_of(lambda: official_greedy(form, blank, steps=case.steps, mask_id=mask_id), "cpu") for _ in range(repeats + 1)
+        ][1:]
+    else:
+        taken = [_spread_steps(case, form, blank) for _ in range(repeats + 1)][1:]
+    return {
+        "ms_per_step": quantiles([1000 * seconds / case.steps for seconds in taken]),
+        "tokens_per_second": quantiles([case.written / seconds for seconds in taken]),
+        "steps": case.steps,
+        "timed_steps": case.steps if case.device == "cpu" else _SPREAD,
+    }
+
+
+def _spread_steps(case: Case, form: MaskedForm, blank: Tensor) -> float:
+    total, given = 0.0, case.prompt.shape[1]
+    for i in range(_SPREAD):
+        step = (2 * i + 1) * case.steps // (2 * _SPREAD)
+        tokens = blank.clone()
+        tokens[:, given : given + (case.length - given) * step // case.steps] = 1
+        left = case.steps - step
+
+        def one_step(tokens: Tensor = tokens, left: int = left) -> Tensor:
+            return official_greedy(form, tokens, steps=left, mask_id=case.model.config.mask_id, first_steps=1)
+
+        total += seconds_of(one_step, case.device) / _SPREAD
+    return total * case.steps
+
+
+def speed(case: Case, repeats: int) -> dict[str, Any]:
+    """All forms in turn. The bound is the forward alone: no head, no choice."""
+    figures: dict[str, Any] = {"rows": case.prompt.shape[0], "official": time_official(case, repeats)}
+    with case.model.inference():
+        canvas = torch.full((case.prompt.shape[0], case.length), case.model.config.mask_id, device=case.prompt.device)
+        figures["forward_ms"] = measure(lambda: case.model(canvas), case.device, repeats=5)
+        figures["ours"] = time_runs(case, case.ours, repeats)
+        figures["ours_temperature_1"] = time_runs(case, partial(case.ours, temperature=1.0), 1)
+        for kind, times in (("none", 1), ("prefix", 1), ("dual", repeats)):
+            blocks = partial(case.ours, config="llada", block=case.block, cache=kind)
+            figures[f"blocks_cache_{kind}"] = time_runs(case, blocks, times)
+    return figures
+
+
+def speed_compiled(case: Case, repeats: int) -> dict[str, Any]:
+    with case.model.inference():
+        canvas = torch.full((case.prompt.shape[0], case.length), case.model.config.mask_id, device=case.prompt.device)
+        return {
+            "forward_compiled_ms": measure(lambda: case.model(canvas), case.device, repeats=5),
+            "ours_compiled": time_runs(case, case.ours, repeats),
+        }
+
+
+def compare(figures: dict[str, Any]) -> dict[str, float]:
+    official = figures["official"]["tokens_per_second"]["p50"]
+    timed = {name: value for name, value in figures.items() if isinstance(value, dict) and "tokens_per_second" in value}
+    return {name: value["tokens_per_second"]["p50"] / official for name, value in timed.items()}
+
+
+def threshold_speed(case: Case, tokens_per_step: float) -> dict[str, Any]:
+    """Parallel decoding at a stated number of tokens a step, as a schedule of so many steps: what random weights can show."""
+    steps = max(1, round((case.length - case.prompt.shape[1]) / tokens_per_step))
+    figures = {}
+    with case.model.inference():
+        for kind in ("none", "dual"):
+            run = partial(case.ours, config="llada", block=case.block, cache=kind, steps=steps)
+            figures[f"{tokens_per_step:g}_tokens_a_step_cache_{kind}"] = time_runs(case, run, 1)
+    return figures
+
+
+def agreement(case: Case) -> dict[str, Any]:
+    """Caches and thresholds against the exact loop of the same blocks: share of equal tokens, steps, speed."""
+    figures = {}
+    with case.model.inference():
+        exact = case.ours(config="llada", block=case.block)
+        given = case.prompt.shape[1]
+        base = None
+        for threshold in (None, *_THRESHOLDS):
+            for kind in ("none", "prefix", "dual"):
+                options: dict[str, Any] = {"config": "llada", "block": case.block, "cache": kind}
+                if threshold is not None:
+                    options |= {"threshold": threshold, "steps": None}
+                out = case.ours(**options)
+                timed = time_runs(case, partial(case.ours, **options), 2)
+                base = base or timed["tokens_per_second"]["p50"]
+                figures[f"threshold {threshold}, cache {kind}"] = {
+                    "equal_tokens": float((out.tokens == exact.tokens)[:, given:].double().mean()),
+                    "mean_confidence": float(out.confidence[:, given:].mean()),
+                    "tokens_per_step": (case.length - given) / (sum(out.row_steps) / len(out.row_steps)),
+                    "times_as_fast": timed["tokens_per_second"]["p50"] / base,  # as the exact loop
+                    **timed,
+                }
+    return figures
+
+
+def alone_and_together(case: Case, rows: int = 8) -> dict[str, Any]:
+    """Share of tokens that differ between a request in the batch and alone: rounding, since the noise is the same."""
+    mask_id = case.model.config.mask_id
+    figures = {}
+    with case.model.inference():
+        for temperature in (0.0, 1.0):
+            given: dict[str, Any] = {"length": case.length, "mask_id": mask_id, "config": "smdm-greedy", "steps": case.steps // 4}
+            given["temperature"] = temperature
+            together = generate(case.model.denoiser(), prompt=case.prompt, **given).tokens[:rows]
+            alone = [
+                generate(case.model.denoiser(), prompt=case.prompt[i : i + 1], numbers=[i], **given).tokens for i in range(rows)
+            ]
+            differing = (together != torch.cat(alone))[:, case.prompt.shape[1] :]
+            rows_differing = float(differing.any(1).double().mean())
+            figures[f"temperature {temperature}"] = {"tokens": float(differing.double().mean()), "rows": rows_differing}
+    return {"compared_rows": rows, "steps": case.steps // 4, **figures}
+
+
+def open_model(given: argparse.Namespace) -> DiffusionLM:
+    dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
+    if given.checkpoint is not None:
+        return load(given.checkpoint).model.to(given.device, dtype)
+    config = ModelConfig.preset(given.preset, n_sinks=1)
+    return DiffusionLM(config, seed=0).to(given.device, dtype)
+
+
+def case_of(model: DiffusionLM, given: argparse.Namespace, rows: int) -> Case:
+    """Prompts of a few tokens, another for each row."""
+    words = torch.randint(0, model.config.vocab_size, (rows, given.prompt), generator=torch.Generator().manual_seed(0))
+    return Case(model, words.to(given.device), given.length, given.steps, given.block, given.device)
+
+
+def arguments() -> argparse.Namespace:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--preset", default=None, help="shape of random weights; by default smdm-472m on a GPU, nano elsewhere")
+    parser.add_argument("--checkpoint", type=Path, default=None, help="a trained model instead")
+    parser.add_argument("--batch", type=int, nargs="+", default=None)
+    parser.add_argument("--length", type=int, default=None)
+    parser.add_argument("--steps", type=int, default=None)
+    parser.add_argument("--block", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=4, help="tokens that are given")
+    parser.add_argument("--tokens-per-step", type=float, default=None, help="what a trained twin reaches with a threshold")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--agreement-only", action="store_true", help="with --checkpoint: only what caches and thresholds do to it")
+    parser.add_argument("--no-compile", action="store_true", help="leave compiled blocks out")
+    parser.add_argument("--subject", default="")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    given = parser.parse_args()
+    gpu = given.device == "cuda"
+    given.preset = given.preset or ("smdm-472m" if gpu else "nano")
+    given.batch = given.batch or ([64, 1] if gpu else [1])
+    given.length = given.length or (256 if gpu else 128)
+    given.steps = given.steps or (256 if gpu else 64)
+    return given
+
+
+def main() -> None:
+    given = arguments()
+    model = open_model(given)
+    cases = {f"batch {rows}": case_of(model, given, rows) for rows in given.batch}
+    figures: dict[str, Any] = {}
+    for name, case in cases.items():
+        figures[name] = {} if given.agreement_only else speed(case, given.repeats)
+        if given.tokens_per_step:
+            figures[name] |= threshold_speed(case, given.tokens_per_step)
+        if given.checkpoint is not None:
+            figures[name]["agreement"] = agreement(case)
+        if case.prompt.shape[0] > 1:
+            figures[name]["alone_and_together"] = alone_and_together(case, min(8, case.prompt.shape[0]))
+    if given.device == "cuda" and not given.no_compile and not given.agreement_only:
+        for block in model.blocks:
+            block.compile()
+        for name, case in cases.items():
+            figures[name] |= speed_compiled(case, given.repeats)
+    for found in figures.values():
+        if "official" in found:
+            found["times_as_fast"] = compare(found)
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(given).items() if key != "out"}
+    write(record("sampling", figures, device=given.device, settings=settings), given.out, subject=given.subject)
+
+
+if __name__ == "__main__":
+    main()

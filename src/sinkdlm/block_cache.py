@@ -1,0 +1,39 @@
+"""Approximate caches of sampling: keys and values of whole rows, kept from a block's first step while its others run.
+
+What is outside the span that a step computes stays as it was when the block began, though tokens written since would change it
+(Fast-dLLM). The sink lane is no part of it: it is exact, with or without a cache. Takes what attention hands over; knows no model.
+
+B rows, K key/value heads, T tokens, D head width.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class BlockCache:
+    """The first forward covers whole rows of `length` and fills it; later ones a span from `start`, which they replace."""
+
+    def __init__(self, length: int) -> None:
+        self.start = 0
+        self.length = length
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values (B, K, T, D)
+
+    @torch.compiler.disable  # compiled into a block, it would be compiled again for every start
+    def join(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if layer not in self._layers:
+            self._layers[layer] = (k.contiguous(), v.contiguous())
+        else:
+            for whole, span in zip(self._layers[layer], (k, v), strict=True):
+                whole[:, :, self.start : self.start + span.shape[2]] = span
+        return self._layers[layer]
+
+    @classmethod
+    def collect(cls, rows: "Sequence[tuple[BlockCache, int]]") -> "BlockCache":
+        """One cache of single rows of others, all of one length."""
+        found = cls(rows[0][0].length)
+        for layer in rows[0][0]._layers:
+            k, v = (torch.stack([cache._layers[layer][part][row] for cache, row in rows]) for part in (0, 1))
+            found._layers[layer] = (k, v)
+        return found

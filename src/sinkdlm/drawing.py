@@ -1,0 +1,108 @@
+"""From logits to tokens: guidance, forbidden tokens, temperature, and how sure a prediction is.
+
+Owns what happens to logits between denoiser and canvas. Works row by row: no number depends on another row. Half-precision logits
+are read as float32; nothing is computed in float64 unless the logits are.
+
+N rows of logits, V vocabulary.
+"""
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sinkdlm.noise import Key, counter, fold
+
+_CHUNK = 1 << 25  # elements of noise held at once
+_FUSE_FROM = 1 << 22  # elements from which noise on a GPU is compiled
+_WORD_BITS = 63
+
+
+def precise(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def guide(conditional: Tensor, unconditional: Tensor, guidance: float) -> Tensor:
+    """un + (w + 1)(cond - un), before anything is forbidden: -inf - -inf is no number. What the denoiser forbids stays so."""
+    conditional = precise(conditional)
+    away = (conditional - precise(unconditional)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    return away.mul_(guidance).add_(conditional)
+
+
+def cut(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+    """Keeps the k most likely tokens of a row, and of those the fewest whose probabilities reach p. Ties go to lower ids."""
+    if top_k is None and top_p is None:
+        return logits
+    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+    if top_k is not None and top_k < logits.shape[-1]:
+        ordered = ordered.index_fill(-1, counter(logits.shape[-1], logits.device)[top_k:], -math.inf)
+    if top_p is not None:
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        beyond = before >= top_p
+        beyond[..., 0] = False
+        ordered = ordered.masked_fill(beyond, -math.inf)
+    return torch.empty_like(logits).scatter_(-1, ids, ordered)
+
+
+# -- noise ----------------------------------------------------------------------------------------------------------------------
+
+
+def gumbel(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Standard Gumbel noise -log(-log u) from 64-bit words.
+
+    A float32 uniform has 2^-24 steps, so it can give no noise above 16.6 and cuts off what decides rare draws. Here 1 - u is an
+    integer of 63 bits, which float32 holds to 24 significant ones however small it is: the tail reaches 43, further than a float64
+    uniform's (36).
+    """
+    tail = ((words >> 1) & ((1 << _WORD_BITS) - 1)).to(dtype).mul_(2.0**-_WORD_BITS)
+    tail = tail.clamp_(2.0 ** -(_WORD_BITS + 1), 1 - torch.finfo(dtype).eps)
+    return torch.log1p(tail.neg_()).neg_().log_().neg_()
+
+
+def _pick(logits: Tensor, keys: Tensor, words: Tensor) -> Tensor:
+    """(N, V), keys (N,), words (V,) -> (N,): the argmax of logits + Gumbel noise is a draw from their softmax."""
+    noise = fold(keys[:, None], words)
+    assert isinstance(noise, Tensor)
+    return (logits + gumbel(noise, logits.dtype)).argmax(-1)
+
+
+@functools.cache
+def _fused_pick() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The same operations without a pass over memory for each."""
+    return torch.compile(_pick, dynamic=True) if importlib.util.find_spec("triton") else _pick
+
+
+def draw(logits: Tensor, keys: Key) -> Tensor:
+    """A token for each row of (N, V), from the softmax of its logits; keys (N,): 64 random bits that are the row's own."""
+    assert isinstance(keys, Tensor)
+    n_rows, vocab = logits.shape
+    words = counter(vocab, logits.device)
+    pick = _fused_pick() if logits.is_cuda and logits.numel() >= _FUSE_FROM else _pick
+    size = max(1, _CHUNK // vocab)
+    parts = [pick(logits[start : start + size], keys[start : start + size], words) for start in range(0, n_rows, size)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+# -- how sure -------------------------------------------------------------------------------------------------------------------
+
+
+def log_odds_(logits: Tensor, tokens: Tensor) -> Tensor:
+    """log p / (1 - p) of a token in each row's softmax: ordered like p, and exact where p rounds to 1. Uses logits up."""
+    own = logits.gather(-1, tokens[..., None])
+    others = logits.scatter_(-1, tokens[..., None], -math.inf).logsumexp(-1)
+    return own[..., 0] - others
+
+
+def margin(logits: Tensor) -> Tensor:
+    """Probability of the best token less that of the second."""
+    if logits.shape[-1] == 1:
+        return torch.ones_like(logits[..., 0])
+    best = logits.softmax(-1).topk(2, dim=-1).values
+    return best[..., 0] - best[..., 1]
+
+
+def negative_entropy(logits: Tensor) -> Tensor:
+    return -torch.special.entr(logits.softmax(-1)).sum(-1)

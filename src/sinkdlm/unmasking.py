@@ -1,0 +1,182 @@
+"""Which positions of a canvas are committed, how many in a step, and which are masked again: policies as values.
+
+Owns the names and arithmetic of policies, on plain numbers, before any forward. Knows no denoiser, batch or token; what depends on
+logits is in drawing.py.
+
+A share is the part of a block that is still masked: 1 before its first step, 0 after its last.
+"""
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from sinkdlm.errors import SamplingError
+
+ORDERS = ("confidence", "margin", "entropy", "random", "ancestral")
+PLANNED_ORDERS = ("random", "ancestral")  # decided by noise alone, before the forward
+SCHEDULES = ("linear", "cosine", "timesteps")
+REMASKS = ("none", "cap", "rescale", "conf", "loop")
+CACHES = ("none", "prefix", "dual")
+
+# ReMDM's loop: tokens are revealed up to a share, kept there and exchanged, and then the rest is revealed.
+_LOOP_FROM, _LOOP_TO, _LOOP_REVEALED = 0.55, 0.05, 0.9
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a canvas is filled. Every field has a meaning with every other, or the two are refused together."""
+
+    order: str = "confidence"  # which positions first: sure of the drawn token, margin to the second, low entropy, by chance
+    schedule: str = "linear"  # how many in a step: equal shares, cosine, or SMDM's times
+    steps: int | None = None  # over all blocks; None: one a position
+    block: int | None = None  # positions in a block, filled left to right; None: the canvas is one block
+    threshold: float | None = None  # commit every position this sure, and at least one
+    last_time: float = 1e-5  # where the times of schedule "timesteps" end
+    remask: str = "none"  # ReMDM: committed tokens may be masked again
+    remask_rate: float = 0.02  # its eta: the most a step masks (cap), or a factor (rescale, conf, loop)
+    cache: str = "none"  # approximate: keys and values outside the block as of the block's first step
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    tempered: bool = False  # judge by the distribution that is drawn from (Dream), not by the model's own
+    guidance: float = 0.0
+    shift: bool = False  # the denoiser's row i is for token i + 1 (a foreign one; our models align their rows)
+    suppressed: tuple[int, ...] = ()
+    eos_id: int | None = None  # a row ends where everything up to its first EOS is committed
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("order", ORDERS), ("schedule", SCHEDULES), ("remask", REMASKS), ("cache", CACHES)):
+            if getattr(self, name) not in allowed:
+                raise SamplingError(f"{name} = {getattr(self, name)!r}: allowed: {', '.join(allowed)}")
+        for name, least in (("steps", 1), ("block", 1), ("top_k", 1), ("temperature", 0), ("guidance", -1)):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= least):
+                raise SamplingError(f"{name} = {value}: allowed is {least} or more")
+        for name in ("threshold", "top_p", "remask_rate", "last_time"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise SamplingError(f"{name} = {value}: allowed is above 0 and at most 1")
+        if self.remask != "none" and self.order != "ancestral":
+            raise SamplingError(f"remask = {self.remask!r}: goes with order = 'ancestral', not {self.order!r}")
+        if self.threshold is not None and self.order in PLANNED_ORDERS:
+            raise SamplingError(f"threshold: goes with an order that looks at the prediction, not {self.order!r}")
+        if self.cache != "none" and self.block is None:
+            raise SamplingError(f"cache = {self.cache!r}: needs a block length, as in block=32")
+
+    @property
+    def counts_itself(self) -> bool:
+        """Whether the number of positions that a step commits is known only after it."""
+        return self.threshold is not None
+
+
+NAMED = {
+    "smdm-origin": Policy(order="ancestral", schedule="timesteps"),
+    "smdm-greedy": Policy(order="confidence", schedule="timesteps"),
+    "llada": Policy(order="confidence", schedule="linear"),
+    "dream": Policy(order="entropy", schedule="timesteps", last_time=1e-3, tempered=True),
+    "fast": Policy(order="confidence", block=32, threshold=0.9, cache="dual"),
+}
+
+
+def policy_of(config: "str | Policy" = "llada", **options: Any) -> Policy:
+    """A named configuration, with options of one's own in place of some of its values."""
+    if isinstance(config, str) and config not in NAMED:
+        raise SamplingError(f"policy {config!r}: unknown; there are {', '.join(NAMED)}")
+    names = [field.name for field in fields(Policy)]
+    for name in options:
+        if name not in names:
+            raise SamplingError(f"option {name!r}: unknown; a policy has {', '.join(names)}")
+    if "suppressed" in options:
+        options["suppressed"] = tuple(options["suppressed"])
+    return replace(NAMED[config] if isinstance(config, str) else config, **options)
+
+
+# -- how many -------------------------------------------------------------------------------------------------------------------
+
+
+def quotas(n: int, steps: int, schedule: str, last_time: float = 1e-5) -> list[int]:
+    """Positions that each step commits: they add up to n. A step may commit none."""
+    if schedule == "linear":
+        return [n // steps + (step < n % steps) for step in range(steps)]
+    if schedule == "cosine":
+        left = [math.floor(n * math.cos(math.pi / 2 * step / steps)) for step in range(steps)]
+        return [before - after for before, after in zip(left, [*left[1:], 0], strict=True)]
+    found = []
+    for step, fraction in enumerate(_fractions(steps, last_time)):
+        found.append(n if step == steps - 1 else int(n * fraction))
+        n -= found[-1]
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _fractions(steps: int, last_time: float) -> Any:
+    """1 - s/t of each step, in float32 as the originals compute it: n times it is truncated, so its rounding counts."""
+    times = torch.linspace(1, last_time, steps + 1, dtype=torch.float32, device="cpu")
+    return (1 - times[1:] / times[:-1]).numpy()
+
+
+@functools.lru_cache(maxsize=64)
+def masked_shares(steps: int, schedule: str, last_time: float = 1e-5) -> tuple[float, ...]:
+    """Share that is masked before each step, and after the last: where it is not zero, the last step reveals what is left."""
+    if schedule == "cosine":
+        return (*(math.cos(math.pi / 2 * step / steps) for step in range(steps)), 0.0)
+    last = last_time if schedule == "timesteps" else 0.0
+    return (*(1 + (last - 1) * step / steps for step in range(steps)), last)
+
+
+def split_steps(sizes: list[int], steps: int | None) -> list[int]:
+    """Steps of each block, of `sizes` open positions: equal, the remainder first, and never more than it has positions."""
+    if steps is None:
+        return list(sizes)
+    if steps < len(sizes):
+        raise SamplingError(f"steps = {steps}: fewer than the {len(sizes)} blocks; give at least one a block, or longer blocks")
+    return quotas(steps, len(sizes), "linear")
+
+
+def cut_blocks(first: int, length: int, block: int | None) -> list[tuple[int, int]]:
+    """(start, stop) of the blocks that tile the canvas from its first open position on; the last may be shorter."""
+    width = block or max(1, length - first)
+    return [(start, min(start + width, length)) for start in range(first, length, width)]
+
+
+# -- masking again --------------------------------------------------------------------------------------------------------------
+
+
+class Exchange(NamedTuple):
+    """Probabilities in one step of ReMDM: that a masked position is revealed, that a committed one is masked again."""
+
+    reveal: float
+    remask: float
+
+
+@functools.lru_cache(maxsize=64)
+def exchanges(policy: Policy, steps: int) -> tuple[Exchange, ...]:
+    """ReMDM's posterior (Wang et al. 2025): with a(t) the share revealed and sigma the chance to be masked again, a masked position
+    is revealed with (a(s) - (1 - sigma) a(t)) / (1 - a(t)), which keeps a(s) revealed on average. The last step reveals all."""
+    loop = policy.remask == "loop"
+    revealed = _loop_revealed(steps) if loop else [1 - share for share in masked_shares(steps, policy.schedule, policy.last_time)]
+    found = []
+    for now, then in itertools.pairwise(revealed):
+        most = min(1.0, (1 - then) / now) if now > 0 else 1.0
+        if loop:
+            sigma = min(policy.remask_rate, most) if now == then else 0.0
+        elif policy.remask == "cap":
+            sigma = min(policy.remask_rate, most)
+        else:
+            sigma = policy.remask_rate * most
+        drained = 0.0 if policy.remask == "conf" else sigma  # there sigma is shared out among committed positions alone
+        found.append(Exchange(min(1.0, max(0.0, (then - (1 - drained) * now) / (1 - now))) if now < 1 else 1.0, sigma))
+    return (*found[:-1], Exchange(1.0, 0.0))
+
+
+def _loop_revealed(steps: int) -> list[float]:
+    def revealed(t: float) -> float:
+        if t > _LOOP_FROM:
+            return (1 - t) * _LOOP_REVEALED / (1 - _LOOP_FROM)
+        return _LOOP_REVEALED if t > _LOOP_TO else 1 - t * (1 - _LOOP_REVEALED) / _LOOP_TO
+
+    return [revealed(1 - step / steps) for step in range(steps + 1)]

@@ -1,0 +1,279 @@
+"""Text in, text out: what `sinkdlm sample` does between a loaded model and the terminal.
+
+Owns prompts (a text, a file, gaps, chat), what is shown while text appears, and the JSON of what came of it. Uses the sampler as
+any user would. Takes a loaded model with its tokenizer; does not know where it came from.
+"""
+
+import json
+import math
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+from torch import Tensor
+
+from sinkdlm.errors import SamplingError
+from sinkdlm.observe import Watcher
+from sinkdlm.requests import Request, State, start
+from sinkdlm.sampling import step
+from sinkdlm.unmasking import Policy
+
+_GAP = re.compile(r"\[(_*)(?::(\d+))?\]")  # [____] is four tokens, [_:12] twelve
+_OPEN = "░"
+_BLOCK = 32  # appended at a time where the end is open and no block was given
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be written. One of prompt, prompts and infill says where it starts."""
+
+    prompt: str = ""
+    prompts: Path | None = None
+    infill: str | None = None
+    suffix: str = ""
+    chat: bool = False
+    length: int = 64
+    gap: int | None = None
+    n: int = 1
+    seed: int = 0
+    until_eos: bool = False
+    batch: int = 64
+    deterministic: bool = False
+
+
+class Piece(NamedTuple):
+    """Text that is given, or a gap of so many tokens."""
+
+    text: str
+    gap: int = 0
+
+
+def read_prompts(path: Path) -> list[Any]:
+    """Lines of a text file, or of a .jsonl file: a string, {"prompt": ...} or {"messages": [...]}."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as failure:
+        reason = getattr(failure, "strerror", None) or "it is no UTF-8 text"
+        raise SamplingError(f"{path}: cannot be read: {reason}") from None
+    if not lines:
+        raise SamplingError(f"{path}: holds no prompt; give a line of text for each, or a .jsonl with prompt or messages")
+    if path.suffix != ".jsonl":
+        return lines
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            raise SamplingError(f"{path}: line {number} is no JSON") from None
+        value = value.get("prompt", value.get("messages")) if isinstance(value, dict) else value
+        if not isinstance(value, str | list):
+            raise SamplingError(f"{path}: line {number} has neither prompt nor messages")
+        found.append(value)
+    return found
+
+
+def parse_gaps(text: str, gap: int | None = None) -> list[Piece]:
+    """Cuts "The [____] sat" into text and gaps. A gap has as many tokens as underscores, the number after a colon, or `gap`."""
+    pieces, end = [], 0
+    for found in _GAP.finditer(text):
+        size = gap or int(found[2] if found[2] is not None else len(found[1]))
+        if size < 1:
+            raise SamplingError(f"--infill: the gap {found[0]} has zero length; write [____] for four tokens, or [_:12] for twelve")
+        pieces += [Piece(text[end : found.start()]), Piece("", size)]
+        end = found.end()
+    if not pieces:
+        raise SamplingError(f"--infill {text!r}: has no gap; write [____] where tokens are missing")
+    return [*pieces, Piece(text[end:])]
+
+
+def check(job: Job) -> None:
+    """What is wrong whatever the model is."""
+    if sum([bool(job.prompt), job.prompts is not None, job.infill is not None]) > 1:
+        raise SamplingError("--prompt, --prompts and --infill: give one of them")
+    if job.infill is not None:
+        if job.suffix or job.until_eos or job.chat:
+            raise SamplingError("--infill has its own end: leave out --suffix, --until-eos and --chat")
+        parse_gaps(job.infill, job.gap)
+    if job.prompts is not None:
+        read_prompts(job.prompts)
+
+
+def _chat_text(tokenizer: Any, messages: list[Any]) -> str:
+    if not getattr(tokenizer, "chat_template", None):
+        raise SamplingError("--chat: this tokenizer has no chat template; leave --chat out, or convert with another --tokenizer")
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as failure:  # templates raise what they like
+        raise SamplingError(f"the tokenizer's chat template fails: {(str(failure).splitlines() or [''])[0]}") from None
+
+
+def canvases(lm: Any, job: Job) -> list[list[int]]:
+    """The canvas of each prompt, [MASK] where there is something to write."""
+
+    def encode(text: str) -> list[int]:
+        return lm.tokenizer.encode(text, add_special_tokens=False) if text else []
+
+    mask_id = lm.config.mask_id
+    if job.infill is not None:
+        pieces = parse_gaps(job.infill, job.gap)
+        rows = [[token for piece in pieces for token in ([mask_id] * piece.gap or encode(piece.text))]]
+    else:
+        given = [job.prompt] if job.prompts is None else read_prompts(job.prompts)
+        if job.chat or any(isinstance(prompt, list) for prompt in given):
+            turns = [prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] for prompt in given]
+            given = [_chat_text(lm.tokenizer, messages) for messages in turns]
+        rows = [[*encode(prompt), *[mask_id] * job.length, *encode(job.suffix)] for prompt in given]
+    for row in rows:
+        if len(row) > lm.config.context_length:
+            n_open = row.count(mask_id)
+            raise SamplingError(
+                f"prompt of {len(row) - n_open} and {n_open} tokens to write: the model reads at most {lm.config.context_length}; "
+                "shorten the prompt or --length"
+            )
+    return rows
+
+
+# -- watching -------------------------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A denoiser that also looks where attention goes, in the first forward of each step."""
+
+    def __init__(self, model: Any) -> None:
+        self._denoiser = model.denoiser()
+        self.reach, self.device = self._denoiser.reach, self._denoiser.device
+        self._logits = [weight for name, weight in model.named_parameters() if name.endswith("sink_logit")]
+        self.seen: Watcher | None = None
+
+    def __call__(self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None, cache: Any = None) -> Tensor:
+        watcher = Watcher(lengths, self._logits or None) if self.seen is None else None
+        self.seen = self.seen or watcher
+        return self._denoiser(tokens, lengths=lengths, where=where, cache=cache, observe=watcher)
+
+    def attention(self) -> tuple[float | None, int, float]:
+        """Mean over layers and heads: share on the sinks, the most attended content position and its share."""
+        assert self.seen is not None
+        received = torch.stack([layer.received.mean((0, 1)) for layer in self.seen.layers]).mean(0)
+        has_sinks = self.seen.layers[0].sink_received.shape[-1] > 0
+        share = float(torch.stack([layer.sink_share.mean() for layer in self.seen.layers]).mean()) if has_sinks else None
+        top = int(received.argmax())
+        return share, top, float(received[top])
+
+
+def _shown(lm: Any, state: State, attention: tuple[float | None, int, float]) -> Text:
+    """The canvas as text: what is open as blocks, what the step wrote in bold, the most attended position underlined."""
+    share, top, top_share = attention
+    text = Text()
+    top -= lm.config.n_registers
+    for place, (token, new) in enumerate(zip(state.tokens.tolist(), state.committed.tolist(), strict=True)):
+        word = _OPEN if token == lm.config.mask_id else lm.tokenizer.decode([token])
+        style = "bold green" if new else ("dim" if token == lm.config.mask_id else "")
+        text.append(word, style=f"{style} underline reverse".strip() if place == top else style)
+    text.append(f"\nstep {state.steps}", style="dim")
+    if share is not None:
+        text.append(f"  sink {share:.0%}", style="dim")
+    text.append(f"  most attended: place {top} ({top_share:.0%})", style="dim")
+    return text
+
+
+def _watch(lm: Any, state: State, job: Job, console: Console) -> None:
+    """Text that appears in place on a terminal; elsewhere a line for each step."""
+    denoiser = Watched(lm.model)
+    with Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else _Lines(console) as live:
+        while not state.done:
+            denoiser.seen = None
+            step([state], denoiser, device=denoiser.device, deterministic=job.deterministic)
+            if denoiser.seen is not None:
+                live.update(_shown(lm, state, denoiser.attention()), refresh=True)
+
+
+class _Lines:
+    """What Live is where there is no terminal: every update is a line of its own."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def __enter__(self) -> "_Lines":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, text: Text, *, refresh: bool) -> None:
+        body, _, facts = text.plain.rpartition("\n")
+        self._console.print(f"{facts}  {body!r}", markup=False, highlight=False, soft_wrap=True)
+
+
+# -- writing --------------------------------------------------------------------------------------------------------------------
+
+
+def write(lm: Any, job: Job, policy: Policy, *, watch: bool = False, console: Console | None = None) -> dict[str, Any]:
+    """Samples what the job asks for. The dictionary is what --json prints."""
+    if job.until_eos and policy.eos_id is None:
+        raise SamplingError("--until-eos: the tokenizer names no EOS; give a --length alone")
+    rows = [row for row in canvases(lm, job) for _ in range(job.n)]
+    requests = [Request(row, policy, lm.config.mask_id, job.seed, number, grow=job.until_eos) for number, row in enumerate(rows)]
+    if watch and len(requests) > 1:
+        raise SamplingError(f"--watch: shows one text, and there are {len(requests)}; leave out --n or --prompts")
+    states = start(requests)
+    began = time.perf_counter()
+    with lm.model.inference():
+        if watch:
+            _watch(lm, states[0], job, console or Console(stderr=True))
+        else:
+            _run(lm, states, job)
+    seconds = time.perf_counter() - began
+    written = sum(state.length - len(_given(state)) for state in states)
+    return {
+        "seed": job.seed,
+        "steps": max(state.steps for state in states),
+        "policy": asdict(policy),
+        "timing": {"seconds": seconds, "tokens": written, "tokens_per_second": written / seconds},
+        "samples": [_sample(lm, state) for state in states],
+    }
+
+
+def _run(lm: Any, states: Sequence[State], job: Job) -> None:
+    """At most job.batch rows at a time: when one is done, the next takes its place."""
+    waiting, denoiser = iter(states), lm.model.denoiser()
+    running = list(_take(waiting, job.batch))
+    while running:
+        step(running, denoiser, device=denoiser.device, deterministic=job.deterministic)
+        running = [state for state in running if not state.done]
+        running += _take(waiting, job.batch - len(running))
+
+
+def _take(states: Iterator[State], n: int) -> list[State]:
+    return [state for _, state in zip(range(n), states, strict=False)]
+
+
+def _given(state: State) -> list[int]:
+    return [token for token in state.request.canvas[: state.length] if token != state.request.mask_id]
+
+
+def _sample(lm: Any, state: State) -> dict[str, Any]:
+    tokens, eos_id = state.tokens.tolist(), state.policy.eos_id
+    written = [place for place, token in enumerate(state.request.canvas[: state.length]) if token == state.request.mask_id]
+    ends = [place for place in written if tokens[place] == eos_id]
+    # What follows an EOS that ends the text is no part of it, unless something given stands there.
+    cut = ends and len(written) and written[-1] == state.length - 1
+    return {
+        "text": lm.tokenizer.decode(tokens[: ends[0]] if cut else [token for token in tokens if token != eos_id or not ends]),
+        "tokens": tokens,
+        "steps": state.steps,
+        "confidences": [None if math.isnan(sure) else sure for sure in state.confidence.tolist()],
+    }
+
+
+def policy_for(lm: Any, policy: Policy, *, stop: bool, until_eos: bool) -> dict[str, Any]:
+    """What the model and its tokenizer say about a policy: which token ends a text."""
+    eos_id = getattr(lm.tokenizer, "eos_token_id", None) if stop else None
+    options: dict[str, Any] = {"eos_id": eos_id} if policy.eos_id is None else {}
+    return options | ({"block": _BLOCK} if until_eos and policy.block is None else {})

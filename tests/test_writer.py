@@ -1,0 +1,187 @@
+"""`sinkdlm sample`, as a user types it: prompts, gaps, files, chat, watching, JSON, and mistakes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import sinkdlm
+from conftest import small_model
+from sinkdlm.cli import app
+from sinkdlm.data.synthetic import character_tokenizer
+from sinkdlm.errors import SamplingError
+from sinkdlm.writer import Piece, parse_gaps
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    tokenizer = character_tokenizer()
+    model = small_model(seed=2, dtype=torch.float32, vocab_size=len(tokenizer), n_sinks=1)
+    path = tmp_path_factory.mktemp("sampled") / "model"
+    sinkdlm.save(path, model, tokenizer, provenance={})
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory, checkpoint):
+    lm = sinkdlm.load(checkpoint)
+    lm.tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+    path = tmp_path_factory.mktemp("chatty") / "model"
+    sinkdlm.save(path, lm.model, lm.tokenizer, provenance={})
+    return str(path)
+
+
+def sample(*words):
+    found = CliRunner().invoke(app, ["sample", *map(str, words)], catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    return found
+
+
+def as_json(*words):
+    return json.loads(sample(*words, "--json").stdout)
+
+
+def test_a_prompt_is_continued(checkpoint):
+    out = as_json(checkpoint, "--prompt", "tom has ", "--length", 12, "--n", 3, "--temperature", 1.0, "--no-stop", "--seed", 5)
+    assert len(out["samples"]) == 3
+    assert len({tuple(row["tokens"]) for row in out["samples"]}) == 3
+    for row in out["samples"]:
+        assert row["text"].startswith("tom has ")
+        assert len(row["tokens"]) == 8 + 12
+        assert row["confidences"][:8] == [None] * 8
+        assert all(0 < sure <= 1 for sure in row["confidences"][8:])
+        assert row["steps"] == 12
+    assert out["steps"] == 12
+    assert out["timing"]["tokens"] == 36
+    assert out["timing"]["seconds"] > 0
+    assert out["policy"]["temperature"] == 1.0
+    shown = sample(checkpoint, "--prompt", "tom has ", "--length", 12, "--n", 3, "--temperature", 1.0, "--no-stop", "--seed", 5)
+    assert shown.stdout == "".join(row["text"] + "\n" for row in out["samples"])
+
+
+@pytest.mark.parametrize("config", ["smdm-origin", "smdm-greedy", "llada", "dream", "fast"])
+def test_every_named_configuration_runs(checkpoint, config):
+    out = as_json(checkpoint, "--prompt", "ann ", "--config", config, "--length", 20, "--set", "block=8", "--no-stop")
+    mask_id = sinkdlm.load(checkpoint).config.mask_id
+    assert mask_id not in out["samples"][0]["tokens"]
+    assert len(out["samples"][0]["tokens"]) == 24
+
+
+def test_gaps_are_filled_and_nothing_else(checkpoint):
+    lm = sinkdlm.load(checkpoint)
+    out = as_json(checkpoint, "--infill", "the [____] sat on [_:7].", "--no-stop")
+    tokens = out["samples"][0]["tokens"]
+    assert len(tokens) == 4 + 4 + 8 + 7 + 1
+    text = [lm.tokenizer.decode([token]) for token in tokens]
+    assert "".join(text[:4]) == "the "
+    assert "".join(text[8:16]) == " sat on "
+    assert text[-1] == "."
+    assert len(as_json(checkpoint, "--infill", "a[_]b[_]", "--gap", 5, "--no-stop")["samples"][0]["tokens"]) == 12
+    around = as_json(checkpoint, "--prompt", "tom ", "--suffix", " end.", "--length", 6, "--no-stop")["samples"][0]
+    assert around["text"].startswith("tom ")
+    assert around["text"].endswith(" end.")
+    assert len(around["tokens"]) == 4 + 6 + 5
+
+
+def test_gaps_are_read():
+    assert parse_gaps("a [___] b") == [Piece("a "), Piece("", 3), Piece(" b")]
+    assert parse_gaps("[_:12]", None) == [Piece(""), Piece("", 12), Piece("")]
+    with pytest.raises(SamplingError, match="zero length"):
+        parse_gaps("a [] b")
+
+
+def test_prompts_of_a_file_give_what_they_give_alone(checkpoint, tmp_path):
+    prompts = ["tom has 3 apples", "12+", "the red cat sleeps", "ann", "eva"]
+    lines, rows = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    lines.write_text("\n".join(prompts) + "\n\n")
+    rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    how = ("--length", 10, "--temperature", 0.8, "--deterministic", "--no-stop")
+    found = as_json(checkpoint, "--prompts", lines, "--batch", 2, *how)
+    assert found["samples"] == as_json(checkpoint, "--prompts", rows, *how)["samples"]
+    assert [row["text"][: len(prompt)] for row, prompt in zip(found["samples"], prompts, strict=True)] == prompts
+    assert as_json(checkpoint, "--prompt", prompts[0], *how)["samples"][0] == found["samples"][0]
+
+
+def test_chat_uses_the_template(chatty, checkpoint, tmp_path):
+    assert sample(chatty, "--chat", "--prompt", "hello", "--length", 4).stdout.startswith("user: hello\nassistant: ")
+    talk = tmp_path / "talk.jsonl"
+    talk.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
+    assert sample(chatty, "--prompts", talk, "--length", 4).stdout.startswith("user: hi\nassistant: ")
+    with pytest.raises(SamplingError, match="no chat template"):
+        sample(checkpoint, "--chat", "--prompt", "hello")
+
+
+def test_an_open_end_stops_at_eos_or_the_limit(checkpoint):
+    eos = sinkdlm.load(checkpoint).tokenizer.eos_token_id
+    out = as_json(checkpoint, "--prompt", "tom", "--until-eos", "--length", 40, "--block", 4, "--temperature", 1.0, "--n", 12)
+    lengths = [len(row["tokens"]) for row in out["samples"]]
+    assert max(lengths) <= 43
+    assert min(lengths) < 43
+    for row in out["samples"]:
+        assert (len(row["tokens"]) - 3) % 4 == 0
+        assert eos in row["tokens"][-4:] or len(row["tokens"]) == 43
+        assert "<eos>" not in row["text"]
+
+
+def test_watching_shows_every_step_and_the_sink(checkpoint):
+    found = sample(checkpoint, "--prompt", "tom has", "--length", 6, "--watch", "--no-stop")
+    steps = [line for line in found.stderr.splitlines() if line.startswith("step ")]
+    assert len(steps) == 6
+    assert "sink " in steps[0]
+    assert "most attended: place" in steps[0]
+    assert steps[0].count("░") == 5
+    assert "░" not in steps[-1]
+    assert found.stdout == sample(checkpoint, "--prompt", "tom has", "--length", 6, "--no-stop").stdout
+
+
+MISTAKES = [
+    (["--length", "500"], ["prompt of", "reads at most 64"]),
+    (["--prompt", "a" * 90], ["prompt of 90", "shorten"]),
+    (["--infill", "the [] sat"], ["zero length"]),
+    (["--infill", "the cat sat"], ["has no gap"]),
+    (["--policy", "best"], ["policy 'best'", "smdm-origin"]),
+    (["--steps", "0"], ["steps = 0", "1 or more"]),
+    (["--temperature", "-1"], ["temperature = -1.0", "0 or more"]),
+    (["--prompts", "empty.txt"], ["empty.txt", "holds no prompt"]),
+    (["--prompts", "none.txt"], ["none.txt", "cannot be read"]),
+    (["--prompts", "bad.jsonl"], ["bad.jsonl: line 1 is no JSON"]),
+    (["--prompt", "a", "--infill", "[_]"], ["give one of them"]),
+    (["--watch", "--n", "2"], ["shows one text"]),
+    (["--cache", "dual"], ["needs a block length"]),
+    (["--set", "colour=red"], ["option 'colour'"]),
+]
+
+
+def test_mistakes_get_one_line_and_status_2(checkpoint, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    script = (
+        "import json, sys, io, contextlib\n"
+        "from sinkdlm import cli\n"
+        "found = []\n"
+        "for words in json.load(sys.stdin):\n"
+        "    out, err = io.StringIO(), io.StringIO()\n"
+        "    sys.argv = ['sinkdlm', 'sample', *words]\n"
+        "    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):\n"
+        "        try:\n"
+        "            cli.main()\n"
+        "        except SystemExit as end:\n"
+        "            found.append([end.code, out.getvalue(), err.getvalue()])\n"
+        "json.dump(found, sys.stdout)\n"
+    )
+    given = json.dumps([[checkpoint, *words] for words, _ in MISTAKES])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", script], input=given, capture_output=True, text=True, cwd=tmp_path, env=environment, check=True
+    )
+    found = json.loads(run.stdout)
+    assert len(found) == len(MISTAKES)
+    for (words, expected), (status, out, err) in zip(MISTAKES, found, strict=True):
+        assert (status, out) == (2, ""), (words, err)
+        assert err.startswith("sinkdlm: ")
+        assert err.count("\n") == 1
+        assert all(word in err for word in expected), err
