@@ -36,12 +36,14 @@ class Watch:
         self._heard: dict[int, tuple[bytes, float]] = {}
         self._closed = threading.Event()
         self._gone: Departure | None = None
+        self._first = "rank 0"
         self._beat(0)
         self._store.set(f"name/{rank}", f"rank {rank} ({socket.gethostname()}, process {os.getpid()})")
         self._thread = threading.Thread(target=self._run, name="sinkdlm-watch", daemon=True)
 
     def start(self) -> None:
         """Once every rank has made its watch."""
+        self._first = self._name(0)  # read now: when the store is gone, nobody can be asked
         self._thread.start()
 
     def close(self) -> None:
@@ -86,7 +88,7 @@ class Watch:
                 self._beat(count)
                 told = self._store.check(["gone"])
             except RuntimeError:
-                self._end(Departure(0, "the store of rank 0's node cannot be reached"))
+                self._end(self._no_store())
                 return
             found = None
             if told:
@@ -116,8 +118,11 @@ class Watch:
                 if said is None and rank in silent:
                     return Departure(rank, f"{self._name(rank)} was lost")
         except RuntimeError:
-            return Departure(0, "the store of rank 0's node cannot be reached")
+            return self._no_store()
         return None
+
+    def _no_store(self) -> Departure:
+        return Departure(0, f"the store beside {self._first} cannot be reached: that rank, its launcher or its host was lost")
 
     def _name(self, rank: int) -> str:
         return self._store.get(f"name/{rank}").decode()
