@@ -32,8 +32,8 @@ if [[ -z ${OMP_NUM_THREADS:-} ]]; then
     export OMP_NUM_THREADS=$((cores > NPROC ? cores / NPROC : 1))
 fi
 
-# After SIGTERM torchrun kills ranks that are not gone in 30 s. A long step and a large state may take more; whoever cannot wait
-# (Slurm's limits, a second signal) still ends them.
+# After SIGTERM torchrun kills ranks that are not gone in 30 s. A long step and a large state may take more; who cannot wait that
+# long (Slurm, at its limits) ends them by SIGKILL.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
 options=(--nproc-per-node="$NPROC" --max-restarts="${MAX_RESTARTS:-3}")

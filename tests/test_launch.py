@@ -1,6 +1,7 @@
 """The scripts of launch/ on gloo ranks: they train, end together when asked to or when one is lost, and go on bit for bit."""
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -9,8 +10,10 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 from benchmarks import kills
 
@@ -178,3 +181,35 @@ def free_port() -> int:
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         return place.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_a_row_that_one_rank_cannot_read_ends_all_with_its_words(runs, tmp_path):
+    """The others are within the step by then, and wait for it."""
+    data = kills.write_set(tmp_path / "data")
+    tokens = np.fromfile(data / "train-00000.bin", "<u2")
+    tokens[32 * 5 : 32 * 6] = 200
+    (data / "train-00000.bin").write_bytes(tokens.tobytes())
+    index = json.loads((data / "index.json").read_text())
+    index["splits"]["train"]["shards"][0]["sha256"] = hashlib.sha256(tokens.tobytes()).hexdigest()
+    (data / "index.json").write_text(json.dumps(index))
+    recipe = kills.write_recipe(tmp_path / "recipe.toml", data, steps=300)
+    with launched(script(recipe, tmp_path / "run"), tmp_path / "said", NPROC="2", MAX_RESTARTS="0") as launch:
+        assert launch.wait(90) == 1
+    assert "sinkdlm: rank" in launch.text()
+    assert "token id 200 at position 0 of row 5" in launch.text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+def test_ray_trains_and_replaces_a_lost_worker_bit_for_bit(runs, tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, str(ROOT / "launch" / "ray_train.py"), str(runs / "recipe.toml"), "--out", str(out)]
+    with launched([*command, "--workers", "2", "--cpu"], tmp_path / "said", RAY_AUTH_MODE="disabled") as launch:
+        wait_until(lambda: steps_made(out) > 4, launch)
+        workers = [pid for pid in launch.environments() if b"RayTrainWorker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(workers) == 2
+        os.kill(workers[1], signal.SIGKILL)
+        assert launch.wait(240) == 0, launch.text()[-4000:]
+    assert [start["ranks"] for start in starts(out)] == [2, 2]
+    assert kills.differences(runs / "alone", out) == []

@@ -217,12 +217,13 @@ class Trainer:
                     self._stop(caught)
                 began = time.perf_counter()
         except DataError:
-            self._save_state(final=True)  # the steps made so far are good
+            if self.world.alone:  # the steps made so far are good; several ranks are within the step, and cannot save together
+                self._save_state(final=True)
             raise
         except torch.OutOfMemoryError:
             raise TrainError(
                 f"out of memory on {self.device} with {self.micro_batch} rows of {self.recipe.data.length} tokens a forward; "
-                "lower train.micro_batch, or set train.recompute = true, and run again: both may change within a run"
+                'lower train.micro_batch, or set train.recompute = "full", and run again: both may change within a run'
             ) from None
         finally:
             feed.close()  # type: ignore[attr-defined]
