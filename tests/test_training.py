@@ -705,9 +705,9 @@ def test_a_later_budget_replaces_an_earlier_one(tmp_path):
 
 
 def load_parent(recipe, dtype):
-    from sinkdlm.cli import _load_parent
+    from sinkdlm.cli import load_parent
 
-    return _load_parent(recipe, dtype)
+    return load_parent(recipe, dtype)
 
 
 def test_adaptation_opens_attention_and_adds_a_sink(tmp_path, token_set):

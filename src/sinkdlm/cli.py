@@ -162,7 +162,7 @@ def train(
     from sinkdlm.training.signals import Stopped
 
     try:
-        found = run(resolved, out or Path("runs") / recipe.stem, load_parent=_load_parent, device=device)
+        found = run(resolved, out or Path("runs") / recipe.stem, load_parent=load_parent, device=device)
     except Stopped as stopped:
         if not stopped.quiet:
             print(f"sinkdlm: {stopped}", file=sys.stderr)
@@ -172,7 +172,7 @@ def train(
     typer.echo(json.dumps(found, indent=2) if as_json else f"{found['model']}: {found['tokens']:,} tokens, {found['steps']} steps")
 
 
-def _load_parent(recipe: Any, dtype: Any) -> Any:
+def load_parent(recipe: Any, dtype: Any) -> Any:
     """init.from of a recipe: whatever `convert` reads, with the variant that [model] asks for."""
     from sinkdlm import interop
 

@@ -224,7 +224,7 @@ class Trainer:
         except torch.OutOfMemoryError:
             raise TrainError(
                 f"out of memory on {self.device} with {self.micro_batch} rows of {self.recipe.data.length} tokens a forward; "
-                "lower train.micro_batch, or set train.recompute = true, and run again: both may change within a run"
+                'lower train.micro_batch, or set train.recompute = "full", and run again: both may change within a run'
             ) from None
         finally:
             feed.close()  # type: ignore[attr-defined]

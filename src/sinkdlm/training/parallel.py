@@ -144,15 +144,15 @@ def _join(device: torch.device, rank: int, size: int, local_size: int) -> World:
         store = meet(store, rank, size)
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device if on_gpu else None)
-    except (RuntimeError, ValueError) as failure:
+        world = World(device, rank, size, local_size)
+        world.watch = Watch(PrefixStore("watch", store.clone()), rank, size)
+        world.wait()
+        world.watch.start()
+        return world
+    except (RuntimeError, ValueError) as failure:  # another rank may die before there is a watch to name it
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(failure).splitlines()[0]
         raise TrainError(f"rank {rank}: cannot join the other ranks at {place}: {reason}") from None
-    world = World(device, rank, size, local_size)
-    world.watch = Watch(PrefixStore("watch", store.clone()), rank, size)
-    world.wait()
-    world.watch.start()
-    return world
 
 
 def _explain(failure: BaseException, world: World) -> BaseException:

@@ -28,7 +28,8 @@ class Departure(NamedTuple):
 
 
 class Watch:
-    """One thread a rank. Rank 0 listens to all, the others to rank 0 and to what it says."""
+    """Rank 0 listens to all, the others to rank 0 and to what it says. A second thread listens to the first: a store on a host that
+    fell silent closes no connection, and whoever asks it waits for ever."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank, self.size, self._store = rank, size, store
@@ -36,18 +37,24 @@ class Watch:
         self._heard: dict[int, tuple[bytes, float]] = {}
         self._closed = threading.Event()
         self._gone: Departure | None = None
+        self._first = "rank 0"
         self._beat(0)
         self._store.set(f"name/{rank}", f"rank {rank} ({socket.gethostname()}, process {os.getpid()})")
+        self._unanswered = 0  # beats since the store last answered: counted, because a clock runs on while a process is held up
         self._thread = threading.Thread(target=self._run, name="sinkdlm-watch", daemon=True)
+        self._guard = threading.Thread(target=self._watch_store, name="sinkdlm-watch-store", daemon=True)
 
     def start(self) -> None:
         """Once every rank has made its watch."""
+        self._first = self._name(0)  # read now: when the store is gone, nobody can be asked
         self._thread.start()
+        self._guard.start()
 
     def close(self) -> None:
         """Only when every rank has come to its end: a closed watch is a silent one."""
         self._closed.set()
         self._thread.join()
+        self._guard.join()
 
     def leave(self, why: str, *, own: bool) -> None:
         """Says to the others that this rank ends. own: because of itself, not because another one is gone."""
@@ -86,7 +93,7 @@ class Watch:
                 self._beat(count)
                 told = self._store.check(["gone"])
             except RuntimeError:
-                self._end(Departure(0, "the store of rank 0's node cannot be reached"))
+                self._end(self._no_store())
                 return
             found = None
             if told:
@@ -96,6 +103,13 @@ class Watch:
             if found is not None and not self._closed.is_set():
                 self._end(found)
                 return
+            self._unanswered = 0
+
+    def _watch_store(self) -> None:
+        while not self._closed.wait(_BEAT) and self._gone is None:
+            self._unanswered += 1
+            if self._unanswered * _BEAT > _SILENCE:
+                self._end(self._no_store(), tell=False)
 
     def _look(self, ranks: Any, silence: float) -> Departure | None:
         """The first of these ranks that left for a reason of its own, or is silent without having said that it leaves."""
@@ -116,18 +130,22 @@ class Watch:
                 if said is None and rank in silent:
                     return Departure(rank, f"{self._name(rank)} was lost")
         except RuntimeError:
-            return Departure(0, "the store of rank 0's node cannot be reached")
+            return self._no_store()
         return None
+
+    def _no_store(self) -> Departure:
+        return Departure(0, f"the store beside {self._first} cannot be reached: that rank, its launcher or its host was lost")
 
     def _name(self, rank: int) -> str:
         return self._store.get(f"name/{rank}").decode()
 
-    def _end(self, found: Departure) -> None:
+    def _end(self, found: Departure, *, tell: bool = True) -> None:
         """Tells the others, lets this rank come to its end by itself, and ends it where it cannot: a collective on a GPU waits for
         ever."""
         self._gone = found
-        with contextlib.suppress(RuntimeError):
-            self._store.set("gone", json.dumps(found))
+        if tell:
+            with contextlib.suppress(RuntimeError):
+                self._store.set("gone", json.dumps(found))
         if not self._closed.wait(_GRACE):
             if self.rank == 0 or found.rank == 0:
                 sys.stderr.write(f"sinkdlm: {found.text}; run the same command to go on from the last state\n")

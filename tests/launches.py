@@ -1,0 +1,87 @@
+"""Launches as the tests see them: started through the scripts of launch/, read, signalled, and cleared away to the last process."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "launch" / "torchrun.sh"
+_MARK = "SINKDLM_LAUNCH"  # in the environment of every process of a launch, whoever its parent has become
+
+
+class Launch:
+    """A command that runs, and everything that it has started."""
+
+    def __init__(self, command: list[str], said: Path, environment: dict[str, str]) -> None:
+        self._mark = f"{_MARK}={secrets.token_hex(8)}"
+        name, value = self._mark.split("=")
+        self.said = said
+        full = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **environment, name: value}
+        with said.open("ab") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, env=full, cwd=ROOT)
+
+    def environments(self) -> dict[int, dict[str, str]]:
+        """Of every living process of this launch, by its id."""
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                dead = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+            except OSError:
+                continue
+            if self._mark in words and not dead:
+                found[int(entry.name)] = dict(word.split("=", 1) for word in words if "=" in word)
+        return found
+
+    def ranks(self) -> dict[int, int]:
+        """The process of each rank."""
+        return {int(words["RANK"]): pid for pid, words in self.environments().items() if "RANK" in words}
+
+    def wait(self, seconds: float = 120.0) -> int:
+        return self.process.wait(seconds)
+
+    def text(self) -> str:
+        return self.said.read_text()
+
+    def kill(self) -> None:
+        """Everything at once, as a host that loses power."""
+        while alive := self.environments():
+            for pid in alive:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            time.sleep(0.05)
+        self.process.wait()
+
+
+@contextmanager
+def launched(command: list[str], said: Path, **environment: str) -> Iterator[Launch]:
+    launch = Launch(command, said, environment)
+    try:
+        yield launch
+    finally:
+        launch.kill()
+
+
+def train_arguments(recipe: Path, out: Path, *more: str) -> list[str]:
+    return [str(recipe), "--out", str(out), "--device", "cpu", *more]
+
+
+def wait_until(what: Callable[[], object], launch: Launch, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert launch.process.poll() is None, launch.text()[-4000:]
+        assert time.monotonic() < end, launch.text()[-4000:]
+        time.sleep(0.005)
+
+
+def steps_made(out: Path) -> int:
+    metrics = out / "metrics.jsonl"
+    return metrics.read_bytes().count(b'"train"') if metrics.exists() else 0

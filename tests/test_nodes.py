@@ -1,0 +1,154 @@
+"""Two network namespaces as two hosts: names and addresses of their own, one cable between them, ranks that meet over TCP.
+
+Host B has the lower address, so torchrun makes its ranks the first: B writes the run and holds the ranks' store, A the rendezvous.
+The one that is lost is B.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from benchmarks import kills
+
+from launches import SCRIPT, Launch, launched, steps_made, train_arguments, wait_until
+
+STEPS = 60
+CABLE = "veth-sinkdlm"  # what each host calls its end of it
+QUICK = "keep_alive_interval=1,last_call_timeout=3"  # torchrun takes 15 s to miss a host, and 30 s to begin without one
+
+pytestmark = pytest.mark.slow
+
+
+class Host(NamedTuple):
+    name: str
+    address: str
+
+    def command(self, *words: str) -> list[str]:
+        """Runs words there, under the host's own name."""
+        named = f'hostname {self.name} && exec "$@"'
+        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "bash", "-c", named, "bash", *words]
+
+
+def ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+def connect(a: Host, b: Host) -> None:
+    for host in (a, b):
+        ip("netns", "add", host.name)
+        ip("-n", host.name, "link", "set", "lo", "up")
+    ip("link", "add", CABLE, "netns", a.name, "type", "veth", "peer", "name", CABLE, "netns", b.name)
+    for host in (a, b):
+        ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", CABLE)
+        ip("-n", host.name, "link", "set", CABLE, "up")
+        subprocess.run(host.command("true"), capture_output=True, check=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    a, b = Host(f"node-a-{os.getpid()}", "10.213.7.2"), Host(f"node-b-{os.getpid()}", "10.213.7.1")
+    try:
+        try:
+            connect(a, b)
+        except (OSError, subprocess.CalledProcessError) as failure:
+            pytest.skip(f"hosts cannot be made here: {failure}")
+        yield a, b
+    finally:
+        if shutil.which("ip") is not None:
+            for host in (a, b):  # and the cable with them
+                subprocess.run(["ip", "netns", "delete", host.name], capture_output=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Data, a recipe, and what comes of it on 4 ranks of one host that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("nodes")
+    kills.write_recipe(folder / "recipe.toml", kills.write_set(folder / "data"), steps=STEPS)
+    command = [str(SCRIPT), *train_arguments(folder / "recipe.toml", folder / "alone")]
+    with launched(command, folder / "alone.said", NPROC="4") as launch:
+        assert launch.wait() == 0, launch.text()[-4000:]
+    return folder
+
+
+@contextmanager
+def node(host: Host, meeting: Host, n_nodes: str, runs: Path, out: Path) -> Iterator[Launch]:
+    command = host.command(str(SCRIPT), *train_arguments(runs / "recipe.toml", out))
+    place = {"NNODES": n_nodes, "RDZV": f"{meeting.address}:29400", "ADDRESS": host.address, "NPROC": "2"}
+    said = out.with_suffix(f".{host.name}")
+    with launched(command, said, **place, RDZV_CONF=QUICK, GLOO_SOCKET_IFNAME=CABLE) as launch:
+        yield launch
+
+
+def starts(out: Path) -> list[dict]:
+    return json.loads((out / "environment.json").read_text())["starts"]
+
+
+def finish(*nodes: Launch) -> None:
+    for launch in nodes:
+        assert launch.wait(180) == 0, launch.text()[-4000:]
+
+
+def test_a_run_survives_the_loss_and_return_of_a_host(runs, hosts):
+    a, b = hosts
+    out = runs / "lost"
+    with node(a, a, "2", runs, out) as stays:
+        with node(b, a, "2", runs, out) as lost:
+            wait_until(lambda: steps_made(out) > 10, stays)
+            lost.kill()
+        wait_until(lambda: re.search(rf"rank 0 \({b.name}, process \d+\)", stays.text()), stays, 60)
+        with node(b, a, "2", runs, out) as back:
+            finish(stays, back)
+    assert [(start["ranks"], start["hosts"]) for start in starts(out)] == [(4, [a.name, b.name])] * 2
+    assert starts(out)[1]["step"] > 0
+    assert kills.differences(runs / "alone", out) == []
+
+
+def test_fewer_hosts_go_on_while_one_is_away(runs, hosts):
+    a, b = hosts
+    out = runs / "elastic"
+    with node(a, a, "1:2", runs, out) as stays:
+        with node(b, a, "1:2", runs, out) as lost:
+            wait_until(lambda: steps_made(out) > 10, stays)
+            lost.kill()
+        wait_until(lambda: len(starts(out)) == 2, stays, 90)
+        alone_from = starts(out)[1]["step"]
+        wait_until(lambda: steps_made(out) > alone_from + 5, stays)
+        with node(b, a, "1:2", runs, out) as back:
+            finish(stays, back)
+    assert [(start["ranks"], start["hosts"]) for start in starts(out)] == [
+        (4, [a.name, b.name]),
+        (2, [a.name]),
+        (4, [a.name, b.name]),
+    ]
+    (stopped,) = re.findall(r"stopped by SIGTERM after step (\d+)", stays.text())
+    assert starts(out)[2]["step"] == int(stopped)  # whoever makes room for a host that comes back loses no step
+    losses = [[line["loss"] for line in kills.read_metrics(run) if line["kind"] == "train"] for run in (out, runs / "alone")]
+    assert len(losses[1]) == STEPS
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+def test_a_host_that_falls_silent_is_missed(runs, hosts):
+    """A cable that is cut tells nobody: no connection is closed, and collectives would wait."""
+    a, b = hosts
+    out = runs / "silent"
+    with node(a, a, "2", runs, out) as stays:
+        with node(b, a, "2", runs, out) as lost:
+            wait_until(lambda: steps_made(out) > 10, stays)
+            ip("-n", b.name, "link", "set", CABLE, "down")
+            wait_until(lambda: re.search(rf"rank 0 \({b.name}, process \d+\)", stays.text()), stays, 60)
+            wait_until(lambda: re.search(rf"rank [23] \({a.name}, process \d+\) was lost", lost.text()), lost, 60)
+            lost.kill()
+        ip("-n", b.name, "link", "set", CABLE, "up")
+        with node(b, a, "2", runs, out) as back:
+            finish(stays, back)
+    assert kills.differences(runs / "alone", out) == []
