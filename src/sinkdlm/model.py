@@ -183,25 +183,24 @@ class FeedForward(nn.Module):
         return self.down(functional.silu(gate) * up)
 
 
-@functools.cache
-def _costly_operations() -> tuple[Any, ...]:
-    """What selective recomputation keeps: products of matrices and attention, which cost most of the time and some of the room."""
-    aten = torch.ops.aten
-    names = (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-    attention = [getattr(aten, name).default for name in names if hasattr(aten, name)]
-    return (aten.mm.default, aten.addmm.default, aten.bmm.default, *attention, torch.ops.higher_order.flex_attention)
+# What selective recomputation keeps: products of matrices and attention, which cost most of the time and some of the room.
+_COSTLY = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
+]
 
 
 def _run_again(run: Callable[..., Any], how: Recompute, *arguments: Any) -> Any:
     """run(*arguments), whose intermediate results are computed again when the backward wants them."""
     if how == "full":
         return checkpoint(run, *arguments, use_reentrant=False)
-    keep = functools.partial(create_selective_checkpoint_contexts, list(_costly_operations()))
+    keep = functools.partial(create_selective_checkpoint_contexts, _COSTLY)
     return checkpoint(run, *arguments, use_reentrant=False, context_fn=keep)
 
 

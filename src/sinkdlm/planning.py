@@ -69,9 +69,10 @@ class Memory(NamedTuple):
     gradients: int
     optimizer: int
     ema: int
-    copies: int  # of weights: gathered from other ranks, or cast
+    copies: int  # of weights from the forward to the backward: gathered from other ranks, or cast
     activations: int
-    head: int  # or the backward of a block, whichever is more: they do not meet
+    head: int  # a chunk of logits with its gradient, and the head's own, at the end of the forward
+    backward: int  # of one block, with its weights on their way
     accumulates: bool  # whether gradients of earlier forwards are held during a forward
 
     @property
@@ -83,8 +84,8 @@ class Memory(NamedTuple):
     def total(self) -> int:
         """Gradients come as activations go, so that a step of one forward never holds both."""
         held = self.weights + self.optimizer + self.ema + self.copies
-        busy = self.activations + self.head
-        return held + (self.gradients + busy if self.accumulates else max(self.gradients, busy))
+        full = self.activations + max(self.head, self.backward)
+        return held + (self.gradients + full if self.accumulates else max(full, self.gradients + self.backward))
 
 
 class Layout(NamedTuple):
@@ -134,10 +135,9 @@ def training_memory(
     tokens = micro_batch * recipe.data.length
     part = -(-config.count_parameters().total // layout.shards) * weight
     kept = _kept_by_block(config, unit, train.compile != "none" if compiled is None else compiled)
-    # The backward of a block holds the gradients of its wide products; with full recomputation also what the block kept.
-    backward = tokens * unit * (3 * config.d_ff + 4 * config.d_model) + (tokens * kept["none"] if train.recompute == "full" else 0)
     logits = min(160_000_000, tokens * config.vocab_size) * (4 + unit)
-    head = logits + head_parameters(config) * (4 + unit) + 2 * tokens * config.d_model * 4
+    # With recomputation the backward first makes what the block would have kept.
+    again = tokens * (kept["none"] - kept[train.recompute])
     return Memory(
         weights=part,
         gradients=part,
@@ -145,7 +145,8 @@ def training_memory(
         ema=part if train.ema is not None else 0,
         copies=_copies(recipe, layout, weight, unit),
         activations=tokens * config.n_layers * kept[train.recompute],
-        head=max(head, backward),
+        head=logits + head_parameters(config) * (4 + unit) + 2 * tokens * config.d_model * 4,
+        backward=again + tokens * unit * (config.d_ff + 3 * config.d_model) + _travelling(config, layout, weight, unit),
         accumulates=accumulates,
     )
 
@@ -167,15 +168,19 @@ def _kept_by_block(config: ModelConfig, unit: int, compiled: bool) -> dict[str, 
 
 
 def _copies(recipe: Recipe, layout: Layout, weight: int, unit: int) -> int:
-    """Alone, autocast keeps every block's weights in its own precision for the backward, unless the backward casts them again. On
-    several ranks the blocks travel: two gathered ones and the buffer of a third, one's gradient and its sum; the root is whole
-    from the forward to the end of the backward."""
+    """Alone, autocast keeps every block's weights in its own precision for the backward, unless the backward casts them again.
+    Sharded, the root is gathered whole."""
     count = recipe.model.count_parameters()
-    block = count.non_embedding // recipe.model.n_layers
     if layout.copies * layout.shards == 1:
         return unit * count.non_embedding if unit < weight and recipe.train.recompute == "none" else 0
-    root = weight * (count.embedding + count.head) if layout.shards > 1 else 0
-    return root + block * (4 * unit + weight)
+    return weight * (count.embedding + count.head) if layout.shards > 1 else 0
+
+
+def _travelling(config: ModelConfig, layout: Layout, weight: int, unit: int) -> int:
+    """Two gathered blocks and the buffer of a third, one's gradient and its sum over ranks."""
+    if layout.copies * layout.shards == 1:
+        return 0
+    return config.count_parameters().non_embedding // config.n_layers * (4 * unit + weight)
 
 
 def fitting_micro_batch(
