@@ -276,6 +276,26 @@ def test_a_failing_write_in_the_background_costs_no_other_state(tmp_path, token_
     assert kills.differences(tmp_path / "alone", tmp_path / "run") == []
 
 
+@pytest.mark.slow
+def test_writing_behind_holds_no_other_thread(tmp_path, monkeypatch):
+    """Another thread, as training is, comes to its turn between the files: the longest it waits falls with their size."""
+    tensors = {f"w{i}": torch.zeros(2 << 20) for i in range(40)}  # 8 MB each
+    longest = []
+    for size in (1 << 40, state._FILE_BYTES):
+        monkeypatch.setattr(state, "_FILE_BYTES", size)
+        states = state.States(tmp_path / str(size), keep=1, warn=print, world=ALONE)
+        assert states.save_behind(1, tensors, {"step": 1})
+        waits, last = [0.0], time.perf_counter()
+        while states._writer.is_alive():
+            time.sleep(0.001)
+            waits.append(time.perf_counter() - last)
+            last = time.perf_counter()
+        states.wait()
+        longest.append(max(waits))
+    assert len(waits) > 20
+    assert longest[1] < longest[0] / 4, longest
+
+
 def test_a_signal_while_a_state_is_being_written_waits_for_it(tmp_path, token_set, monkeypatch):
     """The state of the very step is in the background and fails: what is said to be saved is saved."""
     look = loop.Trainer._look_around

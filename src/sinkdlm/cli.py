@@ -236,12 +236,17 @@ def sample(
 
     job = Job(prompt, prompts, infill, suffix, chat, length, gap, n, seed, until_eos, batch, deterministic)
     check(job)  # a wrong file or gap is said before the model is read
-    lm = _load_for_sampling(checkpoint, device)
-    if compile_:
-        for part in lm.model.blocks:
-            part.compile()
-    policy = policy_of(policy, **policy_for(lm, policy, stop=stop, until_eos=until_eos))
-    found = write(lm, job, policy, watch=watch)
+    from sinkdlm.training.parallel import joined
+
+    with joined(device) as world:  # under torchrun each rank writes its share
+        lm = _load_for_sampling(checkpoint, world.device)
+        if compile_:
+            for part in lm.model.blocks:
+                part.compile()
+        policy = policy_of(policy, **policy_for(lm, policy, stop=stop, until_eos=until_eos))
+        found = write(lm, job, policy, watch=watch, world=world)
+    if not world.first:
+        return
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -249,15 +254,13 @@ def sample(
         typer.echo(row["text"])
 
 
-def _load_for_sampling(checkpoint: str, device: str | None) -> Any:
-    import torch
-
+def _load_for_sampling(checkpoint: str, device: Any) -> Any:
     from sinkdlm import interop
     from sinkdlm.errors import UserError
 
     if (Path(checkpoint) / "recipe.toml").exists() and (Path(checkpoint) / "model").is_dir():
         checkpoint = str(Path(checkpoint) / "model")  # a run folder: what came of it
-    lm = interop.load_any(checkpoint, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    lm = interop.load_any(checkpoint, device=device)
     if lm.tokenizer is None:
         raise UserError(f"{checkpoint}: has no tokenizer; add one with: sinkdlm convert {checkpoint} DST --tokenizer T")
     return lm

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from rich.console import Console
@@ -214,15 +214,29 @@ class _Lines:
 # -- writing --------------------------------------------------------------------------------------------------------------------
 
 
-def write(lm: Any, job: Job, policy: Policy, *, watch: bool = False, console: Console | None = None) -> dict[str, Any]:
-    """Samples what the job asks for. The dictionary is what --json prints."""
+class Sharing(Protocol):
+    """Processes that write together; training's World is one."""
+
+    def share(self, n: int) -> slice: ...
+
+    def gather(self, value: Any) -> list[Any]: ...
+
+
+def write(
+    lm: Any, job: Job, policy: Policy, *, watch: bool = False, console: Console | None = None, world: Sharing | None = None
+) -> dict[str, Any]:
+    """Samples what the job asks for. The dictionary is what --json prints.
+
+    world: each of its processes writes its share of the texts. A text's noise is keyed by its number, so that it is the same
+    whoever writes it.
+    """
     if job.until_eos and policy.eos_id is None:
         raise SamplingError("--until-eos: the tokenizer names no EOS; give a --length alone")
     rows = [row for row in canvases(lm, job) for _ in range(job.n)]
     requests = [Request(row, policy, lm.config.mask_id, job.seed, number, grow=job.until_eos) for number, row in enumerate(rows)]
     if watch and len(requests) > 1:
         raise SamplingError(f"--watch: shows one text, and there are {len(requests)}; leave out --n or --prompts")
-    states = start(requests)
+    states = start(requests if world is None else requests[world.share(len(requests))])
     began = time.perf_counter()
     with lm.model.inference():
         if watch:
@@ -230,13 +244,15 @@ def write(lm: Any, job: Job, policy: Policy, *, watch: bool = False, console: Co
         else:
             _run(lm, states, job)
     seconds = time.perf_counter() - began
-    written = sum(state.length - len(_given(state)) for state in states)
+    own = [(_sample(lm, state), state.length - len(_given(state))) for state in states]
+    found = [pair for part in ([own] if world is None else world.gather(own)) for pair in part]
+    written = sum(tokens for _, tokens in found)
     return {
         "seed": job.seed,
-        "steps": max(state.steps for state in states),
+        "steps": max(sample["steps"] for sample, _ in found),
         "policy": asdict(policy),
         "timing": {"seconds": seconds, "tokens": written, "tokens_per_second": written / seconds},
-        "samples": [_sample(lm, state) for state in states],
+        "samples": [sample for sample, _ in found],
     }
 
 

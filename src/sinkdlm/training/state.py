@@ -31,6 +31,8 @@ from sinkdlm.errors import CheckpointError, TrainError
 from sinkdlm.training.parallel import World
 
 SCALARS = "state.json"
+_FILE_BYTES = 16 << 20
+_MOST_FILES = 1000
 _NAME = re.compile(r"step-(\d{10})")
 Say = Callable[[str], None]
 
@@ -82,7 +84,7 @@ class States:
         """Makes the buffers that `save_behind` copies to: locking pages takes seconds, which no step should wait for."""
         for name, tensor in tensors.items():
             part = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-            self._staged[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+            self._staged[name] = torch.zeros_like(part, device="cpu", pin_memory=part.is_cuda)  # touched, so that it is there
 
     def wait(self) -> None:
         """Until nothing is being written. Raises what went wrong with it."""
@@ -246,9 +248,25 @@ def _like(tensor: Tensor, part: Tensor) -> Tensor:
     return DTensor(part, spec, requires_grad=False)
 
 
+def _deal_to_files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Which file each tensor goes to, from 1. Files are small, because torch serialises one at a time in a call that keeps every
+    other thread of the process waiting: training goes on between them."""
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    most = max(_FILE_BYTES, sum(sizes.values()) // _MOST_FILES)
+    files: dict[str, int] = {}
+    number, filled = 1, 0
+    for name, size in sizes.items():
+        if filled and filled + size > most:
+            number, filled = number + 1, 0
+        files[name] = number
+        filled += size
+    return files
+
+
 def _save_tensors(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
     """group: of the ranks that write together; None for a process alone."""
-    writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=group is not None)
+    files = _deal_to_files(tensors)
+    writer = HuggingFaceStorageWriter(path=str(folder), fqn_to_index_mapping=files, save_distributed=group is not None)
     try:
         with _quiet_torch():
             save_state(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
