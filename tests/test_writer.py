@@ -45,6 +45,19 @@ def as_json(*words):
     return json.loads(sample(*words, "--json").stdout)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_ranks_share_the_texts_and_write_the_same(checkpoint, n):
+    """Three texts on two ranks; and one, for which the second rank has nothing to do."""
+    words = ["--prompt", "tom has ", "--length", 12, "-n", n, "--temperature", 1.0, "--no-stop", "--deterministic"]
+    expected = as_json(checkpoint, *words)["samples"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "sinkdlm"]
+    command = [*launcher, "sample", checkpoint, *map(str, words), "--json", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout)["samples"] == expected
+    assert len(expected) == n
+
+
 def test_a_prompt_is_continued(checkpoint):
     out = as_json(checkpoint, "--prompt", "tom has ", "--length", 12, "--n", 3, "--temperature", 1.0, "--no-stop", "--seed", 5)
     assert len(out["samples"]) == 3

@@ -198,7 +198,7 @@ def sample(
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's turn in the tokenizer's chat template.")] = False,
     length: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 64,
     until_eos: Annotated[bool, typer.Option("--until-eos", help="Append blocks until EOS; --length is the limit.")] = False,
-    n: Annotated[int, typer.Option("--n", min=1, help="Texts for each prompt.")] = 1,
+    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Texts for each prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     config: Annotated[str, typer.Option("--config", "--policy", help="smdm-origin, smdm-greedy, llada, dream or fast.")] = "llada",
     steps: Annotated[int | None, typer.Option(help="Denoising steps; by default one a token.")] = None,
