@@ -55,15 +55,18 @@ fi
 # torchrun ends with status 1 whether it was stopped or failed. Slurm must know which, so this shell notes signals and hands them on;
 # and torchrun has a process group of its own (set -m), so that a signal to the group of this one comes to it once.
 set -m
-"$python" -m torch.distributed.run "${options[@]}" -m sinkdlm train "$@" &
-launcher=$!
+launcher=
 asked=0
 hand_on() {
     asked=$2
-    kill -"$1" "$launcher" 2>/dev/null || true
+    [[ -z $launcher ]] || kill -"$1" "$launcher" 2>/dev/null || true
 }
 trap 'hand_on TERM 143' TERM
 trap 'hand_on INT 130' INT
+trap 'hand_on TERM 129' HUP # a closed terminal
+"$python" -m torch.distributed.run "${options[@]}" -m sinkdlm train "$@" &
+launcher=$!
+((asked == 0)) || kill -TERM "$launcher" # it came before there was anybody to hand it to
 
 status=0
 wait "$launcher" || status=$?

@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 tests/ranks.py JOBS.json
 
 Each job is {"recipe": tables, "out": folder} and, if wanted, "stop": {"rank", "step"}: a rank that is sent SIGTERM as it looks
-around after that step; or {"validate": file, "model": folder, "recipe": tables, "shard": whether}; or {"held": file, "recipe":
-tables}. Warnings are errors. Beside each run every rank writes down which samples it read, and how they were masked.
+around after that step, and "chunks": true: a chunk of the head for each position. Or {"validate": file, "model": folder, "recipe":
+tables, "shard": whether}; or {"held": file, "recipe": tables}. Warnings are errors. Beside each run every rank writes down which
+samples it read, and how they were masked.
 """
 
 import json
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from sinkdlm import DiffusionLM, Recipe, load
+from sinkdlm import DiffusionLM, Recipe, diffusion, load
 from sinkdlm.data.rows import open_rows
 from sinkdlm.diffusion import Schedule
 from sinkdlm.planning import Layout
@@ -49,8 +50,9 @@ def run(job: dict) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     loop.Trainer._look_around, loop.corrupt = stop, note
+    small = mock.patch.multiple(diffusion, _CHUNK_ELEMENTS=1, _CHUNK_ROWS=1) if job.get("chunks") else nullcontext()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), small:
             warnings.simplefilter("error" if job["recipe"]["train"].get("compile") != "blocks" else "ignore")  # torch's own, then
             loop.train(Recipe.resolve(job["recipe"]), Path(job["out"]), console=Console(file=sys.stderr), device="cpu")
     except loop.Stopped:

@@ -93,6 +93,7 @@ def test_the_script_trains_on_the_ranks_that_it_is_told(runs):
     assert (runs / "alone" / "model").is_dir()
 
 
+@pytest.mark.slow
 def test_a_preempted_slurm_job_saves_its_state_is_requeued_and_goes_on_bit_for_bit(runs, tmp_path):
     out = runs / "slurm"
     job = ["bash", str(ROOT / "launch" / "slurm.sbatch"), *train_arguments(runs / "recipe.toml", out)]

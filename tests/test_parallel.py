@@ -73,6 +73,7 @@ def make_runs(folder: Path) -> None:
     data = kills.write_set(folder / "data")
     precise = {"steps": 50, "precision": "float64", "ema": 0.9}
     exact = tables(data, train=precise, eval={"every": 25, "draws": 5}, save={"every": 20}, parallel={"mode": "shard"})
+    behind = {**exact, "save": {"every": 20, "background": True}}
     single = tables(data)
     uneven = tables(data, train={"batch": 5, "micro_batch": 2, "steps": 6})
     empty = tables(data, train={"batch": 1, "micro_batch": 1, "steps": 6})
@@ -82,6 +83,7 @@ def make_runs(folder: Path) -> None:
         {"recipe": uneven, "out": str(folder / "uneven-1")},
         {"recipe": empty, "out": str(folder / "empty-1")},
         {"recipe": exact, "out": str(folder / "elastic"), "stop": {"rank": 0, "step": 12}},
+        {"recipe": single, "out": str(folder / "elastic-32"), "stop": {"rank": 0, "step": 4}},
         *(variants_job(data, folder / "variants-1", name) for name in MODELS),
     ]
     (folder / "variants-1").mkdir()
@@ -95,9 +97,10 @@ def make_runs(folder: Path) -> None:
         [
             {"recipe": exact, "out": str(folder / "exact-2")},
             {"recipe": {**single, "parallel": {"mode": "replicate"}}, "out": str(folder / "single-2")},
-            {"recipe": {**uneven, **shard}, "out": str(folder / "uneven-2")},
+            {"recipe": {**uneven, **shard}, "out": str(folder / "uneven-2"), "chunks": True},
             {"recipe": {**empty, **shard}, "out": str(folder / "empty-2")},
             {"recipe": exact, "out": str(folder / "elastic"), "stop": {"rank": 1, "step": 25}},
+            {"recipe": single, "out": str(folder / "elastic-32"), "stop": {"rank": 0, "step": 8}},
             {"recipe": exact, "out": str(folder / "resumed-2"), "stop": {"rank": 0, "step": 30}},
             {"recipe": exact, "out": str(folder / "resumed-2")},
             look_job(exact, folder, "whole-2"),
@@ -109,17 +112,28 @@ def make_runs(folder: Path) -> None:
     launch(
         4,
         [
-            {"recipe": {**exact, "save": {"every": 20, "background": True}}, "out": str(folder / "exact-4")},
+            {"recipe": behind, "out": str(folder / "exact-4")},
             {"recipe": {**single, **shard}, "out": str(folder / "single-4")},
-            {"recipe": {**uneven, **shard}, "out": str(folder / "uneven-4")},
+            {"recipe": in_ones(single, {"mode": "shard"}), "out": str(folder / "ones-shard-4")},
+            {"recipe": in_ones(single, {"mode": "hybrid", "shard_ranks": 2}), "out": str(folder / "ones-hybrid-4")},
+            {"recipe": {**uneven, **shard}, "out": str(folder / "uneven-4"), "chunks": True},
             {"recipe": {**single, "parallel": {"mode": "hybrid", "shard_ranks": 2}}, "out": str(folder / "hybrid-4")},
             {"recipe": exact, "out": str(folder / "elastic"), "stop": {"rank": 3, "step": 38}},
+            {"recipe": single, "out": str(folder / "elastic-32"), "stop": {"rank": 2, "step": 12}},
+            {"recipe": behind, "out": str(folder / "resumed-4"), "stop": {"rank": 1, "step": 30}},
+            {"recipe": behind, "out": str(folder / "resumed-4")},
             look_job(exact, folder, "shard-4"),
             {"held": str(folder / "held-4.json"), "recipe": tables(data, model={"d_model": 48, "d_ff": 96, "vocab_size": 512})},
         ],
         folder,
     )
     ranks.run({"recipe": exact, "out": str(folder / "elastic")})
+    ranks.run({"recipe": single, "out": str(folder / "elastic-32")})
+
+
+def in_ones(recipe: dict, parallel: dict) -> dict:
+    """Two forwards of one row on each of 4 ranks."""
+    return {**recipe, "train": {**recipe["train"], "micro_batch": 1}, "parallel": parallel}
 
 
 def look_job(exact: dict, folder: Path, name: str) -> dict:
@@ -180,16 +194,26 @@ def test_a_run_goes_on_exactly_on_other_numbers_of_ranks(runs):
         np.testing.assert_allclose(weights[0][name], weights[1][name], rtol=1e-9, atol=1e-12)
 
 
-def test_a_resumed_run_is_bit_equal_on_the_same_number_of_ranks(runs):
-    starts = json.loads((runs / "resumed-2" / "environment.json").read_text())["starts"]
+def test_a_run_in_float32_goes_on_on_other_numbers_of_ranks(runs):
+    starts = json.loads((runs / "elastic-32" / "environment.json").read_text())["starts"]
+    assert [(start["ranks"], start["step"]) for start in starts] == [(1, 0), (2, 4), (4, 9), (1, 13)]
+    np.testing.assert_allclose(losses(runs / "elastic-32"), losses(runs / "single-1"), rtol=1e-5)
+    assert seen(runs / "elastic-32") == seen(runs / "single-1")
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_a_resumed_run_is_bit_equal_on_the_same_number_of_ranks(runs, n_ranks):
+    """The states of 4 ranks are written behind."""
+    starts = json.loads((runs / f"resumed-{n_ranks}" / "environment.json").read_text())["starts"]
     assert [start["step"] for start in starts] == [0, 31]
-    assert kills.differences(runs / "exact-2", runs / "resumed-2") == []
+    assert kills.differences(runs / f"exact-{n_ranks}", runs / f"resumed-{n_ranks}") == []
     assert kills.differences(runs / "exact-2", runs / "exact-4") != []  # the comparison can fail
 
 
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_batches_that_ranks_cannot_share_evenly(runs, n_ranks):
-    """5 rows, 2 a forward: ranks have different numbers of forwards, or rows of nobody."""
+    """5 rows, 2 a forward: ranks have different numbers of rows, or nobody's; a chunk of the head for each masked position, so that
+    no two ranks have as many."""
     np.testing.assert_allclose(losses(runs / f"uneven-{n_ranks}"), losses(runs / "uneven-1"), rtol=1e-5)
 
 
@@ -204,6 +228,12 @@ def test_sharded_training_equals_one_process(runs, name):
     assert len(expected) == 20
     assert expected[-1] != expected[0]
     np.testing.assert_allclose(losses(runs / "variants-2" / name), expected, rtol=1e-5)
+
+
+def test_gradients_of_several_forwards_add_up_in_every_layout(runs):
+    """Hybrid sums over copies in the last backward only, shards in every one."""
+    for name in ("ones-shard-4", "ones-hybrid-4"):
+        np.testing.assert_allclose(losses(runs / name), losses(runs / "single-1"), rtol=1e-5)
 
 
 def test_hybrid_sharding_equals_full_sharding(runs):

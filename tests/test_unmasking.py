@@ -177,6 +177,7 @@ def sample_joint(n, batches, **options):
     return total_variation(torch.cat(rows), joint)
 
 
+@pytest.mark.slow
 def test_ancestral_sampling_reproduces_the_joint():
     """2e5 samples at 512 steps; drawing all places in one step ignores what they tell about each other."""
     assert sample_joint(50_000, 4, config="smdm-origin", steps=512) < 0.02

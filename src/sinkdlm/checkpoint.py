@@ -4,6 +4,7 @@ Owns what is on disk: atomic writes, fingerprints, and the refusal of anything t
 those are converted first. No pickle is written or read.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -198,7 +199,9 @@ def written_aside(path: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+@functools.cache
 def _umask() -> int:
+    """Read once: to read it is to change it for a moment, for every thread."""
     current = os.umask(0)
     os.umask(current)
     return current

@@ -463,7 +463,14 @@ def main() -> None:
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("sinkdlm: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+        _end(130)
+    except Exception:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            raise
+        import traceback
+
+        traceback.print_exc()
+        _end(1)
 
 
 if __name__ == "__main__":

@@ -217,6 +217,9 @@ class _Lines:
 class Sharing(Protocol):
     """Processes that write together; training's World is one."""
 
+    @property
+    def alone(self) -> bool: ...
+
     def share(self, n: int) -> slice: ...
 
     def gather(self, value: Any) -> list[Any]: ...
@@ -234,6 +237,8 @@ def write(
         raise SamplingError("--until-eos: the tokenizer names no EOS; give a --length alone")
     rows = [row for row in canvases(lm, job) for _ in range(job.n)]
     requests = [Request(row, policy, lm.config.mask_id, job.seed, number, grow=job.until_eos) for number, row in enumerate(rows)]
+    if watch and world is not None and not world.alone:
+        raise SamplingError("--watch: shows one text, in one process; leave torchrun out")
     if watch and len(requests) > 1:
         raise SamplingError(f"--watch: shows one text, and there are {len(requests)}; leave out --n or --prompts")
     states = start(requests if world is None else requests[world.share(len(requests))])
@@ -245,7 +250,9 @@ def write(
             _run(lm, states, job)
     seconds = time.perf_counter() - began
     own = [(_sample(lm, state), state.length - len(_given(state))) for state in states]
-    found = [pair for part in ([own] if world is None else world.gather(own)) for pair in part]
+    parts = [(own, seconds)] if world is None else world.gather((own, seconds))
+    found = [pair for part, _ in parts for pair in part]
+    seconds = max(taken for _, taken in parts)
     written = sum(tokens for _, tokens in found)
     return {
         "seed": job.seed,

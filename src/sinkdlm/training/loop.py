@@ -81,7 +81,10 @@ class Trainer:
         self.schedule = Schedule(self.plan.schedule, self.plan.eps)
         self.monitor = Monitor(folder.path, recipe.log, console) if world.first else SilentMonitor()
         self.rows, self.validation, self.steps = open_data(recipe, self.monitor.say)
-        self.states = States(folder.path / "checkpoints", keep=recipe.save.keep, warn=self.monitor.say, world=world)
+        metrics = self.monitor.metrics
+        self.states = States(
+            folder.path / "checkpoints", keep=recipe.save.keep, warn=self.monitor.say, world=world, before=metrics.sync
+        )
         if world.first:
             self.states.clean()
         self.step, self.updates, self.skipped, self.bad_in_a_row = 0, 0, 0, 0
@@ -107,7 +110,8 @@ class Trainer:
         layout = None
         if not self.world.alone:
             whole = training_memory(self.recipe, 1).state
-            layout = choose_layout(section, self.world.size, self.world.local_size, whole, self._memory())
+            memory = self._memory()
+            layout = self.world.from_first(lambda: choose_layout(section, self.world.size, self.world.local_size, whole, memory))
         start.model.recompute = self.plan.recompute
         for block in start.model.blocks if self._compiles() else ():
             block.forward = torch.compile(block.forward)  # its arithmetic: hooks that gather its weights stay outside
@@ -166,10 +170,10 @@ class Trainer:
         self.monitor.begin(self.step, self.steps, self._settings())
         self._greet()
         try:
-            with noted_signals() as signals:
+            with noted_signals() as signals:  # to the very end: a signal after the last step finds the state and the model written
                 self._loop(signals)
-            self._save_state(final=True)
-            self._export(self.folder.path / "model", final=True)
+                self._save_state(final=True)
+                self._export(self.folder.path / "model", final=True)
         finally:
             self.monitor.close()
             self._finish_writing()
@@ -399,14 +403,24 @@ class Trainer:
         return {f"{kind}.{name}": self.weights.spread(name, part) for kind, parts in kinds.items() for name, part in parts.items()}
 
     def _scalars(self) -> dict[str, Any]:
+        """Raises CheckpointError, on every rank, where rank 0 cannot write its metrics."""
+        length = self.world.from_first(self._flush_metrics)
+        if isinstance(length, str):
+            raise CheckpointError(length)
         return {
             "step": self.step,
             "updates": self.updates,
             "skipped": self.skipped,
             "bad_in_a_row": self.bad_in_a_row,
             "samples": self.step * self.plan.batch,
-            "metrics_bytes": self.monitor.metrics.sync(),
+            "metrics_bytes": length,
         }
+
+    def _flush_metrics(self) -> int | str:
+        try:
+            return self.monitor.metrics.flush()
+        except OSError as failure:
+            return f"{self.monitor.metrics.path}: {failure.strerror}"
 
     def _save_state(self, *, final: bool = False) -> None:
         """A failure in the middle of a run is said and tried again at the next turn; at the end it is an error."""

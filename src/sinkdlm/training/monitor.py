@@ -44,8 +44,9 @@ class Metrics:
         with contextlib.suppress(OSError):
             self.flush()
 
-    def flush(self) -> None:
-        """Raises OSError where the disk does not take it; the file then ends with a whole line all the same."""
+    def flush(self) -> int:
+        """The file's length with everything in it. Raises OSError where the disk does not take it; the file then ends with a whole
+        line all the same."""
         done = 0
         try:
             while done < len(self._waiting):
@@ -55,12 +56,11 @@ class Metrics:
             raise
         self._length += done
         self._waiting = b""
-
-    def sync(self) -> int:
-        """The file's length, once everything written is on disk."""
-        self.flush()
-        os.fsync(self._file)
         return self._length
+
+    def sync(self) -> None:
+        """Until everything that was flushed is on disk."""
+        os.fsync(self._file)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -227,8 +227,11 @@ class SilentMonitor:
         def cut(self, length: int) -> bool:
             return True
 
-        def sync(self) -> int:
+        def flush(self) -> int:
             return 0
+
+        def sync(self) -> None:
+            pass
 
     def __init__(self) -> None:
         self.metrics = self._NoMetrics()

@@ -4,8 +4,10 @@ A launcher (torchrun, Slurm, Ray) describes them in the environment: RANK, WORLD
 it a process is alone, and nothing here costs anything. Knows nothing of models.
 """
 
+import contextlib
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,11 +33,20 @@ class World:
     """This process among those of the run. `words` carries Python objects, `files` what the background writer says: both over the
     network of the hosts, whatever the GPUs use."""
 
-    def __init__(self, device: torch.device, rank: int = 0, size: int = 1, local_size: int = 1) -> None:
-        self.device, self.rank, self.size, self.local_size = device, rank, size, local_size
+    def __init__(self, device: torch.device, rank: int = 0, size: int = 1) -> None:
+        self.device, self.rank, self.size = device, rank, size
         self.words: Any = dist.new_group(backend="gloo") if size > 1 else None
         self.files: Any = dist.new_group(backend="gloo") if size > 1 else None
         self.watch: Watch | None = None
+        hosts = self.gather(socket.gethostname())
+        counts = {hosts.count(host) for host in hosts}
+        self.local_size = counts.pop() if len(counts) == 1 else size  # ranks of a host, where all have as many
+
+    def close(self) -> None:
+        """Gives up its own groups, where the process group stays."""
+        for group in (self.words, self.files):
+            if group is not None:
+                dist.destroy_process_group(group)
 
     @property
     def first(self) -> bool:
@@ -81,18 +92,17 @@ class World:
         return -(-n // self.size)
 
 
-def described_world() -> tuple[int, int, int, int]:
-    """(rank, size, local rank, local size) as the launcher says them."""
+def described_world() -> tuple[int, int, int]:
+    """(rank, size, local rank) as the launcher says them."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        return 0, 1, int(os.environ.get("LOCAL_RANK", "0")), 1
+        return 0, 1, int(os.environ.get("LOCAL_RANK", "0"))
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise TrainError(
             f"WORLD_SIZE = {size} without {', '.join(missing)}: start the ranks with torchrun, or set these as it does"
         )
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
-    return int(os.environ["RANK"]), size, int(os.environ["LOCAL_RANK"]), local_size
+    return int(os.environ["RANK"]), size, int(os.environ["LOCAL_RANK"])
 
 
 def _choose_device(wanted: str | None, local_rank: int) -> torch.device:
@@ -116,14 +126,17 @@ def joined(device: str | None = None) -> Iterator[World]:
     What one rank fails with ends the others too: they raise a TrainError that names it.
     """
     if dist.is_initialized():
-        yield World(find_device(device or "cpu"), dist.get_rank(), dist.get_world_size(), dist.get_world_size())
+        place = _choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        world = World(place, dist.get_rank(), dist.get_world_size())
+        yield world
+        world.close()
         return
-    rank, size, local_rank, local_size = described_world()
+    rank, size, local_rank = described_world()
     place = _choose_device(device, local_rank)
     if size == 1:
         yield World(place)
         return
-    world = _join(place, rank, size, local_size)
+    world = _join(place, rank, size)
     try:
         yield world
         world.wait()
@@ -137,14 +150,14 @@ def joined(device: str | None = None) -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def _join(device: torch.device, rank: int, size: int, local_size: int) -> World:
+def _join(device: torch.device, rank: int, size: int) -> World:
     on_gpu = device.type == "cuda"
     try:
         store, _, _ = next(rendezvous("env://"))
         store = meet(store, rank, size)
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device if on_gpu else None)
-        world = World(device, rank, size, local_size)
+        world = World(device, rank, size)
         world.watch = Watch(PrefixStore("watch", store.clone()), rank, size)
         world.wait()
         world.watch.start()
@@ -161,18 +174,23 @@ def _explain(failure: BaseException, world: World) -> BaseException:
     assert watch is not None
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher that sees one rank die asks the others to end: they do
-    if isinstance(failure, Stopped):
+    if isinstance(failure, Stopped):  # all of them, after the same step: nobody goes before rank 0 has said it
         failure.quiet = not world.first
+        with contextlib.suppress(RuntimeError):
+            world.wait()
+            watch.close()
         return failure
     if not _lost_a_partner(failure):
         watch.leave(f"{type(failure).__name__}: {failure}".splitlines()[0], own=True)
         if isinstance(failure, UserError) and not world.first:
             failure.quiet = _said_by_first(failure, watch)
+        watch.linger()
         return failure
     watch.leave("another rank is gone", own=False)
     found = watch.find(_NAMING) or Departure(-1, "a rank was lost")
     ended = TrainError(f"{found.text}; run the same command to go on from the last state")
     ended.quiet = not world.first and found.rank != 0
+    watch.linger()
     return ended
 
 

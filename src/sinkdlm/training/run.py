@@ -34,7 +34,7 @@ from sinkdlm.config import Recipe
 from sinkdlm.errors import ConfigError, TrainError
 from sinkdlm.training.parallel import World
 
-_LOCK_SECONDS = 60.0  # that the ranks of a restarted run wait for those before them
+_LOCK_SECONDS = 120.0  # that the ranks of a restarted run wait for those before them
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "tokenizers", "safetensors")
 
 
@@ -75,7 +75,13 @@ class RunFolder:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
-            except OSError:
+            except OSError as failure:
+                if not isinstance(failure, BlockingIOError):
+                    self.close()
+                    raise TrainError(
+                        f"{self.path}: cannot be locked: {failure.strerror}; mount it with locks (Lustre: -o flock), "
+                        "or choose another --out"
+                    ) from None
                 if patience <= 0:
                     self.close()
                     raise TrainError(

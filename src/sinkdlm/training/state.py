@@ -40,8 +40,9 @@ Say = Callable[[str], None]
 class States:
     """The states of one run. `save` and `load` take the tensors by name; a load fills them in place. All ranks call them."""
 
-    def __init__(self, folder: Path, *, keep: int, warn: Say, world: World) -> None:
-        self.folder, self.keep, self._warn, self.world = folder, keep, warn, world
+    def __init__(self, folder: Path, *, keep: int, warn: Say, world: World, before: Callable[[], None] = lambda: None) -> None:
+        """before: what rank 0 does before a state gets its name (what the state speaks of must be on disk)."""
+        self.folder, self.keep, self._warn, self.world, self._before = folder, keep, warn, world, before
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._staged: dict[str, Tensor] = {}
@@ -180,14 +181,15 @@ class States:
             raise held[0]
         return held[0]
 
-    @staticmethod
-    def _seal(aside: Path, scalars: Mapping[str, Any], marks: Mapping[str, Any]) -> None:
+    def _seal(self, aside: Path, scalars: Mapping[str, Any], marks: Mapping[str, Any]) -> None:
+        self._before()
         content = {**scalars, "files": dict(marks)}
         (aside / SCALARS).write_text(json.dumps({**content, "sha256": _digest(content)}, indent=2) + "\n")
 
     def _retire(self) -> None:
         """Removes what is older than the newest few. A failure here costs room, not work."""
-        for old in self.steps()[self.keep :]:
+        newest = max(self.whole)  # newer ones, if any, are damaged, and count for nothing
+        for old in [step for step in self.steps() if step <= newest][self.keep :]:
             retired = self.folder / f".{self.place(old).name}.old"
             try:
                 self.place(old).rename(retired)  # first out of sight: a kill while it is being deleted leaves no half state
@@ -251,7 +253,8 @@ def _like(tensor: Tensor, part: Tensor) -> Tensor:
 def _deal_to_files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Which file each tensor goes to, from 1. Files are small, because torch serialises one at a time in a call that keeps every
     other thread of the process waiting: training goes on between them."""
-    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    parts = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    sizes = {name: part.numel() * part.element_size() for name, part in parts.items()}  # rank 0's, which decides for all
     most = max(_FILE_BYTES, sum(sizes.values()) // _MOST_FILES)
     files: dict[str, int] = {}
     number, filled = 1, 0

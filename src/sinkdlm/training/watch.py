@@ -34,7 +34,8 @@ class Watch:
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank, self.size, self._store = rank, size, store
         self._store.set_timeout(timedelta(seconds=_GRACE))
-        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._heard: dict[int, tuple[bytes, int]] = {}  # the last beat of each rank, and when it came, in beats of our own
+        self._count = 0
         self._closed = threading.Event()
         self._gone: Departure | None = None
         self._first = "rank 0"
@@ -73,6 +74,11 @@ class Watch:
             time.sleep(_BEAT / 2)
         return self._gone
 
+    def linger(self) -> None:
+        """Rank 0, before it ends: the store may end with it, so the others are given time to read what was said."""
+        if self.rank == 0:
+            time.sleep(2 * _BEAT)
+
     def left(self, rank: int) -> dict[str, Any] | None:
         """What a rank said as it left."""
         try:
@@ -86,19 +92,15 @@ class Watch:
         self._store.set(f"beat/{self.rank}", str(count))
 
     def _run(self) -> None:
-        count = 0
         while not self._closed.wait(_BEAT):
-            count += 1
+            self._count += 1
             try:
-                self._beat(count)
-                told = self._store.check(["gone"])
+                self._beat(self._count)
+                found = self._told()
             except RuntimeError:
                 self._end(self._no_store())
                 return
-            found = None
-            if told:
-                found = Departure(*json.loads(self._store.get("gone")))
-            elif count % 2 == 0:
+            if found is None and self._count % 2 == 0:
                 found = self._look(range(self.size) if self.rank == 0 else [0], _SILENCE)
             if found is not None and not self._closed.is_set():
                 self._end(found)
@@ -114,24 +116,39 @@ class Watch:
     def _look(self, ranks: Any, silence: float) -> Departure | None:
         """The first of these ranks that left for a reason of its own, or is silent without having said that it leaves."""
         others = [rank for rank in ranks if rank != self.rank]
-        now = time.monotonic()
+        now = self._count  # no clock: it runs on while a job is suspended, and everybody would seem silent
         try:
+            told = self._told()
+            if told is not None:
+                return told
             beats = self._store.multi_get([f"beat/{rank}" for rank in others])
             silent = []
             for rank, beat in zip(others, beats, strict=True):
                 if rank not in self._heard or self._heard[rank][0] != beat:
                     self._heard[rank] = (beat, now)
-                elif now - self._heard[rank][1] > silence:
+                elif (now - self._heard[rank][1]) * _BEAT > silence:
                     silent.append(rank)
             for rank in others:
                 said = self.left(rank)
+                found = None
                 if said is not None and said["own"]:
-                    return Departure(rank, f"{self._name(rank)} ended: {said['why']}")
-                if said is None and rank in silent:
-                    return Departure(rank, f"{self._name(rank)} was lost")
+                    found = Departure(rank, f"{self._name(rank)} ended: {said['why']}")
+                elif said is None and rank in silent:
+                    found = Departure(rank, f"{self._name(rank)} was lost")
+                if found is not None:
+                    self._tell(found)
+                    return found
         except RuntimeError:
             return self._no_store()
         return None
+
+    def _told(self) -> Departure | None:
+        """Whom another rank found gone."""
+        return Departure(*json.loads(self._store.get("gone"))) if self._store.check(["gone"]) else None
+
+    def _tell(self, found: Departure) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.set("gone", json.dumps(found))
 
     def _no_store(self) -> Departure:
         return Departure(0, f"the store beside {self._first} cannot be reached: that rank, its launcher or its host was lost")
@@ -144,8 +161,7 @@ class Watch:
         ever."""
         self._gone = found
         if tell:
-            with contextlib.suppress(RuntimeError):
-                self._store.set("gone", json.dumps(found))
+            self._tell(found)
         if not self._closed.wait(_GRACE):
             if self.rank == 0 or found.rank == 0:
                 sys.stderr.write(f"sinkdlm: {found.text}; run the same command to go on from the last state\n")
