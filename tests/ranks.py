@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 tests/ranks.py JOBS.json
 
 Each job is {"recipe": tables, "out": folder} and, if wanted, "stop": {"rank", "step"}: a rank that is sent SIGTERM as it looks
-around after that step, and "chunks": true: a chunk of the head for each position. Or {"validate": file, "model": folder, "recipe":
-tables, "shard": whether}; or {"held": file, "recipe": tables}. Warnings are errors. Beside each run every rank writes down which
-samples it read, and how they were masked.
+around after that step; "chunks": true: a chunk of the head for each position; "full": true: rank 0's disk is full at the first
+state. Or {"validate": file, "model": folder, "recipe": tables, "shard": whether}; or {"held": file, "recipe": tables}. Warnings are
+errors. Beside each run every rank writes down which samples it read, and how they were masked.
 """
 
 import json
@@ -49,7 +49,12 @@ def run(job: dict) -> None:
         if job.get("stop") == {"rank": rank, "step": self.step}:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    loop.Trainer._look_around, loop.corrupt = stop, note
+    flush, full = loop.Trainer._flush_metrics, [rank == 0 and bool(job.get("full"))]
+
+    def flush_or_not(self):
+        return "No space left on device" if full and full.pop() else flush(self)
+
+    loop.Trainer._look_around, loop.corrupt, loop.Trainer._flush_metrics = stop, note, flush_or_not
     small = mock.patch.multiple(diffusion, _CHUNK_ELEMENTS=1, _CHUNK_ROWS=1) if job.get("chunks") else nullcontext()
     try:
         with warnings.catch_warnings(), small:
@@ -58,7 +63,7 @@ def run(job: dict) -> None:
     except loop.Stopped:
         pass
     finally:
-        loop.Trainer._look_around, loop.corrupt = look, corrupt
+        loop.Trainer._look_around, loop.corrupt, loop.Trainer._flush_metrics = look, corrupt, flush
     record = Path(f"{job['out']}.seen") / f"{dist.get_world_size() if dist.is_initialized() else 1}-{rank}.json"
     record.parent.mkdir(exist_ok=True)
     before = json.loads(record.read_text()) if record.exists() else {}

@@ -99,6 +99,7 @@ def make_runs(folder: Path) -> None:
             {"recipe": {**single, "parallel": {"mode": "replicate"}}, "out": str(folder / "single-2")},
             {"recipe": {**uneven, **shard}, "out": str(folder / "uneven-2"), "chunks": True},
             {"recipe": {**empty, **shard}, "out": str(folder / "empty-2")},
+            {"recipe": {**single, "save": {"every": 5, "keep": 9}}, "out": str(folder / "full-2"), "full": True},
             {"recipe": exact, "out": str(folder / "elastic"), "stop": {"rank": 1, "step": 25}},
             {"recipe": single, "out": str(folder / "elastic-32"), "stop": {"rank": 0, "step": 8}},
             {"recipe": exact, "out": str(folder / "resumed-2"), "stop": {"rank": 0, "step": 30}},
@@ -220,6 +221,12 @@ def test_batches_that_ranks_cannot_share_evenly(runs, n_ranks):
 def test_a_rank_without_any_masked_position(runs):
     """A batch of one row: the other rank has nothing to score, and takes part in every collective."""
     np.testing.assert_allclose(losses(runs / "empty-2"), losses(runs / "empty-1"), rtol=1e-5)
+
+
+def test_a_state_that_rank_0_cannot_write_is_left_out_by_all(runs):
+    """Its disk is full at the first state: all go on, and the next ones are written."""
+    np.testing.assert_allclose(losses(runs / "full-2"), losses(runs / "single-1"), rtol=1e-5)
+    assert sorted(path.name for path in (runs / "full-2" / "checkpoints").iterdir()) == [f"step-{n:010d}" for n in (10, 15, 20)]
 
 
 @pytest.mark.parametrize("name", MODELS)
