@@ -292,8 +292,8 @@ FEW = ("sink-untied", "parent-tied")
     [
         ({}, tuple(LATER)),
         ({"compile": "blocks", "recompute": "full"}, tuple(MODELS)),
-        ({"recompute": "full"}, tuple(MODELS)),
-        ({"recompute": "selective"}, tuple(MODELS)),
+        ({"recompute": "full"}, tuple(SOON)),
+        ({"recompute": "selective"}, tuple(SOON)),
         ({"compile": "blocks"}, FEW),
         ({"compile": "blocks", "recompute": "selective"}, FEW),
     ],

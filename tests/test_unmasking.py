@@ -121,6 +121,7 @@ def test_sureness_is_that_of_the_softmax():
     assert torch.allclose(log_odds_(logits.clone(), tokens).sigmoid(), p.gather(-1, tokens[:, None])[:, 0])
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.slow
 def test_compiled_draws_are_the_plain_ones():
     """What a GPU runs for large batches, compiled here for the CPU."""
