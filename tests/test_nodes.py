@@ -20,7 +20,7 @@ from benchmarks import kills
 
 from launches import SCRIPT, Launch, launched, steps_made, train_arguments, wait_until
 
-STEPS = 60
+STEPS = 240  # more than one host alone makes while the other comes back
 CABLE = "veth-sinkdlm"  # what each host calls its end of it
 QUICK = "keep_alive_interval=1,last_call_timeout=3"  # torchrun takes 15 s to miss a host, and 30 s to begin without one
 
