@@ -121,8 +121,6 @@ def test_fewer_hosts_go_on_while_one_is_away(runs, hosts):
             wait_until(lambda: steps_made(out) > 10, stays)
             lost.kill()
         wait_until(lambda: len(starts(out)) == 2, stays, 90)
-        alone_from = starts(out)[1]["step"]
-        wait_until(lambda: steps_made(out) > alone_from + 5, stays)
         with node(b, a, "1:2", runs, out) as back:
             finish(stays, back)
     assert [(start["ranks"], start["hosts"]) for start in starts(out)] == [
