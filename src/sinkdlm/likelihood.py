@@ -8,7 +8,7 @@ N rows, T tokens, L target tokens of a row.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from sinkdlm.batch import Access, Denoise
 from sinkdlm.errors import LikelihoodError
 from sinkdlm.estimates import MIN_SETS, Estimates
-from sinkdlm.mask_draws import MONTE_CARLO, content_key, draw_masks, noise_key
+from sinkdlm.mask_draws import MONTE_CARLO, content_key, draw_masks, noise_keys
 from sinkdlm.ranking import Adaptive, is_settled, plan_looks
 from sinkdlm.requests import Request, start
 from sinkdlm.sampling import step
@@ -30,6 +30,7 @@ __all__ = ["ESTIMATORS", "Adaptive", "Documents", "Estimates", "document_likelih
 
 ESTIMATORS = (*MONTE_CARLO, "chain", "causal")
 _BUDGET = 1 << 14  # tokens in a forward
+_WORDS = 1 << 22  # of noise held at once
 _ADAPTIVE_SETS = 32  # smaller sets, so that there are looks before the last
 
 
@@ -72,7 +73,7 @@ def log_likelihood(
     if estimator not in MONTE_CARLO:
         return _add_up(scorer, rows, causal)
     numbers = _default_groups(rows) if groups is None else list(groups)
-    sampled = _Sampled(scorer, rows, [noise_key(seed, number) for number in numbers], estimator, -(-draws // sets))
+    sampled = _Sampled(scorer, rows, noise_keys(seed, numbers), estimator, -(-draws // sets))
     if adaptive is None:
         sampled.extend(range(len(rows)), range(sets))
     else:
@@ -134,12 +135,11 @@ def _add_up(scorer: Scorer, rows: list[Row], causal: bool) -> Estimates:
 
 
 def _chain_looks(row: Row) -> list[Look]:
-    order = np.arange(len(row.targets))
-    return [Look(row, order >= i, order == i) for i in order]
+    return [Look(row, row.targets[i:], row.targets[i : i + 1]) for i in range(len(row.targets))]
 
 
 def _causal_looks(row: Row) -> list[Look]:
-    return [Look(row, np.zeros(len(row.targets), dtype=bool), np.ones(len(row.targets), dtype=bool))]
+    return [Look(row, row.targets[:0], row.targets)]
 
 
 # -- Monte Carlo ----------------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def _causal_looks(row: Row) -> list[Look]:
 class _Sampled:
     """Draws of some rows so far. A mask that comes up again is not computed again: short targets have few."""
 
-    def __init__(self, scorer: Scorer, rows: list[Row], keys: list[int], estimator: str, size: int) -> None:
+    def __init__(self, scorer: Scorer, rows: list[Row], keys: Tensor, estimator: str, size: int) -> None:
         self.scorer, self.rows, self.keys, self.estimator, self.size = scorer, rows, keys, estimator, size
         self.set_means: list[list[float]] = [[] for _ in rows]
         empty = [np.packbits(np.zeros(len(row.targets), dtype=bool)).tobytes() for row in rows]
@@ -157,19 +157,31 @@ class _Sampled:
     def extend(self, active: Sequence[int], sets: range) -> None:
         """Adds sets to some rows."""
         drawn, looks, homes = [], [], []
-        for i in active:
-            found = draw_masks(self.estimator, self.keys[i], len(self.rows[i].targets), sets, self.size)
-            names = [bits.tobytes() for bits in np.packbits(found.masked, axis=1)]
-            for name, masked in dict(zip(names, found.masked, strict=True)).items():
+        for i, masked, weight in self._draw(active, sets):
+            names = [bits.tobytes() for bits in np.packbits(masked, axis=1)]
+            drawn.append((i, names, weight))
+            for name, chosen in dict(zip(names, masked, strict=True)).items():
                 if name not in self.known[i]:
-                    looks.append(Look(self.rows[i], masked, masked))
+                    places = self.rows[i].targets[chosen]
+                    looks.append(Look(self.rows[i], places, places))
                     homes.append((i, name))
-            drawn.append((names, found.weight))
-        for (i, name), value in zip(homes, self.scorer.sums(looks) if looks else (), strict=True):
+        for (i, name), value in zip(homes, self.scorer.sums(looks), strict=True):
             self.known[i][name] = float(value)
-        for i, (names, weight) in zip(active, drawn, strict=True):
+        for i, names, weight in drawn:
             values = weight * np.array([self.known[i][name] for name in names])
             self.set_means[i] += values.reshape(len(sets), self.size).mean(1).tolist()
+
+    def _draw(self, active: Sequence[int], sets: range) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """(row, masked, weight): targets of one length are drawn together, as many as fit in memory."""
+        by_length: dict[int, list[int]] = {}
+        for i in active:
+            by_length.setdefault(len(self.rows[i].targets), []).append(i)
+        for length, same in by_length.items():
+            at_once = max(1, _WORDS // (len(sets) * self.size * length))
+            for first in range(0, len(same), at_once):
+                part = same[first : first + at_once]
+                found = draw_masks(self.estimator, self.keys[part], length, sets, self.size)
+                yield from zip(part, *found, strict=True)
 
     def result(self, sets: int) -> Estimates:
         draws = [len(means) * self.size for means in self.set_means]
@@ -235,7 +247,7 @@ class Documents:
     def _bits(self) -> Tensor:
         if self.n_bytes is None:
             raise LikelihoodError("bits per byte: give n_bytes=, the length of each document's text")
-        return self.n_bytes * math.log(2)
+        return self.n_bytes.double() * math.log(2)  # an int64 tensor times a float would be float32
 
 
 def document_likelihood(

@@ -11,16 +11,17 @@ exact_k: exactly k of L are masked and their sum weighs L/k, with k even over 1.
 official: each is masked with probability t and the sum weighs 1/t, with t = frac(u + i/b). Its variance is unbounded near t = 0:
     one masked token there weighs 1/t.
 
-S draw sets, b draws in a set, L target tokens.
+R rows, S draw sets, b draws in a set, L target tokens.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sinkdlm.noise import Key, Stream, fold, hash_words, unit_interval
+from sinkdlm.noise import Stream, fold, hash_words, unit_interval
 
 MONTE_CARLO = ("exact_k", "official")
 _TIME = 0  # keys beside a set's number; its draws are numbered from 1
@@ -28,15 +29,17 @@ _LEAST_TIME = 2.0**-53
 
 
 class MaskDraws(NamedTuple):
-    """masked (S * b, L) bool, weight (S * b,) float64: draws of one set after another."""
+    """masked (R, S * b, L) bool, weight (R, S * b) float64: draws of one set after another."""
 
     masked: np.ndarray
     weight: np.ndarray
 
 
-def noise_key(seed: int, group: int) -> int:
-    """What all draws of a group of rows go on from."""
-    return int(hash_words(seed, int(Stream.LIKELIHOOD), group))
+def noise_keys(seed: int, groups: Sequence[int]) -> Tensor:
+    """(R,): what all draws of a group go on from."""
+    keys = hash_words(seed, int(Stream.LIKELIHOOD), torch.tensor(list(groups), dtype=torch.int64))
+    assert isinstance(keys, Tensor)
+    return keys
 
 
 def content_key(tokens: np.ndarray) -> int:
@@ -46,22 +49,22 @@ def content_key(tokens: np.ndarray) -> int:
     return int(words.sum())
 
 
-def draw_masks(estimator: str, key: Key, n_targets: int, sets: range, size: int) -> MaskDraws:
+def draw_masks(estimator: str, keys: Tensor, n_targets: int, sets: range, size: int) -> MaskDraws:
     """The draws of some sets, each a function of (key, set, draw, target token) alone.
 
     Target tokens are numbered within the target: two options of a question, with one key, mask the same places of both.
     """
-    numbers = torch.arange(sets.start, sets.stop)[:, None, None]
-    start = fold(key, numbers, _TIME)
-    words = fold(key, numbers, torch.arange(1, size + 1)[:, None], torch.arange(n_targets))  # (S, b, L)
+    begun = fold(keys[:, None, None, None], torch.arange(sets.start, sets.stop)[:, None, None])  # (R, S, 1, 1)
+    start = fold(begun, _TIME)
+    words = fold(begun, torch.arange(1, size + 1)[:, None], torch.arange(n_targets))  # (R, S, b, L)
     assert isinstance(start, Tensor)
     assert isinstance(words, Tensor)
-    times = (unit_interval(start) + torch.arange(size)[:, None] / size).remainder(1.0).clamp_min(_LEAST_TIME)  # (S, b, 1)
+    steps = torch.arange(size, dtype=torch.float64)[:, None] / size
+    times = (unit_interval(start) + steps).remainder(1.0).clamp_min(_LEAST_TIME)  # (R, S, b, 1)
     if estimator == "official":
-        masked, weight = unit_interval(words) < times, 1 / times
+        masked, whole, part = unit_interval(words) < times, 1, times
     else:
-        counts = 1 + (n_targets * times).floor().clamp_max(n_targets - 1)
-        first = (torch.arange(n_targets) < counts).expand(words.shape)
+        whole, part = n_targets, 1 + (n_targets * times).floor().clamp_max(n_targets - 1)  # L and k
+        first = (torch.arange(n_targets) < part).expand(words.shape)
         masked = torch.zeros_like(first).scatter(-1, words.argsort(dim=-1, stable=True), first)
-        weight = n_targets / counts
-    return MaskDraws(masked.flatten(0, 1).numpy(), weight.flatten().numpy())
+    return MaskDraws(masked.flatten(1, 2).numpy(), whole / part.flatten(1).numpy())

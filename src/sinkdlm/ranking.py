@@ -70,13 +70,10 @@ def is_settled(set_means: Tensor, divisors: Tensor, error: float, n_looks: int, 
         return True
     level = 1 - error / (max(1, n_looks) * len(divisors) * (n_options - 1))
     bar = student_quantile(level, n - 1)
-    for divisor in divisors:
-        scaled = set_means / divisor[:, None]
-        leader = int(scaled.mean(1).argmax())
-        others = torch.arange(n_options) != leader
-        lead = scaled[leader] - scaled[others]  # (O - 1, n)
-        spread = lead.std(1) / math.sqrt(n)
-        beaten = (spread > 0) & (lead.mean(1) > bar * spread)
-        if not bool((beaten | (certain[others] & certain[leader])).all()):
-            return False
-    return True
+    scaled = set_means / divisors[..., None]  # (M, O, n)
+    leaders = scaled.mean(-1).argmax(1)  # (M,)
+    lead = scaled[torch.arange(len(divisors)), leaders][:, None] - scaled
+    spread = lead.std(-1) / math.sqrt(n)
+    beaten = (spread > 0) & (lead.mean(-1) > bar * spread)
+    known = certain & certain[leaders, None]
+    return bool((beaten | known).scatter(1, leaders[:, None], True).all())

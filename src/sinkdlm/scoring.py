@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 
 class Look(NamedTuple):
-    """One forward of one row: which of its target tokens are masked (L,), and which are read (L,)."""
+    """One forward of one row: the target positions that are masked, and those that are read (n,)."""
 
     row: Row
     masked: np.ndarray
@@ -46,7 +46,7 @@ class Look(NamedTuple):
 
     @property
     def n_read(self) -> int:
-        return int(self.read.sum())
+        return len(self.read)
 
 
 def read_rows(tokens: Rows, scored: Rows, mask_id: int) -> list[Row]:
@@ -128,12 +128,10 @@ class Scorer:
         truth = np.empty_like(places)
         for i, (row, masked, read) in enumerate(looks):
             tokens[0, i, : len(row.tokens)] = row.tokens
-            tokens[0, i, row.targets[masked]] = self.mask_id
             if self.guidance:
-                shown = row.targets[~masked]
-                tokens[1, i, shown] = row.tokens[shown]
-            own = row.targets[read]
-            places[i, : len(own)], places[i, len(own) :] = own, own[0]
+                tokens[1, i, row.targets] = row.tokens[row.targets]
+            tokens[:, i, masked] = self.mask_id
+            places[i, : len(read)], places[i, len(read) :] = read, read[0]
             truth[i] = row.tokens[places[i]]
         return tokens.reshape(-1, width), places, truth
 
