@@ -54,8 +54,9 @@ def log_likelihood(
 ) -> Estimates:
     """log p(scored tokens | the others) of each row of tokens (N, T), or of a list of rows of different lengths.
 
-    estimator: "exact_k" or "official" (Monte Carlo over masks: mask_draws.py says how), "chain" (one forward for each target token,
-        which is given those before it), or "causal" (one forward, for a denoiser that is an AR model: row i predicts token i + 1).
+    estimator: "exact_k" or "official" (Monte Carlo over masks, see mask_draws.py; the variance of "official" is unbounded),
+        "chain" (one forward for each target token, which is given those before it), or "causal" (one forward, for a denoiser that
+        is an AR model: row i predicts token i + 1).
     draws: masks per row, in `sets` independent sets of equal size (8; with adaptive 32), rounded up to fill them.
     guidance w: un + (w + 1)(cond - un), where un does not see the prefix; the result is then a score.
     groups: rows with the same number share their noise, as options of a question should. By default, rows with the same prefix.

@@ -27,7 +27,8 @@ _GROWTH = math.sqrt(2)  # from one look to the next
 class Adaptive:
     """metrics: name -> what divides each row's value before options are compared: ones for acc, lengths in bytes for acc_norm.
 
-    error: the chance, at most, that a question is settled for an option that is not the best under one of the metrics.
+    error: the chance, at most, that a question is settled for an option that is not the best under one of the metrics. Where a
+    question stops depends on its values, so these serve to rank options; who wants the values themselves draws in full.
     """
 
     metrics: Mapping[str, Sequence[float]]

@@ -51,7 +51,8 @@ class Look(NamedTuple):
 
 def read_rows(tokens: Rows, scored: Rows, mask_id: int) -> list[Row]:
     """Rows of a call, checked: every row has a target, and no target token is [MASK]."""
-    lists = [[_on_host(row) for row in given] for given in (tokens, scored)]
+    # A tensor is fetched whole: its rows one by one would each wait for the device.
+    lists = [[_on_host(row) for row in (given.cpu() if isinstance(given, Tensor) else given)] for given in (tokens, scored)]
     if len(lists[0]) != len(lists[1]):
         raise LikelihoodError(f"{len(lists[0])} rows of tokens, {len(lists[1])} of scored: one for each")
     rows = []
