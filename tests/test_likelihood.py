@@ -1,5 +1,6 @@
 """Estimates against enumeration, against known joints, and against themselves in other batches."""
 
+import functools
 import itertools
 import math
 
@@ -135,6 +136,7 @@ def test_long_targets_are_unbiased():
 # -- variance --------------------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def coverage(estimator):
     denoiser, row = TableDenoiser.at_random(LENGTH), [0, 1, 2, 0]
     truth = any_order(denoiser, row, [0, 1, 2, 3], MASK)
@@ -166,7 +168,7 @@ def test_strata_halve_the_variance():
     chain_ = MarkovDenoiser()
     strata, independent = (
         sum(
-            float(repeat(chain_, chain_.sample(64, seed), 0, 50, draws=128, sets=sets, mask_id=5).mean.var())
+            float(repeat(chain_, chain_.sample(64, seed), 0, 40, draws=128, sets=sets, mask_id=5).mean.var())
             for seed in range(3, 7)
         )
         for sets in (8, 128)
@@ -238,11 +240,11 @@ def test_same_estimate_alone_and_in_a_batch(estimator, guidance):
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("name", ["vanilla", "sink", "sinks-2-end-zero-gate", "register-2-end-zero", "logit-gate", "parent"])
+@pytest.mark.parametrize("name", ["sink", "sinks-2-end-zero-gate", "register-2-end-zero", "parent"])
 def test_a_model_gives_a_row_the_same_in_any_batch(name, dtype, close):
     """Its own denoiser, with lengths= and where=, in mixed batches; a plain callable; a row alone; any budget."""
     model = small_model(dtype=dtype, **VARIANTS[name])
-    rows, scored = mixed_rows(9)
+    rows, scored = mixed_rows(7)
     options = {"mask_id": model.config.mask_id, "draws": 16, "guidance": 0.5}
     with model.inference():
         together = log_likelihood(model.denoiser(), rows, scored, **options)
@@ -310,7 +312,7 @@ def test_equal_masks_are_computed_once():
 
 
 @pytest.mark.parametrize("name", ["sink", "sink-end", "parent", "register"])
-@pytest.mark.parametrize("guidance", [0.0, 0.7, -1.0])
+@pytest.mark.parametrize("guidance", [0.0, 0.7])
 def test_values_are_the_plain_formula(name, guidance):
     """Guidance, then [MASK] left out where it has a row, then the softmax; shifted models and every kind of sink."""
     model = small_model(**VARIANTS[name])
@@ -424,7 +426,7 @@ def test_documents_of_a_chain_have_its_likelihood():
 
 
 @pytest.mark.parametrize("guidance", [0.0, 0.8])
-@pytest.mark.parametrize("name", ["sink", "parent", "gate"])
+@pytest.mark.parametrize("name", ["sink", "parent"])
 def test_greedy_is_what_a_plain_sampler_writes(name, guidance):
     """What it writes is greedy, and with any one token changed it is not: rows of different lengths in one call."""
     model = small_model(**VARIANTS[name])
@@ -498,9 +500,24 @@ def test_adaptive_looks_at_every_metric():
     still = torch.tensor([[-8.0], [-10.0]], dtype=torch.float64).expand(2, 8)
     assert not is_settled(still, ones, 0.05, 4, varying)
     assert is_settled(still, ones, 0.05, 4, ~varying)
+    impossible = torch.cat([values, torch.full((1, 8), -math.inf)])
+    assert is_settled(impossible, torch.ones(1, 3), 0.05, 4, torch.zeros(3, dtype=torch.bool))
 
 
-def settled_wrongly(n_options, n_metrics, gap, error, n_looks=None, n=1500):
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (1, 2, 3)])
+def test_adaptive_draws_of_short_targets(lengths):
+    """Single tokens cannot vary and are settled at the first look; of three tokens, later looks may have nothing new to compute."""
+    model = small_model(n_sinks=1)
+    rows = [[1, 2, 3, *small_tokens(1, length, seed=length)[0].tolist()] for length in lengths]
+    adaptive = Adaptive({"acc": [1.0] * 3, "acc_norm": list(map(float, lengths))}, error=1e-12)
+    found = log_likelihood(
+        model.denoiser(), rows, [after(3, len(row)) for row in rows], mask_id=11, groups=[0] * 3, adaptive=adaptive
+    )
+    assert found.draws.tolist() == ([32] * 3 if lengths == (1, 1, 1) else [128] * 3)
+    assert all(forwards <= 2**length - 1 for forwards, length in zip(found.forwards.tolist(), lengths, strict=True))
+
+
+def settled_wrongly(n_options, n_metrics, gap, error, n_looks=None, n=1000):
     """The share of simulated questions, whose first option is best by a hair, that are settled for another, over all looks."""
     looks, wrong = plan_looks(32), 0
     values = torch.randn(n, n_options, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)

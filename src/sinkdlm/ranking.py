@@ -76,5 +76,5 @@ def is_settled(set_means: Tensor, divisors: Tensor, error: float, n_looks: int, 
     lead = scaled[torch.arange(len(divisors)), leaders][:, None] - scaled
     spread = lead.std(-1) / math.sqrt(n)
     beaten = (spread > 0) & (lead.mean(-1) > bar * spread)
-    known = certain & certain[leaders, None]
+    known = (certain & certain[leaders, None]) | (lead.mean(-1) == math.inf)  # what one draw finds impossible is so
     return bool((beaten | known).scatter(1, leaders[:, None], True).all())

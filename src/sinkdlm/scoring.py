@@ -162,4 +162,5 @@ def _cut(order: Iterable[int], looks: Sequence[Look], room: int) -> Iterator[lis
             batch, width, n_read = [], 0, looks[i].n_read
         width, reads = max(width, length), n_read
         batch.append(i)
-    yield batch
+    if batch:
+        yield batch
