@@ -544,6 +544,17 @@ def test_repeated_looks_are_paid_for():
     assert plan_looks(8) == [8]
 
 
+def test_every_rival_and_metric_is_paid_for():
+    """A lead just beyond the bar of two options and one metric is not enough with a third option, far behind, or a second metric."""
+    noise = torch.tensor([-1.0, 1.0] * 4, dtype=torch.float64)
+    lead = 1.02 * student_quantile(1 - 0.05 / 4, 7) * float(noise.std()) / math.sqrt(8)
+    values = torch.stack([noise + lead, torch.zeros(8), torch.full((8,), -50.0)]).double()
+    varying = torch.zeros(3, dtype=torch.bool)
+    assert is_settled(values[:2], torch.ones(1, 2), 0.05, 4, varying[:2])
+    assert not is_settled(values[:2], torch.ones(2, 2), 0.05, 4, varying[:2])
+    assert not is_settled(values, torch.ones(1, 3), 0.05, 4, varying)
+
+
 # -- mistakes --------------------------------------------------------------------------------------------------------------------
 
 
