@@ -545,7 +545,7 @@ def test_repeated_looks_are_paid_for():
 
 
 def test_every_rival_and_metric_is_paid_for():
-    """A lead just beyond the bar of two options and one metric is not enough with a third option, far behind, or a second metric."""
+    """A lead just beyond the bar of two options and one metric is not enough with a third option far behind, or a second metric."""
     noise = torch.tensor([-1.0, 1.0] * 4, dtype=torch.float64)
     lead = 1.02 * student_quantile(1 - 0.05 / 4, 7) * float(noise.std()) / math.sqrt(8)
     values = torch.stack([noise + lead, torch.zeros(8), torch.full((8,), -50.0)]).double()
