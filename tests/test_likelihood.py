@@ -301,6 +301,18 @@ def test_batches_hold_every_look_once():
             assert mix or len(set(lengths)) == 1
 
 
+def test_few_positions_reach_the_head_in_vain():
+    """Looks that read few and looks that read many part where there are many: at most a quarter is padding, or 256 positions."""
+    (row,) = read_rows([[1] * 64], [after(4, 64)], 11)
+    masks = masks_of("exact_k", 0, 0, 60, 8, 32).masked
+    looks = [Look(row, row.targets[masked], row.targets[masked]) for masked in masks]
+    batches = plan_batches(looks, 1 << 14, mix=True)
+    assert 1 < len(batches) < 12
+    for batch in batches:
+        reads = [looks[i].n_read for i in batch]
+        assert len(batch) * max(reads) - sum(reads) <= max(256, len(batch) * max(reads) / 4)
+
+
 def test_equal_masks_are_computed_once():
     denoiser = TableDenoiser.at_random(LENGTH)
     found = repeat(denoiser, [0, 1, 2, 0], 1, 3, draws=128)

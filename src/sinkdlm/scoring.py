@@ -21,6 +21,7 @@ from sinkdlm.drawing import guide, precise
 from sinkdlm.errors import LikelihoodError
 
 _HEAD_SHARE = 4  # of the tokens in a forward, one in so many may reach the head: logits take most of the memory
+_SPARE = 256  # positions read in vain that are too few to part a batch for
 _SLACK = 8  # a row joins longer ones if it lacks less than this part of their length
 
 Rows = Tensor | Sequence[Sequence[int] | Tensor]
@@ -153,14 +154,16 @@ def plan_batches(looks: Sequence[Look], room: int, mix: bool) -> list[list[int]]
 
 def _cut(order: Iterable[int], looks: Sequence[Look], room: int) -> Iterator[list[int]]:
     batch: list[int] = []
-    width = reads = 0
+    width = reads = total = 0  # reads: the most of a look; total: of them all
     for i in order:
-        length, n_read = looks[i].length, max(reads, looks[i].n_read)
-        count = len(batch) + 1
-        if batch and (count * width > room or count * n_read * _HEAD_SHARE > room or (width - length) * _SLACK > width):
+        length, n_read, count = looks[i].length, looks[i].n_read, len(batch) + 1
+        asked = count * max(reads, n_read)
+        spare = asked - total - n_read  # positions that reach the head a second time, because looks read unequally many
+        full = count * width > room or asked * _HEAD_SHARE > room
+        if batch and (full or (width - length) * _SLACK > width or (spare > _SPARE and spare * _HEAD_SHARE > asked)):
             yield batch
-            batch, width, n_read = [], 0, looks[i].n_read
-        width, reads = max(width, length), n_read
+            batch, width, reads, total = [], 0, 0, 0
+        width, reads, total = max(width, length), max(reads, n_read), total + n_read
         batch.append(i)
     if batch:
         yield batch
