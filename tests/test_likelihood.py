@@ -177,7 +177,7 @@ def test_strata_halve_the_variance():
 
 
 def test_shared_noise_lowers_the_variance_of_differences():
-    """Options that differ in one word: with one key for both, much of the noise is in both and cancels. How much depends on the row."""
+    """Options that differ in one word: with one key for both, much of the noise cancels. How much depends on the row."""
     chain_, n = MarkovDenoiser(), 100
     shared, apart = [], []
     for seed in range(5, 9):
