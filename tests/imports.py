@@ -22,7 +22,11 @@ ALLOWED = {
     "requests": ("noise", "unmasking"),
     "batch": ("noise", "unmasking", "drawing", "block_cache", "requests"),
     "sampling": ("unmasking", "requests", "batch"),
-    "likelihood": ("noise",),
+    "mask_draws": ("noise",),
+    "estimates": (),
+    "ranking": ("estimates",),
+    "scoring": ("drawing", "batch"),
+    "likelihood": ("mask_draws", "estimates", "ranking", "scoring", "unmasking", "requests", "batch", "sampling"),
     "planning": ("config",),
     "data": ("config", "noise"),
     "checkpoint": CORE,
@@ -35,9 +39,10 @@ ALLOWED = {
     "writer": ("observe", "unmasking", "requests", "sampling"),
     "demo": (*CORE, "data", "training", "analysis"),
 }
-# What the objective and the samplers must not touch: they take a denoiser.
+# What the objective, the samplers and the estimators must not touch: they take a denoiser.
 SAMPLERS = ("unmasking", "drawing", "block_cache", "requests", "batch", "sampling")
-FORBIDDEN_PACKAGES = dict.fromkeys(("diffusion", *SAMPLERS, "likelihood"), ("transformers", "tokenizers", "safetensors"))
+ESTIMATORS = ("mask_draws", "estimates", "ranking", "scoring", "likelihood")
+FORBIDDEN_PACKAGES = dict.fromkeys(("diffusion", *SAMPLERS, *ESTIMATORS), ("transformers", "tokenizers", "safetensors"))
 
 
 def part_of(path: Path, package: Path) -> str:

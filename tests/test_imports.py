@@ -60,7 +60,7 @@ def test_import_is_light(code):
 def test_every_public_name_is_there():
     import sinkdlm
 
-    assert len(sinkdlm.__all__) == 11
+    assert len(sinkdlm.__all__) == 12
     for name in sinkdlm.__all__:
         assert getattr(sinkdlm, name) is not None
         assert name in dir(sinkdlm)

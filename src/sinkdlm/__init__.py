@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sinkdlm import attention, diffusion, noise, sampling
+    from sinkdlm import attention, diffusion, likelihood, noise, sampling
     from sinkdlm.checkpoint import Loaded, load, save
     from sinkdlm.config import ModelConfig, Recipe
     from sinkdlm.errors import UserError
@@ -22,7 +22,7 @@ _HOME = {
     "save": "checkpoint",
     "UserError": "errors",
 }
-_MODULES = ("attention", "diffusion", "noise", "sampling")
+_MODULES = ("attention", "diffusion", "likelihood", "noise", "sampling")
 
 __all__ = [
     "DiffusionLM",
@@ -32,6 +32,7 @@ __all__ = [
     "UserError",
     "attention",
     "diffusion",
+    "likelihood",
     "load",
     "noise",
     "sampling",

@@ -38,3 +38,7 @@ class TrainError(UserError):
 
 class SamplingError(UserError):
     """A request that cannot be sampled: a policy that does not exist, a canvas without room, a cache the model cannot have."""
+
+
+class LikelihoodError(UserError):
+    """A row that cannot be scored, or a way of scoring that does not exist."""

@@ -1,0 +1,358 @@
+"""How likely a denoiser finds a text, with error bars: log p(target | prefix), whole documents, greedy prediction.
+
+Owns the estimators: which looks at a row make up its number. mask_draws.py has the draws, scoring.py the forwards, estimates.py the
+statistics, ranking.py when to stop. Takes any callable that maps tokens (B, T) to logits (B, T, V); knows no model, tokenizer or
+file. Noise is keyed by (seed, group, set, draw, target token), so a row draws the same masks alone and in any batch, on any rank.
+
+N rows, T tokens, L target tokens of a row.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinkdlm.batch import Access, Denoise
+from sinkdlm.errors import LikelihoodError
+from sinkdlm.estimates import MIN_SETS, Estimates
+from sinkdlm.mask_draws import MONTE_CARLO, content_key, draw_masks, noise_keys
+from sinkdlm.ranking import Adaptive, is_settled, plan_looks
+from sinkdlm.requests import Request, start
+from sinkdlm.sampling import step
+from sinkdlm.scoring import Look, Row, Rows, Scorer, read_rows
+from sinkdlm.unmasking import policy_of
+
+__all__ = ["ESTIMATORS", "Adaptive", "Documents", "Estimates", "document_likelihood", "is_greedy", "log_likelihood"]
+
+ESTIMATORS = (*MONTE_CARLO, "chain", "causal")
+_BUDGET = 1 << 14  # tokens in a forward
+_WORDS = 1 << 22  # of noise held at once
+_ADAPTIVE_SETS = 32  # smaller sets, so that there are looks before the last
+
+
+@torch.no_grad()
+def log_likelihood(
+    denoiser: Denoise,
+    tokens: Rows,
+    scored: Rows,
+    *,
+    mask_id: int,
+    estimator: str = "exact_k",
+    draws: int = 128,
+    guidance: float = 0.0,
+    seed: int = 0,
+    groups: Sequence[int] | None = None,
+    sets: int | None = None,
+    adaptive: Adaptive | None = None,
+    shift: bool = False,
+    budget: int = _BUDGET,
+    device: torch.device | str | None = None,
+) -> Estimates:
+    """log p(scored tokens | the others) of each row of tokens (N, T), or of a list of rows of different lengths.
+
+    estimator: "exact_k" or "official" (Monte Carlo over masks, see mask_draws.py; the variance of "official" is unbounded),
+        "chain" (one forward for each target token, which is given those before it), or "causal" (one forward, for a denoiser that
+        is an AR model: row i predicts token i + 1).
+    draws: masks per row, in `sets` independent sets of equal size (8; with adaptive 32), rounded up to fill them.
+    guidance w: un + (w + 1)(cond - un), where un does not see the prefix; the result is then a score.
+    groups: rows with the same number share their noise, as options of a question should. By default, rows with the same prefix.
+    adaptive: questions (rows of one group) get no more draws once their ranking is settled.
+    shift: row i of the denoiser is for token i + 1 (a foreign one; our models align their rows).
+    budget: tokens in a forward, both branches of guidance counted; at most a quarter of them reach the head, unless a row has more.
+    """
+    rows = read_rows(tokens, scored, mask_id)
+    sets = sets or (_ADAPTIVE_SETS if adaptive else MIN_SETS)
+    _check(rows, estimator, draws, sets, guidance, groups, adaptive, budget)
+    if device is None and isinstance(tokens, Tensor):
+        device = tokens.device
+    causal = estimator == "causal"
+    scorer = Scorer(Access.of(denoiser), mask_id=mask_id, guidance=guidance, budget=budget, shift=shift or causal, device=device)
+    if estimator not in MONTE_CARLO:
+        return _add_up(scorer, rows, causal)
+    numbers = _default_groups(rows) if groups is None else list(groups)
+    sampled = _Sampled(scorer, rows, noise_keys(seed, numbers), estimator, -(-draws // sets))
+    if adaptive is None:
+        sampled.extend(range(len(rows)), range(sets))
+    else:
+        _race(sampled, numbers, adaptive, sets)
+    return sampled.result(sets)
+
+
+def _check(
+    rows: list[Row],
+    estimator: str,
+    draws: int,
+    sets: int,
+    guidance: float,
+    groups: Sequence[int] | None,
+    adaptive: Adaptive | None,
+    budget: int,
+) -> None:
+    if not rows:
+        raise LikelihoodError("tokens: there is no row to score")
+    if estimator not in ESTIMATORS:
+        raise LikelihoodError(f"estimator = {estimator!r}: allowed: {', '.join(ESTIMATORS)}")
+    if sets < MIN_SETS:
+        raise LikelihoodError(f"sets = {sets}: a standard error needs at least {MIN_SETS} independent draw sets")
+    if estimator in MONTE_CARLO and draws < sets:
+        raise LikelihoodError(f"draws = {draws}: at least one for each of the {sets} draw sets")
+    if not (math.isfinite(guidance) and guidance >= -1):
+        raise LikelihoodError(f"guidance = {guidance}: allowed is -1 or more")
+    if budget < 1:
+        raise LikelihoodError(f"budget = {budget}: tokens in a forward, at least 1")
+    if groups is not None and len(groups) != len(rows):
+        raise LikelihoodError(f"groups has {len(groups)} numbers: one for each of the {len(rows)} rows")
+    if adaptive is not None:
+        adaptive.check(len(rows))
+        if groups is None or estimator != "exact_k":  # no test holds where the variance is unbounded
+            raise LikelihoodError("adaptive: needs groups= (which rows make up a question) and estimator = 'exact_k'")
+    if estimator == "causal":
+        if guidance:
+            raise LikelihoodError("guidance: an AR model has no [MASK] to hide a prompt behind; use guidance = 0 with 'causal'")
+        if any(row.targets[0] == 0 for row in rows):
+            raise LikelihoodError("estimator 'causal': token 0 has nothing before it; put a BOS or EOS in front")
+
+
+def _default_groups(rows: list[Row]) -> list[int]:
+    """Equal prefixes, equal noise. Rows without one have nothing in common, and their errors should not have either."""
+    given = [np.delete(row.tokens, row.targets) for row in rows]
+    return [content_key(prefix if len(prefix) else row.tokens) for prefix, row in zip(given, rows, strict=True)]
+
+
+# -- exact sums -----------------------------------------------------------------------------------------------------------------
+
+
+def _add_up(scorer: Scorer, rows: list[Row], causal: bool) -> Estimates:
+    """Chain rule: target token i is read with tokens i.. masked. An AR model reads them all in one look, with none masked."""
+    looks = [look for row in rows for look in (_causal_looks(row) if causal else _chain_looks(row))]
+    counts = [1 if causal else len(row.targets) for row in rows]
+    parts = np.split(scorer.sums(looks), np.cumsum(counts)[:-1])
+    kind = "score" if scorer.guidance else "likelihood"
+    return Estimates.of([[part.sum()] for part in parts], counts, counts, counts, kind)
+
+
+def _chain_looks(row: Row) -> list[Look]:
+    return [Look(row, row.targets[i:], row.targets[i : i + 1]) for i in range(len(row.targets))]
+
+
+def _causal_looks(row: Row) -> list[Look]:
+    return [Look(row, row.targets[:0], row.targets)]
+
+
+# -- Monte Carlo ----------------------------------------------------------------------------------------------------------------
+
+
+class _Sampled:
+    """Draws of some rows so far. A mask that comes up again is not computed again: short targets have few."""
+
+    def __init__(self, scorer: Scorer, rows: list[Row], keys: Tensor, estimator: str, size: int) -> None:
+        self.scorer, self.rows, self.keys, self.estimator, self.size = scorer, rows, keys, estimator, size
+        self.set_means: list[list[float]] = [[] for _ in rows]
+        empty = [np.packbits(np.zeros(len(row.targets), dtype=bool)).tobytes() for row in rows]
+        self.known = [{nothing: 0.0} for nothing in empty]  # mask, in bits -> sum of log-probabilities
+
+    def extend(self, active: Sequence[int], sets: range) -> None:
+        """Adds sets to some rows."""
+        drawn, looks, homes = [], [], []
+        for i, masked, weight in self._draw(active, sets):
+            names = [bits.tobytes() for bits in np.packbits(masked, axis=1)]
+            drawn.append((i, names, weight))
+            for name, chosen in dict(zip(names, masked, strict=True)).items():
+                if name not in self.known[i]:
+                    places = self.rows[i].targets[chosen]
+                    looks.append(Look(self.rows[i], places, places))
+                    homes.append((i, name))
+        for (i, name), value in zip(homes, self.scorer.sums(looks), strict=True):
+            self.known[i][name] = float(value)
+        for i, names, weight in drawn:
+            values = weight * np.array([self.known[i][name] for name in names])
+            self.set_means[i] += values.reshape(len(sets), self.size).mean(1).tolist()
+
+    def _draw(self, active: Sequence[int], sets: range) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """(row, masked, weight): targets of one length are drawn together, as many as fit in memory."""
+        by_length: dict[int, list[int]] = {}
+        for i in active:
+            by_length.setdefault(len(self.rows[i].targets), []).append(i)
+        for length, same in by_length.items():
+            at_once = max(1, _WORDS // (len(sets) * self.size * length))
+            for first in range(0, len(same), at_once):
+                part = same[first : first + at_once]
+                found = draw_masks(self.estimator, self.keys[part], length, sets, self.size)
+                yield from zip(part, *found, strict=True)
+
+    def result(self, sets: int) -> Estimates:
+        draws = [len(means) * self.size for means in self.set_means]
+        forwards = [len(known) - 1 for known in self.known]
+        kind = "score" if self.scorer.guidance else "bound"
+        return Estimates.of(self.set_means, draws, [sets * self.size] * len(draws), forwards, kind)
+
+
+def _race(sampled: _Sampled, groups: list[int], adaptive: Adaptive, sets: int) -> None:
+    questions: dict[int, list[int]] = {}
+    for i, group in enumerate(groups):
+        questions.setdefault(group, []).append(i)
+    looks, done = plan_looks(sets), 0
+    for look in looks:
+        sampled.extend([i for question in questions.values() for i in question], range(done, look))
+        done = look
+        questions = {
+            group: rows
+            for group, rows in questions.items()
+            if not is_settled(
+                torch.tensor([sampled.set_means[i] for i in rows], dtype=torch.float64),
+                adaptive.divisors(rows),
+                adaptive.error,
+                len(looks) - 1,
+                torch.tensor([len(sampled.rows[i].targets) == 1 for i in rows]),
+            )
+        }
+
+
+# -- whole documents ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Estimates of whole documents. bits_per_byte is of what the documents' bytes are said to be."""
+
+    estimates: Estimates
+    n_tokens: Tensor
+    n_bytes: Tensor | None
+
+    @property
+    def nats(self) -> Tensor:
+        """-log p, or an upper bound on it."""
+        return -self.estimates.mean
+
+    @property
+    def stderr(self) -> Tensor:
+        return self.estimates.stderr
+
+    @property
+    def bits_per_byte(self) -> Tensor:
+        return self.nats / self._bits()
+
+    @property
+    def bits_per_byte_stderr(self) -> Tensor:
+        return self.stderr / self._bits()
+
+    @property
+    def perplexity(self) -> Tensor:
+        """exp(nats / tokens): an upper bound where the estimates are bounds."""
+        return (self.nats / self.n_tokens).exp()
+
+    def _bits(self) -> Tensor:
+        if self.n_bytes is None:
+            raise LikelihoodError("bits per byte: give n_bytes=, the length of each document's text")
+        return self.n_bytes.double() * math.log(2)  # an int64 tensor times a float would be float32
+
+
+def document_likelihood(
+    denoiser: Denoise,
+    documents: Rows,
+    *,
+    mask_id: int,
+    window: int,
+    context: int = 1,
+    prefix: Sequence[int] = (),
+    n_bytes: Sequence[int] | None = None,
+    **options: Any,
+) -> Documents:
+    """Each document's tokens, every one scored once, in windows of at most `window` tokens.
+
+    A window after the first is given the tokens before it: `context` of them, and the last as many as fit (as the harness rolls).
+    prefix: given in front of the first window (BOS or EOS), not scored. options: those of log_likelihood.
+    """
+    if not 0 <= context < window or len(prefix) >= window:
+        raise LikelihoodError(
+            f"window = {window}, context = {context}, {len(prefix)} tokens of prefix: a window must have room for more"
+        )
+    if options.get("guidance"):
+        raise LikelihoodError("guidance: a guided score is no bound on a document; leave it at 0")
+    texts = [[*prefix, *(row.tolist() if isinstance(row, Tensor) else row)] for row in documents]
+    sizes = [len(text) - len(prefix) for text in texts]
+    if not texts or min(sizes) < 1:
+        raise LikelihoodError(f"document {sizes.index(min(sizes)) if texts else 0}: has no token")
+    if n_bytes is not None and len(n_bytes) != len(texts):
+        raise LikelihoodError(f"n_bytes has {len(n_bytes)} numbers: one for each of the {len(texts)} documents")
+    windows = [roll(len(text), len(prefix), window, context) for text in texts]
+    rows, scored, keys = [], [], []
+    for text, spans in zip(texts, windows, strict=True):
+        for number, (begin, first, stop) in enumerate(spans):
+            rows.append(text[begin:stop])
+            scored.append([place >= first for place in range(begin, stop)])
+            keys.append(content_key(np.array([number, *rows[-1]])))  # noise of its own, so that errors of windows do not add up
+    parts = log_likelihood(denoiser, rows, scored, mask_id=mask_id, groups=keys, **options)
+    counts = [len(spans) for spans in windows]
+    return Documents(_join(parts, counts), torch.tensor(sizes), None if n_bytes is None else torch.tensor(n_bytes))
+
+
+def roll(length: int, given: int, window: int, context: int) -> list[tuple[int, int, int]]:
+    """(start, first scored, stop) of the windows over a row whose first `given` tokens are not scored."""
+    stop = min(window, length)
+    found = [(0, given, stop)]
+    while stop < length:
+        first, stop = stop, min(stop + window - context, length)
+        found.append((stop - window, first, stop))
+    return found
+
+
+def _join(parts: Estimates, counts: list[int]) -> Estimates:
+    """Sums over each document's windows, set by set: a document's sets are as independent as its windows'."""
+    sums = [[float(total) for total in block.sum(0)] for block in parts.set_means.split(counts)]
+    draws, full, forwards = (
+        [int(block.sum()) for block in column.split(counts)] for column in (parts.draws, parts.full_draws, parts.forwards)
+    )
+    return Estimates.of(sums, draws, full, forwards, parts.kind)
+
+
+# -- greedy prediction ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def is_greedy(
+    denoiser: Denoise,
+    tokens: Rows,
+    scored: Rows,
+    *,
+    mask_id: int,
+    guidance: float = 0.0,
+    shift: bool = False,
+    budget: int = _BUDGET,
+    device: torch.device | str | None = None,
+) -> list[bool]:
+    """Whether the target is what the denoiser itself writes: one token a step, the most confident first, the likeliest each time.
+
+    A row is done with as soon as it has written anything else.
+    """
+    rows = read_rows(tokens, scored, mask_id)
+    policy = policy_of("llada", guidance=guidance, shift=shift)
+    device = device or (tokens.device if isinstance(tokens, Tensor) else getattr(denoiser, "device", None))
+    access = Access.of(denoiser)
+    found = [True] * len(rows)
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
+    while order:
+        size = max(1, budget // len(rows[order[0]].tokens))
+        batch, order = order[:size], order[size:]
+        states = start([Request(_blank(rows[i], mask_id), policy, mask_id) for i in batch])
+        active = list(zip(batch, states, strict=True))
+        while active:
+            step([state for _, state in active], access, device=device)
+            homes = {id(state.home): state.home.tokens.cpu().numpy() for _, state in active}
+            for i, state in active:
+                written = homes[id(state.home)][state.row, : state.length]
+                found[i] = bool(((written == rows[i].tokens) | (written == mask_id)).all())
+            active = [(i, state) for i, state in active if found[i] and not state.done]
+    return found
+
+
+def _blank(row: Row, mask_id: int) -> list[int]:
+    if (row.tokens == mask_id).any():
+        raise LikelihoodError(f"a prefix has [MASK] ({mask_id}) in it, which greedy prediction would fill")
+    canvas = row.tokens.copy()
+    canvas[row.targets] = mask_id
+    return canvas.tolist()

@@ -1,0 +1,80 @@
+"""When enough has been drawn to say which option of a question is best.
+
+Owns the rule by which draws stop. A question is looked at after a growing number of draw sets; it is settled once the leader beats
+every other option under every metric, by a paired t test over sets: options share their noise, so set i of one belongs to set i of
+another. Knows no tokens and no denoiser.
+
+A wrong winner must have beaten the best option at some look under some metric. There are (options - 1) wrong winners; so each test
+is made at error / (looks x metrics x (options - 1)), and the chance that a question is settled wrongly is at most `error` in all.
+
+O options of a question, n draw sets so far, M metrics.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sinkdlm.errors import LikelihoodError
+from sinkdlm.estimates import MIN_SETS, student_quantile
+
+_GROWTH = math.sqrt(2)  # from one look to the next
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """metrics: name -> what divides each row's value before options are compared: ones for acc, lengths in bytes for acc_norm.
+
+    error: the chance, at most, that a question is settled for an option that is not the best under one of the metrics. Where a
+    question stops depends on its values, so these serve to rank options; who wants the values themselves draws in full.
+    """
+
+    metrics: Mapping[str, Sequence[float]]
+    error: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not self.metrics:
+            raise LikelihoodError("adaptive: needs a metric to rank by, as in metrics={'acc': [1.0, ...]}")
+        if not 0 < self.error < 1:
+            raise LikelihoodError(f"adaptive: error = {self.error}: allowed is above 0 and below 1")
+        for name, values in self.metrics.items():
+            if not all(math.isfinite(value) and value > 0 for value in values):
+                raise LikelihoodError(f"adaptive: metric {name!r}: what it divides by must be above 0")
+
+    def check(self, n_rows: int) -> None:
+        for name, values in self.metrics.items():
+            if len(values) != n_rows:
+                raise LikelihoodError(f"adaptive: metric {name!r} has {len(values)} values: one for each of the {n_rows} rows")
+
+    def divisors(self, rows: Sequence[int]) -> Tensor:
+        """(M, O) for the rows of one question."""
+        return torch.tensor([[values[row] for row in rows] for values in self.metrics.values()], dtype=torch.float64)
+
+
+def plan_looks(sets: int) -> list[int]:
+    """Numbers of sets after which a question is looked at; the last is all of them."""
+    looks = [MIN_SETS]
+    while looks[-1] < sets:
+        looks.append(min(sets, math.ceil(looks[-1] * _GROWTH)))
+    return looks
+
+
+def is_settled(set_means: Tensor, divisors: Tensor, error: float, n_looks: int, certain: Tensor) -> bool:
+    """Whether one option (O, n) beats the others under every metric (M, O), at one of n_looks looks.
+
+    certain (O,): options whose sets cannot vary. Elsewhere no spread is chance, and says nothing.
+    """
+    n_options, n = set_means.shape
+    if n_options == 1:
+        return True
+    level = 1 - error / (max(1, n_looks) * len(divisors) * (n_options - 1))
+    bar = student_quantile(level, n - 1)
+    scaled = set_means / divisors[..., None]  # (M, O, n)
+    leaders = scaled.mean(-1).argmax(1)  # (M,)
+    lead = scaled[torch.arange(len(divisors)), leaders][:, None] - scaled
+    spread = lead.std(-1) / math.sqrt(n)
+    beaten = (spread > 0) & (lead.mean(-1) > bar * spread)
+    known = (certain & certain[leaders, None]) | (lead.mean(-1) == math.inf)  # what one draw finds impossible is so
+    return bool((beaten | known).scatter(1, leaders[:, None], True).all())
