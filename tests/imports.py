@@ -16,17 +16,8 @@ ALLOWED = {
     "lane": (),
     "model": ("config", "noise", "attention", "lane"),
     "diffusion": ("noise",),
-    "unmasking": (),
-    "drawing": ("noise",),
-    "block_cache": (),
-    "requests": ("noise", "unmasking"),
-    "batch": ("noise", "unmasking", "drawing", "block_cache", "requests"),
-    "sampling": ("unmasking", "requests", "batch"),
-    "mask_draws": ("noise",),
-    "estimates": (),
-    "ranking": ("estimates",),
-    "scoring": ("drawing", "batch"),
-    "likelihood": ("mask_draws", "estimates", "ranking", "scoring", "unmasking", "requests", "batch", "sampling"),
+    "sampling": ("noise",),
+    "likelihood": ("noise", "sampling"),
     "planning": ("config",),
     "data": ("config", "noise"),
     "checkpoint": CORE,
@@ -36,13 +27,11 @@ ALLOWED = {
     "analysis": CORE,
     "serving": (*CORE, "analysis"),
     "reproduce": (*CORE, "data", "training", "planning", "interop", "evals", "analysis"),
-    "writer": ("observe", "unmasking", "requests", "sampling"),
+    "writer": ("observe", "sampling"),
     "demo": (*CORE, "data", "training", "analysis"),
 }
 # What the objective, the samplers and the estimators must not touch: they take a denoiser.
-SAMPLERS = ("unmasking", "drawing", "block_cache", "requests", "batch", "sampling")
-ESTIMATORS = ("mask_draws", "estimates", "ranking", "scoring", "likelihood")
-FORBIDDEN_PACKAGES = dict.fromkeys(("diffusion", *SAMPLERS, *ESTIMATORS), ("transformers", "tokenizers", "safetensors"))
+FORBIDDEN_PACKAGES = dict.fromkeys(("diffusion", "sampling", "likelihood"), ("transformers", "tokenizers", "safetensors"))
 
 
 def part_of(path: Path, package: Path) -> str:

@@ -322,8 +322,8 @@ def test_a_gpu_samples_what_a_cpu_samples(options):
 
 def test_large_draws_on_a_gpu_are_the_plain_ones():
     """Compiled noise against the same operations one by one."""
-    from sinkdlm.drawing import _pick, draw
     from sinkdlm.noise import Stream, hash_words
+    from sinkdlm.sampling.drawing import _pick, draw
 
     logits = torch.randn(512, 32000, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     keys = hash_words(1, int(Stream.SAMPLING), torch.arange(512, device="cuda"))

@@ -11,13 +11,14 @@ import torch
 from conftest import VARIANTS, small_model, small_tokens
 from plain_likelihood import MarkovDenoiser, TableDenoiser, any_order, chain, masked_log_probs, random_joint
 from plain_samplers import llada
-from sinkdlm.batch import Access
 from sinkdlm.errors import LikelihoodError, UserError
-from sinkdlm.estimates import student_cdf, student_quantile
-from sinkdlm.likelihood import Adaptive, document_likelihood, is_greedy, log_likelihood, roll
-from sinkdlm.mask_draws import MaskDraws, draw_masks, noise_keys
-from sinkdlm.ranking import is_settled, plan_looks
-from sinkdlm.scoring import Look, Scorer, plan_batches, read_rows
+from sinkdlm.likelihood import Adaptive, document_likelihood, is_greedy, log_likelihood
+from sinkdlm.likelihood.estimates import student_cdf, student_quantile
+from sinkdlm.likelihood.estimators import roll
+from sinkdlm.likelihood.mask_draws import MaskDraws, draw_masks, noise_keys
+from sinkdlm.likelihood.ranking import is_settled, plan_looks
+from sinkdlm.likelihood.scoring import Look, Scorer, plan_batches, read_rows
+from sinkdlm.sampling.batch import Access
 
 MASK = 3
 LENGTH = 4

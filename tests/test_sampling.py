@@ -9,11 +9,10 @@ import torch
 
 from conftest import VARIANTS, small_model, small_tokens
 from plain_samplers import llada, smdm_greedy
-from sinkdlm import batch
 from sinkdlm.errors import SamplingError
-from sinkdlm.requests import Request, start
-from sinkdlm.sampling import gather, generate, requests_of, step, stream
-from sinkdlm.unmasking import NAMED, ORDERS, REMASKS, policy_of
+from sinkdlm.sampling import batch, gather, generate, requests_of, step, stream
+from sinkdlm.sampling.requests import Request, start
+from sinkdlm.sampling.unmasking import NAMED, ORDERS, REMASKS, policy_of
 
 EOS = 3
 POLICIES = {

@@ -5,11 +5,21 @@ import itertools
 import pytest
 import torch
 
-from sinkdlm.drawing import _pick, cut, draw, gumbel, log_odds_, margin, negative_entropy
 from sinkdlm.noise import Stream, hash_words
-from sinkdlm.requests import Request, start
 from sinkdlm.sampling import generate, requests_of, stream
-from sinkdlm.unmasking import NAMED, REMASKS, SCHEDULES, cut_blocks, exchanges, masked_shares, policy_of, quotas, split_steps
+from sinkdlm.sampling.drawing import _pick, cut, draw, gumbel, log_odds_, margin, negative_entropy
+from sinkdlm.sampling.requests import Request, start
+from sinkdlm.sampling.unmasking import (
+    NAMED,
+    REMASKS,
+    SCHEDULES,
+    cut_blocks,
+    exchanges,
+    masked_shares,
+    policy_of,
+    quotas,
+    split_steps,
+)
 
 MASK = 3  # of a vocabulary of 3
 

@@ -220,7 +220,7 @@ def sample(
 ) -> None:
     """Write text with a model: after a prompt, into gaps, or as an answer."""
     from sinkdlm.config import parse_override
-    from sinkdlm.unmasking import policy_of
+    from sinkdlm.sampling.unmasking import policy_of
 
     named: dict[str, Any] = {
         "steps": steps,

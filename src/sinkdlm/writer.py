@@ -21,9 +21,7 @@ from torch import Tensor
 
 from sinkdlm.errors import SamplingError
 from sinkdlm.observe import Watcher
-from sinkdlm.requests import Request, State, start
-from sinkdlm.sampling import step
-from sinkdlm.unmasking import Policy
+from sinkdlm.sampling import Policy, Request, State, start, step
 
 _GAP = re.compile(r"\[(_*)(?::(\d+))?\]")  # [____] is four tokens, [_:12] twelve
 _OPEN = "░"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm.errors import LikelihoodError
-from sinkdlm.estimates import MIN_SETS, student_quantile
+from sinkdlm.likelihood.estimates import MIN_SETS, student_quantile
 
 _GROWTH = math.sqrt(2)  # from one look to the next
 

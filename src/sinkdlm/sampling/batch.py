@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from sinkdlm.block_cache import BlockCache
-from sinkdlm.drawing import cut, draw, guide, log_odds_, margin, negative_entropy, precise
 from sinkdlm.errors import SamplingError
 from sinkdlm.noise import counter, fold
-from sinkdlm.requests import State, Turn, reveal_times
-from sinkdlm.unmasking import PLANNED_ORDERS, Policy
+from sinkdlm.sampling.block_cache import BlockCache
+from sinkdlm.sampling.drawing import cut, draw, guide, log_odds_, margin, negative_entropy, precise
+from sinkdlm.sampling.requests import State, Turn, reveal_times
+from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 
 Denoise = Callable[..., Tensor]
 _GRAPH_AFTER = 2  # steps of one shape before its kernels are recorded as a CUDA graph

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from sinkdlm.batch import Access, Batch, Denoise, judging
 from sinkdlm.errors import SamplingError
-from sinkdlm.requests import Request, State, Turn, start
-from sinkdlm.unmasking import Policy, policy_of
+from sinkdlm.sampling.batch import Access, Batch, Denoise, judging
+from sinkdlm.sampling.requests import Request, State, Turn, start
+from sinkdlm.sampling.unmasking import Policy, policy_of
 
 _PADDING = -1  # beyond a row's end, where rows of a result differ in length
 

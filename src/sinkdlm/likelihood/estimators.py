@@ -16,17 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkdlm.batch import Access, Denoise
 from sinkdlm.errors import LikelihoodError
-from sinkdlm.estimates import MIN_SETS, Estimates
-from sinkdlm.mask_draws import MONTE_CARLO, content_key, draw_masks, noise_keys
-from sinkdlm.ranking import Adaptive, is_settled, plan_looks
-from sinkdlm.requests import Request, start
-from sinkdlm.sampling import step
-from sinkdlm.scoring import Look, Row, Rows, Scorer, read_rows
-from sinkdlm.unmasking import policy_of
-
-__all__ = ["ESTIMATORS", "Adaptive", "Documents", "Estimates", "document_likelihood", "is_greedy", "log_likelihood"]
+from sinkdlm.likelihood.estimates import MIN_SETS, Estimates
+from sinkdlm.likelihood.mask_draws import MONTE_CARLO, content_key, draw_masks, noise_keys
+from sinkdlm.likelihood.ranking import Adaptive, is_settled, plan_looks
+from sinkdlm.likelihood.scoring import Look, Row, Rows, Scorer, read_rows
+from sinkdlm.sampling.batch import Access, Denoise
+from sinkdlm.sampling.loop import step
+from sinkdlm.sampling.requests import Request, start
+from sinkdlm.sampling.unmasking import policy_of
 
 ESTIMATORS = (*MONTE_CARLO, "chain", "causal")
 _BUDGET = 1 << 14  # tokens in a forward

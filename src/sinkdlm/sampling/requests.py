@@ -1,7 +1,7 @@
 """One request to a sampler and where it stands: its canvas, its policy, and what its next step may do.
 
 Owns the plan of a request, on the host: which block it is in, how many positions the next step commits, what it masks again. Knows
-no denoiser and no batch; the tokens themselves lie with the batch that a request is in (sampling.py).
+no denoiser and no batch; the tokens themselves lie with the batch that a request is in (batch.py).
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinkdlm.errors import SamplingError
 from sinkdlm.noise import Key, Stream, fold, hash_words, unit_interval
-from sinkdlm.unmasking import PLANNED_ORDERS, Policy, cut_blocks, exchanges, masked_shares, quotas, split_steps
+from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy, cut_blocks, exchanges, masked_shares, quotas, split_steps
 
 # Keys beside (request, step, position, word), whose numbers are never negative.
 _REVEAL, _REMASK = -1, -2

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkdlm.batch import Access
-from sinkdlm.drawing import guide, precise
 from sinkdlm.errors import LikelihoodError
+from sinkdlm.sampling.batch import Access
+from sinkdlm.sampling.drawing import guide, precise
 
 _HEAD_SHARE = 4  # of the tokens in a forward, one in so many may reach the head: logits take most of the memory
 _SPARE = 256  # positions read in vain that are too few to part a batch for
