@@ -4,7 +4,19 @@ import ast
 from pathlib import Path
 
 LEAVES = ("interop", "evals", "analysis", "serving", "reproduce", "demo", "writer")
-CORE = ("config", "noise", "attention", "lane", "model", "observe", "diffusion", "sampling", "likelihood", "checkpoint")
+CORE = (
+    "config",
+    "noise",
+    "attention",
+    "lane",
+    "positions",
+    "model",
+    "observe",
+    "diffusion",
+    "sampling",
+    "likelihood",
+    "checkpoint",
+)
 # Module -> the modules of the package it may import. `errors` and the package itself (its version) are open to all.
 ALLOWED = {
     "errors": (),
@@ -14,7 +26,8 @@ ALLOWED = {
     "attention": (),
     "observe": ("attention",),
     "lane": (),
-    "model": ("config", "noise", "attention", "lane"),
+    "positions": ("config",),
+    "model": ("config", "noise", "attention", "lane", "positions"),
     "diffusion": ("noise",),
     "sampling": ("noise",),
     "likelihood": ("noise", "sampling"),
