@@ -21,7 +21,8 @@ CORE = (
 ALLOWED = {
     "errors": (),
     "presets": (),
-    "config": ("presets",),
+    "tables": (),
+    "config": ("presets", "tables"),
     "noise": (),
     "attention": (),
     "observe": ("attention",),
