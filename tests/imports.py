@@ -4,17 +4,31 @@ import ast
 from pathlib import Path
 
 LEAVES = ("interop", "evals", "analysis", "serving", "reproduce", "demo", "writer")
-CORE = ("config", "noise", "attention", "lane", "model", "observe", "diffusion", "sampling", "likelihood", "checkpoint")
+CORE = (
+    "config",
+    "noise",
+    "attention",
+    "lane",
+    "positions",
+    "model",
+    "observe",
+    "diffusion",
+    "sampling",
+    "likelihood",
+    "checkpoint",
+)
 # Module -> the modules of the package it may import. `errors` and the package itself (its version) are open to all.
 ALLOWED = {
     "errors": (),
     "presets": (),
-    "config": ("presets",),
+    "tables": (),
+    "config": ("presets", "tables"),
     "noise": (),
     "attention": (),
     "observe": ("attention",),
     "lane": (),
-    "model": ("config", "noise", "attention", "lane"),
+    "positions": ("config",),
+    "model": ("config", "noise", "attention", "lane", "positions"),
     "diffusion": ("noise",),
     "sampling": ("noise",),
     "likelihood": ("noise", "sampling"),

@@ -7,7 +7,8 @@ import torch
 
 from conftest import small_config
 from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError
-from sinkdlm.config import parse_override, preset_names
+from sinkdlm.config import preset_names
+from sinkdlm.tables import parse_override
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 

@@ -116,7 +116,7 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Read any supported model (its kind is detected) and write it as a checkpoint, in the official form or for transformers."""
-    from sinkdlm.config import parse_override
+    from sinkdlm.tables import parse_override
 
     changes = dict(parse_override(override) for override in overrides or [])
     import torch
@@ -219,8 +219,8 @@ def sample(
     as_json: Json = False,
 ) -> None:
     """Write text with a model: after a prompt, into gaps, or as an answer."""
-    from sinkdlm.config import parse_override
     from sinkdlm.sampling.unmasking import policy_of
+    from sinkdlm.tables import parse_override
 
     named: dict[str, Any] = {
         "steps": steps,

@@ -1,10 +1,9 @@
 """What a model is and what a run does: ModelConfig and Recipe, frozen and validated once.
 
-Owns every default, every allowed value, the presets, and how a recipe is read from TOML. Knows nothing of torch.
+Owns every default, every allowed value, the presets, and how a recipe changes its base. Knows nothing of torch.
 """
 
 import difflib
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sinkdlm.errors import ConfigError
 from sinkdlm.presets import PRESETS
+from sinkdlm.tables import flatten, nest, overlay, parse_override, read_table
 
 MODEL_TYPE = "sinkdlm"
 
@@ -405,7 +405,7 @@ class Recipe(_Frozen):
         try:
             changes: dict[str, Any] = {}
             for override in overrides:  # together: two shares of a mixture are one change
-                changes = _overlay(changes, _nested(*parse_override(override)))
+                changes = overlay(changes, nest(*parse_override(override)))
             return cls.resolve(_merge(table, changes))
         except ConfigError as failure:
             raise failure.within(str(path)) from None
@@ -417,7 +417,7 @@ class Recipe(_Frozen):
 
     def differences(self, other: "Recipe") -> list[str]:
         """`key: ours, not theirs` for every key that decides what is computed and differs."""
-        ours, theirs = _flat(self.to_dict()), _flat(other.to_dict())
+        ours, theirs = flatten(self.to_dict()), flatten(other.to_dict())
         return [
             f"{key} = {ours.get(key)!r}, not {theirs.get(key)!r}"
             for key in dict.fromkeys([*ours, *theirs])
@@ -443,40 +443,6 @@ class Recipe(_Frozen):
         model.pop("required", None)
         model["properties"]["preset"] = {"enum": preset_names(), "description": "a named shape; the other keys are set on top"}
         return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "sinkdlm recipe"}
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{a: {b: c}} as {"a.b": c}."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
-
-
-def parse_override(text: str) -> tuple[str, Any]:
-    """`a.b=c` as (key, value): the value is read as TOML, and as a plain string where it is no TOML."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"--set {text}: expected key=value, for example --set train.lr=1e-4")
-    try:
-        return key.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key.strip(), value.strip()
-
-
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    """a.b = c as {a: {b: c}}."""
-    first, _, rest = key.partition(".")
-    return {first: _nested(rest, value)} if rest else {first: value}
-
-
-def _overlay(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides that add up: tables key by key, values replaced."""
-    merged = dict(base)
-    for key, value in changes.items():
-        old = merged.get(key)
-        merged[key] = _overlay(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return merged
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -511,14 +477,7 @@ def _read_with_base(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     path = path.resolve()
     if path in readers:
         raise ConfigError(f"base = {path.name!r}: a recipe cannot be its own base", place=str(readers[-1]))
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as failure:
-        reason = failure.strerror if isinstance(failure, OSError) else "not UTF-8 text"
-        whose = f" (base of {readers[-1]})" if readers else ""
-        raise ConfigError(f"{path}: cannot read recipe: {reason}{whose}") from None
-    except tomllib.TOMLDecodeError as failure:
-        raise ConfigError(f"{path}: not valid TOML: {failure}") from None
+    table = read_table(path, f" (base of {readers[-1]})" if readers else "")
     bases = table.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):

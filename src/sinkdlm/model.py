@@ -22,32 +22,10 @@ from sinkdlm.attention import PADDING, SHARED, Choice, DrawnOpening, Opening, Vi
 from sinkdlm.config import ModelConfig
 from sinkdlm.lane import Lane, LaneCache, arithmetic_of
 from sinkdlm.noise import Stream, hash_words, pair_words
+from sinkdlm.positions import Documents, Rotation, place
 
 Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
 Recompute = Literal["none", "selective", "full"]
-
-
-class Rotation(NamedTuple):
-    """cos and sin of rotary angles, (1 or B, positions, 1, D/2)."""
-
-    cos: Tensor
-    sin: Tensor
-
-    @classmethod
-    def at(cls, positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> "Rotation":
-        """For positions (P,) or (B, P). Tables are float32 whatever the model's dtype (float64 for a float64 model)."""
-        precise = torch.promote_types(dtype, torch.float32)
-        pairs = torch.arange(0, config.head_dim, 2, dtype=precise, device=positions.device)
-        frequencies = 1.0 / config.rope_base ** (pairs / config.head_dim)
-        angles = positions.to(precise)[..., None] * frequencies
-        angles = angles.view(-1 if positions.dim() == 2 else 1, positions.shape[-1], 1, config.head_dim // 2)
-        return cls(angles.cos(), angles.sin())
-
-    def apply(self, x: Tensor) -> Tensor:
-        """Rotates (B, P, heads, D): the first half of D pairs with the second half."""
-        first, second = x.to(self.cos.dtype).chunk(2, dim=-1)
-        rotated = torch.cat([first * self.cos - second * self.sin, second * self.cos + first * self.sin], dim=-1)
-        return rotated.to(x.dtype)
 
 
 class KeyValueCache(Protocol):
@@ -58,26 +36,6 @@ class KeyValueCache(Protocol):
 
     def join(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Takes the span's rotated keys and values (B, K, span, D) and returns those of the whole row."""
-
-
-class Documents(NamedTuple):
-    """Where the documents of packed rows lie, each (B, T): a document is a run of equal ids, and padding ends one."""
-
-    number: Tensor  # int32, growing along the row
-    first: Tensor  # whether a token opens its document
-    start: Tensor  # index of its document's first token
-    end: Tensor  # index after its document's last token
-
-    @classmethod
-    def of(cls, ids: Tensor, inside: Tensor | None) -> "Documents":
-        index = torch.arange(ids.shape[1], device=ids.device)
-        parts = ids[:, 1:] != ids[:, :-1]
-        if inside is not None:
-            parts = (parts & inside[:, 1:]) | (inside[:, 1:] != inside[:, :-1])
-        first, last = functional.pad(parts, (1, 0), value=True), functional.pad(parts, (0, 1), value=True)
-        start = torch.where(first, index, 0).cummax(1).values
-        end = torch.where(last, index + 1, ids.shape[1]).flip(1).cummin(1).values.flip(1)
-        return cls(first.cumsum(1).to(torch.int32), first, start, end)
 
 
 class Surroundings(NamedTuple):
@@ -386,48 +344,16 @@ class DiffusionLM(nn.Module):
         cache: KeyValueCache | None,
         observe: Observer | None,
     ) -> Surroundings:
-        given = (tokens, x, lengths, packed, causal, cache)
+        span = (0, tokens.shape[1]) if cache is None else (cache.start, cache.length)
+        given = (self.config, tokens, x.dtype, span, lengths, packed, causal)
         if lengths is not None or packed is not None or self._lanes is None or torch.is_grad_enabled():
-            rotations = self._rotations(*given)
+            rotations = place(*given)
         else:
-            span = None if cache is None else (cache.start, cache.length)
             key = (x.dtype, x.device, causal, tokens.shape[1], span)
             if key not in self._lanes.tables:
-                self._lanes.tables[key] = self._rotations(*given)
+                self._lanes.tables[key] = place(*given)
             rotations = self._lanes.tables[key]
         return Surroundings(*rotations, visible, causal, self.attention_form, observe, cache, self.recompute)
-
-    def _rotations(
-        self,
-        tokens: Tensor,
-        x: Tensor,
-        lengths: Tensor | None,
-        packed: Documents | None,
-        causal: bool,
-        cache: KeyValueCache | None,
-    ) -> tuple[Rotation, Rotation | None]:
-        """Where everything sits: sinks in front at 0..S-1 and content after them, or content first and sinks at each row's end.
-
-        Packed documents share the sinks. With sinks in front each begins after them; with sinks at the end each is moved so that it
-        ends where they begin: rotary angles are relative, so either way it stands to them as if alone.
-        """
-        config = self.config
-        n_sinks = 0 if causal or config.has_sink_logit else config.n_sinks
-        in_front = config.sink_position == "front"
-        start, length = (0, tokens.shape[1]) if cache is None else (cache.start, cache.length)
-        row_end = length if lengths is None else lengths[:, None]
-        content = torch.arange(tokens.shape[1], device=tokens.device) + start + (n_sinks if in_front else 0)
-        if packed is not None:
-            content = content - packed.start if in_front else content + (row_end - packed.end)
-        sinks = torch.arange(n_sinks, device=tokens.device)
-        if not in_front and n_sinks:
-            sinks = sinks + row_end
-        if n_sinks and config.n_registers:
-            if sinks.dim() == 2:
-                content = content.expand(sinks.shape[0], -1)
-            content = torch.cat([sinks, content], dim=-1)
-        sink_rotation = Rotation.at(sinks, config, x.dtype) if n_sinks and config.n_lane else None
-        return Rotation.at(content, config, x.dtype), sink_rotation
 
     def _run_blocks(self, x: Tensor, around: Surroundings, use_lane: bool, wanted: Tensor | None = None) -> Tensor:
         scope = self._lanes if use_lane and not torch.is_grad_enabled() else None

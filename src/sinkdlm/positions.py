@@ -1,0 +1,92 @@
+"""Where everything sits: rotary angles of content and sinks, and the documents of packed rows.
+
+Owns the positions of tokens and sinks. Does not know who attends to whom, nor how attention is computed.
+
+B batch, T tokens, P positions, S sinks, D head width.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sinkdlm.config import ModelConfig
+
+
+class Rotation(NamedTuple):
+    """cos and sin of rotary angles, (1 or B, P, 1, D/2)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> "Rotation":
+        """For positions (P,) or (B, P). Tables are float32 whatever the model's dtype (float64 for a float64 model)."""
+        precise = torch.promote_types(dtype, torch.float32)
+        pairs = torch.arange(0, config.head_dim, 2, dtype=precise, device=positions.device)
+        frequencies = 1.0 / config.rope_base ** (pairs / config.head_dim)
+        angles = positions.to(precise)[..., None] * frequencies
+        angles = angles.view(-1 if positions.dim() == 2 else 1, positions.shape[-1], 1, config.head_dim // 2)
+        return cls(angles.cos(), angles.sin())
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Rotates (B, P, heads, D): the first half of D pairs with the second half."""
+        first, second = x.to(self.cos.dtype).chunk(2, dim=-1)
+        rotated = torch.cat([first * self.cos - second * self.sin, second * self.cos + first * self.sin], dim=-1)
+        return rotated.to(x.dtype)
+
+
+class Documents(NamedTuple):
+    """Where the documents of packed rows lie, each (B, T): a document is a run of equal ids, and padding ends one."""
+
+    number: Tensor  # int32, growing along the row
+    first: Tensor  # whether a token opens its document
+    start: Tensor  # index of its document's first token
+    end: Tensor  # index after its document's last token
+
+    @classmethod
+    def of(cls, ids: Tensor, inside: Tensor | None) -> "Documents":
+        index = torch.arange(ids.shape[1], device=ids.device)
+        parts = ids[:, 1:] != ids[:, :-1]
+        if inside is not None:
+            parts = (parts & inside[:, 1:]) | (inside[:, 1:] != inside[:, :-1])
+        first, last = functional.pad(parts, (1, 0), value=True), functional.pad(parts, (0, 1), value=True)
+        start = torch.where(first, index, 0).cummax(1).values
+        end = torch.where(last, index + 1, ids.shape[1]).flip(1).cummin(1).values.flip(1)
+        return cls(first.cumsum(1).to(torch.int32), first, start, end)
+
+
+def place(
+    config: ModelConfig,
+    tokens: Tensor,
+    dtype: torch.dtype,
+    span: tuple[int, int],
+    lengths: Tensor | None,
+    packed: Documents | None,
+    causal: bool,
+) -> tuple[Rotation, Rotation | None]:
+    """Rotations of the tokens (B, T), registers included, and of the lane.
+
+    Sinks in front sit at 0..S-1 and content after them, or content comes first and sinks sit at each row's end. `span`: index of
+    the first token in its row, tokens of the whole row.
+
+    Packed documents share the sinks. With sinks in front each begins after them; with sinks at the end each is moved so that it
+    ends where they begin: rotary angles are relative, so either way it stands to them as if alone.
+    """
+    n_sinks = 0 if causal or config.has_sink_logit else config.n_sinks
+    in_front = config.sink_position == "front"
+    start, length = span
+    row_end = length if lengths is None else lengths[:, None]
+    content = torch.arange(tokens.shape[1], device=tokens.device) + start + (n_sinks if in_front else 0)
+    if packed is not None:
+        content = content - packed.start if in_front else content + (row_end - packed.end)
+    sinks = torch.arange(n_sinks, device=tokens.device)
+    if not in_front and n_sinks:
+        sinks = sinks + row_end
+    if n_sinks and config.n_registers:
+        if sinks.dim() == 2:
+            content = content.expand(sinks.shape[0], -1)
+        content = torch.cat([sinks, content], dim=-1)
+    sink_rotation = Rotation.at(sinks, config, dtype) if n_sinks and config.n_lane else None
+    return Rotation.at(content, config, dtype), sink_rotation
