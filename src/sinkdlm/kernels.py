@@ -7,6 +7,8 @@ used, because Triton is.
 B rows, T tokens, S sinks, H query heads, K key/value heads, D head width.
 """
 
+import functools
+import warnings
 from typing import Any
 
 import torch
@@ -18,6 +20,17 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SWIGLU_BLOCK = 1024
 
 
+@functools.cache
+def is_usable() -> bool:
+    """Whether a kernel can be built here, which needs a C compiler beside Triton."""
+    try:
+        swiglu(torch.zeros(2, device="cuda"))
+    except Exception as error:  # whatever the toolchain raises
+        warnings.warn(f"Triton's kernels cannot be built here ({error}); plain operations are used, which are slower", stacklevel=2)
+        return False
+    return True
+
+
 @triton.jit
 def _rotate(first, second, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
@@ -25,15 +38,15 @@ def _rotate(first, second, cos, sin):
 
 @triton.jit
 def _place_heads(
-    heads, cos, sin, sink_k, sink_v, sink_cos, sink_sin, start, q, k, v,  # fmt: skip
+    heads, cos, sin, sink_k, sink_v, sink_cos, sink_sin, start, q, k, v,
     heads_b, heads_t, cos_b, sink_cos_b, q_b, q_h, kv_b, kv_h,
     n_heads: tl.constexpr, n_kv: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
-    HEADS: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, MOVED: tl.constexpr,
+    heads_block: tl.constexpr, kv_block: tl.constexpr, half_block: tl.constexpr, is_moved: tl.constexpr,
 ):  # fmt: skip
     """One program for each (row, token): splits and rotates its heads. The programs before the first token place the sinks."""
     b, t = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = width // 2
-    lane, kv = tl.arange(0, HALF)[None, :], tl.arange(0, KV)[:, None]
+    lane, kv = tl.arange(0, half_block)[None, :], tl.arange(0, kv_block)[:, None]
     inside = (kv < n_kv) & (lane < half)
     if t < n_sinks:
         source = (t * n_kv + kv) * width + lane
@@ -51,7 +64,7 @@ def _place_heads(
         base = heads + heads_b * b + heads_t * t
         angle = cos_b * b + t * half + lane
         c, s = tl.load(cos + angle, lane < half), tl.load(sin + angle, lane < half)
-        h = tl.arange(0, HEADS)[:, None]
+        h = tl.arange(0, heads_block)[:, None]
         mine = (h < n_heads) & (lane < half)
         source = base + h * width + lane
         one, two = tl.load(source, mine).to(tl.float32), tl.load(source + half, mine).to(tl.float32)
@@ -60,7 +73,7 @@ def _place_heads(
         tl.store(place, one.to(q.dtype.element_ty), mine)
         tl.store(place + half, two.to(q.dtype.element_ty), mine)
         row = n_sinks + t
-        if MOVED:
+        if is_moved:
             row += tl.load(start)
         place = kv_b * b + kv_h * kv + row * width + lane
         source = base + (n_heads + kv) * width + lane
@@ -104,16 +117,16 @@ def place_heads(
         heads.stride(0), heads.stride(1), cos.stride(0) if cos.shape[0] > 1 else 0,
         sink_cos.stride(0) if sink_cos.shape[0] > 1 else 0, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         n_heads, n_kv, n_sinks, width,
-        HEADS=triton.next_power_of_2(n_heads), KV=triton.next_power_of_2(n_kv), HALF=triton.next_power_of_2(width // 2),
-        MOVED=start is not None,
+        heads_block=triton.next_power_of_2(n_heads), kv_block=triton.next_power_of_2(n_kv),
+        half_block=triton.next_power_of_2(width // 2), is_moved=start is not None,
     )  # fmt: skip
     return q, k, v
 
 
 @triton.jit
-def _swiglu(gate_up, out, n, BLOCK: tl.constexpr):
+def _swiglu(gate_up, out, n, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < n
     gate = tl.load(gate_up + row * 2 * n + column, inside).to(tl.float32)
     up = tl.load(gate_up + row * 2 * n + n + column, inside).to(tl.float32)
@@ -128,5 +141,5 @@ def swiglu(gate_up: Tensor) -> Tensor:
     n = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], n)
     block = min(_SWIGLU_BLOCK, triton.next_power_of_2(n))
-    _swiglu[(out.numel() // n, triton.cdiv(n, block))](gate_up, out, n, BLOCK=block)
+    _swiglu[(out.numel() // n, triton.cdiv(n, block))](gate_up, out, n, block=block)
     return out

@@ -42,24 +42,24 @@ def _gumbel(word):
 @triton.jit
 def _choose(
     logits, keys, tokens, odds, stride, vocab, temperature,
-    DRAWN: tl.constexpr, TEMPERED: tl.constexpr, BLOCK: tl.constexpr,
+    is_drawn: tl.constexpr, is_tempered: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Each lane keeps the best of its columns and the log-sum-exp of the others; at the end the lanes are joined likewise."""
     row = tl.program_id(0).to(tl.int64)
-    if DRAWN:
+    if is_drawn:
         key = tl.load(keys + row).to(tl.uint64, bitcast=True)
-    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    best = tl.full([block], -float("inf"), tl.float32)
     own = best  # the logit of a lane's best
-    chosen = tl.arange(0, BLOCK)
-    most = tl.full([BLOCK], _NONE, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    for begin in range(0, vocab, BLOCK):
-        column = begin + tl.arange(0, BLOCK)
+    chosen = tl.arange(0, block)
+    most = tl.full([block], _NONE, tl.float32)
+    total = tl.zeros([block], tl.float32)
+    for begin in range(0, vocab, block):
+        column = begin + tl.arange(0, block)
         judged = tl.load(logits + row * stride + column, column < vocab, -float("inf")).to(tl.float32)
         value = judged
-        if DRAWN:
+        if is_drawn:
             value = judged / temperature
-            if TEMPERED:
+            if is_tempered:
                 judged = value
             value += _gumbel(_mix(key + _mix(column.to(tl.uint64))))
         better = value > best
@@ -91,6 +91,6 @@ def choose(logits: Tensor, keys: Tensor | None, temperature: float, tempered: bo
     words = tokens if keys is None else keys.contiguous()
     block = min(_BLOCK, triton.next_power_of_2(vocab))
     _choose[(flat.shape[0],)](
-        flat, words, tokens, odds, flat.stride(0), vocab, temperature if drawn else 1.0, drawn, tempered, BLOCK=block
+        flat, words, tokens, odds, flat.stride(0), vocab, temperature if drawn else 1.0, drawn, tempered, block=block
     )
     return tokens, odds
