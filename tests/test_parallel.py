@@ -338,6 +338,12 @@ def test_the_layout_follows_the_memory(section, ranks, node, state, memory, expe
     assert choose_layout(ParallelSection(**section), ranks, node, state, memory) == expected
 
 
+def test_a_layout_says_what_each_rank_holds():
+    texts = [Layout(*counts).text for counts in ((1, 1), (4, 1), (1, 4), (2, 4))]
+    several = ["4 ranks, a copy on each", "4 ranks, sharded", "8 ranks, 2 copies sharded over 4 ranks each"]
+    assert texts == ["one process", *several]
+
+
 def test_a_layout_that_does_not_divide_the_ranks_is_refused():
     with pytest.raises(UserError, match=r"parallel\.shard_ranks = 3: allowed is a divisor of the 4 ranks"):
         choose_layout(ParallelSection(mode="hybrid", shard_ranks=3), 4, 4, 1, None)

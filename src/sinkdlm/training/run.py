@@ -183,14 +183,6 @@ class RunFolder:
             self._lock = None
 
 
-def host_memory() -> int | None:
-    """Bytes of this machine's memory, where the system says it."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None
-
-
 def environment(device: torch.device) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
