@@ -1,13 +1,14 @@
 import fcntl
 import itertools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from sinkdlm import DiffusionLM, ModelConfig
+from sinkdlm import DiffusionLM, ModelConfig, cli
 
 torch.set_num_threads(1)
 
@@ -75,6 +76,21 @@ def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Pat
     own = tmp_path_factory.getbasetemp()
     shared = own.parent if os.environ.get("PYTEST_XDIST_WORKER") else own
     return lambda name, make: make_once(shared / name, make)
+
+
+@pytest.fixture
+def command_line(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+    """The command line in this process: exit status, stdout, stderr."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["sinkdlm", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        shown = capsys.readouterr()
+        return left.value.code or 0, shown.out, shown.err
+
+    return run
 
 
 @pytest.fixture(params=VARIANTS, ids=list(VARIANTS))
