@@ -1,10 +1,14 @@
+import fcntl
 import itertools
 import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from sinkdlm import DiffusionLM, ModelConfig
+from sinkdlm import DiffusionLM, ModelConfig, cli
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -46,6 +50,49 @@ def small_model(seed: int = 0, dtype: torch.dtype = torch.float64, attention: st
 
 def small_tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 10, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def make_once(folder: Path, make: Callable[[Path], object]) -> Path:
+    """make(folder) by the first process that asks; the others wait for it, and are told where it failed or was killed."""
+    done, failure = folder.with_name(f"{folder.name}.done"), folder.with_name(f"{folder.name}.failed")
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system takes it from a process that dies
+        if done.exists():
+            return folder
+        if folder.exists():
+            reason = failure.read_text() if failure.exists() else "its maker was killed"
+            pytest.fail(f"{folder.name}, which the tests share, could not be made: {reason}", pytrace=False)
+        folder.mkdir()
+        try:
+            make(folder)
+        except BaseException as problem:
+            failure.write_text(f"{type(problem).__name__}: {problem}")
+            raise
+        done.touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """`made_once(name, make)`: a folder for the whole session, however many processes share the tests."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if os.environ.get("PYTEST_XDIST_WORKER") else own
+    return lambda name, make: make_once(shared / name, make)
+
+
+@pytest.fixture
+def command_line(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+    """The command line in this process: exit status, stdout, stderr."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["sinkdlm", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        shown = capsys.readouterr()
+        return left.value.code or 0, shown.out, shown.err
+
+    return run
 
 
 @pytest.fixture(params=VARIANTS, ids=list(VARIANTS))

@@ -20,6 +20,7 @@ CORE = (
 # Module -> the modules of the package it may import. `errors` and the package itself (its version) are open to all.
 ALLOWED = {
     "errors": (),
+    "durable": (),
     "presets": (),
     "tables": (),
     "config": ("presets", "tables"),
@@ -34,9 +35,9 @@ ALLOWED = {
     "sampling": ("noise", "kernels"),
     "likelihood": ("noise", "sampling"),
     "planning": ("config",),
-    "data": ("config", "noise"),
-    "checkpoint": CORE,
-    "training": (*CORE, "data", "planning"),
+    "data": ("config", "noise", "durable"),
+    "checkpoint": (*CORE, "durable"),
+    "training": (*CORE, "data", "planning", "durable"),
     "interop": CORE,
     "evals": (*CORE, "data"),
     "analysis": CORE,

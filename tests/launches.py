@@ -1,5 +1,6 @@
 """Launches as the tests see them: started through the scripts of launch/, read, signalled, and cleared away to the last process."""
 
+import json
 import os
 import secrets
 import signal
@@ -9,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from benchmarks import kills
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "launch" / "torchrun.sh"
@@ -70,8 +73,19 @@ def launched(command: list[str], said: Path, **environment: str) -> Iterator[Lau
         launch.kill()
 
 
-def train_arguments(recipe: Path, out: Path, *more: str) -> list[str]:
-    return [str(recipe), "--out", str(out), "--device", "cpu", *more]
+def train_arguments(recipe: Path, out: Path) -> list[str]:
+    return [str(recipe), "--out", str(out), "--device", "cpu"]
+
+
+def script(recipe: Path, out: Path) -> list[str]:
+    return [str(SCRIPT), *train_arguments(recipe, out)]
+
+
+def make_undisturbed(folder: Path, n_ranks: int, steps: int) -> None:
+    """Data, recipe.toml, and in `alone` what comes of it on ranks of one host that nobody disturbs."""
+    recipe = kills.write_recipe(folder / "recipe.toml", kills.write_set(folder / "data"), steps=steps)
+    with launched(script(recipe, folder / "alone"), folder / "alone.said", NPROC=str(n_ranks)) as launch:
+        assert launch.wait() == 0, launch.text()[-4000:]
 
 
 def wait_until(what: Callable[[], object], launch: Launch, seconds: float = 120.0) -> None:
@@ -80,6 +94,11 @@ def wait_until(what: Callable[[], object], launch: Launch, seconds: float = 120.
         assert launch.process.poll() is None, launch.text()[-4000:]
         assert time.monotonic() < end, launch.text()[-4000:]
         time.sleep(0.005)
+
+
+def starts(out: Path) -> list[dict]:
+    """What a run noted each time it was started."""
+    return json.loads((out / "environment.json").read_text())["starts"]
 
 
 def steps_made(out: Path) -> int:

@@ -1,5 +1,4 @@
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,12 +34,12 @@ def test_imports_point_one_way():
     ],
 )
 def test_a_planted_import_is_caught(tmp_path, file, line, complaint):
-    package = tmp_path / "sinkdlm"
-    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    path = package / file
-    path.parent.mkdir(exist_ok=True)
-    path.write_text((path.read_text() if path.exists() else "") + f"\n{line}\n")
-    found, _ = breaches(package)
+    """Files are judged one by one, so a package of that file alone shows it."""
+    path, there = tmp_path / "sinkdlm" / file, PACKAGE / file
+    path.parent.mkdir(parents=True)
+    path.write_text((there.read_text() if there.exists() else "") + f"\n{line}\n")
+    found, files = breaches(tmp_path / "sinkdlm")
+    assert files == 1
     assert len(found) == 1
     assert complaint in found[0]
 

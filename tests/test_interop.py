@@ -885,7 +885,9 @@ def test_trained_parts_are_not_taken_away(tmp_path):
             load_any(tmp_path / "x", changes)
 
 
-def test_convert_on_the_command_line(tmp_path, parents):
+def test_convert_on_the_command_line(tmp_path, parents, command_line):
+    """In a process of its own where something else might speak, too; the others in this one, which has loaded everything."""
+
     def run(*args):
         return subprocess.run(
             [sys.executable, "-m", "sinkdlm", "convert", *map(str, args)], capture_output=True, text=True, check=False
@@ -899,14 +901,15 @@ def test_convert_on_the_command_line(tmp_path, parents):
     assert report["config"]["sink_position"] == "end"
     assert report["dtype"] == "bfloat16"
     assert sinkdlm.load(tmp_path / "x").model.embed.weight.dtype == torch.bfloat16
-    shown = run(tmp_path / "x", tmp_path / "hf", "--to", "hf")
-    assert "found  sinkdlm (own checkpoint)" in shown.stdout
-    assert "wrote  transformers directory (sinkdlm)" in shown.stdout
+    status, shown, _ = command_line("convert", tmp_path / "x", tmp_path / "hf", "--to", "hf")
+    assert status == 0
+    assert "found  sinkdlm (own checkpoint)" in shown
+    assert "wrote  transformers directory (sinkdlm)" in shown
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("keep")
-    failed = run(tmp_path / "x", tmp_path / "full")
-    assert failed.returncode == 2
-    assert failed.stderr.count("\n") == 1
+    status, _, said = command_line("convert", tmp_path / "x", tmp_path / "full")
+    assert status == 2
+    assert said.count("\n") == 1
     assert (tmp_path / "full" / "mine.txt").read_text() == "keep"
     torch.save({"evil": Path("/")}, tmp_path / "evil.pth")
     failed = run(tmp_path / "evil.pth", tmp_path / "dst")

@@ -1,6 +1,5 @@
 """The scripts of launch/ on gloo ranks: they train, end together when asked to or when one is lost, and go on bit for bit."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 from benchmarks import kills
 
-from launches import ROOT, SCRIPT, launched, steps_made, train_arguments, wait_until
+from launches import ROOT, SCRIPT, launched, make_undisturbed, script, starts, steps_made, train_arguments, wait_until
 
 STEPS = 24
 HOSTS = ("127.0.0.2", "127.0.0.3")  # every address of 127.0.0.0/8 is this machine
@@ -52,26 +51,8 @@ sys.exit(max(abs(rank.wait()) for rank in ranks))
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory) -> Path:
-    """Data, a recipe, and the run that nobody disturbs, made once even where several processes share the tests."""
-    shared = tmp_path_factory.getbasetemp().parent if os.environ.get("PYTEST_XDIST_WORKER") else tmp_path_factory.getbasetemp()
-    folder = shared / "launches"
-    with (shared / "launches.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            data = kills.write_set(folder / "data")
-            kills.write_recipe(folder / "recipe.toml", data, steps=STEPS)
-            with launched(script(folder / "recipe.toml", folder / "alone"), folder / "alone.said", NPROC="2") as launch:
-                assert launch.wait() == 0, launch.text()[-4000:]
-    return folder
-
-
-def script(recipe: Path, out: Path) -> list[str]:
-    return [str(SCRIPT), *train_arguments(recipe, out)]
-
-
-def starts(out: Path) -> list[dict]:
-    return json.loads((out / "environment.json").read_text())["starts"]
+def runs(made_once) -> Path:
+    return made_once("launches", lambda folder: make_undisturbed(folder, 2, STEPS))
 
 
 def slurm(folder: Path, state: str) -> dict[str, str]:

@@ -4,7 +4,6 @@ Host B has the lower address, so torchrun makes its ranks the first: B writes th
 The one that is lost is B.
 """
 
-import json
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 from benchmarks import kills
 
-from launches import SCRIPT, Launch, launched, steps_made, train_arguments, wait_until
+from launches import Launch, launched, make_undisturbed, script, starts, steps_made, wait_until
 
 STEPS = 240  # more than one host alone makes while the other comes back
 CABLE = "veth-sinkdlm"  # what each host calls its end of it
@@ -69,45 +68,44 @@ def hosts() -> Iterator[tuple[Host, Host]]:
                 subprocess.run(["ip", "netns", "delete", host.name], capture_output=True, check=False)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
-    """Data, a recipe, and what comes of it on 4 ranks of one host that nobody disturbs."""
-    folder = tmp_path_factory.mktemp("nodes")
-    kills.write_recipe(folder / "recipe.toml", kills.write_set(folder / "data"), steps=STEPS)
-    command = [str(SCRIPT), *train_arguments(folder / "recipe.toml", folder / "alone")]
-    with launched(command, folder / "alone.said", NPROC="4") as launch:
-        assert launch.wait() == 0, launch.text()[-4000:]
-    return folder
+@pytest.fixture
+def runs(hosts, made_once) -> Path:
+    """After the hosts: where they cannot be made, nothing is computed."""
+    return made_once("nodes", lambda folder: make_undisturbed(folder, 4, STEPS))
 
 
 @contextmanager
 def node(host: Host, meeting: Host, n_nodes: str, runs: Path, out: Path) -> Iterator[Launch]:
-    command = host.command(str(SCRIPT), *train_arguments(runs / "recipe.toml", out))
+    command = host.command(*script(runs / "recipe.toml", out))
     place = {"NNODES": n_nodes, "RDZV": f"{meeting.address}:29400", "ADDRESS": host.address, "NPROC": "2"}
     said = out.with_suffix(f".{host.name}")
     with launched(command, said, **place, RDZV_CONF=QUICK, GLOO_SOCKET_IFNAME=CABLE) as launch:
         yield launch
 
 
-def starts(out: Path) -> list[dict]:
-    return json.loads((out / "environment.json").read_text())["starts"]
+@contextmanager
+def away(hosts: tuple[Host, Host], n_nodes: str, runs: Path, out: Path) -> Iterator[tuple[Launch, Launch]]:
+    """Both train; the scope says how B is lost and what is then to be seen; behind it B comes back, and both finish."""
+    a, b = hosts
+    with node(a, a, n_nodes, runs, out) as stays:
+        with node(b, a, n_nodes, runs, out) as lost:
+            wait_until(lambda: steps_made(out) > 10, stays)
+            yield stays, lost
+        with node(b, a, n_nodes, runs, out) as back:
+            for launch in (stays, back):
+                assert launch.wait(180) == 0, launch.text()[-4000:]
 
 
-def finish(*nodes: Launch) -> None:
-    for launch in nodes:
-        assert launch.wait(180) == 0, launch.text()[-4000:]
+def wait_for_words(pattern: str, told: Launch) -> None:
+    wait_until(lambda: re.search(pattern, told.text()), told, 60)
 
 
 def test_a_run_survives_the_loss_and_return_of_a_host(runs, hosts):
     a, b = hosts
     out = runs / "lost"
-    with node(a, a, "2", runs, out) as stays:
-        with node(b, a, "2", runs, out) as lost:
-            wait_until(lambda: steps_made(out) > 10, stays)
-            lost.kill()
-        wait_until(lambda: re.search(rf"rank 0 \({b.name}, process \d+\)", stays.text()), stays, 60)
-        with node(b, a, "2", runs, out) as back:
-            finish(stays, back)
+    with away(hosts, "2", runs, out) as (stays, lost):
+        lost.kill()
+        wait_for_words(rf"rank 0 \({b.name}, process \d+\)", stays)
     assert [(start["ranks"], start["hosts"]) for start in starts(out)] == [(4, [a.name, b.name])] * 2
     assert starts(out)[1]["step"] > 0
     assert kills.differences(runs / "alone", out) == []
@@ -116,18 +114,11 @@ def test_a_run_survives_the_loss_and_return_of_a_host(runs, hosts):
 def test_fewer_hosts_go_on_while_one_is_away(runs, hosts):
     a, b = hosts
     out = runs / "elastic"
-    with node(a, a, "1:2", runs, out) as stays:
-        with node(b, a, "1:2", runs, out) as lost:
-            wait_until(lambda: steps_made(out) > 10, stays)
-            lost.kill()
+    with away(hosts, "1:2", runs, out) as (stays, lost):
+        lost.kill()
         wait_until(lambda: len(starts(out)) == 2, stays, 90)
-        with node(b, a, "1:2", runs, out) as back:
-            finish(stays, back)
-    assert [(start["ranks"], start["hosts"]) for start in starts(out)] == [
-        (4, [a.name, b.name]),
-        (2, [a.name]),
-        (4, [a.name, b.name]),
-    ]
+    both = (4, [a.name, b.name])
+    assert [(start["ranks"], start["hosts"]) for start in starts(out)] == [both, (2, [a.name]), both]
     (stopped,) = re.findall(r"stopped by SIGTERM after step (\d+)", stays.text())
     assert starts(out)[2]["step"] == int(stopped)  # whoever makes room for a host that comes back loses no step
     losses = [[line["loss"] for line in kills.read_metrics(run) if line["kind"] == "train"] for run in (out, runs / "alone")]
@@ -139,14 +130,10 @@ def test_a_host_that_falls_silent_is_missed(runs, hosts):
     """A cable that is cut tells nobody: no connection is closed, and collectives would wait."""
     a, b = hosts
     out = runs / "silent"
-    with node(a, a, "2", runs, out) as stays:
-        with node(b, a, "2", runs, out) as lost:
-            wait_until(lambda: steps_made(out) > 10, stays)
-            ip("-n", b.name, "link", "set", CABLE, "down")
-            wait_until(lambda: re.search(rf"rank 0 \({b.name}, process \d+\)", stays.text()), stays, 60)
-            wait_until(lambda: re.search(rf"rank [23] \({a.name}, process \d+\) was lost", lost.text()), lost, 60)
-            lost.kill()
+    with away(hosts, "2", runs, out) as (stays, lost):
+        ip("-n", b.name, "link", "set", CABLE, "down")
+        wait_for_words(rf"rank 0 \({b.name}, process \d+\)", stays)
+        wait_for_words(rf"rank [23] \({a.name}, process \d+\) was lost", lost)
+        lost.kill()
         ip("-n", b.name, "link", "set", CABLE, "up")
-        with node(b, a, "2", runs, out) as back:
-            finish(stays, back)
     assert kills.differences(runs / "alone", out) == []

@@ -1,6 +1,5 @@
 """One run on any number of ranks. Everything that 2 ranks do is one launch, and so is everything that 4 do."""
 
-import fcntl
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ from benchmarks import kills
 
 import ranks
 from conftest import VARIANTS
+from launches import starts
 from sinkdlm import UserError
 from sinkdlm.config import ParallelSection
 from sinkdlm.planning import Layout, choose_layout, training_memory
@@ -59,17 +59,9 @@ def variants_job(data: Path, out: Path, name: str, **train) -> dict:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory) -> Path:
-    """All the runs that the tests below look at, made once even where several processes share the tests."""
-    shared = tmp_path_factory.getbasetemp().parent if os.environ.get("PYTEST_XDIST_WORKER") else tmp_path_factory.getbasetemp()
-    folder = shared / "ranks"
-    with (shared / "ranks.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "done").exists():
-            folder.mkdir()
-            make_runs(folder)
-            (folder / "done").touch()
-    return folder
+def runs(made_once) -> Path:
+    """All the runs that the tests below look at."""
+    return made_once("ranks", make_runs)
 
 
 def make_runs(folder: Path) -> None:
@@ -185,8 +177,7 @@ def test_ranks_read_and_mask_the_same_samples(runs, n_ranks):
 
 def test_a_run_goes_on_exactly_on_other_numbers_of_ranks(runs):
     """1 -> 2 -> 4 -> 1 ranks, stopped each time by SIGTERM to a rank of its own."""
-    starts = json.loads((runs / "elastic" / "environment.json").read_text())["starts"]
-    assert [(start["ranks"], start["step"]) for start in starts] == [(1, 0), (2, 12), (4, 26), (1, 39)]
+    assert [(start["ranks"], start["step"]) for start in starts(runs / "elastic")] == [(1, 0), (2, 12), (4, 26), (1, 39)]
     expected = losses(runs / "exact-1")
     found = losses(runs / "elastic")
     assert len(found) == len(expected)
@@ -199,8 +190,7 @@ def test_a_run_goes_on_exactly_on_other_numbers_of_ranks(runs):
 
 
 def test_a_run_in_float32_goes_on_on_other_numbers_of_ranks(runs):
-    starts = json.loads((runs / "elastic-32" / "environment.json").read_text())["starts"]
-    assert [(start["ranks"], start["step"]) for start in starts] == [(1, 0), (2, 4), (4, 9), (1, 13)]
+    assert [(start["ranks"], start["step"]) for start in starts(runs / "elastic-32")] == [(1, 0), (2, 4), (4, 9), (1, 13)]
     np.testing.assert_allclose(losses(runs / "elastic-32"), losses(runs / "single-1"), rtol=1e-5)
     assert seen(runs / "elastic-32") == seen(runs / "single-1")
 
@@ -208,8 +198,7 @@ def test_a_run_in_float32_goes_on_on_other_numbers_of_ranks(runs):
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_a_resumed_run_is_bit_equal_on_the_same_number_of_ranks(runs, n_ranks):
     """The states of 4 ranks are written behind."""
-    starts = json.loads((runs / f"resumed-{n_ranks}" / "environment.json").read_text())["starts"]
-    assert [start["step"] for start in starts] == [0, 31]
+    assert [start["step"] for start in starts(runs / f"resumed-{n_ranks}")] == [0, 31]
     assert kills.differences(runs / f"exact-{n_ranks}", runs / f"resumed-{n_ranks}") == []
     assert kills.differences(runs / "exact-2", runs / "exact-4") != []  # the comparison can fail
 
@@ -336,6 +325,12 @@ def test_twenty_kills_of_single_ranks_change_nothing(tmp_path):
 )
 def test_the_layout_follows_the_memory(section, ranks, node, state, memory, expected):
     assert choose_layout(ParallelSection(**section), ranks, node, state, memory) == expected
+
+
+def test_a_layout_says_what_each_rank_holds():
+    texts = [Layout(*counts).text for counts in ((1, 1), (4, 1), (1, 4), (2, 4))]
+    several = ["4 ranks, a copy on each", "4 ranks, sharded", "8 ranks, 2 copies sharded over 4 ranks each"]
+    assert texts == ["one process", *several]
 
 
 def test_a_layout_that_does_not_divide_the_ranks_is_refused():

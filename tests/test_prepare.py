@@ -19,7 +19,6 @@ import zstandard
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sinkdlm import cli
 from sinkdlm.data import inputs, prepare, writing
 from sinkdlm.data.encoding import Encoder, mark_tokenizer
 from sinkdlm.data.inspect import read_set
@@ -624,7 +623,7 @@ def test_both_stages_of_a_row_and_all_answers_to_a_question_stay_together(tmp_pa
 # -- looking at sets --------------------------------------------------------------------------------------------------------
 
 
-def test_info_counts_shows_and_finds_a_flipped_byte(tmp_path, tokenizer, monkeypatch, capsys):
+def test_info_counts_shows_and_finds_a_flipped_byte(tmp_path, tokenizer, command_line):
     path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts(80)])
     out = tmp_path / "out"
     prepare.prepare([str(path)], tokenizer, out, Settings(shard_tokens=1000, validation=0.1))
@@ -632,7 +631,7 @@ def test_info_counts_shows_and_finds_a_flipped_byte(tmp_path, tokenizer, monkeyp
     assert found["splits"]["train"]["documents"] + found["splits"]["validation"]["documents"] == 80
     assert len(found["samples"]) == 6
     assert all(sample["text"].removesuffix(EOS) in texts(80) for sample in found["samples"])
-    status, said, _ = run(monkeypatch, capsys, "data", "info", out, "--samples", "1")
+    status, said, _ = command_line("data", "info", out, "--samples", "1")
     assert status == 0
     assert "checksums compared" in said
     files = sorted(out.glob("*.bin"))
@@ -640,7 +639,7 @@ def test_info_counts_shows_and_finds_a_flipped_byte(tmp_path, tokenizer, monkeyp
     for file in files:
         whole = file.read_bytes()
         file.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-        status, _, said = run(monkeypatch, capsys, "data", "info", out)
+        status, _, said = command_line("data", "info", out)
         assert status == 2
         assert str(file) in said
         file.write_bytes(whole)
@@ -677,12 +676,12 @@ def dealt(tmp_path):
     return [*names, str(tmp_path / "z.txt")]
 
 
-def test_datatrove_writes_the_tokens_that_we_do(tmp_path, tokenizer, monkeypatch, capsys):
+def test_datatrove_writes_the_tokens_that_we_do(tmp_path, tokenizer, command_line):
     names = dealt(tmp_path)
     prepare.prepare(names, tokenizer, tmp_path / "ours", Settings(validation=0))
     args = ["data", "prepare", *names, "--tokenizer", tokenizer.name_or_path, "--executor", "datatrove"]
     args += ["--tasks", "2", "--workers", "1", "--out", tmp_path / "theirs"]
-    status, said, log = run(monkeypatch, capsys, *args)
+    status, said, log = command_line(*args)
     assert status == 0, log
     assert "wrote 2 files" in said
     eos = tokenizer.eos_token_id
@@ -697,7 +696,7 @@ def test_datatrove_writes_the_tokens_that_we_do(tmp_path, tokenizer, monkeypatch
         open_split(tmp_path / "ours").tokenizer | {"source": opened.tokenizer["source"]},
     )
     assert len(read_set(tmp_path / "theirs", samples=2)["samples"]) == 2
-    status, _, said = run(monkeypatch, capsys, *args, "--field", "body")
+    status, _, said = command_line(*args, "--field", "body")
     assert status == 2
     assert "field was 'text', now 'body'" in said
 
@@ -752,7 +751,7 @@ def check_line(line):
     return line.startswith("the ")
 
 
-def test_the_example_corpus_is_right_small_and_the_same_again(tmp_path, monkeypatch, capsys):
+def test_the_example_corpus_is_right_small_and_the_same_again(tmp_path, command_line):
     found = corpus(500, seed=3)
     lines = [line for text in found for line in text.split("\n")]
     assert len(lines) > 1500
@@ -763,7 +762,7 @@ def test_the_example_corpus_is_right_small_and_the_same_again(tmp_path, monkeypa
     for kind in ("text", "sft"):
         for name in ("a", "b"):
             args = ["data", "example", "--documents", "300", "--kind", kind, "--out", tmp_path / kind / name]
-            assert run(monkeypatch, capsys, *args)[0] == 0
+            assert command_line(*args)[0] == 0
         assert content(tmp_path / kind / "a") == content(tmp_path / kind / "b")
         assert all(read(tmp_path / kind / "a", split).max() < 63 for split in ("train", "validation"))
     shown = read_set(tmp_path / "text" / "a", samples=50)["samples"]
@@ -775,16 +774,6 @@ def test_the_example_corpus_is_right_small_and_the_same_again(tmp_path, monkeypa
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------------
-
-
-def run(monkeypatch, capsys, *args):
-    """The command line in this process: exit status, stdout, stderr."""
-    monkeypatch.setattr(sys, "argv", ["sinkdlm", *map(str, args)])
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as left:
-        cli.main()
-    shown = capsys.readouterr()
-    return left.value.code or 0, shown.out, shown.err
 
 
 MISTAKES = {
@@ -862,12 +851,12 @@ def wrong_files(tmp_path_factory, tokenizer):
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_one_line_and_leaves_nothing_behind(case, wrong_files, tmp_path, tokenizer, monkeypatch, capsys):
+def test_a_mistake_is_one_line_and_leaves_nothing_behind(case, wrong_files, tmp_path, tokenizer, monkeypatch, command_line):
     args, words = MISTAKES[case]
     monkeypatch.chdir(wrong_files)
     monkeypatch.setenv("PATH", "/nowhere")
     given = [] if "--tokenizer" in args else ["--tokenizer", tokenizer.name_or_path]
-    status, out, said = run(monkeypatch, capsys, "data", "prepare", *args, *given, "--out", tmp_path / "out")
+    status, out, said = command_line("data", "prepare", *args, *given, "--out", tmp_path / "out")
     assert (status, out) == (2, "")
     assert said.count("\n") == 1
     for word in words:
@@ -885,25 +874,25 @@ def test_an_extra_that_is_missing_is_named(module, name, wrong_files, tmp_path, 
     assert "pip install 'sinkdlm[data]'" in fails([name], tokenizer, tmp_path / "out")
 
 
-def test_json_on_stdout_and_the_rest_on_stderr(tmp_path, tokenizer, monkeypatch, capsys):
+def test_json_on_stdout_and_the_rest_on_stderr(tmp_path, tokenizer, command_line):
     path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts(30)])
     args = ["data", "prepare", path, "--tokenizer", tokenizer.name_or_path, "--out", tmp_path / "out", "--json"]
-    status, said, _ = run(monkeypatch, capsys, *args)
+    status, said, _ = command_line(*args)
     found = json.loads(said)
     assert status == 0
     assert found["splits"]["train"]["documents"] + found["splits"]["validation"]["documents"] == 30
     assert found["already"] is False
-    assert json.loads(run(monkeypatch, capsys, *args)[1])["already"] is True
-    found = json.loads(run(monkeypatch, capsys, "data", "info", tmp_path / "out", "--json")[1])
+    assert json.loads(command_line(*args)[1])["already"] is True
+    found = json.loads(command_line("data", "info", tmp_path / "out", "--json")[1])
     assert found["settings"]["validation"] == 0.01
 
 
-def test_tokenizers_are_read_from_wherever_they_lie(tmp_path, tokenizer, monkeypatch, capsys):
+def test_tokenizers_are_read_from_wherever_they_lie(tmp_path, tokenizer, command_line):
     (tmp_path / "a.txt").write_text("some text\nmore text\n")
     marks = set()
     for place, name in enumerate((tokenizer.name_or_path, f"{tokenizer.name_or_path}/tokenizer.json")):
         out = tmp_path / f"{place}"
-        assert run(monkeypatch, capsys, "data", "prepare", tmp_path / "a.txt", "--tokenizer", name, "--out", out)[0] == 0
+        assert command_line("data", "prepare", tmp_path / "a.txt", "--tokenizer", name, "--out", out)[0] == 0
         marks.add(json.loads((out / "index.json").read_text())["tokenizer"]["sha256"])
     assert len(marks) == 1
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError, load, save
 from sinkdlm.data.rows import open_rows
 from sinkdlm.planning import budget_steps, training_flops
-from sinkdlm.training import loop, state
+from sinkdlm.training import export, loop, state
 from sinkdlm.training.evaluate import VALIDATION_SEED, validate
 from sinkdlm.training.monitor import Metrics, flat_numbers
 from sinkdlm.training.optimizer import learning_rate
@@ -325,8 +325,8 @@ def test_a_finished_run_without_its_states_is_not_trained_over(tmp_path, token_s
 
 def test_a_milestone_that_was_cut_off_is_made_again(tmp_path, token_set, monkeypatch):
     recipe = recipe_of(token_set, save={"every": 2, "milestones": [4]})
-    die_first, calls = fails_once(loop.save_weights, 1, RuntimeError("a crash"))
-    monkeypatch.setattr(loop, "save_weights", die_first)
+    die_first, calls = fails_once(export.save_weights, 1, RuntimeError("a crash"))
+    monkeypatch.setattr(export, "save_weights", die_first)
     with pytest.raises(RuntimeError, match="a crash"):
         run(recipe, tmp_path / "run")
     run(recipe, tmp_path / "run")
@@ -541,8 +541,8 @@ def test_running_out_of_memory_names_the_cure(tmp_path, token_set, monkeypatch):
 
 def test_an_export_that_was_cut_off_is_made_again(tmp_path, token_set, monkeypatch):
     recipe = recipe_of(token_set, train={"ema": 0.9})
-    die_second, calls = fails_once(loop.save_weights, 2, RuntimeError("a crash"))
-    monkeypatch.setattr(loop, "save_weights", die_second)
+    die_second, calls = fails_once(export.save_weights, 2, RuntimeError("a crash"))
+    monkeypatch.setattr(export, "save_weights", die_second)
     with pytest.raises(RuntimeError, match="a crash"):
         run(recipe, tmp_path / "run")
     run(recipe, tmp_path / "run")

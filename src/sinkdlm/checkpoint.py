@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sinkdlm import __version__
 from sinkdlm.config import MODEL_TYPE, ModelConfig
+from sinkdlm.durable import sync
 from sinkdlm.errors import CheckpointError, ConfigError
 from sinkdlm.model import DiffusionLM
 
@@ -205,15 +206,6 @@ def _umask() -> int:
     current = os.umask(0)
     os.umask(current)
     return current
-
-
-def sync(path: Path) -> None:
-    """Until a file, or a folder's entries, are on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def _rotate(first, second, cos, sin):
 @triton.jit
 def _place_heads(
     heads, cos, sin, sink_k, sink_v, sink_cos, sink_sin, start, q, k, v,
-    heads_b, heads_t, cos_b, sink_cos_b, q_b, q_h, kv_b, kv_h,
+    heads_b, heads_t, cos_b, sink_cos_b, q_b, q_h, q_t, kv_b, kv_h,
     n_heads: tl.constexpr, n_kv: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
     heads_block: tl.constexpr, kv_block: tl.constexpr, half_block: tl.constexpr, is_moved: tl.constexpr,
 ):  # fmt: skip
@@ -49,41 +49,41 @@ def _place_heads(
     lane, kv = tl.arange(0, half_block)[None, :], tl.arange(0, kv_block)[:, None]
     inside = (kv < n_kv) & (lane < half)
     if t < n_sinks:
-        source = (t * n_kv + kv) * width + lane
-        angle = sink_cos_b * b + t * half + lane
-        c, s = tl.load(sink_cos + angle, lane < half), tl.load(sink_sin + angle, lane < half)
-        one, two = tl.load(sink_k + source, inside).to(tl.float32), tl.load(sink_k + source + half, inside).to(tl.float32)
-        one, two = _rotate(one, two, c, s)
-        place = kv_b * b + kv_h * kv + t * width + lane
-        tl.store(k + place, one.to(k.dtype.element_ty), inside)
-        tl.store(k + place + half, two.to(k.dtype.element_ty), inside)
-        tl.store(v + place, tl.load(sink_v + source, inside), inside)
-        tl.store(v + place + half, tl.load(sink_v + source + half, inside), inside)
+        given = (t * n_kv + kv) * width + lane
+        sink_angle = sink_cos_b * b + t * half + lane
+        cos_t, sin_t = tl.load(sink_cos + sink_angle, lane < half), tl.load(sink_sin + sink_angle, lane < half)
+        first, second = tl.load(sink_k + given, inside).to(tl.float32), tl.load(sink_k + given + half, inside).to(tl.float32)
+        first, second = _rotate(first, second, cos_t, sin_t)
+        spot = kv_b * b + kv_h * kv + t * width + lane
+        tl.store(k + spot, first.to(k.dtype.element_ty), inside)
+        tl.store(k + spot + half, second.to(k.dtype.element_ty), inside)
+        tl.store(v + spot, tl.load(sink_v + given, inside), inside)
+        tl.store(v + spot + half, tl.load(sink_v + given + half, inside), inside)
     else:
-        t = t - n_sinks
-        base = heads + heads_b * b + heads_t * t
-        angle = cos_b * b + t * half + lane
+        token = t - n_sinks
+        base = heads + heads_b * b + heads_t * token
+        angle = cos_b * b + token * half + lane
         c, s = tl.load(cos + angle, lane < half), tl.load(sin + angle, lane < half)
         h = tl.arange(0, heads_block)[:, None]
         mine = (h < n_heads) & (lane < half)
         source = base + h * width + lane
         one, two = tl.load(source, mine).to(tl.float32), tl.load(source + half, mine).to(tl.float32)
         one, two = _rotate(one, two, c, s)
-        place = q + q_b * b + q_h * h + t * width + lane
+        place = q + q_b * b + q_h * h + q_t * token + lane
         tl.store(place, one.to(q.dtype.element_ty), mine)
         tl.store(place + half, two.to(q.dtype.element_ty), mine)
-        row = n_sinks + t
+        row = n_sinks + token
         if is_moved:
-            row += tl.load(start)
-        place = kv_b * b + kv_h * kv + row * width + lane
-        source = base + (n_heads + kv) * width + lane
-        one, two = tl.load(source, inside).to(tl.float32), tl.load(source + half, inside).to(tl.float32)
-        one, two = _rotate(one, two, c, s)
-        tl.store(k + place, one.to(k.dtype.element_ty), inside)
-        tl.store(k + place + half, two.to(k.dtype.element_ty), inside)
-        source += n_kv * width
-        tl.store(v + place, tl.load(source, inside), inside)
-        tl.store(v + place + half, tl.load(source + half, inside), inside)
+            row += tl.load(start).to(tl.int32)
+        target = kv_b * b + kv_h * kv + row * width + lane
+        key_source = base + (n_heads + kv) * width + lane
+        key_one, key_two = tl.load(key_source, inside).to(tl.float32), tl.load(key_source + half, inside).to(tl.float32)
+        key_one, key_two = _rotate(key_one, key_two, c, s)
+        tl.store(k + target, key_one.to(k.dtype.element_ty), inside)
+        tl.store(k + target + half, key_two.to(k.dtype.element_ty), inside)
+        value_source = key_source + n_kv * width
+        tl.store(v + target, tl.load(value_source, inside), inside)
+        tl.store(v + target + half, tl.load(value_source + half, inside), inside)
 
 
 def place_heads(
@@ -103,7 +103,8 @@ def place_heads(
     batch, n_tokens, n_all, width = heads.shape
     n_kv = (n_all - n_heads) // 2
     n_sinks = 0 if lane is None else lane.k.shape[1]
-    q = heads.new_empty(batch, n_heads, n_tokens, width)
+    # Attention answers in the layout of its queries: token by token, heads side by side, as the next product reads it.
+    q = heads.new_empty(batch, n_tokens, n_heads, width).transpose(1, 2)
     k, v = into or (heads.new_empty(batch, n_kv, n_sinks + n_tokens, width) for _ in range(2))
     cos, sin = rotation.cos, rotation.sin
     sink_cos, sink_sin = (sink_rotation.cos, sink_rotation.sin) if n_sinks else (cos, sin)
@@ -115,7 +116,7 @@ def place_heads(
     _place_heads[(batch, n_sinks + n_tokens)](
         heads, cos, sin, sink_k, sink_v, sink_cos, sink_sin, q if start is None else start, q, k, v,
         heads.stride(0), heads.stride(1), cos.stride(0) if cos.shape[0] > 1 else 0,
-        sink_cos.stride(0) if sink_cos.shape[0] > 1 else 0, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        sink_cos.stride(0) if sink_cos.shape[0] > 1 else 0, *q.stride()[:3], k.stride(0), k.stride(1),
         n_heads, n_kv, n_sinks, width,
         heads_block=triton.next_power_of_2(n_heads), kv_block=triton.next_power_of_2(n_kv),
         half_block=triton.next_power_of_2(width // 2), is_moved=start is not None,

@@ -144,6 +144,12 @@ def counter(n: int, device: torch.device) -> Tensor:
     return torch.arange(n, device=device)
 
 
+@functools.lru_cache(maxsize=8)
+def mixed_counter(n: int, device: torch.device) -> Tensor:
+    """The half of `fold(keys, counter(n))` that is the same for all keys. Not to be written to."""
+    return _mix_owned(torch.arange(n, device=device))
+
+
 def pair_words(key: int, stream: Stream, n: int, device: torch.device) -> Tensor:
     """(2, n) int32: a word for each row and one for each column of an n by n table, for `attention.pair_bits` to join."""
     words = hash_words(key, int(stream), torch.arange(2, device=device)[:, None], torch.arange(n, device=device))

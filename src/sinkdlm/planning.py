@@ -98,6 +98,15 @@ class Layout(NamedTuple):
     def name(self) -> str:
         return "replicate" if self.shards == 1 else "shard" if self.copies == 1 else "hybrid"
 
+    @property
+    def text(self) -> str:
+        ranks = self.copies * self.shards
+        if ranks == 1:
+            return "one process"
+        if self.name == "hybrid":
+            return f"{ranks} ranks, {self.copies} copies sharded over {self.shards} ranks each"
+        return f"{ranks} ranks, " + ("a copy on each" if self.shards == 1 else "sharded")
+
 
 def choose_layout(section: ParallelSection, ranks: int, node_ranks: int, state: int, memory: int | None) -> Layout:
     """state: bytes of weights, gradients, moments and average, whole. memory: of one rank's device, where it is known.

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from sinkdlm.data.shards import FORMAT, INDEX, SPLITS, VERSION
+from sinkdlm.durable import replace_text, sync
 from sinkdlm.errors import DataError
 
 PROGRESS = "progress.json"
@@ -25,22 +26,7 @@ Array = np.ndarray[Any, Any]
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """The old content or the new one, whatever happens in between."""
-    aside = path.with_name(path.name + _PARTIAL)
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    replace_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n", path.with_name(path.name + _PARTIAL))
 
 
 class GrowingFile:
@@ -268,7 +254,7 @@ class Store:
         except Exception as failure:  # tokenizers raises a bare one, also where the disk is full
             raise OSError(0, f"tokenizer: {str(failure).splitlines()[0]}") from None
         for path in (self.folder / "tokenizer").iterdir():
-            _sync(path)
+            sync(path)
         splits = {split: writer.summary() for split, writer in self.splits.items()}
         whole = {"format": FORMAT, "version": VERSION, **index, "settings": self.settings, "splits": splits}
         write_json(self.folder / INDEX, whole)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sinkdlm.noise import mixed_counter
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK = 1024
 # noise.py's mixer, SplitMix64.
@@ -41,7 +43,7 @@ def _gumbel(word):
 
 @triton.jit
 def _choose(
-    logits, keys, tokens, odds, stride, vocab, temperature,
+    logits, keys, words, tokens, odds, stride, vocab, temperature,
     is_drawn: tl.constexpr, is_tempered: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Each lane keeps the best of its columns and the log-sum-exp of the others; at the end the lanes are joined likewise."""
@@ -61,7 +63,8 @@ def _choose(
             value = judged / temperature
             if is_tempered:
                 judged = value
-            value += _gumbel(_mix(key + _mix(column.to(tl.uint64))))
+            word = tl.load(words + column, column < vocab).to(tl.uint64, bitcast=True)
+            value += _gumbel(_mix(key + word))
         better = value > best
         other = tl.where(better, own, judged)
         own, chosen, best = tl.where(better, judged, own), tl.where(better, column, chosen), tl.where(better, value, best)
@@ -88,9 +91,9 @@ def choose(logits: Tensor, keys: Tensor | None, temperature: float, tempered: bo
     tokens = torch.empty(shape, dtype=torch.int64, device=logits.device)
     odds = torch.empty(shape, dtype=torch.float32, device=logits.device)
     drawn = keys is not None
-    words = tokens if keys is None else keys.contiguous()
+    own, words = (tokens, tokens) if keys is None else (keys.contiguous(), mixed_counter(vocab, logits.device))
     block = min(_BLOCK, triton.next_power_of_2(vocab))
     _choose[(flat.shape[0],)](
-        flat, words, tokens, odds, flat.stride(0), vocab, temperature if drawn else 1.0, drawn, tempered, block=block
+        flat, own, words, tokens, odds, flat.stride(0), vocab, temperature if drawn else 1.0, drawn, tempered, block=block
     )
     return tokens, odds

@@ -16,20 +16,20 @@ from rich.console import Console
 from torch import Tensor
 
 from sinkdlm.attention import Opening
-from sinkdlm.checkpoint import save_weights
 from sinkdlm.config import Recipe
 from sinkdlm.data.rows import Batch, Rows
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
 from sinkdlm.errors import CheckpointError, DataError, TrainError, UserError
 from sinkdlm.noise import hash_words
-from sinkdlm.planning import choose_layout, fitting_micro_batch, peak_flops, training_flops, training_memory
+from sinkdlm.planning import Layout, choose_layout, fitting_micro_batch, peak_flops, training_flops, training_memory
 from sinkdlm.training.evaluate import BUCKETS, BucketedLoss, probe, sample_text, validate
+from sinkdlm.training.export import provenance_of, write_model
 from sinkdlm.training.feed import batches
 from sinkdlm.training.monitor import Monitor, SilentMonitor
 from sinkdlm.training.opening import Data, LoadParent, open_data, open_model, settle_facts
 from sinkdlm.training.optimizer import MOMENTS, Average, Optimizer, learning_rate
 from sinkdlm.training.parallel import World, joined
-from sinkdlm.training.run import RunFolder, host_memory
+from sinkdlm.training.run import RunFolder
 from sinkdlm.training.signals import ENDING, Signals, Stopped, noted_signals
 from sinkdlm.training.state import States
 from sinkdlm.training.weights import Weights
@@ -105,13 +105,13 @@ class Trainer:
         dtype = torch.float64 if self.precision == "float64" else torch.float32
         resumes = self.world.from_first(lambda: bool(self.states.steps()))
         start = open_model(self.recipe, self.folder, data, facts, dtype, load_parent, resumes=resumes)
-        self.tokenizer, self.facts, self.parent = start.tokenizer, start.facts, start.facts.get("parent", {})
+        self.tokenizer, self.facts = start.tokenizer, start.facts
         section = self.recipe.parallel
         layout = None
         if not self.world.alone:
             whole = training_memory(self.recipe, 1).state
-            memory = self._memory()
-            layout = self.world.from_first(lambda: choose_layout(section, self.world.size, self.world.local_size, whole, memory))
+            world = self.world
+            layout = world.from_first(lambda: choose_layout(section, world.size, world.local_size, whole, world.memory))
         start.model.recompute = self.plan.recompute
         for block in start.model.blocks if self._compiles() else ():
             block.forward = torch.compile(block.forward)  # its arithmetic: hooks that gather its weights stay outside
@@ -132,16 +132,6 @@ class Trainer:
         wanted = self.plan.compile
         return wanted == "blocks" or (wanted == "auto" and self.device.type == "cuda" and _has_triton())
 
-    def _memory(self) -> int | None:
-        """Bytes that this rank has to itself, and every other at least as many."""
-        if self.device.type == "cuda":
-            own: int | None = torch.cuda.get_device_properties(self.device).total_memory
-        else:
-            host = host_memory()
-            own = host // self.world.local_size if host is not None else None
-        known = [found for found in self.world.gather(own) if found is not None]
-        return min(known) if known else None
-
     def _resume(self) -> None:
         scalars = self.states.load(self._tensors())
         if scalars is None:
@@ -157,7 +147,7 @@ class Trainer:
         if self.plan.micro_batch is not None:
             return self.plan.micro_batch
         share = self.world.largest_share(self.plan.batch)
-        return fitting_micro_batch(self.recipe, self._memory(), share, self.weights.layout, compiled=self._compiles())
+        return fitting_micro_batch(self.recipe, self.world.memory, share, self.weights.layout, compiled=self._compiles())
 
     # -- the loop -------------------------------------------------------------------------------------------------------------
 
@@ -166,9 +156,10 @@ class Trainer:
             self.monitor.say(f"finished before, after {self.step} steps: {self.folder.path / 'model'}")
             self.monitor.close()
             return self._summary()
-        self.folder.note_start(self.step, self.device, self._layout())
-        self.monitor.begin(self.step, self.steps, self._settings())
-        self._greet()
+        layout = (self.weights.layout or Layout()).text
+        self.folder.note_start(self.step, self.device, layout)
+        self.monitor.begin(self.step, self.steps, {"recipe": self.recipe.to_toml()})
+        self._greet(layout)
         try:
             with noted_signals() as signals:  # to the very end: a signal after the last step finds the state and the model written
                 self._loop(signals)
@@ -179,21 +170,13 @@ class Trainer:
             self._finish_writing()
         return self._summary()
 
-    def _layout(self) -> str:
-        layout = self.weights.layout
-        if layout is None:
-            return "one process"
-        if layout.name == "hybrid":
-            return f"{self.world.size} ranks, {layout.copies} copies sharded over {layout.shards} ranks each"
-        return f"{self.world.size} ranks, " + ("a copy on each" if layout.shards == 1 else "sharded")
-
-    def _greet(self) -> None:
+    def _greet(self, layout: str) -> None:
         state = f"resumed at step {self.step}" if self.step else "from the beginning"
         tokens = self.steps * self.plan.batch * self.recipe.data.length
         sets = ", ".join(f"{split.folder} ({share:g})" for split, share in zip(self.rows.splits, self.rows.shares, strict=True))
         self.monitor.say(
             f"{self.folder.path}: {state}, {self.steps} steps of {self.plan.batch} rows ({self.micro_batch} a forward), "
-            f"{tokens:,} tokens; {self.rows.n_rows} rows in {sets}; {self.precision} on {self.device.type}, {self._layout()}; "
+            f"{tokens:,} tokens; {self.rows.n_rows} rows in {sets}; {self.precision} on {self.device.type}, {layout}; "
             f"attention: {self.model.attention_choice()}"
         )
         if self.precision == "bf16" and self.device.type == "cpu":
@@ -377,7 +360,8 @@ class Trainer:
                 with self.average.applied():
                     line["ema"] = self._validate(self.validation)
             self.monitor.line(line)
-            self.monitor.say(f"step {self.step}: validation loss {line['loss']:.4f}" + _plus_minus(line["stderr"]))
+            error = "" if line["stderr"] is None else f" ± {line['stderr']:.4f}"
+            self.monitor.say(f"step {self.step}: validation loss {line['loss']:.4f}{error}")
         looks = self.validation or self.rows
         if log.probe_every and (self.step % log.probe_every == 0 or last):
             layers = probe(self.model, looks, log.probe_rows, self.schedule, self._precision, self.device)
@@ -464,37 +448,16 @@ class Trainer:
         )
 
     def _export(self, path: Path, *, final: bool = False) -> None:
-        provenance = {
-            **self.parent,
-            "recipe": self.recipe.to_dict(),
-            "seed": self.plan.seed,
-            "steps": self.step,
-            "updates": self.updates,
-            "tokens_seen": self.step * self.plan.batch * self.recipe.data.length,
-            "data": self.facts["data"],
-            "run": self.folder.path.name,
-        }
+        provenance = provenance_of(self.recipe, self.facts, self.folder.path.name, self.step, self.updates)
         weights = self.weights.collect(self.weights.local)
         average = self.weights.collect(self.average.weights) if self.average is not None else None
-        problem = self.world.from_first(lambda: self._write_model(path, provenance, weights, average, final=final))
+        beside = path.with_name("ema" if final else f"{path.name}-ema")
+        given = (self.recipe, self.tokenizer, provenance)
+        problem = self.world.from_first(lambda: write_model(path, weights, beside, average, *given))
         if problem is not None and final:
             raise TrainError(f"{problem}; the state is saved: make room and run the same command again")
         if problem is not None:
             self.monitor.say(f"step {self.step}: milestone not exported: {problem}")
-
-    def _write_model(self, path: Path, provenance: dict[str, Any], weights: Any, average: Any, *, final: bool) -> str | None:
-        """Returns what went wrong."""
-        try:
-            if average is not None:
-                beside = path.with_name("ema") if final else path.with_name(f"{path.name}-ema")
-                save_weights(beside, self.recipe.model, average, self.tokenizer, {**provenance, "ema": self.plan.ema})
-            save_weights(path, self.recipe.model, weights, self.tokenizer, provenance)  # last: a run that has it is finished
-            return None
-        except CheckpointError as failure:
-            return str(failure)
-
-    def _settings(self) -> dict[str, Any]:
-        return {"recipe": self.recipe.to_toml()}
 
     def _summary(self) -> dict[str, Any]:
         return {
@@ -506,10 +469,6 @@ class Trainer:
             "skipped": self.skipped,
             "tokens": self.step * self.plan.batch * self.recipe.data.length,
         }
-
-
-def _plus_minus(stderr: float | None) -> str:
-    return "" if stderr is None else f" ± {stderr:.4f}"
 
 
 def _has_triton() -> bool:

@@ -38,9 +38,12 @@ class World:
         self.words: Any = dist.new_group(backend="gloo") if size > 1 else None
         self.files: Any = dist.new_group(backend="gloo") if size > 1 else None
         self.watch: Watch | None = None
-        hosts = self.gather(socket.gethostname())
+        hosts, memories = zip(*self.gather((socket.gethostname(), _memory_of(device))), strict=True)
         counts = {hosts.count(host) for host in hosts}
         self.local_size = counts.pop() if len(counts) == 1 else size  # ranks of a host, where all have as many
+        known = [memory for memory in memories if memory is not None]
+        sharing = 1 if device.type == "cuda" else self.local_size
+        self.memory = min(known) // sharing if known else None  # bytes that every rank has to itself, at the least
 
     def close(self) -> None:
         """Gives up its own groups, where the process group stays."""
@@ -90,6 +93,16 @@ class World:
 
     def largest_share(self, n: int) -> int:
         return -(-n // self.size)
+
+
+def _memory_of(device: torch.device) -> int | None:
+    """Bytes of the device, which for a CPU are this machine's, where the system says it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
 
 
 def described_world() -> tuple[int, int, int]:

@@ -31,6 +31,7 @@ import torch
 
 from sinkdlm import __version__
 from sinkdlm.config import Recipe
+from sinkdlm.durable import replace_text
 from sinkdlm.errors import ConfigError, TrainError
 from sinkdlm.training.parallel import World
 
@@ -137,13 +138,8 @@ class RunFolder:
         """A small file, whole or not at all; by rank 0."""
         if not self.world.first:
             return
-        aside = self.path / f".{name}.partial"
         try:
-            with aside.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.rename(self.path / name)
+            replace_text(self.path / name, text, self.path / f".{name}.partial")
         except OSError as failure:
             raise TrainError(f"{self.path / name}: cannot be written: {failure.strerror}") from None
 
@@ -181,14 +177,6 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def host_memory() -> int | None:
-    """Bytes of this machine's memory, where the system says it."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 def environment(device: torch.device) -> dict[str, Any]:

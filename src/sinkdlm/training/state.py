@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
-from sinkdlm.checkpoint import fingerprint, sync, written_aside
+from sinkdlm.checkpoint import fingerprint, written_aside
+from sinkdlm.durable import sync
 from sinkdlm.errors import CheckpointError, TrainError
 from sinkdlm.training.parallel import World
 
