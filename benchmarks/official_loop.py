@@ -53,7 +53,8 @@ class MaskedForm:
             q, k, v = (part.transpose(1, 2) for part in block.attention.project(block.attention_norm(x)))
             mixed = functional.scaled_dot_product_attention(self._rotate(q), self._rotate(k), v, attn_mask=mask)
             x = x + block.attention.out(mixed.transpose(1, 2).flatten(-2))
-            x = x + block.mlp(block.mlp_norm(x))
+            gate, up = block.mlp.gate_up(block.mlp_norm(x)).chunk(2, dim=-1)
+            x = x + block.mlp.down(functional.silu(gate) * up)
         return model.head(model.norm(x[:, config.n_sinks :]))
 
 
@@ -81,6 +82,7 @@ def official_greedy(
 
 
 def _gumbel_max(logits: Tensor, temperature: float) -> Tensor:
+    """In float64, as the official code draws. At temperature 0 without the noise that it would then raise to the power of 0."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.to(torch.float64)

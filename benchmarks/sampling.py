@@ -4,16 +4,18 @@
     python -m benchmarks.sampling --device cpu                                      nano, 128 tokens in 64 steps
     python -m benchmarks.sampling --checkpoint runs/x --subject trained             what caches and thresholds do to a model
 
-Every form fills the same canvas with the same policy (smdm-greedy, temperature 0) unless its name says otherwise. Random weights
-do for timing; what depends on the model's predictions (steps of a threshold, agreement of caches) needs --checkpoint.
+Every form fills the same canvas with the same policy (smdm-greedy) unless its name says otherwise; at temperature 0, and at 0.1,
+the official one, where the official loop draws with float64 noise. Rates are compared at equal temperatures. Random weights do
+for timing; what depends on the model's predictions (steps of a threshold, agreement of caches) needs --checkpoint.
 On a GPU the official loop is timed over evenly spaced steps of its run, put at the right number of masked tokens, and scaled to
-all steps; our loops run whole, recording of graphs included, after one run that compiles and warms up.
+all steps; our loops run whole, recording of graphs included, after one run that builds kernels and warms up.
 """
 
 import argparse
+import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,13 @@ from torch import Tensor
 from benchmarks.measuring import measure, quantiles, record, write
 from benchmarks.official_loop import MaskedForm, official_greedy
 from sinkdlm import DiffusionLM, ModelConfig, load
+from sinkdlm.float8 import to_float8
 from sinkdlm.sampling import Sampled, generate
 
 _SPREAD = 16  # steps of the official loop that are timed on a GPU
 _THRESHOLDS = (0.9, 0.7, 0.5)
+_OFFICIAL_TEMPERATURE = 0.1  # of its GSM8K evaluation
+_TEMPERED = f"_temperature_{_OFFICIAL_TEMPERATURE}"
 
 
 @dataclass(frozen=True)
@@ -70,17 +75,16 @@ def time_runs(case: Case, run: Callable[[], Sampled], repeats: int) -> dict[str,
     return {"ms_per_step": quantiles([1000 * seconds / steps for seconds in taken]), "tokens_per_second": rate, "steps": steps}
 
 
-def time_official(case: Case, repeats: int) -> dict[str, Any]:
+def time_official(case: Case, repeats: int, temperature: float = 0.0) -> dict[str, Any]:
     """The official loop: whole runs on a CPU; on a GPU evenly spaced steps, each at the number of masked tokens it has there."""
     form, mask_id = MaskedForm(case.model), case.model.config.mask_id
     blank = torch.full((case.prompt.shape[0], case.length), mask_id, device=case.prompt.device)
     blank[:, : case.prompt.shape[1]] = case.prompt
     if case.device == "cpu":
-        taken = [
-            seconds_of(lambda: official_greedy(form, blank, steps=case.steps, mask_id=mask_id), "cpu") for _ in range(repeats + 1)
-        ][1:]
+        given: dict[str, Any] = {"steps": case.steps, "mask_id": mask_id, "temperature": temperature}
+        taken = [seconds_of(lambda: official_greedy(form, blank, **given), "cpu") for _ in range(repeats + 1)][1:]
     else:
-        taken = [_spread_steps(case, form, blank) for _ in range(repeats + 1)][1:]
+        taken = [_spread_steps(case, form, blank, temperature) for _ in range(repeats + 1)][1:]
     return {
         "ms_per_step": quantiles([1000 * seconds / case.steps for seconds in taken]),
         "tokens_per_second": quantiles([case.written / seconds for seconds in taken]),
@@ -89,7 +93,7 @@ def time_official(case: Case, repeats: int) -> dict[str, Any]:
     }
 
 
-def _spread_steps(case: Case, form: MaskedForm, blank: Tensor) -> float:
+def _spread_steps(case: Case, form: MaskedForm, blank: Tensor, temperature: float) -> float:
     total, given = 0.0, case.prompt.shape[1]
     for i in range(_SPREAD):
         step = (2 * i + 1) * case.steps // (2 * _SPREAD)
@@ -98,7 +102,8 @@ def _spread_steps(case: Case, form: MaskedForm, blank: Tensor) -> float:
         left = case.steps - step
 
         def one_step(tokens: Tensor = tokens, left: int = left) -> Tensor:
-            return official_greedy(form, tokens, steps=left, mask_id=case.model.config.mask_id, first_steps=1)
+            mask_id = case.model.config.mask_id
+            return official_greedy(form, tokens, steps=left, mask_id=mask_id, temperature=temperature, first_steps=1)
 
         total += seconds_of(one_step, case.device) / _SPREAD
     return total * case.steps
@@ -107,46 +112,50 @@ def _spread_steps(case: Case, form: MaskedForm, blank: Tensor) -> float:
 def speed(case: Case, repeats: int) -> dict[str, Any]:
     """All forms in turn. The bound is the forward alone: no head, no choice."""
     figures: dict[str, Any] = {"rows": case.prompt.shape[0], "official": time_official(case, repeats)}
+    figures[f"official{_TEMPERED}"] = time_official(case, repeats, _OFFICIAL_TEMPERATURE)
+    figures |= speed_exact(case, repeats, "ours")
     with case.model.inference():
-        canvas = torch.full((case.prompt.shape[0], case.length), case.model.config.mask_id, device=case.prompt.device)
-        figures["forward_ms"] = measure(lambda: case.model(canvas), case.device, repeats=5)
-        figures["ours"] = time_runs(case, case.ours, repeats)
-        figures["ours_temperature_1"] = time_runs(case, partial(case.ours, temperature=1.0), 1)
         for kind, times in (("none", 1), ("prefix", 1), ("dual", repeats)):
             blocks = partial(case.ours, config="llada", block=case.block, cache=kind)
             figures[f"blocks_cache_{kind}"] = time_runs(case, blocks, times)
     return figures
 
 
-def speed_compiled(case: Case, repeats: int) -> dict[str, Any]:
+def speed_exact(case: Case, repeats: int, name: str) -> dict[str, Any]:
+    """The official policy, at both temperatures."""
     with case.model.inference():
         canvas = torch.full((case.prompt.shape[0], case.length), case.model.config.mask_id, device=case.prompt.device)
         return {
-            "forward_compiled_ms": measure(lambda: case.model(canvas), case.device, repeats=5),
-            "ours_compiled": time_runs(case, case.ours, repeats),
+            f"{name}_forward_ms": measure(lambda: case.model(canvas), case.device, repeats=5),
+            name: time_runs(case, case.ours, repeats),
+            f"{name}{_TEMPERED}": time_runs(case, partial(case.ours, temperature=_OFFICIAL_TEMPERATURE), repeats),
         }
 
 
 def compare(figures: dict[str, Any]) -> dict[str, float]:
-    official = figures["official"]["tokens_per_second"]["p50"]
+    """Tokens a second as a multiple of the official loop's at the same temperature."""
     timed = {name: value for name, value in figures.items() if isinstance(value, dict) and "tokens_per_second" in value}
-    return {name: value["tokens_per_second"]["p50"] / official for name, value in timed.items()}
+    found = {}
+    for name, value in timed.items():
+        base = timed[f"official{_TEMPERED}" if name.endswith(_TEMPERED) else "official"]
+        found[name] = value["tokens_per_second"]["p50"] / base["tokens_per_second"]["p50"]
+    return found
 
 
-def threshold_speed(case: Case, tokens_per_step: float) -> dict[str, Any]:
+def threshold_speed(case: Case, tokens_per_step: float, name: str = "") -> dict[str, Any]:
     """Parallel decoding at a stated number of tokens a step, as a schedule of so many steps: what random weights can show."""
     steps = max(1, round((case.length - case.prompt.shape[1]) / tokens_per_step))
     figures = {}
     with case.model.inference():
         for kind in ("none", "dual"):
             run = partial(case.ours, config="llada", block=case.block, cache=kind, steps=steps)
-            figures[f"{tokens_per_step:g}_tokens_a_step_cache_{kind}"] = time_runs(case, run, 1)
+            figures[f"{name}{tokens_per_step:g}_tokens_a_step_cache_{kind}"] = time_runs(case, run, 1)
     return figures
 
 
 def agreement(case: Case) -> dict[str, Any]:
-    """Caches and thresholds against the exact loop of the same blocks: share of equal tokens, steps, speed."""
-    figures = {}
+    """Caches, thresholds and float8 against the exact loop of the same blocks: share of equal tokens, steps, speed."""
+    figures: dict[str, Any] = {}
     with case.model.inference():
         exact = case.ours(config="llada", block=case.block)
         given = case.prompt.shape[1]
@@ -166,6 +175,13 @@ def agreement(case: Case) -> dict[str, Any]:
                     "times_as_fast": timed["tokens_per_second"]["p50"] / base,  # as the exact loop
                     **timed,
                 }
+    float8 = replace(case, model=to_float8(copy.deepcopy(case.model)))
+    with float8.model.inference():
+        out = float8.ours(config="llada", block=case.block)
+    figures["float8"] = {
+        "equal_tokens": float((out.tokens == exact.tokens)[:, given:].double().mean()),
+        "mean_confidence": float(out.confidence[:, given:].mean()),
+    }
     return figures
 
 
@@ -215,7 +231,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens-per-step", type=float, default=None, help="what a trained twin reaches with a threshold")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--agreement-only", action="store_true", help="with --checkpoint: only what caches and thresholds do to it")
-    parser.add_argument("--no-compile", action="store_true", help="leave compiled blocks out")
+    parser.add_argument("--compile", action="store_true", help="time compiled blocks too")
     parser.add_argument("--subject", default="")
     parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
     given = parser.parse_args()
@@ -240,11 +256,18 @@ def main() -> None:
             figures[name]["agreement"] = agreement(case)
         if case.prompt.shape[0] > 1:
             figures[name]["alone_and_together"] = alone_and_together(case, min(8, case.prompt.shape[0]))
-    if given.device == "cuda" and not given.no_compile and not given.agreement_only:
-        for block in model.blocks:
-            block.compile()
+    if given.device == "cuda" and not given.agreement_only:
+        if given.compile:
+            for block in model.blocks:
+                block.compile()
+            for name, case in cases.items():
+                figures[name] |= speed_exact(case, given.repeats, "ours_compiled")
+        to_float8(model := open_model(given))
         for name, case in cases.items():
-            figures[name] |= speed_compiled(case, given.repeats)
+            case = replace(case, model=model)
+            figures[name] |= speed_exact(case, given.repeats, "ours_float8")
+            if given.tokens_per_step:
+                figures[name] |= threshold_speed(case, given.tokens_per_step, "float8_")
     for found in figures.values():
         if "official" in found:
             found["times_as_fast"] = compare(found)

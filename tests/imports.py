@@ -31,6 +31,7 @@ ALLOWED = {
     "lane": (),
     "positions": ("config",),
     "model": ("kernels", "config", "noise", "attention", "lane", "positions"),
+    "float8": ("model",),
     "diffusion": ("noise",),
     "sampling": ("noise", "kernels"),
     "likelihood": ("noise", "sampling"),

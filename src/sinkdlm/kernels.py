@@ -144,3 +144,27 @@ def swiglu(gate_up: Tensor) -> Tensor:
     block = min(_SWIGLU_BLOCK, triton.next_power_of_2(n))
     _swiglu[(out.numel() // n, triton.cdiv(n, block))](gate_up, out, n, block=block)
     return out
+
+
+@triton.jit
+def _to_float8(x, rows, scales, n, largest, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    most = tl.zeros([block], tl.float32)
+    for begin in range(0, n, block):
+        column = begin + tl.arange(0, block)
+        most = tl.maximum(most, tl.abs(tl.load(x + row * n + column, column < n, 0).to(tl.float32)))
+    scale = tl.maximum(tl.max(most), 1e-12) / largest
+    tl.store(scales + row, scale)
+    for begin in range(0, n, block):
+        column = begin + tl.arange(0, block)
+        value = tl.load(x + row * n + column, column < n, 0).to(tl.float32) / scale
+        tl.store(rows + row * n + column, value.to(rows.dtype.element_ty), column < n)
+
+
+def to_float8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(M, N) -> the same in float8, and what each row is to be multiplied by (M, 1)."""
+    x = x.contiguous()
+    rows, scales = torch.empty_like(x, dtype=dtype), torch.empty(x.shape[0], 1, device=x.device)
+    block = min(2048, triton.next_power_of_2(x.shape[1]))
+    _to_float8[(x.shape[0],)](x, rows, scales, x.shape[1], torch.finfo(dtype).max, block=block)
+    return rows, scales

@@ -72,7 +72,7 @@ class LaneCache:
             self._lanes.clear()
             self._watch(model)
             # Adapters switch on and off without a trace: with modules of others in a block, the lane is computed every time.
-            own = (type(model).__module__, "torch.nn.modules.linear")
+            own = (type(model).__module__, "torch.nn.modules.linear", "sinkdlm.float8")
             self._cacheable = all(type(module).__module__ in own for block in model.blocks for module in block.modules())
         return self._lanes.get(arithmetic_of(model))
 
@@ -104,7 +104,8 @@ class LaneCache:
 
 def _fingerprint(weight: Tensor) -> Tensor:
     """A number per row that moves with any element of it: one read of the weight, on its device, without waiting for it."""
-    rows = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).reshape(-1, weight.shape[-1])
+    precise = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    rows = weight.detach().to(precise).reshape(-1, weight.shape[-1])
     probe = torch.linspace(1.0, 2.0, rows.shape[1], dtype=rows.dtype, device=rows.device) * torch.pi
     with torch.autocast(rows.device.type, enabled=False):  # else the same weights would give another number outside it
         return rows @ probe
