@@ -11,6 +11,8 @@ import torch
 from sinkdlm import DiffusionLM, ModelConfig, cli
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # where Triton is installed, its kernels then run on a CPU
 
 SMALL = {"vocab_size": 11, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "d_model": 24, "d_ff": 20, "context_length": 64}
 

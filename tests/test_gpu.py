@@ -318,14 +318,3 @@ def test_a_gpu_samples_what_a_cpu_samples(options):
         found = generate(model.denoiser(), prompt=prompt.cuda(), length=40, mask_id=11, **options)
     assert torch.equal(found.tokens.cpu(), expected.tokens)
     assert found.row_steps == expected.row_steps
-
-
-def test_large_draws_on_a_gpu_are_the_plain_ones():
-    """Compiled noise against the same operations one by one."""
-    from sinkdlm.noise import Stream, hash_words
-    from sinkdlm.sampling.drawing import _pick, draw
-
-    logits = torch.randn(512, 32000, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    keys = hash_words(1, int(Stream.SAMPLING), torch.arange(512, device="cuda"))
-    same = draw(logits, keys) == _pick(logits, keys, torch.arange(32000, device="cuda"))
-    assert float(same.double().mean()) > 0.998  # a fused log may round another way, which decides a near tie

@@ -305,15 +305,17 @@ class RowCache:
     """A cache as samplers write it: the first call covers the row, later calls a span of it."""
 
     def __init__(self, length):
-        self.start, self.length, self.rows = 0, length, {}
+        self.start, self.length, self.kept = 0, length, {}
 
-    def join(self, layer, k, v):
-        if layer not in self.rows:
-            self.rows[layer] = (k.clone(), v.clone())
-        whole = self.rows[layer]
+    def rows(self, layer, k, n_sinks):
+        shape = (*k.shape[:2], n_sinks + self.length, k.shape[3])
+        return self.kept.setdefault(layer, (k.new_zeros(shape), k.new_zeros(shape)))
+
+    def join(self, layer, k, v, n_sinks):
+        whole = self.rows(layer, k, n_sinks)
         for old, new in zip(whole, (k, v), strict=True):
-            old[:, :, self.start : self.start + new.shape[2]] = new
-        return whole
+            old[:, :, n_sinks + self.start : n_sinks + self.start + new.shape[2]] = new
+        return whole[0][:, :, n_sinks:], whole[1][:, :, n_sinks:]
 
 
 @pytest.mark.parametrize("name", ["vanilla", "sink", "sink-end", "sinks-2-end-zero-gate", "logit"])

@@ -31,11 +31,14 @@ Recompute = Literal["none", "selective", "full"]
 class KeyValueCache(Protocol):
     """Keys and values of tokens outside the span that is being computed (block caches of sampling)."""
 
-    start: int  # index of the span's first token in its row
+    start: int | Tensor  # index of the span's first token in its row; a tensor () where it is known only on the device
     length: int  # tokens of the whole row
 
-    def join(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes the span's rotated keys and values (B, K, span, D) and returns those of the whole row."""
+    def rows(self, layer: int, k: Tensor, n_sinks: int) -> tuple[Tensor, Tensor]:
+        """Where keys and values of the whole row lie, (B, K, S + length, D), with room for the sinks' in front."""
+
+    def join(self, layer: int, k: Tensor, v: Tensor, n_sinks: int) -> tuple[Tensor, Tensor]:
+        """Takes the span's rotated keys and values (B, K, span, D) and returns those of the whole row, without the sinks'."""
 
 
 class Surroundings(NamedTuple):
@@ -56,6 +59,24 @@ def _pick(x: Tensor, places: Tensor) -> Tensor:
     """(B, T, ...) at places (B, n)."""
     index = places.view(*places.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:])
     return x.gather(1, index)
+
+
+@functools.cache
+def _load_kernels() -> Any:
+    """The package's Triton kernels; nothing where there is no Triton, or where this file stands alone."""
+    try:
+        from sinkdlm import kernels
+    except ImportError:
+        return None
+    return kernels if kernels.is_usable() else None
+
+
+def find_kernels(x: Tensor) -> Any:
+    """Kernels for what is computed with x: on a GPU, without gradients, and outside the compiler, which fuses by itself."""
+    if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    kernels = _load_kernels()
+    return kernels if kernels is not None and x.dtype in kernels.DTYPES else None
 
 
 class Norm(nn.Module):
@@ -110,24 +131,61 @@ class Attention(nn.Module):
         return self.finish(x, v.repeat_interleave(self.n_heads // self.n_kv_heads, dim=-2)), Lane(k, v)
 
     def forward(self, x: Tensor, lane: Lane | None, around: Surroundings) -> Tensor:
+        if around.sink_rotation is None:
+            lane = None
+        kernels = find_kernels(x) if self._is_fusable(lane, around) else None
+        if kernels is None:
+            q, k, v, sink_k, sink_v = self._place(x, lane, around)
+            visible = around.visible
+        else:
+            q, k, v = self._place_fused(kernels, x, lane, around)
+            sink_k = sink_v = None  # they lie in front of the others
+            visible = around.visible
+            if lane is not None and isinstance(visible, Tensor):
+                visible = functional.pad(visible, (lane.k.shape[1], 0), value=True)
+        if around.observe is not None:
+            around.observe(self.layer, q, k, v, sink_k, sink_v)
+        if around.wanted is not None:
+            q, x = _pick(q.transpose(1, 2), around.wanted).transpose(1, 2), _pick(x, around.wanted)
+        logit = None if around.causal else self.sink_logit
+        mixed = attend(q, k, v, sink_k, sink_v, sink_logit=logit, visible=visible, causal=around.causal, form=around.form)
+        return self.finish(x, mixed.transpose(1, 2))
+
+    def _is_fusable(self, lane: Lane | None, around: Surroundings) -> bool:
+        """Whether sinks may be appended here, rather than by whatever form of attention was asked for, and nobody looks on."""
+        appended = lane is None or around.form in ("auto", "append")
+        return appended and around.observe is None and not self.n_registers and not isinstance(around.visible, BlockMask)
+
+    def _place_fused(self, kernels: Any, x: Tensor, lane: Lane | None, around: Surroundings) -> tuple[Tensor, Tensor, Tensor]:
+        """`_place` in one pass over memory, the sinks' keys and values in front of the tokens'."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        if lane is not None and lane.k.dtype != heads.dtype:
+            lane = Lane(lane.k.to(heads.dtype), lane.v.to(heads.dtype))
+        if around.cache is None:
+            return kernels.place_heads(heads, self.n_heads, around.rotation, lane, around.sink_rotation)
+        n_sinks = 0 if lane is None else lane.k.shape[1]
+        whole = around.cache.rows(self.layer, heads[:, :, : self.n_kv_heads].transpose(1, 2), n_sinks)
+        start = (
+            around.cache.start
+            if isinstance(around.cache.start, Tensor)
+            else heads.new_full((), around.cache.start, dtype=torch.int64)
+        )
+        return kernels.place_heads(heads, self.n_heads, around.rotation, lane, around.sink_rotation, whole, start)
+
+    def _place(
+        self, x: Tensor, lane: Lane | None, around: Surroundings
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Queries (B, H, T, D), keys and values of the tokens (B, K, T, D) and of the sinks (1 or B, K, S, D), rotated."""
         q, k, v = self.project(x)
         q, k = around.rotation.apply(q), around.rotation.apply(k)
         if self.zero_value and self.n_registers and not around.causal:
             v = torch.cat([torch.zeros_like(v[:, : self.n_registers]), v[:, self.n_registers :]], dim=1)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if around.cache is not None:
-            k, v = around.cache.join(self.layer, k, v)
-        sink_k = sink_v = None
-        if lane is not None and around.sink_rotation is not None:
-            sink_k = around.sink_rotation.apply(lane.k).transpose(1, 2)
-            sink_v = lane.v.transpose(1, 2)
-        if around.observe is not None:
-            around.observe(self.layer, q, k, v, sink_k, sink_v)
-        if around.wanted is not None:
-            q, x = _pick(q.transpose(1, 2), around.wanted).transpose(1, 2), _pick(x, around.wanted)
-        logit = None if around.causal else self.sink_logit
-        mixed = attend(q, k, v, sink_k, sink_v, sink_logit=logit, visible=around.visible, causal=around.causal, form=around.form)
-        return self.finish(x, mixed.transpose(1, 2))
+            k, v = around.cache.join(self.layer, k, v, 0 if lane is None else lane.k.shape[1])
+        if lane is None or around.sink_rotation is None:
+            return q, k, v, None, None
+        return q, k, v, around.sink_rotation.apply(lane.k).transpose(1, 2), lane.v.transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -137,7 +195,11 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        gate_up = self.gate_up(x)
+        kernels = find_kernels(gate_up)
+        if kernels is not None:
+            return self.down(kernels.swiglu(gate_up))
+        gate, up = gate_up.chunk(2, dim=-1)
         return self.down(functional.silu(gate) * up)
 
 
@@ -346,7 +408,8 @@ class DiffusionLM(nn.Module):
     ) -> Surroundings:
         span = (0, tokens.shape[1]) if cache is None else (cache.start, cache.length)
         given = (self.config, tokens, x.dtype, span, lengths, packed, causal)
-        if lengths is not None or packed is not None or self._lanes is None or torch.is_grad_enabled():
+        by_shape = lengths is None and packed is None and isinstance(span[0], int)
+        if not by_shape or self._lanes is None or torch.is_grad_enabled():
             rotations = place(*given)
         else:
             key = (x.dtype, x.device, causal, tokens.shape[1], span)

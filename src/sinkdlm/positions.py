@@ -61,7 +61,7 @@ def place(
     config: ModelConfig,
     tokens: Tensor,
     dtype: torch.dtype,
-    span: tuple[int, int],
+    span: tuple[int | Tensor, int],
     lengths: Tensor | None,
     packed: Documents | None,
     causal: bool,

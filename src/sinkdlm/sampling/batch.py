@@ -22,7 +22,7 @@ from torch import Tensor
 from sinkdlm.errors import SamplingError
 from sinkdlm.noise import counter, fold
 from sinkdlm.sampling.block_cache import BlockCache
-from sinkdlm.sampling.drawing import cut, draw, guide, log_odds_, margin, negative_entropy, precise
+from sinkdlm.sampling.drawing import guide, judge
 from sinkdlm.sampling.requests import State, Turn, reveal_times
 from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 
@@ -70,6 +70,25 @@ class _Part(NamedTuple):
 
     def of(self, x: Tensor) -> Tensor:
         return x if self.rows is None else x[self.rows]
+
+
+class _Span(NamedTuple):
+    """The tokens that a forward computes. low is known to the host; kernels that are replayed read it on the device."""
+
+    low: int
+    size: int
+    alone: bool  # without a cache
+
+
+class _Ask(NamedTuple):
+    """One question to the denoiser: places (B, n) of rows whose first `width` tokens count."""
+
+    access: Access
+    places: Tensor
+    lengths: Tensor | None
+    width: int
+    span: _Span
+    low: Tensor
 
 
 class Batch:
@@ -156,12 +175,13 @@ class Batch:
     def advance(self, states: list[State], access: Access) -> None:
         self.states = states
         turns = [cast(Turn, state.turn) for state in self.states]
-        control = torch.tensor([turn.control() for turn in turns]).T.contiguous()  # (6, B)
+        span = self._span(access, turns[0])
+        control = torch.tensor([(*turn.control(), span.low) for turn in turns]).T.contiguous()  # (7, B)
         if any(turn.reveal is not None for turn in turns):
             self._load_exchange(turns)
         count = max(turn.n_places for turn in turns)
         if count:
-            self._forward(access, turns, control.to(self.device, non_blocking=True), count)
+            self._forward(access, turns, control.to(self.device, non_blocking=True), count, span)
         else:
             self.committed.zero_()
         if any(turn.remask for turn in turns):
@@ -169,25 +189,33 @@ class Batch:
         self._tell(turns)
         self.states = []
 
-    def _forward(self, access: Access, turns: list[Turn], control: Tensor, count: int) -> None:
+    def _span(self, access: Access, turn: Turn) -> "_Span":
+        """What the next forward computes of rows of this turn: with a cache, after a block's first step, not all of it."""
+        policy = self.parts[0].policy
+        if policy.cache == "none" or turn.first:
+            return _Span(0, turn.length, policy.cache == "none")
+        low = max(0, turn.start - max(access.reach, int(policy.shift)))
+        return _Span(low, (turn.length if policy.cache == "prefix" else turn.stop) - low, False)
+
+    def _forward(self, access: Access, turns: list[Turn], control: Tensor, count: int, span: "_Span") -> None:
         lengths = {turn.length for turn in turns}
-        width, padded, shared = max(lengths), len(lengths) > 1, turns[0]
+        width, padded = max(lengths), len(lengths) > 1
         static = self._is_static(access)
         if static:
             count = _round_up(count, max(turn.stop - turn.start for turn in turns), len(turns))
-        key = (count, width, padded)
+        key = (count, width, padded, span.size)
         seen, control_seen, replay = self.graphs.get(key, (0, None, None))
         if replay is not None:
             control_seen.copy_(control)
             replay()
             return
         if static and seen == _GRAPH_AFTER:
-            replay = self._record(lambda: self._compute(access, control, count, width, padded, shared))
+            replay = self._record(lambda: self._compute(access, control, count, width, padded, span))
             self.graphs[key] = (seen, control, replay)
             replay()
             return
         self.graphs[key] = (seen + 1, None, None)
-        self._compute(access, control, count, width, padded, shared)
+        self._compute(access, control, count, width, padded, span)
 
     def _record(self, run: Callable[[], None]) -> Callable[[], None]:
         """The kernels of a step as one CUDA graph. Graphs of a batch run one after another, so they share their memory."""
@@ -198,56 +226,53 @@ class Batch:
         return graph.replay
 
     def _is_static(self, access: Access) -> bool:
-        """Whether a step's kernels may be recorded: our denoiser, on a GPU, without caches; autocast keeps copies of its own."""
-        return (
-            access.capturable
-            and self.device.type == "cuda"
-            and self.states[0].policy.cache == "none"
-            and not torch.is_autocast_enabled("cuda")
-        )
+        """Whether a step's kernels may be recorded: our denoiser, on a GPU; autocast keeps copies of its own."""
+        return access.capturable and self.device.type == "cuda" and not torch.is_autocast_enabled("cuda")
 
-    def _compute(self, access: Access, control: Tensor, count: int, width: int, padded: bool, shared: Turn) -> None:
+    def _compute(self, access: Access, control: Tensor, count: int, width: int, padded: bool, span: "_Span") -> None:
         """Everything of a step that runs on the device, without waiting for it."""
-        step, begin, stop, length, counts, quota = control[:, :, None]  # (B, 1) each
+        step, begin, stop, length, counts, quota, low = control[:, :, None]  # (B, 1) each
         positions = counter(width, self.device)
         eligible = self.open[:, :width] & (positions >= begin) & (positions < stop)
         ranks = self.priority[:, :width].expand(eligible.shape).masked_fill(~eligible, math.inf)
         places = ranks.argsort(dim=1, stable=True)[:, :count]  # (B, n)
         valid = counter(count, self.device) < counts
         lengths = length[:, 0] if padded else None
-        predicted = self._predict(access, places, lengths, width, shared)
+        predicted = self._predict(_Ask(access, places, lengths, width, span, low[0, 0]))
         proposal, score, sure = self._judge(predicted, places, step)
         taken = self._take(score, sure, valid, quota)
         self._commit(places, taken, proposal, sure)
 
-    def _predict(self, access: Access, places: Tensor, lengths: Tensor | None, width: int, shared: Turn) -> list[Tensor]:
+    def _predict(self, ask: "_Ask") -> list[Tensor]:
         """Logits of each part, (rows, n, V), guided where asked; nothing is forbidden yet."""
-        asked = (places - 1).clamp_min(0) if self.parts[0].policy.shift else places
-        conditional = self._logits(access, self.tokens[:, :width], asked, lengths, shared, 0)
+        if self.parts[0].policy.shift:
+            ask = ask._replace(places=(ask.places - 1).clamp_min(0))
+        conditional = self._logits(ask, self.tokens[:, : ask.width], 0)
         found = []
         for part in self.parts:
             logits = part.of(conditional)
             if part.policy.guidance:
                 # The unconditional branch sees nothing that was given.
-                blank = part.of(self.tokens.masked_fill(~self.editable, self.mask_id))[:, :width]
-                inside = None if lengths is None else part.of(lengths)
-                logits = guide(logits, self._logits(access, blank, part.of(asked), inside, shared, 1), part.policy.guidance)
-            found.append(precise(logits))
+                blank = part.of(self.tokens.masked_fill(~self.editable, self.mask_id))[:, : ask.width]
+                inside = None if ask.lengths is None else part.of(ask.lengths)
+                unconditional = self._logits(ask._replace(places=part.of(ask.places), lengths=inside), blank, 1)
+                logits = guide(logits, unconditional, part.policy.guidance)
+            found.append(logits)
         return found
 
-    def _logits(self, access: Access, tokens: Tensor, places: Tensor, lengths: Tensor | None, shared: Turn, branch: int) -> Tensor:
-        policy = self.parts[0].policy
-        if policy.cache == "none":
-            return access.logits(tokens, places, lengths, None)
-        if shared.first:
-            del self.caches[branch:]
-            self.caches.append(BlockCache(shared.length))
+    def _logits(self, ask: "_Ask", tokens: Tensor, branch: int) -> Tensor:
+        access, places, span = ask.access, ask.places, ask.span
+        if span.alone:
+            return access.logits(tokens, places, ask.lengths, None)
+        if span.size == tokens.shape[1]:
+            if branch == len(self.caches) or self.caches[branch].length != span.size:
+                self.caches[branch:] = [BlockCache(span.size)]
+            self.caches[branch].start = 0
             return access.logits(tokens, places, None, self.caches[branch])
-        low = max(0, shared.start - max(access.reach, int(policy.shift)))
-        high = shared.length if policy.cache == "prefix" else shared.stop
-        self.caches[branch].start = low
-        inside = (places - low).clamp(0, high - low - 1)  # rows with fewer open positions ask for others too, which nobody reads
-        return access.logits(tokens[:, low:high], inside, None, self.caches[branch])
+        self.caches[branch].start = ask.low
+        inside = (places - ask.low).clamp(0, span.size - 1)  # rows with fewer open positions ask for others too, which nobody reads
+        here = tokens.index_select(1, ask.low + counter(span.size, self.device))
+        return access.logits(here, inside, None, self.caches[branch])
 
     def _judge(self, predicted: list[Tensor], places: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A token for every place, the order among them, and how sure each is: (B, n) each."""
@@ -348,18 +373,6 @@ class Batch:
                 state.end()
             else:
                 state.advance(committed)
-
-
-def judge(policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, score, probability) of (rows, n, V) logits, which are used up; keys (rows, n) where the temperature is above 0."""
-    drawn = logits if keys is None else logits / policy.temperature
-    if keys is not None or policy.tempered:
-        drawn = cut(drawn, policy.top_k, policy.top_p)
-    tokens = drawn.argmax(-1) if keys is None else draw(drawn.flatten(0, 1), keys.flatten()).view(keys.shape)
-    judged = drawn if policy.tempered else logits
-    score = {"margin": margin, "entropy": negative_entropy}.get(policy.order, lambda _: None)(judged)
-    odds = log_odds_(judged, tokens)
-    return tokens, odds if score is None else score, odds.sigmoid()
 
 
 @functools.lru_cache(maxsize=256)

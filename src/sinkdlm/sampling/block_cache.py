@@ -16,18 +16,27 @@ class BlockCache:
     """The first forward covers whole rows of `length` and fills it; later ones a span from `start`, which they replace."""
 
     def __init__(self, length: int) -> None:
-        self.start = 0
+        self.start: int | Tensor = 0
         self.length = length
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values (B, K, T, D)
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values (B, K, S + T, D)
+
+    def rows(self, layer: int, k: Tensor, n_sinks: int) -> tuple[Tensor, Tensor]:
+        """Where a layer's keys and values lie, shaped for keys like k (B, K, any, D), with room for the sinks' in front.
+
+        They stay where they are as long as the cache lives: recorded steps write to these places.
+        """
+        if layer not in self._layers:
+            shape = (*k.shape[:2], n_sinks + self.length, k.shape[3])
+            self._layers[layer] = (k.new_empty(shape), k.new_empty(shape))
+        return self._layers[layer]
 
     @torch.compiler.disable  # compiled into a block, it would be compiled again for every start
-    def join(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if layer not in self._layers:
-            self._layers[layer] = (k.contiguous(), v.contiguous())
-        else:
-            for whole, span in zip(self._layers[layer], (k, v), strict=True):
-                whole[:, :, self.start : self.start + span.shape[2]] = span
-        return self._layers[layer]
+    def join(self, layer: int, k: Tensor, v: Tensor, n_sinks: int) -> tuple[Tensor, Tensor]:
+        places = torch.arange(n_sinks, n_sinks + k.shape[2], device=k.device) + self.start
+        whole = self.rows(layer, k, n_sinks)
+        for mine, span in zip(whole, (k, v), strict=True):
+            mine.index_copy_(2, places, span)
+        return whole[0][:, :, n_sinks:], whole[1][:, :, n_sinks:]
 
     @classmethod
     def collect(cls, rows: "Sequence[tuple[BlockCache, int]]") -> "BlockCache":

@@ -7,17 +7,16 @@ N rows of logits, V vocabulary.
 """
 
 import functools
-import importlib.util
 import math
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sinkdlm.noise import Key, counter, fold
+from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 
 _CHUNK = 1 << 25  # elements of noise held at once
-_FUSE_FROM = 1 << 22  # elements from which noise on a GPU is compiled
 _WORD_BITS = 63
 
 
@@ -69,20 +68,13 @@ def _pick(logits: Tensor, keys: Tensor, words: Tensor) -> Tensor:
     return (logits + gumbel(noise, logits.dtype)).argmax(-1)
 
 
-@functools.cache
-def _fused_pick() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The same operations without a pass over memory for each."""
-    return torch.compile(_pick, dynamic=True) if importlib.util.find_spec("triton") else _pick
-
-
 def draw(logits: Tensor, keys: Key) -> Tensor:
     """A token for each row of (N, V), from the softmax of its logits; keys (N,): 64 random bits that are the row's own."""
     assert isinstance(keys, Tensor)
     n_rows, vocab = logits.shape
     words = counter(vocab, logits.device)
-    pick = _fused_pick() if logits.is_cuda and logits.numel() >= _FUSE_FROM else _pick
     size = max(1, _CHUNK // vocab)
-    parts = [pick(logits[start : start + size], keys[start : start + size], words) for start in range(0, n_rows, size)]
+    parts = [_pick(logits[start : start + size], keys[start : start + size], words) for start in range(0, n_rows, size)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -106,3 +98,40 @@ def margin(logits: Tensor) -> Tensor:
 
 def negative_entropy(logits: Tensor) -> Tensor:
     return -torch.special.entr(logits.softmax(-1)).sum(-1)
+
+
+# -- both -----------------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _load_kernels() -> Any:
+    """The kernel that does it in one pass; nothing where there is no Triton."""
+    try:
+        from sinkdlm.kernels import is_usable
+        from sinkdlm.sampling import kernels
+    except ImportError:
+        return None
+    return kernels if is_usable() else None
+
+
+def _find_kernels(logits: Tensor) -> Any:
+    kernels = _load_kernels() if logits.is_cuda else None
+    return kernels if kernels is not None and logits.dtype in kernels.DTYPES else None
+
+
+def judge(policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, score, probability) of (rows, n, V) logits, which are used up; keys (rows, n) where the temperature is above 0."""
+    cuts = (keys is not None or policy.tempered) and (policy.top_k is not None or policy.top_p is not None)
+    kernels = None if cuts or policy.order not in ("confidence", *PLANNED_ORDERS) else _find_kernels(logits)
+    if kernels is not None:
+        tokens, odds = kernels.choose(logits, keys, policy.temperature, policy.tempered)
+        return tokens, odds, odds.sigmoid()
+    logits = precise(logits)
+    drawn = logits if keys is None else logits / policy.temperature
+    if cuts:
+        drawn = cut(drawn, policy.top_k, policy.top_p)
+    tokens = drawn.argmax(-1) if keys is None else draw(drawn.flatten(0, 1), keys.flatten()).view(keys.shape)
+    judged = drawn if policy.tempered else logits
+    score = {"margin": margin, "entropy": negative_entropy}.get(policy.order, lambda _: None)(judged)
+    odds = log_odds_(judged, tokens)
+    return tokens, odds if score is None else score, odds.sigmoid()

@@ -1,0 +1,145 @@
+"""Triton kernels for inference on a GPU: chains of small operations of a layer, each as one pass over memory.
+
+Owns how, not what: the model computes the same with torch's own operations wherever there is no GPU, no Triton, a gradient or a
+compiler, and the tests hold the two together. Half precision and float32; sums and rotations in float32. Imported only where it is
+used, because Triton is.
+
+B rows, T tokens, S sinks, H query heads, K key/value heads, D head width.
+"""
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SWIGLU_BLOCK = 1024
+
+
+@functools.cache
+def is_usable() -> bool:
+    """Whether a kernel can be built here, which needs a C compiler beside Triton."""
+    try:
+        swiglu(torch.zeros(2, device="cuda"))
+    except Exception as error:  # whatever the toolchain raises
+        warnings.warn(f"Triton's kernels cannot be built here ({error}); plain operations are used, which are slower", stacklevel=2)
+        return False
+    return True
+
+
+@triton.jit
+def _rotate(first, second, cos, sin):
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _place_heads(
+    heads, cos, sin, sink_k, sink_v, sink_cos, sink_sin, start, q, k, v,
+    heads_b, heads_t, cos_b, sink_cos_b, q_b, q_h, kv_b, kv_h,
+    n_heads: tl.constexpr, n_kv: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
+    heads_block: tl.constexpr, kv_block: tl.constexpr, half_block: tl.constexpr, is_moved: tl.constexpr,
+):  # fmt: skip
+    """One program for each (row, token): splits and rotates its heads. The programs before the first token place the sinks."""
+    b, t = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    half: tl.constexpr = width // 2
+    lane, kv = tl.arange(0, half_block)[None, :], tl.arange(0, kv_block)[:, None]
+    inside = (kv < n_kv) & (lane < half)
+    if t < n_sinks:
+        source = (t * n_kv + kv) * width + lane
+        angle = sink_cos_b * b + t * half + lane
+        c, s = tl.load(sink_cos + angle, lane < half), tl.load(sink_sin + angle, lane < half)
+        one, two = tl.load(sink_k + source, inside).to(tl.float32), tl.load(sink_k + source + half, inside).to(tl.float32)
+        one, two = _rotate(one, two, c, s)
+        place = kv_b * b + kv_h * kv + t * width + lane
+        tl.store(k + place, one.to(k.dtype.element_ty), inside)
+        tl.store(k + place + half, two.to(k.dtype.element_ty), inside)
+        tl.store(v + place, tl.load(sink_v + source, inside), inside)
+        tl.store(v + place + half, tl.load(sink_v + source + half, inside), inside)
+    else:
+        t = t - n_sinks
+        base = heads + heads_b * b + heads_t * t
+        angle = cos_b * b + t * half + lane
+        c, s = tl.load(cos + angle, lane < half), tl.load(sin + angle, lane < half)
+        h = tl.arange(0, heads_block)[:, None]
+        mine = (h < n_heads) & (lane < half)
+        source = base + h * width + lane
+        one, two = tl.load(source, mine).to(tl.float32), tl.load(source + half, mine).to(tl.float32)
+        one, two = _rotate(one, two, c, s)
+        place = q + q_b * b + q_h * h + t * width + lane
+        tl.store(place, one.to(q.dtype.element_ty), mine)
+        tl.store(place + half, two.to(q.dtype.element_ty), mine)
+        row = n_sinks + t
+        if is_moved:
+            row += tl.load(start)
+        place = kv_b * b + kv_h * kv + row * width + lane
+        source = base + (n_heads + kv) * width + lane
+        one, two = tl.load(source, inside).to(tl.float32), tl.load(source + half, inside).to(tl.float32)
+        one, two = _rotate(one, two, c, s)
+        tl.store(k + place, one.to(k.dtype.element_ty), inside)
+        tl.store(k + place + half, two.to(k.dtype.element_ty), inside)
+        source += n_kv * width
+        tl.store(v + place, tl.load(source, inside), inside)
+        tl.store(v + place + half, tl.load(source + half, inside), inside)
+
+
+def place_heads(
+    heads: Tensor,
+    n_heads: int,
+    rotation: Any,
+    lane: Any = None,
+    sink_rotation: Any = None,
+    into: tuple[Tensor, Tensor] | None = None,
+    start: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """heads (B, T, H + 2K, D) -> q (B, H, T, D) and k, v (B, K, S + T, D), rotated, the sinks' own in front.
+
+    lane: the sinks' keys, before rotary, and values, (1, S, K, D) each. into: (B, K, S + L, D) tensors for keys and values of
+    longer rows, of which these are the tokens from `start` () on; all other tokens' stay as they are.
+    """
+    batch, n_tokens, n_all, width = heads.shape
+    n_kv = (n_all - n_heads) // 2
+    n_sinks = 0 if lane is None else lane.k.shape[1]
+    q = heads.new_empty(batch, n_heads, n_tokens, width)
+    k, v = into or (heads.new_empty(batch, n_kv, n_sinks + n_tokens, width) for _ in range(2))
+    cos, sin = rotation.cos, rotation.sin
+    sink_cos, sink_sin = (sink_rotation.cos, sink_rotation.sin) if n_sinks else (cos, sin)
+    sink_k, sink_v = (lane.k.contiguous(), lane.v.contiguous()) if n_sinks else (q, q)
+    assert heads.stride(3) == 1
+    assert heads.stride(2) == width
+    assert k.stride()[1:] == v.stride()[1:]
+    assert k.stride()[2:] == (width, 1)
+    _place_heads[(batch, n_sinks + n_tokens)](
+        heads, cos, sin, sink_k, sink_v, sink_cos, sink_sin, q if start is None else start, q, k, v,
+        heads.stride(0), heads.stride(1), cos.stride(0) if cos.shape[0] > 1 else 0,
+        sink_cos.stride(0) if sink_cos.shape[0] > 1 else 0, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        n_heads, n_kv, n_sinks, width,
+        heads_block=triton.next_power_of_2(n_heads), kv_block=triton.next_power_of_2(n_kv),
+        half_block=triton.next_power_of_2(width // 2), is_moved=start is not None,
+    )  # fmt: skip
+    return q, k, v
+
+
+@triton.jit
+def _swiglu(gate_up, out, n, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < n
+    gate = tl.load(gate_up + row * 2 * n + column, inside).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * n + n + column, inside).to(tl.float32)
+    # Rounded in between as torch's two operations round.
+    gate = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * n + column, (gate * up).to(out.dtype.element_ty), inside)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """(..., 2 F) -> (..., F): silu of the first half times the second."""
+    gate_up = gate_up.contiguous()
+    n = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], n)
+    block = min(_SWIGLU_BLOCK, triton.next_power_of_2(n))
+    _swiglu[(out.numel() // n, triton.cdiv(n, block))](gate_up, out, n, block=block)
+    return out
