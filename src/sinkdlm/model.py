@@ -176,8 +176,9 @@ class Attention(nn.Module):
         self, x: Tensor, lane: Lane | None, around: Surroundings
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Queries (B, H, T, D), keys and values of the tokens (B, K, T, D) and of the sinks (1 or B, K, S, D), rotated."""
-        q, k, v = self.project(x)
-        q, k = around.rotation.apply(q), around.rotation.apply(k)
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2K, D)
+        turned, v = heads.split([self.n_heads + self.n_kv_heads, self.n_kv_heads], dim=-2)
+        q, k = around.rotation.apply(turned).split([self.n_heads, self.n_kv_heads], dim=-2)
         if self.zero_value and self.n_registers and not around.causal:
             v = torch.cat([torch.zeros_like(v[:, : self.n_registers]), v[:, self.n_registers :]], dim=1)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
