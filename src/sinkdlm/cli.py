@@ -9,6 +9,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from sinkdlm import cli_evals
+
 app = typer.Typer(
     name="sinkdlm",
     help="Masked diffusion language models with a stable sink token.",
@@ -239,7 +241,7 @@ def sample(
     from sinkdlm.training.parallel import joined
 
     with joined(device) as world:  # under torchrun each rank writes its share
-        lm = _load_for_sampling(checkpoint, world.device)
+        lm = load_with_tokenizer(checkpoint, world.device)
         if compile_:
             for part in lm.model.blocks:
                 part.compile()
@@ -254,16 +256,19 @@ def sample(
         typer.echo(row["text"])
 
 
-def _load_for_sampling(checkpoint: str, device: Any) -> Any:
+def load_with_tokenizer(checkpoint: str, device: Any, dtype: Any = None) -> Any:
     from sinkdlm import interop
     from sinkdlm.errors import UserError
 
     if (Path(checkpoint) / "recipe.toml").exists() and (Path(checkpoint) / "model").is_dir():
         checkpoint = str(Path(checkpoint) / "model")  # a run folder: what came of it
-    lm = interop.load_any(checkpoint, device=device)
+    lm = interop.load_any(checkpoint, device=device, dtype=dtype)
     if lm.tokenizer is None:
         raise UserError(f"{checkpoint}: has no tokenizer; add one with: sinkdlm convert {checkpoint} DST --tokenizer T")
     return lm
+
+
+cli_evals.register(app)
 
 
 class DataKind(StrEnum):
