@@ -64,7 +64,7 @@ def notes_on(responses: Mapping[Key, Response]) -> list[str]:
 
 
 def draw_table(lines: Sequence[Mapping[str, Any]], paper: Mapping[str, float] | None = None) -> str:
-    """paper: task -> the paper's value, beside the first metric of each task."""
+    """paper: task -> the paper's value, beside the first share of right answers of each task."""
     rows: list[tuple[str, ...]] = [(*_HEAD, "paper") if paper is not None else _HEAD]
     told: set[str] = set()
     for line in lines:
@@ -73,8 +73,9 @@ def draw_table(lines: Sequence[Mapping[str, Any]], paper: Mapping[str, float] | 
         cells += [f"{line['draws']:.1f}", f"{line['seconds']:.1f}"]
         if paper is not None:
             value = paper.get(line["task"].removesuffix("_two_stage").removesuffix("_one_stage"))
-            cells.append("" if value is None or line["task"] in told else f"{value:.4f}")
-            told.add(line["task"])
+            beside = value is not None and line["task"] not in told and line["metric"].startswith(("acc", "exact_match"))
+            cells.append(f"{value:.4f}" if beside else "")
+            told |= {line["task"]} if beside else set()
         rows.append(tuple(cells))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(

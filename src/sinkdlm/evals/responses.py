@@ -19,8 +19,8 @@ _VERSION = 1
 # What must be equal for a file to be gone on with -> what to say otherwise.
 _SAME = {
     "requests": "answers to other requests or settings",
-    "checkpoint": "answers of another model",
     "arithmetic": "answers in another precision",
+    "checkpoint": "answers of another model",
 }
 
 
@@ -80,6 +80,13 @@ class Journal:
         if path is None:
             return
         try:
+            self._open(path, header)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: Path, header: Mapping[str, Any]) -> None:
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+b")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,6 +124,9 @@ class Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
