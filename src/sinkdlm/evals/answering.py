@@ -27,8 +27,8 @@ from sinkdlm.model import DiffusionLM
 
 _LETTERS = 4  # about so many make a token: enough to say how much work a request is
 # Forwards of a batch: many fill up better, few are lost less and shown sooner.
-_FORWARDS = {"cpu": 4, "cuda": 32}
-_BUDGET = {"cpu": 1 << 12, "cuda": 1 << 15}  # tokens in a forward
+_FORWARDS = {"cpu": 2, "cuda": 32}
+_BUDGET = {"cpu": 1 << 11, "cuda": 1 << 15}  # tokens in a forward
 
 
 class Sharing(Protocol):
