@@ -119,7 +119,7 @@ class Answerer:
             return length * int(request.generation.get("steps") or settings.steps or 64)
         if settings.causal:
             return length
-        target = 1 + len(request.continuation) // _LETTERS
+        target = length if request.kind == ROLLING else 1 + len(request.continuation) // _LETTERS
         looks = settings.draws if settings.estimator in MONTE_CARLO else target
         return length * looks * (2 if settings.guidance else 1)
 
