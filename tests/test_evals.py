@@ -240,6 +240,27 @@ def test_pairs_are_tokenised_as_the_harness_does(bos):
         assert all(row.tokens[0] == tokenizer.bos_token_id for row in rows)
 
 
+def test_bos_is_as_asked():
+    asked = [Request(LOGLIKELIHOOD, "t", 0, 0, "a cat", " sat")]
+    for own in (False, True):
+        tokenizer = tiny_tokenizer(bos=True)
+        if not own:  # it has a BOS, and does not add it
+            tokenizer.backend_tokenizer.post_processor = tiny_tokenizer().backend_tokenizer.post_processor
+        for bos in (None, False, True):
+            (row,) = TextEncoder(tokenizer, bos).pairs(asked, 64)
+            assert (row.tokens[0] == tokenizer.bos_token_id) == (own if bos is None else bos)
+            assert tokenizer.decode(row.tokens[row.n_given :]) == " sat"
+    with pytest.raises(EvalError, match="no beginning-of-text token"):
+        TextEncoder(tiny_tokenizer(), True)
+
+
+def test_options_of_a_question_share_their_noise():
+    lm = small_lm()
+    same = [Request(LOGLIKELIHOOD, "quiz", doc, index, TEXTS[0], " sat on it") for doc in range(2) for index in range(2)]
+    found = [response.value for response in answered(lm, Sheet(same, {"quiz": Settings(draws=8)})).values()]
+    assert found[0] == found[1] != found[2] == found[3]
+
+
 def test_what_is_too_long_loses_its_left_and_is_counted():
     lm = small_lm(context_length=16)
     long = Request(LOGLIKELIHOOD, "quiz", 0, 0, TEXTS[0] * 4, " word")

@@ -333,6 +333,27 @@ def test_any_number_of_ranks_gives_the_same_numbers(tmp_path, checkpoint, bench)
         assert response.texts == theirs[key].texts
 
 
+@pytest.mark.slow
+def test_a_wrong_task_name_is_said_in_one_line(checkpoint, monkeypatch, capsys, harness):
+    """Under torchrun too, where rank 0 alone finds it out."""
+    monkeypatch.setattr(sys, "argv", ["sinkdlm", "eval", str(checkpoint), "--tasks", "arc_eazy", "--device", "cpu"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    said = capsys.readouterr().err
+    assert (end.value.code, said.count("\n")) == (2, 1)
+    assert "task 'arc_eazy': unknown to the harness; close to it are arc_easy" in said
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "sinkdlm", "eval"]
+    done = subprocess.run(
+        [*command, str(checkpoint), "--tasks", "piqa", "--data", "absent", "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode
+    assert done.stderr.count("sinkdlm: --data absent: no such folder") == 1
+
+
 COUNTS = {
     "arc_easy": 2376,
     "arc_challenge": 1172,

@@ -50,6 +50,7 @@ def evaluate(
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Draw no more once a question's ranking is settled.")] = False,
     error: Annotated[float | None, typer.Option(help="With --adaptive: the chance of a wrong ranking; by default 0.05.")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Score the AR parent: causal attention, no [MASK], no sink.")] = False,
+    bos: Annotated[bool | None, typer.Option("--bos/--no-bos", help="Before prompts; by default what the tokenizer does.")] = None,
     policy: Annotated[str | None, typer.Option(help="Of generated answers: the sampler; by default llada.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Of generated answers: denoising steps.")] = None,
     block: Annotated[int | None, typer.Option(min=1, help="Of generated answers: tokens of a block.")] = None,
@@ -84,7 +85,7 @@ def evaluate(
     if checkpoint is None and (write_requests is None or chat):
         raise EvalError("CKPT: which model? (--write-requests needs none, but with --chat)")
     named = {"estimator": "causal" if causal else estimator, "draws": draws, "guidance": guidance, "policy": policy}
-    named |= {"steps": steps, "block": block, "adaptive": adaptive or None, "error": error}
+    named |= {"steps": steps, "block": block, "adaptive": adaptive or None, "error": error, "bos": bos}
     plan: dict[str, Any] = {"tasks": tuple(name.strip() for name in tasks.split(",") if name.strip()), "limit": limit, "chat": chat}
     plan |= {"data": None if data is None else str(data), "num_fewshot": num_fewshot, "use_cache": use_cache}
     question = _Question(plan, named, gen_kwargs, overrides or [], seed)

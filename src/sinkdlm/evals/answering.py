@@ -83,7 +83,7 @@ class Answerer:
 
     def __init__(self, lm: Any, sheet: Sheet, *, budget: int | None = None) -> None:
         self.lm, self.sheet = lm, sheet
-        self.encoder = TextEncoder(lm.tokenizer)
+        self._encoders = {bos: TextEncoder(lm.tokenizer, bos) for bos in {one.bos for one in sheet.settings.values()}}
         self.device = lm.model.embed.weight.device
         self.budget = budget or _BUDGET.get(self.device.type, _BUDGET["cpu"])
         self._denoisers = {False: lm.model.denoiser(), True: CausalDenoiser(lm.model)}
@@ -143,7 +143,7 @@ class Answerer:
         return {"mask_id": self.lm.config.mask_id, "budget": self.budget, "device": self.device}
 
     def _score(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
-        rows = self.encoder.pairs(batch, self._room(settings))
+        rows = self._encoders[settings.bos].pairs(batch, self._room(settings))
         tokens, scored = [row.tokens for row in rows], [row.scored for row in rows]
         denoiser, options = self._denoisers[settings.causal], self._options(settings)
         estimates = log_likelihood(
@@ -167,12 +167,13 @@ class Answerer:
         ]
 
     def _score_documents(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
-        ids = self.encoder.encode((request.context for request in batch), special=False)
+        encoder = self._encoders[settings.bos]
+        ids = encoder.encode((request.context for request in batch), special=False)
         found = document_likelihood(
             self._denoisers[settings.causal],
             [ids[request.context] for request in batch],
             window=self._room(settings),
-            prefix=self.encoder.prefix(batch[0].place) if settings.causal or self.encoder.prefix_id is not None else (),
+            prefix=encoder.prefix(batch[0].place) if settings.causal or encoder.prefix_id is not None else (),
             estimator=settings.estimator,
             draws=settings.draws,
             seed=self.sheet.seed,
@@ -183,7 +184,7 @@ class Answerer:
     def _generate(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
         writer = Generator(
             self._denoisers[settings.causal],
-            self.encoder,
+            self._encoders[settings.bos],
             mask_id=self.lm.config.mask_id,
             room=self.lm.config.context_length,
             budget=self.budget,

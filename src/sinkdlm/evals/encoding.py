@@ -24,13 +24,15 @@ class EncodedRow(NamedTuple):
 
 
 class TextEncoder:
-    """A tokenizer, asked once for each text of a batch."""
+    """A tokenizer, asked once for each text of a batch. bos: in front of prompts or not, whatever the tokenizer does by itself."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, bos: bool | None = None) -> None:
+        self.tokenizer, self.bos = tokenizer, bos
         self.eos_id: int | None = tokenizer.eos_token_id
-        bos_id: int | None = tokenizer.bos_token_id
-        self.prefix_id = self.eos_id if bos_id is None else bos_id  # stands for an empty prompt, as in the harness
+        self.bos_id: int | None = tokenizer.bos_token_id
+        self.prefix_id = self.eos_id if self.bos_id is None else self.bos_id  # stands for an empty prompt, as in the harness
+        if bos and self.bos_id is None:
+            raise EvalError("--bos: the tokenizer has no beginning-of-text token")
 
     def encode(self, texts: Iterable[str], *, special: bool = True) -> dict[str, list[int]]:
         """Ids of each text. special: with what the tokenizer itself puts around a text, unless it begins with BOS already."""
@@ -42,11 +44,15 @@ class TextEncoder:
             if part:
                 ids = self.tokenizer(part, add_special_tokens=add, verbose=False)["input_ids"]
                 found |= dict(zip(part, ids, strict=True))
-        return {text: self._without_end(ids) if special else ids for text, ids in found.items()}
+        return {text: self._framed(ids) if special else ids for text, ids in found.items()}
 
-    def _without_end(self, ids: list[int]) -> list[int]:
-        """A tokenizer that closes every text by itself would end the prompt before its continuation."""
-        return ids[:-1] if len(ids) > 1 and ids[-1] == self.eos_id else ids
+    def _framed(self, ids: list[int]) -> list[int]:
+        """With or without BOS, as asked. Never with an EOS of the tokenizer's own, which would end a prompt."""
+        ids = ids[:-1] if len(ids) > 1 and ids[-1] == self.eos_id else ids
+        if self.bos is None:
+            return ids
+        bare = ids[1:] if ids[:1] == [self.bos_id] else ids
+        return [self.bos_id, *bare] if self.bos and self.bos_id is not None else bare
 
     def pairs(self, requests: Sequence[Request], room: int) -> list[EncodedRow]:
         """Rows of at most `room` tokens, prompt and continuation."""

@@ -107,7 +107,8 @@ def _manager(plan: Plan) -> Any:
     for task in plan.tasks:
         if task not in known and task not in manager.all_tasks:
             close = difflib.get_close_matches(task, [*manager.all_tasks, *known], n=3)
-            raise EvalError(f"task {task!r}: unknown to the harness{f'; did you mean {chr(32).join(close)}' if close else ''}")
+            hint = f"; close to it are {', '.join(close)}" if close else ""
+            raise EvalError(f"task {task!r}: unknown to the harness{hint}")
     return manager
 
 

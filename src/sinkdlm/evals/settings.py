@@ -30,7 +30,10 @@ OFFICIAL: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """guidance is that of log-likelihoods and of samples; whole documents are never guided."""
+    """guidance is that of log-likelihoods and of samples; whole documents are never guided.
+
+    bos: whether prompts begin with it; None: as the tokenizer itself has it.
+    """
 
     estimator: str = "exact_k"
     draws: int = 128
@@ -38,6 +41,7 @@ class Settings:
     adaptive: bool = False  # draws end once a question's ranking is settled
     error: float = 0.05  # the chance of a wrong ranking that adaptive draws may take
     greedy: bool = True  # also tell whether the continuation is what the model itself would write
+    bos: bool | None = None
     policy: str = "llada"
     steps: int | None = None
     block: int | None = None
