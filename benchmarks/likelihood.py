@@ -65,7 +65,9 @@ def score_plainly(form: MaskedForm, tokens: Tensor, scored: Tensor, work: Work, 
     n, total = len(targets), 0.0
     for first in range(0, work.draws, _PLAIN_BATCH):
         rows = tokens.repeat(_PLAIN_BATCH, 1)
-        spread = (torch.rand((), device=tokens.device) + torch.arange(first, first + _PLAIN_BATCH, device=tokens.device) / work.draws) % 1
+        spread = (
+            torch.rand((), device=tokens.device) + torch.arange(first, first + _PLAIN_BATCH, device=tokens.device) / work.draws
+        ) % 1
         counts = 1 + (n * spread).floor().long()
         ranks = torch.rand(_PLAIN_BATCH, n, device=tokens.device).argsort(1).argsort(1)
         masked = torch.zeros_like(rows, dtype=torch.bool)

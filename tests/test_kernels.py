@@ -33,7 +33,7 @@ def fused(monkeypatch):
     def switch(on):
         monkeypatch.setattr(modelling, "find_kernels", lambda _: kernels if on else None)
         monkeypatch.setattr(float8, "find_kernels", lambda _: kernels if on else None)
-        monkeypatch.setattr(drawing, "_find_kernels", lambda _: sampling_kernels if on else None)
+        monkeypatch.setattr(drawing, "find_kernels", lambda _: kernels if on else None)
 
     return switch
 

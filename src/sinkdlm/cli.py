@@ -9,6 +9,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from sinkdlm import cli_evals
+
 app = typer.Typer(
     name="sinkdlm",
     help="Masked diffusion language models with a stable sink token.",
@@ -261,24 +263,32 @@ def sample(
         typer.echo(row["text"])
 
 
-def _load_for_sampling(checkpoint: str, device: Any, dtype: "Arithmetic") -> Any:
+def _load_for_sampling(checkpoint: str, device: Any, dtype: Arithmetic) -> Any:
     import torch
 
-    from sinkdlm import interop
-    from sinkdlm.errors import UserError
-
-    if (Path(checkpoint) / "recipe.toml").exists() and (Path(checkpoint) / "model").is_dir():
-        checkpoint = str(Path(checkpoint) / "model")  # a run folder: what came of it
-    half = dtype is Arithmetic.FLOAT8 or (dtype is Arithmetic.AUTO and torch.device(device).type == "cuda")
+    half = dtype is Arithmetic.FLOAT8 or (dtype is Arithmetic.AUTO and device.type == "cuda")
     named = "bfloat16" if half else dtype.value
-    lm = interop.load_any(checkpoint, device=device, dtype=None if named == "auto" else getattr(torch, named))
-    if lm.tokenizer is None:
-        raise UserError(f"{checkpoint}: has no tokenizer; add one with: sinkdlm convert {checkpoint} DST --tokenizer T")
+    lm = load_with_tokenizer(checkpoint, device, None if named == "auto" else getattr(torch, named))
     if dtype is Arithmetic.FLOAT8:
         from sinkdlm.float8 import to_float8
 
         to_float8(lm.model)
     return lm
+
+
+def load_with_tokenizer(checkpoint: str, device: Any, dtype: Any = None) -> Any:
+    from sinkdlm import interop
+    from sinkdlm.errors import UserError
+
+    if (Path(checkpoint) / "recipe.toml").exists() and (Path(checkpoint) / "model").is_dir():
+        checkpoint = str(Path(checkpoint) / "model")  # a run folder: what came of it
+    lm = interop.load_any(checkpoint, device=device, dtype=dtype)
+    if lm.tokenizer is None:
+        raise UserError(f"{checkpoint}: has no tokenizer; add one with: sinkdlm convert {checkpoint} DST --tokenizer T")
+    return lm
+
+
+cli_evals.register(app)
 
 
 class DataKind(StrEnum):

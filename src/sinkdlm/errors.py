@@ -42,3 +42,7 @@ class SamplingError(UserError):
 
 class LikelihoodError(UserError):
     """A row that cannot be scored, or a way of scoring that does not exist."""
+
+
+class EvalError(UserError):
+    """An evaluation that cannot be made: a task without data, requests or responses that are not what they should be."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from sinkdlm.errors import UserError
-from sinkdlm.model import Block, DiffusionLM, find_kernels
+from sinkdlm.fusion import find_kernels
+from sinkdlm.model import Block, DiffusionLM
 
 DTYPE = torch.float8_e4m3fn
 _MULTIPLE = 16  # of both sides of a weight; the GPU's products need it

@@ -6,26 +6,25 @@ tokenizers.
 B batch, T tokens, S sinks, H query heads, K key/value heads, D head width, d model width.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from sinkdlm.attention import PADDING, SHARED, Choice, DrawnOpening, Opening, Visibility, attend, choose_form
 from sinkdlm.config import ModelConfig
+from sinkdlm.fusion import find_kernels
 from sinkdlm.lane import Lane, LaneCache, arithmetic_of
 from sinkdlm.noise import Stream, hash_words, pair_words
 from sinkdlm.positions import Documents, Rotation, place
+from sinkdlm.recompute import Recompute, run_again
 
 Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
-Recompute = Literal["none", "selective", "full"]
 
 
 class KeyValueCache(Protocol):
@@ -59,24 +58,6 @@ def _pick(x: Tensor, places: Tensor) -> Tensor:
     """(B, T, ...) at places (B, n)."""
     index = places.view(*places.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:])
     return x.gather(1, index)
-
-
-@functools.cache
-def _load_kernels() -> Any:
-    """The package's Triton kernels; nothing where there is no Triton, or where this file stands alone."""
-    try:
-        from sinkdlm import kernels
-    except ImportError:
-        return None
-    return kernels if kernels.is_usable() else None
-
-
-def find_kernels(x: Tensor) -> Any:
-    """Kernels for what is computed with x: on a GPU, without gradients, and outside the compiler, which fuses by itself."""
-    if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return None
-    kernels = _load_kernels()
-    return kernels if kernels is not None and x.dtype in kernels.DTYPES else None
 
 
 class Norm(nn.Module):
@@ -204,27 +185,6 @@ class FeedForward(nn.Module):
         return self.down(functional.silu(gate) * up)
 
 
-# What selective recomputation keeps: products of matrices and attention, which cost most of the time and some of the room.
-_COSTLY = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.higher_order.flex_attention,
-]
-
-
-def _run_again(run: Callable[..., Any], how: Recompute, *arguments: Any) -> Any:
-    """run(*arguments), whose intermediate results are computed again when the backward wants them."""
-    if how == "full":
-        return checkpoint(run, *arguments, use_reentrant=False)
-    keep = functools.partial(create_selective_checkpoint_contexts, _COSTLY)
-    return checkpoint(run, *arguments, use_reentrant=False, context_fn=keep)
-
-
 class Block(nn.Module):
     """One layer, for tokens and lane in one forward: the unit of compilation and of sharding."""
 
@@ -244,7 +204,7 @@ class Block(nn.Module):
         """`sinks` are the lane's states (1, S, d), which go on to the next layer, or this layer's cached Lane, or nothing."""
         if around.recompute != "none" and torch.is_grad_enabled():
             # In here, so that hooks which gather a sharded block's weights, and the compiler, lie around it.
-            return _run_again(self.compute, around.recompute, x, sinks, around)
+            return run_again(self.compute, around.recompute, x, sinks, around)
         return self.compute(x, sinks, around)
 
     def compute(self, x: Tensor, sinks: Tensor | Lane | None, around: Surroundings) -> tuple[Tensor, Tensor | None, Lane | None]:

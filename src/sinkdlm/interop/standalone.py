@@ -1,6 +1,6 @@
 """A modelling file that needs transformers and torch alone, generated from this package's own sources.
 
-`trust_remote_code=True` loads it where sinkdlm is not installed. It is the same code: noise, attention, lane, positions,
+`trust_remote_code=True` loads it where sinkdlm is not installed. It is the same code: noise, attention, lane, positions, fusion, recompute,
 model and the transformers classes, with the package's imports taken out and a plain dataclass in place of the validated config.
 """
 
@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sinkdlm import attention, lane, model, noise, positions
+from sinkdlm import attention, fusion, lane, model, noise, positions, recompute
 from sinkdlm.checkpoint import CONFIG, PROVENANCE
 from sinkdlm.config import ModelConfig
 from sinkdlm.interop import hf
@@ -37,7 +37,7 @@ def make_standalone(folder: Path) -> None:
 def source_text() -> str:
     parts = ['"""sinkdlm, self-contained: generated from the sources of the package sinkdlm. Apache-2.0."""', ""]
     bodies, imports = [], {"import dataclasses"}
-    for module in (noise, attention, lane, positions, model, hf):
+    for module in (noise, attention, lane, positions, fusion, recompute, model, hf):
         found, body = _split_imports(inspect.getsource(module))
         imports |= found
         bodies.append(body)

@@ -109,10 +109,14 @@ def _check(
         if groups is None or estimator != "exact_k":  # no test holds where the variance is unbounded
             raise LikelihoodError("adaptive: needs groups= (which rows make up a question) and estimator = 'exact_k'")
     if estimator == "causal":
-        if guidance:
-            raise LikelihoodError("guidance: an AR model has no [MASK] to hide a prompt behind; use guidance = 0 with 'causal'")
-        if any(row.targets[0] == 0 for row in rows):
-            raise LikelihoodError("estimator 'causal': token 0 has nothing before it; put a BOS or EOS in front")
+        _check_causal(rows, guidance)
+
+
+def _check_causal(rows: list[Row], guidance: float) -> None:
+    if guidance:
+        raise LikelihoodError("guidance: an AR model has no [MASK] to hide a prompt behind; use guidance = 0 with 'causal'")
+    if any(row.targets[0] == 0 for row in rows):
+        raise LikelihoodError("estimator 'causal': token 0 has nothing before it; put a BOS or EOS in front")
 
 
 def _default_groups(rows: list[Row]) -> list[int]:
@@ -320,14 +324,22 @@ def is_greedy(
     mask_id: int,
     guidance: float = 0.0,
     shift: bool = False,
+    causal: bool = False,
     budget: int = _BUDGET,
     device: torch.device | str | None = None,
 ) -> list[bool]:
     """Whether the target is what the denoiser itself writes: one token a step, the most confident first, the likeliest each time.
 
     A row is done with as soon as it has written anything else.
+    causal: the denoiser is an AR model, which writes from left to right: one forward tells.
     """
     rows = read_rows(tokens, scored, mask_id)
+    if causal:
+        _check_causal(rows, guidance)
+        home = tokens.device if device is None and isinstance(tokens, Tensor) else device
+        scorer = Scorer(Access.of(denoiser), mask_id=mask_id, guidance=0.0, budget=budget, shift=True, device=home)
+        hits = scorer.hits([look for row in rows for look in _causal_looks(row)])
+        return [int(n) == len(row.targets) for n, row in zip(hits, rows, strict=True)]
     policy = policy_of("llada", guidance=guidance, shift=shift)
     device = device or (tokens.device if isinstance(tokens, Tensor) else getattr(denoiser, "device", None))
     access = Access.of(denoiser)

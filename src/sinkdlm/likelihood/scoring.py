@@ -9,7 +9,7 @@ B looks in a forward, T width, n positions read of a look, L target tokens of a 
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,19 +89,26 @@ class Scorer:
 
     def sums(self, looks: Sequence[Look]) -> np.ndarray:
         """(looks,) float64: the sum of the log-probabilities of what each reads."""
+        return self._read(looks, lambda logits, truth: _at(logits, truth) - logits.logsumexp(-1))
+
+    def hits(self, looks: Sequence[Look]) -> np.ndarray:
+        """(looks,): how many of the tokens that each reads are the likeliest at their place."""
+        return self._read(looks, lambda logits, truth: _at(logits, truth) >= logits.amax(-1))
+
+    def _read(self, looks: Sequence[Look], judge: Callable[[Tensor, Tensor], Tensor]) -> np.ndarray:
+        """(looks,) float64: the sum over what each reads. judge: logits (B, n, V) and the tokens there (B, n) to values (B, n)."""
         found = np.empty(len(looks))
         # Nothing waits for the device until every forward is on its way.
-        pending = [
-            (batch, self._forward([looks[i] for i in batch])) for batch in plan_batches(looks, self.room, self.access.takes_lengths)
-        ]
+        batches = plan_batches(looks, self.room, self.access.takes_lengths)
+        pending = [(batch, judge(*self._forward([looks[i] for i in batch]))) for batch in batches]
         for batch, values in pending:
             host = values.double().cpu().numpy()
             for i, line in zip(batch, host, strict=True):
                 found[i] = line[: looks[i].n_read].sum()
         return found
 
-    def _forward(self, looks: list[Look]) -> Tensor:
-        """(B, n): log-probabilities of what is read; beyond a look's own n, of its first again."""
+    def _forward(self, looks: list[Look]) -> tuple[Tensor, Tensor]:
+        """Logits (B, n, V) where something is read, and the tokens there (B, n); beyond a look's own n, of its first again."""
         tokens, places, truth = (torch.from_numpy(part).to(self.device) for part in self._assemble(looks))
         sizes = [look.length for look in looks]
         lengths = torch.tensor(sizes * self.branches).to(self.device) if len(set(sizes)) > 1 else None
@@ -117,7 +124,7 @@ class Scorer:
             raise LikelihoodError(f"token {most} is scored: ids are below the vocabulary's {vocab}")
         if self.mask_id < vocab:
             logits[..., self.mask_id] = -math.inf
-        return logits.gather(-1, truth[..., None])[..., 0] - logits.logsumexp(-1)
+        return logits, truth
 
     def _assemble(self, looks: list[Look]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """tokens (branches * B, T), padded with [MASK]; places and the tokens there, (B, n) each.
@@ -136,6 +143,10 @@ class Scorer:
             places[i, : len(read)], places[i, len(read) :] = read, read[0]
             truth[i] = row.tokens[places[i]]
         return tokens.reshape(-1, width), places, truth
+
+
+def _at(logits: Tensor, tokens: Tensor) -> Tensor:
+    return logits.gather(-1, tokens[..., None])[..., 0]
 
 
 def plan_batches(looks: Sequence[Look], room: int, mix: bool) -> list[list[int]]:

@@ -6,13 +6,12 @@ are read as float32; nothing is computed in float64 unless the logits are.
 N rows of logits, V vocabulary.
 """
 
-import functools
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from sinkdlm.fusion import find_kernels
 from sinkdlm.noise import Key, counter, fold
 from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 
@@ -103,28 +102,13 @@ def negative_entropy(logits: Tensor) -> Tensor:
 # -- both -----------------------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _load_kernels() -> Any:
-    """The kernel that does it in one pass; nothing where there is no Triton."""
-    try:
-        from sinkdlm.kernels import is_usable
-        from sinkdlm.sampling import kernels
-    except ImportError:
-        return None
-    return kernels if is_usable() else None
-
-
-def _find_kernels(logits: Tensor) -> Any:
-    kernels = _load_kernels() if logits.is_cuda else None
-    return kernels if kernels is not None and logits.dtype in kernels.DTYPES else None
-
-
 def judge(policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens, score, probability) of (rows, n, V) logits, which are used up; keys (rows, n) where the temperature is above 0."""
     cuts = (keys is not None or policy.tempered) and (policy.top_k is not None or policy.top_p is not None)
-    kernels = None if cuts or policy.order not in ("confidence", *PLANNED_ORDERS) else _find_kernels(logits)
-    if kernels is not None:
-        tokens, odds = kernels.choose(logits, keys, policy.temperature, policy.tempered)
+    if not cuts and policy.order in ("confidence", *PLANNED_ORDERS) and find_kernels(logits) is not None:
+        from sinkdlm.sampling.kernels import choose
+
+        tokens, odds = choose(logits, keys, policy.temperature, policy.tempered)
         return tokens, odds, odds.sigmoid()
     logits = precise(logits)
     drawn = logits if keys is None else logits / policy.temperature

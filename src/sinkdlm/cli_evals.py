@@ -1,0 +1,291 @@
+"""Subcommands that measure: eval, score-requests, score. Like cli.py, each imports what it needs when it runs."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+_CKPT = typer.Argument(metavar="CKPT", help="A checkpoint, or anything that `convert` reads.")
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Draws = Annotated[int | None, typer.Option(min=1, help="Monte Carlo masks of a request; by default 128.")]
+Estimator = Annotated[
+    str | None, typer.Option(help="exact_k, official, chain or causal; by default the official choice for the task.")
+]
+BatchTokens = Annotated[int | None, typer.Option(min=1, help="Tokens in a forward.")]
+Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")]
+
+
+class Dtype(StrEnum):
+    FLOAT64, FLOAT32, BFLOAT16, FLOAT16 = "float64", "float32", "bfloat16", "float16"
+
+
+Precision = Annotated[Dtype | None, typer.Option(help="Of the weights; by default bfloat16 on a GPU, float32 elsewhere.")]
+
+
+class Documents(StrEnum):
+    FILE, LINE, PARAGRAPH = "file", "line", "paragraph"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("eval")(evaluate)
+    app.command("score-requests")(score_requests)
+    app.command("score")(score)
+
+
+def evaluate(
+    checkpoint: Annotated[str | None, _CKPT] = None,
+    tasks: Annotated[
+        str, typer.Option(help="Names of the harness's tasks, with commas; also lambada, siqa, gsm8k_two_stage.")
+    ] = "",
+    data: Annotated[
+        Path | None, typer.Option(help="A folder of the benchmarks' files; without it the harness asks the hub.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first so many documents of each task.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in a prompt; by default what the task says.")] = None,
+    estimator: Estimator = None,
+    draws: Draws = None,
+    guidance: Annotated[float | None, typer.Option(help="Of all tasks; by default the official choice for each.")] = None,
+    adaptive: Annotated[bool, typer.Option("--adaptive", help="Draw no more once a question's ranking is settled.")] = False,
+    error: Annotated[float | None, typer.Option(help="With --adaptive: the chance of a wrong ranking; by default 0.05.")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="Score the AR parent: causal attention, no [MASK], no sink.")] = False,
+    bos: Annotated[bool | None, typer.Option("--bos/--no-bos", help="Before prompts; by default what the tokenizer does.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Of generated answers: the sampler; by default llada.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Of generated answers: denoising steps.")] = None,
+    block: Annotated[int | None, typer.Option(min=1, help="Of generated answers: tokens of a block.")] = None,
+    gen_kwargs: Annotated[str | None, typer.Option(help="Of generated answers: as in max_gen_toks=128,temperature=0.5.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="TASK.KEY=VALUE", help="A setting of one task.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts go through the tokenizer's chat template.")] = False,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for results.json and responses; the same command goes on there.")
+    ] = None,
+    log_samples: Annotated[bool, typer.Option("--log-samples", help="With --out: write every document with its answers.")] = False,
+    paper: Annotated[str | None, typer.Option(help="A row of the paper to stand beside, as in table1:0.5b:sink.")] = None,
+    write_requests: Annotated[Path | None, typer.Option(help="Only write down what would be asked. Needs no CKPT.")] = None,
+    responses: Annotated[Path | None, typer.Option(help="Judge what score-requests has answered.")] = None,
+    use_cache: Annotated[bool, typer.Option("--use-cache", help="Keep the harness's own (pickled) cache of requests.")] = False,
+    batch_tokens: BatchTokens = None,
+    compile_: Annotated[bool, typer.Option("--compile", help="Compile the blocks: pays for long work on a GPU.")] = False,
+    device: Device = None,
+    dtype: Precision = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate a model on benchmarks, with lm-evaluation-harness; in one go, or in two halves."""
+    from sinkdlm.errors import EvalError
+    from sinkdlm.evals.paper import paper_row
+
+    shown = Shown(out, log_samples, paper_row(paper) if paper is not None else None, as_json)
+    if responses is not None:
+        if write_requests is not None or tasks:
+            raise EvalError("--responses: its file says what was asked; leave out --tasks and --write-requests")
+        _judge_responses(checkpoint, responses, data, shown)
+        return
+    if checkpoint is None and (write_requests is None or chat):
+        raise EvalError("CKPT: which model? (--write-requests needs none, but with --chat)")
+    named = {"estimator": "causal" if causal else estimator, "draws": draws, "guidance": guidance, "policy": policy}
+    named |= {"steps": steps, "block": block, "adaptive": adaptive or None, "error": error, "bos": bos}
+    plan: dict[str, Any] = {"tasks": tuple(name.strip() for name in tasks.split(",") if name.strip()), "limit": limit, "chat": chat}
+    plan |= {"data": None if data is None else str(data), "num_fewshot": num_fewshot, "use_cache": use_cache}
+    question = _Question(plan, named, gen_kwargs, overrides or [], seed)
+    if write_requests is not None:
+        sheet = question.ask(_read_tokenizer(checkpoint) if chat and checkpoint else None)[1]
+        sheet.write(write_requests)
+        found = {"wrote": str(write_requests), "requests": len(sheet.requests), "tasks": sorted(sheet.settings)}
+        typer.echo(json.dumps(found, indent=2) if as_json else f"wrote {len(sheet.requests):,} requests to {write_requests}")
+        return
+    assert checkpoint is not None
+    from sinkdlm.training.parallel import joined
+
+    with joined(device) as world:  # rank 0 has the harness; every rank answers its share
+        lm = _load(checkpoint, world.device, dtype, compile_)
+        evaluation, sheet = question.ask(lm.tokenizer) if world.first else (None, None)
+        sheet = world.from_first(lambda: sheet)
+        answers = _answer(lm, sheet, checkpoint, world, batch_tokens, None if out is None else out / "responses.jsonl")
+    if world.first:
+        facts = {"model": _facts(checkpoint, lm), "seed": seed, "device": str(world.device)}
+        _report(evaluation, sheet.settings, answers, facts, shown)
+
+
+class Shown(NamedTuple):
+    """What becomes of results. paper: task -> value."""
+
+    out: Path | None
+    log_samples: bool
+    paper: dict[str, float] | None
+    as_json: bool
+
+
+class _Question:
+    """What a command line asks, checked as far as that can be done before the harness and the model are loaded."""
+
+    def __init__(
+        self, plan: dict[str, Any], named: dict[str, Any], gen_kwargs: str | None, overrides: list[str], seed: int
+    ) -> None:
+        from sinkdlm.evals.settings import settings_for
+        from sinkdlm.tables import parse_override
+
+        self._changes = {name: value for name, value in named.items() if value is not None}
+        settings_for("", self._changes)
+        self._overrides = [parse_override(override) for override in overrides]
+        fields = dict(parse_override(pair) for pair in (gen_kwargs or "").split(",") if pair)
+        self._plan, self._seed = {**plan, "gen_kwargs": fields or None}, seed
+
+    def ask(self, tokenizer: Any) -> tuple[Any, Any]:
+        from sinkdlm.evals import harness
+
+        evaluation = harness.Evaluation(harness.Plan(**self._plan), tokenizer)
+        return evaluation, evaluation.ask(changes=self._changes, overrides=self._overrides, seed=self._seed)
+
+
+def score_requests(
+    checkpoint: Annotated[str, _CKPT],
+    requests: Annotated[Path, typer.Argument(metavar="FILE", help="What `eval --write-requests` wrote.")],
+    out: Annotated[Path, typer.Option(help="The file of responses to write, or to go on with.")],
+    batch_tokens: BatchTokens = None,
+    compile_: Annotated[bool, typer.Option("--compile", help="Compile the blocks: pays for long work on a GPU.")] = False,
+    device: Device = None,
+    dtype: Precision = None,
+    as_json: Json = False,
+) -> None:
+    """Answer requests without the harness. The same command goes on where it was interrupted."""
+    from sinkdlm.evals.requests import Sheet
+
+    sheet = Sheet.read(requests)
+    from sinkdlm.training.parallel import joined
+
+    with joined(device) as world:
+        lm = _load(checkpoint, world.device, dtype, compile_)
+        answers = _answer(lm, sheet, checkpoint, world, batch_tokens, out)
+    if world.first:
+        seconds = sum(response.seconds for response in answers.values())
+        found = {"wrote": str(out), "responses": len(answers), "seconds": seconds}
+        typer.echo(json.dumps(found, indent=2) if as_json else f"wrote {len(answers):,} responses to {out} ({seconds:.1f} s)")
+
+
+def score(
+    checkpoint: Annotated[str, _CKPT],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="txt, md, jsonl (also .gz, .zst), parquet, or a folder of these.")],
+    field: Annotated[str, typer.Option(help="The field of jsonl or parquet rows that holds the text.")] = "text",
+    documents: Annotated[Documents, typer.Option(help="What one document is in a .txt or .md file.")] = Documents.FILE,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first so many documents.")] = None,
+    estimator: Annotated[str, typer.Option(help="exact_k, official, chain or causal.")] = "exact_k",
+    draws: Annotated[int, typer.Option(min=1, help="Monte Carlo masks of each window.")] = 128,
+    causal: Annotated[bool, typer.Option("--causal", help="Score the AR parent: causal attention, no [MASK], no sink.")] = False,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    out: Annotated[Path | None, typer.Option(help="A file of responses: the same command goes on there.")] = None,
+    batch_tokens: BatchTokens = None,
+    device: Device = None,
+    dtype: Precision = None,
+    as_json: Json = False,
+) -> None:
+    """Nats, bits per byte and perplexity of documents, with standard errors; upper bounds, unless by chain or causal."""
+    from sinkdlm.evals import documents as texts
+    from sinkdlm.evals.settings import Settings
+
+    settings = Settings(estimator="causal" if causal else estimator, draws=draws, greedy=False)
+    found = texts.read_documents(file, field=field, documents=documents.value)[:limit]
+    from sinkdlm.training.parallel import joined
+
+    with joined(device) as world:
+        lm = _load(checkpoint, world.device, dtype)
+        answers = _answer(lm, texts.sheet_of(found, settings, seed), checkpoint, world, batch_tokens, out)
+    if world.first:
+        report = texts.report(found, answers)
+        typer.echo(json.dumps(report, indent=2) if as_json else texts.draw_table(report))
+
+
+# -- shared ---------------------------------------------------------------------------------------------------------------------
+
+
+def _load(checkpoint: str, device: Any, dtype: Dtype | None, compile_: bool = False) -> Any:
+    import torch
+
+    from sinkdlm.cli import load_with_tokenizer
+
+    chosen = dtype or (Dtype.BFLOAT16 if device.type == "cuda" else Dtype.FLOAT32)
+    lm = load_with_tokenizer(checkpoint, device, getattr(torch, chosen.value))
+    if compile_:
+        for part in lm.model.blocks:
+            part.compile()
+    return lm
+
+
+def _read_tokenizer(checkpoint: str) -> Any:
+    from sinkdlm.errors import EvalError
+    from sinkdlm.interop import open_source
+    from sinkdlm.interop.tokenizer import tokenizer_of
+
+    found = tokenizer_of(open_source(checkpoint))
+    if found is None:
+        raise EvalError(f"{checkpoint}: has no tokenizer; add one with: sinkdlm convert {checkpoint} DST --tokenizer T")
+    return found
+
+
+def _facts(checkpoint: str, lm: Any) -> dict[str, Any]:
+    provenance = {name: lm.provenance[name] for name in ("parent", "weights", "tokens_seen") if name in lm.provenance}
+    return {"path": checkpoint, "config": lm.config.to_dict(), **provenance}
+
+
+def _answer(lm: Any, sheet: Any, checkpoint: str, world: Any, batch_tokens: int | None, path: Path | None) -> Any:
+    from contextlib import nullcontext
+
+    from sinkdlm.evals.answering import Answerer, answer_sheet, fingerprint
+    from sinkdlm.evals.responses import Journal, header_of
+
+    answerer = Answerer(lm, sheet, budget=batch_tokens)
+    arithmetic = str(lm.model.embed.weight.dtype).removeprefix("torch.")
+    header = header_of(sheet, fingerprint(lm.model), arithmetic, _facts(checkpoint, lm))
+    journal = Journal(path if world.first else None, header)
+    with journal if world.first else nullcontext():
+        return answer_sheet(answerer, journal, world=world)
+
+
+def _judge_responses(checkpoint: str | None, path: Path, data: Path | None, shown: Shown) -> None:
+    from sinkdlm.errors import EvalError
+    from sinkdlm.evals.requests import Sheet
+    from sinkdlm.evals.responses import read_answers
+    from sinkdlm.evals.settings import Settings
+
+    header, answers = read_answers(path)
+    if "plan" not in header["about"]:
+        raise EvalError(f"{path}: answers no evaluation; `sinkdlm score` reads its own")
+    from sinkdlm.evals import harness
+
+    told = header["about"]["plan"] | ({} if data is None else {"data": str(data)})
+    tokenizer = _read_tokenizer(checkpoint) if checkpoint is not None else None
+    evaluation = harness.Evaluation(harness.Plan(**told | {"tasks": tuple(told["tasks"])}), tokenizer)
+    settings = {task: Settings.of(values, task) for task, values in header["settings"].items()}
+    if Sheet(evaluation.ask().requests, settings, header["seed"]).digest != header["requests"]:
+        raise EvalError(f"{path}: answers other questions than the harness asks here; give the same --data, and the same version")
+    _report(evaluation, settings, answers, {"model": header["model"], "seed": header["seed"], "device": "cpu"}, shown)
+
+
+def _report(evaluation: Any, settings: Any, answers: Any, facts: dict[str, Any], shown: Shown) -> None:
+    """Judges, writes and prints."""
+    import torch
+
+    from sinkdlm.evals import gsm8k, harness, report
+    from sinkdlm.training.run import environment
+
+    found = evaluation.judge(answers)
+    samples = found.pop("samples", {})
+    lines, notes = report.summarise(found, answers), report.notes_on(answers)
+    own = {
+        **facts,
+        "plan": evaluation.plan.to_dict(),
+        "settings": {task: one.to_dict() for task, one in settings.items()},
+        "environment": {**environment(torch.device(facts["device"])), "harness": harness.version()},
+    }
+    if shown.out is not None:
+        kept = {task: rows for task, rows in samples.items() if shown.log_samples or task in gsm8k.STAGES}
+        report.write_results(shown.out, {**found, "sinkdlm": {**own, "table": lines, "notes": notes}}, kept)
+    if shown.as_json:
+        typer.echo(
+            report.to_json({"table": lines, "notes": notes, "paper": shown.paper, "results": found["results"], "sinkdlm": own})
+        )
+        return
+    typer.echo(report.draw_table(lines, shown.paper))
+    for note in notes:
+        typer.echo(f"note  {note}")

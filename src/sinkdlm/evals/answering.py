@@ -1,0 +1,253 @@
+"""Requests answered by a model: log-likelihoods with their errors, whole documents, and generated text.
+
+Owns what happens between a sheet of requests and the numbers: which requests make a batch, which rank answers it, how noise is
+keyed. A number is a function of (weights, request, settings, seed): not of its batch, its order, or who computed it. Uses the
+estimators and the sampler as any user would; needs nothing but the core packages.
+"""
+
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sinkdlm.evals.display import Display
+from sinkdlm.evals.encoding import TextEncoder
+from sinkdlm.evals.generating import Generator
+from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Request, Sheet, by_question, number_of
+from sinkdlm.evals.responses import Journal, Response
+from sinkdlm.evals.settings import Settings
+from sinkdlm.likelihood import Adaptive, Estimates, document_likelihood, is_greedy, log_likelihood
+from sinkdlm.likelihood.mask_draws import MONTE_CARLO
+from sinkdlm.model import DiffusionLM
+
+_LETTERS = 4  # about so many make a token: enough to say how much work a request is
+# Forwards of a batch: many fill up better, few are lost less and shown sooner.
+_FORWARDS = {"cpu": 2, "cuda": 32}
+_BUDGET = {"cpu": 1 << 11, "cuda": 1 << 15}  # tokens in a forward
+
+
+class Sharing(Protocol):
+    """Processes that answer together; training's World is one."""
+
+    @property
+    def first(self) -> bool: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def gather(self, value: Any) -> list[Any]: ...
+
+    def from_first(self, make: Any) -> Any: ...
+
+
+class Alone:
+    """A process by itself."""
+
+    first, size, rank = True, 1, 0
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def from_first(self, make: Any) -> Any:
+        return make()
+
+
+class CausalDenoiser:
+    """The AR parent inside a model: row i of its logits is for token i + 1."""
+
+    def __init__(self, model: DiffusionLM) -> None:
+        self.model = model
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed.weight.device
+
+    def __call__(self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None) -> Tensor:
+        with torch.no_grad():
+            hidden = self.model(tokens, lengths=lengths, causal=True)
+            if where is not None:
+                hidden = hidden.gather(1, where[..., None].expand(-1, -1, hidden.shape[-1]))
+            return self.model.head(hidden)
+
+
+class Answerer:
+    """A model that answers the requests of a sheet. budget: tokens in a forward."""
+
+    def __init__(self, lm: Any, sheet: Sheet, *, budget: int | None = None) -> None:
+        self.lm, self.sheet = lm, sheet
+        self._encoders = {bos: TextEncoder(lm.tokenizer, bos) for bos in {one.bos for one in sheet.settings.values()}}
+        self.device = lm.model.embed.weight.device
+        self.budget = budget or _BUDGET.get(self.device.type, _BUDGET["cpu"])
+        self._denoisers = {False: lm.model.denoiser(), True: CausalDenoiser(lm.model)}
+
+    # -- batches ----------------------------------------------------------------------------------------------------------------
+
+    def batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
+        """Whole questions that are answered alike, as many as make a few forwards."""
+        alike: dict[Any, list[list[Request]]] = {}
+        for question in by_question(requests):
+            for kind, part in itertools.groupby(question, key=lambda request: request.kind):
+                own = list(part)
+                key = (kind, self.sheet.settings[own[0].task], len(own) > 1 and all(request.divisors for request in own))
+                alike.setdefault(key, []).append(own)
+        most = self.budget * _FORWARDS.get(self.device.type, _FORWARDS["cpu"])
+        for questions in alike.values():
+            batch: list[Request] = []
+            work = 0
+            for question in questions:
+                batch += question
+                work += sum(self._work(request) for request in question)
+                if work >= most:
+                    yield batch
+                    batch, work = [], 0
+            if batch:
+                yield batch
+
+    def _work(self, request: Request) -> int:
+        """Tokens that go through the model for it, about."""
+        settings = self.sheet.settings[request.task]
+        length = 1 + (len(request.context) + len(request.continuation)) // _LETTERS
+        if request.kind == GENERATE:
+            return length * int(request.generation.get("steps") or settings.steps or 64)
+        if settings.causal:
+            return length
+        target = length if request.kind == ROLLING else 1 + len(request.continuation) // _LETTERS
+        looks = settings.draws if settings.estimator in MONTE_CARLO else target
+        return length * looks * (2 if settings.guidance else 1)
+
+    # -- answers ------------------------------------------------------------------------------------------------------------------
+
+    def answer(self, batch: Sequence[Request]) -> list[Response]:
+        """Requests of one kind, with one way of being answered."""
+        began = time.perf_counter()
+        settings = self.sheet.settings[batch[0].task]
+        make = {LOGLIKELIHOOD: self._score, ROLLING: self._score_documents, GENERATE: self._generate}[batch[0].kind]
+        with self.lm.model.inference():
+            found = make(batch, settings)
+        each = (time.perf_counter() - began) / len(batch)
+        return [Response(*request.key, seconds=each, **values) for request, values in zip(batch, found, strict=True)]
+
+    def _room(self, settings: Settings) -> int:
+        """Tokens of a row: an AR model does not read the last one."""
+        return int(self.lm.config.context_length) + settings.causal
+
+    def _options(self, settings: Settings) -> dict[str, Any]:
+        return {"mask_id": self.lm.config.mask_id, "budget": self.budget, "device": self.device}
+
+    def _score(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
+        rows = self._encoders[settings.bos].pairs(batch, self._room(settings))
+        tokens, scored = [row.tokens for row in rows], [row.scored for row in rows]
+        denoiser, options = self._denoisers[settings.causal], self._options(settings)
+        estimates = log_likelihood(
+            denoiser,
+            tokens,
+            scored,
+            estimator=settings.estimator,
+            draws=settings.draws,
+            guidance=settings.guidance,
+            seed=self.sheet.seed,
+            groups=[number_of(*request.question) for request in batch],
+            adaptive=_adaptive(batch, settings),
+            **options,
+        )
+        greedy: Sequence[bool | None] = [None] * len(batch)
+        if settings.greedy:
+            greedy = is_greedy(denoiser, tokens, scored, guidance=settings.guidance, causal=settings.causal, **options)
+        return [
+            {**_numbers(estimates, i), "greedy": greedy[i], "n_tokens": len(row.tokens) - row.n_given, "truncated": row.truncated}
+            for i, row in enumerate(rows)
+        ]
+
+    def _score_documents(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
+        encoder = self._encoders[settings.bos]
+        ids = encoder.encode((request.context for request in batch), special=False)
+        found = document_likelihood(
+            self._denoisers[settings.causal],
+            [ids[request.context] for request in batch],
+            window=self._room(settings),
+            prefix=encoder.prefix(batch[0].place) if settings.causal or encoder.prefix_id is not None else (),
+            estimator=settings.estimator,
+            draws=settings.draws,
+            seed=self.sheet.seed,
+            **self._options(settings),
+        )
+        return [{**_numbers(found.estimates, i), "n_tokens": int(found.n_tokens[i])} for i in range(len(batch))]
+
+    def _generate(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
+        writer = Generator(
+            self._denoisers[settings.causal],
+            self._encoders[settings.bos],
+            mask_id=self.lm.config.mask_id,
+            room=self.lm.config.context_length,
+            budget=self.budget,
+            seed=self.sheet.seed,
+        )
+        return writer.write(batch, settings)
+
+
+def _adaptive(batch: Sequence[Request], settings: Settings) -> Adaptive | None:
+    """Options of questions are ranked under every metric that is reported; nothing else has a ranking to settle."""
+    if not settings.adaptive or settings.estimator != "exact_k" or not all(request.divisors for request in batch):
+        return None
+    names = sorted({name for request in batch for name in request.divisors})
+    return Adaptive({name: [request.divisors.get(name, 1.0) for request in batch] for name in names}, settings.error)
+
+
+def _numbers(estimates: Estimates, row: int) -> dict[str, Any]:
+    return {
+        "value": float(estimates.mean[row]),
+        "stderr": float(estimates.stderr[row]),
+        "kind": estimates.kind,
+        "draws": int(estimates.draws[row]),
+        "full_draws": int(estimates.full_draws[row]),
+        "forwards": int(estimates.forwards[row]),
+    }
+
+
+# -- the whole sheet ------------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(model: DiffusionLM) -> str:
+    """Of a model's config and of the bits of its weights, the same on every device."""
+    found = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True).encode())
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for name, weight in sorted(model.state_dict().items()):
+        bits = weight.detach().contiguous().view(words[weight.element_size()])
+        found.update(f"{name} {tuple(weight.shape)} {int(bits.sum(dtype=torch.int64))}".encode())
+    return found.hexdigest()
+
+
+def answer_sheet(answerer: Answerer, journal: Journal, *, world: Sharing | None = None, quiet: bool = False) -> dict[Any, Response]:
+    """Every response of the sheet, on every rank; what the journal has is not asked again.
+
+    Ranks answer a batch each and then write them down together, so that a kill loses at most the batches under way.
+    """
+    world = world or Alone()
+    sheet = answerer.sheet
+    done = world.from_first(lambda: journal.done)
+    open_ = [
+        request
+        for question in by_question(sheet.requests)
+        if not all(request.key in done for request in question)
+        for request in question
+    ]
+    batches = list(answerer.batches(open_))
+    found = dict(done)
+    with Display("requests", len(sheet.requests), len(sheet.requests) - len(open_), shown=world.first and not quiet) as display:
+        for turn in range(0, len(batches), world.size):
+            mine = batches[turn + world.rank : turn + world.rank + 1]
+            answers = answerer.answer(mine[0]) if mine else []
+            fresh = [response for part in world.gather(answers) for response in part]
+            if world.first:
+                journal.append(fresh)
+            found |= {response.key: response for response in fresh}
+            display.update(len(found))
+    return {request.key: found[request.key] for request in sheet.requests}

@@ -1,0 +1,76 @@
+"""How likely a model finds documents: nats, bits per byte, perplexity, of each and of all, with standard errors."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sinkdlm.data.inputs import Pieces, Reader, find_sources, missing_field
+from sinkdlm.errors import DataError, EvalError
+from sinkdlm.evals.requests import ROLLING, Key, Request, Sheet
+from sinkdlm.evals.responses import Response
+from sinkdlm.evals.settings import Settings
+
+_TASK = "documents"
+
+
+def read_documents(path: Path, *, field: str = "text", documents: str = "file") -> list[str]:
+    """Texts of a file or folder: a whole .txt, its lines or paragraphs, or a field of jsonl and parquet rows; not empty ones."""
+    if not path.exists():
+        raise EvalError(f"{path}: no such file or folder")
+    sources = find_sources([str(path)])
+    found = []
+    for source, _, row in Reader(sources, documents=documents).rows([field]):
+        value = row.value
+        if isinstance(value, Mapping):
+            if not isinstance(value.get(field), str):
+                raise DataError(missing_field(f"{sources[source].name}: row {row.line}", [field], value))
+            value = value[field]
+        found.append("".join(value.pieces) if isinstance(value, Pieces) else str(value))
+    found = [text for text in found if text]
+    if not found:
+        raise EvalError(f"{path}: holds no text to score")
+    return found
+
+
+def sheet_of(texts: Sequence[str], settings: Settings, seed: int) -> Sheet:
+    return Sheet([Request(ROLLING, _TASK, number, 0, text) for number, text in enumerate(texts)], {_TASK: settings}, seed)
+
+
+def report(texts: Sequence[str], responses: Mapping[Key, Response]) -> dict[str, Any]:
+    """What --json prints. kind: "bound" (perplexity is then an upper bound) or "likelihood"."""
+    rows = []
+    for text, response in zip(texts, responses.values(), strict=True):
+        rows.append(_line(-float(response.value or 0.0), response.stderr, len(text.encode()), response.n_tokens, response.draws))
+    total = _line(
+        sum(row["nats"] for row in rows),
+        math.sqrt(sum(row["stderr"] ** 2 for row in rows)),  # documents draw noise of their own
+        sum(row["bytes"] for row in rows),
+        sum(row["tokens"] for row in rows),
+        sum(row["draws"] for row in rows),
+    )
+    return {"kind": next(iter(responses.values())).kind, "documents": rows, "total": total}
+
+
+def _line(nats: float, stderr: float, n_bytes: int, n_tokens: int, draws: int) -> dict[str, Any]:
+    bits = n_bytes * math.log(2)
+    return {
+        "nats": nats,
+        "stderr": stderr,
+        "bits_per_byte": nats / bits,
+        "bits_per_byte_stderr": stderr / bits,
+        "perplexity": math.exp(nats / n_tokens) if nats / n_tokens < 700 else math.inf,
+        "bytes": n_bytes,
+        "tokens": n_tokens,
+        "draws": draws,
+    }
+
+
+def draw_table(found: Mapping[str, Any]) -> str:
+    names = ("nats", "stderr", "bits_per_byte", "bits_per_byte_stderr", "perplexity", "bytes", "tokens", "draws")
+    head = ("document", "nats", "stderr", "bits/byte", "stderr", "perplexity", "bytes", "tokens", "draws")
+    rows: list[tuple[str, ...]] = [head]
+    for name, line in [*enumerate(found["documents"]), ("total", found["total"])]:
+        rows.append((str(name), *(f"{line[key]:.4f}" if isinstance(line[key], float) else str(line[key]) for key in names)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

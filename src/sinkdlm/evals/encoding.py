@@ -1,0 +1,99 @@
+"""Text of requests as rows of tokens, cut as the harness cuts them.
+
+A prompt and its continuation are tokenised together, so that their border is where the tokenizer puts it; blanks at the end of the
+prompt go with the continuation. The tokenizer's own beginning (BOS) is kept. What does not fit the model is cut from the left.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from sinkdlm.errors import EvalError
+from sinkdlm.evals.requests import Request
+
+
+class EncodedRow(NamedTuple):
+    """tokens, the first `n_given` of which are the prompt; truncated: how many were cut."""
+
+    tokens: list[int]
+    n_given: int
+    truncated: int
+
+    @property
+    def scored(self) -> list[bool]:
+        return [place >= self.n_given for place in range(len(self.tokens))]
+
+
+class TextEncoder:
+    """A tokenizer, asked once for each text of a batch. bos: in front of prompts or not, whatever the tokenizer does by itself."""
+
+    def __init__(self, tokenizer: Any, bos: bool | None = None) -> None:
+        self.tokenizer, self.bos = tokenizer, bos
+        self.eos_id: int | None = tokenizer.eos_token_id
+        self.bos_id: int | None = tokenizer.bos_token_id
+        self.prefix_id = self.eos_id if self.bos_id is None else self.bos_id  # stands for an empty prompt, as in the harness
+        if bos and self.bos_id is None:
+            raise EvalError("--bos: the tokenizer has no beginning-of-text token")
+
+    def encode(self, texts: Iterable[str], *, special: bool = True) -> dict[str, list[int]]:
+        """Ids of each text. special: with what the tokenizer itself puts around a text, unless it begins with BOS already."""
+        bos = self.tokenizer.bos_token if special else None
+        found: dict[str, list[int]] = {}
+        wanted = list(dict.fromkeys(texts))
+        for add in (True, False):
+            part = [text for text in wanted if (special and not (bos and text.startswith(bos))) == add]
+            if part:
+                ids = self.tokenizer(part, add_special_tokens=add, verbose=False)["input_ids"]
+                found |= dict(zip(part, ids, strict=True))
+        return {text: self._framed(ids) if special else ids for text, ids in found.items()}
+
+    def _framed(self, ids: list[int]) -> list[int]:
+        """With or without BOS, as asked. Never with an EOS of the tokenizer's own, which would end a prompt."""
+        ids = ids[:-1] if len(ids) > 1 and ids[-1] == self.eos_id else ids
+        if self.bos is None:
+            return ids
+        bare = ids[1:] if ids[:1] == [self.bos_id] else ids
+        return [self.bos_id, *bare] if self.bos and self.bos_id is not None else bare
+
+    def pairs(self, requests: Sequence[Request], room: int) -> list[EncodedRow]:
+        """Rows of at most `room` tokens, prompt and continuation."""
+        parts = [_move_blanks(request) for request in requests]
+        whole = self.encode(text for context, rest in parts if context for text in (context, context + rest))
+        alone = self.encode((rest for context, rest in parts if not context), special=False)
+        rows = []
+        for request, (context, rest) in zip(requests, parts, strict=True):
+            given, target = self._split(request, context, rest, whole, alone)
+            if len(target) > room - 1:
+                raise EvalError(f"{request.place}: a continuation of {len(target)} tokens: the model reads {room}, prompt included")
+            cut = max(0, len(given) + len(target) - room)
+            rows.append(EncodedRow([*given[cut:], *target], len(given) - cut, cut))
+        return rows
+
+    def _split(
+        self, request: Request, context: str, rest: str, whole: dict[str, list[int]], alone: dict[str, list[int]]
+    ) -> tuple[list[int], list[int]]:
+        if context:
+            given = whole[context]
+            target = whole[context + rest][len(given) :]
+        else:
+            target = alone[rest]
+            given = self.prefix(request.place)
+            if target[:1] == given:
+                target = target[1:]
+        if not target:
+            raise EvalError(f"{request.place}: the continuation {rest!r} has no token of its own: there is nothing to score")
+        return given, target
+
+    def prefix(self, place: str) -> list[int]:
+        if self.prefix_id is None:
+            raise EvalError(f"{place}: the prompt is empty, and the tokenizer has neither BOS nor EOS to stand for it")
+        return [self.prefix_id]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Up to the first EOS, without special tokens."""
+        ended = tokens[: tokens.index(self.eos_id)] if self.eos_id in tokens else tokens
+        return str(self.tokenizer.decode(ended, skip_special_tokens=True))
+
+
+def _move_blanks(request: Request) -> tuple[str, str]:
+    kept = request.context.rstrip()
+    return kept, request.context[len(kept) :] + request.continuation

@@ -1,0 +1,157 @@
+"""Answers in words: prompts continued by the sampler until a stop string, in one stage or several.
+
+Owns what the harness's generation settings mean here, and when a text has ended. Each stage writes after all that was written
+before it, which is tokenised anew. Takes a denoiser; noise is keyed by the request, so a text is the same in any batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sinkdlm.errors import EvalError
+from sinkdlm.evals.encoding import TextEncoder
+from sinkdlm.evals.requests import Request, number_of
+from sinkdlm.evals.settings import Settings
+from sinkdlm.sampling import Access, Denoise, Policy, State, policy_of, start, step
+from sinkdlm.sampling import Request as Canvas
+
+_TOKENS = 256  # to write, where a task does not say: the harness's own default
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_LEAST = 16  # tokens that a canvas of fixed size leaves to write, however long the prompt
+_KNOWN = (*_LIMITS, "until", "do_sample", "temperature", "top_k", "top_p", "steps", "block", "policy", "canvas", "stages")
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a request is written. canvas: tokens of the whole row, prompt included, in place of a number of tokens to write.
+
+    stages: passes, each of which continues prompt and text so far.
+    """
+
+    policy: Policy
+    n_tokens: int
+    until: tuple[str, ...]
+    canvas: int | None
+    stages: int
+    grows: bool
+
+    @classmethod
+    def of(cls, request: Request, settings: Settings, eos_id: int | None) -> "Manner":
+        given = dict(request.generation)
+        unknown = [name for name in given if name not in _KNOWN]
+        if unknown:
+            raise EvalError(f"{request.task}: generation setting {unknown[0]!r} is not supported; there are {', '.join(_KNOWN)}")
+        until = given.get("until") or []
+        options: dict[str, Any] = {
+            "temperature": _temperature(given),
+            "top_k": given.get("top_k") or None,
+            "top_p": given.get("top_p"),
+            "steps": given.get("steps") or settings.steps,
+            "block": given.get("block") or settings.block,
+            "guidance": settings.guidance,
+            "eos_id": eos_id,
+        }
+        if settings.causal:  # one token after the other is what an AR model's own decoding is
+            options |= {"block": 1, "steps": None, "shift": True}
+        limits = [int(given[name]) for name in _LIMITS if given.get(name) is not None]
+        return cls(
+            policy=policy_of(given.get("policy") or settings.policy, **options),
+            n_tokens=limits[0] if limits else _TOKENS,
+            until=tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop),
+            canvas=given.get("canvas"),
+            stages=int(given.get("stages", 1)),
+            grows=settings.causal and eos_id is not None,
+        )
+
+
+def _temperature(given: dict[str, Any]) -> float:
+    """As the harness reads it: no sampling, no temperature."""
+    if given.get("do_sample") is False:
+        return 0.0
+    return float(given.get("temperature") or 0.0) if "temperature" in given else float(bool(given.get("do_sample")))
+
+
+@dataclass
+class _Text:
+    """A request on its way through its stages."""
+
+    request: Request
+    manner: Manner
+    context: str
+    texts: list[str] = field(default_factory=list)
+    truncated: int = 0
+    forwards: int = 0
+    n_tokens: int = 0
+
+    def result(self) -> dict[str, Any]:
+        counts = {"truncated": self.truncated, "forwards": self.forwards, "n_tokens": self.n_tokens}
+        return {"texts": self.texts, "kind": "text", **counts}
+
+
+class Generator:
+    """A denoiser that writes. room: tokens that the model reads; budget: tokens in a forward."""
+
+    def __init__(self, denoiser: Denoise, encoder: TextEncoder, *, mask_id: int, room: int, budget: int, seed: int) -> None:
+        self.access, self.encoder, self.mask_id = Access.of(denoiser), encoder, mask_id
+        self.room, self.budget, self.seed = room, budget, seed
+        self.device: Any = getattr(denoiser, "device", None)
+
+    def write(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
+        texts = [_Text(request, Manner.of(request, settings, self.encoder.eos_id), request.context) for request in batch]
+        for stage in range(max(text.manner.stages for text in texts)):
+            active = [text for text in texts if stage < text.manner.stages]
+            ids = self.encoder.encode(text.context for text in active)
+            states = start([self._canvas(text, ids[text.context], stage) for text in active])
+            self._run(states, [text.manner for text in active])
+            for text, state in zip(active, states, strict=True):
+                written = cut_at(self._written(state), text.manner.until)
+                text.texts.append(written)
+                text.forwards += state.steps
+                text.n_tokens += state.length - _n_given(state)
+                text.context = f"{text.context} {written}"
+        return [text.result() for text in texts]
+
+    def _canvas(self, text: _Text, prompt: list[int], stage: int) -> Canvas:
+        manner, place = text.manner, text.request.place
+        prompt = prompt or self.encoder.prefix(place)
+        size = manner.n_tokens if manner.canvas is None else max(_LEAST, manner.canvas - len(prompt))
+        kept = min(self.room, manner.canvas or self.room) - size
+        if kept < 1:
+            raise EvalError(f"{place}: {size} tokens to write: the model reads {self.room}, prompt included; set max_gen_toks")
+        text.truncated += max(0, len(prompt) - kept)
+        row = [*prompt[-kept:], *[self.mask_id] * size]
+        number = number_of(*text.request.key, stage)
+        return Canvas(row, manner.policy, self.mask_id, self.seed, number, grow=manner.grows)
+
+    def _run(self, states: Sequence[State], manners: Sequence[Manner]) -> None:
+        """As many rows at a time as make a forward; when one is done, the next takes its place."""
+        waiting = list(zip(states, manners, strict=True))
+        widest = max(len(state.request.canvas) for state in states)
+        at_once = max(1, self.budget // widest)
+        running: list[tuple[State, Manner]] = []
+        while running or waiting:
+            free = at_once - len(running)
+            running, waiting = running + waiting[:free], waiting[free:]
+            before = [state.turn.start if state.turn else -1 for state, _ in running]
+            step([state for state, _ in running], self.access, device=self.device)
+            for (state, manner), began in zip(running, before, strict=True):
+                # Only what lies before the block is final; a stop string there ends the text.
+                if state.turn is not None and state.turn.start != began and manner.until:
+                    final = self._written(state, state.turn.start)
+                    if any(stop in final for stop in manner.until):
+                        state.end()
+            running = [pair for pair in running if not pair[0].done]
+
+    def _written(self, state: State, stop: int | None = None) -> str:
+        return self.encoder.decode(state.tokens[_n_given(state) : stop].tolist())
+
+
+def _n_given(state: State) -> int:
+    return state.request.canvas.index(state.request.mask_id)
+
+
+def cut_at(text: str, until: Sequence[str]) -> str:
+    """Up to the first stop string."""
+    for stop in until:
+        text = text.split(stop)[0]
+    return text

@@ -1,0 +1,365 @@
+"""lm-evaluation-harness's side: its tasks make the requests, and its metrics judge the answers.
+
+Owns the harness's model class, which tasks are loaded and from where, and what is asked of them. How a request is answered is not
+its business: it hands neutral requests to a callable. Everything that needs lm-eval is here.
+"""
+
+import contextlib
+import difflib
+import importlib.metadata
+import io
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+try:
+    import datasets
+    import lm_eval.tasks
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.evaluator import evaluate
+    from lm_eval.tasks._yaml_loader import load_yaml
+except ImportError as failure:
+    from sinkdlm.errors import EvalError
+
+    raise EvalError(f"evaluation needs: pip install 'sinkdlm[eval]' ({failure})") from None
+
+from sinkdlm.errors import EvalError
+from sinkdlm.evals import gsm8k
+from sinkdlm.evals.answering import Answerer, answer_sheet
+from sinkdlm.evals.encoding import TextEncoder
+from sinkdlm.evals.offline import ALIASES, BENCHMARKS, load_splits, resolve_task
+from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Key, Request, Sheet
+from sinkdlm.evals.responses import Journal, Response
+from sinkdlm.evals.settings import Settings, read_changes, settings_for
+
+Answer = Callable[[Sequence[Request]], Sequence[Response]]
+_FEWSHOT_SEED = 1234  # the harness's own
+# Metric -> how the harness measures an option, whose value it divides by it.
+_LENGTHS: dict[str, Callable[[str], float]] = {
+    "acc": lambda _: 1.0,
+    "acc_norm": lambda choice: float(len(choice)),
+    "acc_bytes": lambda choice: float(len(choice.encode())),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is evaluated. data: a folder of files, or the hub. limit: the first so many documents of each task."""
+
+    tasks: tuple[str, ...]
+    data: str | None = None
+    limit: int | None = None
+    num_fewshot: int | None = None
+    chat: bool = False
+    gen_kwargs: Mapping[str, Any] | None = None
+    use_cache: bool = False
+    bootstrap: int = 1000  # resamplings for the error of metrics that have no formula for it
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise EvalError(f"--tasks: name some, as in --tasks arc_easy,hellaswag; --data reads {', '.join(BENCHMARKS)}")
+        if self.use_cache and self.data is not None:
+            raise EvalError("--use-cache: the harness's request cache does not know where data came from; leave it out with --data")
+        object.__setattr__(self, "tasks", tuple(dict.fromkeys(resolve_task(task) for task in self.tasks)))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# -- tasks ----------------------------------------------------------------------------------------------------------------------
+
+
+def load_tasks(plan: Plan) -> dict[str, Any]:
+    """The harness's tasks, from files or from the hub, with the number of examples that their prompts shall have."""
+    with _quiet():
+        manager = _manager(plan)
+        specs = [_spec(plan, task, manager) for task in plan.tasks]
+        try:
+            loaded = manager.load(specs)
+        except EvalError:
+            raise
+        except Exception as failure:  # whatever data sets and the network raise
+            cure = "" if plan.data else "; --data DIR reads the benchmarks from files"
+            raise EvalError(f"{', '.join(plan.tasks)}: the harness cannot load it: {_first_line(failure)}{cure}") from failure
+        for name, task in loaded["tasks"].items():
+            _set_examples(plan, name, task)
+            if plan.gen_kwargs and task.OUTPUT_TYPE == GENERATE:
+                task.set_config(key="generation_kwargs", value=dict(plan.gen_kwargs), update=True)
+    return dict(loaded)
+
+
+def _manager(plan: Plan) -> Any:
+    """Tasks that are known here are looked for in their own folders: an index of all takes a quarter of a minute."""
+    known = {**{name: one.folder for name, one in BENCHMARKS.items()}, **dict.fromkeys(gsm8k.STAGES, "gsm8k")}
+    home = Path(lm_eval.tasks.__file__).parent
+    if all(task in known for task in plan.tasks):
+        folders: list[str | Path] = [home / folder for folder in dict.fromkeys(known[task] for task in plan.tasks)]
+        return lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False)
+    if plan.data is not None:
+        wrong = next(task for task in plan.tasks if task not in known)
+        raise EvalError(f"task {wrong!r}: not among those that --data reads: {', '.join([*known, *ALIASES])}")
+    manager = lm_eval.tasks.TaskManager()
+    for task in plan.tasks:
+        if task not in known and task not in manager.all_tasks:
+            close = difflib.get_close_matches(task, [*manager.all_tasks, *known], n=3)
+            hint = f"; close to it are {', '.join(close)}" if close else ""
+            raise EvalError(f"task {task!r}: unknown to the harness{hint}")
+    return manager
+
+
+def _spec(plan: Plan, task: str, manager: Any) -> Any:
+    """What the harness builds a task from: its name, or with files its own config, with rows that come from there."""
+    staged = task in gsm8k.STAGES
+    if plan.data is None:
+        return _stage_task(task) if staged else task
+    own = _stage_task(task) if staged else load_yaml(manager.task_index[task].yaml_path)
+    splits = load_splits(Path(plan.data), "gsm8k" if task in gsm8k.STAGES else task)
+    tables = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in splits.items()})
+    found = {**own, **_absent_splits(task, tables), "custom_dataset": lambda **_: tables}
+    if callable(found.get("process_docs")):
+        found["process_docs"] = _once(found["process_docs"])
+    return found
+
+
+def _once(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The harness processes all documents anew whenever it looks at them."""
+    done: dict[int, Any] = {}
+
+    def processed(table: Any) -> Any:
+        if id(table) not in done:
+            done[id(table)] = (table, process(table))  # the table is kept, so that its number stays its own
+        return done[id(table)][1]
+
+    return processed
+
+
+def _absent_splits(task: str, tables: Mapping[str, Any]) -> dict[str, None]:
+    """Splits that the task's own config names and that are not there: it would ask for them as it starts."""
+    if task in gsm8k.STAGES:
+        return {}
+    absent: dict[str, None] = {}
+    for key, split in (("training_split", "train"), ("validation_split", "validation")):
+        if split not in tables:
+            absent[key] = None
+    if task == "gsm8k" and "train" not in tables:
+        absent["fewshot_split"] = None
+    return absent
+
+
+def _stage_task(task: str) -> dict[str, Any]:
+    return {
+        "task": task,
+        "dataset_path": "openai/gsm8k",
+        "dataset_name": "main",
+        "output_type": GENERATE,
+        "test_split": "test",
+        "doc_to_text": "Question: {{question.strip()}}",
+        "doc_to_target": "{{answer}}",
+        "process_results": gsm8k.process_results,
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        "generation_kwargs": gsm8k.generation(task),
+        "num_fewshot": 0,
+        "metadata": {"version": 1.0},
+    }
+
+
+def _set_examples(plan: Plan, name: str, task: Any) -> None:
+    """As the harness's own entry sets them: a task that says 0 keeps it."""
+    default = task.get_config("num_fewshot")
+    if default is None or (plan.num_fewshot is not None and default != 0):
+        task.set_config(key="num_fewshot", value=plan.num_fewshot or 0)
+    task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+    wanted = task.get_config("num_fewshot")
+    if plan.data is not None and wanted and name != "race" and "train" not in task.dataset:
+        raise EvalError(
+            f"{name}: prompts with {wanted} examples need a train file in {plan.data}, and there is none; or say --num-fewshot 0"
+        )
+
+
+# -- the model class --------------------------------------------------------------------------------------------------------------
+
+
+class HarnessLM(TemplateLM):
+    """The harness's face of a model. answer: neutral requests in, responses out, in their order.
+
+    tokenizer: for chat templates alone; requests are tokenised where they are answered.
+    tasks: by name, so that requests can say what their options are divided by.
+    """
+
+    def __init__(self, answer: Answer, *, tokenizer: Any = None, tasks: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self._answer, self.tokenizer, self._tasks = answer, tokenizer, tasks or {}
+
+    @classmethod
+    def of(cls, lm: Any, *, seed: int = 0, budget: int | None = None, **changes: Any) -> "HarnessLM":
+        """For lm_eval.simple_evaluate(model=HarnessLM.of(sinkdlm.load(...)), tasks=[...]). changes: of every task's Settings."""
+
+        def answer(requests: Sequence[Request]) -> list[Response]:
+            settings = {task: settings_for(task, changes) for task in {request.task for request in requests}}
+            sheet = Sheet(requests, settings, seed)
+            with Journal(None, {}) as journal:
+                return list(answer_sheet(Answerer(lm, sheet, budget=budget), journal).values())
+
+        return cls(answer, tokenizer=lm.tokenizer)
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        found = self._answer(self._convert(LOGLIKELIHOOD, requests))
+        return [(float(response.value or 0.0), bool(response.greedy)) for response in found]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        return [float(response.value or 0.0) for response in self._answer(self._convert(ROLLING, requests))]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        return [" ".join(response.texts) for response in self._answer(self._convert(GENERATE, requests))]
+
+    def _convert(self, kind: str, instances: Sequence[Instance]) -> list[Request]:
+        seen: Counter[tuple[Any, ...]] = Counter()
+        found = []
+        for instance in instances:
+            name = (instance.task_name, instance.doc_id, instance.idx)
+            given: dict[str, Any] = {}
+            if kind == LOGLIKELIHOOD:
+                given = {"continuation": instance.args[1], "divisors": self._divisors(instance)}
+            elif kind == GENERATE:
+                given = {"generation": instance.args[1]}
+            task, doc, option = str(name[0]), int(name[1] or 0), int(name[2])
+            found.append(Request(kind, task, doc, option, instance.args[0], repeat=seen[name], **given))
+            seen[name] += 1
+        return found
+
+    def _divisors(self, instance: Instance) -> dict[str, float]:
+        """What the harness divides an option's value by, under each metric that it reports."""
+        task = self._tasks.get(str(instance.task_name))
+        if task is None or task.OUTPUT_TYPE != "multiple_choice" or task.multiple_input:
+            return {}
+        choices, metrics = task.doc_to_choice(instance.doc), list(task._metric_fn_list)
+        if instance.idx >= len(choices) or any(metric not in _LENGTHS for metric in metrics):
+            return {}
+        found = {metric: _LENGTHS[metric](choices[instance.idx]) for metric in metrics}
+        return found if all(found.values()) else {}
+
+    # -- what the harness asks of a model besides ---------------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self._encoder.eos_id or 0)
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self._encoder.prefix("prompt")[0]
+
+    @property
+    def _encoder(self) -> TextEncoder:
+        if self.tokenizer is None:
+            raise EvalError("this needs the model's tokenizer: give CKPT")
+        return TextEncoder(self.tokenizer)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self._encoder.encode([string], special=add_special_tokens is not False)[string]
+
+    def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+        raise NotImplementedError("requests are answered as text")
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(getattr(self.tokenizer, "name_or_path", "")).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise EvalError("--chat: this tokenizer has no chat template; leave --chat out, or give CKPT with one")
+        assert self.tokenizer is not None
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **options))
+
+
+# -- asking and judging -----------------------------------------------------------------------------------------------------------
+
+
+class Evaluation:
+    """A plan with its tasks loaded: asks everything first, and judges once all of it is answered."""
+
+    def __init__(self, plan: Plan, tokenizer: Any = None) -> None:
+        self.plan, self.tokenizer = plan, tokenizer
+        self._loaded = load_tasks(plan)
+        self.tasks: dict[str, Any] = self._loaded["tasks"]
+
+    def ask(self, *, changes: Mapping[str, Any] | None = None, overrides: Sequence[tuple[str, Any]] = (), seed: int = 0) -> Sheet:
+        """Everything that the harness would ask a model. changes: settings of all tasks; overrides: (task.key, value) of one."""
+        own = read_changes(((_resolve_pair(name), value) for name, value in overrides), self.tasks)
+        settings = {name: _settings(name, task, changes or {}, own.get(name)) for name, task in self.tasks.items()}
+        asked: list[Request] = []
+
+        def record(requests: Sequence[Request]) -> list[Response]:
+            asked.extend(requests)
+            return [Response(*request.key, value=0.0) for request in requests]  # thrown away, with what the harness makes of it
+
+        self._run(record, bootstrap=0, log_samples=False)
+        return Sheet(asked, settings, seed, {"plan": self.plan.to_dict()})
+
+    def judge(self, responses: Mapping[Key, Response]) -> dict[str, Any]:
+        """The harness's results for what was answered."""
+
+        def look_up(requests: Sequence[Request]) -> list[Response]:
+            missing = [request for request in requests if request.key not in responses]
+            if missing:
+                raise EvalError(f"{missing[0].place}: not answered, one of {len(missing)}; go on with score-requests first")
+            return [responses[request.key] for request in requests]
+
+        return self._run(look_up, bootstrap=self.plan.bootstrap, log_samples=True)
+
+    def _run(self, answer: Answer, *, bootstrap: int, log_samples: bool) -> dict[str, Any]:
+        with _quiet():
+            found = evaluate(
+                lm=HarnessLM(answer, tokenizer=self.tokenizer, tasks=self.tasks),
+                task_dict=self._loaded,
+                limit=self.plan.limit,
+                cache_requests=self.plan.use_cache,
+                bootstrap_iters=bootstrap,
+                log_samples=log_samples,
+                apply_chat_template=self.plan.chat,
+                fewshot_as_multiturn=self.plan.chat,
+            )
+        assert found is not None
+        return dict(found)
+
+
+def _resolve_pair(name: str) -> str:
+    task, dot, key = name.rpartition(".")
+    return f"{resolve_task(task)}{dot}{key}"
+
+
+def _settings(name: str, task: Any, changes: Mapping[str, Any], own: Mapping[str, Any] | None) -> Settings:
+    """Greedy prediction costs a forward a token: it is made where a metric reads it."""
+    found = settings_for(name, changes, own)
+    reads = task.OUTPUT_TYPE == LOGLIKELIHOOD or "exact_match" in getattr(task, "_metric_fn_list", {})
+    return replace(found, greedy=found.greedy and reads)
+
+
+def version() -> str:
+    return f"lm-eval {importlib.metadata.version('lm-eval')}"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The harness logs, prints and draws bars as it likes, and starts processes to resample: none of it here."""
+    before = os.environ.get("DISABLE_MULTIPROC"), logging.root.manager.disable, datasets.are_progress_bars_disabled()
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    logging.disable(logging.ERROR)
+    datasets.disable_progress_bars()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before[1])
+        if not before[2]:
+            datasets.enable_progress_bars()
+        os.environ.pop("DISABLE_MULTIPROC") if before[0] is None else os.environ.update(DISABLE_MULTIPROC=before[0])
+
+
+def _first_line(failure: Exception) -> str:
+    return (str(failure).strip().splitlines() or [type(failure).__name__])[0].rstrip(".")

@@ -1,0 +1,231 @@
+"""Benchmarks from files: finds a task's splits in a folder and gives their rows the shape that the harness's task expects.
+
+Owns which files belong to which task, and the forms that they come in: the makers' own, the hub's (JSON lines or parquet, as they
+are downloaded), and plain ones with the same fields. Prompts are none of its business: the harness's task makes them from the rows.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sinkdlm.data.inputs import Reader, find_sources, form_of
+from sinkdlm.errors import DataError, EvalError
+
+Row = dict[str, Any]
+_SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+_WORD = re.compile(r"[a-z0-9]+")
+_SHARD = re.compile(r"[-_]\d+[-_]of[-_]\d+$")
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+# -- rows -----------------------------------------------------------------------------------------------------------------------
+
+
+def _choices(texts: Sequence[str], gold: int) -> Row:
+    labels = list(_LETTERS[: len(texts)])
+    return {"choices": {"text": list(texts), "label": labels}, "answerKey": labels[gold]}
+
+
+def _stated(row: Row, stem: str) -> Row:
+    """A question as ARC and OpenBookQA have it: the makers' nested form, the hub's, or a list with the gold index."""
+    question = row["question"] if "question" in row else row[stem]
+    if isinstance(question, Mapping):
+        options = question["choices"]
+        found = {"text": [option["text"] for option in options], "label": [option["label"] for option in options]}
+        return {stem: question["stem"], "choices": found, "answerKey": row["answerKey"]}
+    if isinstance(row["choices"], Mapping):
+        found = {name: list(row["choices"][name]) for name in ("text", "label")}
+        return {stem: question, "choices": found, "answerKey": row["answerKey"]}
+    return {stem: question, **_choices(row["choices"], int(row["gold"]))}
+
+
+def _arc(row: Row) -> Row:
+    return {"id": str(row.get("id", "")), **_stated(row, "question")}
+
+
+def _openbookqa(row: Row) -> Row:
+    return {"id": str(row.get("id", "")), **_stated(row, "question_stem")}
+
+
+def _hellaswag(row: Row) -> Row:
+    fields = ("activity_label", "ctx_a", "ctx_b", "endings")
+    return {**{name: row[name] for name in fields}, "ctx": row.get("ctx", ""), "label": str(row.get("label", ""))}
+
+
+def _piqa(row: Row) -> Row:
+    return {**{name: row[name] for name in ("goal", "sol1", "sol2")}, "label": int(row["label"])}
+
+
+def _siqa(row: Row) -> Row:
+    return {**{name: row[name] for name in ("context", "question", "answerA", "answerB", "answerC")}, "label": str(row["label"])}
+
+
+def _race(row: Row) -> Row:
+    """One article; the harness asks its last question and gives the others with their answers. It reads problems as a literal."""
+    if isinstance(row.get("problems"), str):
+        return {"article": row["article"], "problems": row["problems"]}
+    columns = (row["questions"], row["options"], row["answers"])
+    problems = [{"question": q, "answer": a, "options": list(options)} for q, options, a in zip(*columns, strict=True)]
+    return {"article": row["article"], "problems": repr(problems)}
+
+
+def _lambada(row: Row) -> Row:
+    return {"text": row["text"] if "text" in row else f"{row['context']} {row['continuation'].strip()}"}
+
+
+def _gsm8k(row: Row) -> Row:
+    return {"question": row["question"], "answer": row["answer"]}
+
+
+def _boolq(row: Row) -> Row:
+    gold = row["label"] if "label" in row else row["answer"]
+    return {"question": row["question"], "passage": row["passage"], "label": int(gold)}
+
+
+# -- tasks ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """names: sequences of words, one of which a file's path has. needs, without: words that it must, or must not have.
+
+    split: what the harness scores. folder: where the harness keeps the task, below its tasks/.
+    labels: whether the makers give them in a .lst file beside the rows.
+    whole: whether a file without the name of a split is the test set.
+    """
+
+    names: tuple[str, ...]
+    convert: Callable[[Row], Row]
+    split: str
+    folder: str
+    needs: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    labels: bool = False
+    whole: bool = False
+
+
+BENCHMARKS = {
+    "arc_easy": Benchmark(("arc easy",), _arc, "test", "arc"),
+    "arc_challenge": Benchmark(("arc challenge",), _arc, "test", "arc"),
+    "hellaswag": Benchmark(("hellaswag",), _hellaswag, "validation", "hellaswag"),
+    "piqa": Benchmark(("piqa", "physicaliqa"), _piqa, "validation", "piqa", labels=True),
+    "social_iqa": Benchmark(("social i qa", "social iqa", "socialiqa", "siqa"), _siqa, "validation", "siqa", labels=True),
+    "race": Benchmark(("race",), _race, "test", "race", needs=("high",), without=("middle",)),
+    "lambada_openai": Benchmark(("lambada openai",), _lambada, "test", "lambada", without=("de", "es", "fr", "it"), whole=True),
+    "gsm8k": Benchmark(("gsm8k",), _gsm8k, "test", "gsm8k", without=("socratic", "cot")),
+    "openbookqa": Benchmark(("openbookqa",), _openbookqa, "test", "openbookqa", without=("additional",)),
+    "boolq": Benchmark(("boolq",), _boolq, "validation", "super_glue/boolq"),
+}
+ALIASES = {"lambada": "lambada_openai", "siqa": "social_iqa"}
+
+
+def find_splits(folder: Path, task: str) -> dict[str, list[Path]]:
+    """The files of each split of a task that are there: its shards, or of RACE as published a file for each article."""
+    if not folder.is_dir():
+        raise EvalError(f"--data {folder}: no such folder")
+    wanted = BENCHMARKS[task]
+    found: dict[str, dict[tuple[Path, str], list[Path]]] = {}
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file() or not _is_rows(path, task):
+            continue
+        split = _split_of(path.relative_to(folder), folder.resolve().name, wanted)
+        if split is not None:
+            stem = "" if path.suffix == ".txt" else _SHARD.sub("", path.name.split(".")[0]) + path.suffix
+            found.setdefault(split, {}).setdefault((path.parent, stem), []).append(path)
+    for split, forms in found.items():
+        if len(forms) > 1:
+            two = [str(files[0].relative_to(folder)) for files in forms.values()][:2]
+            raise EvalError(f"{task}: {folder} has two sets for {split}: {' and '.join(two)}; keep one of them")
+    return {split: files for split, forms in found.items() for files in forms.values()}
+
+
+def _is_rows(path: Path, task: str) -> bool:
+    if path.suffix == ".txt":
+        return task == "race" and path.parent.name == "high"  # the makers' form: a JSON object a file
+    return form_of(path) in ("jsonl", "parquet")
+
+
+def _split_of(path: Path, parent: str, wanted: Benchmark) -> str | None:
+    """Which split of the task a file holds, by the words of its path."""
+    words = _WORD.findall(str(path).lower())
+    line = " ".join([*_WORD.findall(parent.lower()), *words])
+    named = any(f" {name} " in f" {line} " for name in wanted.names)
+    if not named or any(word not in words for word in wanted.needs) or any(word in words for word in wanted.without):
+        return None
+    own = _WORD.findall(path.name.lower())
+    for part in (own, words):  # the file's own name says more than its folder's
+        for split, aliases in _SPLITS.items():
+            if any(alias in part for alias in aliases):
+                return split
+    return wanted.split if wanted.whole else None
+
+
+def read_rows(files: Sequence[Path], task: str) -> list[Row]:
+    """Rows of a split in the hub's form, in the order of the files."""
+    wanted = BENCHMARKS[task]
+    found = []
+    for path in files:
+        labels = _labels(path) if wanted.labels else None
+        for number, row in enumerate(_rows(path)):
+            if labels is not None and "label" not in row:
+                row = {**row, "label": _label(path, labels, number)}
+            try:
+                found.append(wanted.convert(row))
+            except (KeyError, TypeError, ValueError, IndexError) as failure:
+                what = f"no field {failure}" if isinstance(failure, KeyError) else str(failure)
+                there = ", ".join(sorted(row)) or "none"
+                raise EvalError(f"{path}: row {number + 1} is none of {task}: {what}; its fields are {there}") from None
+    if not found:
+        raise EvalError(f"{files[0]}: holds no row")
+    return found
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    if path.suffix == ".txt" or path.suffix == ".json":
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as failure:
+            raise EvalError(f"{path}: cannot be read: {failure.strerror}") from None
+        except ValueError:
+            value = None  # one object a line, perhaps
+        if isinstance(value, dict) and isinstance(value.get("data"), list):
+            value = value["data"]
+        if value is not None:
+            yield from value if isinstance(value, list) else [value]
+            return
+    try:
+        for _, _, row in Reader(find_sources([str(path)])).rows():
+            yield row.value
+    except DataError as failure:
+        raise EvalError(str(failure)) from None
+
+
+def _labels(path: Path) -> list[str] | None:
+    """What the makers keep apart: dev-labels.lst beside dev.jsonl."""
+    beside = path.with_name(f"{path.name.split('.')[0]}-labels.lst")
+    return beside.read_text().split() if beside.exists() else None
+
+
+def _label(path: Path, labels: list[str], number: int) -> str:
+    if number >= len(labels):
+        raise EvalError(f"{path}: has more rows than its labels, which are {len(labels)}")
+    return labels[number]
+
+
+def resolve_task(name: str) -> str:
+    return ALIASES.get(name, name)
+
+
+def load_splits(folder: Path, task: str) -> dict[str, list[Row]]:
+    """Every split of a task that a folder has; the one that is scored must be there."""
+    if task not in BENCHMARKS:
+        raise EvalError(f"task {task!r}: not among those that --data reads: {', '.join([*BENCHMARKS, *ALIASES])}")
+    files = find_splits(folder, task)
+    split = BENCHMARKS[task].split
+    if split not in files:
+        names = BENCHMARKS[task].names[0].replace(" ", "_")
+        raise EvalError(f"{task}: {folder} has no file for it; expected for example {names}_{split}.jsonl")
+    return {name: read_rows(paths, task) for name, paths in files.items()}

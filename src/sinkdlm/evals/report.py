@@ -1,0 +1,104 @@
+"""What came of an evaluation: a table to read, and results.json in lm-eval's form with where it came from.
+
+Takes the harness's results as a plain dictionary; knows neither the harness nor a model.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sinkdlm.errors import EvalError
+from sinkdlm.evals.requests import Key
+from sinkdlm.evals.responses import Response
+
+_HEAD = ("task", "metric", "value", "stderr", "items", "draws", "seconds")
+
+
+def summarise(results: Mapping[str, Any], responses: Mapping[Key, Response]) -> list[dict[str, Any]]:
+    """A line for each metric of each task. draws: of a request, on average; seconds: of computing, over all ranks."""
+    by_task: dict[str, list[Response]] = {}
+    for response in responses.values():
+        by_task.setdefault(response.task, []).append(response)
+    lines = []
+    for task, metrics in results["results"].items():
+        own = by_task.get(task, [])
+        for name, value in metrics.items():
+            metric, _, filtered = name.partition(",")
+            if metric.endswith("_stderr") or not filtered or not isinstance(value, int | float):
+                continue
+            lines.append(
+                {
+                    "task": task,
+                    "metric": metric if filtered == "none" else f"{metric} ({filtered})",
+                    "value": float(value),
+                    "stderr": _number(metrics.get(f"{metric}_stderr,{filtered}")),
+                    "items": len({response.doc for response in own}),
+                    "draws": sum(response.draws for response in own) / max(1, len(own)),
+                    "seconds": sum(response.seconds for response in own),
+                }
+            )
+    return lines
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def notes_on(responses: Mapping[Key, Response]) -> list[str]:
+    """What a reader of the numbers should know."""
+    found = list(responses.values())
+    notes = []
+    cut = [response for response in found if response.truncated]
+    if cut:
+        most = max(response.truncated for response in cut)
+        notes.append(f"{len(cut)} of {len(found)} requests were longer than the model and lost up to {most} tokens on the left")
+    full, drawn = (sum(getattr(response, name) for response in found) for name in ("full_draws", "draws"))
+    if drawn < full:
+        notes.append(
+            f"adaptive draws saved {1 - drawn / full:.1%} of {full:,}; values of questions that ended early serve to rank them"
+        )
+    if any(response.kind == "score" for response in found):
+        notes.append("guided values are scores: they rank options, and are neither likelihoods nor bounds on them")
+    return notes
+
+
+def draw_table(lines: Sequence[Mapping[str, Any]], paper: Mapping[str, float] | None = None) -> str:
+    """paper: task -> the paper's value, beside the first share of right answers of each task."""
+    rows: list[tuple[str, ...]] = [(*_HEAD, "paper") if paper is not None else _HEAD]
+    told: set[str] = set()
+    for line in lines:
+        error = "" if line["stderr"] is None else f"{line['stderr']:.4f}"
+        cells = [line["task"], line["metric"], f"{line['value']:.4f}", error, f"{line['items']}"]
+        cells += [f"{line['draws']:.1f}", f"{line['seconds']:.1f}"]
+        if paper is not None:
+            value = paper.get(line["task"].removesuffix("_two_stage").removesuffix("_one_stage"))
+            beside = value is not None and line["task"] not in told and line["metric"].startswith(("acc", "exact_match"))
+            cells.append(f"{value:.4f}" if beside else "")
+            told |= {line["task"]} if beside else set()
+        rows.append(tuple(cells))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+
+
+def write_results(folder: Path, results: Mapping[str, Any], samples: Mapping[str, Sequence[Any]]) -> None:
+    """results.json, and samples_TASK.jsonl for each task whose samples are kept."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "results.json").write_text(to_json(results) + "\n", encoding="utf-8")
+        for task, rows in samples.items():
+            text = "".join(json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows)
+            (folder / f"samples_{task}.jsonl").write_text(text, encoding="utf-8")
+    except OSError as failure:
+        raise EvalError(f"{folder}: cannot be written: {failure.strerror}") from None
+
+
+def to_json(value: Any) -> str:
+    """numpy's numbers, and whatever else a task's config holds, become plain ones or text."""
+    return json.dumps(value, indent=2, ensure_ascii=False, default=lambda odd: odd.item() if hasattr(odd, "item") else str(odd))

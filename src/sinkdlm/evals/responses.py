@@ -1,0 +1,164 @@
+"""Answers, and the file that they are kept in: appended batch by batch, so that a kill loses at most the batch under way.
+
+The first line says what is answered, by what and how; a run that goes on must be the same in all of it. Knows no model.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from sinkdlm.errors import EvalError
+from sinkdlm.evals.requests import Key, Sheet, check_header, parse_line
+
+_VERSION = 1
+# What must be equal for a file to be gone on with -> what to say otherwise.
+_SAME = {
+    "requests": "answers to other requests or settings",
+    "arithmetic": "answers in another precision",
+    "checkpoint": "answers of another model",
+}
+
+
+@dataclass(frozen=True)
+class Response:
+    """value: log p, a bound on it or a score, as `kind` says, in nats; of a generated answer, `texts`: one for each stage.
+
+    truncated: tokens that did not fit the model and were cut from the left. full_draws: without adaptive draws.
+    """
+
+    task: str
+    doc: int
+    index: int
+    repeat: int = 0
+    value: float | None = None
+    stderr: float = 0.0
+    kind: str = ""
+    greedy: bool | None = None
+    texts: Sequence[str] = ()
+    draws: int = 0
+    full_draws: int = 0
+    forwards: int = 0
+    n_tokens: int = 0
+    truncated: int = 0
+    seconds: float = 0.0
+
+    @property
+    def key(self) -> Key:
+        return Key(self.task, self.doc, self.index, self.repeat)
+
+    @property
+    def text(self) -> str:
+        return self.texts[-1] if self.texts else ""
+
+
+def header_of(sheet: Sheet, checkpoint: str, arithmetic: str, model: Mapping[str, Any]) -> dict[str, Any]:
+    """checkpoint: a fingerprint of the weights. model: facts of it, to be shown."""
+    return {
+        "sinkdlm": "responses",
+        "version": _VERSION,
+        "requests": sheet.digest,
+        "checkpoint": checkpoint,
+        "arithmetic": arithmetic,
+        "model": dict(model),
+        "seed": sheet.seed,
+        "settings": {task: one.to_dict() for task, one in sheet.settings.items()},
+        "about": dict(sheet.about),
+    }
+
+
+class Journal:
+    """The file of a run that answers: made, or opened to go on. Without a path answers are held in memory alone."""
+
+    def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
+        self.done: dict[Key, Response] = {}
+        self._file: IO[bytes] | None = None
+        if path is None:
+            return
+        try:
+            self._open(path, header)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: Path, header: Mapping[str, Any]) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+b")
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise EvalError(f"{path}: another run is writing there") from None
+        except OSError as failure:
+            raise EvalError(f"{path}: cannot be written: {failure.strerror}") from None
+        found = _read_whole_lines(path)
+        self._file.truncate(found.size)
+        if found.header is None:
+            self._write([dict(header)])
+            return
+        check_header(path, found.header, "responses")
+        for name, other in _SAME.items():
+            if found.header[name] != header[name]:
+                raise EvalError(f"{path}: has {other}; choose another --out, or remove it")
+        self.done = found.responses
+
+    def append(self, responses: Sequence[Response]) -> None:
+        """On disk when it returns."""
+        self.done |= {response.key: response for response in responses}
+        self._write([asdict(response) for response in responses])
+
+    def _write(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as failure:
+            raise EvalError(f"{self._file.name}: writing failed: {failure.strerror}; run the same command again to go on") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A file of responses, as far as it goes. size: bytes up to the last whole line."""
+
+    header: dict[str, Any] | None
+    responses: dict[Key, Response]
+    size: int
+
+
+def _read_whole_lines(path: Path) -> Answers:
+    try:
+        content = path.read_bytes()
+    except OSError as failure:
+        raise EvalError(f"{path}: cannot be read: {failure.strerror}") from None
+    size = content.rfind(b"\n") + 1  # a line without its end was being written when something ended the run
+    lines = [parse_line(path, number, line) for number, line in enumerate(content[:size].splitlines(), start=1)]
+    if not lines:
+        return Answers(None, {}, 0)
+    try:
+        responses = [Response(**line) for line in lines[1:]]
+    except TypeError as failure:
+        raise EvalError(f"{path}: not as a file of responses should be: {failure}") from None
+    return Answers(lines[0], {response.key: response for response in responses}, size)
+
+
+def read_answers(path: Path) -> tuple[dict[str, Any], dict[Key, Response]]:
+    """The header and every response of a finished or unfinished file."""
+    found = _read_whole_lines(path)
+    check_header(path, found.header, "responses")
+    assert found.header is not None
+    return found.header, found.responses

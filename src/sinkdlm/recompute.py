@@ -1,0 +1,30 @@
+"""Activation checkpointing: results that the backward computes again instead of keeping them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+Recompute = Literal["none", "selective", "full"]
+
+# What selective recomputation keeps: products of matrices and attention, which cost most of the time and some of the room.
+_COSTLY = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
+]
+
+
+def run_again(run: Callable[..., Any], how: Recompute, *arguments: Any) -> Any:
+    """run(*arguments), whose intermediate results are computed again when the backward wants them."""
+    if how == "full":
+        return checkpoint(run, *arguments, use_reentrant=False)
+    keep = functools.partial(create_selective_checkpoint_contexts, _COSTLY)
+    return checkpoint(run, *arguments, use_reentrant=False, context_fn=keep)

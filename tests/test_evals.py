@@ -1,0 +1,673 @@
+"""What is asked and what is answered: requests, responses, and the scorer between them. No harness here: see test_harness.py."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from evaluated import TEXTS, save_model, small_lm, tiny_tokenizer
+from sinkdlm.cli import main
+from sinkdlm.errors import EvalError, UserError
+from sinkdlm.evals import gsm8k
+from sinkdlm.evals.answering import Alone, Answerer, CausalDenoiser, answer_sheet, fingerprint
+from sinkdlm.evals.encoding import TextEncoder
+from sinkdlm.evals.generating import Manner, cut_at
+from sinkdlm.evals.paper import PAPER_ROWS, paper_row
+from sinkdlm.evals.report import draw_table, notes_on
+from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Request, Sheet
+from sinkdlm.evals.responses import Journal, Response, header_of, read_answers
+from sinkdlm.evals.settings import OFFICIAL, Settings, settings_for
+from sinkdlm.likelihood import log_likelihood
+
+DRAWS = 8
+
+
+def questions(n=6, options=3, task="quiz"):
+    found = []
+    for doc in range(n):
+        for index in range(options):
+            ending = " " + TEXTS[(doc + index) % len(TEXTS)][: 3 + 2 * index + doc % 3]
+            given = {"acc": 1.0, "acc_norm": float(len(ending) - 1)}
+            found.append(Request(LOGLIKELIHOOD, task, doc, index, TEXTS[doc % len(TEXTS)][: 10 + 3 * doc], ending, divisors=given))
+    return found
+
+
+def mixed_sheet(seed=0, **changes):
+    """Everything that can be asked, with noise in all of it."""
+    generation = {"do_sample": True, "temperature": 0.8, "max_gen_toks": 6, "until": ["zq"]}
+    asked = [
+        *questions(),
+        *(Request(LOGLIKELIHOOD, "word", doc, 0, TEXTS[doc], " " + TEXTS[doc][:4]) for doc in range(4)),
+        *(Request(ROLLING, "text", doc, 0, TEXTS[doc] * (doc + 1)) for doc in range(3)),
+        *(Request(GENERATE, "write", doc, 0, TEXTS[doc], generation=generation) for doc in range(4)),
+    ]
+    options = {"draws": DRAWS, **changes}
+    settings = {
+        "quiz": Settings(guidance=0.5, greedy=False, **options),
+        "word": Settings(estimator="chain"),
+        "text": Settings(greedy=False, **options),
+        "write": Settings(),
+    }
+    return Sheet(asked, settings, seed)
+
+
+def answered(lm, sheet, *, budget=256, world=None, path=None):
+    with Journal(path, header_of(sheet, fingerprint(lm.model), "float64", {})) as journal:
+        return answer_sheet(Answerer(lm, sheet, budget=budget), journal, world=world, quiet=True)
+
+
+def values(responses):
+    return {key: (found.value, found.stderr, found.greedy, tuple(found.texts)) for key, found in responses.items()}
+
+
+def close(ours, theirs, tolerance=1e-9):
+    assert ours.keys() == theirs.keys()
+    for key, (value, error, greedy, texts) in ours.items():
+        other = theirs[key]
+        assert (greedy, texts) == other[2:], key
+        if value is not None:
+            assert value == pytest.approx(other[0], abs=tolerance)
+            assert error == pytest.approx(other[1], abs=tolerance)
+
+
+# -- laws of the scorer ---------------------------------------------------------------------------------------------------------
+
+
+def test_answers_do_not_depend_on_batch_or_order():
+    lm, sheet = small_lm(), mixed_sheet()
+    whole = values(answered(lm, sheet, budget=4096))
+    assert len(whole) == len(sheet.requests) == 29
+    close(values(answered(lm, sheet, budget=64)), whole)
+    turned = Sheet(list(reversed(sheet.requests)), sheet.settings, sheet.seed)
+    close(values(answered(lm, turned, budget=512)), whole)
+    part = Sheet([request for request in sheet.requests if request.doc == 1], sheet.settings, sheet.seed)
+    close(values(answered(lm, part)), {key: value for key, value in whole.items() if key.doc == 1})
+
+
+def test_another_seed_draws_other_noise():
+    lm = small_lm()
+    ours, theirs = (values(answered(lm, mixed_sheet(seed))) for seed in (0, 1))
+    differs = {key.task for key in ours if ours[key] != theirs[key]}
+    assert differs == {"quiz", "text", "write"}  # the chain rule draws nothing
+
+
+class Ranks(Alone):
+    """One of several ranks, whose partners' answers were computed before."""
+
+    def __init__(self, rank, size, others):
+        self.rank, self.size, self.first, self._others = rank, size, rank == 0, others
+        self.mine = []
+
+    def gather(self, value):
+        self.mine.append(value)
+        turn = len(self.mine) - 1
+        parts = [other[turn] for other in self._others]
+        return [*parts[: self.rank], value, *parts[self.rank :]]
+
+
+def test_ranks_share_the_batches_and_all_know_all():
+    lm, sheet = small_lm(), mixed_sheet()
+    whole = values(answered(lm, sheet, budget=64))
+    batches = len(list(Answerer(lm, sheet, budget=64).batches(sheet.requests)))
+    assert batches > 6
+    assert batches % 2 == 1 or batches % 3, "some rank should go without in the last turn"
+    turns = -(-batches // 2)
+    lonely = [Ranks(rank, 2, [[[]] * turns]) for rank in range(2)]
+    for rank in lonely:
+        with pytest.raises(KeyError):  # each alone has half
+            answered(lm, sheet, budget=64, world=rank)
+    for rank in range(2):
+        found = answered(lm, sheet, budget=64, world=Ranks(rank, 2, [lonely[1 - rank].mine]))
+        assert values(found) == whole
+    assert sum(len(part) for rank in lonely for part in rank.mine) == len(sheet.requests)
+
+
+def test_a_value_is_the_estimators_own():
+    """The scorer adds nothing: rows tokenised by hand, and the options of a question on one noise."""
+    lm, sheet = small_lm(), Sheet(questions(2), {"quiz": Settings(draws=64, greedy=True)})
+    found = answered(lm, sheet)
+    encode = lm.tokenizer.encode
+    for request in sheet.requests:
+        given, whole = encode(request.context), encode(request.context + request.continuation)
+        response = found[request.key]
+        exact = log_likelihood(
+            lm.model.denoiser(), [whole], [[i >= len(given) for i in range(len(whole))]], mask_id=lm.config.mask_id, draws=4096
+        )
+        assert response.kind == "bound"
+        assert abs(response.value - float(exact.mean)) < 6 * math.hypot(response.stderr, float(exact.stderr)) + 1e-9
+        assert response.n_tokens == len(whole) - len(given)
+        assert response.greedy is not None
+
+
+def test_an_ar_parent_is_scored_and_continued_by_itself():
+    lm, prompt = small_lm(context_length=64), TEXTS[0].rstrip()
+    sheet = Sheet(
+        [
+            Request(LOGLIKELIHOOD, "word", 0, 0, prompt, TEXTS[1][:3]),
+            Request(GENERATE, "write", 0, 0, prompt, generation={"max_gen_toks": 5}),
+        ],
+        {task: Settings(estimator="causal") for task in ("word", "write")},
+    )
+    found = answered(lm, sheet)
+    rows = lm.tokenizer.encode(prompt + TEXTS[1][:3])
+    logits = lm.model.head(lm.model(torch.tensor([rows]), causal=True))[0].detach()
+    targets = range(len(rows) - 3, len(rows))
+    log_p = logits.log_softmax(-1)
+    first, second = found.values()
+    assert first.value == pytest.approx(sum(float(log_p[i - 1, rows[i]]) for i in targets), abs=1e-9)
+    assert first.kind == "likelihood"
+    assert first.greedy == all(int(logits[i - 1].argmax()) == rows[i] for i in targets)
+    tokens = lm.tokenizer.encode(prompt)
+    for _ in range(5):  # plain greedy decoding
+        following = lm.model.head(lm.model(torch.tensor([tokens]), causal=True))[0, -1].detach()
+        following[lm.config.mask_id :] = -math.inf
+        tokens.append(int(following.argmax()))
+        if tokens[-1] == lm.tokenizer.eos_token_id:
+            break
+    assert second.text == TextEncoder(lm.tokenizer).decode(tokens[len(prompt) :])
+
+
+def test_greedy_of_an_ar_parent_knows_its_own_words():
+    lm = small_lm()
+    tokens = lm.tokenizer.encode(TEXTS[0])
+    given = len(tokens)
+    for _ in range(3):
+        tokens.append(int(CausalDenoiser(lm.model)(torch.tensor([tokens]))[0, -1, : lm.config.mask_id].argmax()))
+    from sinkdlm.likelihood import is_greedy
+
+    scored = [[i >= given for i in range(len(tokens))]]
+    options = {"mask_id": lm.config.mask_id, "causal": True}
+    assert is_greedy(CausalDenoiser(lm.model), [tokens], scored, **options) == [True]
+    tokens[-2] = (tokens[-2] + 1) % lm.config.mask_id
+    assert is_greedy(CausalDenoiser(lm.model), [tokens], scored, **options) == [False]
+
+
+def test_adaptive_draws_go_where_a_ranking_is_open():
+    lm = small_lm()
+    full = Sheet(questions(6), {"quiz": Settings(draws=128, greedy=False)})
+    quick = Sheet(full.requests, {"quiz": replace(full.settings["quiz"], adaptive=True)})
+    ours, theirs = answered(lm, quick), answered(lm, full)
+    assert sum(found.draws for found in ours.values()) < sum(found.full_draws for found in ours.values())
+    assert any("adaptive draws saved" in note for note in notes_on(ours))
+    for divide in (lambda request: 1.0, lambda request: request.divisors["acc_norm"]):
+        agree = 0
+        for doc in range(6):
+            options = [request for request in full.requests if request.doc == doc]
+            best = [max(options, key=lambda one: found[one.key].value / divide(one)).index for found in (ours, theirs)]
+            agree += best[0] == best[1]
+        assert agree >= 5
+    close(values(answered(lm, quick, budget=64)), values(ours))
+
+
+# -- tokens ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_pairs_are_tokenised_as_the_harness_does(bos):
+    template = pytest.importorskip("lm_eval.api.model").TemplateLM
+    tokenizer = tiny_tokenizer(bos=bos)
+
+    class Plain(template):
+        eot_token_id = tokenizer.eos_token_id
+        prefix_token_id = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+        def tok_encode(self, string, add_special_tokens=None, **_):
+            return tokenizer.encode(string, add_special_tokens=add_special_tokens is not False)
+
+        def _loglikelihood_tokens(self, requests, **_):
+            return [(context, continuation) for _, context, continuation in requests]
+
+        loglikelihood_rolling = generate_until = None
+
+    class Asked:
+        def __init__(self, *args):
+            self.args = args
+
+    pairs = [("a cat", " sat"), ("a cat ", "sat"), ("a cat \n", "sat on"), ("", "sat"), ("a", "b")]
+    wanted = Plain().loglikelihood([Asked(*pair) for pair in pairs], disable_tqdm=True)
+    rows = TextEncoder(tokenizer).pairs([Request(LOGLIKELIHOOD, "t", i, 0, *pair) for i, pair in enumerate(pairs)], 64)
+    assert [(row.tokens[: row.n_given], row.tokens[row.n_given :]) for row in rows] == wanted
+    if bos:
+        assert all(row.tokens[0] == tokenizer.bos_token_id for row in rows)
+
+
+def test_bos_is_as_asked():
+    asked = [Request(LOGLIKELIHOOD, "t", 0, 0, "a cat", " sat")]
+    for own in (False, True):
+        tokenizer = tiny_tokenizer(bos=True)
+        if not own:  # it has a BOS, and does not add it
+            tokenizer.backend_tokenizer.post_processor = tiny_tokenizer().backend_tokenizer.post_processor
+        for bos in (None, False, True):
+            (row,) = TextEncoder(tokenizer, bos).pairs(asked, 64)
+            assert (row.tokens[0] == tokenizer.bos_token_id) == (own if bos is None else bos)
+            assert tokenizer.decode(row.tokens[row.n_given :]) == " sat"
+    with pytest.raises(EvalError, match="no beginning-of-text token"):
+        TextEncoder(tiny_tokenizer(), True)
+
+
+def test_options_of_a_question_share_their_noise():
+    lm = small_lm()
+    same = [Request(LOGLIKELIHOOD, "quiz", doc, index, TEXTS[0], " sat on it") for doc in range(2) for index in range(2)]
+    found = [response.value for response in answered(lm, Sheet(same, {"quiz": Settings(draws=8)})).values()]
+    assert found[0] == found[1] != found[2] == found[3]
+
+
+def test_what_is_too_long_loses_its_left_and_is_counted():
+    lm = small_lm(context_length=16)
+    long = Request(LOGLIKELIHOOD, "quiz", 0, 0, TEXTS[0] * 4, " word")
+    short = replace(long, doc=1, context=(TEXTS[0] * 4)[-(16 - 5) :])
+    sheet = Sheet([long, short], {"quiz": Settings(estimator="chain")})
+    found = list(answered(lm, sheet).values())
+    assert found[0].truncated == len(TEXTS[0]) * 4 - 11
+    assert found[1].truncated == 0
+    assert found[0].value == pytest.approx(found[1].value, abs=1e-12)
+    assert notes_on({response.key: response for response in found})[0].startswith("1 of 2 requests were longer than the model")
+    with pytest.raises(EvalError, match="a continuation of 41 tokens: the model reads 16"):
+        answered(lm, Sheet([replace(long, continuation="a" * 40)], sheet.settings))
+
+
+def test_a_prompt_loses_its_left_to_make_room_for_the_answer():
+    lm = small_lm(context_length=32)
+    asked = Request(GENERATE, "write", 0, 0, TEXTS[0] * 3, generation={"max_gen_toks": 8})
+    found = answered(lm, Sheet([asked], {"write": Settings()}))[asked.key]
+    assert found.truncated == 3 * len(TEXTS[0]) - 24
+    with pytest.raises(EvalError, match="40 tokens to write: the model reads 32"):
+        answered(lm, Sheet([replace(asked, generation={"max_gen_toks": 40})], {"write": Settings()}))
+
+
+def test_generation_ends_at_stop_strings_and_eos():
+    assert cut_at("one\ntwo Question: three", ["Question:", "\n"]) == "one"
+    lm = small_lm()
+    asked = Request(GENERATE, "write", 0, 0, TEXTS[0], generation={"max_gen_toks": 12})
+    text = answered(lm, Sheet([asked], {"write": Settings(block=4)}))[asked.key].text
+    assert len(text) >= 3
+    stopped = answered(lm, Sheet([replace(asked, generation={"max_gen_toks": 12, "until": text[1]})], {"write": Settings(block=4)}))
+    found = stopped[asked.key]
+    assert found.text == text[: text.index(text[1])]
+    assert found.forwards < 12  # later blocks were not written
+    tokenizer = lm.tokenizer
+    assert TextEncoder(tokenizer).decode([5, 6, tokenizer.eos_token_id, 7]) == tokenizer.decode([5, 6])
+
+
+def test_stages_continue_what_was_written():
+    lm = small_lm(context_length=128)
+    generation = {"canvas": 64, "steps": 16, "stages": 2, "policy": "smdm-greedy"}
+    asked = Request(GENERATE, "gsm", 0, 0, "Question: q", generation=generation)
+    found = answered(lm, Sheet([asked], {"gsm": Settings()}))[asked.key]
+    assert len(found.texts) == 2
+    alone = replace(asked, context=f"Question: q {found.texts[0]}", generation={**generation, "stages": 1})
+    assert answered(lm, Sheet([alone], {"gsm": Settings()}))[asked.key].texts == [found.texts[1]]
+
+
+@pytest.mark.parametrize(
+    ("given", "temperature", "n_tokens"),
+    [
+        ({"do_sample": False, "temperature": 0.7}, 0.0, 256),
+        ({"temperature": 0.7, "max_new_tokens": 3}, 0.7, 3),
+        ({"do_sample": True}, 1.0, 256),
+        ({"until": "x", "max_gen_toks": 5}, 0.0, 5),
+    ],
+)
+def test_generation_settings_mean_what_the_harness_says(given, temperature, n_tokens):
+    manner = Manner.of(Request(GENERATE, "t", 0, 0, "q", generation=given), Settings(), 1)
+    assert (manner.policy.temperature, manner.n_tokens) == (temperature, n_tokens)
+    with pytest.raises(EvalError, match="'num_beams' is not supported"):
+        Manner.of(Request(GENERATE, "t", 0, 0, "q", generation={"num_beams": 4}), Settings(), 1)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sheet_comes_back_from_its_file(tmp_path):
+    sheet = Sheet(
+        [*mixed_sheet().requests, Request(ROLLING, "text", 9, 0, "a\u2028b\r\nc \U0001f600")], mixed_sheet().settings, 3, {"x": 1}
+    )
+    sheet.write(tmp_path / "deep" / "r.jsonl")
+    back = Sheet.read(tmp_path / "deep" / "r.jsonl")
+    assert back == sheet
+    assert back.digest == sheet.digest
+    others = [
+        Sheet(sheet.requests[1:], sheet.settings, 3),
+        Sheet(sheet.requests, sheet.settings, 4),
+        Sheet(sheet.requests, {**sheet.settings, "word": Settings()}, 3),
+        Sheet([replace(sheet.requests[0], context="x"), *sheet.requests[1:]], sheet.settings, 3),
+    ]
+    assert len({sheet.digest, *(other.digest for other in others)}) == 5
+    assert Sheet(sheet.requests, sheet.settings, 3, {"x": 2}).digest == sheet.digest  # who asked decides no answer
+
+
+class PowerCutError(Exception):
+    pass
+
+
+def test_what_is_answered_is_not_asked_again(tmp_path):
+    lm, sheet, path = small_lm(), mixed_sheet(), tmp_path / "r.jsonl"
+    whole = answered(lm, sheet, budget=64)
+    asked = []
+
+    class Broken(Answerer):
+        left = 3
+
+        def answer(self, batch):
+            if self.left == 0:
+                raise PowerCutError
+            self.left -= 1
+            asked.append([request.key for request in batch])
+            return super().answer(batch)
+
+    header = header_of(sheet, fingerprint(lm.model), "float64", {})
+    with Journal(path, header) as journal, pytest.raises(PowerCutError):
+        answer_sheet(Broken(lm, sheet, budget=64), journal, quiet=True)
+    assert len(read_answers(path)[1]) == sum(map(len, asked))
+    with path.open("ab") as file:  # a write that a kill cut off
+        file.write(b'{"task": "quiz", "do')
+    Broken.left = 10**6
+    with Journal(path, header) as journal:
+        found = answer_sheet(Broken(lm, sheet, budget=64), journal, quiet=True)
+    assert sorted(key for batch in asked for key in batch) == sorted(request.key for request in sheet.requests)  # each once
+    close(values(found), values(whole))
+    lines = path.read_text().splitlines()
+    assert len(lines) == 1 + len(sheet.requests)
+    for line in lines:
+        json.loads(line)
+
+
+def test_other_answers_are_not_gone_on_with(tmp_path):
+    lm, sheet, path = small_lm(), mixed_sheet(), tmp_path / "r.jsonl"
+    part = Sheet(sheet.requests[:3], sheet.settings)
+    header = header_of(part, "weights", "float32", {})
+    Journal(path, header).close()
+    for name, said in (
+        ("requests", "other requests or settings"),
+        ("checkpoint", "another model"),
+        ("arithmetic", "another precision"),
+    ):
+        with pytest.raises(EvalError, match=f"{said}; choose another --out"):
+            Journal(path, {**header, name: "other"})
+    with Journal(path, header), pytest.raises(EvalError, match="another run is writing there"):
+        Journal(path, header)
+    path.write_text("[1]\n")
+    with pytest.raises(EvalError, match="line 1 is no JSON object"):
+        Journal(path, header)
+    path.write_text('{"a": 1}\n')
+    with pytest.raises(EvalError, match="no file of responses"):
+        read_answers(path)
+    with pytest.raises(EvalError, match="cannot be read"):
+        read_answers(tmp_path / "absent")
+    with pytest.raises(EvalError, match="cannot be written"):
+        Journal(Path("/proc/none/r.jsonl"), header)
+    assert fingerprint(lm.model) != fingerprint(small_lm(seed=1).model)
+    assert fingerprint(lm.model) != fingerprint(small_lm(n_sinks=2).model)
+
+
+def test_wrong_requests_say_so(tmp_path):
+    for given, said in (
+        ({"kind": "magic"}, "kind = 'magic': allowed"),
+        ({"continuation": ""}, "the continuation is empty: there is nothing to score"),
+        ({"kind": ROLLING, "context": ""}, "the text is empty"),
+    ):
+        with pytest.raises(EvalError, match=said):
+            replace(questions(1)[0], **given)
+    one = questions(1)[0]
+    for requests, settings, said in (
+        ([], {}, "there is no request"),
+        ([one, one], {"quiz": Settings()}, "asked twice"),
+        ([one], {}, "no settings for this task"),
+    ):
+        with pytest.raises(EvalError, match=said):
+            Sheet(requests, settings)
+    path = tmp_path / "r.jsonl"
+    for text, said in (
+        ("", "no file of requests"),
+        ("{}\n", "no file of requests"),
+        ("nonsense\n", "line 1 is no JSON"),
+        ('{"sinkdlm": "requests", "version": 9}\n', "requests of version 9"),
+        ('{"sinkdlm": "requests", "version": 1}\n', "write it again with --write-requests"),
+        ('{"sinkdlm": "requests", "version": 1, "seed": 0, "about": {}, "settings": {"t": {"drows": 1}}}\n', "drows: unknown"),
+    ):
+        path.write_text(text)
+        with pytest.raises(EvalError, match=said) as caught:
+            Sheet.read(path)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(EvalError, match="cannot be read"):
+        Sheet.read(tmp_path / "absent.jsonl")
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = tokenizer.bos_token = None
+    with pytest.raises(EvalError, match="neither BOS nor EOS"):
+        TextEncoder(tokenizer).pairs([Request(LOGLIKELIHOOD, "t", 0, 0, "", "a")], 8)
+    with pytest.raises(EvalError, match="has no token of its own"):
+        TextEncoder(tiny_tokenizer(bos=True)).pairs([Request(LOGLIKELIHOOD, "t", 0, 0, "", "<s>")], 8)
+
+
+# -- settings, paper, GSM8K -------------------------------------------------------------------------------------------------------
+
+
+def test_tasks_have_the_official_settings():
+    assert len(OFFICIAL) == 10
+    assert settings_for("piqa", {}) == Settings(estimator="chain", guidance=0.6)
+    assert settings_for("hellaswag", {"draws": 32}, {"guidance": 0.0}) == Settings(draws=32)
+    assert settings_for("arc_easy", {"estimator": "causal"}) == Settings(estimator="causal")
+    assert settings_for("whatever", {}) == Settings()
+    for values_, said in (
+        ({"estimator": "magic"}, "allowed: exact_k"),
+        ({"draws": 0}, "draws = 0"),
+        ({"guidance": -2.0}, "guidance = -2.0"),
+        ({"estimator": "causal", "guidance": 1.0}, "an AR parent has no"),
+        ({"policy": "magic"}, "policy 'magic'"),
+        ({"drows": 1}, "drows: unknown"),
+    ):
+        with pytest.raises(UserError, match=said):
+            settings_for("t", values_)
+
+
+def test_paper_rows_are_there():
+    assert len(PAPER_ROWS) == 17
+    row = paper_row("table1:0.5b:sink")
+    assert (row["arc_easy"], row["gsm8k"], len(row)) == (0.5547, 0.4920, 8)
+    assert paper_row("table5:zero")["piqa"] == 0.6409
+    assert paper_row("table3:front") == paper_row("table4:1") == paper_row("table5:learned")
+    assert {task: row[task] for task in paper_row("table3:front")} == paper_row("table3:front")
+    with pytest.raises(EvalError, match="no such row; there are table1"):
+        paper_row("table9")
+    line = {
+        "task": "gsm8k_two_stage",
+        "metric": "exact_match",
+        "value": 0.5,
+        "stderr": None,
+        "items": 2,
+        "draws": 0.0,
+        "seconds": 1.0,
+    }
+    assert draw_table([line], row).splitlines()[1].split() == [
+        "gsm8k_two_stage",
+        "exact_match",
+        "0.5000",
+        "2",
+        "0.0",
+        "1.0",
+        "0.4920",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "same"),
+    [
+        ("18", "18", True),
+        ("18", "18.0", True),
+        ("18", " $18. ", True),
+        ("1,250", "1250", True),
+        ("0.5", "1/2", True),
+        ("0.5", "50%", True),
+        ("18", "19", False),
+        ("18", "", False),
+        ("18", "181", False),
+        ("-3", "3", False),
+        ("0.5", r"\frac{1}{2}", True),
+        ("4", r"2 \cdot 2", True),
+        ("4", r"\sqrt{17}", False),
+        ("1/0", "7", False),
+        ("7", "7" * 5000, False),
+    ],
+)
+def test_answers_are_compared_as_numbers_and_as_algebra(gold, answer, same):
+    pytest.importorskip("math_verify")
+    assert gsm8k.is_same_answer(gold, answer) is same
+
+
+def test_no_answer_is_ever_run(tmp_path):
+    pytest.importorskip("math_verify")
+    mark = tmp_path / "mark"
+    for text in (f"__import__('os').system('touch {mark}')", f"open('{mark}', 'w')", rf"\text{{open('{mark}', 'w')}}"):
+        assert not gsm8k.is_same_answer("3", text)
+    assert not mark.exists()
+
+
+def test_the_answer_follows_the_last_mark():
+    assert gsm8k.extract_answer("Answer: 3 #### 4 #### 5 ") == "5"
+    assert gsm8k.extract_answer("Answer: 3") == ""
+    assert gsm8k.process_results({"answer": "so 1 + 1 = <<1+1=2>>2\n#### 2"}, ["Answer: two #### 2\n"]) == {"exact_match": 1.0}
+    assert gsm8k.process_results({"answer": "#### 2"}, ["two"]) == {"exact_match": 0.0}
+
+
+# -- the command line -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """A command line in this process: another would spend its time on imports."""
+
+    def call(*args):
+        monkeypatch.setattr(sys, "argv", ["sinkdlm", *map(str, args)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        return Said(int(end.value.code or 0), *capsys.readouterr())
+
+    return call
+
+
+class Said(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("evals") / "model")
+
+
+def test_requests_are_answered_without_the_harness(tmp_path, checkpoint):
+    """And the numbers are those of a call in this process."""
+    sheet = mixed_sheet()
+    sheet.write(tmp_path / "q.jsonl")
+    script = (
+        "import sys; from sinkdlm.cli import main\n"
+        f"sys.argv = ['sinkdlm', 'score-requests', {str(checkpoint)!r}, {str(tmp_path / 'q.jsonl')!r}, '--out', "
+        f"{str(tmp_path / 'r.jsonl')!r}, '--dtype', 'float64', '--device', 'cpu', '--json']\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "for name in ('lm_eval', 'datasets', 'math_verify', 'sympy.parsing.latex'): assert name not in sys.modules, name\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["responses"] == 29
+    header, found = read_answers(tmp_path / "r.jsonl")
+    assert header["model"]["config"]["n_sinks"] == 1
+    close(values(found), values(answered(small_lm(), sheet)))
+
+
+def test_a_killed_run_loses_at_most_a_batch(tmp_path, checkpoint, run):
+    asked = Sheet(questions(60), {"quiz": Settings(draws=64, greedy=False)})
+    asked.write(tmp_path / "q.jsonl")
+    command = ["score-requests", checkpoint, tmp_path / "q.jsonl", "--dtype", "float64", "--device", "cpu", "--batch-tokens", "256"]
+    kept, killed = [tmp_path / name for name in ("whole.jsonl", "killed.jsonl")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sinkdlm", *map(str, command), "--out", str(killed)], env=environment, stderr=subprocess.PIPE
+    )
+    end = time.monotonic() + 120
+    while not (killed.exists() and killed.read_bytes().count(b"\n") > 20):
+        assert process.poll() is None, process.stderr.read().decode()
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stderr.close()
+    before = read_answers(killed)[1]
+    assert 20 <= len(before) < 180
+    assert run(*command, "--out", killed).status == 0
+    lines = killed.read_text().splitlines()
+    assert len(lines) - 1 - 180 < 3, "more than the question that the kill cut in two was answered twice"
+    assert run(*command, "--out", kept).status == 0
+    close(values(read_answers(killed)[1]), values(read_answers(kept)[1]))
+    written = kept.read_bytes()
+    assert run(*command, "--out", kept).status == 0
+    assert kept.read_bytes() == written  # there was nothing left to do
+    other = run(*command[:3], "--out", kept, "--dtype", "float32", "--device", "cpu")
+    assert (other.status, other.err.count("\n")) == (2, 1)
+    assert "answers in another precision" in other.err
+
+
+def test_documents_are_scored(tmp_path, checkpoint, run):
+    texts = [TEXTS[0] * 3, TEXTS[1]]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    (tmp_path / "a.txt").write_text("\n".join(texts) + "\n")
+    options = ("--draws", "32", "--dtype", "float64", "--device", "cpu")
+    said = run("score", checkpoint, tmp_path / "a.jsonl", "--field", "body", "--json", *options)
+    assert said.status == 0, said.err
+    found = json.loads(said.out)
+    assert found["kind"] == "bound"
+    assert [row["bytes"] for row in found["documents"]] == [len(text.encode()) for text in texts]
+    for row in [*found["documents"], found["total"]]:
+        assert row["bits_per_byte"] == pytest.approx(row["nats"] / row["bytes"] / math.log(2))
+        assert row["perplexity"] == pytest.approx(math.exp(row["nats"] / row["tokens"]))
+    assert found["total"]["nats"] == pytest.approx(sum(row["nats"] for row in found["documents"]))
+    lines = run("score", checkpoint, tmp_path / "a.txt", "--documents", "line", *options).out.splitlines()
+    assert [line.split()[0] for line in lines] == ["document", "0", "1", "total"]
+    assert float(lines[-1].split()[1]) == pytest.approx(found["total"]["nats"], abs=1e-3)
+    causal = json.loads(run("score", checkpoint, tmp_path / "a.jsonl", "--field", "body", "--json", "--causal", *options).out)
+    assert causal["kind"] == "likelihood"
+    assert causal["total"]["stderr"] == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("score", "CKPT", "absent.txt"), "no such file"),
+        (("score", "CKPT", "EMPTY"), "holds no text"),
+        (("score", "CKPT", "BODY"), "no field text"),
+        (("score", "absent", "BODY", "--field", "body"), "absent"),
+        (("score", "CKPT", "BODY", "--estimator", "magic"), "allowed: exact_k"),
+        (("score", "CKPT", "BODY", "--field", "body", "--draws", "2"), "at least one for each of the 8 draw sets"),
+        (("score-requests", "CKPT", "absent.jsonl", "--out", "r"), "cannot be read"),
+        (("score-requests", "CKPT", "BODY", "--out", "r"), "no file of requests"),
+        (("eval", "CKPT", "--paper", "table9"), "no such row"),
+        (("eval", "CKPT", "--responses", "absent"), "cannot be read"),
+        (("eval", "CKPT", "--responses", "r", "--tasks", "piqa"), "leave out --tasks"),
+        (("eval", "--tasks", "piqa"), "which model?"),
+        (("eval", "CKPT", "--tasks", "piqa", "--guidance", "1", "--causal"), "an AR parent has no [MASK]"),
+    ],
+)
+def test_mistakes_get_one_line(tmp_path, checkpoint, run, args, said):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "body.jsonl").write_text('{"body": "abc"}\n')
+    places = {"CKPT": checkpoint, "EMPTY": tmp_path / "empty.txt", "BODY": tmp_path / "body.jsonl"}
+    found = run(*(places.get(arg, arg) for arg in args))
+    assert found.status == 2
+    assert found.err.count("\n") == 1, found.err
+    assert said in found.err
+
+
+def test_responses_hold_what_they_are_given():
+    response = Response("t", 1, 2, texts=["a", "b"])
+    assert (response.key, response.text) == (("t", 1, 2, 0), "b")
