@@ -12,6 +12,7 @@ the same option under every metric of the sheet.
 """
 
 import argparse
+import copy
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -195,6 +196,12 @@ def adaptive_curve(model: DiffusionLM, work: Work, budget: int) -> dict[str, Any
             "agreement": equal_share(winners(work, found.mean), judged),
             "agreement_with_own_full_run": equal_share(winners(work, found.mean), winners(work, full[0].mean)),
         }
+    float8 = ours(to_float8(copy.deepcopy(model)), work, budget, seed=0, sets=32)
+    n_scored = torch.tensor([sum(row) for row in work.scored])
+    figures["float8"] = {
+        "agreement_with_own_full_run": equal_share(winners(work, float8.mean), winners(work, full[0].mean)),
+        "mean_difference_in_nats_per_token": float(((float8.mean - full[0].mean) / n_scored).mean()),
+    }
     return figures
 
 

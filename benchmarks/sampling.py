@@ -166,7 +166,7 @@ def agreement(case: Case) -> dict[str, Any]:
                 if threshold is not None:
                     options |= {"threshold": threshold, "steps": None}
                 out = case.ours(**options)
-                timed = time_runs(case, partial(case.ours, **options), 2)
+                timed = time_runs(case, partial(case.ours, **options), 1)
                 base = base or timed["tokens_per_second"]["p50"]
                 figures[f"threshold {threshold}, cache {kind}"] = {
                     "equal_tokens": float((out.tokens == exact.tokens)[:, given:].double().mean()),
@@ -212,8 +212,12 @@ def open_model(given: argparse.Namespace) -> DiffusionLM:
 
 
 def case_of(model: DiffusionLM, given: argparse.Namespace, rows: int) -> Case:
-    """Prompts of a few tokens, another for each row."""
+    """Prompts of a few tokens, another for each row: of a text's lines, or at random."""
     words = torch.randint(0, model.config.vocab_size, (rows, given.prompt), generator=torch.Generator().manual_seed(0))
+    if given.text is not None:
+        tokenizer = load(given.checkpoint).tokenizer
+        lines = [tokenizer(line)["input_ids"][: given.prompt] for line in given.text.read_text().splitlines()]
+        words = torch.tensor([line for line in lines if len(line) == given.prompt][:rows])
     return Case(model, words.to(given.device), given.length, given.steps, given.block, given.device)
 
 
@@ -228,6 +232,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=4, help="tokens that are given")
+    parser.add_argument("--text", type=Path, default=None, help="with --checkpoint: a file whose lines begin the rows")
     parser.add_argument("--tokens-per-step", type=float, default=None, help="what a trained twin reaches with a threshold")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--agreement-only", action="store_true", help="with --checkpoint: only what caches and thresholds do to it")

@@ -1,7 +1,8 @@
 """A modelling file that needs transformers and torch alone, generated from this package's own sources.
 
-`trust_remote_code=True` loads it where sinkdlm is not installed. It is the same code: noise, attention, lane, positions, fusion, recompute,
-model and the transformers classes, with the package's imports taken out and a plain dataclass in place of the validated config.
+`trust_remote_code=True` loads it where sinkdlm is not installed. It is the same code: noise, attention, lane, positions, fusion,
+recompute, model and the transformers classes, with the package's imports taken out and a plain dataclass in place of the validated
+config.
 """
 
 import ast
