@@ -10,11 +10,13 @@ B looks in a forward, T width, n positions read of a look, L target tokens of a 
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sinkdlm.errors import LikelihoodError
 from sinkdlm.sampling.batch import Access
@@ -73,6 +75,14 @@ def read_rows(tokens: Rows, scored: Rows, mask_id: int) -> list[Row]:
 
 def _on_host(row: Any) -> np.ndarray:
     return np.asarray(row.cpu().numpy() if isinstance(row, Tensor) else row).astype(np.int64)
+
+
+def _kernels_for_many_shapes(device: torch.device) -> AbstractContextManager[None]:
+    """cuDNN's attention makes a plan for every new shape, which takes longer than the forward; here shapes hardly repeat."""
+    if device.type != "cuda":
+        return nullcontext()
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return cast("AbstractContextManager[None]", sdpa_kernel(kernels))
 
 
 class Scorer:
