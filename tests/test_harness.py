@@ -228,7 +228,7 @@ TASKS = "arc_easy,hellaswag,piqa,siqa,race,lambada,boolq,gsm8k_two_stage,gsm8k_o
 
 def test_two_halves_are_one_go(tmp_path, checkpoint, bench, run, harness):
     precise = ("--dtype", "float64", "--device", "cpu")
-    chosen = ("--tasks", TASKS, "--data", bench, "--draws", 32, "--adaptive", "--seed", 4, "--limit", 2)
+    chosen = ("--tasks", TASKS, "--data", bench, "--draws", 32, "--adaptive", "--seed", 4, "--limit", 2, "--gen-kwargs", "steps=16")
     whole = json.loads(run("eval", checkpoint, *chosen, *precise, "--out", tmp_path / "whole", "--json", "--log-samples"))
     assert "requests" in run("eval", *chosen, "--write-requests", tmp_path / "q.jsonl")
     assert len(Sheet.read(tmp_path / "q.jsonl").requests) > 30

@@ -73,7 +73,8 @@ def _race(row: Row) -> Row:
 
 
 def _lambada(row: Row) -> Row:
-    return {"text": row["text"] if "text" in row else f"{row['context']} {row['continuation'].strip()}"}
+    """A text is cut at its last space, and only there: its last word may have line breaks in it or after it."""
+    return {"text": row["text"] if "text" in row else f"{row['context']} {row['continuation'].removeprefix(' ')}"}
 
 
 def _gsm8k(row: Row) -> Row:
