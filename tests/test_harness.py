@@ -144,6 +144,9 @@ def test_examples_come_from_the_train_file(harness, bench):
     assert fewer.context.count("Question:") == 3
     with pytest.raises(EvalError, match=r"prompts with 2 examples need a train file in .*; or say --num-fewshot 0"):
         harness.Evaluation(harness.Plan(("piqa",), data=str(bench), num_fewshot=2))
+    asked = harness.Evaluation(harness.Plan(("lambada",), data=str(bench), num_fewshot=1)).ask().requests
+    assert asked[0].context.count("The cat sat on the") == 1  # LAMBADA has no train split: the harness takes another item
+    assert asked[0].context.startswith("He said:")
 
 
 def test_names_and_settings_of_tasks(harness, bench):
