@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tokenizers import processors
 
 from evaluated import TEXTS, save_model, small_lm, tiny_tokenizer
 from sinkdlm.cli import main
@@ -250,6 +251,12 @@ def test_bos_is_as_asked():
             (row,) = TextEncoder(tokenizer, bos).pairs(asked, 64)
             assert (row.tokens[0] == tokenizer.bos_token_id) == (own if bos is None else bos)
             assert tokenizer.decode(row.tokens[row.n_given :]) == " sat"
+    closing = tiny_tokenizer(bos=True)
+    frame = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 2), ("</s>", 1)])
+    closing.backend_tokenizer.post_processor = frame  # its EOS would stand between prompt and continuation
+    assert TextEncoder(closing).pairs(asked, 64) == TextEncoder(tiny_tokenizer(bos=True)).pairs(asked, 64)
+    (row,) = TextEncoder(tiny_tokenizer()).pairs([replace(asked[0], context="a cat</s>")], 64)
+    assert row.tokens[row.n_given - 1] == tiny_tokenizer().eos_token_id  # one that the text itself has stays
     with pytest.raises(EvalError, match="no beginning-of-text token"):
         TextEncoder(tiny_tokenizer(), True)
 
