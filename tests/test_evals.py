@@ -282,6 +282,24 @@ def test_what_is_too_long_loses_its_left_and_is_counted():
         answered(lm, Sheet([replace(long, continuation="a" * 40)], sheet.settings))
 
 
+def test_an_ar_parent_does_not_read_the_last_token():
+    """So a row may have one token more, as in the harness."""
+    lm = small_lm(context_length=16)
+    asked = Request(LOGLIKELIHOOD, "quiz", 0, 0, "a" * 13, " sat")
+    for settings, cut in ((Settings(estimator="causal"), 0), (Settings(estimator="chain"), 1)):
+        assert answered(lm, Sheet([asked], {"quiz": settings}))[asked.key].truncated == cut
+
+
+def test_every_request_draws_text_of_its_own():
+    lm = small_lm()
+    generation = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 8}
+    asked = [
+        Request(GENERATE, "write", doc, 0, TEXTS[0], repeat=repeat, generation=generation) for doc in (0, 1) for repeat in (0, 1)
+    ]
+    found = answered(lm, Sheet(asked, {"write": Settings()}))
+    assert len({response.text for response in found.values()}) == 4
+
+
 def test_a_prompt_loses_its_left_to_make_room_for_the_answer():
     lm = small_lm(context_length=32)
     asked = Request(GENERATE, "write", 0, 0, TEXTS[0] * 3, generation={"max_gen_toks": 8})
