@@ -18,7 +18,7 @@ from tokenizers import processors
 from evaluated import TEXTS, save_model, small_lm, tiny_tokenizer
 from sinkdlm.cli import main
 from sinkdlm.errors import EvalError, UserError
-from sinkdlm.evals import gsm8k
+from sinkdlm.evals import display, gsm8k
 from sinkdlm.evals.answering import Alone, Answerer, CausalDenoiser, answer_sheet, fingerprint
 from sinkdlm.evals.encoding import TextEncoder
 from sinkdlm.evals.generating import Manner, cut_at
@@ -658,8 +658,8 @@ def test_documents_are_scored(tmp_path, checkpoint, run):
         assert row["perplexity"] == pytest.approx(math.exp(row["nats"] / row["tokens"]))
     assert found["total"]["nats"] == pytest.approx(sum(row["nats"] for row in found["documents"]))
     lines = run("score", checkpoint, tmp_path / "a.txt", "--documents", "line", *options).out.splitlines()
-    assert [line.split()[0] for line in lines] == ["document", "0", "1", "total"]
-    assert float(lines[-1].split()[1]) == pytest.approx(found["total"]["nats"], abs=1e-3)
+    assert [line.split()[0] for line in lines] == ["document", "0", "1", "total", "note"]
+    assert float(lines[-2].split()[1]) == pytest.approx(found["total"]["nats"], abs=1e-3)
     causal = json.loads(run("score", checkpoint, tmp_path / "a.jsonl", "--field", "body", "--json", "--causal", *options).out)
     assert causal["kind"] == "likelihood"
     assert causal["total"]["stderr"] == 0
@@ -691,6 +691,18 @@ def test_mistakes_get_one_line(tmp_path, checkpoint, run, args, said):
     assert found.status == 2
     assert found.err.count("\n") == 1, found.err
     assert said in found.err
+
+
+def test_progress_is_plain_lines_off_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(display, "_EVERY", 0.0)
+    with display.Display("requests", 10, 4) as shown:
+        shown.update(7)
+    with display.Display("requests", 10, shown=False) as hidden:
+        hidden.update(10)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("7 of 10 requests  ")
+    assert said.err.count("\n") == 1
 
 
 def test_responses_hold_what_they_are_given():
