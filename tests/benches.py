@@ -57,7 +57,7 @@ HUB: dict[str, tuple[str, list[dict[str, Any]]]] = {
             }
         ],
     ),
-    "lambada_openai": ("test", [{"text": "The cat sat on the mat"}, {"text": 'He said:\n\n"Go away'}]),
+    "lambada_openai": ("test", [{"text": "The cat sat on the mat"}, {"text": 'He said:\n\n"Go away.\n\nNow\n'}]),
     "gsm8k": ("test", [{"question": "1 + 1?", "answer": "It is <<1+1=2>>2.\n#### 2"}, {"question": "2 + 2?", "answer": "#### 4"}]),
     "openbookqa": (
         "test",

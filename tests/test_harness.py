@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from benches import HUB, HUB_PATHS, lines, makers_files, plain_files, write_files, write_parquet
-from evaluated import save_model, small_lm
+from evaluated import save_model, small_lm, tiny_tokenizer
 from sinkdlm.cli import main
 from sinkdlm.errors import EvalError
 from sinkdlm.evals.offline import BENCHMARKS, find_splits, load_splits
 from sinkdlm.evals.requests import Sheet
 from sinkdlm.evals.responses import read_answers
+from sinkdlm.evals.settings import Settings
 
 pytest.importorskip("lm_eval")
 ALL = tuple(BENCHMARKS)
@@ -144,6 +145,9 @@ def test_examples_come_from_the_train_file(harness, bench):
     assert fewer.context.count("Question:") == 3
     with pytest.raises(EvalError, match=r"prompts with 2 examples need a train file in .*; or say --num-fewshot 0"):
         harness.Evaluation(harness.Plan(("piqa",), data=str(bench), num_fewshot=2))
+    asked = harness.Evaluation(harness.Plan(("lambada",), data=str(bench), num_fewshot=1)).ask().requests
+    assert asked[0].context.count("The cat sat on the") == 1  # LAMBADA has no train split: the harness takes another item
+    assert asked[0].context.startswith("He said:")
 
 
 def test_names_and_settings_of_tasks(harness, bench):
@@ -174,6 +178,21 @@ def test_without_files_the_hub_is_asked(harness, monkeypatch):
         harness.Evaluation(harness.Plan(("piqa",)))
 
 
+def test_the_hub_gives_the_same_requests_and_a_cache_only_if_asked(harness, bench, monkeypatch, tmp_path):
+    import datasets
+    from lm_eval.caching import cache
+
+    split, rows = HUB["piqa"]
+    tables = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name in (split, "train")})
+    monkeypatch.setattr(datasets, "load_dataset", lambda **_: tables)
+    monkeypatch.setattr(cache, "PATH", str(tmp_path))
+    wanted = harness.Evaluation(harness.Plan(("piqa",), data=str(bench))).ask().requests
+    for use_cache in (False, True, True):  # filled, and then read
+        found = harness.Evaluation(harness.Plan(("piqa",), use_cache=use_cache)).ask().requests
+        assert found == wanted
+        assert bool(list(tmp_path.iterdir())) == use_cache
+
+
 # -- numbers -------------------------------------------------------------------------------------------------------------------
 
 
@@ -195,6 +214,45 @@ def test_the_model_class_serves_the_harness_itself(harness, bench):
     assert model.prefix_token_id == model.eot_token_id == lm.tokenizer.eos_token_id
     with pytest.raises(EvalError, match="not answered, one of"):
         evaluation.judge({})
+
+
+def test_an_ar_parent_gets_the_harnesses_own_numbers(harness, bench, tmp_path):
+    """A Llama of transformers, scored by the harness's own model class, and converted and scored by us: values and greediness."""
+    import warnings
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from lm_eval.api.instance import Instance
+        from lm_eval.models.huggingface import HFLM
+    from sinkdlm.interop import load_any
+
+    tokenizer = tiny_tokenizer(bos=True)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    theirs = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=40, **shape)).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight += 0.1 * torch.randn(weight.shape, generator=generator)
+    theirs.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    lm = load_any(tmp_path)
+    plan = harness.Plan(("arc_easy", "piqa", "race", "lambada"), data=str(bench))
+    evaluation = harness.Evaluation(plan)
+    sheet = evaluation.ask(changes={"estimator": "causal"})
+    sheet = Sheet(sheet.requests, dict.fromkeys(sheet.settings, Settings(estimator="causal")))
+    with harness.Journal(None, {}) as journal:
+        ours = harness.answer_sheet(harness.Answerer(lm, sheet), journal, quiet=True)
+    asked = [Instance("loglikelihood", {}, (r.context, r.continuation), 0, (r.task, r.doc, 1)) for r in sheet.requests]
+    with harness._quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = HFLM(pretrained=theirs, tokenizer=tokenizer, device="cpu", batch_size=1).loglikelihood(asked)
+    assert any(response.truncated for response in ours.values())
+    for response, (value, greedy) in zip(ours.values(), wanted, strict=True):
+        assert response.value == pytest.approx(value, abs=1e-4)
+        assert response.greedy == greedy
 
 
 def test_chat_prompts_go_through_the_template(harness, bench):
@@ -228,7 +286,7 @@ TASKS = "arc_easy,hellaswag,piqa,siqa,race,lambada,boolq,gsm8k_two_stage,gsm8k_o
 
 def test_two_halves_are_one_go(tmp_path, checkpoint, bench, run, harness):
     precise = ("--dtype", "float64", "--device", "cpu")
-    chosen = ("--tasks", TASKS, "--data", bench, "--draws", 32, "--adaptive", "--seed", 4, "--limit", 2)
+    chosen = ("--tasks", TASKS, "--data", bench, "--draws", 32, "--adaptive", "--seed", 4, "--limit", 2, "--gen-kwargs", "steps=16")
     whole = json.loads(run("eval", checkpoint, *chosen, *precise, "--out", tmp_path / "whole", "--json", "--log-samples"))
     assert "requests" in run("eval", *chosen, "--write-requests", tmp_path / "q.jsonl")
     assert len(Sheet.read(tmp_path / "q.jsonl").requests) > 30

@@ -96,7 +96,7 @@ class Answerer:
         for question in by_question(requests):
             for kind, part in itertools.groupby(question, key=lambda request: request.kind):
                 own = list(part)
-                key = (kind, self.sheet.settings[own[0].task], len(own) > 1 and all(request.divisors for request in own))
+                key = (kind, self.sheet.settings[own[0].task], _has_ranking(own))
                 alike.setdefault(key, []).append(own)
         most = self.budget * _FORWARDS.get(self.device.type, _FORWARDS["cpu"])
         for questions in alike.values():
@@ -193,9 +193,13 @@ class Answerer:
         return writer.write(batch, settings)
 
 
+def _has_ranking(question: Sequence[Request]) -> bool:
+    return len(question) > 1 and all(request.divisors for request in question)
+
+
 def _adaptive(batch: Sequence[Request], settings: Settings) -> Adaptive | None:
     """Options of questions are ranked under every metric that is reported; nothing else has a ranking to settle."""
-    if not settings.adaptive or settings.estimator != "exact_k" or not all(request.divisors for request in batch):
+    if not settings.adaptive or settings.estimator != "exact_k" or not all(map(_has_ranking, by_question(batch))):
         return None
     names = sorted({name for request in batch for name in request.divisors})
     return Adaptive({name: [request.divisors.get(name, 1.0) for request in batch] for name in names}, settings.error)

@@ -73,4 +73,6 @@ def draw_table(found: Mapping[str, Any]) -> str:
     for name, line in [*enumerate(found["documents"]), ("total", found["total"])]:
         rows.append((str(name), *(f"{line[key]:.4f}" if isinstance(line[key], float) else str(line[key]) for key in names)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    note = ["note  nats, bits per byte and perplexity are upper bounds"] if found["kind"] == "bound" else []
+    return "\n".join([*lines, *note])

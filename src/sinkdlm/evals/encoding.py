@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from sinkdlm.errors import EvalError
 from sinkdlm.evals.requests import Request
 
+_PROBE = "a"
+
 
 class EncodedRow(NamedTuple):
     """tokens, the first `n_given` of which are the prompt; truncated: how many were cut."""
@@ -33,6 +35,7 @@ class TextEncoder:
         self.prefix_id = self.eos_id if self.bos_id is None else self.bos_id  # stands for an empty prompt, as in the harness
         if bos and self.bos_id is None:
             raise EvalError("--bos: the tokenizer has no beginning-of-text token")
+        self._closes = self.eos_id is not None and tokenizer.encode(_PROBE)[-1:] == [self.eos_id]  # every text, by itself
 
     def encode(self, texts: Iterable[str], *, special: bool = True) -> dict[str, list[int]]:
         """Ids of each text. special: with what the tokenizer itself puts around a text, unless it begins with BOS already."""
@@ -48,7 +51,7 @@ class TextEncoder:
 
     def _framed(self, ids: list[int]) -> list[int]:
         """With or without BOS, as asked. Never with an EOS of the tokenizer's own, which would end a prompt."""
-        ids = ids[:-1] if len(ids) > 1 and ids[-1] == self.eos_id else ids
+        ids = ids[:-1] if self._closes else ids
         if self.bos is None:
             return ids
         bare = ids[1:] if ids[:1] == [self.bos_id] else ids

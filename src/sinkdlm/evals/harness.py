@@ -175,7 +175,7 @@ def _set_examples(plan: Plan, name: str, task: Any) -> None:
         task.set_config(key="num_fewshot", value=plan.num_fewshot or 0)
     task.set_fewshot_seed(seed=_FEWSHOT_SEED)
     wanted = task.get_config("num_fewshot")
-    if plan.data is not None and wanted and name != "race" and "train" not in task.dataset:
+    if plan.data is not None and wanted and BENCHMARKS[name].trains and "train" not in task.dataset:
         raise EvalError(
             f"{name}: prompts with {wanted} examples need a train file in {plan.data}, and there is none; or say --num-fewshot 0"
         )

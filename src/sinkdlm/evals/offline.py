@@ -73,7 +73,8 @@ def _race(row: Row) -> Row:
 
 
 def _lambada(row: Row) -> Row:
-    return {"text": row["text"] if "text" in row else f"{row['context']} {row['continuation'].strip()}"}
+    """A text is cut at its last space, and only there: its last word may have line breaks in it or after it."""
+    return {"text": row["text"] if "text" in row else f"{row['context']} {row['continuation'].removeprefix(' ')}"}
 
 
 def _gsm8k(row: Row) -> Row:
@@ -95,6 +96,7 @@ class Benchmark:
     split: what the harness scores. folder: where the harness keeps the task, below its tasks/.
     labels: whether the makers give them in a .lst file beside the rows.
     whole: whether a file without the name of a split is the test set.
+    trains: whether examples in prompts come from a train split; else the harness takes them from what it scores.
     """
 
     names: tuple[str, ...]
@@ -105,6 +107,7 @@ class Benchmark:
     without: tuple[str, ...] = ()
     labels: bool = False
     whole: bool = False
+    trains: bool = True
 
 
 BENCHMARKS = {
@@ -113,8 +116,10 @@ BENCHMARKS = {
     "hellaswag": Benchmark(("hellaswag",), _hellaswag, "validation", "hellaswag"),
     "piqa": Benchmark(("piqa", "physicaliqa"), _piqa, "validation", "piqa", labels=True),
     "social_iqa": Benchmark(("social i qa", "social iqa", "socialiqa", "siqa"), _siqa, "validation", "siqa", labels=True),
-    "race": Benchmark(("race",), _race, "test", "race", needs=("high",), without=("middle",)),
-    "lambada_openai": Benchmark(("lambada openai",), _lambada, "test", "lambada", without=("de", "es", "fr", "it"), whole=True),
+    "race": Benchmark(("race",), _race, "test", "race", needs=("high",), without=("middle",), trains=False),
+    "lambada_openai": Benchmark(
+        ("lambada openai",), _lambada, "test", "lambada", without=("de", "es", "fr", "it"), whole=True, trains=False
+    ),
     "gsm8k": Benchmark(("gsm8k",), _gsm8k, "test", "gsm8k", without=("socratic", "cot")),
     "openbookqa": Benchmark(("openbookqa",), _openbookqa, "test", "openbookqa", without=("additional",)),
     "boolq": Benchmark(("boolq",), _boolq, "validation", "super_glue/boolq"),

@@ -10,6 +10,8 @@ from typing import Any
 
 from sinkdlm.errors import EvalError
 from sinkdlm.likelihood import ESTIMATORS
+from sinkdlm.likelihood.estimates import MIN_SETS
+from sinkdlm.likelihood.mask_draws import MONTE_CARLO
 from sinkdlm.sampling import policy_of
 
 # Of the official scripts, with their chain rule and guidance. ARC-Challenge is in none of them: taken as ARC-Easy. Where they draw
@@ -51,6 +53,8 @@ class Settings:
             raise EvalError(f"estimator = {self.estimator!r}: allowed: {', '.join(ESTIMATORS)}")
         if not (isinstance(self.draws, int) and self.draws >= 1):
             raise EvalError(f"draws = {self.draws!r}: a whole number, at least 1")
+        if self.estimator in MONTE_CARLO and self.draws < MIN_SETS:
+            raise EvalError(f"draws = {self.draws}: at least one for each of the {MIN_SETS} draw sets that give its standard error")
         if not (isinstance(self.guidance, int | float) and math.isfinite(self.guidance) and self.guidance >= -1):
             raise EvalError(f"guidance = {self.guidance!r}: allowed is -1 or more")
         if self.causal and self.guidance:
