@@ -3,16 +3,19 @@
     sinkdlm eval --tasks hellaswag --data DIR --limit 200 --write-requests hellaswag.jsonl
     python -m benchmarks.likelihood hellaswag.jsonl --tokenizer T --out benchmarks/results      a GPU: smdm-472m shape
     python -m benchmarks.likelihood arc.jsonl --checkpoint runs/x --adaptive                    what adaptive draws save, and cost
+    python -m benchmarks.likelihood --made 200 --checkpoint runs/nano-sink/model --adaptive     the same on made-up questions
 
 The plain loop masks a request 16 times at once, runs both branches of guidance through the masked form of the model, takes logits
 at every position and sums cross entropies: the official way. It is timed on requests spread evenly over the sheet and scaled.
 Random weights do for timing; --adaptive compares rankings and needs a trained model: two full runs with noise of their own, and
-adaptive runs at several errors with the noise of the first. A run agrees with the second full run on a question where both prefer
+adaptive runs at several errors with the noise of the first. A made-up question is half a text of the made-up corpus, its other half
+and those of three other texts. A run agrees with the second full run on a question where both prefer
 the same option under every metric of the sheet.
 """
 
 import argparse
 import copy
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,12 +28,15 @@ from torch.nn import functional
 from benchmarks.measuring import record, write
 from benchmarks.official_loop import MaskedForm
 from sinkdlm import DiffusionLM, ModelConfig, load
+from sinkdlm.data.synthetic import corpus
 from sinkdlm.evals.encoding import TextEncoder
 from sinkdlm.evals.requests import Request, Sheet, by_question, number_of
+from sinkdlm.evals.settings import Settings
 from sinkdlm.float8 import to_float8
 from sinkdlm.interop.tokenizer import read_tokenizer_at
 from sinkdlm.likelihood import Adaptive, Estimates, log_likelihood
 
+_MADE_SEED = 1_000_003  # texts that no nano model was trained on
 _PLAIN_BATCH = 16
 _PLAIN_REQUESTS = 24
 _ERRORS = (0.5, 0.2, 0.05)
@@ -50,8 +56,22 @@ class Work(NamedTuple):
         return [number_of(*request.question) for request in self.requests]
 
 
+def made_sheet(n: int) -> Sheet:
+    texts = [text for text in corpus(4 * n, seed=_MADE_SEED) if " " in text]
+    cuts = [text.index(" ", len(text) // 2) if " " in text[len(text) // 2 :] else text.rindex(" ") for text in texts]
+    ends = [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
+    requests = [
+        Request(
+            "loglikelihood", "made", doc, option, texts[doc][: cuts[doc]], end, divisors={"acc": 1.0, "acc_norm": float(len(end))}
+        )
+        for doc in range(n)
+        for option, end in enumerate(ends[(doc + other) % len(ends)] for other in (0, n, 2 * n, 3 * n))
+    ]
+    return Sheet(requests, {"made": Settings()})
+
+
 def read_work(given: argparse.Namespace, model: DiffusionLM, tokenizer: Any) -> Work:
-    sheet = Sheet.read(given.sheet)
+    sheet = Sheet.read(given.sheet) if given.sheet is not None else made_sheet(given.made)
     requests = list(sheet.requests)
     rows = TextEncoder(tokenizer).pairs(requests, model.config.context_length)
     settings = sheet.settings[requests[0].task]
@@ -189,6 +209,7 @@ def adaptive_curve(model: DiffusionLM, work: Work, budget: int) -> dict[str, Any
     }
     for error in _ERRORS:
         found = ours(model, work, budget, seed=0, sets=32, adaptive=Adaptive(metrics, error))
+        print(f"error {error}: {int(found.forwards.sum())} of {figures['full_forwards']} forwards", file=sys.stderr, flush=True)
         figures["curve"][f"error {error}"] = {
             "forwards": int(found.forwards.sum()),
             "times_fewer": figures["full_forwards"] / int(found.forwards.sum()),
@@ -214,7 +235,8 @@ def open_model(given: argparse.Namespace) -> DiffusionLM:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sheet", type=Path, help="requests, as `sinkdlm eval --write-requests` writes them")
+    parser.add_argument("sheet", type=Path, nargs="?", help="requests, as `sinkdlm eval --write-requests` writes them")
+    parser.add_argument("--made", type=int, default=0, help="so many made-up questions instead")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--preset", default="smdm-472m", help="shape of random weights")
     parser.add_argument("--checkpoint", type=Path, default=None, help="a trained model instead")
@@ -226,6 +248,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--subject", default="")
     parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
     given = parser.parse_args()
+    if (given.sheet is None) == (given.made == 0):
+        parser.error("give a sheet of requests, or --made")
     if (given.tokenizer is None) == (given.checkpoint is None):
         parser.error("give --checkpoint, or --tokenizer for random weights")
     return given

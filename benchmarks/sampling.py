@@ -26,9 +26,11 @@ from torch import Tensor
 from benchmarks.measuring import measure, quantiles, record, write
 from benchmarks.official_loop import MaskedForm, official_greedy
 from sinkdlm import DiffusionLM, ModelConfig, load
+from sinkdlm.data.synthetic import corpus
 from sinkdlm.float8 import to_float8
 from sinkdlm.sampling import Sampled, generate
 
+_MADE_SEED = 1_000_003  # texts that no nano model was trained on
 _SPREAD = 16  # steps of the official loop that are timed on a GPU
 _THRESHOLDS = (0.9, 0.7, 0.5)
 _OFFICIAL_TEMPERATURE = 0.1  # of its GSM8K evaluation
@@ -218,9 +220,10 @@ def open_model(given: argparse.Namespace) -> DiffusionLM:
 def case_of(model: DiffusionLM, given: argparse.Namespace, rows: int) -> Case:
     """Prompts of a few tokens, another for each row: of a text's lines, or at random."""
     words = torch.randint(0, model.config.vocab_size, (rows, given.prompt), generator=torch.Generator().manual_seed(0))
-    if given.text is not None:
+    if given.text is not None or given.made:
         tokenizer = load(given.checkpoint).tokenizer
-        lines = [tokenizer(line)["input_ids"][: given.prompt] for line in given.text.read_text().splitlines()]
+        texts = corpus(4 * rows, seed=_MADE_SEED) if given.made else given.text.read_text().splitlines()
+        lines = [tokenizer(text)["input_ids"][: given.prompt] for text in texts]
         words = torch.tensor([line for line in lines if len(line) == given.prompt][:rows])
     return Case(model, words.to(given.device), given.length, given.steps, given.block, given.device)
 
@@ -236,6 +239,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=4, help="tokens that are given")
+    parser.add_argument("--made", action="store_true", help="with --checkpoint: rows begin as texts of the made-up corpus do")
     parser.add_argument("--text", type=Path, default=None, help="with --checkpoint: a file whose lines begin the rows")
     parser.add_argument("--tokens-per-step", type=float, default=None, help="what a trained twin reaches with a threshold")
     parser.add_argument("--repeats", type=int, default=2)
