@@ -1,8 +1,9 @@
-"""The samplers of the official code and of LLaDA, written plainly from their descriptions: one row, one position at a time.
+"""Samplers of the official code, of LLaDA and of Dream, plainly from their descriptions: one row, one position at a time.
 
 Independent of the package: they take a function from one row of tokens to its logits (T, V), and return the filled row.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -55,4 +56,21 @@ def llada(predict: Predict, row: Tensor, given: int, steps: int, block: int, mas
                 unconditional = predict(torch.where(fixed, mask_id, row))
                 logits = unconditional + (guidance + 1) * (logits - unconditional)
             reveal(row, logits, inside, count, mask_id)
+    return row
+
+
+def dream(predict: Predict, row: Tensor, steps: int, mask_id: int, eps: float = 1e-3) -> Tensor:
+    """By entropy, least first. Row i of `predict` is for token i + 1; token 0 has its own."""
+    row, times = row.clone(), torch.linspace(1, eps, steps + 1)
+    for i in range(steps):
+        logits = predict(row)
+        guesses = {}
+        for position in range(len(row)):
+            if int(row[position]) == mask_id:
+                own = without_mask(logits[max(0, position - 1)], mask_id).double()
+                terms = [float(p) for p in torch.softmax(own, dim=0)]
+                guesses[position] = (-sum(p * math.log(p) for p in terms if p > 0), terms.index(max(terms)))
+        count = len(guesses) if i == steps - 1 else int(len(guesses) * (1 - times[i + 1] / times[i]))
+        for position in sorted(guesses, key=lambda p: guesses[p][0])[:count]:
+            row[position] = guesses[position][1]
     return row

@@ -512,3 +512,6 @@ def test_wanted_positions_are_those_of_the_whole(variant, padded):
         expected = torch.stack([row[places] for row, places in zip(whole, wanted, strict=True)])
         assert (some - expected).abs().max() <= 1e-12
         assert torch.equal(model.denoiser()(tokens, lengths=lengths, where=wanted), model.head(some))
+        whole, some = (model(tokens, lengths=lengths, causal=True, wanted=places) for places in (None, wanted))
+        expected = torch.stack([row[places] for row, places in zip(whole, wanted, strict=True)])
+        assert (some - expected).abs().max() <= 1e-12

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import VARIANTS, small_model, small_tokens
-from plain_samplers import llada, smdm_greedy
+from plain_samplers import dream, llada, smdm_greedy
 from sinkdlm.errors import SamplingError
 from sinkdlm.sampling import batch, gather, generate, requests_of, step, stream
 from sinkdlm.sampling.requests import Request, start
@@ -177,6 +177,22 @@ def test_greedy_and_llada_are_the_plain_samplers(seed):
                     given_too = {"config": "llada", "steps": steps, "block": block, "guidance": guidance}
                     ours = generate(denoiser, prompt=prompt, length=length, mask_id=mask_id, **given_too)
                     assert torch.equal(ours.tokens[0], llada(predict, row, given, steps, block, mask_id, guidance))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_dream_is_the_plain_sampler(seed):
+    """A foreign denoiser whose rows are for the next token, as Dream's are."""
+    model = small_model(seed=seed)
+
+    def raw(tokens):
+        return model.head(model(tokens))
+
+    for length, given, steps in ((13, 1, 12), (14, 2, 5), (17, 1, 30)):
+        row = torch.full((length,), 11)
+        row[:given] = small_tokens(1, length, seed=seed)[0, :given]
+        with model.inference():
+            ours = generate(raw, prompt=row[None, :given], length=length, mask_id=11, config="dream", steps=steps, shift=True)
+            assert torch.equal(ours.tokens[0], dream(lambda tokens: raw(tokens[None])[0], row, steps, 11))
 
 
 # -- what every run keeps --------------------------------------------------------------------------------------------------------

@@ -308,9 +308,10 @@ class DiffusionLM(nn.Module):
         is_shifted = config.shift_logits and not causal
         if wanted is not None:
             wanted = ((wanted - 1).clamp_min(0) if is_shifted else wanted) + n_registers
-        x = self._run_blocks(x, around, config.n_lane > 0 and not causal, wanted)
+        early = None if causal else wanted  # whom a token sees causally depends on where it stands among all
+        x = self._run_blocks(x, around, config.n_lane > 0 and not causal, early)
         if wanted is not None:
-            return self.norm(x)
+            return self.norm(x if early is not None else _pick(x, wanted))
         x = self.norm(x[:, n_registers:])
         if is_shifted:
             shifted = torch.cat([x[:, :1], x[:, :-1]], dim=1)

@@ -72,10 +72,7 @@ class CausalDenoiser:
 
     def __call__(self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None) -> Tensor:
         with torch.no_grad():
-            hidden = self.model(tokens, lengths=lengths, causal=True)
-            if where is not None:
-                hidden = hidden.gather(1, where[..., None].expand(-1, -1, hidden.shape[-1]))
-            return self.model.head(hidden)
+            return self.model.head(self.model(tokens, lengths=lengths, causal=True, wanted=where))
 
 
 class Answerer:
