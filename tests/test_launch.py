@@ -144,7 +144,8 @@ def test_a_lost_rank_ends_the_others_with_its_name(runs):
     assert re.search(rf"sinkdlm: rank 1 \(\S+, process {lost}\) was lost; run the same command", launch.text())
 
 
-@pytest.mark.parametrize(("size", "victim"), [(3, 1), pytest.param(2, 0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "victim"), [(3, 1), (2, 0)])
 def test_a_lost_rank_ends_the_others_under_any_launcher(runs, size, victim, tmp_path):
     """Ranks as plain processes, which nobody watches but themselves. Rank 0 holds the store that they meet in."""
     out = tmp_path / "run"

@@ -45,7 +45,8 @@ def as_json(*words):
     return json.loads(sample(*words, "--json").stdout)
 
 
-@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 3])
 def test_ranks_share_the_texts_and_write_the_same(checkpoint, n):
     """Three texts on two ranks; and one, for which the second rank has nothing to do."""
     words = ["--prompt", "tom has ", "--length", 12, "-n", n, "--temperature", 1.0, "--no-stop", "--deterministic"]
