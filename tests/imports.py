@@ -45,7 +45,7 @@ ALLOWED = {
     "checkpoint": (*CORE, "durable"),
     "training": (*CORE, "data", "planning", "durable"),
     "interop": CORE,
-    "evals": (*CORE, "data"),
+    "evals": (*CORE, "data", "durable"),
     "analysis": CORE,
     "serving": (*CORE, "analysis"),
     "reproduce": (*CORE, "data", "training", "planning", "interop", "evals", "analysis"),

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,15 +20,16 @@ from evaluated import TEXTS, save_model, small_lm, tiny_tokenizer
 from sinkdlm.cli import main
 from sinkdlm.errors import EvalError, UserError
 from sinkdlm.evals import display, gsm8k
-from sinkdlm.evals.answering import Alone, Answerer, CausalDenoiser, answer_sheet, fingerprint
-from sinkdlm.evals.encoding import TextEncoder
-from sinkdlm.evals.generating import Manner, cut_at
+from sinkdlm.evals.answering import Alone, Answerer, CausalDenoiser, answer_sheet, fingerprint, tokenizer_fingerprint
+from sinkdlm.evals.encoding import TextEncoder, cut_at
+from sinkdlm.evals.generating import Manner
 from sinkdlm.evals.paper import PAPER_ROWS, paper_row
 from sinkdlm.evals.report import draw_table, notes_on
 from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Request, Sheet
 from sinkdlm.evals.responses import Journal, Response, header_of, read_answers
 from sinkdlm.evals.settings import OFFICIAL, Settings, settings_for
 from sinkdlm.likelihood import log_likelihood
+from sinkdlm.sampling import NAMED
 
 DRAWS = 8
 
@@ -62,7 +64,7 @@ def mixed_sheet(seed=0, **changes):
 
 
 def answered(lm, sheet, *, budget=256, world=None, path=None):
-    with Journal(path, header_of(sheet, fingerprint(lm.model), "float64", {})) as journal:
+    with Journal(path, header_of(sheet, fingerprint(lm.model), "tokenizer", "float64", {})) as journal:
         return answer_sheet(Answerer(lm, sheet, budget=budget), journal, world=world, quiet=True)
 
 
@@ -209,6 +211,21 @@ def test_adaptive_draws_go_where_a_ranking_is_open():
     close(values(answered(lm, quick, budget=64)), values(ours))
 
 
+def test_adaptive_draws_do_not_depend_on_the_other_tasks():
+    """Two tasks that are answered alike and ranked by other metrics: a test made at half the error would end later."""
+    lm = small_lm()
+    pairs = [(doc, option) for doc in range(8) for option in range(3)]
+    endings = {(doc, option): " " + TEXTS[(doc + option) % len(TEXTS)][doc : doc + 4] for doc, option in pairs}  # close calls
+    alone = [
+        Request(LOGLIKELIHOOD, "plain", *pair, TEXTS[pair[0] % len(TEXTS)], endings[pair], divisors={"acc": 1.0}) for pair in pairs
+    ]
+    settings = Settings(draws=128, greedy=False, adaptive=True)
+    ours = answered(lm, Sheet(alone, {"plain": settings}), budget=4096)
+    both = answered(lm, Sheet([*alone, *questions(8)], {"plain": settings, "quiz": settings}), budget=4096)
+    assert {key: both[key].draws for key in ours} == {key: found.draws for key, found in ours.items()}
+    assert len({found.draws for found in ours.values()}) > 1
+
+
 # -- tokens ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -323,6 +340,38 @@ def test_generation_ends_at_stop_strings_and_eos():
     assert TextEncoder(tokenizer).decode([5, 6, tokenizer.eos_token_id, 7]) == tokenizer.decode([5, 6])
 
 
+def test_a_stop_string_may_be_a_special_token():
+    tokenizer = tiny_tokenizer(bos=True)
+    encoder = TextEncoder(tokenizer)
+    tokens = [5, 6, tokenizer.bos_token_id, 7]
+    assert encoder.decode(tokens) == tokenizer.decode([5, 6, 7])
+    assert encoder.decode(tokens, ["<s>"]) == tokenizer.decode([5, 6])
+    assert encoder.stops(tokens, ["<s>"])
+    assert not encoder.stops(tokens[:2], ["<s>"])
+
+
+@pytest.mark.parametrize("policy", sorted(NAMED))
+def test_every_policy_can_write_answers(policy):
+    asked = Request(GENERATE, "write", 0, 0, "q", generation={})
+    assert Manner.of(asked, Settings(policy=policy), 1).policy == replace(NAMED[policy], eos_id=1)
+
+
+@pytest.mark.parametrize(
+    ("generation", "said"),
+    [
+        ({"max_gen_toks": "abc"}, "max_gen_toks = 'abc': a whole number"),
+        ({"until": 5}, "until = 5: a string"),
+        ({"canvas": "abc"}, "canvas = 'abc'"),
+        ({"steps": 1.5}, "steps = 1.5: a whole number"),
+        ({"temperature": "hot", "do_sample": False}, "temperature = 'hot': a number"),
+        ({"stages": 0}, "stages = 0"),
+    ],
+)
+def test_wrong_generation_settings_say_so(generation, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        Manner.of(Request(GENERATE, "write", 0, 0, "q", generation=generation), Settings(), 1)
+
+
 def test_stages_continue_what_was_written():
     lm = small_lm(context_length=128)
     generation = {"canvas": 64, "steps": 16, "stages": 2, "policy": "smdm-greedy"}
@@ -389,7 +438,7 @@ def test_what_is_answered_is_not_asked_again(tmp_path):
             asked.append([request.key for request in batch])
             return super().answer(batch)
 
-    header = header_of(sheet, fingerprint(lm.model), "float64", {})
+    header = header_of(sheet, fingerprint(lm.model), "tokenizer", "float64", {})
     with Journal(path, header) as journal, pytest.raises(PowerCutError):
         answer_sheet(Broken(lm, sheet, budget=64), journal, quiet=True)
     assert len(read_answers(path)[1]) == sum(map(len, asked))
@@ -409,12 +458,13 @@ def test_what_is_answered_is_not_asked_again(tmp_path):
 def test_other_answers_are_not_gone_on_with(tmp_path):
     lm, sheet, path = small_lm(), mixed_sheet(), tmp_path / "r.jsonl"
     part = Sheet(sheet.requests[:3], sheet.settings)
-    header = header_of(part, "weights", "float32", {})
+    header = header_of(part, "weights", "tokenizer", "float32", {})
     Journal(path, header).close()
     for name, said in (
         ("requests", "other requests or settings"),
         ("checkpoint", "another model"),
         ("arithmetic", "another precision"),
+        ("tokenizer", "another tokenizer"),
     ):
         with pytest.raises(EvalError, match=f"{said}; choose another --out"):
             Journal(path, {**header, name: "other"})
@@ -423,6 +473,14 @@ def test_other_answers_are_not_gone_on_with(tmp_path):
     path.write_text("[1]\n")
     with pytest.raises(EvalError, match="line 1 is no JSON object"):
         Journal(path, header)
+    for foreign in ('{"text": "mine"}', '{"text": "mine"}\n{"text": "cut', "notes\nof mine", '{"sinkdlm": "responses"}'):
+        path.write_text(foreign)
+        with pytest.raises(EvalError):
+            Journal(path, header)
+        assert path.read_text() == foreign  # whatever it is, it is somebody's
+    path.write_text(json.dumps(header, ensure_ascii=False)[:20])  # a run that ended while it wrote its first line
+    Journal(path, header).close()
+    assert read_answers(path)[0] == header
     path.write_text('{"a": 1}\n')
     with pytest.raises(EvalError, match="no file of responses"):
         read_answers(path)
@@ -432,6 +490,13 @@ def test_other_answers_are_not_gone_on_with(tmp_path):
         Journal(Path("/proc/none/r.jsonl"), header)
     assert fingerprint(lm.model) != fingerprint(small_lm(seed=1).model)
     assert fingerprint(lm.model) != fingerprint(small_lm(n_sinks=2).model)
+    turned = small_lm().model
+    assert fingerprint(lm.model) == fingerprint(turned)
+    with torch.no_grad():
+        turned.embed.weight.copy_(turned.embed.weight.flip(0))
+    assert fingerprint(lm.model) != fingerprint(turned)
+    assert tokenizer_fingerprint(tiny_tokenizer()) == tokenizer_fingerprint(tiny_tokenizer())
+    assert tokenizer_fingerprint(tiny_tokenizer()) != tokenizer_fingerprint(tiny_tokenizer(bos=True))
 
 
 def test_wrong_requests_say_so(tmp_path):
@@ -477,7 +542,9 @@ def test_wrong_requests_say_so(tmp_path):
 
 
 def test_tasks_have_the_official_settings():
-    assert len(OFFICIAL) == 10
+    assert len(OFFICIAL) == 12
+    assert settings_for("gsm8k_two_stage", {"steps": 3}) == Settings(policy="smdm-greedy", steps=3)
+    assert settings_for("arc_easy", {}, {"estimator": "causal"}) == Settings(estimator="causal")
     assert settings_for("piqa", {}) == Settings(estimator="chain", guidance=0.6)
     assert settings_for("hellaswag", {"draws": 32}, {"guidance": 0.0}) == Settings(draws=32)
     assert settings_for("arc_easy", {"estimator": "causal"}) == Settings(estimator="causal")
@@ -489,6 +556,11 @@ def test_tasks_have_the_official_settings():
         ({"estimator": "causal", "guidance": 1.0}, "an AR parent has no"),
         ({"policy": "magic"}, "policy 'magic'"),
         ({"drows": 1}, "drows: unknown"),
+        ({"bos": "maybe"}, "bos = 'maybe': true or false"),
+        ({"adaptive": "maybe"}, "adaptive = 'maybe'"),
+        ({"adaptive": True, "draws": 16}, "the 32 draw sets of --adaptive"),
+        ({"error": 2}, "error = 2: above 0"),
+        ({"steps": "abc"}, "steps = 'abc': a whole number"),
     ):
         with pytest.raises(UserError, match=said):
             settings_for("t", values_)
@@ -532,6 +604,10 @@ def test_paper_rows_are_there():
         ("1,250", "1250", True),
         ("0.5", "1/2", True),
         ("0.5", "50%", True),
+        ("18", "18%", True),
+        ("18", r"18\%", True),
+        ("18", "€18", True),
+        ("12", "1 2", False),
         ("18", "19", False),
         ("18", "", False),
         ("18", "181", False),
@@ -678,7 +754,13 @@ def test_documents_are_scored(tmp_path, checkpoint, run):
         (("score-requests", "CKPT", "BODY", "--out", "r"), "no file of requests"),
         (("eval", "CKPT", "--paper", "table9"), "no such row"),
         (("eval", "CKPT", "--responses", "absent"), "cannot be read"),
-        (("eval", "CKPT", "--responses", "r", "--tasks", "piqa"), "leave out --tasks"),
+        (("eval", "CKPT", "--responses", "r", "--tasks", "piqa"), "its file says what was asked"),
+        (("eval", "CKPT", "--responses", "r", "--draws", "9"), "its file says what was asked"),
+        (("eval", "CKPT", "--tasks", "piqa", "--causal", "--estimator", "chain"), "leave one of them out"),
+        (("eval", "CKPT", "--tasks", "piqa", "--adaptive", "--estimator", "chain"), "goes with estimator exact_k"),
+        (("eval", "CKPT", "--tasks", "piqa", "--log-samples"), "say where, with --out"),
+        (("eval", "CKPT", "--tasks", "gsm8k", "--gen-kwargs", "foo"), "expected key=value pairs"),
+        (("eval", "CKPT", "--tasks", "gsm8k", "--seed", "99999999999999999999"), "less than or equal to 9223372036854775807"),
         (("eval", "--tasks", "piqa"), "which model?"),
         (("eval", "CKPT", "--tasks", "piqa", "--guidance", "1", "--causal"), "an AR parent has no [MASK]"),
     ],

@@ -216,6 +216,22 @@ def test_the_model_class_serves_the_harness_itself(harness, bench):
         evaluation.judge({})
 
 
+def test_samples_show_the_prompts_that_were_asked(harness, bench):
+    """Examples are drawn: the harness that judges must draw those that the harness that asked has drawn."""
+    evaluation = harness.Evaluation(harness.Plan(("gsm8k",), data=str(bench), num_fewshot=2, gen_kwargs={"max_gen_toks": 8}))
+    sheet = evaluation.ask()
+    assert [request.context for request in evaluation.ask().requests] == [request.context for request in sheet.requests]
+    answers = {request.key: harness.Response(*request.key, texts=["#### 1"]) for request in sheet.requests}
+    samples = evaluation.judge(answers)["samples"]["gsm8k"]
+    shown = {sample["doc_id"]: sample["arguments"][0][0] for sample in samples}
+    assert shown == {request.doc: request.context for request in sheet.requests}
+
+
+def test_adaptive_draws_need_to_know_the_tasks(harness):
+    with pytest.raises(EvalError, match="sinkdlm eval --adaptive"):
+        harness.HarnessLM.of(small_lm(), adaptive=True)
+
+
 def test_an_ar_parent_gets_the_harnesses_own_numbers(harness, bench, tmp_path):
     """A Llama of transformers, scored by the harness's own model class, and converted and scored by us: values and greediness."""
     import warnings

@@ -117,7 +117,7 @@ def convert(
     sink_init: Annotated[SinkInit, typer.Option(help="New sinks: mean of the embeddings plus noise, or normal.")] = SinkInit.MEAN,
     gate_init: Annotated[GateInit, typer.Option(help="A new gate: normal, or keep the parent's function.")] = GateInit.NORMAL,
     dtype: Annotated[Dtype | None, typer.Option(help="Convert the weights; by default they stay as they are.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of new rows and gates.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of new rows and gates.")] = 0,
     standalone: Annotated[bool, typer.Option("--standalone", help="With --to hf: add a modelling file of its own.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -205,7 +205,7 @@ def sample(
     length: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 64,
     until_eos: Annotated[bool, typer.Option("--until-eos", help="Append blocks until EOS; --length is the limit.")] = False,
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Texts for each prompt.")] = 1,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     config: Annotated[str, typer.Option("--config", "--policy", help="smdm-origin, smdm-greedy, llada, dream or fast.")] = "llada",
     steps: Annotated[int | None, typer.Option(help="Denoising steps; by default one a token.")] = None,
     block: Annotated[int | None, typer.Option(help="Tokens of a block, filled left to right; by default all at once.")] = None,
@@ -429,7 +429,7 @@ def data_example(
     out: Annotated[Path, typer.Option(help="The folder of token shards to write.")],
     documents: Annotated[int, typer.Option(min=2, help="Documents, or question and answer pairs.")] = 20_000,
     kind: Annotated[ExampleKind, typer.Option(help="Running text, or questions with answers.")] = ExampleKind.TEXT,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     as_json: Json = False,
 ) -> None:
     """Write a small made-up corpus with its own character-level tokenizer: sums, word problems, patterns, sentences."""
@@ -442,7 +442,7 @@ def data_example(
 def demo(
     out: Annotated[Path, typer.Option(help="Where the twins and what was measured go.")] = Path("runs/demo"),
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each twin.")] = 600,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     as_json: Json = False,
 ) -> None:
     """Train nano twins, with and without a sink, for about a minute on a CPU, and say what was seen."""

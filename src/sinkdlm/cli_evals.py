@@ -57,7 +57,7 @@ def evaluate(
     gen_kwargs: Annotated[str | None, typer.Option(help="Of generated answers: as in max_gen_toks=128,temperature=0.5.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="TASK.KEY=VALUE", help="A setting of one task.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Prompts go through the tokenizer's chat template.")] = False,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     out: Annotated[
         Path | None, typer.Option(help="A folder for results.json and responses; the same command goes on there.")
     ] = None,
@@ -78,10 +78,31 @@ def evaluate(
 
     shown = Shown(out, log_samples, paper_row(paper) if paper is not None else None, as_json)
     if responses is not None:
-        if write_requests is not None or tasks:
-            raise EvalError("--responses: its file says what was asked; leave out --tasks and --write-requests")
+        asking = (
+            write_requests,
+            tasks,
+            limit,
+            num_fewshot,
+            estimator,
+            draws,
+            guidance,
+            adaptive,
+            error,
+            causal,
+            bos,
+            policy,
+            steps,
+        )
+        if any(asking) or any((block, gen_kwargs, overrides, chat, seed, use_cache)) or guidance == 0 or num_fewshot == 0:
+            raise EvalError("--responses: its file says what was asked and how; leave out all but CKPT, --data and what is shown")
         _judge_responses(checkpoint, responses, data, shown)
         return
+    if causal and estimator not in (None, "causal"):
+        raise EvalError(f"--causal: its estimator is causal, not {estimator}; leave one of them out")
+    if adaptive and estimator not in (None, "exact_k"):
+        raise EvalError(f"--adaptive: goes with estimator exact_k, not {estimator}")
+    if log_samples and out is None and write_requests is None:
+        raise EvalError("--log-samples: say where, with --out")
     if checkpoint is None and (write_requests is None or chat):
         raise EvalError("CKPT: which model? (--write-requests needs none, but with --chat)")
     named = {"estimator": "causal" if causal else estimator, "draws": draws, "guidance": guidance, "policy": policy}
@@ -129,7 +150,9 @@ class _Question:
         self._changes = {name: value for name, value in named.items() if value is not None}
         settings_for("", self._changes)
         self._overrides = [parse_override(override) for override in overrides]
-        fields = dict(parse_override(pair) for pair in (gen_kwargs or "").split(",") if pair)
+        fields = _read_fields(gen_kwargs or "")
+        if "temperature" in fields and "do_sample" not in fields:
+            fields["do_sample"] = bool(fields["temperature"])  # tasks that say not to sample would drop it
         self._plan, self._seed = {**plan, "gen_kwargs": fields or None}, seed
 
     def ask(self, tokenizer: Any) -> tuple[Any, Any]:
@@ -137,6 +160,23 @@ class _Question:
 
         evaluation = harness.Evaluation(harness.Plan(**self._plan), tokenizer)
         return evaluation, evaluation.ask(changes=self._changes, overrides=self._overrides, seed=self._seed)
+
+
+def _read_fields(text: str) -> dict[str, Any]:
+    """`a=1,b=[2, 3],c=word`: TOML's inline table, or pairs whose words have no quotes."""
+    import tomllib
+
+    from sinkdlm.errors import ConfigError, EvalError
+    from sinkdlm.tables import parse_override
+
+    try:
+        return tomllib.loads(f"fields = {{{text}}}")["fields"]
+    except tomllib.TOMLDecodeError:
+        pass
+    try:
+        return dict(parse_override(pair) for pair in text.split(",") if pair)
+    except ConfigError:
+        raise EvalError(f"--gen-kwargs {text}: expected key=value pairs, as in max_gen_toks=128,temperature=0.5") from None
 
 
 def score_requests(
@@ -173,7 +213,7 @@ def score(
     estimator: Annotated[str, typer.Option(help="exact_k, official, chain or causal.")] = "exact_k",
     draws: Annotated[int, typer.Option(min=1, help="Monte Carlo masks of each window.")] = 128,
     causal: Annotated[bool, typer.Option("--causal", help="Score the AR parent: causal attention, no [MASK], no sink.")] = False,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     out: Annotated[Path | None, typer.Option(help="A file of responses: the same command goes on there.")] = None,
     batch_tokens: BatchTokens = None,
     device: Device = None,
@@ -231,12 +271,12 @@ def _facts(checkpoint: str, lm: Any) -> dict[str, Any]:
 def _answer(lm: Any, sheet: Any, checkpoint: str, world: Any, batch_tokens: int | None, path: Path | None) -> Any:
     from contextlib import nullcontext
 
-    from sinkdlm.evals.answering import Answerer, answer_sheet, fingerprint
+    from sinkdlm.evals.answering import Answerer, answer_sheet, fingerprint, tokenizer_fingerprint
     from sinkdlm.evals.responses import Journal, header_of
 
     answerer = Answerer(lm, sheet, budget=batch_tokens)
     arithmetic = str(lm.model.embed.weight.dtype).removeprefix("torch.")
-    header = header_of(sheet, fingerprint(lm.model), arithmetic, _facts(checkpoint, lm))
+    header = header_of(sheet, fingerprint(lm.model), tokenizer_fingerprint(lm.tokenizer), arithmetic, _facts(checkpoint, lm))
     journal = Journal(path if world.first else None, header)
     with journal if world.first else nullcontext():
         return answer_sheet(answerer, journal, world=world)

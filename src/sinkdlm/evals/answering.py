@@ -93,7 +93,9 @@ class Answerer:
         for question in by_question(requests):
             for kind, part in itertools.groupby(question, key=lambda request: request.kind):
                 own = list(part)
-                key = (kind, self.sheet.settings[own[0].task], _has_ranking(own))
+                # Ranked by the same metrics: a test that allows for those of others would depend on the batch.
+                metrics = tuple(sorted(own[0].divisors)) if _has_ranking(own) else ()
+                key = (kind, self.sheet.settings[own[0].task], metrics)
                 alike.setdefault(key, []).append(own)
         most = self.budget * _FORWARDS.get(self.device.type, _FORWARDS["cpu"])
         for questions in alike.values():
@@ -170,6 +172,7 @@ class Answerer:
             self._denoisers[settings.causal],
             [ids[request.context] for request in batch],
             window=self._room(settings),
+            numbers=[number_of(*request.key) for request in batch],
             prefix=encoder.prefix(batch[0].place) if settings.causal or encoder.prefix_id is not None else (),
             estimator=settings.estimator,
             draws=settings.draws,
@@ -221,9 +224,18 @@ def fingerprint(model: DiffusionLM) -> str:
     found = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True).encode())
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for name, weight in sorted(model.state_dict().items()):
-        bits = weight.detach().contiguous().view(words[weight.element_size()])
-        found.update(f"{name} {tuple(weight.shape)} {int(bits.sum(dtype=torch.int64))}".encode())
+        bits = weight.detach().contiguous().view(words[weight.element_size()]).flatten().to(torch.int64)
+        odd = 2 * torch.arange(len(bits), device=bits.device) + 1  # where a number stands counts too
+        found.update(f"{name} {tuple(weight.shape)} {int((bits * odd).sum())}".encode())
     return found.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Of everything by which a tokenizer turns text into ids and back."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    ids = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id, getattr(tokenizer, "chat_template", None))
+    return hashlib.sha256(json.dumps([ids, ends], default=str).encode()).hexdigest()
 
 
 def answer_sheet(answerer: Answerer, journal: Journal, *, world: Sharing | None = None, quiet: bool = False) -> dict[Any, Response]:

@@ -4,6 +4,7 @@ A prompt and its continuation are tokenised together, so that their border is wh
 prompt go with the continuation. The tokenizer's own beginning (BOS) is kept. What does not fit the model is cut from the left.
 """
 
+import bisect
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -91,10 +92,25 @@ class TextEncoder:
             raise EvalError(f"{place}: the prompt is empty, and the tokenizer has neither BOS nor EOS to stand for it")
         return [self.prefix_id]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Up to the first EOS, without special tokens."""
-        ended = tokens[: tokens.index(self.eos_id)] if self.eos_id in tokens else tokens
-        return str(self.tokenizer.decode(ended, skip_special_tokens=True))
+    def decode(self, tokens: Sequence[int], until: Sequence[str] = ()) -> str:
+        """Up to the first EOS or stop string, without special tokens. A stop string may be one: it is looked for among them."""
+        ended = list(tokens[: tokens.index(self.eos_id)] if self.eos_id in tokens else tokens)
+        if self.stops(ended, until):
+            least = bisect.bisect_left(range(len(ended)), True, key=lambda n: self.stops(ended[:n], until))
+            ended = ended[:least]
+        return cut_at(str(self.tokenizer.decode(ended, skip_special_tokens=True)), until)
+
+    def stops(self, tokens: Sequence[int], until: Sequence[str]) -> bool:
+        """Whether a stop string has been written."""
+        text = str(self.tokenizer.decode(list(tokens), skip_special_tokens=False)) if until else ""
+        return any(stop in text for stop in until)
+
+
+def cut_at(text: str, until: Sequence[str]) -> str:
+    """Up to the first stop string."""
+    for stop in until:
+        text = text.split(stop)[0]
+    return text
 
 
 def _move_blanks(request: Request) -> tuple[str, str]:

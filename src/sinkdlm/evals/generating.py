@@ -42,30 +42,43 @@ class Manner:
         if unknown:
             raise EvalError(f"{request.task}: generation setting {unknown[0]!r} is not supported; there are {', '.join(_KNOWN)}")
         until = given.get("until") or []
+        stops = [until] if isinstance(until, str) else until
+        if not (isinstance(stops, list | tuple) and all(isinstance(stop, str) for stop in stops)):
+            raise EvalError(f"{request.task}: until = {until!r}: a string, or a list of strings")
         options: dict[str, Any] = {
-            "temperature": _temperature(given),
+            "temperature": _temperature(request, given),
             "top_k": given.get("top_k") or None,
             "top_p": given.get("top_p"),
-            "steps": given.get("steps") or settings.steps,
-            "block": given.get("block") or settings.block,
+            "steps": settings.steps if given.get("steps") is None else given["steps"],
+            "block": settings.block if given.get("block") is None else given["block"],
             "guidance": settings.guidance,
             "eos_id": eos_id,
         }
+        options = {name: value for name, value in options.items() if value is not None}
         if settings.causal:  # one token after the other is what an AR model's own decoding is
             options |= {"block": 1, "steps": None, "shift": True}
-        limits = [int(given[name]) for name in _LIMITS if given.get(name) is not None]
+        limits = [_whole(request, name, given[name]) for name in _LIMITS if given.get(name) is not None]
         return cls(
             policy=policy_of(given.get("policy") or settings.policy, **options),
             n_tokens=limits[0] if limits else _TOKENS,
-            until=tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop),
-            canvas=given.get("canvas"),
-            stages=int(given.get("stages", 1)),
+            until=tuple(stop for stop in stops if stop),
+            canvas=None if given.get("canvas") is None else _whole(request, "canvas", given["canvas"]),
+            stages=_whole(request, "stages", given.get("stages", 1)),
             grows=settings.causal and eos_id is not None,
         )
 
 
-def _temperature(given: dict[str, Any]) -> float:
+def _whole(request: Request, name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise EvalError(f"{request.task}: {name} = {value!r}: a whole number, at least 1")
+    return value
+
+
+def _temperature(request: Request, given: dict[str, Any]) -> float:
     """As the harness reads it: no sampling, no temperature."""
+    wrong = given.get("temperature")
+    if isinstance(wrong, bool) or not isinstance(wrong, int | float | None):
+        raise EvalError(f"{request.task}: temperature = {wrong!r}: a number, 0 or more")
     if given.get("do_sample") is False:
         return 0.0
     return float(given.get("temperature") or 0.0) if "temperature" in given else float(bool(given.get("do_sample")))
@@ -104,7 +117,7 @@ class Generator:
             states = start([self._canvas(text, ids[text.context], stage) for text in active])
             self._run(states, [text.manner for text in active])
             for text, state in zip(active, states, strict=True):
-                written = cut_at(self._written(state), text.manner.until)
+                written = self.encoder.decode(_written(state), text.manner.until)
                 text.texts.append(written)
                 text.forwards += state.steps
                 text.n_tokens += state.length - _n_given(state)
@@ -117,7 +130,8 @@ class Generator:
         size = manner.n_tokens if manner.canvas is None else max(_LEAST, manner.canvas - len(prompt))
         kept = min(self.room, manner.canvas or self.room) - size
         if kept < 1:
-            raise EvalError(f"{place}: {size} tokens to write: the model reads {self.room}, prompt included; set max_gen_toks")
+            cure = "max_gen_toks" if manner.canvas is None else f"canvas={self.room}"
+            raise EvalError(f"{place}: {size} tokens to write: the model reads {self.room}, prompt included; set {cure}")
         text.truncated += max(0, len(prompt) - kept)
         row = [*prompt[-kept:], *[self.mask_id] * size]
         number = number_of(*text.request.key, stage)
@@ -136,22 +150,16 @@ class Generator:
             step([state for state, _ in running], self.access, device=self.device)
             for (state, manner), began in zip(running, before, strict=True):
                 # Only what lies before the block is final; a stop string there ends the text.
-                if state.turn is not None and state.turn.start != began and manner.until:
-                    final = self._written(state, state.turn.start)
-                    if any(stop in final for stop in manner.until):
-                        state.end()
+                turn = state.turn
+                if turn is not None and turn.start != began and self.encoder.stops(_written(state, turn.start), manner.until):
+                    state.end()
             running = [pair for pair in running if not pair[0].done]
 
-    def _written(self, state: State, stop: int | None = None) -> str:
-        return self.encoder.decode(state.tokens[_n_given(state) : stop].tolist())
+
+def _written(state: State, stop: int | None = None) -> list[int]:
+    tokens: list[int] = state.tokens[_n_given(state) : stop].tolist()
+    return tokens
 
 
 def _n_given(state: State) -> int:
     return state.request.canvas.index(state.request.mask_id)
-
-
-def cut_at(text: str, until: Sequence[str]) -> str:
-    """Up to the first stop string."""
-    for stop in until:
-        text = text.split(stop)[0]
-    return text

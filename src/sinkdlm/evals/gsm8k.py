@@ -13,10 +13,10 @@ from typing import Any
 
 STAGES = {"gsm8k_two_stage": 2, "gsm8k_one_stage": 1}
 MARK = "####"
-_CANVAS = 256
+CANVAS = 256
 _LONGEST = 200  # characters of an answer that algebra is tried on
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(/\d+)?%?")
-_NOISE = re.compile(r"[,$\s]|\\[!,;$%]|\\text\{[^}]*\}")
+_NOISE = re.compile(r"[,$€£¥]|\\[!,;$]|\\(?=%)|\\text\{[^}]*\}")
 
 
 def generation(task: str) -> dict[str, Any]:
@@ -24,9 +24,7 @@ def generation(task: str) -> dict[str, Any]:
         "until": [],
         "do_sample": True,
         "temperature": 0.1,
-        "policy": "smdm-greedy",
-        "steps": _CANVAS,
-        "canvas": _CANVAS,
+        "canvas": CANVAS,
         "stages": STAGES[task],
     }
 
@@ -37,17 +35,20 @@ def extract_answer(text: str) -> str:
 
 
 def normalise(answer: str) -> str:
-    return _NOISE.sub("", answer).rstrip(".").lower()
+    return " ".join(_NOISE.sub("", answer).split()).rstrip(".").lower()
 
 
-def _number(text: str) -> Fraction | None:
+def _numbers(text: str) -> set[Fraction]:
+    """What a text may mean: a share in per cent is also the number before the sign."""
     if not _NUMBER.fullmatch(text):
-        return None
-    share = 100 if text.endswith("%") else 1
+        return set()
     try:
-        return Fraction(text.rstrip("%")) / share if "." not in text or "/" not in text else None
+        value = Fraction(text.rstrip("%")) if "." not in text or "/" not in text else None
     except (ValueError, ZeroDivisionError):
-        return None
+        return set()
+    if value is None:
+        return set()
+    return {value, value / 100} if text.endswith("%") else {value}
 
 
 def is_same_answer(gold: str, answer: str) -> bool:
@@ -57,9 +58,9 @@ def is_same_answer(gold: str, answer: str) -> bool:
         return False
     if ours == theirs:
         return True
-    a, b = _number(ours), _number(theirs)
-    if a is not None and b is not None:
-        return a == b
+    a, b = _numbers(ours), _numbers(theirs)
+    if a and b:
+        return bool(a & b)
     return len(answer) <= _LONGEST and _are_equal_expressions(gold, answer)
 
 

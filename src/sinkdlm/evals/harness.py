@@ -32,6 +32,7 @@ from sinkdlm.errors import EvalError
 from sinkdlm.evals import gsm8k
 from sinkdlm.evals.answering import Answerer, answer_sheet
 from sinkdlm.evals.encoding import TextEncoder
+from sinkdlm.evals.generating import Manner
 from sinkdlm.evals.offline import ALIASES, BENCHMARKS, load_splits, resolve_task
 from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Key, Request, Sheet
 from sinkdlm.evals.responses import Journal, Response
@@ -197,7 +198,12 @@ class HarnessLM(TemplateLM):
 
     @classmethod
     def of(cls, lm: Any, *, seed: int = 0, budget: int | None = None, **changes: Any) -> "HarnessLM":
-        """For lm_eval.simple_evaluate(model=HarnessLM.of(sinkdlm.load(...)), tasks=[...]). changes: of every task's Settings."""
+        """For lm_eval.simple_evaluate(model=HarnessLM.of(sinkdlm.load(...)), tasks=[...]). changes: of every task's Settings.
+
+        greedy=False saves the prediction of what the model itself would write, which choice tasks do not read.
+        """
+        if changes.get("adaptive"):
+            raise EvalError("adaptive: here nobody says what options are divided by; use `sinkdlm eval --adaptive`, or Evaluation")
 
         def answer(requests: Sequence[Request]) -> list[Response]:
             settings = {task: settings_for(task, changes) for task in {request.task for request in requests}}
@@ -299,6 +305,9 @@ class Evaluation:
             return [Response(*request.key, value=0.0) for request in requests]  # thrown away, with what the harness makes of it
 
         self._run(record, bootstrap=0, log_samples=False)
+        for request in asked:
+            if request.kind == GENERATE:
+                Manner.of(request, settings[request.task], None)  # what cannot be written is said now
         return Sheet(asked, settings, seed, {"plan": self.plan.to_dict()})
 
     def judge(self, responses: Mapping[Key, Response]) -> dict[str, Any]:
@@ -313,6 +322,8 @@ class Evaluation:
         return self._run(look_up, bootstrap=self.plan.bootstrap, log_samples=True)
 
     def _run(self, answer: Answer, *, bootstrap: int, log_samples: bool) -> dict[str, Any]:
+        for task in self.tasks.values():
+            task.set_fewshot_seed(seed=_FEWSHOT_SEED)  # it is used up by a run, and judging must see the prompts that were asked
         with _quiet():
             found = evaluate(
                 lm=HarnessLM(answer, tokenizer=self.tokenizer, tasks=self.tasks),

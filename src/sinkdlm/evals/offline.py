@@ -225,7 +225,7 @@ def resolve_task(name: str) -> str:
 
 
 def load_splits(folder: Path, task: str) -> dict[str, list[Row]]:
-    """Every split of a task that a folder has; the one that is scored must be there."""
+    """The split that is scored, which must be there, and train, where there is one."""
     if task not in BENCHMARKS:
         raise EvalError(f"task {task!r}: not among those that --data reads: {', '.join([*BENCHMARKS, *ALIASES])}")
     files = find_splits(folder, task)
@@ -233,4 +233,4 @@ def load_splits(folder: Path, task: str) -> dict[str, list[Row]]:
     if split not in files:
         names = BENCHMARKS[task].names[0].replace(" ", "_")
         raise EvalError(f"{task}: {folder} has no file for it; expected for example {names}_{split}.jsonl")
-    return {name: read_rows(paths, task) for name, paths in files.items()}
+    return {name: read_rows(files[name], task) for name in dict.fromkeys(("train", split)) if name in files}

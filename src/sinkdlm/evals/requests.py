@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sinkdlm.durable import replace_text
 from sinkdlm.errors import EvalError
 from sinkdlm.evals.settings import Settings
 
@@ -106,15 +107,15 @@ class Sheet:
 
     def _header(self) -> dict[str, Any]:
         settings = {task: one.to_dict() for task, one in sorted(self.settings.items())}
-        return {"sinkdlm": "requests", "version": _VERSION, "seed": self.seed, "settings": settings, "about": dict(self.about)}
+        told = {"count": len(self.requests), "seed": self.seed, "settings": settings, "about": dict(self.about)}
+        return {"sinkdlm": "requests", "version": _VERSION, **told}
 
     def write(self, path: Path) -> None:
         lines = [self._header(), *(request.to_dict() for request in self.requests)]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("w", encoding="utf-8") as file:
-                for line in lines:
-                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            replace_text(path, text, path.with_name(f".{path.name}.partial"))
         except OSError as failure:
             raise EvalError(f"{path}: cannot be written: {failure.strerror}") from None
 
@@ -127,6 +128,8 @@ class Sheet:
         try:
             settings = {task: Settings.of(values, task) for task, values in header["settings"].items()}
             requests = [Request(**line) for line in lines]
+            if len(requests) != header["count"]:
+                raise EvalError(f"{path}: {len(requests)} of {header['count']} requests: it was cut; write it again")
             return cls(requests, settings, header["seed"], header["about"])
         except (KeyError, TypeError, AttributeError) as failure:
             raise EvalError(

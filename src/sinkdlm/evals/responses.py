@@ -21,6 +21,7 @@ _SAME = {
     "requests": "answers to other requests or settings",
     "arithmetic": "answers in another precision",
     "checkpoint": "answers of another model",
+    "tokenizer": "answers with another tokenizer",
 }
 
 
@@ -56,13 +57,14 @@ class Response:
         return self.texts[-1] if self.texts else ""
 
 
-def header_of(sheet: Sheet, checkpoint: str, arithmetic: str, model: Mapping[str, Any]) -> dict[str, Any]:
-    """checkpoint: a fingerprint of the weights. model: facts of it, to be shown."""
+def header_of(sheet: Sheet, checkpoint: str, tokenizer: str, arithmetic: str, model: Mapping[str, Any]) -> dict[str, Any]:
+    """checkpoint, tokenizer: fingerprints. model: facts of it, to be shown."""
     return {
         "sinkdlm": "responses",
         "version": _VERSION,
         "requests": sheet.digest,
         "checkpoint": checkpoint,
+        "tokenizer": tokenizer,
         "arithmetic": arithmetic,
         "model": dict(model),
         "seed": sheet.seed,
@@ -94,15 +96,14 @@ class Journal:
             raise EvalError(f"{path}: another run is writing there") from None
         except OSError as failure:
             raise EvalError(f"{path}: cannot be written: {failure.strerror}") from None
-        found = _read_whole_lines(path)
-        self._file.truncate(found.size)
+        found = _read_whole_lines(path, _encode(header))
+        if found.header is not None:
+            for name, other in _SAME.items():
+                if found.header.get(name) != header[name]:
+                    raise EvalError(f"{path}: has {other}; choose another --out, or remove it")
+        self._file.truncate(found.size)  # not before it is known that the file is ours
         if found.header is None:
             self._write([dict(header)])
-            return
-        check_header(path, found.header, "responses")
-        for name, other in _SAME.items():
-            if found.header[name] != header[name]:
-                raise EvalError(f"{path}: has {other}; choose another --out, or remove it")
         self.done = found.responses
 
     def append(self, responses: Sequence[Response]) -> None:
@@ -114,7 +115,7 @@ class Journal:
         if self._file is None:
             return
         try:
-            self._file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+            self._file.write(b"".join(map(_encode, lines)))
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as failure:
@@ -131,6 +132,10 @@ class Journal:
             self._file.close()
 
 
+def _encode(line: Mapping[str, Any]) -> bytes:
+    return (json.dumps(line, ensure_ascii=False) + "\n").encode()
+
+
 @dataclass(frozen=True)
 class Answers:
     """A file of responses, as far as it goes. size: bytes up to the last whole line."""
@@ -140,15 +145,19 @@ class Answers:
     size: int
 
 
-def _read_whole_lines(path: Path) -> Answers:
+def _read_whole_lines(path: Path, begun: bytes = b"") -> Answers:
+    """begun: a first line that may have been cut off while it was written; any other text without an end is not ours."""
     try:
         content = path.read_bytes()
     except OSError as failure:
         raise EvalError(f"{path}: cannot be read: {failure.strerror}") from None
     size = content.rfind(b"\n") + 1  # a line without its end was being written when something ended the run
-    lines = [parse_line(path, number, line) for number, line in enumerate(content[:size].splitlines(), start=1)]
-    if not lines:
+    if not size and begun.startswith(content):
         return Answers(None, {}, 0)
+    first, *others = content[:size].splitlines() or [content]
+    header = parse_line(path, 1, first)
+    check_header(path, header, "responses")
+    lines = [header, *(parse_line(path, number, line) for number, line in enumerate(others, start=2))]
     try:
         responses = [Response(**line) for line in lines[1:]]
     except TypeError as failure:
@@ -159,6 +168,6 @@ def _read_whole_lines(path: Path) -> Answers:
 def read_answers(path: Path) -> tuple[dict[str, Any], dict[Key, Response]]:
     """The header and every response of a finished or unfinished file."""
     found = _read_whole_lines(path)
-    check_header(path, found.header, "responses")
-    assert found.header is not None
+    if found.header is None:
+        raise EvalError(f"{path}: is empty")
     return found.header, found.responses

@@ -11,6 +11,7 @@ from typing import Any
 from sinkdlm.errors import EvalError
 from sinkdlm.likelihood import ESTIMATORS
 from sinkdlm.likelihood.estimates import MIN_SETS
+from sinkdlm.likelihood.estimators import ADAPTIVE_SETS
 from sinkdlm.likelihood.mask_draws import MONTE_CARLO
 from sinkdlm.sampling import policy_of
 
@@ -25,6 +26,8 @@ OFFICIAL: dict[str, dict[str, Any]] = {
     "piqa": {"estimator": "chain", "guidance": 0.6},
     "openbookqa": {"estimator": "chain", "guidance": 1.6},
     "boolq": {"estimator": "chain", "guidance": 1.6},
+    "gsm8k_two_stage": {"policy": "smdm-greedy", "steps": 256},
+    "gsm8k_one_stage": {"policy": "smdm-greedy", "steps": 256},
     "lambada_openai": {"estimator": "chain", "guidance": 1.1},
     "lambada_standard": {"estimator": "chain", "guidance": 1.1},
 }
@@ -57,9 +60,16 @@ class Settings:
             raise EvalError(f"draws = {self.draws}: at least one for each of the {MIN_SETS} draw sets that give its standard error")
         if not (isinstance(self.guidance, int | float) and math.isfinite(self.guidance) and self.guidance >= -1):
             raise EvalError(f"guidance = {self.guidance!r}: allowed is -1 or more")
+        for name, allowed in (("adaptive", (True, False)), ("greedy", (True, False)), ("bos", (True, False, None))):
+            if not any(getattr(self, name) is value for value in allowed):
+                raise EvalError(f"{name} = {getattr(self, name)!r}: true or false")
+        if isinstance(self.error, bool) or not (isinstance(self.error, int | float) and 0 < self.error < 1):
+            raise EvalError(f"error = {self.error!r}: above 0 and below 1")
+        if self.adaptive and self.estimator == "exact_k" and self.draws < ADAPTIVE_SETS:
+            raise EvalError(f"draws = {self.draws}: at least one for each of the {ADAPTIVE_SETS} draw sets of --adaptive")
         if self.causal and self.guidance:
             raise EvalError("guidance: an AR parent has no [MASK] to hide a prompt behind; leave it at 0 with estimator causal")
-        policy_of(self.policy)  # names the policies where it is none
+        policy_of(self.policy, **{name: getattr(self, name) for name in ("steps", "block") if getattr(self, name) is not None})
 
     @property
     def causal(self) -> bool:
@@ -79,8 +89,9 @@ class Settings:
 
 def settings_for(task: str, changes: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Settings:
     """What a task is answered with: the official choices, changes for all tasks, and then its own."""
-    official = {} if changes.get("estimator") == "causal" else OFFICIAL.get(task, {})
-    return Settings.of({**official, **changes, **(own or {})}, task)
+    given = {**changes, **(own or {})}
+    official = {} if given.get("estimator") == "causal" else OFFICIAL.get(task, {})
+    return Settings.of({**official, **given}, task)
 
 
 def read_changes(overrides: Iterable[tuple[str, Any]], tasks: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -29,7 +29,7 @@ from sinkdlm.sampling.unmasking import policy_of
 ESTIMATORS = (*MONTE_CARLO, "chain", "causal")
 _BUDGET = 1 << 14  # tokens in a forward
 _WORDS = 1 << 22  # of noise held at once
-_ADAPTIVE_SETS = 32  # smaller sets, so that there are looks before the last
+ADAPTIVE_SETS = 32  # smaller sets, so that there are looks before the last
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def log_likelihood(
     budget: tokens in a forward, both branches of guidance counted; at most a quarter of them reach the head, unless a row has more.
     """
     rows = read_rows(tokens, scored, mask_id)
-    sets = sets or (_ADAPTIVE_SETS if adaptive else MIN_SETS)
+    sets = sets or (ADAPTIVE_SETS if adaptive else MIN_SETS)
     _check(rows, estimator, draws, sets, guidance, groups, adaptive, budget)
     if device is None and isinstance(tokens, Tensor):
         device = tokens.device
@@ -262,12 +262,14 @@ def document_likelihood(
     context: int = 1,
     prefix: Sequence[int] = (),
     n_bytes: Sequence[int] | None = None,
+    numbers: Sequence[int] | None = None,
     **options: Any,
 ) -> Documents:
     """Each document's tokens, every one scored once, in windows of at most `window` tokens.
 
     A window after the first is given the tokens before it: `context` of them, and the last as many as fit (as the harness rolls).
-    prefix: given in front of the first window (BOS or EOS), not scored. options: those of log_likelihood.
+    prefix: given in front of the first window (BOS or EOS), not scored. numbers: names of the documents, by which equal ones draw
+    noise of their own. options: those of log_likelihood.
     """
     if not 0 <= context < window or len(prefix) >= window:
         raise LikelihoodError(
@@ -283,11 +285,14 @@ def document_likelihood(
         raise LikelihoodError(f"n_bytes has {len(n_bytes)} numbers: one for each of the {len(texts)} documents")
     windows = [roll(len(text), len(prefix), window, context) for text in texts]
     rows, scored, keys = [], [], []
-    for text, spans in zip(texts, windows, strict=True):
+    names = [[]] * len(texts) if numbers is None else [[number] for number in numbers]
+    for name, text, spans in zip(names, texts, windows, strict=True):
         for number, (begin, first, stop) in enumerate(spans):
             rows.append(text[begin:stop])
             scored.append([place >= first for place in range(begin, stop)])
-            keys.append(content_key(np.array([number, *rows[-1]])))  # noise of its own, so that errors of windows do not add up
+            keys.append(
+                content_key(np.array([*name, number, *rows[-1]]))
+            )  # noise of its own, so that errors of windows do not add up
     parts = log_likelihood(denoiser, rows, scored, mask_id=mask_id, groups=keys, **options)
     counts = [len(spans) for spans in windows]
     return Documents(_join(parts, counts), torch.tensor(sizes), None if n_bytes is None else torch.tensor(n_bytes))

@@ -54,6 +54,16 @@ class Policy:
         for name, allowed in (("order", ORDERS), ("schedule", SCHEDULES), ("remask", REMASKS), ("cache", CACHES)):
             if getattr(self, name) not in allowed:
                 raise SamplingError(f"{name} = {getattr(self, name)!r}: allowed: {', '.join(allowed)}")
+        for name in ("steps", "block", "top_k", "eos_id"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise SamplingError(f"{name} = {value!r}: a whole number")
+        for name in ("temperature", "guidance", "threshold", "top_p", "remask_rate", "last_time"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise SamplingError(f"{name} = {value!r}: a number")
+        if not all(isinstance(token, int) for token in self.suppressed):
+            raise SamplingError(f"suppressed = {list(self.suppressed)}: ids, as in [3, 5]")
         for name, least in (("steps", 1), ("block", 1), ("top_k", 1), ("temperature", 0), ("guidance", -1)):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= least):
@@ -97,7 +107,8 @@ def policy_of(config: "str | Policy" = "llada", **options: Any) -> Policy:
         if name not in names:
             raise SamplingError(f"option {name!r}: unknown; a policy has {', '.join(names)}")
     if "suppressed" in options:
-        options["suppressed"] = tuple(options["suppressed"])
+        ids = options["suppressed"]
+        options["suppressed"] = tuple(ids) if isinstance(ids, list | tuple | set) else (ids,)
     return replace(NAMED[config] if isinstance(config, str) else config, **options)
 
 
