@@ -46,7 +46,7 @@ test: lint
 	$(BIN)/pytest -n $(JOBS)
 
 test-slow: $(VENV)/.dev
-	$(BIN)/pytest -n $(JOBS) -m slow
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m slow
 
 bench: $(VENV)/.core
 	$(BIN)/python -m benchmarks.all
