@@ -17,7 +17,7 @@ import torch
 from tokenizers import processors
 
 from evaluated import TEXTS, save_model, small_lm, tiny_tokenizer
-from sinkdlm.cli import main
+from sinkdlm.data import display as bar
 from sinkdlm.errors import EvalError, UserError
 from sinkdlm.evals import display, gsm8k
 from sinkdlm.evals.answering import Alone, Answerer, CausalDenoiser, answer_sheet, fingerprint, tokenizer_fingerprint
@@ -643,17 +643,8 @@ def test_the_answer_follows_the_last_mark():
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """A command line in this process: another would spend its time on imports."""
-
-    def call(*args):
-        monkeypatch.setattr(sys, "argv", ["sinkdlm", *map(str, args)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        return Said(int(end.value.code or 0), *capsys.readouterr())
-
-    return call
+def run(command_line):
+    return lambda *args: Said(*command_line(*args))
 
 
 class Said(NamedTuple):
@@ -776,7 +767,7 @@ def test_mistakes_get_one_line(tmp_path, checkpoint, run, args, said):
 
 
 def test_progress_is_plain_lines_off_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(display, "_EVERY", 0.0)
+    monkeypatch.setattr(bar, "_EVERY", 0.0)
     with display.Display("requests", 10, 4) as shown:
         shown.update(7)
     with display.Display("requests", 10, shown=False) as hidden:

@@ -284,15 +284,11 @@ def test_chat_prompts_go_through_the_template(harness, bench):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(command_line):
     def call(*args):
-        monkeypatch.setattr(sys, "argv", ["sinkdlm", *map(str, args)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        said = capsys.readouterr()
-        assert not end.value.code, said.err
-        return said.out
+        status, out, err = command_line(*args)
+        assert not status, err
+        return out
 
     return call
 

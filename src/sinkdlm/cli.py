@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from sinkdlm import cli_evals
+from sinkdlm.cli_options import Compile, Device, Documents, Json, Seed
 
 app = typer.Typer(
     name="sinkdlm",
@@ -24,7 +25,6 @@ app.add_typer(recipe_app, name="recipe")
 data_app = typer.Typer(help="Prepare training data, and look at it.", rich_markup_mode=None, no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in train.lr=1e-4.")]
 
 
@@ -157,7 +157,7 @@ def train(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.toml")],
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="The run folder; by default runs/ and the recipe's name.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")] = None,
+    device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Pretrain, adapt from an AR parent, or fine-tune: what the recipe says. The same command goes on where a run stopped."""
@@ -205,7 +205,7 @@ def sample(
     length: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 64,
     until_eos: Annotated[bool, typer.Option("--until-eos", help="Append blocks until EOS; --length is the limit.")] = False,
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Texts for each prompt.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
+    seed: Seed = 0,
     config: Annotated[str, typer.Option("--config", "--policy", help="smdm-origin, smdm-greedy, llada, dream or fast.")] = "llada",
     steps: Annotated[int | None, typer.Option(help="Denoising steps; by default one a token.")] = None,
     block: Annotated[int | None, typer.Option(help="Tokens of a block, filled left to right; by default all at once.")] = None,
@@ -219,9 +219,9 @@ def sample(
     stop: Annotated[bool, typer.Option("--stop/--no-stop", help="Whether EOS ends a text.")] = True,
     batch: Annotated[int, typer.Option(min=1, help="Texts that are written at the same time.")] = 64,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Bit-equal alone and in any batch; slower.")] = False,
-    compile_: Annotated[bool, typer.Option("--compile", help="Compile the blocks: pays for long work on a GPU.")] = False,
+    compile_: Compile = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show the text as it appears, and where attention goes.")] = False,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")] = None,
+    device: Device = None,
     dtype: Annotated[
         Arithmetic, typer.Option(help="auto: bfloat16 on a GPU, as saved elsewhere; float8 is faster and less precise.")
     ] = Arithmetic.AUTO,
@@ -293,10 +293,6 @@ cli_evals.register(app)
 
 class DataKind(StrEnum):
     TEXT, SFT, GSM8K_TWO_STAGE, GSM8K_ONE_STAGE = "text", "sft", "gsm8k-two-stage", "gsm8k-one-stage"
-
-
-class Documents(StrEnum):
-    FILE, LINE, PARAGRAPH = "file", "line", "paragraph"
 
 
 class Executor(StrEnum):
@@ -429,7 +425,7 @@ def data_example(
     out: Annotated[Path, typer.Option(help="The folder of token shards to write.")],
     documents: Annotated[int, typer.Option(min=2, help="Documents, or question and answer pairs.")] = 20_000,
     kind: Annotated[ExampleKind, typer.Option(help="Running text, or questions with answers.")] = ExampleKind.TEXT,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
+    seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Write a small made-up corpus with its own character-level tokenizer: sums, word problems, patterns, sentences."""
@@ -442,7 +438,7 @@ def data_example(
 def demo(
     out: Annotated[Path, typer.Option(help="Where the twins and what was measured go.")] = Path("runs/demo"),
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each twin.")] = 600,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
+    seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Train nano twins, with and without a sink, for about a minute on a CPU, and say what was seen."""

@@ -7,14 +7,14 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from sinkdlm.cli_options import Compile, Device, Documents, Json, Seed
+
 _CKPT = typer.Argument(metavar="CKPT", help="A checkpoint, or anything that `convert` reads.")
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Draws = Annotated[int | None, typer.Option(min=1, help="Monte Carlo masks of a request; by default 128.")]
 Estimator = Annotated[
     str | None, typer.Option(help="exact_k, official, chain or causal; by default the official choice for the task.")
 ]
 BatchTokens = Annotated[int | None, typer.Option(min=1, help="Tokens in a forward.")]
-Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")]
 
 
 class Dtype(StrEnum):
@@ -22,10 +22,6 @@ class Dtype(StrEnum):
 
 
 Precision = Annotated[Dtype | None, typer.Option(help="Of the weights; by default bfloat16 on a GPU, float32 elsewhere.")]
-
-
-class Documents(StrEnum):
-    FILE, LINE, PARAGRAPH = "file", "line", "paragraph"
 
 
 def register(app: typer.Typer) -> None:
@@ -57,7 +53,7 @@ def evaluate(
     gen_kwargs: Annotated[str | None, typer.Option(help="Of generated answers: as in max_gen_toks=128,temperature=0.5.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="TASK.KEY=VALUE", help="A setting of one task.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Prompts go through the tokenizer's chat template.")] = False,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
+    seed: Seed = 0,
     out: Annotated[
         Path | None, typer.Option(help="A folder for results.json and responses; the same command goes on there.")
     ] = None,
@@ -67,7 +63,7 @@ def evaluate(
     responses: Annotated[Path | None, typer.Option(help="Judge what score-requests has answered.")] = None,
     use_cache: Annotated[bool, typer.Option("--use-cache", help="Keep the harness's own (pickled) cache of requests.")] = False,
     batch_tokens: BatchTokens = None,
-    compile_: Annotated[bool, typer.Option("--compile", help="Compile the blocks: pays for long work on a GPU.")] = False,
+    compile_: Compile = False,
     device: Device = None,
     dtype: Precision = None,
     as_json: Json = False,
@@ -184,7 +180,7 @@ def score_requests(
     requests: Annotated[Path, typer.Argument(metavar="FILE", help="What `eval --write-requests` wrote.")],
     out: Annotated[Path, typer.Option(help="The file of responses to write, or to go on with.")],
     batch_tokens: BatchTokens = None,
-    compile_: Annotated[bool, typer.Option("--compile", help="Compile the blocks: pays for long work on a GPU.")] = False,
+    compile_: Compile = False,
     device: Device = None,
     dtype: Precision = None,
     as_json: Json = False,
@@ -213,7 +209,7 @@ def score(
     estimator: Annotated[str, typer.Option(help="exact_k, official, chain or causal.")] = "exact_k",
     draws: Annotated[int, typer.Option(min=1, help="Monte Carlo masks of each window.")] = 128,
     causal: Annotated[bool, typer.Option("--causal", help="Score the AR parent: causal attention, no [MASK], no sink.")] = False,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
+    seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="A file of responses: the same command goes on there.")] = None,
     batch_tokens: BatchTokens = None,
     device: Device = None,

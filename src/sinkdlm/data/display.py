@@ -1,4 +1,4 @@
-"""How far long work over bytes has come: a bar on a terminal, a plain line now and then elsewhere; on stderr, never on stdout."""
+"""How far long work has come: a bar on a terminal, a plain line now and then elsewhere; on stderr, never on stdout."""
 
 import sys
 import time
@@ -7,18 +7,20 @@ from typing import Any, Self
 _EVERY = 10.0  # seconds between plain lines
 
 
-class Display:
-    """total: bytes to go through, 0 where unknown. Rates are of what this run did, not of what it found done."""
+class Bar:
+    """total: of whatever is counted, 0 where unknown. done: what was there already; rates are of what this run did."""
 
-    def __init__(self, what: str, total: int, done: int = 0) -> None:
-        self.what, self.total = what, total
-        self._began, self._told, self._start = time.monotonic(), time.monotonic(), done
+    def __init__(self, what: str, total: int, done: int = 0, *, counts: bool = False, shown: bool = True) -> None:
+        """counts: shows how many of how many, not per cent."""
+        self.what, self.total, self._start, self._shown = what, total, done, shown
+        self._began = self._told = time.monotonic()
         self._bar: Any = None
-        if sys.stderr.isatty():
+        if shown and sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rates]}"))
+            so_far = MofNCompleteColumn() if counts else TaskProgressColumn()
+            columns = (TextColumn("{task.description}"), BarColumn(), so_far, TextColumn("{task.fields[rates]}"))
             self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task(what, total=total or None, completed=done, rates="")
 
@@ -35,16 +37,24 @@ class Display:
     def seconds(self) -> float:
         return max(1e-9, time.monotonic() - self._began)
 
+    def show(self, done: int, rates: str, line: str) -> None:
+        """line: what a plain line says before the time that is left."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, rates=rates)
+        elif self._shown and time.monotonic() - self._told >= _EVERY:
+            self._told = time.monotonic()
+            left = self.seconds * (self.total - done) / max(1, done - self._start)
+            sys.stderr.write(f"{line}{f'  {left:.0f} s left' if self.total else ''}\n")
+            sys.stderr.flush()
+
+
+class Display(Bar):
+    """Work over bytes."""
+
     def update(self, done: int, n_bytes: int, n_tokens: int | None = None) -> None:
         """done: bytes of `total`; n_bytes and n_tokens: what this run has gone through, for the rates."""
         rates = f"{n_bytes / self.seconds / 1e6:.1f} MB/s"
         if n_tokens is not None:
             rates += f"  {n_tokens / self.seconds / 1e6:.2f}M tokens/s"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, rates=rates)
-        elif time.monotonic() - self._told >= _EVERY:
-            self._told = time.monotonic()
-            share = f"{100 * done / self.total:.0f} %  " if self.total else ""
-            left = self.seconds * (self.total - done) / max(1, done - self._start)
-            sys.stderr.write(f"{self.what}  {share}{rates}{f'  {left:.0f} s left' if self.total else ''}\n")
-            sys.stderr.flush()
+        share = f"{100 * done / self.total:.0f} %  " if self.total else ""
+        self.show(done, rates, f"{self.what}  {share}{rates}")

@@ -83,11 +83,6 @@ class Policy:
     def eta(self) -> float:
         return _RATES.get(self.remask, 0.0) if self.remask_rate is None else self.remask_rate
 
-    @property
-    def counts_itself(self) -> bool:
-        """Whether the number of positions that a step commits is known only after it."""
-        return self.threshold is not None
-
 
 NAMED = {
     "smdm-origin": Policy(order="ancestral", schedule="timesteps"),

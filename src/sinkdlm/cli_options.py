@@ -1,0 +1,17 @@
+"""Options that several subcommands have in common."""
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Compile the blocks: pays for long work on a GPU.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1)]
+
+
+class Documents(StrEnum):
+    """What one document is in a text file."""
+
+    FILE, LINE, PARAGRAPH = "file", "line", "paragraph"
