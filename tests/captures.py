@@ -82,7 +82,9 @@ def make_capture(
         "kinds": _kinds(draw, no_sinks),
         "scatter": _scatter(draw, chosen),
         "heads": {
-            "lane": np.clip(chosen["sink_mass"] + 0.2 * draw.standard_normal((layers, heads)), 0, 1).tolist() if n_sinks else [[0.0] * heads] * layers,
+            "lane": np.clip(chosen["sink_mass"] + 0.2 * draw.standard_normal((layers, heads)), 0, 1).tolist()
+            if n_sinks
+            else [[0.0] * heads] * layers,
             "content": (draw.random((layers, heads)) * chosen["sink_heads"] * 1.6).clip(0, 1).tolist(),
         },
         "paths": [_path(draw, number, layers, steps, length) for number in range(min(n, 2))],
@@ -130,7 +132,9 @@ def _path(draw, number, layers, steps, length, n_prompt=3):
     order = n_prompt + draw.permutation(length - n_prompt)
     due = np.full(length, -1)
     due[order] = np.arange(length - n_prompt) * steps // max(1, length - n_prompt)
-    top = draw.integers(0, length, (layers, 1)) + np.where(draw.random((layers, steps)) < 0.15, draw.integers(-4, 5, (layers, steps)), 0)
+    top = draw.integers(0, length, (layers, 1)) + np.where(
+        draw.random((layers, steps)) < 0.15, draw.integers(-4, 5, (layers, steps)), 0
+    )
     return {
         "number": number,
         "top": top.clip(0, length - 1).tolist(),
@@ -159,9 +163,20 @@ def _interventions():
         return {
             "name": name,
             "label": label,
-            "nelbo": {"before": 2.31, "after": 2.31 + change, "change": change, "low": change - 0.02, "high": change + 0.02, "n": 32},
+            "nelbo": {
+                "before": 2.31,
+                "after": 2.31 + change,
+                "change": change,
+                "low": change - 0.02,
+                "high": change + 0.02,
+                "n": 32,
+            },
             "kl": {"mean": abs(change) / 2, "low": abs(change) / 3, "high": abs(change)},
             "changed": {"mean": 0.4, "low": 0.31, "high": 0.48},
         }
 
-    return [one("remove", "without the sink token", 0.53), one("zero", "its value set to zero", 0.012), one("ban", "top content sink banned", 0.08)]
+    return [
+        one("remove", "without the sink token", 0.53),
+        one("zero", "its value set to zero", 0.012),
+        one("ban", "top content sink banned", 0.08),
+    ]

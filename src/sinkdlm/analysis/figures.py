@@ -1,7 +1,7 @@
 """Figures of captures: the paper's Figure 1 and Figure 3, paths of sinks over steps, heads by layers, differences.
 
-Each function returns a Plate: a figure and its caption, or no figure and the sentence that says why. Figures are drawn on canvases of
-their own, in colours that the colour-blind can tell apart; the same capture gives the same bytes. Knows captures as dictionaries.
+Each function returns a Plate: a figure and its caption, or no figure and the sentence that says why. Figures have canvases of their
+own, in colours that the colour-blind can tell apart; the same capture gives the same bytes. Knows captures as dictionaries.
 
 N steps, E layers, H heads, T tokens, S sinks of the model.
 """
@@ -29,7 +29,7 @@ _WIDTH, _NARROW = 7.2, 3.7  # inches: a page's column, and a phone held upright
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
 _SINK, _NORMAL, _LANE = "#D55E00", "#0072B2", "#009E73"
 _INK, _FAINT = "#222222", "#8a8a8a"
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "path",  # the same shapes on every machine, whatever fonts it has
     "svg.hashsalt": "sinkdlm",  # names inside a file depend on its content alone
     "font.size": 8.0,
@@ -51,8 +51,10 @@ _STYLE = {
     "legend.frameon": False,
     "figure.facecolor": "white",
 }
-FOREST = ("sink_mass", "content_sinks", "relative_sinks", "sink_heads", "turnover", "relative_turnover", "move_rate")
-FOREST += ("lifetime", "anchored", "norm_ratio", "entropy", "bound_ratio", "update_ratio", "noop")
+FOREST = (
+    *("sink_mass", "content_sinks", "relative_sinks", "sink_heads", "turnover", "relative_turnover", "move_rate", "lifetime"),
+    *("anchored", "norm_ratio", "entropy", "bound_ratio", "update_ratio", "noop"),
+)
 
 
 class Plate(NamedTuple):
@@ -92,15 +94,17 @@ def pick_maps(capture: Capture) -> tuple[dict[str, Any], dict[str, Any]] | None:
     places: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
     for one in capture["maps"]:
         places.setdefault((one["number"], one["layer"], one["head"]), []).append(one)
-    pairs = [sorted(own, key=lambda one: one["step"]) for own in places.values()]
-    pairs = [(own[0], own[-1]) for own in pairs if own[0]["step"] != own[-1]["step"]]
+    ordered = [sorted(own, key=lambda one: one["step"]) for own in places.values()]
+    pairs = [(own[0], own[-1]) for own in ordered if own[0]["step"] != own[-1]["step"]]
     return max(pairs, key=lambda pair: sum(len(one["sinks"]) for one in pair), default=None)
 
 
 @_drawn
 def figure1(capture: Capture, maps: Sequence[Mapping[str, Any]] | None, *, narrow: bool = False) -> Plate:
     """Attention maps at two steps with their sink columns, and value norms of sinks and other tokens."""
-    groups = [(label, colour, values, mean, n) for label, colour, values, mean, n in _norm_groups(capture["scatter"]) if len(values)]
+    groups = [
+        (label, colour, values, mean, n) for label, colour, values, mean, n in _norm_groups(capture["scatter"]) if len(values)
+    ]
     if not maps and not groups:
         return Plate(None, f"Figure 1 of {capture['name']}: no attention map at two steps and no value norms were captured.")
     figure, axes = _panels(["map"] * len(maps or ()) + ["plot"] * bool(groups), 3.5, narrow)
@@ -109,12 +113,14 @@ def figure1(capture: Capture, maps: Sequence[Mapping[str, Any]] | None, *, narro
         limit = max(np.max(one["weights"]) for one in maps)
         for axis, one in zip(axes, maps, strict=False):
             image = _draw_map(axis, one, limit)
-        _add_bar(figure, image, list(axes[: len(maps)]), "attention", narrow)
+        marks = [mark for mark in (0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.7, 1) if mark <= limit]
+        _add_bar(figure, image, list(axes[: len(maps)]), "attention", marks)
         first, n_maps = maps[0], len({(one["number"], one["layer"], one["head"]) for one in capture["maps"]})
+        chosen = f", of {n_maps} captured places the one with most content sinks" if n_maps > 1 else ""
         captions.append(
             f"Attention of layer {first['layer']}, head {first['head']} in trajectory {first['number']} at steps "
-            f"{' and '.join(str(one['step']) for one in maps)}, the one of {n_maps} captured places with most content sinks; triangles "
-            f"mark tokens that receive more than {_threshold(capture)}. The colour scale is a square root."
+            f"{' and '.join(str(one['step']) for one in maps)}{chosen}; "
+            f"triangles mark tokens that receive more than {_threshold(capture)}. The colour scale is a square root."
         )
     else:
         captions.append("No attention map was captured at two steps.")
@@ -136,6 +142,7 @@ def _draw_map(axis: "Axes", one: Mapping[str, Any], limit: float) -> Any:
         weights,
         norm=PowerNorm(0.5, vmin=0, vmax=limit),
         cmap="cividis",
+        aspect="auto",  # panels are nearly square; a fixed aspect would leave the layout no room for names above them
         extent=(-n_sinks - 0.5, length - 0.5, length - 0.5, -0.5),
         interpolation="none" if length <= 256 else "auto",
     )
@@ -148,7 +155,9 @@ def _draw_map(axis: "Axes", one: Mapping[str, Any], limit: float) -> Any:
     for place, label, colour in marks:
         axis.plot([place], [1.02], marker="v", markersize=4, color=colour, transform=above, clip_on=False, linestyle="none")
         if place - last >= 0.05 * length:  # names that would run into each other are left out
-            axis.text(place, 1.05, label, rotation=90, ha="center", va="bottom", size=7, color=colour, transform=above, parse_math=False)
+            axis.text(
+                place, 1.05, label, rotation=90, ha="center", va="bottom", size=7, color=colour, transform=above, parse_math=False
+            )
             last = place
     axis.set_xlabel(f"step {one['step']}: key")
     axis.set_ylabel("query", labelpad=1)
@@ -173,11 +182,22 @@ def _most(capture: Capture) -> int:
 def _draw_norms(axis: "Axes", groups: Sequence[tuple[str, str, list[float], float | None, int]]) -> None:
     for place, (_, colour, values, mean, _) in enumerate(groups):
         across = place + 0.7 * ((np.arange(len(values)) * 0.6180339887) % 1 - 0.5)  # spread evenly, the same each time
-        axis.plot(across, values, marker=".", markersize=2.2, markeredgewidth=0, linestyle="none", color=colour, alpha=0.35, rasterized=True)
+        axis.plot(
+            across,
+            values,
+            marker=".",
+            markersize=2.2,
+            markeredgewidth=0,
+            linestyle="none",
+            color=colour,
+            alpha=0.35,
+            rasterized=True,
+        )
         if defined(mean) and mean is not None:
             axis.plot([place - 0.42, place + 0.42], [mean, mean], color=_INK, linewidth=1.2)
-            text = axis.text(place, mean, write_number(mean), ha="center", va="bottom", size=8, weight="bold")
-            text.set_bbox({"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8})
+            box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
+            above: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "va": "bottom"}
+            axis.annotate(write_number(mean), (place, mean), size=8, weight="bold", bbox=box, **above)
     axis.set_xticks(range(len(groups)), [f"{label.replace(' ', chr(10))}\nn = {n:,}" for label, _, _, _, n in groups])
     axis.set_ylabel("value norm")
     axis.set_ylim(bottom=0)
@@ -202,7 +222,7 @@ def figure3(captures: Sequence[Capture], *, narrow: bool = False) -> Plate:
     axes[0].set_ylabel("value norm")
     axes[0].set_ylim(bottom=0)
     if shares:
-        axes[1].set_ylabel("share of attention on the sink token")
+        axes[1].set_ylabel("attention on the sink token")
         axes[1].set_ylim(0, 1)
     for axis in axes:
         axis.set_xlabel("layer")
@@ -211,10 +231,12 @@ def figure3(captures: Sequence[Capture], *, narrow: bool = False) -> Plate:
     keys = [(c["name"], {"color": colours[c["name"]], "linewidth": 3}) for c in captures]
     names = {"sink_value_norm": "sink token", "content_sink_norm": "content sinks", "normal_norm": "other tokens"}
     keys += [(names[name], {"color": _FAINT, "linestyle": kinds[name][0], "marker": kinds[name][1]}) for name in used]
-    _add_legend(figure, keys, 2 if narrow else 6)
+    _add_legend(figure, keys, narrow)
     caption = f"Value norms (eq. 16) per layer, and the share of attention on the sink token. {_sizes(captures)}"
     caption += "" if shares else " No checkpoint has a sink token, so no share of attention is drawn."
-    return Plate(figure, f"{caption} Bands are 95 % intervals over trajectories; content sinks receive more than {_threshold(captures[0])}.")
+    return Plate(
+        figure, f"{caption} Bands are 95 % intervals over trajectories; content sinks receive more than {_threshold(captures[0])}."
+    )
 
 
 def _has_layers(capture: Capture, name: str) -> bool:
@@ -250,7 +272,9 @@ def trajectory(capture: Capture, which: int = 0, *, narrow: bool = False) -> Pla
     ground = np.where(masked, 2, 1)
     ground[: path["n_prompt"]] = 0
     figure, (axis,) = _panels(["plot"], 4.0 if not narrow else 4.4, narrow)
-    axis.imshow(ground, cmap=ListedColormap(list(grounds.values())), vmin=0, vmax=2, aspect="auto", interpolation="nearest", rasterized=True)
+    axis.imshow(
+        ground, cmap=ListedColormap(list(grounds.values())), vmin=0, vmax=2, aspect="auto", interpolation="nearest", rasterized=True
+    )
     colours = ListedColormap(colormaps["viridis"](np.linspace(0, 0.88, n_layers)))  # the brightest would vanish on white
     offsets = (np.arange(n_layers) - (n_layers - 1) / 2) / max(1, n_layers) * 0.8  # lines on one token side by side
     steps = np.arange(n_steps)
@@ -258,21 +282,28 @@ def trajectory(capture: Capture, which: int = 0, *, narrow: bool = False) -> Pla
         axis.plot(steps, top[layer] + offsets[layer], color=colours(layer), linewidth=0.8, alpha=0.8)
         axis.scatter(steps, top[layer] + offsets[layer], s=24 * np.nan_to_num(received[layer]), color=colours(layer), linewidths=0)
     norm = BoundaryNorm(np.arange(n_layers + 1) - 0.5, n_layers)
-    bar = figure.colorbar(ScalarMappable(norm, colours), ax=axis, fraction=0.05, pad=0.02, ticks=np.unique(np.linspace(0, n_layers - 1, 9).round()))
+    bar = figure.colorbar(
+        ScalarMappable(norm, colours),
+        ax=axis,
+        fraction=0.05,
+        pad=0.02,
+        aspect=35,
+        ticks=np.unique(np.linspace(0, n_layers - 1, 9).round()),
+    )
     bar.set_label("layer")
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     axis.set_xlabel("step")
     axis.set_ylabel("token of the row")
     axis.xaxis.set_major_locator(_whole_numbers())
     axis.yaxis.set_major_locator(_whole_numbers())
     there = [label for place, label in enumerate(grounds) if (ground == place).any()]
     patch = {"marker": "s", "markersize": 8, "markeredgecolor": _FAINT, "markeredgewidth": 0.5, "linestyle": "none"}
-    _add_legend(figure, [(label, {"color": grounds[label], **patch}) for label in there], 3)
+    _add_legend(figure, [(label, {"color": grounds[label], **patch}) for label in there], narrow)
     return Plate(
         figure,
         f"{capture['name']}. The token that receives most attention in each layer (mean over heads) at each of {n_steps} steps of "
-        f"trajectory {path['number']} (n = 1 of {capture['n']['trajectories']}); a dot's area is what it receives. Layers on the same "
-        "token are drawn side by side.",
+        f"trajectory {path['number']} (n = 1 of {capture['n']['trajectories']}); a dot's area is what it receives. "
+        "Layers on the same token are drawn side by side.",
     )
 
 
@@ -297,9 +328,11 @@ def heads(capture: Capture, *, narrow: bool = False) -> Plate:
         for (layer, head), share in np.ndenumerate(shares) if n_heads <= 8 and n_layers <= 16 else ():
             colour = "white" if share < 0.55 else "black"
             axis.text(head, layer, f"{share:.2f}", ha="center", va="center", size=6.5, color=colour)
-    _add_bar(figure, image, list(axes), "share", narrow)
+    _add_bar(figure, image, list(axes), "share", [0, 0.2, 0.4, 0.6, 0.8, 1])
     n = capture["n"]
-    caption = f"{capture['name']}. Every head of every layer, mean over {n['forwards']:,} forwards of {n['trajectories']} trajectories. "
+    caption = (
+        f"{capture['name']}. Every head of every layer, mean over {n['forwards']:,} forwards of {n['trajectories']} trajectories. "
+    )
     caption += "" if "lane" in found else "The model has no sink token. "
     return Plate(figure, f"{caption}A content sink is a token of the text that receives more than {_threshold(capture)}.")
 
@@ -319,9 +352,11 @@ def forest(first: Capture, second: Capture, difference: Mapping[str, Any], *, na
         sure = one["low"] > 0 or one["high"] < 0
         colour = _NORMAL if sure else _FAINT
         axis.plot([one["low"] / scale, one["high"] / scale], [place, place], color=colour, linewidth=2, solid_capstyle="butt")
-        axis.plot([one["mean"] / scale], [place], marker="o", markersize=5, color=colour, markerfacecolor=colour if sure else "white")
+        axis.plot(
+            [one["mean"] / scale], [place], marker="o", markersize=5, color=colour, markerfacecolor=colour if sure else "white"
+        )
         value = write_interval(one, unit_of(name), signed=True)
-        beside = {"transform": axis.get_yaxis_transform(), "size": 7.5}
+        beside: dict[str, Any] = {"transform": axis.get_yaxis_transform(), "size": 7.5}
         if narrow:
             text = axis.text(0, place - 0.42, f"{label_of(name)}: {value}", ha="left", va="center", **beside)
             text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
@@ -336,15 +371,17 @@ def forest(first: Capture, second: Capture, difference: Mapping[str, Any], *, na
     pairing = "paired by trajectory" if difference["paired"] else "trajectories not paired"
     return Plate(
         figure,
-        f"{title}: differences with 95 % intervals, {pairing}; each row on its own scale, pp are percentage points. Filled: the interval leaves "
-        f"out zero. {_sizes((first, second))}",
+        f"{title}: differences with 95 % intervals, {pairing}; each row on its own scale, pp are "
+        f"percentage points. Filled: the interval leaves out zero. {_sizes((first, second))}",
     )
 
 
 # -- all of them, and files -----------------------------------------------------------------------------------------------------
 
 
-def draw_all(captures: Sequence[Capture], compared: Sequence[tuple[Capture, Capture, Mapping[str, Any]]], *, narrow: bool = False) -> dict[str, Plate]:
+def draw_all(
+    captures: Sequence[Capture], compared: Sequence[tuple[Capture, Capture, Mapping[str, Any]]], *, narrow: bool = False
+) -> dict[str, Plate]:
     """Name -> plate. compared: (first, second, their difference)."""
     plates = {f"difference-{file_name(b['name'])}": forest(a, b, change, narrow=narrow) for a, b, change in compared}
     plates["layers"] = figure3(captures, narrow=narrow)
@@ -357,25 +394,15 @@ def draw_all(captures: Sequence[Capture], compared: Sequence[tuple[Capture, Capt
 
 
 def file_name(name: str) -> str:
-    """The name with only letters, digits and -_. left as they are: every other character as its number, so that names stay apart."""
+    """Letters, digits and -_. as they are, every other character as its number, so that names stay apart."""
     return "".join(letter if letter.isascii() and (letter.isalnum() or letter in "-_.") else f"~{ord(letter):x}" for letter in name)
 
 
 def to_svg(figure: "Figure") -> str:
     with _styled():
-        _settle(figure)
         held = BytesIO()
         figure.savefig(held, format="svg", dpi=200, metadata={"Date": None, "Creator": None})
     return held.getvalue().decode()
-
-
-def _settle(figure: "Figure") -> None:
-    """The layout is found once, for every format."""
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    if isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine):
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")
 
 
 def write(plates: Mapping[str, Plate], folder: Path) -> dict[str, dict[str, Path]]:
@@ -388,7 +415,6 @@ def write(plates: Mapping[str, Plate], folder: Path) -> dict[str, dict[str, Path
         files = {suffix: folder / f"{name}.{suffix}" for suffix in ("svg", "png")}
         files["svg"].write_text(to_svg(figure), encoding="utf-8")
         with _styled():
-            _settle(figure)
             figure.savefig(files["png"], format="png", dpi=200)
         written[name] = files
     return written
@@ -417,21 +443,25 @@ def _whole_numbers(most: int = 8) -> Any:
     return MaxNLocator(nbins=most, integer=True, min_n_ticks=1)
 
 
-def _add_bar(figure: "Figure", image: Any, axes: list["Axes"], label: str, narrow: bool) -> None:
-    bar = figure.colorbar(image, ax=axes, orientation="horizontal", fraction=0.05, shrink=0.6, aspect=30, pad=0.02)
+def _add_bar(figure: "Figure", image: Any, axes: list["Axes"], label: str, marks: list[float]) -> None:
+    bar = figure.colorbar(
+        image, ax=axes, ticks=marks, format="{x:g}", orientation="horizontal", fraction=0.05, shrink=0.6, aspect=30, pad=0.02
+    )
     bar.set_label(label)
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
 
 
-def _add_legend(figure: "Figure", keys: Sequence[tuple[str, dict[str, Any]]], columns: int) -> None:
+def _add_legend(figure: "Figure", keys: Sequence[tuple[str, dict[str, Any]]], narrow: bool) -> None:
     """Under the axes. Labels are set afterwards, because a legend leaves out names that begin with _ and reads $ as mathematics."""
     from matplotlib.lines import Line2D
 
+    names = [shown(name, 30) for name, _ in keys]
+    columns = max(1, min(len(keys), (44 if narrow else 96) // (max(map(len, names)) + 7)))  # letters that fit beside each other
     handles = [Line2D([], [], **look) for _, look in keys]
-    legend = figure.legend(handles, ["x"] * len(keys), loc="outside lower center", ncols=min(len(keys), columns), handlelength=2.4)
-    for text, (name, _) in zip(legend.get_texts(), keys, strict=True):
+    legend = figure.legend(handles, ["x"] * len(keys), loc="outside lower center", ncols=columns, handlelength=2.4)
+    for text, name in zip(legend.get_texts(), names, strict=True):
         text.set_parse_math(False)
-        text.set_text(shown(name))
+        text.set_text(name)
 
 
 def _threshold(capture: Capture) -> str:
@@ -455,4 +485,5 @@ def shown(text: str, most: int = 14) -> str:
     text = text.strip(" ") or "\N{OPEN BOX}" * len(text) or "(empty)"
     text = "".join(marks.get(letter, letter) for letter in text)
     text = "".join(letter if ord(letter) in _glyphs() and letter.isprintable() else f"\\u{ord(letter):x}" for letter in text)
-    return text if len(text) <= most else text[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    tail = (most - 1) // 2  # names often differ at their ends
+    return text if len(text) <= most else f"{text[: most - 1 - tail]}\N{HORIZONTAL ELLIPSIS}{text[-tail:]}"

@@ -1,4 +1,4 @@
-"""What captures say, in sentences: what was found in each, and which claims of the paper show here. The numbers decide, nothing else.
+"""What captures say, in sentences: what was found in each, and which claims of the paper show here. Numbers alone decide.
 
 Takes captures (as dictionaries) and their differences; knows no file, figure or page.
 """
@@ -75,11 +75,15 @@ def _cautions(first: Capture, second: Capture) -> list[str]:
     for key in ("policy", "length", "steps", "seed", "threshold", "margin", "inputs"):
         values = [one["settings"].get(key) for one in (first, second)]
         if values[0] != values[1]:
-            told.append(f"the setting {key} differs: {_plain(values[0])} in {first['name']}, {_plain(values[1])} in {second['name']}")
+            told.append(
+                f"the setting {key} differs: {_plain(values[0])} in {first['name']}, {_plain(values[1])} in {second['name']}"
+            )
     for key in ("n_layers", "n_heads", "d_model", "vocab_size", "gate"):
         values = [one["model"].get(key) for one in (first, second)]
         if values[0] != values[1]:
-            told.append(f"the models differ in {key}: {_plain(values[0])} in {first['name']}, {_plain(values[1])} in {second['name']}")
+            told.append(
+                f"the models differ in {key}: {_plain(values[0])} in {first['name']}, {_plain(values[1])} in {second['name']}"
+            )
     if [row["prompt"] for row in first["trajectories"]] != [row["prompt"] for row in second["trajectories"]]:
         told.append("they were not given the same prompts")
     return told
@@ -107,7 +111,8 @@ def _mass(capture: Capture) -> Finding:
     if not defined(mass["mean"]):
         return Finding(topic, "Attention on the sink was not measured.")
     text = f"The {sink_name(capture)} receives {tell(mass, 'sink_mass')} of attention; an even share would be "
-    text += f"{write_number(even_share(capture), 'share')}. {_range(capture, 'sink_mass')} In {tell(total(capture, 'lane_heads'), 'lane_heads')} "
+    text += f"{write_number(even_share(capture), 'share')}. {_range(capture, 'sink_mass')} "
+    text += f"In {tell(total(capture, 'lane_heads'), 'lane_heads')} "
     return Finding(topic, text + f"of heads it receives more than the threshold of {capture['settings']['threshold']:g}.")
 
 
@@ -134,9 +139,12 @@ def _content(capture: Capture) -> Finding:
     if not defined(found["mean"]):
         return Finding(topic, "Content sinks were not measured.")
     if not found["mean"]:
-        return Finding(topic, f"No token of the text receives more than {threshold} in any head: there is no content sink. {relative}")
+        return Finding(
+            topic, f"No token of the text receives more than {threshold} in any head: there is no content sink. {relative}"
+        )
     text = f"A head has {tell(found, 'content_sinks')} tokens of the text at a step that receive more than {threshold}; "
-    text += f"{tell(total(capture, 'sink_heads'), 'sink_heads')} of heads and steps have at least one. {_range(capture, 'content_sinks')} "
+    text += f"{tell(total(capture, 'sink_heads'), 'sink_heads')} of heads and steps have at least one. "
+    text += f"{_range(capture, 'content_sinks')} "
     return Finding(topic, text + relative)
 
 
@@ -152,15 +160,17 @@ def against_chance(capture: Capture, name: str = "turnover", *, seed: int = 0) -
 def _movement(capture: Capture) -> Finding:
     topic, turnover = "How they move", total(capture, "turnover")
     if not defined(turnover["mean"]):
-        return Finding(topic, "Whether content sinks move cannot be said: no head had one at two steps in a row, or there was one step.")
+        return Finding(
+            topic, "Whether content sinks move cannot be said: no head had one at two steps in a row, or there was one step."
+        )
     gap = against_chance(capture, seed=capture["settings"].get("seed", 0))
-    text = f"From one step to the next the turnover of content sinks is {tell(turnover, 'turnover')}; in chance order of steps it would be "
-    text += f"{tell(total(capture, 'turnover_null'), 'turnover_null')}. They {_chance(gap)}. "
+    text = f"From one step to the next the turnover of content sinks is {tell(turnover, 'turnover')}; "
+    text += f"in chance order of steps it would be {tell(total(capture, 'turnover_null'), 'turnover_null')}. They {_chance(gap)}. "
     if defined(total(capture, "lifetime")["mean"]):
         text += f"A content sink lasts {tell(total(capture, 'lifetime'), 'lifetime')} steps. "
     if defined(total(capture, "move_rate")["mean"]):
-        text += f"The top one moves in {tell(total(capture, 'move_rate'), 'move_rate')} of steps, {tell(total(capture, 'moved'), 'moved')} "
-        text += "tokens on average over all steps. "
+        text += f"The top one moves in {tell(total(capture, 'move_rate'), 'move_rate')} of steps, "
+        text += f"{tell(total(capture, 'moved'), 'moved')} tokens on average over all steps. "
     if defined(total(capture, "anchored")["mean"]):
         text += f"{tell(total(capture, 'anchored'), 'anchored')} of heads are anchored to one token."
     return Finding(topic, text.strip())
@@ -170,7 +180,11 @@ def _chance(gap: Estimate) -> str:
     side = _side(gap, 0.0)
     if side is None:
         return "may move as in chance order or not: there is no interval to decide it"
-    told = {-1: "move less than in chance order", 1: "move more than in chance order", 0: "move no differently than in chance order"}
+    told = {
+        -1: "move less than in chance order",
+        1: "move more than in chance order",
+        0: "move no differently than in chance order",
+    }
     return f"{told[side]} ({tell(gap, 'turnover', signed=True)})"
 
 
@@ -191,13 +205,18 @@ def _norms(capture: Capture) -> Finding | None:
     ratio = total(capture, "norm_ratio")
     if defined(ratio["mean"]):
         norms = [write_number(total(capture, name)["mean"]) for name in ("content_sink_norm", "normal_norm")]
-        parts.append(f"Values of content sinks have {tell(ratio, 'norm_ratio')} times the norm of other tokens' ({norms[0]} against {norms[1]}).")
+        parts.append(
+            f"Values of content sinks have {tell(ratio, 'norm_ratio')} times the norm of other tokens' "
+            f"({norms[0]} against {norms[1]})."
+        )
         parts.append(f"The paper's claim that sinks have low norms {_holds(ratio)}.")
     else:
         parts.append("Without content sinks, the paper's claim that they have low value norms is not decidable here.")
     lane = total(capture, "lane_norm_ratio")
     if capture["model"]["n_sinks"] and defined(lane["mean"]):
-        parts.append(f"The value of the {sink_name(capture)} has {tell(lane, 'lane_norm_ratio')} times their norm{_made_zero(capture)}.")
+        parts.append(
+            f"The value of the {sink_name(capture)} has {tell(lane, 'lane_norm_ratio')} times their norm{_made_zero(capture)}."
+        )
     return Finding("Value norms", " ".join(parts))
 
 
@@ -219,10 +238,16 @@ def _noop(capture: Capture) -> Finding | None:
     if defined(update["mean"]):
         parts.append(f"It changes the residual stream by {tell(update, 'update_ratio')} of its norm (eq. 21, 22).")
     if defined(rest["mean"]):
-        told = {-1: "resting goes with smaller updates", 1: "resting goes with larger updates", 0: "resting goes with no clear difference"}
+        told = {
+            -1: "resting goes with smaller updates",
+            1: "resting goes with larger updates",
+            0: "resting goes with no clear difference",
+        }
         side = _side(rest, 0.0)
         end = "there is no interval to judge it by" if side is None else told[side]
-        parts.append(f"Between queries that rest most and least on sinks the update differs by {tell(rest, 'noop', signed=True)}: {end}.")
+        parts.append(
+            f"Between queries that rest most and least on sinks the update differs by {tell(rest, 'noop', signed=True)}: {end}."
+        )
     return Finding("Resting as a no-op", " ".join(parts)) if parts else None
 
 
@@ -265,18 +290,20 @@ def _claim_mass(capture: Capture) -> Claim:
         verdict = FAILS
     elif side == 1 and _side(users, 0.0) == 1:
         verdict = SHOWS
-    evidence = f"It receives {tell(mass, 'sink_mass')} of attention; an even share would be {write_number(even, 'share')}. It receives more than "
-    evidence += f"{threshold:g} in {tell(users, 'lane_heads')} of heads."
+    evidence = f"It receives {tell(mass, 'sink_mass')} of attention; an even share would be {write_number(even, 'share')}. "
+    evidence += f"It receives more than {threshold:g} in {tell(users, 'lane_heads')} of heads."
     if defined(mass["mean"]) and mass["mean"] <= threshold:
         evidence += f" Averaged over heads it stays below {threshold:g}."
-    rule = f"more attention than an even share, and more than {threshold:g} in some heads"
+    rule = f"it receives more than an even share, and more than {threshold:g} in some heads"
     return Claim("The sink token absorbs attention", verdict, evidence + _few(mass), rule)
 
 
 def _claim_fewer(comparison: Comparison) -> Claim:
     gap, (old, new) = change(comparison, "content_sinks"), _both(comparison, "content_sinks")
     verdict = {-1: SHOWS, 1: FAILS, 0: UNDECIDED, None: UNDECIDED}[_side(gap, 0.0)]
-    evidence = f"A head has {tell(new, 'content_sinks')} against {tell(old, 'content_sinks')}: {tell(gap, 'content_sinks', signed=True)}."
+    evidence = (
+        f"A head has {tell(new, 'content_sinks')} against {tell(old, 'content_sinks')}: {tell(gap, 'content_sinks', signed=True)}."
+    )
     if old["mean"] == 0 and new["mean"] == 0:
         evidence = "Neither model has a content sink by the threshold."
     elif verdict == FAILS:
@@ -293,7 +320,9 @@ def _claim_still(comparison: Comparison) -> Claim:
         evidence += f" (n = {gap['n']} trajectories)." + (" They move more." if verdict == FAILS else "")
     else:
         without = [one["name"] for one, own in zip(comparison[:2], (old, new), strict=True) if not defined(own["mean"])]
-        evidence = f"No content sinks whose movement could be compared{f' in {chr(32).join(without)}' if len(without) == 1 else ''}."
+        evidence = (
+            f"No content sinks whose movement could be compared{f' in {chr(32).join(without)}' if len(without) == 1 else ''}."
+        )
     relative = change(comparison, "relative_turnover")
     if defined(relative["mean"]):
         evidence += f" By the relative rule: {tell(relative, 'relative_turnover', signed=True)}."
@@ -351,4 +380,4 @@ def _counted(told: Sequence[Claim]) -> str:
     words = {SHOWS: ("shows", "show"), FAILS: ("does not show", "do not show"), UNDECIDED: ("is undecided", "are undecided")}
     counts = {verdict: sum(one.verdict == verdict for one in told) for verdict in words}
     parts = [f"{n} {words[verdict][n > 1]}" for verdict, n in counts.items() if n]
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return f"all {parts[0]}" if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -39,7 +39,8 @@ QUANTITIES = {
     "turnover": Quantity(
         "turnover of content sinks",
         "share",
-        "Jaccard distance between a head's content sinks at one step and the next, where either has one: 0 % all stay, 100 % all new.",
+        "Jaccard distance between a head's content sinks at one step and the next, where either has one: "
+        "0 % if all stay, 100 % if all are new.",
     ),
     "turnover_null": Quantity(
         "turnover in chance order",
@@ -57,7 +58,8 @@ QUANTITIES = {
     "lifetime": Quantity(
         "lifetime of a content sink",
         "steps",
-        "Consecutive steps for which a token stays a content sink of a head; runs that an end of the trajectory cuts off count as they are.",
+        "Consecutive steps for which a token stays a content sink of a head; runs that an end of the trajectory cuts off "
+        "count as they are.",
     ),
     "anchored": Quantity(
         "anchored heads",
@@ -70,7 +72,9 @@ QUANTITIES = {
     ),
     "normal_norm": Quantity("value norm of other tokens", "norm", "L2 norm of the values of all other tokens."),
     "norm_ratio": Quantity(
-        "content sinks' norm to others'", "ratio", "Value norm of content sinks over that of other tokens: below 1, sinks weigh less."
+        "content sinks' norm to others'",
+        "ratio",
+        "Value norm of content sinks over that of other tokens: below 1, sinks weigh less.",
     ),
     "lane_norm_ratio": Quantity("sink token's norm to others'", "ratio", "Value norm of the sink token over that of other tokens."),
     "entropy": Quantity("entropy of attention", "nats", "Of the attention weights of a query, content and sinks together."),
@@ -83,7 +87,8 @@ QUANTITIES = {
     "noop": Quantity(
         "update when resting",
         "ratio",
-        "Update ratio of the quarter of queries that rest most on sinks, less that of the quarter that rest least: negative, resting goes with smaller updates.",
+        "Update ratio of the quarter of queries that rest most on sinks, less that of the quarter that rest least: "
+        "if negative, resting goes with smaller updates.",
     ),
 }
 
@@ -101,10 +106,9 @@ def write_number(value: Any, unit: str = "", signed: bool = False) -> str:
 
 def write_interval(estimate: Mapping[str, Any], unit: str = "", signed: bool = False) -> str:
     """`12.3 % [11.0, 13.6]`: digits that tell the ends of the interval apart. The value alone where there is none."""
-    mean, low, high = (estimate.get(part) for part in ("mean", "low", "high"))
-    if not (defined(mean) and defined(low) and defined(high)):
-        return write_number(mean, unit, signed)
-    assert mean is not None and low is not None and high is not None
+    if not all(defined(estimate.get(part)) for part in ("mean", "low", "high")):
+        return write_number(estimate.get("mean"), unit, signed)
+    mean, low, high = (float(estimate[part]) for part in ("mean", "low", "high"))
     half = (high - low) / 2
     fine = _decimals(half, unit) - (0 if unit == "share" else 1) if half else 0
     decimals = max(_decimals(max(mean, low, high, key=abs), unit), min(fine, 6))
@@ -130,6 +134,10 @@ def _write(value: float, decimals: int, unit: str, signed: bool) -> str:
 
 def _with_unit(written: str, unit: str, signed: bool) -> str:
     return f"{written} {'pp' if signed else '%'}" if unit == "share" else written
+
+
+def write_count(n: int, one: str, many: str = "") -> str:
+    return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
 def unit_of(name: str) -> str:

@@ -30,11 +30,16 @@ from sinkdlm.errors import AnalysisError
 
 FORMAT, VERSION = "sinkdlm-capture", 1
 REPORT_FORMAT, REPORT_VERSION = "sinkdlm-report", 1
-_PARTS = ("name", "source", "model", "made", "settings", "n", "quantities", "trajectories", "kinds", "scatter", "heads", "paths")
-_PARTS += ("maps", "interventions", "omitted")
+_PARTS = (
+    *("name", "source", "model", "made", "settings", "n", "quantities", "trajectories", "kinds", "scatter", "heads"),
+    *("paths", "maps", "interventions", "omitted"),
+)
+_OWN = ("sink_mass", "lane_heads", "sink_value_norm", "lane_norm_ratio")  # of the model's own sinks
 _TILES = ("sink_mass", "lane_heads", "content_sinks", "turnover", "norm_ratio", "lane_norm_ratio")
-_LAYER_COLUMNS = ("sink_mass", "lane_heads", "content_sinks", "turnover", "turnover_null", "sink_value_norm", "content_sink_norm")
-_LAYER_COLUMNS += ("normal_norm", "entropy")
+_LAYER_COLUMNS = (
+    *("sink_mass", "lane_heads", "content_sinks", "turnover", "turnover_null"),
+    *("sink_value_norm", "content_sink_norm", "normal_norm", "entropy"),
+)
 _N_TEXTS = 3  # of each capture
 _ENLARGED = 1.25  # how far a page may enlarge a figure
 
@@ -160,16 +165,18 @@ def render_page(
         title=_title(captures, judged),
         lede=_lede(captures),
         style=Markup(own.joinpath("report.css").read_text(encoding="utf-8")),
-        contents=[("claims", "Claims"), ("findings", "Findings"), ("figures", "Figures"), ("tables", "Tables")]
-        + [("texts", "Texts"), ("glossary", "Glossary"), ("provenance", "Provenance")],
+        contents=["claims", "findings", "figures", "tables", "texts", "glossary", "provenance"],
         tiles=_tiles(captures),
         verdicts=[(one.name, one.note, one.claims, one.comparison.cautions if one.comparison else []) for one in judged],
         findings=[(capture["name"], findings(capture)) for capture in captures],
         plates=[_picture(name, plate, narrow[name], Markup) for name, plate in wide.items()],
         totals=_totals(captures, comparisons),
         tables=[*_kind_grids(captures), *_intervention_grids(captures), *_layer_grids(captures)],
-        texts=[_text_grid(capture) for capture in captures],
-        glossary=[*((one.label, one.meaning) for one in QUANTITIES.values()), ("pp", "Percentage points: the difference of two shares.")],
+        texts=[(capture["name"], capture["n"]["trajectories"], capture["trajectories"][:_N_TEXTS]) for capture in captures],
+        glossary=[
+            *((one.label, one.meaning) for one in QUANTITIES.values()),
+            ("pp", "Percentage points: the difference of two shares."),
+        ],
         provenance=[(capture["name"], _facts(capture)) for capture in captures],
     )
 
@@ -182,16 +189,19 @@ def _tiles(captures: Sequence[Capture]) -> list[dict[str, Any]]:
     for name in _TILES:
         values = []
         for capture in captures:
-            found = total(capture, name)
-            own = name in ("sink_mass", "lane_heads", "lane_norm_ratio")
-            if own and not capture["model"]["n_sinks"]:
-                values.append((capture["name"], "none", "no sink token"))
+            if not _has(capture, name):
+                values.append((capture["name"], "", "no sink token"))
                 continue
-            value, _, bounds = tell(found, name).partition(" [")
-            values.append((capture["name"], value, f"[{bounds}" if bounds else ""))
-        if any(value not in ("none", UNDEFINED) for _, value, _ in values):
+            found = total(capture, name)
+            bounds = tell(found, name).partition(" [")[2]
+            values.append((capture["name"], write_number(found["mean"], unit_of(name)), f"[{bounds}" if bounds else ""))
+        if any(value not in ("", UNDEFINED) for _, value, _ in values):
             tiles.append({"label": label_of(name), "rows": values})
     return tiles
+
+
+def _has(capture: Capture, name: str) -> bool:
+    return bool(capture["model"]["n_sinks"]) or name not in _OWN
 
 
 def _picture(name: str, wide: figures.Plate, narrow: figures.Plate, markup: type[str]) -> dict[str, Any]:
@@ -220,15 +230,23 @@ def _inline(svg: str, prefix: str, caption: str) -> str:
 
 
 def _totals(captures: Sequence[Capture], comparisons: Sequence[Comparison]) -> Grid:
-    names = [name for name in QUANTITIES if any(defined(total(capture, name)["mean"]) for capture in captures)]
+    names = [
+        name for name in QUANTITIES if any(_has(capture, name) and defined(total(capture, name)["mean"]) for capture in captures)
+    ]
     rows = []
     for name in names:
-        cells = [tell(total(capture, name), name) for capture in captures]
+        cells = [tell(total(capture, name), name) if _has(capture, name) else "none" for capture in captures]
         cells += [tell(change(one, name), name, signed=True) for one in comparisons]
         rows.append([label_of(name), *cells])
     head = ["quantity", *(capture["name"] for capture in captures)]
     head += [f"{one.second['name']} \N{MINUS SIGN} {one.first['name']}" for one in comparisons]
-    paired = "" if not comparisons else ", paired by trajectory" if all(one.difference["paired"] for one in comparisons) else ", not paired"
+    paired = (
+        ""
+        if not comparisons
+        else ", paired by trajectory"
+        if all(one.difference["paired"] for one in comparisons)
+        else ", not paired"
+    )
     return Grid(f"All quantities, mean over layers, with 95 % intervals{paired}", head, rows)
 
 
@@ -236,7 +254,9 @@ def _layer_grids(captures: Sequence[Capture]) -> list[Grid]:
     grids = []
     for capture in captures:
         found = {name: capture["quantities"].get(name, {}).get("layers", []) for name in _LAYER_COLUMNS}
-        found = {name: layers for name, layers in found.items() if any(defined(one["mean"]) for one in layers)}
+        found = {
+            name: layers for name, layers in found.items() if _has(capture, name) and any(defined(one["mean"]) for one in layers)
+        }
         rows = [
             [str(layer), *(write_number(found[name][layer]["mean"], unit_of(name)) for name in found)]
             for layer in range(capture["model"]["n_layers"])
@@ -276,12 +296,6 @@ def _intervention_grids(captures: Sequence[Capture]) -> list[Grid]:
     return grids
 
 
-def _text_grid(capture: Capture) -> Grid:
-    rows = [[str(one["number"]), one["prompt"], one["text"]] for one in capture["trajectories"][:_N_TEXTS]]
-    title = f"{capture['name']}: the first {len(rows)} of {capture['n']['trajectories']} trajectories"
-    return Grid(title, ["number", "prompt", "text"], rows)
-
-
 def _facts(capture: Capture) -> list[tuple[str, str]]:
     made, n = capture["made"], capture["n"]
     facts = [("checkpoint", str(capture["source"])), *((key, _plain(value)) for key, value in made.items() if value is not None)]
@@ -306,7 +320,8 @@ def _metrics(captures: Sequence[Capture], comparisons: Sequence[Comparison], jud
         "version": REPORT_VERSION,
         "captures": [{part: capture[part] for part in kept} for capture in captures],
         "differences": [
-            {"first": one.first["name"], "second": one.second["name"], "cautions": one.cautions, **one.difference} for one in comparisons
+            {"first": one.first["name"], "second": one.second["name"], "cautions": one.cautions, **one.difference}
+            for one in comparisons
         ],
         "claims": [{"about": one.name, "claims": [claim._asdict() for claim in one.claims]} for one in judged],
     }
