@@ -233,6 +233,7 @@ def drawn_texts(figure):
     from matplotlib.text import Text
 
     with figures._styled():
+        figure.set_dpi(200)  # as files are written
         figure.draw_without_rendering()
         hidden = set()
         for axes in figure.axes:
@@ -263,7 +264,7 @@ def test_no_text_of_a_figure_is_cut_or_runs_into_another(which, narrow):
             for other, area in texts[:place]:
                 wide = min(box.x1, area.x1) - max(box.x0, area.x0)
                 high = min(box.y1, area.y1) - max(box.y0, area.y0)
-                assert wide <= 1.5 or high <= 2.5, (name, text, other)
+                assert wide <= 2 or high <= 5, (name, text, other)
     assert n_drawn > 5
 
 

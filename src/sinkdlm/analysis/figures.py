@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 import numpy as np
 
-from sinkdlm.analysis.glossary import defined, label_of, unit_of, write_interval, write_number
+from sinkdlm.analysis.glossary import defined, label_of, unit_of, write_count, write_interval, write_number
 from sinkdlm.errors import AnalysisError
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _draw_norms(axis: "Axes", groups: Sequence[tuple[str, str, list[float], floa
             box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
             above: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "va": "bottom"}
             axis.annotate(write_number(mean), (place, mean), size=8, weight="bold", bbox=box, **above)
-    axis.set_xticks(range(len(groups)), [f"{label.replace(' ', chr(10))}\nn = {n:,}" for label, _, _, _, n in groups])
+    axis.set_xticks(range(len(groups)), [f"{label.replace(' ', chr(10))}\nn =\n{n:,}" for label, _, _, _, n in groups])
     axis.set_ylabel("value norm")
     axis.set_ylim(bottom=0)
     axis.set_xlim(-0.55, len(groups) - 0.45)
@@ -329,10 +329,9 @@ def heads(capture: Capture, *, narrow: bool = False) -> Plate:
             colour = "white" if share < 0.55 else "black"
             axis.text(head, layer, f"{share:.2f}", ha="center", va="center", size=6.5, color=colour)
     _add_bar(figure, image, list(axes), "share", [0, 0.2, 0.4, 0.6, 0.8, 1])
-    n = capture["n"]
-    caption = (
-        f"{capture['name']}. Every head of every layer, mean over {n['forwards']:,} forwards of {n['trajectories']} trajectories. "
-    )
+    seen = f"{write_count(capture['n']['forwards'], 'forward')} of "
+    seen += write_count(capture["n"]["trajectories"], "trajectory", "trajectories")
+    caption = f"{capture['name']}. Every head of every layer, mean over {seen}. "
     caption += "" if "lane" in found else "The model has no sink token. "
     return Plate(figure, f"{caption}A content sink is a token of the text that receives more than {_threshold(capture)}.")
 
@@ -469,7 +468,11 @@ def _threshold(capture: Capture) -> str:
 
 
 def _sizes(captures: Sequence[Capture]) -> str:
-    return "n = " + ", ".join(f"{c['n']['trajectories']} trajectories ({c['name']})" for c in captures) + "."
+    return (
+        "n = "
+        + ", ".join(f"{write_count(c['n']['trajectories'], 'trajectory', 'trajectories')} ({c['name']})" for c in captures)
+        + "."
+    )
 
 
 @functools.cache

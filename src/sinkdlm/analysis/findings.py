@@ -135,17 +135,17 @@ def _range(capture: Capture, name: str) -> str:
 
 def _content(capture: Capture) -> Finding:
     topic, found, threshold = "Content sinks", total(capture, "content_sinks"), f"{capture['settings']['threshold']:g}"
-    relative = f"By the relative rule a head has {tell(total(capture, 'relative_sinks'), 'relative_sinks')}."
+    other = total(capture, "relative_sinks")
+    relative = f" By the relative rule a head has {tell(other, 'relative_sinks')}." if defined(other["mean"]) else ""
     if not defined(found["mean"]):
         return Finding(topic, "Content sinks were not measured.")
     if not found["mean"]:
         return Finding(
-            topic, f"No token of the text receives more than {threshold} in any head: there is no content sink. {relative}"
+            topic, f"No token of the text receives more than {threshold} in any head: there is no content sink.{relative}"
         )
     text = f"A head has {tell(found, 'content_sinks')} tokens of the text at a step that receive more than {threshold}; "
     text += f"{tell(total(capture, 'sink_heads'), 'sink_heads')} of heads and steps have at least one. "
-    text += f"{_range(capture, 'content_sinks')} "
-    return Finding(topic, text + relative)
+    return Finding(topic, f"{text}{_range(capture, 'content_sinks')}".strip() + relative)
 
 
 def against_chance(capture: Capture, name: str = "turnover", *, seed: int = 0) -> Estimate:

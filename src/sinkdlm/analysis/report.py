@@ -25,7 +25,7 @@ from sinkdlm.analysis.findings import (
     tell,
     total,
 )
-from sinkdlm.analysis.glossary import QUANTITIES, UNDEFINED, defined, label_of, unit_of, write_interval, write_number
+from sinkdlm.analysis.glossary import QUANTITIES, UNDEFINED, defined, label_of, unit_of, write_count, write_interval, write_number
 from sinkdlm.errors import AnalysisError
 
 FORMAT, VERSION = "sinkdlm-capture", 1
@@ -139,8 +139,9 @@ def _lede(captures: Sequence[Capture]) -> str:
     parts = []
     for capture in captures:
         n, settings = capture["n"], capture["settings"]
-        kind = "trajectories" if settings["inputs"] == "trajectories" else "texts under noise"
-        parts.append(f"{capture['name']}: {n['trajectories']} {kind}, {n['forwards']:,} forwards, {n['tokens_seen']:,} tokens seen")
+        kind = ("trajectory", "trajectories") if settings["inputs"] == "trajectories" else ("text under noise", "texts under noise")
+        counts = [write_count(n["trajectories"], *kind), write_count(n["forwards"], "forward")]
+        parts.append(f"{capture['name']}: {', '.join(counts)}, {write_count(n['tokens_seen'], 'token')} seen")
     first = captures[0]["settings"]
     rules = f"A content sink is a token of the text that receives more than {first['threshold']:g} of a head's attention."
     return f"{'; '.join(parts)}. {rules}"
