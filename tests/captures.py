@@ -180,3 +180,27 @@ def _interventions():
         one("zero", "its value set to zero", 0.012),
         one("ban", "top content sink banned", 0.08),
     ]
+
+
+# -- captures that could trip a page or a figure --------------------------------------------------------------------------------
+
+NASTY = '<script>alert("x")</script> & _$a$ \u4e2d/\n'
+NOTHING = dict.fromkeys(VANILLA) | {"content_sinks": 0.0, "sink_heads": 0.0, "sink_mass": 0.0, "lane_heads": 0.0}
+
+
+def bare() -> list[dict]:
+    gone = {"content_sinks": 0.0, "sink_heads": 0.0} | dict.fromkeys(
+        ("turnover", "turnover_null", "lifetime", "moved", "move_rate")
+    )
+    gone |= dict.fromkeys(("norm_ratio", "content_sink_norm"))
+    return [make_capture("bare", 0, gone) | {"maps": [], "paths": [], "kinds": None}]
+
+
+LONG = "a-name-that-goes-on-and-on-without-a-space-in-it-for-longer-than-any-phone-is-wide"
+AWKWARD = {
+    "nasty names": lambda: [make_capture(NASTY, 0), make_capture(NASTY + "2", 1, seed=1)],
+    "long names": lambda: [make_capture(f"{LONG}-{place}", place, seed=place) for place in range(3)],
+    "many heads": lambda: [make_capture("huge", 2, layers=36, heads=32, length=300, steps=64, n=6)],
+    "no sinks": bare,
+    "one step, one trajectory": lambda: [make_capture("unseen", 0, NOTHING, n=1, layers=1, heads=1, steps=1, length=4)],
+}

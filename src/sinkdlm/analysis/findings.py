@@ -84,7 +84,7 @@ def _cautions(first: Capture, second: Capture) -> list[str]:
             told.append(
                 f"the models differ in {key}: {_plain(values[0])} in {first['name']}, {_plain(values[1])} in {second['name']}"
             )
-    if [row["prompt"] for row in first["trajectories"]] != [row["prompt"] for row in second["trajectories"]]:
+    if [row.get("prompt") for row in first["trajectories"]] != [row.get("prompt") for row in second["trajectories"]]:
         told.append("they were not given the same prompts")
     return told
 
@@ -256,8 +256,9 @@ def _intervention(one: Mapping[str, Any]) -> Finding:
     effect = _side({**nelbo, "mean": nelbo["change"]}, 0.0)
     told = {-1: "is lower", 1: "is higher", 0: "does not clearly change", None: "changes, by how much is not sure"}[effect]
     text = f"The NELBO {told}: {write_interval({**nelbo, 'mean': nelbo['change']}, signed=True)} nats per token"
-    if defined(one["changed"]["mean"]):
-        text += f"; {write_interval(one['changed'], 'share')} of generated tokens differ"
+    changed = one.get("changed") or _NOTHING
+    if defined(changed["mean"]):
+        text += f"; {write_interval(changed, 'share')} of generated tokens differ"
     return Finding(f"Intervention: {one['label']}", f"{text}.")
 
 

@@ -26,6 +26,7 @@ from sinkdlm.analysis.findings import (
     total,
 )
 from sinkdlm.analysis.glossary import QUANTITIES, UNDEFINED, defined, label_of, unit_of, write_count, write_interval, write_number
+from sinkdlm.analysis.intervals import MIN_TRAJECTORIES
 from sinkdlm.errors import AnalysisError
 
 FORMAT, VERSION = "sinkdlm-capture", 1
@@ -40,6 +41,7 @@ _LAYER_COLUMNS = (
     *("sink_mass", "lane_heads", "content_sinks", "turnover", "turnover_null"),
     *("sink_value_norm", "content_sink_norm", "normal_norm", "entropy"),
 )
+_METHOD = "Bootstrap over trajectories: percentiles of resampled means, their tails widened to those of Student's t."
 _N_TEXTS = 3  # of each capture
 _ENLARGED = 1.25  # how far a page may enlarge a figure
 
@@ -173,10 +175,11 @@ def render_page(
         plates=[_picture(name, plate, narrow[name], Markup) for name, plate in wide.items()],
         totals=_totals(captures, comparisons),
         tables=[*_kind_grids(captures), *_intervention_grids(captures), *_layer_grids(captures)],
-        texts=[(capture["name"], capture["n"]["trajectories"], capture["trajectories"][:_N_TEXTS]) for capture in captures],
+        texts=[(capture["name"], capture["n"]["trajectories"], _texts(capture)) for capture in captures],
         glossary=[
             *((one.label, one.meaning) for one in QUANTITIES.values()),
             ("pp", "Percentage points: the difference of two shares."),
+            ("95 % interval", f"{_METHOD} With fewer than {MIN_TRAJECTORIES} trajectories there is none."),
         ],
         provenance=[(capture["name"], _facts(capture)) for capture in captures],
     )
@@ -288,13 +291,18 @@ def _intervention_grids(captures: Sequence[Capture]) -> list[Grid]:
         for one in capture["interventions"]:
             nelbo = one["nelbo"]
             cells = [write_number(nelbo["before"]), write_number(nelbo["after"])]
-            cells += [write_interval({**nelbo, "mean": nelbo["change"]}, signed=True), write_interval(one["kl"])]
-            rows.append([one["label"], *cells, write_interval(one["changed"], "share")])
+            cells += [write_interval({**nelbo, "mean": nelbo["change"]}, signed=True), write_interval(one.get("kl") or {})]
+            rows.append([one["label"], *cells, write_interval(one.get("changed") or {}, "share")])
         head = ["intervention", "NELBO before", "after", "change", "KL", "generated tokens that differ"]
         if rows:
             n = capture["interventions"][0]["nelbo"]["n"]
             grids.append(Grid(f"{capture['name']}: interventions (NELBO and KL in nats per token, n = {n})", head, rows))
     return grids
+
+
+def _texts(capture: Capture) -> list[tuple[int, str, str]]:
+    """Number, prompt and text of the first trajectories; without a tokenizer there is no text."""
+    return [(row["number"], row.get("prompt") or "none", row.get("text") or "none") for row in capture["trajectories"][:_N_TEXTS]]
 
 
 def _facts(capture: Capture) -> list[tuple[str, str]]:
