@@ -46,3 +46,7 @@ class LikelihoodError(UserError):
 
 class EvalError(UserError):
     """An evaluation that cannot be made: a task without data, requests or responses that are not what they should be."""
+
+
+class AnalysisError(UserError):
+    """An analysis that cannot be made: a policy that cannot be watched, captures that are not what they should be."""
