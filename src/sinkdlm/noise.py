@@ -36,6 +36,7 @@ class Stream(IntEnum):
     LIKELIHOOD = 6  # Monte Carlo masks
     LENGTH = 7  # rows cut short
     OPENING = 8  # which tokens to come are seen while attention opens
+    ANALYSIS = 9  # resampled trajectories, and which of many values a figure shows
 
 
 def _signed(word: int) -> int:

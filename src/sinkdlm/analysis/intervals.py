@@ -1,0 +1,101 @@
+"""How sure a mean over trajectories is: a bootstrap whose unit is the trajectory, never the token or the step.
+
+The method is the percentile bootstrap with expanded tails (Hesterberg 2015, "What teachers should know about the bootstrap"): the
+means of resampled trajectories spread too little, by sqrt((n - 1) / n), and know nothing of how uncertain their own spread is, so
+the tails that are cut off shrink to those of Student's t. Bounds stay within the values seen (a share stays between 0 and 1), and
+no set of values breaks it. Where 95 % are meant, simulation gives (20,000 samples each, of normal and of gamma values of shape 2):
+
+    trajectories     32     16      8      6
+    normal         94.9   95.1   94.2   93.2
+    gamma          94.2   93.3   92.1   91.1
+
+With fewer than six the largest and the smallest value do not span 95 % (at best 1 - 2 ** (1 - n)): there is no interval then.
+"""
+
+import functools
+import math
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from sinkdlm.likelihood.estimates import student_quantile
+from sinkdlm.noise import Stream, random_bits
+
+LEVEL = 0.95
+MIN_TRAJECTORIES = 6
+N_RESAMPLES = 10_000
+
+
+class Interval(NamedTuple):
+    """A mean and where the mean of endlessly many trajectories lies; not a number where that cannot be said."""
+
+    mean: float
+    low: float
+    high: float
+    n: int  # trajectories that have the value; of a difference without pairs, of the capture that has fewer
+
+    def as_json(self) -> dict[str, Any]:
+        return {"mean": finite(self.mean), "low": finite(self.low), "high": finite(self.high), "n": self.n}
+
+
+def finite(value: float) -> float | None:
+    """JSON has no word for what is not a number."""
+    return float(value) if math.isfinite(value) else None
+
+
+def mean_interval(values: np.ndarray, *, seed: int = 0) -> Interval:
+    """Of one value for each trajectory; those that are not a number do not take part."""
+    kept = _known(values)
+    return Interval(*_bounds([kept], seed), len(kept))
+
+
+def difference_interval(values: np.ndarray, others: np.ndarray, *, seed: int = 0) -> Interval:
+    """Of mean(others) - mean(values) for trajectories that are not pairs. Of pairs, take the mean_interval of differences."""
+    kept = [_known(others), _known(values)]
+    return Interval(*_bounds(kept, seed), min(map(len, kept)))
+
+
+def _known(values: np.ndarray) -> np.ndarray:
+    flat = np.asarray(values, dtype=np.float64)
+    return flat[~np.isnan(flat)]
+
+
+def _bounds(samples: list[np.ndarray], seed: int) -> tuple[float, float, float]:
+    """Mean, low, high of the first sample, less the second where there is one."""
+    if min(map(len, samples)) == 0:
+        return math.nan, math.nan, math.nan
+    # Relative to its first value, so that values that are all the same have exactly that mean and no width.
+    apart = [sample - sample[0] for sample in samples]
+    signs = (1.0, -1.0)[: len(samples)]
+    start = sum(sign * float(sample[0]) for sign, sample in zip(signs, samples, strict=True))
+    mean = start + sum(sign * float(part.mean()) for sign, part in zip(signs, apart, strict=True))
+    if min(map(len, samples)) < MIN_TRAJECTORIES:
+        return mean, math.nan, math.nan
+    means = start + sum(
+        sign * (_resamples(seed, place, len(part)) @ part) for place, (sign, part) in enumerate(zip(signs, apart, strict=True))
+    )
+    tail = _tail(samples)
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return mean, float(low), float(high)
+
+
+def _tail(samples: list[np.ndarray]) -> float:
+    """The share of resampled means to cut off at each end; of two samples, with Welch's degrees of freedom."""
+    sizes = [len(sample) for sample in samples]
+    squares = [float(np.var(sample, ddof=1)) / n for sample, n in zip(samples, sizes, strict=True)]  # of the standard error
+    if sum(squares) == 0:
+        return (1 - LEVEL) / 2
+    freedom = sum(squares) ** 2 / sum(square**2 / (n - 1) for square, n in zip(squares, sizes, strict=True))
+    too_narrow = sum(square * (n - 1) / n for square, n in zip(squares, sizes, strict=True)) / sum(squares)
+    reach = student_quantile((1 + LEVEL) / 2, math.floor(freedom + 1e-6)) / math.sqrt(too_narrow)
+    return NormalDist().cdf(-reach)
+
+
+@functools.lru_cache(maxsize=16)
+def _resamples(seed: int, place: int, n: int) -> np.ndarray:
+    """(resamples, n): how often each trajectory was drawn, as shares. The same for every quantity and layer."""
+    draws = random_bits(32, seed, int(Stream.ANALYSIS), place, n, torch.arange(N_RESAMPLES * n)).numpy() % n
+    rows = np.repeat(np.arange(N_RESAMPLES), n)
+    return np.bincount(rows * n + draws, minlength=N_RESAMPLES * n).reshape(N_RESAMPLES, n) / n

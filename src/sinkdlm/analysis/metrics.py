@@ -1,0 +1,375 @@
+"""What sinks do along a trajectory, in numbers: where they are, how they move, what they weigh.
+
+`measure` reduces one trajectory, which can then be thrown away; `summarize` joins many, with intervals over trajectories;
+`difference` compares two captures. A quantity is worked out per layer; its total is the mean over the layers that have it. Not a
+number means that there was nothing to measure: no sink to lose its place, no second step to lose it in. Numpy, and the keyed noise
+for samples; knows no model, tokenizer or file.
+
+N steps, E layers, H heads, T tokens of the row, S sinks of the model.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sinkdlm.analysis.intervals import Interval, difference_interval, finite, mean_interval
+from sinkdlm.analysis.kinds import KINDS
+from sinkdlm.analysis.trajectory import Trajectory
+from sinkdlm.noise import Stream, random_bits
+
+THRESHOLD = 0.3  # received attention above which a token is a sink (Gu et al.)
+SAMPLE = 10_000  # value norms that a figure shows of each group
+_ANCHOR_STEPS = (1, 2)  # an anchored head has a sink in at least this share of steps,
+_ANCHOR_SAME = (9, 10)  # and its top sink is the same token in at least this share of those
+_REST_SPREAD = 0.01  # quarters of queries that differ by less in the attention they rest on sinks say nothing about resting
+_DIGITS = 6  # significant, of sampled norms in a file
+
+QUANTITIES = {
+    "sink_mass": "attention on the model's own sinks, mean over steps and heads",
+    "content_sinks": "content sinks (absolute rule) of a head at a step",
+    "relative_sinks": "content sinks (relative rule) of a head at a step",
+    "sink_heads": "share of heads and steps with at least one content sink (absolute)",
+    "turnover": "Jaccard distance of a head's content sinks (absolute) at consecutive steps, over pairs with a sink in either",
+    "turnover_null": "the same over all pairs of different steps: what shuffled steps give on average",
+    "relative_turnover": "turnover by the relative rule",
+    "relative_turnover_null": "turnover_null by the relative rule",
+    "moved": "tokens between a head's top content sinks (absolute) at consecutive steps that both have one",
+    "move_rate": "share of those pairs in which the top content sink moved",
+    "lifetime": "consecutive steps that a token stays a content sink (absolute) of a head; the trajectory's ends cut runs short",
+    "anchored": "share of heads with a content sink (absolute) in half of the steps or more, the top one the same in 90 % of them",
+    "lane_heads": "share of heads and steps in which the model's own sinks receive more than the threshold",
+    "sink_value_norm": "value norm (eq. 16) of the model's own sinks",
+    "content_sink_norm": "value norm of tokens that are a content sink (absolute) of any head of the layer",
+    "normal_norm": "value norm of all other tokens",
+    "norm_ratio": "content_sink_norm / normal_norm",
+    "lane_norm_ratio": "sink_value_norm / normal_norm",
+    "entropy": "entropy of attention weights, nats",
+    "bound_ratio": "mean output norm / mean bound (eq. 20)",
+    "update_ratio": "size of a layer's update against its input, |z| / |h| (eq. 21, 22)",
+    "noop": "update_ratio of the quarter of queries that rest most on sinks, less that of the quarter that rest least",
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """At most SAMPLE of many values: those with the smallest keys, whatever the order they came in; sum and count of all."""
+
+    keys: np.ndarray  # int64, ascending
+    values: np.ndarray
+    total: float
+    n: int
+
+    @classmethod
+    def of(cls, keys: np.ndarray, values: np.ndarray) -> "Sample":
+        return cls(*_smallest(keys, values), float(values.sum(dtype=np.float64)), values.size)
+
+    @classmethod
+    def merged(cls, samples: Sequence["Sample"]) -> "Sample":
+        keys, values = (np.concatenate([getattr(sample, part) for sample in samples]) for part in ("keys", "values"))
+        total = math.fsum(sample.total for sample in samples)  # rounded once: no order
+        return cls(*_smallest(keys, values), total, sum(sample.n for sample in samples))
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.n if self.n else math.nan
+
+
+def _smallest(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    chosen = np.argpartition(keys, SAMPLE)[:SAMPLE] if keys.size > SAMPLE else np.arange(keys.size)
+    chosen = chosen[np.argsort(keys[chosen])]
+    return keys[chosen], values[chosen]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is kept of one trajectory."""
+
+    number: int
+    n_steps: int
+    length: int
+    values: dict[str, tuple[float, list[float]]]  # quantity -> (total, per layer)
+    counted: dict[str, np.ndarray] | None  # tokens of each kind, among "all", "absolute" and "relative" sinks; None: kinds unknown
+    norms: dict[str, Sample]  # value norms of "sink", "normal" and "lane"
+    lane: np.ndarray  # (E, H): attention on the model's own sinks
+    content: np.ndarray  # (E, H): share of steps with a content sink (absolute)
+
+
+def measure(trajectory: Trajectory, kinds: np.ndarray | None, *, threshold: float = THRESHOLD, seed: int = 0) -> Measured:
+    """kinds: of every token id, as kinds.classify gives them. threshold: the one the trajectory's sinks were found with."""
+    layers, samples = [], []
+    seen = None if kinds is None else kinds[trajectory.tokens].ravel()
+    counted = {"all": [_count(seen)], "absolute": [], "relative": []}
+    content = np.empty((trajectory.n_layers, trajectory.n_heads))
+    for layer in range(trajectory.n_layers):  # one at a time: all sets of a long trajectory at once would need gigabytes
+        absolute, relative = (np.ascontiguousarray(sets[:, layer]) for sets in (trajectory.absolute, trajectory.relative))
+        sinks = absolute.sum(1, dtype=np.int32)  # (N, T): heads whose sink it is
+        counted["absolute"].append(_count(seen, sinks))
+        counted["relative"].append(_count(seen, relative.sum(1, dtype=np.int32)))
+        held = np.asarray(absolute.any(-1))  # (N, H)
+        content[layer] = held.mean(0)
+        layers.append(
+            {
+                **_sets(absolute, relative),
+                **_moves(held, trajectory.top[:, layer]),
+                **_norms(trajectory, layer, sinks > 0),
+                **_flow(trajectory, layer, threshold),
+            }
+        )
+        samples.append(_sampled(trajectory, layer, sinks > 0, seed))
+    values = {name: [float(layer[name]) for layer in layers] for name in QUANTITIES}
+    return Measured(
+        number=trajectory.number,
+        n_steps=trajectory.n_steps,
+        length=trajectory.tokens.shape[1],
+        values={name: (_mean(np.array(per_layer)), per_layer) for name, per_layer in values.items()},
+        counted=None if kinds is None else {among: np.sum(counts, axis=0) for among, counts in counted.items()},
+        norms={group: Sample.merged([sample[group] for sample in samples]) for group in ("sink", "normal", "lane")},
+        lane=trajectory.sink_share.astype(np.float64).mean(0),
+        content=content,
+    )
+
+
+def _mean(values: np.ndarray, where: np.ndarray | bool = True) -> float:
+    """Of what is a number; not a number where nothing is."""
+    known = ~np.isnan(values) & where
+    n = np.count_nonzero(known)
+    return float(values.sum(where=known, dtype=np.float64)) / n if n else math.nan
+
+
+def _ratio(above: float, below: float) -> float:
+    return above / below if below else math.nan
+
+
+def _count(seen: np.ndarray | None, times: np.ndarray | None = None) -> np.ndarray:
+    """How many there are of each kind, each token counted so many times; float64 counts exactly up to 2 ** 53."""
+    if seen is None:
+        return np.zeros(len(KINDS), dtype=np.int64)
+    weights = None if times is None else times.ravel()
+    return np.bincount(seen, weights=weights, minlength=len(KINDS)).astype(np.int64)
+
+
+def _sets(absolute: np.ndarray, relative: np.ndarray) -> dict[str, float]:
+    """Of one layer's sets of sinks, (N, H, T): their sizes and how they change."""
+    steps, heads, _ = absolute.shape
+    sizes, shared = _overlaps(absolute)
+    relative_sizes, relative_shared = _overlaps(relative)
+    # A run starts with each member of a set that was not in the one before.
+    runs = sizes.sum() - shared.sum()
+    return {
+        "content_sinks": sizes.sum() / (steps * heads),
+        "relative_sinks": relative_sizes.sum() / (steps * heads),
+        "sink_heads": np.count_nonzero(sizes) / (steps * heads),
+        "turnover": _turnover(sizes, shared),
+        "turnover_null": _turnover_null(absolute, sizes),
+        "relative_turnover": _turnover(relative_sizes, relative_shared),
+        "relative_turnover_null": _turnover_null(relative, relative_sizes),
+        "lifetime": _ratio(float(sizes.sum()), float(runs)),
+    }
+
+
+def _overlaps(sets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes (N, H), and how many members consecutive steps share (N - 1, H)."""
+    return sets.sum(-1, dtype=np.int32), (sets[1:] & sets[:-1]).sum(-1, dtype=np.int32)
+
+
+def _turnover(sizes: np.ndarray, shared: np.ndarray) -> float:
+    union = sizes[1:] + sizes[:-1] - shared
+    return _mean(1 - shared / np.maximum(union, 1), union > 0)
+
+
+def _turnover_null(sets: np.ndarray, sizes: np.ndarray) -> float:
+    """Over all pairs of different steps, exactly: the product of a head's sets with themselves counts what each pair shares."""
+    distance, pairs = 0.0, 0
+    for head in range(sets.shape[1]):
+        members = sets[:, head, sets[:, head].any(0)].astype(np.float32)  # (N, tokens that ever are sinks): counts are exact
+        size = sizes[:, head].astype(np.float32)
+        shared = members @ members.T
+        union = size[:, None] + size - shared
+        either = np.maximum(union, 1)
+        # A step against itself has distance 0; it is left out of the count alone.
+        distance += float(((union - shared) / either).sum(dtype=np.float64))
+        pairs += int(np.count_nonzero(union) - np.count_nonzero(size))
+    return _ratio(distance, pairs)
+
+
+def _moves(held: np.ndarray, top: np.ndarray) -> dict[str, float]:
+    """Of one layer's heads: whether they have a content sink (N, H), and which token receives most (N, H)."""
+    steps, heads = top.shape
+    both = held[1:] & held[:-1]
+    distance = np.abs(np.diff(top.astype(np.int64), axis=0)).astype(np.float64)
+    n_held = held.sum(0)
+    same = np.zeros(heads, dtype=np.int64)
+    for head in range(heads):
+        same[head] = np.bincount(top[held[:, head], head], minlength=1).max()
+    often = n_held * _ANCHOR_STEPS[1] >= steps * _ANCHOR_STEPS[0]
+    anchored = often & (n_held > 0) & (same * _ANCHOR_SAME[1] >= n_held * _ANCHOR_SAME[0])
+    return {
+        "moved": _mean(distance, both),
+        "move_rate": _mean((distance > 0).astype(np.float64), both),
+        "anchored": float(anchored.mean()) if steps > 1 else math.nan,  # one step would anchor every sink
+    }
+
+
+def _norms(trajectory: Trajectory, layer: int, sink: np.ndarray) -> dict[str, float]:
+    """sink (N, T): tokens that are a content sink of any head."""
+    norms = trajectory.value_norm[:, layer]
+    lane = _mean(trajectory.sink_value_norm[:, layer])
+    content, normal = _mean(norms, sink), _mean(norms, ~sink)
+    return {
+        "sink_value_norm": lane,
+        "content_sink_norm": content,
+        "normal_norm": normal,
+        "norm_ratio": _ratio(content, normal),
+        "lane_norm_ratio": _ratio(lane, normal),
+    }
+
+
+def _flow(trajectory: Trajectory, layer: int, threshold: float) -> dict[str, float]:
+    share = trajectory.sink_received[:, layer].sum(-1)
+    resting, update = (part[:, layer].ravel().astype(np.float64) for part in (trajectory.resting, trajectory.update_ratio))
+    return {
+        "sink_mass": _mean(share),
+        "lane_heads": _mean((share > threshold).astype(np.float64), ~np.isnan(share)),
+        "entropy": _mean(trajectory.entropy[:, layer]),
+        "bound_ratio": _ratio(_mean(trajectory.output_norm[:, layer]), _mean(trajectory.bound[:, layer])),
+        "update_ratio": _mean(update),
+        "noop": _noop(resting, update),
+    }
+
+
+def _noop(resting: np.ndarray, update: np.ndarray) -> float:
+    """Quarters may cut through queries that rest equally: each then has the group's mean update, as if ties were drawn by lot."""
+    known = ~np.isnan(resting) & ~np.isnan(update)
+    n = np.count_nonzero(known)
+    if n == 0:
+        return math.nan
+    order = np.argsort(resting[known])
+    resting, update = resting[known][order], update[known][order]
+    starts = np.flatnonzero(np.concatenate([[True], resting[1:] != resting[:-1]]))
+    sizes = np.append(starts[1:], n) - starts
+    update = np.repeat(np.add.reduceat(update, starts) / sizes, sizes)
+    least = np.clip(n / 4 - np.arange(n), 0, 1) / (n / 4)  # a quarter of a number that four does not divide ends within a query
+    weight = least[::-1] - least
+    return float(weight @ update) if weight @ resting >= _REST_SPREAD else math.nan
+
+
+def _sampled(trajectory: Trajectory, layer: int, sink: np.ndarray, seed: int) -> dict[str, Sample]:
+    """A token's key depends on what it is, not on how many others there are; the lane's sinks count on from the tokens."""
+    norms = np.concatenate([trajectory.value_norm[:, layer], trajectory.sink_value_norm[:, layer]], axis=-1)  # (N, T + S)
+    steps, places = (torch.arange(n) for n in norms.shape)
+    keys = random_bits(63, seed, int(Stream.ANALYSIS), trajectory.number, layer, steps[:, None], places).numpy()
+    length, known = sink.shape[1], ~np.isnan(norms)
+    groups = {"sink": sink, "normal": ~sink}
+    chosen = {group: np.pad(tokens, ((0, 0), (0, norms.shape[1] - length))) & known for group, tokens in groups.items()}
+    chosen["lane"] = known & (np.arange(norms.shape[1]) >= length)
+    return {group: Sample.of(keys[of], norms[of]) for group, of in chosen.items()}
+
+
+def summarize(measured: Iterable[Measured], seed: int = 0) -> dict[str, Any]:
+    """The parts of a capture that come from trajectories, as JSON values; the order they were measured in does not matter."""
+    ordered = sorted(measured, key=lambda one: one.number)
+    if not ordered:
+        raise ValueError("no trajectories to summarize")
+    if len({one.number for one in ordered}) < len(ordered):
+        raise ValueError("two trajectories have the same number")
+    tables = {name: np.array([[one.values[name][0], *one.values[name][1]] for one in ordered]) for name in QUANTITIES}
+    return {
+        "n": {
+            "trajectories": len(ordered),
+            "forwards": sum(one.n_steps for one in ordered),
+            "tokens_seen": sum(one.n_steps * one.length for one in ordered),
+        },
+        "quantities": {
+            name: _by_layer([mean_interval(column, seed=seed).as_json() for column in table.T]) for name, table in tables.items()
+        },
+        "trajectories": [
+            {
+                "number": one.number,
+                "n_steps": one.n_steps,
+                "length": one.length,
+                "values": {name: _by_layer(_plain(table[row])) for name, table in tables.items()},
+            }
+            for row, one in enumerate(ordered)
+        ],
+        "kinds": _kind_shares([one.counted for one in ordered]),
+        "scatter": _scatter([one.norms for one in ordered]),
+        "heads": {
+            "lane": [_plain(row) for row in np.mean([one.lane for one in ordered], axis=0)],
+            "content": [_plain(row) for row in np.mean([one.content for one in ordered], axis=0)],
+        },
+    }
+
+
+def _plain(values: np.ndarray) -> list[float | None]:
+    return [finite(value) for value in values.tolist()]
+
+
+def _by_layer(columns: list[Any]) -> dict[str, Any]:
+    return {"total": columns[0], "layers": columns[1:]}
+
+
+def _kind_shares(counted: Sequence[dict[str, np.ndarray] | None]) -> dict[str, dict[str, float] | None] | None:
+    """Shares over all trajectories together; None where the kinds are not known, and for a rule that found no sink."""
+    known = [counts for counts in counted if counts is not None]
+    if len(known) < len(counted):
+        return None
+    totals = {among: np.sum([counts[among] for counts in known], axis=0) for among in ("all", "absolute", "relative")}
+    return {
+        among: dict(zip(KINDS, (counts / counts.sum()).tolist(), strict=True)) if counts.any() else None
+        for among, counts in totals.items()
+    }
+
+
+def _scatter(norms: Sequence[dict[str, Sample]]) -> dict[str, Any]:
+    merged = {group: Sample.merged([one[group] for one in norms]) for group in ("sink", "normal", "lane")}
+    points = {group: [float(f"{value:.{_DIGITS}g}") for value in sample.values.tolist()] for group, sample in merged.items()}
+    counts = {f"n_{group}": sample.n for group, sample in merged.items()}
+    return {**points, **{f"{group}_mean": finite(sample.mean) for group, sample in merged.items()}, **counts}
+
+
+def difference(a: Mapping[str, Any], b: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
+    """What b's trajectories have more than a's, for every quantity of both captures; layers only where both have as many.
+
+    "paired": both captures have the same trajectory numbers with the same prompts, so that each trajectory is compared with its
+    own twin; otherwise only the means are, and intervals are wider. n of a pair: both have the value.
+    """
+    rows = [sorted(capture["trajectories"], key=lambda row: row["number"]) for capture in (a, b)]
+    keys = [[(row["number"], row.get("prompt")) for row in side] for side in rows]
+    paired = keys[0] == keys[1]
+    found: dict[str, Any] = {}
+    for name in a["quantities"]:
+        if name in b["quantities"]:
+            tables = [np.array([_columns(row["values"][name]) for row in side], dtype=np.float64) for side in rows]
+            width = tables[0].shape[1] if tables[0].shape[1] == tables[1].shape[1] else 1
+            pairs = zip(tables[0].T[:width], tables[1].T[:width], strict=True)
+            found[name] = _by_layer([_gap(one, other, paired, seed).as_json() for one, other in pairs])
+    return {"paired": paired, "quantities": found}
+
+
+def _columns(values: Mapping[str, Any]) -> list[float]:
+    return [math.nan if value is None else value for value in (values["total"], *values["layers"])]
+
+
+def _gap(values: np.ndarray, others: np.ndarray, paired: bool, seed: int) -> Interval:
+    return mean_interval(others - values, seed=seed) if paired else difference_interval(values, others, seed=seed)
+
+
+def paths_of(trajectory: Trajectory, labels: Sequence[str]) -> dict[str, Any]:
+    """Where each layer's attention goes at each step, as JSON values; null where a forward did not say."""
+    received = trajectory.received.swapaxes(0, 1)  # (E, N, T)
+    known = ~np.isnan(received)
+    top = np.where(known, received, -np.inf).argmax(-1)
+    height = np.take_along_axis(received, top[..., None], -1)[..., 0]
+    said = known.any(-1)
+    return {
+        "number": trajectory.number,
+        "top": [[int(place) if there else None for place, there in zip(*row, strict=True)] for row in zip(top, said, strict=True)],
+        "received": [_plain(row) for row in height],
+        "masked": (trajectory.tokens == trajectory.mask_id).astype(int).tolist(),
+        "labels": list(labels),
+        "n_prompt": trajectory.n_prompt,
+    }
