@@ -17,7 +17,7 @@ from torch import Tensor
 from sinkdlm.analysis.trajectory import Trajectory
 from sinkdlm.attention import attend_naive
 from sinkdlm.errors import AnalysisError
-from sinkdlm.model import Block, DiffusionLM, Surroundings
+from sinkdlm.model import Block, DiffusionLM
 from sinkdlm.noise import Stream, fold, hash_words, unit_interval
 from sinkdlm.observe import share_on, summarize
 from sinkdlm.sampling.loop import step
@@ -111,19 +111,16 @@ class Watched:
         )
 
     def _enter(self, _: Any, given: tuple[Any, ...]) -> None:
-        self._states = given[0].float().norm(dim=-1)
+        self._states = _norms(given[0])
 
-    def _leave(self, _: Any, given: tuple[Any, ...], update: Tensor) -> None:
-        """|z| / |h| of each token; of those alone that the last layer computed."""
-        around: Surroundings = given[2]
+    def _leave(self, attention: Any, given: tuple[Any, ...], update: Tensor) -> None:
+        """|z| / |h| of each token."""
+        x, lane, around = given
         assert self._states is not None
-        size = update.float().norm(dim=-1)
-        if around.wanted is None:
-            ratio = size / self._states
-        else:
-            known = size / self._states.gather(1, around.wanted)
-            ratio = torch.full_like(self._states, torch.nan).scatter(1, around.wanted, known)
-        self._updates.append(ratio[:, self._n_registers :])
+        if around.wanted is not None:
+            # The last layer computed only what the batch asked for; all of it is computed here, beside the model's own way.
+            update = attention.forward(x, lane, around._replace(wanted=None, observe=None))
+        self._updates.append((_norms(update) / self._states)[:, self._n_registers :])
 
     def _collect(self, tokens: Tensor) -> list[dict[str, np.ndarray]]:
         """One transfer for each statistic, then rows apart, at their own lengths."""
@@ -138,6 +135,10 @@ class Watched:
             found = {name: x[row][..., :size] if name in _PER_TOKEN else x[row] for name, x in columns.items()}
             rows.append({**found, "tokens": seen[row, :size].astype(np.int32)})
         return rows
+
+
+def _norms(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32)).norm(dim=-1)
 
 
 def sink_logit_of(model: DiffusionLM, layer: int) -> Tensor | None:

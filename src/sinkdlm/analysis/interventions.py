@@ -36,7 +36,8 @@ class Change(NamedTuple):
 def find_changes(model: DiffusionLM, rules: Rules = RULES) -> tuple[list[Change], dict[str, str]]:
     """The changes that make sense for a model, and why the others do not."""
     config = model.config
-    found, omitted = [], {}
+    found: list[Change] = []
+    omitted: dict[str, str] = {}
     if not config.n_sinks:
         omitted |= dict.fromkeys(("remove", "zero", "move"), "the model has no sink")
     else:
@@ -99,8 +100,9 @@ def _ban(model: DiffusionLM, threshold: float, _: int, seen: Seen) -> Seen:
     ).received  # (B, H, T)
     most = found.max(-1, keepdim=True)
     banned = torch.zeros_like(found, dtype=torch.bool).scatter(-1, most.indices, most.values > threshold)
-    if found.shape[-1] == 1 and not n and seen.sink_k is None and seen.sink_logit is None:
-        return seen  # nothing else to attend to
+    alone = found.shape[-1] == 1 and not n and seen.sink_k is None and seen.sink_logit is None  # nothing else to attend to
+    if alone or not banned.any():
+        return seen
     return seen._replace(visible=_and(seen.visible, ~torch.nn.functional.pad(banned, (n, 0))[:, :, None]))
 
 
