@@ -140,4 +140,4 @@ def _shown(letter: str) -> str:
         return f"\\x{code - 0xDC00:02x}"
     if letter.isprintable():
         return letter
-    return _MARKS[" "] if letter.isspace() and code > 0xFF else f"\\x{code:02x}"
+    return f"\\x{code:02x}" if code <= 0xFF else f"\\u{code:04x}"

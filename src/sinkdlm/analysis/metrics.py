@@ -191,7 +191,7 @@ def _turnover_null(sets: np.ndarray, sizes: np.ndarray) -> float:
         union = size[:, None] + size - shared
         either = np.maximum(union, 1)
         # A step against itself has distance 0; it is left out of the count alone.
-        distance += float(((union - shared) / either).sum(dtype=np.float64))
+        distance += float(np.divide(union - shared, either, dtype=np.float64).sum())
         pairs += int(np.count_nonzero(union) - np.count_nonzero(size))
     return _ratio(distance, pairs)
 
