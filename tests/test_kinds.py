@@ -76,6 +76,7 @@ def test_byte_level_tokens_are_judged_by_the_bytes_they_stand_for():
         "cafés": "word",
     }
     assert dict(zip(expected, named(tokenizer, *(vocabulary[token] for token in expected)), strict=True)) == expected
+    assert texts_of(tokenizer, [vocabulary["cafés"], vocabulary["Ġ12"]]) == ["cafés".encode(), b" 12"]
 
 
 def test_sentencepiece_tokens_and_byte_fallback():

@@ -8,7 +8,6 @@ import pytest
 
 import plain_metrics
 from sinkdlm.analysis import metrics
-from sinkdlm.analysis.intervals import Interval, difference_interval, mean_interval
 from sinkdlm.analysis.kinds import KINDS, MASK, PUNCTUATION, SPACE, WORD
 from sinkdlm.analysis.metrics import QUANTITIES, difference, measure, paths_of, summarize
 from sinkdlm.analysis.trajectory import Trajectory
@@ -384,16 +383,42 @@ def test_every_layer_step_and_token_may_be_drawn_and_none_twice():
     trajectory = of_sinks([[[set()]] * 4] * 30, length=200, value_norm=norms)
     drawn = np.array(summarize([measure(trajectory, None)])["scatter"]["normal"])
     assert len(set(drawn)) == metrics.SAMPLE
-    for part in (drawn // 800, drawn // 200 % 4, drawn % 200):
-        counts = np.bincount(part.astype(int))
+    for part, size in ((drawn // 800, 30), (drawn // 200 % 4, 4), (drawn % 200, 200)):
+        counts = np.bincount(part.astype(int), minlength=size)
         assert counts.min() > 0.5 * counts.mean()
         assert counts.max() < 1.5 * counts.mean()
+
+
+def test_trajectories_are_drawn_from_independently():
+    norms = np.arange(100 * 200, dtype=np.float64).reshape(100, 1, 200)
+    one, other = (
+        of_sinks([[[set()]]] * 100, length=200, value_norm=norms + shift, number=number) for number, shift in ((0, 0), (1, 20_000))
+    )
+    drawn = np.array(summarize([measure(one, None), measure(other, None)])["scatter"]["normal"])
+    places = [set(drawn[drawn < 20_000]), set(drawn[drawn >= 20_000] - 20_000)]
+    shared = len(places[0] & places[1]) / len(places[0])
+    assert shared == pytest.approx(0.25, abs=0.05)  # of a quarter of each
+
+
+def test_samples_merge_in_any_order():
+    rng = np.random.default_rng(0)
+    parts = [metrics.Sample.of(rng.integers(0, 2**62, 6000), rng.random(6000)) for _ in range(4)]
+    first = metrics.Sample.merged(parts)
+    assert (first.n, len(first.values)) == (24_000, metrics.SAMPLE)
+    for order in itertools.permutations(parts):
+        again = metrics.Sample.merged(order)
+        assert np.array_equal(again.values, first.values)
+        assert again.mean == first.mean
+    nested = metrics.Sample.merged([metrics.Sample.merged(parts[:2]), metrics.Sample.merged(parts[2:])])
+    assert np.array_equal(nested.values, first.values)
+    assert math.isnan(metrics.Sample.of(np.empty(0, dtype=np.int64), np.empty(0)).mean)
 
 
 def test_paths_show_the_tallest_content_token_of_each_layer_and_step():
     received = np.full((3, 2, 4), 0.1)
     received[[0, 1, 2], 0, [1, 2, 3]] = 0.5
     received[:, 1, 0] = 0.7
+    received[1, 1, 2] = NAN
     received[2, 1] = NAN
     tokens = np.array([[0, 9, 9, 9], [0, 9, 5, 9], [0, 1, 5, 9]], dtype=np.int32)
     found = paths_of(of_sinks(same_everywhere([set()] * 3), length=4, received=received, tokens=tokens, number=5), list("abcd"))
@@ -441,59 +466,3 @@ def test_models_of_other_depth_are_compared_in_total():
     found = difference(captured(range(6)), captured(range(6), e=3))["quantities"]
     assert found["sink_mass"]["layers"] == []
     assert found["sink_mass"]["total"]["n"] == 6
-
-
-# -- intervals --------------------------------------------------------------------------------------------------------------------
-
-DRAWS = {"normal": lambda rng, shape: rng.standard_normal(shape), "skewed": lambda rng, shape: rng.gamma(2, 1, shape) - 2}
-
-
-def coverage(intervals):
-    return np.mean([found.low <= 0 <= found.high for found in intervals])
-
-
-@pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.parametrize(("n", "samples", "least"), [(32, 2000, 0.93), (8, 1000, 0.91)])
-def test_intervals_cover_the_truth(draw, n, samples, least):
-    """Of means; with eight skewed values the method itself falls short of 95 %, as its docstring says."""
-    values = DRAWS[draw](np.random.default_rng(n), (samples, n))
-    assert least <= coverage([mean_interval(row) for row in values]) <= 0.97
-
-
-@pytest.mark.parametrize("draw", DRAWS)
-def test_intervals_of_differences_cover_the_truth(draw):
-    """Of captures without pairs, one with three times the spread of the other."""
-    rng = np.random.default_rng(0)
-    values, others = DRAWS[draw](rng, (1000, 32)), 3 * DRAWS[draw](rng, (1000, 24))
-    found = [difference_interval(one, other) for one, other in zip(values, others, strict=True)]
-    assert 0.925 <= coverage(found) <= 0.97
-
-
-def test_few_trajectories_have_a_mean_but_no_interval():
-    five, six = np.arange(5.0), np.arange(6.0)
-    assert mean_interval(five) == pytest.approx((2, NAN, NAN, 5), nan_ok=True)
-    assert mean_interval(np.array([NAN, 4.0])) == pytest.approx((4, NAN, NAN, 1), nan_ok=True)
-    assert mean_interval(np.array([NAN])) == pytest.approx((NAN, NAN, NAN, 0), nan_ok=True)
-    assert math.isnan(difference_interval(five, six).low)
-    found = mean_interval(np.append(six, NAN))
-    assert 0 <= found.low < 2.5 == found.mean < found.high <= 5
-    assert found.n == 6
-    assert Interval(1.0, NAN, NAN, 1).as_json() == {"mean": 1.0, "low": None, "high": None, "n": 1}
-
-
-def test_equal_values_have_no_width_and_shares_stay_shares():
-    for value in (0.1, 0.7, 1 / 3):
-        assert mean_interval(np.full(7, value)) == (value, value, value, 7)
-    rare = np.zeros(32)
-    rare[5] = 1
-    found = mean_interval(rare)
-    assert found.low == 0 < found.mean < found.high <= 1
-
-
-def test_intervals_depend_on_the_seed_alone():
-    values = np.random.default_rng(0).random(20)
-    assert mean_interval(values) == mean_interval(values.copy())
-    assert mean_interval(values, seed=1) != mean_interval(values)
-    assert mean_interval(values, seed=1) == pytest.approx(mean_interval(values), rel=0.02)
-    mirrored = mean_interval(-values)
-    assert (-mirrored.high, -mirrored.low) == pytest.approx(mean_interval(values)[1:3])
