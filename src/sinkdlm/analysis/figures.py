@@ -1,0 +1,492 @@
+"""Figures of captures: the paper's Figure 1 and Figure 3, paths of sinks over steps, heads by layers, differences.
+
+Each function returns a Plate: a figure and its caption, or no figure and the sentence that says why. Figures have canvases of their
+own, in colours that the colour-blind can tell apart; the same capture gives the same bytes. Knows captures as dictionaries.
+
+N steps, E layers, H heads, T tokens, S sinks of the model.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
+
+import numpy as np
+
+from sinkdlm.analysis.glossary import defined, label_of, unit_of, write_count, write_interval, write_number
+from sinkdlm.errors import AnalysisError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Capture = Mapping[str, Any]
+_P = ParamSpec("_P")
+
+_WIDTH, _NARROW = 7.2, 3.7  # inches: a page's column, and a phone held upright
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
+_SINK, _NORMAL, _LANE = "#D55E00", "#0072B2", "#009E73"
+_INK, _FAINT = "#222222", "#8a8a8a"
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "path",  # the same shapes on every machine, whatever fonts it has
+    "svg.hashsalt": "sinkdlm",  # names inside a file depend on its content alone
+    "font.size": 8.0,
+    "axes.titlesize": 8.5,
+    "axes.labelsize": 8.0,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "legend.fontsize": 7.5,
+    "axes.linewidth": 0.6,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "axes.edgecolor": _INK,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+}
+FOREST = (
+    *("sink_mass", "content_sinks", "relative_sinks", "sink_heads", "turnover", "relative_turnover", "move_rate", "lifetime"),
+    *("anchored", "norm_ratio", "entropy", "bound_ratio", "update_ratio", "noop"),
+)
+
+
+class Plate(NamedTuple):
+    """figure None: it cannot be drawn, and the caption says why."""
+
+    figure: "Figure | None"
+    caption: str
+
+
+@contextmanager
+def _styled() -> Iterator[None]:
+    """Our settings, whatever the user's own are; theirs come back."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise AnalysisError("figures need matplotlib: pip install 'sinkdlm[viz]'") from None
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
+        yield
+
+
+def _drawn(draw: Callable[_P, Plate]) -> Callable[_P, Plate]:
+    @functools.wraps(draw)
+    def styled(*args: _P.args, **kwargs: _P.kwargs) -> Plate:
+        with _styled():
+            return draw(*args, **kwargs)
+
+    return styled
+
+
+# -- the paper's figures --------------------------------------------------------------------------------------------------------
+
+
+def pick_maps(capture: Capture) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The first and the last step of the map that shows most content sinks; None where no map is there at two steps."""
+    places: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+    for one in capture["maps"]:
+        places.setdefault((one["number"], one["layer"], one["head"]), []).append(one)
+    ordered = [sorted(own, key=lambda one: one["step"]) for own in places.values()]
+    pairs = [(own[0], own[-1]) for own in ordered if own[0]["step"] != own[-1]["step"]]
+    return max(pairs, key=lambda pair: sum(len(one["sinks"]) for one in pair), default=None)
+
+
+@_drawn
+def figure1(capture: Capture, maps: Sequence[Mapping[str, Any]] | None, *, narrow: bool = False) -> Plate:
+    """Attention maps at two steps with their sink columns, and value norms of sinks and other tokens."""
+    groups = [
+        (label, colour, values, mean, n) for label, colour, values, mean, n in _norm_groups(capture["scatter"]) if len(values)
+    ]
+    if not maps and not groups:
+        return Plate(None, f"Figure 1 of {capture['name']}: no attention map at two steps and no value norms were captured.")
+    figure, axes = _panels(["map"] * len(maps or ()) + ["plot"] * bool(groups), 3.5, narrow)
+    captions = []
+    if maps:
+        limit = max(np.max(one["weights"]) for one in maps)
+        for axis, one in zip(axes, maps, strict=False):
+            image = _draw_map(axis, one, limit)
+        marks = [mark for mark in (0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.7, 1) if mark <= limit]
+        _add_bar(figure, image, list(axes[: len(maps)]), "attention", marks)
+        first, n_maps = maps[0], len({(one["number"], one["layer"], one["head"]) for one in capture["maps"]})
+        chosen = f", of {n_maps} captured places the one with most content sinks" if n_maps > 1 else ""
+        captions.append(
+            f"Attention of layer {first['layer']}, head {first['head']} in trajectory {first['number']} at steps "
+            f"{' and '.join(str(one['step']) for one in maps)}{chosen}; "
+            f"triangles mark tokens that receive more than {_threshold(capture)}. The colour scale is a square root."
+        )
+    else:
+        captions.append("No attention map was captured at two steps.")
+    if groups:
+        _draw_norms(axes[-1], groups)
+        means = "; ".join(f"{label} {write_number(mean)} (n = {n:,})" for label, _, _, mean, n in groups)
+        captions.append(f"Value norms (eq. 16), mean: {means}. At most {_most(capture):,} points of each kind are drawn.")
+    if not capture["scatter"]["sink"]:
+        captions.append(f"No token of the text is a sink by the threshold of {_threshold(capture)}.")
+    return Plate(figure, f"{capture['name']}. {' '.join(captions)}")
+
+
+def _draw_map(axis: "Axes", one: Mapping[str, Any], limit: float) -> Any:
+    from matplotlib.colors import PowerNorm
+
+    weights = np.asarray(one["weights"])
+    length, n_sinks = weights.shape[0], one["n_sinks"]
+    image = axis.imshow(
+        weights,
+        norm=PowerNorm(0.5, vmin=0, vmax=limit),
+        cmap="cividis",
+        aspect="auto",  # panels are nearly square; a fixed aspect would leave the layout no room for names above them
+        extent=(-n_sinks - 0.5, length - 0.5, length - 0.5, -0.5),
+        interpolation="none" if length <= 256 else "auto",
+    )
+    if n_sinks:
+        axis.axvline(-0.5, color="white", linewidth=0.8)
+    above = axis.get_xaxis_transform()
+    marks = [(float(-(n_sinks + 1) / 2), "sink token" if n_sinks == 1 else "sink tokens", _LANE)] if n_sinks else []
+    marks += [(float(place), shown(one["labels"][place]), _SINK) for place in one["sinks"]]
+    last = -length
+    for place, label, colour in marks:
+        axis.plot([place], [1.02], marker="v", markersize=4, color=colour, transform=above, clip_on=False, linestyle="none")
+        if place - last >= 0.05 * length:  # names that would run into each other are left out
+            axis.text(
+                place, 1.05, label, rotation=90, ha="center", va="bottom", size=7, color=colour, transform=above, parse_math=False
+            )
+            last = place
+    axis.set_xlabel(f"step {one['step']}: key")
+    axis.set_ylabel("query", labelpad=1)
+    axis.xaxis.set_major_locator(_whole_numbers(5))
+    axis.yaxis.set_major_locator(_whole_numbers(5))
+    axis.set_xlim(-n_sinks - 0.5, length - 0.5)
+    return image
+
+
+def _norm_groups(scatter: Mapping[str, Any]) -> list[tuple[str, str, list[float], float | None, int]]:
+    return [
+        ("content sinks", _SINK, scatter["sink"], scatter["sink_mean"], scatter["n_sink"]),
+        ("other tokens", _NORMAL, scatter["normal"], scatter["normal_mean"], scatter["n_normal"]),
+        ("sink token", _LANE, scatter["lane"], scatter["lane_mean"], scatter["n_lane"]),
+    ]
+
+
+def _most(capture: Capture) -> int:
+    return max(len(capture["scatter"][kind]) for kind in ("sink", "normal", "lane"))
+
+
+def _draw_norms(axis: "Axes", groups: Sequence[tuple[str, str, list[float], float | None, int]]) -> None:
+    for place, (_, colour, values, mean, _) in enumerate(groups):
+        across = place + 0.7 * ((np.arange(len(values)) * 0.6180339887) % 1 - 0.5)  # spread evenly, the same each time
+        axis.plot(
+            across,
+            values,
+            marker=".",
+            markersize=2.2,
+            markeredgewidth=0,
+            linestyle="none",
+            color=colour,
+            alpha=0.35,
+            rasterized=True,
+        )
+        if defined(mean) and mean is not None:
+            axis.plot([place - 0.42, place + 0.42], [mean, mean], color=_INK, linewidth=1.2)
+            box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
+            above: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "va": "bottom"}
+            axis.annotate(write_number(mean), (place, mean), size=8, weight="bold", bbox=box, **above)
+    axis.set_xticks(range(len(groups)), [f"{label.replace(' ', chr(10))}\nn =\n{n:,}" for label, _, _, _, n in groups])
+    axis.set_ylabel("value norm")
+    axis.set_ylim(bottom=0)
+    axis.set_xlim(-0.55, len(groups) - 0.45)
+
+
+@_drawn
+def figure3(captures: Sequence[Capture], *, narrow: bool = False) -> Plate:
+    """Per layer: value norms of sinks and other tokens; share of attention on the model's own sinks."""
+    kinds = {"sink_value_norm": ("-", "o"), "content_sink_norm": ("--", "^"), "normal_norm": (":", "s")}
+    norms = [(c, name) for c in captures for name in kinds if _has_layers(c, name)]
+    shares = [c for c in captures if c["model"]["n_sinks"] and _has_layers(c, "sink_mass")]
+    if not norms:
+        return Plate(None, "Figure 3: no value norm was measured.")
+    figure, axes = _panels(["plot"] * (1 + bool(shares)), 2.9, narrow)
+    colours = {c["name"]: _COLOURS[place % len(_COLOURS)] for place, c in enumerate(captures)}
+    for capture, name in norms:
+        line, marker = kinds[name]
+        _draw_layers(axes[0], capture["quantities"][name]["layers"], colours[capture["name"]], line, marker)
+    for capture in shares:
+        _draw_layers(axes[1], capture["quantities"]["sink_mass"]["layers"], colours[capture["name"]], "-", "o")
+    axes[0].set_ylabel("value norm")
+    axes[0].set_ylim(bottom=0)
+    if shares:
+        axes[1].set_ylabel("attention on the sink token")
+        axes[1].set_ylim(0, 1)
+    for axis in axes:
+        axis.set_xlabel("layer")
+        axis.xaxis.set_major_locator(_whole_numbers())
+    used = [name for name in kinds if any(name == own for _, own in norms)]
+    keys = [(c["name"], {"color": colours[c["name"]], "linewidth": 3}) for c in captures]
+    names = {"sink_value_norm": "sink token", "content_sink_norm": "content sinks", "normal_norm": "other tokens"}
+    keys += [(names[name], {"color": _FAINT, "linestyle": kinds[name][0], "marker": kinds[name][1]}) for name in used]
+    _add_legend(figure, keys, narrow)
+    caption = f"Value norms (eq. 16) per layer, and the share of attention on the sink token. {_sizes(captures)}"
+    caption += "" if shares else " No checkpoint has a sink token, so no share of attention is drawn."
+    return Plate(
+        figure, f"{caption} Bands are 95 % intervals over trajectories; content sinks receive more than {_threshold(captures[0])}."
+    )
+
+
+def _has_layers(capture: Capture, name: str) -> bool:
+    return any(defined(one["mean"]) for one in capture["quantities"].get(name, {}).get("layers", []))
+
+
+def _draw_layers(axis: "Axes", layers: Sequence[Mapping[str, Any]], colour: str, line: str, marker: str) -> None:
+    mean, low, high = (np.array([np.nan if one[part] is None else one[part] for one in layers]) for part in ("mean", "low", "high"))
+    axis.fill_between(range(len(layers)), low, high, color=colour, alpha=0.18, linewidth=0)
+    axis.plot(range(len(layers)), mean, color=colour, linestyle=line, marker=marker, markersize=3, linewidth=1.2)
+
+
+# -- where sinks are ------------------------------------------------------------------------------------------------------------
+
+
+@_drawn
+def trajectory(capture: Capture, which: int = 0, *, narrow: bool = False) -> Plate:
+    """The most-received token of each layer at each step, over what is still [MASK]."""
+    name = f"Paths of sinks of {capture['name']}"
+    if which >= len(capture["paths"]):
+        return Plate(None, f"{name}: no path was captured.")
+    path = capture["paths"][which]
+    top, received = (np.asarray(path[part], dtype=float) for part in ("top", "received"))  # (E, N); null is not a number
+    n_layers, n_steps = top.shape
+    if n_steps < 2:
+        return Plate(None, f"{name}: the trajectory has one step, and nothing can move.")
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import BoundaryNorm, ListedColormap
+
+    masked = np.asarray(path["masked"]).T  # (T, N)
+    grounds = {"given": "#d7e6f2", "written": "#ffffff", "[MASK]": "#dcdcdc"}
+    ground = np.where(masked, 2, 1)
+    ground[: path["n_prompt"]] = 0
+    figure, (axis,) = _panels(["plot"], 4.0 if not narrow else 4.4, narrow)
+    axis.imshow(
+        ground, cmap=ListedColormap(list(grounds.values())), vmin=0, vmax=2, aspect="auto", interpolation="nearest", rasterized=True
+    )
+    colours = ListedColormap(colormaps["viridis"](np.linspace(0, 0.88, n_layers)))  # the brightest would vanish on white
+    offsets = (np.arange(n_layers) - (n_layers - 1) / 2) / max(1, n_layers) * 0.8  # lines on one token side by side
+    steps = np.arange(n_steps)
+    for layer in range(n_layers):
+        axis.plot(steps, top[layer] + offsets[layer], color=colours(layer), linewidth=0.8, alpha=0.8)
+        axis.scatter(steps, top[layer] + offsets[layer], s=24 * np.nan_to_num(received[layer]), color=colours(layer), linewidths=0)
+    norm = BoundaryNorm(np.arange(n_layers + 1) - 0.5, n_layers)
+    bar = figure.colorbar(
+        ScalarMappable(norm, colours),
+        ax=axis,
+        fraction=0.05,
+        pad=0.02,
+        aspect=35,
+        ticks=np.unique(np.linspace(0, n_layers - 1, 9).round()),
+    )
+    bar.set_label("layer")
+    bar.outline.set_visible(False)
+    axis.set_xlabel("step")
+    axis.set_ylabel("token of the row")
+    axis.xaxis.set_major_locator(_whole_numbers())
+    axis.yaxis.set_major_locator(_whole_numbers())
+    there = [label for place, label in enumerate(grounds) if (ground == place).any()]
+    patch = {"marker": "s", "markersize": 8, "markeredgecolor": _FAINT, "markeredgewidth": 0.5, "linestyle": "none"}
+    _add_legend(figure, [(label, {"color": grounds[label], **patch}) for label in there], narrow)
+    return Plate(
+        figure,
+        f"{capture['name']}. The token that receives most attention in each layer (mean over heads) at each of {n_steps} steps of "
+        f"trajectory {path['number']} (n = 1 of {capture['n']['trajectories']}); a dot's area is what it receives. "
+        "Layers on the same token are drawn side by side.",
+    )
+
+
+@_drawn
+def heads(capture: Capture, *, narrow: bool = False) -> Plate:
+    """Which heads rest on the model's own sinks, and which on tokens of the text."""
+    titles = {"lane": "attention on the sink token", "content": "share of steps with a content sink"}
+    found = {kind: np.asarray(capture["heads"][kind], dtype=float) for kind in titles if capture["heads"].get(kind)}
+    if not capture["model"]["n_sinks"]:
+        found.pop("lane", None)
+    if not found:
+        return Plate(None, f"Heads of {capture['name']}: no head was measured.")
+    n_layers, n_heads = next(iter(found.values())).shape
+    figure, axes = _panels(["plot"] * len(found), min(5.0, max(2.2, 0.2 * n_layers + 1.2)), narrow or len(found) == 1)
+    for axis, (kind, shares) in zip(axes, found.items(), strict=True):
+        image = axis.imshow(shares, vmin=0, vmax=1, cmap="cividis", aspect="auto", origin="lower", interpolation="none")
+        axis.set_title(titles[kind])
+        axis.set_xlabel("head")
+        axis.set_ylabel("layer")
+        axis.xaxis.set_major_locator(_whole_numbers())
+        axis.yaxis.set_major_locator(_whole_numbers())
+        for (layer, head), share in np.ndenumerate(shares) if n_heads <= 8 and n_layers <= 16 else ():
+            colour = "white" if share < 0.55 else "black"
+            axis.text(head, layer, f"{share:.2f}", ha="center", va="center", size=6.5, color=colour)
+    _add_bar(figure, image, list(axes), "share", [0, 0.2, 0.4, 0.6, 0.8, 1])
+    seen = f"{write_count(capture['n']['forwards'], 'forward')} of "
+    seen += write_count(capture["n"]["trajectories"], "trajectory", "trajectories")
+    caption = f"{capture['name']}. Every head of every layer, mean over {seen}. "
+    caption += "" if "lane" in found else "The model has no sink token. "
+    return Plate(figure, f"{caption}A content sink is a token of the text that receives more than {_threshold(capture)}.")
+
+
+@_drawn
+def forest(first: Capture, second: Capture, difference: Mapping[str, Any], *, narrow: bool = False) -> Plate:
+    """Second minus first, quantity by quantity, with 95 % intervals."""
+    totals = {name: difference["quantities"].get(name, {}).get("total", {}) for name in FOREST}
+    totals = {name: one for name, one in totals.items() if all(defined(one.get(part)) for part in ("mean", "low", "high"))}
+    title = f"{second['name']} minus {first['name']}"
+    if not totals:
+        return Plate(None, f"{title}: no quantity has an interval in both.")
+    figure, (axis,) = _panels(["plot"], 0.24 * len(totals) * (1.7 if narrow else 1) + 0.7, narrow)
+    axis.axvline(0, color=_FAINT, linewidth=0.8)
+    for place, (name, one) in enumerate(totals.items()):
+        scale = max(abs(one["low"]), abs(one["high"])) or 1.0
+        sure = one["low"] > 0 or one["high"] < 0
+        colour = _NORMAL if sure else _FAINT
+        axis.plot([one["low"] / scale, one["high"] / scale], [place, place], color=colour, linewidth=2, solid_capstyle="butt")
+        axis.plot(
+            [one["mean"] / scale], [place], marker="o", markersize=5, color=colour, markerfacecolor=colour if sure else "white"
+        )
+        value = write_interval(one, unit_of(name), signed=True)
+        beside: dict[str, Any] = {"transform": axis.get_yaxis_transform(), "size": 7.5}
+        if narrow:
+            text = axis.text(0, place - 0.42, f"{label_of(name)}: {value}", ha="left", va="center", **beside)
+            text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+        else:
+            axis.text(1.02, place, value, ha="left", va="center", **beside)
+    axis.set_ylim(len(totals) - 0.5, -0.8 if narrow else -0.5)
+    axis.set_yticks([] if narrow else range(len(totals)), [] if narrow else [label_of(name) for name in totals])
+    axis.set_xticks([-1, 0, 1], ["less", "no difference", "more"])
+    axis.set_xlim(-1.1, 1.1)
+    axis.spines[["left"]].set_visible(False)
+    axis.tick_params(left=False)
+    pairing = "paired by trajectory" if difference["paired"] else "trajectories not paired"
+    return Plate(
+        figure,
+        f"{title}: differences with 95 % intervals, {pairing}; each row on its own scale, pp are "
+        f"percentage points. Filled: the interval leaves out zero. {_sizes((first, second))}",
+    )
+
+
+# -- all of them, and files -----------------------------------------------------------------------------------------------------
+
+
+def draw_all(
+    captures: Sequence[Capture], compared: Sequence[tuple[Capture, Capture, Mapping[str, Any]]], *, narrow: bool = False
+) -> dict[str, Plate]:
+    """Name -> plate. compared: (first, second, their difference)."""
+    plates = {f"difference-{file_name(b['name'])}": forest(a, b, change, narrow=narrow) for a, b, change in compared}
+    plates["layers"] = figure3(captures, narrow=narrow)
+    for capture in captures:
+        own = file_name(capture["name"])
+        plates[f"maps-{own}"] = figure1(capture, pick_maps(capture), narrow=narrow)
+        plates[f"paths-{own}"] = trajectory(capture, narrow=narrow)
+        plates[f"heads-{own}"] = heads(capture, narrow=narrow)
+    return plates
+
+
+def file_name(name: str) -> str:
+    """Letters, digits and -_. as they are, every other character as its number, so that names stay apart."""
+    return "".join(letter if letter.isascii() and (letter.isalnum() or letter in "-_.") else f"~{ord(letter):x}" for letter in name)
+
+
+def to_svg(figure: "Figure") -> str:
+    with _styled():
+        held = BytesIO()
+        figure.savefig(held, format="svg", dpi=200, metadata={"Date": None, "Creator": None})
+    return held.getvalue().decode()
+
+
+def write(plates: Mapping[str, Plate], folder: Path) -> dict[str, dict[str, Path]]:
+    """NAME.svg and NAME.png of every plate that has a figure; name -> suffix -> file."""
+    written: dict[str, dict[str, Path]] = {}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (figure, _) in plates.items():
+        if figure is None:
+            continue
+        files = {suffix: folder / f"{name}.{suffix}" for suffix in ("svg", "png")}
+        files["svg"].write_text(to_svg(figure), encoding="utf-8")
+        with _styled():
+            figure.savefig(files["png"], format="png", dpi=200)
+        written[name] = files
+    return written
+
+
+# -- shared ---------------------------------------------------------------------------------------------------------------------
+
+
+def _panels(kinds: Sequence[str], height: float, narrow: bool) -> tuple["Figure", list["Axes"]]:
+    """Panels in a row, or one under the other. A map is square; a plot has the height given."""
+    from matplotlib.figure import Figure
+
+    if narrow:
+        heights = [_NARROW * 1.15 if kind == "map" else min(height, 3.4) if len(kinds) > 1 else height for kind in kinds]
+        figure = Figure(figsize=(_NARROW, sum(heights)), layout="constrained")
+        axes = figure.subplots(len(kinds), 1, height_ratios=heights, squeeze=False)
+    else:
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        axes = figure.subplots(1, len(kinds), width_ratios=[1.0 if kind == "map" else 0.8 for kind in kinds], squeeze=False)
+    return figure, list(axes.flat)
+
+
+def _whole_numbers(most: int = 8) -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(nbins=most, integer=True, min_n_ticks=1)
+
+
+def _add_bar(figure: "Figure", image: Any, axes: list["Axes"], label: str, marks: list[float]) -> None:
+    bar = figure.colorbar(
+        image, ax=axes, ticks=marks, format="{x:g}", orientation="horizontal", fraction=0.05, shrink=0.6, aspect=30, pad=0.02
+    )
+    bar.set_label(label)
+    bar.outline.set_visible(False)
+
+
+def _add_legend(figure: "Figure", keys: Sequence[tuple[str, dict[str, Any]]], narrow: bool) -> None:
+    """Under the axes. Labels are set afterwards, because a legend leaves out names that begin with _ and reads $ as mathematics."""
+    from matplotlib.lines import Line2D
+
+    names = [shown(name, 30) for name, _ in keys]
+    columns = max(1, min(len(keys), (44 if narrow else 96) // (max(map(len, names)) + 7)))  # letters that fit beside each other
+    handles = [Line2D([], [], **look) for _, look in keys]
+    legend = figure.legend(handles, ["x"] * len(keys), loc="outside lower center", ncols=columns, handlelength=2.4)
+    for text, name in zip(legend.get_texts(), names, strict=True):
+        text.set_parse_math(False)
+        text.set_text(name)
+
+
+def _threshold(capture: Capture) -> str:
+    return f"{capture['settings']['threshold']:g}"
+
+
+def _sizes(captures: Sequence[Capture]) -> str:
+    return (
+        "n = "
+        + ", ".join(f"{write_count(c['n']['trajectories'], 'trajectory', 'trajectories')} ({c['name']})" for c in captures)
+        + "."
+    )
+
+
+@functools.cache
+def _glyphs() -> frozenset[int]:
+    from matplotlib.font_manager import findfont, get_font
+
+    return frozenset(get_font(findfont("DejaVu Sans")).get_charmap())
+
+
+def shown(text: str, most: int = 14) -> str:
+    """A token or a name as a figure can show it: what has no visible form is named, what the font lacks is numbered."""
+    marks = {"\n": "\N{RETURN SYMBOL}", "\t": "\N{RIGHTWARDS ARROW TO BAR}", "\r": "\N{LEFTWARDS ARROW}"}
+    text = text.strip(" ") or "\N{OPEN BOX}" * len(text) or "(empty)"
+    text = "".join(marks.get(letter, letter) for letter in text)
+    text = "".join(letter if ord(letter) in _glyphs() and letter.isprintable() else f"\\u{ord(letter):x}" for letter in text)
+    tail = (most - 1) // 2  # names often differ at their ends
+    return text if len(text) <= most else f"{text[: most - 1 - tail]}\N{HORIZONTAL ELLIPSIS}{text[-tail:]}"

@@ -1,0 +1,516 @@
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from captures import KINDS, VANILLA, make_capture
+from sinkdlm.analysis import figures, findings, glossary, metrics, report
+from sinkdlm.analysis.kinds import KINDS as MEASURED_KINDS
+from sinkdlm.analysis.trajectory import Trajectory
+from sinkdlm.errors import AnalysisError
+
+matplotlib = pytest.importorskip("matplotlib")
+NASTY = '<script>alert("x")</script> & _$a$ \u4e2d/\n'
+NOTHING = dict.fromkeys(VANILLA) | {"content_sinks": 0.0, "sink_heads": 0.0, "sink_mass": 0.0, "lane_heads": 0.0}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return make_capture("plain", 0), make_capture("lane", 1, seed=1)
+
+
+def bare() -> list[dict]:
+    gone = {"content_sinks": 0.0, "sink_heads": 0.0} | dict.fromkeys(
+        ("turnover", "turnover_null", "lifetime", "moved", "move_rate")
+    )
+    gone |= dict.fromkeys(("norm_ratio", "content_sink_norm"))
+    return [make_capture("bare", 0, gone) | {"maps": [], "paths": [], "kinds": None}]
+
+
+LONG = "a-name-that-goes-on-and-on-without-a-space-in-it-for-longer-than-any-phone-is-wide"
+AWKWARD = {
+    "nasty names": lambda: [make_capture(NASTY, 0), make_capture(NASTY + "2", 1, seed=1)],
+    "long names": lambda: [make_capture(f"{LONG}-{place}", place, seed=place) for place in range(3)],
+    "many heads": lambda: [make_capture("huge", 2, layers=36, heads=32, length=300, steps=64, n=6)],
+    "no sinks": bare,
+    "one step, one trajectory": lambda: [make_capture("unseen", 0, NOTHING, n=1, layers=1, heads=1, steps=1, length=4)],
+}
+
+
+# -- what it says ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_quantity_and_kind_has_a_name():
+    assert sorted(glossary.QUANTITIES) == sorted(metrics.QUANTITIES)
+    assert set(findings.KIND_NAMES) == set(MEASURED_KINDS) == set(KINDS)
+    assert set(figures.FOREST) < set(metrics.QUANTITIES)
+
+
+@pytest.mark.parametrize(
+    ("estimate", "unit", "signed", "written"),
+    [
+        ({"mean": 0.41234, "low": 0.4, "high": 0.43}, "share", False, "41.2 % [40.0, 43.0]"),
+        ({"mean": -0.061, "low": -0.07, "high": 0.0004}, "share", True, "-6.1 pp [-7.0, 0.0]"),
+        ({"mean": 7.6, "low": 7.5, "high": 7.7}, "", False, "7.60 [7.50, 7.70]"),
+        ({"mean": 12345.6, "low": 12000, "high": 13000}, "", False, "12,346 [12,000, 13,000]"),
+        ({"mean": 0.0128, "low": -0.0267, "high": 0.03}, "", True, "+0.0128 [-0.0267, +0.0300]"),
+        ({"mean": 0, "low": 0, "high": 0}, "", False, "0.00 [0.00, 0.00]"),
+        ({"mean": 3.14159, "low": None, "high": None}, "", False, "3.14"),
+        ({"mean": None, "low": None, "high": None}, "share", False, "n/a"),
+        ({"mean": float("nan"), "low": 1, "high": 2}, "", False, "n/a"),
+        ({"mean": 2e-9, "low": 1e-9, "high": 3e-9}, "", False, "2.0e-9 [1.0e-9, 3.0e-9]"),
+    ],
+)
+def test_numbers_have_the_digits_they_deserve(estimate, unit, signed, written):
+    assert glossary.write_interval(estimate, unit, signed) == written.replace("-", "\N{MINUS SIGN}")
+
+
+def test_findings_state_what_was_measured(pair):
+    plain, lane = pair
+    told = {one.topic: one.text for one in findings.findings(lane)}
+    own = lane["quantities"]
+    assert f"receives {glossary.write_interval(own['sink_mass']['total'], 'share')} of attention" in told["Attention on the sink"]
+    assert "even share would be 3.0 %" in told["Attention on the sink"]  # one sink among 32 tokens
+    masses = [layer["mean"] for layer in own["sink_mass"]["layers"]]
+    strong = int(np.argmax(masses))
+    assert f"{100 * masses[strong]:.1f} % (layer {strong})" in told["Attention on the sink"]
+    assert glossary.write_interval(own["content_sinks"]["total"]) in told["Content sinks"]
+    assert glossary.write_interval(own["turnover_null"]["total"], "share") in told["How they move"]
+    assert "punctuation" in told["Which tokens"]
+    assert "holds here" in told["Value norms"]
+    assert "smaller updates" in told["Resting as a no-op"]
+    assert "+0.530 [+0.510, +0.550]" in told["Intervention: without the sink token"]
+    assert "does not clearly change" in told["Intervention: its value set to zero"]
+    told = {one.topic: one.text for one in findings.findings(plain)}
+    assert "no sink of its own" in told["Attention on the sink"]
+    assert told["Not measured"] == "interventions on the lane: the model has no sinks of its own."
+
+
+@pytest.mark.parametrize(
+    ("turnover", "null", "words"),
+    [
+        (0.2, 0.5, "move less than in chance"),
+        (0.5, 0.2, "move more than in chance"),
+        (0.3, 0.3, "move no differently than in chance"),
+    ],
+)
+def test_movement_is_judged_against_chance_order(turnover, null, words):
+    told = findings.findings(make_capture(means={"turnover": turnover, "turnover_null": null}, n=16))
+    assert words in next(one.text for one in told if one.topic == "How they move")
+
+
+def verdicts(plain: dict, lane: dict) -> dict[str, str]:
+    (comparison,) = findings.compare([plain, lane])
+    return {one.claim: one.verdict for one in findings.claims(comparison.second, comparison)}
+
+
+@pytest.mark.parametrize(
+    ("claim", "quantity", "where", "values"),
+    [
+        ("The sink token absorbs attention", "sink_mass", 1, (0.4, 0.01, 1 / 33)),
+        ("Content sinks become fewer", "content_sinks", 1, (0.1, 0.9, VANILLA["content_sinks"])),
+        ("Content sinks move less", "turnover", 1, (0.1, 0.4, VANILLA["turnover"])),
+        ("Content sinks have low value norms", "norm_ratio", 0, (0.5, 1.5, 1.0)),
+        ("The sink token has a low value norm", "lane_norm_ratio", 1, (0.5, 1.5, 1.0)),
+    ],
+)
+def test_each_claim_follows_its_number_alone(claim, quantity, where, values):
+    """A number beyond the border on either side, and one on it; every other verdict stays."""
+    for value, expected in zip(values, (findings.SHOWS, findings.FAILS, findings.UNDECIDED), strict=True):
+        captures = [
+            make_capture(f"c{n_sinks}", n_sinks, {quantity: value} if n_sinks == where else {}, seed=3 + n_sinks)
+            for n_sinks in (0, 1)
+        ]
+        found = verdicts(*captures)
+        assert found.pop(claim) == expected
+        assert set(found.values()) == {findings.SHOWS}
+        title = report._title(captures, report._judge(captures, findings.compare(captures)))
+        assert title.startswith("c1: of 5 claims of the paper, ")
+        assert ("all 5 show" in title) == (expected == findings.SHOWS)
+
+
+def test_verdicts_do_not_depend_on_the_order_of_captures(pair):
+    plain, lane = pair
+    assert verdicts(plain, lane) == verdicts(lane, plain)
+    (comparison,) = findings.compare([lane, plain])
+    assert comparison.first is plain
+    assert comparison.difference == metrics.difference(plain, lane)
+
+
+def test_what_cannot_be_decided_is_not_claimed():
+    """No content sinks left, and too few trajectories for an interval."""
+    left = {"content_sinks": 0.0, "sink_heads": 0.0, "turnover": None, "turnover_null": None, "norm_ratio": None}
+    (comparison,) = findings.compare([make_capture("plain", 0), make_capture("lane", 1, left)])
+    still = next(one for one in findings.claims(comparison.second, comparison) if one.claim == "Content sinks move less")
+    assert still.verdict == findings.UNDECIDED
+    assert "in lane" in still.evidence
+    (comparison,) = findings.compare([make_capture("plain", 0, n=3), make_capture("lane", 1, n=3)])
+    few = next(one for one in findings.claims(comparison.second, comparison) if one.claim == "Content sinks become fewer")
+    assert few.verdict == findings.UNDECIDED
+    assert "no interval with n = 3" in few.evidence
+
+
+def test_a_weak_sink_is_not_glossed_over():
+    weak = make_capture(means={"sink_mass": 0.08, "lane_heads": 0.0})
+    told = findings.claims(weak)[0]
+    assert told.verdict == findings.FAILS
+    assert "stays below 0.3" in told.evidence
+
+
+def test_captures_that_were_not_made_alike_are_told():
+    plain, lane = make_capture("plain", 0, steps=8), make_capture("lane", 1, layers=3)
+    for row in lane["trajectories"]:
+        row["prompt"] = "Another"
+    (comparison,) = findings.compare([plain, lane])
+    assert not comparison.difference["paired"]
+    assert [caution.split(":")[0] for caution in comparison.cautions] == [
+        "the setting steps differs",
+        "the models differ in n_layers",
+        "they were not given the same prompts",
+    ]
+
+
+# -- figures --------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_drawn_says_why(pair):
+    plain, _ = pair
+    empty = {"sink": [], "normal": [], "lane": []} | dict.fromkeys(("sink_mean", "normal_mean", "lane_mean"))
+    nothing = plain | {"maps": [], "paths": [], "scatter": empty | dict.fromkeys(("n_sink", "n_normal", "n_lane"), 0)}
+    nothing |= {"heads": {"lane": None, "content": None}, "quantities": make_capture(n_sinks=0, means=NOTHING)["quantities"]}
+    one_step = make_capture(steps=1)
+    unknown = {"paired": True, "quantities": {}}
+    for plate, why in [
+        (figures.figure1(nothing, figures.pick_maps(nothing)), "no attention map at two steps"),
+        (figures.figure3([nothing]), "no value norm was measured"),
+        (figures.trajectory(nothing), "no path was captured"),
+        (figures.trajectory(one_step), "one step, and nothing can move"),
+        (figures.heads(nothing), "no head was measured"),
+        (figures.forest(plain, nothing, unknown), "no quantity has an interval"),
+    ]:
+        assert plate.figure is None
+        assert why in plate.caption
+
+
+def test_a_part_that_is_missing_leaves_the_rest():
+    no_sinks = make_capture(n_sinks=0, means={"content_sinks": 0.0, "content_sink_norm": None})
+    plate = figures.figure1(no_sinks, figures.pick_maps(no_sinks))
+    assert len(plate.figure.axes) == 4  # two maps, norms, a colour bar
+    assert "No token of the text is a sink" in plate.caption
+    plate = figures.figure1(no_sinks, None)
+    assert len(plate.figure.axes) == 1
+    assert "No attention map was captured at two steps" in plate.caption
+    assert "No checkpoint has a sink token" in figures.figure3([no_sinks]).caption
+
+
+def test_captions_state_n_and_the_rule(pair):
+    comparison = findings.compare(pair)[0]
+    plates = figures.draw_all(pair, [comparison[:3]])
+    assert len(plates) == 8
+    for name, plate in plates.items():
+        assert plate.figure is not None
+        assert re.search(r"n = \d|over 288 forwards of 12 trajectories", plate.caption), name
+        assert "0.3" in plate.caption or name.startswith(("paths", "difference")), name
+
+
+def test_maps_with_most_sinks_are_picked_at_their_first_and_last_step(pair):
+    maps = pair[0]["maps"]
+    other = [one | {"head": 3, "sinks": [1, 2, 3, 4]} for one in maps]
+    middle = other[0] | {"step": 7, "sinks": []}
+    first, last = figures.pick_maps({"maps": [*maps, other[1], middle, other[0]]})
+    assert (first["head"], first["step"], last["step"]) == (3, 0, 23)
+    assert figures.pick_maps({"maps": maps[:1]}) is None
+
+
+def drawn_texts(figure):
+    """(text, box in pixels) of everything that is drawn, ticks outside an axis left out."""
+    from matplotlib.text import Text
+
+    with figures._styled():
+        figure.set_dpi(200)  # as files are written
+        figure.draw_without_rendering()
+        hidden = set()
+        for axes in figure.axes:
+            for axis in (axes.xaxis, axes.yaxis):
+                seen = {id(label) for tick in axis._update_ticks() for label in (tick.label1, tick.label2)}
+                ticks = axis.get_major_ticks() + axis.get_minor_ticks()
+                hidden |= {id(label) for tick in ticks for label in (tick.label1, tick.label2)} - seen
+        shown = [one for one in figure.findobj(Text) if one.get_text().strip() and one.get_visible() and id(one) not in hidden]
+        return [(one.get_text(), one.get_window_extent()) for one in shown]
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
+@pytest.mark.parametrize("which", AWKWARD)
+def test_no_text_of_a_figure_is_cut_or_runs_into_another(which, narrow):
+    captures = AWKWARD[which]()
+    plates = figures.draw_all(captures, [one[:3] for one in findings.compare(captures)], narrow=narrow)
+    n_drawn = 0
+    for name, (figure, _) in plates.items():
+        if figure is None:
+            continue
+        texts = drawn_texts(figure)
+        n_drawn += len(texts)
+        for place, (text, box) in enumerate(texts):
+            assert box.x0 >= -1, (name, text)
+            assert box.y0 >= -1, (name, text)
+            assert box.x1 <= figure.bbox.x1 + 1, (name, text)
+            assert box.y1 <= figure.bbox.y1 + 1, (name, text)
+            for other, area in texts[:place]:
+                wide = min(box.x1, area.x1) - max(box.x0, area.x0)
+                high = min(box.y1, area.y1) - max(box.y0, area.y0)
+                assert wide <= 2 or high <= 5, (name, text, other)
+    assert n_drawn > 5
+
+
+def test_figures_leave_matplotlib_as_it_was(pair):
+    script = """
+import matplotlib, sys
+matplotlib.rcParams["font.size"] = 3
+before = matplotlib.rcParams.copy()  # as a dict, it would look for a screen
+from captures import make_capture
+from sinkdlm.analysis import figures
+figures.to_svg(figures.figure3([make_capture(n=4)]).figure)
+assert matplotlib.rcParams.copy() == before
+assert "matplotlib.pyplot" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parent)
+
+
+# -- the files ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written(made_once, pair):
+    return made_once("report", lambda folder: report.write_report(pair, folder))
+
+
+def test_the_same_captures_give_the_same_bytes(written, pair, tmp_path):
+    paths = report.write_report(json.loads(json.dumps(pair)), tmp_path / "new" / "folder")
+    assert [path.name for path in (paths["html"], paths["metrics"], paths["summary"])] == [
+        "report.html",
+        "metrics.json",
+        "summary.md",
+    ]
+    files = sorted(path.relative_to(written) for path in written.rglob("*.*"))
+    assert len(files) == 3 + 2 * 8
+    for file in files:
+        assert (written / file).read_bytes() == (tmp_path / "new" / "folder" / file).read_bytes(), file
+
+
+def test_metrics_are_the_captures_own(written, pair):
+    def refuse(word):
+        raise AssertionError(word)
+
+    found = json.loads((written / "metrics.json").read_text(), parse_constant=refuse)
+    assert (found["format"], found["version"]) == ("sinkdlm-report", 1)
+    assert [one["quantities"] for one in found["captures"]] == [one["quantities"] for one in pair]
+    (gap,) = found["differences"]
+    assert (gap["first"], gap["second"]) == ("plain", "lane")
+    assert gap["quantities"] == metrics.difference(*pair)["quantities"]
+    assert len(found["claims"][0]["claims"]) == 5
+
+
+def test_the_page_needs_nothing_beside_itself(written):
+    page = (written / "report.html").read_text()
+    assert "<script" not in page
+    assert not re.search(r"@import|\bsrc=", page)
+    links = re.findall(r'(?:xlink:)?href="([^"]*)"', page)
+    assert len(links) > 100
+    assert all(link.startswith(("#", "data:")) for link in links)
+    assert re.findall(r"url\((?!#)", page) == []
+    ids = Counter(re.findall(r'\bid="([^"]+)"', page))
+    assert [name for name, n in ids.items() if n > 1] == []
+    assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+
+
+def test_page_and_summary_say_the_same(written):
+    page, summary = ((written / name).read_text() for name in ("report.html", "summary.md"))
+    assert summary.startswith("# lane: of 5 claims of the paper, all 5 show\n")
+    assert "<h1>lane: of 5 claims of the paper, all 5 show</h1>" in page
+    told = re.findall(r"^- \*\*(.+?)\*\*: (.+?)\.", summary, flags=re.MULTILINE)
+    assert len(told) == 5
+    for verdict, claim in told:
+        assert re.search(rf">{verdict}</span> <b>{claim}</b>", page)
+
+
+def test_names_and_texts_are_shown_never_run(tmp_path):
+    capture = make_capture(NASTY, 1, n=6)
+    capture["trajectories"][0] |= {"prompt": NASTY, "text": f"{NASTY}</main>"}
+    capture["omitted"] = {NASTY: NASTY}
+    capture["interventions"][0]["label"] = NASTY
+    capture["made"]["command"] = NASTY
+    paths = report.write_report([capture], tmp_path)
+    page, summary = paths["html"].read_text(), paths["summary"].read_text()
+    assert "<script" not in page
+    assert page.count("</main>") == 1
+    assert "&lt;script&gt;alert(&#34;x&#34;)&lt;/script&gt;" in page
+    assert "<script" not in summary.replace("\\<", "")
+    assert {path.parent for path in tmp_path.rglob("*.svg")} == {tmp_path / "figures"}
+
+
+def test_a_report_of_measured_trajectories(tmp_path):
+    """What metrics gives is what the report reads: one token of text in one step, and a longer one."""
+    for steps, length in ((1, 1), (6, 9)):
+        draw = np.random.default_rng(0)
+        row = _trajectory(draw, steps, length)
+        summary = metrics.summarize([metrics.measure(row, np.zeros(8, dtype=np.uint8))])
+        rest = {
+            part: make_capture()[part] for part in ("format", "version", "source", "made", "settings", "interventions", "omitted")
+        }
+        model = {"n_layers": 2, "n_heads": 3, "n_sinks": 1, "sink_kind": "isolated"}
+        capture = {"name": f"measured-{steps}", "model": model, "maps": [], **rest, **summary}
+        capture["paths"] = [metrics.paths_of(row, ["a"] * length)]
+        for one in capture["trajectories"]:
+            one |= {"prompt": "", "text": "a"}
+        paths = report.write_report([json.loads(json.dumps(capture, allow_nan=False))], tmp_path / str(steps))
+        assert "95 % intervals" in paths["html"].read_text()
+
+
+def _trajectory(draw, steps, length, layers=2, heads=3) -> Trajectory:
+    received = draw.dirichlet(np.ones(length + 1), (steps, layers, heads))
+    norms = draw.random((steps, layers, length + 1))
+    content = received[..., 1:]
+    return Trajectory(
+        number=0,
+        n_prompt=0,
+        mask_id=7,
+        tokens=draw.integers(0, 8, (steps, length)).astype(np.int32),
+        final=np.zeros(length, dtype=np.int32),
+        absolute=content > 0.3,
+        relative=content > 0.2,
+        top=content.argmax(-1).astype(np.int32),
+        top_received=content.max(-1),
+        received=content.mean(2),
+        sink_received=received[..., :1],
+        entropy=draw.random((steps, layers, heads)),
+        value_norm=norms[..., 1:],
+        sink_value_norm=norms[..., :1],
+        output_norm=draw.random((steps, layers, heads)),
+        bound=1 + draw.random((steps, layers, heads)),
+        resting=draw.random((steps, layers, length)),
+        update_ratio=draw.random((steps, layers, length)),
+    )
+
+
+# -- mistakes -------------------------------------------------------------------------------------------------------------------
+
+
+def test_mistakes_are_told_in_one_line(tmp_path, pair, monkeypatch):
+    plain, lane = pair
+    (tmp_path / "file").write_text("{")
+    (tmp_path / "old.json").write_text(json.dumps({"format": "sinkdlm-capture", "version": 7}))
+    (tmp_path / "list.json").write_text("[]")
+    less = {part: value for part, value in lane.items() if part != "heads"}
+    for make, words in [
+        (lambda: report.write_report([], tmp_path / "x"), "no capture"),
+        (lambda: report.write_report([plain, {"format": "else"}], tmp_path / "x"), "capture 2: not a capture"),
+        (lambda: report.write_report([plain, less], tmp_path / "x"), "capture 2: a capture without heads"),
+        (lambda: report.write_report([plain, plain], tmp_path / "x"), "two captures are called plain"),
+        (lambda: report.write_report([plain], tmp_path / "file"), "file: cannot be written: File exists; choose another folder"),
+        (lambda: report.write_report([plain], tmp_path / "file" / "in"), "cannot be written: Not a directory"),
+        (lambda: report.read_capture(tmp_path / "none.json"), "none.json: cannot be read: No such file"),
+        (lambda: report.read_capture(tmp_path / "file"), "not a capture"),
+        (lambda: report.read_capture(tmp_path / "list.json"), "list.json: not a capture"),
+        (lambda: report.read_capture(tmp_path / "old.json"), "old.json: a capture of version 7, but this sinkdlm reads version 1"),
+    ]:
+        with pytest.raises(AnalysisError, match=re.escape(words)) as told:
+            make()
+        assert "\n" not in str(told.value)
+    assert not (tmp_path / "x").exists()
+    for module in ("matplotlib", "jinja2"):
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, module, None)
+            with pytest.raises(AnalysisError, match=rf"need {module}: pip install 'sinkdlm\[viz\]'"):
+                report.write_report([plain], tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_capture_comes_back_from_its_file(tmp_path, pair):
+    (tmp_path / "capture.json").write_text(json.dumps(pair[1]))
+    assert report.read_capture(tmp_path / "capture.json") == pair[1]
+
+
+# -- in a browser ---------------------------------------------------------------------------------------------------------------
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
+OVERLAPS = """() => {
+  const blocks = [...document.querySelectorAll('h1, h2, h3, p, figure svg, figcaption, dt, dd, .scroll, nav')]
+    .filter(one => one.getClientRects().length).map(one => [one, one.getBoundingClientRect()]);
+  const found = [];
+  for (const [place, [one, a]] of blocks.entries())
+    for (const [other, b] of blocks.slice(place + 1)) {
+      if (one.contains(other)) continue;
+      const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+      const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+      if (wide > 1 && high > 1) found.push([one.textContent.slice(0, 60), other.textContent.slice(0, 60)]);
+    }
+  return [blocks.length, found];
+}"""
+CUT = """() => [...document.querySelectorAll('h1, h2, h3, p, dt, dd, figcaption, figure > div')]
+  .filter(one => one.scrollWidth > one.clientWidth + 1 && one.clientWidth).map(one => one.textContent.slice(0, 60))"""
+SCALES = """() => [...document.querySelectorAll('figure svg')].filter(one => one.getClientRects().length)
+  .map(one => one.getBoundingClientRect().width / (one.viewBox.baseVal.width * 96 / 72))"""
+SMALLEST = """() => Math.min(...[...document.querySelectorAll('h1, h2, h3, p, dt, dd, td, th, span, b, figcaption')]
+  .map(one => parseFloat(getComputedStyle(one).fontSize)))"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if BROWSER is None:
+        pytest.skip("no Chromium on PATH")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=BROWSER, args=[*FLAGS, "--disable-sync"])
+        yield opened
+        opened.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", AWKWARD)
+def test_an_awkward_page_reads_well_too(browser, which, tmp_path):
+    report.write_report(AWKWARD[which](), tmp_path)
+    check_page(browser, tmp_path / "report.html", tmp_path)
+
+
+def test_the_page_reads_well_on_desktop_phone_and_paper(browser, written, tmp_path):
+    check_page(browser, written / "report.html", tmp_path)
+
+
+def check_page(browser, html, tmp_path):
+    from PIL import Image
+
+    for width in (1280, 390, 360):
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        said, asked = [], []
+        page.on("console", lambda message, said=said: said.append(message.text))
+        page.on("pageerror", lambda failure, said=said: said.append(str(failure)))
+        page.on("request", lambda request, asked=asked: asked.append(request.url))
+        page.goto(html.as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
+        n_blocks, overlapping = page.evaluate(OVERLAPS)
+        assert n_blocks > 50
+        assert overlapping == [], width
+        assert page.evaluate(CUT) == [], width
+        assert page.evaluate(SMALLEST) >= 12
+        scales = page.evaluate(SCALES)
+        assert len(scales) >= 1
+        assert all(0.9 <= scale <= 1.3 for scale in scales), (width, scales)  # type of 8 points stays readable
+        page.screenshot(path=tmp_path / "page.png", full_page=True)
+        with Image.open(tmp_path / "page.png") as shot:
+            shade = np.asarray(shot.convert("L"))
+        assert shade.shape[1] == width
+        dark = (shade < 128).mean(axis=1)
+        assert (dark > 0).mean() > 0.2  # lines of type all the way down
+        assert dark.mean() < 0.5
+        page.pdf(path=tmp_path / "page.pdf", format="A4")
+        assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
+        assert said == []
+        assert [url.partition(":")[0] for url in asked if not url.startswith("data:")] == ["file"]
+        page.close()
