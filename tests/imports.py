@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 LEAVES = ("interop", "evals", "analysis", "serving", "reproduce", "demo", "writer")
-COMMAND_LINE = ("cli", "cli_evals", "cli_options")  # import everything else inside their subcommands
+COMMAND_LINE = ("cli", "cli_analysis", "cli_evals", "cli_options")  # import everything else inside their subcommands
 CORE = (
     "config",
     "noise",

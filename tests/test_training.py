@@ -839,3 +839,18 @@ def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on(tmp_path, token_set
     _, said = run(recipe_of(token_set, log={"probe_every": 0, "trackers": ["wandb"]}), tmp_path / "run")
     assert sum("wandb: dropped: no route; metrics.jsonl goes on" in line for line in said) == 1
     assert len(metrics(tmp_path / "run")) == 6
+
+
+@pytest.mark.parametrize(("kept", "status"), [(True, 0), (False, -signal.SIGTERM)])
+def test_a_rank_that_failed_is_not_ended_before_it_has_said_why(kept, status):
+    """Its launcher asks it to end as soon as another one is lost, while its own failure is on its way up."""
+    script = f"""
+import os, signal
+from sinkdlm.training.signals import noted_signals
+try:
+    with noted_signals(after_failure={kept}):
+        raise RuntimeError("Connection closed by peer")
+except RuntimeError:
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == status

@@ -9,8 +9,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from sinkdlm import cli_evals
-from sinkdlm.cli_options import Compile, Device, Documents, Json, Seed
+from sinkdlm import cli_analysis, cli_evals
+from sinkdlm.cli_options import Compile, Device, Documents, Json, Overrides, Seed
 
 app = typer.Typer(
     name="sinkdlm",
@@ -24,8 +24,6 @@ recipe_app = typer.Typer(help="Look at recipes.", rich_markup_mode=None, no_args
 app.add_typer(recipe_app, name="recipe")
 data_app = typer.Typer(help="Prepare training data, and look at it.", rich_markup_mode=None, no_args_is_help=True)
 app.add_typer(data_app, name="data")
-
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in train.lr=1e-4.")]
 
 
 def _version(wanted: bool) -> None:
@@ -289,6 +287,7 @@ def load_with_tokenizer(checkpoint: str, device: Any, dtype: Any = None) -> Any:
 
 
 cli_evals.register(app)
+cli_analysis.register(app)
 
 
 class DataKind(StrEnum):

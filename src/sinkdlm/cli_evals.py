@@ -1,13 +1,12 @@
 """Subcommands that measure: eval, score-requests, score. Like cli.py, each imports what it needs when it runs."""
 
 import json
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from sinkdlm.cli_options import Compile, Device, Documents, Json, Seed
+from sinkdlm.cli_options import Compile, Device, Documents, Dtype, Json, Precision, Seed
 
 _CKPT = typer.Argument(metavar="CKPT", help="A checkpoint, or anything that `convert` reads.")
 Draws = Annotated[int | None, typer.Option(min=1, help="Monte Carlo masks of a request; by default 128.")]
@@ -15,13 +14,6 @@ Estimator = Annotated[
     str | None, typer.Option(help="exact_k, official, chain or causal; by default the official choice for the task.")
 ]
 BatchTokens = Annotated[int | None, typer.Option(min=1, help="Tokens in a forward.")]
-
-
-class Dtype(StrEnum):
-    FLOAT64, FLOAT32, BFLOAT16, FLOAT16 = "float64", "float32", "bfloat16", "float16"
-
-
-Precision = Annotated[Dtype | None, typer.Option(help="Of the weights; by default bfloat16 on a GPU, float32 elsewhere.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -116,7 +108,7 @@ def evaluate(
     from sinkdlm.training.parallel import joined
 
     with joined(device) as world:  # rank 0 has the harness; every rank answers its share
-        lm = _load(checkpoint, world.device, dtype, compile_)
+        lm = load_in(checkpoint, world.device, dtype, compile_)
         evaluation, sheet = question.ask(lm.tokenizer) if world.first else (None, None)
         sheet = world.from_first(lambda: sheet)
         answers = _answer(lm, sheet, checkpoint, world, batch_tokens, None if out is None else out / "responses.jsonl")
@@ -192,7 +184,7 @@ def score_requests(
     from sinkdlm.training.parallel import joined
 
     with joined(device) as world:
-        lm = _load(checkpoint, world.device, dtype, compile_)
+        lm = load_in(checkpoint, world.device, dtype, compile_)
         answers = _answer(lm, sheet, checkpoint, world, batch_tokens, out)
     if world.first:
         seconds = sum(response.seconds for response in answers.values())
@@ -225,7 +217,7 @@ def score(
     from sinkdlm.training.parallel import joined
 
     with joined(device) as world:
-        lm = _load(checkpoint, world.device, dtype)
+        lm = load_in(checkpoint, world.device, dtype)
         answers = _answer(lm, texts.sheet_of(found, settings, seed), checkpoint, world, batch_tokens, out)
     if world.first:
         report = texts.report(found, answers)
@@ -235,7 +227,7 @@ def score(
 # -- shared ---------------------------------------------------------------------------------------------------------------------
 
 
-def _load(checkpoint: str, device: Any, dtype: Dtype | None, compile_: bool = False) -> Any:
+def load_in(checkpoint: str, device: Any, dtype: Dtype | None, compile_: bool = False) -> Any:
     import torch
 
     from sinkdlm.cli import load_with_tokenizer

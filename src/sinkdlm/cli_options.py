@@ -9,6 +9,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the blocks: pays for long work on a GPU.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1)]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in train.lr=1e-4.")]
+
+
+class Dtype(StrEnum):
+    FLOAT64, FLOAT32, BFLOAT16, FLOAT16 = "float64", "float32", "bfloat16", "float16"
+
+
+Precision = Annotated[Dtype | None, typer.Option(help="Of the weights; by default bfloat16 on a GPU, float32 elsewhere.")]
 
 
 class Documents(StrEnum):

@@ -49,4 +49,4 @@ class EvalError(UserError):
 
 
 class AnalysisError(UserError):
-    """An analysis that cannot be made: captures that are not what they should be, a report that cannot be drawn or written."""
+    """An analysis that cannot be made: a policy that cannot be watched, captures that are not what they should be."""

@@ -27,6 +27,21 @@ from sinkdlm.recompute import Recompute, run_again
 Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
 
 
+class Seen(NamedTuple):
+    """What attention sees in one layer (attention.py tells the shapes), for those who change it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink_k: Tensor | None
+    sink_v: Tensor | None
+    sink_logit: Tensor | None
+    visible: Tensor | BlockMask | None
+
+
+Intervention = Callable[[int, Seen], Seen]
+
+
 class KeyValueCache(Protocol):
     """Keys and values of tokens outside the span that is being computed (block caches of sampling)."""
 
@@ -52,6 +67,7 @@ class Surroundings(NamedTuple):
     cache: KeyValueCache | None = None
     recompute: Recompute = "none"
     wanted: Tensor | None = None  # (B, n), for the last layer: the only tokens whose output is needed
+    intervene: Intervention | None = None
 
 
 def _pick(x: Tensor, places: Tensor) -> Tensor:
@@ -115,27 +131,33 @@ class Attention(nn.Module):
         if around.sink_rotation is None:
             lane = None
         kernels = find_kernels(x) if self._is_fusable(lane, around) else None
+        logit = None if around.causal else self.sink_logit
         if kernels is None:
-            q, k, v, sink_k, sink_v = self._place(x, lane, around)
-            visible = around.visible
+            seen = Seen(*self._place(x, lane, around), logit, around.visible)
+            if around.intervene is not None:
+                seen = around.intervene(self.layer, seen)
+            shown = seen[:5]
         else:
+            n_sinks = 0 if lane is None else lane.k.shape[1]
             q, k, v = self._place_fused(kernels, x, lane, around)
-            sink_k = sink_v = None  # they lie in front of the others
             visible = around.visible
-            if lane is not None and isinstance(visible, Tensor):
-                visible = functional.pad(visible, (lane.k.shape[1], 0), value=True)
+            if n_sinks and isinstance(visible, Tensor):
+                visible = functional.pad(visible, (n_sinks, 0), value=True)
+            seen = Seen(q, k, v, None, None, logit, visible)  # the sinks' lie in front of the others
+            sinks = (k[:, :, :n_sinks], v[:, :, :n_sinks]) if n_sinks else (None, None)
+            shown = (q, k[:, :, n_sinks:], v[:, :, n_sinks:], *sinks)
         if around.observe is not None:
-            around.observe(self.layer, q, k, v, sink_k, sink_v)
+            around.observe(self.layer, *shown)
+        q = seen.q
         if around.wanted is not None:
             q, x = _pick(q.transpose(1, 2), around.wanted).transpose(1, 2), _pick(x, around.wanted)
-        logit = None if around.causal else self.sink_logit
-        mixed = attend(q, k, v, sink_k, sink_v, sink_logit=logit, visible=visible, causal=around.causal, form=around.form)
+        mixed = attend(q, *seen[1:5], sink_logit=seen.sink_logit, visible=seen.visible, causal=around.causal, form=around.form)
         return self.finish(x, mixed.transpose(1, 2))
 
     def _is_fusable(self, lane: Lane | None, around: Surroundings) -> bool:
-        """Whether sinks may be appended here, rather than by whatever form of attention was asked for, and nobody looks on."""
+        """Whether sinks may be appended here, rather than by whatever form of attention was asked for, and nobody steps in."""
         appended = lane is None or around.form in ("auto", "append")
-        return appended and around.observe is None and not self.n_registers and not isinstance(around.visible, BlockMask)
+        return appended and around.intervene is None and not self.n_registers and not isinstance(around.visible, BlockMask)
 
     def _place_fused(self, kernels: Any, x: Tensor, lane: Lane | None, around: Surroundings) -> tuple[Tensor, Tensor, Tensor]:
         """`_place` in one pass over memory, the sinks' keys and values in front of the tokens'."""
@@ -271,6 +293,7 @@ class DiffusionLM(nn.Module):
         cache: KeyValueCache | None = None,
         observe: Observer | None = None,
         wanted: Tensor | None = None,
+        intervene: Intervention | None = None,
     ) -> Tensor:
         """(B, T) int64 -> (B, T, d), after the final norm, each row aligned to the token it predicts.
 
@@ -282,6 +305,7 @@ class DiffusionLM(nn.Module):
             stays within the span: give it one token more on the left.
         observe(layer, q, k, v, sink_k, sink_v): sees what attention sees.
         wanted (B, n): positions whose states come back, (B, n, d); the last layer computes no others.
+        intervene(layer, seen): changes what attention sees, before an observer looks. Registers lie in front of the tokens.
         """
         config = self.config
         if cache is not None and (lengths is not None or config.n_registers):
@@ -305,6 +329,8 @@ class DiffusionLM(nn.Module):
             x = torch.cat([self.sinks.expand(x.shape[0], -1, -1).to(x), x], dim=1)
         visible = None if causal else self._visible(x, inside, packed, opening)  # right padding is out of sight of causal rows
         around = self._surroundings(tokens, x, lengths, packed, visible, causal, cache, observe)
+        if intervene is not None:
+            around = around._replace(intervene=intervene)
         is_shifted = config.shift_logits and not causal
         if wanted is not None:
             wanted = ((wanted - 1).clamp_min(0) if is_shifted else wanted) + n_registers
@@ -386,7 +412,7 @@ class DiffusionLM(nn.Module):
         sinks = self.sinks[None].to(x) if use_lane and cached is None and self.sinks is not None else None
         lanes = []
         with ExitStack() as stack:
-            if around.observe is not None and not torch.compiler.is_compiling():
+            if (around.observe or around.intervene) is not None and not torch.compiler.is_compiling():
                 stack.enter_context(torch.compiler.set_stance("force_eager"))  # a watcher cannot live in a compiled block
             for layer, block in enumerate(self.blocks):
                 if layer == len(self.blocks) - 1:
@@ -479,9 +505,10 @@ class Denoiser:
         where: Tensor | None = None,
         cache: KeyValueCache | None = None,
         observe: Observer | None = None,
+        intervene: Intervention | None = None,
     ) -> Tensor:
         with torch.no_grad():
             chosen = where is not None and where.dtype == torch.bool
             wanted = None if chosen else where
-            hidden = self.model(tokens, lengths=lengths, cache=cache, observe=observe, wanted=wanted)
+            hidden = self.model(tokens, lengths=lengths, cache=cache, observe=observe, wanted=wanted, intervene=intervene)
             return self.model.head(hidden[where] if chosen else hidden)

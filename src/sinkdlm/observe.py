@@ -6,7 +6,7 @@ all queries and keys is ever held. Used while training and by the analysis; know
 B batch, T queries, S sinks, L content keys, H query heads, K key/value heads, D head width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from sinkdlm.attention import attend_naive
 
-_CHUNK_WEIGHTS = 1 << 24  # attention weights held at once
+_CHUNK_WEIGHTS = 1 << 21  # attention weights held at once
+_CHUNK_WEIGHTS_GPU = 1 << 26
 
 
 class AttentionStatistics(NamedTuple):
@@ -56,10 +57,6 @@ def summarize(
     batch, heads, queries, _ = q.shape
     n_keys, n_sinks = k.shape[2], 0 if sink_k is None else sink_k.shape[2]
     precise = torch.promote_types(q.dtype, torch.float32)
-    visible = counted = None
-    if lengths is not None:
-        visible = (torch.arange(n_keys, device=k.device) < lengths[:, None])[:, None, None]
-        counted = torch.arange(queries, device=q.device) < lengths[:, None]  # (B, T)
     norms = v.to(precise).norm(dim=-1)  # (B, K, L)
     sink_norms = (
         q.new_zeros(batch, v.shape[1], 0, dtype=precise)
@@ -70,17 +67,11 @@ def summarize(
 
     totals = torch.zeros(batch, heads, n_sinks + n_keys, dtype=precise, device=q.device)
     entropy, output_norm, bound, outside = (torch.zeros(batch, heads, dtype=precise, device=q.device) for _ in range(4))
-    chunk = max(1, _CHUNK_WEIGHTS // (batch * heads * (n_sinks + n_keys)))
-    for start in range(0, queries, chunk):
-        part = slice(start, start + chunk)
-        out, weights = attend_naive(
-            q[:, :, part].to(precise), k, v.to(precise), sink_k, sink_v, sink_logit=sink_logit, visible=visible
-        )
-        column = (1 - weights.sum(-1)).clamp_min(0) if sink_logit is not None else torch.zeros_like(weights[..., 0])
-        keep = torch.ones_like(column) if counted is None else counted[:, None, part].expand_as(column).to(precise)
+    for part in _look_at_queries(q, k, v, sink_k, sink_v, sink_logit, lengths):
+        weights, column, keep = part.weights, part.column, part.keep
         totals += torch.einsum("bhqk,bhq->bhk", weights, keep)
         entropy += ((torch.special.entr(weights).sum(-1) + torch.special.entr(column)) * keep).sum(-1)
-        output_norm += (out.norm(dim=-1) * keep).sum(-1)
+        output_norm += (part.out.norm(dim=-1) * keep).sum(-1)
         bound += (torch.einsum("bhqk,bhk->bhq", weights, all_norms) * keep).sum(-1)
         outside += (column * keep).sum(-1)
     n_queries = torch.full((batch, 1), queries, device=q.device) if lengths is None else lengths[:, None]
@@ -95,6 +86,65 @@ def summarize(
         output_norm=output_norm / n_queries,
         bound=bound / n_queries,
     )
+
+
+@torch.no_grad()
+def share_on(
+    chosen: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink_k: Tensor | None = None,
+    sink_v: Tensor | None = None,
+    *,
+    sink_logit: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """(B, T): each query's attention on the chosen content keys (B, H, L) of each head and on all sinks, mean over heads."""
+    n_sinks = 0 if sink_k is None else sink_k.shape[2]
+    wanted = torch.nn.functional.pad(chosen, (n_sinks, 0), value=True)
+    parts = []
+    for part in _look_at_queries(q, k, v, sink_k, sink_v, sink_logit, lengths):
+        on_chosen = torch.einsum("bhqk,bhk->bhq", part.weights, wanted.to(part.weights.dtype))
+        parts.append(((on_chosen + part.column) * part.keep).mean(1))
+    return torch.cat(parts, dim=1)
+
+
+class _Queries(NamedTuple):
+    """Some of a layer's queries (Q): out (B, H, Q, D), weights (B, H, Q, S + L), the column that a sink logit takes and whether a
+    query counts (0 or 1), (B, H, Q) each."""
+
+    out: Tensor
+    weights: Tensor
+    column: Tensor
+    keep: Tensor
+
+
+def _look_at_queries(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink_k: Tensor | None,
+    sink_v: Tensor | None,
+    sink_logit: Tensor | None,
+    lengths: Tensor | None,
+) -> Iterator[_Queries]:
+    batch, heads, queries, _ = q.shape
+    n_keys = k.shape[2] + (0 if sink_k is None else sink_k.shape[2])
+    precise = torch.promote_types(q.dtype, torch.float32)
+    visible = counted = None
+    if lengths is not None:
+        visible = (torch.arange(k.shape[2], device=k.device) < lengths[:, None])[:, None, None]
+        counted = torch.arange(queries, device=q.device) < lengths[:, None]  # (B, T)
+    values = v.to(precise)
+    room = _CHUNK_WEIGHTS_GPU if q.is_cuda else _CHUNK_WEIGHTS
+    chunk = max(1, room // (batch * heads * n_keys))
+    for start in range(0, queries, chunk):
+        part = slice(start, start + chunk)
+        out, weights = attend_naive(q[:, :, part].to(precise), k, values, sink_k, sink_v, sink_logit=sink_logit, visible=visible)
+        column = (1 - weights.sum(-1)).clamp_min(0) if sink_logit is not None else torch.zeros_like(weights[..., 0])
+        keep = torch.ones_like(column) if counted is None else counted[:, None, part].expand_as(column).to(precise)
+        yield _Queries(out, weights, column, keep)
 
 
 class Watcher:

@@ -54,7 +54,7 @@ class Piece(NamedTuple):
 
 
 def read_prompts(path: Path) -> list[Any]:
-    """Lines of a text file, or of a .jsonl file: a string, {"prompt": ...} or {"messages": [...]}."""
+    """Lines of a text file, or of a .jsonl file: a string, {"prompt": ...}, {"question": ...} or {"messages": [...]}."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as failure:
@@ -70,9 +70,10 @@ def read_prompts(path: Path) -> list[Any]:
             value = json.loads(line)
         except ValueError:
             raise SamplingError(f"{path}: line {number} is no JSON") from None
-        value = value.get("prompt", value.get("messages")) if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            value = next((value[name] for name in ("prompt", "messages", "question") if name in value), None)
         if not isinstance(value, str | list):
-            raise SamplingError(f"{path}: line {number} has neither prompt nor messages")
+            raise SamplingError(f"{path}: line {number} has neither prompt nor question nor messages")
         found.append(value)
     return found
 

@@ -5,18 +5,9 @@ The common ground of the analysis: capture makes trajectories, metrics reads the
 N forwards ("steps"), E layers, H heads, T tokens of the row, S sinks of the model (0 without; a sink logit counts as one).
 """
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
-
-
-class Place(NamedTuple):
-    """One attention map among many."""
-
-    step: int
-    layer: int
-    head: int
 
 
 @dataclass(frozen=True)
@@ -48,7 +39,6 @@ class Trajectory:
         np.ndarray
     )  # (N, E, T): of each query, the share of attention on content sinks (absolute) and the model's sinks, mean over heads
     update_ratio: np.ndarray  # (N, E, T): eq. 21, 22: |z_i| / |h_i|
-    maps: dict[Place, np.ndarray] = field(default_factory=dict)  # (T, S + T): chosen maps, sinks in front
 
     @property
     def n_steps(self) -> int:

@@ -161,7 +161,8 @@ class Trainer:
         self.monitor.begin(self.step, self.steps, {"recipe": self.recipe.to_toml()})
         self._greet(layout)
         try:
-            with noted_signals() as signals:  # to the very end: a signal after the last step finds the state and the model written
+            # To the very end: a signal after the last step finds the state and the model written.
+            with noted_signals(after_failure=not self.world.alone) as signals:
                 self._loop(signals)
                 self._save_state(final=True)
                 self._export(self.folder.path / "model", final=True)

@@ -25,8 +25,12 @@ class Signals:
 
 
 @contextmanager
-def noted_signals() -> Iterator[Signals]:
-    """SIGTERM and SIGINT are noted and the step is finished; a second SIGINT interrupts at once."""
+def noted_signals(*, after_failure: bool = False) -> Iterator[Signals]:
+    """SIGTERM and SIGINT are noted and the step is finished; a second SIGINT interrupts at once.
+
+    after_failure: they are still noted when a failure leaves this scope, which then ends the process. One of several ranks needs
+    it: a launcher that sees another rank die asks this one to end, which has yet to say who it was.
+    """
     seen = Signals()
 
     def note(number: int, _: Any) -> None:
@@ -40,6 +44,10 @@ def noted_signals() -> Iterator[Signals]:
         before = {}
     try:
         yield seen
+    except BaseException as failure:
+        if after_failure and not isinstance(failure, Stopped):
+            before = {}
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,0 +1,291 @@
+"""Watches a model denoise: reduced statistics of every forward, layer and head, without changing what comes out.
+
+No map of all queries and keys is held; single maps are taken afterwards from what a forward saw. Runs with core packages alone, on
+any model that the package can load. Knows no tokenizer and no file.
+
+B rows, N forwards of a row, E layers, H heads, T tokens, S sinks of the model.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinkdlm.analysis.trajectory import Trajectory
+from sinkdlm.attention import attend_naive
+from sinkdlm.errors import AnalysisError
+from sinkdlm.model import Block, DiffusionLM
+from sinkdlm.noise import Stream, fold, hash_words, unit_interval
+from sinkdlm.observe import share_on, summarize
+from sinkdlm.sampling.loop import step
+from sinkdlm.sampling.requests import Request, State, start
+
+_NOISE = -3  # a word beside those of sampling: which positions of a given text are masked
+
+
+class Rules(NamedTuple):
+    """What counts as a content sink."""
+
+    threshold: float = 0.3  # received attention above it (Gu et al.)
+    margin: float = 3.0  # its column sum is above the mean of the other tokens' by more (Rulli et al.)
+
+
+RULES = Rules()
+
+
+class _Layer(NamedTuple):
+    """What one layer showed, rows first. Fields are named as in Trajectory."""
+
+    absolute: Tensor
+    relative: Tensor
+    top: Tensor
+    top_received: Tensor
+    received: Tensor
+    sink_received: Tensor
+    entropy: Tensor
+    value_norm: Tensor
+    sink_value_norm: Tensor
+    output_norm: Tensor
+    bound: Tensor
+    resting: Tensor
+
+
+_PER_TOKEN = {"absolute", "relative", "received", "value_norm", "resting", "update_ratio"}  # their last dimension is T
+
+
+class Watched:
+    """A denoiser whose every forward is looked at. `last` holds what the last one showed, a dictionary for each row."""
+
+    def __init__(self, model: DiffusionLM, rules: Rules = RULES) -> None:
+        self.model, self.rules = model, rules
+        self.last: list[dict[str, np.ndarray]] = []
+        self._denoiser = model.denoiser()
+        self.reach = self._denoiser.reach
+        self._n_registers = model.config.n_registers
+        self._layers: list[_Layer] = []
+        self._updates: list[Tensor] = []
+        self._states: Tensor | None = None  # |h| of the layer that is being computed, (B, R + T)
+        self._lengths: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._denoiser.device
+
+    def __call__(self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None) -> Tensor:
+        self._layers, self._updates, self._lengths = [], [], lengths
+        with ExitStack() as stack:
+            for block in cast(list[Block], self.model.blocks):
+                stack.callback(block.register_forward_pre_hook(self._enter).remove)
+                stack.callback(block.attention.register_forward_hook(self._leave).remove)
+            logits = self._denoiser(tokens, lengths=lengths, where=where, observe=self._look)
+        self.last = self._collect(tokens)
+        return logits
+
+    def _look(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
+        n = self._n_registers
+        if n:  # they lie in front of the tokens; as keys they are sinks, and nobody asks what they attend to
+            q, k, v, sink_k, sink_v = q[:, :, n:], k[:, :, n:], v[:, :, n:], k[:, :, :n], v[:, :, :n]
+        given, logit = (q, k, v, sink_k, sink_v), sink_logit_of(self.model, layer)
+        found = summarize(*given, sink_logit=logit, lengths=self._lengths)
+        absolute = found.received > self.rules.threshold
+        relative = _stands_out(found.received, self._lengths, self.rules.margin)
+        most = found.received.max(-1)
+        self._layers.append(
+            _Layer(
+                absolute,
+                relative,
+                most.indices,
+                most.values,
+                found.received.mean(1),
+                found.sink_received,
+                found.entropy,
+                found.value_norm,
+                found.sink_value_norm,
+                found.output_norm,
+                found.bound,
+                share_on(absolute, *given, sink_logit=logit, lengths=self._lengths),
+            )
+        )
+
+    def _enter(self, _: Any, given: tuple[Any, ...]) -> None:
+        self._states = _norms(given[0])
+
+    def _leave(self, attention: Any, given: tuple[Any, ...], update: Tensor) -> None:
+        """|z| / |h| of each token."""
+        x, lane, around = given
+        assert self._states is not None
+        if around.wanted is not None:
+            # The last layer computed only what the batch asked for; all of it is computed here, beside the model's own way.
+            update = attention.forward(x, lane, around._replace(wanted=None, observe=None))
+        self._updates.append((_norms(update) / self._states)[:, self._n_registers :])
+
+    def _collect(self, tokens: Tensor) -> list[dict[str, np.ndarray]]:
+        """One transfer for each statistic, then rows apart, at their own lengths."""
+        columns = {
+            name: torch.stack([getattr(layer, name) for layer in self._layers], dim=1).cpu().numpy() for name in _Layer._fields
+        }
+        columns["update_ratio"] = torch.stack(self._updates, dim=1).cpu().numpy()
+        seen = tokens.cpu().numpy()
+        sizes = [tokens.shape[1]] * tokens.shape[0] if self._lengths is None else self._lengths.tolist()
+        rows = []
+        for row, size in enumerate(sizes):
+            found = {name: x[row][..., :size] if name in _PER_TOKEN else x[row] for name, x in columns.items()}
+            rows.append({**found, "tokens": seen[row, :size].astype(np.int32)})
+        return rows
+
+
+def _norms(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32)).norm(dim=-1)
+
+
+def sink_logit_of(model: DiffusionLM, layer: int) -> Tensor | None:
+    return cast(Block, model.blocks[layer]).attention.sink_logit
+
+
+def _stands_out(received: Tensor, lengths: Tensor | None, margin: float) -> Tensor:
+    """(B, H, L): whose column sum exceeds the mean column sum of the other tokens by more than the margin."""
+    n_tokens = received.new_full((received.shape[0],), received.shape[-1]) if lengths is None else lengths
+    n_tokens = n_tokens.to(received)[:, None, None]
+    column = received * n_tokens
+    others = (column.sum(-1, keepdim=True) - column) / (n_tokens - 1).clamp_min(1)
+    return column - others > margin
+
+
+# -- trajectories -----------------------------------------------------------------------------------------------------------------
+
+
+def capture(
+    model: DiffusionLM,
+    requests: Sequence[Request],
+    *,
+    rules: Rules = RULES,
+    batch: int = 8,
+    tick: Callable[[int], None] = lambda forwards: None,
+) -> Iterator[Trajectory]:
+    """Samples the requests and yields the trajectory of each, in their order; `batch` of them are under way at a time.
+
+    tick: called with the number of forwards of rows that a step made.
+    """
+    for request in requests:
+        _check(request)
+    for begin in range(0, len(requests), batch):
+        states = start(requests[begin : begin + batch])
+        seen: list[list[dict[str, np.ndarray]]] = [[] for _ in states]
+        with model.inference():
+            watched = Watched(model, rules)
+            while any(not state.done for state in states):
+                tick(_advance(states, watched, seen))
+        for state, steps in zip(states, seen, strict=True):
+            request = state.request
+            n_prompt = sum(token != request.mask_id for token in request.canvas)
+            yield _join(steps, request.number, n_prompt, request.mask_id, state.tokens.cpu().numpy())
+
+
+def _check(request: Request) -> None:
+    policy = request.policy
+    if policy.guidance:
+        raise AnalysisError("guidance: a step then has two forwards, one without the prompt; analyse without it")
+    if policy.cache != "none":
+        raise AnalysisError(f"cache = {policy.cache!r}: its forwards see only a part of the row; analyse with cache = 'none'")
+    if request.grow:
+        raise AnalysisError("an open end: positions of a row that grows cannot be compared; give a length")
+
+
+def _advance(states: list[State], watched: Watched, seen: list[list[dict[str, np.ndarray]]]) -> int:
+    """One step of all that are not done; a step that only masks again has no forward."""
+    active = [number for number, state in enumerate(states) if not state.done]
+    watched.last = []
+    step(states, watched, device=watched.device)
+    if not watched.last:
+        return 0
+    for number, row in zip(active, watched.last, strict=True):
+        seen[number].append(row)
+    return len(active)
+
+
+def _join(steps: list[dict[str, np.ndarray]], number: int, n_prompt: int, mask_id: int, final: np.ndarray) -> Trajectory:
+    columns = {name: np.stack([step.pop(name) for step in steps]) for name in list(steps[0])}
+    return Trajectory(number, n_prompt, mask_id, final=final.astype(np.int32), **columns)
+
+
+def capture_noise(
+    model: DiffusionLM,
+    rows: Sequence[Sequence[int]],
+    shares: Sequence[float],
+    *,
+    seed: int = 0,
+    rules: Rules = RULES,
+    batch: int = 8,
+    tick: Callable[[int], None] = lambda forwards: None,
+) -> Iterator[Trajectory]:
+    """Given texts, each under several noise levels: a forward for each share of masked tokens, the greatest first.
+
+    A token has one number of its own, (seed, row, position), and is masked at every share above it, so that a text only clears up.
+    """
+    mask_id, device = model.config.mask_id, model.embed.weight.device
+    if not shares or not all(0 <= share <= 1 for share in shares):
+        raise AnalysisError(f"shares of masked tokens {list(shares)}: give one or more from 0 to 1")
+    levels = sorted(shares, reverse=True)
+    for begin in range(0, len(rows), batch):
+        some = rows[begin : begin + batch]
+        inputs, _ = noisy(some, levels, mask_id, seed, numbers=range(begin, begin + len(some)), device=device)
+        lengths = torch.tensor([len(row) for row in some], device=device)
+        seen: list[list[dict[str, np.ndarray]]] = [[] for _ in some]
+        with model.inference():
+            watched = Watched(model, rules)
+            for tokens in inputs:
+                watched(tokens, lengths=lengths)
+                for steps, found in zip(seen, watched.last, strict=True):
+                    steps.append(found)
+                tick(len(some))
+        for place, (row, steps) in enumerate(zip(some, seen, strict=True)):
+            yield _join(steps, begin + place, 0, mask_id, np.array(row))
+
+
+def noisy(
+    rows: Sequence[Sequence[int]],
+    shares: Sequence[float],
+    mask_id: int,
+    seed: int,
+    *,
+    numbers: Sequence[int],
+    device: torch.device,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """For each share the rows (B, T), padded on the right, with so much of them masked, and what was masked."""
+    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row, device=device) for row in rows], batch_first=True)
+    places = torch.arange(padded.shape[1], device=device)
+    inside = places < torch.tensor([len(row) for row in rows], device=device)[:, None]
+    keys = hash_words(seed, int(Stream.SAMPLING), torch.tensor(list(numbers), device=device))
+    assert isinstance(keys, Tensor)
+    times = unit_interval(fold(keys[:, None], 0, places, _NOISE))
+    masked = [(times < share) & inside for share in shares]
+    return [padded.masked_fill(chosen, mask_id) for chosen in masked], masked
+
+
+# -- single maps ------------------------------------------------------------------------------------------------------------------
+
+
+def attention_maps(model: DiffusionLM, tokens: Sequence[int], places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Tensor]:
+    """Attention (T, S + T) of the chosen (layer, head) when the model sees this row; sinks in front. A logit has no column."""
+    found: dict[tuple[int, int], Tensor] = {}
+    n, group = model.config.n_registers, model.config.n_heads // model.config.n_kv_heads
+    for layer, head in places:
+        if not (0 <= layer < model.config.n_layers and 0 <= head < model.config.n_heads):
+            most = f"{model.config.n_layers - 1}, {model.config.n_heads - 1}"
+            raise AnalysisError(f"layer {layer}, head {head}: this model has them from 0, 0 to {most}")
+
+    def look(layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
+        logit = sink_logit_of(model, layer)
+        for head in (head for wanted, head in places if wanted == layer):
+            one = slice(head // group, head // group + 1)
+            of_head = [None if x is None else x[:, one] for x in (k, v, sink_k, sink_v)]
+            given = None if logit is None else logit[head : head + 1]
+            _, weights = attend_naive(q[:, head : head + 1, n:], *of_head, sink_logit=given)  # type: ignore[arg-type]
+            found[layer, head] = weights[0, 0].cpu()
+
+    with model.inference():
+        model(torch.tensor([list(tokens)], device=model.embed.weight.device), observe=look)
+    return found

@@ -1,0 +1,205 @@
+"""What happens when attention may not do what it does: the sink is taken away, emptied or moved, or the top content sink is banned.
+
+Each change is applied inside attention, at inference, to weights that were trained without it; what it does to NELBO, predictions
+and samples is measured against the untouched model with the same noise. Knows no tokenizer and no file.
+
+B rows, T tokens, S sinks, H query heads, K key/value heads, D head width, V vocabulary.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinkdlm.analysis.capture import RULES, Rules, noisy
+from sinkdlm.analysis.intervals import mean_interval
+from sinkdlm.likelihood import log_likelihood
+from sinkdlm.model import DiffusionLM, Intervention, Seen
+from sinkdlm.observe import summarize
+from sinkdlm.positions import Rotation
+from sinkdlm.sampling.loop import gather, step
+from sinkdlm.sampling.requests import Request, start
+
+_SHARES = (0.25, 0.5, 0.75)  # of masked tokens, at which predictions are compared
+
+
+class Change(NamedTuple):
+    name: str
+    label: str
+    intervene: Intervention
+
+
+def find_changes(model: DiffusionLM, rules: Rules = RULES) -> tuple[list[Change], dict[str, str]]:
+    """The changes that make sense for a model, and why the others do not."""
+    config = model.config
+    found: list[Change] = []
+    omitted: dict[str, str] = {}
+    if not config.n_sinks:
+        omitted |= dict.fromkeys(("remove", "zero", "move"), "the model has no sink")
+    else:
+        found.append(Change("remove", "sink removed", functools.partial(_remove, config.n_registers)))
+        if config.has_sink_logit:
+            omitted |= dict.fromkeys(("zero", "move"), "a sink logit has neither value nor position")
+        else:
+            found.append(Change("zero", "sink's value set to zero", functools.partial(_zero, config.n_registers)))
+        if config.n_registers:
+            omitted["move"] = "a register sees the tokens, and would see them from elsewhere too"
+        elif config.n_lane:
+            far = "end" if config.sink_position == "front" else "front"
+            found += [
+                Change(f"move-{where}", f"sink moved to the {where}", functools.partial(_move, config, where))
+                for where in (far, "middle")
+            ]
+    label = f"top content sink banned where it receives more than {rules.threshold:g}"
+    found.append(Change("ban", label, functools.partial(_ban, model, rules.threshold)))
+    return found, omitted
+
+
+def _remove(n_registers: int, _: int, seen: Seen) -> Seen:
+    if n_registers:
+        hidden = torch.arange(seen.k.shape[2], device=seen.k.device) >= n_registers
+        return seen._replace(visible=_and(seen.visible, hidden[None, None, None]))
+    return seen._replace(sink_k=None, sink_v=None, sink_logit=None)
+
+
+def _zero(n_registers: int, _: int, seen: Seen) -> Seen:
+    if n_registers:
+        return seen._replace(v=torch.cat([torch.zeros_like(seen.v[:, :, :n_registers]), seen.v[:, :, n_registers:]], dim=2))
+    return seen if seen.sink_v is None else seen._replace(sink_v=torch.zeros_like(seen.sink_v))
+
+
+def _move(config: Any, where: str, _: int, seen: Seen) -> Seen:
+    """Rotary angles add up: the sinks' keys are turned on from where they stand. Only distances to the tokens matter."""
+    if seen.sink_k is None:
+        return seen
+    batch = seen.q.shape[0]
+    n_tokens = torch.full((batch,), seen.k.shape[2], device=seen.k.device)
+    if isinstance(seen.visible, Tensor):
+        n_tokens = seen.visible.expand(batch, -1, -1, -1)[:, 0, 0].sum(-1)
+    n_sinks, in_front = seen.sink_k.shape[2], config.sink_position == "front"
+    whole = n_tokens + n_sinks
+    by = {"end": whole, "front": -whole, "middle": n_sinks + n_tokens // 2 if in_front else n_tokens // 2 - n_tokens}[where]
+    rotation = Rotation.at(by[:, None].expand(-1, n_sinks), config, seen.sink_k.dtype)
+    moved = rotation.apply(seen.sink_k.expand(batch, -1, -1, -1).transpose(1, 2)).transpose(1, 2)
+    return seen._replace(sink_k=moved, sink_v=None if seen.sink_v is None else seen.sink_v.expand(batch, -1, -1, -1))
+
+
+def _ban(model: DiffusionLM, threshold: float, _: int, seen: Seen) -> Seen:
+    """In each head the content token that receives most is hidden from everyone, if it receives more than the threshold."""
+    n = model.config.n_registers
+    lengths = None
+    if isinstance(seen.visible, Tensor):
+        lengths = seen.visible.expand(seen.q.shape[0], -1, -1, -1)[:, 0, 0].sum(-1) - n
+    sinks = (seen.k[:, :, :n], seen.v[:, :, :n]) if n else (seen.sink_k, seen.sink_v)
+    found = summarize(
+        seen.q[:, :, n:], seen.k[:, :, n:], seen.v[:, :, n:], *sinks, sink_logit=seen.sink_logit, lengths=lengths
+    ).received  # (B, H, T)
+    most = found.max(-1, keepdim=True)
+    banned = torch.zeros_like(found, dtype=torch.bool).scatter(-1, most.indices, most.values > threshold)
+    alone = found.shape[-1] == 1 and not n and seen.sink_k is None and seen.sink_logit is None  # nothing else to attend to
+    if alone or not banned.any():
+        return seen
+    return seen._replace(visible=_and(seen.visible, ~torch.nn.functional.pad(banned, (n, 0))[:, :, None]))
+
+
+def _and(visible: Any, also: Tensor) -> Tensor:
+    return also if visible is None else visible & also
+
+
+# -- what it does -----------------------------------------------------------------------------------------------------------------
+
+
+class Ground(NamedTuple):
+    """What a change is measured on."""
+
+    texts: Sequence[Sequence[int]]  # for NELBO and predictions
+    requests: Sequence[Request]  # for samples
+    draws: int = 64  # of NELBO, each text
+    batch: int = 8  # samples at a time
+    seed: int = 0
+
+
+class _Facts(NamedTuple):
+    """Of the model with or without a change: nats a token of each text, log probabilities at masked positions of each text, the
+    tokens that were written for each request."""
+
+    nelbo: np.ndarray
+    predictions: list[Tensor]
+    written: list[Tensor]
+
+
+def measure_changes(
+    model: DiffusionLM,
+    ground: Ground,
+    rules: Rules = RULES,
+    *,
+    tick: Callable[[int], None] = lambda done: None,
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """For each change: NELBO before and after, its difference, how far predictions moved, and the share of tokens that are written
+    differently, with intervals over texts and requests; and what was left out. tick: called after each model, the untouched first.
+    """
+    changes, omitted = find_changes(model, rules)
+    with model.inference():
+        before = _look(model, ground, None)
+        tick(1)
+        rows = []
+        for change in changes:
+            after = _look(model, ground, change.intervene)
+            rows.append({"name": change.name, "label": change.label, **_compare(before, after, ground.seed)})
+            tick(1)
+    return rows, omitted
+
+
+def _look(model: DiffusionLM, ground: Ground, intervene: Intervention | None) -> _Facts:
+    denoiser = functools.partial(model.denoiser(), intervene=intervene)
+    mask_id, device = model.config.mask_id, model.embed.weight.device
+    scored = [[position > 0 or not model.config.shift_logits for position in range(len(row))] for row in ground.texts]
+    usable = [number for number, row in enumerate(scored) if any(row)]
+    texts, chosen = [list(ground.texts[number]) for number in usable], [scored[number] for number in usable]
+    found = log_likelihood(denoiser, texts, chosen, estimator="exact_k", draws=ground.draws, mask_id=mask_id, seed=ground.seed)
+    counts = np.array([sum(row) for row in chosen])
+    nelbo = -np.asarray(found.mean, dtype=np.float64) / counts
+    predictions = []
+    for number, row in enumerate(texts):
+        tokens, masked = noisy([row], _SHARES, mask_id, ground.seed, numbers=[usable[number]], device=device)
+        logits = torch.cat([denoiser(some)[some_masked].float() for some, some_masked in zip(tokens, masked, strict=True)])
+        if mask_id < logits.shape[-1]:
+            logits[:, mask_id] = -math.inf
+        predictions.append(logits.log_softmax(-1))
+    return _Facts(nelbo, predictions, _write(denoiser, ground, device))
+
+
+def _write(denoiser: Any, ground: Ground, device: torch.device) -> list[Tensor]:
+    written = []
+    for begin in range(0, len(ground.requests), ground.batch):
+        states = start(ground.requests[begin : begin + ground.batch])
+        while any(not state.done for state in states):
+            step(states, denoiser, device=device)
+        for row, state in zip(gather(states).rows, states, strict=True):
+            opened = torch.tensor(state.request.canvas) == state.request.mask_id
+            written.append(torch.tensor(row)[opened[: len(row)]])
+    return written
+
+
+def _compare(before: _Facts, after: _Facts, seed: int) -> dict[str, Any]:
+    divergences = []
+    for old, new in zip(before.predictions, after.predictions, strict=True):
+        if len(old):
+            terms = torch.where(old.isneginf(), 0.0, old.exp() * (old - new))
+            divergences.append(float(terms.sum(-1).mean()))
+    changed = [float((a != b).double().mean()) for a, b in zip(before.written, after.written, strict=True)]
+    changed_by = mean_interval(after.nelbo - before.nelbo, seed=seed).as_json()
+    return {
+        "nelbo": {
+            "before": float(before.nelbo.mean()),
+            "after": float(after.nelbo.mean()),
+            "change": changed_by.pop("mean"),
+            **changed_by,
+        },
+        "kl": mean_interval(np.array(divergences), seed=seed).as_json(),
+        "changed": mean_interval(np.array(changed), seed=seed).as_json(),
+    }

@@ -1,0 +1,209 @@
+"""One model, looked at: from prompts to the capture file that reports are made of.
+
+Owns the form of capture files (format, version, names of their parts). Runs trajectories through capture and metrics one at a
+time, so that memory does not grow with their number. Core packages alone; knows no figures.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinkdlm.analysis.capture import RULES, Rules, attention_maps, capture, capture_noise
+from sinkdlm.analysis.interventions import Ground, measure_changes
+from sinkdlm.analysis.kinds import classify, labels
+from sinkdlm.analysis.metrics import Measured, measure, paths_of, summarize
+from sinkdlm.analysis.trajectory import Trajectory
+from sinkdlm.errors import AnalysisError
+from sinkdlm.sampling import Policy, Request
+from sinkdlm.sampling.unmasking import PLANNED_ORDERS
+
+FORMAT, VERSION = "sinkdlm-capture", 1
+_DIGITS = 4  # of attention maps
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is looked at. Prompts, as tokens, are taken in turn until there are enough trajectories."""
+
+    prompts: Sequence[Sequence[int]]
+    policy: Policy
+    trajectories: int = 32
+    length: int = 64  # tokens to write after a prompt
+    texts: Sequence[str] = ()  # masked in part instead of being written: `shares` of each
+    shares: Sequence[float] = ()
+    seed: int = 0
+    batch: int = 8
+    rules: Rules = RULES
+    interventions: bool = True
+    draws: int = 64  # of NELBO, under interventions
+    n_paths: int = 4  # trajectories whose sinks are kept step by step
+    maps: Sequence[tuple[int, int, int]] = ()  # (step, layer, head) of the first trajectory; by default the strongest head
+
+    @property
+    def n_steps(self) -> int:
+        return len(self.shares) or min(self.policy.steps or self.length, self.length)
+
+    @property
+    def n_different(self) -> int | None:
+        """Trajectories that are not copies of each other; None: any number, as noise tells them apart."""
+        policy = self.policy
+        drawn = policy.temperature > 0 or policy.order in PLANNED_ORDERS or policy.remask != "none"
+        return None if drawn else len(self.prompts)
+
+    def with_trajectories(self, count: int) -> "Plan":
+        if not self.shares and self.n_different is not None and count > self.n_different:
+            raise AnalysisError(
+                f"{count} trajectories: {len(self.prompts)} prompts at temperature 0 give {self.n_different} different ones; "
+                "give more prompts, or --set temperature=1"
+            )
+        return replace(self, trajectories=count)
+
+    @property
+    def n_forwards(self) -> int:
+        """For a time estimate: policies that stop by themselves make fewer."""
+        return self.n_steps * (len(self.texts) if self.shares else self.trajectories)
+
+
+class _Seen:
+    """What is kept of trajectories while they pass."""
+
+    def __init__(self, lm: Any, plan: Plan) -> None:
+        config = lm.config
+        self.lm, self.plan = lm, plan
+        n_ids = max(config.embedding_rows, config.mask_id + 1)
+        self.kinds = classify(lm.tokenizer, n_ids, config.mask_id)
+        self.measured: list[Measured] = []
+        self.paths: list[dict[str, Any]] = []
+        self.finals: dict[int, list[int]] = {}
+        self.first: Trajectory | None = None
+        self.top = np.zeros((config.n_layers, config.n_heads))  # what the most received token receives, summed over trajectories
+
+    def take(self, trajectory: Trajectory) -> None:
+        self.measured.append(measure(trajectory, self.kinds, threshold=self.plan.rules.threshold, seed=self.plan.seed))
+        self.finals[trajectory.number] = trajectory.final.tolist()
+        self.top += trajectory.top_received.mean(0)
+        if self.first is None:
+            self.first = trajectory
+        if len(self.paths) < self.plan.n_paths:
+            self.paths.append(paths_of(trajectory, labels(self.lm.tokenizer, trajectory.final, trajectory.mask_id)))
+
+    def draw_maps(self) -> list[dict[str, Any]]:
+        """Of the first trajectory: the chosen places, or its first and middle step in the head with the strongest content sink."""
+        first = self.first
+        assert first is not None
+        layer, head = np.unravel_index(int(self.top.argmax()), self.top.shape)
+        wanted = list(self.plan.maps) or [(step, int(layer), int(head)) for step in sorted({0, first.n_steps // 2})]
+        found = []
+        for step, at_layer, at_head in wanted:
+            if not 0 <= step < first.n_steps:
+                raise AnalysisError(f"--map {step},{at_layer},{at_head}: the first trajectory has steps 0 to {first.n_steps - 1}")
+            tokens = first.tokens[step]
+            weights = attention_maps(self.lm.model, tokens.tolist(), [(at_layer, at_head)])[at_layer, at_head]
+            found.append(
+                {
+                    "number": first.number,
+                    "step": step,
+                    "layer": at_layer,
+                    "head": at_head,
+                    "labels": labels(self.lm.tokenizer, tokens, first.mask_id),
+                    "n_sinks": weights.shape[1] - weights.shape[0],
+                    "sinks": np.flatnonzero(first.absolute[step, at_layer, at_head]).tolist(),
+                    "weights": [[round(value, _DIGITS) for value in row] for row in weights.double().tolist()],
+                }
+            )
+        return found
+
+
+def study(lm: Any, plan: Plan, *, name: str, source: str, made: dict[str, Any], tick: Callable[[int], None]) -> dict[str, Any]:
+    """The capture of a loaded model with its tokenizer, as JSON values. tick: called with forwards of rows as they are made."""
+    seen = _Seen(lm, plan)
+    if plan.shares:
+        texts, requests = _encode_texts(lm, plan.texts), list[Request]()
+        trajectories = capture_noise(lm.model, texts, plan.shares, seed=plan.seed, rules=plan.rules, batch=plan.batch, tick=tick)
+    else:
+        requests = _requests(lm, plan)
+        texts = [list(prompt) for prompt in plan.prompts if prompt]
+        trajectories = capture(lm.model, requests, rules=plan.rules, batch=plan.batch, tick=tick)
+    for trajectory in trajectories:
+        seen.take(trajectory)
+    found = summarize(seen.measured, plan.seed)
+    for row in found["trajectories"]:
+        begin = plan.texts[row["number"]] if plan.shares else lm.tokenizer.decode(plan.prompts[row["number"] % len(plan.prompts)])
+        row |= {"prompt": begin, "text": lm.tokenizer.decode(seen.finals[row["number"]])}
+    changes, omitted = _intervene(lm, plan, requests, texts)
+    policy = {key: value for key, value in asdict(plan.policy).items() if value is not None}
+    settings = {"policy": policy, "length": plan.length, "steps": plan.n_steps, "seed": plan.seed, "batch": plan.batch}
+    settings |= {**plan.rules._asdict(), "inputs": "noise" if plan.shares else "trajectories", "shares": list(plan.shares)}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": name,
+        "source": source,
+        "model": lm.config.to_dict(),
+        "made": made,
+        "settings": settings,
+        **found,
+        "paths": seen.paths,
+        "maps": seen.draw_maps(),
+        "interventions": changes,
+        "omitted": omitted,
+    }
+
+
+def _requests(lm: Any, plan: Plan) -> list[Request]:
+    mask_id, most, longest = lm.config.mask_id, lm.config.context_length, max(map(len, plan.prompts))
+    if longest + plan.length > most:
+        raise AnalysisError(
+            f"prompt of {longest} and {plan.length} tokens to write: the model reads at most {most}; shorten the prompt or --length"
+        )
+    prompts = [plan.prompts[number % len(plan.prompts)] for number in range(plan.trajectories)]
+    canvases = [[*prompt, *[mask_id] * plan.length] for prompt in prompts]
+    return [Request(canvas, plan.policy, mask_id, plan.seed, number) for number, canvas in enumerate(canvases)]
+
+
+def _encode_texts(lm: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Each text, cut where the model ends."""
+    rows = [lm.tokenizer.encode(text, add_special_tokens=False)[: lm.config.context_length] for text in texts]
+    for text, row in zip(texts, rows, strict=True):
+        if not row:
+            raise AnalysisError(f"a text without a token: {text!r}; leave it out")
+    return rows
+
+
+def _intervene(lm: Any, plan: Plan, requests: list[Request], texts: list[list[int]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """NELBO of the given texts, or of the prompts as texts; samples of as many requests as there are prompts."""
+    if not plan.interventions:
+        return [], {"interventions": "not asked for"}
+    if not texts:
+        return [], {"interventions": "the prompts hold no token to score; give --prompts or --texts"}
+    ground = Ground(texts, requests[: len(plan.prompts)], plan.draws, plan.batch, plan.seed)
+    return measure_changes(lm.model, ground, plan.rules)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------------------
+
+
+def write_capture(path: Path, found: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as failure:
+        raise AnalysisError(f"{path}: cannot be written: {failure.strerror}") from None
+
+
+def read_capture(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: math.nan)
+    except (OSError, ValueError) as failure:
+        reason = getattr(failure, "strerror", None) or "it is no JSON"
+        raise AnalysisError(f"{path}: cannot be read: {reason}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise AnalysisError(f"{path}: is no capture; `sinkdlm analyze` writes them into captures/")
+    if found["version"] != VERSION:
+        raise AnalysisError(f"{path}: is of version {found['version']}, and this reads {VERSION}; capture the model again")
+    return found
