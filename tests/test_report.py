@@ -164,7 +164,7 @@ def written(made_once, pair):
 
 def test_the_same_captures_give_the_same_bytes(written, pair, tmp_path):
     paths = report.write_report(json.loads(json.dumps(pair)), tmp_path / "new" / "folder")
-    assert [path.name for path in (paths["html"], paths["metrics"], paths["summary"])] == [
+    assert [path.name for path in (paths["report"], paths["metrics"], paths["summary"])] == [
         "report.html",
         "metrics.json",
         "summary.md",
@@ -218,7 +218,7 @@ def test_names_and_texts_are_shown_never_run(tmp_path):
     capture["interventions"][0]["label"] = NASTY
     capture["made"]["command"] = NASTY
     paths = report.write_report([capture], tmp_path)
-    page, summary = paths["html"].read_text(), paths["summary"].read_text()
+    page, summary = paths["report"].read_text(), paths["summary"].read_text()
     assert "<script" not in page
     assert page.count("</main>") == 1
     assert "&lt;script&gt;alert(&#34;x&#34;)&lt;/script&gt;" in page
@@ -241,7 +241,7 @@ def test_a_report_of_measured_trajectories(tmp_path):
         for one in capture["trajectories"]:
             one |= {"prompt": "", "text": "a"}
         paths = report.write_report([json.loads(json.dumps(capture, allow_nan=False))], tmp_path / str(steps))
-        assert "95 % intervals" in paths["html"].read_text()
+        assert "95 % intervals" in paths["report"].read_text()
 
 
 def _trajectory(draw, steps, length, layers=2, heads=3) -> Trajectory:
@@ -276,8 +276,7 @@ def _trajectory(draw, steps, length, layers=2, heads=3) -> Trajectory:
 def test_mistakes_are_told_in_one_line(tmp_path, pair, monkeypatch):
     plain, lane = pair
     (tmp_path / "file").write_text("{")
-    (tmp_path / "old.json").write_text(json.dumps({"format": "sinkdlm-capture", "version": 7}))
-    (tmp_path / "list.json").write_text("[]")
+    old = {"format": "sinkdlm-capture", "version": 7}
     less = {part: value for part, value in lane.items() if part != "heads"}
     for make, words in [
         (lambda: report.write_report([], tmp_path / "x"), "no capture"),
@@ -286,10 +285,8 @@ def test_mistakes_are_told_in_one_line(tmp_path, pair, monkeypatch):
         (lambda: report.write_report([plain, plain], tmp_path / "x"), "two captures are called plain"),
         (lambda: report.write_report([plain], tmp_path / "file"), "file: cannot be written: File exists; choose another folder"),
         (lambda: report.write_report([plain], tmp_path / "file" / "in"), "cannot be written: Not a directory"),
-        (lambda: report.read_capture(tmp_path / "none.json"), "none.json: cannot be read: No such file"),
-        (lambda: report.read_capture(tmp_path / "file"), "not a capture"),
-        (lambda: report.read_capture(tmp_path / "list.json"), "list.json: not a capture"),
-        (lambda: report.read_capture(tmp_path / "old.json"), "old.json: a capture of version 7, but this sinkdlm reads version 1"),
+        (lambda: report.write_report([old], tmp_path / "x"), "capture 1: a capture of version 7, but this sinkdlm reads version 1"),
+        (lambda: report.write_report([[]], tmp_path / "x"), "capture 1: not a capture"),
     ]:
         with pytest.raises(AnalysisError, match=re.escape(words)) as told:
             make()
@@ -301,11 +298,6 @@ def test_mistakes_are_told_in_one_line(tmp_path, pair, monkeypatch):
             with pytest.raises(AnalysisError, match=rf"need {module}: pip install 'sinkdlm\[viz\]'"):
                 report.write_report([plain], tmp_path / "x")
     assert not (tmp_path / "x").exists()
-
-
-def test_a_capture_comes_back_from_its_file(tmp_path, pair):
-    (tmp_path / "capture.json").write_text(json.dumps(pair[1]))
-    assert report.read_capture(tmp_path / "capture.json") == pair[1]
 
 
 # -- in a browser ---------------------------------------------------------------------------------------------------------------

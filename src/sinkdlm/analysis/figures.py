@@ -64,13 +64,21 @@ class Plate(NamedTuple):
     caption: str
 
 
+def check_drawing() -> None:
+    """That what figures and reports need is installed."""
+    for package in ("matplotlib", "jinja2"):
+        try:
+            __import__(package)
+        except ImportError:
+            raise AnalysisError(f"reports need {package}: pip install 'sinkdlm[viz]'") from None
+
+
 @contextmanager
 def _styled() -> Iterator[None]:
     """Our settings, whatever the user's own are; theirs come back."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise AnalysisError("figures need matplotlib: pip install 'sinkdlm[viz]'") from None
+    check_drawing()
+    import matplotlib
+
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)

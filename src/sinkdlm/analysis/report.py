@@ -1,6 +1,6 @@
 """The report of one or more captures: report.html, figures, metrics.json, summary.md. One page that needs nothing beside itself.
 
-Reads and checks captures, and lays out what findings and figures give. Measures nothing.
+Checks captures, and lays out what findings and figures give. Measures nothing.
 """
 
 import json
@@ -27,9 +27,9 @@ from sinkdlm.analysis.findings import (
 )
 from sinkdlm.analysis.glossary import QUANTITIES, UNDEFINED, defined, label_of, unit_of, write_count, write_interval, write_number
 from sinkdlm.analysis.intervals import MIN_TRAJECTORIES
+from sinkdlm.analysis.study import FORMAT, VERSION
 from sinkdlm.errors import AnalysisError
 
-FORMAT, VERSION = "sinkdlm-capture", 1
 REPORT_FORMAT, REPORT_VERSION = "sinkdlm-report", 1
 _PARTS = (
     *("name", "source", "model", "made", "settings", "n", "quantities", "trajectories", "kinds", "scatter", "heads"),
@@ -53,17 +53,6 @@ class Grid(NamedTuple):
 
 
 # -- captures -------------------------------------------------------------------------------------------------------------------
-
-
-def read_capture(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as failure:
-        raise AnalysisError(f"{path}: cannot be read: {failure.strerror}") from None
-    except ValueError:
-        raise AnalysisError(f"{path}: not a capture (no JSON); make one with: sinkdlm analyze CKPT --out DIR") from None
-    check_capture(found, str(path))
-    return found
 
 
 def check_capture(capture: Any, where: str) -> None:
@@ -93,19 +82,19 @@ def _check_all(captures: Sequence[Capture]) -> None:
 
 
 def write_report(captures: Sequence[Capture], out: Path) -> dict[str, Any]:
-    """What was written: "html", "metrics", "summary" and "figures" (name -> suffix -> file)."""
+    """What was written: "report", "metrics", "summary" and "figures" (name -> suffix -> file)."""
     _check_all(captures)
     comparisons = compare(captures)
     judged = _judge(captures, comparisons)
     drawn = [figures.draw_all(captures, [one[:3] for one in comparisons], narrow=narrow) for narrow in (False, True)]
     page = render_page(captures, comparisons, judged, *drawn)
-    paths: dict[str, Any] = {"html": out / "report.html", "metrics": out / "metrics.json", "summary": out / "summary.md"}
+    paths: dict[str, Any] = {"report": out / "report.html", "metrics": out / "metrics.json", "summary": out / "summary.md"}
     try:
         out.mkdir(parents=True, exist_ok=True)
         paths["figures"] = figures.write(drawn[0], out / "figures")
         paths["metrics"].write_text(_to_json(_metrics(captures, comparisons, judged)), encoding="utf-8")
         paths["summary"].write_text(render_summary(captures, comparisons, judged), encoding="utf-8")
-        paths["html"].write_text(page, encoding="utf-8")
+        paths["report"].write_text(page, encoding="utf-8")
     except OSError as failure:
         raise AnalysisError(f"{out}: cannot be written: {failure.strerror}; choose another folder with --out") from None
     return paths
@@ -156,11 +145,10 @@ def render_page(
     wide: Mapping[str, figures.Plate],
     narrow: Mapping[str, figures.Plate],
 ) -> str:
-    try:
-        from jinja2 import Environment, StrictUndefined
-        from markupsafe import Markup
-    except ImportError:
-        raise AnalysisError("reports need jinja2: pip install 'sinkdlm[viz]'") from None
+    figures.check_drawing()
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
     own = resources.files("sinkdlm.analysis")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(own.joinpath("report.html.jinja").read_text(encoding="utf-8"))
