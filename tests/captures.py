@@ -163,6 +163,7 @@ def _interventions():
         return {
             "name": name,
             "label": label,
+            "text_tokens": 24.5,
             "nelbo": {
                 "before": 2.31,
                 "after": 2.31 + change,

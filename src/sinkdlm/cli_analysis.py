@@ -157,7 +157,7 @@ def _capture(model: str, name: str, asked: _Asked, device: str | None, dtype: Dt
 
     import torch
 
-    from sinkdlm.analysis.study import study
+    from sinkdlm.analysis.study import count_rows, study
     from sinkdlm.checkpoint import find_device
     from sinkdlm.cli_evals import load_in
     from sinkdlm.evals.display import Display
@@ -168,11 +168,11 @@ def _capture(model: str, name: str, asked: _Asked, device: str | None, dtype: Dt
     plan = asked.plan(lm)
     made = {**environment(place), "dtype": str(lm.model.embed.weight.dtype).removeprefix("torch.")}
     began, done = time.monotonic(), 0
-    with Display(f"steps of {name}", plan.n_forwards) as display:
+    with Display(f"rows through {name}", count_rows(lm, plan)) as display:
 
-        def tick(forwards: int) -> None:
+        def tick(rows: int) -> None:
             nonlocal done
-            done += forwards
+            done += rows
             display.update(done)
 
         found = study(lm, plan, name=name, source=model, made=made, tick=tick)

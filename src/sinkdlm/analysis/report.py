@@ -283,8 +283,9 @@ def _intervention_grids(captures: Sequence[Capture]) -> list[Grid]:
             rows.append([one["label"], *cells, write_interval(one.get("changed") or {}, "share")])
         head = ["intervention", "NELBO before", "after", "change", "KL", "generated tokens that differ"]
         if rows:
-            n = capture["interventions"][0]["nelbo"]["n"]
-            grids.append(Grid(f"{capture['name']}: interventions (NELBO and KL in nats per token, n = {n})", head, rows))
+            first = capture["interventions"][0]
+            texts = f"{first['nelbo']['n']} texts of {first['text_tokens']:.0f} tokens on average"
+            grids.append(Grid(f"{capture['name']}: interventions (NELBO and KL in nats per token; {texts})", head, rows))
     return grids
 
 

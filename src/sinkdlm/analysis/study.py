@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sinkdlm.analysis.capture import RULES, Rules, attention_maps, capture, capture_noise
-from sinkdlm.analysis.interventions import Ground, measure_changes
+from sinkdlm.analysis.interventions import Ground, find_changes, measure_changes
 from sinkdlm.analysis.kinds import classify, labels
 from sinkdlm.analysis.metrics import Measured, measure, paths_of, summarize
 from sinkdlm.analysis.trajectory import Trajectory
@@ -24,6 +24,7 @@ from sinkdlm.sampling.unmasking import PLANNED_ORDERS
 
 FORMAT, VERSION = "sinkdlm-capture", 1
 _DIGITS = 4  # of attention maps
+_N_TEXTS, _N_SAMPLES = 32, 16  # that interventions are measured on, at most
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Plan:
     batch: int = 8
     rules: Rules = RULES
     interventions: bool = True
-    draws: int = 64  # of NELBO, under interventions
+    draws: int = 16  # of NELBO, under interventions: the same before and after
     n_paths: int = 4  # trajectories whose sinks are kept step by step
     maps: Sequence[tuple[int, int, int]] = ()  # (step, layer, head) of the first trajectory; by default the strongest head
 
@@ -65,7 +66,7 @@ class Plan:
 
     @property
     def n_forwards(self) -> int:
-        """For a time estimate: policies that stop by themselves make fewer."""
+        """Of rows; policies that stop by themselves make fewer."""
         return self.n_steps * (len(self.texts) if self.shares else self.trajectories)
 
 
@@ -120,7 +121,7 @@ class _Seen:
 
 
 def study(lm: Any, plan: Plan, *, name: str, source: str, made: dict[str, Any], tick: Callable[[int], None]) -> dict[str, Any]:
-    """The capture of a loaded model with its tokenizer, as JSON values. tick: called with forwards of rows as they are made."""
+    """The capture of a loaded model with its tokenizer, as JSON values. tick: called with rows that went through the model."""
     seen = _Seen(lm, plan)
     if plan.shares:
         texts, requests = _encode_texts(lm, plan.texts), list[Request]()
@@ -135,7 +136,7 @@ def study(lm: Any, plan: Plan, *, name: str, source: str, made: dict[str, Any], 
     for row in found["trajectories"]:
         begin = plan.texts[row["number"]] if plan.shares else lm.tokenizer.decode(plan.prompts[row["number"] % len(plan.prompts)])
         row |= {"prompt": begin, "text": lm.tokenizer.decode(seen.finals[row["number"]])}
-    changes, omitted = _intervene(lm, plan, requests, texts)
+    changes, omitted = _intervene(lm, plan, requests, texts, tick)
     policy = {key: value for key, value in asdict(plan.policy).items() if value is not None}
     settings = {"policy": policy, "length": plan.length, "steps": plan.n_steps, "seed": plan.seed, "batch": plan.batch}
     settings |= {**plan.rules._asdict(), "inputs": "noise" if plan.shares else "trajectories", "shares": list(plan.shares)}
@@ -175,14 +176,29 @@ def _encode_texts(lm: Any, texts: Sequence[str]) -> list[list[int]]:
     return rows
 
 
-def _intervene(lm: Any, plan: Plan, requests: list[Request], texts: list[list[int]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """NELBO of the given texts, or of the prompts as texts; samples of as many requests as there are prompts."""
+def _intervene(
+    lm: Any, plan: Plan, requests: list[Request], texts: list[list[int]], tick: Callable[[int], None]
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """NELBO of the given texts, or of the prompts as texts; samples of the first requests."""
     if not plan.interventions:
         return [], {"interventions": "not asked for"}
     if not texts:
         return [], {"interventions": "the prompts hold no token to score; give --prompts or --texts"}
-    ground = Ground(texts, requests[: len(plan.prompts)], plan.draws, plan.batch, plan.seed)
-    return measure_changes(lm.model, ground, plan.rules)
+    ground = Ground(texts[:_N_TEXTS], requests[:_N_SAMPLES], plan.draws, plan.batch, plan.seed)
+    rows = _rows_of_look(plan)
+    return measure_changes(lm.model, ground, plan.rules, tick=lambda looks: tick(looks * rows))
+
+
+def _rows_of_look(plan: Plan) -> int:
+    texts = len(plan.texts) if plan.shares else len(plan.prompts)
+    samples = 0 if plan.shares else min(plan.trajectories, _N_SAMPLES)
+    return min(texts, _N_TEXTS) * plan.draws + samples * plan.n_steps
+
+
+def count_rows(lm: Any, plan: Plan) -> int:
+    """That go through the model, about: for a time estimate."""
+    looks = 1 + len(find_changes(lm.model, plan.rules)[0]) if plan.interventions else 0
+    return plan.n_forwards + looks * _rows_of_look(plan)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------------------
