@@ -81,6 +81,11 @@ def test_findings_state_what_was_measured(pair):
 def test_movement_is_judged_against_chance_order(turnover, null, words):
     told = findings.findings(make_capture(means={"turnover": turnover, "turnover_null": null}, n=16))
     assert words in next(one.text for one in told if one.topic == "How they move")
+    gone = dict.fromkeys(("turnover", "turnover_null"))
+    told = findings.findings(make_capture(means={"relative_turnover": turnover, "relative_turnover_null": null, **gone}, n=16))
+    text = next(one.text for one in told if one.topic == "How they move")
+    assert text.startswith("Whether content sinks move cannot be said")
+    assert f"they {words}" in text
 
 
 def verdicts(plain: dict, lane: dict) -> dict[str, str]:
@@ -139,6 +144,14 @@ def test_a_weak_sink_is_not_glossed_over():
     told = findings.claims(weak)[0]
     assert told.verdict == findings.FAILS
     assert "stays below 0.3" in told.evidence
+
+
+def test_layers_that_say_otherwise_are_told():
+    capture = make_capture()
+    capture["quantities"]["lane_norm_ratio"]["layers"][2]["mean"] = 1.2
+    told = findings.claims(capture)[-1]
+    assert told.verdict == findings.SHOWS
+    assert told.evidence.endswith("It is above 1 in 1 of 6 layers.")
 
 
 def test_captures_that_were_not_made_alike_are_told():

@@ -198,7 +198,7 @@ def _draw_norms(axis: "Axes", groups: Sequence[tuple[str, str, list[float], floa
             markeredgewidth=0,
             linestyle="none",
             color=colour,
-            alpha=0.35,
+            alpha=min(0.5, max(0.1, 400 / len(values))),
             rasterized=True,
         )
         if defined(mean) and mean is not None:
@@ -288,7 +288,7 @@ def trajectory(capture: Capture, which: int = 0, *, narrow: bool = False) -> Pla
     steps = np.arange(n_steps)
     for layer in range(n_layers):
         axis.plot(steps, top[layer] + offsets[layer], color=colours(layer), linewidth=0.8, alpha=0.8)
-        axis.scatter(steps, top[layer] + offsets[layer], s=24 * np.nan_to_num(received[layer]), color=colours(layer), linewidths=0)
+        axis.scatter(steps, top[layer] + offsets[layer], s=90 * np.nan_to_num(received[layer]), color=colours(layer), linewidths=0)
     norm = BoundaryNorm(np.arange(n_layers + 1) - 0.5, n_layers)
     bar = figure.colorbar(
         ScalarMappable(norm, colours),

@@ -99,7 +99,10 @@ def _plain(value: Any) -> str:
 def findings(capture: Capture) -> list[Finding]:
     parts = [_mass(capture), _content(capture), _movement(capture), _kinds(capture), _norms(capture), _noop(capture)]
     parts += [_intervention(one) for one in capture["interventions"]]
-    parts += [Finding("Not measured", f"{what}: {why}.") for what, why in capture["omitted"].items()]
+    reasons: dict[str, list[str]] = {}
+    for what, why in capture["omitted"].items():
+        reasons.setdefault(why, []).append(what)
+    parts += [Finding("Not measured", f"{', '.join(what)}: {why}.") for why, what in reasons.items()]
     return [part for part in parts if part is not None]
 
 
@@ -160,9 +163,8 @@ def against_chance(capture: Capture, name: str = "turnover", *, seed: int = 0) -
 def _movement(capture: Capture) -> Finding:
     topic, turnover = "How they move", total(capture, "turnover")
     if not defined(turnover["mean"]):
-        return Finding(
-            topic, "Whether content sinks move cannot be said: no head had one at two steps in a row, or there was one step."
-        )
+        text = "Whether content sinks move cannot be said: no head had one at two steps in a row, or there was one step."
+        return Finding(topic, f"{text} {_relative_movement(capture)}".strip())
     gap = against_chance(capture, seed=capture["settings"].get("seed", 0))
     text = f"From one step to the next the turnover of content sinks is {tell(turnover, 'turnover')}; "
     text += f"in chance order of steps it would be {tell(total(capture, 'turnover_null'), 'turnover_null')}. They {_chance(gap)}. "
@@ -172,8 +174,17 @@ def _movement(capture: Capture) -> Finding:
         text += f"The top one moves in {tell(total(capture, 'move_rate'), 'move_rate')} of steps, "
         text += f"{tell(total(capture, 'moved'), 'moved')} tokens on average over all steps. "
     if defined(total(capture, "anchored")["mean"]):
-        text += f"{tell(total(capture, 'anchored'), 'anchored')} of heads are anchored to one token."
-    return Finding(topic, text.strip())
+        text += f"{tell(total(capture, 'anchored'), 'anchored')} of heads are anchored to one token. "
+    return Finding(topic, f"{text}{_relative_movement(capture)}".strip())
+
+
+def _relative_movement(capture: Capture) -> str:
+    turnover, null = (total(capture, f"relative_turnover{end}") for end in ("", "_null"))
+    if not defined(turnover["mean"]):
+        return ""
+    gap = against_chance(capture, "relative_turnover", seed=capture["settings"].get("seed", 0))
+    told = f"By the relative rule turnover is {tell(turnover, 'turnover')}, in chance order {tell(null, 'turnover')}"
+    return f"{told}: they {_chance(gap)}."
 
 
 def _chance(gap: Estimate) -> str:
@@ -214,8 +225,9 @@ def _norms(capture: Capture) -> Finding | None:
         parts.append("Without content sinks, the paper's claim that they have low value norms is not decidable here.")
     lane = total(capture, "lane_norm_ratio")
     if capture["model"]["n_sinks"] and defined(lane["mean"]):
+        ratio_told = tell(lane, "lane_norm_ratio")
         parts.append(
-            f"The value of the {sink_name(capture)} has {tell(lane, 'lane_norm_ratio')} times their norm{_made_zero(capture)}."
+            f"The value of the {sink_name(capture)} has {ratio_told} times the norm of other tokens'{_made_zero(capture)}."
         )
     return Finding("Value norms", " ".join(parts))
 
@@ -236,7 +248,7 @@ def _noop(capture: Capture) -> Finding | None:
     if defined(bound["mean"]):
         parts.append(f"Attention writes {tell(bound, 'bound_ratio')} of the most its weights allow (eq. 20).")
     if defined(update["mean"]):
-        parts.append(f"It changes the residual stream by {tell(update, 'update_ratio')} of its norm (eq. 21, 22).")
+        parts.append(f"Its update has {tell(update, 'update_ratio')} times the norm of the residual stream (eq. 21, 22).")
     if defined(rest["mean"]):
         told = {
             -1: "resting goes with smaller updates",
@@ -340,6 +352,7 @@ def _claim_content_norm(capture: Capture) -> Claim:
     evidence = f"In {capture['name']} their values have {tell(ratio, 'norm_ratio')} times the norm of other tokens'."
     if not defined(ratio["mean"]):
         evidence = f"{capture['name']} has no content sinks by the threshold."
+    evidence += _higher(capture, "norm_ratio")
     return Claim("Content sinks have low value norms", verdict, evidence + _few(ratio), "the ratio of norms lies below 1")
 
 
@@ -349,7 +362,15 @@ def _claim_lane_norm(capture: Capture) -> Claim:
     evidence = f"Its value has {tell(ratio, 'lane_norm_ratio')} times the norm of other tokens'{_made_zero(capture)}."
     if not defined(ratio["mean"]):
         evidence = f"The {sink_name(capture)} has no value whose norm could be taken."
+    evidence += _higher(capture, "lane_norm_ratio")
     return Claim("The sink token has a low value norm", verdict, evidence + _few(ratio), "the ratio of norms lies below 1")
+
+
+def _higher(capture: Capture, name: str) -> str:
+    """A mean over layers may hide some that say otherwise."""
+    means = [one["mean"] for one in capture["quantities"].get(name, {}).get("layers", []) if defined(one["mean"])]
+    above = sum(mean > 1 for mean in means)
+    return f" It is above 1 in {above} of {len(means)} layers." if above else ""
 
 
 def _few(estimate: Estimate) -> str:
