@@ -88,7 +88,7 @@ def test_no_text_of_a_figure_is_cut_or_runs_into_another(which, narrow):
     captures = AWKWARD[which]()
     plates = figures.draw_all(captures, [one[:3] for one in findings.compare(captures)], narrow=narrow)
     n_drawn = 0
-    for name, (figure, _) in plates.items():
+    for name, (figure, _, _) in plates.items():
         if figure is None:
             continue
         texts = drawn_texts(figure)
@@ -112,7 +112,7 @@ matplotlib.rcParams["font.size"] = 3
 before = matplotlib.rcParams.copy()  # as a dict, it would look for a screen
 from captures import make_capture
 from sinkdlm.analysis import figures
-figures.to_svg(figures.figure3([make_capture(n=4)]).figure)
+figures.figure3([make_capture(n=4)])
 assert matplotlib.rcParams.copy() == before
 assert "matplotlib.pyplot" not in sys.modules
 """

@@ -89,8 +89,9 @@ def analyze(
         if Path(model).suffix == ".json":
             captures.append(study.read_capture(Path(model)) | {"name": name})
             continue
-        captures.append(_capture(model, name, asked, device, dtype))
-        study.write_capture(out / "captures" / f"{name}.json", captures[-1])
+        path = out / "captures" / f"{name}.json"
+        study.write_capture(path, _capture(model, name, asked, device, dtype))
+        captures.append(study.read_capture(path))
     if capture_only:
         written = {name: str(out / "captures" / f"{name}.json") for name in called}
         typer.echo(

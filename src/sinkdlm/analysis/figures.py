@@ -58,10 +58,11 @@ FOREST = (
 
 
 class Plate(NamedTuple):
-    """figure None: it cannot be drawn, and the caption says why."""
+    """figure None: it cannot be drawn, and the caption says why. svg: the figure, drawn."""
 
     figure: "Figure | None"
     caption: str
+    svg: str = ""
 
 
 def check_drawing() -> None:
@@ -89,7 +90,13 @@ def _drawn(draw: Callable[_P, Plate]) -> Callable[_P, Plate]:
     @functools.wraps(draw)
     def styled(*args: _P.args, **kwargs: _P.kwargs) -> Plate:
         with _styled():
-            return draw(*args, **kwargs)
+            plate = draw(*args, **kwargs)
+            if plate.figure is None:
+                return plate
+            plate = plate._replace(svg=_to_svg(plate.figure))
+            assert plate.figure is not None
+            plate.figure.set_layout_engine("none")  # found, and kept: finding it takes as long as drawing
+            return plate
 
     return styled
 
@@ -405,10 +412,9 @@ def file_name(name: str) -> str:
     return "".join(letter if letter.isascii() and (letter.isalnum() or letter in "-_.") else f"~{ord(letter):x}" for letter in name)
 
 
-def to_svg(figure: "Figure") -> str:
-    with _styled():
-        held = BytesIO()
-        figure.savefig(held, format="svg", dpi=200, metadata={"Date": None, "Creator": None})
+def _to_svg(figure: "Figure") -> str:
+    held = BytesIO()
+    figure.savefig(held, format="svg", dpi=200, metadata={"Date": None, "Creator": None})
     return held.getvalue().decode()
 
 
@@ -416,11 +422,11 @@ def write(plates: Mapping[str, Plate], folder: Path) -> dict[str, dict[str, Path
     """NAME.svg and NAME.png of every plate that has a figure; name -> suffix -> file."""
     written: dict[str, dict[str, Path]] = {}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (figure, _) in plates.items():
+    for name, (figure, _, svg) in plates.items():
         if figure is None:
             continue
         files = {suffix: folder / f"{name}.{suffix}" for suffix in ("svg", "png")}
-        files["svg"].write_text(to_svg(figure), encoding="utf-8")
+        files["svg"].write_text(svg, encoding="utf-8")
         with _styled():
             figure.savefig(files["png"], format="png", dpi=200)
         written[name] = files

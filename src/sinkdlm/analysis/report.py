@@ -201,8 +201,7 @@ def _picture(name: str, wide: figures.Plate, narrow: figures.Plate, markup: type
     if wide.figure is not None and narrow.figure is not None:
         picture["width"] = round(96 * wide.figure.get_figwidth() * _ENLARGED)
         for kind, plate in (("wide", wide), ("narrow", narrow)):
-            assert plate.figure is not None
-            picture[kind] = markup(_inline(figures.to_svg(plate.figure), f"{name}-{kind}", wide.caption))
+            picture[kind] = markup(_inline(plate.svg, f"{name}-{kind}", wide.caption))
     return picture
 
 
