@@ -466,3 +466,19 @@ def test_models_of_other_depth_are_compared_in_total():
     found = difference(captured(range(6)), captured(range(6), e=3))["quantities"]
     assert found["sink_mass"]["layers"] == []
     assert found["sink_mass"]["total"]["n"] == 6
+
+
+def test_samples_handed_on_give_the_same_summary():
+    measured = [measure(random_trajectory(seed, number=seed, t=9), None) for seed in range(6)]
+    whole = summarize(measured)
+    kept = measured[:1]
+    for one in measured[1:]:
+        light, kept[0] = one.hand_norms_to(kept[0])
+        assert light.norms == {}
+        kept.append(light)
+    found = summarize(kept)
+    means = [name for name in whole["scatter"] if name.endswith("_mean")]
+    for name in means:
+        assert found["scatter"].pop(name) == pytest.approx(whole["scatter"].pop(name))
+    assert len(means) == 3
+    assert found == whole

@@ -10,7 +10,7 @@ N steps, E layers, H heads, T tokens of the row, S sinks of the model.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -93,9 +93,14 @@ class Measured:
     length: int
     values: dict[str, tuple[float, list[float]]]  # quantity -> (total, per layer)
     counted: dict[str, np.ndarray] | None  # tokens of each kind, among "all", "absolute" and "relative" sinks; None: kinds unknown
-    norms: dict[str, Sample]  # value norms of "sink", "normal" and "lane"
+    norms: dict[str, Sample]  # value norms of "sink", "normal" and "lane"; empty once another one holds them
     lane: np.ndarray  # (E, H): attention on the model's own sinks
     content: np.ndarray  # (E, H): share of steps with a content sink (absolute)
+
+    def hand_norms_to(self, other: "Measured") -> tuple["Measured", "Measured"]:
+        """This one without its samples and the other with those of both: so that many trajectories hold no more than one."""
+        merged = {group: Sample.merged([sample, other.norms[group]]) for group, sample in self.norms.items()}
+        return replace(self, norms={}), replace(other, norms=merged)
 
 
 def measure(trajectory: Trajectory, kinds: np.ndarray | None, *, threshold: float = THRESHOLD, seed: int = 0) -> Measured:
@@ -296,7 +301,7 @@ def summarize(measured: Iterable[Measured], seed: int = 0) -> dict[str, Any]:
             for row, one in enumerate(ordered)
         ],
         "kinds": _kind_shares([one.counted for one in ordered]),
-        "scatter": _scatter([one.norms for one in ordered]),
+        "scatter": _scatter([one.norms for one in ordered if one.norms]),
         "heads": {
             "lane": [_plain(row) for row in np.mean([one.lane for one in ordered], axis=0)],
             "content": [_plain(row) for row in np.mean([one.content for one in ordered], axis=0)],

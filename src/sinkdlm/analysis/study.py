@@ -85,7 +85,10 @@ class _Seen:
         self.top = np.zeros((config.n_layers, config.n_heads))  # what the most received token receives, summed over trajectories
 
     def take(self, trajectory: Trajectory) -> None:
-        self.measured.append(measure(trajectory, self.kinds, threshold=self.plan.rules.threshold, seed=self.plan.seed))
+        measured = measure(trajectory, self.kinds, threshold=self.plan.rules.threshold, seed=self.plan.seed)
+        if self.measured:
+            measured, self.measured[0] = measured.hand_norms_to(self.measured[0])
+        self.measured.append(measured)
         self.finals[trajectory.number] = trajectory.final.tolist()
         self.top += trajectory.top_received.mean(0)
         if self.first is None:
