@@ -318,3 +318,27 @@ def test_a_gpu_samples_what_a_cpu_samples(options):
         found = generate(model.denoiser(), prompt=prompt.cuda(), length=40, mask_id=11, **options)
     assert torch.equal(found.tokens.cpu(), expected.tokens)
     assert found.row_steps == expected.row_steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_looking_on_changes_no_bit_and_sees_what_a_cpu_sees(variant, dtype):
+    """On the path of fused kernels too, where sinks lie in front of the keys."""
+    from sinkdlm.analysis.capture import Watched
+
+    model, tokens = small_model(dtype=dtype, **variant), small_tokens(3, 33)
+    tokens[:, 10:20] = model.config.mask_id
+    lengths, where = torch.tensor([33, 20, 4]), torch.tensor([[10, 12], [11, 12], [1, 2]])
+    on_host = Watched(model)
+    with model.inference():
+        on_host(tokens, lengths=lengths)
+    model = model.cuda()
+    with model.inference():
+        watched = Watched(model)
+        for given in ({}, {"lengths": lengths.cuda()}, {"lengths": lengths.cuda(), "where": where.cuda()}):
+            assert torch.equal(watched(tokens.cuda(), **given), model.denoiser()(tokens.cuda(), **given))
+        watched(tokens.cuda(), lengths=lengths.cuda())
+    tolerance = 0.1 if dtype is torch.bfloat16 else 1e-4
+    for here, there in zip(watched.last, on_host.last, strict=True):
+        for name in ("received", "sink_received", "entropy", "value_norm", "update_ratio", "output_norm"):
+            assert here[name].shape == there[name].shape
+            assert abs(here[name] - there[name]).max(initial=0) <= tolerance * (1 + abs(there[name]).max(initial=0)), name
