@@ -138,6 +138,26 @@ def test_a_model_with_kernels_is_the_model(name, fused):
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", FUSABLE)
+def test_an_observer_changes_nothing_and_sees_the_same(name, fused):
+    model, tokens = small_model(dtype=torch.float32, **VARIANTS[name]).to(DEVICE), small_tokens(3, 9).to(DEVICE)
+    lengths = torch.tensor([9, 5, 2], device=DEVICE)
+    seen: dict[bool, list] = {True: [], False: []}
+    with torch.no_grad():
+        for on in (True, False):
+            fused(on)
+            plain = model(tokens, lengths=lengths)
+            watched = model(tokens, lengths=lengths, observe=lambda *given, on=on: seen[on].append(given))
+            assert torch.equal(watched, plain)
+    for here, there in zip(seen[True], seen[False], strict=True):
+        assert here[0] == there[0]
+        for one, other in zip(here[1:], there[1:], strict=True):
+            if other is None:
+                assert one is None
+            else:
+                torch.testing.assert_close(one, other.expand_as(one), rtol=1e-4, atol=1e-4)
+
+
 def test_samples_are_the_same_with_kernels(fused):
     model, prompt = small_model(dtype=torch.float32, n_sinks=1).to(DEVICE), small_tokens(2, 3).to(DEVICE)
     for options in ({"temperature": 0.7}, {"config": "fast", "block": 4}, {"guidance": 0.5}):
