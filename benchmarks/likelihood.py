@@ -37,6 +37,7 @@ from sinkdlm.interop.tokenizer import read_tokenizer_at
 from sinkdlm.likelihood import Adaptive, Estimates, log_likelihood
 
 _MADE_SEED = 1_000_003  # texts that no nano model was trained on
+_MADE_LENGTH = 96  # letters: what a nano model reads, whichever halves meet
 _PLAIN_BATCH = 16
 _PLAIN_REQUESTS = 24
 _ERRORS = (0.5, 0.2, 0.05)
@@ -57,7 +58,7 @@ class Work(NamedTuple):
 
 
 def made_sheet(n: int) -> Sheet:
-    texts = [text for text in corpus(4 * n, seed=_MADE_SEED) if " " in text]
+    texts = [text for text in (whole[:_MADE_LENGTH] for whole in corpus(4 * n, seed=_MADE_SEED)) if " " in text]
     cuts = [text.index(" ", len(text) // 2) if " " in text[len(text) // 2 :] else text.rindex(" ") for text in texts]
     ends = [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
     requests = [
