@@ -165,6 +165,24 @@ def test_captures_that_were_not_made_alike_are_told():
         "the models differ in n_layers",
         "they were not given the same prompts",
     ]
+    noise = [make_capture(name, n_sinks) for name, n_sinks in (("plain", 0), ("lane", 1))]
+    for one, shares in zip(noise, ([0.9, 0.1], [0.5, 0.1]), strict=True):
+        one["settings"] |= {"inputs": "noise", "shares": shares}
+    assert findings.compare(noise)[0].cautions == ["the setting shares differs: [0.9, 0.1] in plain, [0.5, 0.1] in lane"]
+
+
+def test_an_intervention_says_what_it_was_measured_on():
+    """Its texts have other lengths than trajectories: sinks may be there that no trajectory has."""
+    told = {one.topic: one.text for one in findings.findings(make_capture())}
+    texts = [text for topic, text in told.items() if topic.startswith("Intervention")]
+    assert texts
+    assert all("texts of 24 tokens on average" in text for text in texts)
+
+
+def test_the_command_can_be_copied():
+    capture = make_capture()
+    capture["made"]["command"] = ["sinkdlm", "analyze", "runs/a b", "--out", "x"]
+    assert "command: sinkdlm analyze 'runs/a b' --out x" in report.render_summary([capture], [], [])
 
 
 # -- the files ------------------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def compare(captures: Sequence[Capture], *, seed: int = 0) -> list[Comparison]:
 
 def _cautions(first: Capture, second: Capture) -> list[str]:
     told = []
-    for key in ("policy", "length", "steps", "seed", "threshold", "margin", "inputs"):
+    for key in ("inputs", "shares", "policy", "length", "steps", "seed", "threshold", "margin"):
         values = [one["settings"].get(key) for one in (first, second)]
         if values[0] != values[1]:
             told.append(
@@ -109,7 +109,7 @@ def findings(capture: Capture) -> list[Finding]:
 def _mass(capture: Capture) -> Finding:
     topic = "Attention on the sink"
     if not capture["model"]["n_sinks"]:
-        return Finding(topic, "The model has no sink of its own: what it does not need must rest on tokens of the text.")
+        return Finding(topic, "The model has no sink of its own: all attention goes to tokens of the text.")
     mass = total(capture, "sink_mass")
     if not defined(mass["mean"]):
         return Finding(topic, "Attention on the sink was not measured.")
@@ -163,7 +163,8 @@ def against_chance(capture: Capture, name: str = "turnover", *, seed: int = 0) -
 def _movement(capture: Capture) -> Finding:
     topic, turnover = "How they move", total(capture, "turnover")
     if not defined(turnover["mean"]):
-        text = "Whether content sinks move cannot be said: no head had one at two steps in a row, or there was one step."
+        why = "there is none" if max(row["n_steps"] for row in capture["trajectories"]) > 1 else "there was one step"
+        text = f"Whether content sinks move cannot be said: {why}."
         return Finding(topic, f"{text} {_relative_movement(capture)}".strip())
     gap = against_chance(capture, seed=capture["settings"].get("seed", 0))
     text = f"From one step to the next the turnover of content sinks is {tell(turnover, 'turnover')}; "
@@ -267,7 +268,8 @@ def _intervention(one: Mapping[str, Any]) -> Finding:
     nelbo = one["nelbo"]
     effect = _side({**nelbo, "mean": nelbo["change"]}, 0.0)
     told = {-1: "is lower", 1: "is higher", 0: "does not clearly change", None: "changes, by how much is not sure"}[effect]
-    text = f"The NELBO {told}: {write_interval({**nelbo, 'mean': nelbo['change']}, signed=True)} nats per token"
+    text = f"The NELBO of {nelbo['n']} texts of {one['text_tokens']:.0f} tokens on average {told}: "
+    text += f"{write_interval({**nelbo, 'mean': nelbo['change']}, signed=True)} nats per token"
     changed = one.get("changed") or _NOTHING
     if defined(changed["mean"]):
         text += f"; {write_interval(changed, 'share')} of generated tokens differ"
