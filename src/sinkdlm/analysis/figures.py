@@ -127,7 +127,7 @@ def figure1(capture: Capture, maps: Sequence[Mapping[str, Any]], *, norms: bool 
         limit = max(np.max(one["weights"]) for one in maps)
         for axis, one in zip(axes, maps, strict=False):
             image = _draw_map(axis, one, limit)
-        marks = [mark for mark in (0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.7, 1) if mark <= limit]
+        marks = [mark for mark in ((0, 0.05, 0.2, 0.5, 1) if narrow else (0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.7, 1)) if mark <= limit]
         _add_bar(figure, image, list(axes[: len(maps)]), "attention", marks)
         first = maps[0]
         captions.append(
@@ -140,7 +140,10 @@ def figure1(capture: Capture, maps: Sequence[Mapping[str, Any]], *, norms: bool 
     if groups:
         _draw_norms(axes[-1], groups)
         means = "; ".join(f"{label} {write_number(mean)} (n = {n:,})" for label, _, _, mean, n in groups)
-        captions.append(f"Value norms (eq. 16), mean: {means}. At most {_most(capture):,} points of each kind are drawn.")
+        captions.append(f"Value norms (eq. 16), mean: {means}.")
+        most = max(len(values) for _, _, values, _, _ in groups)
+        if any(n > len(values) for _, _, values, _, n in groups):
+            captions.append(f"At most {most:,} points of each kind are drawn.")
     if norms and not capture["scatter"]["sink"]:
         captions.append(f"No token of the text is a sink by the threshold of {_threshold(capture)}.")
     return Plate(figure, f"{capture['name']}. {' '.join(captions)}")
@@ -186,10 +189,6 @@ def _norm_groups(scatter: Mapping[str, Any]) -> list[tuple[str, str, list[float]
         ("other tokens", _NORMAL, scatter["normal"], scatter["normal_mean"], scatter["n_normal"]),
         ("sink token", _LANE, scatter["lane"], scatter["lane_mean"], scatter["n_lane"]),
     ]
-
-
-def _most(capture: Capture) -> int:
-    return max(len(capture["scatter"][kind]) for kind in ("sink", "normal", "lane"))
 
 
 def _draw_norms(axis: "Axes", groups: Sequence[tuple[str, str, list[float], float | None, int]]) -> None:
@@ -281,7 +280,8 @@ def trajectory(capture: Capture, which: int = 0, *, narrow: bool = False) -> Pla
     from matplotlib.colors import BoundaryNorm, ListedColormap
 
     masked = np.asarray(path["masked"]).T  # (T, N)
-    grounds = {"given": "#d7e6f2", "written": "#ffffff", "[MASK]": "#dcdcdc"}
+    clear = "text" if capture["settings"]["inputs"] == "noise" else "written"
+    grounds = {"given": "#d7e6f2", clear: "#ffffff", "[MASK]": "#dcdcdc"}
     ground = np.where(masked, 2, 1)
     ground[: path["n_prompt"]] = 0
     figure, (axis,) = _panels(["plot"], 4.0 if not narrow else 4.4, narrow)

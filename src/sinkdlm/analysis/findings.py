@@ -216,11 +216,9 @@ def _norms(capture: Capture) -> Finding | None:
     parts = []
     ratio = total(capture, "norm_ratio")
     if defined(ratio["mean"]):
-        norms = [write_number(total(capture, name)["mean"]) for name in ("content_sink_norm", "normal_norm")]
-        parts.append(
-            f"Values of content sinks have {tell(ratio, 'norm_ratio')} times the norm of other tokens' "
-            f"({norms[0]} against {norms[1]})."
-        )
+        with_sinks, n_layers = _layers_with(capture, "norm_ratio"), capture["model"]["n_layers"]
+        where = f" in the {len(with_sinks)} of {n_layers} layers that have them" if len(with_sinks) < n_layers else ""
+        parts.append(f"Values of content sinks have {tell(ratio, 'norm_ratio')} times the norm of other tokens'{where}.")
         parts.append(f"The paper's claim that sinks have low norms {_holds(ratio)}.")
     else:
         parts.append("Without content sinks, the paper's claim that they have low value norms is not decidable here.")
@@ -231,6 +229,10 @@ def _norms(capture: Capture) -> Finding | None:
             f"The value of the {sink_name(capture)} has {ratio_told} times the norm of other tokens'{_made_zero(capture)}."
         )
     return Finding("Value norms", " ".join(parts))
+
+
+def _layers_with(capture: Capture, name: str) -> list[int]:
+    return [layer for layer, one in enumerate(capture["quantities"].get(name, {}).get("layers", [])) if defined(one["mean"])]
 
 
 def _holds(ratio: Estimate) -> str:
@@ -333,6 +335,7 @@ def _claim_still(comparison: Comparison) -> Claim:
     if defined(gap["mean"]):
         evidence = f"Turnover is {tell(new, 'turnover')} against {tell(old, 'turnover')}: {tell(gap, 'turnover', signed=True)}"
         evidence += f" (n = {gap['n']} trajectories)." + (" They move more." if verdict == FAILS else "")
+        evidence += _other_layers(comparison, "turnover")
     else:
         without = [one["name"] for one, own in zip(comparison[:2], (old, new), strict=True) if not defined(own["mean"])]
         evidence = (
@@ -342,6 +345,16 @@ def _claim_still(comparison: Comparison) -> Claim:
     if defined(relative["mean"]):
         evidence += f" By the relative rule: {tell(relative, 'relative_turnover', signed=True)}."
     return Claim("Content sinks move less", verdict, evidence + _few(gap), "the difference in turnover lies below zero")
+
+
+def _other_layers(comparison: Comparison, name: str) -> str:
+    """Each total is over the layers that have content sinks, and those may be others in the other model."""
+    layers = [_layers_with(one, name) for one in comparison[:2]]
+    if layers[0] == layers[1]:
+        return ""
+    told = [f"{len(own)} in {one['name']}" for own, one in zip(layers, comparison[:2], strict=True)]
+    shared = len(set(layers[0]) & set(layers[1]))
+    return f" Not the same layers have content sinks: {' and '.join(told)}, {shared} of them in both."
 
 
 def _both(comparison: Comparison, name: str) -> tuple[Estimate, Estimate]:

@@ -289,9 +289,14 @@ def _intervention_grids(captures: Sequence[Capture]) -> list[Grid]:
     return grids
 
 
-def _texts(capture: Capture) -> list[tuple[int, str, str]]:
-    """Number, prompt and text of the first trajectories; without a tokenizer there is no text."""
-    return [(row["number"], row.get("prompt") or "none", row.get("text") or "none") for row in capture["trajectories"][:_N_TEXTS]]
+def _texts(capture: Capture) -> list[tuple[str, str]]:
+    """What the first trajectories began with, and their texts; without a tokenizer there is none."""
+    found = []
+    for row in capture["trajectories"][:_N_TEXTS]:
+        given = capture["settings"]["inputs"] == "noise"
+        about = f"Text {row['number']}, given" if given else f"Prompt of trajectory {row['number']}: {row.get('prompt') or 'none'}"
+        found.append((about, row.get("text") or "none"))
+    return found
 
 
 def _facts(capture: Capture) -> list[tuple[str, str]]:
