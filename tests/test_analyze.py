@@ -95,6 +95,11 @@ def test_a_single_token_a_single_step(analyze, models, tmp_path):
         status, said, shown = analyze(models / name, "--out", tmp_path / name, *given)
         assert (status, shown) == (0, ""), shown
         assert "undecided" in said
+    lm = small_lm(shift_logits=True)
+    save(tmp_path / "shifted-model", lm.model, lm.tokenizer)
+    status, said, shown = analyze(tmp_path / "shifted-model", "--out", tmp_path / "shifted", *given)
+    assert (status, shown) == (0, "")
+    assert "interventions: the prompts hold no token to score" in said
     (tmp_path / "t.txt").write_text("b\n")
     status, _, shown = analyze(models / "vanilla", "--out", tmp_path / "noise", "--texts", tmp_path / "t.txt", *QUICK[4:])
     assert (status, shown) == (0, "")

@@ -117,7 +117,7 @@ def _and(visible: Any, also: Tensor) -> Tensor:
 class Ground(NamedTuple):
     """What a change is measured on."""
 
-    texts: Sequence[Sequence[int]]  # for NELBO and predictions
+    texts: Sequence[Sequence[int]]  # for NELBO and predictions; each with a token to predict, which a shifted row's first is not
     requests: Sequence[Request]  # for samples
     draws: int = 16  # of NELBO, each text
     batch: int = 8  # samples at a time
@@ -158,11 +158,10 @@ def measure_changes(
 def _look(model: DiffusionLM, ground: Ground, intervene: Intervention | None) -> _Facts:
     denoiser = functools.partial(model.denoiser(), intervene=intervene)
     mask_id = model.config.mask_id
-    scored = [[position > 0 or not model.config.shift_logits for position in range(len(row))] for row in ground.texts]
-    usable = [number for number, row in enumerate(scored) if any(row)]
-    texts, chosen = [list(ground.texts[number]) for number in usable], [scored[number] for number in usable]
-    found = log_likelihood(denoiser, texts, chosen, estimator="exact_k", draws=ground.draws, mask_id=mask_id, seed=ground.seed)
-    counts = np.array([sum(row) for row in chosen])
+    texts = [list(row) for row in ground.texts]
+    scored = [[position > 0 or not model.config.shift_logits for position in range(len(row))] for row in texts]
+    found = log_likelihood(denoiser, texts, scored, estimator="exact_k", draws=ground.draws, mask_id=mask_id, seed=ground.seed)
+    counts = np.array([sum(row) for row in scored])
     nelbo = -np.asarray(found.mean, dtype=np.float64) / counts
     return _Facts(nelbo, _write(denoiser, ground, model.embed.weight.device))
 

@@ -204,6 +204,7 @@ def _intervene(
     """NELBO of the given texts, or of the prompts as texts; samples of the first requests."""
     if not plan.interventions:
         return [], {"interventions": "not asked for"}
+    texts = [row for row in texts if len(row) > int(lm.config.shift_logits)]  # nothing predicts a shifted row's first token
     if not texts:
         return [], {"interventions": "the prompts hold no token to score; give --prompts or --texts"}
     ground = Ground(texts[:_N_TEXTS], requests[:_N_SAMPLES], plan.draws, plan.batch, plan.seed)
