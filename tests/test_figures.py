@@ -64,6 +64,7 @@ def test_every_map_is_drawn_two_of_a_head_beside_each_other(pair):
     assert len(plates) == 3
     for plate, n_axes, steps in zip(plates.values(), (4, 2, 2), ("steps 0 and 7;", "step 23;", "step 23;"), strict=True):
         assert len(plate.figure.axes) == n_axes  # maps, a colour bar, and norms in the first
+        assert plate.figure.get_figwidth() > 5 or n_axes == 2  # a map alone is not stretched over the page
         assert f" at {steps}" in plate.caption
         assert plate.caption.count("Value norms") == (n_axes == 4)
 

@@ -121,7 +121,8 @@ def figure1(capture: Capture, maps: Sequence[Mapping[str, Any]], *, norms: bool 
     ]
     if not maps and not groups:
         return Plate(None, f"Figure 1 of {capture['name']}: no attention map and no value norms were captured.")
-    figure, axes = _panels(["map"] * len(maps) + ["plot"] * bool(groups), 3.5, narrow)
+    kinds = ["map"] * len(maps) + ["plot"] * bool(groups)
+    figure, axes = _panels(kinds, 3.5, narrow or kinds == ["map"])  # a map alone stays square
     captions = []
     if maps:
         limit = max(np.max(one["weights"]) for one in maps)
