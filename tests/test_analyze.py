@@ -95,6 +95,11 @@ def test_a_single_token_a_single_step(analyze, models, tmp_path):
         status, said, shown = analyze(models / name, "--out", tmp_path / name, *given)
         assert (status, shown) == (0, ""), shown
         assert "undecided" in said
+    lm = small_lm(shift_logits=True)
+    save(tmp_path / "shifted-model", lm.model, lm.tokenizer)
+    status, said, shown = analyze(tmp_path / "shifted-model", "--out", tmp_path / "shifted", *given)
+    assert (status, shown) == (0, "")
+    assert "interventions: the prompts hold no token to score" in said
     (tmp_path / "t.txt").write_text("b\n")
     status, _, shown = analyze(models / "vanilla", "--out", tmp_path / "noise", "--texts", tmp_path / "t.txt", *QUICK[4:])
     assert (status, shown) == (0, "")
@@ -117,8 +122,52 @@ def test_copies_are_no_trajectories():
     assert plan.with_trajectories(2).trajectories == 2
     with pytest.raises(UserError, match="2 prompts at temperature 0 give 2 different ones"):
         plan.with_trajectories(3)
+    twice = Plan(prompts=[[1], [1], [], [2], []], policy=Policy(), length=4)
+    assert [list(prompt) for prompt in twice.with_trajectories(3).prompts] == [[1], [], [2]]
+    with pytest.raises(UserError, match="5 prompts at temperature 0 give 3 different ones"):
+        twice.with_trajectories(4)
     drawn = Plan(prompts=[[1], [2]], policy=Policy(temperature=1.0), length=4)
     assert drawn.with_trajectories(100).trajectories == 100
+
+
+def test_built_in_prompts_without_room_are_one_trajectory(analyze, tmp_path):
+    lm = small_lm(n_sinks=1, context_length=8)
+    save(tmp_path / "short", lm.model, lm.tokenizer)
+    given = ("--capture-only", "--no-interventions", "--length", 8, "--device", "cpu")
+    assert analyze(tmp_path / "short", "--out", tmp_path, *given)[0] == 0
+    assert read_capture(tmp_path / "captures" / "short.json")["n"]["trajectories"] == 1
+
+
+def test_only_prompts_that_are_used_must_fit(analyze, models, tmp_path):
+    (tmp_path / "long.txt").write_text("a cat\na dog\n" + "x" * 400 + "\n")
+    given = (models / "sink", "--prompts", tmp_path / "long.txt", "--device", "cpu", "--capture-only", "--out", tmp_path)
+    assert analyze(*given, "--trajectories", 2)[0] == 0
+    capture = read_capture(tmp_path / "captures" / "sink.json")
+    assert (capture["n"]["trajectories"], capture["settings"]["length"]) == (2, 64)
+    status, _, shown = analyze(*given)
+    assert status == 2
+    assert "prompt of 400" in shown
+
+
+def test_maps_of_steps_that_were_not_taken(analyze, models, tmp_path):
+    """A policy that stops by itself: nothing captured is lost, and the report says so."""
+    given = (
+        "--set",
+        "threshold=1e-9",
+        "--length",
+        6,
+        "--trajectories",
+        1,
+        "--map",
+        "0,1,1",
+        "--map",
+        "5,1,1",
+        "--no-interventions",
+    )
+    status, said, shown = analyze(models / "sink", "--out", tmp_path, "--device", "cpu", *given)
+    assert (status, shown) == (0, "")
+    assert "maps of later steps: the first trajectory ended by itself, with step 0" in said
+    assert [one["step"] for one in read_capture(tmp_path / "captures" / "sink.json")["maps"]] == [0]
 
 
 def test_enough_trajectories_for_so_many_forwards(analyze, models, tmp_path):
@@ -137,8 +186,10 @@ def test_enough_trajectories_for_so_many_forwards(analyze, models, tmp_path):
         (["--set", "guidance=1", "--length", 4], "guidance"),
         (["--config", "nonsense"], "nonsense"),
         (["--map", "0,1"], "expected step, layer and head"),
-        (["--map", "99,0,0", "--length", 4, "--trajectories", 1, "--no-interventions"], "has steps 0 to 1"),
-        (["--map", "0,7,0", "--length", 4, "--trajectories", 1, "--no-interventions"], "from 0, 0 to 1, 1"),
+        (["--map", "99,0,0", "--length", 4, "--trajectories", 1, "--no-interventions"], "from 0,0,0 to 1,1,1"),
+        (["--map", "0,7,0", "--length", 4, "--trajectories", 1, "--no-interventions"], "from 0,0,0 to 1,1,1"),
+        (["--texts", "prompts.txt", "--length", 4], "leave out --length"),
+        (["--texts", "prompts.txt", "--prompts", "prompts.txt"], "leave out --prompts"),
         (["--texts", "empty.txt"], "holds no prompt"),
         (["--names", "a,b"], "a different name for each of the 1 models"),
         (["--names", "../x"], "leave out slashes"),

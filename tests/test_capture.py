@@ -299,6 +299,18 @@ def test_every_policy_can_be_watched():
         assert found.n_prompt == 1
 
 
+@pytest.mark.parametrize("remask", ["cap", "loop", "conf"])
+def test_rows_that_only_mask_again_have_no_forward_whatever_is_beside_them(remask):
+    model = small_model(n_sinks=1)
+    policy = Policy(remask=remask, order="ancestral", steps=20, remask_rate=0.3)
+    prompts = [[1] * n for n in (1, 2, 3, 1, 2, 3)]
+    requests = requests_of(prompts, mask_id=model.config.mask_id, length=[len(p) + 4 for p in prompts], config=policy)
+    alone, together = (list(capture(model, requests, batch=batch)) for batch in (1, 6))
+    for one, other in zip(alone, together, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+    assert len({one.n_steps for one in alone}) > 1
+
+
 MEMORY = """
 import sys, torch
 import sinkdlm

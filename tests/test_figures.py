@@ -24,7 +24,7 @@ def test_what_cannot_be_drawn_says_why(pair):
     one_step = make_capture(steps=1)
     unknown = {"paired": True, "quantities": {}}
     for plate, why in [
-        (figures.figure1(nothing, figures.pick_maps(nothing)), "no attention map at two steps"),
+        (figures.figure1(nothing, []), "no attention map and no value norms"),
         (figures.figure3([nothing]), "no value norm was measured"),
         (figures.trajectory(nothing), "no path was captured"),
         (figures.trajectory(one_step), "one step, and nothing can move"),
@@ -37,12 +37,12 @@ def test_what_cannot_be_drawn_says_why(pair):
 
 def test_a_part_that_is_missing_leaves_the_rest():
     no_sinks = make_capture(n_sinks=0, means={"content_sinks": 0.0, "content_sink_norm": None})
-    plate = figures.figure1(no_sinks, figures.pick_maps(no_sinks))
+    plate = figures.figure1(no_sinks, figures.pair_maps(no_sinks)[0])
     assert len(plate.figure.axes) == 4  # two maps, norms, a colour bar
     assert "No token of the text is a sink" in plate.caption
-    plate = figures.figure1(no_sinks, None)
+    plate = figures.figure1(no_sinks, [])
     assert len(plate.figure.axes) == 1
-    assert "No attention map was captured at two steps" in plate.caption
+    assert "No attention map was captured" in plate.caption
     assert "No checkpoint has a sink token" in figures.figure3([no_sinks]).caption
 
 
@@ -56,13 +56,17 @@ def test_captions_state_n_and_the_rule(pair):
         assert "0.3" in plate.caption or name.startswith(("paths", "difference")), name
 
 
-def test_maps_with_most_sinks_are_picked_at_their_first_and_last_step(pair):
-    maps = pair[0]["maps"]
-    other = [one | {"head": 3, "sinks": [1, 2, 3, 4]} for one in maps]
-    middle = other[0] | {"step": 7, "sinks": []}
-    first, last = figures.pick_maps({"maps": [*maps, other[1], middle, other[0]]})
-    assert (first["head"], first["step"], last["step"]) == (3, 0, 23)
-    assert figures.pick_maps({"maps": maps[:1]}) is None
+def test_every_map_is_drawn_two_of_a_head_beside_each_other(pair):
+    early, late = pair[0]["maps"]
+    other = late | {"head": early["head"] + 1}
+    asked = pair[0] | {"maps": [late, other, early, early | {"step": 7}]}
+    plates = {name: plate for name, plate in figures.draw_all([asked], []).items() if name.startswith("maps")}
+    assert len(plates) == 3
+    for plate, n_axes, steps in zip(plates.values(), (4, 2, 2), ("steps 0 and 7;", "step 23;", "step 23;"), strict=True):
+        assert len(plate.figure.axes) == n_axes  # maps, a colour bar, and norms in the first
+        assert plate.figure.get_figwidth() > 5 or n_axes == 2  # a map alone is not stretched over the page
+        assert f" at {steps}" in plate.caption
+        assert plate.caption.count("Value norms") == (n_axes == 4)
 
 
 def drawn_texts(figure):

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from sinkdlm.analysis.intervals import Interval, difference_interval, mean_interval
+from sinkdlm.analysis.intervals import MAX_DRAWS, N_RESAMPLES, Interval, _resamples, difference_interval, mean_interval
 
 NAN = math.nan
 DRAWS = {"normal": lambda rng, shape: rng.standard_normal(shape), "skewed": lambda rng, shape: rng.gamma(2, 1, shape) - 2}
@@ -61,3 +61,12 @@ def test_intervals_depend_on_the_seed_alone():
     assert (apart.high - apart.low) / (alone.high - alone.low) == pytest.approx(math.sqrt(2), rel=0.05)
     mirrored = mean_interval(-values)
     assert (-mirrored.high, -mirrored.low) == pytest.approx(mean_interval(values)[1:3])
+
+
+def test_thousands_of_trajectories_take_bounded_memory():
+    values = np.random.default_rng(0).gamma(2, 1, 4000)
+    found = mean_interval(values)
+    half = 1.96 * values.std(ddof=1) / math.sqrt(4000)
+    assert (found.low, found.high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.15 * half)
+    assert max(_resamples(0, 0, n).nbytes for n in (6, 32, 800, 1000, 4000)) <= 8 * MAX_DRAWS
+    assert _resamples(0, 0, 800).shape[0] == N_RESAMPLES

@@ -6,7 +6,7 @@ import torch
 
 from conftest import VARIANTS, small_model, small_tokens
 from sinkdlm import DiffusionLM
-from sinkdlm.analysis.capture import Rules
+from sinkdlm.analysis.capture import Rules, noisy
 from sinkdlm.analysis.interventions import Ground, find_changes, measure_changes
 from sinkdlm.attention import attend_naive
 from sinkdlm.sampling import requests_of
@@ -118,6 +118,31 @@ def test_nothing_is_banned_below_the_threshold():
         assert torch.equal(model(TOKENS, lengths=LENGTHS, intervene=change(model, "ban", threshold=1.0)), plain)
     lonely = torch.tensor([[3]])
     assert small_model().denoiser()(lonely, intervene=change(small_model(), "ban", threshold=0.0)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["vanilla", "sink", "register", "logit"])
+def test_banning_does_not_depend_on_what_a_row_is_padded_to(name):
+    """A lonely token has nothing else to attend to, also where it stands beside longer rows."""
+    model = small_model(**VARIANTS[name])
+    ban = change(model, "ban", threshold=0.1)
+    lengths = torch.tensor([9, 1, 2])
+    together = model.denoiser()(TOKENS, lengths=lengths, intervene=ban)
+    for row, length in enumerate(lengths.tolist()):
+        alone = model.denoiser()(TOKENS[row : row + 1, :length], intervene=ban)[0]
+        torch.testing.assert_close(together[row, :length], alone, rtol=1e-9, atol=1e-9)
+
+
+def test_divergence_is_that_of_masked_positions():
+    model = small_model(n_sinks=1)
+    vanilla, mask_id = twin(model, n_sinks=0), model.config.mask_id
+    text = TOKENS[0].tolist()
+    (row, *_), _ = measure_changes(model, Ground([text], []))
+    terms = []
+    for tokens, masked in zip(*noisy([text], (0.25, 0.5, 0.75), mask_id, 0, numbers=[0], device=torch.device("cpu")), strict=True):
+        old, new = (one.denoiser()(tokens)[masked][:, :mask_id].log_softmax(-1) for one in (model, vanilla))
+        terms.append((old.exp() * (old - new)).sum(-1))
+    assert row["kl"]["mean"] == pytest.approx(torch.cat(terms).mean().item(), rel=1e-4)
+    assert row["kl"]["n"] == 1
 
 
 def test_what_makes_no_sense_is_left_out_with_a_reason():

@@ -165,6 +165,45 @@ def test_captures_that_were_not_made_alike_are_told():
         "the models differ in n_layers",
         "they were not given the same prompts",
     ]
+    noise = [make_capture(name, n_sinks) for name, n_sinks in (("plain", 0), ("lane", 1))]
+    for one, shares in zip(noise, ([0.9, 0.1], [0.5, 0.1]), strict=True):
+        one["settings"] |= {"inputs": "noise", "shares": shares}
+    assert findings.compare(noise)[0].cautions == ["the setting shares differs: [0.9, 0.1] in plain, [0.5, 0.1] in lane"]
+
+
+def test_totals_over_different_layers_are_told():
+    plain, lane = make_capture("plain", 0), make_capture("lane", 1)
+    assert "the same layers" not in findings.claims(lane, findings.compare([plain, lane])[0])[2].evidence
+    for name in ("turnover", "norm_ratio"):
+        for layer in (0, 5):
+            lane["quantities"][name]["layers"][layer]["mean"] = None
+    told = findings.claims(lane, findings.compare([plain, lane])[0])[2]
+    assert told.claim == "Content sinks move less"
+    assert "Not the same layers have content sinks: 6 in plain and 4 in lane, 4 of them in both." in told.evidence
+    norms = [next(one.text for one in findings.findings(one) if one.topic == "Value norms") for one in (plain, lane)]
+    assert ["in the 4 of 6 layers that have them" in text for text in norms] == [False, True]
+
+
+def test_texts_under_noise_are_given_not_written(tmp_path):
+    capture = make_capture()
+    capture["settings"]["inputs"] = "noise"
+    page = report.write_report([capture], tmp_path)["report"].read_text()
+    assert "Text 0, given" in page
+    assert "Prompt of trajectory" not in page
+
+
+def test_an_intervention_says_what_it_was_measured_on():
+    """Its texts have other lengths than trajectories: sinks may be there that no trajectory has."""
+    told = {one.topic: one.text for one in findings.findings(make_capture())}
+    texts = [text for topic, text in told.items() if topic.startswith("Intervention")]
+    assert texts
+    assert all("texts of 24 tokens on average" in text for text in texts)
+
+
+def test_the_command_can_be_copied():
+    capture = make_capture()
+    capture["made"]["command"] = ["sinkdlm", "analyze", "runs/a b", "--out", "x"]
+    assert "command: sinkdlm analyze 'runs/a b' --out x" in report.render_summary([capture], [], [])
 
 
 # -- the files ------------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ def analyze(
         str | None, typer.Option(help="What to call the models, with commas; by default their folders' names.")
     ] = None,
     trajectories: Annotated[
-        int | None, typer.Option(min=1, help="Denoising trajectories of each model; by default 32, or one for each prompt given.")
+        int | None,
+        typer.Option(min=1, help="Denoising trajectories of each model; by default 32, or fewer if there are fewer prompts."),
     ] = None,
     forwards: Annotated[
         int | None, typer.Option(min=1, help="Instead: as many trajectories as give so many inference steps.")
@@ -59,6 +60,8 @@ def analyze(
     from sinkdlm.errors import AnalysisError
 
     called = _names(models, names)
+    if capture_only and any(Path(model).suffix == ".json" for model in models):
+        raise AnalysisError("--capture-only with a capture: it is made already; leave it out")
     if not capture_only:
         from sinkdlm.analysis.figures import check_drawing
 
@@ -113,10 +116,14 @@ class _Asked:
 
     def __init__(self, given: dict[str, Any]) -> None:
         from sinkdlm.analysis.prompts import PROMPTS
+        from sinkdlm.errors import AnalysisError
         from sinkdlm.sampling.unmasking import policy_of
         from sinkdlm.tables import parse_override
 
         self._given = given
+        unused = [key for key in ("prompts", "trajectories", "forwards", "length", "steps") if given[key] is not None]
+        if given["texts"] is not None and unused:
+            raise AnalysisError(f"--texts: each is looked at as it is, and nothing is written; leave out --{unused[0]}")
         self._policy = policy_of(given["config"], **dict(parse_override(override) for override in given["overrides"]))
         self.texts = [] if given["texts"] is None else _read_lines(given["texts"])
         self.prompts = list(PROMPTS) if given["prompts"] is None else _read_lines(given["prompts"])
@@ -133,7 +140,8 @@ class _Asked:
         if given["prompts"] is None:  # our own are cut to what leaves room
             length = length or min(_LENGTH, -(-room // 2))
             encoded = [row[: max(0, room - length)] for row in encoded]
-        length = length or max(1, min(_LENGTH, room - max(map(len, encoded))))
+        used = encoded if given["forwards"] is not None else encoded[: given["trajectories"] or _DEFAULT]
+        length = length or max(1, min(_LENGTH, room - max(map(len, used))))
         steps = given["steps"] or self._policy.steps or (None if self._policy.threshold is not None else max(1, length // 2))
         plan = Plan(
             prompts=encoded,
@@ -191,7 +199,7 @@ def _names(models: list[str], given: str | None) -> list[str]:
         found = [_short(model) for model in models]
         found = [name if found.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(found, start=1)]
     if len(found) != len(models) or len(set(found)) != len(found) or not all(found):
-        raise AnalysisError(f"--names {given}: give a different name for each of the {len(models)} models")
+        raise AnalysisError(f"--names {','.join(found)}: give a different name for each of the {len(models)} models")
     for name in found:
         if "/" in name or name.startswith("."):
             raise AnalysisError(f"--names: {name!r} becomes a file's name; leave out slashes and a dot in front")

@@ -104,46 +104,48 @@ def _drawn(draw: Callable[_P, Plate]) -> Callable[_P, Plate]:
 # -- the paper's figures --------------------------------------------------------------------------------------------------------
 
 
-def pick_maps(capture: Capture) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The first and the last step of the map that shows most content sinks; None where no map is there at two steps."""
+def pair_maps(capture: Capture) -> list[list[dict[str, Any]]]:
+    """All maps, for figures of two: those of one head beside each other, in the order of steps."""
     places: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
     for one in capture["maps"]:
         places.setdefault((one["number"], one["layer"], one["head"]), []).append(one)
     ordered = [sorted(own, key=lambda one: one["step"]) for own in places.values()]
-    pairs = [(own[0], own[-1]) for own in ordered if own[0]["step"] != own[-1]["step"]]
-    return max(pairs, key=lambda pair: sum(len(one["sinks"]) for one in pair), default=None)
+    return [own[begin : begin + 2] for own in ordered for begin in range(0, len(own), 2)]
 
 
 @_drawn
-def figure1(capture: Capture, maps: Sequence[Mapping[str, Any]] | None, *, narrow: bool = False) -> Plate:
-    """Attention maps at two steps with their sink columns, and value norms of sinks and other tokens."""
+def figure1(capture: Capture, maps: Sequence[Mapping[str, Any]], *, norms: bool = True, narrow: bool = False) -> Plate:
+    """Attention maps at one or two steps with their sink columns, and value norms of sinks and other tokens."""
     groups = [
-        (label, colour, values, mean, n) for label, colour, values, mean, n in _norm_groups(capture["scatter"]) if len(values)
+        (label, colour, values, mean, n) for label, colour, values, mean, n in _norm_groups(capture["scatter"]) if norms and values
     ]
     if not maps and not groups:
-        return Plate(None, f"Figure 1 of {capture['name']}: no attention map at two steps and no value norms were captured.")
-    figure, axes = _panels(["map"] * len(maps or ()) + ["plot"] * bool(groups), 3.5, narrow)
+        return Plate(None, f"Figure 1 of {capture['name']}: no attention map and no value norms were captured.")
+    kinds = ["map"] * len(maps) + ["plot"] * bool(groups)
+    figure, axes = _panels(kinds, 3.5, narrow or kinds == ["map"])  # a map alone stays square
     captions = []
     if maps:
         limit = max(np.max(one["weights"]) for one in maps)
         for axis, one in zip(axes, maps, strict=False):
             image = _draw_map(axis, one, limit)
-        marks = [mark for mark in (0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.7, 1) if mark <= limit]
+        marks = [mark for mark in ((0, 0.05, 0.2, 0.5, 1) if narrow else (0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.7, 1)) if mark <= limit]
         _add_bar(figure, image, list(axes[: len(maps)]), "attention", marks)
-        first, n_maps = maps[0], len({(one["number"], one["layer"], one["head"]) for one in capture["maps"]})
-        chosen = f", of {n_maps} captured places the one with most content sinks" if n_maps > 1 else ""
+        first = maps[0]
         captions.append(
-            f"Attention of layer {first['layer']}, head {first['head']} in trajectory {first['number']} at steps "
-            f"{' and '.join(str(one['step']) for one in maps)}{chosen}; "
+            f"Attention of layer {first['layer']}, head {first['head']} in trajectory {first['number']} at "
+            f"{'step' if len(maps) == 1 else 'steps'} {' and '.join(str(one['step']) for one in maps)}; "
             f"triangles mark tokens that receive more than {_threshold(capture)}. The colour scale is a square root."
         )
     else:
-        captions.append("No attention map was captured at two steps.")
+        captions.append("No attention map was captured.")
     if groups:
         _draw_norms(axes[-1], groups)
         means = "; ".join(f"{label} {write_number(mean)} (n = {n:,})" for label, _, _, mean, n in groups)
-        captions.append(f"Value norms (eq. 16), mean: {means}. At most {_most(capture):,} points of each kind are drawn.")
-    if not capture["scatter"]["sink"]:
+        captions.append(f"Value norms (eq. 16), mean: {means}.")
+        most = max(len(values) for _, _, values, _, _ in groups)
+        if any(n > len(values) for _, _, values, _, n in groups):
+            captions.append(f"At most {most:,} points of each kind are drawn.")
+    if norms and not capture["scatter"]["sink"]:
         captions.append(f"No token of the text is a sink by the threshold of {_threshold(capture)}.")
     return Plate(figure, f"{capture['name']}. {' '.join(captions)}")
 
@@ -188,10 +190,6 @@ def _norm_groups(scatter: Mapping[str, Any]) -> list[tuple[str, str, list[float]
         ("other tokens", _NORMAL, scatter["normal"], scatter["normal_mean"], scatter["n_normal"]),
         ("sink token", _LANE, scatter["lane"], scatter["lane_mean"], scatter["n_lane"]),
     ]
-
-
-def _most(capture: Capture) -> int:
-    return max(len(capture["scatter"][kind]) for kind in ("sink", "normal", "lane"))
 
 
 def _draw_norms(axis: "Axes", groups: Sequence[tuple[str, str, list[float], float | None, int]]) -> None:
@@ -283,7 +281,8 @@ def trajectory(capture: Capture, which: int = 0, *, narrow: bool = False) -> Pla
     from matplotlib.colors import BoundaryNorm, ListedColormap
 
     masked = np.asarray(path["masked"]).T  # (T, N)
-    grounds = {"given": "#d7e6f2", "written": "#ffffff", "[MASK]": "#dcdcdc"}
+    clear = "text" if capture["settings"]["inputs"] == "noise" else "written"
+    grounds = {"given": "#d7e6f2", clear: "#ffffff", "[MASK]": "#dcdcdc"}
     ground = np.where(masked, 2, 1)
     ground[: path["n_prompt"]] = 0
     figure, (axis,) = _panels(["plot"], 4.0 if not narrow else 4.4, narrow)
@@ -401,7 +400,10 @@ def draw_all(
     plates["layers"] = figure3(captures, narrow=narrow)
     for capture in captures:
         own = file_name(capture["name"])
-        plates[f"maps-{own}"] = figure1(capture, pick_maps(capture), narrow=narrow)
+        first, *more = pair_maps(capture) or [[]]
+        plates[f"maps-{own}"] = figure1(capture, first, narrow=narrow)
+        for place, maps in enumerate(more, start=2):
+            plates[f"maps-{own}~{place}"] = figure1(capture, maps, norms=False, narrow=narrow)
         plates[f"paths-{own}"] = trajectory(capture, narrow=narrow)
         plates[f"heads-{own}"] = heads(capture, narrow=narrow)
     return plates

@@ -72,7 +72,7 @@ def compare(captures: Sequence[Capture], *, seed: int = 0) -> list[Comparison]:
 
 def _cautions(first: Capture, second: Capture) -> list[str]:
     told = []
-    for key in ("policy", "length", "steps", "seed", "threshold", "margin", "inputs"):
+    for key in ("inputs", "shares", "policy", "length", "steps", "seed", "threshold", "margin"):
         values = [one["settings"].get(key) for one in (first, second)]
         if values[0] != values[1]:
             told.append(
@@ -109,7 +109,7 @@ def findings(capture: Capture) -> list[Finding]:
 def _mass(capture: Capture) -> Finding:
     topic = "Attention on the sink"
     if not capture["model"]["n_sinks"]:
-        return Finding(topic, "The model has no sink of its own: what it does not need must rest on tokens of the text.")
+        return Finding(topic, "The model has no sink of its own: all attention goes to tokens of the text.")
     mass = total(capture, "sink_mass")
     if not defined(mass["mean"]):
         return Finding(topic, "Attention on the sink was not measured.")
@@ -163,7 +163,8 @@ def against_chance(capture: Capture, name: str = "turnover", *, seed: int = 0) -
 def _movement(capture: Capture) -> Finding:
     topic, turnover = "How they move", total(capture, "turnover")
     if not defined(turnover["mean"]):
-        text = "Whether content sinks move cannot be said: no head had one at two steps in a row, or there was one step."
+        why = "there is none" if max(row["n_steps"] for row in capture["trajectories"]) > 1 else "there was one step"
+        text = f"Whether content sinks move cannot be said: {why}."
         return Finding(topic, f"{text} {_relative_movement(capture)}".strip())
     gap = against_chance(capture, seed=capture["settings"].get("seed", 0))
     text = f"From one step to the next the turnover of content sinks is {tell(turnover, 'turnover')}; "
@@ -215,11 +216,9 @@ def _norms(capture: Capture) -> Finding | None:
     parts = []
     ratio = total(capture, "norm_ratio")
     if defined(ratio["mean"]):
-        norms = [write_number(total(capture, name)["mean"]) for name in ("content_sink_norm", "normal_norm")]
-        parts.append(
-            f"Values of content sinks have {tell(ratio, 'norm_ratio')} times the norm of other tokens' "
-            f"({norms[0]} against {norms[1]})."
-        )
+        with_sinks, n_layers = _layers_with(capture, "norm_ratio"), capture["model"]["n_layers"]
+        where = f" in the {len(with_sinks)} of {n_layers} layers that have them" if len(with_sinks) < n_layers else ""
+        parts.append(f"Values of content sinks have {tell(ratio, 'norm_ratio')} times the norm of other tokens'{where}.")
         parts.append(f"The paper's claim that sinks have low norms {_holds(ratio)}.")
     else:
         parts.append("Without content sinks, the paper's claim that they have low value norms is not decidable here.")
@@ -230,6 +229,10 @@ def _norms(capture: Capture) -> Finding | None:
             f"The value of the {sink_name(capture)} has {ratio_told} times the norm of other tokens'{_made_zero(capture)}."
         )
     return Finding("Value norms", " ".join(parts))
+
+
+def _layers_with(capture: Capture, name: str) -> list[int]:
+    return [layer for layer, one in enumerate(capture["quantities"].get(name, {}).get("layers", [])) if defined(one["mean"])]
 
 
 def _holds(ratio: Estimate) -> str:
@@ -267,7 +270,8 @@ def _intervention(one: Mapping[str, Any]) -> Finding:
     nelbo = one["nelbo"]
     effect = _side({**nelbo, "mean": nelbo["change"]}, 0.0)
     told = {-1: "is lower", 1: "is higher", 0: "does not clearly change", None: "changes, by how much is not sure"}[effect]
-    text = f"The NELBO {told}: {write_interval({**nelbo, 'mean': nelbo['change']}, signed=True)} nats per token"
+    text = f"The NELBO of {nelbo['n']} texts of {one['text_tokens']:.0f} tokens on average {told}: "
+    text += f"{write_interval({**nelbo, 'mean': nelbo['change']}, signed=True)} nats per token"
     changed = one.get("changed") or _NOTHING
     if defined(changed["mean"]):
         text += f"; {write_interval(changed, 'share')} of generated tokens differ"
@@ -331,6 +335,7 @@ def _claim_still(comparison: Comparison) -> Claim:
     if defined(gap["mean"]):
         evidence = f"Turnover is {tell(new, 'turnover')} against {tell(old, 'turnover')}: {tell(gap, 'turnover', signed=True)}"
         evidence += f" (n = {gap['n']} trajectories)." + (" They move more." if verdict == FAILS else "")
+        evidence += _other_layers(comparison, "turnover")
     else:
         without = [one["name"] for one, own in zip(comparison[:2], (old, new), strict=True) if not defined(own["mean"])]
         evidence = (
@@ -340,6 +345,16 @@ def _claim_still(comparison: Comparison) -> Claim:
     if defined(relative["mean"]):
         evidence += f" By the relative rule: {tell(relative, 'relative_turnover', signed=True)}."
     return Claim("Content sinks move less", verdict, evidence + _few(gap), "the difference in turnover lies below zero")
+
+
+def _other_layers(comparison: Comparison, name: str) -> str:
+    """Each total is over the layers that have content sinks, and those may be others in the other model."""
+    layers = [_layers_with(one, name) for one in comparison[:2]]
+    if layers[0] == layers[1]:
+        return ""
+    told = [f"{len(own)} in {one['name']}" for own, one in zip(layers, comparison[:2], strict=True)]
+    shared = len(set(layers[0]) & set(layers[1]))
+    return f" Not the same layers have content sinks: {' and '.join(told)}, {shared} of them in both."
 
 
 def _both(comparison: Comparison, name: str) -> tuple[Estimate, Estimate]:

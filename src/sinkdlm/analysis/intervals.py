@@ -26,7 +26,8 @@ from sinkdlm.noise import Stream, random_bits
 
 LEVEL = 0.95
 MIN_TRAJECTORIES = 6
-N_RESAMPLES = 10_000
+N_RESAMPLES, MIN_RESAMPLES = 10_000, 2_000  # fewer where thousands of trajectories make each of them large:
+MAX_DRAWS = 1 << 23  # drawn trajectories of all resamples together, which are held
 
 
 class Interval(NamedTuple):
@@ -94,9 +95,10 @@ def _tail(samples: list[np.ndarray]) -> float:
     return NormalDist().cdf(-reach)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=8)
 def _resamples(seed: int, place: int, n: int) -> np.ndarray:
     """(resamples, n): how often each trajectory was drawn, as shares. The same for every quantity and layer."""
-    draws = random_bits(32, seed, int(Stream.ANALYSIS), place, n, torch.arange(N_RESAMPLES * n)).numpy() % n
-    rows = np.repeat(np.arange(N_RESAMPLES), n)
-    return np.bincount(rows * n + draws, minlength=N_RESAMPLES * n).reshape(N_RESAMPLES, n) / n
+    count = max(MIN_RESAMPLES, min(N_RESAMPLES, MAX_DRAWS // n))
+    draws = random_bits(32, seed, int(Stream.ANALYSIS), place, n, torch.arange(count * n)).numpy() % n
+    rows = np.repeat(np.arange(count), n)
+    return np.bincount(rows * n + draws, minlength=count * n).reshape(count, n) / n

@@ -100,8 +100,9 @@ def _ban(model: DiffusionLM, threshold: float, _: int, seen: Seen) -> Seen:
     ).received  # (B, H, T)
     most = found.max(-1, keepdim=True)
     banned = torch.zeros_like(found, dtype=torch.bool).scatter(-1, most.indices, most.values > threshold)
-    alone = found.shape[-1] == 1 and not n and seen.sink_k is None and seen.sink_logit is None  # nothing else to attend to
-    if alone or not banned.any():
+    if not n and seen.sink_k is None and seen.sink_logit is None:  # a lonely token has nothing else to attend to
+        banned &= (torch.full_like(banned[:, 0, 0], found.shape[-1] > 1) if lengths is None else lengths > 1)[:, None, None]
+    if not banned.any():
         return seen
     return seen._replace(visible=_and(seen.visible, ~torch.nn.functional.pad(banned, (n, 0))[:, :, None]))
 
@@ -116,7 +117,7 @@ def _and(visible: Any, also: Tensor) -> Tensor:
 class Ground(NamedTuple):
     """What a change is measured on."""
 
-    texts: Sequence[Sequence[int]]  # for NELBO and predictions
+    texts: Sequence[Sequence[int]]  # for NELBO and predictions; each with a token to predict, which a shifted row's first is not
     requests: Sequence[Request]  # for samples
     draws: int = 16  # of NELBO, each text
     batch: int = 8  # samples at a time
@@ -124,11 +125,9 @@ class Ground(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """Of the model with or without a change: nats a token of each text, log probabilities at masked positions of each text, the
-    tokens that were written for each request."""
+    """Of the model with or without a change: nats a token of each text, the tokens that were written for each request."""
 
     nelbo: np.ndarray
-    predictions: list[Tensor]
     written: list[Tensor]
 
 
@@ -151,28 +150,45 @@ def measure_changes(
         for change in changes:
             after = _look(model, ground, change.intervene)
             told = {"name": change.name, "label": change.label, "text_tokens": n_tokens}
-            rows.append({**told, **_compare(before, after, ground.seed)})
+            rows.append({**told, **_compare(before, after, _divergences(model, ground, change.intervene), ground.seed)})
             tick(1)
     return rows, omitted
 
 
 def _look(model: DiffusionLM, ground: Ground, intervene: Intervention | None) -> _Facts:
     denoiser = functools.partial(model.denoiser(), intervene=intervene)
-    mask_id, device = model.config.mask_id, model.embed.weight.device
-    scored = [[position > 0 or not model.config.shift_logits for position in range(len(row))] for row in ground.texts]
-    usable = [number for number, row in enumerate(scored) if any(row)]
-    texts, chosen = [list(ground.texts[number]) for number in usable], [scored[number] for number in usable]
-    found = log_likelihood(denoiser, texts, chosen, estimator="exact_k", draws=ground.draws, mask_id=mask_id, seed=ground.seed)
-    counts = np.array([sum(row) for row in chosen])
+    mask_id = model.config.mask_id
+    texts = [list(row) for row in ground.texts]
+    scored = [[position > 0 or not model.config.shift_logits for position in range(len(row))] for row in texts]
+    found = log_likelihood(denoiser, texts, scored, estimator="exact_k", draws=ground.draws, mask_id=mask_id, seed=ground.seed)
+    counts = np.array([sum(row) for row in scored])
     nelbo = -np.asarray(found.mean, dtype=np.float64) / counts
-    predictions = []
-    for number, row in enumerate(texts):
-        tokens, masked = noisy([row], _SHARES, mask_id, ground.seed, numbers=[usable[number]], device=device)
-        logits = torch.cat([denoiser(some)[some_masked].float() for some, some_masked in zip(tokens, masked, strict=True)])
-        if mask_id < logits.shape[-1]:
-            logits[:, mask_id] = -math.inf
-        predictions.append(logits.log_softmax(-1))
-    return _Facts(nelbo, predictions, _write(denoiser, ground, device))
+    return _Facts(nelbo, _write(denoiser, ground, model.embed.weight.device))
+
+
+def _divergences(model: DiffusionLM, ground: Ground, intervene: Intervention) -> np.ndarray:
+    """Of each text: how far predictions at masked positions move, in nats. Predictions of one forward are held at a time."""
+    mask_id, device, denoiser = model.config.mask_id, model.embed.weight.device, model.denoiser()
+    found = []
+    for number, row in enumerate(ground.texts):
+        total, n_masked = 0.0, 0
+        for tokens, masked in zip(*noisy([row], _SHARES, mask_id, ground.seed, numbers=[number], device=device), strict=True):
+            masked[:, :1] &= not model.config.shift_logits  # there nothing predicts a row's first token
+            old, new = (
+                _log_probabilities(denoiser(tokens, where=masked, intervene=change), mask_id) for change in (None, intervene)
+            )
+            total += float(torch.where(old.isneginf(), 0.0, old.exp() * (old - new)).sum())
+            n_masked += int(masked.sum())
+        if n_masked:
+            found.append(total / n_masked)
+    return np.array(found)
+
+
+def _log_probabilities(logits: Tensor, mask_id: int) -> Tensor:
+    logits = logits.float()
+    if mask_id < logits.shape[-1]:
+        logits[:, mask_id] = -math.inf
+    return logits.log_softmax(-1)
 
 
 def _write(denoiser: Any, ground: Ground, device: torch.device) -> list[Tensor]:
@@ -187,12 +203,7 @@ def _write(denoiser: Any, ground: Ground, device: torch.device) -> list[Tensor]:
     return written
 
 
-def _compare(before: _Facts, after: _Facts, seed: int) -> dict[str, Any]:
-    divergences = []
-    for old, new in zip(before.predictions, after.predictions, strict=True):
-        if len(old):
-            terms = torch.where(old.isneginf(), 0.0, old.exp() * (old - new))
-            divergences.append(float(terms.sum(-1).mean()))
+def _compare(before: _Facts, after: _Facts, divergences: np.ndarray, seed: int) -> dict[str, Any]:
     changed = [float((a != b).double().mean()) for a, b in zip(before.written, after.written, strict=True)]
     changed_by = mean_interval(after.nelbo - before.nelbo, seed=seed).as_json()
     return {
@@ -202,6 +213,6 @@ def _compare(before: _Facts, after: _Facts, seed: int) -> dict[str, Any]:
             "change": changed_by.pop("mean"),
             **changed_by,
         },
-        "kl": mean_interval(np.array(divergences), seed=seed).as_json(),
+        "kl": mean_interval(divergences, seed=seed).as_json(),
         "changed": mean_interval(np.array(changed), seed=seed).as_json(),
     }

@@ -6,6 +6,7 @@ Checks captures, and lays out what findings and figures give. Measures nothing.
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -288,22 +289,34 @@ def _intervention_grids(captures: Sequence[Capture]) -> list[Grid]:
     return grids
 
 
-def _texts(capture: Capture) -> list[tuple[int, str, str]]:
-    """Number, prompt and text of the first trajectories; without a tokenizer there is no text."""
-    return [(row["number"], row.get("prompt") or "none", row.get("text") or "none") for row in capture["trajectories"][:_N_TEXTS]]
+def _texts(capture: Capture) -> list[tuple[str, str]]:
+    """What the first trajectories began with, and their texts; without a tokenizer there is none."""
+    found = []
+    for row in capture["trajectories"][:_N_TEXTS]:
+        given = capture["settings"]["inputs"] == "noise"
+        about = f"Text {row['number']}, given" if given else f"Prompt of trajectory {row['number']}: {row.get('prompt') or 'none'}"
+        found.append((about, row.get("text") or "none"))
+    return found
 
 
 def _facts(capture: Capture) -> list[tuple[str, str]]:
     made, n = capture["made"], capture["n"]
-    facts = [("checkpoint", str(capture["source"])), *((key, _plain(value)) for key, value in made.items() if value is not None)]
+    facts = [("checkpoint", str(capture["source"]))]
+    facts += [(key, _command(value) if key == "command" else _plain(value)) for key, value in made.items() if value is not None]
     facts += [(key, _plain(value)) for key, value in capture["settings"].items()]
     facts.append(("n", ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in n.items())))
     return [*facts, ("model", _plain(capture["model"]))]
 
 
+def _command(words: str | Sequence[str]) -> str:
+    return words if isinstance(words, str) else shlex.join(words)
+
+
 def _plain(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {one}" for key, one in value.items())
+        return ", ".join(f"{key} {_plain(one)}" for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_plain, value)) or "none"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

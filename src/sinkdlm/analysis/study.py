@@ -47,14 +47,15 @@ class Plan:
 
     @property
     def n_steps(self) -> int:
-        return len(self.shares) or min(self.policy.steps or self.length, self.length)
+        """At most; remasking alone takes more steps than there are tokens to write."""
+        steps = self.policy.steps or self.length
+        return len(self.shares) or (steps if self.policy.remask != "none" else min(steps, self.length))
 
     @property
     def n_different(self) -> int | None:
         """Trajectories that are not copies of each other; None: any number, as noise tells them apart."""
-        policy = self.policy
-        drawn = policy.temperature > 0 or policy.order in PLANNED_ORDERS or policy.remask != "none"
-        return None if drawn else len(self.prompts)
+        drawn = self.policy.temperature > 0 or self.policy.order in PLANNED_ORDERS  # remasking has a planned order
+        return None if drawn else len(set(map(tuple, self.prompts)))
 
     def with_trajectories(self, count: int) -> "Plan":
         if not self.shares and self.n_different is not None and count > self.n_different:
@@ -62,7 +63,15 @@ class Plan:
                 f"{count} trajectories: {len(self.prompts)} prompts at temperature 0 give {self.n_different} different ones; "
                 "give more prompts, or --set temperature=1"
             )
-        return replace(self, trajectories=count)
+        prompts = self.prompts if self.n_different is None else list(dict.fromkeys(map(tuple, self.prompts)))
+        return replace(self, trajectories=count, prompts=prompts)
+
+    def check_maps(self, n_layers: int, n_heads: int) -> None:
+        """Before anything is captured."""
+        for step, layer, head in self.maps:
+            if not (0 <= layer < n_layers and 0 <= head < n_heads and 0 <= step < self.n_steps):
+                most = f"{self.n_steps - 1},{n_layers - 1},{n_heads - 1}"
+                raise AnalysisError(f"--map {step},{layer},{head}: steps, layers and heads are from 0,0,0 to {most} here")
 
     @property
     def n_forwards(self) -> int:
@@ -97,15 +106,18 @@ class _Seen:
             self.paths.append(paths_of(trajectory, labels(self.lm.tokenizer, trajectory.final, trajectory.mask_id)))
 
     def draw_maps(self) -> list[dict[str, Any]]:
-        """Of the first trajectory: the chosen places, or its first and middle step in the head with the strongest content sink."""
+        """Of the first trajectory: the chosen places, or its first and middle step in the head with the strongest content sink.
+
+        One that stopped by itself may have fewer steps than were chosen from.
+        """
         first = self.first
         assert first is not None
         layer, head = np.unravel_index(int(self.top.argmax()), self.top.shape)
         wanted = list(self.plan.maps) or [(step, int(layer), int(head)) for step in sorted({0, first.n_steps // 2})]
         found = []
         for step, at_layer, at_head in wanted:
-            if not 0 <= step < first.n_steps:
-                raise AnalysisError(f"--map {step},{at_layer},{at_head}: the first trajectory has steps 0 to {first.n_steps - 1}")
+            if step >= first.n_steps:
+                continue
             tokens = first.tokens[step]
             weights = attention_maps(self.lm.model, tokens.tolist(), [(at_layer, at_head)])[at_layer, at_head]
             found.append(
@@ -125,13 +137,14 @@ class _Seen:
 
 def study(lm: Any, plan: Plan, *, name: str, source: str, made: dict[str, Any], tick: Callable[[int], None]) -> dict[str, Any]:
     """The capture of a loaded model with its tokenizer, as JSON values. tick: called with rows that went through the model."""
+    plan.check_maps(lm.config.n_layers, lm.config.n_heads)
     seen = _Seen(lm, plan)
     if plan.shares:
         texts, requests = _encode_texts(lm, plan.texts), list[Request]()
         trajectories = capture_noise(lm.model, texts, plan.shares, seed=plan.seed, rules=plan.rules, batch=plan.batch, tick=tick)
     else:
         requests = _requests(lm, plan)
-        texts = [list(prompt) for prompt in plan.prompts if prompt]
+        texts = [list(prompt)[: lm.config.context_length] for prompt in plan.prompts if prompt]
         trajectories = capture(lm.model, requests, rules=plan.rules, batch=plan.batch, tick=tick)
     for trajectory in trajectories:
         seen.take(trajectory)
@@ -139,10 +152,16 @@ def study(lm: Any, plan: Plan, *, name: str, source: str, made: dict[str, Any], 
     for row in found["trajectories"]:
         begin = plan.texts[row["number"]] if plan.shares else lm.tokenizer.decode(plan.prompts[row["number"] % len(plan.prompts)])
         row |= {"prompt": begin, "text": lm.tokenizer.decode(seen.finals[row["number"]])}
+    maps = seen.draw_maps()
     changes, omitted = _intervene(lm, plan, requests, texts, tick)
+    if len(maps) < len(plan.maps):
+        omitted["maps of later steps"] = (
+            f"the first trajectory ended by itself, with step {found['trajectories'][0]['n_steps'] - 1}"
+        )
     policy = {key: value for key, value in asdict(plan.policy).items() if value is not None}
-    settings = {"policy": policy, "length": plan.length, "steps": plan.n_steps, "seed": plan.seed, "batch": plan.batch}
-    settings |= {**plan.rules._asdict(), "inputs": "noise" if plan.shares else "trajectories", "shares": list(plan.shares)}
+    inputs = {"shares": list(plan.shares)} if plan.shares else {"policy": policy, "length": plan.length}
+    settings = {"inputs": "noise" if plan.shares else "trajectories", **inputs, "steps": plan.n_steps, "seed": plan.seed}
+    settings |= {"batch": plan.batch, **plan.rules._asdict()}
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -153,19 +172,19 @@ def study(lm: Any, plan: Plan, *, name: str, source: str, made: dict[str, Any], 
         "settings": settings,
         **found,
         "paths": seen.paths,
-        "maps": seen.draw_maps(),
+        "maps": maps,
         "interventions": changes,
         "omitted": omitted,
     }
 
 
 def _requests(lm: Any, plan: Plan) -> list[Request]:
-    mask_id, most, longest = lm.config.mask_id, lm.config.context_length, max(map(len, plan.prompts))
+    prompts = [plan.prompts[number % len(plan.prompts)] for number in range(plan.trajectories)]
+    mask_id, most, longest = lm.config.mask_id, lm.config.context_length, max(map(len, prompts))
     if longest + plan.length > most:
         raise AnalysisError(
             f"prompt of {longest} and {plan.length} tokens to write: the model reads at most {most}; shorten the prompt or --length"
         )
-    prompts = [plan.prompts[number % len(plan.prompts)] for number in range(plan.trajectories)]
     canvases = [[*prompt, *[mask_id] * plan.length] for prompt in prompts]
     return [Request(canvas, plan.policy, mask_id, plan.seed, number) for number, canvas in enumerate(canvases)]
 
@@ -185,6 +204,7 @@ def _intervene(
     """NELBO of the given texts, or of the prompts as texts; samples of the first requests."""
     if not plan.interventions:
         return [], {"interventions": "not asked for"}
+    texts = [row for row in texts if len(row) > int(lm.config.shift_logits)]  # nothing predicts a shifted row's first token
     if not texts:
         return [], {"interventions": "the prompts hold no token to score; give --prompts or --texts"}
     ground = Ground(texts[:_N_TEXTS], requests[:_N_SAMPLES], plan.draws, plan.batch, plan.seed)
