@@ -117,6 +117,24 @@ def test_built_in_prompts_are_cut_and_a_length_is_found(analyze, tmp_path):
     assert len(set(PROMPTS)) == 32
 
 
+def test_prompts_of_a_chat_go_through_the_template(analyze, models, tmp_path):
+    lm = small_lm()
+    lm.tokenizer.chat_template = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }} {% endfor %}"
+    save(tmp_path / "tuned", lm.model, lm.tokenizer)
+    asked = [{"prompt": "why"}, {"messages": [{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}]}]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(one) + "\n" for one in asked))
+    given = ("--prompts", tmp_path / "asked.jsonl", "--capture-only", "--no-interventions", *QUICK, "--out", tmp_path)
+    status, _, shown = analyze(tmp_path / "tuned", *given)
+    assert status == 2
+    assert "say --chat" in shown
+    assert analyze(tmp_path / "tuned", *given, "--chat")[0] == 0
+    capture = read_capture(tmp_path / "captures" / "tuned.json")
+    assert [row["prompt"] for row in capture["trajectories"]] == ["user: why ", "user: a bot: b "]
+    status, _, shown = analyze(models / "sink", *given, "--chat")
+    assert status == 2
+    assert "no chat template" in shown
+
+
 def test_copies_are_no_trajectories():
     plan = Plan(prompts=[[1], [2]], policy=Policy(), length=4)
     assert plan.with_trajectories(2).trajectories == 2

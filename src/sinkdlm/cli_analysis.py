@@ -22,6 +22,7 @@ def analyze(
     prompts: Annotated[
         Path | None, typer.Option(help="A file of prompts: a line each, or .jsonl with prompt or question; else built-in ones.")
     ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's turn in the tokenizer's chat template.")] = False,
     names: Annotated[
         str | None, typer.Option(help="What to call the models, with commas; by default their folders' names.")
     ] = None,
@@ -74,6 +75,7 @@ def analyze(
         "config": config,
         "overrides": overrides or [],
         "prompts": prompts,
+        "chat": chat,
         "texts": texts,
         "shares": _numbers(shares, "--shares", float) if texts is not None else [],
         "rules": (threshold, margin),
@@ -126,7 +128,7 @@ class _Asked:
             raise AnalysisError(f"--texts: each is looked at as it is, and nothing is written; leave out --{unused[0]}")
         self._policy = policy_of(given["config"], **dict(parse_override(override) for override in given["overrides"]))
         self.texts = [] if given["texts"] is None else _read_lines(given["texts"])
-        self.prompts = list(PROMPTS) if given["prompts"] is None else _read_lines(given["prompts"])
+        self.prompts = list(PROMPTS) if given["prompts"] is None else _read_lines(given["prompts"], chat=given["chat"])
 
     def plan(self, lm: Any) -> Any:
         """For one model: the default length is what fits it."""
@@ -135,7 +137,7 @@ class _Asked:
         from sinkdlm.sampling.unmasking import policy_of
 
         given, room = self._given, lm.config.context_length
-        encoded = [lm.tokenizer.encode(prompt, add_special_tokens=False) for prompt in self.prompts]
+        encoded = [lm.tokenizer.encode(self._written(lm, prompt), add_special_tokens=False) for prompt in self.prompts]
         length = given["length"]
         if given["prompts"] is None:  # our own are cut to what leaves room
             length = length or min(_LENGTH, -(-room // 2))
@@ -159,6 +161,14 @@ class _Asked:
         if given["forwards"] is not None:
             wanted = -(-given["forwards"] // plan.n_steps)
         return plan.with_trajectories(wanted or min(_DEFAULT, plan.n_different or _DEFAULT))
+
+    def _written(self, lm: Any, prompt: Any) -> str:
+        from sinkdlm.writer import chat_text
+
+        if not self._given["chat"]:
+            return prompt
+        turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        return chat_text(lm.tokenizer, turns)
 
 
 def _capture(model: str, name: str, asked: _Asked, device: str | None, dtype: Dtype | None) -> dict[str, Any]:
@@ -229,12 +239,11 @@ def _numbers(text: str, option: str, kind: Any) -> list[Any]:
         raise AnalysisError(f"{option} {text}: expected numbers with commas between them") from None
 
 
-def _read_lines(path: Path) -> list[str]:
+def _read_lines(path: Path, *, chat: bool = False) -> list[Any]:
     from sinkdlm.errors import AnalysisError
     from sinkdlm.writer import read_prompts
 
     found = read_prompts(path)
-    for prompt in found:
-        if not isinstance(prompt, str):
-            raise AnalysisError(f"{path}: has chat messages; give them as text, in the form that the model was trained on")
+    if not chat and not all(isinstance(prompt, str) for prompt in found):
+        raise AnalysisError(f"{path}: has chat messages; say --chat")
     return found

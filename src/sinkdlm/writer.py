@@ -104,7 +104,7 @@ def check(job: Job) -> None:
         read_prompts(job.prompts)
 
 
-def _chat_text(tokenizer: Any, messages: list[Any]) -> str:
+def chat_text(tokenizer: Any, messages: list[Any]) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise SamplingError("--chat: this tokenizer has no chat template; leave --chat out, or convert with another --tokenizer")
     try:
@@ -127,7 +127,7 @@ def canvases(lm: Any, job: Job) -> list[list[int]]:
         given = [job.prompt] if job.prompts is None else read_prompts(job.prompts)
         if job.chat or any(isinstance(prompt, list) for prompt in given):
             turns = [prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] for prompt in given]
-            given = [_chat_text(lm.tokenizer, messages) for messages in turns]
+            given = [chat_text(lm.tokenizer, messages) for messages in turns]
         rows = [[*encode(prompt), *[mask_id] * job.length, *encode(job.suffix)] for prompt in given]
     for row in rows:
         if len(row) > lm.config.context_length:
