@@ -58,7 +58,7 @@ def analyze(
     from sinkdlm.analysis import study
     from sinkdlm.errors import AnalysisError
 
-    called = _names(models, names)
+    called = names_of(models, names)
     if not capture_only:
         from sinkdlm.analysis.figures import check_drawing
 
@@ -180,7 +180,7 @@ def _capture(model: str, name: str, asked: _Asked, device: str | None, dtype: Dt
     return found
 
 
-def _names(models: list[str], given: str | None) -> list[str]:
+def names_of(models: list[str], given: str | None) -> list[str]:
     """Short and different: a folder's name, with its parent's where that says more."""
     from sinkdlm.errors import AnalysisError
 
