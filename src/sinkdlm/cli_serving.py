@@ -57,16 +57,17 @@ def serve(
     from sinkdlm.serving.served import Limits
 
     names = names_of(models, None)
-    bound = bind(host, port)  # a port that is taken is said before models are read
     local = host in LOOPBACK
-    if not local and api_key is None:
-        typer.echo(f"sinkdlm: warning: anybody who reaches {host} can use this server; set --api-key", err=True)
-    place = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    loaded = {name: load_for_sampling(path, place, dtype) for name, path in zip(names, models, strict=True)}
-    settings = Settings(
-        api_key=api_key, hosts=frozenset(LOOPBACK) if local and api_key is None else None, origins=tuple(cors or ())
-    )
-    capacity = Capacity(rows=max_batch, tokens=batch_tokens, waiting=max_queue, seconds=timeout)
-    limits = Limits(length=max_length, steps=max_steps, n=max_n)
-    site = make_site(loaded, capacity, limits, settings, deterministic=deterministic)
-    run(site, bound, lambda: typer.echo(f"serving {', '.join(names)} at {address_of(bound)} on {place}"))
+    hosts = frozenset(LOOPBACK) if local and api_key is None else None
+    with bind(host, port) as bound:  # a port that is taken is said before models are read
+        if not local and api_key is None:
+            typer.echo(f"sinkdlm: warning: anybody who reaches {host} can use this server; set --api-key", err=True)
+        place = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        site = make_site(
+            {name: load_for_sampling(path, place, dtype) for name, path in zip(names, models, strict=True)},
+            Capacity(rows=max_batch, tokens=batch_tokens, waiting=max_queue, seconds=timeout),
+            Limits(length=max_length, steps=max_steps, n=max_n),
+            Settings(api_key=api_key, hosts=hosts, origins=tuple(cors or ())),
+            deterministic=deterministic,
+        )
+        run(site, bound, lambda: typer.echo(f"serving {', '.join(names)} at {address_of(bound)} on {place}"))

@@ -115,7 +115,7 @@ def _serve_facts(app: FastAPI, site: Site) -> None:
 
 
 def _serve_answers(app: FastAPI, site: Site) -> None:
-    events: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+    events: dict[str, Any] = {"text/event-stream": {}}
 
     @app.post("/v1/completions", responses={200: {"model": Completion, "content": events}})
     async def complete(asked: CompletionRequest, request: Request) -> Response:

@@ -70,9 +70,15 @@ def _invalid(failure: RequestValidationError) -> ApiError:
     errors = failure.errors()
     if not errors or errors[0]["type"] == "json_invalid":
         return ApiError(400, "the body is no JSON object")
-    place = [str(part) for part in errors[0]["loc"][1:]]
+    first = errors[0]
+    # Of a field that may be of several kinds the place names the kind, too: that is no field.
+    place = [str(part) for part in first["loc"][1:] if first["type"] == "extra_forbidden" or _is_field(part)]
     param = ".".join(place) or None
-    return ApiError(400, f"{param or 'the request'}: {errors[0]['msg']}", param=param)
+    return ApiError(400, f"{param or 'the request'}: {first['msg']}", param=param)
+
+
+def _is_field(part: str | int) -> bool:
+    return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int", "list"))
 
 
 def register(app: FastAPI) -> None:

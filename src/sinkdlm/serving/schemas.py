@@ -7,7 +7,7 @@ that OpenAI does not know is refused too, because it is a typing mistake or a wi
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError, core_schema
 
 from sinkdlm.sampling.unmasking import CACHES, NAMED, ORDERS, REMASKS, SCHEDULES
@@ -33,6 +33,18 @@ class Only:
             return value
         cure = " or ".join(["leave it out", *(f"give {same!r}" for same in self.neutral)])
         raise PydanticCustomError("unsupported", "is not supported by this server; {cure}", {"cure": cure})
+
+
+def _check_text(text: str) -> str:
+    """JSON can spell halves of characters, which no encoding holds and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("text", "holds a lone surrogate, which is no character") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_text)]
 
 
 def _named(names: Iterable[str]) -> Any:
@@ -72,7 +84,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
 class _Asked(Strict):
@@ -118,12 +130,12 @@ Ids = Annotated[list[Annotated[int, Field(ge=0, le=_INT64 - 1)]], Field(min_leng
 
 class CompletionRequest(_Asked):
     prompt: (
-        str
+        Text
         | Ids
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[list[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
     ) = ""
-    suffix: str | None = Field(default=None, description="What stands after the gap: the text is written in between.")
+    suffix: Text | None = Field(default=None, description="What stands after the gap: the text is written in between.")
     max_tokens: int | None = Field(default=None, ge=1, description="Tokens to write; by default 64, or what fits.")
     echo: bool | None = None
     best_of: Annotated[Any, Only(1)] = None
@@ -138,30 +150,28 @@ class CompletionRequest(_Asked):
 
 class TextPart(Strict):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(BaseModel):
     """Clients send back what they were given, with fields that are empty; a field that is not is refused."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": {"enum": [None, [], {}]}})
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
+    content: Text | list[TextPart]
+    name: Text | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "Message":
         for name, value in (self.model_extra or {}).items():
             if value not in (None, [], {}):
                 raise PydanticCustomError("unsupported", "{name} is not supported by this server; leave it out", {"name": name})
-        if self.content is None:
-            raise PydanticCustomError("missing", "content is missing: a text, or parts of type text")
         return self
 
     def plain(self) -> dict[str, str]:
         """As chat templates know it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         found = {"role": "system" if self.role == "developer" else self.role, "content": text}
         return found if self.name is None else {**found, "name": self.name}
 
