@@ -28,7 +28,7 @@ def known_schema(url: str, models: list[str], inspected: str) -> dict[str, Any]:
         fields = parts[name]["properties"]
         fields["model"]["enum"] = [*models, "none"]
         for field in {"max_tokens", "max_completion_tokens", "n"} & set(fields):
-            fields[field] = {"type": "integer", "minimum": 1, "maximum": 3 if field == "n" else 16}
+            fields[field] = {"type": "integer", "minimum": 1, "maximum": 3 if field == "n" else 8}
     for path, operations in schema["paths"].items():
         for operation in operations.values():
             for parameter in operation.get("parameters", []):

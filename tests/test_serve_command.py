@@ -13,6 +13,7 @@ import pytest
 
 from evaluated import save_model
 from fuzzing import fuzz, known_schema
+from sinkdlm.serving.served import Limits
 from sites import SECONDS, bytes_lm, letters_lm, serving
 
 
@@ -99,7 +100,7 @@ def test_an_open_server_without_a_key_is_warned_of(command_line):
 @pytest.mark.parametrize("cases", [200, pytest.param(2000, marks=pytest.mark.slow)])
 def test_no_request_makes_the_server_fail(cases):
     """And every answer is one that the schema has."""
-    with serving({"letters": letters_lm(seed=3), "bytes": bytes_lm()}) as found:
+    with serving({"letters": letters_lm(seed=3), "bytes": bytes_lm()}, limits=Limits(length=24)) as found:
         body = {"model": "letters", "prompt": "ab", "max_tokens": 4, "sinkdlm": {"inspect": True}}
         inspected = httpx.post(f"{found.url}/v1/completions", json=body).json()["id"]
         tally = fuzz(found.url, known_schema(found.url, ["letters", "bytes"], inspected), cases, seed=cases)
