@@ -17,6 +17,7 @@ from sinkdlm.serving.served import Limits
 from sinkdlm.serving.server import Server, address_of, bind, make_site
 
 SECONDS = 30
+PROMPT = "the cat "
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
 
 
@@ -63,3 +64,11 @@ def serving(
         closed = [served.engine.close(SECONDS) for served in site.models.values()]
         assert not thread.is_alive()
         assert all(closed)
+
+
+def complete(client, prompt=PROMPT, *, model="letters", max_tokens=12, **more):
+    return client.completions.create(model=model, prompt=prompt, max_tokens=max_tokens, **more)
+
+
+def ours(**fields):
+    return {"extra_body": {"sinkdlm": fields}}

@@ -63,6 +63,7 @@ def test_it_says_where_it_serves_and_ends_when_told(checkpoint):
         (["CKPT", "--host", "203.0.113.7"], "--host 203.0.113.7 --port 0: cannot be bound"),
         (["CKPT", "--device", "cuda:99"], "cuda:99"),
         (["CKPT", "--max-batch", "0"], "--max-batch"),
+        (["CKPT", "--api-key", ""], "--api-key: is empty"),
     ],
 )
 def test_a_mistake_gets_one_line(command_line, checkpoint, words, told):

@@ -43,6 +43,8 @@ def serve(
 
     if len(models) > 2:
         raise UserError(f"{len(models)} checkpoints: one process serves one or two")
+    if api_key == "":
+        raise UserError("--api-key: is empty, and would let everybody in; give one, or leave it out")
     try:
         from sinkdlm.serving.server import LOOPBACK, address_of, bind, make_site, run
     except ModuleNotFoundError as missing:

@@ -176,6 +176,8 @@ class _Events(StreamingResponse):
         try:
             async with asyncio.timeout(self._exchange.served.engine.capacity.seconds + _READING):
                 await super().__call__(scope, receive, send)
+        except TimeoutError:  # the connection is cut: its client hardly reads
+            pass
         finally:
             self._exchange.cancel()
 

@@ -24,7 +24,7 @@ _SLOW = 30.0  # seconds between two parts of a body
 
 
 class Door:
-    """Whether the server takes requests, and how many are inside."""
+    """Whether the server takes requests, and how many of those it took to write something are inside."""
 
     def __init__(self) -> None:
         self.draining = False
@@ -52,13 +52,16 @@ class Guard:
                 self._metrics.requests.labels(_path(scope["path"]), message["status"]).inc()
             await send(message)
 
-        self._door.n_inside += 1
+        problem = self._problem(scope)
+        if problem is not None:
+            await problem.response()(scope, receive, count)
+            return
+        writes = scope["method"] == "POST"
+        self._door.n_inside += writes
         try:
-            problem = self._problem(scope)
-            app = self._app if problem is None else problem.response()
-            await app(scope, self._measured(scope, receive), count)
+            await self._app(scope, self._measured(scope, receive), count)
         finally:
-            self._door.n_inside -= 1
+            self._door.n_inside -= writes
 
     def _problem(self, scope: Message) -> ApiError | None:
         headers = dict(scope["headers"])

@@ -7,6 +7,7 @@ N frames of a row, T tokens.
 
 import base64
 import math
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -61,21 +62,24 @@ class Records:
     def __init__(self, most_bytes: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.most_bytes, self.seconds, self._clock = most_bytes, seconds, clock
         self._records: OrderedDict[str, Record] = OrderedDict()
+        self._lock = threading.Lock()  # routes look them up in threads of their own
         self.n_bytes = 0
 
     def add(self, record: Record) -> None:
         """Keeps it; the oldest go where there is no room, and it is not kept where there never was."""
-        self._forget()
-        while self._records and self.n_bytes + record.n_bytes > self.most_bytes:
-            self._drop()
-        if record.n_bytes <= self.most_bytes:
-            record.expires = self._clock() + self.seconds
-            self._records[record.id] = record
-            self.n_bytes += record.n_bytes
+        with self._lock:
+            self._forget()
+            while self._records and self.n_bytes + record.n_bytes > self.most_bytes:
+                self._drop()
+            if record.n_bytes <= self.most_bytes:
+                record.expires = self._clock() + self.seconds
+                self._records[record.id] = record
+                self.n_bytes += record.n_bytes
 
     def find(self, name: str) -> Record | None:
-        self._forget()
-        return self._records.get(name)
+        with self._lock:
+            self._forget()
+            return self._records.get(name)
 
     def left(self, record: Record) -> float:
         return max(0.0, record.expires - self._clock())
