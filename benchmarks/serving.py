@@ -63,7 +63,7 @@ def server(checkpoint: Path, *options: str, threads: int = 1) -> Iterator[Proces
             popen.wait(WAIT)
 
 
-def mixed_requests(model: str, n: int, *, longest: int = 48) -> list[dict[str, Any]]:
+def mixed_requests(model: str, n: int, *, longest: int = 32) -> list[dict[str, Any]]:
     """Different prompts, lengths, policies, steps and temperatures; every one has its seed."""
     policies: list[dict[str, Any]] = [
         {"policy": "llada"},
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of one turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=48, help="different ones")
-    parser.add_argument("--longest", type=int, default=48, help="tokens to write")
+    parser.add_argument("--longest", type=int, default=32, help="tokens to write")
     parser.add_argument("--threads", type=int, default=1, help="of a server on a CPU")
     parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
     args = parser.parse_args()

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from sinkdlm.serving.engine import (
     Ticket,
     Turns,
     Written,
+    share_forwards,
 )
 
 MASK, EOS, SECONDS = 11, 3, 30
@@ -138,14 +140,31 @@ def test_rows_of_a_request_take_places_as_they_come_free(make, model):
     assert max(most) == 2
 
 
-def test_tokens_of_a_forward_are_limited_but_a_long_row_gets_its_turn(make):
-    seen = []
-    engine = make(rows=8, tokens=40, stepped=lambda n, _: seen.append(n))
+def test_tokens_of_a_forward_are_limited_and_a_long_row_holds_nobody_up(make):
+    model, shapes = small_model(seed=1), []
+    model.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
+    gate = threading.Event()
+    engine = make(of=model, rows=8, tokens=40)
+    hold(engine, gate)
     owners = [Owner([request_of("greedy", 0, n_open=n)]) for n in (9, 9, 9, 9, 60, 9)]
     for owner in owners:
         engine.submit(owner.ticket)
+    gate.set()
     assert [len(owner.tokens()[0]) for owner in owners] == [9, 9, 9, 9, 60, 9]
-    assert 2 <= max(seen) <= 4
+    assert set(shapes[:3]) == {(4, 10), (1, 10), (1, 61)}  # one step
+
+
+def test_rows_share_a_forward_unless_padding_costs_more_than_another():
+    def cut(*lengths):
+        rows = [SimpleNamespace(length=length) for length in lengths]
+        return [[row.length for row in part] for part in share_forwards(rows, 4096)]
+
+    assert cut(7) == [[7]]
+    assert cut(20, 10, 30) == [[10, 20, 30]]
+    assert cut(*[10] * 20, 100) == [[10] * 20, [100]]
+    assert cut(*[10] * 3, 100) == [[10, 10, 10, 100]]
+    assert cut(5000, *[100] * 50) == [[100] * 40, [100] * 10, [5000]]
+    assert cut(*[16] * 30, *[64] * 30, *[256] * 30) == [[16] * 30, [64] * 30, [256] * 16, [256] * 14]
 
 
 def test_progress_is_what_stays(make, model):

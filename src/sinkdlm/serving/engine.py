@@ -18,6 +18,7 @@ from sinkdlm.model import DiffusionLM
 from sinkdlm.sampling import Access, Request, State, start, step
 
 _RECENT = 32  # finished requests from which the rate is taken
+_FORWARD_TOKENS = 512  # that a forward costs as much as, however few it has; a rough figure, for small models and large ones
 _LONGEST_RETRY = 60  # seconds that a client is told to wait at most
 _log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class ExpiredError(Exception):
 @dataclass(frozen=True)
 class Capacity:
     rows: int = 64  # denoised at a time
-    tokens: int = 16_384  # of a forward: rows times the longest of them; a single row may be longer
+    tokens: int = 16_384  # in a forward: rows times the longest of them; a single row may be longer
     waiting: int = 256  # requests that wait for a place
     looks: int = 16  # questions about finished requests that wait for an answer
     seconds: float = 300.0  # that a request may take, waiting included
@@ -88,8 +89,9 @@ class _Row:
         self.told = 0  # final tokens that the owner knows of
 
     @property
-    def width(self) -> int:
-        return len(self.state.request.canvas)
+    def length(self) -> int:
+        """Tokens now."""
+        return self.state.length
 
 
 class Ticket:
@@ -116,6 +118,27 @@ class Ticket:
         self.watched = progress or frames or ends is not None
         self.left = False  # nobody waits for it any longer
         self.over = False
+
+
+def share_forwards(rows: Sequence[_Row], most_tokens: int) -> list[Sequence[_Row]]:
+    """Rows of about one length share a forward: padding the short ones to the longest must not cost more than a forward more."""
+    ordered = sorted(rows, key=lambda row: row.length)  # stable, so that rows stay together from step to step
+    found: list[Sequence[_Row]] = []
+    for part in _cut(ordered):
+        stop = len(part)
+        while stop > 0:
+            start = max(0, stop - max(1, most_tokens // part[stop - 1].length))
+            found.append(part[start:stop])
+            stop = start
+    return found
+
+
+def _cut(ordered: Sequence[_Row]) -> list[Sequence[_Row]]:
+    longest = ordered[-1].length
+    saved, place = max((place * (longest - ordered[place - 1].length), place) for place in range(len(ordered)))
+    if saved <= _FORWARD_TOKENS:
+        return [ordered]
+    return _cut(ordered[:place]) + _cut(ordered[place:])
 
 
 class Turns:
@@ -273,7 +296,7 @@ class Engine:
             self._running = [row for row in self._running if row.ticket not in gone]
             self._waiting = deque(ticket for ticket in self._waiting if ticket not in gone)
             begun = []
-            while self._waiting and self._has_room(self._waiting[0].pending[0]):
+            while self._waiting and len(self._running) < self.capacity.rows:
                 ticket = self._waiting[0]
                 begun.append(ticket.pending.popleft())
                 self._running.append(begun[-1])
@@ -286,11 +309,6 @@ class Engine:
             if row.ticket.frames:
                 tokens = row.state.tokens.tolist()
                 self._tell(row.ticket, [Frame(row.number, 0, tokens, [math.nan] * len(tokens))])
-
-    def _has_room(self, row: _Row) -> bool:
-        n_rows = len(self._running) + 1
-        widest = max([row.width, *(other.width for other in self._running)])
-        return n_rows == 1 or (n_rows <= self.capacity.rows and n_rows * widest <= self.capacity.tokens)
 
     def _answer_look(self) -> None:
         """One a step, so that those who look do not hold up those who write."""
@@ -305,11 +323,18 @@ class Engine:
                 future.set_exception(failure)
 
     def _advance(self) -> None:
-        """One step of all rows. Where it fails, those it has not reached step alone, and who fails alone ends with its failure."""
-        rows = self._running
-        if not rows:
+        """One step of all rows, in as many forwards as their lengths ask for."""
+        if not self._running:
             return
-        began, before = time.perf_counter(), [row.state.turn for row in rows]
+        began, n_rows = time.perf_counter(), len(self._running)
+        for rows in share_forwards(self._running, self.capacity.tokens):
+            self._step(rows)
+        self._running = [row for row in self._running if not row.ticket.over]
+        self._stepped(n_rows, time.perf_counter() - began)
+
+    def _step(self, rows: Sequence[_Row]) -> None:
+        """Where it fails, those it has not reached step alone, and who fails alone ends with its failure."""
+        before = [row.state.turn for row in rows]
         given: dict[str, Any] = {"device": self._device, "deterministic": self.deterministic}
         try:
             step([row.state for row in rows], self._access, **given)
@@ -321,8 +346,6 @@ class Engine:
                         step([row.state], self._access, **given)
                     except Exception as failure:
                         self._end(row.ticket, failure)
-            self._running = [row for row in rows if not row.ticket.over]
-        self._stepped(len(rows), time.perf_counter() - began)
 
     # -- telling ------------------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ once.
 """
 
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +19,6 @@ from sinkdlm.serving.served import Limits, Served
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _BACKLOG = 2048  # connections that the system holds until they are taken
-_SWITCH = 0.0005  # seconds until a waiting thread gets the interpreter: steps are many short calls beside the event loop
 
 
 class Server(uvicorn.Server):
@@ -76,7 +74,6 @@ def address_of(bound: socket.socket) -> str:
 
 def run(site: Site, bound: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
     """Serves until it is asked to end, and finishes what it has."""
-    sys.setswitchinterval(_SWITCH)
     Server(site, ready).run(sockets=[bound])
     for served in site.models.values():
         served.engine.close()
