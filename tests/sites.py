@@ -41,8 +41,8 @@ def bytes_lm(seed: int = 0) -> Loaded:
 
 
 class Running:
-    def __init__(self, site: Site, url: str) -> None:
-        self.site, self.url = site, url
+    def __init__(self, site: Site, url: str, server: Server) -> None:
+        self.site, self.url, self.server = site, url, server
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def serving(
     thread.start()
     try:
         assert ready.wait(SECONDS)
-        yield Running(site, address_of(bound))
+        yield Running(site, address_of(bound), server)
     finally:
         server.should_exit = True
         thread.join(SECONDS)

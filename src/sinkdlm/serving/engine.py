@@ -19,7 +19,7 @@ from sinkdlm.sampling import Access, Request, State, start, step
 
 _RECENT = 32  # finished requests from which the rate is taken
 _FORWARD_TOKENS = 512  # that a forward costs as much as, however few it has; a rough figure, for small models and large ones
-_LONGEST_RETRY = 60  # seconds that a client is told to wait at most
+LONGEST_RETRY = 60  # seconds that a client is told to wait at most
 _log = logging.getLogger(__name__)
 
 
@@ -250,7 +250,7 @@ class Engine:
         if len(self._finished) < 2:
             return 1
         pace = (self._finished[-1] - self._finished[0]) / (len(self._finished) - 1)
-        return min(_LONGEST_RETRY, max(1, math.ceil(pace * len(self._waiting))))
+        return min(LONGEST_RETRY, max(1, math.ceil(pace * len(self._waiting))))
 
     # -- the thread ---------------------------------------------------------------------------------------------------------------
 

@@ -13,11 +13,12 @@ import uvicorn
 from sinkdlm.checkpoint import Loaded
 from sinkdlm.errors import UserError
 from sinkdlm.serving.app import Settings, Site, make_app
-from sinkdlm.serving.engine import Capacity, Engine, Turns
+from sinkdlm.serving.engine import LONGEST_RETRY, Capacity, Engine, Turns
 from sinkdlm.serving.metrics import Metrics
 from sinkdlm.serving.served import Limits, Served
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_GRACE = 15  # seconds
 _BACKLOG = 2048  # connections that the system holds until they are taken
 
 
@@ -25,7 +26,10 @@ class Server(uvicorn.Server):
     """ready: called once requests are taken."""
 
     def __init__(self, site: Site, ready: Callable[[], None] = lambda: None) -> None:
-        super().__init__(uvicorn.Config(make_app(site), log_level="warning", access_log=False, server_header=False))
+        # A client that was told to come back finds its connection open: one that closes as it is used is an error to the client.
+        idle = LONGEST_RETRY + _GRACE
+        given: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
+        super().__init__(uvicorn.Config(make_app(site), timeout_keep_alive=idle, **given))
         self._site, self._ready = site, ready
 
     def handle_exit(self, sig: int, frame: Any) -> None:
