@@ -26,7 +26,7 @@ $(VENV)/.core: requirements.lock pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core
-	$(PIP) --constraint requirements.lock --editable '.[dev,interop,data,eval,viz,track]'
+	$(PIP) --constraint requirements.lock --editable '.[dev,interop,data,eval,viz,track,serve]'
 	@touch $@
 
 demo: $(VENV)/.core

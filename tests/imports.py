@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 LEAVES = ("interop", "evals", "analysis", "serving", "reproduce", "demo", "writer")
-COMMAND_LINE = ("cli", "cli_analysis", "cli_evals", "cli_options")  # import everything else inside their subcommands
+COMMAND_LINE = ("cli", "cli_analysis", "cli_evals", "cli_options", "cli_serving")  # import everything else inside their subcommands
 CORE = (
     "config",
     "noise",
@@ -47,9 +47,10 @@ ALLOWED = {
     "interop": CORE,
     "evals": (*CORE, "data", "durable"),
     "analysis": CORE,
-    "serving": (*CORE, "analysis"),
+    "prompting": ("sampling",),
+    "serving": (*CORE, "analysis", "prompting"),
     "reproduce": (*CORE, "data", "training", "planning", "interop", "evals", "analysis"),
-    "writer": ("observe", "sampling"),
+    "writer": ("observe", "sampling", "prompting"),
     "demo": (*CORE, "data", "training", "analysis"),
 }
 # What the objective, the samplers and the estimators must not touch: they take a denoiser.

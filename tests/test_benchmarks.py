@@ -58,11 +58,11 @@ def walk(value):
 
 def test_every_committed_record_has_the_form():
     paths = sorted(RESULTS.glob("*.json"))
-    assert len(paths) == 12
+    assert len(paths) == 13
     for path in paths:
         entry = json.loads(path.read_text())
         check_record(entry)
-        assert "gpu" in entry["hardware"]
+        assert "gpu" in entry["hardware"] or entry["benchmark"] == "serving"
 
 
 def test_planned_memory_is_within_ten_per_cent_of_the_measured_peaks():
@@ -91,6 +91,17 @@ def test_checkpoints_behind_cost_a_fraction_of_those_before():
     figures = json.loads(path.read_text())["figures"]
     assert figures["behind"]["saves"] == figures["before"]["saves"] > 1
     assert figures["behind"]["lost_ms_per_save"] < 0.2 * figures["before"]["lost_ms_per_save"]
+
+
+def test_the_serving_record_shows_what_a_server_promises():
+    (path,) = RESULTS.glob("serving-*.json")
+    figures = json.loads(path.read_text())["figures"]
+    assert figures["together_to_one_by_one"] >= 3
+    assert figures["deterministic"]["differing"] == 0
+    for form in ("together", "one_by_one", "deterministic"):
+        assert figures[form]["broken"] == 0
+        assert set(figures[form]["refused"]) <= {"429"}
+        assert figures[form]["requests"] > 100
 
 
 def test_gpu_records_show_what_the_core_promises():

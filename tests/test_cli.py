@@ -35,7 +35,7 @@ def test_help_is_quick():
 def test_help_and_version():
     shown = run("--help")
     assert shown.returncode == 0
-    for command in ("demo", "presets", "recipe", "eval", "score-requests", "score"):
+    for command in ("demo", "presets", "recipe", "eval", "score-requests", "score", "serve"):
         assert command in shown.stdout
     assert run("--version").stdout.startswith("sinkdlm 0.")
     assert run("presets", "--help").returncode == 0

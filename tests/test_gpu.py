@@ -9,6 +9,8 @@ from conftest import VARIANTS, small_model, small_tokens
 from sinkdlm import DiffusionLM, ModelConfig
 from sinkdlm.attention import Opening, attend, pair_bits
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
+from sinkdlm.serving.engine import Engine, Turns
+from test_engine import POLICIES, Owner, alone, request_of
 from test_visibility import random_rule
 
 pytestmark = [
@@ -342,3 +344,20 @@ def test_looking_on_changes_no_bit_and_sees_what_a_cpu_sees(variant, dtype):
         for name in ("received", "sink_received", "entropy", "value_norm", "update_ratio", "output_norm"):
             assert here[name].shape == there[name].shape
             assert abs(here[name] - there[name]).max(initial=0) <= tolerance * (1 + abs(there[name]).max(initial=0)), name
+
+
+def test_engines_that_share_a_gpu_write_what_requests_write_alone():
+    """float32, each row in shapes of its own; both engines record CUDA graphs while the other waits its turn."""
+    models = [small_model(seed=seed, dtype=torch.float32, n_sinks=1).cuda() for seed in (1, 2)]
+    requests = [request_of(name, number, n_open=20) for number, name in enumerate(POLICIES)]
+    expected = [[alone(model, request, deterministic=True, device="cuda").rows[0] for request in requests] for model in models]
+    turns = Turns()
+    engines = [Engine(model, deterministic=True, turns=turns) for model in models]
+    owners = [[Owner([request]) for request in requests] for _ in engines]
+    for engine, asking in zip(engines, owners, strict=True):
+        for owner in asking:
+            engine.submit(owner.ticket)
+    for asking, rows in zip(owners, expected, strict=True):
+        for owner, request, row in zip(asking, requests, rows, strict=True):
+            assert owner.tokens() == [row[request.canvas.index(request.mask_id) :]]
+    assert all(engine.close(60) for engine in engines)

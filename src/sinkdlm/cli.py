@@ -9,8 +9,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from sinkdlm import cli_analysis, cli_evals
-from sinkdlm.cli_options import Compile, Device, Documents, Json, Overrides, Seed
+from sinkdlm import cli_analysis, cli_evals, cli_serving
+from sinkdlm.cli_options import Arithmetic, Compile, Computing, Device, Documents, Json, Overrides, Seed
 
 app = typer.Typer(
     name="sinkdlm",
@@ -99,10 +99,6 @@ class GateInit(StrEnum):
 
 class Dtype(StrEnum):
     FLOAT32, BFLOAT16, FLOAT16 = "float32", "bfloat16", "float16"
-
-
-class Arithmetic(StrEnum):
-    AUTO, FLOAT32, BFLOAT16, FLOAT16, FLOAT8 = "auto", "float32", "bfloat16", "float16", "float8"
 
 
 @app.command()
@@ -220,9 +216,7 @@ def sample(
     compile_: Compile = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show the text as it appears, and where attention goes.")] = False,
     device: Device = None,
-    dtype: Annotated[
-        Arithmetic, typer.Option(help="auto: bfloat16 on a GPU, as saved elsewhere; float8 is faster and less precise.")
-    ] = Arithmetic.AUTO,
+    dtype: Computing = Arithmetic.AUTO,
     as_json: Json = False,
 ) -> None:
     """Write text with a model: after a prompt, into gaps, or as an answer."""
@@ -239,18 +233,19 @@ def sample(
     named |= {"guidance": guidance, "threshold": threshold, "cache": cache}
     options = {name: value for name, value in named.items() if value is not None}
     policy = policy_of(config, **options | dict(parse_override(override) for override in overrides or []))
-    from sinkdlm.writer import Job, check, policy_for, write
+    from sinkdlm.prompting import policy_for
+    from sinkdlm.writer import Job, check, write
 
     job = Job(prompt, prompts, infill, suffix, chat, length, gap, n, seed, until_eos, batch, deterministic)
     check(job)  # a wrong file or gap is said before the model is read
     from sinkdlm.training.parallel import joined
 
     with joined(device) as world:  # under torchrun each rank writes its share
-        lm = _load_for_sampling(checkpoint, world.device, dtype)
+        lm = load_for_sampling(checkpoint, world.device, dtype)
         if compile_:
             for part in lm.model.blocks:
                 part.compile()
-        policy = policy_of(policy, **policy_for(lm, policy, stop=stop, until_eos=until_eos))
+        policy = policy_of(policy, **policy_for(lm.tokenizer, policy, stop=stop, until_eos=until_eos))
         found = write(lm, job, policy, watch=watch, world=world)
     if not world.first:
         return
@@ -261,7 +256,7 @@ def sample(
         typer.echo(row["text"])
 
 
-def _load_for_sampling(checkpoint: str, device: Any, dtype: Arithmetic) -> Any:
+def load_for_sampling(checkpoint: str, device: Any, dtype: Arithmetic) -> Any:
     import torch
 
     half = dtype is Arithmetic.FLOAT8 or (dtype is Arithmetic.AUTO and device.type == "cuda")
@@ -288,6 +283,7 @@ def load_with_tokenizer(checkpoint: str, device: Any, dtype: Any = None) -> Any:
 
 cli_evals.register(app)
 cli_analysis.register(app)
+cli_serving.register(app)
 
 
 class DataKind(StrEnum):

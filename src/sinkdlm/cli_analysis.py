@@ -60,7 +60,7 @@ def analyze(
     from sinkdlm.analysis import study
     from sinkdlm.errors import AnalysisError
 
-    called = _names(models, names)
+    called = names_of(models, names)
     if capture_only and any(Path(model).suffix == ".json" for model in models):
         raise AnalysisError("--capture-only with a capture: it is made already; leave it out")
     if not capture_only:
@@ -163,10 +163,13 @@ class _Asked:
         return plan.with_trajectories(wanted or min(_DEFAULT, plan.n_different or _DEFAULT))
 
     def _written(self, lm: Any, prompt: Any) -> str:
-        from sinkdlm.writer import chat_text
+        from sinkdlm.errors import AnalysisError
+        from sinkdlm.prompting import chat_text, has_chat_template
 
         if not self._given["chat"]:
             return prompt
+        if not has_chat_template(lm.tokenizer):
+            raise AnalysisError("--chat: this tokenizer has no chat template; leave --chat out")
         turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         return chat_text(lm.tokenizer, turns)
 
@@ -199,7 +202,7 @@ def _capture(model: str, name: str, asked: _Asked, device: str | None, dtype: Dt
     return found
 
 
-def _names(models: list[str], given: str | None) -> list[str]:
+def names_of(models: list[str], given: str | None) -> list[str]:
     """Short and different: a folder's name, with its parent's where that says more."""
     from sinkdlm.errors import AnalysisError
 

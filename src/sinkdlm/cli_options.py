@@ -23,3 +23,12 @@ class Documents(StrEnum):
     """What one document is in a text file."""
 
     FILE, LINE, PARAGRAPH = "file", "line", "paragraph"
+
+
+class Arithmetic(StrEnum):
+    AUTO, FLOAT32, BFLOAT16, FLOAT16, FLOAT8 = "auto", "float32", "bfloat16", "float16", "float8"
+
+
+Computing = Annotated[
+    Arithmetic, typer.Option(help="auto: bfloat16 on a GPU, as saved elsewhere; float8 is faster and less precise.")
+]

@@ -6,10 +6,13 @@ know how a lane is computed.
 S sinks, K key/value heads, D head width.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+_MOST_TABLES = 64
 
 
 class Lane(NamedTuple):
@@ -31,7 +34,7 @@ class LaneCache:
 
     def __init__(self) -> None:
         self._lanes: dict[Any, list[Lane]] = {}
-        self.tables: dict[Any, Any] = {}  # what depends on shapes alone: rotary angles
+        self._tables: dict[Any, Any] = {}  # what depends on shapes alone: rotary angles
         self._module_tables: list[dict[str, nn.Module | None]] = []
         self._weight_tables: list[dict[str, nn.Parameter | None]] = []
         self._stamps: list[tuple[int, int, int]] = []
@@ -42,6 +45,16 @@ class LaneCache:
         self._versions: list[int] = []
         self._fingerprints: list[Tensor] = []
         self._cacheable = False
+
+    def table(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What make() gives for this shape. A scope may stay open for weeks and meet every length, so only the first are kept;
+        and those for good, because recorded steps read them where they are."""
+        if key in self._tables:
+            return self._tables[key]
+        made = make()
+        if len(self._tables) < _MOST_TABLES:
+            self._tables[key] = made
+        return made
 
     def _stamp(self) -> list[tuple[int, int, int]]:
         """Identity, storage and version of every weight."""

@@ -401,9 +401,7 @@ class DiffusionLM(nn.Module):
             rotations = place(*given)
         else:
             key = (x.dtype, x.device, causal, tokens.shape[1], span)
-            if key not in self._lanes.tables:
-                self._lanes.tables[key] = place(*given)
-            rotations = self._lanes.tables[key]
+            rotations = self._lanes.table(key, lambda: place(*given))
         return Surroundings(*rotations, visible, causal, self.attention_form, observe, cache, self.recompute)
 
     def _run_blocks(self, x: Tensor, around: Surroundings, use_lane: bool, wanted: Tensor | None = None) -> Tensor:

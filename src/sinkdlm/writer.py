@@ -21,11 +21,11 @@ from torch import Tensor
 
 from sinkdlm.errors import SamplingError
 from sinkdlm.observe import Watcher
+from sinkdlm.prompting import LENGTH, chat_text, check_room, encode, has_chat_template
 from sinkdlm.sampling import Policy, Request, State, start, step
 
 _GAP = re.compile(r"\[(_*)(?::(\d+))?\]")  # [____] is four tokens, [_:12] twelve
 _OPEN = "░"
-_BLOCK = 32  # appended at a time where the end is open and no block was given
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Job:
     infill: str | None = None
     suffix: str = ""
     chat: bool = False
-    length: int = 64
+    length: int = LENGTH
     gap: int | None = None
     n: int = 1
     seed: int = 0
@@ -104,38 +104,24 @@ def check(job: Job) -> None:
         read_prompts(job.prompts)
 
 
-def chat_text(tokenizer: Any, messages: list[Any]) -> str:
-    if not getattr(tokenizer, "chat_template", None):
-        raise SamplingError("--chat: this tokenizer has no chat template; leave --chat out, or convert with another --tokenizer")
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as failure:  # templates raise what they like
-        raise SamplingError(f"the tokenizer's chat template fails: {(str(failure).splitlines() or [''])[0]}") from None
-
-
 def canvases(lm: Any, job: Job) -> list[list[int]]:
     """The canvas of each prompt, [MASK] where there is something to write."""
-
-    def encode(text: str) -> list[int]:
-        return lm.tokenizer.encode(text, add_special_tokens=False) if text else []
-
-    mask_id = lm.config.mask_id
+    tokenizer, mask_id = lm.tokenizer, lm.config.mask_id
     if job.infill is not None:
         pieces = parse_gaps(job.infill, job.gap)
-        rows = [[token for piece in pieces for token in ([mask_id] * piece.gap or encode(piece.text))]]
+        rows = [[token for piece in pieces for token in ([mask_id] * piece.gap or encode(tokenizer, piece.text))]]
     else:
         given = [job.prompt] if job.prompts is None else read_prompts(job.prompts)
         if job.chat or any(isinstance(prompt, list) for prompt in given):
             turns = [prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] for prompt in given]
-            given = [chat_text(lm.tokenizer, messages) for messages in turns]
-        rows = [[*encode(prompt), *[mask_id] * job.length, *encode(job.suffix)] for prompt in given]
+            if not has_chat_template(tokenizer):
+                cure = "leave --chat out, or convert with another --tokenizer"
+                raise SamplingError(f"--chat: this tokenizer has no chat template; {cure}")
+            given = [chat_text(tokenizer, messages) for messages in turns]
+        tail = encode(tokenizer, job.suffix)
+        rows = [[*encode(tokenizer, prompt), *[mask_id] * job.length, *tail] for prompt in given]
     for row in rows:
-        if len(row) > lm.config.context_length:
-            n_open = row.count(mask_id)
-            raise SamplingError(
-                f"prompt of {len(row) - n_open} and {n_open} tokens to write: the model reads at most {lm.config.context_length}; "
-                "shorten the prompt or --length"
-            )
+        check_room(row, mask_id, lm.config.context_length, "the prompt or --length")
     return rows
 
 
@@ -292,10 +278,3 @@ def _sample(lm: Any, state: State) -> dict[str, Any]:
         "steps": state.steps,
         "confidences": [None if math.isnan(sure) else sure for sure in state.confidence.tolist()],
     }
-
-
-def policy_for(lm: Any, policy: Policy, *, stop: bool, until_eos: bool) -> dict[str, Any]:
-    """What the model and its tokenizer say about a policy: which token ends a text."""
-    eos_id = getattr(lm.tokenizer, "eos_token_id", None) if stop else None
-    options: dict[str, Any] = {"eos_id": eos_id} if policy.eos_id is None else {}
-    return options | ({"block": _BLOCK} if until_eos and policy.block is None else {})

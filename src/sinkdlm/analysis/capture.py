@@ -85,10 +85,7 @@ class Watched:
         return logits
 
     def _look(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
-        n = self._n_registers
-        if n:  # they lie in front of the tokens; as keys they are sinks, and nobody asks what they attend to
-            q, k, v, sink_k, sink_v = q[:, :, n:], k[:, :, n:], v[:, :, n:], k[:, :, :n], v[:, :, :n]
-        given, logit = (q, k, v, sink_k, sink_v), sink_logit_of(self.model, layer)
+        given, logit = part_registers(self._n_registers, q, k, v, sink_k, sink_v), sink_logit_of(self.model, layer)
         found = summarize(*given, sink_logit=logit, lengths=self._lengths)
         absolute = found.received > self.rules.threshold
         relative = _stands_out(found.received, self._lengths, self.rules.margin)
@@ -139,6 +136,13 @@ class Watched:
 
 def _norms(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).norm(dim=-1)
+
+
+def part_registers(
+    n: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Registers lie in front of the tokens: as keys they are sinks, and nobody asks what they attend to."""
+    return (q[:, :, n:], k[:, :, n:], v[:, :, n:], k[:, :, :n], v[:, :, :n]) if n else (q, k, v, sink_k, sink_v)
 
 
 def sink_logit_of(model: DiffusionLM, layer: int) -> Tensor | None:
@@ -269,8 +273,14 @@ def noisy(
 # -- single maps ------------------------------------------------------------------------------------------------------------------
 
 
-def attention_maps(model: DiffusionLM, tokens: Sequence[int], places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Tensor]:
-    """Attention (T, S + T) of the chosen (layer, head) when the model sees this row; sinks in front. A logit has no column."""
+def attention_maps(
+    model: DiffusionLM, tokens: Sequence[int], places: Sequence[tuple[int, int]], *, query: int | None = None
+) -> dict[tuple[int, int], Tensor]:
+    """Attention (T, S + T) of the chosen (layer, head) when the model sees this row; sinks in front. A logit has no column.
+
+    query: only this token's row, (1, S + T).
+    """
+    rows = slice(None) if query is None else slice(query, query + 1)
     found: dict[tuple[int, int], Tensor] = {}
     n, group = model.config.n_registers, model.config.n_heads // model.config.n_kv_heads
     for layer, head in places:
@@ -284,7 +294,7 @@ def attention_maps(model: DiffusionLM, tokens: Sequence[int], places: Sequence[t
             one = slice(head // group, head // group + 1)
             of_head = [None if x is None else x[:, one] for x in (k, v, sink_k, sink_v)]
             given = None if logit is None else logit[head : head + 1]
-            _, weights = attend_naive(q[:, head : head + 1, n:], *of_head, sink_logit=given)  # type: ignore[arg-type]
+            _, weights = attend_naive(q[:, head : head + 1, n:][:, :, rows], *of_head, sink_logit=given)  # type: ignore[arg-type]
             found[layer, head] = weights[0, 0].cpu()
 
     with model.inference():

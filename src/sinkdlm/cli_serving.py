@@ -1,0 +1,75 @@
+"""The subcommand that serves models. Like cli.py, it imports what it needs when it runs."""
+
+from typing import Annotated
+
+import typer
+
+from sinkdlm.cli_options import Arithmetic, Computing, Device
+
+_MODELS = typer.Argument(metavar="CKPT [CKPT2]", help="Checkpoints, or anything that `convert` reads.")
+
+
+def register(app: typer.Typer) -> None:
+    app.command("serve")(serve)
+
+
+def serve(
+    models: Annotated[list[str], _MODELS],
+    host: Annotated[str, typer.Option(help="The address to listen on; by default this machine alone.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free; it is printed.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="SINKDLM_API_KEY", help="What clients must send; better given in the environment.")
+    ] = None,
+    cors: Annotated[
+        list[str] | None, typer.Option(metavar="ORIGIN", help="A page's origin that may read answers, as in https://example.org.")
+    ] = None,
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 256,
+    max_batch: Annotated[int, typer.Option(min=1, help="Texts that are written at the same time.")] = 64,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a forward: texts times the longest.")] = 16_384,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a text with its prompt; by default all it reads.")
+    ] = None,
+    max_steps: Annotated[int, typer.Option(min=1, help="Denoising steps that a request may ask for.")] = 1024,
+    max_n: Annotated[int, typer.Option(min=1, max=64, help="Texts for one prompt.")] = 16,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take, waiting included.")] = 300.0,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same tokens whoever else is being served; slower.")
+    ] = False,
+    device: Device = None,
+    dtype: Computing = Arithmetic.AUTO,
+) -> None:
+    """Serve one or two models over HTTP, in OpenAI's manner: completions, chat, streams, metrics."""
+    from sinkdlm.errors import UserError
+
+    if len(models) > 2:
+        raise UserError(f"{len(models)} checkpoints: one process serves one or two")
+    if api_key == "":
+        raise UserError("--api-key: is empty, and would let everybody in; give one, or leave it out")
+    try:
+        from sinkdlm.serving.server import LOOPBACK, address_of, bind, make_site, run
+    except ModuleNotFoundError as missing:
+        raise UserError(f"{missing.name} is not installed; pip install 'sinkdlm[serve]'") from None
+    import torch
+
+    from sinkdlm.checkpoint import find_device
+    from sinkdlm.cli import load_for_sampling
+    from sinkdlm.cli_analysis import names_of
+    from sinkdlm.serving.app import Settings
+    from sinkdlm.serving.engine import Capacity
+    from sinkdlm.serving.served import Limits
+
+    names = names_of(models, None)
+    local = host in LOOPBACK
+    hosts = frozenset(LOOPBACK) if local and api_key is None else None
+    with bind(host, port) as bound:  # a port that is taken is said before models are read
+        if not local and api_key is None:
+            typer.echo(f"sinkdlm: warning: anybody who reaches {host} can use this server; set --api-key", err=True)
+        place = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        site = make_site(
+            {name: load_for_sampling(path, place, dtype) for name, path in zip(names, models, strict=True)},
+            Capacity(rows=max_batch, tokens=batch_tokens, waiting=max_queue, seconds=timeout),
+            Limits(length=max_length, steps=max_steps, n=max_n),
+            Settings(api_key=api_key, hosts=hosts, origins=tuple(cors or ())),
+            deterministic=deterministic,
+        )
+        run(site, bound, lambda: typer.echo(f"serving {', '.join(names)} at {address_of(bound)} on {place}"))

@@ -1,0 +1,44 @@
+"""Prompts in tokens: what a text or a chat becomes, whether a canvas fits, and what a tokenizer says about a policy.
+
+Shared by all who write text for somebody: the command line and the server. Takes a tokenizer by its methods; knows no model, file
+or option.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from sinkdlm.errors import SamplingError
+from sinkdlm.sampling.unmasking import Policy
+
+LENGTH = 64  # tokens to write, where nobody says
+_BLOCK = 32  # appended at a time where the end is open and no block was given
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False) if text else []
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def chat_text(tokenizer: Any, messages: list[Any]) -> str:
+    """A conversation in the tokenizer's own template, up to where the answer begins."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as failure:  # templates raise what they like
+        raise SamplingError(f"the tokenizer's chat template fails: {(str(failure).splitlines() or [''])[0]}") from None
+
+
+def check_room(canvas: Sequence[int], mask_id: int, room: int, cure: str) -> None:
+    if len(canvas) > room:
+        n_open = sum(token == mask_id for token in canvas)
+        given = len(canvas) - n_open
+        raise SamplingError(f"prompt of {given} and {n_open} tokens to write: the model reads at most {room}; shorten {cure}")
+
+
+def policy_for(tokenizer: Any, policy: Policy, *, stop: bool, until_eos: bool) -> dict[str, Any]:
+    """What a tokenizer says about a policy: which token ends a text. An open end is written in blocks."""
+    eos_id = getattr(tokenizer, "eos_token_id", None) if stop else None
+    options: dict[str, Any] = {"eos_id": eos_id} if policy.eos_id is None else {}
+    return options | ({"block": _BLOCK} if until_eos and policy.block is None else {})

@@ -1,0 +1,180 @@
+"""From what an engine tells to what a client reads: whole answers, and streams of pieces and frames.
+
+Owns the shapes of OpenAI's answers and the event loop's side of a request. An exchange is one request on its way; its events come
+from the engine's thread.
+"""
+
+import asyncio
+import json
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
+from typing import Any
+
+from sinkdlm.serving.engine import Event, Frame, Over, Ticket
+from sinkdlm.serving.engine import Written as Tokens
+from sinkdlm.serving.problems import api_error
+from sinkdlm.serving.records import Record
+from sinkdlm.serving.schemas import (
+    ChatChoice,
+    ChatCompletion,
+    ChatMessage,
+    Completion,
+    CompletionChoice,
+    FinishReason,
+    Usage,
+    Written,
+)
+from sinkdlm.serving.served import Order, Served
+
+_QUIET = 15.0  # seconds after which a stream shows that it lives
+_DIGITS = 4  # of a confidence
+
+
+class Exchange:
+    """finished: called once, when all rows are done."""
+
+    def __init__(self, served: Served, order: Order, *, chat: bool, inspect: bool, finished: Callable[["Exchange"], None]) -> None:
+        self.served, self.order, self.chat, self._finished = served, order, chat, finished
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.steps = [0] * len(order.rows)
+        self.record = None
+        if inspect:
+            given = [row.canvas.index(row.mask_id) for row in order.rows]
+            self.record = Record(self.id, served.name, served.lm.config.mask_id, given, [[] for _ in order.rows])
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self.ticket: Ticket | None = None
+
+    def submit(self, *, progress: bool, frames: bool) -> None:
+        """May be called in another thread: it lays out the plan of every row."""
+        ends = self.order.ends if self.order.transcripts[0].has_stops else None
+        frames = frames or self.record is not None
+        ticket = Ticket(self.order.rows, self._tell, ends=ends, progress=progress, frames=frames)
+        self.served.engine.submit(ticket)
+        self.ticket = ticket
+
+    def cancel(self) -> None:
+        if self.ticket is not None:
+            self.served.engine.cancel(self.ticket)
+
+    def _tell(self, events: list[Event]) -> None:
+        """In the engine's thread."""
+        self._loop.call_soon_threadsafe(self._take, events)
+
+    def _take(self, events: list[Event]) -> None:
+        for event in events:
+            self._events.put_nowait(event)
+
+    async def events(self) -> AsyncIterator[Tokens | Frame | None]:
+        """Until all rows are done. None: nothing has happened for a while."""
+        while True:
+            try:
+                event = await asyncio.wait_for(self._events.get(), _QUIET)
+            except TimeoutError:
+                yield None
+                continue
+            if isinstance(event, Over):
+                if event.failure is not None:
+                    raise api_error(event.failure)
+                self._finished(self)
+                return
+            if isinstance(event, Frame) and self.record is not None:
+                self.record.add(event)
+            if isinstance(event, Tokens):
+                self.steps[event.row] = event.steps
+            yield event
+
+    # -- whole --------------------------------------------------------------------------------------------------------------------
+
+    async def answer(self) -> Completion | ChatCompletion:
+        transcripts = self.order.transcripts
+        async for event in self.events():
+            if isinstance(event, Tokens) and event.done:
+                transcripts[event.row].read(event.tokens, done=True)
+        texts = [before + transcript.text for before, transcript in zip(self.order.echo, transcripts, strict=True)]
+        if self.chat:
+            return ChatCompletion(
+                **self._head(),
+                choices=[
+                    ChatChoice(index=index, message=ChatMessage(content=text), finish_reason=self._reason(index))
+                    for index, text in enumerate(texts)
+                ],
+                usage=self.usage(),
+                sinkdlm=self._written(),
+            )
+        choices = [CompletionChoice(index=index, text=text, finish_reason=self._reason(index)) for index, text in enumerate(texts)]
+        return Completion(**self._head(), choices=choices, usage=self.usage(), sinkdlm=self._written())
+
+    def usage(self) -> Usage:
+        given, written = self.order.n_prompt_tokens, sum(transcript.n_tokens for transcript in self.order.transcripts)
+        return Usage(prompt_tokens=given, completion_tokens=written, total_tokens=given + written)
+
+    def _head(self) -> dict[str, Any]:
+        names = {"model": self.served.name, "system_fingerprint": self.served.fingerprint}
+        return {"id": self.id, "created": self.created, **names}
+
+    def _written(self) -> Written:
+        policy = asdict(self.order.policy)
+        return Written(seed=self.order.seed, steps=self.steps, policy=policy, inspect=self.record is not None)
+
+    def _reason(self, row: int) -> FinishReason:
+        return "stop" if self.order.transcripts[row].stopped else "length"
+
+    # -- piece by piece -----------------------------------------------------------------------------------------------------------
+
+    async def stream(self, *, with_usage: bool, frames: bool) -> AsyncIterator[str]:
+        """Lines of server-sent events. An error comes as an event of its own, since the status is sent by then."""
+        try:
+            for row, before in enumerate(self.order.echo):
+                if self.chat or before:
+                    yield self._line([self._piece(row, before, opening=True)], with_usage)
+            async for event in self.events():
+                if event is None:
+                    yield ": still writing\n\n"
+                elif isinstance(event, Tokens):
+                    new = self.order.transcripts[event.row].read(event.tokens, done=event.done)
+                    if new:
+                        yield self._line([self._piece(event.row, new)], with_usage)
+                    if event.done:
+                        last = self._piece(event.row, "", reason=self._reason(event.row))
+                        yield self._line([last], with_usage, **self._written().model_dump())
+                elif frames:
+                    yield self._line([], with_usage, frame=self._frame(event))
+            if with_usage:
+                yield self._line([], True, usage=self.usage().model_dump())
+        except Exception as failure:
+            yield f"data: {json.dumps(api_error(failure).body())}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def _line(self, choices: list[dict[str, Any]], with_usage: bool, usage: Any = None, **ours: Any) -> str:
+        """usage: null in all but the last where the client asked for it, as OpenAI has it."""
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        body = {**self._head(), "object": kind, "choices": choices}
+        if with_usage:
+            body["usage"] = usage
+        if ours:
+            body["sinkdlm"] = ours
+        return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
+
+    def _piece(self, row: int, text: str, *, opening: bool = False, reason: FinishReason | None = None) -> dict[str, Any]:
+        found: dict[str, Any] = {"index": row, "logprobs": None, "finish_reason": reason}
+        if not self.chat:
+            return {**found, "text": text}
+        delta = {} if reason is not None else {"content": text}
+        return {**found, "delta": {"role": "assistant", **delta} if opening else delta}
+
+    def _frame(self, frame: Frame) -> dict[str, Any]:
+        """The whole canvas: ids and pieces of text, null where a token is still to be written."""
+        mask_id = self.served.lm.config.mask_id
+        tokens = [None if token == mask_id else token for token in frame.tokens]
+        return {
+            "choice": frame.row,
+            "step": frame.steps,
+            "tokens": tokens,
+            "pieces": [None if token is None else self.served.piece(token) for token in tokens],
+            "confidence": [None if math.isnan(sure) else round(sure, _DIGITS) for sure in frame.confidence],
+        }

@@ -1,0 +1,202 @@
+"""The HTTP API: OpenAI's routes for diffusion models, health, metrics, and a look at finished requests.
+
+Owns routes and what they answer. What a request means is in served.py, how it is computed in engine.py. No path that a client sends
+is ever looked up on disk: the page's files are read once, at the start.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from sinkdlm import __version__
+from sinkdlm.errors import SamplingError
+from sinkdlm.serving import inspecting, problems
+from sinkdlm.serving.answers import Exchange
+from sinkdlm.serving.guard import Door, Guard
+from sinkdlm.serving.metrics import Metrics
+from sinkdlm.serving.problems import RESPONSES, ApiError
+from sinkdlm.serving.records import Records, size_of
+from sinkdlm.serving.schemas import Card, Cards, ChatCompletion, ChatRequest, Completion, CompletionRequest, Health
+from sinkdlm.serving.served import Order, Served
+
+PAGE = Path(__file__).parent / "page"
+_KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+}
+_READING = 60.0  # seconds that a client may take to read a stream to its end, beyond the time of the request
+
+
+@dataclass(frozen=True)
+class Settings:
+    api_key: str | None = None
+    hosts: frozenset[str] | None = None  # names under which the server may be called; None: any
+    origins: Sequence[str] = ()  # CORS: pages that may read answers
+    most_bytes: int = 1 << 20  # of a body
+    record_bytes: int = 64 << 20
+    record_seconds: float = 600.0
+
+
+@dataclass
+class Site:
+    """All that routes share."""
+
+    models: dict[str, Served]
+    metrics: Metrics
+    settings: Settings = field(default_factory=Settings)
+    door: Door = field(default_factory=Door)
+
+    def __post_init__(self) -> None:
+        self.records = Records(self.settings.record_bytes, self.settings.record_seconds)
+        engines = [(name, served.engine) for name, served in self.models.items()]
+        self.metrics.watch(lambda: [(name, engine.n_waiting, engine.n_running) for name, engine in engines])
+
+    def find(self, name: str) -> Served:
+        if name not in self.models:
+            there = ", ".join(self.models)
+            raise ApiError(404, f"model {name!r}: not served here; there is {there}", code="model_not_found", param="model")
+        return self.models[name]
+
+    def finish(self, exchange: Exchange) -> None:
+        name, ticket, usage = exchange.served.name, exchange.ticket, exchange.usage()
+        self.metrics.prompt_tokens.labels(name).inc(usage.prompt_tokens)
+        self.metrics.completion_tokens.labels(name).inc(usage.completion_tokens)
+        if ticket is not None:
+            self.metrics.seconds.labels(name).observe(ticket.ended - ticket.submitted)
+            self.metrics.queued.labels(name).observe(ticket.began - ticket.submitted)
+        if exchange.record is not None:
+            self.records.add(exchange.record)
+
+
+def make_app(site: Site) -> FastAPI:
+    app = FastAPI(title="sinkdlm", version=__version__, docs_url=None, redoc_url=None, responses=RESPONSES)
+    problems.register(app)
+    _serve_facts(app, site)
+    _serve_answers(app, site)
+    inspecting.register(app, site.records, site.find)
+    _serve_page(app)
+    guarded: dict[str, Any] = {"door": site.door, "metrics": site.metrics}
+    settings = site.settings
+    app.add_middleware(Guard, **guarded, key=settings.api_key, hosts=settings.hosts, most_bytes=settings.most_bytes)
+    if settings.origins:  # outside the guard: a browser asks first, without a key
+        app.add_middleware(CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=["*"])
+    return app
+
+
+def _serve_facts(app: FastAPI, site: Site) -> None:
+    @app.get("/v1/models")
+    def list_models() -> Cards:
+        return Cards(data=[served.card() for served in site.models.values()])
+
+    @app.get("/v1/models/{model}")
+    def describe_model(model: str) -> Card:
+        return site.find(model).card()
+
+    @app.get("/health", responses={503: {"model": Health}})
+    def health() -> Response:
+        alive = all(served.engine.alive for served in site.models.values())
+        told = Health(status="draining" if site.door.draining else "ok" if alive else "failed", models=list(site.models))
+        return JSONResponse(told.model_dump(), 200 if told.status == "ok" else 503)
+
+    @app.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
+    def metrics() -> Response:
+        return Response(site.metrics.text(), media_type="text/plain; version=1.0.0; charset=utf-8")
+
+
+def _serve_answers(app: FastAPI, site: Site) -> None:
+    events: dict[str, Any] = {"text/event-stream": {}}
+
+    @app.post("/v1/completions", responses={200: {"model": Completion, "content": events}})
+    async def complete(asked: CompletionRequest, request: Request) -> Response:
+        return await _answer(site, asked, request)
+
+    @app.post("/v1/chat/completions", responses={200: {"model": ChatCompletion, "content": events}})
+    async def chat(asked: ChatRequest, request: Request) -> Response:
+        return await _answer(site, asked, request)
+
+
+async def _answer(site: Site, asked: CompletionRequest | ChatRequest, request: Request) -> Response:
+    served = site.find(asked.model)
+    served.engine.check_room()
+    prepare: Any = served.chat if isinstance(asked, ChatRequest) else served.complete
+    order: Order = await run_in_threadpool(prepare, asked)
+    if asked.sinkdlm.inspect:
+        _check_record(site, order)
+    is_chat, frames = isinstance(asked, ChatRequest), asked.sinkdlm.frames
+    exchange = Exchange(served, order, chat=is_chat, inspect=asked.sinkdlm.inspect, finished=site.finish)
+    try:
+        await run_in_threadpool(exchange.submit, progress=bool(asked.stream), frames=frames)
+        if asked.stream:
+            return _Events(exchange, exchange.stream(with_usage=asked.with_usage, frames=frames))
+        return await _unless_client_leaves(request, exchange)
+    except BaseException:
+        exchange.cancel()
+        raise
+
+
+def _check_record(site: Site, order: Order) -> None:
+    rows = [((row.policy.steps or len(row.canvas)) + 1, len(row.canvas)) for row in order.rows]
+    size, most = size_of(rows), site.settings.record_bytes
+    if size > most:
+        raise SamplingError(f"sinkdlm.inspect: {size} bytes of frames, and this server keeps {most}; ask for fewer texts or steps")
+
+
+async def _unless_client_leaves(request: Request, exchange: Exchange) -> Response:
+    answering = asyncio.ensure_future(exchange.answer())
+    leaving = asyncio.ensure_future(request.receive())  # the body is read: what comes next is the client's leaving
+    try:
+        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if answering.done():
+            return JSONResponse((await answering).model_dump())
+        raise HTTPException(499, "the client left")  # nobody reads it
+    finally:
+        answering.cancel()
+        leaving.cancel()
+
+
+class _Events(StreamingResponse):
+    """A stream whose request ends with it, however it ends."""
+
+    def __init__(self, exchange: Exchange, lines: AsyncIterator[str]) -> None:
+        super().__init__(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._exchange = exchange
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            async with asyncio.timeout(self._exchange.served.engine.capacity.seconds + _READING):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:  # the connection is cut: its client hardly reads
+            pass
+        finally:
+            self._exchange.cancel()
+
+
+def _serve_page(app: FastAPI) -> None:
+    """The inspector, where it is installed: / is its index.html, /page/NAME its other files."""
+    names = [path for path in PAGE.rglob("*") if path.suffix in _KINDS] if PAGE.is_dir() else []
+    files = {path.relative_to(PAGE).as_posix(): (path.read_bytes(), _KINDS[path.suffix]) for path in names}
+
+    def send(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404, "nothing here; the API is under /v1")
+        body, kind = files[name]
+        return Response(body, media_type=kind, headers={"Content-Security-Policy": "default-src 'self'"})
+
+    @app.get("/", include_in_schema=False)
+    def index() -> Response:
+        return send("index.html")
+
+    @app.get("/page/{name:path}", include_in_schema=False)
+    def page(name: str) -> Response:
+        return send(name)

@@ -1,0 +1,419 @@
+"""Requests that are denoised together: one model, one bounded queue, one thread that steps all that runs.
+
+Requests join and leave between steps, whatever their lengths, policies and ages. Owns who may wait and run, limits of time and
+room, cancellation, and an end that loses nothing. Knows no HTTP, tokenizer or text: it is given canvases and tells tokens.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sinkdlm.model import DiffusionLM
+from sinkdlm.sampling import Access, Request, State, start, step
+
+_RECENT = 32  # finished requests from which the rate is taken
+_FORWARD_TOKENS = 512  # that a forward costs as much as, however few it has; a rough figure, for small models and large ones
+LONGEST_RETRY = 60  # seconds that a client is told to wait at most
+_log = logging.getLogger(__name__)
+
+
+class QueueFullError(Exception):
+    """Not taken in: too many wait. retry_after: seconds until there should be room."""
+
+    def __init__(self, retry_after: int) -> None:
+        super().__init__("too many requests are waiting")
+        self.retry_after = retry_after
+
+
+class ClosedError(Exception):
+    """Not taken in: the engine is finishing what it has."""
+
+
+class ExpiredError(Exception):
+    """A request took longer than it may."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    rows: int = 64  # denoised at a time
+    tokens: int = 16_384  # in a forward: rows times the longest of them; a single row may be longer
+    waiting: int = 256  # requests that wait for a place
+    looks: int = 16  # questions about finished requests that wait for an answer
+    seconds: float = 300.0  # that a request may take, waiting included
+
+
+# -- what is told -----------------------------------------------------------------------------------------------------------------
+
+
+class Written(NamedTuple):
+    """The tokens that a row has written and that can no longer change; once `done`, all there will be."""
+
+    row: int
+    tokens: list[int]
+    done: bool
+    steps: int
+
+
+class Frame(NamedTuple):
+    """A whole row after a step; before the first, as it was given. confidence: not a number where nothing was written."""
+
+    row: int
+    steps: int
+    tokens: list[int]
+    confidence: list[float]
+
+
+class Over(NamedTuple):
+    """The last event of a ticket, with what went wrong, if anything did."""
+
+    failure: Exception | None
+
+
+Event = Written | Frame | Over
+
+
+class _Row:
+    """A canvas on its way. Written tokens lie in one gap of it, from `first` to `stop`."""
+
+    def __init__(self, ticket: "Ticket", number: int, state: State) -> None:
+        canvas, mask_id = state.request.canvas, state.request.mask_id
+        self.ticket, self.number, self.state = ticket, number, state
+        self.first = canvas.index(mask_id)
+        self.stop = self.first + sum(token == mask_id for token in canvas)
+        self.told = 0  # final tokens that the owner knows of
+
+    @property
+    def length(self) -> int:
+        """Tokens now."""
+        return self.state.length
+
+
+class Ticket:
+    """A request of one or several rows.
+
+    tell: given the events of a step, in the engine's thread; it must not block. ends(row, tokens): whether the final tokens hold a
+    reason to write no more. progress, frames: whether the owner wants events before a row is done.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        tell: Callable[[list[Event]], None],
+        *,
+        ends: Callable[[int, list[int]], bool] | None = None,
+        progress: bool = False,
+        frames: bool = False,
+    ) -> None:
+        self.tell, self.ends, self.progress, self.frames = tell, ends, progress, frames
+        self.pending = deque(_Row(self, number, state) for number, state in enumerate(start(requests)))
+        self.n_left = len(self.pending)
+        self.submitted = self.began = self.ended = 0.0
+        self.deadline = math.inf
+        self.watched = progress or frames or ends is not None
+        self.left = False  # nobody waits for it any longer
+        self.over = False
+
+
+def share_forwards(rows: Sequence[_Row], most_tokens: int) -> list[Sequence[_Row]]:
+    """Rows of about one length share a forward: padding the short ones to the longest must not cost more than a forward more."""
+    ordered = sorted(rows, key=lambda row: row.length)  # stable, so that rows stay together from step to step
+    found: list[Sequence[_Row]] = []
+    for part in _cut(ordered):
+        stop = len(part)
+        while stop > 0:
+            start = max(0, stop - max(1, most_tokens // part[stop - 1].length))
+            found.append(part[start:stop])
+            stop = start
+    return found
+
+
+def _cut(ordered: Sequence[_Row]) -> list[Sequence[_Row]]:
+    longest = ordered[-1].length
+    saved, place = max((place * (longest - ordered[place - 1].length), place) for place in range(len(ordered)))
+    if saved <= _FORWARD_TOKENS:
+        return [ordered]
+    return _cut(ordered[:place]) + _cut(ordered[place:])
+
+
+class Turns:
+    """A lock handed out in the order of asking: engines that share a device step by turns, and none is starved."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next = self._now = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            mine, self._next = self._next, self._next + 1
+            self._changed.wait_for(lambda: self._now == mine)
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._now += 1
+            self._changed.notify_all()
+
+
+class Engine:
+    """stepped(rows, seconds): called after every step, for whoever counts."""
+
+    def __init__(
+        self,
+        model: DiffusionLM,
+        capacity: Capacity | None = None,
+        *,
+        deterministic: bool = False,
+        turns: Turns | None = None,
+        stepped: Callable[[int, float], None] = lambda rows, seconds: None,
+        name: str = "engine",
+    ) -> None:
+        self.capacity = capacity or Capacity()
+        self.deterministic = deterministic
+        self._model, self._turns, self._stepped = model, turns or Turns(), stepped
+        denoiser = model.denoiser()
+        self._device, self._access = denoiser.device, Access.of(denoiser)
+        self._changed = threading.Condition()
+        self._waiting: deque[Ticket] = deque()
+        self._running: list[_Row] = []
+        self._looks: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._finished: deque[float] = deque(maxlen=_RECENT)
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    # -- for those who ask (any thread) -------------------------------------------------------------------------------------------
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def n_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def check_room(self) -> None:
+        """Raises what `submit` would raise now: to be asked before a request costs anything."""
+        if self._closed or not self.alive:
+            raise ClosedError("shutting down")
+        if len(self._waiting) >= self.capacity.waiting:
+            raise QueueFullError(self._retry_after())
+
+    def submit(self, ticket: Ticket) -> None:
+        with self._changed:
+            self.check_room()
+            ticket.submitted = time.monotonic()
+            ticket.deadline = ticket.submitted + self.capacity.seconds
+            self._waiting.append(ticket)
+            self._changed.notify()
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Its rows leave before the next step, and nothing more is told."""
+        with self._changed:
+            ticket.left = True
+            if ticket in self._waiting:  # its place in the queue is free at once
+                self._waiting.remove(ticket)
+                for row in ticket.pending:
+                    row.state.end()
+            self._changed.notify()
+
+    def look(self, compute: Callable[[], Any]) -> "Future[Any]":
+        """Runs something with the model between two steps: the model is only ever used by the engine's thread."""
+        future: Future[Any] = Future()
+        with self._changed:
+            if self._closed or not self.alive:
+                raise ClosedError("shutting down")
+            if len(self._looks) >= self.capacity.looks:
+                raise QueueFullError(1)
+            self._looks.append((future, compute))
+            self._changed.notify()
+        return future
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Takes nothing more in, finishes all it has, and says whether it got there in time."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(timeout)
+        return not self.alive
+
+    def _retry_after(self) -> int:
+        """How long those who wait will take at the pace of late."""
+        if len(self._finished) < 2:
+            return 1
+        pace = (self._finished[-1] - self._finished[0]) / (len(self._finished) - 1)
+        return min(LONGEST_RETRY, max(1, math.ceil(pace * len(self._waiting))))
+
+    # -- the thread ---------------------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            with self._model.inference():
+                while self._wait():
+                    self._admit()
+                    with self._turns:
+                        self._answer_look()
+                        self._advance()
+                    self._report()
+        except BaseException as failure:
+            _log.exception("the engine stopped")
+            with self._changed:
+                self._closed = True
+            self._abandon(failure if isinstance(failure, Exception) else RuntimeError("the engine stopped"))
+            raise
+
+    def _abandon(self, failure: Exception) -> None:
+        """Nobody waits for an answer that will never come."""
+        for ticket in {**dict.fromkeys(self._waiting), **{row.ticket: None for row in self._running}}:
+            self._end(ticket, failure)
+        for future, _ in self._looks:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(failure)
+
+    def _wait(self) -> bool:
+        """Until there is something to do; False once there never will be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._waiting or self._running or self._looks)
+            return bool(self._waiting or self._running or self._looks)
+
+    def _admit(self) -> None:
+        """Lets go of what nobody waits for or what took too long, then fills free places in the order of arrival."""
+        now = time.monotonic()
+        with self._changed:
+            tickets = {**dict.fromkeys(self._waiting), **{row.ticket: None for row in self._running}}
+            gone = {ticket for ticket in tickets if ticket.left or ticket.over or ticket.deadline < now}
+            for row in [*self._running, *(row for ticket in gone for row in ticket.pending)]:
+                if row.ticket in gone:
+                    row.state.end()
+            self._running = [row for row in self._running if row.ticket not in gone]
+            self._waiting = deque(ticket for ticket in self._waiting if ticket not in gone)
+            begun = []
+            while self._waiting and len(self._running) < self.capacity.rows:
+                ticket = self._waiting[0]
+                begun.append(ticket.pending.popleft())
+                self._running.append(begun[-1])
+                ticket.began = ticket.began or now
+                if not ticket.pending:
+                    self._waiting.popleft()
+        for ticket in gone:
+            self._end(ticket, ExpiredError(f"not done within {self.capacity.seconds:g} s"))
+        for row in begun:
+            if row.ticket.frames:
+                tokens = row.state.tokens.tolist()
+                self._tell(row.ticket, [Frame(row.number, 0, tokens, [math.nan] * len(tokens))])
+
+    def _answer_look(self) -> None:
+        """One a step, so that those who look do not hold up those who write."""
+        with self._changed:
+            if not self._looks:
+                return
+            future, compute = self._looks.popleft()
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(compute())
+            except Exception as failure:
+                future.set_exception(failure)
+
+    def _advance(self) -> None:
+        """One step of all rows, in as many forwards as their lengths ask for."""
+        if not self._running:
+            return
+        began, n_rows = time.perf_counter(), len(self._running)
+        for rows in share_forwards(self._running, self.capacity.tokens):
+            self._step(rows)
+        self._running = [row for row in self._running if not row.ticket.over]
+        self._stepped(n_rows, time.perf_counter() - began)
+
+    def _step(self, rows: Sequence[_Row]) -> None:
+        """Where it fails, those it has not reached step alone, and who fails alone ends with its failure."""
+        before = [row.state.turn for row in rows]
+        given: dict[str, Any] = {"device": self._device, "deterministic": self.deterministic}
+        try:
+            step([row.state for row in rows], self._access, **given)
+        except Exception:
+            _log.exception("a step of %d rows failed; each is tried alone", len(rows))
+            for row, turn in zip(rows, before, strict=True):
+                if row.state.turn is turn and not row.ticket.over:
+                    try:
+                        step([row.state], self._access, **given)
+                    except Exception as failure:
+                        self._end(row.ticket, failure)
+
+    # -- telling ------------------------------------------------------------------------------------------------------------------
+
+    def _report(self) -> None:
+        """Tells owners what the step did, and lets finished rows go: a state holds the batch it was in."""
+        wanted = [row for row in self._running if row.state.done or row.ticket.watched]
+        events: dict[Ticket, list[Event]] = {}
+        for row, tokens, n_final, confidence in _views(wanted):
+            if not (row.ticket.over or row.ticket.left):
+                events.setdefault(row.ticket, []).extend(self._events(row, tokens, n_final, confidence))
+        for ticket, told in events.items():
+            self._tell(ticket, told)
+            if not ticket.n_left:
+                self._finished.append(time.monotonic())
+                self._end(ticket, None)
+        self._running = [row for row in self._running if not (row.state.done or row.ticket.over)]
+
+    def _events(self, row: _Row, tokens: list[int], n_final: int, confidence: list[float]) -> Iterable[Event]:
+        ticket, state = row.ticket, row.state
+        written = tokens[row.first : row.first + n_final]
+        if ticket.ends is not None and not state.done and n_final > row.told:
+            try:
+                if ticket.ends(row.number, written):
+                    state.end()
+            except Exception as failure:
+                self._end(ticket, failure)
+                return
+        if ticket.frames:
+            yield Frame(row.number, state.steps, tokens, confidence)
+        if state.done or (ticket.progress and n_final > row.told):
+            yield Written(row.number, written, state.done, state.steps)
+        row.told = n_final
+        ticket.n_left -= state.done
+
+    def _end(self, ticket: Ticket, failure: Exception | None) -> None:
+        if not ticket.over:
+            ticket.ended = time.monotonic()
+            self._tell(ticket, [Over(failure)])
+            ticket.over = True
+
+    def _tell(self, ticket: Ticket, events: list[Event]) -> None:
+        if ticket.left or ticket.over:
+            return
+        try:
+            ticket.tell(events)
+        except Exception:  # whoever asked is gone
+            ticket.left = True
+
+
+def _views(rows: list[_Row]) -> Iterable[tuple[_Row, list[int], int, list[float]]]:
+    """Tokens of each row, how many of its written ones are final, and confidences. One transfer for all rows of a batch."""
+    homes: dict[int, list[_Row]] = {}
+    for row in rows:
+        homes.setdefault(id(row.state.home), []).append(row)
+    for group in homes.values():
+        home, places = group[0].state.home, [row.state.row for row in group]
+        tokens, open_ = home.tokens[places].tolist(), home.open[places].tolist()
+        with_frames = any(row.ticket.frames for row in group)
+        confidence = home.confidence[places].tolist() if with_frames else [[]] * len(group)
+        for row, mine, still_open, sure in zip(group, tokens, open_, confidence, strict=True):
+            length = row.state.length
+            yield row, mine[:length], _n_final(row, still_open[:length]), sure[:length]
+
+
+def _n_final(row: _Row, still_open: list[bool]) -> int:
+    """Written tokens that stay: those before the first open one; where tokens may be masked again, those before the block."""
+    stop = min(row.stop, len(still_open))
+    turn = row.state.turn
+    if turn is not None and row.state.policy.remask != "none":
+        return min(stop, turn.start) - row.first
+    return next((place for place in range(row.first, stop) if still_open[place]), stop) - row.first

@@ -1,0 +1,116 @@
+"""What every request meets before it is read: whom it asks, who asks, how much it sends, and whether the server is ending.
+
+A plain ASGI layer, so that nothing lies between a handler and the news that its client has left.
+"""
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+from sinkdlm.serving.metrics import Metrics
+from sinkdlm.serving.problems import ApiError, shutting_down
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_OPEN = ("/", "/health")  # without a key; and the page, which asks for it
+_PAGE = "/page/"
+_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/inspect", "/metrics", "/health", "/page")
+_SLOW = 30.0  # seconds between two parts of a body
+
+
+class Door:
+    """Whether the server takes requests, and how many of those it took to write something are inside."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.n_inside = 0
+
+
+class Guard:
+    """hosts: names by which the server may be called; None: any. A page of another site can make a browser send requests to
+    127.0.0.1 under that site's name, and then the name is the only thing that gives it away."""
+
+    def __init__(
+        self, app: Any, *, door: Door, metrics: Metrics, key: str | None, hosts: frozenset[str] | None, most_bytes: int
+    ) -> None:
+        self._app, self._door, self._metrics = app, door, metrics
+        self._key = None if key is None else f"Bearer {key}".encode()
+        self._hosts, self._most_bytes = hosts, most_bytes
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def count(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.requests.labels(_path(scope["path"]), message["status"]).inc()
+            await send(message)
+
+        problem = self._problem(scope)
+        if problem is not None:
+            await problem.response()(scope, receive, count)
+            return
+        writes = scope["method"] == "POST"
+        self._door.n_inside += writes
+        try:
+            await self._app(scope, self._measured(scope, receive), count)
+        finally:
+            self._door.n_inside -= writes
+
+    def _problem(self, scope: Message) -> ApiError | None:
+        headers = dict(scope["headers"])
+        if self._hosts is not None and _host(headers) not in self._hosts:
+            return ApiError(403, "this server answers to its own address only; start it with --api-key to serve under other names")
+        path = scope["path"]
+        is_open = path in _OPEN or path.startswith(_PAGE)
+        if self._key is not None and not is_open and not hmac.compare_digest(headers.get(b"authorization", b""), self._key):
+            return ApiError(401, "no API key, or a wrong one; send it as Authorization: Bearer KEY")
+        if self._door.draining and scope["method"] == "POST":
+            return shutting_down()
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length[:20]) > self._most_bytes:
+            return self._too_large()
+        return None
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body has more than the {self._most_bytes} bytes that this server reads")
+
+    def _measured(self, scope: Message, receive: Receive) -> Receive:
+        """The body in its parts, as long as it is neither too large nor too slow."""
+        n_bytes, whole = 0, False
+
+        async def take() -> Message:
+            nonlocal n_bytes, whole
+            if whole:  # all there is to come is that the client leaves
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), _SLOW)
+            except TimeoutError:
+                raise HTTPException(408, "the body did not arrive in time") from None
+            if message["type"] == "http.request":
+                n_bytes += len(message.get("body", b""))
+                whole = not message.get("more_body", False)
+                if n_bytes > self._most_bytes:
+                    raise HTTPException(413, str(self._too_large()))
+            return message
+
+        return take
+
+
+def _host(headers: dict[bytes, bytes]) -> str:
+    """Without its port: "[::1]:8000" is "::1"."""
+    host = headers.get(b"host", b"").decode("latin-1").lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _path(path: str) -> str:
+    """Few different values, whatever clients ask for: they are labels of counters."""
+    return next((known for known in _PATHS if path == known or path.startswith(f"{known}/")), "other")

@@ -1,0 +1,303 @@
+"""What clients send and get, as data: OpenAI's fields, checked, and ours under `sinkdlm`.
+
+Every field that OpenAI defines is known. One that cannot be honoured is refused unless it has the value that asks for nothing; one
+that OpenAI does not know is refused too, because it is a typing mistake or a wish that would go unheard.
+"""
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError, core_schema
+
+from sinkdlm.sampling.unmasking import CACHES, NAMED, ORDERS, REMASKS, SCHEDULES
+
+MOST_STOPS, LONGEST_STOP, MOST_PROMPTS = 16, 256, 64
+_INT64 = 2**63
+
+
+class Only:
+    """Of a field of OpenAI's that this server cannot honour: only values that ask for nothing pass."""
+
+    def __init__(self, *neutral: Any) -> None:
+        self.neutral = neutral
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"enum": [None, *self.neutral]}
+
+    def _check(self, value: Any) -> Any:
+        if value is None or any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in self.neutral):
+            return value
+        cure = " or ".join(["leave it out", *(f"give {same!r}" for same in self.neutral)])
+        raise PydanticCustomError("unsupported", "is not supported by this server; {cure}", {"cure": cure})
+
+
+def _check_text(text: str) -> str:
+    """JSON can spell halves of characters, which no encoding holds and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("text", "holds a lone surrogate, which is no character") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_text)]
+
+
+def _named(names: Iterable[str]) -> Any:
+    return Field(json_schema_extra={"enum": list(names)}, max_length=64)
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class Extras(Strict):
+    """How a diffusion model writes. Fields of a policy replace those of the named one."""
+
+    policy: Annotated[str, _named(NAMED)] = "llada"
+    steps: int | None = Field(default=None, ge=1, description="Denoising steps; by default one a token.")
+    block: int | None = Field(default=None, ge=1, le=_INT64 - 1, description="Tokens of a block; blocks are filled left to right.")
+    threshold: float | None = Field(default=None, gt=0, le=1, description="Commit every token this sure, and at least one a step.")
+    guidance: float | None = Field(default=None, ge=-1, le=100, description="Classifier-free guidance.")
+    top_k: int | None = Field(default=None, ge=1, le=_INT64 - 1)
+    order: Annotated[str, _named(ORDERS)] | None = None
+    schedule: Annotated[str, _named(SCHEDULES)] | None = None
+    remask: Annotated[str, _named(REMASKS)] | None = None
+    remask_rate: float | None = Field(default=None, gt=0, le=1)
+    cache: Annotated[str, _named(CACHES)] | None = None
+    until_eos: bool = Field(default=False, description="Append blocks until EOS; the number of tokens is the limit.")
+    ignore_eos: bool = Field(default=False, description="EOS is a token like any other.")
+    frames: bool = Field(default=False, description="With stream: the canvas and confidences after every step.")
+    inspect: bool = Field(default=False, description="Keep what was seen for a while, for /v1/inspect.")
+
+    def policy_fields(self) -> dict[str, Any]:
+        other = {"policy", "until_eos", "ignore_eos", "frames", "inspect"}
+        return {name: value for name, value in self.model_dump(exclude=other).items() if value is not None}
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
+
+
+class _Asked(Strict):
+    """What completions and chat have in common."""
+
+    model: str = Field(max_length=256)
+    n: int | None = Field(default=None, ge=1)
+    seed: int | None = Field(
+        default=None, ge=-_INT64, le=_INT64 - 1, description="The same request with the same seed: the same noise."
+    )
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(default=None, ge=0, le=2, description="By default the policy's own, which is 0.")
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    user: str | None = Field(default=None, description="Accepted and not used.")
+    frequency_penalty: Annotated[Any, Only(0)] = None
+    presence_penalty: Annotated[Any, Only(0)] = None
+    logit_bias: Annotated[Any, Only({})] = None
+    sinkdlm: Extras = Field(default_factory=Extras)
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    @property
+    def with_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "_Asked":
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("together", "stream_options: only with stream = true")
+        if self.sinkdlm.frames and not self.stream:
+            raise PydanticCustomError(
+                "together", "sinkdlm.frames: only with stream = true; for afterwards there is sinkdlm.inspect"
+            )
+        return self
+
+
+Ids = Annotated[list[Annotated[int, Field(ge=0, le=_INT64 - 1)]], Field(min_length=1)]
+
+
+class CompletionRequest(_Asked):
+    prompt: (
+        Text
+        | Ids
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
+    ) = ""
+    suffix: Text | None = Field(default=None, description="What stands after the gap: the text is written in between.")
+    max_tokens: int | None = Field(default=None, ge=1, description="Tokens to write; by default 64, or what fits.")
+    echo: bool | None = None
+    best_of: Annotated[Any, Only(1)] = None
+    logprobs: Annotated[Any, Only()] = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        given: Any = self.prompt
+        is_one = isinstance(given, str) or isinstance(given[0], int)
+        return [given] if is_one else given
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(BaseModel):
+    """Clients send back what they were given, with fields that are empty; a field that is not is refused."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": {"enum": [None, [], {}]}})
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[TextPart]
+    name: Text | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "Message":
+        for name, value in (self.model_extra or {}).items():
+            if value not in (None, [], {}):
+                raise PydanticCustomError("unsupported", "{name} is not supported by this server; leave it out", {"name": name})
+        return self
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates know it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        found = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return found if self.name is None else {**found, "name": self.name}
+
+
+class ChatRequest(_Asked):
+    messages: list[Message] = Field(min_length=1, max_length=1024)
+    max_completion_tokens: int | None = Field(default=None, ge=1, description="Tokens to write; by default 64, or what fits.")
+    max_tokens: int | None = Field(default=None, ge=1, description="The older name of max_completion_tokens.")
+    metadata: dict[str, str] | None = Field(default=None, description="Accepted and not used.")
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    parallel_tool_calls: bool | None = None
+    service_tier: Annotated[Any, Only("auto", "default")] = None
+    store: Annotated[Any, Only(False)] = None
+    logprobs: Annotated[Any, Only(False)] = None
+    top_logprobs: Annotated[Any, Only(0)] = None
+    modalities: Annotated[Any, Only(["text"])] = None
+    response_format: Annotated[Any, Only({"type": "text"})] = None
+    reasoning_effort: Annotated[Any, Only("none")] = None
+    verbosity: Annotated[Any, Only("medium")] = None
+    tools: Annotated[Any, Only([])] = None
+    tool_choice: Annotated[Any, Only("none", "auto")] = None
+    functions: Annotated[Any, Only([])] = None
+    function_call: Annotated[Any, Only("none", "auto")] = None
+    audio: Annotated[Any, Only()] = None
+    moderation: Annotated[Any, Only()] = None
+    prediction: Annotated[Any, Only()] = None
+    web_search_options: Annotated[Any, Only()] = None
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> "ChatRequest":
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise PydanticCustomError("together", "max_tokens and max_completion_tokens differ; give one of them")
+        return self
+
+
+# -- answers --------------------------------------------------------------------------------------------------------------------
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Written(BaseModel):
+    """How an answer came about: what is needed to get it again."""
+
+    seed: int
+    steps: list[int] = Field(description="Forwards of each choice.")
+    policy: dict[str, Any]
+    inspect: bool = Field(description="Whether /v1/inspect/{id} has it.")
+
+
+FinishReason = Literal["stop", "length"]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: FinishReason
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    sinkdlm: Written
+
+
+class ChatMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatMessage
+    logprobs: None = None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    sinkdlm: Written
+
+
+class Card(BaseModel):
+    """A model. sinkdlm: its shape, what it can be asked, and this server's limits."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "sinkdlm"
+    sinkdlm: dict[str, Any]
+
+
+class Cards(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Card]
+
+
+class Problem(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    error: Problem
+
+
+class Health(BaseModel):
+    status: Literal["ok", "draining", "failed"]
+    models: list[str]

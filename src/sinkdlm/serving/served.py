@@ -1,0 +1,164 @@
+"""A model that is served: its name, its tokenizer, its engine, and what a client's words become before they reach it.
+
+Owns the way from a checked request to canvases, and every refusal that depends on the model. Knows no HTTP.
+"""
+
+import hashlib
+import json
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+
+from sinkdlm import __version__
+from sinkdlm.checkpoint import Loaded
+from sinkdlm.errors import SamplingError
+from sinkdlm.prompting import LENGTH, chat_text, check_room, encode, has_chat_template, policy_for
+from sinkdlm.sampling import NAMED, Policy, Request, policy_of
+from sinkdlm.serving.engine import Engine
+from sinkdlm.serving.schemas import Card, ChatRequest, CompletionRequest
+from sinkdlm.serving.transcript import Transcript
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one request."""
+
+    length: int | None = None  # tokens of a canvas; None: what the model reads
+    steps: int = 1024
+    n: int = 16  # texts for each prompt
+    rows: int = 64  # texts in all
+
+
+@dataclass(frozen=True)
+class Order:
+    """A request in tokens: a row for each text. echo: what stands before each."""
+
+    rows: list[Request]
+    transcripts: list[Transcript]
+    echo: list[str]
+    policy: Policy
+    seed: int
+    n_prompt_tokens: int
+
+    def ends(self, row: int, tokens: list[int]) -> bool:
+        """Whether a stop string has been written. Reads beside the transcript, which belongs to whoever shows the text."""
+        return self.transcripts[row].stops_in(tokens)
+
+
+class Served:
+    def __init__(self, name: str, lm: Loaded, engine: Engine, limits: Limits) -> None:
+        self.name, self.lm, self.engine, self.limits = name, lm, engine, limits
+        self.room = min(lm.config.context_length, limits.length or lm.config.context_length)
+        self.fingerprint = _fingerprint(lm)
+        self._pieces: dict[int, str] = {}  # never more than the vocabulary has
+        self._tokenizing = threading.Lock()  # fast tokenizers may not be entered by two threads at once
+
+    # -- what it is ---------------------------------------------------------------------------------------------------------------
+
+    def card(self) -> Card:
+        config, engine = self.lm.config, self.engine
+        eos_id = self.lm.tokenizer.eos_token_id
+        sinks = {"n": config.n_sinks, "kind": config.sink_kind, "position": config.sink_position, "value": config.sink_value}
+        facts = {
+            "context_length": config.context_length,
+            "vocab_size": config.vocab_size,
+            "mask_id": config.mask_id,
+            "eos_id": eos_id,
+            "n_layers": config.n_layers,
+            "n_heads": config.n_heads,
+            "sinks": sinks,
+            "gate": config.gate,
+            "chat": has_chat_template(self.lm.tokenizer),
+            "policies": {name: asdict(policy) for name, policy in NAMED.items()},
+            "defaults": {"policy": "llada", "max_tokens": LENGTH},
+            "limits": {"length": self.room, "steps": self.limits.steps, "n": self.limits.n, "seconds": engine.capacity.seconds},
+            "deterministic": engine.deterministic,
+        }
+        return Card(id=self.name, created=_created(self.lm), sinkdlm=facts)
+
+    def piece(self, token: int) -> str:
+        """A token alone as text; a part of a character is a replacement sign."""
+        if token not in self._pieces:
+            self._pieces[token] = str(self.lm.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        return self._pieces[token]
+
+    # -- what it is asked ---------------------------------------------------------------------------------------------------------
+
+    def complete(self, asked: CompletionRequest) -> Order:
+        with self._tokenizing:
+            heads = [prompt if isinstance(prompt, list) else self._encode(prompt) for prompt in asked.prompts]
+            tail = self._encode(asked.suffix or "")
+        for tokens in (*heads, tail):
+            self._check_tokens(tokens)
+        return self._order(asked, heads, tail, asked.max_tokens, echo=bool(asked.echo))
+
+    def chat(self, asked: ChatRequest) -> Order:
+        if not has_chat_template(self.lm.tokenizer):
+            raise SamplingError(f"{self.name}: its tokenizer has no chat template; use /v1/completions")
+        with self._tokenizing:
+            head = self._encode(chat_text(self.lm.tokenizer, [message.plain() for message in asked.messages]))
+        self._check_tokens(head)
+        return self._order(asked, [head], [], asked.max_completion_tokens or asked.max_tokens, echo=False)
+
+    def _encode(self, text: str) -> list[int]:
+        return encode(self.lm.tokenizer, text)
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        config = self.lm.config
+        for token in tokens:
+            if token == config.mask_id:
+                raise SamplingError("the prompt holds the mask token; give prompt and suffix, and the gap lies between them")
+            if not 0 <= token < config.vocab_size:
+                raise SamplingError(f"token {token}: this model has {config.vocab_size}, from 0 on")
+
+    def _order(
+        self, asked: CompletionRequest | ChatRequest, heads: list[list[int]], tail: list[int], n_tokens: int | None, *, echo: bool
+    ) -> Order:
+        n, mask_id, tokenizer = asked.n or 1, self.lm.config.mask_id, self.lm.tokenizer
+        if n > self.limits.n or n * len(heads) > self.limits.rows:
+            raise SamplingError(f"n = {n}: this server writes at most {self.limits.n} texts a prompt and {self.limits.rows} in all")
+        policy = self._policy(asked)
+        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        rows: list[Request] = []
+        transcripts, before = [], []
+        for head in heads:
+            size = n_tokens or max(1, min(LENGTH, self.room - len(head) - len(tail)))
+            if size > self.room:  # before a list of that size is made
+                raise SamplingError(f"max_tokens = {size}: this server reads at most {self.room} tokens, prompt included")
+            canvas = [*head, *[mask_id] * size, *tail]
+            check_room(canvas, mask_id, self.room, "the prompt or max_tokens")
+            text = tokenizer.decode(head, skip_special_tokens=True) if echo else ""
+            for _ in range(n):
+                rows.append(Request(canvas, policy, mask_id, seed, len(rows), grow=asked.sinkdlm.until_eos))
+                transcripts.append(Transcript(tokenizer, head, policy.eos_id, asked.stops))
+                before.append(text)
+        return Order(rows, transcripts, before, policy, seed, sum(len(head) + len(tail) for head in heads))
+
+    def _policy(self, asked: CompletionRequest | ChatRequest) -> Policy:
+        extras = asked.sinkdlm
+        options = extras.policy_fields()
+        options |= {name: value for name in ("temperature", "top_p") if (value := getattr(asked, name)) is not None}
+        policy = policy_of(extras.policy, **options)
+        own = policy_for(self.lm.tokenizer, policy, stop=not extras.ignore_eos, until_eos=extras.until_eos)
+        policy = policy_of(policy, **own)
+        if policy.steps is not None and policy.steps > self.limits.steps:
+            raise SamplingError(f"steps = {policy.steps}: this server takes at most {self.limits.steps}")
+        if policy.cache != "none" and self.lm.config.n_registers:
+            raise SamplingError(f"cache = {policy.cache!r}: not with a register sink, which sees every token; use cache = 'none'")
+        return policy
+
+
+def _fingerprint(lm: Loaded) -> str:
+    """What decides about answers besides the request: weights, arithmetic, version."""
+    weight = lm.model.embed.weight
+    facts = [lm.config.to_dict(), lm.provenance.get("weights"), str(weight.dtype), weight.device.type, __version__]
+    return f"fp_{hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]}"
+
+
+def _created(lm: Loaded) -> int:
+    try:
+        return int(datetime.fromisoformat(str(lm.provenance.get("created"))).timestamp())
+    except ValueError:
+        return 0

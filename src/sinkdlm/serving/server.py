@@ -1,0 +1,83 @@
+"""The process that serves: a socket, a server on it, and an end that loses nothing.
+
+On SIGTERM or SIGINT new requests get 503 while those inside are finished; then it ends, with status 0. A second signal ends it at
+once.
+"""
+
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import uvicorn
+
+from sinkdlm.checkpoint import Loaded
+from sinkdlm.errors import UserError
+from sinkdlm.serving.app import Settings, Site, make_app
+from sinkdlm.serving.engine import LONGEST_RETRY, Capacity, Engine, Turns
+from sinkdlm.serving.metrics import Metrics
+from sinkdlm.serving.served import Limits, Served
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_GRACE = 15  # seconds
+_BACKLOG = 2048  # connections that the system holds until they are taken
+
+
+class Server(uvicorn.Server):
+    """ready: called once requests are taken."""
+
+    def __init__(self, site: Site, ready: Callable[[], None] = lambda: None) -> None:
+        # A client that was told to come back finds its connection open: one that closes as it is used is an error to the client.
+        idle = LONGEST_RETRY + _GRACE
+        given: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
+        super().__init__(uvicorn.Config(make_app(site), timeout_keep_alive=idle, **given))
+        self._site, self._ready = site, ready
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """uvicorn's own closes the socket at once, and ends the process by the signal."""
+        if self._site.door.draining:
+            self.should_exit = self.force_exit = True
+        self._site.door.draining = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._site.door.draining and not self._site.door.n_inside:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def make_site(
+    models: Mapping[str, Loaded], capacity: Capacity, limits: Limits, settings: Settings, *, deterministic: bool = False
+) -> Site:
+    """Engines of one process share the device, and step by turns."""
+    metrics, turns = Metrics(), Turns()
+    served = {}
+    for name, lm in models.items():
+        lm.model.requires_grad_(False).eval()
+        engine = Engine(
+            lm.model, capacity, deterministic=deterministic, turns=turns, stepped=metrics.stepping(name), name=f"engine {name}"
+        )
+        served[name] = Served(name, lm, engine, limits)
+    return Site(served, metrics, settings)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as failure:
+        raise UserError(f"--host {host} --port {port}: cannot be bound: {failure.strerror}; choose another") from None
+
+
+def address_of(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run(site: Site, bound: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
+    """Serves until it is asked to end, and finishes what it has."""
+    Server(site, ready).run(sockets=[bound])
+    for served in site.models.values():
+        served.engine.close()

@@ -1,0 +1,68 @@
+"""The text of a row that is being written: what of it can be shown, and where it ends.
+
+A diffusion model does not write from left to right. Shown is what can no longer change: the tokens before the first open one, less
+a character that is not whole and a beginning of what may become a stop string. Piece by piece or at once, it is the same text.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+_CONTEXT = 8  # given tokens that are decoded with the written ones: some tokenizers drop a blank in front of a text
+_BROKEN = "\ufffd"
+
+
+class Transcript:
+    """given: the tokens before the gap. stops: strings before which the text ends."""
+
+    def __init__(self, tokenizer: Any, given: Sequence[int], eos_id: int | None, stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._eos_id, self._stops = tokenizer, eos_id, tuple(stops)
+        self._given = list(given[-_CONTEXT:])
+        self._before = self._decode(self._given)
+        self.text = ""  # all that may be shown
+        self.stopped = False  # by EOS or a stop string, not by the end of the canvas
+        self.n_tokens = 0  # written, up to EOS
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def read(self, tokens: Sequence[int], *, done: bool) -> str:
+        """Given all final tokens, returns the text that may be shown beyond what was shown before."""
+        kept = list(tokens)
+        if self._eos_id in kept:
+            kept = kept[: kept.index(self._eos_id)]
+            self.stopped = True
+        self.n_tokens = len(kept)
+        text = self._wording(kept)
+        end = first_stop(text, self._stops)
+        if end is not None:
+            self.stopped = True
+        text = text[:end] if end is not None or done or self.stopped else _settled(text, self._stops)
+        if not text.startswith(self.text):  # a decoder that changes its mind: what was shown stays
+            text = self.text
+        new, self.text = text[len(self.text) :], text
+        return new
+
+    def stops_in(self, tokens: Sequence[int]) -> bool:
+        """Whether these tokens hold a stop string. Changes nothing: another thread may read at the same time."""
+        return bool(self._stops) and first_stop(self._wording(list(tokens)), self._stops) is not None
+
+    @property
+    def has_stops(self) -> bool:
+        return bool(self._stops)
+
+    def _wording(self, tokens: list[int]) -> str:
+        whole = self._decode([*self._given, *tokens])
+        return whole[len(self._before) :] if whole.startswith(self._before) else self._decode(tokens)
+
+
+def first_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the text ends: before the stop string that is complete first, so that it does not matter in what pieces it came."""
+    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(found)[1] if found else None
+
+
+def _settled(text: str, stops: Sequence[str]) -> str:
+    """Without a character that is not whole, and without what may be the beginning of a stop string."""
+    text = text.rstrip(_BROKEN)
+    held = max((size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
+    return text[: len(text) - held]

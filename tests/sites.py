@@ -1,0 +1,74 @@
+"""Servers for tests: small models behind a real socket on the loopback, in a thread of this process."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from evaluated import small_lm
+from sinkdlm import DiffusionLM, ModelConfig
+from sinkdlm.checkpoint import Loaded
+from sinkdlm.serving.app import Settings, Site
+from sinkdlm.serving.engine import Capacity
+from sinkdlm.serving.served import Limits
+from sinkdlm.serving.server import Server, address_of, bind, make_site
+
+SECONDS = 30
+PROMPT = "the cat "
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+
+
+def letters_lm(seed: int = 0, **flags) -> Loaded:
+    """A token for each letter; float64, so that a batch changes no answer."""
+    lm = small_lm(seed, **flags)
+    lm.tokenizer.chat_template = TEMPLATE
+    return lm
+
+
+def bytes_lm(seed: int = 0) -> Loaded:
+    """A token for each byte, so that a character may lie across several; random weights write broken ones, too."""
+    names = {name: number for number, name in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Tokenizer(models.BPE(names, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    inner.add_special_tokens(["</s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+    vocab = len(tokenizer)
+    config = ModelConfig(vocab_size=vocab, mask_id=vocab, n_layers=1, n_heads=2, d_model=16, d_ff=24, context_length=64)
+    return Loaded(DiffusionLM(config, seed=seed).to(torch.float64), tokenizer, config)
+
+
+class Running:
+    def __init__(self, site: Site, url: str, server: Server) -> None:
+        self.site, self.url, self.server = site, url, server
+
+
+@contextmanager
+def serving(
+    lms: dict[str, Loaded], *, capacity: Capacity | None = None, limits: Limits | None = None, **settings
+) -> Iterator[Running]:
+    site = make_site(lms, capacity or Capacity(), limits or Limits(), Settings(**settings))
+    bound, ready = bind("127.0.0.1", 0), threading.Event()
+    server = Server(site, ready.set)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    try:
+        assert ready.wait(SECONDS)
+        yield Running(site, address_of(bound), server)
+    finally:
+        server.should_exit = True
+        thread.join(SECONDS)
+        bound.close()
+        closed = [served.engine.close(SECONDS) for served in site.models.values()]
+        assert not thread.is_alive()
+        assert all(closed)
+
+
+def complete(client, prompt=PROMPT, *, model="letters", max_tokens=12, **more):
+    return client.completions.create(model=model, prompt=prompt, max_tokens=max_tokens, **more)
+
+
+def ours(**fields):
+    return {"extra_body": {"sinkdlm": fields}}

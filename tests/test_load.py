@@ -1,0 +1,122 @@
+"""`sinkdlm serve` under load, as a process of its own: many clients, signals, thousands of requests."""
+
+import asyncio
+import json
+import signal
+import threading
+import time
+
+import httpx
+import pytest
+from benchmarks.serving import answers_alone, load, mixed_requests, n_differing, nano_checkpoint, server
+
+CLIENTS = 64
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return nano_checkpoint(tmp_path_factory.mktemp("load"))
+
+
+@pytest.mark.slow
+def test_a_minute_of_many_clients_changes_no_answer(checkpoint):
+    """Nothing but honest refusals, and every answer is the one that the same request gets alone."""
+    bodies = mixed_requests("nano", 36)
+    with server(checkpoint, "--deterministic", "--max-queue", "40", "--max-batch", "16") as process:
+        alone = answers_alone(process.url, bodies)
+        found = asyncio.run(load(process.url, bodies, CLIENTS, 60))
+    assert found.broken == []
+    assert set(found.refused) <= {429}
+    assert found.refused[429] >= 1  # 16 and 40 have room, the others are told
+    assert len(found.answers) > 100
+    assert n_differing(found, alone) == 0
+    assert process.popen.returncode == 0
+
+
+@pytest.mark.slow
+def test_together_is_three_times_as_fast_as_one_by_one(checkpoint):
+    """In one run. Without --deterministic rounding may change a token: that share is small."""
+    bodies = mixed_requests("nano", 36)
+    with server(checkpoint) as together, server(checkpoint, "--max-batch", "1") as singly:
+        alone = answers_alone(singly.url, bodies)
+        fast, slow = (asyncio.run(load(process.url, bodies, CLIENTS, 15)) for process in (together, singly))
+    assert fast.broken == slow.broken == []
+    assert fast.refused == slow.refused == {}
+    assert fast.rate >= 3 * slow.rate
+    assert n_differing(fast, alone) <= 0.02 * len(fast.answers)
+
+
+@pytest.mark.slow
+def test_sigterm_under_load_loses_no_request_that_was_taken(checkpoint):
+    body = {"model": "nano", "prompt": "tom ", "max_tokens": 100, "sinkdlm": {"ignore_eos": True}}
+    inside, told = threading.Semaphore(0), []
+
+    def ask(url):
+        with (
+            httpx.Client(base_url=url, timeout=120) as http,
+            http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer,
+        ):
+            inside.release()
+            text = "".join(answer.iter_text())
+        pieces = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+        told.append(
+            (answer.status_code, "".join(piece["choices"][0]["text"] for piece in pieces), text.endswith("data: [DONE]\n\n"))
+        )
+
+    with server(checkpoint) as process:
+        with httpx.Client(base_url=process.url, timeout=120) as http:
+            threads = [threading.Thread(target=ask, args=(process.url,)) for _ in range(16)]
+            for thread in threads:
+                thread.start()
+            for _ in threads:
+                assert inside.acquire(timeout=60)
+            process.popen.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+            refused = http.post("/v1/completions", json=body)
+            assert http.get("/health").json()["status"] == "draining"
+        fresh = httpx.post(f"{process.url}/v1/completions", json=body)  # a new connection
+        for thread in threads:
+            thread.join(120)
+        assert process.popen.wait(60) == 0
+    assert refused.status_code == fresh.status_code == 503
+    assert "retry-after" in refused.headers
+    assert len(told) == 16
+    for status, text, ended in told:
+        assert status == 200
+        assert ended
+        assert len(text) == 100
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_thousands_of_requests(checkpoint):
+    """Of every kind: whole, streamed, with frames, kept for inspection, refused, and left by their clients."""
+    ours = ({}, {"block": 2}, {"policy": "fast", "block": 4}, {"frames": True}, {"inspect": True}, {"step": 1})
+    sizes = []
+    with server(checkpoint, "--timeout", "60") as process:
+
+        async def ask(http, number):
+            body = {"model": "nano", "prompt": "tom has "[: number % 9], "max_tokens": 2 + number % 5, "n": 1 + number % 2}
+            body |= {"sinkdlm": ours[number % 6], "stream": number % 6 == 3 or number % 5 == 0}
+            timeout = 0.01 if number % 20 == 7 else 60
+            try:
+                return (await http.post("/v1/completions", json=body, timeout=timeout)).status_code
+            except httpx.TimeoutException:
+                return 0
+
+        async def run(first, last):
+            turn, statuses = iter(range(first, last)), []
+            async with httpx.AsyncClient(base_url=process.url) as http:
+
+                async def work():
+                    for number in turn:
+                        statuses.append(await ask(http, number))
+
+                await asyncio.gather(*(work() for _ in range(16)))
+            return statuses
+
+        for part in range(5):
+            statuses = asyncio.run(run(1000 * part, 1000 * part + 1000))
+            assert set(statuses) == {0, 200, 400}
+            assert statuses.count(200) > 700
+            sizes.append(process.memory() / 2**20)
+    assert sizes[-1] - sizes[0] < 16, sizes  # MiB over 4,000 requests; frames kept for inspection are a part of it

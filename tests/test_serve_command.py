@@ -1,0 +1,112 @@
+"""`sinkdlm serve` as a process: what it prints, what it refuses, how it ends; schemathesis over its schema."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from evaluated import save_model
+from fuzzing import fuzz, known_schema
+from sinkdlm.serving.served import Limits
+from sites import SECONDS, bytes_lm, letters_lm, serving
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("served") / "tiny")
+
+
+@contextmanager
+def served(*words, **environment):
+    """The command, up to where it says its address; it is ended by SIGTERM, and must end with status 0."""
+    command = [sys.executable, "-m", "sinkdlm", "serve", *map(str, words), "--port", "0", "--device", "cpu"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, **pipes)
+    try:
+        said = process.stdout.readline()
+        assert "serving" in said, process.stderr.read()
+        process.url = re.search(r"http://\S+", said)[0]
+        yield process
+        process.send_signal(signal.SIGTERM)
+        _, process.complaints = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, process.complaints
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def test_it_says_where_it_serves_and_ends_when_told(checkpoint):
+    """Two models, a key from the environment, all addresses."""
+    with served(checkpoint, checkpoint, "--host", "0.0.0.0", SINKDLM_API_KEY="k") as process:
+        url = process.url.replace("0.0.0.0", "127.0.0.1")
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        cards = httpx.get(f"{url}/v1/models", headers={"authorization": "Bearer k"}).json()["data"]
+        assert [card["id"] for card in cards] == ["tiny-1", "tiny-2"]
+        body = {"model": "tiny-2", "prompt": "the ", "max_tokens": 4}
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers={"authorization": "Bearer k", "host": "other.example"})
+        assert answer.status_code == 200
+    assert process.complaints == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["a", "b", "c"], "one or two"),
+        (["none"], "none"),
+        (["CKPT", "--host", "203.0.113.7"], "--host 203.0.113.7 --port 0: cannot be bound"),
+        (["CKPT", "--device", "cuda:99"], "cuda:99"),
+        (["CKPT", "--max-batch", "0"], "--max-batch"),
+        (["CKPT", "--api-key", ""], "--api-key: is empty"),
+    ],
+)
+def test_a_mistake_gets_one_line(command_line, checkpoint, words, told):
+    given = [checkpoint if word == "CKPT" else word for word in words]
+    status, out, err = command_line("serve", *given, "--port", "0")
+    assert status == 2
+    assert out == ""
+    assert told in err
+    assert err.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_told_before_models_are_read(command_line):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, _, err = command_line("serve", "no-such-model", "--port", port)
+    assert status == 2
+    assert f"--port {port}: cannot be bound: Address already in use" in err
+
+
+def test_without_the_packages_it_says_what_to_install(command_line, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("sinkdlm.serving.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    status, _, err = command_line("serve", "x")
+    assert status == 2
+    assert err == "sinkdlm: uvicorn is not installed; pip install 'sinkdlm[serve]'\n"
+
+
+def test_an_open_server_without_a_key_is_warned_of(command_line):
+    status, _, err = command_line("serve", "no-such-model", "--host", "0.0.0.0", "--port", 0)
+    assert status == 2
+    assert err.splitlines()[0] == "sinkdlm: warning: anybody who reaches 0.0.0.0 can use this server; set --api-key"
+
+
+@pytest.mark.parametrize("cases", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_no_request_makes_the_server_fail(cases):
+    """And every answer is one that the schema has."""
+    with serving({"letters": letters_lm(seed=3), "bytes": bytes_lm()}, limits=Limits(length=24)) as found:
+        body = {"model": "letters", "prompt": "ab", "max_tokens": 4, "sinkdlm": {"inspect": True}}
+        inspected = httpx.post(f"{found.url}/v1/completions", json=body).json()["id"]
+        tally = fuzz(found.url, known_schema(found.url, ["letters", "bytes"], inspected), cases, seed=cases)
+    assert tally.cases >= cases
+    assert tally.operations == 12
+    assert not [status for status in tally.statuses if status >= 500]
+    assert tally.statuses[200] >= cases // 10
+    assert tally.statuses[400] >= cases // 10

@@ -1,0 +1,469 @@
+"""The server as its users meet it: OpenAI's own client, plain HTTP, and people who mean no good."""
+
+import json
+import re
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from sinkdlm.prompting import policy_for
+from sinkdlm.sampling import policy_of
+from sinkdlm.serving.engine import LONGEST_RETRY, Capacity
+from sinkdlm.serving.served import Limits
+from sinkdlm.writer import Job, write
+from sites import PROMPT, SECONDS, bytes_lm, complete, letters_lm, ours, serving
+
+
+@pytest.fixture(scope="module")
+def lms():
+    return {"letters": letters_lm(seed=3), "bytes": bytes_lm(seed=1)}
+
+
+@pytest.fixture(scope="module")
+def running(lms):
+    with serving(lms, limits=Limits(n=8, steps=200)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=SECONDS) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def http(running):
+    with httpx.Client(base_url=running.url, timeout=SECONDS) as found:
+        yield found
+
+
+def sampled(lm, job, **options):
+    """What `sinkdlm sample` writes."""
+    policy = policy_of("llada", **options)
+    policy = policy_of(policy, **policy_for(lm.tokenizer, policy, stop=True, until_eos=False))
+    return write(lm, job, policy)["samples"]
+
+
+# -- OpenAI's client --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_completion_is_what_the_command_line_writes(client, lms):
+    given = {"temperature": 0.8, "seed": 5, "n": 3}
+    answer = complete(client, **given, **ours(steps=6))
+    expected = sampled(lms["letters"], Job(PROMPT, length=12, n=3, seed=5), temperature=0.8, steps=6)
+    assert [PROMPT + choice.text for choice in answer.choices] == [row["text"] for row in expected]
+    assert len({choice.text for choice in answer.choices}) == 3
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert answer.object == "text_completion"
+    assert answer.model == "letters"
+    written = sum(len(choice.text) for choice in answer.choices)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (8, written)
+    assert answer.usage.total_tokens == 8 + written
+    assert answer.sinkdlm["seed"] == 5
+    assert answer.sinkdlm["steps"] == [row["steps"] for row in expected]
+    assert answer.sinkdlm["policy"]["steps"] == 6
+    assert re.fullmatch("fp_[0-9a-f]{12}", answer.system_fingerprint)
+
+
+def test_a_seed_repeats_and_none_does_not(client):
+    drawn = {"temperature": 1.0, "max_tokens": 24}
+    texts = [complete(client, **drawn, seed=7).choices[0].text for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert complete(client, **drawn, seed=-8).choices[0].text != texts[0]
+    unseeded = [complete(client, **drawn) for _ in range(2)]
+    assert unseeded[0].choices[0].text != unseeded[1].choices[0].text
+    assert complete(client, **drawn, seed=unseeded[0].sinkdlm["seed"]).choices[0].text == unseeded[0].choices[0].text
+
+
+def test_the_first_of_several_is_the_one_alone(client):
+    several = complete(client, temperature=1.0, seed=11, n=3)
+    assert several.choices[0].text == complete(client, temperature=1.0, seed=11).choices[0].text
+
+
+def test_chat_goes_through_the_template(client, lms):
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    answer = client.chat.completions.create(model="letters", messages=messages, max_completion_tokens=10, seed=1, temperature=0.5)
+    text = "system: be brief\nuser: hi\nassistant: "
+    assert answer.choices[0].message.content == complete(client, text, max_tokens=10, seed=1, temperature=0.5).choices[0].text
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.usage.prompt_tokens == len(lms["letters"].tokenizer.encode(text))
+    assert answer.object == "chat.completion"
+    again = [*messages, answer.choices[0].message.model_dump(), {"role": "user", "content": "so?"}]  # as clients send it back
+    assert client.chat.completions.create(model="letters", messages=again, max_tokens=4).choices[0].message.content is not None
+
+
+@pytest.mark.parametrize("extras", [{}, {"block": 4}, {"block": 1}, {"policy": "fast", "block": 6}, {"policy": "dream"}], ids=str)
+@pytest.mark.parametrize("model", ["letters", "bytes"])
+def test_a_stream_adds_up_to_the_answer(client, model, extras):
+    """Also where a character lies across tokens, and some are broken."""
+    given = {"model": model, "max_tokens": 20, "temperature": 1.0, "seed": 4, "n": 2, **ours(**extras)}
+    whole = complete(client, **given)
+    chunks = list(complete(client, **given, stream=True, stream_options={"include_usage": True}))
+    texts, reasons, n_pieces = ["", ""], [None, None], 0
+    for chunk in chunks[:-1]:
+        (choice,) = chunk.choices
+        assert chunk.usage is None
+        assert reasons[choice.index] is None
+        texts[choice.index] += choice.text
+        reasons[choice.index] = choice.finish_reason
+        n_pieces += bool(choice.text)
+    assert texts == [choice.text for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert len({chunk.id for chunk in chunks}) == 1
+    if extras.get("block") == 1 and model == "letters":
+        assert n_pieces == sum(len(text) for text in texts)
+
+
+def test_a_streamed_chat_adds_up_to_the_answer(client):
+    given = {"model": "letters", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 10, "temperature": 1.0, "seed": 2}
+    whole = client.chat.completions.create(**given)
+    chunks = list(client.chat.completions.create(**given, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].sinkdlm["seed"] == 2
+    assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
+
+
+def test_stop_ends_the_text_before_it(client):
+    given = {"max_tokens": 30, "temperature": 1.0, "seed": 6, **ours(block=1, ignore_eos=True)}
+    whole = complete(client, **given).choices[0]
+    assert whole.finish_reason == "length"
+    stop = whole.text[14:16]
+    for stops in (stop, ["never", stop]):
+        cut = complete(client, **given, stop=stops)
+        assert cut.choices[0].text == whole.text.split(stop)[0]
+        assert cut.choices[0].finish_reason == "stop"
+        assert cut.sinkdlm["steps"][0] < 30  # what follows is not written at all
+        streamed = complete(client, **given, stop=stops, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in streamed) == cut.choices[0].text
+
+
+def test_a_gap_is_filled_between_prompt_and_suffix(client, lms):
+    answer = complete(client, "a dog ", suffix=" fast.", max_tokens=8, seed=3, temperature=0.7, echo=True)
+    (expected,) = sampled(lms["letters"], Job("a dog ", suffix=" fast.", length=8, seed=3), temperature=0.7)
+    assert expected["text"].startswith(answer.choices[0].text)
+    assert expected["text"].endswith(" fast.")
+    assert answer.usage.prompt_tokens == 12
+
+
+def test_prompts_may_be_several_and_in_tokens(client, lms):
+    ids = lms["letters"].tokenizer.encode(PROMPT)
+    by_text = complete(client, [PROMPT, "why "], n=2, seed=1, temperature=1.0)
+    assert [choice.index for choice in by_text.choices] == [0, 1, 2, 3]
+    assert complete(client, ids, n=2, seed=1, temperature=1.0).choices == by_text.choices[:2]
+    by_ids = complete(client, [ids, lms["letters"].tokenizer.encode("why ")], n=2, seed=1, temperature=1.0)
+    assert by_ids.choices == by_text.choices
+
+
+def test_an_open_end_grows_by_blocks(client, lms):
+    answer = complete(client, max_tokens=40, temperature=1.0, seed=9, **ours(until_eos=True, block=4))
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage.completion_tokens <= 40
+
+
+def test_models_are_listed(client, lms):
+    assert [card.id for card in client.models.list()] == ["letters", "bytes"]
+    card = client.models.retrieve("letters")
+    assert card.sinkdlm["context_length"] == 256
+    assert card.sinkdlm["chat"]
+    assert not client.models.retrieve("bytes").sinkdlm["chat"]
+    assert card.sinkdlm["limits"] == {"length": 256, "steps": 200, "n": 8, "seconds": 300.0}
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "model": (404, {"model": "none"}, "there is letters, bytes"),
+    "n": (400, {"n": 9}, "at most 8"),
+    "max_tokens": (400, {"max_tokens": 250}, "at most 256"),
+    "huge": (400, {"max_tokens": 10**12}, "at most 256"),
+    "temperature": (400, {"temperature": 3}, "temperature"),
+    "logprobs": (400, {"logprobs": 2}, "not supported"),
+    "bias": (400, {"logit_bias": {"3": 5}}, "not supported"),
+    "penalty": (400, {"frequency_penalty": 0.5}, "not supported"),
+    "stop": (400, {"stop": [""]}, "stop"),
+    "prompt": (400, {"prompt": [3, 400]}, "token 400"),
+    "mask": (400, {"prompt": [3, 87]}, "mask token"),
+    "steps": (400, {"sinkdlm": {"steps": 201}}, "at most 200"),
+    "blocks": (400, {"sinkdlm": {"steps": 2, "block": 2}}, "fewer than the 6 blocks"),
+    "policy": (400, {"sinkdlm": {"policy": "none"}}, "smdm-origin"),
+    "together": (400, {"sinkdlm": {"remask": "cap"}}, "ancestral"),
+    "unknown": (400, {"sinkdlm": {"step": 3}}, "step"),
+    "unknown too": (400, {"promt": "x"}, "promt"),
+    "frames": (400, {"sinkdlm": {"frames": True}}, "stream"),
+    "grows": (400, {"sinkdlm": {"until_eos": True}, "suffix": "x"}, "open end"),
+    "options": (400, {"stream_options": {"include_usage": True}}, "stream"),
+    "surrogate": (400, {"prompt": "\ud800"}, "prompt"),
+    "surrogate key": (400, {"\ud800": 1}, "unicode"),
+    "surrogate value": (400, {"model": "\ud800"}, "model"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_in_openais_shape(http, name):
+    status, fields, words = MISTAKES[name]
+    body = {"model": "letters", "prompt": PROMPT, "max_tokens": 12, **fields}
+    answer = http.post("/v1/completions", content=json.dumps(body), headers={"content-type": "application/json"})
+    assert answer.status_code == status
+    (error,) = answer.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert words in error["message"], error
+    assert error["type"] == "invalid_request_error"
+
+
+def test_openais_client_raises_its_own_errors(client):
+    with pytest.raises(openai.NotFoundError) as failed:
+        complete(client, model="none")
+    assert failed.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as refused:
+        complete(client, presence_penalty=1.0)
+    assert refused.value.param == "presence_penalty"
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        client.chat.completions.create(model="bytes", messages=[{"role": "user", "content": "x"}])
+    image = [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="letters", messages=[{"role": "user", "content": image}])
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        client.chat.completions.create(
+            model="letters",
+            messages=[{"role": "user", "content": "x"}],
+            tools=[{"type": "function", "function": {"name": "f"}}],
+        )
+
+
+def test_fields_that_ask_for_nothing_pass(client):
+    neutral = {"frequency_penalty": 0.0, "presence_penalty": 0, "logit_bias": {}, "user": "me", "best_of": 1, "suffix": ""}
+    assert complete(client, seed=1, **neutral).choices == complete(client, seed=1).choices
+    client.chat.completions.create(
+        model="letters",
+        messages=[{"role": "user", "content": "x"}],
+        max_tokens=4,
+        response_format={"type": "text"},
+        tools=[],
+        tool_choice="none",
+        logprobs=False,
+        store=False,
+        modalities=["text"],
+        metadata={"a": "b"},
+        parallel_tool_calls=True,
+        service_tier="auto",
+        verbosity="medium",
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status"),
+    [
+        ("GET", "/none", None, 404),
+        ("GET", "/v1/models/none", None, 404),
+        ("GET", "/v1/models/..%2f..%2fetc%2fpasswd", None, 404),
+        ("GET", "/page/..%2f..%2fapp.py", None, 404),
+        ("GET", "/page/%2fetc%2fpasswd", None, 404),
+        ("GET", "/", None, 404),
+        ("DELETE", "/v1/completions", None, 405),
+        ("POST", "/v1/completions", "{", 400),
+        ("POST", "/v1/completions", "[]", 400),
+        ("POST", "/v1/completions", "[" * 100_000, 400),
+        ("POST", "/v1/completions", '{"seed": ' + "9" * 5000 + "}", 400),
+        ("POST", "/v1/completions", '{"temperature": NaN}', 400),
+        ("POST", "/v1/completions", b"\xff\xfe", 400),
+        ("POST", "/v1/completions", b"x" * (1 << 20) + b"x", 413),
+        ("GET", "/v1/inspect/none", None, 404),
+    ],
+)
+def test_whatever_is_sent_the_answer_has_openais_shape(http, method, path, content, status):
+    answer = http.request(method, path, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/json"
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_body_without_a_length_is_measured_as_it_comes(http):
+    answer = http.post("/v1/completions", content=(b"x" * 65536 for _ in range(20)), headers={"content-type": "application/json"})
+    assert answer.status_code == 413
+
+
+def test_a_page_of_another_site_gets_nothing(lms, running, http):
+    """No CORS, no form that passes for JSON, and with `hosts` no name but the server's own."""
+    body = json.dumps({"model": "letters", "prompt": PROMPT})
+    assert http.post("/v1/completions", content=body, headers={"content-type": "text/plain"}).status_code == 400
+    answer = http.get("/v1/models", headers={"origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in answer.headers
+    assert http.options("/v1/completions", headers={"origin": "https://evil.example"}).status_code == 405
+    with serving(lms, hosts=frozenset({"127.0.0.1"})) as local, httpx.Client(base_url=local.url, timeout=SECONDS) as named:
+        assert named.get("/v1/models").status_code == 200
+        assert named.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
+        assert named.get("/v1/models", headers={"host": "127.0.0.1.evil.example:80"}).status_code == 403
+
+
+def test_a_key_is_asked_for_everywhere_but_at_the_door(lms):
+    with serving(lms, api_key="s3cret", origins=["https://page.example"]) as found:
+        with httpx.Client(base_url=found.url, timeout=SECONDS) as http:
+            for path in ("/v1/models", "/metrics", "/openapi.json", "/v1/inspect/x", "/none"):
+                answer = http.get(path)
+                assert answer.status_code == 401
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert http.get("/v1/models", headers={"authorization": "Bearer s3cre"}).status_code == 401
+            assert http.get("/v1/models", headers={"authorization": b"Bearer \xff\xfe"}).status_code == 401
+            assert http.get("/health").status_code == 200
+            asked = {"origin": "https://page.example", "access-control-request-method": "POST"}
+            assert http.options("/v1/completions", headers=asked).status_code == 200
+            refused = http.get("/v1/models", headers={"origin": "https://page.example"})
+            assert refused.headers["access-control-allow-origin"] == "https://page.example"
+        with openai.OpenAI(base_url=f"{found.url}/v1", api_key="s3cret", max_retries=0) as client:
+            assert complete(client).choices
+        with (
+            openai.OpenAI(base_url=f"{found.url}/v1", api_key="other", max_retries=0) as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            complete(client)
+
+
+# -- under way --------------------------------------------------------------------------------------------------------------------
+
+
+class Slow:
+    """A model whose every forward takes a while, so that something can happen in between."""
+
+    def __init__(self, lm, seconds):
+        self.model, self.forwards = lm.model, 0
+        self._handle = lm.model.register_forward_pre_hook(self._wait)
+        self._seconds = seconds
+
+    def _wait(self, *_):
+        self.forwards += 1
+        time.sleep(self._seconds)
+
+
+def until(condition):
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def slow():
+    lm = letters_lm(seed=4)
+    watch = Slow(lm, 0.02)
+    with serving({"letters": lm}, capacity=Capacity(rows=1, waiting=1, seconds=1.5)) as found:
+        found.watch = watch
+        yield found
+
+
+def test_when_all_places_are_taken_a_client_is_told_when_to_come_back(slow):
+    body = {"model": "letters", "prompt": PROMPT, "max_tokens": 16}
+    answers = []
+    with httpx.Client(base_url=slow.url, timeout=SECONDS) as http:
+        threads = [threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body))) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        statuses = sorted(answer.status_code for answer in answers)
+        assert set(statuses) == {200, 429}
+        assert statuses.count(200) >= 2
+        (told,) = {answer.json()["error"]["code"] for answer in answers if answer.status_code == 429}
+        assert told == "queue_full"
+        waits = [int(answer.headers["retry-after"]) for answer in answers if answer.status_code == 429]
+        assert all(1 <= wait <= LONGEST_RETRY for wait in waits)
+        assert slow.server.config.timeout_keep_alive > LONGEST_RETRY  # who waits so long does not find the connection closed
+        assert 'sinkdlm_requests_total{path="/v1/completions",status="429"}' in http.get("/metrics").text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_computed_for_a_client_that_left(slow, stream):
+    engine = slow.site.models["letters"].engine
+    body = {"model": "letters", "prompt": PROMPT, "max_tokens": 150, "stream": stream, "sinkdlm": {"ignore_eos": True}}
+    with httpx.Client(base_url=slow.url, timeout=0.3) as http, pytest.raises(httpx.TimeoutException):
+        http.post("/v1/completions", json=body)
+    until(lambda: engine.n_running == 0)
+    seen = slow.watch.forwards
+    time.sleep(0.1)
+    assert slow.watch.forwards == seen
+    until(lambda: slow.site.door.n_inside == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long_is_told_so(slow, stream):
+    """200 steps of 20 ms at least, and it may take 1.5 s."""
+    body = {"model": "letters", "max_tokens": 240, "stream": stream, "sinkdlm": {"ignore_eos": True}}
+    with httpx.Client(base_url=slow.url, timeout=SECONDS) as http:
+        answer = http.post("/v1/completions", json=body)
+    if stream:
+        assert answer.text.endswith("data: [DONE]\n\n")
+        error = json.loads(answer.text.split("data: ")[-2])["error"]
+    else:
+        assert answer.status_code == 504
+        error = answer.json()["error"]
+    assert error["code"] == "timeout"
+    assert "1.5 s" in error["message"]
+
+
+def test_a_request_that_breaks_the_model_gets_500_and_no_details(monkeypatch):
+    lm = letters_lm(seed=5)
+    with serving({"letters": lm}) as found, httpx.Client(base_url=found.url, timeout=SECONDS) as http:
+
+        def fail(*_):
+            raise RuntimeError("a secret of the model")
+
+        handle = lm.model.register_forward_pre_hook(fail)
+        body = {"model": "letters", "prompt": PROMPT, "max_tokens": 4}
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "server_error"
+        assert "secret" not in answer.text
+        handle.remove()
+        assert http.post("/v1/completions", json=body).status_code == 200
+        assert http.get("/health").json() == {"status": "ok", "models": ["letters"]}
+
+
+def test_while_it_drains_what_runs_is_finished_and_nothing_is_begun():
+    lm = letters_lm(seed=4)
+    Slow(lm, 0.02)
+    body = {"model": "letters", "prompt": PROMPT, "max_tokens": 20}
+    with serving({"letters": lm}) as found, httpx.Client(base_url=found.url, timeout=SECONDS) as http:
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body)))
+        thread.start()
+        until(lambda: found.site.models["letters"].engine.n_running)
+        found.site.door.draining = True
+        refused = http.post("/v1/completions", json=body)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "shutting_down"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert http.get("/health").status_code == 503
+        thread.join()
+        assert answers[0].status_code == 200
+        assert len(answers[0].json()["choices"][0]["text"]) > 0
+
+
+def test_a_server_is_healthy_and_counts(running, client, http):
+    assert http.get("/health").json() == {"status": "ok", "models": ["letters", "bytes"]}
+    before = metrics(http)
+    complete(client, n=2, max_tokens=5, **ours(ignore_eos=True))
+    after = metrics(http)
+    assert http.get("/metrics").headers["content-type"].startswith("text/plain; version=")
+
+    def grown(name):
+        return after[name] - before.get(name, 0)
+
+    assert grown('sinkdlm_requests_total{path="/v1/completions",status="200"}') == 1
+    assert grown('sinkdlm_completion_tokens_total{model="letters"}') == 10
+    assert grown('sinkdlm_prompt_tokens_total{model="letters"}') == 8
+    assert grown('sinkdlm_batch_rows_sum{model="letters"}') == 10
+    assert grown('sinkdlm_request_seconds_count{model="letters"}') == 1
+    assert grown('sinkdlm_queue_seconds_count{model="letters"}') == 1
+    assert after['sinkdlm_waiting_requests{model="letters"}'] == 0
+    assert after['sinkdlm_running_rows{model="letters"}'] == 0
+
+
+def metrics(http):
+    lines = [line.rpartition(" ") for line in http.get("/metrics").text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines}
