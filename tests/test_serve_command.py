@@ -108,5 +108,5 @@ def test_no_request_makes_the_server_fail(cases):
     assert tally.cases >= cases
     assert tally.operations == 12
     assert not [status for status in tally.statuses if status >= 500]
-    assert tally.statuses[200] >= cases // 10
-    assert tally.statuses[400] >= cases // 10
+    assert tally.statuses[200] >= cases // 20  # what is made up is not all refused
+    assert tally.statuses[400] >= cases // 20
