@@ -8,7 +8,7 @@ import typer
 
 from sinkdlm.cli_options import Device, Dtype, Json, Overrides, Precision, Seed
 
-_DEFAULT, _LENGTH = 32, 64  # trajectories, and tokens that each writes
+_DEFAULT = 32  # trajectories
 _MODELS = typer.Argument(metavar="CKPT...", help="Checkpoints, anything that `convert` reads, or captures (.json) made before.")
 
 
@@ -134,16 +134,17 @@ class _Asked:
         """For one model: the default length is what fits it."""
         from sinkdlm.analysis.capture import Rules
         from sinkdlm.analysis.study import Plan
+        from sinkdlm.prompting import LENGTH, encode
         from sinkdlm.sampling.unmasking import policy_of
 
         given, room = self._given, lm.config.context_length
-        encoded = [lm.tokenizer.encode(self._written(lm, prompt), add_special_tokens=False) for prompt in self.prompts]
+        encoded = [encode(lm.tokenizer, self._written(lm, prompt)) for prompt in self.prompts]
         length = given["length"]
         if given["prompts"] is None:  # our own are cut to what leaves room
-            length = length or min(_LENGTH, -(-room // 2))
+            length = length or min(LENGTH, -(-room // 2))
             encoded = [row[: max(0, room - length)] for row in encoded]
         used = encoded if given["forwards"] is not None else encoded[: given["trajectories"] or _DEFAULT]
-        length = length or max(1, min(_LENGTH, room - max(map(len, used))))
+        length = length or max(1, min(LENGTH, room - max(map(len, used))))
         steps = given["steps"] or self._policy.steps or (None if self._policy.threshold is not None else max(1, length // 2))
         plan = Plan(
             prompts=encoded,
