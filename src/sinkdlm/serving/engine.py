@@ -356,12 +356,12 @@ class Engine:
         for row, tokens, n_final, confidence in _views(wanted):
             if not (row.ticket.over or row.ticket.left):
                 events.setdefault(row.ticket, []).extend(self._events(row, tokens, n_final, confidence))
+        self._running = [row for row in self._running if not (row.state.done or row.ticket.over)]  # whoever is told, finds it so
         for ticket, told in events.items():
             self._tell(ticket, told)
             if not ticket.n_left:
                 self._finished.append(time.monotonic())
                 self._end(ticket, None)
-        self._running = [row for row in self._running if not (row.state.done or row.ticket.over)]
 
     def _events(self, row: _Row, tokens: list[int], n_final: int, confidence: list[float]) -> Iterable[Event]:
         ticket, state = row.ticket, row.state
