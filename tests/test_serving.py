@@ -2,8 +2,11 @@
 
 import json
 import re
+import socket
 import threading
 import time
+from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -329,16 +332,26 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(lms):
 
 
 class Slow:
-    """A model whose every forward takes a while, so that something can happen in between."""
+    """A model whose every forward takes a while, or waits for the gate, so that something can happen in between."""
 
-    def __init__(self, lm, seconds):
-        self.model, self.forwards = lm.model, 0
+    def __init__(self, lm, seconds=0.0):
+        self.model, self.forwards, self.gate = lm.model, 0, threading.Event()
         self._handle = lm.model.register_forward_pre_hook(self._wait)
         self._seconds = seconds
+        self.gate.set()
 
     def _wait(self, *_):
         self.forwards += 1
         time.sleep(self._seconds)
+        assert self.gate.wait(SECONDS)
+
+    @contextmanager
+    def held(self):
+        self.gate.clear()
+        try:
+            yield
+        finally:
+            self.gate.set()
 
 
 def until(condition):
@@ -349,45 +362,60 @@ def until(condition):
 
 
 @pytest.fixture(scope="module")
-def slow():
+def narrow():
+    """One place, and one place to wait."""
     lm = letters_lm(seed=4)
-    watch = Slow(lm, 0.02)
-    with serving({"letters": lm}, capacity=Capacity(rows=1, waiting=1, seconds=1.5)) as found:
-        found.watch = watch
+    watch = Slow(lm)
+    with serving({"letters": lm}, capacity=Capacity(rows=1, waiting=1)) as found:
+        found.watch, found.engine = watch, found.site.models["letters"].engine
         yield found
 
 
-def test_when_all_places_are_taken_a_client_is_told_when_to_come_back(slow):
+def test_when_all_places_are_taken_a_client_is_told_when_to_come_back(narrow):
     body = {"model": "letters", "prompt": PROMPT, "max_tokens": 16}
     answers = []
-    with httpx.Client(base_url=slow.url, timeout=SECONDS) as http:
-        threads = [threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body))) for _ in range(6)]
-        for thread in threads:
-            thread.start()
+    with httpx.Client(base_url=narrow.url, timeout=SECONDS) as http:
+        threads = [threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body))) for _ in range(2)]
+        with narrow.watch.held():
+            threads[0].start()
+            until(lambda: narrow.engine.n_running == 1)
+            threads[1].start()
+            until(lambda: narrow.engine.n_waiting == 1)
+            told = http.post("/v1/completions", json=body)
         for thread in threads:
             thread.join()
-        statuses = sorted(answer.status_code for answer in answers)
-        assert set(statuses) == {200, 429}
-        assert statuses.count(200) >= 2
-        (told,) = {answer.json()["error"]["code"] for answer in answers if answer.status_code == 429}
-        assert told == "queue_full"
-        waits = [int(answer.headers["retry-after"]) for answer in answers if answer.status_code == 429]
-        assert all(1 <= wait <= LONGEST_RETRY for wait in waits)
-        assert slow.server.config.timeout_keep_alive > LONGEST_RETRY  # who waits so long does not find the connection closed
+        assert told.status_code == 429
+        assert told.json()["error"]["code"] == "queue_full"
+        assert 1 <= int(told.headers["retry-after"]) <= LONGEST_RETRY
+        assert narrow.server.config.timeout_keep_alive > LONGEST_RETRY  # who waits so long does not find the connection closed
+        assert [answer.status_code for answer in answers] == [200, 200]
         assert 'sinkdlm_requests_total{path="/v1/completions",status="429"}' in http.get("/metrics").text
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_nothing_is_computed_for_a_client_that_left(slow, stream):
-    engine = slow.site.models["letters"].engine
+def test_nothing_is_computed_for_a_client_that_left(narrow, stream):
     body = {"model": "letters", "prompt": PROMPT, "max_tokens": 150, "stream": stream, "sinkdlm": {"ignore_eos": True}}
-    with httpx.Client(base_url=slow.url, timeout=0.3) as http, pytest.raises(httpx.TimeoutException):
-        http.post("/v1/completions", json=body)
-    until(lambda: engine.n_running == 0)
-    seen = slow.watch.forwards
-    time.sleep(0.1)
-    assert slow.watch.forwards == seen
-    until(lambda: slow.site.door.n_inside == 0)
+    sent = json.dumps(body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {len(sent)}\r\n\r\n"
+    )
+    address = urlsplit(narrow.url)
+    before = narrow.watch.forwards
+    with narrow.watch.held():
+        with socket.create_connection((address.hostname, address.port), SECONDS) as client:
+            client.sendall(head.encode() + sent)
+            until(lambda: narrow.watch.forwards == before + 1)
+        until(lambda: narrow.site.door.n_inside == 0)  # the server knows
+    until(lambda: narrow.engine.n_running == 0)
+    assert narrow.watch.forwards == before + 1
+
+
+@pytest.fixture(scope="module")
+def slow():
+    lm = letters_lm(seed=4)
+    Slow(lm, 0.02)
+    with serving({"letters": lm}, capacity=Capacity(rows=1, waiting=1, seconds=1.5)) as found:
+        yield found
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -387,7 +387,7 @@ class Engine:
             ticket.over = True
 
     def _tell(self, ticket: Ticket, events: list[Event]) -> None:
-        if ticket.left or ticket.over:
+        if ticket.left or ticket.over or not events:
             return
         try:
             ticket.tell(events)
