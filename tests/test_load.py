@@ -1,6 +1,7 @@
 """`sinkdlm serve` under load, as a process of its own: many clients, signals, thousands of requests."""
 
 import asyncio
+import itertools
 import json
 import signal
 import statistics
@@ -36,15 +37,17 @@ def test_a_minute_of_many_clients_changes_no_answer(checkpoint):
 
 @pytest.mark.slow
 def test_together_is_three_times_as_fast_as_one_by_one(checkpoint):
-    """In one run. Without --deterministic rounding may change a token: that share is small."""
+    """In one run, by turns. Without --deterministic rounding may change a token: that share is small."""
     bodies = mixed_requests("nano", 36)
     with server(checkpoint) as together, server(checkpoint, "--max-batch", "1") as singly:
         alone = answers_alone(singly.url, bodies)
-        fast, slow = (asyncio.run(load(process.url, bodies, CLIENTS, 15)) for process in (together, singly))
-    assert fast.broken == slow.broken == []
-    assert fast.refused == slow.refused == {}
-    assert fast.rate >= 3 * slow.rate
-    assert n_differing(fast, alone) <= 0.02 * len(fast.answers)
+        rounds = [[asyncio.run(load(process.url, bodies, CLIENTS, 4)) for process in (together, singly)] for _ in range(3)]
+    for outcome in itertools.chain(*rounds):
+        assert outcome.broken == []
+        assert outcome.refused == {}
+    ratios = [fast.rate / slow.rate for fast, slow in rounds]
+    assert statistics.median(ratios) >= 3, ratios
+    assert sum(n_differing(fast, alone) for fast, _ in rounds) <= 0.02 * sum(len(fast.answers) for fast, _ in rounds)
 
 
 @pytest.mark.slow
