@@ -32,7 +32,7 @@ class MaskedForm:
         """(B, H, T, D), with tables in the model's own precision, as the official code has them."""
         n, half = x.shape[2], x.shape[3] // 2
         turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-        return x * self.cos[:n] + turned * self.sin[:n]
+        return x * self.cos[:n].to(x.dtype) + turned * self.sin[:n].to(x.dtype)
 
     def _mask(self, n_tokens: int, like: Tensor) -> Tensor | None:
         if not self.config.n_sinks:
@@ -41,7 +41,6 @@ class MaskedForm:
         mask[0, 1:] = -math.inf
         return mask
 
-    @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
         model, config = self.model, self.config
         x = model.embed(tokens)
@@ -51,6 +50,7 @@ class MaskedForm:
         mask = self._mask(x.shape[1], x)
         for block in cast("list[Block]", model.blocks):
             q, k, v = (part.transpose(1, 2) for part in block.attention.project(block.attention_norm(x)))
+            k, v = (part.repeat_interleave(config.n_heads // config.n_kv_heads, dim=1) for part in (k, v))
             mixed = functional.scaled_dot_product_attention(self._rotate(q), self._rotate(k), v, attn_mask=mask)
             x = x + block.attention.out(mixed.transpose(1, 2).flatten(-2))
             gate, up = block.mlp.gate_up(block.mlp_norm(x)).chunk(2, dim=-1)

@@ -47,10 +47,10 @@ class Process:
 
 
 @contextmanager
-def server(checkpoint: Path, *options: str, threads: int = 1) -> Iterator[Process]:
+def server(checkpoint: Path, *options: str, threads: int = 1, **variables: str) -> Iterator[Process]:
     """`sinkdlm serve` on a free port, ended by SIGTERM."""
     command = [sys.executable, "-m", "sinkdlm", "serve", str(checkpoint), "--port", "0", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **variables}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as popen:
         assert popen.stdout is not None
         try:

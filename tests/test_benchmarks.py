@@ -5,10 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from benchmarks import cold_start, train_step
 from benchmarks.measuring import RESULTS, measure, measure_together, quantiles
 
 from sinkdlm import Recipe
-from sinkdlm.planning import Layout, training_memory
+from sinkdlm.planning import Layout, training_flops, training_memory
 
 ROOT = Path(__file__).parent.parent
 
@@ -122,3 +124,32 @@ def test_gpu_records_show_what_the_core_promises():
                 assert error <= 1.5 * limit, (form, name)
                 checked += 1
     assert checked == 2 * (4 + 4 * 6)
+
+
+def test_a_timed_step_is_a_training_step_in_every_form():
+    """The official form and ours begin with the same loss, go on to the same one, and learn."""
+    recipe = train_step.recipe_of("nano", 32, n_sinks=1)
+    losses = {}
+    for form in ("official", "sink"):
+        step = train_step.Step(recipe, form, 3, torch.device("cpu"))
+        losses[form] = [step() for _ in range(4)]
+    assert losses["official"] == pytest.approx(losses["sink"], rel=1e-5)
+    assert len(set(losses["sink"])) == 4
+    assert train_step.flops_of(recipe, 3) == 96 * training_flops(recipe.model, 32)
+    kinds = {
+        "nvjet_hsh_128x256": "matrix products",
+        "cudnn_generated_fort_native_sdpa": "attention",
+        "triton_red_fused": "compiled",
+    }
+    assert {name: train_step.kind_of(name) for name in kinds} == kinds
+
+
+@pytest.mark.slow
+def test_cold_and_warm_starts_are_timed(tmp_path, monkeypatch):
+    words = ["cold_start", "--model", "nano", "--rows", "2", "--length", "32", "--starts", "1", "--set", "train.compile=none"]
+    monkeypatch.setattr(sys, "argv", [*words, "--out", str(tmp_path)])
+    cold_start.main()
+    (path,) = tmp_path.iterdir()
+    entry = json.loads(path.read_text())
+    check_record(entry)
+    assert entry["figures"]["warm_to_cold"] > 0

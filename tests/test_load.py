@@ -13,6 +13,14 @@ import pytest
 from benchmarks.serving import answers_alone, load, mixed_requests, n_differing, nano_checkpoint, server
 
 CLIENTS = 64
+# Off: oneDNN keeps up to 1,024 products of shapes it met, and the allocator keeps freed pages in an arena for each thread. Both end
+# by themselves, and both hide what the server itself would lose.
+PLAIN_MEMORY = {
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +104,7 @@ def test_memory_is_flat_over_thousands_of_requests(checkpoint):
     """Of every kind: whole, streamed, with frames, kept for inspection, refused, and left by their clients."""
     ours = ({}, {"block": 2}, {"policy": "fast", "block": 4}, {"frames": True}, {"inspect": True}, {"step": 1})
     sizes = []
-    with server(checkpoint, "--timeout", "60") as process:
+    with server(checkpoint, "--timeout", "60", **PLAIN_MEMORY) as process:
 
         async def ask(http, number):
             body = {"model": "nano", "prompt": "tom has "[: number % 9], "max_tokens": 2 + number % 5, "n": 1 + number % 2}
@@ -123,6 +131,5 @@ def test_memory_is_flat_over_thousands_of_requests(checkpoint):
             assert set(statuses) == {0, 200, 400}
             assert statuses.count(200) > 700
             sizes.append(process.memory() / 2**20)
-    # MiB. A leak grows with every thousand; the allocator's own steps come and go. Frames kept for inspection are a part of it.
-    assert statistics.median(sizes) - sizes[0] < 12, sizes
-    assert sizes[-1] - sizes[0] < 32, sizes
+    # MiB. What is kept for inspection is a part of it.
+    assert statistics.median(sizes[-3:]) - statistics.median(sizes[:3]) < 6, sizes

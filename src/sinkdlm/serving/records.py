@@ -20,6 +20,7 @@ from sinkdlm.serving.engine import Frame
 
 _LEVELS = 254  # a confidence takes 1..255; 0 is a position that was not written
 _BYTES_PER_TOKEN = 5  # an id and a confidence
+_BYTES_PER_FRAME = 320  # two arrays without their contents, and what holds them
 
 
 def quantise(values: np.ndarray) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def byte_of(sure: float) -> int:
 
 def size_of(rows: Sequence[tuple[int, int]]) -> int:
     """Bytes that rows of (frames, tokens) come to at most."""
-    return sum(frames * tokens * _BYTES_PER_TOKEN for frames, tokens in rows)
+    return sum(frames * (tokens * _BYTES_PER_TOKEN + _BYTES_PER_FRAME) for frames, tokens in rows)
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Record:
         sure = np.array([byte_of(value) for value in frame.confidence], dtype=np.uint8)
         tokens = np.array(frame.tokens, dtype=np.int32)
         self.frames[frame.row].append((tokens, sure))
-        self.n_bytes += tokens.nbytes + sure.nbytes
+        self.n_bytes += size_of([(1, len(tokens))])
 
 
 class Records:

@@ -1,0 +1,95 @@
+"""Two starts of the same recipe: seconds from the command to the first step, with an empty compile cache and with a full one.
+
+    python -m benchmarks.cold_start --model smdm-472m --rows 16 --out benchmarks/results
+
+Each start is `sinkdlm train` in a process of its own. Starts alternate: cold ones with a cache folder of their own, warm ones with
+one that a start before them has filled.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.kills import write_set
+from benchmarks.measuring import quantiles, record, write
+from benchmarks.train import lines_of
+
+
+def seconds_to_first_step(recipe: Path, out: Path, cache: Path, overrides: list[str]) -> float:
+    """Until the first step's line is in metrics.jsonl; the run is then left to its end, which is the next step."""
+    command = [sys.executable, "-m", "sinkdlm", "train", str(recipe), "--out", str(out)]
+    command += [word for override in overrides for word in ("--set", override)]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+    metrics, began = out / "metrics.jsonl", time.monotonic()
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        found = None
+        while process.poll() is None and found is None:
+            time.sleep(0.02)
+            if any(line["kind"] == "train" for line in lines_of(metrics)):
+                found = time.monotonic() - began
+        _, said = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"the run failed with status {process.returncode}: {said[-2000:]}")
+    return found or time.monotonic() - began
+
+
+def recipe_text(model: str, n_sinks: int, length: int, rows: int, data: Path) -> str:
+    return f"""
+[model]
+preset = "{model}"
+n_sinks = {n_sinks}
+[data]
+length = {length}
+[data.sets]
+"{data}" = 1
+[train]
+steps = 3
+batch = {rows}
+lr = 1e-4
+[eval]
+every = 0
+[log]
+probe_every = 0
+[save]
+every = 1000
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smdm-472m", help="a preset")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--starts", type=int, default=2, help="of each kind")
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    args = parser.parse_args()
+    times: dict[str, list[float]] = {"cold": [], "warm": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recipe = folder / "recipe.toml"
+        recipe.write_text(recipe_text(args.model, 1, args.length, args.rows, write_set(folder / "data", tokens=400_000)))
+        for number in range(args.starts):
+            for kind in ("cold", "warm"):
+                out = folder / f"{kind}-{number}"
+                times[kind].append(seconds_to_first_step(recipe, out, folder / f"cache-{number}", args.overrides))
+                print(kind, times[kind][-1], flush=True)
+    figures = {"seconds_to_first_step": {kind: quantiles(taken) for kind, taken in times.items()}}
+    warm, cold = (figures["seconds_to_first_step"][kind]["p50"] for kind in ("warm", "cold"))
+    settings = {key: value for key, value in vars(args).items() if key != "out"}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    write(
+        record("cold_start", {**figures, "warm_to_cold": warm / cold}, device=device, settings=settings),
+        args.out,
+        subject=args.model,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""One training step, ours beside the official form, in one run: tokens a second, MFU, peak memory, and where the time goes.
+
+    python -m benchmarks.train_step --model smdm-472m --rows 16 --out benchmarks/results
+
+official: the sink is a token in front under a dense (T+1)^2 mask, every position has logits in float32, blocks run eagerly, as the
+authors' code trains; official-compiled: the same, compiled whole. vanilla, sink, gate: what `sinkdlm train` does. Forms take turns,
+so that a ratio does not depend on when each was measured. --profile NAME: the kernels of one step of that form, by kind.
+--sweep: the time of a step by rows and by length, beside planning.py's FLOPs.
+"""
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.measuring import measure, measure_together, record, write
+from benchmarks.official_loop import MaskedForm
+from sinkdlm import DiffusionLM, Recipe
+from sinkdlm.diffusion import Noisy, corrupt, denoising_loss
+from sinkdlm.planning import peak_flops, training_flops
+from sinkdlm.training.optimizer import Optimizer
+from sinkdlm.training.parallel import World
+from sinkdlm.training.weights import Weights
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "vanilla": {},
+    "sink": {"n_sinks": 1},
+    "gate": {"gate": "elementwise"},
+    "official": {"n_sinks": 1},
+    "official-compiled": {"n_sinks": 1},
+}
+# Kernels by a word of their name, in this order.
+_KINDS = {
+    "attention": ("flash", "fmha", "cudnn_generated", "sdpa", "attention"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "matmul", "xmma", "mm_"),
+    "optimizer": ("adam", "multi_tensor", "lpnorm"),
+    "compiled": ("triton",),
+    "copies": ("copy", "memcpy", "memset", "cat"),
+}
+
+
+class Step:
+    """A model that makes training steps on rows of random tokens, each with noise of its own."""
+
+    def __init__(self, recipe: Recipe, form: str, rows: int, device: torch.device, options: dict[str, Any] | None = None) -> None:
+        self.recipe, self.form, self.device, self.rows = recipe, form, device, rows
+        self._official = form.startswith("official")
+        compiles = device.type == "cuda"
+        with torch.device("meta"):
+            model = DiffusionLM(recipe.model)
+        if compiles and not self._official:
+            for block in model.blocks:
+                block.forward = torch.compile(block.forward, **(options or {}))
+        first = model.initial_weight
+        self.weights = Weights(model, World(device), dtype=torch.float32, first=lambda name, shape: first(name, shape, 0))
+        self.optimizer = Optimizer(self.weights.local, recipe.train)
+        self._logits: Callable[[Tensor], Tensor] = MaskedForm(model) if self._official else model
+        if form == "official-compiled":
+            self._logits = torch.compile(self._logits.__call__)
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(0, recipe.model.vocab_size, (rows, recipe.data.length), generator=generator).to(device)
+        self.done = 0
+
+    def loss(self, noisy: Noisy) -> Tensor:
+        half = torch.bfloat16 if self.device.type == "cuda" else None
+        with torch.autocast(self.device.type, half, enabled=half is not None):
+            if not self._official:
+                return denoising_loss(self.weights.model, self.tokens, noisy, denominator=float(self.tokens.numel())).total
+            logits = self._logits(noisy.tokens)
+        nll = functional.cross_entropy(logits[noisy.masked].float(), self.tokens[noisy.masked], reduction="none")
+        weights = noisy.weight.to(nll.dtype)[:, None].expand(self.tokens.shape)[noisy.masked]
+        return (nll * weights).sum() / self.tokens.numel()
+
+    def __call__(self) -> float:
+        samples = torch.arange(self.done * self.rows, (self.done + 1) * self.rows, device=self.device)
+        noisy = corrupt(self.tokens, samples, seed=0, mask_id=self.recipe.model.mask_id)
+        loss = self.loss(noisy)
+        loss.backward()
+        gradients = self.weights.take_gradients()
+        norm = torch.nn.utils.get_total_norm(gradients)
+        torch.nn.utils.clip_grads_with_norm_(list(self.weights.local.values()), self.recipe.train.clip, norm)
+        self.optimizer.step(1e-4)
+        self.weights.clear_gradients()
+        self.done += 1
+        return loss.item()
+
+
+def recipe_of(preset: str, length: int, **model: Any) -> Recipe:
+    train = {"batch": 1, "steps": 1}
+    return Recipe.resolve({"model": {"preset": preset, **model}, "data": {"length": length}, "train": train})
+
+
+def flops_of(recipe: Recipe, rows: int) -> float:
+    """Of a step, the head counted where it is computed: at the masked half."""
+    return rows * recipe.data.length * training_flops(recipe.model, recipe.data.length)
+
+
+def rates(step: Step, timed: dict[str, float], device: str) -> dict[str, Any]:
+    tokens = step.rows * step.recipe.data.length
+    found: dict[str, Any] = {"ms_step": timed, "tokens_per_second": 1000 * tokens / timed["p50"]}
+    peak = peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
+    if peak:
+        found["mfu"] = flops_of(step.recipe, step.rows) / (timed["p50"] / 1000) / peak
+    return found
+
+
+def peak_gb(step: Step) -> float:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 1e9
+
+
+def measure_forms(args: argparse.Namespace) -> dict[str, Any]:
+    """Memory first, each form alone; then all of them by turns."""
+    device = torch.device(args.device)
+    figures: dict[str, Any] = {}
+    made: dict[str, Step] = {}
+    for form in args.forms.split(","):
+        recipe = recipe_of(args.model, args.length, **VARIANTS[form])
+        step = Step(recipe, form, args.rows, device)
+        began = time.perf_counter()
+        losses = [step() for _ in range(args.warmup)]
+        figures[form] = {"seconds_first_steps": time.perf_counter() - began, "first_loss": losses[0], "last_loss": losses[-1]}
+        if args.device == "cuda":
+            figures[form]["peak_gb"] = peak_gb(step)
+        if args.alone:
+            figures[form] |= rates(step, measure(step, args.device, warmup=0, repeats=args.repeats), args.device)
+            del step
+            _free()
+        else:
+            made[form] = step
+        print(form, figures[form], flush=True)
+    if made:
+        timed = measure_together({form: cast(Callable[[], Any], step) for form, step in made.items()}, args.device, warmup=1,
+                                 repeats=args.repeats)  # fmt: skip
+        for form, step in made.items():
+            figures[form] |= rates(step, timed[form], args.device)
+    return figures
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    torch._dynamo.reset()
+
+
+def kind_of(kernel: str) -> str:
+    name = kernel.lower()
+    return next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), "other")
+
+
+def profile(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of one step by kind of kernel, and the kernels that take most."""
+    recipe = recipe_of(args.model, args.length, **VARIANTS[args.profile])
+    step = Step(recipe, args.profile, args.rows, torch.device(args.device))
+    for _ in range(args.warmup):
+        step()
+    on_gpu = args.device == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as seen:
+        for _ in range(_PROFILED):
+            step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    kernels = []
+    for event in seen.key_averages():
+        taken = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if taken > 0 and (not on_gpu or event.device_type.name == "CUDA"):
+            kernels.append({"kernel": event.key[:120], "ms": taken / 1000 / _PROFILED, "calls": event.count / _PROFILED})
+    kernels.sort(key=lambda one: -cast(float, one["ms"]))
+    kinds: dict[str, float] = {}
+    for one in kernels:
+        kind = kind_of(cast(str, one["kernel"]))
+        kinds[kind] = kinds.get(kind, 0.0) + cast(float, one["ms"])
+    _free()
+    return {"form": args.profile, "ms_by_kind": kinds, "ms_busy": sum(kinds.values()), "kernels": kernels[:40]}
+
+
+_PROFILED = 3
+
+
+def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The step's time over rows and over lengths, with the FLOPs that planning.py gives it."""
+    found = []
+    shapes = [(rows, args.length) for rows in map(int, args.sweep_rows.split(","))]
+    shapes += [(max(1, args.rows * args.length // length), length) for length in map(int, args.sweep_lengths.split(","))]
+    for rows, length in shapes:
+        step = Step(recipe_of(args.model, length, n_sinks=1), "sink", rows, torch.device(args.device))
+        timed = measure(step, args.device, warmup=args.warmup, repeats=args.repeats)
+        found.append({"rows": rows, "length": length, **rates(step, timed, args.device), "flops": flops_of(step.recipe, rows)})
+        print(found[-1], flush=True)
+        del step
+        _free()
+    return found
+
+
+def curve(args: argparse.Namespace) -> dict[str, Any]:
+    """Losses of each form over the same rows and noise."""
+    figures: dict[str, Any] = {}
+    for form in args.forms.split(","):
+        step = Step(recipe_of(args.model, args.length, **VARIANTS[form]), form, args.rows, torch.device(args.device))
+        figures[form] = [step() for _ in range(args.curve)]
+        del step
+        _free()
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--model", default="smdm-472m", help="a preset")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--forms", default=",".join(VARIANTS))
+    parser.add_argument("--alone", action="store_true", help="one form in memory at a time")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--profile", default=None, choices=list(VARIANTS))
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--sweep-rows", default="4,8,16,32")
+    parser.add_argument("--sweep-lengths", default="512,1024,4096")
+    parser.add_argument("--curve", type=int, default=0, help="steps of a loss curve")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    args = parser.parse_args()
+    figures: dict[str, Any] = {"forms": measure_forms(args)}
+    _free()
+    if "official" in figures["forms"]:
+        base = figures["forms"]["official"]["tokens_per_second"]
+        figures["to_official"] = {form: row["tokens_per_second"] / base for form, row in figures["forms"].items()}
+    if args.profile:
+        figures["profile"] = profile(args)
+    if args.sweep:
+        figures["sweep"] = sweep(args)
+    if args.curve:
+        figures["curve"] = curve(args)
+    settings = {key: value for key, value in vars(args).items() if key not in ("out", "device")}
+    settings["precision"] = "bf16" if args.device == "cuda" else "float32"
+    write(record("train_step", figures, device=args.device, settings=settings), args.out, subject=f"{args.model}-{args.length}")
+
+
+if __name__ == "__main__":
+    main()
