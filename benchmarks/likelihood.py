@@ -40,7 +40,7 @@ _MADE_SEED = 1_000_003  # texts that no nano model was trained on
 _MADE_LENGTH = 96  # letters: what a nano model reads, whichever halves meet
 _PLAIN_BATCH = 16
 _PLAIN_REQUESTS = 24
-_ERRORS = (0.5, 0.2, 0.05)
+_RULES = ((0.05, 0.0), (0.2, 0.0), (0.05, 0.002), (0.05, 0.005), (0.05, 0.02))  # error, tolerance
 
 
 class Work(NamedTuple):
@@ -208,10 +208,14 @@ def adaptive_curve(model: DiffusionLM, work: Work, budget: int) -> dict[str, Any
         "full_agreement": equal_share(winners(work, full[0].mean), judged),
         "curve": {},
     }
-    for error in _ERRORS:
-        found = ours(model, work, budget, seed=0, sets=32, adaptive=Adaptive(metrics, error))
-        print(f"error {error}: {int(found.forwards.sum())} of {figures['full_forwards']} forwards", file=sys.stderr, flush=True)
-        figures["curve"][f"error {error}"] = {
+    for error, tolerance in _RULES:
+        found = ours(model, work, budget, seed=0, sets=32, adaptive=Adaptive(metrics, error, tolerance))
+        print(
+            f"error {error}, tolerance {tolerance}: {int(found.forwards.sum())} of {figures['full_forwards']} forwards",
+            file=sys.stderr,
+            flush=True,
+        )
+        figures["curve"][f"error {error}, tolerance {tolerance}"] = {
             "forwards": int(found.forwards.sum()),
             "times_fewer": figures["full_forwards"] / int(found.forwards.sum()),
             "saved_draws": found.saved,

@@ -560,6 +560,7 @@ def test_tasks_have_the_official_settings():
         ({"adaptive": "maybe"}, "adaptive = 'maybe'"),
         ({"adaptive": True, "draws": 16}, "the 32 draw sets of --adaptive"),
         ({"error": 2}, "error = 2: above 0"),
+        ({"tolerance": 1}, "tolerance = 1: 0 or more"),
         ({"steps": "abc"}, "steps = 'abc': a whole number"),
     ):
         with pytest.raises(UserError, match=said):

@@ -16,7 +16,7 @@ from sinkdlm.likelihood import Adaptive, document_likelihood, is_greedy, log_lik
 from sinkdlm.likelihood.estimates import student_cdf, student_quantile
 from sinkdlm.likelihood.estimators import roll
 from sinkdlm.likelihood.mask_draws import MaskDraws, draw_masks, noise_keys
-from sinkdlm.likelihood.ranking import is_settled, plan_looks
+from sinkdlm.likelihood.ranking import expected_loss, is_settled, plan_looks
 from sinkdlm.likelihood.scoring import Look, Scorer, plan_batches, read_rows
 from sinkdlm.sampling.batch import Access
 
@@ -566,6 +566,59 @@ def test_every_rival_and_metric_is_paid_for():
     assert is_settled(values[:2], torch.ones(1, 2), 0.05, 4, varying[:2])
     assert not is_settled(values[:2], torch.ones(2, 2), 0.05, 4, varying[:2])
     assert not is_settled(values, torch.ones(1, 3), 0.05, 4, varying)
+
+
+def simulated_run(true, seed):
+    """(questions, options, 32): two sets of noise, one that options share."""
+    generator = torch.Generator().manual_seed(seed)
+    shared = torch.randn(len(true), 1, 32, generator=generator, dtype=torch.float64)
+    return true[..., None] + 2 * torch.randn(*true.shape, 32, generator=generator, dtype=torch.float64) + 3 * shared
+
+
+def test_a_tolerance_gives_up_no_more_agreement_than_it_says():
+    """Of 500 questions, with another full run: what one that ends early gives up, and what it saves."""
+    true = 2 * torch.randn(500, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    first, others = simulated_run(true, 2), [simulated_run(true, seed).mean(2).argmax(1) for seed in range(3, 23)]
+    divisors, drawn, winners_ = torch.ones(1, 3), 0, []
+    for question in first:
+        n = next(look for look in plan_looks(32) if expected_loss(question[:, :look], divisors, 32) <= 0.01)
+        drawn += n
+        winners_.append(int(question[:, :n].mean(1).argmax()))
+    agreed = [
+        torch.stack([chosen == other for other in others]).double().mean()
+        for chosen in (torch.tensor(winners_), first.mean(2).argmax(1))
+    ]
+    assert agreed[1] - agreed[0] <= 0.01
+    assert drawn <= 500 * 32 / 2
+
+
+def test_expected_loss():
+    """None at the end, of what cannot win, and where the lead is beyond doubt; more while little is known."""
+    question = simulated_run(torch.tensor([[0.0, 1.0, -1.0]], dtype=torch.float64), 5)[0]
+    divisors = torch.ones(1, 3)
+    assert expected_loss(question, divisors, 32) == 0
+    losses = [expected_loss(question[:, :n], divisors, 32) for n in (8, 17, 25)]
+    assert losses == [expected_loss(question[:, :n], divisors, 32) for n in (8, 17, 25)]
+    assert losses[0] > 0.01
+    far = question[:, :8] + torch.tensor([[0.0], [40.0], [0.0]])
+    assert expected_loss(far, divisors, 32) == 0
+    assert expected_loss(far, torch.tensor([[1.0, 1.0, 1.0], [1.0, 2.0, 1.0]]), 32) == 0
+    torch.testing.assert_close(
+        expected_loss(torch.cat([question[:, :8], torch.full((1, 8), -math.inf)]), torch.ones(1, 4), 32), losses[0]
+    )
+    alone = torch.cat([question[:1, :8], torch.full((1, 8), -math.inf)])
+    assert expected_loss(alone, torch.ones(1, 2), 32) == 0
+
+
+def test_a_tolerance_ends_questions_that_are_not_settled():
+    chain_, rows, scored, groups = questions(20, gap=0)  # options that are all the same text
+    metrics = {"acc": [1.0 + 1e-9 * (i % 4) for i in range(len(rows))]}
+    options = {"mask_id": 5, "draws": 64, "groups": groups, "sets": 32}
+    strict, easy = (
+        log_likelihood(chain_, rows, scored, adaptive=Adaptive(metrics, tolerance=tolerance), **options)
+        for tolerance in (0.0, 0.005)
+    )
+    assert easy.saved > strict.saved
 
 
 # -- mistakes --------------------------------------------------------------------------------------------------------------------

@@ -37,6 +37,9 @@ def evaluate(
     guidance: Annotated[float | None, typer.Option(help="Of all tasks; by default the official choice for each.")] = None,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Draw no more once a question's ranking is settled.")] = False,
     error: Annotated[float | None, typer.Option(help="With --adaptive: the chance of a wrong ranking; by default 0.05.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="With --adaptive: the agreement with another full run that a question may give up.")
+    ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Score the AR parent: causal attention, no [MASK], no sink.")] = False,
     bos: Annotated[bool | None, typer.Option("--bos/--no-bos", help="Before prompts; by default what the tokenizer does.")] = None,
     policy: Annotated[str | None, typer.Option(help="Of generated answers: the sampler; by default llada.")] = None,
@@ -76,6 +79,7 @@ def evaluate(
             guidance,
             adaptive,
             error,
+            tolerance,
             causal,
             bos,
             policy,
@@ -94,7 +98,7 @@ def evaluate(
     if checkpoint is None and (write_requests is None or chat):
         raise EvalError("CKPT: which model? (--write-requests needs none, but with --chat)")
     named = {"estimator": "causal" if causal else estimator, "draws": draws, "guidance": guidance, "policy": policy}
-    named |= {"steps": steps, "block": block, "adaptive": adaptive or None, "error": error, "bos": bos}
+    named |= {"steps": steps, "block": block, "adaptive": adaptive or None, "error": error, "tolerance": tolerance, "bos": bos}
     plan: dict[str, Any] = {"tasks": tuple(name.strip() for name in tasks.split(",") if name.strip()), "limit": limit, "chat": chat}
     plan |= {"data": None if data is None else str(data), "num_fewshot": num_fewshot, "use_cache": use_cache}
     question = _Question(plan, named, gen_kwargs, overrides or [], seed)

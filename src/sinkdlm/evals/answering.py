@@ -202,7 +202,8 @@ def _adaptive(batch: Sequence[Request], settings: Settings) -> Adaptive | None:
     if not settings.adaptive or settings.estimator != "exact_k" or not all(map(_has_ranking, by_question(batch))):
         return None
     names = sorted({name for request in batch for name in request.divisors})
-    return Adaptive({name: [request.divisors.get(name, 1.0) for request in batch] for name in names}, settings.error)
+    metrics = {name: [request.divisors.get(name, 1.0) for request in batch] for name in names}
+    return Adaptive(metrics, settings.error, settings.tolerance)
 
 
 def _numbers(estimates: Estimates, row: int) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class Settings:
     guidance: float = 0.0
     adaptive: bool = False  # draws end once a question's ranking is settled
     error: float = 0.05  # the chance of a wrong ranking that adaptive draws may take
+    tolerance: float = 0.0  # of agreement with another full run that they may give up for a question
     greedy: bool = True  # also tell whether the continuation is what the model itself would write
     bos: bool | None = None
     policy: str = "llada"
@@ -65,6 +66,8 @@ class Settings:
                 raise EvalError(f"{name} = {getattr(self, name)!r}: true or false")
         if isinstance(self.error, bool) or not (isinstance(self.error, int | float) and 0 < self.error < 1):
             raise EvalError(f"error = {self.error!r}: above 0 and below 1")
+        if isinstance(self.tolerance, bool) or not (isinstance(self.tolerance, int | float) and 0 <= self.tolerance < 1):
+            raise EvalError(f"tolerance = {self.tolerance!r}: 0 or more, and below 1")
         if self.adaptive and self.estimator == "exact_k" and self.draws < ADAPTIVE_SETS:
             raise EvalError(f"draws = {self.draws}: at least one for each of the {ADAPTIVE_SETS} draw sets of --adaptive")
         if self.causal and self.guidance:

@@ -19,7 +19,7 @@ from torch import Tensor
 from sinkdlm.errors import LikelihoodError
 from sinkdlm.likelihood.estimates import MIN_SETS, Estimates
 from sinkdlm.likelihood.mask_draws import MONTE_CARLO, content_key, draw_masks, noise_keys
-from sinkdlm.likelihood.ranking import Adaptive, is_settled, plan_looks
+from sinkdlm.likelihood.ranking import Adaptive, expected_loss, is_settled, plan_looks
 from sinkdlm.likelihood.scoring import Look, Row, Rows, Scorer, read_rows
 from sinkdlm.sampling.batch import Access, Denoise
 from sinkdlm.sampling.loop import step
@@ -201,17 +201,16 @@ def _race(sampled: _Sampled, groups: list[int], adaptive: Adaptive, sets: int) -
     for look in looks:
         sampled.extend([i for question in questions.values() for i in question], range(done, look))
         done = look
-        questions = {
-            group: rows
-            for group, rows in questions.items()
-            if not is_settled(
-                torch.tensor([sampled.set_means[i] for i in rows], dtype=torch.float64),
-                adaptive.divisors(rows),
-                adaptive.error,
-                len(looks) - 1,
-                torch.tensor([len(sampled.rows[i].targets) == 1 for i in rows]),
-            )
-        }
+        questions = {group: rows for group, rows in questions.items() if not _is_over(sampled, rows, adaptive, looks)}
+
+
+def _is_over(sampled: _Sampled, rows: list[int], adaptive: Adaptive, looks: list[int]) -> bool:
+    means = torch.tensor([sampled.set_means[i] for i in rows], dtype=torch.float64)
+    certain = torch.tensor([len(sampled.rows[i].targets) == 1 for i in rows])
+    divisors = adaptive.divisors(rows)
+    if is_settled(means, divisors, adaptive.error, len(looks) - 1, certain):
+        return True
+    return adaptive.tolerance > 0 and expected_loss(means, divisors, looks[-1]) <= adaptive.tolerance
 
 
 # -- whole documents ------------------------------------------------------------------------------------------------------------

@@ -7,9 +7,14 @@ another. Knows no tokens and no denoiser.
 A wrong winner must have beaten the best option at some look under some metric. There are (options - 1) wrong winners; so each test
 is made at error / (looks x metrics x (options - 1)), and the chance that a question is settled wrongly is at most `error` in all.
 
+Options that lie close are never settled, and there a full run is of little use either: another one would choose otherwise about
+as often. With a `tolerance` a question also ends once going on to the last set would raise the chance to agree with another full
+run by no more than that.
+
 O options of a question, n draw sets so far, M metrics.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +26,7 @@ from sinkdlm.errors import LikelihoodError
 from sinkdlm.likelihood.estimates import MIN_SETS, student_quantile
 
 _GROWTH = math.sqrt(2)  # from one look to the next
+_FUTURES = 4096  # ways in which a question could go on that are tried
 
 
 @dataclass(frozen=True)
@@ -29,16 +35,21 @@ class Adaptive:
 
     error: the chance, at most, that a question is settled for an option that is not the best under one of the metrics. Where a
     question stops depends on its values, so these serve to rank options; who wants the values themselves draws in full.
+
+    tolerance: how much of a question's expected agreement with another full run may be given up to end it early; 0: nothing.
     """
 
     metrics: Mapping[str, Sequence[float]]
     error: float = 0.05
+    tolerance: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.metrics:
             raise LikelihoodError("adaptive: needs a metric to rank by, as in metrics={'acc': [1.0, ...]}")
         if not 0 < self.error < 1:
             raise LikelihoodError(f"adaptive: error = {self.error}: allowed is above 0 and below 1")
+        if not 0 <= self.tolerance < 1:
+            raise LikelihoodError(f"adaptive: tolerance = {self.tolerance}: allowed is 0 or more, and below 1")
         for name, values in self.metrics.items():
             if not all(math.isfinite(value) and value > 0 for value in values):
                 raise LikelihoodError(f"adaptive: metric {name!r}: what it divides by must be above 0")
@@ -78,3 +89,38 @@ def is_settled(set_means: Tensor, divisors: Tensor, error: float, n_looks: int, 
     beaten = (spread > 0) & (lead.mean(-1) > bar * spread)
     known = (certain & certain[leaders, None]) | (lead.mean(-1) == math.inf)  # what one draw finds impossible is so
     return bool((beaten | known).scatter(1, leaders[:, None], True).all())
+
+
+def expected_loss(set_means: Tensor, divisors: Tensor, sets: int) -> float:
+    """By how much going on to `sets` would raise the chance that a question's winners (O, n) are those of another full run.
+
+    Sets are taken as normal with the covariance that they show, known as well as n of them tell it. For many futures: true values,
+    what another full run would find, and what this one would find with the sets that are left.
+    """
+    n = set_means.shape[1]
+    possible = set_means.isfinite().all(1)  # what one draw finds impossible wins in no future
+    values, divisors = set_means[possible], divisors[:, possible]
+    if len(values) < 2 or n >= sets:
+        return 0.0
+    mean = values.mean(1)
+    noise, squares = _futures(sets)
+    wider = ((n - 1) / squares[:, : n - 1].sum(1)).sqrt()[:, None]  # the spread itself is an estimate
+    mixed = noise[..., :n] @ (values - mean[:, None]).mT / math.sqrt(n - 1)  # (3, futures, O)
+    own, other, rest = mixed * wider
+    true = mean + own / math.sqrt(n)
+    elsewhere = true + other / math.sqrt(sets)
+    at_end = mean * (n / sets) + (true + rest / math.sqrt(sets - n)) * (1 - n / sets)
+    stays = ends = torch.ones(_FUTURES, dtype=torch.bool)
+    for divisor in divisors:
+        winner = (elsewhere / divisor).argmax(1)
+        stays = stays & (winner == (mean / divisor).argmax())
+        ends = ends & (winner == (at_end / divisor).argmax(1))
+    return float(ends.double().mean() - stays.double().mean())
+
+
+@functools.cache
+def _futures(sets: int) -> tuple[Tensor, Tensor]:
+    """The same for every question, so that no question depends on which others are asked."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(4, _FUTURES, sets, generator=generator, dtype=torch.float64)
+    return noise[:3], noise[3].square()
