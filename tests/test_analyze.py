@@ -36,7 +36,7 @@ def test_two_models_side_by_side(analyze, models, tmp_path):
     assert said.startswith("# ")
     assert f"wrote {out / 'report.html'}" in said
     names = {path.name for path in out.iterdir()}
-    assert names == {"report.html", "metrics.json", "summary.md", "figures", "captures"}
+    assert names == {"report.html", "inspect.html", "recording.json", "metrics.json", "summary.md", "figures", "captures"}
     captures = [json.loads((out / "captures" / f"{name}.json").read_text()) for name in ("vanilla", "sink")]
     for capture, n_sinks in zip(captures, (0, 1), strict=True):
         assert capture["n"] == {"trajectories": 8, "forwards": 24, "tokens_seen": capture["n"]["tokens_seen"]}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm import __version__
-from sinkdlm.analysis.capture import RULES, Rules, attention_maps, part_registers, sink_logit_of
+from sinkdlm.analysis.capture import RULES, Rules, attention_maps, part_registers, sink_logit_of, stands_out
 from sinkdlm.analysis.kinds import KINDS, MASK, SPECIAL, kind_of, special_ids, texts_of
 from sinkdlm.errors import AnalysisError
 from sinkdlm.model import DiffusionLM
@@ -54,7 +54,8 @@ class Seen(NamedTuple):
 
     received: np.ndarray  # (E, H, K)
     values: np.ndarray  # (E, K)
-    sinks: list[int]  # content sinks (absolute rule), as places in (E, H, T) laid out flat
+    absolute: list[int]  # content sinks by the absolute rule, as places in (E, H, T) laid out flat
+    relative: list[int]  # and by the relative one
     top: list[int]  # of each layer and head, (E, H) laid out flat: the token of the text that receives most
 
 
@@ -62,9 +63,10 @@ def look_at(model: DiffusionLM, tokens: Sequence[int], rules: Rules = RULES) -> 
     layers = statistics(model, tokens)
     received = torch.stack([torch.cat([one.sink_received, one.received], dim=-1)[0] for one in layers])
     values = torch.stack([torch.cat([one.sink_value_norm, one.value_norm], dim=-1)[0] for one in layers])
-    content = torch.stack([one.received[0] for one in layers]).cpu().numpy()
-    sinks, top = np.flatnonzero(content > rules.threshold).tolist(), content.argmax(-1).ravel().tolist()
-    return Seen(received.cpu().numpy(), values.cpu().numpy(), sinks, top)
+    content = torch.stack([one.received[0] for one in layers])
+    rules_say = (content > rules.threshold, stands_out(content, None, rules.margin))
+    absolute, relative = (said.flatten().nonzero()[:, 0].tolist() for said in rules_say)
+    return Seen(received.cpu().numpy(), values.cpu().numpy(), absolute, relative, content.argmax(-1).flatten().tolist())
 
 
 def likeliest(model: DiffusionLM, tokens: Sequence[int], positions: Sequence[int], k: int) -> list[list[tuple[int, float]]]:
@@ -88,6 +90,8 @@ def likeliest(model: DiffusionLM, tokens: Sequence[int], positions: Sequence[int
 
 def kind_finder(tokenizer: Any, mask_id: int) -> Callable[[int], str]:
     """The name of a token's kind, by its id: one at a time, where a whole vocabulary need not be read."""
+    if tokenizer is None:
+        return lambda token: KINDS[MASK if token == mask_id else SPECIAL]
     special = special_ids(tokenizer)
 
     def find(token: int) -> str:
@@ -99,7 +103,9 @@ def kind_finder(tokenizer: Any, mask_id: int) -> Callable[[int], str]:
 
 
 def piece_finder(tokenizer: Any) -> Callable[[int], str]:
-    """A token's own text, a leading space included; what is no text by itself is a replacement sign."""
+    """A token's own text, a leading space included; what is no text by itself is a replacement sign. Without one, the id."""
+    if tokenizer is None:
+        return lambda token: f"#{token}"
     return lambda token: (texts_of(tokenizer, [token])[0] or b"").decode(errors="replace")
 
 
@@ -166,14 +172,15 @@ class Recorder:
             "n_sinks": config.n_sinks,
             "sink_kind": config.sink_kind if config.n_sinks else None,
             "n_given": self._n_given,
-            "threshold": self._rules.threshold,
+            "rules": self._rules._asdict(),
             "tokens": [[None if token == config.mask_id else token for token in canvas] for canvas in self._canvases],
             "confidence": [base64.b64encode(sure).decode() for sure in self._confidence] or None,
             "pieces": {str(token): self._piece(token) for token in ids if token != config.mask_id},
             "kinds": {str(token): self._kind(token) for token in ids if token != config.mask_id},
             "received": pack([one.received for one in self._seen]),
             "values": pack([one.values for one in self._seen]),
-            "sinks": [one.sinks for one in self._seen],
+            "absolute": [one.absolute for one in self._seen],
+            "relative": [one.relative for one in self._seen],
             "top": [one.top for one in self._seen],
             "rows": pack(self._rows) if self._with_rows else None,
             "candidates": [
@@ -205,11 +212,20 @@ def join_sides(sides: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]) -> 
     return {"format": FORMAT, "version": VERSION, "made": {"sinkdlm": __version__}, "asked": dict(asked), "sides": list(sides)}
 
 
-def record(lm: Any, name: str, canvases: Sequence[Sequence[int]], n_given: int, rules: Rules = RULES) -> dict[str, Any]:
+def record(
+    lm: Any,
+    name: str,
+    canvases: Sequence[Sequence[int]],
+    n_given: int,
+    *,
+    rules: Rules = RULES,
+    tick: Callable[[int], None] = lambda rows: None,
+) -> dict[str, Any]:
     """One side at once, for whoever has the model alone."""
     mask_id = lm.config.mask_id
     given: dict[str, Any] = {"piece": piece_finder(lm.tokenizer), "kind": kind_finder(lm.tokenizer, mask_id), "rules": rules}
     recorder = Recorder(lm.model, name, canvases, n_given, **given)
     for _ in range(recorder.n_frames):
         recorder.take()
+        tick(1)
     return recorder.side()

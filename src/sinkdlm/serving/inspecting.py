@@ -99,11 +99,11 @@ def register(app: FastAPI, records: Records, find_model: Callable[[str], Served]
     @app.get("/v1/inspect/{request_id}/{choice}/{step}/look")
     async def look(request_id: Id, choice: Index, step: Index) -> dict[str, Any]:
         """Received attention (layers, heads, sinks + tokens) and norms of values (layers, sinks + tokens); found before anything is
-        rounded: content sinks as places in (layers, heads, tokens), and of each head the token that receives most."""
+        rounded: content sinks by either rule as places in (layers, heads, tokens), and each head's most received token."""
         served, tokens = find_canvas(request_id, choice, step)
         seen = await compute(served, lambda: inspection.look(served.lm.model, tokens))
-        found = {"sinks": seen.sinks, "top": seen.top, "threshold": RULES.threshold}
-        return {"received": quantise(seen.received), "values": quantise(seen.values), **found}
+        sinks = {"absolute": seen.absolute, "relative": seen.relative, "top": seen.top, "rules": RULES._asdict()}
+        return {"received": quantise(seen.received), "values": quantise(seen.values), **sinks}
 
     @app.get("/v1/inspect/{request_id}/{choice}/{step}/received")
     async def received(request_id: Id, choice: Index, step: Index, layer: Number | None = None) -> dict[str, Any]:

@@ -14,6 +14,7 @@
  * @property {number | null} step
  * @property {number | null} layer
  * @property {number | null} head
+ * @property {import("./trajectory.js").Rule} rule
  * @property {number | null} token
  */
 
@@ -21,7 +22,7 @@
 export function nothingShown() {
   return {
     prompt: null, left: "", right: "", policy: "llada", steps: null, length: null, temperature: 0, seed: "0",
-    step: null, layer: null, head: null, token: null,
+    step: null, layer: null, head: null, rule: "absolute", token: null,
   };
 }
 
@@ -53,6 +54,7 @@ export function readAddress(hash) {
   const seed = given.get("seed") ?? "";
   if (/^-?\d{1,19}$/.test(seed)) shown.seed = seed;
   [shown.step, shown.layer, shown.head] = [whole(given.get("step"), 0), whole(given.get("layer"), 0), whole(given.get("head"), 0)];
+  if (given.get("rule") === "relative") shown.rule = "relative";
   shown.token = whole(given.get("token"), -1);
   return shown;
 }
@@ -67,7 +69,8 @@ export function writeAddress(shown) {
   const parts = [
     ["prompt", shown.prompt], ["model", shown.left || null], ["beside", shown.right || null], ["policy", shown.policy],
     ["steps", shown.steps], ["length", shown.length], ["temperature", shown.temperature || null], ["seed", shown.seed],
-    ["step", shown.step], ["layer", shown.layer], ["head", shown.head], ["token", shown.token],
+    ["step", shown.step], ["layer", shown.layer], ["head", shown.head],
+    ["rule", shown.rule === "absolute" ? null : shown.rule], ["token", shown.token],
   ];
   for (const [name, value] of parts) if (value !== null) given.set(name, String(value));
   return `#${given}`;

@@ -8,14 +8,14 @@
  * @property {string} row
  * @property {string} line
  * @property {string} ink
- * @property {string} ground
+ * @property {string} given
  */
 
 /** @returns {Colours} */
 export function readColours() {
   const style = getComputedStyle(document.documentElement);
   const of = (/** @type {string} */ name) => style.getPropertyValue(`--${name}`).trim();
-  return { bar: of("bar"), sink: of("sink"), own: of("own"), row: of("row"), line: of("line"), ink: of("soft"), ground: of("card") };
+  return { bar: of("bar"), sink: of("sink"), own: of("own"), row: of("row"), line: of("line"), ink: of("soft"), given: of("given") };
 }
 
 /**

@@ -42,10 +42,10 @@ export async function openRequest(id, signal) {
     async load(frame, leaving) {
       if (trajectory.known[frame]) return;
       const look = await get(`${base}/0/${frame}/look`, leaving);
-      trajectory.threshold = look.threshold;
-      const { received, values, sinks, top } = look;
+      trajectory.rules = look.rules;
+      const { received, values, absolute, relative, top } = look;
       const bytes = { received: bytesOf(received.data), values: bytesOf(values.data) };
-      trajectory.take(frame, { ...bytes, scale: received.scale, valueScale: values.scale, sinks, top });
+      trajectory.take(frame, { ...bytes, scale: received.scale, valueScale: values.scale, absolute, relative, top });
     },
     async row(frame, layer, head, position, leaving) {
       const given = new URLSearchParams({ position: String(position) });

@@ -9,7 +9,7 @@ import { readRecording } from "./recorded.js";
 import { keepKey, listModels, Problem, write } from "./server.js";
 import { Side } from "./side.js";
 import { startTheme } from "./theme.js";
-import { pairWords, percent, place } from "./words.js";
+import { pairWords, place, sinkDoes } from "./words.js";
 
 /** @typedef {import("./server.js").Card} Card */
 
@@ -21,7 +21,7 @@ const notice = new Notice();
 const form = part("ask", HTMLFormElement);
 const prompt = part("prompt", HTMLTextAreaElement);
 const results = part("results", HTMLElement);
-const [layers, heads] = [part("layer", HTMLSelectElement), part("head", HTMLSelectElement)];
+const [layers, heads, rule] = [part("layer", HTMLSelectElement), part("head", HTMLSelectElement), part("rule", HTMLSelectElement)];
 const inputs = {
   left: part("left", HTMLSelectElement), right: part("right", HTMLSelectElement), policy: part("policy", HTMLSelectElement),
   steps: part("steps", HTMLSelectElement), length: part("length", HTMLInputElement), seed: part("seed", HTMLInputElement),
@@ -47,16 +47,19 @@ const player = new Player((step) => {
 
 // -- what is shown ----------------------------------------------------------------------------------------------------------------
 
+/** @returns {import("./measures.js").Choice} */
+const choiceNow = () => ({ layer: shown.layer, head: shown.head, rule: shown.rule });
+
 function draw() {
-  const moment = { step: player.step, choice: { layer: shown.layer, head: shown.head }, token: shown.token, colours };
+  const moment = { step: player.step, choice: choiceNow(), token: shown.token, colours };
   for (const side of sides) side.show(moment);
   clearTimeout(addressing);
   addressing = setTimeout(keepAddress, 150);
 }
 
 function keepAddress() {
-  const kept = recorded ? { ...nothingShown(), step: shown.step, layer: shown.layer, head: shown.head, token: shown.token } : shown;
-  history.replaceState(null, "", writeAddress(kept));
+  const { step, token } = shown;
+  history.replaceState(null, "", writeAddress(recorded ? { ...nothingShown(), ...choiceNow(), step, token } : shown));
 }
 
 /** The line above the sides: what two of them show together. */
@@ -64,7 +67,7 @@ function summarize() {
   const root = part("summary", HTMLElement);
   const found = sides.flatMap((side) => (side.measures && side.source ? [{ measures: side.measures, facts: side.source.trajectory.facts }] : []));
   const words = found.length === 2 ? pairWords([found[0].measures, found[0].facts], [found[1].measures, found[1].facts]) : null;
-  const lines = words ? [words, `Measured ${place({ layer: shown.layer, head: shown.head })}, in this one text; many texts are what sinkdlm analyze measures.`] : [];
+  const lines = words ? [words, `Measured ${place(choiceNow())}, in this one text; many texts are what sinkdlm analyze measures.`] : [];
   const now = lines.join("");
   if (root.textContent === now) return;
   root.replaceChildren(
@@ -121,14 +124,19 @@ function ready() {
   fill(heads, "all heads", Math.max(...facts.map((one) => one.nHeads)), shown.head);
   heads.disabled = layers.value === "";
   [shown.layer, shown.head] = [numberOf(layers), heads.disabled ? null : numberOf(heads)];
-  const threshold = sides[0].source?.trajectory.threshold;
-  if (threshold !== undefined) part("threshold", HTMLElement).textContent = percent(threshold);
+  rule.value = shown.rule;
+  explainRule();
   const last = mostFrames() - 1;
   shown.step = Math.min(shown.step ?? last, last);
   player.set(last + 1, shown.step);
   part("save", HTMLButtonElement).disabled = false;
   draw();
   summarize();
+}
+
+function explainRule() {
+  const rules = sides[0]?.source?.trajectory.rules;
+  if (rules) part("sink-does", HTMLElement).textContent = sinkDoes(shown.rule, rules);
 }
 
 /**
@@ -153,6 +161,12 @@ layers.addEventListener("change", () => {
   heads.disabled = shown.layer === null;
   if (shown.layer === null) heads.value = "";
   shown.head = numberOf(heads);
+  draw();
+  summarize();
+});
+rule.addEventListener("change", () => {
+  shown.rule = rule.value === "relative" ? "relative" : "absolute";
+  explainRule();
   draw();
   summarize();
 });

@@ -9,6 +9,7 @@ import { Trajectory } from "./trajectory.js";
  * @typedef {object} Choice
  * @property {number | null} layer null: all
  * @property {number | null} head null: all
+ * @property {import("./trajectory.js").Rule} rule
  */
 
 /**
@@ -46,7 +47,7 @@ export function chosen(trajectory, choice) {
  */
 export function measure(trajectory, choice, first = 0, last = trajectory.nSteps - 1) {
   const [layers, heads] = chosen(trajectory, choice);
-  const found = layers.map((layer) => measureLayer(trajectory, layer, heads, first, last));
+  const found = layers.map((layer) => measureLayer(trajectory, trajectory.isSink[choice.rule], layer, heads, first, last));
   /** @type {Measures} */
   const totals = { sink_mass: null, top_received: null, content_sinks: null, sink_heads: null, turnover: null, moved: null };
   for (const name of NAMES) totals[name] = mean(found.map((one) => one[name]));
@@ -64,13 +65,14 @@ function mean(values) {
 
 /**
  * @param {Trajectory} trajectory
+ * @param {Uint8Array} isSink
  * @param {number} layer
  * @param {number[]} heads
  * @param {number} first
  * @param {number} last
  * @returns {Measures}
  */
-function measureLayer(trajectory, layer, heads, first, last) {
+function measureLayer(trajectory, isSink, layer, heads, first, last) {
   const { nLayers, nHeads, nSinks, length } = trajectory.facts;
   let [mass, strongest, members, held, distance, pairs, moved, both, n] = [0, 0, 0, 0, 0, 0, 0, 0, 0];
   for (const head of heads) {
@@ -82,9 +84,9 @@ function measureLayer(trajectory, layer, heads, first, last) {
       strongest += trajectory.received[keys + nSinks + top] * trajectory.scales[frame];
       let [size, shared] = [0, 0];
       for (let token = 0; token < length; token += 1) {
-        const sink = trajectory.isSink[sinks + token];
+        const sink = isSink[sinks + token];
         size += sink;
-        if (before >= 0) shared += sink & trajectory.isSink[before + token];
+        if (before >= 0) shared += sink & isSink[before + token];
       }
       members += size;
       held += size > 0 ? 1 : 0;

@@ -32,7 +32,7 @@ export class Profile {
     const { trajectory, nHeads } = this;
     if (!trajectory.known[frame]) return false;
     const { nLayers, nHeads: width, length } = trajectory.facts;
-    const nKeys = trajectory.nKeys;
+    const [nKeys, isSink] = [trajectory.nKeys, trajectory.isSink[this.choice.rule]];
     const sums = this.received.subarray(frame * nKeys, (frame + 1) * nKeys);
     const counts = this.nSinkHeads.subarray(frame * length, (frame + 1) * length);
     for (const layer of this._layers) {
@@ -40,7 +40,7 @@ export class Profile {
         const place = (frame * nLayers + layer) * width + head;
         const [keys, sinks] = [place * nKeys, place * length];
         for (let key = 0; key < nKeys; key += 1) sums[key] += trajectory.received[keys + key];
-        for (let token = 0; token < length; token += 1) counts[token] += trajectory.isSink[sinks + token];
+        for (let token = 0; token < length; token += 1) counts[token] += isSink[sinks + token];
       }
     }
     const scale = trajectory.scales[frame] / nHeads;

@@ -54,7 +54,7 @@ async function openSide(side) {
     nGiven: side.n_given, nFrames, length: side.tokens[0].length,
   });
   trajectory.tokens = side.tokens;
-  trajectory.threshold = Number(side.threshold);
+  trajectory.rules = { threshold: Number(side.rules.threshold), margin: Number(side.rules.margin) };
   trajectory.confidence = side.confidence ? side.confidence.map(bytesOf) : new Array(nFrames).fill(null);
   for (const [id, text] of Object.entries(side.pieces)) trajectory.pieces.set(Number(id), String(text));
   for (const [id, kind] of Object.entries(side.kinds)) trajectory.kinds.set(Number(id), String(kind));
@@ -67,7 +67,8 @@ async function openSide(side) {
       scale: side.received.scales[frame],
       values: values.subarray(frame * width, (frame + 1) * width),
       valueScale: side.values.scales[frame],
-      sinks: side.sinks[frame],
+      absolute: side.absolute[frame],
+      relative: side.relative[frame],
       top: side.top[frame],
     });
   }

@@ -6,7 +6,7 @@ import { Profile } from "./profile.js";
 import { Problem } from "./server.js";
 import { TokenField } from "./tokens.js";
 import { Trace } from "./trace.js";
-import { number, ownName, percent, place, sideWords, stepWords } from "./words.js";
+import { number, ownName, percent, place, sideWords, sinkDoes, stepWords } from "./words.js";
 
 /** @typedef {import("./colours.js").Colours} Colours */
 /** @typedef {import("./live.js").Source} Source */
@@ -23,6 +23,9 @@ import { number, ownName, percent, place, sideWords, stepWords } from "./words.j
  */
 
 const SETTLED = 120; // ms without a change before a server is asked about a token
+
+/** @param {Choice} choice */
+const nameOf = (choice) => `${choice.layer}/${choice.head}/${choice.rule}`;
 
 /** @param {number} ms */
 const wait = (ms) => new Promise((done) => setTimeout(done, ms));
@@ -161,8 +164,8 @@ export class Side {
     const { trajectory } = this.source;
     const { nLayers, nHeads } = trajectory.facts;
     const there = (moment.choice.layer ?? 0) < nLayers && (moment.choice.head ?? 0) < nHeads;
-    const choice = there ? moment.choice : { layer: null, head: null };
-    const same = this._profile?.trajectory === trajectory && this._profile.choice.layer === choice.layer && this._profile.choice.head === choice.head;
+    const choice = there ? moment.choice : { ...moment.choice, layer: null, head: null };
+    const same = this._profile?.trajectory === trajectory && nameOf(this._profile.choice) === nameOf(choice);
     if (!same) [this._profile, this.measures] = [new Profile(trajectory, choice), null];
     const measured = this.measures !== null;
     if (!measured && trajectory.whole) this.measures = measure(trajectory, choice);
@@ -181,7 +184,7 @@ export class Side {
     const frame = this._frame();
     this._field.write(this._pieces(frame));
     const token = this._token(moment.token);
-    const asked = [token, frame, choice.layer, choice.head, trajectory.known[frame]].join();
+    const asked = [token, frame, nameOf(choice), trajectory.known[frame]].join();
     if (asked !== this._asked) this._choose(token, frame);
     this._asked = asked;
     this._field.draw(trajectory, frame, profile, this._row, moment.colours);
@@ -214,7 +217,7 @@ export class Side {
       return;
     }
     const found = this.measures;
-    const lines = sideWords(found, facts, trajectory.threshold);
+    const lines = sideWords(found, facts, sinkDoes(this._profile.choice.rule, trajectory.rules));
     if (!there) lines.unshift("This model has no such layer or head: all of them are shown.");
     this._words.replaceChildren(...lines.map((line) => make("li", line)));
     /** @type {[string, string, string][]} */
@@ -245,9 +248,10 @@ export class Side {
     const topOf = (/** @type {number} */ at) => {
       if (!one || at < 0 || !trajectory.known[at]) return null;
       const position = trajectory.top[(at * facts.nLayers + one[0]) * facts.nHeads + one[1]];
-      return { position, piece: trajectory.piece(at, position), share: profile.prepare(at) ? profile.received[at * trajectory.nKeys + facts.nSinks + position] : 0 };
+      const share = profile.prepare(at) ? profile.received[at * trajectory.nKeys + facts.nSinks + position] : 0;
+      return { position, piece: trajectory.piece(at, position), share, sink: profile.nSinkHeads[at * facts.length + position] > 0 };
     };
-    this._step.textContent = stepWords(now, topOf(frame), topOf(frame - 1), facts, trajectory.threshold);
+    this._step.textContent = stepWords(now, topOf(frame), topOf(frame - 1), facts);
   }
 
   /**

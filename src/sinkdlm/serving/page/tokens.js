@@ -10,6 +10,7 @@ import { visible } from "./visible.js";
 /** @typedef {import("./colours.js").Colours} Colours */
 
 const BAR = 16; // px, the tallest
+const FULL = 0.3; // the share at which a bar is full: the same in both models, whatever they have
 const BLANK = "·";
 
 export class TokenField {
@@ -36,6 +37,7 @@ export class TokenField {
     /** @type {(string | null)[]} */
     this._texts = [];
     this._nSinks = 0;
+    this._nGiven = 0;
     this._places = new Float32Array(0);
     /** @type {(() => void) | null} */
     this._redraw = null;
@@ -53,6 +55,7 @@ export class TokenField {
    */
   lay(nSinks, length, nGiven) {
     this._nSinks = nSinks;
+    this._nGiven = nGiven;
     this._cells = [];
     for (let place = 0; place < nSinks + length; place += 1) {
       const cell = document.createElement("span");
@@ -125,6 +128,11 @@ export class TokenField {
     const places = this._places;
     const context = sized(this._canvas, this._canvas.clientWidth, this._canvas.clientHeight);
     context.clearRect(0, 0, this._canvas.clientWidth, this._canvas.clientHeight);
+    context.fillStyle = colours.given;
+    for (let place = this._nSinks; place < this._nSinks + this._nGiven; place += 1) {
+      const [left, top, width, height] = places.subarray(4 * place, 4 * place + 4);
+      context.fillRect(left, top, width, height - BAR - 4);
+    }
     if (row) this._tint(context, row, colours);
     if (!profile.prepare(frame) || places.length < 4 * trajectory.nKeys) return;
     const { nSinks, length } = trajectory.facts;
@@ -134,7 +142,7 @@ export class TokenField {
       const share = profile.received[received + key];
       const isSink = key >= nSinks && profile.nSinkHeads[sinks + key] > 0;
       context.fillStyle = key < nSinks ? colours.own : isSink ? colours.sink : colours.bar;
-      const high = Math.max(1, BAR * Math.sqrt(share));
+      const high = Math.max(1, BAR * Math.min(1, Math.sqrt(share / FULL)));
       context.fillRect(left + 1, top + height - high, width - 2, high);
       if (isSink) {
         context.strokeStyle = colours.sink;
@@ -157,7 +165,7 @@ export class TokenField {
     for (let key = 0; key < row.length && most > 0; key += 1) {
       const [left, top, width, height] = this._places.subarray(4 * (key + skipped), 4 * (key + skipped) + 4);
       context.globalAlpha = 0.55 * Math.sqrt(row[key] / most);
-      context.fillRect(left, top, width, height - BAR);
+      context.fillRect(left, top, width, height - BAR - 4);
     }
     context.globalAlpha = 1;
   }

@@ -8,6 +8,7 @@ import { Profile } from "./profile.js";
 /** @typedef {import("./colours.js").Colours} Colours */
 
 const GAP = 1; // columns between the model's own sinks and the text
+const FULL = 0.3; // the share that is drawn in full
 const LEFT = 30;
 const BELOW = 18;
 
@@ -72,10 +73,10 @@ export class Trace {
     for (let key = 0; key < nKeys; key += 1) {
       const isOwn = key < nSinks;
       const heads = isOwn ? 0 : profile.nSinkHeads[frame * length + key - nSinks];
-      const shade = Math.sqrt(profile.received[frame * nKeys + key]);
+      const shade = Math.sqrt(profile.received[frame * nKeys + key] / FULL);
       const at = 4 * (isOwn ? key : key + this._picture.width - nKeys);
       dots.data.set(isOwn ? own : heads ? sink : bar, at);
-      dots.data[at + 3] = heads ? 110 + 145 * Math.sqrt(heads / profile.nHeads) : Math.min(255, 330 * shade);
+      dots.data[at + 3] = heads ? 110 + 145 * Math.sqrt(heads / profile.nHeads) : Math.min(255, 20 + 235 * shade);
     }
     context.putImageData(dots, 0, frame);
     this._drawn[frame] = 1;

@@ -21,16 +21,22 @@
  * @property {number} scale
  * @property {Uint8Array} values (E, S or 0 + T)
  * @property {number} valueScale
- * @property {ArrayLike<number>} sinks places in (E, H, T)
+ * @property {ArrayLike<number>} absolute sinks by the absolute rule, as places in (E, H, T)
+ * @property {ArrayLike<number>} relative
  * @property {ArrayLike<number>} top (E, H)
  */
+
+/** @typedef {"absolute" | "relative"} Rule what makes a token of the text a sink */
+
+/** @type {Rule[]} */
+export const RULES = ["absolute", "relative"];
 
 export class Trajectory {
   /** @param {Facts} facts */
   constructor(facts) {
     const { nFrames, nLayers, nHeads, nSinks, length } = facts;
     this.facts = facts;
-    this.threshold = 0.3;
+    this.rules = { threshold: 0.3, margin: 3 };
     this.nKeys = nSinks + length;
     /** @type {(number | null)[][]} */
     this.tokens = [];
@@ -42,7 +48,8 @@ export class Trajectory {
     this.kinds = new Map();
     const nHeadsInAll = nFrames * nLayers * nHeads;
     this.received = new Uint8Array(nHeadsInAll * this.nKeys);
-    this.isSink = new Uint8Array(nHeadsInAll * length);
+    /** (N, E, H, T) each */
+    this.isSink = { absolute: new Uint8Array(nHeadsInAll * length), relative: new Uint8Array(nHeadsInAll * length) };
     this.top = new Int32Array(nHeadsInAll);
     this.scales = new Float64Array(nFrames);
     /** @type {(Uint8Array | null)[]} */
@@ -74,7 +81,10 @@ export class Trajectory {
     this.scales[frame] = look.scale;
     this.values[frame] = look.values;
     this.valueScales[frame] = look.valueScale;
-    for (let place = 0; place < look.sinks.length; place += 1) this.isSink[frame * nHeadsInFrame * length + look.sinks[place]] = 1;
+    for (const rule of RULES) {
+      const [sinks, places, start] = [this.isSink[rule], look[rule], frame * nHeadsInFrame * length];
+      for (let at = 0; at < places.length; at += 1) sinks[start + places[at]] = 1;
+    }
     this.top.set(look.top, frame * nHeadsInFrame);
     this.nKnown += 1 - this.known[frame];
     this.known[frame] = 1;

@@ -38,6 +38,17 @@ export function place(choice) {
 }
 
 /**
+ * What a sink in the text does, as the end of a sentence.
+ * @param {Choice["rule"]} rule
+ * @param {{threshold: number, margin: number}} rules
+ * @returns {string}
+ */
+export function sinkDoes(rule, rules) {
+  if (rule === "absolute") return `takes more than ${percent(rules.threshold)} of a head’s attention`;
+  return `draws the attention of ${rules.margin} tokens more than the others do on average`;
+}
+
+/**
  * What the model's own sink is called.
  * @param {Facts} facts
  * @returns {string}
@@ -52,12 +63,11 @@ export function ownName(facts) {
  * Of one model, over the whole trajectory.
  * @param {Measures} found
  * @param {Facts} facts
- * @param {number} threshold
+ * @param {string} does what a sink does
  * @returns {string[]}
  */
-export function sideWords(found, facts, threshold) {
+export function sideWords(found, facts, does) {
   const lines = [];
-  const bar = percent(threshold);
   if (facts.nSinks > 0 && found.sink_mass !== null) {
     const even = facts.nSinks / (facts.nSinks + facts.length);
     lines.push(
@@ -67,8 +77,8 @@ export function sideWords(found, facts, threshold) {
     );
   }
   if (found.top_received !== null) lines.push(`The strongest token of the text takes ${percent(found.top_received)} of a head’s attention, on average.`);
-  if (found.sink_heads === 0) lines.push(`No token of the text ever takes more than ${bar}: the text has no sink.`);
-  else if (found.sink_heads !== null) lines.push(`In ${percent(found.sink_heads)} of heads and steps a token of the text takes more than ${bar}: a sink.`);
+  if (found.sink_heads === 0) lines.push(`No token of the text ever ${does}: the text has no sink.`);
+  else if (found.sink_heads !== null) lines.push(`In ${percent(found.sink_heads)} of heads and steps a token of the text ${does}: a sink.`);
   if (found.turnover !== null && found.turnover > 0) lines.push(`From one step to the next ${percent(found.turnover)} of these sinks are exchanged for others${movedWords(found)}.`);
   else if (found.turnover === 0) lines.push("These sinks stay where they are from step to step.");
   return lines;
@@ -106,17 +116,16 @@ export function pairWords(one, other) {
 /**
  * Of one step, and what changed since the one before.
  * @param {Measures} now
- * @param {{position: number, piece: string | null, share: number} | null} top the strongest token, where one head is chosen
- * @param {{position: number, piece: string | null} | null} before
+ * @param {{position: number, piece: string | null, share: number, sink: boolean} | null} top the strongest token, where one head is chosen
+ * @param {{position: number} | null} before
  * @param {Facts} facts
- * @param {number} threshold
  * @returns {string}
  */
-export function stepWords(now, top, before, facts, threshold) {
+export function stepWords(now, top, before, facts) {
   const own = facts.nSinks ? `${percent(now.sink_mass)} on the ${ownName(facts)}, ` : "";
   if (top === null) return `This step: ${own}${percent(now.top_received)} on the strongest token of the text, ${number(now.content_sinks)} sinks a head.`;
   const named = `“${top.piece === null ? "blank" : visible(top.piece)}” at ${top.position}`;
-  const role = top.share > threshold ? "the sink" : "the strongest token, no sink";
+  const role = top.sink ? "a sink" : "the strongest token, no sink";
   const way = before === null ? "" : before.position === top.position ? "; it stayed where it was" : `; it moved ${Math.abs(top.position - before.position)} tokens, from ${before.position}`;
   return `This step: ${own}${percent(top.share)} on ${named}, ${role}${way}.`;
 }
