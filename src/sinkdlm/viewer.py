@@ -53,7 +53,8 @@ def build_viewer(recording: Mapping[str, Any]) -> str:
     """The page with this recording, as HTML."""
     script, style = join_modules(), (PAGE / "style.css").read_text(encoding="utf-8")
     page = (PAGE / "index.html").read_text(encoding="utf-8")
-    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"
+    allowed = f"script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:"
+    policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
     # A recording holds text of models: no part of it may end its element.
     data = json.dumps(recording, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = {

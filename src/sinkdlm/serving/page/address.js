@@ -67,8 +67,8 @@ export function writeAddress(shown) {
   const given = new URLSearchParams();
   /** @type {[string, string | number | null][]} */
   const parts = [
-    ["prompt", shown.prompt], ["model", shown.left || null], ["beside", shown.right || null], ["policy", shown.policy],
-    ["steps", shown.steps], ["length", shown.length], ["temperature", shown.temperature || null], ["seed", shown.seed],
+    ["prompt", shown.prompt], ["model", shown.left || null], ["beside", shown.right || null], ["policy", shown.policy || null],
+    ["steps", shown.steps], ["length", shown.length], ["temperature", shown.temperature || null], ["seed", shown.seed || null],
     ["step", shown.step], ["layer", shown.layer], ["head", shown.head],
     ["rule", shown.rule === "absolute" ? null : shown.rule], ["token", shown.token],
   ];

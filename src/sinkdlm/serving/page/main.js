@@ -9,7 +9,7 @@ import { readRecording } from "./recorded.js";
 import { keepKey, listModels, Problem, write } from "./server.js";
 import { Side } from "./side.js";
 import { startTheme } from "./theme.js";
-import { pairWords, place, sinkDoes } from "./words.js";
+import { askedWords, counted, pairWords, place, sinkDoes } from "./words.js";
 
 /** @typedef {import("./server.js").Card} Card */
 
@@ -59,14 +59,14 @@ function draw() {
 
 function keepAddress() {
   const { step, token } = shown;
-  history.replaceState(null, "", writeAddress(recorded ? { ...nothingShown(), ...choiceNow(), step, token } : shown));
+  history.replaceState(null, "", writeAddress(recorded ? { ...nothingShown(), policy: "", seed: "", ...choiceNow(), step, token } : shown));
 }
 
 /** The line above the sides: what two of them show together. */
 function summarize() {
   const root = part("summary", HTMLElement);
   const found = sides.flatMap((side) => (side.measures && side.source ? [{ measures: side.measures, facts: side.source.trajectory.facts }] : []));
-  const words = found.length === 2 ? pairWords([found[0].measures, found[0].facts], [found[1].measures, found[1].facts]) : null;
+  const words = found.length === 2 ? pairWords([found[0].measures, found[0].facts], [found[1].measures, found[1].facts], counted(choiceNow())) : null;
   const lines = words ? [words, `Measured ${place(choiceNow())}, in this one text; many texts are what sinkdlm analyze measures.`] : [];
   const now = lines.join("");
   if (root.textContent === now) return;
@@ -125,6 +125,9 @@ function ready() {
   heads.disabled = layers.value === "";
   [shown.layer, shown.head] = [numberOf(layers), heads.disabled ? null : numberOf(heads)];
   rule.value = shown.rule;
+  const asked = part("asked", HTMLElement);
+  asked.hidden = recorded === null;
+  asked.textContent = recorded ? askedWords(recorded) : "";
   explainRule();
   const last = mostFrames() - 1;
   shown.step = Math.min(shown.step ?? last, last);

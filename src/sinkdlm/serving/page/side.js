@@ -6,7 +6,7 @@ import { Profile } from "./profile.js";
 import { Problem } from "./server.js";
 import { TokenField } from "./tokens.js";
 import { Trace } from "./trace.js";
-import { number, ownName, percent, place, sideWords, sinkDoes, stepWords } from "./words.js";
+import { counted, number, ownName, percent, place, sideWords, sinkDoes, stepWords } from "./words.js";
 
 /** @typedef {import("./colours.js").Colours} Colours */
 /** @typedef {import("./live.js").Source} Source */
@@ -67,6 +67,7 @@ export class Side {
     this._asking = new AbortController();
     this._row = /** @type {Float32Array | null} */ (null);
     this._asked = "";
+    this._chosen = false;
   }
 
   get nFrames() {
@@ -185,7 +186,7 @@ export class Side {
     this._field.write(this._pieces(frame));
     const token = this._token(moment.token);
     const asked = [token, frame, nameOf(choice), trajectory.known[frame]].join();
-    if (asked !== this._asked) this._choose(token, frame);
+    if (asked !== this._asked && (token !== null || this._chosen)) this._choose(token, frame);
     this._asked = asked;
     this._field.draw(trajectory, frame, profile, this._row, moment.colours);
     this._trace.draw(profile, frame, token, moment.colours, `Attention received by each place of the text of ${this.model}, a row for each step.`);
@@ -217,7 +218,8 @@ export class Side {
       return;
     }
     const found = this.measures;
-    const lines = sideWords(found, facts, sinkDoes(this._profile.choice.rule, trajectory.rules));
+    const { choice } = this._profile;
+    const lines = sideWords(found, facts, sinkDoes(choice.rule, trajectory.rules), counted(choice));
     if (!there) lines.unshift("This model has no such layer or head: all of them are shown.");
     this._words.replaceChildren(...lines.map((line) => make("li", line)));
     /** @type {[string, string, string][]} */
@@ -225,7 +227,7 @@ export class Side {
       ["sink_mass", `on the ${ownName(facts)}`, percent(found.sink_mass)],
       ["top_received", "on the strongest token", percent(found.top_received)],
       ["content_sinks", "sinks of a head in the text", number(found.content_sinks)],
-      ["sink_heads", "heads and steps with a sink", percent(found.sink_heads)],
+      ["sink_heads", `${counted(choice)} with a sink`, percent(found.sink_heads)],
       ["turnover", "sinks exchanged a step", percent(found.turnover)],
       ["moved", "tokens moved a step", number(found.moved)],
     ];
@@ -261,6 +263,7 @@ export class Side {
   _choose(token, frame) {
     this._asking.abort();
     this._row = null;
+    this._chosen = token !== null;
     if (token === null || !this.source || !this._profile) {
       this._field.choose(null);
       this._detail.hide();

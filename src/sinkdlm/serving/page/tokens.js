@@ -11,6 +11,8 @@ import { visible } from "./visible.js";
 
 const BAR = 16; // px, the tallest
 const FULL = 0.3; // the share at which a bar is full: the same in both models, whatever they have
+const SETTLED = 150; // ms
+const MARGIN = 60; // px above and below what is in sight
 const BLANK = "·";
 
 export class TokenField {
@@ -27,7 +29,14 @@ export class TokenField {
     this._list.className = "cells";
     this._list.setAttribute("role", "listbox");
     this._list.setAttribute("aria-label", label);
+    this._root = root;
     root.classList.add("field");
+    this._scrolled = 0; // kept, because asking for it would lay the page out in the middle of a step
+    const scrolled = () => {
+      this._scrolled = root.scrollTop;
+      this._writeRest();
+    };
+    root.addEventListener("scroll", scrolled, { passive: true });
     const sheet = document.createElement("div");
     sheet.className = "sheet";
     sheet.append(this._canvas, this._list);
@@ -38,6 +47,13 @@ export class TokenField {
     this._texts = [];
     this._nSinks = 0;
     this._nGiven = 0;
+    this._width = 0;
+    this._height = 0;
+    this._seen = 0;
+    /** @type {(string | null)[]} */
+    this._wanted = [];
+    /** @type {ReturnType<typeof setTimeout> | undefined} */
+    this._describing = undefined;
     this._places = new Float32Array(0);
     /** @type {(() => void) | null} */
     this._redraw = null;
@@ -69,6 +85,7 @@ export class TokenField {
       this._cells.push(cell);
     }
     this._texts = new Array(length).fill(undefined);
+    this._wanted = [];
     this._list.replaceChildren(...this._cells);
     if (this._cells.length) this._cells[this._chosen < this._cells.length ? this._chosen : 0].tabIndex = 0;
   }
@@ -77,16 +94,37 @@ export class TokenField {
    * @param {(string | null)[]} pieces null: still a blank
    */
   write(pieces) {
+    this._wanted = pieces;
+    const [first, last] = this._inSight();
     for (let token = 0; token < pieces.length; token += 1) {
-      const text = pieces[token];
-      if (this._texts[token] === text) continue;
-      this._texts[token] = text;
-      const cell = this._cells[this._nSinks + token];
-      cell.textContent = text === null ? BLANK : visible(text);
-      cell.classList.toggle("blank", text === null);
-      if (text === null) cell.setAttribute("aria-label", "blank");
-      else cell.removeAttribute("aria-label");
+      const top = this._places[4 * (this._nSinks + token) + 1];
+      if (!(top < first || top > last)) this._put(token, pieces[token]);
     }
+  }
+
+  /** Cells that are out of sight get their texts when nothing has moved for a while, or when they come into sight. */
+  _writeRest() {
+    this._wanted.forEach((text, token) => this._put(token, text));
+  }
+
+  /** @returns {[number, number]} from where to where cells can be seen, or everything while places are not known */
+  _inSight() {
+    if (!this._list.classList.contains("fixed")) return [-Infinity, Infinity];
+    return [this._scrolled - MARGIN, this._scrolled + this._seen + MARGIN];
+  }
+
+  /**
+   * @param {number} token
+   * @param {string | null} text
+   */
+  _put(token, text) {
+    if (this._texts[token] === text) return;
+    this._texts[token] = text;
+    const cell = this._cells[this._nSinks + token];
+    const shown = text === null ? BLANK : visible(text);
+    if (cell.firstChild) cell.firstChild.nodeValue = shown;
+    else cell.append(shown);
+    cell.classList.toggle("blank", text === null);
   }
 
   /** Every cell keeps the width of its text as it is now, so that no step moves another token's place. */
@@ -125,31 +163,81 @@ export class TokenField {
    */
   draw(trajectory, frame, profile, row, colours) {
     this._redraw = () => this.draw(trajectory, frame, profile, row, colours);
-    const places = this._places;
-    const context = sized(this._canvas, this._canvas.clientWidth, this._canvas.clientHeight);
-    context.clearRect(0, 0, this._canvas.clientWidth, this._canvas.clientHeight);
-    context.fillStyle = colours.given;
-    for (let place = this._nSinks; place < this._nSinks + this._nGiven; place += 1) {
-      const [left, top, width, height] = places.subarray(4 * place, 4 * place + 4);
-      context.fillRect(left, top, width, height - BAR - 4);
-    }
+    const context = sized(this._canvas, this._width, this._height);
+    context.clearRect(0, 0, this._width, this._height);
+    this._fill(context, colours.given, this._nSinks, this._nSinks + this._nGiven);
     if (row) this._tint(context, row, colours);
-    if (!profile.prepare(frame) || places.length < 4 * trajectory.nKeys) return;
+    if (!profile.prepare(frame) || this._places.length < 4 * trajectory.nKeys) return;
     const { nSinks, length } = trajectory.facts;
-    const [received, sinks] = [frame * trajectory.nKeys, frame * length - nSinks];
-    for (let key = 0; key < trajectory.nKeys; key += 1) {
-      const [left, top, width, height] = places.subarray(4 * key, 4 * key + 4);
-      const share = profile.received[received + key];
-      const isSink = key >= nSinks && profile.nSinkHeads[sinks + key] > 0;
-      context.fillStyle = key < nSinks ? colours.own : isSink ? colours.sink : colours.bar;
-      const high = Math.max(1, BAR * Math.min(1, Math.sqrt(share / FULL)));
-      context.fillRect(left + 1, top + height - high, width - 2, high);
-      if (isSink) {
-        context.strokeStyle = colours.sink;
-        context.lineWidth = 1.5;
-        context.strokeRect(left + 1, top + 1, width - 2, height - 2);
-      }
-    }
+    const [received, counts] = [frame * trajectory.nKeys, frame * length - nSinks];
+    /** @type {number[][]} the model's own sinks, sinks in the text, other tokens */
+    const groups = [[], [], []];
+    for (let key = 0; key < trajectory.nKeys; key += 1) groups[key < nSinks ? 0 : profile.nSinkHeads[counts + key] > 0 ? 1 : 2].push(key);
+    [colours.own, colours.sink, colours.bar].forEach((colour, group) => {
+      context.fillStyle = colour;
+      context.beginPath();
+      for (const key of groups[group]) this._bar(context, key, profile.received[received + key]);
+      context.fill();
+    });
+    this._outline(context, groups[1], colours.sink);
+    this._describe(groups[1]);
+  }
+
+  /**
+   * @param {CanvasRenderingContext2D} context
+   * @param {number} key
+   * @param {number} share
+   */
+  _bar(context, key, share) {
+    const [at, high] = [4 * key, Math.max(1, BAR * Math.min(1, Math.sqrt(share / FULL)))];
+    const places = this._places;
+    context.rect(places[at] + 1, places[at + 1] + places[at + 3] - high, places[at + 2] - 2, high);
+  }
+
+  /**
+   * @param {CanvasRenderingContext2D} context
+   * @param {number[]} keys
+   * @param {string} colour
+   */
+  _outline(context, keys, colour) {
+    const places = this._places;
+    [context.strokeStyle, context.lineWidth] = [colour, 1.5];
+    context.beginPath();
+    for (const key of keys) context.rect(places[4 * key] + 1, places[4 * key + 1] + 1, places[4 * key + 2] - 2, places[4 * key + 3] - 2);
+    context.stroke();
+  }
+
+  /**
+   * The ground behind texts, from one cell up to another.
+   * @param {CanvasRenderingContext2D} context
+   * @param {string} colour
+   * @param {number} from
+   * @param {number} to
+   */
+  _fill(context, colour, from, to) {
+    const places = this._places;
+    context.fillStyle = colour;
+    context.beginPath();
+    for (let place = from; place < to; place += 1) context.rect(places[4 * place], places[4 * place + 1], places[4 * place + 2], places[4 * place + 3] - BAR - 4);
+    context.fill();
+  }
+
+  /**
+   * Sinks for those who do not see the bars, once nothing has moved for a while.
+   * @param {number[]} sinks places of cells
+   */
+  _describe(sinks) {
+    clearTimeout(this._describing);
+    this._describing = setTimeout(() => {
+      this._writeRest();
+      const now = new Set(sinks);
+      this._cells.forEach((cell, place) => {
+        if (now.has(place)) cell.setAttribute("aria-description", "sink");
+        else cell.removeAttribute("aria-description");
+        if (cell.classList.contains("blank")) cell.setAttribute("aria-label", "blank");
+        else cell.removeAttribute("aria-label");
+      });
+    }, SETTLED);
   }
 
   /**
@@ -172,6 +260,9 @@ export class TokenField {
 
   _measure() {
     const ground = this._list.getBoundingClientRect();
+    this._width = ground.width;
+    this._height = ground.height;
+    this._seen = this._root.clientHeight;
     this._places = new Float32Array(4 * this._cells.length);
     this._cells.forEach((cell, place) => {
       const box = cell.getBoundingClientRect();

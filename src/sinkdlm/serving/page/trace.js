@@ -11,6 +11,7 @@ const GAP = 1; // columns between the model's own sinks and the text
 const FULL = 0.3; // the share that is drawn in full
 const LEFT = 30;
 const BELOW = 18;
+const FONT = "11px system-ui, sans-serif";
 
 export class Trace {
   /**
@@ -22,7 +23,11 @@ export class Trace {
     this._canvas = document.createElement("canvas");
     this._canvas.setAttribute("role", "img");
     root.classList.add("trace");
-    root.replaceChildren(this._canvas);
+    this._cursor = document.createElement("canvas");
+    this._cursor.setAttribute("aria-hidden", "true");
+    this._cursor.className = "cursor";
+    root.replaceChildren(this._canvas, this._cursor);
+    this._stale = true;
     this._picture = document.createElement("canvas");
     this._drawn = new Uint8Array(0);
     /** @type {Profile | null} */
@@ -32,7 +37,9 @@ export class Trace {
     this._frame = 0;
     this._position = /** @type {number | null} */ (null);
     this._canvas.addEventListener("click", (event) => this._clicked(event));
-    new ResizeObserver(() => this._paint()).observe(root);
+    this._width = 0;
+    this._height = 0;
+    new ResizeObserver(() => this._measure()).observe(root);
   }
 
   /**
@@ -56,7 +63,7 @@ export class Trace {
    */
   _begin(profile, colours) {
     const { nFrames, nSinks } = profile.trajectory.facts;
-    [this._profile, this._colours] = [profile, colours];
+    [this._profile, this._colours, this._stale] = [profile, colours, true];
     this._drawn = new Uint8Array(nFrames);
     [this._picture.width, this._picture.height] = [profile.trajectory.nKeys + (nSinks ? GAP : 0), nFrames];
   }
@@ -80,36 +87,59 @@ export class Trace {
     }
     context.putImageData(dots, 0, frame);
     this._drawn[frame] = 1;
+    this._stale = true;
+  }
+
+  _measure() {
+    [this._width, this._height] = [this._canvas.clientWidth, this._canvas.clientHeight];
+    this._stale = true;
+    this._paint();
   }
 
   _paint() {
-    const [profile, colours] = [this._profile, this._colours];
+    if (!this._profile || this._width <= LEFT || this._height <= BELOW) return;
+    if (this._stale) this._paintPicture();
+    this._paintCursor();
+  }
+
+  /** What does not depend on the step: once for every choice and size. */
+  _paintPicture() {
+    const [profile, colours, width, height] = [this._profile, this._colours, this._width, this._height];
     if (!profile || !colours) return;
-    const [width, height] = [this._canvas.clientWidth, this._canvas.clientHeight];
     const context = sized(this._canvas, width, height);
+    context.clearRect(0, 0, width, height);
+    context.imageSmoothingEnabled = false;
+    context.drawImage(this._picture, LEFT, 0, width - LEFT, height - BELOW);
+    context.strokeStyle = colours.line;
+    context.strokeRect(LEFT + 0.5, 0.5, width - LEFT - 1, height - BELOW - 1);
+    context.fillStyle = colours.ink;
+    context.font = FONT;
+    context.fillText("step ↓   place in the text →", LEFT, height - 4);
+    context.textAlign = "right";
+    context.fillText(String(profile.trajectory.facts.length - 1), width, height - 4);
+    context.textAlign = "left";
+    this._stale = false;
+  }
+
+  _paintCursor() {
+    const [profile, colours, width, height] = [this._profile, this._colours, this._width, this._height];
+    if (!profile || !colours) return;
     const { nFrames, length } = profile.trajectory.facts;
     const [wide, high] = [width - LEFT, height - BELOW];
     const [across, down] = [wide / this._picture.width, high / nFrames];
+    const context = sized(this._cursor, width, height);
     context.clearRect(0, 0, width, height);
-    context.imageSmoothingEnabled = false;
-    context.drawImage(this._picture, LEFT, 0, wide, high);
-    context.strokeStyle = colours.line;
-    context.lineWidth = 1;
-    context.strokeRect(LEFT + 0.5, 0.5, wide - 1, high - 1);
     context.strokeStyle = context.fillStyle = colours.ink;
+    context.lineWidth = 1;
     if (this._position !== null && this._position >= 0) {
       const x = LEFT + (this._position + this._picture.width - length) * across;
       context.strokeRect(x - 0.5, 0.5, Math.max(2, across) + 1, high - 1);
     }
     context.lineWidth = 1.5;
-    context.strokeRect(LEFT - 3, this._frame * down - 0.5, wide + 3, Math.max(2, down) + 1);
-    context.font = "11px system-ui, sans-serif";
+    context.strokeRect(LEFT - 3, this._frame * down - 0.5, wide + 2, Math.max(2, down) + 1);
+    context.font = FONT;
     context.textAlign = "right";
     context.fillText(String(this._frame), LEFT - 6, Math.min(high, Math.max(9, this._frame * down + down / 2 + 4)));
-    context.textAlign = "left";
-    context.fillText("step ↓   place in the text →", LEFT, height - 4);
-    context.textAlign = "right";
-    context.fillText(String(length - 1), width, height - 4);
   }
 
   /** @param {MouseEvent} event */

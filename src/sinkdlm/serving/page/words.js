@@ -1,6 +1,6 @@
 // What is seen, in one line each. Every sentence follows from numbers of the shown trajectory; what they do not show is not said.
 
-import { visible } from "./visible.js";
+import { quoted, visible } from "./visible.js";
 
 /** @typedef {import("./measures.js").Measures} Measures */
 /** @typedef {import("./measures.js").Choice} Choice */
@@ -15,7 +15,7 @@ const CLEARLY = 0.01; // a difference of shares that is worth a sentence
 export function percent(share) {
   if (share === null) return "n/a";
   const value = share * 100;
-  if (value > 0 && value < 0.05) return "under 0.1 %";
+  if (value > 0 && value < 0.05) return "<0.1 %";
   return `${value < 9.95 ? value.toFixed(1) : value.toFixed(0)} %`;
 }
 
@@ -35,6 +35,25 @@ export function number(value) {
 export function place(choice) {
   if (choice.layer === null) return "over all layers and heads";
   return choice.head === null ? `in layer ${choice.layer}` : `in layer ${choice.layer}, head ${choice.head}`;
+}
+
+/**
+ * Of what shares of sinks are shares.
+ * @param {Choice} choice
+ * @returns {string}
+ */
+export function counted(choice) {
+  return choice.layer !== null && choice.head !== null ? "steps" : "heads and steps";
+}
+
+/**
+ * What a recording was asked for.
+ * @param {Record<string, any>} asked
+ * @returns {string}
+ */
+export function askedWords(asked) {
+  const given = Object.entries(asked).filter(([name, value]) => name !== "prompt" && value !== null && value !== undefined);
+  return [`Recorded from ${asked.prompt ? quoted(String(asked.prompt)) : "blanks alone"}`, ...given.map(([name, value]) => `${name} ${value}`)].join(", ");
 }
 
 /**
@@ -64,9 +83,10 @@ export function ownName(facts) {
  * @param {Measures} found
  * @param {Facts} facts
  * @param {string} does what a sink does
+ * @param {string} of what shares are counted in
  * @returns {string[]}
  */
-export function sideWords(found, facts, does) {
+export function sideWords(found, facts, does, of) {
   const lines = [];
   if (facts.nSinks > 0 && found.sink_mass !== null) {
     const even = facts.nSinks / (facts.nSinks + facts.length);
@@ -78,7 +98,7 @@ export function sideWords(found, facts, does) {
   }
   if (found.top_received !== null) lines.push(`The strongest token of the text takes ${percent(found.top_received)} of a head’s attention, on average.`);
   if (found.sink_heads === 0) lines.push(`No token of the text ever ${does}: the text has no sink.`);
-  else if (found.sink_heads !== null) lines.push(`In ${percent(found.sink_heads)} of heads and steps a token of the text ${does}: a sink.`);
+  else if (found.sink_heads !== null) lines.push(`In ${percent(found.sink_heads)} of ${of} a token of the text ${does}: a sink.`);
   if (found.turnover !== null && found.turnover > 0) lines.push(`From one step to the next ${percent(found.turnover)} of these sinks are exchanged for others${movedWords(found)}.`);
   else if (found.turnover === 0) lines.push("These sinks stay where they are from step to step.");
   return lines;
@@ -96,19 +116,22 @@ function movedWords(found) {
  * Of two models, where one has a sink of its own and the other has none.
  * @param {[Measures, Facts]} one
  * @param {[Measures, Facts]} other
+ * @param {string} of what shares are counted in
  * @returns {string | null}
  */
-export function pairWords(one, other) {
+export function pairWords(one, other, of) {
   const [[plain], [own, facts]] = one[1].nSinks ? [other, one] : [one, other];
   if (!one[1].nSinks === !other[1].nSinks) return null;
   if (plain.sink_heads === null || own.sink_heads === null || own.sink_mass === null) return null;
   const name = ownName(facts);
-  const heads = `${percent(plain.sink_heads)} of heads and steps without it, ${percent(own.sink_heads)} with it`;
-  const takes = own.sink_mass > facts.nSinks / (facts.nSinks + facts.length);
-  if (takes && plain.sink_heads - own.sink_heads > CLEARLY) {
+  const heads = `${percent(plain.sink_heads)} of ${of} without it, ${percent(own.sink_heads)} with it`;
+  const even = facts.nSinks / (facts.nSinks + facts.length);
+  const fewer = plain.sink_heads - own.sink_heads > CLEARLY;
+  if (own.sink_mass > even && fewer) {
     const shifts = plain.turnover ? `, and ${percent(plain.turnover)} of them change from step to step` : "";
     return `Without a ${name}, attention piles up on a few tokens of the text${shifts}. With it, attention rests on one fixed place outside the text. Sinks in the text: in ${heads}.`;
   }
+  if (fewer) return `With the ${name} fewer tokens of the text are sinks, in ${heads}; but attention does not rest on it here: it takes ${percent(own.sink_mass)}, an even share would be ${percent(even)}.`;
   if (own.sink_heads - plain.sink_heads > CLEARLY) return `In this text the ${name} does not keep attention off the text: sinks in the text are in ${heads}.`;
   return `In this text there is little to tell the two apart: sinks in the text are in ${heads}, and the ${name} takes ${percent(own.sink_mass)} of all attention.`;
 }
