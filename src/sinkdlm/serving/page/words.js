@@ -92,7 +92,7 @@ export function sideWords(found, facts, does, of) {
     const even = facts.nSinks / (facts.nSinks + facts.length);
     lines.push(
       found.sink_mass > even
-        ? `${percent(found.sink_mass)} of all attention rests on the ${ownName(facts)}, outside the text; spread evenly it would be ${percent(even)}.`
+        ? `${percent(found.sink_mass)} of all attention goes to the ${ownName(facts)}, outside the text; an even share would be ${percent(even)}.`
         : `The ${ownName(facts)} gets ${percent(found.sink_mass)} of all attention, no more than an even share (${percent(even)}).`,
     );
   }
@@ -122,16 +122,15 @@ function movedWords(found) {
 export function pairWords(one, other, of) {
   const [[plain], [own, facts]] = one[1].nSinks ? [other, one] : [one, other];
   if (!one[1].nSinks === !other[1].nSinks) return null;
-  if (plain.sink_heads === null || own.sink_heads === null || own.sink_mass === null) return null;
+  if (plain.sink_heads === null || own.sink_heads === null || own.sink_mass === null || own.top_received === null) return null;
   const name = ownName(facts);
   const heads = `${percent(plain.sink_heads)} of ${of} without it, ${percent(own.sink_heads)} with it`;
-  const even = facts.nSinks / (facts.nSinks + facts.length);
   const fewer = plain.sink_heads - own.sink_heads > CLEARLY;
-  if (own.sink_mass > even && fewer) {
+  if (own.sink_mass > own.top_received && fewer) {
     const shifts = plain.turnover ? `, and ${percent(plain.turnover)} of them change from step to step` : "";
-    return `Without a ${name}, attention piles up on a few tokens of the text${shifts}. With it, attention rests on one fixed place outside the text. Sinks in the text: in ${heads}.`;
+    return `Without a ${name}, attention piles up on a few tokens of the text${shifts}. With it, ${percent(own.sink_mass)} of attention rests on one fixed place outside the text. Sinks in the text: in ${heads}.`;
   }
-  if (fewer) return `With the ${name} fewer tokens of the text are sinks, in ${heads}; but attention does not rest on it here: it takes ${percent(own.sink_mass)}, an even share would be ${percent(even)}.`;
+  if (fewer) return `With the ${name} there are fewer sinks in the text: in ${heads}. But attention does not rest on it here: it takes ${percent(own.sink_mass)}, the strongest token of the text ${percent(own.top_received)}.`;
   if (own.sink_heads - plain.sink_heads > CLEARLY) return `In this text the ${name} does not keep attention off the text: sinks in the text are in ${heads}.`;
   return `In this text there is little to tell the two apart: sinks in the text are in ${heads}, and the ${name} takes ${percent(own.sink_mass)} of all attention.`;
 }
