@@ -90,7 +90,12 @@ def texts(page, name):
 
 
 def quantity(page, name, what):
-    return side(page, name).locator(f"> dl dd[data-quantity={what}]").text_content()
+    return said_by(side(page, name).locator(f"> dl dd[data-quantity={what}]"))
+
+
+def said_by(locator):
+    """Its text; a number and its sign are held together by a space that breaks no line."""
+    return locator.text_content().replace("\xa0", " ")
 
 
 # -- what it does -----------------------------------------------------------------------------------------------------------------
@@ -133,7 +138,7 @@ def test_one_writes_scrubs_chooses_compares_and_reloads(browser, site, lms):
             detail = side(page, name).locator(".detail")
             detail.locator(".candidates li").nth(4).wait_for()
             assert detail.locator("h3").text_content().endswith("at 9")
-            assert detail.locator(".looks").text_content().startswith("It looks most at: ")
+            assert said_by(detail.locator(".looks")).startswith("It looks most at: ")
         side(page, "sunk").locator(".cell.own").click()
         assert "nothing but itself" in side(page, "sunk").locator(".detail").text_content()
         side(page, "sunk").locator(".trace canvas").first.click(position={"x": 300, "y": 20})
@@ -159,7 +164,7 @@ def test_tokens_settle_while_they_are_written(browser, site):
         }).observe(document.querySelector('#sides'), {childList: true, subtree: true, characterData: true}); }""")
         page.fill("#prompt", "a")
         page.select_option("#right", "")
-        page.fill("#length", "30")
+        page.fill("#length", "16")
         page.click("#write")
         finished(page, 1)
         assert len(page.evaluate("[...blanks]")) > 3
@@ -241,30 +246,30 @@ def test_a_chosen_token_shows_what_the_model_does_with_it(browser, site, lms):
         detail.locator(".candidates li").nth(4).wait_for()
         norms = trajectory.value_norm[step, 1]
         scale = max(trajectory.value_norm[step].max(), trajectory.sink_value_norm[step].max()) / 255
-        assert_shown(detail.locator("[data-quantity=value_norm]").text_content(), norms[position], scale / 2)
+        assert_shown(said_by(detail.locator("[data-quantity=value_norm]")), norms[position], scale / 2)
         seen = look_at(lm.model, canvas)
-        assert_shown(detail.locator("[data-quantity=received]").text_content(), seen.received[1, 1, 1 + position], BYTE)
-        assert detail.locator("[data-quantity=kind]").text_content() == "still blank"
+        assert_shown(said_by(detail.locator("[data-quantity=received]")), seen.received[1, 1, 1 + position], BYTE)
+        assert said_by(detail.locator("[data-quantity=kind]")) == "still blank"
         row = attention_maps(lm.model, canvas, [(1, 1)], query=position)[1, 1][0]
         best = int(row.argmax())
-        said = detail.locator(".looks").text_content()
+        said = said_by(detail.locator(".looks"))
         assert said.startswith("It looks most at: ")
         assert ("sink token" if best == 0 else f"at {best - 1}") in said.split(",")[0]
         assert_shown(re.search(r"([\d.]+ %)", said)[1], float(row.max()), BYTE)
         with lm.model.inference():
             chances = lm.model.denoiser()(lm.model.embed.weight.new_tensor([canvas]).long())[0, position].softmax(-1)
-        shares = detail.locator(".candidates .share").all_text_contents()
+        shares = [text.replace("\xa0", " ") for text in detail.locator(".candidates .share").all_text_contents()]
         for text, chance in zip(shares, chances.topk(5).values.tolist(), strict=True):
             assert_shown(text, chance, 1e-4)
         page.select_option("#layer", "")  # all heads: the mean row
         until(
             page,
             "before => !['', before].includes(document.querySelector('.looks').textContent)",
-            arg=said,
+            arg=said.replace(" %", "\xa0%"),
         )
         places = [(layer, head) for layer in range(2) for head in range(2)]
         mean = np.mean([one[0].numpy() for one in attention_maps(lm.model, canvas, places, query=position).values()], axis=0)
-        assert_shown(re.search(r"([\d.]+ %)", detail.locator(".looks").text_content())[1], mean.max(), BYTE)
+        assert_shown(re.search(r"([\d.]+ %)", said_by(detail.locator(".looks")))[1], mean.max(), BYTE)
 
 
 def test_words_claim_only_what_the_numbers_show(browser, site):
@@ -276,7 +281,11 @@ def test_words_claim_only_what_the_numbers_show(browser, site):
             return words.pairWords([plain, {...facts, nSinks: 0}], [own, {...facts, nSinks}], 'heads and steps');
         }"""
         plain = {"sink_mass": 0, "top_received": 0.4, "content_sinks": 1, "sink_heads": 0.7, "turnover": 0.3, "moved": 2}
-        told = lambda own, n=1, **more: page.evaluate(tell, [{**plain, **more}, {**plain, **own}, n])  # noqa: E731
+
+        def told(own, n=1, **more):
+            words = page.evaluate(tell, [{**plain, **more}, {**plain, **own}, n])
+            return words and words.replace("\xa0", " ")
+
         helps = told({"sink_mass": 0.5, "sink_heads": 0.1})
         assert "50 % of attention rests on one fixed place outside the text" in helps
         assert "70 % of heads and steps without it, 10 % with it" in helps
@@ -297,7 +306,7 @@ def test_words_claim_only_what_the_numbers_show(browser, site):
 
 def test_what_a_model_writes_is_never_obeyed(browser, site):
     prompt = '<script>alert("p")</script>'
-    with opened(browser, address(site, model="nasty", beside="", prompt=prompt, length=40, steps=40, temperature=2)) as page:
+    with opened(browser, address(site, model="nasty", beside="", prompt=prompt, length=40, steps=10, temperature=2)) as page:
         finished(page, 1)
         written = set(texts(page, "nasty"))
         assert len(written & {NASTY[0], NASTY[1], "␀", "␛[31m", "\\u{202e}", "&lt;", "↵", "␣"}) >= 6
@@ -382,7 +391,7 @@ def test_a_refusal_a_full_queue_a_lost_server_and_no_prompt_look_like_something(
             "**/v1/completions",
             lambda route: (
                 tries.append(1),
-                route.fulfill(status=429, headers={"Retry-After": "2"}, body=full) if len(tries) < 2 else route.continue_(),
+                route.fulfill(status=429, headers={"Retry-After": "1"}, body=full) if len(tries) < 2 else route.continue_(),
             ),
         )
         page.click("#write")
@@ -391,6 +400,17 @@ def test_a_refusal_a_full_queue_a_lost_server_and_no_prompt_look_like_something(
         assert len(tries) == 2
         page.unroute("**/v1/completions")
         finished(page, 1)
+
+        held = []
+        page.route("**/v1/completions", lambda route: held.append(route))
+        page.click("#write")
+        until(page, "document.querySelector('#notice p').textContent.startsWith('Waiting for the model: ')")
+        held[0].fulfill(status=200, content_type="text/event-stream", body='data: {"id": "x", "choices": []}\n\n')
+        until(page, "document.querySelector('#notice.bad p')?.textContent.includes('left in the middle')")
+        page.unroute("**/v1/completions")
+        page.click("#notice button")  # try again
+        finished(page, 1)
+        assert page.is_hidden("#notice")
 
         page.route("**/v1/**", lambda route: route.abort())
         side(page, "plain").locator(".cell").nth(2).click()
@@ -414,7 +434,7 @@ def recording(lms):
 
 
 def all_shown(page):
-    return [page.text_content("#summary"), *side(page, "plain").all_text_contents(), *side(page, "sunk").all_text_contents()]
+    return [said_by(one) for one in (page.locator("#summary"), side(page, "plain"), side(page, "sunk"))]
 
 
 def test_a_recording_shows_what_the_server_shows(browser, site, recording, tmp_path):
@@ -565,13 +585,13 @@ def test_a_step_of_a_large_trajectory_is_drawn_in_50_ms(browser, site, tmp_path)
         page.set_input_files("#open", tmp_path / "large.json")
         finished(page)
         assert page.text_content("#step-said") == "finished"
-        steps = [*range(65), *np.random.default_rng(0).permutation(65).tolist()]
+        steps = [*range(65), *np.random.default_rng(0).permutation(65)[:35].tolist()]
         passes = np.array([page.evaluate(SCRUB, steps) for _ in range(3)])  # (passes, steps, drawn and painted)
         # Other processes take turns of the processor: what a step takes is the least of three, the first of which also makes ready.
         drawn, painted = passes.min(0).T
         for name, found in (("drawn", drawn), ("painted", painted)):
             logging.getLogger(__name__).info("%s: median %.1f ms, worst %.1f ms", name, np.median(found), found.max())
-        assert painted.shape == (130,)
+        assert painted.shape == (100,)
         assert np.median(painted) < 50
         assert painted[:65].max() < 50, np.sort(painted[:65])[-5:]  # step by step; the wait for the screen's own beat included
         assert drawn.max() < 50, np.sort(drawn)[-5:]  # and from anywhere to anywhere

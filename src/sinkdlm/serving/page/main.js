@@ -273,8 +273,10 @@ function setBusy(busy) {
 function fail(failure, retry) {
   const told = failure instanceof Error ? failure.message : String(failure);
   if (!sides.some((side) => side.source)) results.hidden = true;
-  part("key-form", HTMLFormElement).hidden = !(failure instanceof Problem && failure.kind === "key");
-  if (failure instanceof Problem && failure.kind === "key") {
+  const locked = failure instanceof Problem && failure.kind === "key";
+  part("key-form", HTMLFormElement).hidden = !locked;
+  form.hidden = locked;
+  if (locked) {
     notice.clear();
     part("key", HTMLInputElement).focus();
     return;
@@ -300,7 +302,7 @@ function countDown(told, seconds, retry) {
       retry();
       return;
     }
-    notice.say(`${told} Next try in ${left} s.`, { retry });
+    notice.say(`${told}. Next try in ${left} s.`, { retry });
     setTimeout(() => tick(left - 1), 1000);
   };
   tick(Math.max(1, Math.round(seconds)));
@@ -311,6 +313,7 @@ form.addEventListener("submit", (event) => {
   readForm();
   [shown.step, shown.token] = [null, null];
   void run();
+  if (results.getBoundingClientRect().top > innerHeight / 2) results.scrollIntoView({ block: "start" });
 });
 prompt.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
@@ -432,6 +435,7 @@ async function start() {
   try {
     cards = await listModels();
     part("key-form", HTMLFormElement).hidden = true;
+    form.hidden = false;
     notice.clear();
     fillForm();
     if (shown.prompt !== null) await run();

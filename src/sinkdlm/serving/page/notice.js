@@ -25,6 +25,7 @@ export class Notice {
     this._words.textContent = words;
     this._retry = retry;
     this._again.hidden = retry === null;
+    if (bad) this._root.scrollIntoView({ block: "nearest" });
   }
 
   clear() {

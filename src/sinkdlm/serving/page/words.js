@@ -15,8 +15,8 @@ const CLEARLY = 0.01; // a difference of shares that is worth a sentence
 export function percent(share) {
   if (share === null) return "n/a";
   const value = share * 100;
-  if (value > 0 && value < 0.05) return "<0.1 %";
-  return `${value < 9.95 ? value.toFixed(1) : value.toFixed(0)} %`;
+  if (value > 0 && value < 0.05) return "<0.1\u00a0%";
+  return `${value < 9.95 ? value.toFixed(1) : value.toFixed(0)}\u00a0%`;
 }
 
 /**
@@ -26,6 +26,14 @@ export function percent(share) {
 export function number(value) {
   if (value === null) return "n/a";
   return value >= 99.5 ? value.toFixed(0) : value.toPrecision(value === 0 ? 1 : 3);
+}
+
+/**
+ * @param {number} n
+ * @returns {string}
+ */
+function tokens(n) {
+  return n === 1 ? "1 token" : `${n} tokens`;
 }
 
 /**
@@ -109,7 +117,7 @@ export function sideWords(found, facts, does, of) {
  * @returns {string}
  */
 function movedWords(found) {
-  return found.moved === null || found.moved === 0 ? "" : `; the strongest moves ${number(found.moved)} tokens a step`;
+  return found.moved === null || found.moved === 0 ? "" : `; the strongest moves ${number(found.moved)} tokens a step, on average`;
 }
 
 /**
@@ -148,6 +156,6 @@ export function stepWords(now, top, before, facts) {
   if (top === null) return `This step: ${own}${percent(now.top_received)} on the strongest token of the text, ${number(now.content_sinks)} sinks a head.`;
   const named = `“${top.piece === null ? "blank" : visible(top.piece)}” at ${top.position}`;
   const role = top.sink ? "a sink" : "the strongest token, no sink";
-  const way = before === null ? "" : before.position === top.position ? "; it stayed where it was" : `; it moved ${Math.abs(top.position - before.position)} tokens, from ${before.position}`;
+  const way = before === null ? "" : before.position === top.position ? "; it stayed where it was" : `; it moved ${tokens(Math.abs(top.position - before.position))}, from ${before.position}`;
   return `This step: ${own}${percent(top.share)} on ${named}, ${role}${way}.`;
 }
