@@ -93,6 +93,10 @@ def quantity(page, name, what):
     return said_by(side(page, name).locator(f"> dl dd[data-quantity={what}]"))
 
 
+def scrub(page, step):
+    page.evaluate("step => Object.assign(document.querySelector('#step'), {value: step}).dispatchEvent(new Event('input'))", step)
+
+
 def said_by(locator):
     """Its text; a number and its sign are held together by a space that breaks no line."""
     return locator.text_content().replace("\xa0", " ")
@@ -117,15 +121,14 @@ def test_one_writes_scrubs_chooses_compares_and_reloads(browser, site, lms):
         assert len(written) == len(texts(page, "sunk")) == len(PROMPT) + 20
         assert "·" not in written
 
-        page.evaluate(
-            "document.querySelector('#step').value = 3; document.querySelector('#step').dispatchEvent(new Event('input'))"
-        )
+        scrub(page, 3)
         assert page.text_content("#step-said") == "step 3 of 8"
         assert texts(page, "plain").count("·") == texts(page, "sunk").count("·") > 5
         page.click("#forth")
         page.click("#back")
         page.click("#back")
         assert page.text_content("#step-said") == "step 2 of 8"
+        scrub(page, 6)
         page.click("#play")
         until(page, "document.querySelector('#step-said').textContent === 'finished'")
         assert page.get_attribute("#play", "aria-label") == "Play"
@@ -168,6 +171,26 @@ def test_tokens_settle_while_they_are_written(browser, site):
         page.click("#write")
         finished(page, 1)
         assert len(page.evaluate("[...blanks]")) > 3
+
+
+def test_an_address_that_asks_for_what_is_not_there_shows_what_is(browser, site):
+    odd = {
+        "layer": 99,
+        "head": "x",
+        "token": 500,
+        "step": 900,
+        "temperature": 9,
+        "policy": "none",
+        "rule": "none",
+        "beside": "gone",
+    }
+    with opened(browser, address(site, **odd, seed="1e5")) as page:
+        finished(page, 1)
+        assert page.text_content("#step-said") == "finished"
+        assert page.input_value("#layer") == ""
+        assert page.input_value("#policy") == "llada"
+        assert page.input_value("#seed") == "0"
+        assert page.is_hidden(".detail")
 
 
 # -- that it is true --------------------------------------------------------------------------------------------------------------
@@ -233,6 +256,33 @@ def test_numbers_are_those_of_the_analysis(browser, site, lms, rule):
                 until(page, f"expected => {DESCRIBED}", [name, expected])
                 n_sinks += sum(expected)
     assert n_sinks > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [{"sink_kind": "logit"}, {"sink_kind": "register"}, {"n_sinks": 2, "sink_position": "end"}])
+def test_every_kind_of_sink_is_shown_as_what_it_is(browser, flags):
+    lm = sharp_lm(**flags)
+    trajectory = trajectory_of(lm)
+    with serving({"one": lm}) as found, opened(browser, address(found, model="one", beside="", step=2, token=-1)) as page:
+        finished(page, 1)
+        own = side(page, "one").locator(".cell.own")
+        assert own.count() == lm.config.n_sinks
+        assert_shown(quantity(page, "one", "sink_mass"), trajectory.sink_share.mean(), lm.config.n_sinks * BYTE)
+        detail = side(page, "one").locator(".detail")
+        norm = said_by(detail.locator("[data-quantity=value_norm]"))
+        if flags.get("sink_kind") == "logit":
+            assert norm == "n/a"
+        else:
+            scale = max(trajectory.value_norm[2].max(), trajectory.sink_value_norm[2].max()) / 255
+            assert_shown(norm, trajectory.sink_value_norm[2, :, -1].mean(), scale / 2)
+        assert ("every token" in said_by(detail.locator(".looks"))) == (flags.get("sink_kind") == "register")
+        side(page, "one").locator(".cell").nth(lm.config.n_sinks + 4).click()
+        detail.locator(".candidates li").nth(4).wait_for()
+        row = attention_maps(lm.model, trajectory.tokens[2].tolist(), [(1, 1)], query=4)[1, 1][0]
+        page.select_option("#layer", "1")
+        page.select_option("#head", "1")
+        until(page, "document.querySelector('.looks').textContent.startsWith('It looks most at')")
+        assert_shown(re.search(r"([\d.]+ %)", said_by(detail.locator(".looks")))[1], float(row.max()), BYTE)
 
 
 def test_a_chosen_token_shows_what_the_model_does_with_it(browser, site, lms):
@@ -453,9 +503,7 @@ def test_a_recording_shows_what_the_server_shows(browser, site, recording, tmp_p
             page.set_input_files("#open", tmp_path / name)
             page.wait_for_selector("#asked:not([hidden])")
             finished(page)
-            page.evaluate(
-                "document.querySelector('#step').value = 2; document.querySelector('#step').dispatchEvent(new Event('input'))"
-            )
+            scrub(page, 2)
             side(page, "plain").locator(".cell").nth(10).click()
             until(page, "document.querySelectorAll('.candidates li').length === 10")
             assert_alike(all_shown(page), live)

@@ -84,7 +84,7 @@ async function send(path, options = {}) {
 async function problemOf(answer) {
   let told = `${answer.status} ${answer.statusText}`;
   try {
-    told = (await answer.json()).error.message;
+    told = String((await answer.json()).error.message);
   } catch {
     // Not this server's own words: the status has to do.
   }
