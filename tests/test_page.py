@@ -134,7 +134,11 @@ def test_one_writes_scrubs_chooses_compares_and_reloads(browser, site, lms):
         assert page.get_attribute("#play", "aria-label") == "Play"
 
         page.select_option("#layer", "1")
-        page.select_option("#head", "0")
+        page.select_option("#head", "1")
+        side(page, "sunk").locator(".heads canvas").click(position={"x": 32, "y": 16})
+        assert (page.input_value("#layer"), page.input_value("#head")) == ("0", "1")
+        side(page, "sunk").locator(".heads canvas").click(position={"x": 500, "y": 5})
+        assert (page.input_value("#layer"), page.input_value("#head")) == ("1", "0")
         page.click("#back")
         side(page, "plain").locator(".cell").nth(9).click()
         for name in ("plain", "sunk"):  # the same controls move both
@@ -236,6 +240,12 @@ def test_numbers_are_those_of_the_analysis(browser, site, lms, rule):
         finished(page)
         for name in ("plain", "sunk"):
             trajectory = trajectory_of(lms[name])
+            often = getattr(trajectory, rule).any(-1).mean(0)
+            layer, head = np.unravel_index(often.argmax(), often.shape)
+            told = side(page, name).locator(".heads p").text_content().replace("\xa0", " ")
+            place, share = re.match(r"Sinks in the text most often in (layer \d+, head \d+): ([\d.]+ %) of steps", told).groups()
+            assert place == f"layer {layer}, head {head}"
+            assert_shown(share, often.max(), 0)
             found = measure(trajectory, None).values
             sinks = getattr(trajectory, rule)
             assert sinks.sum() > 0

@@ -96,6 +96,12 @@ function addSide(model) {
       player.set(mostFrames(), frame);
       draw();
     },
+    pickHead: (layer, head) => {
+      [layers.value, heads.value, heads.disabled] = [String(layer), String(head), false];
+      [shown.layer, shown.head] = [layer, head];
+      draw();
+      summarize();
+    },
     learned: summarize,
     failed: (failure) => fail(failure, null),
   });

@@ -1,6 +1,7 @@
 // Draws one model: its text, where attention goes, the numbers and the chosen token. Knows a source, not where it comes from.
 
 import { Detail, fillFacts, make } from "./detail.js";
+import { HeadMap } from "./heads.js";
 import { measure } from "./measures.js";
 import { Profile } from "./profile.js";
 import { Problem } from "./server.js";
@@ -33,7 +34,7 @@ const wait = (ms) => new Promise((done) => setTimeout(done, ms));
 export class Side {
   /**
    * @param {string} model
-   * @param {{pick: (token: number) => void, pickFrame: (frame: number, token: number) => void, learned: () => void, failed: (failure: unknown) => void}} told
+   * @param {{pick: (token: number) => void, pickFrame: (frame: number, token: number) => void, pickHead: (layer: number, head: number) => void, learned: () => void, failed: (failure: unknown) => void}} told
    */
   constructor(model, told) {
     this.root = make("article", "", "side card");
@@ -47,10 +48,13 @@ export class Side {
     this._facts = make("dl", "", "facts");
     const detail = make("section", "", "detail");
     const title = make("h2", model);
-    this.root.append(title, this._tag, field, this._step, trace, this._words, this._facts, detail);
+    this._heads = make("div");
+    this.root.append(title, this._tag, field, this._step, trace, this._words, this._facts, this._heads, detail);
     this._field = new TokenField(field, `Text of ${model}`, told.pick);
     this._trace = new Trace(trace, told.pickFrame);
     this._traceRoot = trace;
+    this._map = new HeadMap(this._heads, told.pickHead);
+    this._heads.hidden = true;
     this._detail = new Detail(detail);
     detail.setAttribute("aria-label", `The chosen token in ${model}`);
     trace.hidden = true;
@@ -67,6 +71,8 @@ export class Side {
     this._asking = new AbortController();
     this._row = /** @type {Float32Array | null} */ (null);
     this._asked = "";
+    /** @type {Colours | null} those in which the map of heads is drawn */
+    this._mapped = null;
     this._chosen = false;
   }
 
@@ -171,6 +177,11 @@ export class Side {
     const measured = this.measures !== null;
     if (!measured && trajectory.whole) this.measures = measure(trajectory, choice);
     if (!measured) this._say(there);
+    if (this.measures && (!measured || moment.colours !== this._mapped)) {
+      this._heads.hidden = false;
+      this._map.draw(trajectory, choice, moment.colours);
+      this._mapped = moment.colours;
+    }
     this._draw(moment, choice);
   }
 
