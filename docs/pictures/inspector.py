@@ -20,8 +20,8 @@ PROMPT = "tom has 6 books and gets 6 more. tom"
 SETTINGS = {"prompt": PROMPT, "policy": "llada", "steps": 24, "length": 48, "seed": 0, "rule": "relative", "layer": 2}
 # name -> (width, height, scheme, what is chosen)
 PICTURES = {
-    "inspect": (1280, 1180, "light", {"step": 10}),
-    "inspect-token": (1280, 1600, "dark", {"step": 10, "head": 2, "token": 40}),
+    "inspect": (1280, 1400, "light", {"step": 10}),
+    "inspect-token": (1280, 1780, "dark", {"step": 10, "head": 3, "token": 40}),
     "inspect-phone": (390, 844, "light", {"step": 10}),
 }
 COLOURS = 128  # enough for flat pictures, and a third of the bytes

@@ -1,8 +1,8 @@
 // Draws a map of all heads over the whole trajectory: how often each has a sink in the text, and what it gives the model's own sink.
 
 import { sized } from "./colours.js";
-import { percent } from "./words.js";
 import { Trajectory } from "./trajectory.js";
+import { ownName, percent } from "./words.js";
 
 /** @typedef {import("./colours.js").Colours} Colours */
 /** @typedef {import("./measures.js").Choice} Choice */
@@ -90,6 +90,7 @@ export class HeadMap {
         context.strokeRect(LEFT + choice.layer * across - 1, top, across + 1, high - 1);
       }
       context.font = "11px system-ui, sans-serif";
+      context.textAlign = "left";
       context.fillText("head ↓   layer →", LEFT, height - 4);
       context.textAlign = "right";
       context.fillText(String(nLayers - 1), width, height - 4);
@@ -108,7 +109,7 @@ export class HeadMap {
     const named = (/** @type {number} */ at) => `layer ${Math.floor(at / nHeads)}, head ${at % nHeads}`;
     const [held, own] = [most(found.held), most(found.own)];
     const lines = [found.held[held] > 0 ? `Sinks in the text most often in ${named(held)}: ${percent(found.held[held])} of steps.` : "No head has a sink in the text."];
-    if (nSinks) lines.push(`Most attention outside the text in ${named(own)}: ${percent(found.own[own])}.`);
+    if (nSinks) lines.push(`Most attention on the ${ownName(trajectory.facts)} in ${named(own)}: ${percent(found.own[own])}.`);
     return lines.join(" ");
   }
 }
