@@ -113,6 +113,7 @@ def test_one_writes_scrubs_chooses_compares_and_reloads(browser, site, lms):
         assert {url.partition("/page")[0].partition("/v1")[0].rstrip("/") for url in page.asked if "blob:" not in url} == {site.url}
 
 
+@pytest.mark.slow
 def test_tokens_settle_while_they_are_written(browser, site):
     """Frames reach the cells before the text is finished: the number of blanks that the page showed on its way."""
     with opened(browser, site.url) as page:
@@ -128,6 +129,7 @@ def test_tokens_settle_while_they_are_written(browser, site):
         assert len(page.evaluate("[...blanks]")) > 3
 
 
+@pytest.mark.slow
 def test_an_address_that_asks_for_what_is_not_there_shows_what_is(browser, site):
     odd = {
         "layer": 99,
@@ -159,7 +161,7 @@ DESCRIBED = """{
 }"""
 
 
-@pytest.mark.parametrize("rule", ["absolute", "relative"])
+@pytest.mark.parametrize("rule", ["absolute", pytest.param("relative", marks=pytest.mark.slow)])
 def test_numbers_are_those_of_the_analysis(browser, site, lms, rule):
     """Sinks, turnover and moves come exact; shares of attention and value norms to half a byte of their scale."""
     ours = {"turnover": "turnover", "content_sinks": "content_sinks"}
@@ -355,6 +357,7 @@ def test_a_key_is_asked_for_and_kept_out_of_the_address(browser, lms):
         assert "secret" not in page.content()
 
 
+@pytest.mark.slow
 def test_a_refusal_a_full_queue_a_lost_server_and_no_prompt_look_like_something(browser, lms):
     with (
         serving({"plain": lms["plain"]}, capacity=Capacity(waiting=1)) as found,

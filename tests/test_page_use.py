@@ -191,15 +191,15 @@ def test_a_step_of_a_large_trajectory_is_drawn_in_50_ms(browser, site, tmp_path)
         page.set_input_files("#open", tmp_path / "large.json")
         finished(page)
         assert page.text_content("#step-said") == "finished"
-        steps = [*range(65), *np.random.default_rng(0).permutation(65)[:35].tolist()]
+        steps = [*range(16, 49), *np.random.default_rng(0).permutation(65)[:17].tolist()]
         passes = np.array([page.evaluate(SCRUB, steps) for _ in range(3)])  # (passes, steps, drawn and painted)
         # Other processes take turns of the processor: what a step takes is the least of three, the first of which also makes ready.
         drawn, painted = passes.min(0).T
         for name, found in (("drawn", drawn), ("painted", painted)):
             logging.getLogger(__name__).info("%s: median %.1f ms, worst %.1f ms", name, np.median(found), found.max())
-        assert painted.shape == (100,)
+        assert painted.shape == (50,)
         assert np.median(painted) < 50
-        assert painted[:65].max() < 50, np.sort(painted[:65])[-5:]  # step by step; the wait for the screen's own beat included
+        assert painted[:33].max() < 50, np.sort(painted[:33])[-5:]  # step by step; the wait for the screen's own beat included
         assert drawn.max() < 50, np.sort(drawn)[-5:]  # and from anywhere to anywhere
         side(page, "plain").locator(".cell").nth(3).click()
         assert "not in this recording" in side(page, "plain").locator(".looks").text_content()
@@ -260,7 +260,7 @@ def violations(page):
     return [(one["id"], [node["target"] for node in one["nodes"]]) for one in found[1]]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_labels_and_contrast_hold(browser, site, scheme):
     with opened(browser, site.url, color_scheme=scheme) as page:
         until(page, "document.querySelector('#left').options.length === 4")
@@ -285,7 +285,7 @@ INKED = """one => {
 }"""
 
 
-@pytest.mark.parametrize("width", [1440, 390])
+@pytest.mark.parametrize("width", [390, pytest.param(1440, marks=pytest.mark.slow)])
 def test_it_fits_desk_and_phone(browser, site, width):
     with opened(browser, address(site, step=3, layer=1, head=0, token=9)) as page:
         page.set_viewport_size({"width": width, "height": 900})
