@@ -39,12 +39,13 @@ ADDRESSED = """() => {  // the address has been written for what is shown
 
 @pytest.fixture(scope="module")
 def lms():
+    """To compare with: a model that serves is its engine's alone."""
     return shown_lms()
 
 
 @pytest.fixture(scope="module")
-def site(lms, browser):
-    with serving(lms) as found:
+def site(browser):
+    with serving(shown_lms()) as found:
         yield found
 
 
@@ -56,7 +57,7 @@ def hash_of(page):
 # -- what it does -----------------------------------------------------------------------------------------------------------------
 
 
-def test_one_writes_scrubs_chooses_compares_and_reloads(browser, site, lms):
+def test_one_writes_scrubs_chooses_compares_and_reloads(browser, site):
     with opened(browser, site.url) as page:
         until(page, "document.querySelector('#left').options.length === 4")
         page.fill("#prompt", PROMPT)
@@ -205,7 +206,10 @@ def test_numbers_are_those_of_the_analysis(browser, site, lms, rule):
 def test_every_kind_of_sink_is_shown_as_what_it_is(browser, flags):
     lm = sharp_lm(**flags)
     trajectory = trajectory_of(lm)
-    with serving({"one": lm}) as found, opened(browser, address(found, model="one", beside="", step=2, token=-1)) as page:
+    with (
+        serving({"one": sharp_lm(**flags)}) as found,
+        opened(browser, address(found, model="one", beside="", step=2, token=-1)) as page,
+    ):
         finished(page, 1)
         own = side(page, "one").locator(".cell.own")
         assert own.count() == lm.config.n_sinks
@@ -342,9 +346,12 @@ def test_the_first_load_is_small(browser, site):
 # -- what goes wrong --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_key_is_asked_for_and_kept_out_of_the_address(browser, lms):
+def test_a_key_is_asked_for_and_kept_out_of_the_address(browser):
     asked = urlencode({**ASKED, "beside": ""})
-    with serving({"plain": lms["plain"]}, api_key="secret") as found, opened(browser, f"{found.url}/#{asked}", said="401") as page:
+    with (
+        serving({"plain": sharp_lm(n_sinks=0)}, api_key="secret") as found,
+        opened(browser, f"{found.url}/#{asked}", said="401") as page,
+    ):
         page.wait_for_selector("#key-form:not([hidden])")
         page.fill("#key", "wrong")
         page.press("#key", "Enter")
@@ -358,9 +365,9 @@ def test_a_key_is_asked_for_and_kept_out_of_the_address(browser, lms):
 
 
 @pytest.mark.slow
-def test_a_refusal_a_full_queue_a_lost_server_and_no_prompt_look_like_something(browser, lms):
+def test_a_refusal_a_full_queue_a_lost_server_and_no_prompt_look_like_something(browser):
     with (
-        serving({"plain": lms["plain"]}, capacity=Capacity(waiting=1)) as found,
+        serving({"plain": sharp_lm(n_sinks=0)}, capacity=Capacity(waiting=1)) as found,
         opened(browser, found.url, said="Failed to load") as page,
     ):
         until(page, "document.querySelector('#left').options.length === 1")

@@ -19,12 +19,13 @@ from sites import PROMPT, serving
 
 @pytest.fixture(scope="module")
 def lms():
+    """To compare with: a model that serves is its engine's alone."""
     return shown_lms()
 
 
 @pytest.fixture(scope="module")
-def site(lms, browser):
-    with serving(lms) as found:
+def site(browser):
+    with serving(shown_lms()) as found:
         yield found
 
 
