@@ -12,7 +12,7 @@ help:
 	@echo "make demo       train nano twins for about a minute and say what was seen"
 	@echo "make test       lint and the fast tests"
 	@echo "make test-slow  the long tests"
-	@echo "make lint       ruff, mypy, docs"
+	@echo "make lint       ruff, mypy, types of the page, docs"
 	@echo "make bench      benchmarks that this machine can run"
 
 $(BIN)/python:
@@ -36,6 +36,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	tests/types/check.sh $(VENV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir $(VENV)/site
 
 format: $(VENV)/.dev

@@ -1,6 +1,7 @@
 import fcntl
 import itertools
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +94,22 @@ def command_line(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
         return left.value.code or 0, shown.out, shown.err
 
     return run
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER_FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A real one, where there is one. Of a module: a driver that stays open would be in the way of event loops of other tests."""
+    if BROWSER is None:
+        pytest.skip("no Chromium on PATH")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=BROWSER, args=[*BROWSER_FLAGS, "--disable-sync"])
+        yield opened
+        opened.close()
 
 
 @pytest.fixture(params=VARIANTS, ids=list(VARIANTS))

@@ -28,6 +28,42 @@ def letters_lm(seed: int = 0, **flags) -> Loaded:
     return lm
 
 
+def sharp_lm(seed: int = 9, **flags) -> Loaded:
+    """Letters again, with attention sharp enough that some tokens are sinks, and move."""
+    lm = letters_lm(seed, **flags)
+    with torch.no_grad():
+        for block in lm.model.blocks:
+            block.attention.qkv.weight.mul_(6**0.5)
+    return lm
+
+
+NASTY = [
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(2)>",
+    "\x00",
+    "\x1b[31m",
+    "\u202e",
+    "&lt;",
+    "\n",
+    " ",
+    "javascript:",
+    "'\"`",
+]
+
+
+def nasty_lm(seed: int = 0) -> Loaded:
+    """Its every token is something that a page must show and not obey."""
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(["<unk>", *NASTY])}, unk_token="<unk>"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Split("|", "removed"), decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+    vocab = len(tokenizer)
+    config = ModelConfig(vocab_size=vocab, mask_id=vocab, n_layers=1, n_heads=2, d_model=16, d_ff=24, context_length=64)
+    model = DiffusionLM(config, seed=seed).to(torch.float64)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # any token is as likely as any other
+    return Loaded(model, tokenizer, config)
+
+
 def bytes_lm(seed: int = 0) -> Loaded:
     """A token for each byte, so that a character may lie across several; random weights write broken ones, too."""
     names = {name: number for number, name in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}

@@ -36,7 +36,7 @@ def test_two_models_side_by_side(analyze, models, tmp_path):
     assert said.startswith("# ")
     assert f"wrote {out / 'report.html'}" in said
     names = {path.name for path in out.iterdir()}
-    assert names == {"report.html", "metrics.json", "summary.md", "figures", "captures"}
+    assert names == {"report.html", "inspect.html", "recording.json", "metrics.json", "summary.md", "figures", "captures"}
     captures = [json.loads((out / "captures" / f"{name}.json").read_text()) for name in ("vanilla", "sink")]
     for capture, n_sinks in zip(captures, (0, 1), strict=True):
         assert capture["n"] == {"trajectories": 8, "forwards": 24, "tokens_seen": capture["n"]["tokens_seen"]}
@@ -50,6 +50,11 @@ def test_two_models_side_by_side(analyze, models, tmp_path):
     assert [row["name"] for row in captures[1]["interventions"]] == ["remove", "zero", "move-end", "move-middle", "ban"]
     assert captures[1]["interventions"][0]["nelbo"]["n"] == 8
     page = (out / "report.html").read_text()
+    assert 'href="inspect.html"' in page
+    recording = json.loads((out / "recording.json").read_text())
+    assert [side["model"] for side in recording["sides"]] == ["vanilla", "sink"]
+    assert recording["asked"]["prompt"] == "the cat"
+    assert len(recording["sides"][0]["tokens"]) == 4  # three steps, and the finished text
     assert "<svg" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "https://" not in page
@@ -60,6 +65,7 @@ def test_two_models_side_by_side(analyze, models, tmp_path):
     assert json.loads(printed) == json.loads((out / "metrics.json").read_text())
     assert (again / "summary.md").read_text() == (out / "summary.md").read_text()
     assert (again / "report.html").read_text() == page
+    assert (again / "inspect.html").read_text() == (out / "inspect.html").read_text()
 
 
 def test_capturing_alone_needs_no_matplotlib(analyze, models, tmp_path, monkeypatch):

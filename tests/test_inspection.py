@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sinkdlm.analysis.capture import attention_maps
+from sinkdlm.analysis.recording import unpack
 from sinkdlm.serving import app as app_module
 from sinkdlm.serving.records import Record, Records, quantise
 from sites import PROMPT, SECONDS, complete, letters_lm, ours, serving
@@ -81,7 +82,31 @@ def test_a_finished_request_can_be_looked_into(flags):
         assert norms.shape == (2, (0 if flags.get("sink_kind") == "logit" else n_sinks) + 14)
         assert (norms[:, -14:] > 0).all()
 
+        mean = bytes_of(http.get(f"{base}/1/3/row", params={"position": 9}).json())
+        np.testing.assert_allclose(mean, np.mean([maps[one][9] for one in places], axis=0), atol=mean.max() / 255)
+        look = http.get(f"{base}/1/3/look").json()
+        np.testing.assert_array_equal(bytes_of(look["received"]), received)
+        np.testing.assert_array_equal(bytes_of(look["values"]), norms)
+        exact = np.stack([np.stack([maps[layer, head].mean(0) for head in range(2)]) for layer in range(2)])[..., -14:]
+        assert look["absolute"] == np.flatnonzero(exact > 0.3).tolist()
+        column = exact * 14
+        stand_out = column - (column.sum(-1, keepdims=True) - column) / 13 > 3
+        assert look["relative"] == np.flatnonzero(stand_out).tolist()
+        assert look["top"] == exact.argmax(-1).ravel().tolist()
+        side = http.get(f"{base}/1/recording").json()
+        assert side["tokens"] == [frame["tokens"] for frame in frames["frames"]]
+        assert side["confidence"] == [frame["confidence"] for frame in frames["frames"]]
+        assert side["absolute"][3] == look["absolute"]
+        np.testing.assert_array_equal(unpack(side["received"])[3], received)
+        every = np.stack([maps[one] for one in places]).reshape(2, 2, 14, -1)
+        np.testing.assert_allclose(unpack(side["rows"])[3], every, atol=every.max() / 255)
+        assert {token: frames["kinds"][token] for token in pieces} == {token: side["kinds"][token] for token in pieces}
+        assert frames["kinds"][str(seen["tokens"][3])] == "space"
+
         place = seen["tokens"].index(None)
+        assert [token for token, _ in side["candidates"][3][place]] == [
+            one["token"] for one in http.get(f"{base}/1/3/candidates", params={"position": place, "k": 5}).json()["candidates"]
+        ]
         told = http.get(f"{base}/1/3/candidates", params={"position": place, "k": 5}).json()["candidates"]
         with lm.model.inference():
             chances = lm.model.denoiser()(torch.tensor([canvas]))[0, place].softmax(-1)
@@ -95,6 +120,8 @@ def test_a_finished_request_can_be_looked_into(flags):
             ("1/3/row?layer=0&head=0&position=14", 400),
             ("1/3/candidates?position=14", 400),
             ("1/3/candidates", 400),
+            ("1/7/look", 404),
+            ("2/recording", 404),
         ):
             assert http.get(f"{base}/{path}").status_code == status, path
 

@@ -1,6 +1,5 @@
 import json
 import re
-import shutil
 import sys
 from collections import Counter
 
@@ -354,8 +353,6 @@ def test_mistakes_are_told_in_one_line(tmp_path, pair, monkeypatch):
 
 # -- in a browser ---------------------------------------------------------------------------------------------------------------
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
 OVERLAPS = """() => {
   const blocks = [...document.querySelectorAll('h1, h2, h3, p, figure svg, figcaption, dt, dd, .scroll, nav')]
     .filter(one => one.getClientRects().length).map(one => [one, one.getBoundingClientRect()]);
@@ -375,17 +372,6 @@ SCALES = """() => [...document.querySelectorAll('figure svg')].filter(one => one
   .map(one => one.getBoundingClientRect().width / (one.viewBox.baseVal.width * 96 / 72))"""
 SMALLEST = """() => Math.min(...[...document.querySelectorAll('h1, h2, h3, p, dt, dd, td, th, span, b, figcaption')]
   .map(one => parseFloat(getComputedStyle(one).fontSize)))"""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if BROWSER is None:
-        pytest.skip("no Chromium on PATH")
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=BROWSER, args=[*FLAGS, "--disable-sync"])
-        yield opened
-        opened.close()
 
 
 @pytest.mark.slow

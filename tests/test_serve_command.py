@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 
 import httpx
@@ -23,11 +24,11 @@ def checkpoint(tmp_path_factory):
 
 
 @contextmanager
-def served(*words, **environment):
+def served(*words, command="serve", **environment):
     """The command, up to where it says its address; it is ended by SIGTERM, and must end with status 0."""
-    command = [sys.executable, "-m", "sinkdlm", "serve", *map(str, words), "--port", "0", "--device", "cpu"]
+    line = [sys.executable, "-m", "sinkdlm", command, *map(str, words), "--port", "0", "--device", "cpu"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, **pipes)
+    process = subprocess.Popen(line, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, **pipes)
     try:
         said = process.stdout.readline()
         assert "serving" in said, process.stderr.read()
@@ -55,6 +56,25 @@ def test_it_says_where_it_serves_and_ends_when_told(checkpoint):
     assert process.complaints == ""
 
 
+def test_inspect_opens_the_page_once_it_is_there(checkpoint, tmp_path):
+    """A browser as webbrowser knows one, which writes down what it was given; with --no-browser it is not called."""
+    calls = tmp_path / "calls"
+    opener = tmp_path / "opener"
+    opener.write_text(f'#!/bin/sh\ncurl -s "$1" >/dev/null; echo "$1" >> {calls}\n')
+    opener.chmod(0o755)
+    with served(checkpoint, "--host", "0.0.0.0", command="inspect", BROWSER=str(opener)) as process:
+        deadline = time.monotonic() + SECONDS
+        while not calls.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        page = httpx.get(process.url.replace("0.0.0.0", "127.0.0.1"))
+        assert "<title>sinkdlm inspector</title>" in page.text
+    assert calls.read_text().strip() == process.url.replace("0.0.0.0", "127.0.0.1")
+    with served(checkpoint, "--no-browser", command="inspect", BROWSER=str(opener)) as process:
+        assert httpx.get(process.url).status_code == 200
+    assert calls.read_text().count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -66,9 +86,10 @@ def test_it_says_where_it_serves_and_ends_when_told(checkpoint):
         (["CKPT", "--api-key", ""], "--api-key: is empty"),
     ],
 )
-def test_a_mistake_gets_one_line(command_line, checkpoint, words, told):
+@pytest.mark.parametrize("command", ["serve", "inspect"])
+def test_a_mistake_gets_one_line(command_line, checkpoint, words, told, command):
     given = [checkpoint if word == "CKPT" else word for word in words]
-    status, out, err = command_line("serve", *given, "--port", "0")
+    status, out, err = command_line(command, *given, "--port", "0")
     assert status == 2
     assert out == ""
     assert told in err
@@ -106,7 +127,7 @@ def test_no_request_makes_the_server_fail(cases):
         inspected = httpx.post(f"{found.url}/v1/completions", json=body).json()["id"]
         tally = fuzz(found.url, known_schema(found.url, ["letters", "bytes"], inspected), cases, seed=cases)
     assert tally.cases >= cases
-    assert tally.operations == 12
+    assert tally.operations == 14
     assert not [status for status in tally.statuses if status >= 500]
     assert tally.statuses[200] >= cases // 20  # what is made up is not all refused
     assert tally.statuses[400] >= cases // 20

@@ -268,7 +268,7 @@ def test_fields_that_ask_for_nothing_pass(client):
         ("GET", "/v1/models/..%2f..%2fetc%2fpasswd", None, 404),
         ("GET", "/page/..%2f..%2fapp.py", None, 404),
         ("GET", "/page/%2fetc%2fpasswd", None, 404),
-        ("GET", "/", None, 404),
+        ("GET", "/page/none.js", None, 404),
         ("DELETE", "/v1/completions", None, 405),
         ("POST", "/v1/completions", "{", 400),
         ("POST", "/v1/completions", "[]", 400),

@@ -1,4 +1,4 @@
-"""The subcommand that serves models. Like cli.py, it imports what it needs when it runs."""
+"""The subcommands that serve models: `serve`, and `inspect`, which opens the page. Like cli.py, they import when they run."""
 
 from typing import Annotated
 
@@ -11,9 +11,11 @@ _MODELS = typer.Argument(metavar="CKPT [CKPT2]", help="Checkpoints, or anything 
 
 def register(app: typer.Typer) -> None:
     app.command("serve")(serve)
+    app.command("inspect", help="Serve one or two models and open the page that shows them writing.")(serve)
 
 
 def serve(
+    context: typer.Context,
     models: Annotated[list[str], _MODELS],
     host: Annotated[str, typer.Option(help="The address to listen on; by default this machine alone.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free; it is printed.")] = 8000,
@@ -35,6 +37,9 @@ def serve(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same tokens whoever else is being served; slower.")
     ] = False,
+    browser: Annotated[
+        bool | None, typer.Option("--browser/--no-browser", help="Open the page in a browser; by default `inspect` does.")
+    ] = None,
     device: Device = None,
     dtype: Computing = Arithmetic.AUTO,
 ) -> None:
@@ -72,4 +77,24 @@ def serve(
             Settings(api_key=api_key, hosts=hosts, origins=tuple(cors or ())),
             deterministic=deterministic,
         )
-        run(site, bound, lambda: typer.echo(f"serving {', '.join(names)} at {address_of(bound)} on {place}"))
+
+        def ready() -> None:
+            typer.echo(f"serving {', '.join(names)} at {address_of(bound)} on {place}")
+            if context.info_name == "inspect" if browser is None else browser:
+                _open_page(address_of(bound))
+
+        run(site, bound, ready)
+
+
+def _open_page(address: str) -> None:
+    """In a thread of its own: some browsers hold on to whoever opens them, and the server has started."""
+    import threading
+    import webbrowser
+
+    url = address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+    def open_it() -> None:
+        if not webbrowser.open(url):
+            typer.echo(f"no browser here could be opened: open {url} in one", err=True)
+
+    threading.Thread(target=open_it, daemon=True).start()

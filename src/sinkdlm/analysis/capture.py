@@ -88,7 +88,7 @@ class Watched:
         given, logit = part_registers(self._n_registers, q, k, v, sink_k, sink_v), sink_logit_of(self.model, layer)
         found = summarize(*given, sink_logit=logit, lengths=self._lengths)
         absolute = found.received > self.rules.threshold
-        relative = _stands_out(found.received, self._lengths, self.rules.margin)
+        relative = stands_out(found.received, self._lengths, self.rules.margin)
         most = found.received.max(-1)
         self._layers.append(
             _Layer(
@@ -149,7 +149,7 @@ def sink_logit_of(model: DiffusionLM, layer: int) -> Tensor | None:
     return cast(Block, model.blocks[layer]).attention.sink_logit
 
 
-def _stands_out(received: Tensor, lengths: Tensor | None, margin: float) -> Tensor:
+def stands_out(received: Tensor, lengths: Tensor | None, margin: float) -> Tensor:
     """(B, H, L): whose column sum exceeds the mean column sum of the other tokens by more than the margin."""
     n_tokens = received.new_full((received.shape[0],), received.shape[-1]) if lengths is None else lengths
     n_tokens = n_tokens.to(received)[:, None, None]

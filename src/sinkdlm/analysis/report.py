@@ -28,8 +28,10 @@ from sinkdlm.analysis.findings import (
 )
 from sinkdlm.analysis.glossary import QUANTITIES, UNDEFINED, defined, label_of, unit_of, write_count, write_interval, write_number
 from sinkdlm.analysis.intervals import MIN_TRAJECTORIES
+from sinkdlm.analysis.recording import join_sides
 from sinkdlm.analysis.study import FORMAT, VERSION
 from sinkdlm.errors import AnalysisError
+from sinkdlm.viewer import build_viewer
 
 REPORT_FORMAT, REPORT_VERSION = "sinkdlm-report", 1
 _PARTS = (
@@ -44,6 +46,7 @@ _LAYER_COLUMNS = (
 )
 _METHOD = "Bootstrap over trajectories: percentiles of resampled means, their tails widened to those of Student's t."
 _N_TEXTS = 3  # of each capture
+_INSPECT = "inspect.html"
 _ENLARGED = 1.25  # how far a page may enlarge a figure
 
 
@@ -83,7 +86,8 @@ def _check_all(captures: Sequence[Capture]) -> None:
 
 
 def write_report(captures: Sequence[Capture], out: Path) -> dict[str, Any]:
-    """What was written: "report", "metrics", "summary" and "figures" (name -> suffix -> file)."""
+    """What was written: "report", "metrics", "summary", "figures" (name -> suffix -> file), and where captures hold recordings
+    "recording" and "inspect", the page that shows it."""
     _check_all(captures)
     comparisons = compare(captures)
     judged = _judge(captures, comparisons)
@@ -96,9 +100,20 @@ def write_report(captures: Sequence[Capture], out: Path) -> dict[str, Any]:
         paths["metrics"].write_text(_to_json(_metrics(captures, comparisons, judged)), encoding="utf-8")
         paths["summary"].write_text(render_summary(captures, comparisons, judged), encoding="utf-8")
         paths["report"].write_text(page, encoding="utf-8")
+        recording = recording_of(captures)
+        if recording is not None:
+            paths |= {"recording": out / "recording.json", "inspect": out / _INSPECT}
+            paths["recording"].write_text(json.dumps(recording, separators=(",", ":")) + "\n", encoding="utf-8")
+            paths["inspect"].write_text(build_viewer(recording), encoding="utf-8")
     except OSError as failure:
         raise AnalysisError(f"{out}: cannot be written: {failure.strerror}; choose another folder with --out") from None
     return paths
+
+
+def recording_of(captures: Sequence[Capture]) -> dict[str, Any] | None:
+    """First trajectories side by side. A capture may bear another name by now than when it was made."""
+    found = [(capture["name"], capture["recording"]) for capture in captures if capture.get("recording")]
+    return join_sides([{**one["side"], "model": name} for name, one in found], found[0][1]["asked"]) if found else None
 
 
 class Judged(NamedTuple):
@@ -156,6 +171,7 @@ def render_page(
     return template.render(
         title=_title(captures, judged),
         lede=_lede(captures),
+        inspect=_INSPECT if any(capture.get("recording") for capture in captures) else None,
         style=Markup(own.joinpath("report.css").read_text(encoding="utf-8")),
         contents=["claims", "findings", "figures", "tables", "texts", "glossary", "provenance"],
         tiles=_tiles(captures),

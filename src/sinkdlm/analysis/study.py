@@ -17,6 +17,7 @@ from sinkdlm.analysis.capture import RULES, Rules, attention_maps, capture, capt
 from sinkdlm.analysis.interventions import Ground, find_changes, measure_changes
 from sinkdlm.analysis.kinds import classify, labels
 from sinkdlm.analysis.metrics import Measured, measure, paths_of, summarize
+from sinkdlm.analysis.recording import record
 from sinkdlm.analysis.trajectory import Trajectory
 from sinkdlm.errors import AnalysisError
 from sinkdlm.sampling import Policy, Request
@@ -154,6 +155,7 @@ def study(lm: Any, plan: Plan, *, name: str, source: str, made: dict[str, Any], 
         row |= {"prompt": begin, "text": lm.tokenizer.decode(seen.finals[row["number"]])}
     maps = seen.draw_maps()
     changes, omitted = _intervene(lm, plan, requests, texts, tick)
+    recording = _record(seen, name, found["trajectories"][0]["prompt"], omitted, tick)
     if len(maps) < len(plan.maps):
         omitted["maps of later steps"] = (
             f"the first trajectory ended by itself, with step {found['trajectories'][0]['n_steps'] - 1}"
@@ -174,8 +176,31 @@ def study(lm: Any, plan: Plan, *, name: str, source: str, made: dict[str, Any], 
         "paths": seen.paths,
         "maps": maps,
         "interventions": changes,
+        "recording": recording,
         "omitted": omitted,
     }
+
+
+def _record(seen: _Seen, name: str, prompt: str, omitted: dict[str, str], tick: Callable[[int], None]) -> dict[str, Any] | None:
+    """The first trajectory, for the page: what was asked, and what was seen."""
+    first, plan = seen.first, seen.plan
+    assert first is not None
+    asked: dict[str, Any] = {
+        "prompt": prompt,
+        "seed": str(plan.seed),
+        "policy": None,
+        "steps": first.n_steps,
+        "length": plan.length,
+    }
+    if plan.shares:
+        asked |= {"shares": list(plan.shares), "length": len(first.final)}
+    try:
+        canvases = [*first.tokens.tolist(), first.final.tolist()]
+        side = record(seen.lm, name, canvases, first.n_prompt, rules=plan.rules, tick=tick)
+    except AnalysisError as refused:
+        omitted["a recording"] = str(refused)
+        return None
+    return {"asked": asked, "side": side}
 
 
 def _requests(lm: Any, plan: Plan) -> list[Request]:
@@ -221,7 +246,7 @@ def _rows_of_look(plan: Plan) -> int:
 def count_rows(lm: Any, plan: Plan) -> int:
     """That go through the model, about: for a time estimate."""
     looks = 1 + len(find_changes(lm.model, plan.rules)[0]) if plan.interventions else 0
-    return plan.n_forwards + looks * _rows_of_look(plan)
+    return plan.n_forwards + looks * _rows_of_look(plan) + plan.n_steps + 1
 
 
 # -- files ------------------------------------------------------------------------------------------------------------------------

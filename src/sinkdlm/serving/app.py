@@ -35,6 +35,15 @@ _KINDS = {
     ".svg": "image/svg+xml",
     ".png": "image/png",
 }
+# The page runs its own modules, talks to this server, and nothing else.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
 _READING = 60.0  # seconds that a client may take to read a stream to its end, beyond the time of the request
 
 
@@ -191,7 +200,7 @@ def _serve_page(app: FastAPI) -> None:
         if name not in files:
             raise HTTPException(404, "nothing here; the API is under /v1")
         body, kind = files[name]
-        return Response(body, media_type=kind, headers={"Content-Security-Policy": "default-src 'self'"})
+        return Response(body, media_type=kind, headers=_PAGE_HEADERS)
 
     @app.get("/", include_in_schema=False)
     def index() -> Response:

@@ -11,7 +11,10 @@ from typing import Annotated, Any
 import numpy as np
 from fastapi import FastAPI, Query
 from fastapi import Path as InPath
+from fastapi.concurrency import run_in_threadpool
 
+from sinkdlm.analysis.capture import RULES
+from sinkdlm.analysis.recording import Recorder
 from sinkdlm.serving import inspection
 from sinkdlm.serving.problems import ApiError
 from sinkdlm.serving.records import Record, Records, quantise
@@ -50,7 +53,8 @@ def register(app: FastAPI, records: Records, find_model: Callable[[str], Served]
             {"index": index, "frames": len(frames), "length": len(frames[-1][0]), "n_given": given}
             for index, (frames, given) in enumerate(zip(record.frames, record.n_given, strict=True))
         ]
-        shape = {"n_layers": config.n_layers, "n_heads": config.n_heads, "n_sinks": config.n_sinks}
+        shape: dict[str, Any] = {"n_layers": config.n_layers, "n_heads": config.n_heads, "n_sinks": config.n_sinks}
+        shape |= {"sink_kind": config.sink_kind if config.n_sinks else None}
         return {"id": record.id, "model": record.model, "choices": choices, "seconds_left": records.left(record), **shape}
 
     @app.get("/v1/inspect/{request_id}/{choice}/frames")
@@ -58,7 +62,7 @@ def register(app: FastAPI, records: Records, find_model: Callable[[str], Served]
         request_id: Id, choice: Index, start: Number = 0, count: Annotated[int, Query(ge=1, le=_MOST_FRAMES)] = _MOST_FRAMES
     ) -> dict[str, Any]:
         """Canvases and confidences. ids: null where a token is still to be written; confidence: bytes, 0 for none, else
-        (byte - 1) / 254. pieces: the text of every id that occurs."""
+        (byte - 1) / 254. pieces, kinds: the text and kind of every id that occurs."""
         record = find(request_id)
         served, chosen = find_model(record.model), _of(record.frames, choice, "choice")[start : start + count]
         ids = sorted({token for tokens, _ in chosen for token in np.unique(tokens).tolist()} - {record.mask_id})
@@ -69,7 +73,37 @@ def register(app: FastAPI, records: Records, find_model: Callable[[str], Served]
             }
             for tokens, sure in chosen
         ]
-        return {"start": start, "frames": shown, "pieces": {str(token): served.piece(token) for token in ids}}
+        named = {
+            name: {str(token): find(token) for token in ids} for name, find in (("pieces", served.piece), ("kinds", served.kind))
+        }
+        return {"start": start, "frames": shown, **named}
+
+    @app.get("/v1/inspect/{request_id}/{choice}/recording")
+    async def recording(request_id: Id, choice: Index) -> dict[str, Any]:
+        """All there is to see, for a file: one model's side of a recording, a frame computed at a time."""
+        record = find(request_id)
+        served, frames = find_model(record.model), _of(record.frames, choice, "choice")
+        recorder = Recorder(
+            served.lm.model,
+            served.name,
+            [tokens.tolist() for tokens, _ in frames],
+            record.n_given[choice],
+            piece=served.piece,
+            kind=served.kind,
+            confidence=[sure.tobytes() for _, sure in frames],
+        )
+        for _ in range(recorder.n_frames):
+            await compute(served, recorder.take)
+        return await run_in_threadpool(recorder.side)
+
+    @app.get("/v1/inspect/{request_id}/{choice}/{step}/look")
+    async def look(request_id: Id, choice: Index, step: Index) -> dict[str, Any]:
+        """Received attention (layers, heads, sinks + tokens) and norms of values (layers, sinks + tokens); found before anything is
+        rounded: content sinks by either rule as places in (layers, heads, tokens), and each head's most received token."""
+        served, tokens = find_canvas(request_id, choice, step)
+        seen = await compute(served, lambda: inspection.look(served.lm.model, tokens))
+        sinks = {"absolute": seen.absolute, "relative": seen.relative, "top": seen.top, "rules": RULES._asdict()}
+        return {"received": quantise(seen.received), "values": quantise(seen.values), **sinks}
 
     @app.get("/v1/inspect/{request_id}/{choice}/{step}/received")
     async def received(request_id: Id, choice: Index, step: Index, layer: Number | None = None) -> dict[str, Any]:
@@ -79,8 +113,10 @@ def register(app: FastAPI, records: Records, find_model: Callable[[str], Served]
         return quantise(await compute(served, lambda: inspection.received_attention(model, tokens, layer)))
 
     @app.get("/v1/inspect/{request_id}/{choice}/{step}/row")
-    async def row(request_id: Id, choice: Index, step: Index, layer: Number, head: Number, position: Number) -> dict[str, Any]:
-        """What one token attends to in one head, (sinks + tokens)."""
+    async def row(
+        request_id: Id, choice: Index, step: Index, position: Number, layer: Number | None = None, head: Number | None = None
+    ) -> dict[str, Any]:
+        """What one token attends to, (sinks + tokens); mean over all layers, or heads, where none is given."""
         served, tokens = find_canvas(request_id, choice, step)
         model = served.lm.model
         return quantise(await compute(served, lambda: inspection.attention_row(model, tokens, layer, head, position)))

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 
 from sinkdlm import __version__
+from sinkdlm.analysis.recording import kind_finder
 from sinkdlm.checkpoint import Loaded
 from sinkdlm.errors import SamplingError
 from sinkdlm.prompting import LENGTH, chat_text, check_room, encode, has_chat_template, policy_for
@@ -53,6 +54,7 @@ class Served:
         self.room = min(lm.config.context_length, limits.length or lm.config.context_length)
         self.fingerprint = _fingerprint(lm)
         self._pieces: dict[int, str] = {}  # never more than the vocabulary has
+        self._kind = kind_finder(lm.tokenizer, lm.config.mask_id)
         self._tokenizing = threading.Lock()  # fast tokenizers may not be entered by two threads at once
 
     # -- what it is ---------------------------------------------------------------------------------------------------------------
@@ -83,6 +85,10 @@ class Served:
         if token not in self._pieces:
             self._pieces[token] = str(self.lm.tokenizer.decode([token], clean_up_tokenization_spaces=False))
         return self._pieces[token]
+
+    def kind(self, token: int) -> str:
+        """What sort of token it is, as the analysis has it."""
+        return self._kind(token)
 
     # -- what it is asked ---------------------------------------------------------------------------------------------------------
 

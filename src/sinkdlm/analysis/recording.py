@@ -1,0 +1,231 @@
+"""One trajectory as the inspector page shows it, in a file: canvases, received attention, sinks, value norms, rows, candidates.
+
+Owns the form of recordings. The server makes them of finished requests, `analyze` of a capture's first trajectory; the page reads
+them without either. Numbers travel as bytes, sinks exactly: what is a sink is decided before anything is rounded.
+
+N frames (frame i is what step i saw, the last one the finished text), E layers, H heads, T tokens, S sinks, K = S + T keys.
+"""
+
+import base64
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinkdlm import __version__
+from sinkdlm.analysis.capture import RULES, Rules, attention_maps, part_registers, sink_logit_of, stands_out
+from sinkdlm.analysis.kinds import KINDS, MASK, SPECIAL, kind_of, special_ids, texts_of
+from sinkdlm.errors import AnalysisError
+from sinkdlm.model import DiffusionLM
+from sinkdlm.observe import AttentionStatistics, summarize
+from sinkdlm.sampling.drawing import precise
+
+FORMAT, VERSION = "sinkdlm-recording", 1
+MOST_VALUES = 1 << 24  # received attention of all frames, a byte each before they are packed
+MOST_ROWS = 1 << 21  # attention rows of all tokens, frames and heads; where there are more, none are kept
+N_CANDIDATES = 5
+_LEVELS = 255
+_CHUNK_LOGITS = 1 << 24
+_DIGITS = 4  # of a probability
+
+
+def statistics(model: DiffusionLM, tokens: Sequence[int]) -> list[AttentionStatistics]:
+    """Of every layer, when the model sees this row."""
+    found: list[AttentionStatistics] = []
+
+    def look(layer: int, *given: Any) -> None:
+        parted = part_registers(model.config.n_registers, *given)
+        found.append(summarize(*parted, sink_logit=sink_logit_of(model, layer)))
+
+    with model.inference():
+        model(row_of(model, tokens), observe=look)
+    return found
+
+
+def row_of(model: DiffusionLM, tokens: Sequence[int]) -> Tensor:
+    return torch.tensor([list(tokens)], device=model.embed.weight.device)
+
+
+class Seen(NamedTuple):
+    """One canvas. A sink logit has a column in received, and none in values."""
+
+    received: np.ndarray  # (E, H, K)
+    values: np.ndarray  # (E, K)
+    absolute: list[int]  # content sinks by the absolute rule, as places in (E, H, T) laid out flat
+    relative: list[int]  # and by the relative one
+    top: list[int]  # of each layer and head, (E, H) laid out flat: the token of the text that receives most
+
+
+def look_at(model: DiffusionLM, tokens: Sequence[int], rules: Rules = RULES) -> Seen:
+    layers = statistics(model, tokens)
+    received = torch.stack([torch.cat([one.sink_received, one.received], dim=-1)[0] for one in layers])
+    values = torch.stack([torch.cat([one.sink_value_norm, one.value_norm], dim=-1)[0] for one in layers])
+    content = torch.stack([one.received[0] for one in layers])
+    rules_say = (content > rules.threshold, stands_out(content, None, rules.margin))
+    absolute, relative = (said.flatten().nonzero()[:, 0].tolist() for said in rules_say)
+    return Seen(received.cpu().numpy(), values.cpu().numpy(), absolute, relative, content.argmax(-1).flatten().tolist())
+
+
+def likeliest(model: DiffusionLM, tokens: Sequence[int], positions: Sequence[int], k: int) -> list[list[tuple[int, float]]]:
+    """Of each position the k most likely tokens and their probabilities, [MASK] left out."""
+    config = model.config
+    found: list[list[tuple[int, float]]] = []
+    with model.inference():
+        hidden = model(row_of(model, tokens))
+        size = max(1, _CHUNK_LOGITS // config.vocab_size)
+        for begin in range(0, len(positions), size):
+            logits = precise(model.head(hidden[:, list(positions[begin : begin + size])]))
+            if config.mask_id < config.vocab_size:
+                logits[..., config.mask_id] = -torch.inf
+            best = logits[0].softmax(-1).topk(min(k, config.vocab_size))
+            found += [
+                list(zip(ids, chances, strict=True))
+                for ids, chances in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            ]
+    return found
+
+
+def kind_finder(tokenizer: Any, mask_id: int) -> Callable[[int], str]:
+    """The name of a token's kind, by its id: one at a time, where a whole vocabulary need not be read."""
+    if tokenizer is None:
+        return lambda token: KINDS[MASK if token == mask_id else SPECIAL]
+    special = special_ids(tokenizer)
+
+    def find(token: int) -> str:
+        if token == mask_id:
+            return KINDS[MASK]
+        return KINDS[SPECIAL if token in special else kind_of(texts_of(tokenizer, [token])[0])]
+
+    return find
+
+
+def piece_finder(tokenizer: Any) -> Callable[[int], str]:
+    """A token's own text, a leading space included; what is no text by itself is a replacement sign. Without one, the id."""
+    if tokenizer is None:
+        return lambda token: f"#{token}"
+    return lambda token: (texts_of(tokenizer, [token])[0] or b"").decode(errors="replace")
+
+
+# -- recordings -----------------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Takes frames one by one, so that others may use the model in between; `side` is then one model's half of a recording.
+
+    piece, kind: a token's text and kind by its id. confidence: of each frame a byte a token, 0 for none, else 1 + 254 p.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionLM,
+        name: str,
+        canvases: Sequence[Sequence[int]],
+        n_given: int,
+        *,
+        piece: Callable[[int], str],
+        kind: Callable[[int], str],
+        confidence: Sequence[bytes] = (),
+        rules: Rules = RULES,
+    ) -> None:
+        self._model, self._name, self._canvases, self._n_given = model, name, [list(map(int, one)) for one in canvases], n_given
+        self._piece, self._kind, self._confidence, self._rules = piece, kind, confidence, rules
+        self._seen: list[Seen] = []
+        self._rows: list[np.ndarray] = []
+        self._candidates: list[list[list[tuple[int, float]]]] = []
+        config, length = model.config, len(self._canvases[0])
+        if any(len(canvas) != length for canvas in self._canvases):
+            raise AnalysisError("a text that grew as it was written: frames of one length can be recorded, and these differ")
+        per_frame = config.n_layers * config.n_heads * (config.n_sinks + length)
+        if per_frame * len(self._canvases) > MOST_VALUES:
+            raise AnalysisError(
+                f"{len(self._canvases)} frames of {length} tokens in {config.n_layers} x {config.n_heads} heads: more than the "
+                f"{MOST_VALUES} numbers of a recording; take fewer steps or tokens"
+            )
+        self._with_rows = per_frame * length * len(self._canvases) <= MOST_ROWS
+
+    @property
+    def n_frames(self) -> int:
+        return len(self._canvases)
+
+    def take(self) -> None:
+        """The next frame."""
+        canvas, config = self._canvases[len(self._seen)], self._model.config
+        self._seen.append(look_at(self._model, canvas, self._rules))
+        self._candidates.append(likeliest(self._model, canvas, range(len(canvas)), N_CANDIDATES))
+        if self._with_rows:
+            places = [(layer, head) for layer in range(config.n_layers) for head in range(config.n_heads)]
+            maps = attention_maps(self._model, canvas, places)
+            rows = np.stack([maps[place].float().numpy() for place in places])
+            self._rows.append(rows.reshape(config.n_layers, config.n_heads, *rows.shape[1:]))
+
+    def side(self) -> dict[str, Any]:
+        config = self._model.config
+        candidates = {token for frame in self._candidates for place in frame for token, _ in place}
+        ids = sorted({token for canvas in self._canvases for token in canvas} | candidates)
+        return {
+            "model": self._name,
+            "n_layers": config.n_layers,
+            "n_heads": config.n_heads,
+            "n_sinks": config.n_sinks,
+            "sink_kind": config.sink_kind if config.n_sinks else None,
+            "n_given": self._n_given,
+            "rules": self._rules._asdict(),
+            "tokens": [[None if token == config.mask_id else token for token in canvas] for canvas in self._canvases],
+            "confidence": [base64.b64encode(sure).decode() for sure in self._confidence] or None,
+            "pieces": {str(token): self._piece(token) for token in ids if token != config.mask_id},
+            "kinds": {str(token): self._kind(token) for token in ids if token != config.mask_id},
+            "received": pack([one.received for one in self._seen]),
+            "values": pack([one.values for one in self._seen]),
+            "absolute": [one.absolute for one in self._seen],
+            "relative": [one.relative for one in self._seen],
+            "top": [one.top for one in self._seen],
+            "rows": pack(self._rows) if self._with_rows else None,
+            "candidates": [
+                [[[token, round(chance, _DIGITS)] for token, chance in place] for place in frame] for frame in self._candidates
+            ],
+        }
+
+
+def pack(frames: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Numbers from 0 up: value = byte * scale of its frame. data: base64 of zlib, frames first, the last dimension fastest."""
+    scales = [float(frame.max(initial=0.0)) / _LEVELS or 1.0 for frame in frames]
+    levels = np.stack(
+        [np.rint(frame.astype(np.float64) / scale).astype(np.uint8) for frame, scale in zip(frames, scales, strict=True)]
+    )
+    data = base64.b64encode(zlib.compress(levels.tobytes(), 9)).decode()
+    return {"shape": list(levels.shape), "scales": scales, "data": data}
+
+
+def unpack(packed: Mapping[str, Any]) -> np.ndarray:
+    """What `pack` was given, to half a step of its scale."""
+    levels = np.frombuffer(zlib.decompress(base64.b64decode(packed["data"])), np.uint8).reshape(packed["shape"])
+    scales = np.array(packed["scales"]).reshape(-1, *[1] * (levels.ndim - 1))
+    found: np.ndarray = levels * scales
+    return found
+
+
+def join_sides(sides: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole recording. asked: prompt, seed, policy, steps, length; what the page shows as its settings."""
+    return {"format": FORMAT, "version": VERSION, "made": {"sinkdlm": __version__}, "asked": dict(asked), "sides": list(sides)}
+
+
+def record(
+    lm: Any,
+    name: str,
+    canvases: Sequence[Sequence[int]],
+    n_given: int,
+    *,
+    rules: Rules = RULES,
+    tick: Callable[[int], None] = lambda rows: None,
+) -> dict[str, Any]:
+    """One side at once, for whoever has the model alone."""
+    mask_id = lm.config.mask_id
+    given: dict[str, Any] = {"piece": piece_finder(lm.tokenizer), "kind": kind_finder(lm.tokenizer, mask_id), "rules": rules}
+    recorder = Recorder(lm.model, name, canvases, n_given, **given)
+    for _ in range(recorder.n_frames):
+        recorder.take()
+        tick(1)
+    return recorder.side()

@@ -1,0 +1,39 @@
+// Light and dark: as the system has it, or as somebody chose.
+
+const NAMES = ["auto", "light", "dark"];
+const KEPT = "sinkdlm-theme";
+
+/** @returns {string} */
+function kept() {
+  try {
+    return localStorage.getItem(KEPT) ?? "auto";
+  } catch {
+    return "auto";
+  }
+}
+
+/**
+ * @param {HTMLButtonElement} button
+ * @param {() => void} changed
+ */
+export function startTheme(button, changed) {
+  const use = (/** @type {string} */ name) => {
+    if (name === "auto") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = name;
+    button.textContent = name === "auto" ? "Auto" : name === "light" ? "Light" : "Dark";
+    button.setAttribute("aria-label", `Colours: ${name === "auto" ? "as the system has them" : name}`);
+    changed();
+  };
+  let now = NAMES.includes(kept()) ? kept() : "auto";
+  use(now);
+  button.addEventListener("click", () => {
+    now = NAMES[(NAMES.indexOf(now) + 1) % NAMES.length];
+    try {
+      localStorage.setItem(KEPT, now);
+    } catch {
+      // It holds until the page is left.
+    }
+    use(now);
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
+}
