@@ -174,7 +174,15 @@ def test_the_picture_fits_80_columns_and_shows_everything(tmp_path):
     shown.console.print(shown)
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in file.getvalue().splitlines()]
     text = "\n".join(lines)
-    for part in ("twin 2 of 2: sink", "350/700", "0:35 left", "10.0 steps/s", "47+38=085  right", "tom has a red ball.", "34%"):
+    for part in (
+        "twin 2 of 2: sink",
+        "350/700",
+        "10.0 steps/s 0:35 left",
+        "loss       1.377  █",
+        "47+38=085  right",
+        "tom has a red ball.",
+        "34%",
+    ):
         assert part in text, text
     assert max(map(len, lines)) <= 80
 
@@ -226,6 +234,7 @@ def test_what_is_printed_written_and_shown_is_the_same(made):
     for twin in facts["twins"].values():
         expected += [words.match_text(twin["exact_match"]), words.loss_text(twin["story_loss"])]
         assert twin["exact_match"]["n"] == len(language.problems(0, held_out=True))
+        expected.append(words._shares(twin, "sink_share"))
         assert f"{twin['train_seconds']:.0f}" in page
     for part in expected:
         assert part in page
@@ -249,7 +258,7 @@ def test_without_what_draws_it_the_report_is_missing_and_the_rest_is_there(made,
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.json"]
     said = words.tell(found, tmp_path, problem)
     assert sum("pip install 'sinkdlm[viz]'" in line for line in said) == 1
-    assert "--capture-only" in said[-2]
+    assert "--capture-only" in words.commands(found, tmp_path, draws=problem is None)[1]
 
 
 def test_other_settings_start_over_and_other_files_are_refused(made, tmp_path, capsys):

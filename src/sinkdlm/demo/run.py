@@ -29,7 +29,7 @@ from sinkdlm.checkpoint import load
 from sinkdlm.config import Recipe
 from sinkdlm.data.display import Bar
 from sinkdlm.demo import language, words
-from sinkdlm.demo.scoring import answer, compare_answers, exact_match, tell_story
+from sinkdlm.demo.scoring import answer, attention_on_sums, compare_answers, exact_match, tell_story
 from sinkdlm.demo.screen import Part, Screen
 from sinkdlm.durable import replace_text
 from sinkdlm.errors import AnalysisError, UserError
@@ -81,7 +81,8 @@ def recipe_of(twin: str, sets: Mapping[str, str], steps: int, seed: int) -> Reci
 
 def run_demo(out: Path, *, steps: int, seed: int, trajectories: int, fresh: bool, as_json: bool) -> dict[str, Any]:
     """What metrics.json holds. as_json: leaves stdout to whoever prints that."""
-    console = Console(stderr=as_json, highlight=False, soft_wrap=True, markup=False)
+    console = Console(stderr=as_json, highlight=False, markup=False)
+    console.soft_wrap = not console.is_terminal  # a terminal breaks lines between words, a file keeps them whole
     began = time.monotonic()
     try:
         with _opened(out):
@@ -98,8 +99,9 @@ def run_demo(out: Path, *, steps: int, seed: int, trajectories: int, fresh: bool
     except OSError as failure:
         place = failure.filename or out
         raise UserError(f"{place}: cannot be written: {failure.strerror}; make room, or choose another --out") from None
-    for line in [] if as_json else words.tell(found, out, problem):
-        console.print(line)
+    if not as_json:
+        console.print("\n".join(words.tell(found, out, problem)))
+        console.print("\n".join(f"  {command}" for command in words.commands(found, out, draws=problem is None)), soft_wrap=True)
     return found
 
 
@@ -192,6 +194,7 @@ def _score(models: Mapping[str, Any], out: Path, steps: int, seed: int) -> dict[
                 {"question": problem.question, "answer": given, "right": given == problem.answer}
                 for problem, given in list(zip(held_out, answers[twin], strict=True))[:_EXAMPLES]
             ],
+            "attention_on_sums": attention_on_sums(lm, [problem.question for problem in held_out]),
             "story": tell_story(lm, opening, LENGTH, seed),
         }
     first, second = answers.values()

@@ -1,11 +1,14 @@
-"""The held-out sums: what each twin answers, how many are right, and whether the twins differ. Intervals for shares of counts."""
+"""The held-out sums: what each twin answers and looks at, how many are right, and whether the twins differ."""
 
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any
 
+import torch
+
 from sinkdlm.demo.language import ANSWER, Problem
+from sinkdlm.observe import Watcher
 from sinkdlm.sampling import generate
 
 LEVEL = 0.95
@@ -25,6 +28,20 @@ def answer(lm: Any, questions: Sequence[str]) -> list[str]:
             temperature=0.0,
         )
     return [lm.tokenizer.decode(row[len(prompt) :]) for row, prompt in zip(out.rows, prompts, strict=True)]
+
+
+def attention_on_sums(lm: Any, questions: Sequence[str]) -> list[dict[str, float]]:
+    """Per layer, with the answers masked: the share of attention on the sink, where there is one, and on the most attended token."""
+    mask_id = lm.config.mask_id
+    tokens = torch.tensor([[*lm.tokenizer.encode(question), *[mask_id] * ANSWER] for question in questions])
+    watcher = Watcher()
+    with lm.model.inference():
+        lm.model(tokens, observe=watcher)
+    found = []
+    for layer in watcher.layers:
+        facts = {"top_content_share": float(layer.received.mean(1).amax(-1).mean())}
+        found.append(facts | ({"sink_share": float(layer.sink_share.mean())} if layer.sink_received.shape[-1] else {}))
+    return found
 
 
 def tell_story(lm: Any, opening: str, length: int, seed: int) -> str:

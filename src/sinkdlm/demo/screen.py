@@ -22,7 +22,7 @@ from sinkdlm.sampling import policy_of, requests_of, start, stream
 from sinkdlm.training.monitor import Monitor
 
 WIDE, TALL = 60, 10  # columns and lines that the picture needs
-OPEN = "\N{MEDIUM SHADE}"  # a masked token
+OPEN, END = "\N{MEDIUM SHADE}", "|"  # a masked token, and the end of a text
 _LOOK_SECONDS, _LINE_SECONDS, _FRAME_SECONDS = 3.0, 10.0, 0.5
 _BARS = "▁▂▃▄▅▆▇█"
 _STORY_STEPS = 8
@@ -128,7 +128,8 @@ class Screen(Monitor):
         return [self._write(frame, mask_id) for frame in frames]
 
     def _write(self, frame: Sequence[int], mask_id: int) -> str:
-        return "".join(OPEN if token == mask_id else self._tokenizer.decode([token]) for token in frame)
+        text = "".join(OPEN if token == mask_id else self._tokenizer.decode([token]) for token in frame)
+        return text.replace(EOS, END)
 
     @property
     def loss(self) -> float:
@@ -153,13 +154,14 @@ class Screen(Monitor):
 
     def plain(self) -> list[str]:
         """Two lines of at most 50 columns."""
-        left = f"{minutes(self.seconds_left)} left"
-        lines = [f"{self.part.name} {self.step}/{self.part.steps} loss {self.loss:.2f} {self.rate:.1f} steps/s {left}"]
+        lines = [f"{self.part.name} {self.step}/{self.part.steps} loss {self.loss:.2f} {self._pace()}"]
         if self.look is not None:
             seen = " ".join(text.removeprefix(self._problem.question).replace(OPEN, "_") for text in self.look.sums)
-            seen = seen.replace(EOS, "$")  # what an untrained model writes
             lines.append(f"  {self._problem.question} {seen}  {self._attention(short=True)}")
         return lines
+
+    def _pace(self) -> str:
+        return f"{self.rate:.1f} steps/s {minutes(self.seconds_left)} left" if self.rate else "starting"
 
     def _attention(self, *, short: bool = False) -> str:
         shares = self._shares()
@@ -174,12 +176,13 @@ class Screen(Monitor):
         """Called by the picture's own thread; text moves on by itself between two looks."""
         head = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=self.part.steps, completed=self.step, width=20)
-        counts = f"{self.step}/{self.part.steps}  {minutes(self.seconds_left)} left"
-        head.add_row(Text(f"twin {self.part.number} of {self.part.of}: {self.part.name}", style="bold"), bar, counts)
+        title = Text(f"twin {self.part.number} of {self.part.of}: {self.part.name}", style="bold")
+        head.add_row(title, bar, f"{self.step}/{self.part.steps}  {self._pace()}")
         body = Table.grid(padding=(0, 2))
         body.add_column(style="dim", no_wrap=True)
         body.add_column()
-        body.add_row("loss", f"{self.loss:.3f}  {spark(self.losses)}  {self.rate:.1f} steps/s")
+        if self.losses:
+            body.add_row("loss", f"{self.loss:.3f}  {spark(self.losses)}")
         if self.look is not None:
             frame = int((time.monotonic() - self._looked) / _FRAME_SECONDS)
             sums, stories = (texts[min(frame, len(texts) - 1)] for texts in (self.look.sums, self.look.stories))

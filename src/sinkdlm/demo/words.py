@@ -57,6 +57,8 @@ def chapter(facts: Mapping[str, Any]) -> Chapter:
     rows = [
         ["held-out sums right", *(match_text(twin["exact_match"]) for twin in twins)],
         ["loss on held-out stories, nats a token", *(loss_text(twin["story_loss"]) for twin in twins)],
+        ["attention on the sink while answering sums, by layer", *(_shares(twin, "sink_share") for twin in twins)],
+        ["on the most attended token of a sum, by layer", *(_shares(twin, "top_content_share") for twin in twins)],
         ["seconds of training", *(f"{twin['train_seconds']:.0f}" for twin in twins)],
     ]
     for number, example in enumerate(next(iter(twins))["sums"]):
@@ -72,12 +74,16 @@ def chapter(facts: Mapping[str, Any]) -> Chapter:
     return Chapter("twins", "What the twins learned", notes, Grid("Learned", head, rows), facts)
 
 
+def _shares(twin: Mapping[str, Any], name: str) -> str:
+    return ", ".join(f"{layer[name]:.1%}" for layer in twin["attention_on_sums"] if name in layer) or "no sink"
+
+
 def _judged(example: Mapping[str, Any]) -> str:
     return f"{example['answer']}, {'right' if example['right'] else 'wrong'}"
 
 
 def tell(found: Mapping[str, Any], out: Path, problem: str | None) -> list[str]:
-    """The last words on a terminal. problem: why there is no page."""
+    """The last words on a terminal, before the commands. problem: why there is no page."""
     facts = found["twins"]
     lines = [""]
     for name, twin in facts["twins"].items():
@@ -87,12 +93,13 @@ def tell(found: Mapping[str, Any], out: Path, problem: str | None) -> list[str]:
             f"{'':8s}{examples}",
             f"{'':8s}story loss {loss_text(twin['story_loss'])}: {twin['story']}",
         ]
-    lines += ["", sums_text(facts), stories_text(facts), "", "The paper's claims, in these two models:"]
+    resting = _shares(facts["twins"]["sink"], "sink_share")
+    lines += ["", sums_text(facts), stories_text(facts), f"Attention on the sink while answering sums, by layer: {resting}."]
+    lines += ["", "The paper's claims, in these two models as they write stories:"]
     for judged in found["claims"]:
         lines += [f"  {claim['verdict']:14s}{claim['claim']}. {claim['evidence']}" for claim in judged["claims"]]
     lines += ["", f"No page: {problem}, then run the same command again" if problem else f"report   {out / 'report.html'}"]
-    lines += [f"numbers  {out / 'metrics.json'}", f"took     {facts['seconds']:.0f} s", "", "Try next:"]
-    return lines + [f"  {command}" for command in commands(found, out, draws=problem is None)]
+    return [*lines, f"numbers  {out / 'metrics.json'}", f"took     {facts['seconds']:.0f} s", "", "Try next:"]
 
 
 def commands(found: Mapping[str, Any], out: Path, *, draws: bool) -> list[str]:
