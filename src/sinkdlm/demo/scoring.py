@@ -31,7 +31,7 @@ def answer(lm: Any, questions: Sequence[str]) -> list[str]:
 
 
 def attention_on_sums(lm: Any, questions: Sequence[str]) -> list[dict[str, float]]:
-    """Per layer, with the answers masked: the share of attention on the sink, where there is one, and on the most attended token."""
+    """Per layer, answers masked: the share of attention on the sink, where there is one, and on the most attended token."""
     mask_id = lm.config.mask_id
     tokens = torch.tensor([[*lm.tokenizer.encode(question), *[mask_id] * ANSWER] for question in questions])
     watcher = Watcher()
