@@ -137,13 +137,14 @@ def test_intervals_and_sign_test():
 def test_words_say_who_is_ahead_or_that_nobody_is():
     problems = [language.Problem(f"{n}", "1") for n in range(40)]
     right, wrong = ["1"] * 40, ["0"] * 40
-    facts = {"twins": {"vanilla": {}, "sink": {}}}
+    facts = {"seed": 4, "twins": {"vanilla": {}, "sink": {}}}
     for first, second, said in (
         (right, right, "do not differ"),
         (wrong, right, "sink is ahead"),
         (right, wrong, "vanilla is ahead"),
     ):
         assert said in words.sums_text(facts | {"sums": compare_answers(first, second, problems)})
+    assert "--seed 5" in words.sums_text(facts | {"sums": compare_answers(right, wrong, problems)})
     losses = [{"loss": loss, "stderr": 0.01} for loss in (1.0, 0.5, 1.01)]
     for other, said in ((1, "sink has the lower loss"), (2, "do not differ")):
         assert said in words.stories_text(facts | {"stories": words.compare_losses(losses[0], losses[other])})

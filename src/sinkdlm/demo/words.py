@@ -15,7 +15,6 @@ GREETING = (
     "Two models that differ in one flag, n_sinks, learn a small language: stories and two-digit sums.\n"
     "They read the same rows in the same order under the same masks. 500 pairs of numbers are never shown."
 )
-_ONE_SEED = "One seed of a small task: --seed 1 tries another."
 
 
 def compare_losses(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def sums_text(facts: Mapping[str, Any]) -> str:
     if not found["differ"]:
         return f"Held-out sums: the twins do not differ ({counts})."
     ahead = other if found["difference"] > 0 else one
-    return f"Held-out sums: {ahead} is ahead by {100 * abs(found['difference']):.1f} points ({counts}). {_ONE_SEED}"
+    return f"Held-out sums: {ahead} is ahead by {100 * abs(found['difference']):.1f} points ({counts}). {_one_seed(facts)}"
 
 
 def stories_text(facts: Mapping[str, Any]) -> str:
@@ -41,7 +40,12 @@ def stories_text(facts: Mapping[str, Any]) -> str:
     gap = f"{other} \N{MINUS SIGN} {one} = {found['difference']:+.3f} \N{PLUS-MINUS SIGN} {found['stderr']:.3f} nats a token"
     if not found["differ"]:
         return f"Held-out stories: the twins do not differ by more than two standard errors ({gap})."
-    return f"Held-out stories: {other if found['difference'] < 0 else one} has the lower loss ({gap}). {_ONE_SEED}"
+    return f"Held-out stories: {other if found['difference'] < 0 else one} has the lower loss ({gap}). {_one_seed(facts)}"
+
+
+def _one_seed(facts: Mapping[str, Any]) -> str:
+    """Tests over sums or stories know nothing of how twins scatter from training to training."""
+    return f"That is so of these two models; another training may turn it round: --seed {facts['seed'] + 1}."
 
 
 def match_text(match: Mapping[str, Any]) -> str:
