@@ -85,7 +85,7 @@ def run_demo(out: Path, *, steps: int, seed: int, trajectories: int, fresh: bool
     console.soft_wrap = not console.is_terminal  # a terminal breaks lines between words, a file keeps them whole
     began = time.monotonic()
     try:
-        with _opened(out):
+        with _opened(out), _one_thread():
             recipes = _settle(out, steps, seed, fresh, console)
             console.print(words.GREETING)
             for number, (twin, recipe) in enumerate(recipes.items(), start=1):
@@ -103,6 +103,18 @@ def run_demo(out: Path, *, steps: int, seed: int, trajectories: int, fresh: bool
         console.print("\n".join(words.tell(found, out, problem)))
         console.print("\n".join(f"  {command}" for command in words.commands(found, out, draws=problem is None)), soft_wrap=True)
     return found
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Forwards this small gain nothing from a second thread, and lose much to it where another program wants that core too. One
+    thread also gives the same numbers on any number of cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # -- the folder -----------------------------------------------------------------------------------------------------------------
