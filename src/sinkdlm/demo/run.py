@@ -228,6 +228,7 @@ def _capture(lm: Any, twin: str, out: Path, trajectories: int, seed: int) -> dic
         policy=policy_of("llada", steps=WRITTEN, temperature=0.0),
         length=WRITTEN,
         seed=seed,
+        draws=8,
     ).with_trajectories(trajectories)
     made = environment(torch.device("cpu"))
     began, done = time.monotonic(), 0
