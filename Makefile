@@ -9,7 +9,7 @@ JOBS   ?= 2
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       train nano twins for about a minute and say what was seen"
+	@echo "make demo       train twins with and without a sink for a few minutes, and write a report"
 	@echo "make test       lint and the fast tests"
 	@echo "make test-slow  the long tests"
 	@echo "make lint       ruff, mypy, types of the page, docs"
@@ -29,7 +29,11 @@ $(VENV)/.dev: $(VENV)/.core
 	$(PIP) --constraint requirements.lock --editable '.[dev,interop,data,eval,viz,track,serve]'
 	@touch $@
 
-demo: $(VENV)/.core
+$(VENV)/.viz: $(VENV)/.core
+	$(PIP) --constraint requirements.lock --editable '.[viz]'
+	@touch $@
+
+demo: $(VENV)/.viz
 	$(BIN)/sinkdlm demo
 
 lint: $(VENV)/.dev

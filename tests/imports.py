@@ -52,7 +52,7 @@ ALLOWED = {
     "serving": (*CORE, "analysis", "prompting"),
     "reproduce": (*CORE, "data", "training", "planning", "interop", "evals", "analysis"),
     "writer": ("observe", "sampling", "prompting"),
-    "demo": (*CORE, "data", "training", "analysis"),
+    "demo": (*CORE, "data", "training", "analysis", "durable"),
 }
 # What the objective, the samplers and the estimators must not touch: they take a denoiser.
 FORBIDDEN_PACKAGES = dict.fromkeys(("diffusion", "sampling", "likelihood"), ("transformers", "tokenizers", "safetensors"))

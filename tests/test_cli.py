@@ -88,26 +88,3 @@ def test_a_mistake_gets_one_line_and_status_2(tmp_path, args, words):
     assert all(word in failed.stderr for word in words), failed.stderr
     assert failed.stderr.startswith("sinkdlm:")
     assert failed.stderr.count("\n") == 1
-
-
-def test_demo_runs_and_reports_what_it_measured(tmp_path):
-    shown = run("demo", "--steps", "3", "--out", str(tmp_path / "d"), "--json")
-    assert shown.returncode == 0, shown.stderr
-    results = json.loads(shown.stdout)
-    assert results == json.loads((tmp_path / "d" / "results.json").read_text())
-    assert 0 < results["twins"]["sink"]["layers"][0]["sink_share"] < 1
-    assert "sink_share" not in results["twins"]["vanilla"]["layers"][0]
-    assert (tmp_path / "d" / "sink" / "model.safetensors").exists()
-    again = run("demo", "--steps", "3", "--out", str(tmp_path / "d"))
-    assert again.returncode == 0, again.stderr
-    assert "held-out exact match" in again.stdout
-    second = json.loads((tmp_path / "d" / "results.json").read_text())
-    assert second["twins"]["sink"]["final_loss"] == results["twins"]["sink"]["final_loss"]
-
-
-@pytest.mark.slow
-def test_demo_learns_sums(tmp_path):
-    shown = run("demo", "--out", str(tmp_path), "--steps", "1200", "--json")
-    assert shown.returncode == 0, shown.stderr
-    for twin in json.loads(shown.stdout)["twins"].values():
-        assert twin["exact_match"] > 0.9

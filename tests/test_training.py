@@ -99,6 +99,30 @@ def test_the_comparison_of_runs_can_fail(tmp_path, token_set):
     assert kills.differences(first, first) == []
 
 
+def test_padding_that_no_row_needs_changes_nothing_but_time(tmp_path, token_set, monkeypatch):
+    """Short rows go through the model apart from full ones, and without their padding."""
+    seen, losses = [], {}
+    corrupt = loop.corrupt
+
+    def watched(tokens, *args, **options):
+        seen.append(tuple(tokens.shape))
+        return corrupt(tokens, *args, **options)
+
+    monkeypatch.setattr(loop, "corrupt", watched)
+    quiet = {"eval": {"every": 0}, "log": {"probe_every": 0}, "save": {"every": 1000}}
+    recipe = recipe_of(token_set, data={"random_lengths": 0.5}, train={"steps": 12, "batch": 8, "precision": "float64"}, **quiet)
+    for trims in (True, False):
+        monkeypatch.setattr(loop.Trainer, "_trims", lambda self, trims=trims: trims)
+        run(recipe, tmp_path / str(trims))
+        losses[trims] = [line["loss"] for line in metrics(tmp_path / str(trims))]
+        if trims:
+            assert min(length for _, length in seen) < 16
+            assert sum(rows for rows, _ in seen) == 12 * 8
+            seen.clear()
+    assert set(seen) == {(8, 16)}
+    np.testing.assert_allclose(losses[True], losses[False], rtol=1e-12)
+
+
 @pytest.mark.parametrize(("precision", "steps", "limit"), [("float64", 50, 1e-9), ("float32", 20, 1e-5)])
 def test_loss_ignores_the_micro_batch(tmp_path, token_set, precision, steps, limit):
     losses = []

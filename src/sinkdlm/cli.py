@@ -431,15 +431,24 @@ def data_example(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Where the twins and what was measured go.")] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each twin.")] = 600,
+    out: Annotated[Path, typer.Option(help="A folder for the twins, the report and what was measured.")] = Path("runs/demo"),
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each twin.")] = 1000,
+    trajectories: Annotated[int, typer.Option(min=1, help="Stories of each twin that are watched as they are written.")] = 32,
     seed: Seed = 0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over, whatever an earlier demo left.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train nano twins, with and without a sink, for about a minute on a CPU, and say what was seen."""
-    from sinkdlm.demo import run_demo
+    """Train twins with and without a sink on a small language, score and watch them, and write a report: minutes on a CPU."""
+    from sinkdlm.demo.run import run_demo
+    from sinkdlm.training.signals import Stopped
 
-    run_demo(out, steps=steps, seed=seed, as_json=as_json)
+    try:
+        found = run_demo(out, steps=steps, seed=seed, trajectories=trajectories, fresh=fresh, as_json=as_json)
+    except Stopped as stopped:
+        print(f"sinkdlm: {stopped}", file=sys.stderr)
+        _end(128 + stopped.number)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
 
 
 def _end(status: int) -> NoReturn:

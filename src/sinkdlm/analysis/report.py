@@ -56,6 +56,16 @@ class Grid(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
+class Chapter(NamedTuple):
+    """What is known of the models beside captures: a table of the page, and its values in metrics.json."""
+
+    key: str
+    title: str
+    notes: Sequence[str]
+    grid: Grid
+    values: Mapping[str, Any]
+
+
 # -- captures -------------------------------------------------------------------------------------------------------------------
 
 
@@ -85,20 +95,27 @@ def _check_all(captures: Sequence[Capture]) -> None:
 # -- the report -----------------------------------------------------------------------------------------------------------------
 
 
-def write_report(captures: Sequence[Capture], out: Path) -> dict[str, Any]:
+def metrics_of(captures: Sequence[Capture], chapter: Chapter | None = None) -> dict[str, Any]:
+    """What metrics.json holds; needs nothing that draws."""
+    _check_all(captures)
+    comparisons = compare(captures)
+    return _metrics(captures, comparisons, _judge(captures, comparisons), chapter)
+
+
+def write_report(captures: Sequence[Capture], out: Path, chapter: Chapter | None = None) -> dict[str, Any]:
     """What was written: "report", "metrics", "summary", "figures" (name -> suffix -> file), and where captures hold recordings
     "recording" and "inspect", the page that shows it."""
     _check_all(captures)
     comparisons = compare(captures)
     judged = _judge(captures, comparisons)
     drawn = [figures.draw_all(captures, [one[:3] for one in comparisons], narrow=narrow) for narrow in (False, True)]
-    page = render_page(captures, comparisons, judged, *drawn)
+    page = render_page(captures, comparisons, judged, drawn[0], drawn[1], chapter)
     paths: dict[str, Any] = {"report": out / "report.html", "metrics": out / "metrics.json", "summary": out / "summary.md"}
     try:
         out.mkdir(parents=True, exist_ok=True)
         paths["figures"] = figures.write(drawn[0], out / "figures")
-        paths["metrics"].write_text(_to_json(_metrics(captures, comparisons, judged)), encoding="utf-8")
-        paths["summary"].write_text(render_summary(captures, comparisons, judged), encoding="utf-8")
+        paths["metrics"].write_text(to_json(_metrics(captures, comparisons, judged, chapter)), encoding="utf-8")
+        paths["summary"].write_text(render_summary(captures, comparisons, judged, chapter), encoding="utf-8")
         paths["report"].write_text(page, encoding="utf-8")
         recording = recording_of(captures)
         if recording is not None:
@@ -160,6 +177,7 @@ def render_page(
     judged: Sequence[Judged],
     wide: Mapping[str, figures.Plate],
     narrow: Mapping[str, figures.Plate],
+    chapter: Chapter | None = None,
 ) -> str:
     figures.check_drawing()
     from jinja2 import Environment, StrictUndefined
@@ -173,7 +191,17 @@ def render_page(
         lede=_lede(captures),
         inspect=_INSPECT if any(capture.get("recording") for capture in captures) else None,
         style=Markup(own.joinpath("report.css").read_text(encoding="utf-8")),
-        contents=["claims", "findings", "figures", "tables", "texts", "glossary", "provenance"],
+        chapter=chapter,
+        contents=[
+            *([chapter.key] if chapter else []),
+            "claims",
+            "findings",
+            "figures",
+            "tables",
+            "texts",
+            "glossary",
+            "provenance",
+        ],
         tiles=_tiles(captures),
         verdicts=[(one.name, one.note, one.claims, one.comparison.cautions if one.comparison else []) for one in judged],
         findings=[(capture["name"], findings(capture)) for capture in captures],
@@ -339,11 +367,14 @@ def _plain(value: Any) -> str:
 # -- beside the page ------------------------------------------------------------------------------------------------------------
 
 
-def _metrics(captures: Sequence[Capture], comparisons: Sequence[Comparison], judged: Sequence[Judged]) -> dict[str, Any]:
+def _metrics(
+    captures: Sequence[Capture], comparisons: Sequence[Comparison], judged: Sequence[Judged], chapter: Chapter | None = None
+) -> dict[str, Any]:
     kept = ("name", "source", "model", "made", "settings", "n", "quantities", "kinds", "heads", "interventions", "omitted")
     return {
         "format": REPORT_FORMAT,
         "version": REPORT_VERSION,
+        **({chapter.key: chapter.values} if chapter else {}),
         "captures": [{part: capture[part] for part in kept} for capture in captures],
         "differences": [
             {"first": one.first["name"], "second": one.second["name"], "cautions": one.cautions, **one.difference}
@@ -353,7 +384,7 @@ def _metrics(captures: Sequence[Capture], comparisons: Sequence[Comparison], jud
     }
 
 
-def _to_json(value: Any) -> str:
+def to_json(value: Any) -> str:
     def plain(one: Any) -> Any:
         if isinstance(one, Mapping):
             return {str(key): plain(part) for key, part in one.items()}
@@ -364,8 +395,12 @@ def _to_json(value: Any) -> str:
     return json.dumps(plain(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def render_summary(captures: Sequence[Capture], comparisons: Sequence[Comparison], judged: Sequence[Judged]) -> str:
+def render_summary(
+    captures: Sequence[Capture], comparisons: Sequence[Comparison], judged: Sequence[Judged], chapter: Chapter | None = None
+) -> str:
     lines = [f"# {_mark(_title(captures, judged))}", "", _mark(_lede(captures)), ""]
+    if chapter:
+        lines += [f"## {_mark(chapter.title)}", "", *(f"- {_mark(note)}" for note in chapter.notes), "", *_table(chapter.grid), ""]
     for one in judged:
         lines += [f"## The paper's claims: {_mark(one.name)}", ""]
         lines += [f"Caution: {_mark(caution)}." for caution in (one.comparison.cautions if one.comparison else [])]
@@ -376,12 +411,16 @@ def render_summary(captures: Sequence[Capture], comparisons: Sequence[Comparison
         lines += [f"- {_mark(found.topic)}: {_mark(found.text)}" for found in findings(capture)]
         lines.append("")
     for grid in (_totals(captures, comparisons), *_intervention_grids(captures)):
-        lines += [f"## {_mark(grid.title)}", "", _row(grid.head), _row("-" * 3 for _ in grid.head), *map(_row, grid.rows), ""]
+        lines += [f"## {_mark(grid.title)}", "", *_table(grid), ""]
     for capture in captures:
         lines += [f"## Where {_mark(capture['name'])} comes from", ""]
         lines += [f"- {_mark(key)}: {_mark(value)}" for key, value in _facts(capture)]
         lines.append("")
     return "\n".join(lines)
+
+
+def _table(grid: Grid) -> list[str]:
+    return [_row(grid.head), _row("-" * 3 for _ in grid.head), *map(_row, grid.rows)]
 
 
 def _row(cells: Iterable[str]) -> str:

@@ -62,6 +62,20 @@ class Batch:
             lengths = None
         return Batch(self.tokens[part], self.samples[part], _cut(self.maskable, part), lengths, _cut(self.documents, part))
 
+    @property
+    def n_full(self) -> int:
+        """Rows that reach the end; they come first."""
+        return self.tokens.shape[0] if self.lengths is None else int((self.lengths == self.tokens.shape[1]).sum())
+
+    def trimmed(self) -> "Batch":
+        """Without the columns behind the end of every row, which nobody attends to and nothing scores."""
+        if self.lengths is None:
+            return self
+        end = int(self.lengths.max())
+        maskable, documents = (None if part is None else part[:, :end] for part in (self.maskable, self.documents))
+        lengths = None if bool((self.lengths == end).all()) else self.lengths
+        return Batch(self.tokens[:, :end], self.samples, maskable, lengths, documents)
+
     def to(self, device: torch.device) -> "Batch":
         return self._each(lambda part: part.to(device, non_blocking=True))
 

@@ -4,6 +4,7 @@ Owns the order of things in a step and what happens when something goes wrong. A
 one would have made, bit for bit on the same number of threads.
 """
 
+import itertools
 import math
 import signal
 import time
@@ -25,7 +26,7 @@ from sinkdlm.planning import Layout, choose_layout, fitting_micro_batch, peak_fl
 from sinkdlm.training.evaluate import BUCKETS, BucketedLoss, probe, sample_text, validate
 from sinkdlm.training.export import provenance_of, write_model
 from sinkdlm.training.feed import batches
-from sinkdlm.training.monitor import Monitor, SilentMonitor
+from sinkdlm.training.monitor import MakeMonitor, Monitor, SilentMonitor
 from sinkdlm.training.opening import Data, LoadParent, open_data, open_model, settle_facts
 from sinkdlm.training.optimizer import MOMENTS, Average, Optimizer, learning_rate
 from sinkdlm.training.parallel import World, joined
@@ -50,18 +51,27 @@ class StepResult(NamedTuple):
 
 
 def train(
-    recipe: Recipe, out: Path, *, load_parent: LoadParent | None = None, device: str | None = None, console: Console | None = None
+    recipe: Recipe,
+    out: Path,
+    *,
+    load_parent: LoadParent | None = None,
+    device: str | None = None,
+    console: Console | None = None,
+    monitor: MakeMonitor = Monitor,
 ) -> dict[str, Any]:
     """Runs a recipe in the folder `out`, from where an earlier start left it, and returns what came of it.
 
-    load_parent: reads `init.from` (the command line passes one that reads whatever `convert` reads).
+    load_parent: reads `init.from` (the command line passes one that reads whatever `convert` reads). monitor: makes what speaks of
+    the run.
     """
     console = console or Console(highlight=False, soft_wrap=True, markup=False, stderr=True)
     with joined(device) as world:
         folder = RunFolder(Path(out), recipe, world)
         try:
             try:
-                trainer = Trainer(recipe, folder, load_parent, world, console)
+                trainer = Trainer(
+                    recipe, folder, load_parent, world, monitor(folder.path, recipe.log, console) if world.first else None
+                )
             except UserError:
                 folder.discard_if_new()
                 raise
@@ -73,13 +83,16 @@ def train(
 class Trainer:
     """One run, from its opening to its export: the same steps on every rank, each with its share of the rows."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, load_parent: LoadParent | None, world: World, console: Console) -> None:
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder, load_parent: LoadParent | None, world: World, monitor: Monitor | None
+    ) -> None:
+        """monitor: of the rank that speaks."""
         self.recipe, self.folder, self.world, self.device = recipe, folder, world, world.device
         self.plan = recipe.train
         on_gpu = self.device.type == "cuda"
         self.precision = ("bf16" if on_gpu else "float32") if self.plan.precision == "auto" else self.plan.precision
         self.schedule = Schedule(self.plan.schedule, self.plan.eps)
-        self.monitor = Monitor(folder.path, recipe.log, console) if world.first else SilentMonitor()
+        self.monitor = monitor or SilentMonitor()
         self.rows, self.validation, self.steps = open_data(recipe, self.monitor.say)
         metrics = self.monitor.metrics
         self.states = States(
@@ -158,6 +171,7 @@ class Trainer:
             return self._summary()
         layout = (self.weights.layout or Layout()).text
         self.folder.note_start(self.step, self.device, layout)
+        self.monitor.meet(self.model, self.tokenizer)
         self.monitor.begin(self.step, self.steps, {"recipe": self.recipe.to_toml()})
         self._greet(layout)
         try:
@@ -239,9 +253,10 @@ class Trainer:
         masked = torch.zeros((), dtype=torch.float64, device=self.device)
         buckets = BucketedLoss(self.device)
         opening = self._opening()
-        forwards = range(0, self.world.largest_share(self.plan.batch), self.micro_batch)
-        for start in forwards:
-            piece = batch.rows(slice(start, start + self.micro_batch)).to(self.device)  # cut and counted on the host: no wait
+        forwards = self._forwards(batch)
+        for part in forwards:
+            piece = batch.rows(part)  # cut and counted on the host: no wait
+            piece = (piece.trimmed() if self._trims() else piece).to(self.device)
             noisy = corrupt(
                 piece.tokens,
                 piece.samples,
@@ -261,12 +276,25 @@ class Trainer:
                     documents=piece.documents,
                     opening=opening,
                 )
-            self.weights.before_backward(last=start == forwards[-1])
+            self.weights.before_backward(last=part is forwards[-1])
             loss.total.backward()
             total += loss.total.detach().double()
             masked += noisy.masked.sum()
             buckets.add(self.schedule.probability(noisy.t), loss.scored, loss.nll)
         return torch.cat([torch.stack([total, masked]), buckets.sums.flatten()])
+
+    def _trims(self) -> bool:
+        """Whether short rows go through the model without their padding. Ranks need equal numbers of forwards, and compiled blocks
+        few shapes."""
+        return self.world.alone and not self._compiles()
+
+    def _forwards(self, batch: Batch) -> list[slice]:
+        """Which rows share a forward: as many as fit, and where it pays, full rows and short ones apart."""
+        size, end = self.micro_batch, self.world.largest_share(self.plan.batch)
+        edges = [0, batch.n_full, end] if self._trims() else [0, end]
+        return [
+            slice(start, min(start + size, stop)) for first, stop in itertools.pairwise(edges) for start in range(first, stop, size)
+        ]
 
     def _denominator(self, batch: Batch) -> Tensor | float:
         """Positions that the whole batch, over all ranks, may be scored on."""

@@ -169,6 +169,9 @@ class Monitor:
         self._task: TaskID | None = None
         self._spoken = 0.0
 
+    def meet(self, model: Any, tokenizer: Any) -> None:
+        """Before the run begins: whom it is about, for monitors that look for themselves."""
+
     def begin(self, step: int, steps: int, settings: Mapping[str, Any]) -> None:
         for name in self._log.trackers:
             try:
@@ -218,6 +221,9 @@ class Monitor:
             self.say(f"{name}: dropped: {_first_line(failure)}; metrics.jsonl goes on")
 
 
+MakeMonitor = Callable[[Path, LogSection, Console], Monitor]
+
+
 class SilentMonitor:
     """Of the ranks that do not speak."""
 
@@ -235,6 +241,9 @@ class SilentMonitor:
 
     def __init__(self) -> None:
         self.metrics = self._NoMetrics()
+
+    def meet(self, model: Any, tokenizer: Any) -> None:
+        pass
 
     def begin(self, step: int, steps: int, settings: Mapping[str, Any]) -> None:
         pass

@@ -1,0 +1,262 @@
+"""The order of the demo: data, twins, held-out sums, trajectories, report. Owns its folder and what goes on in it.
+
+    data/         the language as token shards
+    vanilla.toml  the recipe of each twin, which `sinkdlm train` takes as it is
+    vanilla/      its run folder; likewise sink.toml, sink/
+    openings.txt  how the stories begin that were watched
+    captures/, figures/, report.html, summary.md, metrics.json
+
+A demo that was interrupted goes on: what is finished stays, a twin goes on after its last state. Other settings start over.
+"""
+
+import fcntl
+import functools
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from sinkdlm.analysis.report import metrics_of, to_json, write_report
+from sinkdlm.analysis.study import Plan, count_rows, read_capture, study, write_capture
+from sinkdlm.checkpoint import load
+from sinkdlm.config import Recipe
+from sinkdlm.data.display import Bar
+from sinkdlm.demo import language, words
+from sinkdlm.demo.scoring import answer, attention_on_sums, compare_answers, exact_match, tell_story
+from sinkdlm.demo.screen import Part, Screen
+from sinkdlm.durable import replace_text
+from sinkdlm.errors import AnalysisError, UserError
+from sinkdlm.sampling import policy_of
+from sinkdlm.training.loop import train
+from sinkdlm.training.run import environment
+
+TWINS = {"vanilla": 0, "sink": 1}  # the one flag that differs: n_sinks
+LENGTH = 32  # tokens of a row
+WRITTEN = 20  # tokens of the stories that are watched as they are written
+_EXAMPLES = 3  # sums that are shown
+_OWN = (
+    *("data", "captures", "figures", "report.html", "summary.md", "metrics.json", "openings.txt", "demo.json"),
+    *TWINS,
+    *(f"{twin}.toml" for twin in TWINS),
+)
+
+
+def recipe_of(twin: str, sets: Mapping[str, str], steps: int, seed: int) -> Recipe:
+    """eps: rows are masked by half at least. A mask that hides nothing of a three-digit answer teaches nothing, and one that hides
+    little weighs much."""
+    shape = {"preset": "nano", "vocab_size": len(language.vocabulary()), "context_length": 2 * LENGTH, "n_sinks": TWINS[twin]}
+    return Recipe.resolve(
+        {
+            "model": shape,
+            "data": {
+                "sets": {sets["sums"]: 8, sets["stories"]: 1},
+                "validation": sets["stories"],
+                "length": LENGTH,
+                "padding": "ignore",
+            },
+            "train": {
+                "seed": seed,
+                "steps": steps,
+                "batch": 90,
+                "lr": 5e-3,
+                "min_lr": 2e-4,
+                "warmup": 0.05,
+                "weight_decay": 0.01,
+                "eps": 0.5,
+                "precision": "float32",
+            },
+            "eval": {"every": steps, "draws": 256},
+            "log": {"probe_every": max(1, steps // 40)},
+            "save": {"every": max(1, steps // 5), "keep": 1},
+        }
+    )
+
+
+def run_demo(out: Path, *, steps: int, seed: int, trajectories: int, fresh: bool, as_json: bool) -> dict[str, Any]:
+    """What metrics.json holds. as_json: leaves stdout to whoever prints that."""
+    console = Console(stderr=as_json, highlight=False, markup=False)
+    console.soft_wrap = not console.is_terminal  # a terminal breaks lines between words, a file keeps them whole
+    began = time.monotonic()
+    try:
+        with _opened(out), _one_thread():
+            recipes = _settle(out, steps, seed, fresh, console)
+            console.print(words.GREETING)
+            for number, (twin, recipe) in enumerate(recipes.items(), start=1):
+                _train(twin, recipe, out / twin, Part(twin, number, len(recipes), steps), console)
+            console.print("measuring: held-out sums, and stories as they are written")
+            models = {twin: load(out / twin / "model") for twin in TWINS}
+            facts = _score(models, out, steps, seed)
+            captures = [_capture(lm, twin, out, trajectories, seed) for twin, lm in models.items()]
+            facts["seconds"] = round(time.monotonic() - began, 1)
+            found, problem = _report(captures, facts, out)
+    except OSError as failure:
+        place = failure.filename or out
+        raise UserError(f"{place}: cannot be written: {failure.strerror}; make room, or choose another --out") from None
+    if not as_json:
+        console.print("\n".join(words.tell(found, out, problem)))
+        console.print("\n".join(f"  {command}" for command in words.commands(found, out, draws=problem is None)), soft_wrap=True)
+    return found
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Forwards this small gain nothing from a second thread, and lose much to it where another program wants that core too. One
+    thread also gives the same numbers on any number of cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# -- the folder -----------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(out: Path) -> Iterator[None]:
+    """One demo at a time."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as failure:
+        raise UserError(f"{out}: cannot be written: {failure.strerror}; choose another --out") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError(f"{out}: another demo runs there; choose another --out, or wait for it to end") from None
+    finally:
+        os.close(lock)
+
+
+def _settle(out: Path, steps: int, seed: int, fresh: bool, console: Console) -> dict[str, Recipe]:
+    """The recipes, and the data they need, written. A demo with other settings, or of another version, makes way."""
+    place = out.resolve()  # so that the recipes work from anywhere
+    sets = {name: str(place / "data" / name) for name in ("sums", "stories")}
+    recipes = {twin: recipe_of(twin, sets, steps, seed) for twin in TWINS}
+    settings = {"language": language.digest(seed), "recipes": {twin: recipe.to_toml() for twin, recipe in recipes.items()}}
+    note = out / "demo.json"
+    others = [entry.name for entry in out.iterdir() if entry.name not in (*_OWN, ".lock")]
+    if others and not note.exists():
+        raise UserError(f"{out}: holds other files ({others[0]}) and no demo; choose another --out")
+    if note.exists():
+        same = note.read_text() == json.dumps(settings)
+        if same and not fresh:
+            console.print(f"{out}: goes on with the demo that is there; --fresh starts over")
+        else:
+            console.print(f"{out}: starts over" + ("" if same else ": the demo that is there has other settings"))
+            _clear(out)
+    replace_text(note, json.dumps(settings), out / ".demo.partial")
+    language.write_sets(place / "data", seed)
+    for twin, recipe in recipes.items():
+        (out / f"{twin}.toml").write_text(recipe.to_toml())
+    return recipes
+
+
+def _clear(out: Path) -> None:
+    for name in _OWN:
+        path = out / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+# -- its parts ------------------------------------------------------------------------------------------------------------------
+
+
+def _train(twin: str, recipe: Recipe, folder: Path, part: Part, console: Console) -> None:
+    seed = recipe.train.seed
+    problem = language.problems(seed, held_out=True)[0]
+    monitor = functools.partial(Screen, part=part, problem=problem, opening=language.openings(1, seed)[0], length=LENGTH)
+    train(recipe, folder, device="cpu", console=console, monitor=monitor)
+    lines = _read_metrics(folder)
+    seconds = sum(line["timing"]["seconds"] for line in lines if line["kind"] == "train")
+    console.print(f"{twin:8s}trained: {part.steps} steps in {seconds:.0f} s")
+
+
+def _read_metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _score(models: Mapping[str, Any], out: Path, steps: int, seed: int) -> dict[str, Any]:
+    """What the demo adds to a report: the values of its chapter, and of metrics.json."""
+    held_out = language.problems(seed, held_out=True)
+    opening = language.openings(1, seed)[0]
+    answers = {twin: answer(lm, [problem.question for problem in held_out]) for twin, lm in models.items()}
+    twins: dict[str, Any] = {}
+    for twin, lm in models.items():
+        lines = _read_metrics(out / twin)
+        trained = [line for line in lines if line["kind"] == "train"]
+        validation = [line for line in lines if line["kind"] == "validation"][-1]
+        twins[twin] = {
+            "n_sinks": lm.config.n_sinks,
+            "exact_match": exact_match(answers[twin], held_out),
+            "story_loss": {key: validation[key] for key in ("loss", "stderr", "draws")},
+            "train_seconds": round(sum(line["timing"]["seconds"] for line in trained), 1),
+            "sums": [
+                {"question": problem.question, "answer": given, "right": given == problem.answer}
+                for problem, given in list(zip(held_out, answers[twin], strict=True))[:_EXAMPLES]
+            ],
+            "attention_on_sums": attention_on_sums(lm, [problem.question for problem in held_out]),
+            "story": tell_story(lm, opening, LENGTH, seed),
+        }
+    first, second = answers.values()
+    return {
+        "seed": seed,
+        "steps": steps,
+        "environment": environment(torch.device("cpu")),
+        "twins": twins,
+        "sums": compare_answers(first, second, held_out),
+        "stories": words.compare_losses(*(twins[twin]["story_loss"] for twin in TWINS)),
+    }
+
+
+def _capture(lm: Any, twin: str, out: Path, trajectories: int, seed: int) -> dict[str, Any]:
+    openings = language.openings(trajectories, seed)
+    replace_text(out / "openings.txt", "\n".join(openings) + "\n", out / ".openings.partial")
+    plan = Plan(
+        prompts=[lm.tokenizer.encode(opening) for opening in openings],
+        policy=policy_of("llada", steps=WRITTEN, temperature=0.0),
+        length=WRITTEN,
+        seed=seed,
+        draws=8,
+    ).with_trajectories(trajectories)
+    made = environment(torch.device("cpu"))
+    began, done = time.monotonic(), 0
+    with Bar(f"rows through {twin}", count_rows(lm, plan), counts=True) as bar:
+
+        def tick(rows: int) -> None:
+            nonlocal done
+            done += rows
+            rate = f"{done / bar.seconds:.0f}/s"
+            bar.show(done, rate, f"{done:,} of {bar.total:,} {bar.what}  {rate}")
+
+        found = study(lm, plan, name=twin, source=str(out / twin / "model"), made=made, tick=tick)
+    made["seconds"] = round(time.monotonic() - began, 3)
+    path = out / "captures" / f"{twin}.json"
+    write_capture(path, found)
+    return read_capture(path)
+
+
+def _report(captures: list[dict[str, Any]], facts: dict[str, Any], out: Path) -> tuple[dict[str, Any], str | None]:
+    """metrics.json always; the page where what draws it is installed, else why not."""
+    chapter = words.chapter(facts)
+    problem = None
+    try:
+        write_report(captures, out, chapter)
+    except AnalysisError as failure:
+        if "sinkdlm[viz]" not in str(failure):
+            raise
+        problem = str(failure)
+        (out / "report.html").unlink(missing_ok=True)  # of an earlier demo: its numbers are not these
+        (out / "metrics.json").write_text(to_json(metrics_of(captures, chapter)), encoding="utf-8")
+    return json.loads((out / "metrics.json").read_text(encoding="utf-8")), problem

@@ -1,0 +1,206 @@
+"""What is seen while a twin trains: a live picture on a terminal that has room for it, plain short lines elsewhere.
+
+A monitor that looks for itself: now and then it lets the model fill in a held-out sum and a story, and keeps every step of that.
+Draws on no global randomness and changes no weight, so a twin that nobody watches is the same twin.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from sinkdlm.config import LogSection
+from sinkdlm.demo.language import ANSWER, EOS, Problem
+from sinkdlm.sampling import policy_of, requests_of, start, stream
+from sinkdlm.training.monitor import Monitor
+
+WIDE, TALL = 60, 10  # columns and lines that the picture needs
+OPEN, END = "\N{MEDIUM SHADE}", "|"  # a masked token, and the end of a text
+_LOOK_SECONDS, _LINE_SECONDS, _FRAME_SECONDS = 3.0, 10.0, 0.5
+_BARS = "▁▂▃▄▅▆▇█"
+_STORY_STEPS = 8
+
+
+class Part(NamedTuple):
+    """One of the runs of a demo."""
+
+    name: str
+    number: int
+    of: int
+    steps: int  # of each
+
+
+class Look(NamedTuple):
+    """A sum and a story on their way from masks to text, a text for each step."""
+
+    sums: list[str]
+    right: bool
+    stories: list[str]
+
+
+def has_room(console: Console) -> bool:
+    return console.is_terminal and not console.is_dumb_terminal and console.width >= WIDE and console.height >= TALL
+
+
+def minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+class Screen(Monitor):
+    """Of one twin. problem: a sum that it has not seen; opening: how a story begins; length: tokens of the story."""
+
+    def __init__(
+        self, folder: Path, log: LogSection, console: Console, *, part: Part, problem: Problem, opening: str, length: int
+    ) -> None:
+        super().__init__(folder, log, console)
+        self.part, self._problem, self._opening, self._length = part, problem, opening, length
+        self.losses: list[float] = []
+        self.layers: Sequence[Mapping[str, float]] = ()
+        self.look: Look | None = None
+        self.step = self._first = 0
+        self._looked = self._spoke = self._began = time.monotonic()
+        self._live: Live | None = None
+
+    # -- what training tells ----------------------------------------------------------------------------------------------------
+
+    def meet(self, model: Any, tokenizer: Any) -> None:
+        self._model, self._tokenizer = model, tokenizer
+
+    def begin(self, step: int, steps: int, settings: Mapping[str, Any]) -> None:
+        self.step = self._first = step
+        self._began = self._spoke = time.monotonic()
+        if step:
+            self.console.print(f"{self.part.name}: goes on after step {step} of {steps}")
+        if has_room(self.console):
+            self._live = Live(self, console=self.console, refresh_per_second=4, transient=True)
+            self._live.start()
+
+    def say(self, text: str) -> None:
+        """What a run says in sentences stands in the picture already, or comes as an error."""
+
+    def line(self, line: dict[str, Any]) -> None:
+        self.metrics.write(line)
+        if line["kind"] == "train" and line["loss"] is not None:
+            self.losses.append(line["loss"])
+        if line["kind"] == "probe":
+            self.layers = line["layers"]
+
+    def progress(self, step: int, steps: int, seen: str) -> None:
+        self.step = step
+        now = time.monotonic()
+        wait = _LOOK_SECONDS if self._live is not None else _LINE_SECONDS
+        if now - self._looked >= wait or step == steps:
+            self.look = self._take_look()
+            self._looked = time.monotonic()
+        if self._live is None and (now - self._spoke >= _LINE_SECONDS or step == steps):
+            self._spoke = now
+            for text in self.plain():
+                self.console.print(text)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        super().close()
+
+    # -- what it sees -----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _take_look(self) -> Look:
+        sums = self._denoise(self._problem.question, ANSWER, "llada", steps=ANSWER, temperature=0.0)
+        room = self._length - len(self._tokenizer.encode(self._opening))
+        stories = self._denoise(self._opening, room, "llada", steps=_STORY_STEPS, temperature=0.0)
+        return Look(sums, sums[-1] == "".join(self._problem), stories)
+
+    def _denoise(self, prompt: str, length: int, config: str, **options: Any) -> list[str]:
+        ids, mask_id = self._tokenizer.encode(prompt), self._model.config.mask_id
+        requests = requests_of([ids], length=len(ids) + length, mask_id=mask_id, config=policy_of(config, **options))
+        frames = [[*ids, *[mask_id] * length]]
+        for step in stream(self._model.denoiser(), start(requests)):
+            frames.append(step.tokens[0].tolist())
+        return [self._write(frame, mask_id) for frame in frames]
+
+    def _write(self, frame: Sequence[int], mask_id: int) -> str:
+        text = "".join(OPEN if token == mask_id else self._tokenizer.decode([token]) for token in frame)
+        return text.replace(EOS, END)
+
+    @property
+    def loss(self) -> float:
+        """Of the last fifty steps: rows are few, and a single step's loss jumps."""
+        recent = self.losses[-50:]
+        return sum(recent) / max(1, len(recent))
+
+    @property
+    def rate(self) -> float:
+        return (self.step - self._first) / max(1e-9, time.monotonic() - self._began)
+
+    @property
+    def seconds_left(self) -> float:
+        """Of all training: this twin's and that of those after it."""
+        steps = self.part.steps - self.step + (self.part.of - self.part.number) * self.part.steps
+        return steps / self.rate if self.rate else 0.0
+
+    def _shares(self) -> list[float]:
+        return [layer["sink_share"] for layer in self.layers if "sink_share" in layer]
+
+    # -- how it is shown --------------------------------------------------------------------------------------------------------
+
+    def plain(self) -> list[str]:
+        """Two lines of at most 50 columns."""
+        lines = [f"{self.part.name} {self.step}/{self.part.steps} loss {self.loss:.2f} {self._pace()}"]
+        if self.look is not None:
+            seen = " ".join(text.removeprefix(self._problem.question).replace(OPEN, "_") for text in self.look.sums)
+            lines.append(f"  {self._problem.question} {seen}  {self._attention(short=True)}")
+        return lines
+
+    def _pace(self) -> str:
+        return f"{self.rate:.1f} steps/s {minutes(self.seconds_left)} left" if self.rate else "starting"
+
+    def _attention(self, *, short: bool = False) -> str:
+        shares = self._shares()
+        if shares and short:
+            return f"sink {sum(shares) / len(shares):.0%}"
+        if shares:
+            return "on the sink, by layer: " + "  ".join(f"{_bar(share)} {share:.0%}" for share in shares)
+        top = max((layer["top_content_share"] for layer in self.layers), default=0.0)
+        return f"top {top:.0%}" if short else f"no sink; the most attended token of a row has {top:.0%}"
+
+    def __rich__(self) -> Group:
+        """Called by the picture's own thread; text moves on by itself between two looks."""
+        head = Table.grid(padding=(0, 1))
+        bar = ProgressBar(total=self.part.steps, completed=self.step, width=20)
+        title = Text(f"twin {self.part.number} of {self.part.of}: {self.part.name}", style="bold")
+        head.add_row(title, bar, f"{self.step}/{self.part.steps}  {self._pace()}")
+        body = Table.grid(padding=(0, 2))
+        body.add_column(style="dim", no_wrap=True)
+        body.add_column()
+        if self.losses:
+            body.add_row("loss", f"{self.loss:.3f}  {spark(self.losses)}")
+        if self.look is not None:
+            frame = int((time.monotonic() - self._looked) / _FRAME_SECONDS)
+            sums, stories = (texts[min(frame, len(texts) - 1)] for texts in (self.look.sums, self.look.stories))
+            verdict = ("  right" if self.look.right else "  wrong") if OPEN not in sums else ""
+            body.add_row("a sum", Text(sums + verdict))
+            body.add_row("a story", Text(stories))
+        if self.layers:
+            body.add_row("attention", self._attention())
+        return Group(head, body)
+
+
+def _bar(share: float) -> str:
+    return _BARS[min(len(_BARS) - 1, int(share * len(_BARS)))]
+
+
+def spark(values: Sequence[float], width: int = 24) -> str:
+    """A curve of at most `width` characters: means of equal stretches, the highest one full."""
+    size = max(1, -(-len(values) // width))
+    means = [sum(values[at : at + size]) / len(values[at : at + size]) for at in range(0, len(values), size)]
+    top = max(means, default=0.0)
+    return "".join(_bar(mean / top * 0.999) if top > 0 else _BARS[0] for mean in means)

@@ -1,0 +1,198 @@
+"""The documentation: commands exist, code runs, links lead somewhere, tutorials work as written, pages fit a phone."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from sinkdlm import DiffusionLM, ModelConfig, Recipe, load, save
+from sinkdlm.cli import app
+from sinkdlm.data.synthetic import character_tokenizer, corpus
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", page.read_text(), re.S)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Every sinkdlm command of a page's shell blocks, comments cut off, and of its inline code where that is whole."""
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    lines += re.findall(r"`((?:torchrun [^`]*-m )?sinkdlm [^`]+)`", re.sub(r"```.*?```", "", page.read_text(), flags=re.S))
+    found = []
+    for line in lines:
+        start = re.search(r"(?:^|\s|/)sinkdlm (.*)", line)
+        if start is None or line.lstrip().startswith("#") or re.search(r"\.\.\.|…|\[--|<", line):
+            continue  # prose, and forms with places to fill in
+        words = shlex.split(start[1].split(" > ")[0].split(" | ")[0], comments=True)
+        if words and not words[-1].endswith("\\"):
+            found.append(words)
+    return found
+
+
+def parse(words: list[str]) -> None:
+    """As the command line would, up to the point where it would act."""
+    command = typer.main.get_command(app)
+    path = []
+    while words and hasattr(command, "commands") and words[0] in command.commands:
+        path.append(words[0])
+        command, words = command.commands[words[0]], words[1:]
+    assert path, f"no such command: {words}"
+    if "--help" not in words and (words or not hasattr(command, "commands")):
+        command.make_context(" ".join(path), list(words))
+
+
+def whole(words: list[str]) -> bool:
+    """More than the name of a command in a sentence."""
+    return len(words) > 1 and (len(words) > 2 or words[0] not in ("data", "recipe"))
+
+
+def test_every_command_of_the_documentation_is_one_of_ours():
+    found = {page: [words for words in commands(page) if whole(words)] for page in TEXTS}
+    assert sum(map(len, found.values())) > 80
+    for page, listed in found.items():
+        for words in listed:
+            try:
+                parse(words)
+            except Exception as failure:
+                message = getattr(failure, "message", str(failure))
+                pytest.fail(f"{page.relative_to(ROOT)}: sinkdlm {shlex.join(words)}: {message}", pytrace=False)
+
+
+def test_the_authors_commands_have_ours_beside_them():
+    text = (DOCS / "official.md").read_text()
+    theirs = ["pretrain/train_mdm.py", *(f"eval_mdm{kind}.sh" for kind in ("", "_gate", "_extratoken"))]
+    theirs += [f"sft/finetune_mdm_gsm8k{kind}.py" for kind in ("", "_gate", "_extratoken")] + ["evaluate_gsm8k.py"]
+    for script in theirs:
+        assert script in text
+    recipes = set(re.findall(r"recipes/[\w./-]+\.toml", text))
+    assert len(recipes) == 6
+    for recipe in recipes:
+        Recipe.load(ROOT / recipe)
+
+
+def test_every_recipe_and_source_file_that_is_named_exists():
+    named = {
+        name for page in TEXTS for name in re.findall(r"\b(?:recipes|src|tests|benchmarks|launch)/[\w./-]*\w", page.read_text())
+    }
+    assert len(named) > 20
+    missing = [name for name in named if not (ROOT / name).exists() and not any(ROOT.glob(f"{name}*"))]
+    assert not missing
+
+
+def test_links_of_the_readme_lead_somewhere():
+    """Those between pages are checked by the strict build in `make lint`."""
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"):
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+            assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize(
+    "name", ["concepts/masked-diffusion", "concepts/lane", "concepts/noise", "howto/add-a-policy", "howto/add-a-backbone"]
+)
+def test_code_of_a_page_runs(name, capsys):
+    found = blocks(DOCS / f"{name}.md", "python")
+    assert found
+    exec(compile("\n".join(found), name, "exec"), {})
+
+
+# -- tutorials ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "prompts.txt").write_text("\n".join(text.split("\n")[0][:24] for text in corpus(40, seed=5)) + "\n")
+    texts = tmp_path / "my-texts"
+    texts.mkdir()
+    for number, text in enumerate(corpus(120, seed=1)):
+        (texts / f"{number}.txt").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def follow(page: Path, *, extra: dict[str, list[str]]) -> int:
+    """Runs a page's commands as they stand. extra: options that make a command small."""
+    for name, text in re.findall(r"```toml\n# (\w+\.toml)(.*?)```", page.read_text(), re.S):
+        Path(name).write_text(text)
+    found = [shlex.split(line, comments=True) for block in blocks(page, "sh") for line in block.splitlines()]
+    for words in found:
+        done = CliRunner().invoke(app, [*words[1:], *extra.get(words[1], [])], catch_exceptions=False)
+        assert done.exit_code == 0, (words, done.output)
+    return len(found)
+
+
+@pytest.mark.slow
+def test_the_tutorial_on_adapting_runs_as_it_is_written(home):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=64, rms_norm_eps=1e-5, **shape)).save_pretrained(
+        home / "my-llama"
+    )
+    character_tokenizer().save_pretrained(home / "my-llama")
+    assert (
+        follow(DOCS / "tutorials" / "adapt.md", extra={"train": ["--set", "eval.draws=4"], "analyze": ["--no-interventions"]}) == 8
+    )
+    adapted, vanilla = load("runs/adapt/model"), load("runs/adapt-vanilla/model")
+    assert (adapted.config.n_sinks, vanilla.config.n_sinks) == (1, 0)
+    assert adapted.provenance["parent"]["path"].endswith("my-llama")
+    assert Path("report/report.html").exists()
+
+
+@pytest.mark.slow
+def test_the_tutorial_on_inspecting_runs_as_it_is_written(home):
+    save("my-dlm", DiffusionLM(ModelConfig.preset("nano"), seed=0), character_tokenizer())
+    assert follow(DOCS / "tutorials" / "inspect.md", extra={"analyze": ["--no-interventions"]}) == 7
+    assert all(Path(name, "report.html").exists() for name in ("report", "report-noise", "report-both", "home"))
+
+
+@pytest.mark.slow
+def test_the_tutorial_on_gsm8k_runs_as_it_is_written(home):
+    save("runs/nano-sink/model", DiffusionLM(ModelConfig.preset("nano", n_sinks=1), seed=0), character_tokenizer())
+    rows = [(f"tom has {n} eggs and gets 2.", f"{n}+2={n + 2}", n + 2) for n in range(3, 60)]
+    Path("train.txt").write_text("".join(f"{question}||{thought} #### {answer}\n" for question, thought, answer in rows))
+    Path("bench").mkdir()
+    lines = [{"question": question, "answer": f"{thought} #### {answer}"} for question, thought, answer in rows[:4]]
+    Path("bench/gsm8k_test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    small = ["--set", "train.steps=3", "--set", "train.batch=4", "--set", "eval.every=0", "--set", "log.probe_every=0"]
+    assert follow(DOCS / "tutorials" / "gsm8k.md", extra={"train": small}) == 4
+    assert len(Path("runs/gsm8k/eval/samples_gsm8k_two_stage.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no browser")
+def test_every_page_opens_and_fits_a_phone(tmp_path):
+    sync_api = pytest.importorskip("playwright.sync_api")
+    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--no-directory-urls", "--site-dir", tmp_path]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    pages = sorted(path for path in tmp_path.rglob("*.html") if path.name != "404.html")
+    assert len(pages) == len(PAGES)
+    with sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=BROWSER, args=FLAGS)
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        for path in pages:
+            page.goto(path.as_uri())
+            assert page.locator("h1").count() == 1, path
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
+            # A table wider than the page must scroll within itself.
+            assert page.evaluate(
+                """[...document.querySelectorAll('article table')].every(table => {
+                  const box = table.closest('.md-typeset__scrollwrap') || table.parentElement;
+                  return table.getBoundingClientRect().right <= innerWidth || getComputedStyle(box).overflowX === 'auto';
+                })"""
+            ), path
+        browser.close()
