@@ -316,8 +316,8 @@ def test_commands_are_printed_as_the_program_was_called(made, monkeypatch, comma
 
 @pytest.mark.slow
 def test_the_demo_convinces_in_five_minutes(tmp_path):
-    """As a user starts it, on one thread: neighbours stretch the clock and make two threads wait for each other, but hardly the time
-    that one thread computes. On two idle cores five minutes of the clock have room for six of computing."""
+    """As a user starts it, on one thread: neighbours stretch the clock and make two threads wait for each other, but hardly
+    the time that one thread computes. On two idle cores five minutes of the clock have room for six of computing."""
     before = os.times()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "sinkdlm", "demo", "--out", "demo"]
