@@ -41,7 +41,8 @@ def run(job: dict) -> None:
         noisy = corrupt(tokens, samples, **settings)
         if settings["maskable"] is None or bool(settings["maskable"].any()):  # else it is nobody's row
             for sample, masked, t in zip(samples.tolist(), noisy.masked.tolist(), noisy.t.tolist(), strict=True):
-                seen[sample] = "".join("01"[bit] for bit in masked) + t.hex()
+                places = [str(place) for place, bit in enumerate(masked) if bit]  # however much padding lies behind the row
+                seen[sample] = " ".join([t.hex(), *places])
         return noisy
 
     def stop(self):
