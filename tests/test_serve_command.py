@@ -56,6 +56,7 @@ def test_it_says_where_it_serves_and_ends_when_told(checkpoint):
     assert process.complaints == ""
 
 
+@pytest.mark.slow
 def test_inspect_opens_the_page_once_it_is_there(checkpoint, tmp_path):
     """A browser as webbrowser knows one, which writes down what it was given; with --no-browser it is not called."""
     calls = tmp_path / "calls"
