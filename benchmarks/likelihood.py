@@ -40,7 +40,7 @@ _MADE_SEED = 1_000_003  # texts that no nano model was trained on
 _MADE_LENGTH = 96  # letters: what a nano model reads, whichever halves meet
 _PLAIN_BATCH = 16
 _PLAIN_REQUESTS = 24
-_RULES = ((0.05, 0.0), (0.2, 0.0), (0.05, 0.002), (0.05, 0.005), (0.05, 0.02))  # error, tolerance
+_RULES = ((0.05, 0.0), (0.05, 0.005), (0.05, 0.02), (0.05, 0.05), (0.05, 0.1), (0.05, 0.2))  # error, tolerance
 
 
 class Work(NamedTuple):

@@ -157,10 +157,17 @@ def measure_changes(
 
 def _look(model: DiffusionLM, ground: Ground, intervene: Intervention | None) -> _Facts:
     denoiser = functools.partial(model.denoiser(), intervene=intervene)
-    mask_id = model.config.mask_id
     texts = [list(row) for row in ground.texts]
     scored = [[position > 0 or not model.config.shift_logits for position in range(len(row))] for row in texts]
-    found = log_likelihood(denoiser, texts, scored, estimator="exact_k", draws=ground.draws, mask_id=mask_id, seed=ground.seed)
+    found = log_likelihood(
+        denoiser,
+        texts,
+        scored,
+        draws=ground.draws,
+        mask_id=model.config.mask_id,
+        seed=ground.seed,
+        device=model.embed.weight.device,
+    )
     counts = np.array([sum(row) for row in scored])
     nelbo = -np.asarray(found.mean, dtype=np.float64) / counts
     return _Facts(nelbo, _write(denoiser, ground, model.embed.weight.device))
