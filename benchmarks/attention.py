@@ -18,7 +18,7 @@ SHAPES = {
     "cuda": [(2, 2048, 10, 10, 128), (2, 1000, 14, 2, 64), (16, 2048, 10, 10, 128), (32, 512, 9, 3, 64), (8, 4096, 10, 10, 128)],
     "cpu": [(2, 257, 4, 4, 64), (2, 257, 14, 2, 64)],
 }
-FORMS = {"cuda": ["append", "merge:flash", "merge:cudnn", "merge:efficient"], "cpu": ["append", "merge:cpu"]}
+FORMS = {"cuda": ["append", "merge:fused", "merge:flash", "merge:cudnn", "merge:efficient"], "cpu": ["append", "merge:cpu"]}
 N_SINKS = 1
 _CHECKED = 2  # rows of a batch that are compared with float64
 

@@ -35,11 +35,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "official": {"n_sinks": 1},
     "official-compiled": {"n_sinks": 1},
 }
+_STEPS = 4  # that are timed together
+_PROFILED = 3
 # Kernels by a word of their name, in this order.
 _KINDS = {
-    "attention": ("flash", "fmha", "cudnn_generated", "sdpa", "attention"),
+    "attention": ("flash", "fmha", "cudnn", "sdpa", "attention", "_merge"),
     "matrix products": ("gemm", "nvjet", "cutlass", "matmul", "xmma", "mm_"),
     "optimizer": ("adam", "multi_tensor", "lpnorm"),
+    "fused by hand": ("_swiglu", "_nll"),
     "compiled": ("triton",),
     "copies": ("copy", "memcpy", "memset", "cat"),
 }
@@ -77,7 +80,7 @@ class Step:
         weights = noisy.weight.to(nll.dtype)[:, None].expand(self.tokens.shape)[noisy.masked]
         return (nll * weights).sum() / self.tokens.numel()
 
-    def __call__(self) -> float:
+    def __call__(self) -> Tensor:
         samples = torch.arange(self.done * self.rows, (self.done + 1) * self.rows, device=self.device)
         noisy = corrupt(self.tokens, samples, seed=0, mask_id=self.recipe.model.mask_id)
         loss = self.loss(noisy)
@@ -88,7 +91,12 @@ class Step:
         self.optimizer.step(1e-4)
         self.weights.clear_gradients()
         self.done += 1
-        return loss.item()
+        return loss.detach()
+
+    def several(self) -> None:
+        """As a loop that trains makes them: nobody waits for the device in between."""
+        for _ in range(_STEPS):
+            self()
 
 
 def recipe_of(preset: str, length: int, **model: Any) -> Recipe:
@@ -102,7 +110,9 @@ def flops_of(recipe: Recipe, rows: int) -> float:
 
 
 def rates(step: Step, timed: dict[str, float], device: str) -> dict[str, Any]:
+    """timed: of several steps."""
     tokens = step.rows * step.recipe.data.length
+    timed = {name: value if name == "repeats" else value / _STEPS for name, value in timed.items()}
     found: dict[str, Any] = {"ms_step": timed, "tokens_per_second": 1000 * tokens / timed["p50"]}
     peak = peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
     if peak:
@@ -110,12 +120,13 @@ def rates(step: Step, timed: dict[str, float], device: str) -> dict[str, Any]:
     return found
 
 
-def peak_gb(step: Step) -> float:
+def peak_gb(step: Step, before: int) -> float:
+    """Of a step, its model and optimizer. before: bytes held when there was none of it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() / 1e9
+    return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
 def measure_forms(args: argparse.Namespace) -> dict[str, Any]:
@@ -125,24 +136,27 @@ def measure_forms(args: argparse.Namespace) -> dict[str, Any]:
     made: dict[str, Step] = {}
     for form in args.forms.split(","):
         recipe = recipe_of(args.model, args.length, **VARIANTS[form])
+        before = torch.cuda.memory_allocated() if args.device == "cuda" else 0
         step = Step(recipe, form, args.rows, device)
         began = time.perf_counter()
-        losses = [step() for _ in range(args.warmup)]
+        losses = [step().item() for _ in range(args.warmup)]
         figures[form] = {"seconds_first_steps": time.perf_counter() - began, "first_loss": losses[0], "last_loss": losses[-1]}
         if args.device == "cuda":
-            figures[form]["peak_gb"] = peak_gb(step)
+            figures[form]["peak_gb"] = peak_gb(step, before)
         if args.alone:
-            figures[form] |= rates(step, measure(step, args.device, warmup=0, repeats=args.repeats), args.device)
+            timed = measure(step.several, args.device, warmup=1, repeats=args.repeats)
+            figures[form] |= rates(step, timed, args.device)
             del step
             _free()
         else:
             made[form] = step
         print(form, figures[form], flush=True)
     if made:
-        timed = measure_together({form: cast(Callable[[], Any], step) for form, step in made.items()}, args.device, warmup=1,
-                                 repeats=args.repeats)  # fmt: skip
+        together = measure_together(
+            {form: step.several for form, step in made.items()}, args.device, warmup=1, repeats=args.repeats
+        )
         for form, step in made.items():
-            figures[form] |= rates(step, timed[form], args.device)
+            figures[form] |= rates(step, together[form], args.device)
     return figures
 
 
@@ -185,9 +199,6 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
     return {"form": args.profile, "ms_by_kind": kinds, "ms_busy": sum(kinds.values()), "kernels": kernels[:40]}
 
 
-_PROFILED = 3
-
-
 def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The step's time over rows and over lengths, with the FLOPs that planning.py gives it."""
     found = []
@@ -195,7 +206,7 @@ def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
     shapes += [(max(1, args.rows * args.length // length), length) for length in map(int, args.sweep_lengths.split(","))]
     for rows, length in shapes:
         step = Step(recipe_of(args.model, length, n_sinks=1), "sink", rows, torch.device(args.device))
-        timed = measure(step, args.device, warmup=args.warmup, repeats=args.repeats)
+        timed = measure(step.several, args.device, warmup=args.warmup, repeats=args.repeats)
         found.append({"rows": rows, "length": length, **rates(step, timed, args.device), "flops": flops_of(step.recipe, rows)})
         print(found[-1], flush=True)
         del step
@@ -208,7 +219,7 @@ def curve(args: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for form in args.forms.split(","):
         step = Step(recipe_of(args.model, args.length, **VARIANTS[form]), form, args.rows, torch.device(args.device))
-        figures[form] = [step() for _ in range(args.curve)]
+        figures[form] = torch.stack([step() for _ in range(args.curve)]).tolist()
         del step
         _free()
     return figures
@@ -223,7 +234,7 @@ def main() -> None:
     parser.add_argument("--forms", default=",".join(VARIANTS))
     parser.add_argument("--alone", action="store_true", help="one form in memory at a time")
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--profile", default=None, choices=list(VARIANTS))
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--sweep-rows", default="4,8,16,32")

@@ -19,12 +19,16 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from sinkdlm import operators
+
 _ALIGNMENT = 8  # elements; the GPU kernels read heads in 16-byte pieces
 _HALF = (torch.bfloat16, torch.float16)
 _BLOCK = 128  # queries and keys of one block of FlexAttention, its own default
 _FLEX_WIDTH = 16  # the narrowest head its GPU kernel takes
 _WORD_VALUES = 1 << 32
-FORMS = ("auto", "naive", "append", "merge", "merge:cpu", "merge:flash", "merge:cudnn", "merge:efficient", "flex")
+_CUDNN_WIDTH = 128  # the widest head of its backward
+_MERGED_TOKENS = 512  # of rows for which `merge` pays
+FORMS = ("auto", "naive", "append", "merge", "merge:cpu", "merge:flash", "merge:cudnn", "merge:efficient", "merge:fused", "flex")
 
 # Numbers of tokens that are of no document.
 SHARED = -1  # a sink or register: seen by all; a register sees all but padding
@@ -51,12 +55,14 @@ def choose_form(
     masked_keys: bool = False,
     pairwise: bool = False,
     width: int = 64,
+    trained_tokens: int = 0,
     form: str = "auto",
 ) -> Choice:
     """The one place that decides how attention is computed. `form` overrides it by name.
 
-    No sinks: the plain kernel. A sink with a key: `append`, S more keys for the same kernel. A sink that is only a logit has no
-    key to append: `merge`, which folds it into the kernel's log-sum-exp afterwards. pairwise: who sees whom is a rule for pairs of
+    No sinks: the plain kernel. A sink with a key: `append`, S more keys for the same kernel; or `merge`, which folds sinks into
+    the kernel's log-sum-exp afterwards, where rows of trained_tokens are long and operators.py does that in one pass
+    (merge:fused). A sink that is only a logit has no key to append: `merge`. pairwise: who sees whom is a rule for pairs of
     tokens (a Visibility): on a GPU `flex`, which computes the rule in its kernel; elsewhere the others take it as a dense mask.
     """
     if form not in FORMS:
@@ -85,10 +91,21 @@ def choose_form(
         if n_sinks == 0 and not has_logit:
             return Choice("plain", "sdpa", "no sinks to merge")
         reason = "asked for" if wanted == "merge" else "a sink logit has no key"
+        if has_logit and kernel == "fused":
+            kernel = ""
         return Choice("merge", kernel or _merge_kernel(device, dtype, masked_keys), reason)
     if n_sinks == 0:
         return Choice("plain", "sdpa", "no sinks")
+    if wanted == "auto" and trained_tokens >= _MERGED_TOKENS and not masked_keys and _merges_fast(device, dtype, width):
+        return Choice("merge", "fused", "the plain kernel's tiles stay whole, and the sinks cost one pass")
     return Choice("append", "sdpa", "asked for" if wanted == "append" else "one kernel call, exact gradients from autograd")
+
+
+def _merges_fast(device: str, dtype: torch.dtype, width: int) -> bool:
+    """Where torch itself takes cuDNN's kernels, which are slower for T + 1 keys than for T."""
+    if device != "cuda" or dtype not in _HALF or width > _CUDNN_WIDTH or width % _ALIGNMENT:
+        return False
+    return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability()[0] >= 9
 
 
 def _merge_kernel(device: str, dtype: torch.dtype, masked_keys: bool) -> str:
@@ -356,6 +373,11 @@ class _Merge(torch.autograd.Function):
         kernel: str,
     ) -> Tensor:
         content, lse, rest = _kernel_forward(kernel, q, k, v, visible)
+        ctx.kernel = kernel
+        if kernel == "fused":
+            out, merged_lse = operators.merge_sinks(q, content, lse, sink_k, sink_v, 1 / math.sqrt(q.shape[3]))
+            ctx.save_for_backward(q, k, v, sink_k, sink_v, sink_logit, visible, out, merged_lse, *rest)
+            return out
         scores = _sink_scores(q, sink_k, sink_logit)  # (B, H, T, S)
         merged_lse = torch.logaddexp(lse, torch.logsumexp(scores, dim=-1))
         out = content.to(lse.dtype) * torch.exp(lse - merged_lse)[..., None]
@@ -365,7 +387,6 @@ class _Merge(torch.autograd.Function):
         # The kernels' backward wants the output in the layout that their forward gave it.
         out = torch.empty_like(content).copy_(out)
         ctx.save_for_backward(q, k, v, sink_k, sink_v, sink_logit, visible, out, merged_lse, *rest)
-        ctx.kernel = kernel
         return out
 
     @staticmethod
@@ -373,6 +394,9 @@ class _Merge(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             q, k, v, sink_k, sink_v, sink_logit, visible, out, lse, *rest = ctx.saved_tensors
             grad_q, grad_k, grad_v = _kernel_backward(ctx.kernel, grad, q, k, v, visible, out, lse, rest)
+            if ctx.kernel == "fused":
+                grads = operators.merge_sinks_backward(grad, q, out, lse, sink_k, sink_v, grad_q, 1 / math.sqrt(q.shape[3]))
+                return grads[0], grad_k, grad_v, *grads[1:], None, None, None
             wide_grad = grad.to(lse.dtype)
             weights = torch.exp(_sink_scores(q, sink_k, sink_logit) - lse[..., None])  # (B, H, T, S)
             mean = (wide_grad * out.to(lse.dtype)).sum(-1, keepdim=True)
@@ -412,12 +436,18 @@ def _additive(visible: Tensor | None, q: Tensor) -> Tensor | None:
     return torch.zeros_like(visible, dtype=q.dtype).masked_fill_(~visible, -math.inf)
 
 
+def _content_kernel(kernel: str, q: Tensor) -> str:
+    """`fused` says how sinks are joined; the content's attention under it is this."""
+    return kernel if kernel != "fused" else "cudnn" if q.is_cuda else "cpu"
+
+
 def _kernel_forward(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Content attention as (output, log-sum-exp (B, H, T), what the backward needs besides)."""
     scale = 1 / math.sqrt(q.shape[3])
     aten = torch.ops.aten
+    kernel = _content_kernel(kernel, q)
     if kernel == "cpu":
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
         bias = _additive(visible, q)
@@ -452,6 +482,7 @@ def _kernel_backward(
     scale = 1 / math.sqrt(q.shape[3])
     aten = torch.ops.aten
     wide_k, wide_v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+    kernel = _content_kernel(kernel, q)
     if kernel == "cpu":
         bias = _additive(visible, q)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sinkdlm.fusion import has_kernels
 from sinkdlm.noise import Stream, counter, fold, golden_words, stream_state, top_bits, unit_interval
 
 _PROBABILITY_BITS = 32
@@ -226,19 +227,13 @@ class _ChunkedNLL(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             for start in range(0, rows.shape[0], chunk):
                 part = slice(start, start + chunk)
-                log_p = grad = None  # the chunk before is let go before this one is made
+                logits = grad = None  # the chunk before is let go before this one is made
                 weight = weights[part, None]
-                log_p = _multiply(rows[part], matrix.mT, precise)  # (chunk, V)
-                if exclude is not None:
-                    log_p[:, exclude] = -math.inf
-                torch._log_softmax(log_p, 1, False, out=log_p)  # in place: each row is written after it is read
-                nll[part] = -log_p.gather(1, targets[part, None])[:, 0]
-                if grad_hidden is None and grad_matrix is None:
+                logits = _multiply(rows[part], matrix.mT, precise)  # (chunk, V)
+                nll[part], grad = _nll(logits, targets[part], exclude, dtype if wants_hidden or wants_matrix else None)
+                if grad is None:
                     continue
-                # d nll / d logits = p - onehot; the row's weight goes to the thin factor of each product, not to (chunk, V).
-                # At the target, p - 1 = expm1(-nll): in half precision p alone would round to 1 for a confident model.
-                grad = torch.exp(log_p, out=torch.empty_like(log_p, dtype=dtype))
-                grad.scatter_(1, targets[part, None], torch.expm1(-nll[part, None]).to(dtype))
+                # The row's weight goes to the thin factor of each product, not to (chunk, V).
                 if grad_hidden is not None:
                     grad_hidden[part] = (grad @ matrix) * weight
                 if grad_matrix is not None:
@@ -257,6 +252,24 @@ class _ChunkedNLL(torch.autograd.Function):
         if grad_matrix is not None:
             grad_matrix = torch.mul(grad_matrix, grad_total, out=torch.empty_like(grad_matrix, dtype=ctx.matrix_dtype))
         return grad_hidden, grad_matrix, None, None, None, None, None
+
+
+def _nll(logits: Tensor, targets: Tensor, exclude: int | None, grad_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """nll (N,) of logits (N, V), which may be overwritten, and d nll / d logits = p - onehot in grad_dtype."""
+    if logits.dtype == torch.float32 and logits.is_cuda and has_kernels():
+        from sinkdlm import training_kernels
+
+        return training_kernels.nll_of_logits(logits, targets, exclude, grad_dtype)
+    if exclude is not None:
+        logits[:, exclude] = -math.inf
+    log_p = torch._log_softmax(logits, 1, False, out=logits)  # in place: each row is written after it is read
+    nll = -log_p.gather(1, targets[:, None])[:, 0]
+    if grad_dtype is None:
+        return nll, None
+    grad = torch.exp(log_p, out=torch.empty_like(log_p, dtype=grad_dtype))
+    # At the target, p - 1 = expm1(-nll): in half precision p alone would round to 1 for a confident model.
+    grad.scatter_(1, targets[:, None], torch.expm1(-nll[:, None]).to(grad_dtype))
+    return nll, grad
 
 
 def _multiply(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_HALF = (torch.bfloat16, torch.float16)
+
 
 @functools.cache
 def _load_kernels() -> Any:
@@ -23,3 +25,15 @@ def find_kernels(x: Tensor) -> Any:
         return None
     kernels = _load_kernels()
     return kernels if kernels is not None and x.dtype in kernels.DTYPES else None
+
+
+def trains_fused(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a training step in this arithmetic goes through operators.py: half precision on a GPU, with gradients. Asked outside
+    of compiled code, which is then told."""
+    if device.type != "cuda" or dtype not in _HALF or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return has_kernels()
+
+
+def has_kernels() -> bool:
+    return _load_kernels() is not None

@@ -16,13 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
+from sinkdlm import operators
 from sinkdlm.attention import PADDING, SHARED, Choice, DrawnOpening, Opening, Visibility, attend, choose_form
 from sinkdlm.config import ModelConfig
-from sinkdlm.fusion import find_kernels
+from sinkdlm.fusion import find_kernels, trains_fused
 from sinkdlm.lane import Lane, LaneCache, arithmetic_of
 from sinkdlm.noise import Stream, hash_words, pair_words
 from sinkdlm.positions import Documents, Rotation, place
 from sinkdlm.recompute import Recompute, run_again
+
+_FUSED_SIZE = 1 << 20  # elements from which on a kernel of its own pays
 
 Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
 
@@ -68,6 +71,7 @@ class Surroundings(NamedTuple):
     recompute: Recompute = "none"
     wanted: Tensor | None = None  # (B, n), for the last layer: the only tokens whose output is needed
     intervene: Intervention | None = None
+    fused: bool = False  # operators for training stand in for chains of torch's own
 
 
 def _pick(x: Tensor, places: Tensor) -> Tensor:
@@ -198,13 +202,32 @@ class FeedForward(nn.Module):
         self.gate_up = nn.Linear(config.d_model, 2 * config.d_ff, bias=False)
         self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, fused: bool = False) -> Tensor:
+        """fused: by an operator of its own, with gradients."""
         gate_up = self.gate_up(x)
+        if fused and gate_up.numel() >= _FUSED_SIZE:
+            return _SwigluDown.apply(gate_up, self.down.weight)
         kernels = find_kernels(gate_up)
         if kernels is not None:
             return self.down(kernels.swiglu(gate_up))
         gate, up = gate_up.chunk(2, dim=-1)
         return self.down(functional.silu(gate) * up)
+
+
+class _SwigluDown(torch.autograd.Function):
+    """SwiGLU and the product after it. Keeps gate_up alone, and goes over it once in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, weight)
+        return functional.linear(operators.swiglu(gate_up), weight.to(gate_up.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate_up, weight = ctx.saved_tensors
+        grad_gate_up, hidden = operators.swiglu_backward(gate_up, grad @ weight.to(grad.dtype))
+        grad_weight = grad.flatten(0, -2).mT @ hidden.flatten(0, -2)
+        return grad_gate_up, grad_weight.to(weight.dtype)
 
 
 class Block(nn.Module):
@@ -234,7 +257,7 @@ class Block(nn.Module):
         update = self.attention(self.attention_norm(x), lane, around)
         x = (x if around.wanted is None else _pick(x, around.wanted)) + update
         kept = None if torch.is_grad_enabled() else lane  # for the cache, which serves no training
-        return x + self.mlp(self.mlp_norm(x)), states, kept
+        return x + self.mlp(self.mlp_norm(x), fused=around.fused), states, kept
 
 
 def draw_normal(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
@@ -402,7 +425,18 @@ class DiffusionLM(nn.Module):
         else:
             key = (x.dtype, x.device, causal, tokens.shape[1], span)
             rotations = self._lanes.table(key, lambda: place(*given))
-        return Surroundings(*rotations, visible, causal, self.attention_form, observe, cache, self.recompute)
+        form, fused = self._training_form(x, visible, causal)
+        return Surroundings(*rotations, visible, causal, form, observe, cache, self.recompute, fused=fused)
+
+    def _training_form(self, x: Tensor, visible: Tensor | BlockMask | None, causal: bool) -> tuple[str, bool]:
+        """How attention is computed, and whether operators for training are used: decided here, outside of compiled blocks."""
+        device, dtype, autocast = arithmetic_of(self)
+        dtype = autocast or dtype
+        fused = trains_fused(device, dtype)
+        if not fused or causal or self.attention_form != "auto":
+            return self.attention_form, fused
+        choice = self._choose(device.type, dtype, masked_keys=visible is not None, trained_tokens=x.shape[1])
+        return ("merge:fused" if choice.kernel == "fused" else "auto"), fused
 
     def _run_blocks(self, x: Tensor, around: Surroundings, use_lane: bool, wanted: Tensor | None = None) -> Tensor:
         scope = self._lanes if use_lane and not torch.is_grad_enabled() else None
@@ -464,12 +498,21 @@ class DiffusionLM(nn.Module):
     def attention_choice(self, *, padded: bool = False, documents: bool = False, opening: bool = False) -> Choice:
         """Which form of attention a forward takes here and now (with lengths, documents, an opening below 1), and why."""
         device, dtype, autocast = arithmetic_of(self)
-        return self._choose(device.type, autocast or dtype, masked_keys=padded, pairwise=documents or opening)
+        return self._choose(
+            device.type,
+            autocast or dtype,
+            masked_keys=padded,
+            pairwise=documents or opening,
+            trained_tokens=self.config.context_length if trains_fused(device, autocast or dtype) else 0,
+        )
 
-    def _choose(self, device: str, dtype: torch.dtype, *, masked_keys: bool = False, pairwise: bool = False) -> Choice:
+    def _choose(
+        self, device: str, dtype: torch.dtype, *, masked_keys: bool = False, pairwise: bool = False, trained_tokens: int = 0
+    ) -> Choice:
         return choose_form(
             device,
             dtype,
+            trained_tokens=trained_tokens,
             n_sinks=self.config.n_lane,
             has_logit=self.config.has_sink_logit,
             masked_keys=masked_keys,

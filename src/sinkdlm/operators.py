@@ -1,0 +1,110 @@
+"""Operators for training that torch's compiler takes as they are, with a Triton kernel each on a GPU.
+
+What an operator computes stands here in torch's own operations, which run wherever there is no kernel. Gradients are the callers':
+attention.py and model.py call them from functions that have their own backward.
+"""
+
+import torch
+from torch import Tensor
+
+
+def _repeat(x: Tensor, heads: int) -> Tensor:
+    return x.float().repeat_interleave(heads // x.shape[1], dim=1)
+
+
+@torch.library.custom_op("sinkdlm::merge_sinks", mutates_args=())
+def merge_sinks(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention over content (B, H, T, D) and its log-sum-exp (B, H, T), with the sinks' keys and values joined to the softmax."""
+    heads = q.shape[1]
+    scores = (q.float() @ _repeat(sink_k, heads).mT) * scale
+    merged = torch.logaddexp(lse, scores.logsumexp(-1))
+    out = content.float() * torch.exp(lse - merged)[..., None]
+    out = out + torch.exp(scores - merged[..., None]) @ _repeat(sink_v, heads)
+    return torch.empty_like(content).copy_(out), merged
+
+
+@merge_sinks.register_fake
+def _(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(content), torch.empty_like(lse, memory_format=torch.contiguous_format)
+
+
+@merge_sinks.register_kernel("cuda")
+def _(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    from sinkdlm import training_kernels
+
+    return training_kernels.merge_sinks(q, content, lse, sink_k, sink_v, scale)
+
+
+@torch.library.custom_op("sinkdlm::merge_sinks_backward", mutates_args=())
+def merge_sinks_backward(
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, grad_q: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, sink_k, sink_v. out, lse: what merge_sinks gave; grad_q: what flows to q through the content."""
+    heads, n_kv = q.shape[1], sink_k.shape[1]
+    weights = torch.exp((q.float() @ _repeat(sink_k, heads).mT) * scale - lse[..., None])  # (B, H, T, S)
+    mean = (grad.float() * out.float()).sum(-1, keepdim=True)
+    turns = weights * (grad.float() @ _repeat(sink_v, heads).mT - mean) * scale
+    whole = grad_q.float() + turns @ _repeat(sink_k, heads)
+    grad_k, grad_v = ((x.mT @ y.float()).unflatten(1, (n_kv, -1)).sum(2) for x, y in ((turns, q), (weights, grad)))
+    if sink_k.shape[0] == 1:
+        grad_k, grad_v = grad_k.sum(0, keepdim=True), grad_v.sum(0, keepdim=True)
+    return torch.empty_like(grad_q).copy_(whole), grad_k.to(sink_k.dtype), grad_v.to(sink_v.dtype)
+
+
+@merge_sinks_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, grad_q: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(grad_q), sink_k.new_empty(sink_k.shape), sink_v.new_empty(sink_v.shape)
+
+
+@merge_sinks_backward.register_kernel("cuda")
+def _(
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, grad_q: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    from sinkdlm import training_kernels
+
+    return training_kernels.merge_sinks_backward(grad, q, out, lse, sink_k, sink_v, grad_q, scale)
+
+
+@torch.library.custom_op("sinkdlm::swiglu", mutates_args=())
+def swiglu(gate_up: Tensor) -> Tensor:
+    """(..., 2 F) -> (..., F): silu of the first half times the second."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@swiglu.register_fake
+def _(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+@swiglu.register_kernel("cuda")
+def _(gate_up: Tensor) -> Tensor:
+    from sinkdlm import kernels
+
+    return kernels.swiglu(gate_up)
+
+
+@torch.library.custom_op("sinkdlm::swiglu_backward", mutates_args=())
+def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of gate_up, and once more what swiglu gave: cheaper to compute here than to keep."""
+    gate, up = (half.float() for half in gate_up.chunk(2, dim=-1))
+    chance = torch.sigmoid(gate)
+    silu = (gate * chance).to(gate_up.dtype).float()
+    slope = chance * (1 + gate * (1 - chance))
+    halves = [grad.float() * up * slope, grad.float() * silu]
+    return torch.cat(halves, dim=-1).to(gate_up.dtype), (silu * up).to(gate_up.dtype)
+
+
+@swiglu_backward.register_fake
+def _(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return (torch.empty_like(gate_up, memory_format=torch.contiguous_format),
+            torch.empty_like(grad, memory_format=torch.contiguous_format))  # fmt: skip
+
+
+@swiglu_backward.register_kernel("cuda")
+def _(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    from sinkdlm import training_kernels
+
+    return training_kernels.swiglu_backward(gate_up, grad)

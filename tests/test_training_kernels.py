@@ -1,0 +1,171 @@
+"""The kernels for training against what operators.py says they compute, and the operators against autograd."""
+
+import math
+
+import pytest
+import torch
+
+from conftest import VARIANTS, small_model, small_tokens
+from sinkdlm import attention, diffusion, operators
+from sinkdlm import model as modelling
+from sinkdlm.attention import attend, attend_naive
+from sinkdlm.diffusion import corrupt, denoising_loss
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def plain(operator):
+    """What an operator computes where it has no kernel."""
+    return operator._init_fn
+
+
+def parts(batch, heads, n_kv, tokens, width, n_sinks, dtype=torch.float32, by_row=False):
+    """Queries and content as the model lays them out: token by token, heads side by side."""
+    q, content, grad, grad_q = (random(batch, tokens, heads, width, seed=i, dtype=dtype).transpose(1, 2) for i in range(4))
+    lse = random(batch, heads, tokens, seed=4) + 3
+    sink_k, sink_v = (2 * random(batch if by_row else 1, n_sinks, n_kv, width, seed=i, dtype=dtype).transpose(1, 2) for i in (5, 6))
+    return q, content, lse, sink_k, sink_v, grad, grad_q
+
+
+SHAPES = [(2, 4, 4, 70, 16, 1, False), (1, 6, 2, 64, 24, 3, False), (2, 3, 1, 5, 8, 2, True)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merging_kernels(shape, dtype):
+    pytest.importorskip("triton", reason="needs Triton")
+    from sinkdlm import training_kernels
+
+    *sizes, by_row = shape
+    q, content, lse, sink_k, sink_v, grad, grad_q = parts(*sizes, dtype=dtype, by_row=by_row)
+    scale = 1 / math.sqrt(q.shape[3])
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    out, merged = plain(operators.merge_sinks)(q, content, lse, sink_k, sink_v, scale)
+    found = training_kernels.merge_sinks(q, content, lse, sink_k, sink_v, scale)
+    torch.testing.assert_close(found, (out, merged), **close)
+    assert found[0].stride() == content.stride()
+    given = (grad, q, out, merged, sink_k, sink_v, grad_q, scale)
+    torch.testing.assert_close(
+        training_kernels.merge_sinks_backward(*given), plain(operators.merge_sinks_backward)(*given), **close
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_backward_kernel(dtype):
+    pytest.importorskip("triton", reason="needs Triton")
+    from sinkdlm import training_kernels
+
+    gate_up, grad = 3 * random(3, 5, 2 * 1100, dtype=dtype), random(3, 5, 1100, seed=1, dtype=dtype)
+    found = training_kernels.swiglu_backward(gate_up, grad)
+    torch.testing.assert_close(found, plain(operators.swiglu_backward)(gate_up, grad))
+
+
+@pytest.mark.parametrize("exclude", [None, 0, 4500])
+@pytest.mark.parametrize("sharp", [1, 40])
+def test_nll_kernel(exclude, sharp):
+    pytest.importorskip("triton", reason="needs Triton")
+    from sinkdlm import training_kernels
+
+    logits, targets = sharp * random(7, 5000), torch.tensor([1, 2, 3, 4999, 4501, 70, 4095], device=DEVICE)
+    logits[0, 1] = 60 * sharp  # a confident model: p - 1 is far below the precision of p
+    nll, grad = training_kernels.nll_of_logits(logits, targets, exclude, torch.bfloat16)
+    bare, none = training_kernels.nll_of_logits(logits, targets, exclude, None)
+    wanted, wanted_grad = diffusion._nll(logits.double(), targets, exclude, torch.float64)
+    torch.testing.assert_close(nll.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad.double(), wanted_grad, rtol=1e-2, atol=1e-7)
+    assert none is None
+    assert torch.equal(bare, nll)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_operators_of_merging_are_the_softmax_and_its_gradients(shape):
+    """float64 autograd through the naive form, against content attention whose backward is given the merged output."""
+    *sizes, by_row = shape
+    q, _, _, sink_k, sink_v, grad, _ = parts(*sizes, by_row=by_row)
+    k, v = (random(*sink_k.shape[1:2], 9, q.shape[3], seed=i)[None].expand(q.shape[0], -1, -1, -1) for i in (7, 8))
+    scale = 1 / math.sqrt(q.shape[3])
+    leaves = [x.double().requires_grad_() for x in (q, k, v, sink_k, sink_v)]
+    out, _ = attend_naive(*leaves)
+    wanted = torch.autograd.grad(out, leaves, grad.double())
+    wide = [x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)]
+    scores = (q @ wide[0].mT) * scale
+    content, lse = scores.softmax(-1) @ wide[1], scores.logsumexp(-1)
+    found, merged = operators.merge_sinks(q, content, lse, sink_k, sink_v, scale)
+    torch.testing.assert_close(found, out.float(), rtol=1e-5, atol=1e-5)
+    weights = (scores - merged[..., None]).exp()
+    turns = weights * (grad @ wide[1].mT - (grad * found).sum(-1, keepdim=True)) * scale
+    grads = operators.merge_sinks_backward(grad, q, found, merged, sink_k, sink_v, turns @ wide[0], scale)
+    for mine, true in zip(grads, (wanted[0], *wanted[3:]), strict=True):
+        torch.testing.assert_close(mine, true.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_merging_by_operators_is_attention_with_sinks(shape):
+    *sizes, by_row = shape
+    q, _, _, sink_k, sink_v, grad, _ = parts(*sizes, by_row=by_row)
+    k, v = (random(q.shape[0], sink_k.shape[1], 9, q.shape[3], seed=i) for i in (7, 8))
+    results = []
+    for form in ("naive", "merge:fused"):
+        leaves = [x.cpu().requires_grad_() for x in (q.clone(), k.clone(), v.clone(), sink_k.clone(), sink_v.clone())]
+        out = attend(*leaves, form=form)  # on a GPU in half precision: tests/test_gpu.py
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.cpu())])
+    for naive, fused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, naive, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sink", "sinks-2-end-zero-gate", "logit", "vanilla"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_step_by_operators_is_the_plain_step(name, compiled, monkeypatch):
+    """Loss and gradients, all operators on; the compiler's front half too, which must take them as they are."""
+    tokens = small_tokens(2, 20)
+    results = []
+    for fused in (False, True):
+        monkeypatch.setattr(modelling, "trains_fused", lambda *_, fused=fused: fused)
+        monkeypatch.setattr(modelling, "_FUSED_SIZE", 0)
+        monkeypatch.setattr(attention, "_MERGED_TOKENS", 0)
+        monkeypatch.setattr(attention, "_merges_fast", lambda *_: True)
+        model = small_model(dtype=torch.float32, **VARIANTS[name])
+        noisy = corrupt(tokens, torch.arange(2), seed=0, mask_id=model.config.mask_id)
+        if compiled and fused:
+            for block in model.blocks:
+                block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+        loss = denoising_loss(model, tokens, noisy, denominator=10.0).total
+        loss.backward()
+        results.append([loss.detach(), *(weight.grad for weight in model.parameters())])
+        if fused and model.config.n_lane:
+            assert model.attention_choice()[:2] == ("merge", "fused")
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_swiglu_and_its_product_have_autograds_gradients():
+    gate_up, weight, grad = random(2, 3, 20), random(6, 10, seed=1), random(2, 3, 6, seed=2)
+    leaves = [x.double().requires_grad_() for x in (gate_up, weight)]
+    gate, up = leaves[0].chunk(2, -1)
+    out = (torch.nn.functional.silu(gate) * up) @ leaves[1].mT
+    wanted = torch.autograd.grad(out, leaves, grad.double())
+    mine = [x.clone().requires_grad_() for x in (gate_up, weight)]
+    found = modelling._SwigluDown.apply(*mine)
+    torch.testing.assert_close(found, out.float())
+    for one, true in zip(torch.autograd.grad(found, mine, grad), wanted, strict=True):
+        torch.testing.assert_close(one, true.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "swiglu_backward", "merge_sinks", "merge_sinks_backward"])
+def test_operators_keep_the_rules_of_torch(name):
+    """Shapes, strides and types that the compiler is told are those that come."""
+    q, content, lse, sink_k, sink_v, grad, grad_q = parts(2, 4, 2, 9, 8, 2)
+    given = {
+        "swiglu": (random(2, 3, 8),),
+        "swiglu_backward": (random(2, 3, 8), random(2, 3, 4)),
+        "merge_sinks": (q, content, lse, sink_k, sink_v, 0.3),
+        "merge_sinks_backward": (grad, q, content, lse, sink_k, sink_v, grad_q, 0.3),
+    }[name]
+    torch.library.opcheck(getattr(operators, name), given, test_utils=("test_schema", "test_faketensor"))
