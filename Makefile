@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS   ?= 2
 
-.PHONY: demo test test-slow lint bench docs format clean
+.PHONY: demo test test-slow lint bench docs docs-benchmarks format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -58,6 +58,10 @@ bench: $(VENV)/.core
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+# Pages and pictures that are made from benchmarks/results; a test fails where they are not.
+docs-benchmarks: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.page
 
 clean:
 	rm -rf $(VENV) site runs .pytest_cache .mypy_cache .ruff_cache
