@@ -16,7 +16,7 @@ def expected() -> dict[str, list[str]]:
         f"noise-{_GPU}": [f"{figures[f'noise-{_GPU}']['ms_corrupt']['p50']:.3f} ms"],
         f"memory-smdm-472m-{_GPU}": _memory(figures[f"memory-smdm-472m-{_GPU}"]),
         f"train-smdm-34m-sink-{_GPU}": _training(figures[f"train-smdm-34m-sink-{_GPU}"]),
-        f"train-smollm2-135m-sink-{_GPU}": _training(figures[f"train-smollm2-135m-sink-{_GPU}"]),
+        f"train-smollm2-135m-sink-{_GPU}": _adapted(figures[f"train-smollm2-135m-sink-{_GPU}"]),
         f"sampling-{_GPU}": _sampling(figures[f"sampling-{_GPU}"]),
         f"likelihood-{_GPU}": _likelihood(figures[f"likelihood-{_GPU}"]),
         "serving-cpu-aarch64.json": _serving(figures["serving-cpu-aarch64.json"]),
@@ -45,6 +45,14 @@ def _training(figures: Any) -> list[str]:
     rate = figures["tokens_per_second"]["p50"]
     words = f"{rate / 1e6:.2f}M" if rate >= 1e6 else f"{rate / 1e3:.0f}k"
     return [f"{words} tokens/s, {100 * figures['mfu']['p50']:.1f} % MFU"]
+
+
+def _adapted(figures: Any) -> list[str]:
+    """Its rates, and what the picture shows of the upper layers."""
+    shares = [100 * layer["sink_share"] for layer in figures["probe"][-1]["layers"][12:]]
+    minutes = sum(figures["lives_seconds"]) / 60
+    budget = f"for {figures['tokens'] / 1e6:.0f}M tokens in {minutes:.0f} minutes"
+    return [*_training(figures), budget, f"from layer 12 on, {min(shares):.0f} to {max(shares):.0f} % of all attention"]
 
 
 def _sampling(figures: Any) -> list[str]:
