@@ -14,6 +14,7 @@ help:
 	@echo "make test-slow  the long tests"
 	@echo "make lint       ruff, mypy, types of the page, docs"
 	@echo "make bench      benchmarks that this machine can run"
+	@echo "make docs-benchmarks  pages and pictures from benchmarks/results"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "sinkdlm needs Python 3.11 or newer; say make PYTHON=python3.12" >&2; exit 2; }

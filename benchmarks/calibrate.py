@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.measuring import RESULTS
 from sinkdlm.config import Recipe
-from sinkdlm.pace import CALIBRATION, Constants, head_seconds, step_seconds
+from sinkdlm.pace import CALIBRATION, Constants, fitted, head_seconds, step_seconds
 from sinkdlm.planning import Chip, Layout, find_chip, fitting_micro_batch, training_memory
 
 # Where the fit begins, and how strongly it stays there: products as timed in log.md's profile of a forward; six passes: written and
@@ -47,9 +47,12 @@ class Timed(NamedTuple):
     def tokens(self) -> int:
         return self.rows * self.forwards * self.recipe.data.length
 
+    def seconds_by(self, constants: Constants) -> float:
+        return step_seconds(self.recipe, self.rows * self.forwards, self.forwards, self.chip, constants=constants).total
+
     @property
     def planned_seconds(self) -> float:
-        return step_seconds(self.recipe, self.rows, self.forwards, self.chip).total
+        return self.seconds_by(fitted())
 
     @property
     def planned_peak(self) -> int:
@@ -121,9 +124,10 @@ class Peak(NamedTuple):
     planned: int
 
 
-def peaks(folder: Path = RESULTS) -> list[Peak]:
-    """By today's formula, beside what a rank of a GPU held."""
-    found = [Peak(step.record, step.name, step.peak, step.planned_peak) for step in timed_steps(folder) if step.peak is not None]
+def peaks(folder: Path = RESULTS, since: str = "") -> list[Peak]:
+    """By today's formula, beside what a rank of a GPU held. since: of steps; layouts are measured by a benchmark of their own."""
+    steps = [step for step in timed_steps(folder) if step.date >= since]
+    found = [Peak(step.record, step.name, step.peak, step.planned_peak) for step in steps if step.peak is not None]
     for record, entry, _ in entries("memory", folder):
         for name, figure in entry["figures"].items():
             recompute, place, forwards = name.split(", ")
@@ -188,7 +192,10 @@ def fit(steps: list[Timed], parts: list[Part], launch: float) -> Constants:
 
     def misses(point: Any) -> Any:
         constants = Constants(**dict(zip(names, np.exp(point), strict=True)), launch=launch)
-        whole = [np.log(step_seconds(s.recipe, s.rows, s.forwards, s.chip, constants=constants).total / s.seconds) for s in steps]
+        whole = [
+            np.log(step_seconds(s.recipe, s.rows * s.forwards, s.forwards, s.chip, constants=constants).total / s.seconds)
+            for s in steps
+        ]
         apart = [_PART * np.log(part.planned(constants) / part.seconds) for part in parts]
         return np.array([*whole, *apart, *(_STAY * (point - first))])
 
@@ -222,13 +229,13 @@ def main() -> None:
     print(json.dumps(found, indent=2))
     constants = Constants(**found["constants"])
     for step in timed_steps():
-        planned = step_seconds(step.recipe, step.rows, step.forwards, step.chip, constants=constants)
-        rates = f"{step.tokens / step.seconds:12,.0f} tokens/s, planned {step.tokens / planned.total:12,.0f}"
+        planned = step.seconds_by(constants)
+        rates = f"{step.tokens / step.seconds:12,.0f} tokens/s, planned {step.tokens / planned:12,.0f}"
         note = "" if step.date >= found["since"] else " (left out)"
-        print(f"{step.seconds / planned.total - 1:+7.1%}  {rates}  {step.name} ({step.record}){note}")
+        print(f"{step.seconds / planned - 1:+7.1%}  {rates}  {step.name} ({step.record}){note}")
     for part in timed_parts():
         print(f"{part.seconds / part.planned(constants) - 1:+7.1%}  {part.name} of {part.sizes} ({part.record})")
-    for peak in peaks():
+    for peak in peaks(since=found["since"]):
         print(f"{peak.planned / peak.measured - 1:+7.1%}  {peak.measured / 1e9:6.1f} GB  {peak.name} ({peak.record})")
 
 

@@ -109,7 +109,7 @@ def planning(records: dict[str, Record]) -> Iterator[str]:
             rates = [f"{measured:,.0f}", f"{planned:,.0f}", f"{planned / measured - 1:+.1%}"]
             rows.append([step.name, *rates, f"`{step.record}`"])
     yield table(["one H200", "tokens/s", "planned", "off by", "record"], rows)
-    found = peaks()
+    found = peaks(since=since)
     off = [peak.planned / peak.measured - 1 for peak in found]
     yield (
         f"The rates' constants are fitted to these records, so that they show how well a small model can follow them, not how well "

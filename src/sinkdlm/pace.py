@@ -75,12 +75,12 @@ def measured_on(chip: Chip) -> bool:
 
 
 def step_seconds(
-    recipe: Recipe, micro_batch: int, forwards: int, chip: Chip, layout: Layout | None = None, constants: Constants | None = None
+    recipe: Recipe, rows: int, forwards: int, chip: Chip, layout: Layout | None = None, constants: Constants | None = None
 ) -> Seconds:
-    """Of a rank that makes so many forwards of so many rows, in bf16 with compiled blocks, and one update."""
+    """Of a rank that cuts so many rows into so many forwards, in bf16 with compiled blocks, and makes one update."""
     fit, config, layout = constants or fitted(), recipe.model, layout or Layout()
     count, length = config.count_parameters(), recipe.data.length
-    tokens = micro_batch * forwards * length
+    tokens = rows * length
     forward = 1 / 3  # of both; recomputation makes it again: full all of it, selective what is neither product nor attention
     again = forward if recipe.train.recompute == "full" else 0.0
     rewritten = forward if recipe.train.recompute != "none" else 0.0

@@ -138,12 +138,15 @@ def make_plan(recipe: Recipe, name: str, machine: Machine, n_rows: int | None = 
     train = recipe.train
     if machine.ranks > train.batch:
         raise UserError(f"{name}: {machine.ranks} devices for train.batch = {train.batch} rows; give at most that many")
+    if recipe.data.length > recipe.model.context_length:
+        most = recipe.model.context_length
+        raise UserError(f"{name}: data.length = {recipe.data.length}: allowed is at most model.context_length = {most}")
     unknown = train.epochs is not None and n_rows is None
     steps = None if unknown else budget_steps(train, recipe.model, recipe.data.length, n_rows or 0)
     layout = lay_out(recipe, machine)
     rows, forwards, memory = _cut(recipe, machine, layout)
     fits = fits_in(memory, machine)
-    rate, source = _rate(recipe, machine, layout, rows, forwards) if fits else (None, "none: it does not fit")
+    rate, source = _rate(recipe, machine, layout, forwards) if fits else (None, "none: it does not fit")
     return Plan(name, recipe, machine, layout or Layout(), rows, forwards, memory, steps, rate, source)
 
 
@@ -167,7 +170,7 @@ def lay_out(recipe: Recipe, machine: Machine) -> Layout | None:
     return choose_layout(recipe.parallel, machine.ranks, min(machine.ranks, HOST_RANKS), whole, machine.capacity)
 
 
-def _rate(recipe: Recipe, machine: Machine, layout: Layout | None, rows: int, forwards: int) -> tuple[float | None, str]:
+def _rate(recipe: Recipe, machine: Machine, layout: Layout | None, forwards: int) -> tuple[float | None, str]:
     """Tokens a second of all devices together, and where the number comes from."""
     if machine.device == "cpu":
         rate = machine.tokens_per_second
@@ -175,7 +178,7 @@ def _rate(recipe: Recipe, machine: Machine, layout: Layout | None, rows: int, fo
     chip = CHIPS[machine.device]
     if not knows(recipe, chip.name):
         return None, "not known: records are of bf16 with compiled blocks"
-    seconds = step_seconds(recipe, rows, forwards, chip, layout)
+    seconds = step_seconds(recipe, -(-recipe.train.batch // machine.ranks), forwards, chip, layout)
     source = "calibrated on its records" if measured_on(chip) else "scaled from H200 records, not measured"
     if machine.ranks > 1:
         source += "; exchange between GPUs by data sheets, not measured"
@@ -257,9 +260,9 @@ def describe(plan: Plan, price: float | None = None) -> str:
         lines += [f"{'change' if number == 0 else '    or':12s}{words}" for number, words in enumerate(enough)]
     lines.append(f"speed       {_speed_line(plan)}")
     if plan.hours is not None and plan.gpu_hours is not None:
-        cost = "" if price is None else f", {price * plan.gpu_hours:,.0f} at {price:g} each"
+        cost = "" if price is None else f", {_few(price * plan.gpu_hours)} at {price:g} each"
         unit = "device" if plan.machine.device == "cpu" else "GPU"
-        lines.append(f"time        {say_hours(plan.hours)} of steps, {plan.gpu_hours:,.1f} {unit}-hours{cost}")
+        lines.append(f"time        {say_hours(plan.hours)} of steps, {_few(plan.gpu_hours)} {unit}-hours{cost}")
     lines.append(
         f"disk        checkpoint {_bytes(plan.checkpoint_bytes)}; a state {_bytes(plan.state_bytes)}, {recipe.save.keep} kept"
     )
@@ -322,6 +325,10 @@ def _big(count: float) -> str:
     return f"{count / 1e3:.1f}K"
 
 
+def _few(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}" if value < 1 else f"{value:.1f}"
+
+
 def _bytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
@@ -360,10 +367,12 @@ def line_of_run(
     chip = find_chip(device)
     if chip is None or not knows(recipe, device):
         return None
-    forwards = -(-recipe.train.batch // (ranks * rows))
+    share = -(-recipe.train.batch // ranks)
+    forwards = -(-share // rows)
     plan = training_memory(recipe, rows, layout, accumulates=forwards > 1, compiled=True)
-    seconds = step_seconds(recipe, rows, forwards, chip, layout).total
+    seconds = step_seconds(recipe, share, forwards, chip, layout).total
     rate = recipe.train.batch * recipe.data.length / seconds
     of = f" of {memory / 1e9:.0f}" if memory is not None else ""
-    source = "" if measured_on(chip) and ranks == 1 else " (scaled, not measured)"
+    several = " (several GPUs: not measured)" if ranks > 1 else ""
+    source = several if measured_on(chip) else " (scaled from H200 records, not measured)"
     return f"plan: {plan.total / 1e9:.1f}{of} GB, about {rate:,.0f} tokens/s{source}, {say_hours(steps * seconds / 3600)} of steps"
