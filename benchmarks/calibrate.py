@@ -27,6 +27,7 @@ _FIRST = {"products": 0.7, "attention": 0.45, "passes": 6.0, "logit": 40.0, "lan
 _STAY = 0.15
 _PART = 0.3  # the weight of a part's record beside that of a whole step
 _LAUNCHED = 1.5  # milliseconds under which an attention's time is the host's
+_TURNS, _TINY = 60, 1e-6  # of the fit, and the change that ends it
 _OURS = ("vanilla", "sink", "gate")
 
 
@@ -200,12 +201,24 @@ def fit(steps: list[Timed], parts: list[Part], launch: float) -> Constants:
         return np.array([*whole, *apart, *(_STAY * (point - first))])
 
     point = first
-    for _ in range(60):
+    for _ in range(_TURNS):
         here = misses(point)
-        slopes = np.stack([(misses(point + 1e-6 * unit) - here) / 1e-6 for unit in np.eye(len(names))], 1)
-        point = point + np.clip(np.linalg.lstsq(slopes, -here, rcond=None)[0], -0.5, 0.5)
+        slopes = np.stack([(misses(point + _TINY * unit) - here) / _TINY for unit in np.eye(len(names))], 1)
+        change = np.clip(np.linalg.lstsq(slopes, -here, rcond=None)[0], -0.5, 0.5)
+        point = point + change
+        if np.abs(change).max() < _TINY:
+            break
     found = {name: float(f"{value:.4g}") for name, value in zip(names, np.exp(point), strict=True)}
     return Constants(**found, launch=float(f"{launch:.4g}"))
+
+
+def foretold(steps: list[Timed], folder: Path = RESULTS) -> list[float]:
+    """Seconds of each step by constants that were fitted without its record."""
+    parts, launch = timed_parts(folder), host_seconds(folder)
+    without = {
+        name: fit([step for step in steps if step.record != name], parts, launch) for name in {step.record for step in steps}
+    }
+    return [step.seconds_by(without[step.record]) for step in steps]
 
 
 def table(folder: Path = RESULTS, since: str = "") -> dict[str, Any]:

@@ -90,9 +90,9 @@ def draw_memory(path: Path) -> None:
         axes.legend()
 
 
-def draw_sinks(path: Path) -> None:
+def draw_sinks(path: Path, folder: Path = RESULTS) -> None:
     """Where attention rests at the end of the deepest run with a sink; its vanilla twin beside it, where a record has one."""
-    seen = {name: found["probe"][-1]["layers"] for name, found in runs().items() if found["probe"]}
+    seen = {name: found["probe"][-1]["layers"] for name, found in runs(folder).items() if found["probe"]}
     name = max((name for name in seen if name.endswith("-sink")), key=lambda name: len(seen[name]))
     layers, twin = seen[name], seen.get(name.removesuffix("-sink"))
     at = np.arange(len(layers))

@@ -250,6 +250,8 @@ def test_a_cpu_is_measured_and_large_models_are_not_tried_on_it():
     assert found["tokens_per_second"] > 100
     assert found["rate"].startswith("measured here")
     assert found["mfu"] is None
+    auto = plan_of(device="cpu", ranks=1, overrides=["train.precision=auto"]).memory
+    assert auto == plan_of(device="cpu", ranks=1, overrides=["train.precision=float32"]).memory
     large = json.loads(run(SINK, "--device", "cpu", "--json").stdout)[0]
     assert large["tokens_per_second"] is None
     assert large["memory"]["peak"] > 0

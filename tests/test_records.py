@@ -62,3 +62,15 @@ def test_pictures_are_drawn_from_the_records(tmp_path):
     drawn = plots.draw(tmp_path)
     assert {path.stem for path in drawn} == set(PICTURES)
     assert all(path.read_text().lstrip().startswith("<?xml") for path in drawn)
+
+
+@pytest.mark.slow
+def test_a_twin_without_a_sink_joins_the_picture_once_there_is_a_record_of_it(tmp_path):
+    plots = pytest.importorskip("benchmarks.plots")
+    record = json.loads((RESULTS / "train-smollm2-135m-sink-nvidia-h200.json").read_text())
+    (tmp_path / "train-a.json").write_text(json.dumps(record))
+    plots.draw_sinks(tmp_path / "alone.svg", tmp_path)
+    record["settings"]["recipe"] = "smollm2-135m"
+    (tmp_path / "train-b.json").write_text(json.dumps(record))
+    plots.draw_sinks(tmp_path / "twins.svg", tmp_path)
+    assert (tmp_path / "twins.svg").read_text().count("<path") > (tmp_path / "alone.svg").read_text().count("<path")

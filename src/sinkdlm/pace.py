@@ -74,6 +74,11 @@ def measured_on(chip: Chip) -> bool:
     return chip.name in calibration()["device"]
 
 
+def scaled() -> str:
+    """What is to be said of a rate on another device."""
+    return f"scaled from {' and '.join(calibration()['device'])} records, not measured"
+
+
 def step_seconds(
     recipe: Recipe, rows: int, forwards: int, chip: Chip, layout: Layout | None = None, constants: Constants | None = None
 ) -> Seconds:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sinkdlm.config import Recipe
 from sinkdlm.errors import UserError
-from sinkdlm.pace import HOST_RANKS, knows, measured_on, step_seconds
+from sinkdlm.pace import HOST_RANKS, knows, measured_on, scaled, step_seconds
 from sinkdlm.planning import (
     CHIPS,
     USABLE,
@@ -141,6 +141,8 @@ def make_plan(recipe: Recipe, name: str, machine: Machine, n_rows: int | None = 
     if recipe.data.length > recipe.model.context_length:
         most = recipe.model.context_length
         raise UserError(f"{name}: data.length = {recipe.data.length}: allowed is at most model.context_length = {most}")
+    if machine.device == "cpu" and train.precision == "auto":
+        recipe = Recipe.resolve({**recipe.to_dict(), "train": {**recipe.to_dict()["train"], "precision": "float32"}})
     unknown = train.epochs is not None and n_rows is None
     steps = None if unknown else budget_steps(train, recipe.model, recipe.data.length, n_rows or 0)
     layout = lay_out(recipe, machine)
@@ -174,12 +176,12 @@ def _rate(recipe: Recipe, machine: Machine, layout: Layout | None, forwards: int
     """Tokens a second of all devices together, and where the number comes from."""
     if machine.device == "cpu":
         rate = machine.tokens_per_second
-        return rate, "not known: too large to try on a CPU" if rate is None else "measured here, by a few steps on made-up tokens"
+        return rate, "not known: too large to try on a CPU" if rate is None else "measured here, by a few steps in float32"
     chip = CHIPS[machine.device]
     if not knows(recipe, chip.name):
         return None, "not known: records are of bf16 with compiled blocks"
     seconds = step_seconds(recipe, -(-recipe.train.batch // machine.ranks), forwards, chip, layout)
-    source = "calibrated on its records" if measured_on(chip) else "scaled from H200 records, not measured"
+    source = "calibrated on its records" if measured_on(chip) else scaled()
     if machine.ranks > 1:
         source += "; exchange between GPUs by data sheets, not measured"
     return recipe.train.batch * recipe.data.length / seconds.total, source
@@ -374,5 +376,5 @@ def line_of_run(
     rate = recipe.train.batch * recipe.data.length / seconds
     of = f" of {memory / 1e9:.0f}" if memory is not None else ""
     several = " (several GPUs: not measured)" if ranks > 1 else ""
-    source = several if measured_on(chip) else " (scaled from H200 records, not measured)"
+    source = several if measured_on(chip) else f" ({scaled()})"
     return f"plan: {plan.total / 1e9:.1f}{of} GB, about {rate:,.0f} tokens/s{source}, {say_hours(steps * seconds / 3600)} of steps"
