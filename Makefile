@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS   ?= 2
 
-.PHONY: demo test test-slow lint bench docs format clean
+.PHONY: demo test test-slow lint bench docs docs-benchmarks format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test-slow  the long tests"
 	@echo "make lint       ruff, mypy, types of the page, docs"
 	@echo "make bench      benchmarks that this machine can run"
+	@echo "make docs-benchmarks  pages and pictures from benchmarks/results"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "sinkdlm needs Python 3.11 or newer; say make PYTHON=python3.12" >&2; exit 2; }
@@ -58,6 +59,10 @@ bench: $(VENV)/.core
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+# Pages and pictures that are made from benchmarks/results; a test fails where they are not.
+docs-benchmarks: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.page
 
 clean:
 	rm -rf $(VENV) site runs .pytest_cache .mypy_cache .ruff_cache

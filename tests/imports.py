@@ -4,7 +4,14 @@ import ast
 from pathlib import Path
 
 LEAVES = ("interop", "evals", "analysis", "serving", "reproduce", "demo", "writer")
-COMMAND_LINE = ("cli", "cli_analysis", "cli_evals", "cli_options", "cli_serving")  # import everything else inside their subcommands
+COMMAND_LINE = (
+    "cli",
+    "cli_analysis",
+    "cli_evals",
+    "cli_options",
+    "cli_planning",
+    "cli_serving",
+)  # import everything else inside their subcommands
 CORE = (
     "config",
     "noise",
@@ -41,16 +48,18 @@ ALLOWED = {
     "sampling": ("noise", "fusion"),
     "likelihood": ("noise", "sampling"),
     "planning": ("config",),
+    "pace": ("config", "planning"),
+    "plans": ("config", "planning", "pace"),
     "data": ("config", "noise", "durable"),
     "checkpoint": (*CORE, "durable"),
-    "training": (*CORE, "data", "planning", "durable"),
+    "training": (*CORE, "data", "planning", "plans", "durable"),
     "interop": CORE,
     "evals": (*CORE, "data", "durable"),
     "viewer": (),
     "analysis": (*CORE, "viewer"),
     "prompting": ("sampling",),
     "serving": (*CORE, "analysis", "prompting"),
-    "reproduce": (*CORE, "data", "training", "planning", "interop", "evals", "analysis"),
+    "reproduce": (*CORE, "data", "training", "planning", "pace", "plans", "interop", "evals", "analysis"),
     "writer": ("observe", "sampling", "prompting"),
     "demo": (*CORE, "data", "training", "analysis", "durable"),
 }

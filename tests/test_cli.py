@@ -38,7 +38,7 @@ def test_help_is_quick(tmp_path):
 def test_help_and_version():
     shown = run("--help")
     assert shown.returncode == 0
-    for command in ("demo", "presets", "recipe", "eval", "score-requests", "score", "serve"):
+    for command in ("demo", "presets", "recipe", "eval", "score-requests", "score", "serve", "plan"):
         assert command in shown.stdout
     assert run("--version").stdout.startswith("sinkdlm 0.")
     assert run("presets", "--help").returncode == 0

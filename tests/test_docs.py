@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import typer.main
@@ -181,9 +182,14 @@ def test_every_page_opens_and_fits_a_phone(tmp_path):
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     pages = sorted(path for path in tmp_path.rglob("*.html") if path.name != "404.html")
     assert len(pages) == len(PAGES)
+    said: list[str] = []
+    links: dict[str, set[str]] = {}  # of a page, to places of this site
     with sync_api.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=BROWSER, args=FLAGS)
         page = browser.new_page(viewport={"width": 390, "height": 844})
+        page.on("pageerror", lambda failure: said.append(f"{page.url}: {failure}"))
+        page.on("console", lambda message: said.append(f"{page.url}: {message.text}") if message.type == "error" else None)
+        page.on("requestfailed", lambda request: said.append(f"{page.url}: no {request.url}"))
         for path in pages:
             page.goto(path.as_uri())
             assert page.locator("h1").count() == 1, path
@@ -195,4 +201,17 @@ def test_every_page_opens_and_fits_a_phone(tmp_path):
                   return table.getBoundingClientRect().right <= innerWidth || getComputedStyle(box).overflowX === 'auto';
                 })"""
             ), path
+            assert page.evaluate("[...document.images].every(image => image.complete && image.naturalWidth > 0)"), path
+            links[path.as_uri()] = set(
+                page.evaluate("[...document.querySelectorAll('article a[href], nav a[href]')].map(a => a.href)")
+            )
         browser.close()
+    assert said == []
+    assert sum(map(len, links.values())) > 1000
+    ids = {path.as_uri(): set(re.findall(r'\bid="([^"]+)"', path.read_text())) for path in pages}
+    for place, found in links.items():
+        for link in found:
+            target, _, name = link.partition("#")
+            if target.startswith("file:"):
+                assert target in ids, f"{place}: {link}"
+                assert not name or unquote(name) in ids[target], f"{place}: {link}"

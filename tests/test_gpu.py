@@ -361,3 +361,18 @@ def test_engines_that_share_a_gpu_write_what_requests_write_alone():
         for owner, request, row in zip(asking, requests, rows, strict=True):
             assert owner.tokens() == [row[request.canvas.index(request.mask_id) :]]
     assert all(engine.close(60) for engine in engines)
+
+
+def test_a_run_on_a_gpu_that_is_known_says_its_plan(tmp_path):
+    from benchmarks.kills import write_set
+
+    from sinkdlm import Recipe
+    from sinkdlm.planning import find_chip
+    from test_training import run
+
+    data = {"sets": {str(write_set(tmp_path / "data")): 1.0}, "length": 64}
+    given = {"steps": 1, "batch": 2}
+    recipe = Recipe.resolve({"model": {"preset": "smdm-6m"}, "data": data, "train": given, "eval": {"every": 0}})
+    _, said = run(recipe, tmp_path / "run", device="cuda")
+    known = find_chip(torch.cuda.get_device_name()) is not None
+    assert any(line.startswith("plan: ") for line in said) == known

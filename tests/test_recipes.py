@@ -64,6 +64,7 @@ def test_a_recipe_resolves_builds_and_takes_a_step(tmp_path, token_set, path):  
     flags = ("n_sinks", "sink_kind", "sink_position", "sink_value", "gate", "tie_embeddings", "qkv_bias")
     assert {flag: getattr(found, flag) for flag in flags} == {flag: getattr(recipe.model, flag) for flag in flags}
     assert any("1 steps of 2 rows" in line for line in said)
+    assert not any(line.startswith("plan:") for line in said)  # no table tells of a CPU
 
 
 def test_twins_differ_in_their_flags_alone():

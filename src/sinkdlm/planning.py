@@ -21,8 +21,27 @@ PEAK_FLOPS = {
     "4090": 165e12,
     "A10G": 70e12,
 }
+
+
+class Chip(NamedTuple):
+    """What a maker's data sheet says of one device. Bytes are of 10^9, as there."""
+
+    name: str
+    flops: float  # dense bf16, a second
+    bandwidth: float  # bytes of memory a second
+    memory: int
+    link: float  # bytes a second to the others of its host, one way
+
+
+# The data sheets of NVIDIA A100 80GB (SXM), H100 (SXM), H200 and HGX B200, NVLink halved for one direction.
+CHIPS = {
+    "a100": Chip("A100", PEAK_FLOPS["A100"], 2.039e12, 80 * 10**9, 300e9),
+    "h100": Chip("H100", PEAK_FLOPS["H100"], 3.35e12, 80 * 10**9, 450e9),
+    "h200": Chip("H200", PEAK_FLOPS["H200"], 4.8e12, 141 * 10**9, 450e9),
+    "b200": Chip("B200", PEAK_FLOPS["B200"], 8.0e12, 180 * 10**9, 900e9),
+}
 _BYTES = {"float64": 8, "float32": 4, "bf16": 2, "auto": 2}
-_USABLE = 0.85  # of a device's memory: the rest is fragments, workspaces and the context
+USABLE = 0.85  # of a device's memory: the rest is fragments, workspaces and the context
 
 
 def peak_flops(device: str) -> float | None:
@@ -31,6 +50,12 @@ def peak_flops(device: str) -> float | None:
         if word in device.upper():
             return PEAK_FLOPS[word]
     return None
+
+
+def find_chip(device: str) -> Chip | None:
+    """Of a device by its name, where the table has it. GH200, PCIe cards and the A100 of 40 GB are other devices."""
+    words = device.upper().replace("-", " ").split()
+    return next((chip for chip in CHIPS.values() if chip.name in words and not {"PCIE", "40GB"} & set(words)), None)
 
 
 def head_parameters(config: ModelConfig) -> int:
@@ -143,7 +168,7 @@ def training_memory(
     unit = _BYTES[train.precision]
     tokens = micro_batch * recipe.data.length
     part = -(-config.count_parameters().total // layout.shards) * weight
-    kept = _kept_by_block(config, unit, train.compile != "none" if compiled is None else compiled)
+    kept = kept_by_block(config, unit, train.compile != "none" if compiled is None else compiled)
     logits = min(160_000_000, tokens * config.vocab_size) * (4 + unit)
     # With recomputation the backward first makes what the block would have kept.
     again = tokens * (kept["none"] - kept[train.recompute])
@@ -160,7 +185,7 @@ def training_memory(
     )
 
 
-def _kept_by_block(config: ModelConfig, unit: int, compiled: bool) -> dict[str, int]:
+def kept_by_block(config: ModelConfig, unit: int, compiled: bool) -> dict[str, int]:
     """Bytes a token that one block keeps for its backward, by recomputation.
 
     none: both residuals (float32), both normed inputs, q, k and v beside the sinks', attention's output, gate, up, their product;
@@ -200,6 +225,6 @@ def fitting_micro_batch(
         return share
     for cuts in range(1, share + 1):
         rows = -(-share // cuts)
-        if training_memory(recipe, rows, layout, accumulates=cuts > 1, compiled=compiled).total <= _USABLE * memory:
+        if training_memory(recipe, rows, layout, accumulates=cuts > 1, compiled=compiled).total <= USABLE * memory:
             return rows
     return 1

@@ -23,6 +23,7 @@ from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
 from sinkdlm.errors import CheckpointError, DataError, TrainError, UserError
 from sinkdlm.noise import hash_words
 from sinkdlm.planning import Layout, choose_layout, fitting_micro_batch, peak_flops, training_flops, training_memory
+from sinkdlm.plans import line_of_run
 from sinkdlm.training.evaluate import BUCKETS, BucketedLoss, probe, sample_text, validate
 from sinkdlm.training.export import provenance_of, write_model
 from sinkdlm.training.feed import batches
@@ -194,6 +195,11 @@ class Trainer:
             f"{tokens:,} tokens; {self.rows.n_rows} rows in {sets}; {self.precision} on {self.device.type}, {layout}; "
             f"attention: {self.model.attention_choice()}"
         )
+        if self.device.type == "cuda" and self._compiles():
+            name, left = torch.cuda.get_device_name(self.device), self.steps - self.step
+            plan = line_of_run(self.recipe, name, self.world.memory, self.weights.layout, self.micro_batch, self.world.size, left)
+            if plan is not None:
+                self.monitor.say(plan)
         if self.precision == "bf16" and self.device.type == "cpu":
             self.monitor.say('train.precision = "bf16" is slow on most CPUs; "float32" or "auto" is the cure')
 

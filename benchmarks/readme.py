@@ -1,0 +1,81 @@
+"""The README's measured numbers as the records give them, so that a test can hold the one against the other."""
+
+from typing import Any
+
+from benchmarks.page import read_records
+
+_GPU = "nvidia-h200.json"
+
+
+def expected() -> dict[str, list[str]]:
+    """Record -> what the README says of it, word for word."""
+    figures = {name: entry["figures"] for name, entry in read_records().items()}
+    return {
+        f"loss-{_GPU}": _loss(figures[f"loss-{_GPU}"]["8192x896x151936"]),
+        f"attention-{_GPU}": _attention(figures[f"attention-{_GPU}"]["2x2048x10x10x128"]["relative_error"]),
+        f"noise-{_GPU}": [f"{figures[f'noise-{_GPU}']['ms_corrupt']['p50']:.3f} ms"],
+        f"memory-smdm-472m-{_GPU}": _memory(figures[f"memory-smdm-472m-{_GPU}"]),
+        f"train-smdm-34m-sink-{_GPU}": _training(figures[f"train-smdm-34m-sink-{_GPU}"]),
+        f"train-smollm2-135m-sink-{_GPU}": _adapted(figures[f"train-smollm2-135m-sink-{_GPU}"]),
+        f"sampling-{_GPU}": _sampling(figures[f"sampling-{_GPU}"]),
+        f"likelihood-{_GPU}": _likelihood(figures[f"likelihood-{_GPU}"]),
+        "serving-cpu-aarch64.json": _serving(figures["serving-cpu-aarch64.json"]),
+        f"loader-{_GPU}": _loader(figures[f"loader-{_GPU}"]),
+    }
+
+
+def _loss(row: Any) -> list[str]:
+    forms = ("chunked", "full_logits")
+    times = [f"{row['ms_forward_backward'][form]['p50']:.2f} ms" for form in forms]
+    return [*times, *(f"{row['peak_bytes'][form] / 1e9:.1f} GB" for form in forms)]
+
+
+def _attention(errors: Any) -> list[str]:
+    said = (("append", "append"), ("merge:cudnn", "merge"), ("plain", "no sink"))
+    return [f"{1000 * errors[form]['out']:.2f}e-3 ({words})" for form, words in said]
+
+
+def _memory(figures: Any) -> list[str]:
+    held = {name: figure["peak"] / 1e9 for name, figure in figures.items()}
+    pairs = [[held[f"{how}, {place}, 1 forwards"] for place in ("alone 1", "shard 64")] for how in ("none", "full")]
+    return [f"{alone:.1f} / {shard:.1f} GB" for alone, shard in pairs]
+
+
+def _training(figures: Any) -> list[str]:
+    rate = figures["tokens_per_second"]["p50"]
+    words = f"{rate / 1e6:.2f}M" if rate >= 1e6 else f"{rate / 1e3:.0f}k"
+    return [f"{words} tokens/s, {100 * figures['mfu']['p50']:.1f} % MFU"]
+
+
+def _adapted(figures: Any) -> list[str]:
+    """Its rates, and what the picture shows of the upper layers."""
+    shares = [100 * layer["sink_share"] for layer in figures["probe"][-1]["layers"][12:]]
+    minutes = sum(figures["lives_seconds"]) / 60
+    budget = f"for {figures['tokens'] / 1e6:.0f}M tokens in {minutes:.0f} minutes"
+    return [*_training(figures), budget, f"from layer 12 on, {min(shares):.0f} to {max(shares):.0f} % of all attention"]
+
+
+def _sampling(figures: Any) -> list[str]:
+    def rates(form: str, *rows: int) -> str:
+        return " / ".join(f"{figures[f'batch {number}'][form]['tokens_per_second']['p50']:,.0f}" for number in rows)
+
+    ours, official = rates("ours_temperature_0.1", 64, 1), rates("official_temperature_0.1", 64, 1)
+    cached = f"{rates('blocks_cache_dual', 64)} / {rates('2_tokens_a_step_cache_dual', 64)} tokens/s"
+    return [
+        f"{ours} tokens/s; float8 {rates('ours_float8_temperature_0.1', 64, 1)} | {official} tokens/s (official loop)",
+        f"{cached} | {rates('official', 64)} tokens/s (official loop, no blocks)",
+    ]
+
+
+def _likelihood(figures: Any) -> list[str]:
+    ours, plain = (figures[form]["requests_per_second"] for form in ("ours", "plain"))
+    return [f"{ours:.1f} requests/s | {plain:.1f} requests/s (one at a time)"]
+
+
+def _serving(figures: Any) -> list[str]:
+    together, fixed, alone = (figures[form]["requests_per_second"]["p50"] for form in ("together", "deterministic", "one_by_one"))
+    return [f"{together:.1f}; `--deterministic` {fixed:.1f} | {alone:.1f} (one by one)"]
+
+
+def _loader(figures: Any) -> list[str]:
+    return [f"{figures['loader_tokens_per_second']['p50'] / 1e6:.0f}M tokens/s, {figures['ratio']:.0f}\N{MULTIPLICATION SIGN}"]

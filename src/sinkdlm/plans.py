@@ -1,0 +1,380 @@
+"""What a recipe takes on given hardware: memory, and what to change where it does not fit; tokens a second, hours, cost, disk.
+
+Puts planning.py's formulas and pace.py's seconds together, and into words. Knows nothing of torch: what a CPU does is measured by
+others and handed in.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sinkdlm.config import Recipe
+from sinkdlm.errors import UserError
+from sinkdlm.pace import HOST_RANKS, knows, measured_on, scaled, step_seconds
+from sinkdlm.planning import (
+    CHIPS,
+    USABLE,
+    Layout,
+    Memory,
+    budget_steps,
+    choose_layout,
+    find_chip,
+    fitting_micro_batch,
+    training_flops,
+    training_memory,
+)
+
+_WEIGHT = {"float64": 8}  # bytes of a master weight; 4 in every other precision
+_MOST_RANKS = 1024  # that are proposed
+_SHARD = {"mode": "shard", "shard_ranks": None}
+_SHARDED = "--set parallel.mode=shard"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan is made for: so many devices of a kind."""
+
+    device: str  # a100, h100, h200, b200 or cpu
+    ranks: int = 1
+    memory: int | None = None  # bytes of each; by default the data sheet's
+    tokens_per_second: float | None = None  # of each, where it was measured
+
+    @property
+    def capacity(self) -> int | None:
+        return self.memory if self.memory is not None or self.device == "cpu" else CHIPS[self.device].memory
+
+    @property
+    def compiles(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def text(self) -> str:
+        return f"{self.ranks} x {self.device}" if self.ranks > 1 else self.device
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of one recipe on one machine. Bytes are of one device; hours are those of steps alone: no validation, no saving."""
+
+    name: str
+    recipe: Recipe
+    machine: Machine
+    layout: Layout
+    rows: int  # of a forward
+    forwards: int  # of a step, on the device that makes most
+    memory: Memory
+    steps: int | None  # None: passes over data that is not here
+    tokens_per_second: float | None
+    source: str  # of the rate, or why there is none
+
+    @property
+    def fits(self) -> bool:
+        return fits_in(self.memory, self.machine)
+
+    @property
+    def tokens(self) -> int | None:
+        return None if self.steps is None else self.steps * self.recipe.train.batch * self.recipe.data.length
+
+    @property
+    def flops_per_token(self) -> float:
+        return training_flops(self.recipe.model, self.recipe.data.length)
+
+    @property
+    def hours(self) -> float | None:
+        if self.tokens is None or self.tokens_per_second is None:
+            return None
+        return self.tokens / self.tokens_per_second / 3600
+
+    @property
+    def gpu_hours(self) -> float | None:
+        return None if self.hours is None else self.hours * self.machine.ranks
+
+    @property
+    def mfu(self) -> float | None:
+        if self.tokens_per_second is None or self.machine.device == "cpu":
+            return None
+        return self.tokens_per_second * self.flops_per_token / self.machine.ranks / CHIPS[self.machine.device].flops
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.recipe.model.count_parameters().total * _WEIGHT.get(self.recipe.train.precision, 4)
+
+    @property
+    def state_bytes(self) -> int:
+        """A state to resume from: weights, two moments, the average."""
+        return self.checkpoint_bytes * (3 + (self.recipe.train.ema is not None))
+
+    def to_dict(self, price: float | None = None) -> dict[str, Any]:
+        count, gpu_hours = self.recipe.model.count_parameters(), self.gpu_hours
+        return {
+            "recipe": self.name,
+            "device": self.machine.device,
+            "gpus": self.machine.ranks,
+            "parameters": {**count._asdict(), "total": count.total},
+            "flops_per_token": self.flops_per_token,
+            "flops": None if self.tokens is None else self.flops_per_token * self.tokens,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "layout": {"mode": self.layout.name, **self.layout._asdict()},
+            "micro_batch": self.rows,
+            "forwards": self.forwards,
+            "memory": {**self.memory._asdict(), "peak": self.memory.total, "device": self.machine.capacity},
+            "fits": self.fits,
+            "change": changes_that_fit(self),
+            "tokens_per_second": self.tokens_per_second,
+            "rate": self.source,
+            "mfu": self.mfu,
+            "hours": self.hours,
+            "gpu_hours": gpu_hours,
+            "cost": None if price is None or gpu_hours is None else price * gpu_hours,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "state_bytes": self.state_bytes,
+        }
+
+
+def make_plan(recipe: Recipe, name: str, machine: Machine, n_rows: int | None = None) -> Plan:
+    """n_rows: of the data, where the budget counts passes over it."""
+    train = recipe.train
+    if machine.ranks > train.batch:
+        raise UserError(f"{name}: {machine.ranks} devices for train.batch = {train.batch} rows; give at most that many")
+    if recipe.data.length > recipe.model.context_length:
+        most = recipe.model.context_length
+        raise UserError(f"{name}: data.length = {recipe.data.length}: allowed is at most model.context_length = {most}")
+    if machine.device == "cpu" and train.precision == "auto":
+        recipe = Recipe.resolve({**recipe.to_dict(), "train": {**recipe.to_dict()["train"], "precision": "float32"}})
+    unknown = train.epochs is not None and n_rows is None
+    steps = None if unknown else budget_steps(train, recipe.model, recipe.data.length, n_rows or 0)
+    layout = lay_out(recipe, machine)
+    rows, forwards, memory = _cut(recipe, machine, layout)
+    fits = fits_in(memory, machine)
+    rate, source = _rate(recipe, machine, layout, forwards) if fits else (None, "none: it does not fit")
+    return Plan(name, recipe, machine, layout or Layout(), rows, forwards, memory, steps, rate, source)
+
+
+def _cut(recipe: Recipe, machine: Machine, layout: Layout | None) -> tuple[int, int, Memory]:
+    """Rows of a forward and forwards of a step as `train` would choose them, and what they take."""
+    share = -(-recipe.train.batch // machine.ranks)
+    rows = recipe.train.micro_batch or fitting_micro_batch(recipe, machine.capacity, share, layout, compiled=machine.compiles)
+    rows = min(rows, share)
+    forwards = -(-share // rows)
+    return rows, forwards, training_memory(recipe, rows, layout, accumulates=forwards > 1, compiled=machine.compiles)
+
+
+def fits_in(memory: Memory, machine: Machine) -> bool:
+    return machine.capacity is None or memory.total <= USABLE * machine.capacity
+
+
+def lay_out(recipe: Recipe, machine: Machine) -> Layout | None:
+    if machine.ranks == 1:
+        return None
+    whole = training_memory(recipe, 1).state
+    return choose_layout(recipe.parallel, machine.ranks, min(machine.ranks, HOST_RANKS), whole, machine.capacity)
+
+
+def _rate(recipe: Recipe, machine: Machine, layout: Layout | None, forwards: int) -> tuple[float | None, str]:
+    """Tokens a second of all devices together, and where the number comes from."""
+    if machine.device == "cpu":
+        rate = machine.tokens_per_second
+        return rate, "not known: too large to try on a CPU" if rate is None else "measured here, by a few steps in float32"
+    chip = CHIPS[machine.device]
+    if not knows(recipe, chip.name):
+        return None, "not known: records are of bf16 with compiled blocks"
+    seconds = step_seconds(recipe, -(-recipe.train.batch // machine.ranks), forwards, chip, layout)
+    source = "calibrated on its records" if measured_on(chip) else scaled()
+    if machine.ranks > 1:
+        source += "; exchange between GPUs by data sheets, not measured"
+    return recipe.train.batch * recipe.data.length / seconds.total, source
+
+
+def changes_that_fit(plan: Plan) -> list[str]:
+    """What to say on the command line where a plan does not fit: each alone is enough, the gentlest first."""
+    if plan.fits:
+        return []
+    here = [words for words, recipe, machine in _changes(plan) if _fitting_rows(recipe, machine)]
+    more = (words for words, recipe, machine in _more_devices(plan) if _fitting_rows(recipe, machine))
+    return [*here, *itertools.islice(more, 1)]
+
+
+def _fitting_rows(recipe: Recipe, machine: Machine) -> int | None:
+    """Of a forward, where any number fits."""
+    rows, _, memory = _cut(recipe, machine, lay_out(recipe, machine))
+    return rows if fits_in(memory, machine) else None
+
+
+def _changed(recipe: Recipe, **tables: dict[str, Any]) -> Recipe:
+    """With as many rows a forward as fit."""
+    whole = recipe.to_dict()
+    whole["train"] |= {"micro_batch": None}
+    return Recipe.resolve({**whole, **{name: {**whole[name], **table} for name, table in tables.items()}})
+
+
+def _worded(words: str, recipe: Recipe, machine: Machine, forced: int | None) -> tuple[str, Recipe, Machine]:
+    """A recipe that forces its rows a forward must be told others."""
+    rows = _fitting_rows(recipe, machine)
+    return (words if forced in (None, rows) else f"{words} --set train.micro_batch={rows}".strip()), recipe, machine
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, Recipe, Machine]]:
+    """On the same devices."""
+    recipe, machine = plan.recipe, plan.machine
+    forced = recipe.train.micro_batch
+    if forced is not None:
+        yield _worded("", _changed(recipe), machine, forced)
+    for how in ("selective", "full"):
+        if how != recipe.train.recompute:
+            yield _worded(f"--set train.recompute={how}", _changed(recipe, train={"recompute": how}), machine, forced)
+    if machine.ranks > 1 and plan.layout.name != "shard":
+        yield _worded(_SHARDED, _changed(recipe, parallel=_SHARD), machine, forced)
+        both = _changed(recipe, parallel=_SHARD, train={"recompute": "full"})
+        yield _worded(f"{_SHARDED} --set train.recompute=full", both, machine, forced)
+
+
+def _more_devices(plan: Plan) -> Iterator[tuple[str, Recipe, Machine]]:
+    recipe, machine = plan.recipe, plan.machine
+    ranks = 2 * machine.ranks
+    while machine.device != "cpu" and ranks <= min(_MOST_RANKS, recipe.train.batch):
+        more = replace(machine, ranks=ranks)
+        for how, words in ((recipe.train.recompute, ""), ("full", " --set train.recompute=full")):
+            changed = _changed(recipe, parallel=_SHARD, train={"recompute": how})
+            yield _worded(f"--gpus {ranks} {_SHARDED}{words}", changed, more, recipe.train.micro_batch)
+        ranks *= 2
+
+
+# -- in words -----------------------------------------------------------------------------------------------------------------
+
+
+def describe(plan: Plan, price: float | None = None) -> str:
+    count, recipe = plan.recipe.model.count_parameters(), plan.recipe
+    untied = f" + head {_big(count.head)}" if count.head else ""
+    lines = [
+        f"{plan.name} on {plan.machine.text}",
+        f"parameters  {_big(count.total)}: {_big(count.non_embedding)} + embedding {_big(count.embedding)}{untied}",
+        f"budget      {_budget(plan)}",
+        f"FLOPs       {_big(plan.flops_per_token)} a token" + (f", {_total(plan):.3g} in all" if plan.tokens else ""),
+        f"memory      {_memory_line(plan)}",
+        f"            {_memory_parts(plan.memory)}",
+        f"            {plan.rows} rows of {recipe.data.length} a forward, {plan.forwards} a step; {plan.layout.text}; "
+        f"recompute {recipe.train.recompute}",
+    ]
+    if not plan.fits:
+        enough = changes_that_fit(plan) or ["nothing that was tried is enough: a device with more memory, or a smaller model"]
+        lines += [f"{'change' if number == 0 else '    or':12s}{words}" for number, words in enumerate(enough)]
+    lines.append(f"speed       {_speed_line(plan)}")
+    if plan.hours is not None and plan.gpu_hours is not None:
+        cost = "" if price is None else f", {_few(price * plan.gpu_hours)} at {price:g} each"
+        unit = "device" if plan.machine.device == "cpu" else "GPU"
+        lines.append(f"time        {say_hours(plan.hours)} of steps, {_few(plan.gpu_hours)} {unit}-hours{cost}")
+    lines.append(
+        f"disk        checkpoint {_bytes(plan.checkpoint_bytes)}; a state {_bytes(plan.state_bytes)}, {recipe.save.keep} kept"
+    )
+    return "\n".join(lines)
+
+
+def _budget(plan: Plan) -> str:
+    train, length = plan.recipe.train, plan.recipe.data.length
+    if plan.steps is None:
+        return f"{train.epochs:g} passes over data that is not here; --rows says how many rows it has"
+    return f"{plan.tokens:,} tokens, {plan.steps:,} steps of {train.batch} rows of {length}"
+
+
+def _total(plan: Plan) -> float:
+    return plan.flops_per_token * (plan.tokens or 0)
+
+
+def _memory_line(plan: Plan) -> str:
+    capacity = plan.machine.capacity
+    if capacity is None:
+        return _bytes(plan.memory.total)
+    verdict = "fits" if plan.fits else f"does not fit in the {USABLE:.0%} that can be used"
+    return f"{_bytes(plan.memory.total)} of {_bytes(capacity)} on each device: {verdict}"
+
+
+def _memory_parts(memory: Memory) -> str:
+    """Gradients come as activations go, so parts add up to more than the peak."""
+    parts = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "average": memory.ema,
+        "copies": memory.copies,
+        "activations": memory.activations,
+        "head": memory.head,
+        "a block's backward": memory.backward,
+    }
+    return ", ".join(f"{name} {_bytes(size)}" for name, size in parts.items() if size)
+
+
+def _speed_line(plan: Plan) -> str:
+    if plan.tokens_per_second is None:
+        return plan.source
+    mfu = f", {plan.mfu:.0%} MFU" if plan.mfu is not None else ""
+    return f"{plan.tokens_per_second:,.0f} tokens/s{mfu} ({plan.source})"
+
+
+def say_hours(hours: float) -> str:
+    if hours * 60 < 2:
+        return f"{hours * 3600:.0f} s"
+    if hours < 2:
+        return f"{hours * 60:.0f} min"
+    return f"{hours:.1f} h" if hours < 72 else f"{hours / 24:.1f} days"
+
+
+def _big(count: float) -> str:
+    for scale, letter in ((1e9, "G"), (1e6, "M")):
+        if count >= scale:
+            return f"{count / scale:.{1 if letter == 'M' else 2}f}{letter}"
+    return f"{count / 1e3:.1f}K"
+
+
+def _few(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}" if value < 1 else f"{value:.1f}"
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def describe_all(plans: list[Plan], price: float | None = None) -> str:
+    """A table, and what its rates come from."""
+    head = ["recipe", "GPUs", "parameters", "tokens", "GB each", "rows a forward", "tokens/s", "hours", "GPU-hours"]
+    table = [head + (["cost"] if price is not None else [])]
+    for plan in plans:
+        gpu_hours = plan.gpu_hours
+        rate, hours = plan.tokens_per_second, plan.hours
+        row = [
+            plan.name,
+            plan.machine.text,
+            _big(plan.recipe.model.count_parameters().total),
+            "?" if plan.tokens is None else f"{plan.tokens / 1e9:.2f}G",
+            f"{plan.memory.total / 1e9:.1f}" + ("" if plan.fits else " (too much)"),
+            str(plan.rows),
+            "?" if rate is None else f"{rate:,.0f}",
+            "?" if hours is None else f"{hours:,.1f}",
+            "?" if gpu_hours is None else f"{gpu_hours:,.0f}",
+        ]
+        table.append(row + ([] if price is None else ["?" if gpu_hours is None else f"{price * gpu_hours:,.0f}"]))
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+        for row in table
+    ]
+    return "\n".join([*lines, *dict.fromkeys(f"rates: {plan.source}" for plan in plans)])
+
+
+def line_of_run(
+    recipe: Recipe, device: str, memory: int | None, layout: Layout | None, rows: int, ranks: int, steps: int
+) -> str | None:
+    """What `train` says before it starts, of the steps that are left; None where nothing is known of the device."""
+    chip = find_chip(device)
+    if chip is None or not knows(recipe, device):
+        return None
+    share = -(-recipe.train.batch // ranks)
+    forwards = -(-share // rows)
+    plan = training_memory(recipe, rows, layout, accumulates=forwards > 1, compiled=True)
+    seconds = step_seconds(recipe, share, forwards, chip, layout).total
+    rate = recipe.train.batch * recipe.data.length / seconds
+    of = f" of {memory / 1e9:.0f}" if memory is not None else ""
+    several = " (several GPUs: not measured)" if ranks > 1 else ""
+    source = several if measured_on(chip) else f" ({scaled()})"
+    return f"plan: {plan.total / 1e9:.1f}{of} GB, about {rate:,.0f} tokens/s{source}, {say_hours(steps * seconds / 3600)} of steps"

@@ -1,0 +1,40 @@
+"""How fast this machine trains a recipe, by a few steps on made-up tokens: for plans on a CPU, of which no table tells anything."""
+
+import time
+
+import torch
+
+from sinkdlm.config import Recipe
+from sinkdlm.diffusion import corrupt, denoising_loss
+from sinkdlm.model import DiffusionLM
+from sinkdlm.planning import training_flops
+from sinkdlm.training.optimizer import Optimizer
+
+_WANTED = 2e10  # FLOPs of a step that is long enough to time
+_MOST = 5e11  # FLOPs of a row that is not tried any more: tens of seconds on one core
+_STEPS = 3
+_PATIENCE = 2.0  # seconds of a step after which there is no second one
+
+
+def tokens_per_second(recipe: Recipe) -> float | None:
+    """In float32 on this machine's CPU; None for a model whose single row would take too long."""
+    length = recipe.data.length
+    of_row = length * training_flops(recipe.model, length)
+    if of_row > _MOST:
+        return None
+    rows = max(1, min(recipe.train.batch, int(_WANTED / of_row)))
+    model = DiffusionLM(recipe.model)
+    optimizer = Optimizer(dict(model.named_parameters()), recipe.train)
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    seconds = []
+    for step in range(1 + _STEPS):  # the first warms up
+        began = time.perf_counter()
+        noisy = corrupt(tokens, torch.arange(step * rows, (step + 1) * rows), seed=0, mask_id=recipe.model.mask_id)
+        denoising_loss(model, tokens, noisy, denominator=float(tokens.numel())).total.backward()
+        optimizer.step(recipe.train.lr)
+        for weight in model.parameters():
+            weight.grad = None
+        seconds.append(time.perf_counter() - began)
+        if seconds[0] > _PATIENCE:
+            break
+    return rows * length / min(seconds)

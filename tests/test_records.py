@@ -1,0 +1,76 @@
+"""Pages and pictures that are made from the records: they agree with them."""
+
+import json
+
+import pytest
+from benchmarks import page, readme
+from benchmarks.measuring import RESULTS
+
+REMAKE = "run: make docs-benchmarks"
+PICTURES = ("benchmarks-training", "benchmarks-sampling", "benchmarks-memory", "sinks")
+
+
+def test_the_benchmark_page_agrees_with_the_records():
+    made = page.page_text()
+    assert page.PAGE.read_text() == made, REMAKE
+    for name, entry in page.read_records().items():
+        assert f"`{name}`" in made
+        assert f"`{entry['command']}`" in made
+        assert entry["commit"][:10] in made
+
+
+def test_the_table_of_planned_runs_agrees_with_the_recipes():
+    text = page.PLAN_PAGE.read_text()
+    assert page.with_table(text, page.paper_table()) == text, REMAKE
+    assert text.count("\n| `") == 22 + 6  # runs of the paper, options
+
+
+def test_the_readmes_numbers_are_those_of_the_records():
+    text = (page.ROOT / "README.md").read_text()
+    wanted = [(record, words) for record, all_words in readme.expected().items() for words in all_words]
+    assert len(wanted) >= 17
+    for record, words in wanted:
+        assert words in text, f"README.md does not say {words!r}, as {record} does"
+
+
+def test_a_record_of_any_benchmark_gets_a_section(tmp_path):
+    """One with a section of its own, and one that nobody has thought of."""
+    base = json.loads((RESULTS / "noise-nvidia-h200.json").read_text())
+    timed = {"p20": 90.0, "p50": 100.0, "p80": 110.0}
+    row = {"ms_step": timed, "tokens_per_second": 20_000.0, "mfu": 0.5, "peak_gb": 1.25}
+    step = {
+        "forms": {"official": {**row, "tokens_per_second": 10_000.0}, "sink": row},
+        "sweep": [{"rows": 4, "length": 512, **row}],
+    }
+    settings = {"model": "nano", "rows": 2, "length": 64}
+    for name, figures in (("train_step", step), ("novel", {"a": {"b": timed}, "c": 1234567})):
+        (tmp_path / f"{name}-x.json").write_text(json.dumps({**base, "benchmark": name, "settings": settings, "figures": figures}))
+    made = page.page_text(tmp_path)
+    assert "| sink | 100 (90 to 110) | 20,000 | 50.0% | 1.2 GB | 2.00 |" in made
+    assert "| 4 x 512 | 100 (90 to 110) | 20,000 | 50.0% |" in made
+    assert "## Novel\n\n| figure | value |\n| --- | ---: |\n| `a.b` | 100 (90 to 110) |\n| `c` | 1,234,567 |" in made
+
+
+def test_pictures_are_there_and_small():
+    for name in PICTURES:
+        assert 1_000 < (page.ROOT / "docs" / "assets" / f"{name}.svg").stat().st_size < 150_000, name
+
+
+@pytest.mark.slow
+def test_pictures_are_drawn_from_the_records(tmp_path):
+    plots = pytest.importorskip("benchmarks.plots")
+    drawn = plots.draw(tmp_path)
+    assert {path.stem for path in drawn} == set(PICTURES)
+    assert all(path.read_text().lstrip().startswith("<?xml") for path in drawn)
+
+
+@pytest.mark.slow
+def test_a_twin_without_a_sink_joins_the_picture_once_there_is_a_record_of_it(tmp_path):
+    plots = pytest.importorskip("benchmarks.plots")
+    record = json.loads((RESULTS / "train-smollm2-135m-sink-nvidia-h200.json").read_text())
+    (tmp_path / "train-a.json").write_text(json.dumps(record))
+    plots.draw_sinks(tmp_path / "alone.svg", tmp_path)
+    record["settings"]["recipe"] = "smollm2-135m"
+    (tmp_path / "train-b.json").write_text(json.dumps(record))
+    plots.draw_sinks(tmp_path / "twins.svg", tmp_path)
+    assert (tmp_path / "twins.svg").read_text().count("<path") > (tmp_path / "alone.svg").read_text().count("<path")
