@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conftest import VARIANTS, small_model, small_tokens
-from sinkdlm import attention, diffusion, operators
+from sinkdlm import diffusion, operators
 from sinkdlm import model as modelling
 from sinkdlm.attention import attend, attend_naive
 from sinkdlm.diffusion import corrupt, denoising_loss
@@ -48,10 +48,16 @@ def test_merging_kernels(shape, dtype):
     found = training_kernels.merge_sinks(q, content, lse, sink_k, sink_v, scale)
     torch.testing.assert_close(found, (out, merged), **close)
     assert found[0].stride() == content.stride()
-    given = (grad, q, out, merged, sink_k, sink_v, grad_q, scale)
-    torch.testing.assert_close(
-        training_kernels.merge_sinks_backward(*given), plain(operators.merge_sinks_backward)(*given), **close
+    given = (grad, q, out, merged, sink_k, sink_v, scale)
+    wanted = plain(operators.merge_sinks_backward)(*given)
+    torch.testing.assert_close(training_kernels.merge_sinks_backward(*given), wanted, **close)
+    grad_k, grad_v = (
+        random(q.shape[0], q.shape[2], sink_k.shape[1], q.shape[3], seed=i, dtype=dtype).transpose(1, 2) for i in (7, 8)
     )
+    cos, sin = (random(q.shape[0] if by_row else 1, q.shape[2], 1, q.shape[3] // 2, seed=i) for i in (9, 10))
+    for through in ((None, None), (wanted[0], sink_k)):
+        given = (grad_q, grad_k, grad_v, cos, sin, *through)
+        torch.testing.assert_close(training_kernels.join_heads(*given), plain(operators.join_heads)(*given), **close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -98,8 +104,9 @@ def test_operators_of_merging_are_the_softmax_and_its_gradients(shape):
     torch.testing.assert_close(found, out.float(), rtol=1e-5, atol=1e-5)
     weights = (scores - merged[..., None]).exp()
     turns = weights * (grad @ wide[1].mT - (grad * found).sum(-1, keepdim=True)) * scale
-    grads = operators.merge_sinks_backward(grad, q, found, merged, sink_k, sink_v, turns @ wide[0], scale)
-    for mine, true in zip(grads, (wanted[0], *wanted[3:]), strict=True):
+    through, *grads = operators.merge_sinks_backward(grad, q, found, merged, sink_k, sink_v, scale)
+    grad_q = turns @ wide[0] + through @ sink_k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    for mine, true in zip((grad_q, *grads), (wanted[0], *wanted[3:]), strict=True):
         torch.testing.assert_close(mine, true.float(), rtol=1e-4, atol=1e-5)
 
 
@@ -129,8 +136,7 @@ def test_a_step_by_operators_is_the_plain_step(name, compiled, monkeypatch):
     for fused in (False, True):
         monkeypatch.setattr(modelling, "trains_fused", lambda *_, fused=fused: fused)
         monkeypatch.setattr(modelling, "_FUSED_SIZE", 0)
-        monkeypatch.setattr(attention, "_MERGED_TOKENS", 0)
-        monkeypatch.setattr(attention, "_merges_fast", lambda *_: True)
+        monkeypatch.setattr(modelling, "merges_fast", lambda *_: True)
         model = small_model(dtype=torch.float32, **VARIANTS[name])
         noisy = corrupt(tokens, torch.arange(2), seed=0, mask_id=model.config.mask_id)
         if compiled and fused:
@@ -139,10 +145,8 @@ def test_a_step_by_operators_is_the_plain_step(name, compiled, monkeypatch):
         loss = denoising_loss(model, tokens, noisy, denominator=10.0).total
         loss.backward()
         results.append([loss.detach(), *(weight.grad for weight in model.parameters())])
-        if fused and model.config.n_lane:
-            assert model.attention_choice()[:2] == ("merge", "fused")
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        assert (one - other).norm() <= 1e-5 * one.norm()
 
 
 def test_swiglu_and_its_product_have_autograds_gradients():
@@ -158,14 +162,17 @@ def test_swiglu_and_its_product_have_autograds_gradients():
         torch.testing.assert_close(one, true.float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["swiglu", "swiglu_backward", "merge_sinks", "merge_sinks_backward"])
+@pytest.mark.parametrize("name", ["swiglu", "swiglu_backward", "merge_sinks", "merge_sinks_backward", "add_turns", "join_heads"])
 def test_operators_keep_the_rules_of_torch(name):
     """Shapes, strides and types that the compiler is told are those that come."""
     q, content, lse, sink_k, sink_v, grad, grad_q = parts(2, 4, 2, 9, 8, 2)
+    grad_k, cos = random(2, 2, 9, 8), random(1, 9, 1, 4)
     given = {
         "swiglu": (random(2, 3, 8),),
         "swiglu_backward": (random(2, 3, 8), random(2, 3, 4)),
         "merge_sinks": (q, content, lse, sink_k, sink_v, 0.3),
-        "merge_sinks_backward": (grad, q, content, lse, sink_k, sink_v, grad_q, 0.3),
+        "merge_sinks_backward": (grad, q, content, lse, sink_k, sink_v, 0.3),
+        "add_turns": (grad_q, random(2, 4, 9, 2), sink_k),
+        "join_heads": (grad_q, grad_k, grad_k, cos, cos, None, None),
     }[name]
     torch.library.opcheck(getattr(operators, name), given, test_utils=("test_schema", "test_faketensor"))

@@ -96,14 +96,14 @@ def choose_form(
         return Choice("merge", kernel or _merge_kernel(device, dtype, masked_keys), reason)
     if n_sinks == 0:
         return Choice("plain", "sdpa", "no sinks")
-    if wanted == "auto" and trained_tokens >= _MERGED_TOKENS and not masked_keys and _merges_fast(device, dtype, width):
+    if wanted == "auto" and not masked_keys and merges_fast(device, dtype, width, trained_tokens):
         return Choice("merge", "fused", "the plain kernel's tiles stay whole, and the sinks cost one pass")
     return Choice("append", "sdpa", "asked for" if wanted == "append" else "one kernel call, exact gradients from autograd")
 
 
-def _merges_fast(device: str, dtype: torch.dtype, width: int) -> bool:
+def merges_fast(device: str, dtype: torch.dtype, width: int, tokens: int) -> bool:
     """Where torch itself takes cuDNN's kernels, which are slower for T + 1 keys than for T."""
-    if device != "cuda" or dtype not in _HALF or width > _CUDNN_WIDTH or width % _ALIGNMENT:
+    if device != "cuda" or dtype not in _HALF or width > _CUDNN_WIDTH or width % _ALIGNMENT or tokens < _MERGED_TOKENS:
         return False
     return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability()[0] >= 9
 
@@ -372,7 +372,7 @@ class _Merge(torch.autograd.Function):
         visible: Tensor | None,
         kernel: str,
     ) -> Tensor:
-        content, lse, rest = _kernel_forward(kernel, q, k, v, visible)
+        content, lse, rest = content_forward(kernel, q, k, v, visible)
         ctx.kernel = kernel
         if kernel == "fused":
             out, merged_lse = operators.merge_sinks(q, content, lse, sink_k, sink_v, 1 / math.sqrt(q.shape[3]))
@@ -393,10 +393,10 @@ class _Merge(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(grad.device.type, enabled=False):
             q, k, v, sink_k, sink_v, sink_logit, visible, out, lse, *rest = ctx.saved_tensors
-            grad_q, grad_k, grad_v = _kernel_backward(ctx.kernel, grad, q, k, v, visible, out, lse, rest)
+            grad_q, grad_k, grad_v = content_backward(ctx.kernel, grad, q, k, v, visible, out, lse, rest)
             if ctx.kernel == "fused":
-                grads = operators.merge_sinks_backward(grad, q, out, lse, sink_k, sink_v, grad_q, 1 / math.sqrt(q.shape[3]))
-                return grads[0], grad_k, grad_v, *grads[1:], None, None, None
+                turns, *grad_sinks = operators.merge_sinks_backward(grad, q, out, lse, sink_k, sink_v, 1 / math.sqrt(q.shape[3]))
+                return operators.add_turns(grad_q, turns, sink_k), grad_k, grad_v, *grad_sinks, None, None, None
             wide_grad = grad.to(lse.dtype)
             weights = torch.exp(_sink_scores(q, sink_k, sink_logit) - lse[..., None])  # (B, H, T, S)
             mean = (wide_grad * out.to(lse.dtype)).sum(-1, keepdim=True)
@@ -441,7 +441,7 @@ def _content_kernel(kernel: str, q: Tensor) -> str:
     return kernel if kernel != "fused" else "cudnn" if q.is_cuda else "cpu"
 
 
-def _kernel_forward(
+def content_forward(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Content attention as (output, log-sum-exp (B, H, T), what the backward needs besides)."""
@@ -463,12 +463,11 @@ def _kernel_forward(
     if kernel == "flash":
         out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
         return out, lse, (seed, offset)
-    k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
     out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, scale=scale)
     return out, lse.view(q.shape[:3]), (seed, offset)
 
 
-def _kernel_backward(
+def content_backward(
     kernel: str,
     grad: Tensor,
     q: Tensor,
@@ -500,8 +499,8 @@ def _kernel_backward(
         )
     else:
         stats = lse.contiguous()[..., None]
-        grads = aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, wide_k, wide_v, out, stats, *rest, None, None, None, q.shape[2], k.shape[2], 0.0, False, scale=scale
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, stats, *rest, None, None, None, q.shape[2], k.shape[2], 0.0, False, scale=scale
         )
     grad_q, grad_k, grad_v = grads
     return grad_q, _sum_groups(grad_k, k), _sum_groups(grad_v, v)

@@ -172,19 +172,37 @@ def denoising_loss(
     softmax, as sampling and likelihood leave it out. `documents` and `opening` are the model's, which sees them where given.
     """
     options = {name: value for name, value in (("documents", documents), ("opening", opening)) if value is not None}
-    hidden = model(noisy.tokens, lengths=lengths, **options)
     scored = noisy.masked
     if model.config.shift_logits:
         scored = scored.clone()
         scored[:, 0] = False
         if documents is not None:
             scored[:, 1:] &= documents[:, 1:] == documents[:, :-1]
-    row, _ = scored.nonzero(as_tuple=True)
-    weights = noisy.weight.to(torch.promote_types(hidden.dtype, torch.float32))[row]
+    count = _begin_count(scored)
+    hidden = model(noisy.tokens, lengths=lengths, **options)
+    index = torch.nonzero_static(scored.flatten(), size=count())[:, 0]
+    weights = noisy.weight.to(torch.promote_types(hidden.dtype, torch.float32))[index // scored.shape[1]]
     config = model.config
     exclude = config.mask_id if config.mask_id < config.vocab_size else None
-    total, nll = chunked_nll(hidden[scored], model.head_weight, tokens[scored], weights, exclude=exclude, chunk=chunk)
+    states, targets = hidden.flatten(0, 1).index_select(0, index), tokens.flatten()[index]
+    total, nll = chunked_nll(states, model.head_weight, targets, weights, exclude=exclude, chunk=chunk)
     return Loss(total / denominator, nll, scored)
+
+
+def _begin_count(chosen: Tensor) -> Callable[[], int]:
+    """How many are chosen, asked for now and read later: the host need not wait until a GPU has computed what was begun since."""
+    count = chosen.sum()
+    if not count.is_cuda:
+        return lambda: int(count)
+    landing = torch.empty((), dtype=count.dtype, pin_memory=True).copy_(count, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read() -> int:
+        arrived.synchronize()
+        return int(landing)
+
+    return read
 
 
 def chunked_nll(

@@ -17,8 +17,9 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from sinkdlm import operators
-from sinkdlm.attention import PADDING, SHARED, Choice, DrawnOpening, Opening, Visibility, attend, choose_form
+from sinkdlm.attention import PADDING, SHARED, Choice, DrawnOpening, Opening, Visibility, attend, choose_form, merges_fast
 from sinkdlm.config import ModelConfig
+from sinkdlm.fused_attention import attend_heads
 from sinkdlm.fusion import find_kernels, trains_fused
 from sinkdlm.lane import Lane, LaneCache, arithmetic_of
 from sinkdlm.noise import Stream, hash_words, pair_words
@@ -71,7 +72,8 @@ class Surroundings(NamedTuple):
     recompute: Recompute = "none"
     wanted: Tensor | None = None  # (B, n), for the last layer: the only tokens whose output is needed
     intervene: Intervention | None = None
-    fused: bool = False  # operators for training stand in for chains of torch's own
+    fused: bool = False  # a training step whose chains of operations go through operators.py
+    attends_fused: bool = False  # and its attention too
 
 
 def _pick(x: Tensor, places: Tensor) -> Tensor:
@@ -134,6 +136,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, lane: Lane | None, around: Surroundings) -> Tensor:
         if around.sink_rotation is None:
             lane = None
+        if around.attends_fused and around.wanted is None and around.intervene is None:
+            return self.finish(x, self._attend_fused(x, lane, around))
         kernels = find_kernels(x) if self._is_fusable(lane, around) else None
         logit = None if around.causal else self.sink_logit
         if kernels is None:
@@ -157,6 +161,14 @@ class Attention(nn.Module):
             q, x = _pick(q.transpose(1, 2), around.wanted).transpose(1, 2), _pick(x, around.wanted)
         mixed = attend(q, *seen[1:5], sink_logit=seen.sink_logit, visible=seen.visible, causal=around.causal, form=around.form)
         return self.finish(x, mixed.transpose(1, 2))
+
+    def _attend_fused(self, x: Tensor, lane: Lane | None, around: Surroundings) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        sinks: tuple[Tensor, ...] = ()
+        if lane is not None and around.sink_rotation is not None:
+            both = (around.sink_rotation.apply(lane.k), lane.v)
+            sinks = tuple(part.to(heads.dtype).transpose(1, 2) for part in both)
+        return attend_heads(heads, around.rotation, self.n_heads, *sinks).transpose(1, 2)
 
     def _is_fusable(self, lane: Lane | None, around: Surroundings) -> bool:
         """Whether sinks may be appended here, rather than by whatever form of attention was asked for, and nobody steps in."""
@@ -425,18 +437,15 @@ class DiffusionLM(nn.Module):
         else:
             key = (x.dtype, x.device, causal, tokens.shape[1], span)
             rotations = self._lanes.table(key, lambda: place(*given))
-        form, fused = self._training_form(x, visible, causal)
-        return Surroundings(*rotations, visible, causal, form, observe, cache, self.recompute, fused=fused)
-
-    def _training_form(self, x: Tensor, visible: Tensor | BlockMask | None, causal: bool) -> tuple[str, bool]:
-        """How attention is computed, and whether operators for training are used: decided here, outside of compiled blocks."""
+        around = Surroundings(*rotations, visible, causal, self.attention_form, observe, cache, self.recompute)
         device, dtype, autocast = arithmetic_of(self)
         dtype = autocast or dtype
-        fused = trains_fused(device, dtype)
-        if not fused or causal or self.attention_form != "auto":
-            return self.attention_form, fused
-        choice = self._choose(device.type, dtype, masked_keys=visible is not None, trained_tokens=x.shape[1])
-        return ("merge:fused" if choice.kernel == "fused" else "auto"), fused
+        if not trains_fused(device, dtype):
+            return around
+        plain = self.attention_form == "auto" and not (causal or self.config.has_sink_logit or self.config.n_registers)
+        plain = plain and all(each is None for each in (visible, observe, cache))
+        fast = plain and merges_fast(device.type, dtype, self.config.head_dim, x.shape[1])
+        return around._replace(fused=True, attends_fused=fast)
 
     def _run_blocks(self, x: Tensor, around: Surroundings, use_lane: bool, wanted: Tensor | None = None) -> Tensor:
         scope = self._lanes if use_lane and not torch.is_grad_enabled() else None

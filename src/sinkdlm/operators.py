@@ -37,34 +37,90 @@ def _(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, s
 
 @torch.library.custom_op("sinkdlm::merge_sinks_backward", mutates_args=())
 def merge_sinks_backward(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, grad_q: Tensor, scale: float
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, sink_k, sink_v. out, lse: what merge_sinks gave; grad_q: what flows to q through the content."""
+    """What merging adds to the backward: turns (B, H, T, S), of which turns @ sink_k flows to q; gradients of sink_k and sink_v.
+
+    out, lse: what merge_sinks gave, and what the content's own backward is given too.
+    """
     heads, n_kv = q.shape[1], sink_k.shape[1]
     weights = torch.exp((q.float() @ _repeat(sink_k, heads).mT) * scale - lse[..., None])  # (B, H, T, S)
     mean = (grad.float() * out.float()).sum(-1, keepdim=True)
     turns = weights * (grad.float() @ _repeat(sink_v, heads).mT - mean) * scale
-    whole = grad_q.float() + turns @ _repeat(sink_k, heads)
     grad_k, grad_v = ((x.mT @ y.float()).unflatten(1, (n_kv, -1)).sum(2) for x, y in ((turns, q), (weights, grad)))
     if sink_k.shape[0] == 1:
         grad_k, grad_v = grad_k.sum(0, keepdim=True), grad_v.sum(0, keepdim=True)
-    return torch.empty_like(grad_q).copy_(whole), grad_k.to(sink_k.dtype), grad_v.to(sink_v.dtype)
+    return turns, grad_k.to(sink_k.dtype), grad_v.to(sink_v.dtype)
 
 
 @merge_sinks_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, grad_q: Tensor, scale: float
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(grad_q), sink_k.new_empty(sink_k.shape), sink_v.new_empty(sink_v.shape)
+    turns = lse.new_empty(*q.shape[:3], sink_k.shape[2])
+    return turns, sink_k.new_empty(sink_k.shape), sink_v.new_empty(sink_v.shape)
 
 
 @merge_sinks_backward.register_kernel("cuda")
 def _(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, grad_q: Tensor, scale: float
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     from sinkdlm import training_kernels
 
-    return training_kernels.merge_sinks_backward(grad, q, out, lse, sink_k, sink_v, grad_q, scale)
+    return training_kernels.merge_sinks_backward(grad, q, out, lse, sink_k, sink_v, scale)
+
+
+@torch.library.custom_op("sinkdlm::add_turns", mutates_args=())
+def add_turns(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
+    """grad_q + turns @ sink_k: what flows to q through content and sinks."""
+    whole = grad_q.float() + turns @ _repeat(sink_k, grad_q.shape[1])
+    return torch.empty_like(grad_q).copy_(whole)
+
+
+@add_turns.register_fake
+def _(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
+    return torch.empty_like(grad_q)
+
+
+@add_turns.register_kernel("cuda")
+def _(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
+    from sinkdlm import training_kernels
+
+    return training_kernels.add_turns(grad_q, turns, sink_k)
+
+
+@torch.library.custom_op("sinkdlm::join_heads", mutates_args=())
+def join_heads(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, turns: Tensor | None, sink_k: Tensor | None
+) -> Tensor:
+    """Gradients of q, k (rotated by cos and sin, (1 or B, T, 1, D/2)) and v, (B, heads, T, D) each, as one of (B, T, H + 2K, D).
+
+    turns, sink_k: what flows to q through sinks is added on the way.
+    """
+    if turns is not None and sink_k is not None:
+        grad_q = grad_q.float() + turns @ _repeat(sink_k, grad_q.shape[1])
+    rows = []
+    for grad in (grad_q, grad_k):
+        first, second = grad.transpose(1, 2).to(cos.dtype).chunk(2, dim=-1)
+        rows.append(torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1))
+    return torch.cat([row.to(grad_k.dtype) for row in (*rows, grad_v.transpose(1, 2))], dim=2)
+
+
+@join_heads.register_fake
+def _(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, turns: Tensor | None, sink_k: Tensor | None
+) -> Tensor:
+    batch, n_heads, tokens, width = grad_q.shape
+    return grad_k.new_empty(batch, tokens, n_heads + 2 * grad_k.shape[1], width)
+
+
+@join_heads.register_kernel("cuda")
+def _(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, turns: Tensor | None, sink_k: Tensor | None
+) -> Tensor:
+    from sinkdlm import training_kernels
+
+    return training_kernels.join_heads(grad_q, grad_k, grad_v, cos, sin, turns, sink_k)
 
 
 @torch.library.custom_op("sinkdlm::swiglu", mutates_args=())

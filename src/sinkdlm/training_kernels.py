@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _TOKENS = 64  # of a program that merges
+_FEW_TOKENS, _STEPS = 16, 8  # of one in the backward: a tile, and how many it goes through
 _COLUMNS = 1024  # of one that computes SwiGLU
 _VOCABULARY = 4096  # logits that a program holds at a time
 
@@ -74,57 +75,155 @@ def _strides(sinks: Tensor, batch: int) -> tuple[int, int, int]:
 
 @triton.jit
 def _merge_backward(
-    grad, q, out, lse, sink_k, sink_v, grad_q, into_q, into_k, into_v, scale, n_tokens,
-    g_b, g_h, g_t, q_b, q_h, q_t, o_b, o_h, o_t, d_b, d_h, d_t, k_b, k_h, k_s, v_b, v_h, v_s,
+    grad, q, out, lse, sink_k, sink_v, turns, into_k, into_v, scale, n_tokens,
+    g_b, g_h, g_t, q_b, q_h, q_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
     n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
-    width_block: tl.constexpr, block: tl.constexpr,
+    sink_block: tl.constexpr, width_block: tl.constexpr, block: tl.constexpr, n_steps: tl.constexpr,
 ):  # fmt: skip
+    """One program for `n_steps` times `block` tokens of a head. Tiles are sinks x tokens x width."""
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     b, h = row // n_heads, row % n_heads
-    token, lane = part * block + tl.arange(0, block), tl.arange(0, width_block)
-    exists, wide = token < n_tokens, lane < width
-    inside = exists[:, None] & wide[None, :]
-    grads = tl.load(grad + g_b * b + g_h * h + g_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
-    queries = tl.load(q + q_b * b + q_h * h + q_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
-    outs = tl.load(out + o_b * b + o_h * h + o_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
-    place = d_b * b + d_h * h + d_t * token[:, None] + lane[None, :]
-    total = tl.load(grad_q + place, inside, 0).to(tl.float32)
-    mean = tl.sum(grads * outs, 1)
-    most = tl.load(lse + row * n_tokens + token, exists, 0)
-    for s in tl.static_range(n_sinks):
-        key = tl.load(sink_k + k_b * b + k_h * (h // group) + k_s * s + lane, wide, 0).to(tl.float32)
-        value = tl.load(sink_v + v_b * b + v_h * (h // group) + v_s * s + lane, wide, 0).to(tl.float32)
-        weight = tl.exp(tl.sum(queries * key[None, :], 1) * scale - most)
-        weight = tl.where(exists, weight, 0.0)
-        turn = weight * (tl.sum(grads * value[None, :], 1) - mean) * scale
-        total += turn[:, None] * key[None, :]
-        spot = ((row * tl.num_programs(0) + part) * n_sinks + s) * width + lane
-        tl.store(into_k + spot, tl.sum(turn[:, None] * queries, 0), wide)
-        tl.store(into_v + spot, tl.sum(weight[:, None] * grads, 0), wide)
-    tl.store(into_q + place, total.to(into_q.dtype.element_ty), inside)
+    sink, lane = tl.arange(0, sink_block), tl.arange(0, width_block)
+    wide, known = lane < width, sink < n_sinks
+    there = known[:, None] & wide[None, :]
+    spot = k_b * b + k_h * (h // group) + k_s * sink[:, None] + lane[None, :]
+    key = tl.load(sink_k + spot, there, 0).to(tl.float32)[:, None, :]
+    spot = v_b * b + v_h * (h // group) + v_s * sink[:, None] + lane[None, :]
+    value = tl.load(sink_v + spot, there, 0).to(tl.float32)[:, None, :]
+    sum_k = tl.zeros([sink_block, block, width_block], tl.float32)
+    sum_v = tl.zeros([sink_block, block, width_block], tl.float32)
+    for step in range(n_steps):
+        token = (part * n_steps + step) * block + tl.arange(0, block)
+        exists = token < n_tokens
+        inside = exists[:, None] & wide[None, :]
+        grads = tl.load(grad + g_b * b + g_h * h + g_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
+        outs = tl.load(out + o_b * b + o_h * h + o_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
+        queries = tl.load(q + q_b * b + q_h * h + q_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
+        mean = tl.sum(grads * outs, 1)
+        most = tl.load(lse + row * n_tokens + token, exists, 0)
+        weight = tl.exp(tl.sum(queries[None, :, :] * key, 2) * scale - most[None, :])  # (sinks, tokens)
+        weight = tl.where(known[:, None] & exists[None, :], weight, 0.0)
+        turn = weight * (tl.sum(grads[None, :, :] * value, 2) - mean[None, :]) * scale
+        sum_k += turn[:, :, None] * queries[None, :, :]
+        sum_v += weight[:, :, None] * grads[None, :, :]
+        place = (row * n_tokens + token[None, :]) * n_sinks + sink[:, None]
+        tl.store(turns + place, turn, known[:, None] & exists[None, :])
+    spot = ((row * tl.num_programs(0) + part) * n_sinks + sink[:, None]) * width + lane[None, :]
+    tl.store(into_k + spot, tl.sum(sum_k, 1), there)
+    tl.store(into_v + spot, tl.sum(sum_v, 1), there)
 
 
 def merge_sinks_backward(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, grad_q: Tensor, scale: float
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """operators.merge_sinks_backward."""
     batch, heads, tokens, width = q.shape
-    grad, q, out, sink_k, sink_v, grad_q = (_narrow(x) for x in (grad, q, out, sink_k, sink_v, grad_q))
-    n_sinks, n_parts = sink_k.shape[2], triton.cdiv(tokens, _TOKENS)
-    into_q = torch.empty_like(grad_q)
+    grad, q, out, sink_k, sink_v = (_narrow(x) for x in (grad, q, out, sink_k, sink_v))
+    n_kv, n_sinks = sink_k.shape[1:3]
+    n_steps = max(1, min(_STEPS, triton.cdiv(tokens, _FEW_TOKENS)))
+    n_parts = triton.cdiv(tokens, _FEW_TOKENS * n_steps)
+    turns = torch.empty(batch, heads, tokens, n_sinks, dtype=torch.float32, device=q.device)
     # Each program's own sums, added up in a fixed order afterwards: no atomics, the same bits every time.
-    parts = torch.empty(2, batch, heads, n_parts, n_sinks, width, dtype=torch.float32, device=q.device)
+    into = [torch.empty(batch, heads, n_parts, n_sinks, width, dtype=torch.float32, device=q.device) for _ in range(2)]
     _merge_backward[(n_parts, batch * heads)](
-        grad, q, out, lse.contiguous(), sink_k, sink_v, grad_q, into_q, parts[0], parts[1], scale, tokens,
-        *grad.stride()[:3], *q.stride()[:3], *out.stride()[:3], *grad_q.stride()[:3],
-        *_strides(sink_k, batch), *_strides(sink_v, batch),
-        n_heads=heads, group=heads // sink_k.shape[1], n_sinks=n_sinks, width=width,
+        grad, q, out, lse.contiguous(), sink_k, sink_v, turns, *into, scale, tokens,
+        *grad.stride()[:3], *q.stride()[:3], *out.stride()[:3], *_strides(sink_k, batch), *_strides(sink_v, batch),
+        n_heads=heads, group=heads // n_kv, n_sinks=n_sinks, width=width, sink_block=triton.next_power_of_2(n_sinks),
+        width_block=triton.next_power_of_2(width), block=_FEW_TOKENS, n_steps=n_steps, num_warps=4,
+    )  # fmt: skip
+    rows = (0, 2, 3) if sink_k.shape[0] == 1 else (2, 3)
+    grad_k, grad_v = (part.unflatten(1, (n_kv, -1)).sum(rows).view(sink_k.shape).to(sink_k.dtype) for part in into)
+    return turns, grad_k, grad_v
+
+
+@triton.jit
+def _add_turns(
+    grad_q, turns, sink_k, into, n_tokens, q_b, q_h, q_t, k_b, k_h, k_s,
+    n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
+    width_block: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    b, h = row // n_heads, row % n_heads
+    token, lane = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, width_block)
+    exists, wide = token < n_tokens, lane < width
+    inside = exists[:, None] & wide[None, :]
+    place = q_b * b + q_h * h + q_t * token[:, None] + lane[None, :]
+    total = tl.load(grad_q + place, inside, 0).to(tl.float32)
+    for s in tl.static_range(n_sinks):
+        turn = tl.load(turns + (row * n_tokens + token) * n_sinks + s, exists, 0)
+        key = tl.load(sink_k + k_b * b + k_h * (h // group) + k_s * s + lane, wide, 0).to(tl.float32)
+        total += turn[:, None] * key[None, :]
+    tl.store(into + place, total.to(into.dtype.element_ty), inside)
+
+
+def add_turns(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
+    """operators.add_turns."""
+    batch, heads, tokens, width = grad_q.shape
+    grad_q, sink_k = _narrow(grad_q), _narrow(sink_k)
+    into = torch.empty_like(grad_q)
+    _add_turns[(triton.cdiv(tokens, _TOKENS), batch * heads)](
+        grad_q, turns.contiguous(), sink_k, into, tokens, *grad_q.stride()[:3], *_strides(sink_k, batch),
+        n_heads=heads, group=heads // sink_k.shape[1], n_sinks=sink_k.shape[2], width=width,
         width_block=triton.next_power_of_2(width), block=_TOKENS, num_warps=8,
     )  # fmt: skip
-    grad_k, grad_v = parts.sum(3).unflatten(2, (sink_k.shape[1], -1)).sum(3)  # (B, K, S, D) each
-    if sink_k.shape[0] == 1:
-        grad_k, grad_v = grad_k.sum(0, keepdim=True), grad_v.sum(0, keepdim=True)
-    return into_q, grad_k.to(sink_k.dtype), grad_v.to(sink_v.dtype)
+    return into
+
+
+@triton.jit
+def _join_heads(
+    grad_q, grad_k, grad_v, turns, sink_k, cos, sin, heads, n_tokens,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, cos_b, sk_b, sk_h, sk_s,
+    n_heads: tl.constexpr, n_kv: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
+    heads_block: tl.constexpr, kv_block: tl.constexpr, half_block: tl.constexpr,
+):  # fmt: skip
+    """One program for each token: its gradients, rotated back, into one row."""
+    b, t = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    half: tl.constexpr = width // 2
+    lane = tl.arange(0, half_block)[None, :]
+    angle = cos_b * b + t * half + lane
+    c, s = tl.load(cos + angle, lane < half).to(tl.float32), tl.load(sin + angle, lane < half).to(tl.float32)
+    row = heads + (b * n_tokens + t) * (n_heads + 2 * n_kv) * width + lane
+    h, kv = tl.arange(0, heads_block)[:, None], tl.arange(0, kv_block)[:, None]
+    mine, inside = (h < n_heads) & (lane < half), (kv < n_kv) & (lane < half)
+    source = grad_q + q_b * b + q_h * h + q_t * t + lane
+    first, second = tl.load(source, mine, 0).to(tl.float32), tl.load(source + half, mine, 0).to(tl.float32)
+    for sink in tl.static_range(n_sinks):
+        turn = tl.load(turns + ((b * n_heads + h) * n_tokens + t) * n_sinks + sink, h < n_heads, 0)
+        key = sink_k + sk_b * b + sk_h * (h // (n_heads // n_kv)) + sk_s * sink + lane
+        first += turn * tl.load(key, mine, 0).to(tl.float32)
+        second += turn * tl.load(key + half, mine, 0).to(tl.float32)
+    tl.store(row + h * width, (first * c + second * s).to(heads.dtype.element_ty), mine)
+    tl.store(row + h * width + half, (second * c - first * s).to(heads.dtype.element_ty), mine)
+    source = grad_k + k_b * b + k_h * kv + k_t * t + lane
+    first, second = tl.load(source, inside, 0).to(tl.float32), tl.load(source + half, inside, 0).to(tl.float32)
+    spot = row + (n_heads + kv) * width
+    tl.store(spot, (first * c + second * s).to(heads.dtype.element_ty), inside)
+    tl.store(spot + half, (second * c - first * s).to(heads.dtype.element_ty), inside)
+    source = grad_v + v_b * b + v_h * kv + v_t * t + lane
+    spot += n_kv * width
+    tl.store(spot, tl.load(source, inside).to(heads.dtype.element_ty), inside)
+    tl.store(spot + half, tl.load(source + half, inside).to(heads.dtype.element_ty), inside)
+
+
+def join_heads(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, turns: Tensor | None, sink_k: Tensor | None
+) -> Tensor:
+    """operators.join_heads."""
+    batch, n_heads, tokens, width = grad_q.shape
+    n_kv = grad_k.shape[1]
+    grad_q, grad_k, grad_v = (_narrow(x) for x in (grad_q, grad_k, grad_v))
+    sink_k = None if sink_k is None else _narrow(sink_k)
+    heads = grad_q.new_empty(batch, tokens, n_heads + 2 * n_kv, width)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    _join_heads[(tokens, batch)](
+        grad_q, grad_k, grad_v, grad_q if turns is None else turns, grad_q if sink_k is None else sink_k, cos, sin, heads, tokens,
+        *grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3], cos.stride(0) if cos.shape[0] > 1 else 0,
+        *((0, 0, 0) if sink_k is None else _strides(sink_k, batch)),
+        n_heads=n_heads, n_kv=n_kv, n_sinks=0 if turns is None else turns.shape[3], width=width,
+        heads_block=triton.next_power_of_2(n_heads), kv_block=triton.next_power_of_2(n_kv),
+        half_block=triton.next_power_of_2(width // 2),
+    )  # fmt: skip
+    return heads
 
 
 @triton.jit
