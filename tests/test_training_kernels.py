@@ -70,6 +70,34 @@ def test_swiglu_backward_kernel(dtype):
     torch.testing.assert_close(found, plain(operators.swiglu_backward)(gate_up, grad))
 
 
+@pytest.mark.parametrize("update", [None, torch.bfloat16])
+def test_norm_backward_kernel(update):
+    pytest.importorskip("triton", reason="needs Triton")
+    from sinkdlm import training_kernels
+
+    x, grad_sum, grad_normed = (random(2, 5, 70, seed=i) for i in range(3))
+    given = (grad_sum, grad_normed.bfloat16(), x, random(70, seed=3), 1e-5, update)
+    torch.testing.assert_close(training_kernels.add_norm_backward(*given), plain(operators.add_norm_backward)(*given))
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_adding_and_norming_has_autograds_gradients(added):
+    x, update, weight = (random(2, 3, 7), random(2, 3, 7, seed=1), random(7, seed=2))
+    grads = [random(2, 3, 7, seed=i) for i in (3, 4)]
+    results = []
+    for fused in (False, True):
+        leaves = [one.clone().requires_grad_() for one in ((x, weight, update) if added else (x, weight))]
+        given = leaves[2] if added else None
+        if fused:
+            outs = modelling._AddNorm.apply(leaves[0], given, leaves[1], 1e-5, torch.float32)
+        else:
+            total = leaves[0] + given if added else leaves[0] * 1
+            outs = (total, torch.nn.functional.rms_norm(total, (7,), leaves[1], 1e-5))
+        results.append([*outs, *torch.autograd.grad(outs, leaves, grads)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("exclude", [None, 0, 4500])
 @pytest.mark.parametrize("sharp", [1, 40])
 def test_nll_kernel(exclude, sharp):
@@ -162,7 +190,9 @@ def test_swiglu_and_its_product_have_autograds_gradients():
         torch.testing.assert_close(one, true.float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["swiglu", "swiglu_backward", "merge_sinks", "merge_sinks_backward", "add_turns", "join_heads"])
+@pytest.mark.parametrize(
+    "name", ["swiglu", "swiglu_backward", "merge_sinks", "merge_sinks_backward", "add_norm_backward", "add_turns", "join_heads"]
+)
 def test_operators_keep_the_rules_of_torch(name):
     """Shapes, strides and types that the compiler is told are those that come."""
     q, content, lse, sink_k, sink_v, grad, grad_q = parts(2, 4, 2, 9, 8, 2)
@@ -172,6 +202,7 @@ def test_operators_keep_the_rules_of_torch(name):
         "swiglu_backward": (random(2, 3, 8), random(2, 3, 4)),
         "merge_sinks": (q, content, lse, sink_k, sink_v, 0.3),
         "merge_sinks_backward": (grad, q, content, lse, sink_k, sink_v, 0.3),
+        "add_norm_backward": (random(2, 3, 7), random(2, 3, 7), random(2, 3, 7), random(7), 1e-5, torch.bfloat16),
         "add_turns": (grad_q, random(2, 4, 9, 2), sink_k),
         "join_heads": (grad_q, grad_k, grad_k, cos, cos, None, None),
     }[name]

@@ -384,8 +384,9 @@ class _Merge(torch.autograd.Function):
         if sink_v is not None:
             weights = torch.exp(scores - merged_lse[..., None])
             out = out + weights @ _repeat_heads(sink_v, q.shape[1]).to(lse.dtype)
-        # The kernels' backward wants the output in the layout that their forward gave it.
-        out = torch.empty_like(content).copy_(out)
+        out = out.to(content.dtype)
+        if out.stride() != content.stride():  # the layout that the kernels' backward wants
+            out = torch.empty_like(content).copy_(out)
         ctx.save_for_backward(q, k, v, sink_k, sink_v, sink_logit, visible, out, merged_lse, *rest)
         return out
 

@@ -72,7 +72,7 @@ class Surroundings(NamedTuple):
     recompute: Recompute = "none"
     wanted: Tensor | None = None  # (B, n), for the last layer: the only tokens whose output is needed
     intervene: Intervention | None = None
-    fused: bool = False  # a training step whose chains of operations go through operators.py
+    fused: torch.dtype | None = None  # of products, in a training step whose chains of operations go through operators.py
     attends_fused: bool = False  # and its attention too
 
 
@@ -90,6 +90,29 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+    def branch(self, x: Tensor, update: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """x + update, and its norm in dtype: for a training step, as one function."""
+        return _AddNorm.apply(x, update, self.weight, self.eps, dtype)
+
+
+class _AddNorm(torch.autograd.Function):
+    """The residual stream with an update added, and its norm in the products' precision; one pass over both in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        x = x.view_as(x) if update is None else x + update
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.update_dtype = eps, None if update is None else update.dtype
+        return x, functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_sum: Tensor, grad_normed: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x, grad_update, grad_weight = operators.add_norm_backward(grad_sum, grad_normed, x, weight, ctx.eps, ctx.update_dtype)
+        return grad_x, grad_update if ctx.update_dtype is not None else None, grad_weight, None, None
 
 
 class Embedding(nn.Embedding):
@@ -266,10 +289,14 @@ class Block(nn.Module):
 
     def compute(self, x: Tensor, sinks: Tensor | Lane | None, around: Surroundings) -> tuple[Tensor, Tensor | None, Lane | None]:
         states, lane = self.run_lane(sinks) if isinstance(sinks, Tensor) else (None, sinks)
+        if around.fused is not None and around.wanted is None:
+            x, normed = self.attention_norm.branch(x, None, around.fused)
+            x, normed = self.mlp_norm.branch(x, self.attention(normed, lane, around), around.fused)
+            return x + self.mlp(normed, fused=True), states, None
         update = self.attention(self.attention_norm(x), lane, around)
         x = (x if around.wanted is None else _pick(x, around.wanted)) + update
         kept = None if torch.is_grad_enabled() else lane  # for the cache, which serves no training
-        return x + self.mlp(self.mlp_norm(x), fused=around.fused), states, kept
+        return x + self.mlp(self.mlp_norm(x)), states, kept
 
 
 def draw_normal(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
@@ -445,7 +472,7 @@ class DiffusionLM(nn.Module):
         plain = self.attention_form == "auto" and not (causal or self.config.has_sink_logit or self.config.n_registers)
         plain = plain and all(each is None for each in (visible, observe, cache))
         fast = plain and merges_fast(device.type, dtype, self.config.head_dim, x.shape[1])
-        return around._replace(fused=True, attends_fused=fast)
+        return around._replace(fused=dtype, attends_fused=fast)
 
     def _run_blocks(self, x: Tensor, around: Surroundings, use_lane: bool, wanted: Tensor | None = None) -> Tensor:
         scope = self._lanes if use_lane and not torch.is_grad_enabled() else None

@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 _TOKENS = 64  # of a program that merges
-_FEW_TOKENS, _STEPS = 16, 8  # of one in the backward: a tile, and how many it goes through
+_WARPS = 8
 _COLUMNS = 1024  # of one that computes SwiGLU
+_NORMS = 8  # programs of a norm's backward for each multiprocessor
 _VOCABULARY = 4096  # logits that a program holds at a time
 
 
@@ -57,7 +58,7 @@ def merge_sinks(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v:
         q, content, lse, sink_k, sink_v, out, merged, scale, tokens,
         *q.stride()[:3], *content.stride()[:3], *_strides(sink_k, batch), *_strides(sink_v, batch),
         n_heads=heads, group=heads // sink_k.shape[1], n_sinks=sink_k.shape[2], width=width,
-        width_block=triton.next_power_of_2(width), block=_TOKENS, num_warps=8,
+        width_block=triton.next_power_of_2(width), block=_TOKENS, num_warps=_WARPS,
     )  # fmt: skip
     return out, merged
 
@@ -78,39 +79,27 @@ def _merge_backward(
     grad, q, out, lse, sink_k, sink_v, turns, into_k, into_v, scale, n_tokens,
     g_b, g_h, g_t, q_b, q_h, q_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
     n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
-    sink_block: tl.constexpr, width_block: tl.constexpr, block: tl.constexpr, n_steps: tl.constexpr,
+    width_block: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """One program for `n_steps` times `block` tokens of a head. Tiles are sinks x tokens x width."""
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     b, h = row // n_heads, row % n_heads
-    sink, lane = tl.arange(0, sink_block), tl.arange(0, width_block)
-    wide, known = lane < width, sink < n_sinks
-    there = known[:, None] & wide[None, :]
-    spot = k_b * b + k_h * (h // group) + k_s * sink[:, None] + lane[None, :]
-    key = tl.load(sink_k + spot, there, 0).to(tl.float32)[:, None, :]
-    spot = v_b * b + v_h * (h // group) + v_s * sink[:, None] + lane[None, :]
-    value = tl.load(sink_v + spot, there, 0).to(tl.float32)[:, None, :]
-    sum_k = tl.zeros([sink_block, block, width_block], tl.float32)
-    sum_v = tl.zeros([sink_block, block, width_block], tl.float32)
-    for step in range(n_steps):
-        token = (part * n_steps + step) * block + tl.arange(0, block)
-        exists = token < n_tokens
-        inside = exists[:, None] & wide[None, :]
-        grads = tl.load(grad + g_b * b + g_h * h + g_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
-        outs = tl.load(out + o_b * b + o_h * h + o_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
-        queries = tl.load(q + q_b * b + q_h * h + q_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
-        mean = tl.sum(grads * outs, 1)
-        most = tl.load(lse + row * n_tokens + token, exists, 0)
-        weight = tl.exp(tl.sum(queries[None, :, :] * key, 2) * scale - most[None, :])  # (sinks, tokens)
-        weight = tl.where(known[:, None] & exists[None, :], weight, 0.0)
-        turn = weight * (tl.sum(grads[None, :, :] * value, 2) - mean[None, :]) * scale
-        sum_k += turn[:, :, None] * queries[None, :, :]
-        sum_v += weight[:, :, None] * grads[None, :, :]
-        place = (row * n_tokens + token[None, :]) * n_sinks + sink[:, None]
-        tl.store(turns + place, turn, known[:, None] & exists[None, :])
-    spot = ((row * tl.num_programs(0) + part) * n_sinks + sink[:, None]) * width + lane[None, :]
-    tl.store(into_k + spot, tl.sum(sum_k, 1), there)
-    tl.store(into_v + spot, tl.sum(sum_v, 1), there)
+    token, lane = part * block + tl.arange(0, block), tl.arange(0, width_block)
+    exists, wide = token < n_tokens, lane < width
+    inside = exists[:, None] & wide[None, :]
+    grads = tl.load(grad + g_b * b + g_h * h + g_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
+    outs = tl.load(out + o_b * b + o_h * h + o_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
+    queries = tl.load(q + q_b * b + q_h * h + q_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
+    mean = tl.sum(grads * outs, 1)
+    most = tl.load(lse + row * n_tokens + token, exists, 0)
+    for s in tl.static_range(n_sinks):
+        key = tl.load(sink_k + k_b * b + k_h * (h // group) + k_s * s + lane, wide, 0).to(tl.float32)
+        value = tl.load(sink_v + v_b * b + v_h * (h // group) + v_s * s + lane, wide, 0).to(tl.float32)
+        weight = tl.where(exists, tl.exp(tl.sum(queries * key[None, :], 1) * scale - most), 0.0)
+        turn = weight * (tl.sum(grads * value[None, :], 1) - mean) * scale
+        tl.store(turns + (row * n_tokens + token) * n_sinks + s, turn, exists)
+        spot = ((row * tl.num_programs(0) + part) * n_sinks + s) * width + lane
+        tl.store(into_k + spot, tl.sum(turn[:, None] * queries, 0), wide)
+        tl.store(into_v + spot, tl.sum(weight[:, None] * grads, 0), wide)
 
 
 def merge_sinks_backward(
@@ -120,16 +109,15 @@ def merge_sinks_backward(
     batch, heads, tokens, width = q.shape
     grad, q, out, sink_k, sink_v = (_narrow(x) for x in (grad, q, out, sink_k, sink_v))
     n_kv, n_sinks = sink_k.shape[1:3]
-    n_steps = max(1, min(_STEPS, triton.cdiv(tokens, _FEW_TOKENS)))
-    n_parts = triton.cdiv(tokens, _FEW_TOKENS * n_steps)
+    n_parts = triton.cdiv(tokens, _TOKENS)
     turns = torch.empty(batch, heads, tokens, n_sinks, dtype=torch.float32, device=q.device)
     # Each program's own sums, added up in a fixed order afterwards: no atomics, the same bits every time.
     into = [torch.empty(batch, heads, n_parts, n_sinks, width, dtype=torch.float32, device=q.device) for _ in range(2)]
     _merge_backward[(n_parts, batch * heads)](
         grad, q, out, lse.contiguous(), sink_k, sink_v, turns, *into, scale, tokens,
         *grad.stride()[:3], *q.stride()[:3], *out.stride()[:3], *_strides(sink_k, batch), *_strides(sink_v, batch),
-        n_heads=heads, group=heads // n_kv, n_sinks=n_sinks, width=width, sink_block=triton.next_power_of_2(n_sinks),
-        width_block=triton.next_power_of_2(width), block=_FEW_TOKENS, n_steps=n_steps, num_warps=4,
+        n_heads=heads, group=heads // n_kv, n_sinks=n_sinks, width=width,
+        width_block=triton.next_power_of_2(width), block=_TOKENS, num_warps=_WARPS,
     )  # fmt: skip
     rows = (0, 2, 3) if sink_k.shape[0] == 1 else (2, 3)
     grad_k, grad_v = (part.unflatten(1, (n_kv, -1)).sum(rows).view(sink_k.shape).to(sink_k.dtype) for part in into)
@@ -164,7 +152,7 @@ def add_turns(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
     _add_turns[(triton.cdiv(tokens, _TOKENS), batch * heads)](
         grad_q, turns.contiguous(), sink_k, into, tokens, *grad_q.stride()[:3], *_strides(sink_k, batch),
         n_heads=heads, group=heads // sink_k.shape[1], n_sinks=sink_k.shape[2], width=width,
-        width_block=triton.next_power_of_2(width), block=_TOKENS, num_warps=8,
+        width_block=triton.next_power_of_2(width), block=_TOKENS, num_warps=_WARPS,
     )  # fmt: skip
     return into
 
@@ -253,6 +241,52 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
+def _norm_backward(
+    grad_sum, grad_normed, x, weight, into, half_into, into_weight, eps, n_steps, n_all, n,
+    block: tl.constexpr, writes_half: tl.constexpr,
+):  # fmt: skip
+    """Each program goes through every num_programs-th row, and sums what they say of the weight."""
+    column, first = tl.arange(0, block), tl.program_id(0).to(tl.int64)
+    gain = tl.load(weight + column, column < n, 0).to(tl.float32)
+    sum_ = tl.zeros([block], tl.float32)
+    for step in range(n_steps):
+        row = first + step * tl.num_programs(0)
+        place = row * n + column
+        inside = (column < n) & (place < n_all)
+        values = tl.load(x + place, inside, 0).to(tl.float32)
+        grads = tl.load(grad_normed + place, inside, 0).to(tl.float32)
+        given = tl.load(grad_sum + place, inside, 0).to(tl.float32)
+        scale = 1 / tl.sqrt(tl.sum(values * values, 0) / n + eps)
+        normed = values * scale
+        sum_ += grads * normed
+        grads = grads * gain
+        total = given + (grads - normed * (tl.sum(grads * normed, 0) / n)) * scale
+        tl.store(into + place, total.to(into.dtype.element_ty), inside)
+        if writes_half:
+            tl.store(half_into + place, total.to(half_into.dtype.element_ty), inside)
+    tl.store(into_weight + first * n + column, sum_, column < n)
+
+
+def add_norm_backward(
+    grad_sum: Tensor, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """operators.add_norm_backward."""
+    grad_sum, grad_normed, x = grad_sum.contiguous(), grad_normed.contiguous(), x.contiguous()
+    n = x.shape[-1]
+    n_rows = x.numel() // n
+    into = torch.empty_like(x)
+    half = x.new_empty(0) if update_dtype is None else torch.empty_like(x, dtype=update_dtype)
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    n_programs = min(n_rows, _NORMS * processors)
+    sums = torch.empty(n_programs, n, dtype=torch.float32, device=x.device)
+    _norm_backward[(n_programs,)](
+        grad_sum, grad_normed, x, weight.contiguous(), into, half, sums, eps, triton.cdiv(n_rows, n_programs), x.numel(), n,
+        block=triton.next_power_of_2(n), writes_half=update_dtype is not None, num_warps=4 if n <= _COLUMNS * 2 else 8,
+    )  # fmt: skip
+    return into, half, sums.sum(0).to(weight.dtype)
+
+
+@triton.jit
 def _nll(logits, targets, nll, grad, n, exclude, wants: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     most, total = tl.full([block], -3e38, tl.float32), tl.zeros([block], tl.float32)  # finite: inf - inf is no number
@@ -288,6 +322,6 @@ def nll_of_logits(
     block = min(_VOCABULARY, triton.next_power_of_2(n))
     _nll[(n_rows,)](
         logits, targets, nll, nll if grad is None else grad, n, -1 if exclude is None else exclude,
-        wants=grad is not None, block=block, num_warps=8,
+        wants=grad is not None, block=block, num_warps=_WARPS,
     )  # fmt: skip
     return nll, grad
