@@ -384,9 +384,12 @@ class _Merge(torch.autograd.Function):
         if sink_v is not None:
             weights = torch.exp(scores - merged_lse[..., None])
             out = out + weights @ _repeat_heads(sink_v, q.shape[1]).to(lse.dtype)
-        out = out.to(content.dtype)
+        # Neither in place nor a conversion to what it is: torch 2.11 compiles a forward that returns a tensor under two names into
+        # one without gradients (pytorch issue 180642).
+        if out.dtype != content.dtype:
+            out = out.to(content.dtype)
         if out.stride() != content.stride():  # the layout that the kernels' backward wants
-            out = torch.empty_like(content).copy_(out)
+            out = out.transpose(1, 2).contiguous().transpose(1, 2)
         ctx.save_for_backward(q, k, v, sink_k, sink_v, sink_logit, visible, out, merged_lse, *rest)
         return out
 

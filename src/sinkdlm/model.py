@@ -106,7 +106,8 @@ class _AddNorm(torch.autograd.Function):
         x = x.view_as(x) if update is None else x + update
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.update_dtype = eps, None if update is None else update.dtype
-        return x, functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(dtype)
+        normed = functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+        return x, normed if normed.dtype == dtype else normed.to(dtype)  # see attention._Merge.forward
 
     @staticmethod
     def backward(ctx: Any, grad_sum: Tensor, grad_normed: Tensor) -> tuple[Tensor | None, ...]:
