@@ -167,9 +167,14 @@ def loss(records: dict[str, Record]) -> Iterator[str]:
 
 def sampling(records: dict[str, Record]) -> Iterator[str]:
     for entry in records.values():
-        given = entry["settings"]
-        yield f"**{given['preset']}** shape, {given['length']} tokens in {given['steps']} steps, blocks of {given['block']}:"
-        batches = entry["figures"]
+        given, batches = entry["settings"], entry["figures"]
+        canvas = f"{given['length']} tokens in {given['steps']} steps, blocks of {given['block']}"
+        if given["checkpoint"]:
+            yield f"`{given['checkpoint']}`, trained: {canvas}. Equal tokens: the share that the exact loop writes too."
+            for batch, row in batches.items():
+                yield _agreement(batch, row["agreement"])
+            continue
+        yield f"**{given['preset']}** shape, {canvas}:"
         forms = [form for form, row in next(iter(batches.values())).items() if isinstance(row, dict) and "tokens_per_second" in row]
         rows = []
         for form in forms:
@@ -183,15 +188,36 @@ def sampling(records: dict[str, Record]) -> Iterator[str]:
     yield "![Tokens a second of each way to sample, 64 rows.](assets/benchmarks-sampling.svg)"
 
 
+def _agreement(batch: str, forms: Record) -> str:
+    rows = []
+    for form, found in forms.items():
+        timed = [found[key] for key in ("tokens_per_second", "tokens_per_step") if key in found]
+        cells = [f"{timed[0]:,.0f}", f"{timed[1]:.2f}"] if timed else ["", ""]
+        rows.append([form.replace("threshold None", "no threshold"), *cells, f"{found['equal_tokens']:.3f}",
+                     f"{found['mean_confidence']:.3f}"])  # fmt: skip
+    return table([batch, "tokens/s", "tokens a step", "equal tokens", "mean confidence"], rows)
+
+
 def likelihood(records: dict[str, Record]) -> Iterator[str]:
     for entry in records.values():
         given, figures = entry["settings"], entry["figures"]
+        asked = f"{figures['requests']} requests of {given['task']}, {given['draws']} draws, guidance {given['guidance']}"
+        if given["checkpoint"]:
+            yield (
+                f"`{given['checkpoint']}`, trained: {asked}. Two full runs on noise of their own rank "
+                f"{figures['full_agreement']:.1%} of questions alike, with {figures['full_forwards']:,} forward passes each."
+            )
+            rows = [
+                [rule, f"{row['times_fewer']:.2f}", f"{row['agreement']:.1%}", f"{row['agreement_with_own_full_run']:.1%}"]
+                for rule, row in figures["curve"].items()
+            ]
+            yield table(["rule of `--adaptive`", "times fewer passes", "agreement with another full run", "with its own"], rows)
+            continue
         rows = [
             [form.replace("_", " "), f"{row['requests_per_second']:.1f}"]
             for form, row in figures.items()
             if isinstance(row, dict) and "requests_per_second" in row
         ]
-        asked = f"{figures['requests']} requests of {given['task']}, {given['draws']} draws, guidance {given['guidance']}"
         yield f"{asked}, **{given['preset']}** shape:"
         yield table(["form", "requests/s"], rows)
     yield "Forms run in this order, and the first meets every shape for the first time: see the [log](log.md) before you compare."

@@ -1,6 +1,9 @@
-"""The pictures of docs/howto/inspect.md, from two checkpoints: python docs/pictures/inspector.py VANILLA SINK
+"""The pictures of docs/howto/inspect.md.
 
-Serves them, opens the page in Chromium as a reader would, and writes PNG files into docs/assets. Needs the dev and serve extras.
+    python docs/pictures/inspector.py inspect.html    made by `sinkdlm analyze VANILLA SINK`: the page, also on a phone
+    python docs/pictures/inspector.py VANILLA SINK    two small checkpoints, served: a chosen token
+
+Opens the page in Chromium as a reader would, and writes PNG files into docs/assets. Needs the dev and serve extras.
 """
 
 import argparse
@@ -10,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 from PIL import Image
@@ -19,36 +23,36 @@ OUT = Path(__file__).parents[1] / "assets"
 PROMPT = "tom has 6 books and gets 6 more. tom"
 SETTINGS = {"prompt": PROMPT, "policy": "llada", "steps": 24, "length": 48, "seed": 0, "rule": "relative", "layer": 2}
 # name -> (width, height, scheme, what is chosen)
-PICTURES = {
-    "inspect": (1280, 1400, "light", {"step": 10}),
-    "inspect-token": (1280, 1780, "dark", {"step": 10, "head": 3, "token": 40}),
-    "inspect-phone": (390, 844, "light", {"step": 10}),
-}
+RECORDED = {"inspect": (1280, 1370, "light", {"step": 20}), "inspect-phone": (390, 844, "light", {"step": 20})}
+SERVED = {"inspect-token": (1280, 1780, "dark", {"step": 10, "head": 3, "token": 40})}
 COLOURS = 128  # enough for flat pictures, and a third of the bytes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoints", nargs=2)
+    parser.add_argument("given", nargs="+", metavar="PATH")
     given = parser.parse_args()
-    command = [sys.executable, "-m", "sinkdlm", "serve", *given.checkpoints, "--port", "0", "--device", "cpu"]
+    if len(given.given) == 1:
+        take_pictures(Path(given.given[0]).resolve().as_uri(), RECORDED, {})
+        return
+    command = [sys.executable, "-m", "sinkdlm", "serve", *given.given, "--port", "0", "--device", "cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         said = server.stdout.readline()
         found = re.search(r"serving (\S+), (\S+) at (http://\S+)", said)
         assert found, said
         try:
-            take_pictures(found[3], {"model": found[1], "beside": found[2], **SETTINGS})
+            take_pictures(f"{found[3]}/", SERVED, {"model": found[1], "beside": found[2], **SETTINGS})
         finally:
             server.terminate()
 
 
-def take_pictures(url: str, settings: dict[str, object]) -> None:
+def take_pictures(url: str, pictures: dict[str, Any], settings: dict[str, object]) -> None:
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        for name, (width, height, scheme, chosen) in PICTURES.items():
+        for name, (width, height, scheme, chosen) in pictures.items():
             page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-            page.goto(f"{url}/#{urlencode({**settings, **chosen})}")
+            page.goto(f"{url}#{urlencode({**settings, **chosen})}")
             page.locator("dd[data-quantity=sink_heads]").nth(1).wait_for()
             page.locator("#summary p").nth(1).wait_for()
             if "token" in chosen:
