@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from sinkdlm import Recipe
+from sinkdlm import Recipe, cli
+from sinkdlm.cli import SUMMARIES
 
 
 def run(*args, cwd=None):
@@ -38,10 +39,23 @@ def test_help_is_quick(tmp_path):
 def test_help_and_version():
     shown = run("--help")
     assert shown.returncode == 0
-    for command in ("demo", "presets", "recipe", "eval", "score-requests", "score", "serve", "plan"):
-        assert command in shown.stdout
+    listed = shown.stdout.split("Commands:\n")[1].splitlines()
+    assert [line.split()[0] for line in listed] == list(SUMMARIES)  # in this order, each on one line of 80 columns, none cut
+    assert "..." not in "".join(listed)
     assert run("--version").stdout.startswith("sinkdlm 0.")
     assert run("presets", "--help").returncode == 0
+
+
+def test_ctrl_c_is_one_line_and_status_130(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sinkdlm.config.preset_names", interrupted)
+    monkeypatch.setattr("sys.argv", ["sinkdlm", "presets"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.strip() == "sinkdlm: interrupted"
 
 
 def test_presets_are_listed_with_official_counts():

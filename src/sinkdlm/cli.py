@@ -8,12 +8,55 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from sinkdlm import cli_analysis, cli_evals, cli_planning, cli_serving
-from sinkdlm.cli_options import Arithmetic, Compile, Computing, Device, Documents, Json, Overrides, Seed
+from sinkdlm.cli_options import (
+    Arithmetic,
+    Compile,
+    Computing,
+    Device,
+    Documents,
+    Json,
+    ModelOverrides,
+    Overrides,
+    PolicyOverrides,
+    Seed,
+)
+
+# In the order in which a newcomer meets them; a docstring's first line would be cut at the edge of the terminal.
+SUMMARIES = {
+    "demo": "Twins with and without a sink, trained in minutes; a report.",
+    "data": "Prepare training data, and look at it.",
+    "recipe": "Look at recipes.",
+    "presets": "List model presets with their parameter counts.",
+    "plan": "Memory, hours and cost of a run, before it is started.",
+    "train": "Pretrain, adapt an AR parent or fine-tune, by a recipe.",
+    "sample": "Write text: after a prompt, into gaps, or as an answer.",
+    "eval": "Evaluate a model on benchmarks, with lm-eval's tasks.",
+    "score": "Bits per byte and perplexity of documents.",
+    "score-requests": "Answer requests of eval without the harness.",
+    "analyze": "Where attention sinks are, and what they do: a report.",
+    "inspect": "Open a page that shows one or two models writing.",
+    "serve": "Serve one or two models over HTTP, as OpenAI's API.",
+    "convert": "Read any supported model, and write it in another form.",
+}
+
+
+class _InOrder(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=list(SUMMARIES).index)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        if found is not None:
+            found.short_help = SUMMARIES[cmd_name]
+        return found
+
 
 app = typer.Typer(
     name="sinkdlm",
+    cls=_InOrder,
     help="Masked diffusion language models with a stable sink token.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -106,7 +149,7 @@ def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="Official .pth or .safetensors, a model folder, or a GGUF file.")],
     destination: Annotated[Path, typer.Argument(metavar="DST")],
     to: Annotated[To, typer.Option(help="The form to write.")] = To.SINKDLM,
-    overrides: Overrides = None,
+    overrides: ModelOverrides = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer to put with the model: a folder or a file.")] = None,
     sink_init: Annotated[SinkInit, typer.Option(help="New sinks: mean of the embeddings plus noise, or normal.")] = SinkInit.MEAN,
     gate_init: Annotated[GateInit, typer.Option(help="A new gate: normal, or keep the parent's function.")] = GateInit.NORMAL,
@@ -209,7 +252,7 @@ def sample(
     guidance: Annotated[float | None, typer.Option(help="Classifier-free guidance; 0: none.")] = None,
     threshold: Annotated[float | None, typer.Option(help="Commit every token this sure, and at least one a step.")] = None,
     cache: Annotated[str | None, typer.Option(help="none, or approximate: prefix, dual (with --block).")] = None,
-    overrides: Overrides = None,
+    overrides: PolicyOverrides = None,
     stop: Annotated[bool, typer.Option("--stop/--no-stop", help="Whether EOS ends a text.")] = True,
     batch: Annotated[int, typer.Option(min=1, help="Texts that are written at the same time.")] = 64,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Bit-equal alone and in any batch; slower.")] = False,
@@ -352,7 +395,7 @@ def data_prepare(
     shard_tokens: Annotated[Any, typer.Option(parser=_count, metavar="N", help="Tokens in a shard.")] = "100M",
     length: Annotated[int | None, typer.Option(min=2, help="Examples of more tokens are left out.")] = None,
     eos: Annotated[int | None, typer.Option(min=0, help="Id that ends a document; by default the tokenizer's own.")] = None,
-    bos: Annotated[bool | None, typer.Option("--bos/--no-bos", help="Examples: BOS or not; by default what T does.")] = None,
+    bos: Annotated[bool | None, typer.Option("--bos/--no-bos", help="Examples: BOS or not; by default as the tokenizer.")] = None,
     split: Annotated[str, typer.Option(help="Of a hub data set.")] = "train",
     config: Annotated[str | None, typer.Option(help="Of a hub data set.")] = None,
     executor: Annotated[Executor, typer.Option(help="This process, or datatrove's: local, Slurm, Ray.")] = Executor.LOCAL,
@@ -473,7 +516,10 @@ def main() -> None:
     # typer carries click inside it, and exports only the ends of its exception tree.
     usage_error: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
     try:
-        raise SystemExit(app(standalone_mode=False))
+        status = app(standalone_mode=False)
+        if status == 130:  # typer makes an exit of Ctrl-C, and says nothing
+            raise KeyboardInterrupt
+        raise SystemExit(status)
     except UserError as failure:
         if not failure.quiet:
             print(f"sinkdlm: {failure}", file=sys.stderr)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sinkdlm.cli_options import Device, Dtype, Json, Overrides, Precision, Seed
+from sinkdlm.cli_options import Device, Dtype, Json, PolicyOverrides, Precision, Seed
 
 _DEFAULT = 32  # trajectories
 _MODELS = typer.Argument(metavar="CKPT...", help="Checkpoints, anything that `convert` reads, or captures (.json) made before.")
@@ -36,7 +36,7 @@ def analyze(
     length: Annotated[int | None, typer.Option(min=1, help="Tokens to write after a prompt; by default 64, if they fit.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; by default one for two tokens.")] = None,
     config: Annotated[str, typer.Option("--config", "--policy", help="smdm-origin, smdm-greedy, llada, dream or fast.")] = "llada",
-    overrides: Overrides = None,
+    overrides: PolicyOverrides = None,
     texts: Annotated[Path | None, typer.Option(help="Instead of writing: texts, a line each, with a part of them masked.")] = None,
     shares: Annotated[str, typer.Option(help="With --texts: the masked shares, with commas.")] = "0.9,0.7,0.5,0.3,0.1",
     threshold: Annotated[float, typer.Option(min=0, max=1, help="Received attention above which a token is a sink.")] = 0.3,

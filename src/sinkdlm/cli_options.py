@@ -10,6 +10,12 @@ Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda w
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the blocks: pays for long work on a GPU.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1)]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in train.lr=1e-4.")]
+ModelOverrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the model, as in n_sinks=1.")
+]
+PolicyOverrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the sampler, as in order=entropy.")
+]
 
 
 class Dtype(StrEnum):
