@@ -326,6 +326,17 @@ def test_a_prompt_loses_its_left_to_make_room_for_the_answer():
         answered(lm, Sheet([replace(asked, generation={"max_gen_toks": 40})], {"write": Settings()}))
 
 
+def test_an_answer_that_cannot_fit_is_said_before_anything_is_computed(tmp_path):
+    late = Request(GENERATE, "write", 0, 0, TEXTS[0], generation={"max_gen_toks": 40})
+    with pytest.raises(EvalError, match=r"40 tokens to write.*--gen-kwargs max_gen_toks"):
+        answered(
+            small_lm(context_length=32),
+            Sheet([*questions(1), late], {"quiz": Settings(draws=8), "write": Settings()}),
+            path=tmp_path / "r",
+        )
+    assert len((tmp_path / "r").read_text().splitlines()) == 1  # the header alone
+
+
 def test_generation_ends_at_stop_strings_and_eos():
     assert cut_at("one\ntwo Question: three", ["Question:", "\n"]) == "one"
     lm = small_lm()

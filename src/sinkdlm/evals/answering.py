@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sinkdlm.evals.display import Display
 from sinkdlm.evals.encoding import TextEncoder
-from sinkdlm.evals.generating import Generator
+from sinkdlm.evals.generating import Generator, check_room
 from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Request, Sheet, by_question, number_of
 from sinkdlm.evals.responses import Journal, Response
 from sinkdlm.evals.settings import Settings
@@ -89,6 +89,9 @@ class Answerer:
 
     def batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Whole questions that are answered alike, as many as make a few forwards."""
+        for request in requests:
+            if request.kind == GENERATE:
+                check_room(request, self.sheet.settings[request.task], self.lm.config.context_length)
         alike: dict[Any, list[list[Request]]] = {}
         for question in by_question(requests):
             for kind, part in itertools.groupby(question, key=lambda request: request.kind):

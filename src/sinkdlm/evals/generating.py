@@ -84,6 +84,17 @@ def _temperature(request: Request, given: dict[str, Any]) -> float:
     return float(given.get("temperature") or 0.0) if "temperature" in given else float(bool(given.get("do_sample")))
 
 
+def check_room(request: Request, settings: Settings, room: int) -> None:
+    """Before hours of other requests are answered: whether what is to be written fits beside one token of the prompt."""
+    manner = Manner.of(request, settings, None)
+    if manner.canvas is None and manner.n_tokens >= room:
+        raise _no_room(request.place, manner.n_tokens, room, "--gen-kwargs max_gen_toks=N")
+
+
+def _no_room(place: str, size: int, room: int, cure: str) -> EvalError:
+    return EvalError(f"{place}: {size} tokens to write: the model reads {room}, prompt included; set {cure}")
+
+
 @dataclass
 class _Text:
     """A request on its way through its stages."""
@@ -130,8 +141,9 @@ class Generator:
         size = manner.n_tokens if manner.canvas is None else max(_LEAST, manner.canvas - len(prompt))
         kept = min(self.room, manner.canvas or self.room) - size
         if kept < 1:
-            cure = "max_gen_toks" if manner.canvas is None else f"canvas={self.room}"
-            raise EvalError(f"{place}: {size} tokens to write: the model reads {self.room}, prompt included; set {cure}")
+            raise _no_room(
+                place, size, self.room, "--gen-kwargs max_gen_toks=N" if manner.canvas is None else f"canvas={self.room}"
+            )
         text.truncated += max(0, len(prompt) - kept)
         row = [*prompt[-kept:], *[self.mask_id] * size]
         number = number_of(*text.request.key, stage)
