@@ -1,7 +1,9 @@
 import errno
+import io
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -17,11 +19,12 @@ from benchmarks import kills
 from rich.console import Console
 
 from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError, load, save
+from sinkdlm.config import LogSection
 from sinkdlm.data.rows import open_rows
 from sinkdlm.planning import budget_steps, training_flops
 from sinkdlm.training import export, loop, state
 from sinkdlm.training.evaluate import VALIDATION_SEED, validate
-from sinkdlm.training.monitor import Metrics, flat_numbers
+from sinkdlm.training.monitor import Metrics, Monitor, flat_numbers
 from sinkdlm.training.optimizer import learning_rate
 from sinkdlm.training.parallel import World
 
@@ -883,3 +886,20 @@ except RuntimeError:
     os.kill(os.getpid(), signal.SIGTERM)
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == status
+
+
+@pytest.mark.parametrize(("columns", "rate"), [(80, True), (50, False)])
+def test_a_bar_shows_the_time_that_is_left_at_any_width(tmp_path, columns, rate):
+    console = Console(file=io.StringIO(), force_terminal=True, width=columns, legacy_windows=False, color_system=None)
+    folder = tmp_path / "a-run-with-a-name-of-some-length"
+    folder.mkdir()
+    monitor = Monitor(folder, LogSection(), console)
+    monitor.begin(0, 1100, {})
+    monitor.progress(106, 1100, "loss 3.4201  grad 0.64  lr 3.98e-03  3,052 tokens/s")
+    monitor._bar.refresh()
+    monitor.close()
+    line = console.file.getvalue().split("\x1b[2K")[-1]
+    assert "106/1100  loss 3.4201" in line
+    assert "-:--:--" in line or re.search(r"\d:\d\d:\d\d", line)
+    assert ("3,052 tokens/s" in line) == rate
+    assert line.count("\N{HORIZONTAL ELLIPSIS}") <= 1  # the name's alone

@@ -10,6 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from sinkdlm.config import LogSection
 from sinkdlm.errors import TrainError
 
 _PLAIN_SECONDS = 10.0  # between lines where there is no terminal
+_CLOCK = len("99:59:59")
 
 
 class Metrics:
@@ -158,6 +160,14 @@ def _first_line(failure: Exception) -> str:
 TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
 
 
+def fitted(seen: str, room: int) -> str:
+    """Whole parts that fit: how far it is and the loss come first, the rate (the last) next; a number cut in two says nothing."""
+    parts = seen.split("  ")
+    while len(parts) > 1 and len("  ".join(parts)) > room:
+        parts.pop(2 if len(parts) > 3 else -1)
+    return "  ".join(parts)
+
+
 class Monitor:
     """Everything that is said about one run."""
 
@@ -167,7 +177,9 @@ class Monitor:
         self._trackers: dict[str, Any] = {}
         self._bar: Progress | None = None
         self._task: TaskID | None = None
+        self._bar_width = max(4, min(40, console.width // 8))
         self._spoken = 0.0
+        self._set_out = (time.monotonic(), 0)  # and the step
 
     def meet(self, model: Any, tokenizer: Any) -> None:
         """Before the run begins: whom it is about, for monitors that look for themselves."""
@@ -180,10 +192,11 @@ class Monitor:
                 raise
             except Exception as failure:  # whatever the tracker's package raises
                 raise TrainError(f"log.trackers: {name} cannot start: {_first_line(failure)}") from None
+        self._set_out = (time.monotonic(), step)
         if self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[seen]}"), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=self.console)
-            self._task = self._bar.add_task(self.folder.name, total=steps, completed=step, seen="")
+            texts = (TextColumn("{task.description}", markup=False), TextColumn("{task.fields[seen]}", markup=False))
+            self._bar = Progress(texts[0], BarColumn(self._bar_width), TimeRemainingColumn(), texts[1], console=self.console)
+            self._task = self._bar.add_task(self._name(), total=steps, completed=step, seen="")
             self._bar.start()
 
     def say(self, text: str) -> None:
@@ -198,10 +211,18 @@ class Monitor:
 
     def progress(self, step: int, steps: int, seen: str) -> None:
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=step, seen=f"{step}/{steps}  {seen}")
+            room = self.console.width - len(self._name()) - self._bar_width - _CLOCK - 3  # a space between columns
+            self._bar.update(self._task, completed=step, seen=fitted(f"{step}/{steps}  {seen}", room))
         elif time.monotonic() - self._spoken > _PLAIN_SECONDS or step == steps:
             self._spoken = time.monotonic()
-            self.say(f"step {step}/{steps}  {seen}")
+            began, first = self._set_out
+            left = (time.monotonic() - began) * (steps - step) / max(1, step - first)
+            self.say(f"step {step}/{steps}  {seen}  {timedelta(seconds=int(left))} left")
+
+    def _name(self) -> str:
+        most = max(1, self.console.width // 6)
+        name = self.folder.name
+        return name if len(name) <= most else f"{name[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
 
     def close(self) -> None:
         if self._bar is not None:
