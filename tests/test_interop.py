@@ -26,6 +26,7 @@ from conftest import small_model, small_tokens
 from plain import LLADA_NAMES, LLAMA_NAMES, logits, official_logits
 from sinkdlm import UserError
 from sinkdlm.interop import SinkDLMForMaskedLM, convert, load_any, open_source
+from sinkdlm.interop.tokenizer import read_tokenizer_at
 
 SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
 VOCAB = 97
@@ -550,6 +551,18 @@ def test_a_tokenizer_can_be_added(parents, tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path / "t")
     convert(parents["llama"][0], tmp_path / "x", tokenizer=tmp_path / "t" / "tokenizer.json")
     assert len(sinkdlm.load(tmp_path / "x").tokenizer) == 90
+
+
+def test_a_run_folder_stands_for_its_model(tmp_path, capfd):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.toml").write_text("")
+    with pytest.raises(UserError, match="no model yet"):
+        convert(run, tmp_path / "x")
+    sinkdlm.save(run / "model", small_model(dtype=torch.float32, n_sinks=1), tiny_tokenizer())
+    convert(run, tmp_path / "hf", "hf")
+    assert "shards" not in "".join(capfd.readouterr())  # transformers' bar
+    assert len(read_tokenizer_at(run)) == len(sinkdlm.load(tmp_path / "hf").tokenizer)
 
 
 # -- transformers classes ---------------------------------------------------------------------------------------------------------

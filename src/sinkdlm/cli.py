@@ -146,7 +146,7 @@ class Dtype(StrEnum):
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="Official .pth or .safetensors, a model folder, or a GGUF file.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Official .pth or .safetensors, a model or run folder, or a GGUF.")],
     destination: Annotated[Path, typer.Argument(metavar="DST")],
     to: Annotated[To, typer.Option(help="The form to write.")] = To.SINKDLM,
     overrides: ModelOverrides = None,
@@ -316,8 +316,6 @@ def load_with_tokenizer(checkpoint: str, device: Any, dtype: Any = None) -> Any:
     from sinkdlm import interop
     from sinkdlm.errors import UserError
 
-    if (Path(checkpoint) / "recipe.toml").exists() and (Path(checkpoint) / "model").is_dir():
-        checkpoint = str(Path(checkpoint) / "model")  # a run folder: what came of it
     lm = interop.load_any(checkpoint, device=device, dtype=dtype)
     if lm.tokenizer is None:
         raise UserError(f"{checkpoint}: has no tokenizer; add one with: sinkdlm convert {checkpoint} DST --tokenizer T")

@@ -1,6 +1,8 @@
 """Out again: the official layout, transformers directories, and the whole conversion from path to path."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,7 +95,8 @@ def write_transformers(destination: Path, loaded: Loaded, *, standalone: bool) -
             from sinkdlm.interop.hf import SinkDLMForMaskedLM
             from sinkdlm.interop.standalone import make_standalone
 
-            SinkDLMForMaskedLM.wrap(loaded.model).save_pretrained(aside)
+            with _no_bars():
+                SinkDLMForMaskedLM.wrap(loaded.model).save_pretrained(aside)
             if standalone:
                 make_standalone(aside)
         else:
@@ -104,6 +107,20 @@ def write_transformers(destination: Path, loaded: Loaded, *, standalone: bool) -
     if kind is not None:
         return f"transformers directory ({kind})"
     return "transformers directory (sinkdlm, with its own modelling file)" if standalone else "transformers directory (sinkdlm)"
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """transformers draws a bar even where nobody looks: into a file, or for one small shard."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def parent_architecture(loaded: Loaded) -> str | None:

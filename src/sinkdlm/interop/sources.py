@@ -94,10 +94,20 @@ def open_source(path: str | Path, shape: Mapping[str, Any] | None = None) -> Sou
     shape = dict(shape or {})
     if not path.exists():
         raise ConvertError(f"{path}: no such file or folder")
+    path = model_in(path)
     source = _open_folder(path, shape) if path.is_dir() else _open_file(path, shape)
     if shape and source.kind != "official":
         raise ConvertError(f"{', '.join(shape)}: only an official file leaves the heads open; {source.kind} says them itself")
     return source
+
+
+def model_in(path: Path) -> Path:
+    """A run folder of `train` stands for what came of it; any other path for itself."""
+    if not (path / "recipe.toml").exists() or (path / CONFIG).exists():
+        return path
+    if not (path / "model").is_dir():
+        raise ConvertError(f"{path}: a run that has no model yet: it is written when training ends; run the same `train` to go on")
+    return path / "model"
 
 
 def _open_folder(path: Path, shape: dict[str, Any]) -> Source:

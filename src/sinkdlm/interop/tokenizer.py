@@ -8,7 +8,7 @@ from typing import Any
 
 from sinkdlm.config import ModelConfig
 from sinkdlm.errors import ConvertError
-from sinkdlm.interop.sources import Source
+from sinkdlm.interop.sources import Source, model_in
 from sinkdlm.interop.tensors import GGUFFile
 
 _PROBES = ("Hello world", "The capital of France is Paris.", "x = 12 + 34")
@@ -31,6 +31,7 @@ def read_tokenizer_at(path: str | Path) -> Any:
 
     path = Path(path)
     if path.is_dir():
+        path = model_in(path)
         found = read_folder(path)
         if found is None:
             raise ConvertError(
