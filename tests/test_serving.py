@@ -295,7 +295,9 @@ def test_a_body_without_a_length_is_measured_as_it_comes(http):
 def test_a_page_of_another_site_gets_nothing(lms, running, http):
     """No CORS, no form that passes for JSON, and with `hosts` no name but the server's own."""
     body = json.dumps({"model": "letters", "prompt": PROMPT})
-    assert http.post("/v1/completions", content=body, headers={"content-type": "text/plain"}).status_code == 400
+    told = http.post("/v1/completions", content=body, headers={"content-type": "text/plain"})
+    assert told.status_code == 400
+    assert "Content-Type: application/json" in told.json()["error"]["message"]  # what curl -d leaves out
     answer = http.get("/v1/models", headers={"origin": "https://evil.example"})
     assert "access-control-allow-origin" not in answer.headers
     assert http.options("/v1/completions", headers={"origin": "https://evil.example"}).status_code == 405

@@ -71,6 +71,8 @@ def _invalid(failure: RequestValidationError) -> ApiError:
     if not errors or errors[0]["type"] == "json_invalid":
         return ApiError(400, "the body is no JSON object")
     first = errors[0]
+    if first["loc"] == ("body",) and first["type"] in ("model_attributes_type", "dict_type"):
+        return ApiError(400, "the body is no JSON object, or was not sent as one: Content-Type: application/json")
     # Of a field that may be of several kinds the place names the kind, too: that is no field.
     place = [str(part) for part in first["loc"][1:] if first["type"] == "extra_forbidden" or _is_field(part)]
     param = ".".join(place) or None
