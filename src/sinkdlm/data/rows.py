@@ -151,7 +151,7 @@ class Rows:
             if split.highest_id is not None and split.highest_id >= vocab_size:
                 raise DataError(
                     f"{split.folder}: token ids go up to {split.highest_id}, model.vocab_size is {vocab_size}: "
-                    "prepare the set with this model's tokenizer, or set model.vocab_size"
+                    "prepare the set with this model's tokenizer, or set model.vocab_size to what `sinkdlm data info` says"
                 )
         self.n_rows = sum(rows.n_rows for rows in self.sets)
         # Whether the positions that a batch is scored on depend on which rows it holds.

@@ -117,7 +117,10 @@ def open_split(folder: str | Path, split: str = "train") -> Split:
     if folder.is_file():
         raise DataError(f"{folder}: a file, not a folder of token shards; make one with: sinkdlm data prepare {folder} ...")
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; make one with: sinkdlm data prepare TEXT --tokenizer T --out {folder}")
+        raise DataError(
+            f"{folder}: no such folder; make one with: sinkdlm data prepare TEXT --tokenizer T --out {folder}"
+            f" (or, for the nano recipes, sinkdlm data example --out {folder})"
+        )
     if (folder / INDEX).exists():
         return _open_own(folder, split)
     if (folder / "progress.json").exists() or list(folder.glob("*.partial")):
