@@ -14,6 +14,7 @@ help:
 	@echo "make test-slow  the long tests"
 	@echo "make lint       ruff, mypy, types of the page, docs"
 	@echo "make bench      benchmarks that this machine can run"
+	@echo "make docs       serve the documentation, on http://127.0.0.1:8000"
 	@echo "make docs-benchmarks  pages and pictures from benchmarks/results"
 
 $(BIN)/python:
