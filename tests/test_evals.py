@@ -793,3 +793,15 @@ def test_progress_is_plain_lines_off_a_terminal(monkeypatch, capsys):
 def test_responses_hold_what_they_are_given():
     response = Response("t", 1, 2, texts=["a", "b"])
     assert (response.key, response.text) == (("t", 1, 2, 0), "b")
+
+
+def test_slow_work_is_told_in_seconds_each(monkeypatch):
+    shown = []
+    slow = display.Display("requests", 2)
+    monkeypatch.setattr(slow, "show", lambda done, rates, line: shown.append(line))
+    slow._began -= 100
+    slow.update(1)
+    slow._began += 99.5
+    slow.update(1)
+    assert shown[0] == "1 of 2 requests  100 s each"
+    assert shown[1].endswith("/s")

@@ -10,5 +10,7 @@ class Display(Bar):
         super().__init__(what, total, done, counts=True, shown=shown)
 
     def update(self, done: int) -> None:
-        rate = f"{(done - self._start) / self.seconds:.1f}/s"
+        per_second = (done - self._start) / self.seconds
+        # Long documents on a CPU take minutes each, and 0.0/s says nothing.
+        rate = f"{1 / per_second:.0f} s each" if 0 < per_second < 0.1 else f"{per_second:.1f}/s"
         self.show(done, rate, f"{done:,} of {self.total:,} {self.what}  {rate}")
