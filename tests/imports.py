@@ -4,7 +4,14 @@ import ast
 from pathlib import Path
 
 LEAVES = ("interop", "evals", "analysis", "serving", "reproduce", "demo", "writer")
-COMMAND_LINE = ("cli", "cli_analysis", "cli_evals", "cli_options", "cli_serving")  # import everything else inside their subcommands
+COMMAND_LINE = (
+    "cli",
+    "cli_analysis",
+    "cli_evals",
+    "cli_options",
+    "cli_reproduce",
+    "cli_serving",
+)  # import everything else inside their subcommands
 CORE = (
     "config",
     "noise",
@@ -50,7 +57,7 @@ ALLOWED = {
     "analysis": (*CORE, "viewer"),
     "prompting": ("sampling",),
     "serving": (*CORE, "analysis", "prompting"),
-    "reproduce": (*CORE, "data", "training", "planning", "interop", "evals", "analysis"),
+    "reproduce": (*CORE, "data", "training", "planning", "interop", "evals", "analysis", "demo", "durable", "tables"),
     "writer": ("observe", "sampling", "prompting"),
     "demo": (*CORE, "data", "training", "analysis", "durable"),
 }

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from sinkdlm import cli_analysis, cli_evals, cli_serving
+from sinkdlm import cli_analysis, cli_evals, cli_reproduce, cli_serving
 from sinkdlm.cli_options import Arithmetic, Compile, Computing, Device, Documents, Json, Overrides, Seed
 
 app = typer.Typer(
@@ -284,6 +284,7 @@ def load_with_tokenizer(checkpoint: str, device: Any, dtype: Any = None) -> Any:
 cli_evals.register(app)
 cli_analysis.register(app)
 cli_serving.register(app)
+cli_reproduce.register(app)
 
 
 class DataKind(StrEnum):
