@@ -1,7 +1,6 @@
 """The subcommand that repeats the paper: reproduce. Like cli.py, it imports what it needs when it runs."""
 
 import json
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,9 +71,9 @@ def reproduce(
     if scale is Scale.SMALL and data is None and requests is None and chosen != []:
         raise ReproduceError("--data or --requests: which questions? --tasks '' leaves them out")
     try:
-        found = work(asked, load_parent, lambda text: print(text, file=sys.stderr, flush=True))
+        found = work(asked, load_parent, lambda text: typer.echo(text, err=True))
     except Stopped as stopped:
-        print(f"sinkdlm: {stopped}", file=sys.stderr)
+        typer.echo(f"sinkdlm: {stopped}", err=True)
         _end(128 + stopped.number)
     typer.echo(json.dumps(found, indent=1) if as_json else _short(found, out))
 

@@ -50,15 +50,15 @@ def _markdown(block: Block) -> str:
             return f"{'#' * level} {text}"
         case Paragraph(text):
             return text
-        case Bullets(lines):
-            return "\n".join(f"- {line}" for line in lines)
+        case Bullets(points):
+            return "\n".join(f"- {point}" for point in points)
         case Code(text):
             return f"```sh\n{text}\n```"
         case Picture(path, text):
             return f"![{text}]({path})"
         case Table(head, rows):
-            lines = [list(head), ["---"] * len(head), *map(list, rows)]
-            return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
+            lines: list[Sequence[str]] = [head, ["---"] * len(head), *rows]
+            return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def to_html(title: str, blocks: Sequence[Block]) -> str:

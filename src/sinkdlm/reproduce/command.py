@@ -26,7 +26,6 @@ from sinkdlm.reproduce.running import Bench, clear, recipe_of, run_job, stages_o
 from sinkdlm.training.opening import LoadParent
 
 Say = Callable[[str], None]
-GENERATED = "gsm8k_two_stage"
 
 
 class Asked(NamedTuple):
@@ -60,8 +59,7 @@ def reproduce(asked: Asked, load_parent: LoadParent, say: Say) -> dict[str, Any]
     with _opened(asked.out), _threads(asked.scale):
         work = _Work(asked, scale, targets, load_parent, say)
         left = work.run()
-        found = write_report(asked.out, targets, scale, work.records, left=[one.job.name for one in left])
-    return found
+        return write_report(asked.out, targets, scale, work.records, left=[one.job.name for one in left])
 
 
 def run_plan(asked: Asked, load_parent: LoadParent) -> list[Planned]:
@@ -108,7 +106,7 @@ class _Work:
         return found
 
     def _tasks(self) -> tuple[str, ...]:
-        every = (*self.scale.tasks, GENERATED)
+        every = tuple(self.scale.tasks)
         if self.asked.tasks is None:
             return every
         for task in self.asked.tasks:
@@ -144,7 +142,7 @@ class _Work:
         rest = declared["validation"] + (declared["tasks"] if asks else 0) + (declared["capture"] if "capture" in stages else 0)
         return declared["train"] * share + rest
 
-    # -- the work -------------------------------------------------------------------------------------------------------------------
+    # -- the work --------------------------------------------------------------------------------------------------------------
 
     def run(self) -> list[Planned]:
         """What is left when time is up; nothing otherwise."""

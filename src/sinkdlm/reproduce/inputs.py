@@ -147,7 +147,8 @@ def read_questions(given: Given, scale: Scale) -> Sheet | None:
         return None
     from sinkdlm.evals import harness
 
-    return harness.Evaluation(harness.Plan(tasks=tuple(scale.tasks), data=str(given.data))).ask()
+    tasks = tuple(task for task in scale.tasks if given.sft is not None or not task.startswith("gsm8k"))
+    return harness.Evaluation(harness.Plan(tasks=tasks, data=str(given.data))).ask()
 
 
 def texts_of(requests: Sequence[Request]) -> dict[str, list[str]]:

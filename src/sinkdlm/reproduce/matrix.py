@@ -1,8 +1,8 @@
 """The declared matrix: which variants exist, which runs a table or figure needs, and how large everything is at each scale. Data.
 
-A run is (group, variant, seed). Its seed changes data order, noise and the first values of new parameters together, and is shared by
-all variants of a group. Learning rates are chosen for each variant from three values in short trials on one seed of their own, which
-no table uses.
+A run is (group, variant, seed). Its seed changes data order, noise and the first values of new parameters together, and is shared
+by all variants of a group. Learning rates are chosen for each variant from three values in short trials on one seed of their own,
+which no table uses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -92,7 +92,7 @@ class Scale:
     """How large. tables: group -> the recipe that variants change; `init.from` and `data.sets` are filled in where a run begins.
 
     lrs: group -> the three values of trials; groups without are trained as their recipe says. trial_share: of a run's budget.
-    tasks: harness task -> documents that are asked, None for all. seconds: expected of a stage, until records say it.
+    tasks: harness task -> documents that are asked, None for all; those of GSM8K go to fine-tuned models, the others to the rest. seconds: expected of a stage, until records say it.
     """
 
     name: str
@@ -110,21 +110,21 @@ class Scale:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-_NANO_TRAIN = {"batch": 32, "warmup": 0.1, "weight_decay": 0.01, "precision": "float32", "clip": 1.0}
-_QUIET = {"eval": {"every": 0}, "log": {"probe_every": 0, "every": 10}, "save": {"every": 1_000_000, "keep": 1}}
+_NANO_TRAIN = {"batch": 24, "warmup": 0.1, "weight_decay": 0.01, "precision": "float32", "clip": 1.0}
+_QUIET = {"eval": {"every": 0}, "log": {"probe_every": 0}, "save": {"every": 1_000_000, "keep": 1}}
 _SMALL_TRAIN = {"batch": 128, "warmup": 0.02, "times": "golden", "eps": 1e-3}
-_SMALL_KEEP = {"eval": {"every": 0}, "log": {"probe_every": 0, "every": 50}, "save": {"every": 300, "keep": 1}}
+_SMALL_KEEP = {"eval": {"every": 0}, "log": {"probe_every": 0}, "save": {"every": 300, "keep": 1}}
 
 SCALES: dict[str, Scale] = {
     "nano": Scale(
         name="nano",
         tables={
-            ADAPT: {"model": {"preset": "nano"}, "data": {"length": 32}, "train": {**_NANO_TRAIN, "steps": 60}, **_QUIET},
-            SCRATCH: {"model": {"preset": "nano"}, "data": {"length": 32}, "train": {**_NANO_TRAIN, "steps": 60}, **_QUIET},
+            ADAPT: {"model": {"preset": "nano"}, "data": {"length": 32}, "train": {**_NANO_TRAIN, "steps": 40}, **_QUIET},
+            SCRATCH: {"model": {"preset": "nano"}, "data": {"length": 32}, "train": {**_NANO_TRAIN, "steps": 40}, **_QUIET},
             SFT: {
                 "model": {"preset": "nano"},
                 "data": {"length": 32, "padding": "ignore"},
-                "train": {**_NANO_TRAIN, "steps": 60, "batch": 64, "lr": 4e-3, "min_lr": 4e-4, "eps": 0.4},
+                "train": {**_NANO_TRAIN, "steps": 40, "batch": 64, "lr": 4e-3, "min_lr": 4e-4, "eps": 0.4},
                 **_QUIET,
             },
         },
@@ -132,11 +132,11 @@ SCALES: dict[str, Scale] = {
         seeds=3,
         other_seeds=3,
         trial_share=0.25,
-        documents=64,
-        draws=16,
-        tasks={"lambada_openai": 100, "arc_easy": 100},
-        trajectories=6,
-        written=10,
+        documents=48,
+        draws=8,
+        tasks={"lambada_openai": 60, "arc_easy": 30, "gsm8k_two_stage": 100},
+        trajectories=4,
+        written=8,
         examples=100,
     ),
     "small": Scale(
@@ -145,7 +145,7 @@ SCALES: dict[str, Scale] = {
             ADAPT: {
                 "model": {"preset": "smollm2-135m", "context_length": 2048},
                 "data": {"length": 512},
-                "train": {**_SMALL_TRAIN, "steps": 600},
+                "train": {**_SMALL_TRAIN, "steps": 400},
                 **_SMALL_KEEP,
             },
             SCRATCH: {
@@ -175,6 +175,7 @@ SCALES: dict[str, Scale] = {
             "piqa": None,
             "race": 300,
             "social_iqa": None,
+            "gsm8k_two_stage": 200,
         },
         trajectories=16,
         written=64,

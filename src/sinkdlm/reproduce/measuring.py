@@ -82,7 +82,7 @@ def score_answers(model: Model, inputs: Inputs, scale: Scale) -> Found:
     return Found({ANSWERS: Outcome.of_items(nats, sum(map(len, rows)) - sum(given))})
 
 
-# -- questions ----------------------------------------------------------------------------------------------------------------------
+# -- questions -----------------------------------------------------------------------------------------------------------------
 
 
 def ask(model: Model, sheet: Sheet, task: str) -> Found:
@@ -100,7 +100,9 @@ def _judge_options(sheet: Sheet, answers: Mapping[Any, Response], task: str) -> 
     """NLL of the right option; where there are several, whether it wins, plain and by length as the harness divides."""
     nll, n_tokens, right = [], 0, dict[str, list[float]]()
     for question in by_question(sheet.requests):
-        gold = int(sheet.about[GOLD][question[0].doc])
+        gold = sheet.about[GOLD][question[0].doc]
+        if gold is None:  # a document without a right option, or with several
+            continue
         own = [answers[request.key] for request in question]
         nll.append(-float(own[gold].value or 0.0))
         n_tokens += own[gold].n_tokens
@@ -135,7 +137,7 @@ def _same_number(gold: str, written: str) -> bool:
         return False
 
 
-# -- attention ----------------------------------------------------------------------------------------------------------------------
+# -- attention ----------------------------------------------------------------------------------------------------------------
 
 
 def watch(model: Model, inputs: Inputs, scale: Scale) -> Found:
@@ -167,7 +169,7 @@ def _short(value: float | None) -> float | None:
 
 
 def _middle(found: Mapping[str, Any]) -> dict[str, float]:
-    """Of the middle half of layers, where the paper looks: attention on the sink against an even share, its norm against others'."""
+    """Of the middle half of layers, where the paper looks: attention on the sink against an even share, its norm too."""
     quantities = found["quantities"]
     mass, ratio = ([layer["mean"] for layer in quantities[name]["layers"]] for name in ("sink_mass", "lane_norm_ratio"))
     n = len(mass)

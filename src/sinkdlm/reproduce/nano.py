@@ -1,7 +1,7 @@
 """The nano scale's world: the demo's little language, an autoregressive parent that learned it, and questions about it.
 
-Questions stand where the benchmarks stand at larger scales: the last words of stories for LAMBADA, stories with four endings for the
-choice tasks, sums never seen for GSM8K. Minutes on a CPU, one thread; what it shows is the machinery, not the paper's effect.
+Questions stand where the benchmarks stand at larger scales: the last words of stories for LAMBADA, stories with four endings for
+the choice tasks, sums never seen for GSM8K. Minutes on a CPU, one thread; it shows the machinery, not the paper's effect.
 """
 
 from pathlib import Path

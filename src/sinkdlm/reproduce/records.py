@@ -26,8 +26,8 @@ _FIRST_UNIT = 1e-3  # nats; coarser by tens until 16 bits hold every value
 class Outcome:
     """One thing that was measured: `total / units` is its value. items: what the total is a sum of, where there are items.
 
-    units: tokens for nats a token, items for shares. Rounded to the record's precision when made, so that a value is the same before
-    and after it was written.
+    units: tokens for nats a token, items for shares. Rounded to the record's precision when made, so that a value is the same
+    before and after it was written.
     """
 
     units: float
@@ -86,7 +86,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Record:
-    """facts: recipe, environment, seconds and all else that is told and not computed with. layers: of attention, quantity -> layers."""
+    """facts: recipe, environment, seconds and all else that is told. layers: of attention, quantity -> a value a layer."""
 
     name: str
     kind: str

@@ -1,4 +1,4 @@
-"""What the records of a scale say about each table and figure: our means and intervals, the paper's numbers, a verdict on each claim.
+"""What records say about each table and figure: our means and intervals, the paper's numbers, a verdict on each claim.
 
 Made from records alone. Owns the form of report.json.
 """
@@ -28,7 +28,11 @@ from sinkdlm.reproduce.matrix import LABELS, SFT, TARGETS, Scale, jobs_of
 from sinkdlm.reproduce.records import TRIAL, Record, write_text
 from sinkdlm.reproduce.statistics import ALPHA, holm, over_seeds
 
-_FIGURES = ("figure1", "figure3")
+# Figure -> what is shown of attention.
+_FIGURES = {
+    "figure1": ("sink_heads", "turnover", "turnover_null", "norm_ratio"),
+    "figure3": ("sink_mass", "middle_sink_times", "middle_norm_ratio"),
+}
 
 
 def write_report(
@@ -204,9 +208,7 @@ def target_blocks(target: str, one: Mapping[str, Any], level: int = 2) -> list[B
 def _values_table(target: str, one: Mapping[str, Any]) -> Table:
     names = [name for name in (*PRIMARY, ANSWERS) if any(name in row["values"] for row in one["rows"])]
     if target in _FIGURES:
-        wanted = ("sink_heads", "turnover", "turnover_null", "norm_ratio") if target == "figure1" else ()
-        wanted = wanted or ("sink_mass", "middle_sink_times", "middle_norm_ratio")
-        names = [f"attention.{name}" for name in wanted]
+        names = [f"attention.{name}" for name in _FIGURES[target]]
     head = ["", *(OUTCOMES.get(name, name.removeprefix("attention.").replace("_", " ")) for name in names), "tokens", "seconds"]
     rows = []
     for row in one["rows"]:
@@ -272,7 +274,7 @@ def rate_blocks(found: Mapping[str, Any], level: int = 2) -> list[Block]:
 def work_blocks(found: Mapping[str, Any], level: int = 2) -> list[Block]:
     work = found["work"]
     text = (
-        f"{work['records']} records, {work['tokens']:,} tokens trained on, {work['seconds'] / 60:.0f} minutes of training and scoring "
+        f"{work['records']} records, {work['tokens']:,} tokens trained on, {work['seconds'] / 60:.0f} minutes of work "
         f"on {', '.join(work['devices']) or 'nothing yet'}; torch {', '.join(work['torch']) or 'unknown'}."
     )
     return [Heading(level, "Work"), Paragraph(text)]
