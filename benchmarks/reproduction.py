@@ -20,7 +20,7 @@ from sinkdlm.reproduce.records import Record, read_records
 
 RECORDS = RESULTS / "reproduction"
 DOCS = Path(__file__).parents[1] / "docs"
-_STYLE = {"svg.fonttype": "path", "svg.hashsalt": "sinkdlm", "font.size": 8.0, "axes.spines.top": False, "axes.spines.right": False}
+_STYLE: dict[Any, Any] = {"svg.fonttype": "path", "svg.hashsalt": "sinkdlm", "font.size": 8.0, "axes.spines.top": False}
 _ONE, _TWO = "#0072B2", "#D55E00"  # Okabe and Ito
 
 
@@ -58,7 +58,9 @@ def draw_layers(records: Mapping[str, Record], figure: Any) -> bool:
     for (name, runs), style in zip(groups.items(), ("-", "--"), strict=True):
         if not runs:
             continue
-        mean = {quantity: np.mean([run.layers[quantity] for run in runs.values()], axis=0) for quantity in _SHOWN}
+        mean = {
+            quantity: np.array([run.layers[quantity] for run in runs.values()], dtype=np.float64).mean(0) for quantity in _SHOWN
+        }
         left.plot(mean["sink_value_norm"], style, color=_TWO, label=f"sink, {name}")
         left.plot(mean["normal_norm"], style, color=_ONE, label=f"other tokens, {name}")
         right.plot(100 * mean["sink_mass"], style, color=_TWO, label=name)

@@ -311,7 +311,7 @@ class Evaluation:
         return Sheet(asked, settings, seed, {"plan": self.plan.to_dict(), "gold": self._gold()})
 
     def _gold(self) -> dict[str, list[Any]]:
-        """Task -> the right option of each document, or for a written answer the document's own; for readers without the harness."""
+        """Task -> the right option of each document, or the answer that is to be written; for readers without the harness."""
         found: dict[str, list[Any]] = {}
         for name, task in self.tasks.items():
             docs = list(task.eval_docs)[: self.plan.limit]

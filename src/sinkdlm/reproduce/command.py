@@ -20,10 +20,10 @@ from sinkdlm.reproduce.claims import ANSWERS, NELBO
 from sinkdlm.reproduce.inputs import Given, Inputs, given_inputs
 from sinkdlm.reproduce.matrix import SCALES, SFT, Job, Scale, jobs_of, select, targets_of
 from sinkdlm.reproduce.nano import nano_inputs
+from sinkdlm.reproduce.parents import Load, Parents
 from sinkdlm.reproduce.records import RUN, read_records
 from sinkdlm.reproduce.report import write_report
 from sinkdlm.reproduce.running import Bench, clear, recipe_of, run_job, stages_of, train_job
-from sinkdlm.training.opening import LoadParent
 
 Say = Callable[[str], None]
 
@@ -53,7 +53,7 @@ class Planned(NamedTuple):
     seconds: float | None
 
 
-def reproduce(asked: Asked, load_parent: LoadParent, say: Say) -> dict[str, Any]:
+def reproduce(asked: Asked, load_parent: Load, say: Say) -> dict[str, Any]:
     """Works through the matrix, and writes the report of the records that are there then."""
     targets, scale = targets_of(asked.target), SCALES[asked.scale]
     with _opened(asked.out), _threads(asked.scale):
@@ -62,14 +62,14 @@ def reproduce(asked: Asked, load_parent: LoadParent, say: Say) -> dict[str, Any]
         return write_report(asked.out, targets, scale, work.records, left=[one.job.name for one in left])
 
 
-def run_plan(asked: Asked, load_parent: LoadParent) -> list[Planned]:
+def run_plan(asked: Asked, load_parent: Load) -> list[Planned]:
     """What is still missing. Makes no run; nano's data and parent, which it is about, are made."""
     with _opened(asked.out), _threads(asked.scale):
         return _Work(asked, SCALES[asked.scale], targets_of(asked.target), load_parent, lambda _: None).missing()
 
 
 class _Work:
-    def __init__(self, asked: Asked, scale: Scale, targets: Sequence[str], load_parent: LoadParent, say: Say) -> None:
+    def __init__(self, asked: Asked, scale: Scale, targets: Sequence[str], load_parent: Load, say: Say) -> None:
         self.asked, self.scale, self.say, self.load_parent = asked, scale, say, load_parent
         self.began = time.monotonic()
         jobs = jobs_of(targets, scale, asked.seeds or scale.seeds)
@@ -80,7 +80,7 @@ class _Work:
             self._inputs(),
             asked.out,
             folder,
-            load_parent,
+            Parents(load_parent, asked.out / "data" / "tokenizer"),
             asked.device,
             tuple(asked.overrides),
             self._tasks(),

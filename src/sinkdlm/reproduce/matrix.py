@@ -92,7 +92,8 @@ class Scale:
     """How large. tables: group -> the recipe that variants change; `init.from` and `data.sets` are filled in where a run begins.
 
     lrs: group -> the three values of trials; groups without are trained as their recipe says. trial_share: of a run's budget.
-    tasks: harness task -> documents that are asked, None for all; those of GSM8K go to fine-tuned models, the others to the rest. seconds: expected of a stage, until records say it.
+    tasks: harness task -> documents that are asked, None for all; those of GSM8K go to fine-tuned models, the others to the rest.
+    seconds: expected of a stage, until records say it.
     """
 
     name: str

@@ -17,7 +17,7 @@ from sinkdlm.reproduce.statistics import ALPHA, LEVEL, MIN_SEEDS
 
 SCALE = "small"
 PICTURES = {  # file -> what it shows
-    "reproduction-differences.svg": "Differences from the vanilla model or the sink on each primary outcome, with intervals over seeds",
+    "reproduction-differences.svg": "Differences on each primary outcome, with intervals over seeds",
     "reproduction-figure3.svg": "Attention on the sink and value norms by layer, before and after fine-tuning",
     "reproduction-figure1.svg": "Value norms of content sinks and other tokens, and where the top content sink is at each step",
 }
@@ -30,8 +30,8 @@ def write_page(records: Path, assets: Path) -> str:
     blocks: list[Block] = [
         Heading(1, "Reproduction"),
         Paragraph(
-            "Written by `python -m benchmarks.reproduction` from the records in `benchmarks/results/reproduction`. The method comes "
-            "first: it was committed before any run at this scale."
+            "Written by `python -m benchmarks.reproduction` from the records in `benchmarks/results/reproduction`. The method "
+            "comes first: it was committed before any run at this scale."
         ),
         *method(scale),
         *results(scale, found, records, assets),
@@ -66,22 +66,22 @@ def _design(scale: Scale) -> list[Block]:
     return [
         Bullets(
             [
-                "**Seeds.** A seed changes data order, noise and the first values of new parameters together. All variants share it, "
-                "so that a seed is a pair of runs for every two variants.",
+                "**Seeds.** A seed changes data order, noise and the first values of new parameters together. All variants share "
+                "it, so that a seed is a pair of runs for every two variants.",
                 "**Primary outcomes**, lower is better: " + "; ".join(OUTCOMES[name] for name in PRIMARY) + ". Accuracy is told "
                 "beside them: near chance at this size, it can show little. After fine-tuning: " + OUTCOMES["gsm8k.nll"] + ".",
-                f"**Intervals.** Within a seed, differences are paired over items (the same documents and questions, the same masks). "
-                f"Over seeds, the seeds' differences are a sample: mean and Student's {LEVEL:.0%} interval. Fewer than {MIN_SEEDS} seeds "
-                "give no verdict.",
-                f"**Everything else is exploratory**: other outcomes of the same comparisons, with Holm's correction over all of a "
-                f"table's, at {ALPHA:.2g}.",
-                f"**No difference** (tables 3 to 5) is shown by two one-sided tests at {ALPHA:.2g} against a margin of {MARGIN} nats: "
-                "the 90 % interval lies inside it.",
-                f"**Learning rate.** Chosen for each variant from three values ({rates}) by validation NELBO, in trials of a quarter "
-                f"of a run's budget on seed {TRIAL_SEED}, which no table uses; the same budget for each. Cosine to a tenth. "
-                "Fine-tuning takes one rate for all.",
-                "**Gate.** Both with the paper's plain init, whose gates start near one half, and with one that starts open and keeps "
-                "the parent's function.",
+                "**Intervals.** Within a seed, differences are paired over items (the same documents, questions and masks). Over "
+                f"seeds, the seeds' differences are a sample: mean and Student's {LEVEL:.0%} interval. Fewer than {MIN_SEEDS} "
+                "seeds give no verdict.",
+                "**Everything else is exploratory**: other outcomes of the same comparisons, with Holm's correction over all of "
+                f"a table's, at {ALPHA:.2g}.",
+                f"**No difference** (tables 3 to 5) is shown by two one-sided tests at {ALPHA:.2g} against a margin of {MARGIN} "
+                "nats: the 90 % interval lies inside it.",
+                f"**Learning rate.** Chosen for each variant from three values ({rates}) by validation NELBO, in trials of a "
+                f"quarter of a run's budget on seed {TRIAL_SEED}, which no table uses; the same budget for each. Cosine to a "
+                "tenth. Fine-tuning takes one rate for all.",
+                "**Gate.** Both with the paper's plain init, whose gates start near one half, and with one that starts open and "
+                "keeps the parent's function.",
                 f"**Validation.** {scale.documents} documents of a validation split that was split by document, each cut to a row; "
                 f"exact-k with {scale.draws} masks, the same masks for every run.",
                 f"**Tasks.** {asked}; exact-k, {scale.draws} draws, no guidance, the harness's prompts, without examples.",
@@ -121,8 +121,8 @@ def _rules() -> list[Block]:
     return [
         Bullets(
             [
-                "*Lower* holds where the whole interval is below 0; does not hold where it is above 0, or where all of it is closer "
-                f"to 0 than {MARGIN} nats; else it cannot be told.",
+                "*Lower* holds where the whole interval is below 0; does not hold where it is above 0, or where all of it is "
+                f"closer to 0 than {MARGIN} nats; else it cannot be told.",
                 "*The same* holds where the two one-sided tests say so; does not hold where the interval lies outside the margin; "
                 "else it cannot be told.",
                 "A claim holds where each of its outcomes does, and does not hold where any does not.",
@@ -138,14 +138,16 @@ def _deviations(scale: Scale) -> list[str]:
     }
     told = {group: rows * scale.tables[group]["data"]["length"] / 1e6 for group, rows in tokens.items()}
     return [
-        f"**Model.** SmolLM2-135M-Instruct from a 4-bit GGUF file, not Qwen2.5-0.5B and 1.5B; from scratch {scratch['model']['preset']} with "
-        "SmolLM2's vocabulary, not 472M with Llama 2's.",
-        f"**Tokens.** {told[ADAPT]:.0f}M adapted and {told[SCRATCH]:.0f}M from scratch, rows of {adapt['data']['length']}; the paper has 30B, 100B and 100B, "
-        "and does not give its rows' length. The corpus has about 95M tokens: from scratch it is read more than once.",
+        "**Model.** SmolLM2-135M-Instruct from a 4-bit GGUF file, not Qwen2.5-0.5B and 1.5B; from scratch "
+        f"{scratch['model']['preset']} with SmolLM2's vocabulary, not 472M with Llama 2's.",
+        f"**Tokens.** {told[ADAPT]:.0f}M adapted and {told[SCRATCH]:.0f}M from scratch, rows of {adapt['data']['length']}; the "
+        "paper has 30B, 100B and 100B, and does not give its rows' length for the first two. A corpus with fewer tokens than a run "
+        "is read more than once.",
         "**Data.** English Wikipedia and novels, not FineWeb and SlimPajama.",
-        f"**Fine-tuning.** GSM8K's own 6,973 chains of thought for {sft['train']['epochs']} epochs, not 385K augmented ones for 10.",
-        "**Assumed where the paper is silent**: no logit shift, full attention at once, several sinks see only themselves, sinks begin as "
-        "the mean embedding plus noise, no examples in prompts.",
+        f"**Fine-tuning.** GSM8K's own 6,973 chains of thought for {sft['train']['epochs']} epochs, not 385K augmented ones for "
+        "10.",
+        "**Assumed where the paper is silent**: no logit shift, full attention at once, several sinks see only themselves, sinks "
+        "begin as the mean embedding plus noise, no examples in prompts.",
         "**t** is spread evenly over samples (golden ratio), not drawn independently.",
         "**Always visible first token**: the id that ends documents replaces the first token of every row and is never masked; at "
         "evaluation it stands before prompts and documents.",
@@ -154,6 +156,7 @@ def _deviations(scale: Scale) -> list[str]:
 
 def _commands() -> list[Block]:
     asked = "--tasks " + ",".join(SCALES[SCALE].tasks) + " --data bench --estimator exact_k --draws 16 --guidance 0"
+    kept = "--records benchmarks/results/reproduction"
     common = "--scale small --parent SmolLM2-135M.gguf --corpus data/corpus --sft data/gsm8k --requests requests.jsonl"
     return [
         Code(
@@ -161,10 +164,10 @@ def _commands() -> list[Block]:
                 [
                     "# once, on a machine with the harness",
                     f"sinkdlm eval --write-requests requests.jsonl {asked}",
-                    "sinkdlm reproduce overlap --scale small --corpus corpus/ --requests requests.jsonl --records benchmarks/results/reproduction",
+                    f"sinkdlm reproduce overlap --scale small --corpus corpus/ --requests requests.jsonl {kept}",
                     "# on the GPU, as often as needed: finished runs are skipped",
-                    f"sinkdlm reproduce all {common} --records benchmarks/results/reproduction --time-limit 540",
-                    "sinkdlm reproduce all --scale small --corpus data/corpus --records benchmarks/results/reproduction --plan",
+                    f"sinkdlm reproduce all {common} {kept} --time-limit 540",
+                    f"sinkdlm reproduce all {common} {kept} --plan",
                     "# this page",
                     "python -m benchmarks.reproduction",
                 ]

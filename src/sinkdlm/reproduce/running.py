@@ -5,6 +5,7 @@ parts/NAME/     what stages found, until the record is written
 records/NAME.json
 """
 
+import gc
 import json
 import shutil
 import sys
@@ -89,7 +90,7 @@ def recipe_of(job: Job, bench: Bench, lr: float | None) -> Recipe:
 def stages_of(job: Job, bench: Bench) -> dict[str, Stage]:
     """What is measured after training, in order. Trials are for the learning rate alone."""
     scale, inputs = bench.scale, bench.inputs
-    length = scale.tables[job.group]["data"]["length"]
+    length = recipe_of(job, bench, None).data.length
     if job.group == SFT:
         found: dict[str, Stage] = {"answers": lambda model: score_answers(model, inputs, scale)}
     else:
@@ -130,6 +131,10 @@ def run_job(job: Job, bench: Bench, lr: float | None, told: Mapping[str, Any], s
 
 
 def train_job(recipe: Recipe, folder: Path, bench: Bench) -> dict[str, Any]:
+    gc.collect()  # the run before leaves cycles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the micro-batch is chosen for a whole device
+        torch.compiler.reset()  # variants are recompilations of the same blocks, and after some of these the compiler gives up
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, quiet=bench.quiet)
     found = train(recipe, folder, load_parent=bench.load_parent, device=bench.device, console=console)
     return {"steps": found["steps"], "tokens": found["tokens"], "skipped": found["skipped"]}
