@@ -84,7 +84,8 @@ def _design(scale: Scale) -> list[Block]:
                 "keeps the parent's function.",
                 f"**Validation.** {scale.documents} documents of a validation split that was split by document, each cut to a row; "
                 f"exact-k with {scale.draws} masks, the same masks for every run.",
-                f"**Tasks.** {asked}; exact-k, {scale.draws} draws, no guidance, the harness's prompts, without examples.",
+                f"**Tasks.** {asked}; exact-k, {scale.draws} draws, no guidance, the harness's prompts, without "
+                "examples; GSM8K's answers are written by the official sampler, and compared as numbers.",
                 f"**Contamination.** {GRAM}-grams of words (letters and digits, lower case) that the corpus shares with each "
                 "benchmark's documents are counted. Nothing is removed: the corpus is the same for every variant.",
             ]
