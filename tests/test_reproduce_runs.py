@@ -166,13 +166,15 @@ def write_small(folder: Path) -> list[str]:
 def test_small_runs_on_what_it_is_given(tmp_path):
     """Its own stages and settings, on a model of this size; a machine without the harness has the same packages."""
     less = {"documents": 12, "draws": 8, "trajectories": 2, "written": 8, "examples": 10}
-    words = ["figure3", "--scale", "small", "--seeds", "1", "--out", str(tmp_path / "out"), *write_small(tmp_path)]
+    words = ["figure3", "--scale", "small", "--seeds", "1", "--official", "--out", str(tmp_path / "out"), *write_small(tmp_path)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SCALES, "small", replace(SCALES["small"], **less))
         assert reproduce(*words) == 0
     records = read_records(tmp_path / "out" / "records", "small")
     assert set(records) == {"adapt-sink-lr0", "adapt-sink-lr1", "adapt-sink-lr2", "adapt-sink-s1", "sft-sink-s1"}
     assert len(records["adapt-sink-s1"].outcomes["piqa.nll"].values) == 12
+    assert {"official.piqa.acc", "official.lambada_openai.greedy"} <= set(records["adapt-sink-s1"].outcomes)
+    assert "official.piqa.nll" not in records["adapt-sink-s1"].outcomes  # a score, and no likelihood
     assert "gsm8k.nll" in records["sft-sink-s1"].outcomes
     heavy = ("lm_eval", "datasets", "matplotlib", "gguf", "math_verify")
     script = f"import sys, sinkdlm.reproduce.command\nprint([name for name in {heavy} if name in sys.modules])"

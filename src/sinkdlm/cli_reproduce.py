@@ -37,6 +37,9 @@ def reproduce(
     only: Annotated[list[str] | None, typer.Option(metavar="VARIANT,SEED", help="Only these runs; either may be left out.")] = None,
     time_limit: Annotated[float | None, typer.Option(min=0, metavar="SECONDS", help="Begin no run that would end later.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what is missing, and about how long it takes.")] = False,
+    official: Annotated[
+        bool, typer.Option("--official", help="Score table 1's twins of seed 1 with the official settings too.")
+    ] = False,
     keep_weights: Annotated[bool, typer.Option("--keep-weights", help="Keep the models after their records are written.")] = False,
     overrides: Overrides = None,
     device: Device = None,
@@ -63,7 +66,19 @@ def reproduce(
     given = Given(parent, corpus or [], sft, data, requests)
     chosen = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
     asked = Asked(
-        target, scale.value, out, seeds, records, given, only or [], chosen, overrides or [], time_limit, keep_weights, device
+        target,
+        scale.value,
+        out,
+        seeds,
+        records,
+        given,
+        only or [],
+        chosen,
+        overrides or [],
+        time_limit,
+        keep_weights,
+        official,
+        device,
     )
     if plan:
         _say_plan(run_plan(asked, load_parent), as_json)

@@ -141,7 +141,8 @@ def runs_of(records: Mapping[str, Record], group: str, variant: str) -> dict[int
 
 def choice_tasks(record: Record) -> list[str]:
     """Tasks whose questions have options; their right option's NLL is kept."""
-    return sorted(name.removesuffix(".acc") for name in record.outcomes if name.endswith(".acc"))
+    tasks = [name.removesuffix(".acc") for name in record.outcomes if name.endswith(".acc")]
+    return sorted(task for task in tasks if f"{task}.nll" in record.outcomes)
 
 
 def pair(one: Record, other: Record, outcome: str) -> Paired | None:

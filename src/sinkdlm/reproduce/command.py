@@ -23,7 +23,7 @@ from sinkdlm.reproduce.nano import nano_inputs
 from sinkdlm.reproduce.parents import Load, Parents
 from sinkdlm.reproduce.records import RUN, read_records
 from sinkdlm.reproduce.report import write_report
-from sinkdlm.reproduce.running import Bench, clear, recipe_of, run_job, stages_of, train_job
+from sinkdlm.reproduce.running import Bench, TimeUp, clear, recipe_of, run_job, stages_of, train_job
 
 Say = Callable[[str], None]
 
@@ -42,6 +42,7 @@ class Asked(NamedTuple):
     overrides: Sequence[str] = ()
     time_limit: float | None = None
     keep_weights: bool = False
+    official: bool = False
     device: str | None = None
 
 
@@ -86,6 +87,7 @@ class _Work:
             self._tasks(),
             quiet=asked.scale == "nano",
             keep_weights=asked.keep_weights,
+            official=asked.official,
         )
         self.records = read_records(folder, scale.name)
         for record in self.records.values():
@@ -138,9 +140,8 @@ class _Work:
         if not declared:
             return None
         share = self.scale.trial_share if job.trial is not None else 1.0
-        asks = any(stage.startswith("task") for stage in stages)
-        rest = declared["validation"] + (declared["tasks"] if asks else 0) + (declared["capture"] if "capture" in stages else 0)
-        return declared["train"] * share + rest
+        measured = sum(declared.get(stage.split()[0], 0.0) for stage in stages)
+        return declared["start"] + declared[job.group] * share + measured
 
     # -- the work --------------------------------------------------------------------------------------------------------------
 
@@ -153,13 +154,18 @@ class _Work:
             if self._is_late(left[0]):
                 self.say(f"time is up: {len(left)} runs are left; the same command goes on")
                 return left
-            self._make(left[0], [one.job for one in left[1:]])
+            try:
+                self._make(left[0], [one.job for one in left[1:]])
+            except TimeUp:
+                self.say(f"time is up in {left[0].job.name}, whose weights and results so far are kept; the same command goes on")
+                return left
             left = left[1:]
         return []
 
-    def _is_late(self, following: Planned) -> bool:
+    def _is_late(self, following: Planned | None = None) -> bool:
         limit = self.asked.time_limit
-        return limit is not None and time.monotonic() - self.began + (following.seconds or 0.0) > limit
+        ahead = following.seconds or 0.0 if following is not None else 0.0
+        return limit is not None and time.monotonic() - self.began + ahead > limit
 
     def _make(self, planned: Planned, later: Sequence[Job]) -> None:
         job, began = planned.job, time.monotonic()
@@ -167,7 +173,8 @@ class _Work:
         base = job.base
         if base is not None and not (self.bench.folder(base) / "model").is_dir():
             self._train_again(base)
-        record = run_job(job, self.bench, lr, told, self.say if not self.bench.quiet else lambda _: None)
+        say = self.say if not self.bench.quiet else lambda _: None
+        record = run_job(job, self.bench, lr, told, say, self._is_late)
         self.records[job.name] = record
         if not any(other.base == job for other in later):
             clear(job, self.bench)

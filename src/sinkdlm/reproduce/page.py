@@ -85,7 +85,8 @@ def _design(scale: Scale) -> list[Block]:
                 f"**Validation.** {scale.documents} documents of a validation split that was split by document, each cut to a row; "
                 f"exact-k with {scale.draws} masks, the same masks for every run.",
                 f"**Tasks.** {asked}; exact-k, {scale.draws} draws, no guidance, the harness's prompts, without "
-                "examples; GSM8K's answers are written by the official sampler, and compared as numbers.",
+                "examples; GSM8K's answers are written by the official sampler, and compared as numbers. The table 1 "
+                "twins of the first seed are also scored with the official settings (128 draws or the chain rule, guidance).",
                 f"**Contamination.** {GRAM}-grams of words (letters and digits, lower case) that the corpus shares with each "
                 "benchmark's documents are counted. Nothing is removed: the corpus is the same for every variant.",
             ]
@@ -100,7 +101,13 @@ def _matrix(scale: Scale) -> Table:
         used = [name for name, target in TARGETS.items() if variant in target.runs.get(group, ())]
         changes = ", ".join(f"{table}.{key} = {value}" for table, keys in VARIANTS[variant].items() for key, value in keys.items())
         rows.append(
-            [group, LABELS[variant], f"`{changes}`" if changes else "", str(seeds_of(variant, scale, scale.seeds)), ", ".join(used)]
+            [
+                group,
+                LABELS[variant],
+                f"`{changes}`" if changes else "",
+                str(seeds_of(group, variant, scale, scale.seeds)),
+                ", ".join(used),
+            ]
         )
     return Table(["group", "variant", "changes", "seeds", "used in"], rows)
 

@@ -236,14 +236,17 @@ def _paper_table(one: Mapping[str, Any]) -> Table | None:
     for row in one["rows"]:
         ours = [_accuracy(row["values"], task) for task in tasks]
         rows.append([f"{LABELS[row['variant']]}, ours", *ours])
+        official = [_accuracy(row["values"], task, "official.") for task in tasks]
+        if any(official):
+            rows.append([f"{LABELS[row['variant']]}, ours with the official settings, seed 1", *official])
         if row["paper"] is not None:
             rows.append([f"{LABELS[row['variant']]}, paper", *(f"{100 * row['paper'][task]:.2f}" for task in tasks)])
     return Table(["", *tasks], rows)
 
 
-def _accuracy(values: Mapping[str, Any], task: str) -> str:
+def _accuracy(values: Mapping[str, Any], task: str, settings: str = "") -> str:
     for metric in ("acc_norm", "acc", "greedy", "exact_match"):
-        found = values.get(f"{task}.{metric}") or (values.get(f"{task}_two_stage.{metric}") if task == "gsm8k" else None)
+        found = values.get(f"{settings}{task}.{metric}") or values.get(f"{settings}{task}_two_stage.{metric}")
         if found is not None:
             return f"{100 * found['mean']:.2f}"
     return ""

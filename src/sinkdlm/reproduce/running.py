@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from rich.console import Console
 
 from sinkdlm.checkpoint import load
 from sinkdlm.config import BUDGETS, Recipe
+from sinkdlm.evals.requests import Sheet
+from sinkdlm.evals.settings import settings_for
 from sinkdlm.reproduce.inputs import Inputs
-from sinkdlm.reproduce.matrix import ADAPT, SFT, VARIANTS, Job, Scale
+from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, OFFICIAL, SFT, VARIANTS, Job, Scale
 from sinkdlm.reproduce.measuring import Found, Model, Stage, ask, score_answers, score_documents, watch
 from sinkdlm.reproduce.records import RUN, TRIAL, Outcome, Record, write_record, write_text
 from sinkdlm.tables import nest, overlay, parse_override
@@ -29,6 +31,7 @@ from sinkdlm.training.loop import train
 from sinkdlm.training.opening import LoadParent
 from sinkdlm.training.run import environment
 
+_TWINS = tuple(Job(ADAPT, variant, FIRST_SEED) for variant in OFFICIAL)
 _FACTS = ("commit", "device", "torch", "triton", "transformers", "cuda", "python", "sinkdlm", "threads", "platform")
 
 
@@ -46,6 +49,7 @@ class Bench:
     tasks: tuple[str, ...] = ()
     quiet: bool = False
     keep_weights: bool = False
+    official: bool = False
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -101,16 +105,36 @@ def stages_of(job: Job, bench: Bench) -> dict[str, Stage]:
         sheet = inputs.questions(scale, task)
         if sheet is not None and (job.group == SFT) == task.startswith("gsm8k"):
             found[f"task {task}"] = _asking(sheet, task)
+            if bench.official and job in _TWINS:
+                found[f"official {task}"] = _asking_officially(sheet, task)
     found["capture"] = lambda model: watch(model, inputs, scale)
     return found
 
 
-def _asking(sheet: Any, task: str) -> Stage:
+def _asking(sheet: Sheet, task: str) -> Stage:
     return lambda model: ask(model, sheet, task)
 
 
-def run_job(job: Job, bench: Bench, lr: float | None, told: Mapping[str, Any], say: Callable[[str], None]) -> Record:
-    """Trains what is left to train, measures what is left to measure, and writes the record."""
+def _asking_officially(sheet: Sheet, task: str) -> Stage:
+    """The same questions with the official estimator and guidance. Guided values are scores: what they rank is kept, not they."""
+    greedy = sheet.settings[task].greedy
+    official = replace(sheet, settings={task: replace(settings_for(task, {}), greedy=greedy)})
+
+    def stage(model: Model) -> Found:
+        kept = ask(model, official, task).outcomes
+        return Found({f"official.{name}": one for name, one in kept.items() if not name.endswith(".nll")})
+
+    return stage
+
+
+class TimeUp(Exception):  # noqa: N818  (no error: it was asked for)
+    """What is done is kept; the same command goes on."""
+
+
+def run_job(
+    job: Job, bench: Bench, lr: float | None, told: Mapping[str, Any], say: Callable[[str], None], is_late: Callable[[], bool]
+) -> Record:
+    """Trains what is left to train, measures what is left to measure, and writes the record. Raises TimeUp between stages."""
     recipe = recipe_of(job, bench, lr)
     folder = bench.folder(job)
     stages = stages_of(job, bench)
@@ -121,6 +145,8 @@ def run_job(job: Job, bench: Bench, lr: float | None, told: Mapping[str, Any], s
         parts.keep("train", Found(told=trained), _trained_seconds(folder))
         model = _load(folder / "model", recipe, bench)
         for stage in missing:
+            if is_late():
+                raise TimeUp
             began = time.monotonic()
             found = stages[stage](model)
             parts.keep(stage, found, time.monotonic() - began)
