@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sinkdlm.errors import ReproduceError
+from sinkdlm.evals.requests import Sheet
 from sinkdlm.reproduce.claims import ANSWERS, NELBO
 from sinkdlm.reproduce.inputs import Given, Inputs, given_inputs
 from sinkdlm.reproduce.matrix import SCALES, SFT, Job, Scale, jobs_of, select, targets_of
@@ -76,15 +77,16 @@ class _Work:
         jobs = jobs_of(targets, scale, asked.seeds or scale.seeds)
         self.jobs = select(jobs, asked.only)
         folder = asked.records or asked.out / "records"
+        inputs = self._inputs()
         self.bench = Bench(
             scale,
-            self._inputs(),
+            inputs,
             asked.out,
             folder,
             Parents(load_parent, asked.out / "data" / "tokenizer"),
             asked.device,
             tuple(asked.overrides),
-            self._tasks(),
+            self._sheets(inputs),
             quiet=asked.scale == "nano",
             keep_weights=asked.keep_weights,
             official=asked.official,
@@ -107,14 +109,15 @@ class _Work:
             raise ReproduceError("--parent: which autoregressive model? a folder or a GGUF file, as `convert` reads it")
         return found
 
-    def _tasks(self) -> tuple[str, ...]:
+    def _sheets(self, inputs: Inputs) -> dict[str, Sheet]:
+        """Of the tasks that are asked and that there are questions for."""
         every = tuple(self.scale.tasks)
-        if self.asked.tasks is None:
-            return every
-        for task in self.asked.tasks:
+        asked = every if self.asked.tasks is None else self.asked.tasks
+        for task in asked:
             if task not in every:
                 raise ReproduceError(f"--tasks {task}: not among {', '.join(every)}")
-        return tuple(self.asked.tasks)
+        sheets = {task: inputs.questions(self.scale, task) for task in asked}
+        return {task: sheet for task, sheet in sheets.items() if sheet is not None}
 
     # -- what is missing ----------------------------------------------------------------------------------------------------------
 

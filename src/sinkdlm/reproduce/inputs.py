@@ -20,6 +20,7 @@ from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of
 from sinkdlm.reproduce.matrix import Scale
 
 GOLD = "gold"  # in a sheet's `about`: task -> the right option, or the right answer, of each document
+_HELD_OUT = 0.03  # of a corpus that is prepared here: enough documents for pairs
 _SHORTEST = 8  # tokens of a document that is worth scoring
 
 
@@ -111,7 +112,7 @@ def prepared_corpus(given: Given, out: Path) -> Path:
         return first
     find_sources(list(given.corpus))  # a wrong name is said before the tokenizer is read
     folder = out / "data" / "corpus"
-    prepare(list(given.corpus), _parent_tokenizer(given), folder, source=given.parent)
+    prepare(list(given.corpus), _parent_tokenizer(given), folder, Preparation(validation=_HELD_OUT), source=given.parent)
     return folder
 
 

@@ -164,13 +164,18 @@ def _deviations(scale: Scale) -> list[str]:
 
 def _commands() -> list[Block]:
     asked = "--tasks " + ",".join(SCALES[SCALE].tasks) + " --data bench --estimator exact_k --draws 16 --guidance 0"
+    tokens = "--tokenizer SmolLM2-135M.gguf"
     kept = "--records benchmarks/results/reproduction"
     common = "--scale small --parent SmolLM2-135M.gguf --corpus data/corpus --sft data/gsm8k --requests requests.jsonl"
     return [
         Code(
             "\n".join(
                 [
+                    "# the machinery, on generated data: minutes on a CPU",
+                    "sinkdlm reproduce all --scale nano --out runs/reproduce-nano",
                     "# once, on a machine with the harness",
+                    f"sinkdlm data prepare corpus/ {tokens} --validation 0.03 --out data/corpus",
+                    f"sinkdlm data prepare gsm8k_cot_train.txt --kind gsm8k-two-stage {tokens} --validation 0.05 --out data/gsm8k",
                     f"sinkdlm eval --write-requests requests.jsonl {asked}",
                     f"sinkdlm reproduce overlap --scale small --corpus corpus/ --requests requests.jsonl {kept}",
                     "# on the GPU, as often as needed: finished runs are skipped",

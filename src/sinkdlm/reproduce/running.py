@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Bench:
     load_parent: LoadParent
     device: str | None = None
     overrides: tuple[str, ...] = ()
-    tasks: tuple[str, ...] = ()
+    sheets: Mapping[str, Sheet] = field(default_factory=dict)  # of each task that is asked
     quiet: bool = False
     keep_weights: bool = False
     official: bool = False
@@ -101,9 +101,8 @@ def stages_of(job: Job, bench: Bench) -> dict[str, Stage]:
         found = {"validation": lambda model: score_documents(model, inputs, scale, length)}
     if job.trial is not None:
         return found
-    for task in bench.tasks:
-        sheet = inputs.questions(scale, task)
-        if sheet is not None and (job.group == SFT) == task.startswith("gsm8k"):
+    for task, sheet in bench.sheets.items():
+        if (job.group == SFT) == task.startswith("gsm8k"):
             found[f"task {task}"] = _asking(sheet, task)
             if bench.official and job in _TWINS:
                 found[f"official {task}"] = _asking_officially(sheet, task)
