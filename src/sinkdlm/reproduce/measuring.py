@@ -26,6 +26,7 @@ from sinkdlm.sampling import policy_of
 SCORING_SEED = 20_260_127  # of every run: pairs share their masks
 _BUDGET = {"cpu": 1 << 11, "cuda": 1 << 15}  # tokens in a forward
 _LAYERS = ("sink_mass", "sink_value_norm", "normal_norm", "content_sink_norm", "sink_heads", "turnover", "update_ratio")
+_OF_SINKS = ("sink_mass", "lane_heads", "middle_sink_times")
 _BINS = 24
 
 
@@ -155,7 +156,9 @@ def watch(model: Model, inputs: Inputs, scale: Scale) -> Found:
     found = study(lm, plan, name="run", source="run", made={}, tick=_ignore)
     quantities = found["quantities"]
     values = {name: one["total"]["mean"] for name, one in quantities.items()} | _middle(found)
-    outcomes = {f"attention.{name}": Outcome.of_value(value) for name, value in values.items() if value is not None}
+    absent = () if lm.config.n_sinks else _OF_SINKS  # what a model has none of is not 0 of it
+    known = {name: value for name, value in values.items() if value is not None and name not in absent}
+    outcomes = {f"attention.{name}": Outcome.of_value(value) for name, value in known.items()}
     layers = {name: [_short(layer["mean"]) for layer in quantities[name]["layers"]] for name in _LAYERS}
     return Found(outcomes, layers, {"norms": _histogram(found["scatter"]), "path": _path(found["paths"])})
 

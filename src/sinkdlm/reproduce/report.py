@@ -28,6 +28,10 @@ from sinkdlm.reproduce.matrix import LABELS, SFT, TARGETS, Scale, jobs_of
 from sinkdlm.reproduce.records import TRIAL, Record, write_text
 from sinkdlm.reproduce.statistics import ALPHA, holm, over_seeds
 
+_NANO = (
+    "Nano shows the machinery. Its models have 0.2M parameters and learn generated stories for 40 steps; tasks that bear a "
+    "benchmark's name are generated too. Verdicts are of these models and say nothing about the paper's."
+)
 # Figure -> what is shown of attention.
 _FIGURES = {
     "figure1": ("sink_heads", "turnover", "turnover_null", "norm_ratio"),
@@ -171,6 +175,8 @@ def _work(records: Mapping[str, Record]) -> dict[str, Any]:
 
 def blocks_of(found: Mapping[str, Any]) -> list[Block]:
     blocks: list[Block] = [Heading(1, f"Reproduction at scale {found['scale']}")]
+    if found["scale"] == "nano":
+        blocks.append(Paragraph(_NANO))
     if found["left"]:
         blocks.append(Paragraph(f"Not finished: {len(found['left'])} runs are missing, the first of them `{found['left'][0]}`."))
     blocks += [Heading(2, "Verdicts"), verdicts(found)]
