@@ -220,7 +220,8 @@ def test_damaged_records_are_named(tmp_path):
 def test_every_target_is_made_of_known_runs_and_rows():
     for target in TARGETS.values():
         assert all(variant in VARIANTS for variants in target.runs.values() for variant in variants)
-        assert all(row in PAPER_ROWS for row in target.paper.values())
+        assert all(row in PAPER_ROWS for rows in target.paper.values() for row in rows)
+    assert {row for target in TARGETS.values() for rows in target.paper.values() for row in rows} == set(PAPER_ROWS)
     for claim in claims.CLAIMS:
         runs = TARGETS[claim.target].runs[claim.group]
         assert claim.variant in runs
@@ -344,7 +345,7 @@ def test_a_report_says_what_its_records_say(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text()) == found
     row = next(row for row in found["targets"]["table1"]["rows"] if row["variant"] == "sink")
     assert row["seeds"] == [1, 2, 3, 4, 5]
-    assert row["paper"]["arc_easy"] == 0.5547
+    assert row["paper"]["table1:0.5b:sink"]["arc_easy"] == 0.5547
     assert row["values"]["nelbo"]["mean"] == pytest.approx(
         np.mean([records[f"adapt-sink-s{seed}"].outcomes["nelbo"].value for seed in row["seeds"]])
     )

@@ -51,34 +51,38 @@ class Target(NamedTuple):
 
     title: str
     runs: Mapping[str, Sequence[str]]
-    paper: Mapping[str, str] = {}  # variant -> row of evals.paper
+    paper: Mapping[str, Sequence[str]] = {}  # variant -> rows of evals.paper
 
 
 TARGETS: dict[str, Target] = {
     "table1": Target(
         "Table 1: adapted from an autoregressive model",
         {ADAPT: ("vanilla", "sink", "gate", "gate-keep")},
-        {"vanilla": "table1:0.5b:dlm", "sink": "table1:0.5b:sink", "gate": "table1:0.5b:ga"},
+        {
+            "vanilla": ("table1:0.5b:dlm", "table1:1.5b:dlm"),
+            "sink": ("table1:0.5b:sink", "table1:1.5b:sink"),
+            "gate": ("table1:0.5b:ga", "table1:1.5b:ga"),
+        },
     ),
     "table2": Target(
         "Table 2: from scratch",
         {SCRATCH: ("vanilla", "sink", "gate")},
-        {"vanilla": "table2:0.5b:dlm", "sink": "table2:0.5b:sink", "gate": "table2:0.5b:ga"},
+        {"vanilla": ("table2:0.5b:dlm",), "sink": ("table2:0.5b:sink",), "gate": ("table2:0.5b:ga",)},
     ),
     "table3": Target(
         "Table 3: where the sink stands",
         {ADAPT: ("vanilla", "sink", "sink-end")},
-        {"sink": "table3:front", "sink-end": "table3:end"},
+        {"sink": ("table3:front",), "sink-end": ("table3:end",)},
     ),
     "table4": Target(
         "Table 4: how many sinks",
         {ADAPT: ("vanilla", "sink", "sinks-2", "sinks-4")},
-        {"vanilla": "table4:0", "sink": "table4:1", "sinks-2": "table4:2", "sinks-4": "table4:4"},
+        {"vanilla": ("table4:0",), "sink": ("table4:1",), "sinks-2": ("table4:2",), "sinks-4": ("table4:4",)},
     ),
     "table5": Target(
         "Table 5: what the sink's value holds",
         {ADAPT: ("vanilla", "sink", "sink-zero")},
-        {"sink": "table5:learned", "sink-zero": "table5:zero"},
+        {"sink": ("table5:learned",), "sink-zero": ("table5:zero",)},
     ),
     "controls": Target("Controls: is it isolation that helps?", {ADAPT: ("vanilla", "sink", "register", "logit", "first")}),
     "figure1": Target("Figure 1: sinks of a model without one", {ADAPT: ("vanilla",)}),

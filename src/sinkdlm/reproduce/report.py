@@ -67,7 +67,7 @@ def findings(targets: Sequence[str], scale: Scale, records: Mapping[str, Record]
 def _target(target: str, records: Mapping[str, Record]) -> dict[str, Any]:
     declared = TARGETS[target]
     rows = [
-        _row(records, group, variant, declared.paper.get(variant))
+        _row(records, group, variant, declared.paper.get(variant, ()))
         for group, variants in declared.runs.items()
         for variant in variants
     ]
@@ -79,7 +79,7 @@ def _target(target: str, records: Mapping[str, Record]) -> dict[str, Any]:
     }
 
 
-def _row(records: Mapping[str, Record], group: str, variant: str, paper: str | None) -> dict[str, Any]:
+def _row(records: Mapping[str, Record], group: str, variant: str, paper: Sequence[str]) -> dict[str, Any]:
     own = runs_of(records, group, variant)
     names = dict.fromkeys(name for record in own.values() for name in record.outcomes)
     shown = [name for name in (*PRIMARY, ANSWERS, *names) if measured(records, group, variant, name)]
@@ -93,7 +93,7 @@ def _row(records: Mapping[str, Record], group: str, variant: str, paper: str | N
         "seconds": round(sum(record.seconds for record in own.values()), 1) if own else None,
         "lr": sorted({record.lr for record in own.values()}),
         "values": values,
-        "paper": paper_row(paper) if paper is not None else None,
+        "paper": {name: paper_row(name) for name in paper},
     }
 
 
@@ -235,7 +235,7 @@ def _cell(value: Mapping[str, Any] | None) -> str:
 
 def _paper_table(one: Mapping[str, Any]) -> Table | None:
     """The paper does not say whether its numbers are divided by length; ours are where the harness divides."""
-    tasks = list(dict.fromkeys(task for row in one["rows"] for task in row["paper"] or {}))
+    tasks = list(dict.fromkeys(task for row in one["rows"] for values in row["paper"].values() for task in values))
     if not tasks:
         return None
     rows = []
@@ -245,8 +245,8 @@ def _paper_table(one: Mapping[str, Any]) -> Table | None:
         official = [_accuracy(row["values"], task, "official.") for task in tasks]
         if any(official):
             rows.append([f"{LABELS[row['variant']]}, ours with the official settings, seed 1", *official])
-        if row["paper"] is not None:
-            rows.append([f"{LABELS[row['variant']]}, paper", *(f"{100 * row['paper'][task]:.2f}" for task in tasks)])
+        for name, values in row["paper"].items():
+            rows.append([f"{LABELS[row['variant']]}, paper ({name})", *(f"{100 * values[task]:.2f}" for task in tasks)])
     return Table(["", *tasks], rows)
 
 
