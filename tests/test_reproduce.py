@@ -6,19 +6,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from reproductions import ITEMS, TOKENS, matrix, record, trial
+from sinkdlm.cli import load_parent
 from sinkdlm.config import Recipe
 from sinkdlm.data.rows import open_rows
 from sinkdlm.data.shards import open_split
-from sinkdlm.data.synthetic import prepare_example
+from sinkdlm.data.synthetic import character_tokenizer, prepare_example
 from sinkdlm.errors import ReproduceError
 from sinkdlm.evals.paper import PAPER_ROWS
+from sinkdlm.interop import open_source
 from sinkdlm.reproduce import claims, page, paper, statistics
 from sinkdlm.reproduce.blocks import Code, Heading, Paragraph, Table, to_html, to_markdown
 from sinkdlm.reproduce.matrix import ADAPT, SCALES, SCRATCH, SFT, TARGETS, VARIANTS, Job, jobs_of, select
 from sinkdlm.reproduce.overlap import GRAM, corpus_texts, overlap
+from sinkdlm.reproduce.parents import Parents
 from sinkdlm.reproduce.records import MAX_BYTES, Outcome, read_record, read_records, write_record
 from sinkdlm.reproduce.report import findings, write_report
 
@@ -391,3 +395,33 @@ def test_the_method_does_not_depend_on_results(tmp_path):
 
 def test_items_have_the_tokens_that_the_tests_assume():
     assert record(ADAPT, "sink", 1, 0.0).outcomes["nelbo"].units == TOKENS * ITEMS
+
+
+def test_a_parent_that_is_held_stays_what_it_was(tmp_path):
+    """Runs change their copies, each with new parameters of its own seed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=64, rms_norm_eps=1e-5, **shape)).save_pretrained(
+        tmp_path / "p"
+    )
+    character_tokenizer().save_pretrained(tmp_path / "p")
+    fields = open_source(tmp_path / "p").config.replace(mask_id=64, n_sinks=1).to_dict()
+    del fields["model_type"]
+    recipes = [
+        Recipe.resolve({"model": fields, "init": {"from": str(tmp_path / "p")}, "train": {"seed": seed}}) for seed in (1, 2, 1)
+    ]
+    parents = Parents(load_parent, tmp_path / "tokenizer")
+    found = []
+    for recipe in recipes:
+        held, plain = parents(recipe, torch.float32), load_parent(recipe, torch.float32)
+        for name, weight in plain.model.state_dict().items():
+            assert torch.equal(held.model.state_dict()[name], weight), name
+        assert held.tokenizer.get_vocab() == plain.tokenizer.get_vocab()
+        found.append({name: weight.clone() for name, weight in held.model.state_dict().items()})
+        with torch.no_grad():
+            for weight in held.model.parameters():
+                weight.add_(1.0)
+    assert torch.equal(found[0]["sinks"], found[2]["sinks"])
+    assert not torch.equal(found[0]["sinks"], found[1]["sinks"])
+    assert not torch.equal(found[0]["embed.weight"][64], found[1]["embed.weight"][64])  # [MASK]
