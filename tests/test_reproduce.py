@@ -245,6 +245,18 @@ def test_the_matrix_has_the_seeds_that_were_declared():
     assert len(set(jobs)) == len(jobs) == len({job.name for job in jobs})
 
 
+def test_small_is_as_large_as_was_declared():
+    scale = SCALES["small"]
+    tokens = {
+        group: math.prod((table["train"].get("steps", 0), table["train"]["batch"], table["data"]["length"]))
+        for group, table in scale.tables.items()
+    }
+    assert tokens[ADAPT] == 39_321_600
+    assert tokens[SCRATCH] >= 100e6
+    assert (scale.draws, scale.tasks["hellaswag"], scale.tasks["race"], scale.tasks["lambada_openai"]) == (16, 2000, 300, None)
+    assert all(len(rates) == 3 for rates in scale.lrs.values())
+
+
 def test_work_comes_in_an_order_that_works():
     jobs = jobs_of(list(TARGETS), SCALES["nano"], 3)
     trials = [number for number, job in enumerate(jobs) if job.trial is not None]

@@ -151,7 +151,7 @@ SCALES: dict[str, Scale] = {
             ADAPT: {
                 "model": {"preset": "smollm2-135m", "context_length": 2048},
                 "data": {"length": 512},
-                "train": {**_SMALL_TRAIN, "steps": 400},
+                "train": {**_SMALL_TRAIN, "steps": 600},
                 **_SMALL_KEEP,
             },
             SCRATCH: {
