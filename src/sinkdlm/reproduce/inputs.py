@@ -20,7 +20,7 @@ from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of
 from sinkdlm.reproduce.matrix import Scale
 
 GOLD = "gold"  # in a sheet's `about`: task -> the right option, or the right answer, of each document
-_HELD_OUT = 0.03  # of a corpus that is prepared here: enough documents for pairs
+_HELD_OUT = 0.05  # of a corpus that is prepared here: enough documents for pairs
 _SHORTEST = 8  # tokens of a document that is worth scoring
 
 

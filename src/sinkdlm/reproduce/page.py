@@ -174,7 +174,7 @@ def _commands() -> list[Block]:
                     "# the machinery, on generated data: minutes on a CPU",
                     "sinkdlm reproduce all --scale nano --out runs/reproduce-nano",
                     "# once, on a machine with the harness",
-                    f"sinkdlm data prepare corpus/ {tokens} --validation 0.03 --out data/corpus",
+                    f"sinkdlm data prepare corpus/ {tokens} --validation 0.05 --out data/corpus",
                     f"sinkdlm data prepare gsm8k_cot_train.txt --kind gsm8k-two-stage {tokens} --validation 0.05 --out data/gsm8k",
                     f"sinkdlm eval --write-requests requests.jsonl {asked}",
                     f"sinkdlm reproduce overlap --scale small --corpus corpus/ --requests requests.jsonl {kept}",
