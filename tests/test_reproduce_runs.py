@@ -16,11 +16,12 @@ from sinkdlm import DiffusionLM, ModelConfig, cli, save
 from sinkdlm.data.synthetic import character_tokenizer, corpus, prepare_example
 from sinkdlm.evals.requests import LOGLIKELIHOOD, Request, Sheet
 from sinkdlm.evals.settings import Settings
-from sinkdlm.reproduce import nano, running
+from sinkdlm.reproduce import command, nano, running
 from sinkdlm.reproduce.matrix import SCALES
 from sinkdlm.reproduce.records import read_records
 
 CUT = ("--set", "train.steps=4", "--seeds", "1")
+LESS = {"documents": 12, "trajectories": 2, "examples": 20, "tasks": {"lambada_openai": 8, "arc_easy": 5, "gsm8k_two_stage": 8}}
 TIMES = ("seconds", "made", "command")
 
 
@@ -31,10 +32,13 @@ def told(found: dict) -> dict:
     return [told(value) for value in found] if isinstance(found, list) else found
 
 
-def reproduce(*words: object) -> int:
+def reproduce(*words: object, whole: bool = False) -> int:
+    """whole: nano as it is, not with fewer questions and a parent that hardly learned."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["sinkdlm", "reproduce", *map(str, words)])
-        patch.setattr(nano, "_STEPS", 4)
+        if not whole:
+            patch.setattr(nano, "_STEPS", 4)
+            patch.setitem(SCALES, "nano", replace(SCALES["nano"], **LESS))
         with pytest.raises(SystemExit) as left:
             cli.main()
     return left.value.code or 0
@@ -116,6 +120,17 @@ def test_time_that_is_up_begins_nothing(made, tmp_path):
     report = json.loads((out / "report.json").read_text())
     assert report["left"] == ["adapt-sink-s2", "sft-sink-s2"]
     assert "2 runs are missing" in (out / "report.md").read_text()
+
+
+def test_time_that_is_up_within_a_run_keeps_what_is_done(made, tmp_path):
+    out = tmp_path / "cut"
+    shutil.copytree(made / "cut", out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command._Work, "_is_late", lambda self, following=None: following is None)  # not before runs, only within
+        assert reproduce("figure3", "--out", out, *CUT[:2], "--seeds", 2) == 0
+    assert json.loads((out / "report.json").read_text())["left"] == ["adapt-sink-s2", "sft-sink-s2"]
+    assert (out / "runs" / "adapt-sink-s2" / "model").is_dir()
+    assert [path.stem for path in (out / "parts" / "adapt-sink-s2").glob("*.json")] == ["train"]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +215,7 @@ def test_a_killed_reproduction_ends_with_the_same_table(tmp_path):
     for name in ("data", "parent"):
         shutil.copytree(killed / name, whole / name)
     for folder in (killed, whole):
-        assert reproduce(*words[1:], "--out", folder) == 0
+        assert reproduce(*words[1:], "--out", folder, whole=True) == 0
     first, second = (json.loads((folder / "report.json").read_text()) for folder in (killed, whole))
     assert told(first) == told(second)
     assert first["work"]["records"] == 4
