@@ -20,11 +20,14 @@ from sinkdlm.evals.paper import PAPER_ROWS
 from sinkdlm.interop import open_source
 from sinkdlm.reproduce import claims, page, paper, statistics
 from sinkdlm.reproduce.blocks import Code, Heading, Paragraph, Table, to_html, to_markdown
+from sinkdlm.reproduce.inputs import Inputs
 from sinkdlm.reproduce.matrix import ADAPT, SCALES, SCRATCH, SFT, TARGETS, VARIANTS, Job, jobs_of, select
 from sinkdlm.reproduce.overlap import GRAM, corpus_texts, overlap
 from sinkdlm.reproduce.parents import Parents
 from sinkdlm.reproduce.records import MAX_BYTES, Outcome, read_record, read_records, write_record
 from sinkdlm.reproduce.report import findings, write_report
+from sinkdlm.reproduce.running import Bench, recipe_of
+from sinkdlm.tables import flatten
 
 ROOT = Path(__file__).parent.parent
 CLAIM = {claim.name: claim for claim in claims.CLAIMS}
@@ -243,6 +246,40 @@ def test_the_matrix_has_the_seeds_that_were_declared():
     assert all(counts[ADAPT, variant] == 3 for variant in VARIANTS if variant not in ("vanilla", "sink", "gate", "gate-keep"))
     assert all(counts[group, variant] == 3 for group in (SCRATCH, SFT) for variant in ("vanilla", "sink", "gate"))
     assert len(set(jobs)) == len(jobs) == len({job.name for job in jobs})
+
+
+def test_variants_of_a_seed_differ_in_what_is_declared_and_nothing_else(tmp_path):
+    prepare_example(tmp_path / "text", documents=20)
+    inputs = Inputs(tmp_path / "text", parent="parent", sft=tmp_path / "sft")
+    bench = Bench(SCALES["small"], inputs, tmp_path, tmp_path, load_parent)
+    plain = recipe_of(Job(ADAPT, "vanilla", 3), bench, 4e-4)
+    assert (plain.train.seed, plain.init.from_, plain.train.min_lr) == (3, "parent", pytest.approx(4e-5))
+    for variant, changes in VARIANTS.items():
+        odd = recipe_of(Job(ADAPT, variant, 3), bench, 4e-4).differences(plain)
+        assert sorted(one.split(" ")[0] for one in odd) == sorted(flatten(changes))
+    other = recipe_of(Job(ADAPT, "vanilla", 4), bench, 4e-4).differences(plain)
+    assert [one.split(" ")[0] for one in other] == ["train.seed"]
+    tried = recipe_of(Job(ADAPT, "vanilla", 0, 2), bench, 8e-4)
+    assert (tried.train.steps, tried.train.seed) == (plain.train.steps // 4, 0)
+
+
+@pytest.mark.slow
+def test_pictures_are_drawn_of_records_and_named_on_the_page(tmp_path):
+    from benchmarks.reproduction import draw
+
+    effects = {(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02, (SFT, "sink"): 0.0}
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        draw(matrix(effects), tmp_path / folder)
+    assert {path.name for path in (tmp_path / "one").iterdir()} == set(page.PICTURES)
+    for name in page.PICTURES:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    for one in matrix(effects).values():
+        write_record(tmp_path / "records", one)
+    said = page.write_page(tmp_path / "records", tmp_path / "one")
+    assert all(f"](assets/{name})" in said for name in page.PICTURES)
+    draw({}, tmp_path / "one")  # what has no records any more goes
+    assert not list((tmp_path / "one").iterdir())
 
 
 def test_small_is_as_large_as_was_declared():
