@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.measuring import RESULTS
 from sinkdlm.reproduce.claims import CLAIMS, MARGIN, SAME, judge, runs_of
-from sinkdlm.reproduce.matrix import ADAPT, LABELS, SFT
+from sinkdlm.reproduce.matrix import ADAPT, SFT
 from sinkdlm.reproduce.page import PICTURES, SCALE, write_page
 from sinkdlm.reproduce.records import Record, read_records
 
@@ -40,11 +40,10 @@ def draw_differences(records: Mapping[str, Record], figure: Any) -> bool:
         colour = _TWO if claim.kind == SAME else _ONE
         axes.plot([one.spread.low, one.spread.high], [-place, -place], color=colour, lw=1.2)
         axes.plot(one.spread.mean, -place, "o", color=colour, ms=3)
-    names = [
-        f"{LABELS[claim.variant]} \N{MINUS SIGN} {LABELS[claim.against]} ({claim.group}): {one.outcome}" for claim, one in rows
-    ]
+    names = [f"{claim.group}: {claim.variant} \N{MINUS SIGN} {claim.against}, {one.outcome}" for claim, one in rows]
     axes.set_yticks([-place for place in range(len(rows))], names)
-    axes.set_xlabel("difference, nats a token; shaded: the margin of equivalence")
+    axes.set_xlabel("difference, nats a token (shaded: the margin)")
+    axes.locator_params(axis="x", nbins=6)
     return True
 
 
