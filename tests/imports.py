@@ -10,6 +10,7 @@ COMMAND_LINE = (
     "cli_evals",
     "cli_options",
     "cli_planning",
+    "cli_reproduce",
     "cli_serving",
 )  # import everything else inside their subcommands
 CORE = (
@@ -64,7 +65,20 @@ ALLOWED = {
     "analysis": (*CORE, "viewer"),
     "prompting": ("sampling",),
     "serving": (*CORE, "analysis", "prompting"),
-    "reproduce": (*CORE, "data", "training", "planning", "pace", "plans", "interop", "evals", "analysis"),
+    "reproduce": (
+        *CORE,
+        "data",
+        "training",
+        "planning",
+        "pace",
+        "plans",
+        "interop",
+        "evals",
+        "analysis",
+        "demo",
+        "durable",
+        "tables",
+    ),
     "writer": ("observe", "sampling", "prompting"),
     "demo": (*CORE, "data", "training", "analysis", "durable"),
 }

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from sinkdlm import cli_analysis, cli_evals, cli_planning, cli_serving
+from sinkdlm import cli_analysis, cli_evals, cli_planning, cli_reproduce, cli_serving
 from sinkdlm.cli_options import Arithmetic, Compile, Computing, Device, Documents, Json, Overrides, Seed
 
 app = typer.Typer(
@@ -172,18 +172,20 @@ def train(
     typer.echo(json.dumps(found, indent=2) if as_json else f"{found['model']}: {found['tokens']:,} tokens, {found['steps']} steps")
 
 
-def load_parent(recipe: Any, dtype: Any) -> Any:
-    """init.from of a recipe: whatever `convert` reads, with the variant that [model] asks for."""
+def load_parent(recipe: Any, dtype: Any, source: Any = None, tokenizer: Any = None) -> Any:
+    """init.from of a recipe: whatever `convert` reads, with the variant that [model] asks for. source, tokenizer: where they were
+    read before."""
     from sinkdlm import interop
 
     wanted = recipe.model.to_dict()
     return interop.load_any(
-        recipe.init.from_,
+        source or recipe.init.from_,
         {key: wanted[key] for key in interop.FREE_KEYS},
         sink_init=recipe.init.sink_init,
         gate_init=recipe.init.gate_init,
         seed=recipe.train.seed,
         dtype=dtype,
+        tokenizer=tokenizer,
     )
 
 
@@ -285,6 +287,7 @@ cli_evals.register(app)
 cli_analysis.register(app)
 cli_serving.register(app)
 cli_planning.register(app)
+cli_reproduce.register(app)
 
 
 class DataKind(StrEnum):
