@@ -152,8 +152,11 @@ def test_merging_by_operators_is_attention_with_sinks(shape):
         torch.testing.assert_close(fused, naive, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["sink", "sinks-2-end-zero-gate", "logit", "vanilla"])
-@pytest.mark.parametrize("compiled", [False, True])
+STEPS = ["sink", "sinks-2-end-zero-gate", "logit", "vanilla"]
+_COMPILED = [pytest.param(name, True, marks=[] if name == "sink" else pytest.mark.slow) for name in STEPS]
+
+
+@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in STEPS), *_COMPILED])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -8,11 +8,11 @@ import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sinkdlm.config import Recipe
 from sinkdlm.errors import ReproduceError
-from sinkdlm.planning import PEAK_FLOPS, budget_steps, training_flops
+from sinkdlm.plans import Machine, make_plan
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, SCRATCH, SFT, TARGETS, VARIANTS, Job, targets_of
 from sinkdlm.reproduce.records import write_text
 from sinkdlm.tables import flatten
@@ -27,16 +27,7 @@ _ABLATED = ("qwen2.5-0.5b",)  # tables 3 to 5, controls and figures are of the s
 _TASKS = "arc_easy,arc_challenge,hellaswag,piqa,race,social_iqa,lambada"
 _EOS = 151643  # Qwen2.5's <|endoftext|>, which ends documents
 _EXAMPLES = 769_240  # of an epoch of the augmented GSM8K, as the authors count them
-DEVICE, MFU = "H100", 0.31  # MFU as measured with smollm2-135m on one H200 (benchmarks/results)
-
-
-class Cost(NamedTuple):
-    tokens: float
-    flops: float
-
-    @property
-    def gpu_hours(self) -> float:
-        return self.flops / (PEAK_FLOPS[DEVICE] * MFU) / 3600
+MACHINE = Machine("h100", 8)
 
 
 def find_recipes() -> Path:
@@ -65,12 +56,6 @@ def _toml(value: Any) -> str:
 
 def run_name(base: str, job: Job) -> str:
     return f"{base}-{job.variant}-s{job.seed}"
-
-
-def cost_of(recipe: Recipe) -> Cost:
-    steps = budget_steps(recipe.train, recipe.model, recipe.data.length, _EXAMPLES)
-    tokens = float(steps * recipe.train.batch * recipe.data.length)
-    return Cost(tokens, tokens * training_flops(recipe.model, recipe.data.length))
 
 
 def _runs(targets: list[str], seeds: int) -> Iterator[tuple[str, Job]]:
@@ -107,11 +92,14 @@ def lay_out(target: str, out: Path, seeds: int) -> dict[str, Any]:
             shlex.join(["sinkdlm", "eval", str(run / "model"), "--tasks", tasks, "--data", "bench", "--out", str(run / "eval")])
         )
         lines.append(shlex.join(["sinkdlm", "analyze", str(run / "model"), "--out", str(run / "analysis")]))
-        cost = cost_of(recipe)
-        rows.append({"run": name, "tokens": cost.tokens, "flops": cost.flops, "gpu_hours": round(cost.gpu_hours, 1)})
+        plan = make_plan(recipe, name, MACHINE, _EXAMPLES)
+        assert plan.tokens is not None
+        assert plan.gpu_hours is not None
+        flops = plan.tokens * plan.flops_per_token
+        rows.append({"run": name, "tokens": plan.tokens, "flops": flops, "gpu_hours": round(plan.gpu_hours, 1)})
     write_text(out / "launch.sh", "\n".join(lines) + "\n")
     hours = sum(row["gpu_hours"] for row in rows)
-    assumed = f"{DEVICE} at {MFU:.0%} of its peak, as measured with a smaller model"
+    assumed = f"planned on {MACHINE.text}: {plan.source}"
     said = f"{len(rows)} runs, {hours:,.0f} GPU hours of training ({assumed}); {out / 'launch.sh'} has the commands"
     found = {"runs": rows, "gpu_hours": round(hours, 1), "assumed": assumed, "said": said}
     write_text(out / "plan.json", json.dumps(found, indent=1) + "\n")
