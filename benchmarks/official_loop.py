@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sinkdlm import DiffusionLM
-from sinkdlm.model import Block
+from sinkdlm.layers import Block
 
 
 class MaskedForm:

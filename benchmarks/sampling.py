@@ -120,6 +120,8 @@ def speed(case: Case, repeats: int) -> dict[str, Any]:
         for kind, times in (("none", 1), ("prefix", 1), ("dual", repeats)):
             blocks = partial(case.ours, config="llada", block=case.block, cache=kind)
             figures[f"blocks_cache_{kind}"] = time_runs(case, blocks, times)
+        tempered = partial(case.ours, config="llada", block=case.block, cache="dual", temperature=_OFFICIAL_TEMPERATURE)
+        figures[f"blocks_cache_dual{_TEMPERED}"] = time_runs(case, tempered, repeats)
     return figures
 
 

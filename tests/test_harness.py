@@ -14,7 +14,7 @@ from sinkdlm.cli import main
 from sinkdlm.errors import EvalError
 from sinkdlm.evals.offline import BENCHMARKS, find_splits, load_splits
 from sinkdlm.evals.requests import Sheet
-from sinkdlm.evals.responses import read_answers
+from sinkdlm.evals.responses import Response, read_answers
 from sinkdlm.evals.settings import Settings
 
 pytest.importorskip("lm_eval")
@@ -148,6 +148,22 @@ def test_examples_come_from_the_train_file(harness, bench):
     asked = harness.Evaluation(harness.Plan(("lambada",), data=str(bench), num_fewshot=1)).ask().requests
     assert asked[0].context.count("The cat sat on the") == 1  # LAMBADA has no train split: the harness takes another item
     assert asked[0].context.startswith("He said:")
+
+
+def test_the_right_answers_of_a_sheet_are_the_harnesses_own(harness, bench):
+    """Whoever answers by them gets everything right."""
+    tasks = ("arc_easy", "hellaswag", "piqa", "race", "social_iqa", "boolq", "gsm8k_two_stage")
+    evaluation = harness.Evaluation(harness.Plan(tasks, data=str(bench), num_fewshot=0))
+    sheet = evaluation.ask()
+    gold = sheet.about["gold"]
+    answers = {}
+    for request in sheet.requests:
+        right = gold[request.task][request.doc]
+        texts = (right,) if isinstance(right, str) else ()
+        answers[request.key] = Response(*request.key, value=-1.0 if request.index == right else -50.0, texts=texts)
+    results = evaluation.judge(answers)["results"]
+    shares = {task: [value for name, value in results[task].items() if name in ("acc,none", "exact_match,none")] for task in tasks}
+    assert shares == {task: [1.0] for task in tasks}
 
 
 def test_names_and_settings_of_tasks(harness, bench):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from conftest import VARIANTS, small_config, small_model, small_tokens
-from sinkdlm import float8
-from sinkdlm import model as modelling
+from sinkdlm import float8, layers
 from sinkdlm.lane import Lane
 from sinkdlm.noise import Stream, counter, hash_words
 from sinkdlm.positions import Rotation
@@ -31,7 +30,7 @@ def fused(monkeypatch):
     """Switches between kernels and plain operations, wherever the tensors are."""
 
     def switch(on):
-        monkeypatch.setattr(modelling, "find_kernels", lambda _: kernels if on else None)
+        monkeypatch.setattr(layers, "find_kernels", lambda _: kernels if on else None)
         monkeypatch.setattr(float8, "find_kernels", lambda _: kernels if on else None)
         monkeypatch.setattr(drawing, "find_kernels", lambda _: kernels if on else None)
 

@@ -484,3 +484,29 @@ def test_a_batch_goes_when_its_requests_go():
         assert home() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("kind", ["prefix", "dual"])
+def test_rows_with_a_cache_wait_for_each_other_and_change_no_token(kind):
+    """A threshold lets rows through blocks at their own pace; apart, each pace is a forward of its own."""
+    model = small_model(n_sinks=1)
+    mask_id, prompt = model.config.mask_id, small_tokens(6, 3)
+    given = {"length": 23, "block": 5, "cache": kind, "threshold": 0.2, "steps": 20, "seed": 3, "temperature": 0.7}
+    n_forwards, found = {}, {}
+    for together in (False, True):
+        calls = []
+
+        class Counted:
+            def __call__(self, tokens, *, where=None, cache=None, calls=calls, **rest):
+                calls.append(len(tokens))
+                return model.denoiser()(tokens, where=where, cache=cache, **rest)
+
+        states = start(requests_of(prompt, mask_id=mask_id, **given))
+        with model.inference():
+            while any(not state.done for state in states):
+                assert step(states, Counted(), together=together)
+        n_forwards[together], found[together] = len(calls), gather(states)
+    assert torch.equal(found[True].tokens, found[False].tokens)
+    assert found[True].row_steps == found[False].row_steps
+    assert len(set(found[True].row_steps)) > 1
+    assert n_forwards[True] < n_forwards[False]

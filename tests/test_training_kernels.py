@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conftest import VARIANTS, small_model, small_tokens
-from sinkdlm import diffusion, operators
+from sinkdlm import diffusion, fused_layers, layers, operators
 from sinkdlm import model as modelling
 from sinkdlm.attention import attend, attend_naive
 from sinkdlm.diffusion import corrupt, denoising_loss
@@ -89,7 +89,7 @@ def test_adding_and_norming_has_autograds_gradients(added):
         leaves = [one.clone().requires_grad_() for one in ((x, weight, update) if added else (x, weight))]
         given = leaves[2] if added else None
         if fused:
-            outs = modelling._AddNorm.apply(leaves[0], given, leaves[1], 1e-5, torch.float32)
+            outs = fused_layers.add_norm(leaves[0], given, leaves[1], 1e-5, torch.float32)
         else:
             total = leaves[0] + given if added else leaves[0] * 1
             outs = (total, torch.nn.functional.rms_norm(total, (7,), leaves[1], 1e-5))
@@ -152,8 +152,11 @@ def test_merging_by_operators_is_attention_with_sinks(shape):
         torch.testing.assert_close(fused, naive, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["sink", "sinks-2-end-zero-gate", "logit", "vanilla"])
-@pytest.mark.parametrize("compiled", [False, True])
+STEPS = ["sink", "sinks-2-end-zero-gate", "logit", "vanilla"]
+_COMPILED = [pytest.param(name, True, marks=[] if name == "sink" else pytest.mark.slow) for name in STEPS]
+
+
+@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in STEPS), *_COMPILED])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -163,7 +166,7 @@ def test_a_step_by_operators_is_the_plain_step(name, compiled, monkeypatch):
     results = []
     for fused in (False, True):
         monkeypatch.setattr(modelling, "trains_fused", lambda *_, fused=fused: fused)
-        monkeypatch.setattr(modelling, "_FUSED_SIZE", 0)
+        monkeypatch.setattr(layers, "_FUSED_SIZE", 0)
         monkeypatch.setattr(modelling, "merges_fast", lambda *_: True)
         model = small_model(dtype=torch.float32, **VARIANTS[name])
         noisy = corrupt(tokens, torch.arange(2), seed=0, mask_id=model.config.mask_id)
@@ -184,7 +187,7 @@ def test_swiglu_and_its_product_have_autograds_gradients():
     out = (torch.nn.functional.silu(gate) * up) @ leaves[1].mT
     wanted = torch.autograd.grad(out, leaves, grad.double())
     mine = [x.clone().requires_grad_() for x in (gate_up, weight)]
-    found = modelling._SwigluDown.apply(*mine)
+    found = fused_layers.swiglu_product(*mine)
     torch.testing.assert_close(found, out.float())
     for one, true in zip(torch.autograd.grad(found, mine, grad), wanted, strict=True):
         torch.testing.assert_close(one, true.float(), rtol=1e-5, atol=1e-5)

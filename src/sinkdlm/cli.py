@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from sinkdlm import cli_analysis, cli_evals, cli_planning, cli_serving
+from sinkdlm import cli_analysis, cli_evals, cli_planning, cli_reproduce, cli_serving
 from sinkdlm.cli_options import (
     Arithmetic,
     Compile,
@@ -37,6 +37,7 @@ SUMMARIES = {
     "score": "Bits per byte and perplexity of documents.",
     "score-requests": "Answer requests of eval without the harness.",
     "analyze": "Where attention sinks are, and what they do: a report.",
+    "reproduce": "Repeat the paper's tables, with a verdict on each claim.",
     "inspect": "Open a page that shows one or two models writing.",
     "serve": "Serve one or two models over HTTP, as OpenAI's API.",
     "convert": "Read any supported model, and write it in another form.",
@@ -215,18 +216,20 @@ def train(
     typer.echo(json.dumps(found, indent=2) if as_json else f"{found['model']}: {found['tokens']:,} tokens, {found['steps']} steps")
 
 
-def load_parent(recipe: Any, dtype: Any) -> Any:
-    """init.from of a recipe: whatever `convert` reads, with the variant that [model] asks for."""
+def load_parent(recipe: Any, dtype: Any, source: Any = None, tokenizer: Any = None) -> Any:
+    """init.from of a recipe: whatever `convert` reads, with the variant that [model] asks for. source, tokenizer: where they were
+    read before."""
     from sinkdlm import interop
 
     wanted = recipe.model.to_dict()
     return interop.load_any(
-        recipe.init.from_,
+        source or recipe.init.from_,
         {key: wanted[key] for key in interop.FREE_KEYS},
         sink_init=recipe.init.sink_init,
         gate_init=recipe.init.gate_init,
         seed=recipe.train.seed,
         dtype=dtype,
+        tokenizer=tokenizer,
     )
 
 
@@ -326,6 +329,7 @@ cli_evals.register(app)
 cli_analysis.register(app)
 cli_serving.register(app)
 cli_planning.register(app)
+cli_reproduce.register(app)
 
 
 class DataKind(StrEnum):

@@ -259,6 +259,10 @@ class DataSection(_Frozen):
     eos: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="id that ends documents, for sets that do not say (datatrove's, SMDM's)"
     )
+    first: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="id that replaces the first token of rows of text, never masked: the always visible first token, a control",
+    )
 
 
 BUDGETS = ("steps", "tokens", "epochs", "flops")

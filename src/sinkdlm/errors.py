@@ -50,3 +50,7 @@ class EvalError(UserError):
 
 class AnalysisError(UserError):
     """An analysis that cannot be made: a policy that cannot be watched, captures that are not what they should be."""
+
+
+class ReproduceError(UserError):
+    """A reproduction that cannot be made or read: an input that is missing, a record that is not what it should be."""

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from sinkdlm.errors import UserError
 from sinkdlm.fusion import find_kernels
-from sinkdlm.model import Block, DiffusionLM
+from sinkdlm.layers import Block
+from sinkdlm.model import DiffusionLM
 
 DTYPE = torch.float8_e4m3fn
 _MULTIPLE = 16  # of both sides of a weight; the GPU's products need it

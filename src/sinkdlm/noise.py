@@ -152,7 +152,7 @@ def mixed_counter(n: int, device: torch.device) -> Tensor:
 
 
 def pair_words(key: int, stream: Stream, n: int, device: torch.device) -> Tensor:
-    """(2, n) int32: a word for each row and one for each column of an n by n table, for `attention.pair_bits` to join."""
+    """(2, n) int32: a word for each row and one for each column of an n by n table, for `visibility.pair_bits` to join."""
     words = hash_words(key, int(stream), torch.arange(2, device=device)[:, None], torch.arange(n, device=device))
     assert isinstance(words, Tensor)
     return (words >> 32).to(torch.int32)

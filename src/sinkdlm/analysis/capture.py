@@ -17,7 +17,8 @@ from torch import Tensor
 from sinkdlm.analysis.trajectory import Trajectory
 from sinkdlm.attention import attend_naive
 from sinkdlm.errors import AnalysisError
-from sinkdlm.model import Block, DiffusionLM
+from sinkdlm.layers import Block
+from sinkdlm.model import DiffusionLM
 from sinkdlm.noise import Stream, fold, hash_words, unit_interval
 from sinkdlm.observe import share_on, summarize
 from sinkdlm.sampling.loop import step

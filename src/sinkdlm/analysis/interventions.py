@@ -17,8 +17,9 @@ from torch import Tensor
 
 from sinkdlm.analysis.capture import RULES, Rules, noisy
 from sinkdlm.analysis.intervals import mean_interval
+from sinkdlm.layers import Intervention, Seen
 from sinkdlm.likelihood import log_likelihood
-from sinkdlm.model import DiffusionLM, Intervention, Seen
+from sinkdlm.model import DiffusionLM
 from sinkdlm.observe import summarize
 from sinkdlm.positions import Rotation
 from sinkdlm.sampling.loop import gather, step

@@ -156,7 +156,10 @@ class Rows:
         self.n_rows = sum(rows.n_rows for rows in self.sets)
         # Whether the positions that a batch is scored on depend on which rows it holds.
         self.counts_vary = bool(
-            section.random_lengths or section.documents == "confined" or any(isinstance(rows, ExampleRows) for rows in self.sets)
+            section.random_lengths
+            or section.documents == "confined"
+            or section.first is not None
+            or any(isinstance(rows, ExampleRows) for rows in self.sets)
         )
         self.n_too_long = sum(rows.n_too_long for rows in self.sets if isinstance(rows, ExampleRows))
 
@@ -195,8 +198,10 @@ class Rows:
             end = self.sets[number].fill(row, tokens[slot], maskable[slot])
             lengths[slot] = min(lengths[slot], end)
             maskable[slot, lengths[slot] :] = False
-        self._check_ids(tokens, chosen, rows)
         whole = np.array([isinstance(held, ExampleRows) for held in self.sets])[chosen]
+        if self.section.first is not None:
+            tokens[~whole, 0], maskable[~whole, 0] = self.section.first, False
+        self._check_ids(tokens, chosen, rows)
         samples = samples.astype(np.int64)
         full = bool((lengths == length).all())
         if not full:

@@ -27,8 +27,8 @@ _KEY = 0x73746F726965  # "storie": what these numbers are for
 
 _NAMES = ("tom", "ann", "ben", "eva", "max", "lily", "sam", "mia")
 _PLACES = ("house", "garden", "river", "hill", "market", "forest")
-_COLOURS = ("red", "blue", "green", "white", "black")
-_THINGS = ("ball", "book", "hat", "cup", "kite", "lamp")
+COLOURS = ("red", "blue", "green", "white", "black")
+THINGS = ("ball", "book", "hat", "cup", "kite", "lamp")
 _MOODS = ("glad", "tired", "proud", "quiet")
 _STORIES = (
     "{a} has a {c} {t} . {a} meets {b} at the {p} and gives the {t} to {b} . now {b} has the {c} {t} and {a} is {m} .",
@@ -66,8 +66,8 @@ def story(draws: Sequence[int]) -> str:
     words = {
         "a": _NAMES[first],
         "b": _NAMES[(first + 1 + other) % len(_NAMES)],
-        "c": _COLOURS[colour % len(_COLOURS)],
-        "t": _THINGS[thing % len(_THINGS)],
+        "c": COLOURS[colour % len(COLOURS)],
+        "t": THINGS[thing % len(THINGS)],
         "p": _PLACES[place % len(_PLACES)],
         "m": _MOODS[mood % len(_MOODS)],
     }
@@ -92,7 +92,7 @@ def digest(seed: int) -> str:
 
 def vocabulary() -> list[str]:
     """Digits and signs one by one; a word alone, and with the space before it."""
-    lists = (_NAMES, _PLACES, _COLOURS, _THINGS, _MOODS)
+    lists = (_NAMES, _PLACES, COLOURS, THINGS, _MOODS)
     forms = {word for form in _STORIES for word in form.split() if word.isalpha()}
     words = sorted({word for words in lists for word in words} | forms)
     return [*"0123456789+=. \n?", *words, *(f" {word}" for word in words), EOS]

@@ -308,7 +308,20 @@ class Evaluation:
         for request in asked:
             if request.kind == GENERATE:
                 Manner.of(request, settings[request.task], None)  # what cannot be written is said now
-        return Sheet(asked, settings, seed, {"plan": self.plan.to_dict()})
+        return Sheet(asked, settings, seed, {"plan": self.plan.to_dict(), "gold": self._gold()})
+
+    def _gold(self) -> dict[str, list[Any]]:
+        """Task -> the right option of each document, or the answer that is to be written; for readers without the harness."""
+        found: dict[str, list[Any]] = {}
+        for name, task in self.tasks.items():
+            docs = list(task.eval_docs)[: self.plan.limit]
+            if task.OUTPUT_TYPE == "multiple_choice" and not task.multiple_input:
+                found[name] = [_right_option(task, doc) for doc in docs]
+            elif name in gsm8k.STAGES:
+                found[name] = [doc["answer"] for doc in docs]
+            elif task.OUTPUT_TYPE == LOGLIKELIHOOD:
+                found[name] = [0] * len(docs)
+        return found
 
     def judge(self, responses: Mapping[Key, Response]) -> dict[str, Any]:
         """The harness's results for what was answered."""
@@ -337,6 +350,15 @@ class Evaluation:
             )
         assert found is not None
         return dict(found)
+
+
+def _right_option(task: Any, doc: Any) -> int | None:
+    """As the harness reads it: a number, or one of the options' texts; None where a document has none, or several."""
+    target = task.doc_to_target(doc)
+    if isinstance(target, str):
+        choices = task.doc_to_choice(doc)
+        return choices.index(target) if target in choices else None
+    return target if isinstance(target, int) else None
 
 
 def _resolve_pair(name: str) -> str:

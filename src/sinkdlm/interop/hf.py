@@ -12,7 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
 from sinkdlm.config import ModelConfig
-from sinkdlm.model import DiffusionLM, Norm
+from sinkdlm.layers import Norm
+from sinkdlm.model import DiffusionLM
 
 
 class SinkDLMConfig(PretrainedConfig):

@@ -1,8 +1,8 @@
 """A modelling file that needs transformers and torch alone, generated from this package's own sources.
 
-`trust_remote_code=True` loads it where sinkdlm is not installed. It is the same code: noise, attention, lane, positions, fusion,
-recompute, model and the transformers classes, with the package's imports taken out and a plain dataclass in place of the validated
-config.
+`trust_remote_code=True` loads it where sinkdlm is not installed. It is the same code: noise, visibility, attention, lane,
+positions, fusion, recompute, layers, model and the transformers classes, with the package's imports taken out and a plain dataclass
+in place of the validated config.
 """
 
 import ast
@@ -11,17 +11,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sinkdlm import attention, fusion, lane, model, noise, positions, recompute
+from sinkdlm import attention, fusion, lane, layers, model, noise, positions, recompute, visibility
 from sinkdlm.checkpoint import CONFIG, PROVENANCE
 from sinkdlm.config import ModelConfig
 from sinkdlm.interop import hf
 
 MODULE = "modeling_sinkdlm"
 _PROPERTIES = ("head_dim", "embedding_rows", "n_lane", "n_registers", "has_sink_logit")
-_DROPPED = {"stamp", "MODEL_FIELDS"}
+_DROPPED = {"stamp", "MODEL_FIELDS", "trains_fused"}
 # Without the package there is nobody to compute fingerprints: those of the weights that were there go.
 _STAMP = """def stamp(folder, config):
     (folder / "provenance.json").unlink(missing_ok=True)
+"""
+# Operators are registered once in a process, by the package: here training goes by torch's own operations.
+_PLAIN = """operators = add_norm = attend_heads = swiglu_product = None
+
+
+def trains_fused(device, dtype):
+    return False
+
+
 """
 
 
@@ -38,11 +47,12 @@ def make_standalone(folder: Path) -> None:
 def source_text() -> str:
     parts = ['"""sinkdlm, self-contained: generated from the sources of the package sinkdlm. Apache-2.0."""', ""]
     bodies, imports = [], {"import dataclasses"}
-    for module in (noise, attention, lane, positions, fusion, recompute, model, hf):
+    for module in (noise, visibility, attention, lane, positions, fusion, recompute, layers, model, hf):
         found, body = _split_imports(inspect.getsource(module))
         imports |= found
         bodies.append(body)
     bodies.insert(0, _config_source())
+    bodies.insert(1, _PLAIN)
     bodies.append(_STAMP)
     return "\n".join([*parts, *sorted(imports), "", "", *bodies])
 

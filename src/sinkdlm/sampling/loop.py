@@ -31,14 +31,19 @@ def step(
     *,
     device: torch.device | str | None = None,
     deterministic: bool = False,
+    together: bool = False,
 ) -> list[State]:
     """One step for every request that is not done; returns those that took it. Rows share a forward wherever they can.
 
     deterministic: each row is computed alone, in shapes that are its own, so that its tokens are bit for bit those of the request
     alone whatever else is in the batch.
+    together: rows with a cache wait at the end of a block for those that are still in it, so that they go on in one forward. It
+    changes no token; a batch to which others are added all the time had better not wait.
     """
     access = Access.of(denoiser)
     active = [state for state in states if state.turn is not None]
+    if together and not deterministic:
+        active = _those_who_go(active)
     groups: dict[Any, list[State]] = {}
     for state in active:
         groups.setdefault(id(state) if deterministic else _forward_key(state, access), []).append(state)
@@ -46,6 +51,18 @@ def step(
         home = group[0].home
         Batch.of(group, torch.device(device or ("cpu" if home is None else home.device))).advance(group, access)
     return active
+
+
+def _those_who_go(active: list[State]) -> list[State]:
+    """All but rows that would open a block of which others, alike in all that a forward shares, have the one before still open."""
+    cached = [(state, cast(Turn, state.turn)) for state in active if state.policy.cache != "none"]
+    open_until = {_block_key(state, turn.stop) for state, turn in cached}
+    waiting = {id(state) for state, turn in cached if turn.first and _block_key(state, turn.start) in open_until}
+    return [state for state in active if id(state) not in waiting]
+
+
+def _block_key(state: State, place: int) -> Any:
+    return state.request.mask_id, state.policy.shift, judging(state.policy), cast(Turn, state.turn).length, place
 
 
 def _forward_key(state: State, access: Access) -> Any:
@@ -88,7 +105,7 @@ def stream(denoiser: Denoise, states: Sequence[State], *, device: Any = None, de
     """Steps until every request is done, and yields each."""
     access = Access.of(denoiser)
     while any(not state.done for state in states):
-        moved = {id(state) for state in step(states, access, device=device, deterministic=deterministic)}
+        moved = {id(state) for state in step(states, access, device=device, deterministic=deterministic, together=True)}
         columns = [
             [state.tokens for state in states],
             [state.committed if id(state) in moved else torch.zeros_like(state.committed) for state in states],
@@ -158,7 +175,7 @@ def generate(
         device = prompt.device if isinstance(prompt, Tensor) else getattr(denoiser, "device", None)
     access = Access.of(denoiser)
     while any(not state.done for state in states):
-        step(states, access, device=device, deterministic=deterministic)
+        step(states, access, device=device, deterministic=deterministic, together=True)
     return gather(states)
 
 

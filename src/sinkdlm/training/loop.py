@@ -16,7 +16,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from sinkdlm.attention import Opening
 from sinkdlm.config import Recipe
 from sinkdlm.data.rows import Batch, Rows
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
@@ -35,6 +34,7 @@ from sinkdlm.training.run import RunFolder
 from sinkdlm.training.signals import ENDING, Signals, Stopped, noted_signals
 from sinkdlm.training.state import States
 from sinkdlm.training.weights import Weights
+from sinkdlm.visibility import Opening
 
 _BAD_IN_A_ROW = 3  # steps without a finite loss that end a run
 

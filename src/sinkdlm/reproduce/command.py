@@ -1,0 +1,243 @@
+"""`sinkdlm reproduce`: which runs are missing, in which order they are made, when to stop, and what is written at the end.
+
+OUT/records/     a small JSON file for each run (--records names another place)
+OUT/report.json, report.md, report.html
+OUT/data, parent, runs, parts    what the work needs; runs and parts go as their records come
+"""
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from sinkdlm.errors import ReproduceError
+from sinkdlm.evals.requests import Sheet
+from sinkdlm.reproduce.claims import ANSWERS, NELBO
+from sinkdlm.reproduce.inputs import Given, Inputs, given_inputs
+from sinkdlm.reproduce.matrix import SCALES, SFT, Job, Scale, jobs_of, select, targets_of
+from sinkdlm.reproduce.nano import nano_inputs
+from sinkdlm.reproduce.parents import Load, Parents
+from sinkdlm.reproduce.records import RUN, read_records
+from sinkdlm.reproduce.report import write_report
+from sinkdlm.reproduce.running import Bench, TimeUp, clear, recipe_of, run_job, stages_of, train_job
+
+Say = Callable[[str], None]
+
+
+class Asked(NamedTuple):
+    """What the command line asks. seeds: None for the scale's own number."""
+
+    target: str
+    scale: str
+    out: Path
+    seeds: int | None = None
+    records: Path | None = None
+    given: Given = Given()
+    only: Sequence[str] = ()
+    tasks: Sequence[str] | None = None
+    overrides: Sequence[str] = ()
+    time_limit: float | None = None
+    keep_weights: bool = False
+    official: bool = False
+    device: str | None = None
+
+
+class Planned(NamedTuple):
+    """A run that is to be made. seconds: about; None where nothing is known yet."""
+
+    job: Job
+    stages: list[str]
+    seconds: float | None
+
+
+def reproduce(asked: Asked, load_parent: Load, say: Say) -> dict[str, Any]:
+    """Works through the matrix, and writes the report of the records that are there then."""
+    targets, scale = targets_of(asked.target), SCALES[asked.scale]
+    with _opened(asked.out), _threads(asked.scale):
+        work = _Work(asked, scale, targets, load_parent, say)
+        left = work.run()
+        return write_report(asked.out, targets, scale, work.records, left=[one.job.name for one in left])
+
+
+def run_plan(asked: Asked, load_parent: Load) -> list[Planned]:
+    """What is still missing. Makes no run; nano's data and parent, which it is about, are made."""
+    with _opened(asked.out), _threads(asked.scale):
+        return _Work(asked, SCALES[asked.scale], targets_of(asked.target), load_parent, lambda _: None).missing()
+
+
+class _Work:
+    def __init__(self, asked: Asked, scale: Scale, targets: Sequence[str], load_parent: Load, say: Say) -> None:
+        self.asked, self.scale, self.say, self.load_parent = asked, scale, say, load_parent
+        self.began = time.monotonic()
+        jobs = jobs_of(targets, scale, asked.seeds or scale.seeds)
+        self.jobs = select(jobs, asked.only)
+        folder = asked.records or asked.out / "records"
+        inputs = self._inputs()
+        self.bench = Bench(
+            scale,
+            inputs,
+            asked.out,
+            folder,
+            Parents(load_parent, asked.out / "data" / "tokenizer"),
+            asked.device,
+            tuple(asked.overrides),
+            self._sheets(inputs),
+            quiet=asked.scale == "nano",
+            keep_weights=asked.keep_weights,
+            official=asked.official,
+        )
+        self.records = read_records(folder, scale.name)
+        for record in self.records.values():
+            if record.facts["changes"] != self.bench.changes:
+                raise ReproduceError(
+                    f"{folder / record.name}.json: made with --set {record.facts['changes']}, not {self.bench.changes}; "
+                    "give the same, or another --out"
+                )
+
+    def _inputs(self) -> Inputs:
+        if self.scale.name == "nano":
+            return nano_inputs(self.scale, self.asked.out)
+        found = given_inputs(self.asked.given, self.scale, self.asked.out)
+        if any(job.group == SFT for job in self.jobs) and found.sft is None:
+            raise ReproduceError("--sft: which fine-tuning data? give GSM8K's chain-of-thought file, or a set prepared from it")
+        if found.parent is None and any(job.group != "scratch" for job in self.jobs):
+            raise ReproduceError("--parent: which autoregressive model? a folder or a GGUF file, as `convert` reads it")
+        return found
+
+    def _sheets(self, inputs: Inputs) -> dict[str, Sheet]:
+        """Of the tasks that are asked and that there are questions for."""
+        every = tuple(self.scale.tasks)
+        asked = every if self.asked.tasks is None else self.asked.tasks
+        for task in asked:
+            if task not in every:
+                raise ReproduceError(f"--tasks {task}: not among {', '.join(every)}")
+        sheets = {task: inputs.questions(self.scale, task) for task in asked}
+        return {task: sheet for task, sheet in sheets.items() if sheet is not None}
+
+    # -- what is missing ----------------------------------------------------------------------------------------------------------
+
+    def missing(self) -> list[Planned]:
+        found = []
+        for job in self.jobs:
+            stages = list(stages_of(job, self.bench))
+            record = self.records.get(job.name)
+            if record is None or any(stage not in record.facts["seconds"] for stage in stages):
+                found.append(Planned(job, stages, self._expected(job, stages)))
+        return found
+
+    def _expected(self, job: Job, stages: Sequence[str]) -> float | None:
+        """The mean of records of the same kind; else what the scale declares."""
+        alike = [
+            record.seconds
+            for record in self.records.values()
+            if record.group == job.group and (record.kind == RUN) == (job.trial is None)
+        ]
+        if alike:
+            return sum(alike) / len(alike)
+        declared = self.scale.seconds
+        if not declared:
+            return None
+        share = self.scale.trial_share if job.trial is not None else 1.0
+        measured = sum(declared.get(stage.split()[0], 0.0) for stage in stages)
+        return declared["start"] + declared[job.group] * share + measured
+
+    # -- the work --------------------------------------------------------------------------------------------------------------
+
+    def run(self) -> list[Planned]:
+        """What is left when time is up; nothing otherwise."""
+        left = self.missing()
+        if left:
+            self.say(f"{len(left)} of {len(self.jobs)} runs are missing{_about(left)}")
+        while left:
+            if self._is_late(left[0]):
+                self.say(f"time is up: {len(left)} runs are left; the same command goes on")
+                return left
+            try:
+                self._make(left[0], [one.job for one in left[1:]])
+            except TimeUp:
+                self.say(f"time is up in {left[0].job.name}, whose weights and results so far are kept; the same command goes on")
+                return left
+            left = left[1:]
+        return []
+
+    def _is_late(self, following: Planned | None = None) -> bool:
+        limit = self.asked.time_limit
+        ahead = following.seconds or 0.0 if following is not None else 0.0
+        return limit is not None and time.monotonic() - self.began + ahead > limit
+
+    def _make(self, planned: Planned, later: Sequence[Job]) -> None:
+        job, began = planned.job, time.monotonic()
+        lr, told = self._learning_rate(job)
+        base = job.base
+        if base is not None and not (self.bench.folder(base) / "model").is_dir():
+            self._train_again(base)
+        say = self.say if not self.bench.quiet else lambda _: None
+        record = run_job(job, self.bench, lr, told, say, self._is_late)
+        self.records[job.name] = record
+        if not any(other.base == job for other in later):
+            clear(job, self.bench)
+        if base is not None:
+            clear(base, self.bench)
+        measured = record.outcomes[ANSWERS if job.group == SFT else NELBO].value
+        self.say(f"{job.name}: {measured:.4f} nats a token, {time.monotonic() - began:.1f} s, {len(later)} to go")
+
+    def _train_again(self, base: Job) -> None:
+        """A base whose weights went with its record: the same recipe gives them again."""
+        lr, _ = self._learning_rate(base)
+        train_job(recipe_of(base, self.bench, lr), self.bench.folder(base), self.bench)
+
+    def _learning_rate(self, job: Job) -> tuple[float | None, dict[str, Any]]:
+        """A trial's own; a run's is the best of its variant's trials, and what they gave is told."""
+        rates = self.scale.lrs.get(job.group)
+        if rates is None:
+            return None, {}
+        if job.trial is not None:
+            return rates[job.trial], {}
+        tried = {rate: self._tried(job, number) for number, rate in enumerate(rates)}
+        best = min(tried, key=lambda rate: (tried[rate], rate))
+        return best, {"trials": {f"{rate:g}": round(value, 5) for rate, value in tried.items()}}
+
+    def _tried(self, job: Job, number: int) -> float:
+        name = Job(job.group, job.variant, 0, number).name
+        if name not in self.records:
+            raise ReproduceError(f"{name}: this trial comes before the runs of {job.variant}; leave its trials in --only")
+        return self.records[name].outcomes[NELBO].value
+
+
+def _about(left: Sequence[Planned]) -> str:
+    known = [one.seconds for one in left if one.seconds is not None]
+    return f", about {sum(known) / 60:.0f} minutes" if len(known) == len(left) else ""
+
+
+@contextmanager
+def _opened(out: Path) -> Iterator[None]:
+    """One reproduction at a time."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as failure:
+        raise ReproduceError(f"{out}: cannot be written: {failure.strerror}; choose another --out") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ReproduceError(f"{out}: another reproduction runs there; choose another --out, or wait for it to end") from None
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def _threads(scale: str) -> Iterator[None]:
+    """Nano's forwards gain nothing from a second thread, and one thread gives the same numbers on any number of cores."""
+    before = torch.get_num_threads()
+    if scale == "nano":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,140 @@
+"""How much of the benchmarks stands in the corpus: 13-grams of words that both have, counted while the corpus streams by.
+
+Words are runs of letters and digits, in lower case, so that punctuation and line breaks hide nothing. A document of a benchmark is
+its prompt with every option; one of fewer than 13 words has no gram and is told apart. CPU alone, and the memory of one document at
+a time beside the benchmarks' own grams. A word is a hash of 64 bits and a gram a polynomial of its words' hashes: a chance match is
+rarer than one in a thousand for corpora of this size.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinkdlm.checkpoint import read_tokenizer
+from sinkdlm.data.inputs import Reader, Source, find_sources
+from sinkdlm.data.shards import INDEX, open_split
+from sinkdlm.errors import ReproduceError
+from sinkdlm.reproduce.inputs import Given, read_questions, texts_of
+from sinkdlm.reproduce.matrix import SCALES
+from sinkdlm.reproduce.records import write_text
+
+GRAM = 13  # words
+FOLDER = "overlap"  # below the records
+_WORD = re.compile(r"[a-z0-9]+")
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+_CHUNK = 1 << 20  # tokens of a prepared set that are decoded at a time
+
+
+class Grams:
+    """From text to the numbers of its grams."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def of(self, text: str) -> np.ndarray:
+        words = _WORD.findall(text.lower())
+        numbers = np.fromiter(map(self._number, words), np.uint64, len(words))
+        return self._join(numbers) if len(words) >= GRAM else numbers[:0]
+
+    def _number(self, word: str) -> int:
+        found = self._numbers.get(word)
+        if found is None:
+            found = self._numbers[word] = int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
+        return found
+
+    @staticmethod
+    def _join(numbers: np.ndarray) -> np.ndarray:
+        """Wrapping arithmetic: sum of number times a power of the base, over each window."""
+        total = np.zeros(len(numbers) - GRAM + 1, np.uint64)
+        with np.errstate(over="ignore"):
+            for place in range(GRAM):
+                total = total * _BASE + numbers[place : place + len(total)]
+        return total
+
+
+def overlap(corpus: Iterator[str], tasks: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """For each task: documents, those too short for a gram, those that share one with the corpus, or half of theirs."""
+    grams = Grams()
+    own = {task: [np.unique(grams.of(text)) for text in texts] for task, texts in tasks.items()}
+    wanted = np.unique(np.concatenate([one for documents in own.values() for one in documents]))
+    seen = np.zeros(len(wanted), bool)
+    documents, words = 0, 0
+    for text in corpus:
+        found = grams.of(text)
+        documents, words = documents + 1, words + len(found)
+        places = np.minimum(np.searchsorted(wanted, found), len(wanted) - 1)
+        if len(wanted):
+            seen[places[wanted[places] == found]] = True
+    hit = wanted[seen]
+    return {
+        "gram": f"{GRAM} words",
+        "corpus": {"documents": documents, "grams": words},
+        "tasks": {task: _count(parts, hit) for task, parts in own.items()},
+    }
+
+
+def _count(parts: Sequence[np.ndarray], hit: np.ndarray) -> dict[str, Any]:
+    shares = [float(np.isin(grams, hit, assume_unique=True).mean()) for grams in parts if len(grams)]
+    n_hit = sum(share > 0 for share in shares)
+    return {
+        "documents": len(parts),
+        "short": len(parts) - len(shares),
+        "documents_hit": n_hit,
+        "documents_half": sum(share >= 0.5 for share in shares),
+        "grams": int(sum(map(len, parts))),
+    }
+
+
+def corpus_texts(names: Sequence[str]) -> Iterator[str]:
+    """Documents of files or folders (their field `text`), or a prepared set's tokens as text again."""
+    first = Path(names[0])
+    if len(names) == 1 and (first / INDEX).exists():
+        yield from _decoded(first)
+        return
+    sources: list[Source] = find_sources(list(names))
+    for _, _, row in Reader(sources).rows(["text"]):
+        value = row.value
+        if isinstance(value, Mapping):
+            yield str(value.get("text", ""))
+        else:
+            yield value if isinstance(value, str) else "".join(value.pieces)
+
+
+def _decoded(folder: Path) -> Iterator[str]:
+    tokenizer = read_tokenizer(folder / "tokenizer")
+    split = open_split(folder, "train")
+    left: list[int] = []
+    for start in range(0, split.n_tokens, _CHUNK):
+        tokens = [*left, *np.asarray(split.read(start, min(split.n_tokens, start + _CHUNK))).tolist()]
+        ends = [place for place, token in enumerate(tokens) if token == split.eos_id]
+        begin = 0
+        for end in ends:
+            yield tokenizer.decode(tokens[begin:end])
+            begin = end + 1
+        left = tokens[begin:]
+    if left:
+        yield tokenizer.decode(left)
+
+
+def count_overlap(corpus: Sequence[str], data: Path | None, requests: Path | None, records: Path, scale: str) -> dict[str, Any]:
+    """Counts, and keeps what was found beside the records."""
+    if not corpus:
+        raise ReproduceError("--corpus: which text? give files or folders of texts, or a prepared set")
+    sheet = read_questions(Given(data=data, requests=requests), SCALES.get(scale, SCALES["small"]))
+    if sheet is None:
+        raise ReproduceError(
+            "--data or --requests: overlap with what? give the benchmarks' files, or what eval --write-requests wrote"
+        )
+    found = overlap(corpus_texts(corpus), texts_of(sheet.requests))
+    write_text(records / FOLDER / f"{scale}.json", json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def read_overlap(records: Path, scale: str) -> dict[str, Any] | None:
+    path = records / FOLDER / f"{scale}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -1,0 +1,244 @@
+"""docs/reproduction.md, from the records alone: the method as it was declared, and then what came of it.
+
+The method's part depends on the matrix and the claims, not on records: it is the same text before the first run and after the last.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sinkdlm.reproduce.blocks import Block, Bullets, Code, Heading, Paragraph, Picture, Table, to_markdown
+from sinkdlm.reproduce.claims import CLAIMS, FAILS, MARGIN, OPEN, OUTCOMES, PRIMARY, SAME
+from sinkdlm.reproduce.matrix import ADAPT, LABELS, SCALES, SCRATCH, SFT, TARGETS, TRIAL_SEED, VARIANTS, Scale, jobs_of, seeds_of
+from sinkdlm.reproduce.overlap import GRAM, read_overlap
+from sinkdlm.reproduce.records import Record, read_records
+from sinkdlm.reproduce.report import findings, rate_blocks, target_blocks, verdicts, work_blocks
+from sinkdlm.reproduce.statistics import ALPHA, LEVEL, MIN_SEEDS
+
+SCALE = "small"
+PICTURES = {  # file -> what it shows
+    "reproduction-differences.svg": "Differences on each primary outcome, with intervals over seeds",
+    "reproduction-figure3.svg": "Attention on the sink and value norms by layer, before and after fine-tuning",
+    "reproduction-figure1.svg": "Value norms of content sinks and other tokens, and where the top content sink is at each step",
+}
+
+
+def write_page(records: Path, assets: Path) -> str:
+    """The page's text; pictures are named where their files are."""
+    scale = SCALES[SCALE]
+    found = read_records(records, SCALE)
+    blocks: list[Block] = [
+        Heading(1, "Reproduction"),
+        Paragraph(
+            "Written by `python -m benchmarks.reproduction` from the records in `benchmarks/results/reproduction`. The method "
+            "comes first: it was committed before any run at this scale."
+        ),
+        *method(scale),
+        *results(scale, found, records, assets),
+    ]
+    return to_markdown(blocks)
+
+
+# -- the method -------------------------------------------------------------------------------------------------------------------
+
+
+def method(scale: Scale) -> list[Block]:
+    return [
+        Heading(2, "Method, declared before running"),
+        *_design(scale),
+        Heading(3, "Runs"),
+        _matrix(scale),
+        Heading(3, "Claims"),
+        Paragraph("Each claim of the paper is a comparison on primary outcomes, or a quantity against a number:"),
+        _claims(),
+        Heading(3, "Verdicts"),
+        *_rules(),
+        Heading(3, "Deviations from the paper"),
+        Bullets(_deviations(scale)),
+        Heading(3, "Commands"),
+        *_commands(),
+    ]
+
+
+def _design(scale: Scale) -> list[Block]:
+    rates = "; ".join(f"{group}: {', '.join(f'{rate:g}' for rate in values)}" for group, values in scale.lrs.items())
+    asked = ", ".join(task if most is None else f"{task} (first {most:,})" for task, most in scale.tasks.items())
+    return [
+        Bullets(
+            [
+                "**Seeds.** A seed changes data order, noise and the first values of new parameters together. All variants share "
+                "it, so that a seed is a pair of runs for every two variants.",
+                "**Primary outcomes**, lower is better: " + "; ".join(OUTCOMES[name] for name in PRIMARY) + ". Accuracy is told "
+                "beside them: near chance at this size, it can show little. After fine-tuning: " + OUTCOMES["gsm8k.nll"] + ".",
+                "**Intervals.** Within a seed, differences are paired over items (the same documents, questions and masks). Over "
+                f"seeds, the seeds' differences are a sample: mean and Student's {LEVEL:.0%} interval. Fewer than {MIN_SEEDS} "
+                "seeds give no verdict.",
+                "**Everything else is exploratory**: other outcomes of the same comparisons, with Holm's correction over all of "
+                f"a table's, at {ALPHA:.2g}.",
+                f"**No difference** (tables 3 to 5) is shown by two one-sided tests at {ALPHA:.2g} against a margin of {MARGIN} "
+                "nats: the 90 % interval lies inside it.",
+                f"**Learning rate.** Chosen for each variant from three values ({rates}) by validation NELBO, in trials of a "
+                f"quarter of a run's budget on seed {TRIAL_SEED}, which no table uses; the same budget for each. Cosine to a "
+                "tenth. Fine-tuning takes one rate for all.",
+                "**Gate.** Both with the paper's plain init, whose gates start near one half, and with one that starts open and "
+                "keeps the parent's function.",
+                f"**Validation.** {scale.documents} documents of a validation split that was split by document, each cut to a row; "
+                f"exact-k with {scale.draws} masks, the same masks for every run.",
+                f"**Tasks.** {asked}; exact-k, {scale.draws} draws, no guidance, the harness's prompts, without "
+                "examples; GSM8K's answers are written by the official sampler, and compared as numbers. The table 1 "
+                "twins of the first seed are also scored with the official settings (128 draws or the chain rule, guidance).",
+                f"**Contamination.** {GRAM}-grams of words (letters and digits, lower case) that the corpus shares with each "
+                "benchmark's documents are counted. Nothing is removed: the corpus is the same for every variant.",
+            ]
+        )
+    ]
+
+
+def _matrix(scale: Scale) -> Table:
+    rows = []
+    pairs = {(group, variant): None for target in TARGETS.values() for group, names in target.runs.items() for variant in names}
+    for group, variant in sorted(pairs, key=lambda pair: ((ADAPT, SCRATCH, SFT).index(pair[0]), list(VARIANTS).index(pair[1]))):
+        used = [name for name, target in TARGETS.items() if variant in target.runs.get(group, ())]
+        changes = ", ".join(f"{table}.{key} = {value}" for table, keys in VARIANTS[variant].items() for key, value in keys.items())
+        rows.append(
+            [
+                group,
+                LABELS[variant],
+                f"`{changes}`" if changes else "",
+                str(seeds_of(group, variant, scale, scale.seeds)),
+                ", ".join(used),
+            ]
+        )
+    return Table(["group", "variant", "changes", "seeds", "used in"], rows)
+
+
+def _claims() -> Table:
+    rows = []
+    for claim in CLAIMS:
+        if claim.against:
+            sign = "is within the margin of" if claim.kind == SAME else "is lower than"
+            test = f"{claim.group}: {claim.variant} {sign} {claim.against}"
+        else:
+            names = ", ".join(name.removeprefix("attention.") for name in claim.outcomes)
+            test = f"{claim.group}: {names} of {claim.variant} is {claim.kind} {claim.bound:g}"
+        rows.append([claim.target, claim.text, test])
+    return Table(["", "claim", "holds if"], rows)
+
+
+def _rules() -> list[Block]:
+    return [
+        Bullets(
+            [
+                "*Lower* holds where the whole interval is below 0; does not hold where it is above 0, or where all of it is "
+                f"closer to 0 than {MARGIN} nats; else it cannot be told.",
+                "*The same* holds where the two one-sided tests say so; does not hold where the interval lies outside the margin; "
+                "else it cannot be told.",
+                "A claim holds where each of its outcomes does, and does not hold where any does not.",
+            ]
+        )
+    ]
+
+
+def _deviations(scale: Scale) -> list[str]:
+    adapt, scratch, sft = (scale.tables[group] for group in (ADAPT, SCRATCH, SFT))
+    tokens = {
+        group: scale.tables[group]["train"].get("steps", 0) * scale.tables[group]["train"]["batch"] for group in (ADAPT, SCRATCH)
+    }
+    told = {group: rows * scale.tables[group]["data"]["length"] / 1e6 for group, rows in tokens.items()}
+    return [
+        "**Model.** SmolLM2-135M-Instruct from a 4-bit GGUF file, not Qwen2.5-0.5B and 1.5B; from scratch "
+        f"{scratch['model']['preset']} with SmolLM2's vocabulary, not 472M with Llama 2's.",
+        f"**Tokens.** {told[ADAPT]:.0f}M adapted and {told[SCRATCH]:.0f}M from scratch, rows of {adapt['data']['length']}; the "
+        "paper has 30B, 100B and 100B, and does not give its rows' length for the first two. A corpus with fewer tokens than a run "
+        "is read more than once.",
+        "**Data.** English Wikipedia and novels, not FineWeb and SlimPajama.",
+        f"**Fine-tuning.** GSM8K's own 6,973 chains of thought for {sft['train']['epochs']} epochs, not 385K augmented ones for "
+        "10.",
+        "**Assumed where the paper is silent**: no logit shift, full attention at once, several sinks see only themselves, sinks "
+        "begin as the mean embedding plus noise, no examples in prompts.",
+        "**t** is spread evenly over samples (golden ratio), not drawn independently.",
+        "**Always visible first token**: the id that ends documents replaces the first token of every row and is never masked; at "
+        "evaluation it stands before prompts and documents.",
+    ]
+
+
+def _commands() -> list[Block]:
+    asked = "--tasks " + ",".join(SCALES[SCALE].tasks) + " --data bench --estimator exact_k --draws 16 --guidance 0"
+    tokens = "--tokenizer SmolLM2-135M.gguf"
+    kept = "--records benchmarks/results/reproduction"
+    common = "--scale small --parent SmolLM2-135M.gguf --corpus data/corpus --sft data/gsm8k --requests requests.jsonl"
+    return [
+        Code(
+            "\n".join(
+                [
+                    "# the machinery, on generated data: minutes on a CPU",
+                    "sinkdlm reproduce all --scale nano --out runs/reproduce-nano",
+                    "# once, on a machine with the harness",
+                    f"sinkdlm data prepare corpus/ {tokens} --validation 0.05 --out data/corpus",
+                    f"sinkdlm data prepare gsm8k_cot_train.txt --kind gsm8k-two-stage {tokens} --validation 0.05 --out data/gsm8k",
+                    f"sinkdlm eval --write-requests requests.jsonl {asked}",
+                    f"sinkdlm reproduce overlap --scale small --corpus corpus/ --requests requests.jsonl {kept}",
+                    "# on the GPU, as often as needed: finished runs are skipped",
+                    f"sinkdlm reproduce all {common} {kept} --time-limit 540",
+                    f"sinkdlm reproduce all {common} {kept} --plan",
+                    "# this page",
+                    "python -m benchmarks.reproduction",
+                ]
+            )
+        )
+    ]
+
+
+# -- results ----------------------------------------------------------------------------------------------------------------------
+
+
+def results(scale: Scale, records: Mapping[str, Record], folder: Path, assets: Path) -> list[Block]:
+    jobs = jobs_of(list(TARGETS), scale, scale.seeds)
+    missing = [job.name for job in jobs if job.name not in records]
+    found = findings(list(TARGETS), scale, records, missing)
+    blocks: list[Block] = [Heading(2, "Results"), *_missing(missing, len(jobs))]
+    blocks += [Heading(3, "Contamination"), *_contamination(read_overlap(folder, scale.name))]
+    if not records:
+        return blocks
+    blocks += [Heading(3, "Verdicts"), verdicts(found), *_negative(found)]
+    for name, text in PICTURES.items():
+        if (assets / name).exists():
+            blocks.append(Picture(f"assets/{name}", text))
+    for target, one in found["targets"].items():
+        if any(row["seeds"] for row in one["rows"]):
+            blocks += target_blocks(target, one, level=3)
+    return [*blocks, *rate_blocks(found, level=3), *work_blocks(found, level=3)]
+
+
+def _missing(missing: list[str], n_jobs: int) -> list[Block]:
+    if not missing:
+        return [Paragraph(f"The matrix is complete: {n_jobs} runs, trials included.")]
+    groups: dict[str, list[str]] = {}
+    for name in missing:
+        run, _, end = name.rpartition("-")
+        groups.setdefault(run, []).append(end)
+    lines = [f"{run}: {', '.join(ends)}" for run, ends in groups.items()]
+    return [Paragraph(f"{len(missing)} of {n_jobs} runs are missing (lr: trials, s: seeds):"), Bullets(lines)]
+
+
+def _contamination(found: Mapping[str, Any] | None) -> list[Block]:
+    if found is None:
+        return [Paragraph("Not counted yet.")]
+    rows = [
+        [task, f"{row['documents']:,}", f"{row['short']:,}", f"{row['documents_hit']:,}", f"{row['documents_half']:,}"]
+        for task, row in found["tasks"].items()
+    ]
+    told = (
+        f"Of {found['corpus']['documents']:,} documents of the corpus with {found['corpus']['grams']:,} grams of {found['gram']}:"
+    )
+    return [Paragraph(told), Table(["benchmark", "documents", "too short", "share a gram", "share half of theirs"], rows)]
+
+
+def _negative(found: Mapping[str, Any]) -> list[Block]:
+    rows = [(target, claim) for target, one in found["targets"].items() for claim in one["claims"]]
+    fails = [f"{target}: {claim['text']}" for target, claim in rows if claim["verdict"] == FAILS]
+    open_ = sum(claim["verdict"] == OPEN for _, claim in rows)
+    said = f"{open_} of {len(rows)} claims cannot be told at this scale."
+    if not fails:
+        return [Paragraph(f"{said} None is contradicted.")]
+    return [Paragraph(f"{said} These do not hold:"), Bullets(fails)]

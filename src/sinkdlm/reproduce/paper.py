@@ -1,0 +1,106 @@
+"""The paper's own scale, laid out: a recipe for each run of a target, the commands that launch it on a cluster, and what it takes.
+
+Recipes are those of recipes/paper with the variant's changes and a seed on top. Trains nothing. The learning rate is the paper's:
+at this scale nobody chooses it from trials.
+"""
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sinkdlm.config import Recipe
+from sinkdlm.errors import ReproduceError
+from sinkdlm.plans import Machine, make_plan
+from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, SCRATCH, SFT, TARGETS, VARIANTS, Job, targets_of
+from sinkdlm.reproduce.records import write_text
+from sinkdlm.tables import flatten
+
+# Group -> the recipes of recipes/paper that its variants change.
+_RECIPES = {
+    ADAPT: ("qwen2.5-0.5b", "qwen2.5-1.5b"),
+    SCRATCH: ("smdm-472m",),
+    SFT: ("sft-gsm8k-qwen2.5-0.5b", "sft-gsm8k-qwen2.5-1.5b"),
+}
+_ABLATED = ("qwen2.5-0.5b",)  # tables 3 to 5, controls and figures are of the smaller one
+_TASKS = "arc_easy,arc_challenge,hellaswag,piqa,race,social_iqa,lambada"
+_EOS = 151643  # Qwen2.5's <|endoftext|>, which ends documents
+_EXAMPLES = 769_240  # of an epoch of the augmented GSM8K, as the authors count them
+MACHINE = Machine("h100", 8)
+
+
+def find_recipes() -> Path:
+    for folder in (Path("recipes/paper"), Path(__file__).parents[3] / "recipes" / "paper"):
+        if folder.is_dir():
+            return folder
+    raise ReproduceError("recipes/paper: not found; run this in a checkout of the project")
+
+
+def paper_recipe(base: str, job: Job, out: Path) -> Recipe:
+    changes = VARIANTS[job.variant]
+    if "data" in changes:
+        changes = {} if job.group == SFT else {"data": {"first": _EOS}}
+    overrides = [f"{key}={_toml(value)}" for key, value in flatten(changes).items()]
+    if job.group == SFT:
+        parent = run_name(base.removeprefix("sft-gsm8k-"), job._replace(group=ADAPT))
+        overrides.append(f"init.from={_toml(str(out / 'runs' / parent / 'model'))}")
+    # The paper's own seed is the first one; others count on from it.
+    recipe = Recipe.load(find_recipes() / f"{base}.toml", overrides)
+    return recipe.replace(train={**recipe.train.to_dict(), "seed": recipe.train.seed + job.seed - FIRST_SEED})
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value)
+
+
+def run_name(base: str, job: Job) -> str:
+    return f"{base}-{job.variant}-s{job.seed}"
+
+
+def _runs(targets: list[str], seeds: int) -> Iterator[tuple[str, Job]]:
+    seen: dict[tuple[str, Job], None] = {}
+    for target in targets:
+        for group, variants in TARGETS[target].runs.items():
+            for base in _RECIPES[group]:
+                if group == ADAPT and target != "table1" and base not in _ABLATED:
+                    continue
+                for seed in range(FIRST_SEED, FIRST_SEED + seeds):
+                    for variant in variants:
+                        if group == SFT:
+                            seen[base.removeprefix("sft-gsm8k-"), Job(ADAPT, variant, seed)] = None
+                        seen[base, Job(group, variant, seed)] = None
+    yield from seen
+
+
+def lay_out(target: str, out: Path, seeds: int) -> dict[str, Any]:
+    """Recipes, launch.sh and plan.json in `out`; what plan.json holds, and how to say it."""
+    lines = [
+        "#!/usr/bin/env bash",
+        "# Each line goes on where it stopped. launch/torchrun.sh says how to use several hosts.",
+        "set -e",
+    ]
+    rows: list[dict[str, Any]] = []
+    for base, job in _runs(targets_of(target), seeds):
+        name = run_name(base, job)
+        recipe = paper_recipe(base, job, out)
+        write_text(out / "recipes" / f"{name}.toml", recipe.to_toml())
+        run = out / "runs" / name
+        lines.append(shlex.join(["launch/torchrun.sh", str(out / "recipes" / f"{name}.toml"), "--out", str(run)]))
+        tasks = "gsm8k_two_stage" if job.group == SFT else _TASKS
+        lines.append(
+            shlex.join(["sinkdlm", "eval", str(run / "model"), "--tasks", tasks, "--data", "bench", "--out", str(run / "eval")])
+        )
+        lines.append(shlex.join(["sinkdlm", "analyze", str(run / "model"), "--out", str(run / "analysis")]))
+        plan = make_plan(recipe, name, MACHINE, _EXAMPLES)
+        assert plan.tokens is not None
+        assert plan.gpu_hours is not None
+        flops = plan.tokens * plan.flops_per_token
+        rows.append({"run": name, "tokens": plan.tokens, "flops": flops, "gpu_hours": round(plan.gpu_hours, 1)})
+    write_text(out / "launch.sh", "\n".join(lines) + "\n")
+    hours = sum(row["gpu_hours"] for row in rows)
+    assumed = f"planned on {MACHINE.text}: {plan.source}"
+    said = f"{len(rows)} runs, {hours:,.0f} GPU hours of training ({assumed}); {out / 'launch.sh'} has the commands"
+    found = {"runs": rows, "gpu_hours": round(hours, 1), "assumed": assumed, "said": said}
+    write_text(out / "plan.json", json.dumps(found, indent=1) + "\n")
+    return found

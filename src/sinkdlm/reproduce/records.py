@@ -1,0 +1,155 @@
+"""A run's record: what ran, and what came of it, small enough to be kept with the project (60 kB at most).
+
+Values of single items are kept, since pairs need them: as whole multiples of a unit, in base64. Owns the form of record files.
+"""
+
+import base64
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinkdlm.durable import replace_text
+from sinkdlm.errors import ReproduceError
+
+FORMAT, VERSION = "sinkdlm-reproduction", 1
+RUN, TRIAL = "run", "trial"
+MAX_BYTES = 60_000
+_FIRST_UNIT = 1e-3  # nats; coarser by tens until 16 bits hold every value
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One thing that was measured: `total / units` is its value. items: what the total is a sum of, where there are items.
+
+    units: tokens for nats a token, items for shares. Rounded to the record's precision when made, so that a value is the same
+    before and after it was written.
+    """
+
+    units: float
+    unit: float = 0.0
+    items: np.ndarray | None = None  # whole multiples of `unit`
+    total: float = math.nan
+
+    @property
+    def value(self) -> float:
+        return self.total / self.units
+
+    @property
+    def values(self) -> np.ndarray:
+        assert self.items is not None
+        return self.items.astype(np.float64) * self.unit
+
+    @classmethod
+    def of_items(cls, values: Iterable[float], units: float) -> "Outcome":
+        exact = np.array(list(values), dtype=np.float64)
+        if not np.isfinite(exact).all():
+            raise ReproduceError("a score is not finite: the run went wrong, and has no record")
+        unit, largest = _FIRST_UNIT, float(np.abs(exact).max(initial=0.0))
+        if np.isin(exact, (0.0, 1.0)).all():
+            unit = 1.0
+        while largest / unit > np.iinfo(np.int16).max:
+            unit *= 10
+        items = np.rint(exact / unit).astype(np.int64)
+        return cls(float(units), unit, items, float(items.sum()) * unit)
+
+    @classmethod
+    def of_value(cls, value: float) -> "Outcome":
+        return cls(1.0, total=float(f"{value:.6g}"))
+
+    def to_json(self) -> dict[str, Any]:
+        if self.items is None:
+            return {"value": self.total}
+        shares = self.unit == 1.0 and bool(np.isin(self.items, (0, 1)).all())
+        data = np.packbits(self.items.astype(bool)) if shares else self.items.astype("<i2")
+        packed = base64.b64encode(data.tobytes()).decode()
+        told = {"value": round(self.value, 6), "units": self.units, "n": len(self.items), "unit": self.unit}
+        return {**told, "bits" if shares else "int16": packed}
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> "Outcome":
+        if "units" not in said:
+            return cls(1.0, total=float(said["value"]))
+        raw = base64.b64decode(said["bits"] if "bits" in said else said["int16"])
+        if "bits" in said:
+            items = np.unpackbits(np.frombuffer(raw, np.uint8), count=said["n"]).astype(np.int64)
+        else:
+            items = np.frombuffer(raw, "<i2").astype(np.int64)
+        if len(items) != said["n"]:
+            raise ValueError(f"{len(items)} items, not {said['n']}")
+        return cls(float(said["units"]), float(said["unit"]), items, float(items.sum()) * float(said["unit"]))
+
+
+@dataclass(frozen=True)
+class Record:
+    """facts: recipe, environment, seconds and all else that is told. layers: of attention, quantity -> a value a layer."""
+
+    name: str
+    kind: str
+    scale: str
+    group: str
+    variant: str
+    seed: int
+    lr: float
+    outcomes: Mapping[str, Outcome]
+    layers: Mapping[str, list[float | None]]
+    facts: Mapping[str, Any]
+
+    @property
+    def tokens(self) -> int:
+        return int(self.facts["tokens"])
+
+    @property
+    def seconds(self) -> float:
+        return float(sum(self.facts["seconds"].values()))
+
+    def to_json(self) -> str:
+        own = {key: getattr(self, key) for key in ("name", "kind", "scale", "group", "variant", "seed", "lr")}
+        outcomes = {name: outcome.to_json() for name, outcome in sorted(self.outcomes.items())}
+        said = {"format": FORMAT, "version": VERSION, **own, **self.facts, "outcomes": outcomes, "layers": dict(self.layers)}
+        return json.dumps(said, indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> "Record":
+        own = ("name", "kind", "scale", "group", "variant", "seed", "lr")
+        facts = {key: value for key, value in said.items() if key not in (*own, "outcomes", "layers", "format", "version")}
+        outcomes = {name: Outcome.from_json(outcome) for name, outcome in said["outcomes"].items()}
+        return cls(**{key: said[key] for key in own}, outcomes=outcomes, layers=said["layers"], facts=facts)
+
+
+def write_record(folder: Path, record: Record) -> Path:
+    text = record.to_json()
+    if len(text) > MAX_BYTES:
+        raise ReproduceError(f"{record.name}: its record has {len(text):,} bytes, and {MAX_BYTES:,} is the most: score fewer items")
+    return write_text(folder / f"{record.name}.json", text)
+
+
+def write_text(path: Path, text: str) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, text, path.with_name(f".{path.name}.partial"))
+    except OSError as failure:
+        raise ReproduceError(f"{path}: cannot be written: {failure.strerror}") from None
+    return path
+
+
+def read_record(path: Path) -> Record:
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        if said.get("format") != FORMAT or said.get("version") != VERSION:
+            raise ReproduceError(f"{path}: is no record of a reproduction that this version reads; move it elsewhere")
+        return Record.from_json(said)
+    except OSError as failure:
+        raise ReproduceError(f"{path}: cannot be read: {failure.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as failure:
+        raise ReproduceError(f"{path}: damaged ({failure}); remove it, and its run is made again") from None
+
+
+def read_records(folder: Path, scale: str) -> dict[str, Record]:
+    """Those of one scale, by name."""
+    found = [read_record(path) for path in sorted(folder.glob("*.json"))] if folder.is_dir() else []
+    return {record.name: record for record in found if record.scale == scale}

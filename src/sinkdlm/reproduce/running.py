@@ -1,0 +1,224 @@
+"""One run: trained where it was left, measured stage by stage, and its record. Each stage is kept as soon as it is done.
+
+runs/NAME/      the run folder of training; gone once the record is written, unless weights are kept
+parts/NAME/     what stages found, until the record is written
+records/NAME.json
+"""
+
+import gc
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from sinkdlm.checkpoint import load
+from sinkdlm.config import BUDGETS, Recipe
+from sinkdlm.evals.requests import Sheet
+from sinkdlm.evals.settings import settings_for
+from sinkdlm.reproduce.inputs import Inputs
+from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, OFFICIAL, SFT, VARIANTS, Job, Scale
+from sinkdlm.reproduce.measuring import Found, Model, Stage, ask, score_answers, score_documents, watch
+from sinkdlm.reproduce.records import RUN, TRIAL, Outcome, Record, write_record, write_text
+from sinkdlm.tables import nest, overlay, parse_override
+from sinkdlm.training.loop import train
+from sinkdlm.training.opening import LoadParent
+from sinkdlm.training.run import environment
+
+_TWINS = tuple(Job(ADAPT, variant, FIRST_SEED) for variant in OFFICIAL)
+_FACTS = ("commit", "device", "torch", "triton", "transformers", "cuda", "python", "sinkdlm", "threads", "platform")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where runs are made, and with what."""
+
+    scale: Scale
+    inputs: Inputs
+    out: Path
+    records: Path
+    load_parent: LoadParent
+    device: str | None = None
+    overrides: tuple[str, ...] = ()
+    sheets: Mapping[str, Sheet] = field(default_factory=dict)  # of each task that is asked
+    quiet: bool = False
+    keep_weights: bool = False
+    official: bool = False
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """--set of this command: a record of other settings must not pass for one of the declared ones."""
+        return dict(parse_override(override) for override in self.overrides)
+
+    def folder(self, job: Job) -> Path:
+        return self.out / "runs" / job.name
+
+    def parts(self, job: Job) -> Path:
+        return self.out / "parts" / job.name
+
+
+def recipe_of(job: Job, bench: Bench, lr: float | None) -> Recipe:
+    """The group's table, the variant's changes, this run's seed and learning rate, what data and parent say, and --set on top."""
+    scale, inputs = bench.scale, bench.inputs
+    changes = VARIANTS[job.variant]
+    if changes.get("data", {}).get("first") == "eos":
+        changes = {} if job.group == SFT else {"data": {"first": inputs.eos}}
+    seeded: dict[str, Any] = {"train": {"seed": job.seed}, "model": dict(inputs.shape)}
+    if lr is not None:
+        seeded["train"] |= {"lr": lr, "min_lr": lr / 10}
+    sets = inputs.sft if job.group == SFT else inputs.text
+    seeded["data"] = {"sets": {str(sets): 1.0}}
+    base = job.base
+    if base is not None:
+        seeded["init"] = {"from": str(bench.folder(base) / "model")}
+    elif job.group == ADAPT:
+        seeded["init"] = {"from": inputs.parent}
+    table: dict[str, Any] = {key: dict(value) for key, value in scale.tables[job.group].items()}
+    for part in (changes, seeded, *(nest(*parse_override(override)) for override in bench.overrides)):
+        if any(name in part.get("train", {}) for name in BUDGETS):  # a budget replaces the one that stood there
+            table["train"] = {name: value for name, value in table["train"].items() if name not in BUDGETS}
+        table = overlay(table, part)
+    if job.trial is not None:
+        budget = next(name for name in BUDGETS if name in table["train"])
+        share = table["train"][budget] * scale.trial_share
+        table["train"] = {**table["train"], budget: max(1, round(share)) if budget == "steps" else share}
+    return Recipe.resolve(table)
+
+
+def stages_of(job: Job, bench: Bench) -> dict[str, Stage]:
+    """What is measured after training, in order. Trials are for the learning rate alone."""
+    scale, inputs = bench.scale, bench.inputs
+    length = recipe_of(job, bench, None).data.length
+    if job.group == SFT:
+        found: dict[str, Stage] = {"answers": lambda model: score_answers(model, inputs, scale)}
+    else:
+        found = {"validation": lambda model: score_documents(model, inputs, scale, length)}
+    if job.trial is not None:
+        return found
+    for task, sheet in bench.sheets.items():
+        if (job.group == SFT) == task.startswith("gsm8k"):
+            found[f"task {task}"] = _asking(sheet, task)
+            if bench.official and job in _TWINS:
+                found[f"official {task}"] = _asking_officially(sheet, task)
+    found["capture"] = lambda model: watch(model, inputs, scale)
+    return found
+
+
+def _asking(sheet: Sheet, task: str) -> Stage:
+    return lambda model: ask(model, sheet, task)
+
+
+def _asking_officially(sheet: Sheet, task: str) -> Stage:
+    """The same questions with the official estimator and guidance. Guided values are scores: what they rank is kept, not they."""
+    greedy = sheet.settings[task].greedy
+    official = replace(sheet, settings={task: replace(settings_for(task, {}), greedy=greedy)})
+
+    def stage(model: Model) -> Found:
+        kept = ask(model, official, task).outcomes
+        return Found({f"official.{name}": one for name, one in kept.items() if not name.endswith(".nll")})
+
+    return stage
+
+
+class TimeUp(Exception):  # noqa: N818  (no error: it was asked for)
+    """What is done is kept; the same command goes on."""
+
+
+def run_job(
+    job: Job, bench: Bench, lr: float | None, told: Mapping[str, Any], say: Callable[[str], None], is_late: Callable[[], bool]
+) -> Record:
+    """Trains what is left to train, measures what is left to measure, and writes the record. Raises TimeUp between stages."""
+    recipe = recipe_of(job, bench, lr)
+    folder = bench.folder(job)
+    stages = stages_of(job, bench)
+    parts = _Parts(bench.parts(job), recipe)
+    missing = [stage for stage in stages if stage not in parts.done]
+    if missing:
+        trained = train_job(recipe, folder, bench)
+        parts.keep("train", Found(told=trained), _trained_seconds(folder))
+        model = _load(folder / "model", recipe, bench)
+        for stage in missing:
+            if is_late():
+                raise TimeUp
+            began = time.monotonic()
+            found = stages[stage](model)
+            parts.keep(stage, found, time.monotonic() - began)
+            say(f"{job.name}: {stage} in {time.monotonic() - began:.1f} s")
+    record = _assemble(job, recipe, parts, bench, told)
+    write_record(bench.records, record)
+    return record
+
+
+def train_job(recipe: Recipe, folder: Path, bench: Bench) -> dict[str, Any]:
+    gc.collect()  # the run before leaves cycles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the micro-batch is chosen for a whole device
+        torch.compiler.reset()  # variants are recompilations of the same blocks, and after some of these the compiler gives up
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, quiet=bench.quiet)
+    found = train(recipe, folder, load_parent=bench.load_parent, device=bench.device, console=console)
+    return {"steps": found["steps"], "tokens": found["tokens"], "skipped": found["skipped"]}
+
+
+def clear(job: Job, bench: Bench) -> None:
+    """Once there is a record: weights are large, and it says how to make them again."""
+    shutil.rmtree(bench.parts(job), ignore_errors=True)
+    if not bench.keep_weights:
+        shutil.rmtree(bench.folder(job), ignore_errors=True)
+
+
+def _load(path: Path, recipe: Recipe, bench: Bench) -> Model:
+    device = torch.device(bench.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return Model(load(path, device=device, dtype=dtype), recipe.data.first)
+
+
+def _trained_seconds(folder: Path) -> float:
+    """Of all steps, also of those before an interruption."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return float(sum(line["timing"]["seconds"] for line in lines if line["kind"] == "train"))
+
+
+class _Parts:
+    """What stages found, a file each; those of another recipe are thrown away."""
+
+    def __init__(self, folder: Path, recipe: Recipe) -> None:
+        self.folder = folder
+        mark = folder / "recipe.toml"
+        if folder.is_dir() and (not mark.exists() or mark.read_text() != recipe.to_toml()):
+            shutil.rmtree(folder)
+        write_text(mark, recipe.to_toml())
+        self.done = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+    def keep(self, stage: str, found: Found, seconds: float) -> None:
+        outcomes = {name: outcome.to_json() for name, outcome in found.outcomes.items()}
+        said = {"outcomes": outcomes, "layers": found.layers, "told": found.told, "seconds": round(seconds, 2)}
+        write_text(self.folder / f"{stage}.json", json.dumps(said))
+        self.done[stage] = json.loads(json.dumps(said))
+
+
+def _assemble(job: Job, recipe: Recipe, parts: _Parts, bench: Bench, told: Mapping[str, Any]) -> Record:
+    done = parts.done
+    outcomes = {name: Outcome.from_json(said) for part in done.values() for name, said in part["outcomes"].items()}
+    layers = {name: values for part in done.values() for name, values in part["layers"].items()}
+    made = environment(torch.device(bench.device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    figures = {name: value for stage, part in done.items() if stage != "train" for name, value in part["told"].items()}
+    facts = {
+        **done["train"]["told"],
+        **told,
+        "seconds": {stage: part["seconds"] for stage, part in done.items()},
+        "made": made["time"],
+        "command": " ".join(["sinkdlm", *sys.argv[1:]]),
+        "environment": {name: made[name] for name in _FACTS if name in made},
+        "data": dict(bench.inputs.about),
+        "changes": bench.changes,
+        "recipe": recipe.to_toml(),
+        **figures,
+    }
+    kind = TRIAL if job.trial is not None else RUN
+    return Record(job.name, kind, bench.scale.name, job.group, job.variant, job.seed, recipe.train.lr, outcomes, layers, facts)

@@ -1,0 +1,54 @@
+"""Records made up for tests: variants with planted effects, on items that scatter far more than the effects do."""
+
+import numpy as np
+
+from sinkdlm.reproduce.records import RUN, TRIAL, Outcome, Record
+
+ITEMS = 200
+TOKENS = 10.0  # of an item
+FACTS = {
+    "tokens": 1000,
+    "steps": 10,
+    "skipped": 0,
+    "changes": {},
+    "environment": {"device": "made up", "commit": "abc", "torch": "2"},
+    "norms": {"top": 2.0, "sink": {"mean": 0.5, "n": 3, "counts": [2, 1]}, "normal": {"mean": 1.5, "n": 3, "counts": [1, 2]}},
+    "path": {"layer": 1, "top": [0, 3, 5], "received": [0.4, 0.5, 0.4]},
+}
+
+
+def record(group: str, variant: str, seed: int, effect: float, *, scale: str = "small", seeds: float = 0.001) -> Record:
+    """effect: nats a token that the variant has more than nothing; seeds: how far it scatters from seed to seed."""
+    items = np.random.default_rng([seed, 7]).gamma(4.0, 12.0, ITEMS)  # shared by variants: hard items are hard for all
+    own = np.random.default_rng([seed, *map(ord, group + variant)])
+    shift = effect + seeds * own.standard_normal()
+    noisy = items + TOKENS * shift + own.normal(0, 0.05, ITEMS)
+    right = own.random(ITEMS) < 0.3
+    outcomes = {
+        name: Outcome.of_items(noisy, TOKENS * ITEMS) for name in ("nelbo", "lambada_openai.nll", "arc_easy.nll", "piqa.nll")
+    }
+    outcomes |= {f"{task}.acc": Outcome.of_items(right, ITEMS) for task in ("arc_easy", "piqa")}
+    if group == "sft":
+        outcomes = {"gsm8k.nll": Outcome.of_items(noisy, TOKENS * ITEMS)}
+    values = {"turnover": 0.4, "norm_ratio": 0.5, "middle_sink_times": 20.0, "middle_norm_ratio": 0.3, "sink_mass": 0.3}
+    outcomes |= {f"attention.{name}": Outcome.of_value(value + 0.01 * own.standard_normal()) for name, value in values.items()}
+    layers: dict[str, list[float | None]] = {name: [0.1, 0.2, 0.3] for name in ("sink_mass", "sink_value_norm", "normal_norm")}
+    facts = {**FACTS, "seconds": {"train": 1.0, "validation": 1.0, "answers": 1.0, "capture": 1.0}}
+    return Record(f"{group}-{variant}-s{seed}", RUN, scale, group, variant, seed, 4e-4, outcomes, layers, facts)
+
+
+def trial(group: str, variant: str, number: int, lr: float, nelbo: float, *, scale: str = "small") -> Record:
+    outcomes = {"nelbo": Outcome.of_items([nelbo] * 4, 4)}
+    return Record(
+        f"{group}-{variant}-lr{number}", TRIAL, scale, group, variant, 0, lr, outcomes, {}, {**FACTS, "seconds": {"train": 1.0}}
+    )
+
+
+def matrix(effects: dict[tuple[str, str], float], n_seeds: int = 5, **options: float) -> dict[str, Record]:
+    """(group, variant) -> effect, for each seed."""
+    made = [
+        record(group, variant, seed, effect, **options)
+        for (group, variant), effect in effects.items()
+        for seed in range(1, n_seeds + 1)
+    ]
+    return {one.name: one for one in made}

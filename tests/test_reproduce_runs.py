@@ -1,0 +1,221 @@
+"""`sinkdlm reproduce` as a user runs it: a cut of nano, interrupted and resumed; slow: killed, and small on tiny inputs."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sinkdlm import DiffusionLM, ModelConfig, cli, save
+from sinkdlm.data.synthetic import character_tokenizer, corpus, prepare_example
+from sinkdlm.evals.requests import LOGLIKELIHOOD, Request, Sheet
+from sinkdlm.evals.settings import Settings
+from sinkdlm.reproduce import command, nano, running
+from sinkdlm.reproduce.matrix import SCALES
+from sinkdlm.reproduce.records import read_records
+
+CUT = ("--set", "train.steps=4", "--seeds", "1")
+LESS = {"documents": 12, "trajectories": 2, "examples": 20, "tasks": {"lambada_openai": 8, "arc_easy": 5, "gsm8k_two_stage": 8}}
+TIMES = ("seconds", "made", "command")
+
+
+def told(found: dict) -> dict:
+    """A report without how long things took."""
+    if isinstance(found, dict):
+        return {key: told(value) for key, value in found.items() if key not in TIMES}
+    return [told(value) for value in found] if isinstance(found, list) else found
+
+
+def reproduce(*words: object, whole: bool = False) -> int:
+    """whole: nano as it is, not with fewer questions and a parent that hardly learned."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["sinkdlm", "reproduce", *map(str, words)])
+        if not whole:
+            patch.setattr(nano, "_STEPS", 4)
+            patch.setitem(SCALES, "nano", replace(SCALES["nano"], **LESS))
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+    return left.value.code or 0
+
+
+@pytest.fixture(scope="module")
+def made(made_once) -> Path:
+    """Figure 3 in small: trials, an adapted run and its fine-tuning. Stopped by Ctrl-C in the middle of the run, then run again."""
+
+    def make(folder: Path) -> None:
+        watch = running.watch
+
+        def interrupt(*given: object) -> object:
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(running, "watch", interrupt)
+            assert reproduce("figure3", "--out", folder / "cut", *CUT) == 130
+        parts = sorted(path.stem for path in (folder / "cut" / "parts" / "adapt-sink-s1").glob("*.json"))
+        (folder / "parts").write_text(json.dumps(parts))
+        assert running.watch is watch
+        assert reproduce("figure3", "--out", folder / "cut", *CUT) == 0
+
+    return made_once("reproduce", make)
+
+
+def test_a_cut_of_nano_writes_records_and_a_report(made):
+    out = made / "cut"
+    records = read_records(out / "records", "nano")
+    assert set(records) == {"adapt-sink-lr0", "adapt-sink-lr1", "adapt-sink-lr2", "adapt-sink-s1", "sft-sink-s1"}
+    run, tuned = records["adapt-sink-s1"], records["sft-sink-s1"]
+    tried = {one.lr: one.outcomes["nelbo"].value for one in records.values() if one.kind == "trial"}
+    assert run.lr == min(tried, key=tried.get)
+    assert run.facts["trials"] == {f"{lr:g}": round(value, 5) for lr, value in tried.items()}
+    assert {"nelbo", "lambada_openai.nll", "lambada_openai.greedy", "arc_easy.nll", "arc_easy.acc", "arc_easy.acc_norm"} <= set(
+        run.outcomes
+    )
+    assert {"gsm8k.nll", "gsm8k_two_stage.exact_match", "attention.middle_norm_ratio"} <= set(tuned.outcomes)
+    assert len(run.layers["sink_mass"]) == 3
+    assert "n_sinks = 1" in run.facts["recipe"]
+    assert run.facts["tokens"] == 4 * 24 * 32
+    assert not list((out / "runs").iterdir())  # weights go once the records are written
+    report = json.loads((out / "report.json").read_text())
+    assert [row["variant"] for row in report["targets"]["figure3"]["rows"]] == ["sink", "sink"]
+    assert "report.html" in {path.name for path in out.iterdir()}
+
+
+def test_an_interrupted_run_goes_on_stage_by_stage(made):
+    """What was measured before Ctrl-C was not measured again."""
+    assert json.loads((made / "parts").read_text()) == ["task arc_easy", "task lambada_openai", "train", "validation"]
+
+
+def test_a_finished_reproduction_makes_nothing_again(made, tmp_path):
+    out = tmp_path / "cut"
+    shutil.copytree(made / "cut", out)
+    before = {path: path.stat().st_mtime_ns for path in (out / "records").iterdir()}
+    report = json.loads((out / "report.json").read_text())
+    assert reproduce("figure3", "--out", out, *CUT) == 0
+    assert {path: path.stat().st_mtime_ns for path in (out / "records").iterdir()} == before
+    assert json.loads((out / "report.json").read_text()) == report
+
+
+def test_records_of_other_settings_are_not_mixed(made, command_line):
+    status, _, said = command_line("reproduce", "figure3", "--out", made / "cut", "--seeds", 1, "--set", "train.steps=5")
+    assert status == 2
+    assert "made with --set" in said
+
+
+def test_a_plan_says_what_is_missing(made, command_line):
+    status, said, _ = command_line("reproduce", "figure3", "--out", made / "cut", *CUT[:2], "--seeds", 2, "--plan", "--json")
+    assert status == 0
+    assert [one["run"] for one in json.loads(said)] == ["adapt-sink-s2", "sft-sink-s2"]
+
+
+def test_time_that_is_up_begins_nothing(made, tmp_path):
+    out = tmp_path / "cut"
+    shutil.copytree(made / "cut", out)
+    assert reproduce("figure3", "--out", out, *CUT[:2], "--seeds", 2, "--time-limit", 0) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert report["left"] == ["adapt-sink-s2", "sft-sink-s2"]
+    assert "2 runs are missing" in (out / "report.md").read_text()
+
+
+def test_time_that_is_up_within_a_run_keeps_what_is_done(made, tmp_path):
+    out = tmp_path / "cut"
+    shutil.copytree(made / "cut", out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command._Work, "_is_late", lambda self, following=None: following is None)  # not before runs, only within
+        assert reproduce("figure3", "--out", out, *CUT[:2], "--seeds", 2) == 0
+    assert json.loads((out / "report.json").read_text())["left"] == ["adapt-sink-s2", "sft-sink-s2"]
+    assert (out / "runs" / "adapt-sink-s2" / "model").is_dir()
+    assert [path.stem for path in (out / "parts" / "adapt-sink-s2").glob("*.json")] == ["train"]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("table9",), "no such target"),
+        (("table1", "--only", "sing"), "neither a seed nor a variant"),
+        (("table1", "--scale", "small"), "--data or --requests"),
+        (("table1", "--scale", "small", "--tasks", ""), "--corpus"),
+        (("overlap",), "--corpus"),
+    ],
+)
+def test_mistakes_are_named(words, complaint, tmp_path, command_line):
+    status, _, said = command_line("reproduce", *words, "--out", tmp_path / "out")
+    assert status == 2
+    assert complaint in said
+    assert len(said.splitlines()) == 1
+
+
+# -- slow -------------------------------------------------------------------------------------------------------------------------
+
+
+def write_small(folder: Path) -> list[str]:
+    """A parent, a corpus, fine-tuning data and questions, all tiny, in the forms that the small scale takes."""
+    shape = {"preset": "nano", "context_length": 512}
+    save(folder / "parent", DiffusionLM(ModelConfig.preset("nano", context_length=512), seed=0), character_tokenizer())
+    prepare_example(folder / "corpus", documents=300)
+    rows = [f"tom has {n} eggs and gets 2.||{n}+2={n + 2} #### {n + 2}" for n in range(3, 90)]
+    (folder / "gsm8k.txt").write_text("\n".join(rows) + "\n")
+    texts = corpus(12, seed=5)
+    requests = [Request(LOGLIKELIHOOD, "lambada_openai", n, 0, text[:-2], text[-2:]) for n, text in enumerate(texts)]
+    requests += [Request(LOGLIKELIHOOD, "piqa", n, o, text[:-1], c) for n, text in enumerate(texts) for o, c in enumerate(".!")]
+    gold = {"lambada_openai": [0] * 12, "piqa": [n % 2 for n in range(12)]}
+    Sheet(requests, {task: Settings() for task in gold}, about={"gold": gold}).write(folder / "requests.jsonl")
+    changes = [f"model.{key}={value}" for key, value in shape.items()] + ["data.length=96", "train.steps=4", "train.batch=8"]
+    changes.append("model.vocab_size=64")
+    given = {
+        "parent": folder / "parent",
+        "corpus": folder / "corpus",
+        "sft": folder / "gsm8k.txt",
+        "requests": folder / "requests.jsonl",
+    }
+    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+    return [*words, *(word for change in changes for word in ("--set", change))]
+
+
+@pytest.mark.slow
+def test_small_runs_on_what_it_is_given(tmp_path):
+    """Its own stages and settings, on a model of this size; a machine without the harness has the same packages."""
+    less = {"documents": 12, "draws": 8, "trajectories": 2, "written": 8, "examples": 10}
+    words = ["figure3", "--scale", "small", "--seeds", "1", "--official", "--out", str(tmp_path / "out"), *write_small(tmp_path)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SCALES, "small", replace(SCALES["small"], **less))
+        assert reproduce(*words) == 0
+    records = read_records(tmp_path / "out" / "records", "small")
+    assert set(records) == {"adapt-sink-lr0", "adapt-sink-lr1", "adapt-sink-lr2", "adapt-sink-s1", "sft-sink-s1"}
+    assert len(records["adapt-sink-s1"].outcomes["piqa.nll"].values) == 12
+    assert {"official.piqa.acc", "official.lambada_openai.greedy"} <= set(records["adapt-sink-s1"].outcomes)
+    assert "official.piqa.nll" not in records["adapt-sink-s1"].outcomes  # a score, and no likelihood
+    assert "gsm8k.nll" in records["sft-sink-s1"].outcomes
+    heavy = ("lm_eval", "datasets", "matplotlib", "gguf", "math_verify")
+    script = f"import sys, sinkdlm.reproduce.command\nprint([name for name in {heavy} if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_a_killed_reproduction_ends_with_the_same_table(tmp_path):
+    """SIGKILL in the middle of a run, and then to the end; beside it, one that was left alone. Nano's own parent."""
+    words = ["reproduce", "table5", "--only", "sink", "--tasks", "lambada_openai", "--set", "train.steps=40", "--seeds", "1"]
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    command = [sys.executable, "-m", "sinkdlm", *words, "--out", str(killed)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not (killed / "runs" / "adapt-sink-s1" / "metrics.jsonl").exists():
+        time.sleep(0.02)
+    time.sleep(0.5)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (killed / "records" / "adapt-sink-s1.json").exists()
+    assert len(list((killed / "records").glob("*.json"))) == 3
+    whole.mkdir()
+    for name in ("data", "parent"):
+        shutil.copytree(killed / name, whole / name)
+    for folder in (killed, whole):
+        assert reproduce(*words[1:], "--out", folder, whole=True) == 0
+    first, second = (json.loads((folder / "report.json").read_text()) for folder in (killed, whole))
+    assert told(first) == told(second)
+    assert first["work"]["records"] == 4
