@@ -690,6 +690,7 @@ def test_requests_are_answered_without_the_harness(tmp_path, checkpoint):
     close(values(found), values(answered(small_lm(), sheet)))
 
 
+@pytest.mark.slow
 def test_a_killed_run_loses_at_most_a_batch(tmp_path, checkpoint, run):
     asked = Sheet(questions(36), {"quiz": Settings(draws=64, greedy=False)})
     asked.write(tmp_path / "q.jsonl")

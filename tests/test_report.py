@@ -382,6 +382,7 @@ def test_an_awkward_page_reads_well_too(browser, which, tmp_path):
     check_page(browser, tmp_path / "report.html", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_page_reads_well_on_desktop_phone_and_paper(browser, written, tmp_path):
     check_page(browser, written / "report.html", tmp_path)
 

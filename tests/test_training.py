@@ -78,6 +78,7 @@ def start_cli(recipe: Recipe, out: Path, **more) -> subprocess.Popen:
 # -- exactness --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_as_one_left_alone(tmp_path):
     found = kills.run(3, seed=1, folder=tmp_path)
     assert found["kills"] == 3
