@@ -5,6 +5,7 @@ against the naive form in float64 on the same inputs; and milliseconds of forwar
 (replayed as a graph: in training, the host is ahead).
 """
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -67,7 +68,7 @@ def main() -> None:
         medians = {form: timed["p50"] for form, timed in row["ms_forward_backward"].items()}
         row["to_plain"] = {form: median / medians["plain"] for form, median in medians.items()}
         figures["x".join(map(str, shape))] = row
-        print(shape, {form: round(ratio, 3) for form, ratio in row["to_plain"].items()}, flush=True)
+        print(shape, {form: round(ratio, 3) for form, ratio in row["to_plain"].items()}, file=sys.stderr, flush=True)
     settings = {"dtype": str(dtype), "n_sinks": N_SINKS, "shape": "batch x tokens x heads x kv heads x width"}
     write(record("attention", figures, device=args.device, settings=settings), args.out)
 

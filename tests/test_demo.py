@@ -293,7 +293,7 @@ def test_a_full_disk_and_a_second_demo_get_one_line(tmp_path, monkeypatch, comma
     status, out, err = command_line("demo", "--out", tmp_path)
     assert (status, out) == (2, "")
     assert err == f"sinkdlm: {tmp_path}/demo.json: cannot be written: No space left on device; make room, or choose another --out\n"
-    with run._opened(tmp_path):
+    with run.held(tmp_path, "demo"):
         status, _, err = command_line("demo", "--out", tmp_path)
     assert status == 2
     assert "another demo runs there" in err

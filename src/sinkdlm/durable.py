@@ -3,8 +3,13 @@
 Knows files and folders, and nothing of what they hold.
 """
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from sinkdlm.errors import UserError
 
 
 def sync(path: Path) -> None:
@@ -24,3 +29,20 @@ def replace_text(path: Path, text: str, aside: Path) -> None:
         os.fsync(file.fileno())
     aside.rename(path)
     sync(path.parent)
+
+
+@contextmanager
+def held(folder: Path, what: str) -> Iterator[None]:
+    """The folder, made if need be, for one user at a time; `what` is the name of such a user."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as failure:
+        raise UserError(f"{folder}: cannot be written: {failure.strerror}; choose another --out") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError(f"{folder}: another {what} runs there; choose another --out, or wait for it to end") from None
+    finally:
+        os.close(lock)

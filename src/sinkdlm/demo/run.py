@@ -9,10 +9,8 @@
 A demo that was interrupted goes on: what is finished stays, a twin goes on after its last state. Other settings start over.
 """
 
-import fcntl
 import functools
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -31,7 +29,7 @@ from sinkdlm.data.display import Bar
 from sinkdlm.demo import language, words
 from sinkdlm.demo.scoring import answer, attention_on_sums, compare_answers, exact_match, tell_story
 from sinkdlm.demo.screen import Part, Screen
-from sinkdlm.durable import replace_text
+from sinkdlm.durable import held, replace_text
 from sinkdlm.errors import AnalysisError, UserError
 from sinkdlm.sampling import policy_of
 from sinkdlm.training.loop import train
@@ -85,7 +83,7 @@ def run_demo(out: Path, *, steps: int, seed: int, trajectories: int, fresh: bool
     console.soft_wrap = not console.is_terminal  # a terminal breaks lines between words, a file keeps them whole
     began = time.monotonic()
     try:
-        with _opened(out), _one_thread():
+        with held(out, "demo"), _one_thread():
             recipes = _settle(out, steps, seed, fresh, console)
             console.print(words.GREETING)
             for number, (twin, recipe) in enumerate(recipes.items(), start=1):
@@ -118,23 +116,6 @@ def _one_thread() -> Iterator[None]:
 
 
 # -- the folder -----------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _opened(out: Path) -> Iterator[None]:
-    """One demo at a time."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as failure:
-        raise UserError(f"{out}: cannot be written: {failure.strerror}; choose another --out") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise UserError(f"{out}: another demo runs there; choose another --out, or wait for it to end") from None
-    finally:
-        os.close(lock)
 
 
 def _settle(out: Path, steps: int, seed: int, fresh: bool, console: Console) -> dict[str, Recipe]:

@@ -5,8 +5,6 @@ OUT/report.json, report.md, report.html
 OUT/data, parent, runs, parts    what the work needs; runs and parts go as their records come
 """
 
-import fcntl
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sinkdlm.durable import held
 from sinkdlm.errors import ReproduceError
 from sinkdlm.evals.requests import Sheet
 from sinkdlm.reproduce.claims import ANSWERS, NELBO
@@ -58,7 +57,7 @@ class Planned(NamedTuple):
 def reproduce(asked: Asked, load_parent: Load, say: Say) -> dict[str, Any]:
     """Works through the matrix, and writes the report of the records that are there then."""
     targets, scale = targets_of(asked.target), SCALES[asked.scale]
-    with _opened(asked.out), _threads(asked.scale):
+    with held(asked.out, "reproduction"), _threads(asked.scale):
         work = _Work(asked, scale, targets, load_parent, say)
         left = work.run()
         return write_report(asked.out, targets, scale, work.records, left=[one.job.name for one in left])
@@ -66,7 +65,7 @@ def reproduce(asked: Asked, load_parent: Load, say: Say) -> dict[str, Any]:
 
 def run_plan(asked: Asked, load_parent: Load) -> list[Planned]:
     """What is still missing. Makes no run; nano's data and parent, which it is about, are made."""
-    with _opened(asked.out), _threads(asked.scale):
+    with held(asked.out, "reproduction"), _threads(asked.scale):
         return _Work(asked, SCALES[asked.scale], targets_of(asked.target), load_parent, lambda _: None).missing()
 
 
@@ -212,23 +211,6 @@ class _Work:
 def _about(left: Sequence[Planned]) -> str:
     known = [one.seconds for one in left if one.seconds is not None]
     return f", about {sum(known) / 60:.0f} minutes" if len(known) == len(left) else ""
-
-
-@contextmanager
-def _opened(out: Path) -> Iterator[None]:
-    """One reproduction at a time."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as failure:
-        raise ReproduceError(f"{out}: cannot be written: {failure.strerror}; choose another --out") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise ReproduceError(f"{out}: another reproduction runs there; choose another --out, or wait for it to end") from None
-    finally:
-        os.close(lock)
 
 
 @contextmanager
