@@ -49,8 +49,9 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# worksteal: a process keeps to files of its own while it can, and so sets up what their tests share once.
 test: lint
-	$(BIN)/pytest -n $(JOBS)
+	$(BIN)/pytest -n $(JOBS) --dist worksteal
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m slow

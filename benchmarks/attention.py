@@ -2,7 +2,8 @@
 
 For each shape: the relative error of the plain kernel (no sink), of `append` and of each `merge`, forward and every gradient,
 against the naive form in float64 on the same inputs; and milliseconds of forward plus backward, on a GPU of its kernels alone
-(replayed as a graph: in training, the host is ahead).
+(replayed as a graph: in training, the host is ahead). trained, trained-plain: from projected heads to mixed values as a training
+step computes it, rotary included, with and without the lane.
 """
 
 import sys
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from benchmarks.measuring import arguments, graphed, measure_together, record, write
 from sinkdlm.attention import attend
+from sinkdlm.fused_layers import attend_rows
+from sinkdlm.positions import Rotation
 
 # batch, tokens, query heads, key/value heads, head width. What training meets first; then a grid of lengths, widths and groups.
 CHECKED = {"cuda": [(2, 2048, 10, 10, 128), (2, 1000, 14, 2, 64)], "cpu": [(2, 257, 4, 4, 64), (2, 257, 14, 2, 64)]}
@@ -36,6 +39,27 @@ def run(form: str, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
     used = inputs[:3] if form == "plain" else inputs
     out = attend(*used) if form == "plain" else attend(*used, form=form)
     return [out.detach(), *torch.autograd.grad(out, used, grad)]
+
+
+def trained(shape: tuple[int, ...], n_sinks: int) -> Callable[[], list[Tensor]]:
+    """Attention of a training step on a GPU, whose sinks lie behind the tokens."""
+    batch, tokens, heads, kv_heads, width = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+    n_rows = batch * tokens + (16 if n_sinks else 0)
+    given, grad = (
+        torch.randn(n_rows, n, width, generator=generator, device="cuda").bfloat16() for n in (heads + 2 * kv_heads, heads)
+    )
+    angles = torch.rand(1, tokens, 1, width // 2, generator=generator, device="cuda")
+    rotation = Rotation(angles.cos(), angles.sin())
+    sink_rotation = Rotation(rotation.cos[:, :n_sinks], rotation.sin[:, :n_sinks]) if n_sinks else None
+    given.requires_grad_()
+    compiled = torch.compile(attend_rows, dynamic=False)
+
+    def call() -> list[Tensor]:
+        out = compiled(given, rotation, sink_rotation, batch, heads)
+        return [out.detach(), *torch.autograd.grad(out, given, grad)]
+
+    return call
 
 
 def relative_errors(form: str, inputs: list[Tensor], grad: Tensor) -> dict[str, float]:
@@ -63,11 +87,14 @@ def main() -> None:
             row["relative_error"] = {form: relative_errors(form, inputs, grad) for form in forms}
         calls: dict[str, Callable[[], Any]] = {form: partial(run, form, inputs, grad) for form in forms}
         if args.device == "cuda":
+            calls |= {"trained-plain": trained(shape, 0), "trained": trained(shape, N_SINKS)}
             calls = {form: graphed(call) for form, call in calls.items()}
         row["ms_forward_backward"] = measure_together(calls, args.device)
         medians = {form: timed["p50"] for form, timed in row["ms_forward_backward"].items()}
-        row["to_plain"] = {form: median / medians["plain"] for form, median in medians.items()}
+        base = {form: medians["trained-plain" if form.startswith("trained") else "plain"] for form in medians}
+        row["to_plain"] = {form: median / base[form] for form, median in medians.items()}
         figures["x".join(map(str, shape))] = row
+        torch._dynamo.reset()
         print(shape, {form: round(ratio, 3) for form, ratio in row["to_plain"].items()}, file=sys.stderr, flush=True)
     settings = {"dtype": str(dtype), "n_sinks": N_SINKS, "shape": "batch x tokens x heads x kv heads x width"}
     write(record("attention", figures, device=args.device, settings=settings), args.out)

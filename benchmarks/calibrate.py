@@ -23,10 +23,9 @@ from sinkdlm.planning import Chip, Layout, find_chip, fitting_micro_batch, train
 
 # Where the fit begins, and how strongly it stays there: products as timed in log.md's profile of a forward; six passes: written and
 # read forward, read and written for gradients, and once more.
-_FIRST = {"products": 0.7, "attention": 0.45, "passes": 6.0, "logit": 40.0, "lane": 80.0, "block": 3e-4, "step": 3e-3}
+_FIRST = {"products": 0.7, "attention": 0.45, "passes": 6.0, "logit": 40.0, "lane": 18.0, "block": 3e-4, "step": 3e-3}
 _STAY = 0.15
 _PART = 0.3  # the weight of a part's record beside that of a whole step
-_LAUNCHED = 1.5  # milliseconds under which an attention's time is the host's
 _TURNS, _TINY = 60, 1e-6  # of the fit, and the change that ends it
 _OURS = ("vanilla", "sink", "gate")
 
@@ -95,6 +94,8 @@ def _forms(folder: Path) -> Iterator[Timed]:
     flags: dict[str, dict[str, Any]] = {"vanilla": {}, "sink": {"n_sinks": 1}, "gate": {"gate": "elementwise"}}
     for name, entry, chip in entries("train_step", folder):
         given, figures = entry["settings"], entry["figures"]
+        if is_launched(entry):
+            continue
         for number, (form, row) in enumerate(figures["forms"].items()):
             if form in _OURS:
                 recipe = _recipe(given["model"], given["length"], **flags[form])
@@ -155,10 +156,10 @@ class Part(NamedTuple):
         if self.name == "head":
             scored, width, vocab = self.sizes
             return head_seconds(scored, width, vocab, self.chip, constants)
-        batch, length, heads, kv_heads, width = self.sizes
+        batch, length, heads, _, width = self.sizes
         if self.name == "attention":
             return 12 * batch * length * length * heads * width / (constants.attention * self.chip.flops)
-        return constants.lane * batch * length * kv_heads * width / self.chip.bandwidth
+        return constants.lane * batch * length * heads * width / self.chip.bandwidth
 
 
 def timed_parts(folder: Path = RESULTS) -> list[Part]:
@@ -166,10 +167,9 @@ def timed_parts(folder: Path = RESULTS) -> list[Part]:
     for record, entry, chip in entries("attention", folder):
         for shape, row in entry["figures"].items():
             sizes = tuple(map(int, shape.split("x")))
-            plain, append = (row["ms_forward_backward"][form]["p50"] for form in ("plain", "append"))
-            if plain > _LAUNCHED:
-                found.append(Part(record, "attention", plain / 1000, chip, sizes))
-                found.append(Part(record, "lane", (append - plain) / 1000, chip, sizes))
+            took = {form: timed["p50"] / 1000 for form, timed in row["ms_forward_backward"].items()}
+            found.append(Part(record, "attention", took["plain"], chip, sizes))
+            found.append(Part(record, "lane", took["trained"] - took["trained-plain"], chip, sizes))
     for record, entry, chip in entries("loss", folder):
         for shape, row in entry["figures"].items():
             seconds = row["ms_forward_backward"]["chunked"]["p50"] / 1000
@@ -178,13 +178,19 @@ def timed_parts(folder: Path = RESULTS) -> list[Part]:
 
 
 def host_seconds(folder: Path = RESULTS) -> float:
-    """What the host needs to start an attention, forward and backward: the least that a block takes."""
-    times = [
-        row["ms_forward_backward"]["append"]["p50"]
-        for _, entry, _ in entries("attention", folder)
-        for row in entry["figures"].values()
-    ]
-    return min(times) / 1000
+    """What the host needs to start a block, forward and backward, in a step that waits for it: the least that a block takes where
+    kernels are launched one by one."""
+    found = []
+    for _, entry, _ in entries("train_step", folder):
+        if is_launched(entry):
+            layers = _recipe(entry["settings"]["model"], entry["settings"]["length"]).model.n_layers
+            found += [row["ms_step"]["p50"] / 1000 / layers for form, row in entry["figures"]["forms"].items() if form in _OURS]
+    return min(found)
+
+
+def is_launched(entry: dict[str, Any]) -> bool:
+    """Whether a record of steps is of one that was launched kernel by kernel, which says how fast a host is."""
+    return entry["settings"].get("graphs", "off") == "off"
 
 
 def fit(steps: list[Timed], parts: list[Part], launch: float) -> Constants:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sinkdlm import DiffusionLM
-from sinkdlm.layers import Block
+from sinkdlm.layers import Block, Norm
 
 
 class MaskedForm:
@@ -27,6 +27,11 @@ class MaskedForm:
         angles = torch.arange(n_tokens)[:, None] / self.config.rope_base**pairs
         weight = model.embed.weight
         self.cos, self.sin = (table.repeat(1, 2).to(weight) for table in (angles.cos(), angles.sin()))
+
+    @staticmethod
+    def _norm(x: Tensor, norm: Norm) -> Tensor:
+        """torch's own, whatever ours has become."""
+        return functional.rms_norm(x, norm.weight.shape, norm.weight.to(x.dtype), norm.eps)
 
     def _rotate(self, x: Tensor) -> Tensor:
         """(B, H, T, D), with tables in the model's own precision, as the official code has them."""
@@ -49,13 +54,13 @@ class MaskedForm:
             x = torch.cat([model.sinks.to(x).expand(x.shape[0], -1, -1), x], dim=1)
         mask = self._mask(x.shape[1], x)
         for block in cast("list[Block]", model.blocks):
-            q, k, v = (part.transpose(1, 2) for part in block.attention.project(block.attention_norm(x)))
+            q, k, v = (part.transpose(1, 2) for part in block.attention.project(self._norm(x, block.attention_norm)))
             k, v = (part.repeat_interleave(config.n_heads // config.n_kv_heads, dim=1) for part in (k, v))
             mixed = functional.scaled_dot_product_attention(self._rotate(q), self._rotate(k), v, attn_mask=mask)
             x = x + block.attention.out(mixed.transpose(1, 2).flatten(-2))
-            gate, up = block.mlp.gate_up(block.mlp_norm(x)).chunk(2, dim=-1)
+            gate, up = block.mlp.gate_up(self._norm(x, block.mlp_norm)).chunk(2, dim=-1)
             x = x + block.mlp.down(functional.silu(gate) * up)
-        return model.head(model.norm(x[:, config.n_sinks :]))
+        return model.head(self._norm(x[:, config.n_sinks :], model.norm))
 
 
 @torch.no_grad()

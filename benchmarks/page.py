@@ -20,6 +20,7 @@ from sinkdlm.plans import Machine, Plan, make_plan
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 PLAN_PAGE = ROOT / "docs" / "howto" / "plan.md"
+_KERNELS, _NAME = 20, 70  # of a profile that are listed, and how much of their names
 _MARKS = ("<!-- table: begin -->", "<!-- table: end -->")
 _SFT_ROWS = 769_240  # examples an epoch of the paper's SFT
 Record = dict[str, Any]
@@ -97,6 +98,32 @@ def steps(records: dict[str, Record]) -> Iterator[str]:
         ]
         if swept:
             yield table(["sink, rows x length", "ms a step", "tokens/s", "MFU"], swept)
+        if "profile" in entry["figures"]:
+            yield from _profile(entry["figures"]["profile"])
+    if any("sweep" in entry["figures"] for entry in records.values()):
+        yield "![Time of a step by rows and by length, measured and by the plan's formulas.](assets/benchmarks-steps.svg)"
+
+
+def _profile(seen: Record) -> Iterator[str]:
+    """Where one step's time goes, kind by kind and kernel by kernel."""
+    total = seen["ms_busy"]
+    kinds = sorted(seen["ms_by_kind"].items(), key=lambda item: -item[1])
+    yield f"Kernels of one step, {seen['form']}: {total:.1f} ms in all."
+    yield table(["kind", "ms", "share"], [[kind, f"{taken:.2f}", f"{taken / total:.1%}"] for kind, taken in kinds])
+    rows = [[f"`{one['kernel'][:_NAME]}`", f"{one['ms']:.2f}", f"{one['calls']:.0f}"] for one in seen["kernels"][:_KERNELS]]
+    yield table(["kernel", "ms", "calls"], rows)
+
+
+def curves(records: dict[str, Record]) -> Iterator[str]:
+    for entry in records.values():
+        given, figures = entry["settings"], entry["figures"]
+        rows = [
+            [what.replace("_", " "), *(f"{row[key]:.2%}" for key in ("mean", "most", "at_end"))]
+            for what, row in figures.items()
+            if what != "losses"
+        ]
+        yield f"**{given['model']}**, {given['steps']} steps of {given['rows']} x {given['length']} tokens that can be learned:"
+        yield table(["relative difference of losses, 20 steps at a time", "mean", "largest", "at the end"], rows)
 
 
 def planning(records: dict[str, Record]) -> Iterator[str]:
@@ -139,9 +166,19 @@ def attention(records: dict[str, Record]) -> Iterator[str]:
     for entry in records.values():
         figures = entry["figures"]
         forms = list(next(iter(figures.values()))["ms_forward_backward"])
-        rows = [[shape, *(ms(row["ms_forward_backward"][form]) for form in forms)] for shape, row in figures.items()]
+        rows = [
+            [shape, *(ms(row["ms_forward_backward"][form]) if form in row["ms_forward_backward"] else "" for form in forms)]
+            for shape, row in figures.items()
+        ]
         yield f"Milliseconds, forward and backward, {entry['settings']['n_sinks']} sink ({entry['settings']['shape']}):"
         yield table(["shape", *forms], rows)
+        if all("to_plain" in row for row in figures.values()):
+            rows = [
+                [shape, *(f"{row['to_plain'][form]:.3f}" if form in row["to_plain"] else "" for form in forms)]
+                for shape, row in figures.items()
+            ]
+            yield "Times the plain kernel; of attention as a training step computes it, times the same without a sink:"
+            yield table(["shape", *forms], rows)
         checked = {shape: row["relative_error"] for shape, row in figures.items() if "relative_error" in row}
         rows = [
             [f"{shape}, {form}", *(f"{errors.get(name, float('nan')):.2e}" if name in errors else "" for name in _GRADIENTS)]
@@ -268,6 +305,8 @@ def _numbers(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Record]], Iterator[str]]]] = {
     "train": ("Training runs", training),
     "train_step": ("A training step", steps),
+    "curves": ("Losses by the fast and the plain path", curves),
+    "cold_start": ("From the command to the first step", listed),
     "plan": ("Plans against measurements", planning),
     "memory": ("Memory of a rank", memory),
     "attention": ("Attention with a sink", attention),

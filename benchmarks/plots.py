@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.calibrate import peaks
+from benchmarks.calibrate import Timed, peaks, timed_steps
 from benchmarks.measuring import RESULTS
 
 if TYPE_CHECKING:
@@ -90,6 +90,29 @@ def draw_memory(path: Path) -> None:
         axes.legend()
 
 
+def swept_steps() -> list[Timed]:
+    steps = [step for step in timed_steps() if step.record.startswith("train_step-smdm-472m")]
+    return [step for step in steps if "sink, " in step.name]
+
+
+def draw_steps(path: Path) -> None:
+    """A step's time over rows and over length, beside the plan's: straight in rows; in length as attention's square says."""
+    steps = swept_steps()
+    with figure(path, 7.2, 2.8) as made:
+        left, right = made.subplots(1, 2)
+        ways = ((left, [s for s in steps if s.recipe.data.length == 2048], lambda s: s.rows),
+                (right, [s for s in steps if s.tokens == 32768], lambda s: s.recipe.data.length))  # fmt: skip
+        for axes, chosen, place in ways:
+            chosen = sorted(chosen, key=place)
+            at = [place(step) for step in chosen]
+            axes.plot(at, [1000 * step.planned_seconds for step in chosen], "-", color=_COLOURS[5], label="planned")
+            axes.plot(at, [1000 * step.seconds for step in chosen], "o", color=_COLOURS[0], markersize=4, label="measured")
+            axes.set(ylabel="ms a step", ylim=(0, None), xlim=(0, None))
+            axes.legend()
+        left.set(xlabel="rows of 2048 tokens")
+        right.set(xlabel="tokens a row, 32768 in all")
+
+
 def draw_sinks(path: Path, folder: Path = RESULTS) -> None:
     """Where attention rests at the end of the deepest run with a sink; its vanilla twin beside it, where a record has one."""
     seen = {name: found["probe"][-1]["layers"] for name, found in runs(folder).items() if found["probe"]}
@@ -121,6 +144,8 @@ def draw(folder: Path) -> list[Path]:
         "benchmarks-memory": draw_memory,
         "sinks": draw_sinks,
     }
+    if len({step.rows for step in swept_steps()}) > 2:
+        makers["benchmarks-steps"] = draw_steps
     for name, make in makers.items():
         make(folder / f"{name}.svg")
     return [folder / f"{name}.svg" for name in makers]

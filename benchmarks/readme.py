@@ -17,6 +17,10 @@ def expected() -> dict[str, list[str]]:
         f"memory-smdm-472m-{_GPU}": _memory(figures[f"memory-smdm-472m-{_GPU}"]),
         f"train-smdm-34m-sink-{_GPU}": _training(figures[f"train-smdm-34m-sink-{_GPU}"]),
         f"train-smollm2-135m-sink-{_GPU}": _adapted(figures[f"train-smollm2-135m-sink-{_GPU}"]),
+        f"train_step-smdm-472m-2048-{_GPU}": _step(figures[f"train_step-smdm-472m-2048-{_GPU}"]["forms"]),
+        f"train_step-smdm-472m-2048-fp8-{_GPU}": _float8(figures[f"train_step-smdm-472m-2048-fp8-{_GPU}"]["forms"]),
+        f"train_step-qwen2.5-0.5b-2048-{_GPU}": _against(figures[f"train_step-qwen2.5-0.5b-2048-{_GPU}"]["forms"]),
+        f"train_step-smollm2-135m-512-{_GPU}": _twins(figures[f"train_step-smollm2-135m-512-{_GPU}"]["forms"]),
         f"sampling-{_GPU}": _sampling(figures[f"sampling-{_GPU}"]),
         f"likelihood-{_GPU}": _likelihood(figures[f"likelihood-{_GPU}"]),
         "serving-cpu-aarch64.json": _serving(figures["serving-cpu-aarch64.json"]),
@@ -53,6 +57,31 @@ def _adapted(figures: Any) -> list[str]:
     minutes = sum(figures["lives_seconds"]) / 60
     budget = f"for {figures['tokens'] / 1e6:.0f}M tokens in {minutes:.0f} minutes"
     return [*_training(figures), budget, f"from layer 12 on, {min(shares):.0f} to {max(shares):.0f} % of all attention"]
+
+
+def _thousands(row: Any) -> str:
+    return f"{row['tokens_per_second'] / 1000:.0f}k"
+
+
+def _step(forms: Any) -> list[str]:
+    others = (
+        f"{_thousands(forms['official'])} tokens/s (official form), {_thousands(forms['official-compiled'])} (the same, compiled)"
+    )
+    return [f"{_thousands(forms['sink'])} tokens/s, {100 * forms['sink']['mfu']:.1f} % MFU", others]
+
+
+def _float8(forms: Any) -> list[str]:
+    rates = [forms[form]["tokens_per_second"] for form in ("sink-fp8", "sink")]
+    return [f'`precision = "fp8"` {_thousands(forms["sink-fp8"])}, {rates[0] / rates[1]:.2f} times bf16 in its run']
+
+
+def _against(forms: Any) -> list[str]:
+    ours, official = (f"{_thousands(forms[form])} tokens/s, {forms[form]['peak_gb']:.0f} GB" for form in ("sink", "official"))
+    return [f"{ours} | {official} (official form)"]
+
+
+def _twins(forms: Any) -> list[str]:
+    return [f"{_thousands(forms['sink'])} tokens/s; without a sink {_thousands(forms['vanilla'])}"]
 
 
 def _sampling(figures: Any) -> list[str]:

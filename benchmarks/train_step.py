@@ -3,8 +3,11 @@
     python -m benchmarks.train_step --model smdm-472m --rows 16 --out benchmarks/results
 
 official: the sink is a token in front under a dense (T+1)^2 mask, every position has logits in float32, blocks run eagerly, as the
-authors' code trains; official-compiled: the same, compiled whole. vanilla, sink, gate: what `sinkdlm train` does. Forms take turns,
-so that a ratio does not depend on when each was measured. --profile NAME: the kernels of one step of that form, by kind.
+authors' code trains, by torch's own norm and AdamW; official-compiled: the same, compiled whole. vanilla, sink, gate: what
+`sinkdlm train` does, its micro-batches recorded as CUDA graphs where train.graphs = "auto" records them (--graphs: wherever they
+can be, --no-graphs: nowhere); sink-fp8, where it is asked for: sink with train.precision = "fp8", whose products need a GPU that
+has them (a CPU emulates them). Forms take turns, so that a ratio does not depend on when each was measured. --profile NAME: the
+kernels of one step of that form, by kind.
 --sweep: the time of a step by rows and by length, beside planning.py's FLOPs.
 """
 
@@ -12,6 +15,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,16 +26,21 @@ from torch.nn import functional
 from benchmarks.measuring import measure, measure_together, record, write
 from benchmarks.official_loop import MaskedForm
 from sinkdlm import DiffusionLM, Recipe
-from sinkdlm.diffusion import Noisy, corrupt, denoising_loss
+from sinkdlm.data.rows import Batch
+from sinkdlm.diffusion import Noisy, corrupt
 from sinkdlm.planning import peak_flops, training_flops
+from sinkdlm.training.gradients import Gradients
 from sinkdlm.training.optimizer import Optimizer
 from sinkdlm.training.parallel import World
+from sinkdlm.training.recorded import find_recorder
 from sinkdlm.training.weights import Weights
 
+_FLOAT8 = "sink-fp8"
 VARIANTS: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "sink": {"n_sinks": 1},
     "gate": {"gate": "elementwise"},
+    _FLOAT8: {"n_sinks": 1},
     "official": {"n_sinks": 1},
     "official-compiled": {"n_sinks": 1},
 }
@@ -42,7 +51,7 @@ _KINDS = {
     "attention": ("flash", "fmha", "cudnn", "sdpa", "attention", "_merge"),
     "matrix products": ("gemm", "nvjet", "cutlass", "matmul", "xmma", "mm_"),
     "optimizer": ("adam", "multi_tensor", "lpnorm"),
-    "fused by hand": ("_swiglu", "_nll"),
+    "fused by hand": ("_swiglu", "_nll", "_round"),
     "compiled": ("triton",),
     "copies": ("copy", "memcpy", "memset", "cat"),
 }
@@ -57,41 +66,93 @@ class Step:
         compiles = device.type == "cuda"
         with torch.device("meta"):
             model = DiffusionLM(recipe.model)
+        model.float8 = form == _FLOAT8
         if compiles and not self._official:
             for block in model.blocks:
                 block.forward = torch.compile(block.forward, **(options or {}))
+        model.picks_early = not compiles
         first = model.initial_weight
         self.weights = Weights(model, World(device), dtype=torch.float32, first=lambda name, shape: first(name, shape, 0))
-        self.optimizer = Optimizer(self.weights.local, recipe.train)
+        self.update = self._plain_update() if self._official else Optimizer(self.weights.local, recipe.train).step
         self._logits: Callable[[Tensor], Tensor] = MaskedForm(model) if self._official else model
         if form == "official-compiled":
             self._logits = torch.compile(self._logits.__call__)
         generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randint(0, recipe.model.vocab_size, (rows, recipe.data.length), generator=generator).to(device)
+        tokens = torch.randint(0, recipe.model.vocab_size, (rows, recipe.data.length), generator=generator)
+        self.take(tokens)
         self.done = 0
+        self.missed = torch.zeros((), dtype=torch.float64, device=device)
+        self.gradients = Gradients(
+            recipe, self.weights, self.precision(), micro_batch=rows, share=rows, compiled=compiles, say=print
+        )
+        recorder = None if self._official else find_recorder(device)
+        if recorder is not None:
+            self.gradients.fix(self._batch(), recorder)
 
-    def loss(self, noisy: Noisy) -> Tensor:
+    def _plain_update(self) -> Callable[[float], object]:
+        """torch's own AdamW: fused on a GPU, else over lists of tensors."""
+        train, fused = self.recipe.train, self.device.type == "cuda"
+        optimizer = torch.optim.AdamW(
+            list(self.weights.local.values()),
+            lr=train.lr,
+            betas=train.betas,
+            eps=train.adam_eps,
+            weight_decay=train.weight_decay,
+            fused=fused,
+            foreach=not fused,
+        )
+
+        def update(lr: float) -> None:
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+
+        return update
+
+    def take(self, tokens: Tensor) -> None:
+        """Rows for the steps to come."""
+        self.host_tokens = tokens.pin_memory() if self.device.type == "cuda" else tokens
+        self.tokens = self.host_tokens.to(self.device)
+
+    @property
+    def recorded(self) -> bool:
+        return self.gradients.recorded is not None and self.gradients.recorded.replays
+
+    def precision(self) -> AbstractContextManager[Any]:
         half = torch.bfloat16 if self.device.type == "cuda" else None
-        with torch.autocast(self.device.type, half, enabled=half is not None):
-            if not self._official:
-                return denoising_loss(self.weights.model, self.tokens, noisy, denominator=float(self.tokens.numel())).total
+        return torch.autocast(self.device.type, half, enabled=half is not None)
+
+    def _batch(self) -> Batch:
+        """As the thread that reads rows hands them over."""
+        samples = torch.arange(self.done * self.rows, (self.done + 1) * self.rows)
+        return Batch(self.host_tokens, samples.pin_memory() if self.device.type == "cuda" else samples)
+
+    def _add_gradients(self) -> Tensor:
+        if not self._official:
+            loss, _, missed = self.gradients.add(self._batch(), float(self.tokens.numel()))[:3]
+            self.missed += missed
+            return loss
+        samples = torch.arange(self.done * self.rows, (self.done + 1) * self.rows, device=self.device)
+        noisy = corrupt(self.tokens, samples, seed=self.recipe.train.seed, mask_id=self.recipe.model.mask_id)
+        loss = self.official_loss(noisy)
+        loss.backward()
+        return loss.detach()
+
+    def official_loss(self, noisy: Noisy) -> Tensor:
+        with self.precision():
             logits = self._logits(noisy.tokens)
         nll = functional.cross_entropy(logits[noisy.masked].float(), self.tokens[noisy.masked], reduction="none")
         weights = noisy.weight.to(nll.dtype)[:, None].expand(self.tokens.shape)[noisy.masked]
         return (nll * weights).sum() / self.tokens.numel()
 
     def __call__(self) -> Tensor:
-        samples = torch.arange(self.done * self.rows, (self.done + 1) * self.rows, device=self.device)
-        noisy = corrupt(self.tokens, samples, seed=0, mask_id=self.recipe.model.mask_id)
-        loss = self.loss(noisy)
-        loss.backward()
+        loss = self._add_gradients()
         gradients = self.weights.take_gradients()
         norm = torch.nn.utils.get_total_norm(gradients)
         torch.nn.utils.clip_grads_with_norm_(list(self.weights.local.values()), self.recipe.train.clip, norm)
-        self.optimizer.step(1e-4)
+        self.update(1e-4)
         self.weights.clear_gradients()
         self.done += 1
-        return loss.detach()
+        return loss
 
     def several(self) -> None:
         """As a loop that trains makes them: nobody waits for the device in between."""
@@ -99,8 +160,8 @@ class Step:
             self()
 
 
-def recipe_of(preset: str, length: int, **model: Any) -> Recipe:
-    train = {"batch": 1, "steps": 1}
+def recipe_of(preset: str, length: int, *, graphs: str = "auto", **model: Any) -> Recipe:
+    train = {"batch": 1, "steps": 1, "seed": 0, "graphs": graphs}
     return Recipe.resolve({"model": {"preset": preset, **model}, "data": {"length": length}, "train": train})
 
 
@@ -111,19 +172,27 @@ def flops_of(recipe: Recipe, rows: int) -> float:
 
 def rates(step: Step, timed: dict[str, float], device: str) -> dict[str, Any]:
     """timed: of several steps."""
+    if float(step.missed):
+        raise RuntimeError(
+            f"{step.form}: {float(step.missed):.0f} masked positions found no place; such a step is no training step"
+        )
     tokens = step.rows * step.recipe.data.length
     timed = {name: value if name == "repeats" else value / _STEPS for name, value in timed.items()}
     found: dict[str, Any] = {"ms_step": timed, "tokens_per_second": 1000 * tokens / timed["p50"]}
     peak = peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
-    if peak:
+    if peak and step.form != _FLOAT8:  # the peak is bf16's
         found["mfu"] = flops_of(step.recipe, step.rows) / (timed["p50"] / 1000) / peak
     return found
 
 
 def peak_gb(step: Step, before: int) -> float:
-    """Of a step, its model and optimizer. before: bytes held when there was none of it."""
+    """Of a step, its model and optimizer. before: bytes held when there was none of it.
+
+    Replayed kernels take no memory that could be counted: that of a recorded step was taken when it was recorded.
+    """
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    if not step.recorded:
+        torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 1e9
@@ -135,19 +204,22 @@ def measure_forms(args: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     made: dict[str, Step] = {}
     for form in args.forms.split(","):
-        recipe = recipe_of(args.model, args.length, **VARIANTS[form])
+        recipe = recipe_of(args.model, args.length, graphs=args.graphs, **VARIANTS[form])
         before = torch.cuda.memory_allocated() if args.device == "cuda" else 0
         step = Step(recipe, form, args.rows, device)
+        if args.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         losses = [step().item() for _ in range(args.warmup)]
         figures[form] = {"seconds_first_steps": time.perf_counter() - began, "first_loss": losses[0], "last_loss": losses[-1]}
+        figures[form]["recorded"] = step.recorded
         if args.device == "cuda":
             figures[form]["peak_gb"] = peak_gb(step, before)
         if args.alone:
             timed = measure(step.several, args.device, warmup=1, repeats=args.repeats)
             figures[form] |= rates(step, timed, args.device)
             del step
-            _free()
+            free()
         else:
             made[form] = step
         print(form, figures[form], flush=True)
@@ -160,7 +232,7 @@ def measure_forms(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def _free() -> None:
+def free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -174,7 +246,7 @@ def kind_of(kernel: str) -> str:
 
 def profile(args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of one step by kind of kernel, and the kernels that take most."""
-    recipe = recipe_of(args.model, args.length, **VARIANTS[args.profile])
+    recipe = recipe_of(args.model, args.length, graphs=args.graphs, **VARIANTS[args.profile])
     step = Step(recipe, args.profile, args.rows, torch.device(args.device))
     for _ in range(args.warmup):
         step()
@@ -195,7 +267,7 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
     for one in kernels:
         kind = kind_of(cast(str, one["kernel"]))
         kinds[kind] = kinds.get(kind, 0.0) + cast(float, one["ms"])
-    _free()
+    free()
     return {"form": args.profile, "ms_by_kind": kinds, "ms_busy": sum(kinds.values()), "kernels": kernels[:40]}
 
 
@@ -205,24 +277,13 @@ def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
     shapes = [(rows, args.length) for rows in map(int, args.sweep_rows.split(","))]
     shapes += [(max(1, args.rows * args.length // length), length) for length in map(int, args.sweep_lengths.split(","))]
     for rows, length in shapes:
-        step = Step(recipe_of(args.model, length, n_sinks=1), "sink", rows, torch.device(args.device))
+        step = Step(recipe_of(args.model, length, graphs=args.graphs, n_sinks=1), "sink", rows, torch.device(args.device))
         timed = measure(step.several, args.device, warmup=args.warmup, repeats=args.repeats)
         found.append({"rows": rows, "length": length, **rates(step, timed, args.device), "flops": flops_of(step.recipe, rows)})
         print(found[-1], flush=True)
         del step
-        _free()
+        free()
     return found
-
-
-def curve(args: argparse.Namespace) -> dict[str, Any]:
-    """Losses of each form over the same rows and noise."""
-    figures: dict[str, Any] = {}
-    for form in args.forms.split(","):
-        step = Step(recipe_of(args.model, args.length, **VARIANTS[form]), form, args.rows, torch.device(args.device))
-        figures[form] = torch.stack([step() for _ in range(args.curve)]).tolist()
-        del step
-        _free()
-    return figures
 
 
 def main() -> None:
@@ -231,19 +292,21 @@ def main() -> None:
     parser.add_argument("--model", default="smdm-472m", help="a preset")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--forms", default=",".join(VARIANTS))
+    parser.add_argument("--forms", default=",".join(form for form in VARIANTS if form != _FLOAT8))
     parser.add_argument("--alone", action="store_true", help="one form in memory at a time")
+    parser.add_argument("--graphs", dest="graphs", action="store_const", const="on", default="auto", help="record wherever it can")
+    parser.add_argument("--no-graphs", dest="graphs", action="store_const", const="off", help="launch every kernel")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--profile", default=None, choices=list(VARIANTS))
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--sweep-rows", default="4,8,16,32")
     parser.add_argument("--sweep-lengths", default="512,1024,4096")
-    parser.add_argument("--curve", type=int, default=0, help="steps of a loss curve")
+    parser.add_argument("--subject", default=None, help="of the record's name; by default model and length")
     parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
     args = parser.parse_args()
     figures: dict[str, Any] = {"forms": measure_forms(args)}
-    _free()
+    free()
     if "official" in figures["forms"]:
         base = figures["forms"]["official"]["tokens_per_second"]
         figures["to_official"] = {form: row["tokens_per_second"] / base for form, row in figures["forms"].items()}
@@ -251,11 +314,13 @@ def main() -> None:
         figures["profile"] = profile(args)
     if args.sweep:
         figures["sweep"] = sweep(args)
-    if args.curve:
-        figures["curve"] = curve(args)
-    settings = {key: value for key, value in vars(args).items() if key not in ("out", "device")}
+    settings = {key: value for key, value in vars(args).items() if key not in ("out", "device", "subject")}
     settings["precision"] = "bf16" if args.device == "cuda" else "float32"
-    write(record("train_step", figures, device=args.device, settings=settings), args.out, subject=f"{args.model}-{args.length}")
+    write(
+        record("train_step", figures, device=args.device, settings=settings),
+        args.out,
+        subject=args.subject or f"{args.model}-{args.length}",
+    )
 
 
 if __name__ == "__main__":

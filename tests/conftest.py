@@ -112,6 +112,24 @@ def browser():
         opened.close()
 
 
+@pytest.fixture(scope="module")
+def lms():
+    """The models that the page shows, to compare with: one that serves is its engine's alone."""
+    from pages import shown_lms
+
+    return shown_lms()
+
+
+@pytest.fixture(scope="module")
+def site(browser):
+    """A server whose page shows them."""
+    from pages import shown_lms
+    from sites import serving
+
+    with serving(shown_lms()) as found:
+        yield found
+
+
 @pytest.fixture(params=VARIANTS, ids=list(VARIANTS))
 def variant(request) -> dict:
     return VARIANTS[request.param]

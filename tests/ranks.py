@@ -25,7 +25,7 @@ from sinkdlm import DiffusionLM, Recipe, diffusion, load
 from sinkdlm.data.rows import open_rows
 from sinkdlm.diffusion import Schedule
 from sinkdlm.planning import Layout
-from sinkdlm.training import evaluate, loop
+from sinkdlm.training import evaluate, gradients, loop
 from sinkdlm.training.evaluate import VALIDATION_SEED
 from sinkdlm.training.optimizer import Optimizer
 from sinkdlm.training.parallel import joined
@@ -35,7 +35,7 @@ from sinkdlm.training.weights import Weights
 def run(job: dict) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     seen: dict[int, str] = {}
-    look, corrupt = loop.Trainer._look_around, loop.corrupt
+    look, corrupt = loop.Trainer._look_around, gradients.corrupt
 
     def note(tokens, samples, **settings):
         noisy = corrupt(tokens, samples, **settings)
@@ -55,7 +55,7 @@ def run(job: dict) -> None:
     def flush_or_not(self):
         return "No space left on device" if full and full.pop() else flush(self)
 
-    loop.Trainer._look_around, loop.corrupt, loop.Trainer._flush_metrics = stop, note, flush_or_not
+    loop.Trainer._look_around, gradients.corrupt, loop.Trainer._flush_metrics = stop, note, flush_or_not
     small = mock.patch.multiple(diffusion, _CHUNK_ELEMENTS=1, _CHUNK_ROWS=1) if job.get("chunks") else nullcontext()
     try:
         with warnings.catch_warnings(), small:
@@ -64,7 +64,7 @@ def run(job: dict) -> None:
     except loop.Stopped:
         pass
     finally:
-        loop.Trainer._look_around, loop.corrupt, loop.Trainer._flush_metrics = look, corrupt, flush
+        loop.Trainer._look_around, gradients.corrupt, loop.Trainer._flush_metrics = look, corrupt, flush
     record = Path(f"{job['out']}.seen") / f"{dist.get_world_size() if dist.is_initialized() else 1}-{rank}.json"
     record.parent.mkdir(exist_ok=True)
     before = json.loads(record.read_text()) if record.exists() else {}

@@ -63,7 +63,7 @@ def walk(value):
 
 def test_every_committed_record_has_the_form():
     paths = sorted(RESULTS.glob("*.json"))
-    assert len(paths) == 15
+    assert len(paths) == 22
     for path in paths:
         entry = json.loads(path.read_text())
         check_record(entry)
@@ -105,7 +105,7 @@ def test_gpu_records_show_what_the_core_promises():
                 limit = errors["plain"].get(name, max(errors["plain"].values()))
                 assert error <= 1.5 * limit, (form, name)
                 checked += 1
-    assert checked == 2 * (4 + 4 * 6)
+    assert checked == 2 * (4 + 5 * 6)
 
 
 def test_a_timed_step_is_a_training_step_in_every_form():
@@ -117,6 +117,9 @@ def test_a_timed_step_is_a_training_step_in_every_form():
         losses[form] = [step().item() for _ in range(4)]
     assert losses["official"] == pytest.approx(losses["sink"], rel=1e-5)
     assert len(set(losses["sink"])) == 4
+    float8 = train_step.Step(recipe, "sink-fp8", 3, torch.device("cpu"))().item()
+    assert float8 != losses["sink"][0]
+    assert float8 == pytest.approx(losses["sink"][0], rel=0.01)
     assert train_step.flops_of(recipe, 3) == 96 * training_flops(recipe.model, 32)
     kinds = {
         "nvjet_hsh_128x256": "matrix products",

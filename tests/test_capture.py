@@ -316,7 +316,7 @@ import sys, torch
 import sinkdlm
 from sinkdlm.analysis.capture import Watched
 torch.set_num_threads(1)
-config = sinkdlm.ModelConfig.preset("smollm2-135m", n_sinks=1, context_length=2048)
+config = sinkdlm.ModelConfig.preset("smollm2-135m", n_sinks=1, context_length=2048, n_layers=12)
 model = sinkdlm.DiffusionLM(config)
 tokens = torch.full((1, 2048), config.mask_id)
 tokens[:, ::2] = torch.arange(1024) % 1000
@@ -335,11 +335,12 @@ print(read("VmHWM") - before)
 @pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs a resettable peak of memory: Linux")
 def test_watching_2048_tokens_takes_at_most_twice_the_memory_of_a_forward():
-    """Beyond the weights, which are there either way: what a forward itself holds."""
+    """Beyond the weights, which are there either way: what a forward itself holds. 12 of the model's 30 layers: what a layer would
+    keep to make 1.4 times the memory of them makes twice that of 30."""
     peaks = {}
     for kind in ("plain", "watched"):
         command = [sys.executable, "-c", MEMORY, kind]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
         peaks[kind] = int(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
     assert peaks["plain"] > 20_000  # kB: the residual stream and one layer's products are some tens of MB
-    assert peaks["watched"] <= 2 * peaks["plain"]
+    assert peaks["watched"] <= 1.4 * peaks["plain"]

@@ -1,6 +1,5 @@
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ def run(*args, cwd=None):
 
 
 def test_help_is_quick(tmp_path):
-    """With the bytecode that an installed package has. Interleaved, and by medians: a neighbour's noise hits both."""
+    """With the bytecode that an installed package has. Interleaved, and by the least of each: a neighbour disturbs some of both."""
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -33,7 +32,7 @@ def test_help_is_quick(tmp_path):
         bare.append(seconds("-c", "import typer"))
         ours.append(seconds("-m", "sinkdlm", "--help"))
     assert any(tmp_path.rglob("cli.*.pyc"))
-    assert statistics.median(ours[1:]) <= 1.5 * statistics.median(bare[1:])  # the first wrote the bytecode
+    assert min(ours[1:]) <= 1.5 * min(bare[1:])  # the first wrote the bytecode; the least is what a neighbour disturbed least
 
 
 def test_help_and_version():

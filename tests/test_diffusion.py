@@ -8,6 +8,7 @@ import torch
 
 from conftest import small_model, small_tokens
 from sinkdlm.diffusion import Noisy, Schedule, chunked_nll, corrupt, denoising_loss
+from sinkdlm.visibility import Opening
 
 SCHEDULES = [Schedule("linear", 1e-3), Schedule("linear", 0.0), Schedule("cosine", 1e-3), Schedule("loglinear", 1e-3)]
 
@@ -277,6 +278,30 @@ def test_a_batch_without_masked_positions_has_zero_loss_and_gradients():
     loss.total.backward()
     assert loss.total.item() == 0
     assert all(weight.grad is not None and not weight.grad.any() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("which", ["whole rows", "padded", "opening", "none masked"])
+def test_a_model_that_is_told_where_the_loss_looks_ends_there_with_the_same_loss_and_gradients(variant, which):
+    model, tokens = small_model(**variant), small_tokens(5, 9)
+    lengths = torch.tensor([9, 4, 7, 1, 9]) if which == "padded" else None
+    maskable = None if lengths is None else torch.arange(9) < lengths[:, None]
+    noisy = corrupt(tokens, torch.arange(5), seed=2, mask_id=model.config.mask_id, maskable=maskable)
+    if which == "none masked":
+        noisy = noisy._replace(tokens=tokens, masked=torch.zeros_like(noisy.masked))
+    rows, found = [], []
+    model.blocks[-1].mlp.register_forward_hook(lambda module, given, out: rows.append(given[0].shape[:-1].numel()))
+    for early in (False, True):
+        model.picks_early = early
+        model.zero_grad()
+        opening = Opening(0.5, 7) if which == "opening" else None
+        loss = denoising_loss(model, tokens, noisy, denominator=45.0, lengths=lengths, opening=opening)
+        loss.total.backward()
+        found.append([loss.total.detach(), loss.nll, *(p.grad.clone() for p in model.parameters())])
+    # The lane goes through the last layer too.
+    n_scored, n_registers = int(loss.scored.sum()), model.config.n_registers
+    assert [n for n in rows if n != model.config.n_lane or not n] == [5 * (9 + n_registers), n_scored]
+    for told, plain in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(told, plain, rtol=1e-10, atol=1e-12)
 
 
 def test_a_shifted_model_leaves_token_0_out_of_the_loss():

@@ -791,6 +791,20 @@ def test_progress_is_plain_lines_off_a_terminal(monkeypatch, capsys):
     assert said.err.count("\n") == 1
 
 
+def test_a_document_that_takes_long_is_seen_to_go_on(tmp_path, checkpoint, run, monkeypatch):
+    """One document, one request: what is said before it ends counts its forwards, and ends close to the whole."""
+    monkeypatch.setattr(bar, "_EVERY", 0.0)
+    (tmp_path / "a.txt").write_text(TEXTS[0] * 20)
+    said = run("score", checkpoint, tmp_path / "a.txt", "--draws", "32", "--device", "cpu")
+    assert said.status == 0, said.err
+    shares = [int(found) for found in re.findall(r"^0 of 1 requests, (\d+)% of the next  ", said.err, re.MULTILINE)]
+    assert shares == sorted(shares)
+    assert len(shares) >= 3
+    assert 0 < shares[0] < 50
+    assert shares[-1] >= 90
+    assert "\n1 of 1 requests  " in said.err
+
+
 def test_responses_hold_what_they_are_given():
     response = Response("t", 1, 2, texts=["a", "b"])
     assert (response.key, response.text) == (("t", 1, 2, 0), "b")
@@ -806,3 +820,7 @@ def test_slow_work_is_told_in_seconds_each(monkeypatch):
     slow.update(1)
     assert shown[0] == "1 of 2 requests  100 s each"
     assert shown[1].endswith("/s")
+    slow.update(1, 0.25, 1)
+    slow.update(0, 0.25, 2)
+    assert shown[2].startswith("1 of 2 requests, 25% of the next  ")
+    assert shown[3].startswith("0 of 2 requests, 25% of the next 2  ")

@@ -377,3 +377,87 @@ def test_a_run_on_a_gpu_that_is_known_says_its_plan(tmp_path):
     _, said = run(recipe, tmp_path / "run", device="cuda")
     known = find_chip(torch.cuda.get_device_name()) is not None
     assert any(line.startswith("plan: ") for line in said) == known
+
+
+# -- float8 ---------------------------------------------------------------------------------------------------------------------
+
+
+def needs_float8(test):
+    has_it = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    return pytest.mark.skipif(not has_it, reason="needs a GPU with float8 products")(test)
+
+
+@needs_float8
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1025, 256, 768), (4096, 320, 1280), (7, 16, 64)])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_float8_products_are_those_of_a_cpu_and_near_the_exact_ones(tokens, inputs, outputs, weight_dtype):
+    from sinkdlm.float8_products import product, swiglu_mlp
+
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(1, tokens, size, generator=generator).bfloat16() for size in (inputs, inputs))
+    weight, down = (
+        (torch.randn(shape, generator=generator) / 8).to(weight_dtype) for shape in ((2 * outputs, inputs), (inputs, outputs))
+    )
+    results = []
+    for device, dtype in (("cpu", None), ("cuda", None), ("cuda", torch.float64)):
+        leaves = [one.to(device, dtype or one.dtype).requires_grad_() for one in (x, weight, down)]
+        if dtype is None:
+            narrow = product(leaves[0], leaves[1], torch.bfloat16)
+            out = swiglu_mlp(*leaves, torch.bfloat16)
+        else:
+            narrow = leaves[0] @ leaves[1].mT
+            gate, up = narrow.chunk(2, -1)
+            out = (torch.nn.functional.silu(gate) * up) @ leaves[2].mT
+        grads = torch.autograd.grad(out + narrow[..., :inputs], leaves, grad.to(device, dtype or grad.dtype))
+        results.append([one.detach().double().cpu() for one in (narrow, out, *grads)])
+    for on_cpu, on_gpu, exact in zip(*results, strict=True):
+        assert (on_gpu - on_cpu).norm() <= 0.05 * on_cpu.norm()  # fewer bits in sums, and ties
+        assert 1e-3 * exact.norm() < (on_gpu - exact).norm() <= 0.15 * exact.norm()
+
+
+@needs_float8
+@compiles
+@pytest.mark.parametrize("name", ["sink", "vanilla", "sinks-2-end-zero-gate", "parent"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_compiled_blocks_in_float8_are_the_eager_ones_and_near_bf16(name, recompute):
+    flags = {key: value for key, value in VARIANTS[name].items() if key != "mask_id"}
+    config = ModelConfig.preset("smdm-6m", **flags)
+    tokens = torch.randint(0, config.vocab_size - 1, (3, 501), generator=torch.Generator().manual_seed(0)).cuda()
+    noisy = corrupt(tokens, torch.arange(3), seed=0, mask_id=config.mask_id)
+    found = {}
+    for form in ("bf16", "eager", "compiled"):
+        torch._dynamo.reset()
+        model = DiffusionLM(config).cuda()
+        model.float8, model.recompute = form != "bf16", recompute
+        if form != "eager":
+            for block in model.blocks:
+                block.forward = torch.compile(block.forward, fullgraph=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = denoising_loss(model, tokens, noisy, denominator=float(tokens.numel())).total
+        loss.backward()
+        found[form] = [loss.detach(), *(p.grad for p in model.parameters())]
+    assert found["eager"][0] != found["bf16"][0]
+    for form, of_loss, of_gradient in (("eager", 3e-3, 0.2), ("bf16", 1e-2, 0.3)):
+        assert found["compiled"][0].item() == pytest.approx(found[form][0].item(), rel=of_loss)
+        whole, other = (torch.cat([one.flatten() for one in found[which][1:]]) for which in ("compiled", form))
+        assert (whole - other).norm() <= of_gradient * other.norm()
+
+
+@needs_float8
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_in_float8_learns_as_one_in_bf16(tmp_path):
+    from benchmarks.kills import write_set
+
+    from sinkdlm import Recipe
+    from test_training import metrics, run
+
+    data = {"sets": {str(write_set(tmp_path / "data")): 1.0}, "length": 64}
+    model = {"preset": "smdm-6m", "n_sinks": 1, "vocab_size": 64, "mask_id": 64}
+    losses = {}
+    for precision in ("bf16", "fp8"):
+        train = {"steps": 20, "batch": 16, "lr": 1e-3, "precision": precision}
+        recipe = Recipe.resolve({"model": model, "data": data, "train": train, "eval": {"every": 10, "draws": 32}})
+        run(recipe, tmp_path / precision, device="cuda")
+        losses[precision] = [line["loss"] for line in metrics(tmp_path / precision, "validation")]
+    assert losses["fp8"] != losses["bf16"]
+    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.02)

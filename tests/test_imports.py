@@ -56,6 +56,19 @@ def test_import_is_light(code):
     assert json.loads(run.stdout) == []
 
 
+def test_torch_s_compiler_is_loaded_by_nobody_who_does_not_compile():
+    """It takes more than a second: neither samplers, nor training, nor making a model and watching it load it."""
+    script = """
+import sys, torch, sinkdlm, sinkdlm.sampling, sinkdlm.training.loop
+model = sinkdlm.DiffusionLM(sinkdlm.ModelConfig.preset("nano", n_sinks=1))
+model(torch.zeros(1, 2, dtype=torch.int64), observe=lambda *seen: None).sum().backward()
+sinkdlm.training.optimizer.Optimizer(dict(model.named_parameters()), sinkdlm.config.TrainSection(steps=1, batch=1)).step(0.1)
+print("torch._dynamo" in sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"
+
+
 def test_every_public_name_is_there():
     import sinkdlm
 

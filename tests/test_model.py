@@ -512,6 +512,9 @@ def test_wanted_positions_are_those_of_the_whole(variant, padded):
         expected = torch.stack([row[places] for row, places in zip(whole, wanted, strict=True)])
         assert (some - expected).abs().max() <= 1e-12
         assert torch.equal(model.denoiser()(tokens, lengths=lengths, where=wanted), model.head(some))
+        spread = torch.tensor([0, 8, 9, 11, 26])  # unequally many of each row
+        some = model(tokens, lengths=lengths, wanted=spread)
+        assert (some - whole.flatten(0, 1)[spread]).abs().max() <= 1e-12
         whole, some = (model(tokens, lengths=lengths, causal=True, wanted=places) for places in (None, wanted))
         expected = torch.stack([row[places] for row, places in zip(whole, wanted, strict=True)])
         assert (some - expected).abs().max() <= 1e-12

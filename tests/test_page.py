@@ -18,7 +18,6 @@ from pages import (
     quantity,
     said_by,
     scrub,
-    shown_lms,
     side,
     texts,
     trajectory_of,
@@ -35,18 +34,6 @@ ADDRESSED = """() => {  // the address has been written for what is shown
   const given = new URLSearchParams(location.hash.slice(1)), chosen = document.querySelector('.cell[aria-selected=true]');
   return chosen && given.get('step') === document.querySelector('#step').value && given.get('token') === chosen.dataset.place;
 }"""
-
-
-@pytest.fixture(scope="module")
-def lms():
-    """To compare with: a model that serves is its engine's alone."""
-    return shown_lms()
-
-
-@pytest.fixture(scope="module")
-def site(browser):
-    with serving(shown_lms()) as found:
-        yield found
 
 
 def hash_of(page):

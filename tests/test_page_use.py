@@ -11,23 +11,10 @@ from urllib.parse import urlencode
 import numpy as np
 import pytest
 
-from pages import address, finished, opened, said_by, scrub, shown_lms, side, trajectory_of, until
+from pages import address, finished, opened, said_by, scrub, side, trajectory_of, until
 from sinkdlm.analysis.recording import join_sides, record
 from sinkdlm.viewer import build_viewer, join_modules
-from sites import PROMPT, serving
-
-
-@pytest.fixture(scope="module")
-def lms():
-    """To compare with: a model that serves is its engine's alone."""
-    return shown_lms()
-
-
-@pytest.fixture(scope="module")
-def site(browser):
-    with serving(shown_lms()) as found:
-        yield found
-
+from sites import PROMPT
 
 # -- recordings -------------------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ def parts(batch, heads, n_kv, tokens, width, n_sinks, dtype=torch.float32, by_ro
     return q, content, lse, sink_k, sink_v, grad, grad_q
 
 
-SHAPES = [(2, 4, 4, 70, 16, 1, False), (1, 6, 2, 64, 24, 3, False), (2, 3, 1, 5, 8, 2, True)]
+SHAPES = [(2, 4, 4, 70, 16, 1, False), (1, 6, 2, 64, 24, 3, False), (2, 3, 1, 5, 8, 2, True), (1, 2, 1, 600, 16, 1, False)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -48,6 +48,9 @@ def test_merging_kernels(shape, dtype):
     found = training_kernels.merge_sinks(q, content, lse, sink_k, sink_v, scale)
     torch.testing.assert_close(found, (out, merged), **close)
     assert found[0].stride() == content.stride()
+    behind = random(16, *q.shape[1::2], seed=11, dtype=dtype)
+    given = (q, content, lse, sink_k, sink_v, behind, scale)
+    torch.testing.assert_close(training_kernels.merge_rows(*given), plain(operators.merge_rows)(*given), **close)
     given = (grad, q, out, merged, sink_k, sink_v, scale)
     wanted = plain(operators.merge_sinks_backward)(*given)
     torch.testing.assert_close(training_kernels.merge_sinks_backward(*given), wanted, **close)
@@ -55,7 +58,8 @@ def test_merging_kernels(shape, dtype):
         random(q.shape[0], q.shape[2], sink_k.shape[1], q.shape[3], seed=i, dtype=dtype).transpose(1, 2) for i in (7, 8)
     )
     cos, sin = (random(q.shape[0] if by_row else 1, q.shape[2], 1, q.shape[3] // 2, seed=i) for i in (9, 10))
-    for through in ((None, None), (wanted[0], sink_k)):
+    behind = random(16, q.shape[1] + 2 * sink_k.shape[1], q.shape[3], seed=12, dtype=dtype)
+    for through in ((None, None, None), (wanted[0], sink_k, behind)):
         given = (grad_q, grad_k, grad_v, cos, sin, *through)
         torch.testing.assert_close(training_kernels.join_heads(*given), plain(operators.join_heads)(*given), **close)
 
@@ -75,7 +79,7 @@ def test_norm_backward_kernel(update):
     pytest.importorskip("triton", reason="needs Triton")
     from sinkdlm import training_kernels
 
-    x, grad_sum, grad_normed = (random(2, 5, 70, seed=i) for i in range(3))
+    x, grad_sum, grad_normed = (random(2, 45, 70, seed=i) for i in range(3))  # more rows than programs
     given = (grad_sum, grad_normed.bfloat16(), x, random(70, seed=3), 1e-5, update)
     torch.testing.assert_close(training_kernels.add_norm_backward(*given), plain(operators.add_norm_backward)(*given))
 
@@ -180,6 +184,21 @@ def test_a_step_by_operators_is_the_plain_step(name, compiled, monkeypatch):
         assert (one - other).norm() <= 1e-5 * one.norm()
 
 
+def test_an_adapter_is_not_passed_by(monkeypatch):
+    """A layer that is more than its weight computes for itself."""
+
+    class Adapted(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    monkeypatch.setattr(layers, "_FUSED_SIZE", 0)
+    mlp = layers.FeedForward(small_model().config)
+    x = random(2, 3, mlp.gate_up.in_features).cpu()
+    torch.testing.assert_close(mlp(x, fused=True), mlp(x))
+    mlp.down.__class__ = Adapted
+    torch.testing.assert_close(mlp(x, fused=True), mlp(x))
+
+
 def test_swiglu_and_its_product_have_autograds_gradients():
     gate_up, weight, grad = random(2, 3, 20), random(6, 10, seed=1), random(2, 3, 6, seed=2)
     leaves = [x.double().requires_grad_() for x in (gate_up, weight)]
@@ -194,7 +213,17 @@ def test_swiglu_and_its_product_have_autograds_gradients():
 
 
 @pytest.mark.parametrize(
-    "name", ["swiglu", "swiglu_backward", "merge_sinks", "merge_sinks_backward", "add_norm_backward", "add_turns", "join_heads"]
+    "name",
+    [
+        "swiglu",
+        "swiglu_backward",
+        "merge_sinks",
+        "merge_rows",
+        "merge_sinks_backward",
+        "add_norm_backward",
+        "add_turns",
+        "join_heads",
+    ],
 )
 def test_operators_keep_the_rules_of_torch(name):
     """Shapes, strides and types that the compiler is told are those that come."""
@@ -204,9 +233,10 @@ def test_operators_keep_the_rules_of_torch(name):
         "swiglu": (random(2, 3, 8),),
         "swiglu_backward": (random(2, 3, 8), random(2, 3, 4)),
         "merge_sinks": (q, content, lse, sink_k, sink_v, 0.3),
+        "merge_rows": (q, content, lse, sink_k, sink_v, random(3, 4, 8), 0.3),
         "merge_sinks_backward": (grad, q, content, lse, sink_k, sink_v, 0.3),
         "add_norm_backward": (random(2, 3, 7), random(2, 3, 7), random(2, 3, 7), random(7), 1e-5, torch.bfloat16),
         "add_turns": (grad_q, random(2, 4, 9, 2), sink_k),
-        "join_heads": (grad_q, grad_k, grad_k, cos, cos, None, None),
+        "join_heads": (grad_q, grad_k, grad_k, cos, cos, None, None, random(3, 8, 8)),
     }[name]
     torch.library.opcheck(getattr(operators, name), given, test_utils=("test_schema", "test_faketensor"))

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import sinkdlm
@@ -14,6 +16,7 @@ from conftest import small_model
 from sinkdlm.cli import app
 from sinkdlm.data.synthetic import character_tokenizer
 from sinkdlm.errors import SamplingError
+from sinkdlm.prompting import piece_of
 from sinkdlm.writer import Piece, parse_gaps
 
 
@@ -33,6 +36,15 @@ def chatty(tmp_path_factory, checkpoint):
     path = tmp_path_factory.mktemp("chatty") / "model"
     sinkdlm.save(path, lm.model, lm.tokenizer, provenance={})
     return str(path)
+
+
+def test_a_token_reads_as_within_a_text():
+    """Tokenizers with SentencePiece's sign for a space drop it in front of a text, and a token alone is one."""
+    words = Tokenizer(models.WordLevel({"\u2581old": 0, "\u2581man": 1, "ing": 2}, unk_token="ing"))
+    words.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    assert tokenizer.decode([0]) == "old"
+    assert [piece_of(tokenizer, token) for token in range(3)] == [" old", " man", "ing"]
 
 
 def sample(*words):

@@ -368,16 +368,16 @@ def _read_tokenizer(path: Path) -> Any:
 
 
 def _say_prepared(found: dict[str, Any], as_json: bool) -> None:
+    from sinkdlm.data.display import counted
+
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
     if found["already"]:
         typer.echo(f"{found['out']}: already prepared, with these settings and inputs")
     for split, part in found["splits"].items():
-        what = "documents" if found["kind"] == "text" else "examples"
-        typer.echo(
-            f"{split:11s}{part['tokens']:,} tokens in {part['documents']:,} {what}, {part['shards']} shards of {found['dtype']}"
-        )
+        documents = counted(part["documents"], "document" if found["kind"] == "text" else "example")
+        typer.echo(f"{split:11s}{part['tokens']:,} tokens in {documents}, {counted(part['shards'], 'shard')} of {found['dtype']}")
     for note in found["notes"]:
         typer.echo(f"note       {note}")
     if "seconds" in found:

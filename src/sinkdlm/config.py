@@ -296,8 +296,10 @@ class TrainSection(_Frozen):
     anneal: Fraction = Field(
         default=0.0, description="share of the budget over which attention opens from causal to full (DiffuLLaMA); 0: full at once"
     )
-    precision: Literal["auto", "float64", "float32", "bf16"] = Field(
-        default="auto", description="bf16: autocast over float32 weights; auto: bf16 on a GPU, float32 on a CPU; float64: for tests"
+    precision: Literal["auto", "float64", "float32", "bf16", "fp8"] = Field(
+        default="auto",
+        description="bf16: autocast over float32 weights; fp8: the same, with the products of each block in float8, on GPUs that "
+        "have them; auto: bf16 on a GPU, float32 on a CPU; float64: for tests",
     )
     compile: Literal["auto", "blocks", "none"] = Field(
         default="auto", description="torch.compile of each block; auto: on a GPU with Triton"
@@ -306,6 +308,11 @@ class TrainSection(_Frozen):
         default="none",
         description="activation checkpointing of each block: full keeps its input alone and runs it again in the backward; "
         "selective keeps the results of matrix products and attention, and runs the rest again",
+    )
+    graphs: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="a forward and its backward are recorded as CUDA graphs and replayed, on one GPU, wherever rows are full; "
+        "auto: where that may gain something",
     )
     schedule: Literal["linear", "cosine", "loglinear"] = "linear"
     eps: float = Field(default=1e-3, ge=0, lt=1)
@@ -387,7 +394,7 @@ class SaveSection(_Frozen):
 
 
 # How a run goes on may change between its parts; what it computes may not.
-CHANGEABLE = ("log", "save", "parallel", "train.micro_batch", "train.compile", "train.recompute")
+CHANGEABLE = ("log", "save", "parallel", "train.micro_batch", "train.compile", "train.recompute", "train.graphs")
 
 
 class Recipe(_Frozen):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sinkdlm.fusion import has_kernels
-from sinkdlm.noise import Stream, counter, fold, golden_words, stream_state, top_bits, unit_interval
+from sinkdlm.noise import Key, Stream, counter, fold, golden_words, hash_words, stream_state, top_bits, unit_interval
 
 _PROBABILITY_BITS = 32
 _FUSE_FROM = 1 << 16  # positions from which corruption on a GPU is compiled
@@ -113,13 +113,22 @@ def _corrupt(
     schedule: Schedule,
     times: str,
 ) -> Noisy:
-    t = unit_interval(golden_words(time_state, samples) if times == "golden" else fold(time_state, samples))
+    t = _times(time_state, samples, times)
     # Integers decide: a probability off by a rounding on another device moves the threshold by at most one part in 2**32.
     threshold = (schedule.probability(t) * 2.0**_PROBABILITY_BITS).round().to(torch.int64)
     masked = top_bits(_PROBABILITY_BITS, fold(mask_state, samples[:, None], positions)) < threshold[:, None]
     if maskable is not None:
         masked &= maskable
     return Noisy(torch.where(masked, mask_id, tokens), masked, t, schedule.weight(t))
+
+
+def _times(state: Key, samples: Tensor, times: str) -> Tensor:
+    return unit_interval(golden_words(state, samples) if times == "golden" else fold(state, samples))
+
+
+def times_of(samples: Tensor, *, seed: int, times: Literal["golden", "independent"] = "golden") -> Tensor:
+    """The t (B,) at which `corrupt` masks these samples, float64: known wherever their numbers are, without their tokens."""
+    return _times(hash_words(seed, int(Stream.TIME)), samples, times)
 
 
 @functools.cache
@@ -143,15 +152,22 @@ class HiddenModel(Protocol):
     @property
     def head_weight(self) -> Tensor: ...
 
-    def __call__(self, tokens: Tensor, *, lengths: Tensor | None = None) -> Tensor: ...
+    def __call__(self, tokens: Tensor, *, lengths: Tensor | None = None, **options: Any) -> Tensor: ...
 
 
 class Loss(NamedTuple):
-    """total: sum of weight * nll / denominator, differentiable. nll (N,): of each scored position, detached, row by row."""
+    """total: sum of weight * nll / denominator, differentiable. nll (N,): of each scored position, detached, row by row.
+
+    rows (N,): the row of each of them. With a fixed number of places: `used` says which of the N hold a position, nll is 0 in the
+    others, and `missed` counts the positions that found no place; a loss that missed any is not the loss.
+    """
 
     total: Tensor
     nll: Tensor
     scored: Tensor
+    rows: Tensor
+    used: Tensor | None = None
+    missed: Tensor | None = None
 
 
 def denoising_loss(
@@ -164,12 +180,16 @@ def denoising_loss(
     documents: Tensor | None = None,
     opening: tuple[float, int] | None = None,
     chunk: int | None = None,
+    places: int | None = None,
 ) -> Loss:
     """The loss of one micro-batch. `denominator` is global (maskable positions of the whole batch), so cuts change nothing.
 
     A shifted model has no position from which to predict token 0, so that token is left out, and so is the first of each of the
     packed `documents` (B, T), a run of equal ids each. A [MASK] row inside the vocabulary is no outcome and is left out of the
     softmax, as sampling and likelihood leave it out. `documents` and `opening` are the model's, which sees them where given.
+
+    places: how many positions reach the head, whatever the masks; then nothing here waits for the device, and no shape depends on
+    what it computes. Those to spare weigh nothing.
     """
     options = {name: value for name, value in (("documents", documents), ("opening", opening)) if value is not None}
     scored = noisy.masked
@@ -178,29 +198,51 @@ def denoising_loss(
         scored[:, 0] = False
         if documents is not None:
             scored[:, 1:] &= documents[:, 1:] == documents[:, :-1]
-    count = _begin_count(scored)
-    hidden = model(noisy.tokens, lengths=lengths, **options)
-    index = torch.nonzero_static(scored.flatten(), size=count())[:, 0]
-    weights = noisy.weight.to(torch.promote_types(hidden.dtype, torch.float32))[index // scored.shape[1]]
+    choose = _choose(scored) if places is None else functools.partial(_choose_fixed, scored, places)
+    if places is None and documents is None and getattr(model, "picks_early", False):  # its last layer ends where the loss looks
+        index, used = choose()
+        states = model(noisy.tokens, lengths=lengths, **options, wanted=index)
+    else:
+        hidden = model(noisy.tokens, lengths=lengths, **options)
+        index, used = choose()
+        states = hidden.flatten(0, 1).index_select(0, index)
+    rows = index // scored.shape[1]
+    weights = noisy.weight.to(torch.promote_types(states.dtype, torch.float32))[rows]
+    if used is not None:
+        weights = weights.where(used, 0)
     config = model.config
     exclude = config.mask_id if config.mask_id < config.vocab_size else None
-    states, targets = hidden.flatten(0, 1).index_select(0, index), tokens.flatten()[index]
-    total, nll = chunked_nll(states, model.head_weight, targets, weights, exclude=exclude, chunk=chunk)
-    return Loss(total / denominator, nll, scored)
+    total, nll = chunked_nll(states, model.head_weight, tokens.flatten()[index], weights, exclude=exclude, chunk=chunk)
+    if used is None:
+        return Loss(total / denominator, nll, scored, rows)
+    return Loss(total / denominator, nll.where(used, 0), scored, rows, used, scored.sum() - used.sum())
 
 
-def _begin_count(chosen: Tensor) -> Callable[[], int]:
-    """How many are chosen, asked for now and read later: the host need not wait until a GPU has computed what was begun since."""
-    count = chosen.sum()
-    if not count.is_cuda:
-        return lambda: int(count)
-    landing = torch.empty((), dtype=count.dtype, pin_memory=True).copy_(count, non_blocking=True)
+def _choose(scored: Tensor) -> Callable[[], tuple[Tensor, None]]:
+    """Where the scored positions lie in the flattened batch, in order: as many as there are, counted while the model runs."""
+    count = read_later(scored.sum())
+    return lambda: (torch.nonzero_static(scored.flatten(), size=count())[:, 0], None)
+
+
+def _choose_fixed(scored: Tensor, places: int) -> tuple[Tensor, Tensor]:
+    """The same for a given number of places, and which of them are used."""
+    index = torch.nonzero_static(scored.flatten(), size=places, fill_value=-1)[:, 0]
+    used = index >= 0
+    # Places to spare repeat the first scored position, so that nothing can be infinite there alone.
+    return index.where(used, index[:1].clamp_min(0)), used
+
+
+def read_later(values: Tensor) -> Callable[[], Any]:
+    """values.tolist(), asked for now and read later: the host need not wait until a GPU has computed what was begun since."""
+    if not values.is_cuda:
+        return values.tolist
+    landing = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
 
-    def read() -> int:
+    def read() -> Any:
         arrived.synchronize()
-        return int(landing)
+        return landing.tolist()
 
     return read
 

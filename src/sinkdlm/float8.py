@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from sinkdlm.errors import UserError
+from sinkdlm.float8_products import fits, why_not
 from sinkdlm.fusion import find_kernels
 from sinkdlm.layers import Block
 from sinkdlm.model import DiffusionLM
 
 DTYPE = torch.float8_e4m3fn
-_MULTIPLE = 16  # of both sides of a weight; the GPU's products need it
 _TINY = 1e-12
-_CAPABILITY = (8, 9)
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,12 +56,12 @@ class Float8Linear(nn.Module):
 def to_float8(model: DiffusionLM) -> DiffusionLM:
     """Replaces the products of the model's blocks, in place. Its weights are rounded: load them again to have them back."""
     weight = model.embed.weight
-    if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < _CAPABILITY:
-        name = torch.cuda.get_device_name(weight.device)
-        raise UserError(f"float8: {name} has no such products (they come with compute capability 8.9); use bfloat16")
+    missing = why_not(weight.device) if weight.is_cuda else None
+    if missing is not None:
+        raise UserError(f"float8: {missing}; use bfloat16")
     for block in cast("list[Block]", model.blocks):
         for parent in (block.attention, block.mlp):
             for name, layer in list(parent.named_children()):
-                if type(layer) is nn.Linear and layer.in_features % _MULTIPLE == layer.out_features % _MULTIPLE == 0:
+                if isinstance(layer, nn.Linear) and fits(layer):
                     setattr(parent, name, Float8Linear(layer))
     return model

@@ -1,9 +1,9 @@
 """Parts of a layer in a training step on a GPU, each as one function with its own backward, in as few passes over memory as can be.
 
-Attention from projected heads to mixed values (the content's is the plain kernel's; rotary and sinks are joined to it), the norm
-with the addition before it, and SwiGLU with the product after it. What the operators under them compute says operators.py. The
-model computes the same by torch's own operations, which the tests hold this to, wherever anything is hidden, cached, watched or
-changed.
+Attention from projected heads to mixed values (the content's is the plain kernel's; rotary and sinks are joined to it), for tokens
+and sinks as rows of one matrix; the norm with the addition before it; and SwiGLU with the product after it. What the operators
+under them compute says operators.py. The model computes the same by torch's own operations, which the tests hold this to, wherever
+anything is hidden, cached, watched or changed.
 """
 
 import math
@@ -18,39 +18,71 @@ from sinkdlm.attention import content_backward, content_forward
 from sinkdlm.positions import Rotation
 
 
-def attend_heads(
-    heads: Tensor, rotation: Rotation, n_heads: int, sink_k: Tensor | None = None, sink_v: Tensor | None = None
+def attend_rows(
+    heads: Tensor, rotation: Rotation, sink_rotation: Rotation | None, batch: int, n_heads: int, *, zero_value: bool = False
 ) -> Tensor:
-    """heads (B, T, H + 2K, D): queries, keys, values before rotary; sinks (1 or B, K, S, D), rotated -> (B, H, T, D)."""
+    """heads (B T + N, H + 2K, D): queries, keys, values before rotary, of all tokens and, behind them, of the sinks that they see
+    and that see only themselves. -> (B T + N, H, D). Rows behind the sinks' fill up and count for nothing."""
+    turned = (rotation.cos, rotation.sin, *(sink_rotation or (None, None)))
     with torch.autocast(heads.device.type, enabled=False):
-        return _Attend.apply(heads, rotation.cos, rotation.sin, n_heads, sink_k, sink_v)
+        return _Attend.apply(heads, *turned, batch, n_heads, zero_value)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, n_heads: int, sink_k: Tensor | None, sink_v: Tensor | None
+        ctx: Any,
+        heads: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        sink_cos: Tensor | None,
+        sink_sin: Tensor | None,
+        batch: int,
+        n_heads: int,
+        zero_value: bool,
     ) -> Tensor:
-        n_kv = (heads.shape[2] - n_heads) // 2
-        turned, v = heads.split([n_heads + n_kv, n_kv], dim=-2)
+        n_tokens, n_kv = batch * cos.shape[1], (heads.shape[1] - n_heads) // 2
+        turned, v = heads[:n_tokens].unflatten(0, (batch, -1)).split([n_heads + n_kv, n_kv], dim=-2)
         q, k = Rotation(cos, sin).apply(turned).split([n_heads, n_kv], dim=-2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out, lse, rest = content_forward("fused", q, k, v, None)
-        if sink_k is not None and sink_v is not None:
-            out, lse = operators.merge_sinks(q, out, lse, sink_k, sink_v, 1 / math.sqrt(q.shape[3]))
-        ctx.save_for_backward(q, k, v, out, lse, cos, sin, sink_k, sink_v, *rest)
-        return out
+        sink_k = sink_v = None
+        if sink_cos is None or sink_sin is None:
+            rows = out.transpose(1, 2).flatten(0, 1)
+        else:
+            sinks = heads[None, n_tokens : n_tokens + sink_cos.shape[1], n_heads:]
+            sink_k = Rotation(sink_cos, sink_sin).apply(sinks[:, :, :n_kv]).transpose(1, 2)
+            sink_v = torch.zeros_like(sink_k) if zero_value else sinks[:, :, n_kv:].transpose(1, 2)
+            own = sink_v[0].transpose(0, 1).repeat_interleave(n_heads // n_kv, dim=1)  # a sink's output is its value (eq. 6)
+            rows, lse = operators.merge_rows(
+                q, out, lse, sink_k, sink_v, _fill(own, heads.shape[0] - n_tokens), 1 / math.sqrt(q.shape[3])
+            )
+        ctx.save_for_backward(q, k, v, rows, lse, cos, sin, sink_cos, sink_sin, sink_k, sink_v, *rest)
+        ctx.zero_value = zero_value
+        return rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, cos, sin, sink_k, sink_v, *rest = ctx.saved_tensors
-        grad_q, grad_k, grad_v = content_backward("fused", grad, q, k, v, None, out, lse, rest)
-        turns = grad_sink_k = grad_sink_v = None
+        q, k, v, rows, lse, cos, sin, sink_cos, sink_sin, sink_k, sink_v, *rest = ctx.saved_tensors
+        n_tokens, scale = q.shape[0] * q.shape[2], 1 / math.sqrt(q.shape[3])
+        out, flowing = (x[:n_tokens].unflatten(0, (q.shape[0], -1)).transpose(1, 2) for x in (rows, grad))
+        grad_q, grad_k, grad_v = content_backward("fused", flowing, q, k, v, None, out, lse, rest)
+        turns = behind = None
         if sink_k is not None:
-            scale = 1 / math.sqrt(q.shape[3])
-            turns, grad_sink_k, grad_sink_v = operators.merge_sinks_backward(grad, q, out, lse, sink_k, sink_v, scale)
-        grad_heads = operators.join_heads(grad_q, grad_k, grad_v, cos, sin, turns, sink_k)
-        return grad_heads, None, None, None, grad_sink_k, grad_sink_v
+            turns, grad_sink_k, grad_sink_v = operators.merge_sinks_backward(flowing, q, out, lse, sink_k, sink_v, scale)
+            n_sinks, n_kv = sink_k.shape[2], sink_k.shape[1]
+            own = grad[n_tokens : n_tokens + n_sinks].unflatten(1, (n_kv, -1)).float().sum(2)
+            into_v = (own + grad_sink_v[0].transpose(0, 1).float()).to(grad.dtype)
+            into_k = Rotation(sink_cos, -sink_sin).apply(grad_sink_k.transpose(1, 2))[0]
+            into_q = torch.zeros_like(grad[:n_sinks])
+            behind = torch.cat([into_q, into_k, torch.zeros_like(into_v) if ctx.zero_value else into_v], dim=1)
+            behind = _fill(behind, grad.shape[0] - n_tokens)
+        grad_heads = operators.join_heads(grad_q, grad_k, grad_v, cos, sin, turns, sink_k, behind)
+        return grad_heads, None, None, None, None, None, None, None
+
+
+def _fill(rows: Tensor, length: int) -> Tensor:
+    return functional.pad(rows, (0, 0, 0, 0, 0, length - rows.shape[0]))
 
 
 def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

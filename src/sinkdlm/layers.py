@@ -15,7 +15,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from sinkdlm.attention import attend
 from sinkdlm.config import ModelConfig
-from sinkdlm.fused_layers import add_norm, attend_heads, swiglu_product
+from sinkdlm.float8_products import fits, product, swiglu_mlp
+from sinkdlm.fused_layers import add_norm, attend_rows, swiglu_product
 from sinkdlm.fusion import find_kernels
 from sinkdlm.lane import Lane
 from sinkdlm.positions import Rotation
@@ -65,16 +66,27 @@ class Surroundings(NamedTuple):
     observe: Observer | None = None
     cache: KeyValueCache | None = None
     recompute: Recompute = "none"
-    wanted: Tensor | None = None  # (B, n), for the last layer: the only tokens whose output is needed
+    wanted: Tensor | None = None  # (B, n) or (N,), for the last layer: the only tokens whose output is needed
     intervene: Intervention | None = None
     fused: torch.dtype | None = None  # of products, in a training step whose chains of operations go through operators.py
-    attends_fused: bool = False  # and its attention too
+    rows: int = 0  # of the batch, where tokens and, behind them, sinks go through such a step as rows of one matrix
+    float8: torch.dtype | None = None  # of what products in float8 give, in a training step that has them
 
 
 def pick(x: Tensor, places: Tensor) -> Tensor:
-    """(B, T, ...) at places (B, n)."""
+    """(B, T, ...) at places (B, n), or at places (N,) of all rows in one: (N, ...)."""
+    if places.dim() == 1:
+        return x.flatten(0, 1).index_select(0, places)
     index = places.view(*places.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:])
     return x.gather(1, index)
+
+
+def _product(linear: nn.Linear, x: Tensor, around: Surroundings) -> Tensor:
+    """linear(x), in float8 where the step has that and the layer's sides allow it."""
+    if around.float8 is None or not fits(linear):
+        return linear(x)
+    out = product(x, linear.weight, around.float8)
+    return out if linear.bias is None else out + linear.bias.to(out.dtype)
 
 
 class Norm(nn.Module):
@@ -94,6 +106,9 @@ class Norm(nn.Module):
 class Embedding(nn.Embedding):
     """A table that embeds and, where the head is tied to it, projects: both within its own forward, where hooks (offloading,
     sharding) have its weight ready."""
+
+    def reset_parameters(self) -> None:
+        """Not here: the model draws its weights, and on the meta device torch's way to draw would load its compiler, 1 s."""
 
     def forward(self, x: Tensor, project_to: int | None = None) -> Tensor:
         return super().forward(x) if project_to is None else functional.linear(x, self.weight[:project_to])
@@ -118,12 +133,13 @@ class Attention(nn.Module):
         q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=-2)
         return q, k, v
 
-    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def finish(self, x: Tensor, mixed: Tensor, around: Surroundings | None = None) -> Tensor:
         """Gates the mixed values (B, T, H, D) by the layer's input x (eq. 9) and projects them back."""
         if self.gate is not None:
             gate = torch.sigmoid(self.gate(x)).unflatten(-1, (self.n_heads, -1))  # (B, T, H, D or 1)
             mixed = mixed * gate
-        return self.out(mixed.flatten(-2))
+        mixed = mixed.flatten(-2)
+        return self.out(mixed) if around is None else _product(self.out, mixed, around)
 
     def run_lane(self, x: Tensor) -> tuple[Tensor, Lane]:
         """The sinks' own attention: each sees only itself, so its output is its value (eq. 6)."""
@@ -135,8 +151,6 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, lane: Lane | None, around: Surroundings) -> Tensor:
         if around.sink_rotation is None:
             lane = None
-        if around.attends_fused and around.wanted is None and around.intervene is None:
-            return self.finish(x, self._attend_fused(x, lane, around))
         kernels = find_kernels(x) if self._is_fusable(lane, around) else None
         logit = None if around.causal else self.sink_logit
         if kernels is None:
@@ -156,18 +170,19 @@ class Attention(nn.Module):
         if around.observe is not None:
             around.observe(self.layer, *shown)
         q = seen.q
+        spread = around.wanted is not None and around.wanted.dim() == 1  # unequally many of each row: no shape for attention
         if around.wanted is not None:
-            q, x = pick(q.transpose(1, 2), around.wanted).transpose(1, 2), pick(x, around.wanted)
+            x = pick(x, around.wanted)
+            q = q if spread else pick(q.transpose(1, 2), around.wanted).transpose(1, 2)
         mixed = attend(q, *seen[1:5], sink_logit=seen.sink_logit, visible=seen.visible, causal=around.causal, form=around.form)
-        return self.finish(x, mixed.transpose(1, 2))
+        mixed = mixed.transpose(1, 2)
+        return self.finish(x, pick(mixed, around.wanted) if spread and around.wanted is not None else mixed, around)
 
-    def _attend_fused(self, x: Tensor, lane: Lane | None, around: Surroundings) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        sinks: tuple[Tensor, ...] = ()
-        if lane is not None and around.sink_rotation is not None:
-            both = (around.sink_rotation.apply(lane.k), lane.v)
-            sinks = tuple(part.to(heads.dtype).transpose(1, 2) for part in both)
-        return attend_heads(heads, around.rotation, self.n_heads, *sinks).transpose(1, 2)
+    def forward_rows(self, x: Tensor, around: Surroundings) -> Tensor:
+        """(B T + N, d), sinks behind the tokens: one product of each kind serves both."""
+        heads = _product(self.qkv, x, around).unflatten(-1, (-1, self.head_dim))
+        given = (around.rotation, around.sink_rotation, around.rows, self.n_heads)
+        return self.finish(x, attend_rows(heads, *given, zero_value=self.zero_value), around)
 
     def _is_fusable(self, lane: Lane | None, around: Surroundings) -> bool:
         """Whether sinks may be appended here, rather than by whatever form of attention was asked for, and nobody steps in."""
@@ -194,7 +209,7 @@ class Attention(nn.Module):
         self, x: Tensor, lane: Lane | None, around: Surroundings
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Queries (B, H, T, D), keys and values of the tokens (B, K, T, D) and of the sinks (1 or B, K, S, D), rotated."""
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2K, D)
+        heads = _product(self.qkv, x, around).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2K, D)
         turned, v = heads.split([self.n_heads + self.n_kv_heads, self.n_kv_heads], dim=-2)
         q, k = around.rotation.apply(turned).split([self.n_heads, self.n_kv_heads], dim=-2)
         if self.zero_value and self.n_registers and not around.causal:
@@ -213,10 +228,12 @@ class FeedForward(nn.Module):
         self.gate_up = nn.Linear(config.d_model, 2 * config.d_ff, bias=False)
         self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
 
-    def forward(self, x: Tensor, *, fused: bool = False) -> Tensor:
-        """fused: by an operator of its own, with gradients."""
+    def forward(self, x: Tensor, *, fused: bool = False, float8: torch.dtype | None = None) -> Tensor:
+        """fused: by an operator of its own, with gradients. float8: of the result, where products are in float8."""
+        if float8 is not None and fits(self.gate_up, self.down):
+            return swiglu_mlp(x, self.gate_up.weight, self.down.weight, float8)
         gate_up = self.gate_up(x)
-        if fused and gate_up.numel() >= _FUSED_SIZE:
+        if fused and type(self.down) is nn.Linear and gate_up.numel() >= _FUSED_SIZE:  # an adapter's has more to it than a weight
             return swiglu_product(gate_up, self.down.weight)
         kernels = find_kernels(gate_up)
         if kernels is not None:
@@ -241,19 +258,26 @@ class Block(nn.Module):
         return sinks + self.mlp(self.mlp_norm(sinks)), lane
 
     def forward(self, x: Tensor, sinks: Tensor | Lane | None, around: Surroundings) -> tuple[Tensor, Tensor | None, Lane | None]:
-        """`sinks` are the lane's states (1, S, d), which go on to the next layer, or this layer's cached Lane, or nothing."""
+        """`sinks` are the lane's states (1, S, d), which go on to the next layer, or this layer's cached Lane, or nothing.
+
+        With around.rows, x is all rows (B T + N, d), and beside it goes what the layer before adds to them and has not added yet.
+        """
         if around.recompute != "none" and torch.is_grad_enabled():
             # In here, so that hooks which gather a sharded block's weights, and the compiler, lie around it.
             return run_again(self.compute, around.recompute, x, sinks, around)
         return self.compute(x, sinks, around)
 
     def compute(self, x: Tensor, sinks: Tensor | Lane | None, around: Surroundings) -> tuple[Tensor, Tensor | None, Lane | None]:
+        if around.rows and around.fused is not None and not isinstance(sinks, Lane):
+            x, normed = self.attention_norm.branch(x, sinks, around.fused)
+            x, normed = self.mlp_norm.branch(x, self.attention.forward_rows(normed, around), around.fused)
+            return x, self.mlp(normed, fused=True, float8=around.float8), None
         states, lane = self.run_lane(sinks) if isinstance(sinks, Tensor) else (None, sinks)
         if around.fused is not None and around.wanted is None:
             x, normed = self.attention_norm.branch(x, None, around.fused)
             x, normed = self.mlp_norm.branch(x, self.attention(normed, lane, around), around.fused)
-            return x + self.mlp(normed, fused=True), states, None
+            return x + self.mlp(normed, fused=True, float8=around.float8), states, None
         update = self.attention(self.attention_norm(x), lane, around)
         x = (x if around.wanted is None else pick(x, around.wanted)) + update
         kept = None if torch.is_grad_enabled() else lane  # for the cache, which serves no training
-        return x + self.mlp(self.mlp_norm(x)), states, kept
+        return x + self.mlp(self.mlp_norm(x), float8=around.float8), states, kept

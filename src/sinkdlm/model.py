@@ -7,6 +7,7 @@ B batch, T tokens, S sinks, H query heads, K key/value heads, D head width, d mo
 """
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -26,6 +27,8 @@ from sinkdlm.positions import Documents, place
 from sinkdlm.recompute import Recompute
 from sinkdlm.visibility import PADDING, SHARED, DrawnOpening, Opening, Visibility
 
+_ROWS = 16  # the products of a training step like a multiple of rows
+
 
 def draw_normal(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
     """Standard normal values for the tensor of this name: float32, on the CPU, whatever the defaults are."""
@@ -42,6 +45,8 @@ class DiffusionLM(nn.Module):
         self.config = config
         self.attention_form = attention
         self.recompute: Recompute = "none"  # activation checkpointing: what the backward computes again
+        self.picks_early = False  # whether a loss says where it looks: one that does has a new shape in every step
+        self.float8 = False  # whether blocks' products are in float8 where gradients are wanted
         self._lanes: LaneCache | None = None
         home = torch.empty(0).device
         with torch.device("meta"):  # torch's own initialisation would draw from the global generator
@@ -94,7 +99,8 @@ class DiffusionLM(nn.Module):
         cache: tokens are a span of a longer row whose other keys and values the cache holds. The shift of a shifted model
             stays within the span: give it one token more on the left.
         observe(layer, q, k, v, sink_k, sink_v): sees what attention sees.
-        wanted (B, n): positions whose states come back, (B, n, d); the last layer computes no others.
+        wanted (B, n): positions whose states come back, (B, n, d); the last layer computes no others. Or (N,), in all rows as if
+            they were one, which gives (N, d): there attention computes them all, and what comes after it does not.
         intervene(layer, seen): changes what attention sees, before an observer looks. Registers lie in front of the tokens.
         """
         config = self.config
@@ -123,9 +129,14 @@ class DiffusionLM(nn.Module):
             around = around._replace(intervene=intervene)
         is_shifted = config.shift_logits and not causal
         if wanted is not None:
-            wanted = ((wanted - 1).clamp_min(0) if is_shifted else wanted) + n_registers
+            row, place = (wanted // tokens.shape[1], wanted % tokens.shape[1]) if wanted.dim() == 1 else (0, wanted)
+            place = ((place - 1).clamp_min(0) if is_shifted else place) + n_registers
+            wanted = place + row * x.shape[1]
         early = None if causal else wanted  # whom a token sees causally depends on where it stands among all
-        x = self._run_blocks(x, around, config.n_lane > 0 and not causal, early)
+        if around.rows and wanted is None and intervene is None:
+            x = self._run_rows(x, around)
+        else:
+            x = self._run_blocks(x, around._replace(rows=0), config.n_lane > 0 and not causal, early)
         if wanted is not None:
             return self.norm(x if early is not None else pick(x, wanted))
         x = self.norm(x[:, n_registers:])
@@ -195,12 +206,28 @@ class DiffusionLM(nn.Module):
         around = Surroundings(*rotations, visible, causal, self.attention_form, observe, cache, self.recompute)
         kind = x.device.type  # not the weights': they may lie elsewhere until a layer asks for them
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        if self.float8 and torch.is_grad_enabled():
+            around = around._replace(float8=dtype)
         if not trains_fused(x.device, dtype):
             return around
         plain = self.attention_form == "auto" and not (causal or self.config.has_sink_logit or self.config.n_registers)
         plain = plain and all(each is None for each in (visible, observe, cache))
         fast = plain and merges_fast(kind, dtype, self.config.head_dim, x.shape[1])
-        return around._replace(fused=dtype, attends_fused=fast)
+        return around._replace(fused=dtype, rows=x.shape[0] if fast else 0)
+
+    def _run_rows(self, x: Tensor, around: Surroundings) -> Tensor:
+        """A training step's blocks over all tokens, and behind them the sinks, as rows of one matrix: the lane costs no products of
+        its own. What a layer adds is added in the norm of the next."""
+        n_tokens = x.shape[0] * x.shape[1]
+        rows = x.flatten(0, 1)
+        if around.sink_rotation is not None and self.sinks is not None:
+            filling = x.new_zeros(-(n_tokens + len(self.sinks)) % _ROWS, x.shape[2])
+            rows = torch.cat([rows, self.sinks.to(x), filling])
+        # Nothing to add yet, in a form that lets the first block run what the others run.
+        update = torch.zeros_like(rows, dtype=around.fused, requires_grad=True)
+        for block in self.blocks:
+            rows, update, _ = block(rows, update, around)
+        return (rows[:n_tokens] + update[:n_tokens]).view_as(x)
 
     def _run_blocks(self, x: Tensor, around: Surroundings, use_lane: bool, wanted: Tensor | None = None) -> Tensor:
         scope = self._lanes if use_lane and not torch.is_grad_enabled() else None
@@ -208,7 +235,10 @@ class DiffusionLM(nn.Module):
         sinks = self.sinks[None].to(x) if use_lane and cached is None and self.sinks is not None else None
         lanes = []
         with ExitStack() as stack:
-            if (around.observe or around.intervene) is not None and not torch.compiler.is_compiling():
+            watched = (around.observe or around.intervene) is not None and not torch.compiler.is_compiling()
+            if (
+                watched and "torch._dynamo" in sys.modules
+            ):  # where the compiler is not loaded, which takes a second, nothing is compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))  # a watcher cannot live in a compiled block
             for layer, block in enumerate(self.blocks):
                 if layer == len(self.blocks) - 1:

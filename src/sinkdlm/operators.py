@@ -35,6 +35,33 @@ def _(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, s
     return training_kernels.merge_sinks(q, content, lse, sink_k, sink_v, scale)
 
 
+@torch.library.custom_op("sinkdlm::merge_rows", mutates_args=())
+def merge_rows(
+    q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, behind: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """merge_sinks, laid out token by token (B T + N, H, D), with the rows `behind` (N, H, D) at its end."""
+    merged, lse = merge_sinks._init_fn(q, content, lse, sink_k, sink_v, scale)
+    return torch.cat([merged.transpose(1, 2).flatten(0, 1), behind]), lse
+
+
+@merge_rows.register_fake
+def _(
+    q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, behind: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    batch, heads, tokens, width = q.shape
+    rows = content.new_empty(batch * tokens + behind.shape[0], heads, width)
+    return rows, torch.empty_like(lse, memory_format=torch.contiguous_format)
+
+
+@merge_rows.register_kernel("cuda")
+def _(
+    q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, behind: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    from sinkdlm import training_kernels
+
+    return training_kernels.merge_rows(q, content, lse, sink_k, sink_v, behind, scale)
+
+
 @torch.library.custom_op("sinkdlm::merge_sinks_backward", mutates_args=())
 def merge_sinks_backward(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
@@ -91,11 +118,18 @@ def _(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
 
 @torch.library.custom_op("sinkdlm::join_heads", mutates_args=())
 def join_heads(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, turns: Tensor | None, sink_k: Tensor | None
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    turns: Tensor | None,
+    sink_k: Tensor | None,
+    behind: Tensor | None,
 ) -> Tensor:
-    """Gradients of q, k (rotated by cos and sin, (1 or B, T, 1, D/2)) and v, (B, heads, T, D) each, as one of (B, T, H + 2K, D).
+    """Gradients of q, k (rotated by cos and sin, (1 or B, T, 1, D/2)) and v, (B, heads, T, D) each, as one of (B T, H + 2K, D).
 
-    turns, sink_k: what flows to q through sinks is added on the way.
+    turns, sink_k: what flows to q through sinks is added on the way. behind (N, H + 2K, D): further rows at the end.
     """
     if turns is not None and sink_k is not None:
         grad_q = grad_q.float() + turns @ _repeat(sink_k, grad_q.shape[1])
@@ -103,24 +137,40 @@ def join_heads(
     for grad in (grad_q, grad_k):
         first, second = grad.transpose(1, 2).to(cos.dtype).chunk(2, dim=-1)
         rows.append(torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1))
-    return torch.cat([row.to(grad_k.dtype) for row in (*rows, grad_v.transpose(1, 2))], dim=2)
+    joined = torch.cat([row.to(grad_k.dtype) for row in (*rows, grad_v.transpose(1, 2))], dim=2).flatten(0, 1)
+    return joined if behind is None else torch.cat([joined, behind])
 
 
 @join_heads.register_fake
 def _(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, turns: Tensor | None, sink_k: Tensor | None
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    turns: Tensor | None,
+    sink_k: Tensor | None,
+    behind: Tensor | None,
 ) -> Tensor:
     batch, n_heads, tokens, width = grad_q.shape
-    return grad_k.new_empty(batch, tokens, n_heads + 2 * grad_k.shape[1], width)
+    n_rows = batch * tokens + (0 if behind is None else behind.shape[0])
+    return grad_k.new_empty(n_rows, n_heads + 2 * grad_k.shape[1], width)
 
 
 @join_heads.register_kernel("cuda")
 def _(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, turns: Tensor | None, sink_k: Tensor | None
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    turns: Tensor | None,
+    sink_k: Tensor | None,
+    behind: Tensor | None,
 ) -> Tensor:
     from sinkdlm import training_kernels
 
-    return training_kernels.join_heads(grad_q, grad_k, grad_v, cos, sin, turns, sink_k)
+    return training_kernels.join_heads(grad_q, grad_k, grad_v, cos, sin, turns, sink_k, behind)
 
 
 @torch.library.custom_op("sinkdlm::swiglu", mutates_args=())

@@ -32,9 +32,9 @@ class Constants(NamedTuple):
     attention: float  # share of the peak, by the FLOPs of planning.py
     passes: float  # over what a block keeps for its backward, forward and backward together
     logit: float  # bytes of traffic for each logit
-    lane: float  # bytes of traffic for each token and key/value channel, to append the lane's
+    lane: float  # bytes of traffic for each token and query channel, to join a sink to attention
     block: float  # seconds that a block's small kernels add to a forward and its backward
-    launch: float  # seconds in which the host can start a block, forward and backward: no step is faster
+    launch: float  # seconds in which the host can start a block, forward and backward: no step is faster, unless it is recorded
     step: float  # seconds of a step outside of its blocks and head
 
 
@@ -93,9 +93,10 @@ def step_seconds(
     attention = 12 * tokens * config.n_layers * config.d_model * length
     kept = kept_by_block(config, 2, compiled=True)["none"]
     traffic = fit.passes * tokens * config.n_layers * kept * (1 + rewritten)
-    joined = fit.lane * tokens * config.n_layers * config.n_kv_heads * config.head_dim * config.n_lane
+    joined = fit.lane * tokens * config.n_layers * config.d_model * config.n_lane
     rounded = _ROUNDING_BYTES * forwards * count.non_embedding
     scored = _SCORED * tokens
+    recorded = layout == Layout() and recipe.train.graphs != "off"  # where the host would be the slow one
     return Seconds(
         products=products * (1 + again) / (fit.products * chip.flops),
         attention=attention * (1 + again) / (fit.attention * chip.flops),
@@ -104,7 +105,7 @@ def step_seconds(
         update=_UPDATE_BYTES * count.total / layout.shards / chip.bandwidth,
         small=fit.block * config.n_layers * forwards + fit.step,
         exchange=exchange_seconds(recipe, forwards, chip, layout),
-        launch=fit.launch * config.n_layers * forwards + fit.step,
+        launch=0.0 if recorded else fit.launch * config.n_layers * forwards + fit.step,
     )
 
 

@@ -31,16 +31,18 @@ class Chip(NamedTuple):
     bandwidth: float  # bytes of memory a second
     memory: int
     link: float  # bytes a second to the others of its host, one way
+    float8: bool = True  # whether it has products in float8
 
 
 # The data sheets of NVIDIA A100 80GB (SXM), H100 (SXM), H200 and HGX B200, NVLink halved for one direction.
 CHIPS = {
-    "a100": Chip("A100", PEAK_FLOPS["A100"], 2.039e12, 80 * 10**9, 300e9),
+    "a100": Chip("A100", PEAK_FLOPS["A100"], 2.039e12, 80 * 10**9, 300e9, float8=False),
     "h100": Chip("H100", PEAK_FLOPS["H100"], 3.35e12, 80 * 10**9, 450e9),
     "h200": Chip("H200", PEAK_FLOPS["H200"], 4.8e12, 141 * 10**9, 450e9),
     "b200": Chip("B200", PEAK_FLOPS["B200"], 8.0e12, 180 * 10**9, 900e9),
 }
-_BYTES = {"float64": 8, "float32": 4, "bf16": 2, "auto": 2}
+# float8 is counted as bf16, and takes less: inputs of products are kept rounded, results and attention as in bf16.
+_BYTES = {"float64": 8, "float32": 4, "bf16": 2, "fp8": 2, "auto": 2}
 USABLE = 0.85  # of a device's memory: the rest is fragments, workspaces and the context
 
 
@@ -157,6 +159,14 @@ def choose_layout(section: ParallelSection, ranks: int, node_ranks: int, state: 
     return Layout(ranks // shards, shards)
 
 
+def settle_precision(recipe: Recipe, *, on_gpu: bool) -> Recipe:
+    """The recipe with train.precision = "auto" as it is read there."""
+    table = recipe.to_dict()
+    if recipe.train.precision != "auto":
+        return recipe
+    return Recipe.resolve({**table, "train": {**table["train"], "precision": "bf16" if on_gpu else "float32"}})
+
+
 def training_memory(
     recipe: Recipe, micro_batch: int, layout: Layout | None = None, *, accumulates: bool = True, compiled: bool | None = None
 ) -> Memory:
@@ -188,16 +198,16 @@ def training_memory(
 def kept_by_block(config: ModelConfig, unit: int, compiled: bool) -> dict[str, int]:
     """Bytes a token that one block keeps for its backward, by recomputation.
 
-    none: both residuals (float32), both normed inputs, q, k and v beside the sinks', attention's output, gate, up, their product;
-    and where blocks are not compiled k and v alone, silu(gate) and the norms before rounding. selective: the block's input and the
-    results of its matrix products and of attention. full: its input.
+    none: both residuals (float32), both normed inputs, q, k and v before rotary, q and k after it, attention's output, gate and up;
+    and where blocks are not compiled the sinks beside keys and values, silu(gate), its product and the norms before rounding.
+    selective: the block's input and the results of its matrix products and of attention. full: its input.
     """
     d, ff, kv = config.d_model, config.d_ff, config.n_kv_heads * config.head_dim
     residual = 8 if unit == 8 else 4
     gate = {"none": 0, "elementwise": d, "headwise": config.n_heads}[config.gate]
-    every = 2 * residual * d + unit * (2 * d + 2 * d + 2 * kv + 3 * ff) + (unit * (gate + d) if gate else 0)
+    every = 2 * residual * d + unit * (5 * d + 3 * kv + 2 * ff) + (unit * (gate + d) if gate else 0)
     if not compiled:
-        every += unit * (ff + 2 * kv) + (residual * d if unit < 4 else 0)
+        every += unit * (2 * ff + kv) + (residual * d if unit < 4 else 0)
     return {"none": every, "selective": residual * d + unit * (4 * d + 2 * kv + 2 * ff + gate), "full": residual * d}
 
 

@@ -21,6 +21,7 @@ from sinkdlm.planning import (
     choose_layout,
     find_chip,
     fitting_micro_batch,
+    settle_precision,
     training_flops,
     training_memory,
 )
@@ -141,8 +142,10 @@ def make_plan(recipe: Recipe, name: str, machine: Machine, n_rows: int | None = 
     if recipe.data.length > recipe.model.context_length:
         most = recipe.model.context_length
         raise UserError(f"{name}: data.length = {recipe.data.length}: allowed is at most model.context_length = {most}")
-    if machine.device == "cpu" and train.precision == "auto":
-        recipe = Recipe.resolve({**recipe.to_dict(), "train": {**recipe.to_dict()["train"], "precision": "float32"}})
+    if train.precision == "fp8" and (machine.device == "cpu" or not CHIPS[machine.device].float8):
+        raise UserError(f'{name}: train.precision = "fp8": {machine.device} has no float8 products; set train.precision = "bf16"')
+    if machine.device == "cpu":
+        recipe = settle_precision(recipe, on_gpu=False)
     unknown = train.epochs is not None and n_rows is None
     steps = None if unknown else budget_steps(train, recipe.model, recipe.data.length, n_rows or 0)
     layout = lay_out(recipe, machine)

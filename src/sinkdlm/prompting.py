@@ -14,6 +14,13 @@ LENGTH = 64  # tokens to write, where nobody says
 _BLOCK = 32  # appended at a time where the end is open and no block was given
 
 
+def piece_of(tokenizer: Any, token: int) -> str:
+    """A token as it reads within a text, its space included, which some tokenizers drop at a text's beginning; a part of a
+    character is a replacement sign."""
+    once, twice = (str(tokenizer.decode([token] * n, clean_up_tokenization_spaces=False)) for n in (1, 2))
+    return twice[len(once) :] if twice.startswith(once) else once
+
+
 def encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False) if text else []
 

@@ -14,6 +14,7 @@ _COSTLY = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -24,7 +25,8 @@ _COSTLY = [
 
 def run_again(run: Callable[..., Any], how: Recompute, *arguments: Any) -> Any:
     """run(*arguments), whose intermediate results are computed again when the backward wants them."""
+    # No layer draws random numbers, and the state of torch's generator cannot be kept while kernels are recorded.
     if how == "full":
-        return checkpoint(run, *arguments, use_reentrant=False)
+        return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
     keep = functools.partial(create_selective_checkpoint_contexts, _COSTLY)
-    return checkpoint(run, *arguments, use_reentrant=False, context_fn=keep)
+    return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=keep)

@@ -11,17 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TOKENS = 64  # of a program that merges
+_TILE = 4096  # elements of a program that merges, tokens times head width: more, and registers leave too few programs at a time
+_BACK_TILE, _BACK_WARPS = 2048, 4  # the same of its backward, which goes through several tiles,
+_SPAN = 128  # so many tokens, whose sums for the sinks a program keeps
 _WARPS = 8
 _COLUMNS = 1024  # of one that computes SwiGLU
-_NORMS = 8  # programs of a norm's backward for each multiprocessor
+_NORM_WARPS, _NORM_LANES = 32, 512  # of a norm's backward: warps on each multiprocessor, elements of a warp
 _VOCABULARY = 4096  # logits that a program holds at a time
 
 
 @triton.jit
 def _merge(
     q, content, lse, sink_k, sink_v, out, merged, scale, n_tokens,
-    q_b, q_h, q_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
+    q_b, q_h, q_t, c_b, c_h, c_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
     n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
     width_block: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
@@ -30,9 +32,8 @@ def _merge(
     token, lane = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, width_block)
     exists, wide = token < n_tokens, lane < width
     inside = exists[:, None] & wide[None, :]
-    place = o_b * b + o_h * h + o_t * token[:, None] + lane[None, :]
     queries = tl.load(q + q_b * b + q_h * h + q_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
-    sum_ = tl.load(content + place, inside, 0).to(tl.float32)
+    sum_ = tl.load(content + c_b * b + c_h * h + c_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
     most = tl.load(lse + row * n_tokens + token, exists, 0)
     total = tl.full([block], 1.0, tl.float32)  # of all weights, as multiples of exp(most)
     for s in tl.static_range(n_sinks):
@@ -44,23 +45,43 @@ def _merge(
         sum_ = sum_ * kept[:, None] + weight[:, None] * value[None, :]
         total = total * kept + weight
         most = higher
+    place = o_b * b + o_h * h + o_t * token[:, None] + lane[None, :]
     tl.store(out + place, (sum_ / total[:, None]).to(out.dtype.element_ty), inside)
     tl.store(merged + row * n_tokens + token, most + tl.log(total), exists)
 
 
 def merge_sinks(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """operators.merge_sinks."""
+    content = _narrow(content)
+    out = torch.empty_like(content)
+    return out, _merge_into(out, q, content, lse, sink_k, sink_v, scale)
+
+
+def merge_rows(
+    q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, behind: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """operators.merge_rows."""
     batch, heads, tokens, width = q.shape
-    q, content, sink_k, sink_v = (_narrow(x) for x in (q, content, sink_k, sink_v))
+    rows = content.new_empty(batch * tokens + behind.shape[0], heads, width)
+    rows[batch * tokens :] = behind
+    out = rows[: batch * tokens].unflatten(0, (batch, tokens)).transpose(1, 2)
+    return rows, _merge_into(out, q, _narrow(content), lse, sink_k, sink_v, scale)
+
+
+def _merge_into(out: Tensor, q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> Tensor:
+    batch, heads, tokens, width = q.shape
+    q, sink_k, sink_v = (_narrow(x) for x in (q, sink_k, sink_v))
     lse = lse.contiguous()
-    out, merged = torch.empty_like(content), torch.empty_like(lse)
-    _merge[(triton.cdiv(tokens, _TOKENS), batch * heads)](
+    merged = torch.empty_like(lse)
+    wide = triton.next_power_of_2(width)
+    block = max(1, _TILE // wide)
+    _merge[(triton.cdiv(tokens, block), batch * heads)](
         q, content, lse, sink_k, sink_v, out, merged, scale, tokens,
-        *q.stride()[:3], *content.stride()[:3], *_strides(sink_k, batch), *_strides(sink_v, batch),
+        *q.stride()[:3], *content.stride()[:3], *out.stride()[:3], *_strides(sink_k, batch), *_strides(sink_v, batch),
         n_heads=heads, group=heads // sink_k.shape[1], n_sinks=sink_k.shape[2], width=width,
-        width_block=triton.next_power_of_2(width), block=_TOKENS, num_warps=_WARPS,
+        width_block=wide, block=block, num_warps=_WARPS,
     )  # fmt: skip
-    return out, merged
+    return merged
 
 
 def _narrow(x: Tensor) -> Tensor:
@@ -79,27 +100,52 @@ def _merge_backward(
     grad, q, out, lse, sink_k, sink_v, turns, into_k, into_v, scale, n_tokens,
     g_b, g_h, g_t, q_b, q_h, q_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
     n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
-    width_block: tl.constexpr, block: tl.constexpr,
+    width_block: tl.constexpr, block: tl.constexpr, n_blocks: tl.constexpr,
 ):  # fmt: skip
-    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    """One sink and some blocks of tokens. What flows to the sink is summed token by token and across tokens only at the end."""
+    row, part, s = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.program_id(2)
     b, h = row // n_heads, row % n_heads
-    token, lane = part * block + tl.arange(0, block), tl.arange(0, width_block)
-    exists, wide = token < n_tokens, lane < width
-    inside = exists[:, None] & wide[None, :]
-    grads = tl.load(grad + g_b * b + g_h * h + g_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
-    outs = tl.load(out + o_b * b + o_h * h + o_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
-    queries = tl.load(q + q_b * b + q_h * h + q_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
-    mean = tl.sum(grads * outs, 1)
-    most = tl.load(lse + row * n_tokens + token, exists, 0)
-    for s in tl.static_range(n_sinks):
-        key = tl.load(sink_k + k_b * b + k_h * (h // group) + k_s * s + lane, wide, 0).to(tl.float32)
-        value = tl.load(sink_v + v_b * b + v_h * (h // group) + v_s * s + lane, wide, 0).to(tl.float32)
-        weight = tl.where(exists, tl.exp(tl.sum(queries * key[None, :], 1) * scale - most), 0.0)
-        turn = weight * (tl.sum(grads * value[None, :], 1) - mean) * scale
+    lane = tl.arange(0, width_block)
+    wide = lane < width
+    key = tl.load(sink_k + k_b * b + k_h * (h // group) + k_s * s + lane, wide, 0).to(tl.float32)[None, :]
+    value = tl.load(sink_v + v_b * b + v_h * (h // group) + v_s * s + lane, wide, 0).to(tl.float32)[None, :]
+    to_key, to_value = tl.zeros([block, width_block], tl.float32), tl.zeros([block, width_block], tl.float32)
+    for step in range(n_blocks):
+        token = (part * n_blocks + step) * block + tl.arange(0, block)
+        exists = token < n_tokens
+        inside = exists[:, None] & wide[None, :]
+        grads = tl.load(grad + g_b * b + g_h * h + g_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
+        outs = tl.load(out + o_b * b + o_h * h + o_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
+        queries = tl.load(q + q_b * b + q_h * h + q_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
+        most = tl.load(lse + row * n_tokens + token, exists, 0)
+        weight = tl.where(exists, tl.exp(tl.sum(queries * key, 1) * scale - most), 0.0)
+        turn = weight * tl.sum(grads * (value - outs), 1) * scale
         tl.store(turns + (row * n_tokens + token) * n_sinks + s, turn, exists)
-        spot = ((row * tl.num_programs(0) + part) * n_sinks + s) * width + lane
-        tl.store(into_k + spot, tl.sum(turn[:, None] * queries, 0), wide)
-        tl.store(into_v + spot, tl.sum(weight[:, None] * grads, 0), wide)
+        to_key += turn[:, None] * queries
+        to_value += weight[:, None] * grads
+    spot = ((row * tl.num_programs(0) + part) * n_sinks + s) * width + lane
+    tl.store(into_k + spot, tl.sum(to_key, 0), wide)
+    tl.store(into_v + spot, tl.sum(to_value, 0), wide)
+
+
+@triton.jit
+def _sum_parts(
+    from_k, from_v, into_k, into_v, n_all, n_each, n_between, n_kv,
+    n_sinks: tl.constexpr, width: tl.constexpr, width_block: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """One row's, head's and sink's key (or value): n_all parts, n_each side by side, the next ones n_between further on."""
+    row, kv, sink = tl.program_id(0).to(tl.int64) // n_kv, tl.program_id(0) % n_kv, tl.program_id(1)
+    lane = tl.arange(0, width_block)
+    sum_ = tl.zeros([block, width_block], tl.float32)
+    is_key = tl.program_id(2) == 0
+    source = (from_k if is_key else from_v) + lane[None, :]
+    for begin in range(0, n_all, block):
+        part = begin + tl.arange(0, block)
+        place = ((row + part // n_each) * n_between + kv * n_each + part % n_each) * n_sinks + sink
+        sum_ += tl.load(source + place[:, None] * width, (part < n_all)[:, None] & (lane < width)[None, :], 0)
+    spot = ((row * n_kv + kv) * n_sinks + sink) * width + lane
+    into = into_k if is_key else into_v
+    tl.store(into + spot, tl.sum(sum_, 0).to(into.dtype.element_ty), lane < width)
 
 
 def merge_sinks_backward(
@@ -109,18 +155,25 @@ def merge_sinks_backward(
     batch, heads, tokens, width = q.shape
     grad, q, out, sink_k, sink_v = (_narrow(x) for x in (grad, q, out, sink_k, sink_v))
     n_kv, n_sinks = sink_k.shape[1:3]
-    n_parts = triton.cdiv(tokens, _TOKENS)
+    wide = triton.next_power_of_2(width)
+    block = max(1, _BACK_TILE // wide)
+    n_blocks = max(1, _SPAN // block)
+    n_parts = triton.cdiv(tokens, block * n_blocks)
     turns = torch.empty(batch, heads, tokens, n_sinks, dtype=torch.float32, device=q.device)
     # Each program's own sums, added up in a fixed order afterwards: no atomics, the same bits every time.
-    into = [torch.empty(batch, heads, n_parts, n_sinks, width, dtype=torch.float32, device=q.device) for _ in range(2)]
-    _merge_backward[(n_parts, batch * heads)](
-        grad, q, out, lse.contiguous(), sink_k, sink_v, turns, *into, scale, tokens,
+    parts = [torch.empty(batch, heads, n_parts, n_sinks, width, dtype=torch.float32, device=q.device) for _ in range(2)]
+    _merge_backward[(n_parts, batch * heads, n_sinks)](
+        grad, q, out, lse.contiguous(), sink_k, sink_v, turns, *parts, scale, tokens,
         *grad.stride()[:3], *q.stride()[:3], *out.stride()[:3], *_strides(sink_k, batch), *_strides(sink_v, batch),
         n_heads=heads, group=heads // n_kv, n_sinks=n_sinks, width=width,
-        width_block=triton.next_power_of_2(width), block=_TOKENS, num_warps=_WARPS,
+        width_block=wide, block=block, n_blocks=n_blocks, num_warps=_BACK_WARPS,
     )  # fmt: skip
-    rows = (0, 2, 3) if sink_k.shape[0] == 1 else (2, 3)
-    grad_k, grad_v = (part.unflatten(1, (n_kv, -1)).sum(rows).view(sink_k.shape).to(sink_k.dtype) for part in into)
+    grad_k, grad_v = (torch.empty(sink.shape, dtype=sink.dtype, device=sink.device) for sink in (sink_k, sink_v))
+    n_rows, n_each = sink_k.shape[0], heads // n_kv * n_parts
+    _sum_parts[(n_rows * n_kv, n_sinks, 2)](
+        *parts, grad_k, grad_v, batch // n_rows * n_each, n_each, heads * n_parts, n_kv,
+        n_sinks=n_sinks, width=width, width_block=wide, block=block, num_warps=_WARPS,
+    )  # fmt: skip
     return turns, grad_k, grad_v
 
 
@@ -149,10 +202,12 @@ def add_turns(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
     batch, heads, tokens, width = grad_q.shape
     grad_q, sink_k = _narrow(grad_q), _narrow(sink_k)
     into = torch.empty_like(grad_q)
-    _add_turns[(triton.cdiv(tokens, _TOKENS), batch * heads)](
+    wide = triton.next_power_of_2(width)
+    block = max(1, _TILE // wide)
+    _add_turns[(triton.cdiv(tokens, block), batch * heads)](
         grad_q, turns.contiguous(), sink_k, into, tokens, *grad_q.stride()[:3], *_strides(sink_k, batch),
         n_heads=heads, group=heads // sink_k.shape[1], n_sinks=sink_k.shape[2], width=width,
-        width_block=triton.next_power_of_2(width), block=_TOKENS, num_warps=_WARPS,
+        width_block=wide, block=block, num_warps=_WARPS,
     )  # fmt: skip
     return into
 
@@ -194,14 +249,23 @@ def _join_heads(
 
 
 def join_heads(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, turns: Tensor | None, sink_k: Tensor | None
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    turns: Tensor | None,
+    sink_k: Tensor | None,
+    behind: Tensor | None,
 ) -> Tensor:
     """operators.join_heads."""
     batch, n_heads, tokens, width = grad_q.shape
-    n_kv = grad_k.shape[1]
+    n_kv, n_behind = grad_k.shape[1], 0 if behind is None else behind.shape[0]
     grad_q, grad_k, grad_v = (_narrow(x) for x in (grad_q, grad_k, grad_v))
     sink_k = None if sink_k is None else _narrow(sink_k)
-    heads = grad_q.new_empty(batch, tokens, n_heads + 2 * n_kv, width)
+    heads = grad_q.new_empty(batch * tokens + n_behind, n_heads + 2 * n_kv, width)
+    if behind is not None:
+        heads[batch * tokens :] = behind
     cos, sin = cos.contiguous(), sin.contiguous()
     _join_heads[(tokens, batch)](
         grad_q, grad_k, grad_v, grad_q if turns is None else turns, grad_q if sink_k is None else sink_k, cos, sin, heads, tokens,
@@ -250,8 +314,7 @@ def _norm_backward(
     gain = tl.load(weight + column, column < n, 0).to(tl.float32)
     sum_ = tl.zeros([block], tl.float32)
     for step in range(n_steps):
-        row = first + step * tl.num_programs(0)
-        place = row * n + column
+        place = (first + step * tl.num_programs(0)) * n + column
         inside = (column < n) & (place < n_all)
         values = tl.load(x + place, inside, 0).to(tl.float32)
         grads = tl.load(grad_normed + place, inside, 0).to(tl.float32)
@@ -277,11 +340,13 @@ def add_norm_backward(
     into = torch.empty_like(x)
     half = x.new_empty(0) if update_dtype is None else torch.empty_like(x, dtype=update_dtype)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    n_programs = min(n_rows, _NORMS * processors)
+    block = triton.next_power_of_2(n)
+    warps = min(8, max(1, block // _NORM_LANES))
+    n_programs = min(n_rows, _NORM_WARPS // warps * processors)
     sums = torch.empty(n_programs, n, dtype=torch.float32, device=x.device)
     _norm_backward[(n_programs,)](
         grad_sum, grad_normed, x, weight.contiguous(), into, half, sums, eps, triton.cdiv(n_rows, n_programs), x.numel(), n,
-        block=triton.next_power_of_2(n), writes_half=update_dtype is not None, num_warps=4 if n <= _COLUMNS * 2 else 8,
+        block=block, writes_half=update_dtype is not None, num_warps=warps,
     )  # fmt: skip
     return into, half, sums.sum(0).to(weight.dtype)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sinkdlm.errors import SamplingError
 from sinkdlm.observe import Watcher
-from sinkdlm.prompting import LENGTH, chat_text, check_room, encode, has_chat_template
+from sinkdlm.prompting import LENGTH, chat_text, check_room, encode, has_chat_template, piece_of
 from sinkdlm.sampling import Policy, Request, State, start, step
 
 _GAP = re.compile(r"\[(_*)(?::(\d+))?\]")  # [____] is four tokens, [_:12] twelve
@@ -158,7 +158,7 @@ def _shown(lm: Any, state: State, attention: tuple[float | None, int, float]) ->
     text = Text()
     top -= lm.config.n_registers
     for place, (token, new) in enumerate(zip(state.tokens.tolist(), state.committed.tolist(), strict=True)):
-        word = _OPEN if token == lm.config.mask_id else lm.tokenizer.decode([token])
+        word = _OPEN if token == lm.config.mask_id else piece_of(lm.tokenizer, token)
         style = "bold green" if new else ("dim" if token == lm.config.mask_id else "")
         text.append(word, style=f"{style} underline reverse".strip() if place == top else style)
     text.append(f"\nstep {state.steps}", style="dim")

@@ -7,6 +7,11 @@ from typing import Any, Self
 _EVERY = 10.0  # seconds between plain lines
 
 
+def counted(n: int, what: str) -> str:
+    """So many of something, which takes an s where there is not one of it."""
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
 class Bar:
     """total: of whatever is counted, 0 where unknown. done: what was there already; rates are of what this run did."""
 
@@ -37,14 +42,14 @@ class Bar:
     def seconds(self) -> float:
         return max(1e-9, time.monotonic() - self._began)
 
-    def show(self, done: int, rates: str, line: str) -> None:
+    def show(self, done: float, rates: str, line: str) -> None:
         """line: what a plain line says before the time that is left."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, rates=rates)
         elif self._shown and time.monotonic() - self._told >= _EVERY:
             self._told = time.monotonic()
-            left = self.seconds * (self.total - done) / max(1, done - self._start)
-            sys.stderr.write(f"{line}{f'  {left:.0f} s left' if self.total else ''}\n")
+            left = self.seconds * (self.total - done) / (done - self._start) if done > self._start else None
+            sys.stderr.write(f"{line}{f'  {left:.0f} s left' if self.total and left is not None else ''}\n")
             sys.stderr.flush()
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkdlm.data.display import Display
+from sinkdlm.data.display import Display, counted
 from sinkdlm.data.encoding import mark_tokenizer
 from sinkdlm.data.shards import INDEX, SPLITS, Split, open_split
 from sinkdlm.data.writing import read_json
@@ -135,13 +135,13 @@ def _document_at(split: Split, ends: np.ndarray[Any, Any] | None, position: int)
 
 def describe(found: dict[str, Any]) -> str:
     """For reading: one fact a line, samples at the end."""
-    what = "examples" if found["kind"] == "examples" else "documents"
+    what = "example" if found["kind"] == "examples" else "document"
     lines = [f"{found['folder']}: {found['format']}, {found['kind']}"]
     for split, part in found["splits"].items():
-        count = f"{part['documents']:,}" if part["documents"] is not None else "unknown number of"
+        count = counted(part["documents"], what) if part["documents"] is not None else f"unknown number of {what}s"
         highest = f", ids up to {part['highest_id']}" if part["highest_id"] is not None else ""
-        shards = f"{part['shards']} shards of {part['dtype']}{highest}, checksums {part['checksums']}"
-        lines.append(f"  {split:11s}{part['tokens']:,} tokens, {count} {what}, {shards}")
+        shards = f"{counted(part['shards'], 'shard')} of {part['dtype']}{highest}, checksums {part['checksums']}"
+        lines.append(f"  {split:11s}{part['tokens']:,} tokens, {count}, {shards}")
     if found["tokenizer"]:
         rows = f"{found['tokenizer']['rows']:,} rows (model.vocab_size)"
         lines.append(f"  tokenizer  {found['tokenizer']['source']}, {rows}, end-of-document {found['eos_id']}")

@@ -146,7 +146,10 @@ class Rows:
         for split, rows in zip(splits, self.sets, strict=True):
             if rows.n_rows == 0:
                 if split.kind == "examples":
-                    raise DataError(f"{split.folder}: all examples are longer than data.length = {section.length}; raise it")
+                    raise DataError(
+                        f"{split.folder}: all examples are longer than data.length = {section.length}; raise it, at most to the "
+                        "model's context_length, or prepare shorter examples or with a tokenizer that needs fewer tokens"
+                    )
                 raise DataError(f"{split.folder}: {split.n_tokens} tokens make no row of data.length = {section.length}; lower it")
             if split.highest_id is not None and split.highest_id >= vocab_size:
                 raise DataError(

@@ -9,7 +9,8 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,7 @@ from sinkdlm.model import DiffusionLM
 _LETTERS = 4  # about so many make a token: enough to say how much work a request is
 # Forwards of a batch: many fill up better, few are lost less and shown sooner.
 _FORWARDS = {"cpu": 2, "cuda": 32}
+_NEARLY = 0.99  # an estimate of how much is done is never all of it
 _BUDGET = {"cpu": 1 << 11, "cuda": 1 << 15}  # tokens in a forward
 
 
@@ -84,6 +86,21 @@ class Answerer:
         self.device = lm.model.embed.weight.device
         self.budget = budget or _BUDGET.get(self.device.type, _BUDGET["cpu"])
         self._denoisers = {False: lm.model.denoiser(), True: CausalDenoiser(lm.model)}
+        self._computed = self._expected = 0  # tokens of forwards, in the batch under way
+
+    @contextmanager
+    def watched(self, tell: Callable[[float], None]) -> Iterator[None]:
+        """tell(share): after every forward, about how much of the batch under way is done. A long document is many forwards."""
+
+        def count(model: torch.nn.Module, given: tuple[Tensor, ...], _: Tensor) -> None:
+            self._computed += given[0].numel()
+            tell(min(_NEARLY, self._computed / max(1, self._expected)))
+
+        hook = self.lm.model.register_forward_hook(count)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     # -- batches ----------------------------------------------------------------------------------------------------------------
 
@@ -119,11 +136,7 @@ class Answerer:
         length = 1 + (len(request.context) + len(request.continuation)) // _LETTERS
         if request.kind == GENERATE:
             return length * int(request.generation.get("steps") or settings.steps or 64)
-        if settings.causal:
-            return length
-        target = length if request.kind == ROLLING else 1 + len(request.continuation) // _LETTERS
-        looks = settings.draws if settings.estimator in MONTE_CARLO else target
-        return length * looks * (2 if settings.guidance else 1)
+        return _forwarded(length, length if request.kind == ROLLING else 1 + len(request.continuation) // _LETTERS, settings)
 
     # -- answers ------------------------------------------------------------------------------------------------------------------
 
@@ -131,6 +144,7 @@ class Answerer:
         """Requests of one kind, with one way of being answered."""
         began = time.perf_counter()
         settings = self.sheet.settings[batch[0].task]
+        self._computed, self._expected = 0, sum(map(self._work, batch))
         make = {LOGLIKELIHOOD: self._score, ROLLING: self._score_documents, GENERATE: self._generate}[batch[0].kind]
         with self.lm.model.inference():
             found = make(batch, settings)
@@ -147,6 +161,7 @@ class Answerer:
     def _score(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
         rows = self._encoders[settings.bos].pairs(batch, self._room(settings))
         tokens, scored = [row.tokens for row in rows], [row.scored for row in rows]
+        self._expected = sum(_forwarded(len(row.tokens), len(row.tokens) - row.n_given, settings) for row in rows)
         denoiser, options = self._denoisers[settings.causal], self._options(settings)
         estimates = log_likelihood(
             denoiser,
@@ -171,6 +186,8 @@ class Answerer:
     def _score_documents(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
         encoder = self._encoders[settings.bos]
         ids = encoder.encode((request.context for request in batch), special=False)
+        lengths = [len(ids[request.context]) for request in batch]
+        self._expected = sum(_forwarded(length, min(length, self._room(settings)), settings) for length in lengths)
         found = document_likelihood(
             self._denoisers[settings.causal],
             [ids[request.context] for request in batch],
@@ -194,6 +211,13 @@ class Answerer:
             seed=self.sheet.seed,
         )
         return writer.write(batch, settings)
+
+
+def _forwarded(length: int, target: int, settings: Settings) -> int:
+    """Tokens that go through the model for the likelihood of `target` of a row's tokens."""
+    if settings.causal:
+        return length
+    return length * (settings.draws if settings.estimator in MONTE_CARLO else target) * (2 if settings.guidance else 1)
 
 
 def _has_ranking(question: Sequence[Request]) -> bool:
@@ -258,8 +282,11 @@ def answer_sheet(answerer: Answerer, journal: Journal, *, world: Sharing | None 
     ]
     batches = list(answerer.batches(open_))
     found = dict(done)
-    with Display("requests", len(sheet.requests), len(sheet.requests) - len(open_), shown=world.first and not quiet) as display:
+    under_way = 0  # requests
+    display = Display("requests", len(sheet.requests), len(sheet.requests) - len(open_), shown=world.first and not quiet)
+    with display, answerer.watched(lambda share: display.update(len(found), share, under_way)):
         for turn in range(0, len(batches), world.size):
+            under_way = sum(map(len, batches[turn : turn + world.size]))
             mine = batches[turn + world.rank : turn + world.rank + 1]
             answers = answerer.answer(mine[0]) if mine else []
             fresh = [response for part in world.gather(answers) for response in part]

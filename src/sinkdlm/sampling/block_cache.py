@@ -6,6 +6,7 @@ What is outside the span that a step computes stays as it was when the block beg
 B rows, K key/value heads, T tokens, D head width.
 """
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +20,9 @@ class BlockCache:
         self.start: int | Tensor = 0
         self.length = length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values (B, K, S + T, D)
+        if "torch._dynamo" in sys.modules:  # imported by whoever compiles, and by nobody else: it takes seconds
+            # Compiled into a block, it would be compiled again for every start.
+            self.join = torch.compiler.disable(self.join)  # type: ignore[method-assign]
 
     def rows(self, layer: int, k: Tensor, n_sinks: int) -> tuple[Tensor, Tensor]:
         """Where a layer's keys and values lie, shaped for keys like k (B, K, any, D), with room for the sinks' in front.
@@ -30,7 +34,6 @@ class BlockCache:
             self._layers[layer] = (k.new_empty(shape), k.new_empty(shape))
         return self._layers[layer]
 
-    @torch.compiler.disable  # compiled into a block, it would be compiled again for every start
     def join(self, layer: int, k: Tensor, v: Tensor, n_sinks: int) -> tuple[Tensor, Tensor]:
         places = torch.arange(n_sinks, n_sinks + k.shape[2], device=k.device) + self.start
         whole = self.rows(layer, k, n_sinks)

@@ -15,7 +15,7 @@ from sinkdlm import __version__
 from sinkdlm.analysis.recording import kind_finder
 from sinkdlm.checkpoint import Loaded
 from sinkdlm.errors import SamplingError
-from sinkdlm.prompting import LENGTH, chat_text, check_room, encode, has_chat_template, policy_for
+from sinkdlm.prompting import LENGTH, chat_text, check_room, encode, has_chat_template, piece_of, policy_for
 from sinkdlm.sampling import NAMED, Policy, Request, policy_of
 from sinkdlm.serving.engine import Engine
 from sinkdlm.serving.schemas import Card, ChatRequest, CompletionRequest
@@ -81,9 +81,9 @@ class Served:
         return Card(id=self.name, created=_created(self.lm), sinkdlm=facts)
 
     def piece(self, token: int) -> str:
-        """A token alone as text; a part of a character is a replacement sign."""
+        """A token as it reads within a text."""
         if token not in self._pieces:
-            self._pieces[token] = str(self.lm.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+            self._pieces[token] = piece_of(self.lm.tokenizer, token)
         return self._pieces[token]
 
     def kind(self, token: int) -> str:

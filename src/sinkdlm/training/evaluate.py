@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm.data.rows import Batch, Rows
-from sinkdlm.diffusion import Noisy, Schedule, corrupt, denoising_loss
+from sinkdlm.diffusion import Loss, Noisy, Schedule, corrupt, denoising_loss
 from sinkdlm.model import DiffusionLM
 from sinkdlm.observe import Watcher
 from sinkdlm.sampling import generate
@@ -36,11 +36,12 @@ class BucketedLoss:
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(2, BUCKETS, dtype=torch.float64, device=device)  # NLL and counts
 
-    def add(self, probability: Tensor, scored: Tensor, nll: Tensor) -> None:
-        """probability (B,) of masking; scored (B, T); nll of the scored positions, row by row."""
-        index = bucket_of(probability)[:, None].expand_as(scored)[scored]
-        self.sums[0].index_add_(0, index, nll.double())
-        self.sums[1].index_add_(0, index, torch.ones_like(index, dtype=torch.float64))
+    def add(self, probability: Tensor, loss: Loss) -> None:
+        """probability (B,): of masking, of each row of the loss."""
+        index = bucket_of(probability)[loss.rows]
+        counted = torch.ones_like(index, dtype=torch.float64) if loss.used is None else loss.used.double()
+        self.sums[0].index_add_(0, index, loss.nll.double())
+        self.sums[1].index_add_(0, index, counted)
 
     @staticmethod
     def means(sums: list[list[float]]) -> list[float | None]:

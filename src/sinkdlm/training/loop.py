@@ -4,7 +4,6 @@ Owns the order of things in a step and what happens when something goes wrong. A
 one would have made, bit for bit on the same number of threads.
 """
 
-import itertools
 import math
 import signal
 import time
@@ -12,24 +11,36 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
 
 from sinkdlm.config import Recipe
 from sinkdlm.data.rows import Batch, Rows
-from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
+from sinkdlm.diffusion import Schedule, read_later
 from sinkdlm.errors import CheckpointError, DataError, TrainError, UserError
+from sinkdlm.float8_products import check_training
 from sinkdlm.noise import hash_words
-from sinkdlm.planning import Layout, choose_layout, fitting_micro_batch, peak_flops, training_flops, training_memory
+from sinkdlm.planning import (
+    Layout,
+    choose_layout,
+    fitting_micro_batch,
+    peak_flops,
+    settle_precision,
+    training_flops,
+    training_memory,
+)
 from sinkdlm.plans import line_of_run
-from sinkdlm.training.evaluate import BUCKETS, BucketedLoss, probe, sample_text, validate
+from sinkdlm.training.evaluate import probe, sample_text, validate
 from sinkdlm.training.export import provenance_of, write_model
 from sinkdlm.training.feed import batches
+from sinkdlm.training.gradients import Gradients, Sums
 from sinkdlm.training.monitor import MakeMonitor, Monitor, SilentMonitor
 from sinkdlm.training.opening import Data, LoadParent, open_data, open_model, settle_facts
 from sinkdlm.training.optimizer import MOMENTS, Average, Optimizer, learning_rate
 from sinkdlm.training.parallel import World, joined
+from sinkdlm.training.recorded import find_recorder
 from sinkdlm.training.run import RunFolder
 from sinkdlm.training.signals import ENDING, Signals, Stopped, noted_signals
 from sinkdlm.training.state import States
@@ -37,12 +48,14 @@ from sinkdlm.training.weights import Weights
 from sinkdlm.visibility import Opening
 
 _BAD_IN_A_ROW = 3  # steps without a finite loss that end a run
+_LIKE = 256  # rows that tell how many positions of the others may be masked
 
 
 class StepResult(NamedTuple):
     loss: float
     grad_norm: float
     n_masked: int
+    n_missed: int  # masked positions that found no place in a head of fixed size: such a step is made again before anything changes
     nll_by_ratio: list[float | None]
     signal: int  # the number of one that asks some rank to end, or 0
 
@@ -92,6 +105,9 @@ class Trainer:
         self.plan = recipe.train
         on_gpu = self.device.type == "cuda"
         self.precision = ("bf16" if on_gpu else "float32") if self.plan.precision == "auto" else self.plan.precision
+        self.autocasts = self.precision in ("bf16", "fp8")
+        if self.precision == "fp8":
+            check_training(self.device)
         self.schedule = Schedule(self.plan.schedule, self.plan.eps)
         self.monitor = monitor or SilentMonitor()
         self.rows, self.validation, self.steps = open_data(recipe, self.monitor.say)
@@ -110,6 +126,7 @@ class Trainer:
         if recipe.save.background:
             self.states.prepare(self._tensors())
         self.micro_batch = self._micro_batch()
+        self.gradients = self._gradients()
 
     # -- the start ------------------------------------------------------------------------------------------------------------
 
@@ -127,11 +144,14 @@ class Trainer:
             world = self.world
             layout = world.from_first(lambda: choose_layout(section, world.size, world.local_size, whole, world.memory))
         start.model.recompute = self.plan.recompute
+        # A GPU's host would wait to know where the loss looks, and compiled blocks want few shapes.
+        start.model.picks_early = self.device.type == "cpu" and not self._compiles()
+        start.model.float8 = self.precision == "fp8"
         for block in start.model.blocks if self._compiles() else ():
             block.forward = torch.compile(block.forward)  # its arithmetic: hooks that gather its weights stay outside
-        if section.gather == "bf16" and self.precision != "bf16":
-            raise TrainError(f"parallel.gather = 'bf16': goes with train.precision = 'bf16', not {self.precision!r}")
-        gathers_bf16 = self.precision == "bf16" and section.gather != "float32"
+        if section.gather == "bf16" and not self.autocasts:
+            raise TrainError(f"parallel.gather = 'bf16': goes with train.precision = 'bf16' or 'fp8', not {self.precision!r}")
+        gathers_bf16 = self.autocasts and section.gather != "float32"
         return Weights(
             start.model,
             self.world,
@@ -160,8 +180,26 @@ class Trainer:
     def _micro_batch(self) -> int:
         if self.plan.micro_batch is not None:
             return self.plan.micro_batch
-        share = self.world.largest_share(self.plan.batch)
-        return fitting_micro_batch(self.recipe, self.world.memory, share, self.weights.layout, compiled=self._compiles())
+        recipe, share = settle_precision(self.recipe, on_gpu=self.device.type == "cuda"), self.world.largest_share(self.plan.batch)
+        return fitting_micro_batch(recipe, self.world.memory, share, self.weights.layout, compiled=self._compiles())
+
+    def _gradients(self) -> Gradients:
+        found = Gradients(
+            self.recipe,
+            self.weights,
+            self._precision(),
+            micro_batch=self.micro_batch,
+            share=self.world.largest_share(self.plan.batch),
+            compiled=self._compiles(),
+            say=self.monitor.say,
+        )
+        recorder = find_recorder(self.device) if self.world.alone and self.plan.graphs != "off" else None
+        if recorder is not None:
+            # The first samples of the run, whatever step it goes on from: what they say of the rest must not change in between.
+            found.fix(self.rows.batch(np.arange(min(self.plan.batch, _LIKE))), recorder)
+        elif self.plan.graphs == "on":
+            self.monitor.say('train.graphs = "on": only a process alone on a GPU records its steps; goes on without')
+        return found
 
     # -- the loop -------------------------------------------------------------------------------------------------------------
 
@@ -239,9 +277,10 @@ class Trainer:
 
     def _make_step(self, batch: Batch, lr: float, signals: Signals) -> StepResult:
         """Forward and backward of every micro-batch, then one update, unless something is not finite."""
-        result = self._read(self._accumulate(batch), signals.caught or 0)
+        result = self._try_step(batch, lr, signals.caught or 0)
+        if result.n_missed:  # more masked than there were places for: nothing is lost yet
+            result = self._try_step(batch, lr, signals.caught or 0, fixed=False)
         if result.finite:
-            self.optimizer.step(lr)
             self.updates += 1
             self.bad_in_a_row = 0
             if self.average is not None:
@@ -249,58 +288,21 @@ class Trainer:
         else:
             self.skipped += 1
             self.bad_in_a_row += 1
-        self.weights.clear_gradients()
         return result
 
-    def _accumulate(self, batch: Batch) -> Tensor:
-        """This rank's part of the step's gradient, and of its sums: loss, masked positions, NLL and counts by masked ratio."""
-        denominator = self._denominator(batch)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        masked = torch.zeros((), dtype=torch.float64, device=self.device)
-        buckets = BucketedLoss(self.device)
-        opening = self._opening()
-        forwards = self._forwards(batch)
-        for part in forwards:
-            piece = batch.rows(part)  # cut and counted on the host: no wait
-            piece = (piece.trimmed() if self._trims() else piece).to(self.device)
-            noisy = corrupt(
-                piece.tokens,
-                piece.samples,
-                seed=self.plan.seed,
-                mask_id=self.recipe.model.mask_id,
-                schedule=self.schedule,
-                times=self.plan.times,
-                maskable=piece.maskable,
-            )
-            with self._precision():
-                loss = denoising_loss(
-                    self.model,
-                    piece.tokens,
-                    noisy,
-                    denominator=denominator,
-                    lengths=piece.lengths,
-                    documents=piece.documents,
-                    opening=opening,
-                )
-            self.weights.before_backward(last=part is forwards[-1])
-            loss.total.backward()
-            total += loss.total.detach().double()
-            masked += noisy.masked.sum()
-            buckets.add(self.schedule.probability(noisy.t), loss.scored, loss.nll)
-        return torch.cat([torch.stack([total, masked]), buckets.sums.flatten()])
-
-    def _trims(self) -> bool:
-        """Whether short rows go through the model without their padding. Ranks need equal numbers of forwards, and compiled blocks
-        few shapes."""
-        return self.world.alone and not self._compiles()
-
-    def _forwards(self, batch: Batch) -> list[slice]:
-        """Which rows share a forward: as many as fit, and where it pays, full rows and short ones apart."""
-        size, end = self.micro_batch, self.world.largest_share(self.plan.batch)
-        edges = [0, batch.n_full, end] if self._trims() else [0, end]
-        return [
-            slice(start, min(start + size, stop)) for first, stop in itertools.pairwise(edges) for start in range(first, stop, size)
-        ]
+    def _try_step(self, batch: Batch, lr: float, caught: int, *, fixed: bool = True) -> StepResult:
+        """The device itself withholds an update that is not to be made, so that the host asks only once the update is on its way:
+        the only time in a step that it waits."""
+        found = self._gather(self.gradients.add(batch, self._denominator(batch), self._opening(), fixed=fixed), caught)
+        read = read_later(found)
+        norm, loss, _, missed = found[:4]
+        withheld = ~(norm.isfinite() & loss.isfinite() & (missed == 0))
+        self.optimizer.step(lr, withheld.float())
+        self.weights.clear_gradients()
+        norm_value, *values = read()
+        total, masked, n_missed, means, counts = Sums.read(values)
+        asked = [number for number, count in zip(ENDING, counts, strict=False) if count]
+        return StepResult(total, norm_value, masked, n_missed, means, asked[0] if asked else 0)
 
     def _denominator(self, batch: Batch) -> Tensor | float:
         """Positions that the whole batch, over all ranks, may be scored on."""
@@ -313,8 +315,8 @@ class Trainer:
         dtype = torch.float64 if self.precision == "float64" else torch.float32
         return self.world.sum_(own).clamp_min(1).to(dtype)
 
-    def _read(self, sums: Tensor, caught: int) -> StepResult:
-        """Sums everything over the ranks in one collective, clips, and reads it: the only time in a step that the host waits."""
+    def _gather(self, sums: Tensor, caught: int) -> Tensor:
+        """Sums everything over the ranks in one collective, and clips: the gradient's norm and the sums, on the device."""
         gradients = self.weights.take_gradients()
         if self.world.alone:
             norm = torch.nn.utils.get_total_norm(gradients)
@@ -325,13 +327,10 @@ class Trainer:
             norm = square[0].sqrt().to(gradients[0].dtype)
             sums = torch.cat([sums, flags])
         torch.nn.utils.clip_grads_with_norm_(list(self.weights.local.values()), self.plan.clip, norm)
-        norm_value, total, masked, *values = torch.cat([norm.double()[None], sums]).tolist()
-        means = BucketedLoss.means([values[:BUCKETS], values[BUCKETS : 2 * BUCKETS]])
-        asked = [number for number, count in zip(ENDING, values[2 * BUCKETS :], strict=False) if count]
-        return StepResult(total, norm_value, int(masked), means, asked[0] if asked else 0)
+        return torch.cat([norm.double()[None], sums])
 
     def _precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16) if self.autocasts else nullcontext()
 
     def _opening(self) -> Opening | None:
         """How far attention has opened from causal to full at this step; None when it is open."""
@@ -399,18 +398,20 @@ class Trainer:
             self.monitor.say(f"step {self.step}: validation loss {line['loss']:.4f}{error}")
         looks = self.validation or self.rows
         if log.probe_every and (self.step % log.probe_every == 0 or last):
-            layers = probe(self.model, looks, log.probe_rows, self.schedule, self._precision, self.device)
+            seen = (looks, log.probe_rows, self.schedule, self._precision, self.device)
+            layers = self.gradients.with_room(lambda: probe(self.model, *seen))
             self.weights.settle()
             self.monitor.line({"kind": "probe", "step": self.step, "layers": layers})
         if log.sample_every and (self.step % log.sample_every == 0 or last):
-            chosen = (log.sample_prompt, log.sample_length, self.plan.seed)
-            text = sample_text(self.model, self.tokenizer, *chosen, self._precision, self.device)
+            chosen = (log.sample_prompt, log.sample_length, self.plan.seed, self._precision, self.device)
+            text = self.gradients.with_room(lambda: sample_text(self.model, self.tokenizer, *chosen))
             self.weights.settle()
             self.monitor.line({"kind": "sample", "step": self.step, "text": text})
             self.monitor.say(f"step {self.step}: {text!r}")
 
     def _validate(self, rows: Rows) -> dict[str, Any]:
-        found = validate(self.model, rows, self.recipe.eval.draws, self.schedule, self._precision, self.world)
+        chosen = (self.recipe.eval.draws, self.schedule, self._precision, self.world)
+        found = self.gradients.with_room(lambda: validate(self.model, rows, *chosen))
         self.weights.settle()
         return found
 

@@ -3,10 +3,14 @@
 Every rank opens the same things; rank 0 writes down what is to be kept. Knows nothing of the loop.
 """
 
+import itertools
+import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from sinkdlm.checkpoint import Loaded, read_tokenizer, write_tokenizer, written_aside
 from sinkdlm.config import Recipe
@@ -21,12 +25,36 @@ from sinkdlm.training.weights import FirstWeight
 
 LoadParent = Callable[[Recipe, torch.dtype], Loaded]
 Say = Callable[[str], None]
+_DRAWING = 8  # threads that draw first weights
 
 
 class Data(NamedTuple):
     rows: Rows
     validation: Rows | None
     steps: int
+
+
+class DrawnAhead:
+    """A model's random first weights, drawn by several threads a few tensors ahead of whoever asks for them in order: one thread
+    would keep a GPU waiting for seconds. Which weights come does not depend on the order."""
+
+    def __init__(self, model: DiffusionLM, seed: int, n_threads: int) -> None:
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self._places = {name: place for place, name in enumerate(self._shapes)}
+        self._drawn: dict[str, Future[Tensor]] = {}
+        self._begun: set[str] = set()
+        self._ahead = 2 * n_threads
+        self._pool = ThreadPoolExecutor(n_threads)
+        self._draw = lambda name: model.initial_weight(name, self._shapes[name], seed)
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        place = self._places[name]
+        for following in itertools.islice(self._shapes, place, place + self._ahead):
+            if following not in self._begun:
+                self._begun.add(following)
+                self._drawn[following] = self._pool.submit(self._draw, following)
+        drawn = self._drawn.pop(name, None)
+        return self._draw(name) if drawn is None else drawn.result()
 
 
 class Start(NamedTuple):
@@ -97,8 +125,8 @@ def open_model(
         return Start(loaded.model, None, _settle_tokenizer(recipe, folder, data.rows, loaded.tokenizer), facts)
     with torch.device("meta"):
         model = DiffusionLM(recipe.model)
-    seed = recipe.train.seed
-    first = None if resumes else lambda name, shape: model.initial_weight(name, shape, seed)
+    n_threads = max(1, min(_DRAWING, (os.cpu_count() or 1) // folder.world.local_size))
+    first = None if resumes else DrawnAhead(model, recipe.train.seed, n_threads)
     return Start(model, first, _settle_tokenizer(recipe, folder, data.rows, None), facts)
 
 

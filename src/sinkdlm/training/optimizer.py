@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from sinkdlm.config import TrainSection
 
@@ -22,41 +23,51 @@ def learning_rate(step: int, steps: int, train: TrainSection) -> float:
 
 
 class Optimizer:
-    """AdamW on every parameter, weight decay on all of them as the official code has it; fused where there is a GPU.
+    """AdamW on every parameter, weight decay on all of them as the official code has it, as one fused operation.
 
-    Its state exists from the start, so that saving before the first step and loading after any are the same operation.
+    Its state exists from the start, so that saving before the first step and loading after any are the same operation. By torch's
+    function rather than its class, which would load the compiler (1.5 s) to be made.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], train: TrainSection) -> None:
         """weights: by name, as this process holds them: parameters, or its rows of them with their gradients beside them."""
-        self.named = dict(weights)
-        self._on_gpu = all(p.is_cuda for p in self.named.values())
-        self.adamw = torch.optim.AdamW(
-            list(self.named.values()),
-            lr=train.lr,
-            betas=train.betas,
-            eps=train.adam_eps,
-            weight_decay=train.weight_decay,
-            fused=self._on_gpu,
-            foreach=not self._on_gpu,
-        )
-        for p in self.named.values():
-            self.adamw.state[p] = {name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in MOMENTS}
+        self.named, self._train = dict(weights), train
+        self._moments = {
+            moment: {name: torch.zeros_like(p, memory_format=torch.preserve_format) for name, p in self.named.items()}
+            for moment in MOMENTS
+        }
         self.set_updates(0)
 
     def set_updates(self, count: int) -> None:
         """How many updates the moments have seen, which corrects their bias."""
-        for p in self.named.values():
-            home = p.device if self._on_gpu else torch.device("cpu")
-            self.adamw.state[p]["step"] = torch.tensor(float(count), dtype=torch.float32, device=home)
+        self._updates = {name: torch.tensor(float(count), dtype=torch.float32, device=p.device) for name, p in self.named.items()}
 
-    def step(self, lr: float) -> None:
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        self.adamw.step()
+    @torch.no_grad()
+    def step(self, lr: float, withheld: Tensor | None = None) -> None:
+        """withheld (): 1 where nothing is to change after all, which the device finds out: nobody need wait for it to be known."""
+        moving = {name: p.grad for name, p in self.named.items() if p.grad is not None}
+        mean, square = ([self._moments[moment][name] for name in moving] for moment in MOMENTS)
+        updates = [self._updates[name] for name in moving]
+        adamw(
+            [self.named[name] for name in moving],
+            list(moving.values()),
+            mean,
+            square,
+            [],  # of AMSGrad
+            updates,
+            fused=True,
+            amsgrad=False,
+            beta1=self._train.betas[0],
+            beta2=self._train.betas[1],
+            lr=lr,
+            weight_decay=self._train.weight_decay,
+            eps=self._train.adam_eps,
+            maximize=False,
+            found_inf=withheld,
+        )
 
     def moments(self, moment: str) -> dict[str, Tensor]:
-        return {name: self.adamw.state[p][moment] for name, p in self.named.items()}
+        return self._moments[moment]
 
 
 class Average:

@@ -1,0 +1,79 @@
+"""Losses of the fast training step beside the plain one's, over the same rows and noise, and how far two seeds lie apart.
+
+    python -m benchmarks.curves --model smdm-170m --steps 300 --out benchmarks/results
+
+Rows are made up but can be learned: each token follows from the one before it, up to a few choices, so that a loss falls from the
+first step on. Every step has new rows. official: the plain path of benchmarks/train_step.py, eager, under a dense mask; sink: what
+`sinkdlm train` does. Where the fast path computes the same thing, the two differ less than two seeds of the plain path do.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measuring import record, write
+from benchmarks.train_step import VARIANTS, Step, free, recipe_of
+
+_CHOICES = 4  # that may follow a token
+_WORDS = 4096  # of the language
+_SMOOTHED = 20  # steps that are averaged before curves are compared: a step's own loss varies with its noise
+
+
+def make_rows(step: int, seed: int, rows: int, length: int, vocab: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    n_words = min(_WORDS, vocab)
+    chosen = torch.randint(0, _CHOICES, (rows, length), generator=generator)
+    tokens = torch.empty(rows, length, dtype=torch.int64)
+    tokens[:, 0] = torch.randint(0, n_words, (rows,), generator=generator)
+    for place in range(1, length):
+        tokens[:, place] = (5 * tokens[:, place - 1] + 1 + 97 * chosen[:, place]) % n_words
+    return tokens
+
+
+def curve(args: argparse.Namespace, form: str, seed: int) -> list[float]:
+    device = torch.device(args.device)
+    step = Step(recipe_of(args.model, args.length, **VARIANTS[form]), form, args.rows, device)
+    losses = []
+    for number in range(args.steps):
+        step.take(make_rows(number, seed, args.rows, args.length, step.recipe.model.vocab_size))
+        losses.append(step().clone())
+    found = torch.stack(losses).tolist()
+    del step
+    free()
+    return found
+
+
+def apart(one: list[float], other: list[float]) -> dict[str, float]:
+    """Relative differences of two curves, averaged over some steps at a time."""
+    size = min(_SMOOTHED, len(one))
+    smooth = [torch.tensor(losses).double().unfold(0, size, size).mean(1) for losses in (one, other)]
+    differences = ((smooth[0] - smooth[1]) / smooth[0]).abs()
+    return {"mean": float(differences.mean()), "most": float(differences.max()), "at_end": float(differences[-1])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--model", default="smdm-170m", help="a preset")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--forms", default="official,sink")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    args = parser.parse_args()
+    plain, *fast = args.forms.split(",")
+    curves: dict[str, list[float]] = {f"{plain}, seed {seed}": curve(args, plain, seed) for seed in (0, 1)}
+    figures: dict[str, Any] = {"between_seeds": apart(*curves.values())}
+    for form in fast:
+        curves[f"{form}, seed 0"] = curve(args, form, 0)
+        figures[f"{form} to {plain}"] = apart(curves[f"{plain}, seed 0"], curves[f"{form}, seed 0"])
+    figures["losses"] = {name: [round(loss, 5) for loss in losses] for name, losses in curves.items()}
+    settings = {key: value for key, value in vars(args).items() if key not in ("out", "device")}
+    write(record("curves", figures, device=args.device, settings=settings), args.out, subject=args.model)
+
+
+if __name__ == "__main__":
+    main()
