@@ -14,7 +14,7 @@ from typing import Any
 from sinkdlm import attention, fusion, lane, layers, model, noise, positions, recompute, visibility
 from sinkdlm.checkpoint import CONFIG, PROVENANCE
 from sinkdlm.config import ModelConfig
-from sinkdlm.interop import hf
+from sinkdlm.conversion import hf
 
 MODULE = "modeling_sinkdlm"
 _PROPERTIES = ("head_dim", "embedding_rows", "n_lane", "n_registers", "has_sink_logit")
