@@ -28,12 +28,12 @@ from torch.nn import functional
 from benchmarks.measuring import record, write
 from benchmarks.official_loop import MaskedForm
 from sinkdlm import DiffusionLM, ModelConfig, load
-from sinkdlm.conversion.tokenizer import read_tokenizer_at
 from sinkdlm.data.synthetic import corpus
 from sinkdlm.evals.encoding import TextEncoder
 from sinkdlm.evals.requests import Request, Sheet, by_question, number_of
 from sinkdlm.evals.settings import Settings
 from sinkdlm.float8 import to_float8
+from sinkdlm.interop.tokenizer import read_tokenizer_at
 from sinkdlm.likelihood import Adaptive, Estimates, log_likelihood
 
 _MADE_SEED = 1_000_003  # texts that no nano model was trained on

@@ -14,9 +14,9 @@ from typing import Any
 import zstandard
 
 from benchmarks.measuring import measure_together, record, write
-from sinkdlm.conversion.tokenizer import read_tokenizer_at
 from sinkdlm.data.inputs import Reader, find_sources
 from sinkdlm.data.prepare import Settings, prepare
+from sinkdlm.interop.tokenizer import read_tokenizer_at
 
 
 def read_texts(files: list[str], field: str, megabytes: float) -> list[str]:

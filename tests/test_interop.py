@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -25,8 +26,8 @@ import sinkdlm
 from conftest import small_model, small_tokens
 from plain import LLADA_NAMES, LLAMA_NAMES, logits, official_logits
 from sinkdlm import UserError
-from sinkdlm.conversion.tokenizer import read_tokenizer_at
 from sinkdlm.interop import SinkDLMForMaskedLM, convert, load_any, open_source
+from sinkdlm.interop.tokenizer import read_tokenizer_at
 
 SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
 VOCAB = 97
@@ -119,7 +120,7 @@ def test_qwen_vocabularies_take_dreams_mask():
     from types import SimpleNamespace
 
     from sinkdlm import ModelConfig
-    from sinkdlm.conversion.adapt import choose_mask
+    from sinkdlm.interop.adapt import choose_mask
 
     source = SimpleNamespace(kind="qwen2", config=ModelConfig.preset("qwen2.5-0.5b"))
     assert choose_mask(source, None)[0] == 151666
@@ -412,7 +413,7 @@ def write_gguf(path: Path, kind: str, model, rope_freqs=None) -> None:
 def test_gguf_files_compute_the_same(parents, tmp_path, kind, monkeypatch):
     _, parent = parents[kind]
     write_gguf(tmp_path / "m.gguf", kind, parent)
-    from sinkdlm.conversion import adapt
+    from sinkdlm.interop import adapt
 
     monkeypatch.setattr(adapt, "tokenizer_of", lambda source: None)  # a made-up vocabulary
     lm = load_any(tmp_path / "m.gguf", {"n_sinks": 1})
@@ -502,7 +503,7 @@ def test_a_sentencepiece_model_is_read_as_sentencepiece_reads_it(parents, tmp_pa
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
     )
-    from sinkdlm.conversion.tokenizer import read_tokenizer_at
+    from sinkdlm.interop.tokenizer import read_tokenizer_at
 
     tokenizer = read_tokenizer_at(tmp_path / "t" / "tokenizer.model")
     reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "t" / "tokenizer.model"))
@@ -525,7 +526,7 @@ def test_a_vocabulary_with_merges_is_read_without_foreign_code(tmp_path):
 
 
 def test_unused_and_surplus_tokens(parents, tmp_path):
-    from sinkdlm.conversion.tokenizer import highest_id
+    from sinkdlm.interop.tokenizer import highest_id
 
     path, _ = parents["llama"]
     inner = Tokenizer(
@@ -586,24 +587,21 @@ def test_auto_classes_read_and_write_the_same_directory(variant, tmp_path):
 
 
 def test_importing_interop_registers(tmp_path):
-    """In a process of its own, where nothing else was imported; and modules are found by the paths that they had within it."""
+    """In processes of their own, where nothing else was imported: whichever way one comes to a model."""
     sinkdlm.save(tmp_path / "x", small_model(dtype=torch.float32, n_sinks=1))
     convert(tmp_path / "x", tmp_path / "hf", "hf")
-    script = f"""
-import sinkdlm.interop
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
-for folder in ({str(tmp_path / "x")!r}, {str(tmp_path / "hf")!r}):
-    print(AutoConfig.from_pretrained(folder).n_sinks)
-    for auto in (AutoModel, AutoModelForMaskedLM):
-        print(type(auto.from_pretrained(folder)).__name__)
-from sinkdlm.interop.tokenizer import read_tokenizer_at
-from sinkdlm.interop import layouts
-import sinkdlm.conversion.layouts, sinkdlm.conversion.tokenizer, sinkdlm.interop.layouts
-assert sinkdlm.conversion.tokenizer.read_tokenizer_at is read_tokenizer_at
-assert sinkdlm.conversion.layouts is sinkdlm.interop.layouts is layouts
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["1", "SinkDLMForMaskedLM", "SinkDLMForMaskedLM"] * 2
+    config = pickle.dumps(AutoConfig.from_pretrained(tmp_path / "x"))
+    ways = (
+        "print(type(AutoModel.from_pretrained('x')).__name__)",
+        "print(type(AutoModelForMaskedLM.from_pretrained('hf')).__name__)",
+        "print(type(AutoModel.from_config(AutoConfig.from_pretrained('hf'))).__name__)",
+        f"print(type(AutoModel.from_config(pickle.loads({config!r}))).__name__)",
+        "print(sinkdlm.interop.SinkDLMForMaskedLM.__name__)",
+    )
+    script = "import sinkdlm.interop, pickle\nfrom transformers import AutoConfig, AutoModel, AutoModelForMaskedLM\n"
+    for way in ways:
+        run = subprocess.run([sys.executable, "-W", "ignore", "-c", script + way], capture_output=True, text=True, cwd=tmp_path)
+        assert run.stdout == "SinkDLMForMaskedLM\n", (way, run.stderr)
 
 
 def test_labels_masks_and_flags(tmp_path):

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from evaluated import LETTERS, tiny_tokenizer
 from sinkdlm.analysis.kinds import KINDS, classify, labels, texts_of
-from sinkdlm.conversion.tokenizer import read_tokenizer_at
+from sinkdlm.interop.tokenizer import read_tokenizer_at
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = [folder / "shared" / "data" / "tokenizers" for folder in (ROOT, ROOT.parent)]  # in a checkout, or beside it

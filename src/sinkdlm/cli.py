@@ -165,9 +165,9 @@ def convert(
     changes = dict(parse_override(override) for override in overrides or [])
     import torch
 
-    from sinkdlm.conversion import export
+    from sinkdlm import interop
 
-    report = export.convert(
+    report = interop.convert(
         source,
         destination,
         to.value,
@@ -219,12 +219,12 @@ def train(
 def load_parent(recipe: Any, dtype: Any, source: Any = None, tokenizer: Any = None) -> Any:
     """init.from of a recipe: whatever `convert` reads, with the variant that [model] asks for. source, tokenizer: where they were
     read before."""
-    from sinkdlm.conversion.adapt import FREE_KEYS, load_any
+    from sinkdlm import interop
 
     wanted = recipe.model.to_dict()
-    return load_any(
+    return interop.load_any(
         source or recipe.init.from_,
-        {key: wanted[key] for key in FREE_KEYS},
+        {key: wanted[key] for key in interop.FREE_KEYS},
         sink_init=recipe.init.sink_init,
         gate_init=recipe.init.gate_init,
         seed=recipe.train.seed,
@@ -316,10 +316,10 @@ def load_for_sampling(checkpoint: str, device: Any, dtype: Arithmetic) -> Any:
 
 
 def load_with_tokenizer(checkpoint: str, device: Any, dtype: Any = None) -> Any:
-    from sinkdlm.conversion.adapt import load_any
+    from sinkdlm import interop
     from sinkdlm.errors import UserError
 
-    lm = load_any(checkpoint, device=device, dtype=dtype)
+    lm = interop.load_any(checkpoint, device=device, dtype=dtype)
     if lm.tokenizer is None:
         raise UserError(f"{checkpoint}: has no tokenizer; add one with: sinkdlm convert {checkpoint} DST --tokenizer T")
     return lm
@@ -355,9 +355,9 @@ def _count(text: str) -> int:
 
 def _read_tokenizer(path: Path) -> Any:
     """Of a checkpoint, a folder, a tokenizer.json, a SentencePiece model, or a model that carries one (GGUF)."""
-    from sinkdlm.conversion.sources import open_source
-    from sinkdlm.conversion.tokenizer import read_tokenizer_at, tokenizer_of
     from sinkdlm.errors import UserError
+    from sinkdlm.interop import open_source
+    from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of
 
     if not path.is_file() or path.suffix in (".json", ".model"):
         return read_tokenizer_at(path)

@@ -245,9 +245,9 @@ def load_in(checkpoint: str, device: Any, dtype: Dtype | None, compile_: bool = 
 
 
 def _read_tokenizer(checkpoint: str) -> Any:
-    from sinkdlm.conversion.sources import open_source
-    from sinkdlm.conversion.tokenizer import tokenizer_of
     from sinkdlm.errors import EvalError
+    from sinkdlm.interop import open_source
+    from sinkdlm.interop.tokenizer import tokenizer_of
 
     found = tokenizer_of(open_source(checkpoint))
     if found is None:

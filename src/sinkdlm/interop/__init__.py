@@ -1,23 +1,26 @@
-"""Models of other families, in and out. Importing it registers sinkdlm checkpoints with transformers' Auto classes.
+"""Models of other families, in and out. Importing it registers sinkdlm checkpoints with transformers' Auto classes."""
 
-That takes seconds: the package itself, its commands too, uses `sinkdlm.conversion`, where all of this is.
-"""
+from typing import TYPE_CHECKING, Any
 
-import sys
+from transformers import AutoConfig
 
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+from sinkdlm.interop.adapt import FREE_KEYS, load_any
+from sinkdlm.interop.export import convert
+from sinkdlm.interop.hf_config import SinkDLMConfig
+from sinkdlm.interop.sources import Source, open_source
 
-from sinkdlm.conversion import adapt, export, hf, layouts, sources, standalone, tensors, tokenizer
-from sinkdlm.conversion.adapt import FREE_KEYS, load_any
-from sinkdlm.conversion.export import convert
-from sinkdlm.conversion.hf import SinkDLMConfig, SinkDLMForMaskedLM
-from sinkdlm.conversion.sources import Source, open_source
+if TYPE_CHECKING:
+    from sinkdlm.interop.hf import SinkDLMForMaskedLM
 
-AutoConfig.register("sinkdlm", SinkDLMConfig, exist_ok=True)
-AutoModel.register(SinkDLMConfig, SinkDLMForMaskedLM, exist_ok=True)
-AutoModelForMaskedLM.register(SinkDLMConfig, SinkDLMForMaskedLM, exist_ok=True)
-
-for _module in (adapt, export, hf, layouts, sources, standalone, tensors, tokenizer):  # by their former paths, the same modules
-    sys.modules[_module.__name__.replace("sinkdlm.conversion", __name__)] = _module
+AutoConfig.register("sinkdlm", SinkDLMConfig, exist_ok=True)  # and a config registers its models
 
 __all__ = ["FREE_KEYS", "SinkDLMConfig", "SinkDLMForMaskedLM", "Source", "convert", "load_any", "open_source"]
+
+
+def __getattr__(name: str) -> Any:
+    """Commands come by here, and transformers' models take seconds to load."""
+    if name == "SinkDLMForMaskedLM":
+        from sinkdlm.interop.hf import SinkDLMForMaskedLM
+
+        return SinkDLMForMaskedLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sinkdlm.analysis.prompts import PROMPTS
-from sinkdlm.conversion.sources import open_source
-from sinkdlm.conversion.tokenizer import read_tokenizer_at, tokenizer_of
 from sinkdlm.data.inputs import find_sources
 from sinkdlm.data.prepare import Settings as Preparation
 from sinkdlm.data.prepare import prepare
@@ -17,6 +15,8 @@ from sinkdlm.data.shards import INDEX, Split, open_split
 from sinkdlm.errors import ReproduceError
 from sinkdlm.evals.requests import GENERATE, Request, Sheet
 from sinkdlm.evals.settings import Settings
+from sinkdlm.interop import open_source
+from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of
 from sinkdlm.reproduce.matrix import Scale
 
 GOLD = "gold"  # in a sheet's `about`: task -> the right option, or the right answer, of each document

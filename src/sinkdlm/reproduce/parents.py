@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sinkdlm.checkpoint import write_tokenizer
 from sinkdlm.config import MODEL_TYPE, Recipe
-from sinkdlm.conversion.sources import Source, open_source
-from sinkdlm.conversion.tokenizer import tokenizer_of
+from sinkdlm.interop import Source, open_source
+from sinkdlm.interop.tokenizer import tokenizer_of
 
 Load = Callable[..., Any]  # (recipe, dtype, source=, tokenizer=): as the command line loads init.from
 

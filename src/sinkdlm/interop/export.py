@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from sinkdlm.checkpoint import CONFIG, WEIGHTS, Loaded, save, write_weights, written_aside
-from sinkdlm.conversion import layouts
-from sinkdlm.conversion.adapt import SHAPE_KEYS, family_of, load_any, own_history
-from sinkdlm.conversion.sources import open_source
 from sinkdlm.errors import ConvertError
+from sinkdlm.interop import layouts
+from sinkdlm.interop.adapt import SHAPE_KEYS, family_of, load_any, own_history
+from sinkdlm.interop.sources import open_source
 
 Target = Literal["sinkdlm", "official", "hf"]
 
@@ -92,8 +92,8 @@ def write_transformers(destination: Path, loaded: Loaded, *, standalone: bool) -
     kind = None if standalone else parent_architecture(loaded)
     with written_aside(destination) as aside:
         if kind is None:
-            from sinkdlm.conversion.hf import SinkDLMForMaskedLM
-            from sinkdlm.conversion.standalone import make_standalone
+            from sinkdlm.interop.hf import SinkDLMForMaskedLM
+            from sinkdlm.interop.standalone import make_standalone
 
             with _no_bars():
                 SinkDLMForMaskedLM.wrap(loaded.model).save_pretrained(aside)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from sinkdlm.checkpoint import CONFIG, read_config
 from sinkdlm.config import MODEL_TYPE, ModelConfig, preset_fields, preset_names
-from sinkdlm.conversion import layouts
-from sinkdlm.conversion.layouts import Layout, check_shape
-from sinkdlm.conversion.tensors import GGUFFile, SafetensorsFiles, TensorFile, TorchFile
 from sinkdlm.errors import ConfigError, ConvertError
+from sinkdlm.interop import layouts
+from sinkdlm.interop.layouts import Layout, check_shape
+from sinkdlm.interop.tensors import GGUFFile, SafetensorsFiles, TensorFile, TorchFile
 
 AR_KINDS = ("qwen2", "llama")
 SUPPORTED = "official/SMDM .safetensors or .pth; Qwen2, Llama, LLaDA, Dream or sinkdlm directories; GGUF of Qwen2 or Llama"

@@ -8,9 +8,9 @@ from typing import Any
 
 from sinkdlm.checkpoint import hushed
 from sinkdlm.config import ModelConfig
-from sinkdlm.conversion.sources import Source, model_in
-from sinkdlm.conversion.tensors import GGUFFile
 from sinkdlm.errors import ConvertError
+from sinkdlm.interop.sources import Source, model_in
+from sinkdlm.interop.tensors import GGUFFile
 
 _PROBES = ("Hello world", "The capital of France is Paris.", "x = 12 + 34")
 

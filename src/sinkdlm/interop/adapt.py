@@ -13,9 +13,9 @@ from torch import Tensor
 
 from sinkdlm.checkpoint import RESERVED, Loaded, load, read_provenance
 from sinkdlm.config import MODEL_TYPE, ModelConfig
-from sinkdlm.conversion.sources import DREAM_MASK_ID, Source, open_source
-from sinkdlm.conversion.tokenizer import check_vocabulary, highest_id, read_tokenizer_at, tokenizer_of
 from sinkdlm.errors import ConfigError, ConvertError
+from sinkdlm.interop.sources import DREAM_MASK_ID, Source, open_source
+from sinkdlm.interop.tokenizer import check_vocabulary, highest_id, read_tokenizer_at, tokenizer_of
 from sinkdlm.model import DiffusionLM, draw_normal
 
 SHAPE_KEYS = ("n_heads", "n_kv_heads")
