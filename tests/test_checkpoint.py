@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 import sinkdlm
 from conftest import small_config, small_model, small_tokens
 from sinkdlm import UserError
-from sinkdlm.checkpoint import CONFIG, INDEX, PROVENANCE, WEIGHTS
+from sinkdlm.checkpoint import CONFIG, INDEX, PROVENANCE, WEIGHTS, write_weights
 
 
 def small_tokenizer():
@@ -52,6 +52,29 @@ def test_loaded_model_computes_the_same(saved):
     assert sinkdlm.load(path, dtype=torch.bfloat16).model.embed.weight.dtype == torch.bfloat16
     assert loaded.tokenizer.convert_tokens_to_ids(["one", "token"]) == [1, 2]
     assert {"seed", "sinkdlm_version", "torch_version", "created", "weights"} <= set(loaded.provenance)
+
+
+def test_a_tokenizer_without_its_json_is_read_without_a_word(saved):
+    """In a process that knows nothing of interop, where transformers has never heard of our model type."""
+    path, _ = saved
+    (path / "tokenizer.json").unlink()
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer", "pad_token": "b"}))
+    (path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "c": 2}))
+    (path / "merges.txt").write_text("#version: 0.2\n")
+    script = f"""
+import sinkdlm
+tokenizer = sinkdlm.load({str(path)!r}).tokenizer
+print(type(tokenizer).__name__, tokenizer.pad_token, *tokenizer.encode("cab"))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert (run.stdout, run.stderr) == ("Qwen2Tokenizer b 2 0 1\n", "")
+
+
+def test_parts_of_one_tensor_each_count_in_their_shard(tmp_path):
+    whole = torch.arange(3000.0).reshape(3, 1000)
+    write_weights(tmp_path, {"q": whole[0], "k": whole[1], "v": whole[2]}, shard_bytes=5000)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert [list(load_file(shard)) for shard in shards] == [["q"], ["k"], ["v"]]
 
 
 def test_large_weights_are_sharded(tmp_path):

@@ -69,6 +69,67 @@ print("torch._dynamo" in sys.modules)
     assert run.stdout == "False\n"
 
 
+# What the commands below have no use for; and what only training uses, for ranks and states.
+UNUSED = [
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "torch._dynamo",
+    "datasets",
+    "matplotlib",
+    "pandas",
+    "scipy",
+    "sklearn",
+]
+SINGLE = ["torch.distributed.tensor", "torch.distributed.checkpoint"]
+COMMANDS = """
+import io, json, sys
+from contextlib import redirect_stdout
+from sinkdlm.cli import app
+def loaded(*args):
+    if args == ("serve",):  # it would not end
+        import sinkdlm.serving.server
+    else:
+        with redirect_stdout(io.StringIO()):
+            app(list(args), standalone_mode=False)
+    return [name for name in json.loads(sys.argv[1]) if name in sys.modules]
+short = ["--length", "4", "--steps", "1"]
+found = {
+    "sample": loaded("sample", "model", "--prompt", "a", *short),
+    "score": loaded("score", "model", "texts.txt", "--draws", "8"),
+    "analyze": loaded("analyze", "model", "--out", "a", "--trajectories", "1", "--no-interventions", "--capture-only", *short),
+    "convert": loaded("convert", "model", "b", "--set", "shift_logits=true"),
+    "official": loaded("convert", "model", "c", "--to", "official"),
+    "prepare": loaded("data", "prepare", "texts.txt", "--tokenizer", "model", "--out", "data", "--documents", "line"),
+    "serve": loaded("serve"),
+    "train": loaded("train", "recipe.toml", "--out", "run"),
+}
+print(json.dumps(found))
+"""
+RECIPE = """
+model = {preset = "nano", n_sinks = 1}
+init = {from = "model"}
+data = {length = 8, sets = {data = 1}}
+train = {steps = 1, batch = 1, lr = 1e-3}
+"""
+
+
+def test_commands_load_what_they_use(tmp_path):
+    """Models of transformers take seconds to load. A checkpoint and its tokenizer are read, and written, without them."""
+    import sinkdlm
+    from sinkdlm.data.synthetic import character_tokenizer
+
+    model = sinkdlm.DiffusionLM(sinkdlm.ModelConfig.preset("nano", n_sinks=1))
+    sinkdlm.save(tmp_path / "model", model, character_tokenizer())
+    (tmp_path / "texts.txt").write_text("a b c d e f\n" * 20)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    script = [sys.executable, "-c", COMMANDS, json.dumps(UNUSED + SINGLE)]
+    run = subprocess.run(script, capture_output=True, text=True, check=True, cwd=tmp_path)
+    found = json.loads(run.stdout)
+    assert set(found.pop("train")) <= set(SINGLE)
+    assert list(found) == ["sample", "score", "analyze", "convert", "official", "prepare", "serve"]
+    assert not any(found.values()), found
+
+
 def test_every_public_name_is_there():
     import sinkdlm
 

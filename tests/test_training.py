@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -924,3 +925,27 @@ def test_a_bar_shows_the_time_that_is_left_at_any_width(tmp_path, columns, rate)
     assert "-:--:--" in line or re.search(r"\d:\d\d:\d\d", line)
     assert ("3,052 tokens/s" in line) == rate
     assert line.count("\N{HORIZONTAL ELLIPSIS}") <= 1  # the name's alone
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        ([0.6, 0.1, 0.1, 0.1, 0.2, 0.1], [("5/100", "0:00:11"), ("100/100", "0:00:00")]),  # (0.1 + 0.1 + 0.1 + 0.2) / 4 a step
+        ([40.0, 20.0, 20.0], [("1/100", "1:06:00"), ("2/100", "0:32:40"), ("3/100", "0:32:20"), ("100/100", "0:00:00")]),
+    ],
+)
+def test_the_time_that_is_left_is_said_early_and_without_the_first_step(tmp_path, monkeypatch, seconds, said):
+    """The first step warms up or compiles. Where steps are short, the first line waits until it knows better."""
+    from sinkdlm.training import monitor as module
+
+    now = 1000.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    console = Console(file=io.StringIO(), width=80)
+    monitor = Monitor(tmp_path, LogSection(), console)
+    monitor.begin(0, 100, {})
+    for step, spent in enumerate(seconds, start=1):
+        now += spent
+        monitor.progress(step, 100, "loss 1")
+    monitor.progress(100, 100, "loss 1")
+    monitor.close()
+    assert re.findall(r"step (\S+)  loss 1  (\S+) left", console.file.getvalue()) == said

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -210,7 +210,12 @@ def _umask() -> int:
 
 def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, Any]:
     """model.safetensors, or shards with their index; returns each file's size and SHA-256."""
-    split = split_torch_state_dict_into_shards(dict(state), max_shard_size=shard_bytes)
+    split = split_state_dict_into_shards_factory(  # its form for torch loads torch's distributed tensors, which takes a second
+        dict(state),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
     fingerprints = {}
     for name, keys in split.filename_to_tensors.items():
         save_file({key: state[key].detach().cpu().contiguous() for key in keys}, folder / name, metadata={"format": "pt"})
@@ -296,16 +301,32 @@ def read_tokenizer(path: Path) -> Any:
     """The tokenizer saved with a checkpoint, or None."""
     if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return None
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     try:
         # AutoTokenizer asks config.json which class to take, and our model type has none of its own.
         if (path / "tokenizer.json").exists():
+            from transformers import PreTrainedTokenizerFast
+
             return PreTrainedTokenizerFast.from_pretrained(path)
-        return AutoTokenizer.from_pretrained(path)
+        from transformers import AutoTokenizer
+
+        with hushed():
+            return AutoTokenizer.from_pretrained(path)
     except Exception as failure:  # transformers raises whatever its parsers raise
         reason = str(failure).splitlines()[0]
         raise CheckpointError(f"{path}: tokenizer files cannot be read: {reason}") from failure
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """transformers without its warnings: of a model type that it does not know, of settings that it takes for another's."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

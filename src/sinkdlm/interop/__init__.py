@@ -1,14 +1,26 @@
 """Models of other families, in and out. Importing it registers sinkdlm checkpoints with transformers' Auto classes."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoConfig
 
 from sinkdlm.interop.adapt import FREE_KEYS, load_any
 from sinkdlm.interop.export import convert
-from sinkdlm.interop.hf import SinkDLMConfig, SinkDLMForMaskedLM
+from sinkdlm.interop.hf_config import SinkDLMConfig
 from sinkdlm.interop.sources import Source, open_source
 
-AutoConfig.register("sinkdlm", SinkDLMConfig, exist_ok=True)
-AutoModel.register(SinkDLMConfig, SinkDLMForMaskedLM, exist_ok=True)
-AutoModelForMaskedLM.register(SinkDLMConfig, SinkDLMForMaskedLM, exist_ok=True)
+if TYPE_CHECKING:
+    from sinkdlm.interop.hf import SinkDLMForMaskedLM
+
+AutoConfig.register("sinkdlm", SinkDLMConfig, exist_ok=True)  # and a config registers its models
 
 __all__ = ["FREE_KEYS", "SinkDLMConfig", "SinkDLMForMaskedLM", "Source", "convert", "load_any", "open_source"]
+
+
+def __getattr__(name: str) -> Any:
+    """Commands come by here, and transformers' models take seconds to load."""
+    if name == "SinkDLMForMaskedLM":
+        from sinkdlm.interop.hf import SinkDLMForMaskedLM
+
+        return SinkDLMForMaskedLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,42 +1,21 @@
 """transformers classes over the same checkpoint directory: AutoConfig, AutoModel and AutoModelForMaskedLM read and write it.
 
-The module is also the template of the standalone modelling file: it uses no more of the package than DiffusionLM and ModelConfig.
+With hf_config.py it is also the template of the standalone modelling file: they use no more of the package than DiffusionLM and
+ModelConfig.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
-from sinkdlm.config import ModelConfig
+from sinkdlm.interop.hf_config import SinkDLMConfig
 from sinkdlm.layers import Norm
 from sinkdlm.model import DiffusionLM
-
-
-class SinkDLMConfig(PretrainedConfig):
-    """The fields of ModelConfig, as transformers carries them."""
-
-    model_type = "sinkdlm"
-    attribute_map = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}  # noqa: RUF012
-
-    def __init__(self, **kwargs: Any) -> None:
-        fields = {key: kwargs.pop(key) for key in MODEL_FIELDS if key in kwargs}
-        kwargs["tie_word_embeddings"] = False  # a tied head is no parameter of its own here
-        super().__init__(**kwargs)
-        for key, value in (ModelConfig(**fields).model_dump() if fields else {}).items():
-            setattr(self, key, value)
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        """What config.json holds: our fields, and the few keys by which transformers finds its classes."""
-        whole = self.to_dict()
-        kept = ("model_type", *MODEL_FIELDS, "architectures", "auto_map", "dtype", "transformers_version")
-        return {key: whole[key] for key in kept if whole.get(key) is not None}
-
-    def model_config(self) -> ModelConfig:
-        return ModelConfig(**{key: getattr(self, key) for key in MODEL_FIELDS})
 
 
 class SinkDLMForMaskedLM(PreTrainedModel):
@@ -132,9 +111,6 @@ class SinkDLMForMaskedLM(PreTrainedModel):
             stamp(Path(save_directory), self.config)
 
 
-MODEL_FIELDS = tuple(ModelConfig.model_fields)
-
-
 def stamp(folder: Path, config: SinkDLMConfig) -> None:
     """Fingerprints for `sinkdlm.load`, replacing those of a checkpoint that was there before."""
     from sinkdlm.checkpoint import fingerprint, write_provenance
@@ -143,3 +119,9 @@ def stamp(folder: Path, config: SinkDLMConfig) -> None:
     write_provenance(
         folder, config.model_config(), {file.name: fingerprint(file) for file in files}, {"written_by": "transformers"}
     )
+
+
+@cache
+def register() -> None:
+    AutoModel.register(SinkDLMConfig, SinkDLMForMaskedLM, exist_ok=True)
+    AutoModelForMaskedLM.register(SinkDLMConfig, SinkDLMForMaskedLM, exist_ok=True)

@@ -14,11 +14,11 @@ from typing import Any
 from sinkdlm import attention, fusion, lane, layers, model, noise, positions, recompute, visibility
 from sinkdlm.checkpoint import CONFIG, PROVENANCE
 from sinkdlm.config import ModelConfig
-from sinkdlm.interop import hf
+from sinkdlm.interop import hf, hf_config
 
 MODULE = "modeling_sinkdlm"
 _PROPERTIES = ("head_dim", "embedding_rows", "n_lane", "n_registers", "has_sink_logit")
-_DROPPED = {"stamp", "MODEL_FIELDS", "trains_fused"}
+_DROPPED = {"stamp", "MODEL_FIELDS", "trains_fused", "register", "__new__"}
 # Without the package there is nobody to compute fingerprints: those of the weights that were there go.
 _STAMP = """def stamp(folder, config):
     (folder / "provenance.json").unlink(missing_ok=True)
@@ -51,7 +51,7 @@ def make_standalone(folder: Path) -> None:
 def source_text() -> str:
     parts = ['"""sinkdlm, self-contained: generated from the sources of the package sinkdlm. Apache-2.0."""', ""]
     bodies, imports = [], {"import dataclasses"}
-    for module in (noise, visibility, attention, lane, positions, fusion, recompute, layers, model, hf):
+    for module in (noise, visibility, attention, lane, positions, fusion, recompute, layers, model, hf_config, hf):
         found, body = _split_imports(inspect.getsource(module))
         imports |= found
         bodies.append(body)

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from sinkdlm.checkpoint import hushed
 from sinkdlm.config import ModelConfig
 from sinkdlm.errors import ConvertError
 from sinkdlm.interop.sources import Source, model_in
@@ -51,13 +52,15 @@ def read_tokenizer_at(path: str | Path) -> Any:
 
 def read_folder(folder: Path) -> Any:
     """By the files that are there, never by code that a folder brings along; None where there are none."""
-    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
     if (folder / "tokenizer.json").exists():
         return _guarded(folder, lambda: PreTrainedTokenizerFast.from_pretrained(folder))
     if (folder / "tokenizer.model").exists():
         return _sentencepiece(folder / "tokenizer.model")
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
+        from transformers import Qwen2Tokenizer
+
         return _guarded(folder, lambda: Qwen2Tokenizer.from_pretrained(folder))  # Qwen's and Dream's files
     return None
 
@@ -85,17 +88,12 @@ def _sentencepiece(path: Path) -> Any:
 
 
 def _guarded(path: Path, read: Any) -> Any:
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
     try:
-        return read()
+        with hushed():
+            return read()
     except Exception as failure:  # transformers raises whatever its parsers raise
         reason = (str(failure).splitlines() or [type(failure).__name__])[0]
         raise ConvertError(f"{path}: tokenizer cannot be read: {reason}; --tokenizer gives another") from failure
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def highest_id(tokenizer: Any) -> int:

@@ -21,6 +21,7 @@ from sinkdlm.config import LogSection
 from sinkdlm.errors import TrainError
 
 _PLAIN_SECONDS = 10.0  # between lines where there is no terminal
+_FIRST_SECONDS = 1.0  # before the first of them, which shall know what a step takes
 _CLOCK = len("99:59:59")
 
 
@@ -178,8 +179,9 @@ class Monitor:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._bar_width = max(4, min(40, console.width // 8))
-        self._spoken = 0.0
-        self._set_out = (time.monotonic(), 0)  # and the step
+        self._due = 0.0
+        self._set_out = (0.0, 0)  # the time and step from which steps are timed
+        self._warm = False
 
     def meet(self, model: Any, tokenizer: Any) -> None:
         """Before the run begins: whom it is about, for monitors that look for themselves."""
@@ -192,7 +194,8 @@ class Monitor:
                 raise
             except Exception as failure:  # whatever the tracker's package raises
                 raise TrainError(f"log.trackers: {name} cannot start: {_first_line(failure)}") from None
-        self._set_out = (time.monotonic(), step)
+        now = time.monotonic()
+        self._set_out, self._due, self._warm = (now, step), now + _FIRST_SECONDS, False
         if self.console.is_terminal:
             texts = (TextColumn("{task.description}", markup=False), TextColumn("{task.fields[seen]}", markup=False))
             self._bar = Progress(texts[0], BarColumn(self._bar_width), TimeRemainingColumn(), texts[1], console=self.console)
@@ -213,11 +216,15 @@ class Monitor:
         if self._bar is not None and self._task is not None:
             room = self.console.width - len(self._name()) - self._bar_width - _CLOCK - 3  # a space between columns
             self._bar.update(self._task, completed=step, seen=fitted(f"{step}/{steps}  {seen}", room))
-        elif time.monotonic() - self._spoken > _PLAIN_SECONDS or step == steps:
-            self._spoken = time.monotonic()
+            return
+        now = time.monotonic()
+        if now >= self._due or step == steps:
+            self._due = now + _PLAIN_SECONDS
             began, first = self._set_out
-            left = (time.monotonic() - began) * (steps - step) / max(1, step - first)
+            left = (now - began) * (steps - step) / max(1, step - first)
             self.say(f"step {step}/{steps}  {seen}  {timedelta(seconds=int(left))} left")
+        if not self._warm:  # the first step also warms up, or compiles: it says nothing of the others
+            self._set_out, self._warm = (now, step), True
 
     def _name(self) -> str:
         most = max(1, self.console.width // 6)

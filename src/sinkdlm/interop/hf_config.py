@@ -1,0 +1,42 @@
+"""The config that transformers knows our models by. Apart from their classes, which take seconds to load: see SinkDLMConfig."""
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from sinkdlm.config import ModelConfig
+
+MODEL_FIELDS = tuple(ModelConfig.model_fields)
+
+
+class SinkDLMConfig(PretrainedConfig):
+    """The fields of ModelConfig, as transformers carries them.
+
+    The first that is made, or unpickled, registers the model classes: nobody can ask an Auto class for a model without a config,
+    and commands that make none need not load transformers' models.
+    """
+
+    model_type = "sinkdlm"
+    attribute_map = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}  # noqa: RUF012
+
+    def __new__(cls, *_: Any, **__: Any) -> "SinkDLMConfig":
+        from sinkdlm.interop.hf import register
+
+        register()
+        return super().__new__(cls)
+
+    def __init__(self, **kwargs: Any) -> None:
+        fields = {key: kwargs.pop(key) for key in MODEL_FIELDS if key in kwargs}
+        kwargs["tie_word_embeddings"] = False  # a tied head is no parameter of its own here
+        super().__init__(**kwargs)
+        for key, value in (ModelConfig(**fields).model_dump() if fields else {}).items():
+            setattr(self, key, value)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What config.json holds: our fields, and the few keys by which transformers finds its classes."""
+        whole = self.to_dict()
+        kept = ("model_type", *MODEL_FIELDS, "architectures", "auto_map", "dtype", "transformers_version")
+        return {key: whole[key] for key in kept if whole.get(key) is not None}
+
+    def model_config(self) -> ModelConfig:
+        return ModelConfig(**{key: getattr(self, key) for key in MODEL_FIELDS})
