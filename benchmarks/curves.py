@@ -22,23 +22,23 @@ _WORDS = 4096  # of the language
 _SMOOTHED = 20  # steps that are averaged before curves are compared: a step's own loss varies with its noise
 
 
-def make_rows(step: int, seed: int, rows: int, length: int, vocab: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+def make_rows(seed: int, steps: int, rows: int, length: int, vocab: int) -> Tensor:
+    """(steps, rows, length), of all steps at once: a place follows from the one before it, so that only rows can be made together."""
+    generator = torch.Generator().manual_seed(seed)
     n_words = min(_WORDS, vocab)
-    chosen = torch.randint(0, _CHOICES, (rows, length), generator=generator)
-    tokens = torch.empty(rows, length, dtype=torch.int64)
-    tokens[:, 0] = torch.randint(0, n_words, (rows,), generator=generator)
+    tokens = 97 * torch.randint(0, _CHOICES, (length, steps * rows), generator=generator)
+    tokens[0] = torch.randint(0, n_words, (steps * rows,), generator=generator)
     for place in range(1, length):
-        tokens[:, place] = (5 * tokens[:, place - 1] + 1 + 97 * chosen[:, place]) % n_words
-    return tokens
+        tokens[place] = (5 * tokens[place - 1] + 1 + tokens[place]) % n_words
+    return tokens.T.reshape(steps, rows, length).contiguous()
 
 
 def curve(args: argparse.Namespace, form: str, seed: int) -> list[float]:
     device = torch.device(args.device)
     step = Step(recipe_of(args.model, args.length, **VARIANTS[form]), form, args.rows, device)
     losses = []
-    for number in range(args.steps):
-        step.take(make_rows(number, seed, args.rows, args.length, step.recipe.model.vocab_size))
+    for tokens in make_rows(seed, args.steps, args.rows, args.length, step.recipe.model.vocab_size):
+        step.take(tokens)
         losses.append(step().clone())
     found = torch.stack(losses).tolist()
     del step
