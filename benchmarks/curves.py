@@ -23,7 +23,7 @@ _SMOOTHED = 20  # steps that are averaged before curves are compared: a step's o
 
 
 def make_rows(seed: int, steps: int, rows: int, length: int, vocab: int) -> Tensor:
-    """(steps, rows, length), of all steps at once: a place follows from the one before it, so that only rows can be made together."""
+    """(steps, rows, length): a place follows from the one before it, so rows of all steps are made together, place by place."""
     generator = torch.Generator().manual_seed(seed)
     n_words = min(_WORDS, vocab)
     tokens = 97 * torch.randint(0, _CHOICES, (length, steps * rows), generator=generator)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import cold_start, train_step
+from benchmarks import cold_start, curves, train_step
 from benchmarks.measuring import RESULTS, measure, measure_together, quantiles
 
 from sinkdlm.planning import training_flops
@@ -48,8 +48,8 @@ def check_record(entry):
     assert entry["command"].startswith("python -m benchmarks.")
     assert {"python", "torch"} <= set(entry["versions"])
     timed = [value for value in walk(entry["figures"]) if isinstance(value, dict) and "p50" in value]
-    untimed = entry["benchmark"] in ("memory", "likelihood") or entry["settings"].get("agreement_only")
-    assert timed or untimed  # peaks; one long run of each form
+    untimed = entry["benchmark"] in ("memory", "likelihood", "curves") or entry["settings"].get("agreement_only")
+    assert timed or untimed  # peaks; one long run of each form; losses
     for value in timed:
         assert 0 < value["p20"] <= value["p50"] <= value["p80"]
 
@@ -127,6 +127,23 @@ def test_a_timed_step_is_a_training_step_in_every_form():
         "triton_red_fused": "compiled",
     }
     assert {name: train_step.kind_of(name) for name in kinds} == kinds
+
+
+def test_curves_of_the_fast_step_lie_closer_to_the_plain_one_than_seeds_do(tmp_path, monkeypatch, capsys):
+    rows = curves.make_rows(0, steps=3, rows=2, length=50, vocab=64)
+    turns = (rows[..., 1:] - 5 * rows[..., :-1] - 1) % 64
+    assert set(turns.flatten().tolist()) == {97 * choice % 64 for choice in range(4)}
+    assert len({tuple(row.tolist()) for row in rows.flatten(0, 1)}) == 6
+    short = "--device cpu --model nano --rows 2 --length 32 --steps 40"
+    monkeypatch.setattr(sys, "argv", ["curves", *short.split(), "--out", str(tmp_path)])
+    curves.main()
+    entry = json.loads(capsys.readouterr().out)
+    check_record(entry)
+    losses = entry["figures"]["losses"]
+    assert {name: len(curve) for name, curve in losses.items()} == dict.fromkeys(
+        ("official, seed 0", "official, seed 1", "sink, seed 0"), 40
+    )
+    assert entry["figures"]["sink to official"]["most"] < entry["figures"]["between_seeds"]["mean"] / 10
 
 
 @pytest.mark.slow
