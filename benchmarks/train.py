@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--kill-at", type=int, default=None, help="step after which the run is killed once")
+    parser.add_argument("--subject", default=None, help="of the record's name; by default the recipe's")
     parser.add_argument("--run", type=Path, default=None, help="keep the run folder here")
     parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
     given = parser.parse_args()
@@ -102,7 +103,7 @@ def main() -> None:
         resolved = (out / "recipe.toml").read_text()
     settings = {"recipe": given.recipe.stem, "overrides": given.overrides, "kill_at": given.kill_at, "resolved": resolved}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    write(record("train", figures, device=device, settings=settings), given.out, subject=given.recipe.stem)
+    write(record("train", figures, device=device, settings=settings), given.out, subject=given.subject or given.recipe.stem)
 
 
 if __name__ == "__main__":
