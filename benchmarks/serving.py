@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,16 +40,13 @@ class Process:
     url: str
     popen: "subprocess.Popen[str]"
 
-    def memory(self) -> int:
-        """Bytes that are resident."""
-        pages = int(Path(f"/proc/{self.popen.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-
 
 @contextmanager
-def server(checkpoint: Path, *options: str, threads: int = 1, **variables: str) -> Iterator[Process]:
+def server(
+    checkpoint: Path, *options: str, threads: int = 1, program: Sequence[str] = ("-m", "sinkdlm"), **variables: str
+) -> Iterator[Process]:
     """`sinkdlm serve` on a free port, ended by SIGTERM."""
-    command = [sys.executable, "-m", "sinkdlm", "serve", str(checkpoint), "--port", "0", *options]
+    command = [sys.executable, *program, "serve", str(checkpoint), "--port", "0", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **variables}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as popen:
         assert popen.stdout is not None

@@ -1,10 +1,12 @@
 """The server as its users meet it: OpenAI's own client, plain HTTP, and people who mean no good."""
 
+import gc
 import json
 import re
 import socket
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
@@ -14,6 +16,7 @@ import pytest
 
 from sinkdlm.prompting import policy_for
 from sinkdlm.sampling import policy_of
+from sinkdlm.serving import app
 from sinkdlm.serving.engine import LONGEST_RETRY, Capacity
 from sinkdlm.serving.served import Limits
 from sinkdlm.writer import Job, write
@@ -394,9 +397,9 @@ def test_when_all_places_are_taken_a_client_is_told_when_to_come_back(narrow):
         assert 'sinkdlm_requests_total{path="/v1/completions",status="429"}' in http.get("/metrics").text
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_nothing_is_computed_for_a_client_that_left(narrow, stream):
-    body = {"model": "letters", "prompt": PROMPT, "max_tokens": 150, "stream": stream, "sinkdlm": {"ignore_eos": True}}
+def ask_and_leave(narrow, **more):
+    """In the middle of the first forward."""
+    body = {"model": "letters", "prompt": PROMPT, "max_tokens": 150, "sinkdlm": {"ignore_eos": True}, **more}
     sent = json.dumps(body).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {len(sent)}\r\n\r\n"
@@ -409,7 +412,35 @@ def test_nothing_is_computed_for_a_client_that_left(narrow, stream):
             until(lambda: narrow.watch.forwards == before + 1)
         until(lambda: narrow.site.door.n_inside == 0)  # the server knows
     until(lambda: narrow.engine.n_running == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_computed_for_a_client_that_left(narrow, stream):
+    before = narrow.watch.forwards
+    ask_and_leave(narrow, stream=stream)
     assert narrow.watch.forwards == before + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_request_held_is_free_when_it_ends(narrow, monkeypatch, stream):
+    """Answered, or left with a text that never began; and not only once cycles are collected, which may be thousands later."""
+    kept = []
+
+    class Watched(app.Exchange):
+        def submit(self, **given):
+            super().submit(**given)
+            kept.extend([weakref.ref(self), weakref.ref(self.ticket)])
+
+    monkeypatch.setattr(app, "Exchange", Watched)
+    gc.disable()
+    try:
+        body = {"model": "letters", "prompt": PROMPT, "max_tokens": 4, "n": 2, "stream": stream, "sinkdlm": {"inspect": True}}
+        assert httpx.post(f"{narrow.url}/v1/completions", json=body, timeout=SECONDS).status_code == 200
+        ask_and_leave(narrow, stream=stream, n=2)
+        assert len(kept) == 4
+        until(lambda: [one() for one in kept] == [None] * 4)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from sinkdlm.serving.engine import Event, Frame, Over, Ticket
@@ -33,6 +34,16 @@ _QUIET = 15.0  # seconds after which a stream shows that it lives
 _DIGITS = 4  # of a confidence
 
 
+def _tell(loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[Event]", events: list[Event]) -> None:
+    """In the engine's thread."""
+    loop.call_soon_threadsafe(_put, queue, events)
+
+
+def _put(queue: "asyncio.Queue[Event]", events: list[Event]) -> None:
+    for event in events:
+        queue.put_nowait(event)
+
+
 class Exchange:
     """finished: called once, when all rows are done."""
 
@@ -45,8 +56,9 @@ class Exchange:
         if inspect:
             given = [row.canvas.index(row.mask_id) for row in order.rows]
             self.record = Record(self.id, served.name, served.lm.config.mask_id, given, [[] for _ in order.rows])
-        self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
+        # The ticket is told of this queue alone: one that held the exchange, which holds it, would stay until cycles are collected.
+        self._tell = partial(_tell, asyncio.get_running_loop(), self._events)
         self.ticket: Ticket | None = None
 
     def submit(self, *, progress: bool, frames: bool) -> None:
@@ -60,14 +72,6 @@ class Exchange:
     def cancel(self) -> None:
         if self.ticket is not None:
             self.served.engine.cancel(self.ticket)
-
-    def _tell(self, events: list[Event]) -> None:
-        """In the engine's thread."""
-        self._loop.call_soon_threadsafe(self._take, events)
-
-    def _take(self, events: list[Event]) -> None:
-        for event in events:
-            self._events.put_nowait(event)
 
     async def events(self) -> AsyncIterator[Tokens | Frame | None]:
         """Until all rows are done. None: nothing has happened for a while."""

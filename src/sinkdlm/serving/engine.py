@@ -119,6 +119,12 @@ class Ticket:
         self.left = False  # nobody waits for it any longer
         self.over = False
 
+    def drop_pending(self) -> None:
+        """Rows that will never begin. They hold the ticket, and would keep it in memory."""
+        for row in self.pending:
+            row.state.end()
+        self.pending.clear()
+
 
 def share_forwards(rows: Sequence[_Row], most_tokens: int) -> list[Sequence[_Row]]:
     """Rows of about one length share a forward: padding the short ones to the longest must not cost more than a forward more."""
@@ -221,8 +227,7 @@ class Engine:
             ticket.left = True
             if ticket in self._waiting:  # its place in the queue is free at once
                 self._waiting.remove(ticket)
-                for row in ticket.pending:
-                    row.state.end()
+                ticket.drop_pending()
             self._changed.notify()
 
     def look(self, compute: Callable[[], Any]) -> "Future[Any]":
@@ -290,7 +295,9 @@ class Engine:
         with self._changed:
             tickets = {**dict.fromkeys(self._waiting), **{row.ticket: None for row in self._running}}
             gone = {ticket for ticket in tickets if ticket.left or ticket.over or ticket.deadline < now}
-            for row in [*self._running, *(row for ticket in gone for row in ticket.pending)]:
+            for ticket in gone:
+                ticket.drop_pending()
+            for row in self._running:
                 if row.ticket in gone:
                     row.state.end()
             self._running = [row for row in self._running if row.ticket not in gone]
