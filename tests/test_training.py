@@ -191,9 +191,17 @@ def test_a_resumed_run_goes_on_with_average_and_background(tmp_path, token_set, 
             raise RuntimeError("a crash")
         return make_step(self, batch, lr, signals)
 
+    save_tensors = state._save_tensors
+
+    def take_time(*arguments):
+        time.sleep(0.3)  # so that the crash finds the state half written
+        save_tensors(*arguments)
+
     monkeypatch.setattr(loop.Trainer, "_make_step", die_once)
-    with pytest.raises(RuntimeError, match="a crash"):
-        run(recipe, tmp_path / "crashed")
+    with monkeypatch.context() as patched:
+        patched.setattr(state, "_save_tensors", take_time)
+        with pytest.raises(RuntimeError, match="a crash"):
+            run(recipe, tmp_path / "crashed")
     _, said = run(recipe, tmp_path / "crashed")
     assert any("resumed at step 2" in line for line in said)
     assert kills.differences(tmp_path / "alone", tmp_path / "crashed") == []

@@ -220,8 +220,8 @@ class Trainer:
                 self._save_state(final=True)
                 self._export(self.folder.path / "model", final=True)
         finally:
+            self._finish_writing()  # a state that is being written behind speaks of metrics, and syncs them
             self.monitor.close()
-            self._finish_writing()
         return self._summary()
 
     def _greet(self, layout: str) -> None:
