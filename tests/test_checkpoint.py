@@ -54,6 +54,7 @@ def test_loaded_model_computes_the_same(saved):
     assert {"seed", "sinkdlm_version", "torch_version", "created", "weights"} <= set(loaded.provenance)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_without_its_json_is_read_without_a_word(saved):
     """In a process that knows nothing of interop, where transformers has never heard of our model type."""
     path, _ = saved

@@ -586,6 +586,7 @@ def test_auto_classes_read_and_write_the_same_directory(variant, tmp_path):
     sinkdlm.load(tmp_path / "x")
 
 
+@pytest.mark.slow
 def test_importing_interop_registers(tmp_path):
     """In processes where nothing else was imported: by a folder, and by a config that another process made."""
     sinkdlm.save(tmp_path / "x", small_model(dtype=torch.float32, n_sinks=1))
