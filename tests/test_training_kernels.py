@@ -195,8 +195,9 @@ def test_an_adapter_is_not_passed_by(monkeypatch):
     mlp = layers.FeedForward(small_model().config)
     x = random(2, 3, mlp.gate_up.in_features).cpu()
     torch.testing.assert_close(mlp(x, fused=True), mlp(x))
-    mlp.down.__class__ = Adapted
-    torch.testing.assert_close(mlp(x, fused=True), mlp(x))
+    for layer in (mlp.down, mlp.gate_up):
+        layer.__class__ = Adapted
+        torch.testing.assert_close(mlp(x, fused=True), mlp(x))
 
 
 def test_swiglu_and_its_product_have_autograds_gradients():
@@ -212,9 +213,31 @@ def test_swiglu_and_its_product_have_autograds_gradients():
         torch.testing.assert_close(one, true.float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_has_autograds_gradients(biased):
+    leaves = [random(2, 3, 10), random(6, 10, seed=1), *([random(6, seed=2)] if biased else [])]
+    wanted_leaves, mine = ([x.to(dtype).requires_grad_() for x in leaves] for dtype in (torch.float64, torch.float32))
+    grad, wanted = random(2, 3, 6, seed=3), torch.nn.functional.linear(*wanted_leaves)
+    found = fused_layers.project(*mine)
+    torch.testing.assert_close(found, wanted.float())
+    wanted_grads = torch.autograd.grad(wanted, wanted_leaves, grad.double())
+    for one, true in zip(torch.autograd.grad(found, mine, grad), wanted_grads, strict=True):
+        torch.testing.assert_close(one, true.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_weights_gradient_is_not_rounded_to_its_factors():
+    grad, x = random(64, 6, dtype=torch.bfloat16), random(64, 10, seed=1, dtype=torch.bfloat16)
+    found = operators.weight_gradient(grad, x, torch.float32)
+    torch.testing.assert_close(found, (grad.double().mT @ x.double()).float(), rtol=1e-5, atol=1e-5)
+    weight = random(6, 10, seed=2).requires_grad_()
+    fused_layers.project(x, weight).backward(grad)
+    assert torch.equal(weight.grad, found)
+
+
 @pytest.mark.parametrize(
     "name",
     [
+        "weight_gradient",
         "swiglu",
         "swiglu_backward",
         "merge_sinks",
@@ -230,6 +253,7 @@ def test_operators_keep_the_rules_of_torch(name):
     q, content, lse, sink_k, sink_v, grad, grad_q = parts(2, 4, 2, 9, 8, 2)
     grad_k, cos = random(2, 2, 9, 8), random(1, 9, 1, 4)
     given = {
+        "weight_gradient": (random(5, 3, dtype=torch.bfloat16), random(5, 4, dtype=torch.bfloat16), torch.float32),
         "swiglu": (random(2, 3, 8),),
         "swiglu_backward": (random(2, 3, 8), random(2, 3, 4)),
         "merge_sinks": (q, content, lse, sink_k, sink_v, 0.3),

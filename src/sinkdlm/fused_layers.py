@@ -1,9 +1,9 @@
 """Parts of a layer in a training step on a GPU, each as one function with its own backward, in as few passes over memory as can be.
 
 Attention from projected heads to mixed values (the content's is the plain kernel's; rotary and sinks are joined to it), for tokens
-and sinks as rows of one matrix; the norm with the addition before it; and SwiGLU with the product after it. What the operators
-under them compute says operators.py. The model computes the same by torch's own operations, which the tests hold this to, wherever
-anything is hidden, cached, watched or changed.
+and sinks as rows of one matrix; the norm with the addition before it; products, whose weights get gradients in their own
+precision; and SwiGLU with the product after it. What the operators under them compute says operators.py. The model computes the
+same by torch's own operations, which the tests hold this to, wherever anything is hidden, cached, watched or changed.
 """
 
 import math
@@ -108,6 +108,27 @@ class _AddNorm(torch.autograd.Function):
         return grad_x, grad_update if ctx.update_dtype is not None else None, grad_weight, None, None
 
 
+def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias in x's precision."""
+    return _Project.apply(x, weight, bias)
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_weight = operators.weight_gradient(rows, x.flatten(0, -2), weight.dtype)
+        grad_bias = None if ctx.bias_dtype is None else rows.sum(0, dtype=ctx.bias_dtype)
+        return grad @ weight.to(grad.dtype), grad_weight, grad_bias
+
+
 def swiglu_product(gate_up: Tensor, weight: Tensor) -> Tensor:
     """(silu(gate) * up) @ weight.T. Keeps gate_up alone, and goes over it once in the backward."""
     return _SwigluProduct.apply(gate_up, weight)
@@ -123,5 +144,4 @@ class _SwigluProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate_up, weight = ctx.saved_tensors
         grad_gate_up, hidden = operators.swiglu_backward(gate_up, grad @ weight.to(grad.dtype))
-        grad_weight = grad.flatten(0, -2).mT @ hidden.flatten(0, -2)
-        return grad_gate_up, grad_weight.to(weight.dtype)
+        return grad_gate_up, operators.weight_gradient(grad.flatten(0, -2), hidden.flatten(0, -2), weight.dtype)

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from sinkdlm.attention import attend
 from sinkdlm.config import ModelConfig
 from sinkdlm.float8_products import fits, product, swiglu_mlp
-from sinkdlm.fused_layers import add_norm, attend_rows, swiglu_product
+from sinkdlm.fused_layers import add_norm, attend_rows, project, swiglu_product
 from sinkdlm.fusion import find_kernels
 from sinkdlm.lane import Lane
 from sinkdlm.positions import Rotation
@@ -84,9 +84,16 @@ def pick(x: Tensor, places: Tensor) -> Tensor:
 def _product(linear: nn.Linear, x: Tensor, around: Surroundings) -> Tensor:
     """linear(x), in float8 where the step has that and the layer's sides allow it."""
     if around.float8 is None or not fits(linear):
-        return linear(x)
+        return _plain_product(linear, x, around)
     out = product(x, linear.weight, around.float8)
     return out if linear.bias is None else out + linear.bias.to(out.dtype)
+
+
+def _plain_product(linear: nn.Linear, x: Tensor, around: Surroundings) -> Tensor:
+    """linear(x), not in float8."""
+    if around.fused is None or type(linear) is not nn.Linear:  # an adapter's has more to it than a weight
+        return linear(x)
+    return project(x.to(around.fused), linear.weight, linear.bias)
 
 
 class Norm(nn.Module):
@@ -136,7 +143,8 @@ class Attention(nn.Module):
     def finish(self, x: Tensor, mixed: Tensor, around: Surroundings | None = None) -> Tensor:
         """Gates the mixed values (B, T, H, D) by the layer's input x (eq. 9) and projects them back."""
         if self.gate is not None:
-            gate = torch.sigmoid(self.gate(x)).unflatten(-1, (self.n_heads, -1))  # (B, T, H, D or 1)
+            gate = self.gate(x) if around is None else _plain_product(self.gate, x, around)
+            gate = torch.sigmoid(gate).unflatten(-1, (self.n_heads, -1))  # (B, T, H, D or 1)
             mixed = mixed * gate
         mixed = mixed.flatten(-2)
         return self.out(mixed) if around is None else _product(self.out, mixed, around)
@@ -232,7 +240,7 @@ class FeedForward(nn.Module):
         """fused: by an operator of its own, with gradients. float8: of the result, where products are in float8."""
         if float8 is not None and fits(self.gate_up, self.down):
             return swiglu_mlp(x, self.gate_up.weight, self.down.weight, float8)
-        gate_up = self.gate_up(x)
+        gate_up = project(x, self.gate_up.weight) if fused and type(self.gate_up) is nn.Linear else self.gate_up(x)
         if fused and type(self.down) is nn.Linear and gate_up.numel() >= _FUSED_SIZE:  # an adapter's has more to it than a weight
             return swiglu_product(gate_up, self.down.weight)
         kernels = find_kernels(gate_up)

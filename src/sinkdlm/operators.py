@@ -248,3 +248,19 @@ def _(
     from sinkdlm import training_kernels
 
     return training_kernels.add_norm_backward(grad_sum, grad_normed, x, weight, eps, update_dtype)
+
+
+@torch.library.custom_op("sinkdlm::weight_gradient", mutates_args=())
+def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad (M, N) and x (M, K) of a product -> grad.T @ x, (N, K), in the weight's `dtype`: not rounded to theirs on the way."""
+    return grad.to(dtype).mT @ x.to(dtype)
+
+
+@weight_gradient.register_fake
+def _(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return grad.new_empty(grad.shape[1], x.shape[1], dtype=dtype)
+
+
+@weight_gradient.register_kernel("cuda")
+def _(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.mm(grad.mT, x) if grad.dtype == dtype else torch.mm(grad.mT, x, out_dtype=dtype)
