@@ -74,6 +74,17 @@ def test_swiglu_backward_kernel(dtype):
     torch.testing.assert_close(found, plain(operators.swiglu_backward)(gate_up, grad))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("added", [False, True])
+def test_norm_kernel(added, dtype):
+    pytest.importorskip("triton", reason="needs Triton")
+    from sinkdlm import training_kernels
+
+    x, update = random(3, 5, 70, dtype=dtype), random(3, 5, 70, seed=1, dtype=torch.bfloat16) if added else None
+    given = (x, update, random(70, seed=2), 1e-5, torch.bfloat16)
+    torch.testing.assert_close(training_kernels.add_norm(*given), plain(operators.add_norm)(*given))
+
+
 @pytest.mark.parametrize("update", [None, torch.bfloat16])
 def test_norm_backward_kernel(update):
     pytest.importorskip("triton", reason="needs Triton")
@@ -243,6 +254,7 @@ def test_a_weights_gradient_is_not_rounded_to_its_factors():
         "merge_sinks",
         "merge_rows",
         "merge_sinks_backward",
+        "add_norm",
         "add_norm_backward",
         "add_turns",
         "join_heads",
@@ -259,6 +271,7 @@ def test_operators_keep_the_rules_of_torch(name):
         "merge_sinks": (q, content, lse, sink_k, sink_v, 0.3),
         "merge_rows": (q, content, lse, sink_k, sink_v, random(3, 4, 8), 0.3),
         "merge_sinks_backward": (grad, q, content, lse, sink_k, sink_v, 0.3),
+        "add_norm": (random(2, 3, 7), random(2, 3, 7, dtype=torch.bfloat16), random(7), 1e-5, torch.bfloat16),
         "add_norm_backward": (random(2, 3, 7), random(2, 3, 7), random(2, 3, 7), random(7), 1e-5, torch.bfloat16),
         "add_turns": (grad_q, random(2, 4, 9, 2), sink_k),
         "join_heads": (grad_q, grad_k, grad_k, cos, cos, None, None, random(3, 8, 8)),

@@ -95,11 +95,11 @@ class _AddNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        x = x.view_as(x) if update is None else x + update
+        total, normed = operators.add_norm(x, update, weight, eps, dtype)
+        x = x.view_as(x) if update is None else total
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.update_dtype = eps, None if update is None else update.dtype
-        normed = functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
-        return x, normed if normed.dtype == dtype else normed.to(dtype)  # see attention._Merge
+        return x, normed
 
     @staticmethod
     def backward(ctx: Any, grad_sum: Tensor, grad_normed: Tensor) -> tuple[Tensor | None, ...]:

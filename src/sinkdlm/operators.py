@@ -216,6 +216,29 @@ def _(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return training_kernels.swiglu_backward(gate_up, grad)
 
 
+@torch.library.custom_op("sinkdlm::add_norm", mutates_args=())
+def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x + update (empty where there is none), and rms_norm of that, or of x, times weight in `dtype`."""
+    total = x if update is None else x + update
+    normed = torch.nn.functional.rms_norm(total, weight.shape, weight.to(total.dtype), eps)
+    return x.new_empty(0) if update is None else total, normed.to(dtype)
+
+
+@add_norm.register_fake
+def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    total = x.new_empty(0)
+    if update is not None:
+        total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, update.dtype))
+    return total, x.new_empty(x.shape, dtype=dtype)
+
+
+@add_norm.register_kernel("cuda")
+def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    from sinkdlm import training_kernels
+
+    return training_kernels.add_norm(x, update, weight, eps, dtype)
+
+
 @torch.library.custom_op("sinkdlm::add_norm_backward", mutates_args=())
 def add_norm_backward(
     grad_sum: Tensor, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
