@@ -20,7 +20,10 @@ _ROW_LANES = 512  # elements of a warp that adds and norms a row
 # Neighbours in a row that a thread reads at once. Left alone Triton takes 8 of half precision and 4 of float32, and brings them
 # together through shared memory.
 _TOGETHER = tl.constexpr(4)
-_NORM_WARPS, _NORM_LANES = 32, 512  # of a norm's backward: warps on each multiprocessor, elements of a warp
+# Of a norm's backward: warps on each multiprocessor, elements of a warp, rows on their way at a time.
+_NORMS = ((32, 256, 2), (32, 256, 1), (16, 512, 1))
+_NORM = _NORMS[0]
+_SUM_ROWS, _SUM_COLUMNS = 256, 16  # of a program that adds up what its programs found
 _VOCABULARY = 4096  # logits that a program holds at a time
 
 
@@ -339,29 +342,44 @@ def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype
 
 
 @triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def _norm_backward(
-    grad_sum, grad_normed, x, weight, into, half_into, into_weight, eps, n_steps, n_all, n,
-    block: tl.constexpr, writes_half: tl.constexpr,
+    grad_sum, grad_normed, x, weight, into, half_into, into_weight, eps, n_rows, n,
+    block: tl.constexpr, stages: tl.constexpr, writes_half: tl.constexpr,
 ):  # fmt: skip
     """Each program goes through every num_programs-th row, and sums what they say of the weight."""
-    column, first = tl.arange(0, block), tl.program_id(0).to(tl.int64)
-    gain = tl.load(weight + column, column < n, 0).to(tl.float32)
+    column, first = tl.max_contiguous(tl.arange(0, block), _TOGETHER), tl.program_id(0).to(tl.int64)
+    inside = column < n
     sum_ = tl.zeros([block], tl.float32)
-    for step in range(n_steps):
-        place = (first + step * tl.num_programs(0)) * n + column
-        inside = (column < n) & (place < n_all)
+    for row in tl.range(first, n_rows, tl.num_programs(0), num_stages=stages):
+        place = row * n + column
         values = tl.load(x + place, inside, 0).to(tl.float32)
         grads = tl.load(grad_normed + place, inside, 0).to(tl.float32)
         given = tl.load(grad_sum + place, inside, 0).to(tl.float32)
-        scale = 1 / tl.sqrt(tl.sum(values * values, 0) / n + eps)
-        normed = values * scale
-        sum_ += grads * normed
-        grads = grads * gain
-        total = given + (grads - normed * (tl.sum(grads * normed, 0) / n)) * scale
+        gain = tl.load(weight + column, inside, 0).to(tl.float32)  # from a cache: registers are scarce
+        # Both sums at once: warps wait for each other only here.
+        square, along = tl.reduce((values * values, grads * gain * values), 0, _add_pairs)
+        scale = 1 / tl.sqrt(square / n + eps)
+        sum_ += grads * (values * scale)
+        total = given + (grads * gain - values * (along / n * scale * scale)) * scale
         tl.store(into + place, total.to(into.dtype.element_ty), inside)
         if writes_half:
             tl.store(half_into + place, total.to(half_into.dtype.element_ty), inside)
-    tl.store(into_weight + first * n + column, sum_, column < n)
+    tl.store(into_weight + first * n + column, sum_, inside)
+
+
+@triton.jit
+def _sum_rows(rows, into, n_rows, n, block: tl.constexpr, columns: tl.constexpr):
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    sum_ = tl.zeros([block, columns], tl.float32)
+    for begin in range(0, n_rows, block):
+        row = begin + tl.arange(0, block)
+        sum_ += tl.load(rows + row[:, None] * n + column[None, :], (row < n_rows)[:, None] & (column < n)[None, :], 0)
+    tl.store(into + column, tl.sum(sum_, 0).to(into.dtype.element_ty), column < n)
 
 
 def add_norm_backward(
@@ -374,15 +392,20 @@ def add_norm_backward(
     into = torch.empty_like(x)
     half = x.new_empty(0) if update_dtype is None else torch.empty_like(x, dtype=update_dtype)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    on_each, lanes, stages = _NORM
     block = triton.next_power_of_2(n)
-    warps = min(8, max(1, block // _NORM_LANES))
-    n_programs = min(n_rows, _NORM_WARPS // warps * processors)
+    warps = min(16, max(1, block // lanes))
+    n_programs = min(n_rows, on_each // warps * processors)
     sums = torch.empty(n_programs, n, dtype=torch.float32, device=x.device)
     _norm_backward[(n_programs,)](
-        grad_sum, grad_normed, x, weight.contiguous(), into, half, sums, eps, triton.cdiv(n_rows, n_programs), x.numel(), n,
-        block=block, writes_half=update_dtype is not None, num_warps=warps,
+        grad_sum, grad_normed, x, weight.contiguous(), into, half, sums, eps, n_rows, n,
+        block=block, stages=stages, writes_half=update_dtype is not None, num_warps=warps,
     )  # fmt: skip
-    return into, half, sums.sum(0).to(weight.dtype)
+    grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
+    _sum_rows[(triton.cdiv(n, _SUM_COLUMNS),)](
+        sums, grad_weight, n_programs, n, block=_SUM_ROWS, columns=_SUM_COLUMNS, num_warps=_WARPS
+    )
+    return into, half, grad_weight
 
 
 @triton.jit
