@@ -48,12 +48,16 @@ def test_merging_kernels(shape, dtype):
     found = training_kernels.merge_sinks(q, content, lse, sink_k, sink_v, scale)
     torch.testing.assert_close(found, (out, merged), **close)
     assert found[0].stride() == content.stride()
+    scores = (q.float() @ sink_k.float().repeat_interleave(q.shape[1] // sink_k.shape[1], 1).mT) * scale
     behind = random(16, *q.shape[1::2], seed=11, dtype=dtype)
-    given = (q, content, lse, sink_k, sink_v, behind, scale)
-    torch.testing.assert_close(training_kernels.merge_rows(*given), plain(operators.merge_rows)(*given), **close)
-    given = (grad, q, out, merged, sink_k, sink_v, scale)
-    wanted = plain(operators.merge_sinks_backward)(*given)
-    torch.testing.assert_close(training_kernels.merge_sinks_backward(*given), wanted, **close)
+    given = (scores, content, lse, sink_v, behind)
+    rows = plain(operators.merge_rows)(*given)
+    torch.testing.assert_close(rows[0][:-16].view_as(out.transpose(1, 2)), out.transpose(1, 2))
+    torch.testing.assert_close(training_kernels.merge_rows(*given), rows, **close)
+    for known in (None, scores):
+        given = (grad, q, out, merged, sink_k, sink_v, known, scale)
+        wanted = plain(operators.merge_sinks_backward)(*given)
+        torch.testing.assert_close(training_kernels.merge_sinks_backward(*given), wanted, **close)
     grad_k, grad_v = (
         random(q.shape[0], q.shape[2], sink_k.shape[1], q.shape[3], seed=i, dtype=dtype).transpose(1, 2) for i in (7, 8)
     )
@@ -62,6 +66,22 @@ def test_merging_kernels(shape, dtype):
     for through in ((None, None, None), (wanted[0], sink_k, behind)):
         given = (grad_q, grad_k, grad_v, cos, sin, *through)
         torch.testing.assert_close(training_kernels.join_heads(*given), plain(operators.join_heads)(*given), **close)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_turning_kernel(shape, dtype):
+    pytest.importorskip("triton", reason="needs Triton")
+    from sinkdlm import training_kernels
+
+    batch, n_heads, n_kv, tokens, width, n_sinks, by_row = shape
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
+    heads = random(batch * tokens + 16, n_heads + 2 * n_kv, width, dtype=dtype)
+    cos, sin = (random(batch if by_row else 1, tokens, 1, width // 2, seed=i) for i in (1, 2))
+    sink_k = random(batch if by_row else 1, n_sinks, n_kv, width, seed=3, dtype=dtype).transpose(1, 2)
+    for sinks in (None, sink_k):
+        given = (heads, cos, sin, sinks, batch, n_heads, 0.3)
+        torch.testing.assert_close(training_kernels.turn_heads(*given), plain(operators.turn_heads)(*given), **close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -150,7 +170,7 @@ def test_operators_of_merging_are_the_softmax_and_its_gradients(shape):
     torch.testing.assert_close(found, out.float(), rtol=1e-5, atol=1e-5)
     weights = (scores - merged[..., None]).exp()
     turns = weights * (grad @ wide[1].mT - (grad * found).sum(-1, keepdim=True)) * scale
-    through, *grads = operators.merge_sinks_backward(grad, q, found, merged, sink_k, sink_v, scale)
+    through, *grads = operators.merge_sinks_backward(grad, q, found, merged, sink_k, sink_v, None, scale)
     grad_q = turns @ wide[0] + through @ sink_k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     for mine, true in zip((grad_q, *grads), (wanted[0], *wanted[3:]), strict=True):
         torch.testing.assert_close(mine, true.float(), rtol=1e-4, atol=1e-5)
@@ -255,6 +275,7 @@ def test_a_weights_gradient_is_not_rounded_to_its_factors():
         "swiglu",
         "swiglu_backward",
         "merge_sinks",
+        "turn_heads",
         "merge_rows",
         "merge_sinks_backward",
         "add_norm",
@@ -272,8 +293,9 @@ def test_operators_keep_the_rules_of_torch(name):
         "swiglu": (random(2, 3, 8),),
         "swiglu_backward": (random(2, 3, 8), random(2, 3, 4)),
         "merge_sinks": (q, content, lse, sink_k, sink_v, 0.3),
-        "merge_rows": (q, content, lse, sink_k, sink_v, random(3, 4, 8), 0.3),
-        "merge_sinks_backward": (grad, q, content, lse, sink_k, sink_v, 0.3),
+        "turn_heads": (random(2 * 9 + 3, 8, 8), cos, cos, sink_k, 2, 4, 0.3),
+        "merge_rows": (random(2, 4, 9, 2), content, lse, sink_v, random(3, 4, 8)),
+        "merge_sinks_backward": (grad, q, content, lse, sink_k, sink_v, random(2, 4, 9, 2), 0.3),
         "add_norm": (random(2, 3, 7), random(2, 3, 7, dtype=torch.bfloat16), random(7), 1e-5, torch.bfloat16),
         "add_norm_backward": (random(2, 3, 7), random(2, 3, 7), random(2, 3, 7), random(7), 1e-5, torch.bfloat16),
         "add_turns": (grad_q, random(2, 4, 9, 2), sink_k),

@@ -41,35 +41,34 @@ class _Attend(torch.autograd.Function):
         n_heads: int,
         zero_value: bool,
     ) -> Tensor:
-        n_tokens, n_kv = batch * cos.shape[1], (heads.shape[1] - n_heads) // 2
-        turned, v = heads[:n_tokens].unflatten(0, (batch, -1)).split([n_heads + n_kv, n_kv], dim=-2)
-        q, k = Rotation(cos, sin).apply(turned).split([n_heads, n_kv], dim=-2)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out, lse, rest = content_forward("fused", q, k, v, None)
+        n_tokens, n_kv, scale = batch * cos.shape[1], (heads.shape[1] - n_heads) // 2, 1 / math.sqrt(heads.shape[2])
         sink_k = sink_v = None
-        if sink_cos is None or sink_sin is None:
-            rows = out.transpose(1, 2).flatten(0, 1)
-        else:
+        if sink_cos is not None and sink_sin is not None:
             sinks = heads[None, n_tokens : n_tokens + sink_cos.shape[1], n_heads:]
             sink_k = Rotation(sink_cos, sink_sin).apply(sinks[:, :, :n_kv]).transpose(1, 2)
             sink_v = torch.zeros_like(sink_k) if zero_value else sinks[:, :, n_kv:].transpose(1, 2)
+        turned, scores = operators.turn_heads(heads, cos, sin, sink_k, batch, n_heads, scale)
+        q, k = (x.transpose(1, 2) for x in turned.split([n_heads, n_kv], dim=-2))
+        v = heads[:n_tokens, n_heads + n_kv :].unflatten(0, (batch, -1)).transpose(1, 2)
+        out, lse, rest = content_forward("fused", q, k, v, None)
+        if sink_v is None:
+            rows = out.transpose(1, 2).flatten(0, 1)
+        else:
             own = sink_v[0].transpose(0, 1).repeat_interleave(n_heads // n_kv, dim=1)  # a sink's output is its value (eq. 6)
-            rows, lse = operators.merge_rows(
-                q, out, lse, sink_k, sink_v, _fill(own, heads.shape[0] - n_tokens), 1 / math.sqrt(q.shape[3])
-            )
-        ctx.save_for_backward(q, k, v, rows, lse, cos, sin, sink_cos, sink_sin, sink_k, sink_v, *rest)
+            rows, lse = operators.merge_rows(scores, out, lse, sink_v, _fill(own, heads.shape[0] - n_tokens))
+        ctx.save_for_backward(q, k, v, scores, rows, lse, cos, sin, sink_cos, sink_sin, sink_k, sink_v, *rest)
         ctx.zero_value = zero_value
         return rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, rows, lse, cos, sin, sink_cos, sink_sin, sink_k, sink_v, *rest = ctx.saved_tensors
+        q, k, v, scores, rows, lse, cos, sin, sink_cos, sink_sin, sink_k, sink_v, *rest = ctx.saved_tensors
         n_tokens, scale = q.shape[0] * q.shape[2], 1 / math.sqrt(q.shape[3])
         out, flowing = (x[:n_tokens].unflatten(0, (q.shape[0], -1)).transpose(1, 2) for x in (rows, grad))
         grad_q, grad_k, grad_v = content_backward("fused", flowing, q, k, v, None, out, lse, rest)
         turns = behind = None
         if sink_k is not None:
-            turns, grad_sink_k, grad_sink_v = operators.merge_sinks_backward(flowing, q, out, lse, sink_k, sink_v, scale)
+            turns, grad_sink_k, grad_sink_v = operators.merge_sinks_backward(flowing, q, out, lse, sink_k, sink_v, scores, scale)
             n_sinks, n_kv = sink_k.shape[2], sink_k.shape[1]
             own = grad[n_tokens : n_tokens + n_sinks].unflatten(1, (n_kv, -1)).float().sum(2)
             into_v = (own + grad_sink_v[0].transpose(0, 1).float()).to(grad.dtype)

@@ -12,14 +12,17 @@ def _repeat(x: Tensor, heads: int) -> Tensor:
     return x.float().repeat_interleave(heads // x.shape[1], dim=1)
 
 
+def _merge_scores(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor) -> tuple[Tensor, Tensor]:
+    merged = torch.logaddexp(lse, scores.logsumexp(-1))
+    out = content.float() * torch.exp(lse - merged)[..., None]
+    return out + torch.exp(scores - merged[..., None]) @ _repeat(sink_v, scores.shape[1]), merged
+
+
 @torch.library.custom_op("sinkdlm::merge_sinks", mutates_args=())
 def merge_sinks(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention over content (B, H, T, D) and its log-sum-exp (B, H, T), with the sinks' keys and values joined to the softmax."""
-    heads = q.shape[1]
-    scores = (q.float() @ _repeat(sink_k, heads).mT) * scale
-    merged = torch.logaddexp(lse, scores.logsumexp(-1))
-    out = content.float() * torch.exp(lse - merged)[..., None]
-    out = out + torch.exp(scores - merged[..., None]) @ _repeat(sink_v, heads)
+    scores = (q.float() @ _repeat(sink_k, q.shape[1]).mT) * scale
+    out, merged = _merge_scores(scores, content, lse, sink_v)
     return torch.empty_like(content).copy_(out), merged
 
 
@@ -35,43 +38,72 @@ def _(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, s
     return training_kernels.merge_sinks(q, content, lse, sink_k, sink_v, scale)
 
 
-@torch.library.custom_op("sinkdlm::merge_rows", mutates_args=())
-def merge_rows(
-    q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, behind: Tensor, scale: float
+@torch.library.custom_op("sinkdlm::turn_heads", mutates_args=())
+def turn_heads(
+    heads: Tensor, cos: Tensor, sin: Tensor, sink_k: Tensor | None, batch: int, n_heads: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """merge_sinks, laid out token by token (B T + N, H, D), with the rows `behind` (N, H, D) at its end."""
-    merged, lse = merge_sinks._init_fn(q, content, lse, sink_k, sink_v, scale)
-    return torch.cat([merged.transpose(1, 2).flatten(0, 1), behind]), lse
+    """Queries and keys of heads (B T or more, H + 2K, D), rotated by cos and sin (1 or B, T, 1, D/2): (B, T, H + K, D); and the
+    queries' scores on the sinks (B, H, T, S), times scale; S = 0 where there are none."""
+    n_turned, tokens = (heads.shape[1] + n_heads) // 2, cos.shape[1]
+    first, second = heads[: batch * tokens, :n_turned].unflatten(0, (batch, tokens)).to(cos.dtype).chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(heads.dtype)
+    if sink_k is None:
+        return turned, heads.new_empty(batch, n_heads, tokens, 0, dtype=torch.float32)
+    queries = turned[:, :, :n_heads].transpose(1, 2)
+    return turned, (queries.float() @ _repeat(sink_k, n_heads).mT) * scale
+
+
+@turn_heads.register_fake
+def _(
+    heads: Tensor, cos: Tensor, sin: Tensor, sink_k: Tensor | None, batch: int, n_heads: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    n_turned, tokens, n_sinks = (heads.shape[1] + n_heads) // 2, cos.shape[1], 0 if sink_k is None else sink_k.shape[2]
+    turned = heads.new_empty(batch, tokens, n_turned, heads.shape[2])
+    return turned, heads.new_empty(batch, n_heads, tokens, n_sinks, dtype=torch.float32)
+
+
+@turn_heads.register_kernel("cuda")
+def _(
+    heads: Tensor, cos: Tensor, sin: Tensor, sink_k: Tensor | None, batch: int, n_heads: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    from sinkdlm import training_kernels
+
+    return training_kernels.turn_heads(heads, cos, sin, sink_k, batch, n_heads, scale)
+
+
+@torch.library.custom_op("sinkdlm::merge_rows", mutates_args=())
+def merge_rows(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
+    """merge_sinks by scores (B, H, T, S), laid out token by token (B T + N, H, D), with the rows `behind` (N, H, D) at its end."""
+    merged, lse = _merge_scores(scores, content, lse, sink_v)
+    return torch.cat([merged.to(content.dtype).transpose(1, 2).flatten(0, 1), behind]), lse
 
 
 @merge_rows.register_fake
-def _(
-    q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, behind: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    batch, heads, tokens, width = q.shape
+def _(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
+    batch, heads, tokens, width = content.shape
     rows = content.new_empty(batch * tokens + behind.shape[0], heads, width)
     return rows, torch.empty_like(lse, memory_format=torch.contiguous_format)
 
 
 @merge_rows.register_kernel("cuda")
-def _(
-    q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, behind: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def _(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
     from sinkdlm import training_kernels
 
-    return training_kernels.merge_rows(q, content, lse, sink_k, sink_v, behind, scale)
+    return training_kernels.merge_rows(scores, content, lse, sink_v, behind)
 
 
 @torch.library.custom_op("sinkdlm::merge_sinks_backward", mutates_args=())
 def merge_sinks_backward(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scores: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What merging adds to the backward: turns (B, H, T, S), of which turns @ sink_k flows to q; gradients of sink_k and sink_v.
 
     out, lse: what merge_sinks gave, and what the content's own backward is given too.
     """
     heads, n_kv = q.shape[1], sink_k.shape[1]
-    weights = torch.exp((q.float() @ _repeat(sink_k, heads).mT) * scale - lse[..., None])  # (B, H, T, S)
+    if scores is None:
+        scores = (q.float() @ _repeat(sink_k, heads).mT) * scale
+    weights = torch.exp(scores - lse[..., None])  # (B, H, T, S)
     mean = (grad.float() * out.float()).sum(-1, keepdim=True)
     turns = weights * (grad.float() @ _repeat(sink_v, heads).mT - mean) * scale
     grad_k, grad_v = ((x.mT @ y.float()).unflatten(1, (n_kv, -1)).sum(2) for x, y in ((turns, q), (weights, grad)))
@@ -82,7 +114,7 @@ def merge_sinks_backward(
 
 @merge_sinks_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scores: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     turns = lse.new_empty(*q.shape[:3], sink_k.shape[2])
     return turns, sink_k.new_empty(sink_k.shape), sink_v.new_empty(sink_v.shape)
@@ -90,11 +122,11 @@ def _(
 
 @merge_sinks_backward.register_kernel("cuda")
 def _(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scores: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     from sinkdlm import training_kernels
 
-    return training_kernels.merge_sinks_backward(grad, q, out, lse, sink_k, sink_v, scale)
+    return training_kernels.merge_sinks_backward(grad, q, out, lse, sink_k, sink_v, scores, scale)
 
 
 @torch.library.custom_op("sinkdlm::add_turns", mutates_args=())

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 4096  # elements of a program that merges, tokens times head width: more, and registers leave too few programs at a time
-_BACK_TILE, _BACK_WARPS = 2048, 4  # the same of its backward, which goes through several tiles,
+_BACK_TILE, _BACK_WARPS, _BACK_STAGES = 2048, 4, 3  # the same of its backward, which goes through several tiles, read ahead,
 _SPAN = 128  # so many tokens, whose sums for the sinks a program keeps
 _WARPS = 8
 _COLUMNS = 1024  # of one that computes SwiGLU
@@ -29,24 +29,29 @@ _VOCABULARY = 4096  # logits that a program holds at a time
 
 @triton.jit
 def _merge(
-    q, content, lse, sink_k, sink_v, out, merged, scale, n_tokens,
+    q, scores, content, lse, sink_k, sink_v, out, merged, scale, n_tokens,
     q_b, q_h, q_t, c_b, c_h, c_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
     n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
-    width_block: tl.constexpr, block: tl.constexpr,
+    width_block: tl.constexpr, block: tl.constexpr, scored: tl.constexpr,
 ):  # fmt: skip
+    """scored: the sinks' scores are given, and neither queries nor keys are read."""
     row = tl.program_id(1).to(tl.int64)
     b, h = row // n_heads, row % n_heads
     token, lane = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, width_block)
     exists, wide = token < n_tokens, lane < width
     inside = exists[:, None] & wide[None, :]
-    queries = tl.load(q + q_b * b + q_h * h + q_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
+    if not scored:
+        queries = tl.load(q + q_b * b + q_h * h + q_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
     sum_ = tl.load(content + c_b * b + c_h * h + c_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
     most = tl.load(lse + row * n_tokens + token, exists, 0)
     total = tl.full([block], 1.0, tl.float32)  # of all weights, as multiples of exp(most)
     for s in tl.static_range(n_sinks):
-        key = tl.load(sink_k + k_b * b + k_h * (h // group) + k_s * s + lane, wide, 0).to(tl.float32)
         value = tl.load(sink_v + v_b * b + v_h * (h // group) + v_s * s + lane, wide, 0).to(tl.float32)
-        score = tl.sum(queries * key[None, :], 1) * scale
+        if scored:
+            score = tl.load(scores + (row * n_tokens + token) * n_sinks + s, exists, 0)
+        else:
+            key = tl.load(sink_k + k_b * b + k_h * (h // group) + k_s * s + lane, wide, 0).to(tl.float32)
+            score = tl.sum(queries * key[None, :], 1) * scale
         higher = tl.maximum(most, score)
         kept, weight = tl.exp(most - higher), tl.exp(score - higher)
         sum_ = sum_ * kept[:, None] + weight[:, None] * value[None, :]
@@ -59,34 +64,35 @@ def _merge(
 
 def merge_sinks(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """operators.merge_sinks."""
-    content = _narrow(content)
+    content, q, sink_k = (_narrow(x) for x in (content, q, sink_k))
     out = torch.empty_like(content)
-    return out, _merge_into(out, q, content, lse, sink_k, sink_v, scale)
+    return out, _merge_into(out, q, None, content, lse, sink_k, sink_v, scale)
 
 
-def merge_rows(
-    q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, behind: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def merge_rows(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
     """operators.merge_rows."""
-    batch, heads, tokens, width = q.shape
+    batch, heads, tokens, width = content.shape
     rows = content.new_empty(batch * tokens + behind.shape[0], heads, width)
     rows[batch * tokens :] = behind
     out = rows[: batch * tokens].unflatten(0, (batch, tokens)).transpose(1, 2)
-    return rows, _merge_into(out, q, _narrow(content), lse, sink_k, sink_v, scale)
+    content, sink_v = _narrow(content), _narrow(sink_v)
+    return rows, _merge_into(out, content, scores.contiguous(), content, lse, sink_v, sink_v, 1.0)
 
 
-def _merge_into(out: Tensor, q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> Tensor:
-    batch, heads, tokens, width = q.shape
-    q, sink_k, sink_v = (_narrow(x) for x in (q, sink_k, sink_v))
-    lse = lse.contiguous()
+def _merge_into(
+    out: Tensor, q: Tensor, scores: Tensor | None, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
+) -> Tensor:
+    """scores: given in place of q and sink_k, which are then not read."""
+    batch, heads, tokens, width = content.shape
+    sink_v, lse = _narrow(sink_v), lse.contiguous()
     merged = torch.empty_like(lse)
     wide = triton.next_power_of_2(width)
     block = max(1, _TILE // wide)
     _merge[(triton.cdiv(tokens, block), batch * heads)](
-        q, content, lse, sink_k, sink_v, out, merged, scale, tokens,
+        q, lse if scores is None else scores, content, lse, sink_k, sink_v, out, merged, scale, tokens,
         *q.stride()[:3], *content.stride()[:3], *out.stride()[:3], *_strides(sink_k, batch), *_strides(sink_v, batch),
-        n_heads=heads, group=heads // sink_k.shape[1], n_sinks=sink_k.shape[2], width=width,
-        width_block=wide, block=block, num_warps=_WARPS,
+        n_heads=heads, group=heads // sink_v.shape[1], n_sinks=sink_v.shape[2], width=width,
+        width_block=wide, block=block, scored=scores is not None, num_warps=_WARPS,
     )  # fmt: skip
     return merged
 
@@ -104,20 +110,22 @@ def _strides(sinks: Tensor, batch: int) -> tuple[int, int, int]:
 
 @triton.jit
 def _merge_backward(
-    grad, q, out, lse, sink_k, sink_v, turns, into_k, into_v, scale, n_tokens,
+    grad, q, scores, out, lse, sink_k, sink_v, turns, into_k, into_v, scale, n_tokens,
     g_b, g_h, g_t, q_b, q_h, q_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
     n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
-    width_block: tl.constexpr, block: tl.constexpr, n_blocks: tl.constexpr,
+    width_block: tl.constexpr, block: tl.constexpr, n_blocks: tl.constexpr, stages: tl.constexpr, scored: tl.constexpr,
 ):  # fmt: skip
-    """One sink and some blocks of tokens. What flows to the sink is summed token by token and across tokens only at the end."""
+    """One sink and some blocks of tokens. What flows to the sink is summed token by token and across tokens only at the end.
+    scored: the sinks' scores are given, and keys are not read."""
     row, part, s = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.program_id(2)
     b, h = row // n_heads, row % n_heads
     lane = tl.arange(0, width_block)
     wide = lane < width
-    key = tl.load(sink_k + k_b * b + k_h * (h // group) + k_s * s + lane, wide, 0).to(tl.float32)[None, :]
+    if not scored:
+        key = tl.load(sink_k + k_b * b + k_h * (h // group) + k_s * s + lane, wide, 0).to(tl.float32)[None, :]
     value = tl.load(sink_v + v_b * b + v_h * (h // group) + v_s * s + lane, wide, 0).to(tl.float32)[None, :]
     to_key, to_value = tl.zeros([block, width_block], tl.float32), tl.zeros([block, width_block], tl.float32)
-    for step in range(n_blocks):
+    for step in tl.range(n_blocks, num_stages=stages):
         token = (part * n_blocks + step) * block + tl.arange(0, block)
         exists = token < n_tokens
         inside = exists[:, None] & wide[None, :]
@@ -125,7 +133,9 @@ def _merge_backward(
         outs = tl.load(out + o_b * b + o_h * h + o_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
         queries = tl.load(q + q_b * b + q_h * h + q_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
         most = tl.load(lse + row * n_tokens + token, exists, 0)
-        weight = tl.where(exists, tl.exp(tl.sum(queries * key, 1) * scale - most), 0.0)
+        known = scores + (row * n_tokens + token) * n_sinks + s
+        score = tl.load(known, exists, 0) if scored else tl.sum(queries * key, 1) * scale
+        weight = tl.where(exists, tl.exp(score - most), 0.0)
         turn = weight * tl.sum(grads * (value - outs), 1) * scale
         tl.store(turns + (row * n_tokens + token) * n_sinks + s, turn, exists)
         to_key += turn[:, None] * queries
@@ -156,11 +166,12 @@ def _sum_parts(
 
 
 def merge_sinks_backward(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scores: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """operators.merge_sinks_backward."""
     batch, heads, tokens, width = q.shape
     grad, q, out, sink_k, sink_v = (_narrow(x) for x in (grad, q, out, sink_k, sink_v))
+    lse, scores = lse.contiguous(), None if scores is None else scores.contiguous()
     n_kv, n_sinks = sink_k.shape[1:3]
     wide = triton.next_power_of_2(width)
     block = max(1, _BACK_TILE // wide)
@@ -170,10 +181,10 @@ def merge_sinks_backward(
     # Each program's own sums, added up in a fixed order afterwards: no atomics, the same bits every time.
     parts = [torch.empty(batch, heads, n_parts, n_sinks, width, dtype=torch.float32, device=q.device) for _ in range(2)]
     _merge_backward[(n_parts, batch * heads, n_sinks)](
-        grad, q, out, lse.contiguous(), sink_k, sink_v, turns, *parts, scale, tokens,
+        grad, q, lse if scores is None else scores, out, lse, sink_k, sink_v, turns, *parts, scale, tokens,
         *grad.stride()[:3], *q.stride()[:3], *out.stride()[:3], *_strides(sink_k, batch), *_strides(sink_v, batch),
         n_heads=heads, group=heads // n_kv, n_sinks=n_sinks, width=width,
-        width_block=wide, block=block, n_blocks=n_blocks, num_warps=_BACK_WARPS,
+        width_block=wide, block=block, n_blocks=n_blocks, stages=_BACK_STAGES, scored=scores is not None, num_warps=_BACK_WARPS,
     )  # fmt: skip
     grad_k, grad_v = (torch.empty(sink.shape, dtype=sink.dtype, device=sink.device) for sink in (sink_k, sink_v))
     n_rows, n_each = sink_k.shape[0], heads // n_kv * n_parts
@@ -217,6 +228,60 @@ def add_turns(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
         width_block=wide, block=block, num_warps=_WARPS,
     )  # fmt: skip
     return into
+
+
+@triton.jit
+def _turn_heads(
+    heads, cos, sin, sink_k, turned, scores, scale, n_tokens, heads_t, cos_b, sk_b, sk_h, sk_s,
+    n_heads: tl.constexpr, n_kv: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
+    heads_block: tl.constexpr, kv_block: tl.constexpr, half_block: tl.constexpr,
+):  # fmt: skip
+    """One program for each token: its queries and keys, rotated, and its queries' scores."""
+    b, t = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    half: tl.constexpr = width // 2
+    lane = tl.arange(0, half_block)[None, :]
+    angle = cos_b * b + t * half + lane
+    c, s = tl.load(cos + angle, lane < half).to(tl.float32), tl.load(sin + angle, lane < half).to(tl.float32)
+    source, into = heads + (b * n_tokens + t) * heads_t + lane, turned + (b * n_tokens + t) * (n_heads + n_kv) * width + lane
+    h, kv = tl.arange(0, heads_block)[:, None], tl.arange(0, kv_block)[:, None]
+    mine, inside = (h < n_heads) & (lane < half), (kv < n_kv) & (lane < half)
+    first = tl.load(source + h * width, mine, 0).to(tl.float32)
+    second = tl.load(source + h * width + half, mine, 0).to(tl.float32)
+    key_first = tl.load(source + (n_heads + kv) * width, inside, 0).to(tl.float32)
+    key_second = tl.load(source + (n_heads + kv) * width + half, inside, 0).to(tl.float32)
+    turned_first = (first * c - second * s).to(turned.dtype.element_ty)
+    turned_second = (second * c + first * s).to(turned.dtype.element_ty)
+    tl.store(into + h * width, turned_first, mine)
+    tl.store(into + h * width + half, turned_second, mine)
+    for sink in tl.static_range(n_sinks):
+        place = sink_k + sk_b * b + sk_h * (h // (n_heads // n_kv)) + sk_s * sink + lane
+        product = turned_first.to(tl.float32) * tl.load(place, mine, 0).to(tl.float32)  # of queries as attention reads them
+        product += turned_second.to(tl.float32) * tl.load(place + half, mine, 0).to(tl.float32)
+        score = tl.sum(product, 1, keep_dims=True) * scale
+        tl.store(scores + ((b * n_heads + h) * n_tokens + t) * n_sinks + sink, score, h < n_heads)
+    into += (n_heads + kv) * width
+    tl.store(into, (key_first * c - key_second * s).to(turned.dtype.element_ty), inside)
+    tl.store(into + half, (key_second * c + key_first * s).to(turned.dtype.element_ty), inside)
+
+
+def turn_heads(
+    heads: Tensor, cos: Tensor, sin: Tensor, sink_k: Tensor | None, batch: int, n_heads: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """operators.turn_heads."""
+    tokens, width, n_kv = cos.shape[1], heads.shape[2], (heads.shape[1] - n_heads) // 2
+    heads = heads if heads.stride()[1:] == (width, 1) else heads.contiguous()
+    sink_k, n_sinks = (None, 0) if sink_k is None else (_narrow(sink_k), sink_k.shape[2])
+    cos, sin = cos.contiguous(), sin.contiguous()
+    turned = heads.new_empty(batch, tokens, n_heads + n_kv, width)
+    scores = torch.empty(batch, n_heads, tokens, n_sinks, dtype=torch.float32, device=heads.device)
+    _turn_heads[(tokens, batch)](
+        heads, cos, sin, heads if sink_k is None else sink_k, turned, scores, scale, tokens, heads.stride(0),
+        cos.stride(0) if cos.shape[0] > 1 else 0, *((0, 0, 0) if sink_k is None else _strides(sink_k, batch)),
+        n_heads=n_heads, n_kv=n_kv, n_sinks=n_sinks, width=width,
+        heads_block=triton.next_power_of_2(n_heads), kv_block=triton.next_power_of_2(n_kv),
+        half_block=triton.next_power_of_2(width // 2),
+    )  # fmt: skip
+    return turned, scores
 
 
 @triton.jit
