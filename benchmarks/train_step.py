@@ -89,8 +89,8 @@ class Step:
         if recorder is not None:
             self.gradients.fix(self._batch(), recorder)
 
-    def _plain_update(self) -> Callable[[float], object]:
-        """torch's own AdamW: fused on a GPU, else over lists of tensors."""
+    def _plain_update(self) -> Callable[[float, Tensor], object]:
+        """torch's own clipping and AdamW: fused on a GPU, else over lists of tensors."""
         train, fused = self.recipe.train, self.device.type == "cuda"
         optimizer = torch.optim.AdamW(
             list(self.weights.local.values()),
@@ -102,7 +102,8 @@ class Step:
             foreach=not fused,
         )
 
-        def update(lr: float) -> None:
+        def update(lr: float, norm: Tensor) -> None:
+            torch.nn.utils.clip_grads_with_norm_(list(self.weights.local.values()), train.clip, norm)
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()
 
@@ -148,8 +149,7 @@ class Step:
         loss = self._add_gradients()
         gradients = self.weights.take_gradients()
         norm = torch.nn.utils.get_total_norm(gradients)
-        torch.nn.utils.clip_grads_with_norm_(list(self.weights.local.values()), self.recipe.train.clip, norm)
-        self.update(1e-4)
+        self.update(1e-4, norm)
         self.weights.clear_gradients()
         self.done += 1
         return loss

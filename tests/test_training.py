@@ -21,10 +21,10 @@ from benchmarks import kills
 from rich.console import Console
 
 from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError, load, save
-from sinkdlm.config import LogSection
+from sinkdlm.config import LogSection, TrainSection
 from sinkdlm.data.rows import open_rows
 from sinkdlm.planning import budget_steps, training_flops
-from sinkdlm.training import export, gradients, loop, opening, state
+from sinkdlm.training import export, gradients, loop, opening, optimizer, state
 from sinkdlm.training.evaluate import VALIDATION_SEED, validate
 from sinkdlm.training.monitor import Metrics, Monitor, flat_numbers
 from sinkdlm.training.optimizer import learning_rate
@@ -47,6 +47,28 @@ def test_first_weights_drawn_ahead_are_those_of_the_model():
     for names in (list(wanted), list(reversed(wanted)), [*wanted, *wanted]):
         drawn = opening.DrawnAhead(model, 3, n_threads=2)
         assert all(torch.equal(drawn(name, tuple(wanted[name].shape)), wanted[name]) for name in names)
+
+
+@pytest.mark.parametrize("norm", [3.0, 0.2, float("nan")])
+def test_clipping_within_the_update_is_clipping_before_it(norm, monkeypatch):
+    """On a GPU by its own kernel. A gradient that is not finite changes nothing by either way."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    drawn = torch.Generator().manual_seed(0)
+    first, *gradients = (torch.randn(7, 5, generator=drawn).to(device) for _ in range(4))
+    gradients = [gradient * norm / gradient.norm() for gradient in gradients]
+    found = []
+    for divides in (False, True):
+        monkeypatch.setattr(optimizer, "_divides", lambda _, divides=divides: divides)
+        weight = torch.nn.Parameter(first.clone())
+        adamw = optimizer.Optimizer({"weight": weight}, TrainSection(steps=3, batch=1, clip=0.5))
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            total = gradient.norm()
+            adamw.step(1e-2, total.double(), (~total.isfinite()).float())
+        found.append([weight.detach(), *(adamw.moments(moment)["weight"] for moment in optimizer.MOMENTS)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    assert torch.equal(found[1][0], first) == (norm != norm)
 
 
 def recipe_of(folder: Path, /, **sections) -> Recipe:

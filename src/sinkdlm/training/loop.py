@@ -297,7 +297,7 @@ class Trainer:
         read = read_later(found)
         norm, loss, _, missed = found[:4]
         withheld = ~(norm.isfinite() & loss.isfinite() & (missed == 0))
-        self.optimizer.step(lr, withheld.float())
+        self.optimizer.step(lr, norm, withheld.float())
         self.weights.clear_gradients()
         norm_value, *values = read()
         total, masked, n_missed, means, counts = Sums.read(values)
@@ -316,7 +316,7 @@ class Trainer:
         return self.world.sum_(own).clamp_min(1).to(dtype)
 
     def _gather(self, sums: Tensor, caught: int) -> Tensor:
-        """Sums everything over the ranks in one collective, and clips: the gradient's norm and the sums, on the device."""
+        """Sums everything over the ranks in one collective: the gradient's norm and the sums, on the device."""
         gradients = self.weights.take_gradients()
         if self.world.alone:
             norm = torch.nn.utils.get_total_norm(gradients)
@@ -326,7 +326,6 @@ class Trainer:
             sums, square, flags = sums.split([len(sums) - 1 - len(ENDING), 1, len(ENDING)])
             norm = square[0].sqrt().to(gradients[0].dtype)
             sums = torch.cat([sums, flags])
-        torch.nn.utils.clip_grads_with_norm_(list(self.weights.local.values()), self.plan.clip, norm)
         return torch.cat([norm.double()[None], sums])
 
     def _precision(self) -> AbstractContextManager[Any]:

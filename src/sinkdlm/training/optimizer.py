@@ -11,6 +11,7 @@ from torch.optim.adamw import adamw
 from sinkdlm.config import TrainSection
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_CLIP_EPS = 1e-6  # beside a norm, as torch clips
 
 
 def learning_rate(step: int, steps: int, train: TrainSection) -> float:
@@ -43,11 +44,15 @@ class Optimizer:
         self._updates = {name: torch.tensor(float(count), dtype=torch.float32, device=p.device) for name, p in self.named.items()}
 
     @torch.no_grad()
-    def step(self, lr: float, withheld: Tensor | None = None) -> None:
-        """withheld (): 1 where nothing is to change after all, which the device finds out: nobody need wait for it to be known."""
+    def step(self, lr: float, norm: Tensor | None = None, withheld: Tensor | None = None) -> None:
+        """norm (): of the whole gradient, which is clipped by it. Gradients are used up.
+
+        withheld (): 1 where nothing is to change after all, which the device finds out: nobody need wait for it to be known.
+        """
         moving = {name: p.grad for name, p in self.named.items() if p.grad is not None}
         mean, square = ([self._moments[moment][name] for name in moving] for moment in MOMENTS)
         updates = [self._updates[name] for name in moving]
+        divisor = None if norm is None else self._clip(norm, list(moving.values()))
         adamw(
             [self.named[name] for name in moving],
             list(moving.values()),
@@ -63,11 +68,24 @@ class Optimizer:
             weight_decay=self._train.weight_decay,
             eps=self._train.adam_eps,
             maximize=False,
+            grad_scale=divisor,
             found_inf=withheld,
         )
 
+    def _clip(self, norm: Tensor, gradients: list[Tensor]) -> Tensor | None:
+        """What the update is to divide gradients by; nothing where they have been clipped."""
+        if not _divides(gradients):
+            torch.nn.utils.clip_grads_with_norm_(list(self.named.values()), self._train.clip, norm.to(gradients[0].dtype))
+            return None
+        return ((norm + _CLIP_EPS) / self._train.clip).clamp(min=1.0).float()
+
     def moments(self, moment: str) -> dict[str, Tensor]:
         return self._moments[moment]
+
+
+def _divides(gradients: list[Tensor]) -> bool:
+    """Whether the update itself clips, which on a GPU spares a pass over them. It divides by a float32, too coarse for float64."""
+    return all(gradient.is_cuda and gradient.dtype == torch.float32 for gradient in gradients)
 
 
 class Average:
