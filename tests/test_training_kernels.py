@@ -114,8 +114,9 @@ def test_norm_backward_kernel(update, form, monkeypatch):
     monkeypatch.setattr(training_kernels, "_NORM", training_kernels._NORMS[form])
     monkeypatch.setattr(training_kernels, "_SUM_ROWS", 16)  # fewer than programs
     x, grad_sum, grad_normed = (random(2, 45, 70, seed=i) for i in range(3))  # more rows than programs
-    given = (grad_sum, grad_normed.bfloat16(), x, random(70, seed=3), 1e-5, update)
-    torch.testing.assert_close(training_kernels.add_norm_backward(*given), plain(operators.add_norm_backward)(*given))
+    for through in (grad_sum, None):
+        given = (through, grad_normed.bfloat16(), x, random(70, seed=3), 1e-5, update)
+        torch.testing.assert_close(training_kernels.add_norm_backward(*given), plain(operators.add_norm_backward)(*given))
 
 
 @pytest.mark.parametrize("added", [False, True])
@@ -133,6 +134,19 @@ def test_adding_and_norming_has_autograds_gradients(added):
             outs = (total, torch.nn.functional.rms_norm(total, (7,), leaves[1], 1e-5))
         results.append([*outs, *torch.autograd.grad(outs, leaves, grads)])
     for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_last_norm_has_autograds_gradients():
+    given, grad = (random(2, 3, 7), random(2, 3, 7, seed=1), random(7, seed=2)), random(2, 3, 7, seed=3)
+    wanted, mine = ([x.clone().requires_grad_() for x in given] for _ in range(2))
+    outs = (
+        torch.nn.functional.rms_norm(wanted[0] + wanted[1], (7,), wanted[2], 1e-5),
+        fused_layers.add_last_norm(*mine, 1e-5, torch.float32),
+    )
+    torch.testing.assert_close(*outs)
+    grads = (torch.autograd.grad(out, leaves, grad) for out, leaves in zip(outs, (wanted, mine), strict=True))
+    for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other)
 
 

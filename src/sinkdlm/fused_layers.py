@@ -107,6 +107,25 @@ class _AddNorm(torch.autograd.Function):
         return grad_x, grad_update if ctx.update_dtype is not None else None, grad_weight, None, None
 
 
+def add_last_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """The norm of x + update in `dtype`, where the sum goes nowhere else."""
+    return _AddLastNorm.apply(x, update, weight, eps, dtype)
+
+
+class _AddLastNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, update: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        total, normed = operators.add_norm(x, update, weight, eps, dtype)
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.update_dtype = eps, update.dtype
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        total, weight = ctx.saved_tensors
+        return *operators.add_norm_backward(None, grad, total, weight, ctx.eps, ctx.update_dtype), None, None
+
+
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias in x's precision."""
     return _Project.apply(x, weight, bias)
@@ -115,17 +134,18 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        rounded = weight.to(x.dtype)
+        ctx.save_for_backward(x, rounded)
+        ctx.dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+        return functional.linear(x, rounded, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        x, weight = ctx.saved_tensors
+        x, rounded = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        grad_weight = operators.weight_gradient(rows, x.flatten(0, -2), weight.dtype)
+        grad_weight = operators.weight_gradient(rows, x.flatten(0, -2), ctx.dtype)
         grad_bias = None if ctx.bias_dtype is None else rows.sum(0, dtype=ctx.bias_dtype)
-        return grad @ weight.to(grad.dtype), grad_weight, grad_bias
+        return grad @ rounded, grad_weight, grad_bias
 
 
 def swiglu_product(gate_up: Tensor, weight: Tensor) -> Tensor:

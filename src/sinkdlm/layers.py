@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from sinkdlm.attention import attend
 from sinkdlm.config import ModelConfig
 from sinkdlm.float8_products import fits, product, swiglu_mlp
-from sinkdlm.fused_layers import add_norm, attend_rows, project, swiglu_product
+from sinkdlm.fused_layers import add_last_norm, add_norm, attend_rows, project, swiglu_product
 from sinkdlm.fusion import find_kernels
 from sinkdlm.lane import Lane
 from sinkdlm.positions import Rotation
@@ -108,6 +108,10 @@ class Norm(nn.Module):
     def branch(self, x: Tensor, update: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """x + update, and its norm in dtype: for a training step, as one function."""
         return add_norm(x, update, self.weight, self.eps, dtype)
+
+    def end(self, x: Tensor, update: Tensor, dtype: torch.dtype) -> Tensor:
+        """The norm of x + update alone, likewise."""
+        return add_last_norm(x, update, self.weight, self.eps, dtype)
 
 
 class Embedding(nn.Embedding):

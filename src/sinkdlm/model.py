@@ -137,9 +137,9 @@ class DiffusionLM(nn.Module):
             x = self._run_rows(x, around)
         else:
             x = self._run_blocks(x, around._replace(rows=0), config.n_lane > 0 and not causal, early)
-        if wanted is not None:
-            return self.norm(x if early is not None else pick(x, wanted))
-        x = self.norm(x[:, n_registers:])
+            if wanted is not None:
+                return self.norm(x if early is not None else pick(x, wanted))
+            x = self.norm(x[:, n_registers:])
         if is_shifted:
             shifted = torch.cat([x[:, :1], x[:, :-1]], dim=1)
             x = shifted if packed is None else torch.where(packed.first[..., None], x, shifted)
@@ -216,8 +216,9 @@ class DiffusionLM(nn.Module):
         return around._replace(fused=dtype, rows=x.shape[0] if fast else 0)
 
     def _run_rows(self, x: Tensor, around: Surroundings) -> Tensor:
-        """A training step's blocks over all tokens, and behind them the sinks, as rows of one matrix: the lane costs no products of
-        its own. What a layer adds is added in the norm of the next."""
+        """A training step's blocks and final norm over all tokens, and behind them the sinks, as rows of one matrix: the lane costs
+        no products of its own. What a layer adds is added in the norm of the next. The result is of the products' precision."""
+        assert around.fused is not None
         n_tokens = x.shape[0] * x.shape[1]
         rows = x.flatten(0, 1)
         if around.sink_rotation is not None and self.sinks is not None:
@@ -227,7 +228,7 @@ class DiffusionLM(nn.Module):
         update = torch.zeros_like(rows, dtype=around.fused, requires_grad=True)
         for block in self.blocks:
             rows, update, _ = block(rows, update, around)
-        return (rows[:n_tokens] + update[:n_tokens]).view_as(x)
+        return self.norm.end(rows, update, around.fused)[:n_tokens].view_as(x)
 
     def _run_blocks(self, x: Tensor, around: Surroundings, use_lane: bool, wanted: Tensor | None = None) -> Tensor:
         scope = self._lanes if use_lane and not torch.is_grad_enabled() else None

@@ -273,24 +273,25 @@ def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch
 
 @torch.library.custom_op("sinkdlm::add_norm_backward", mutates_args=())
 def add_norm_backward(
-    grad_sum: Tensor, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
+    grad_sum: Tensor | None, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, of what was added to make it (the same, in update_dtype; empty where that is None) and of weight, where x
-    went on as it is and as rms_norm(x) * weight."""
+    went on as it is (unless grad_sum is None) and as rms_norm(x) * weight."""
     precise = torch.promote_types(x.dtype, torch.float32)
     values, grads = x.to(precise), grad_normed.to(precise)
     scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
     normed = values * scale
     grad_weight = (grads * normed).flatten(0, -2).sum(0)
     grads = grads * weight.to(precise)
-    whole = grad_sum.to(precise) + (grads - normed * (grads * normed).mean(-1, keepdim=True)) * scale
+    whole = (grads - normed * (grads * normed).mean(-1, keepdim=True)) * scale
+    whole = whole if grad_sum is None else grad_sum.to(precise) + whole
     update = x.new_empty(0) if update_dtype is None else whole.to(update_dtype, copy=True)
     return whole.to(x.dtype), update, grad_weight.to(weight.dtype)
 
 
 @add_norm_backward.register_fake
 def _(
-    grad_sum: Tensor, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
+    grad_sum: Tensor | None, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     update = x.new_empty(0) if update_dtype is None else x.new_empty(x.shape, dtype=update_dtype)
     return x.new_empty(x.shape), update, weight.new_empty(weight.shape)
@@ -298,7 +299,7 @@ def _(
 
 @add_norm_backward.register_kernel("cuda")
 def _(
-    grad_sum: Tensor, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
+    grad_sum: Tensor | None, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     from sinkdlm import training_kernels
 

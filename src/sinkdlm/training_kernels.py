@@ -414,7 +414,7 @@ def _add_pairs(a, b, c, d):
 @triton.jit
 def _norm_backward(
     grad_sum, grad_normed, x, weight, into, half_into, into_weight, eps, n_rows, n,
-    block: tl.constexpr, stages: tl.constexpr, writes_half: tl.constexpr,
+    block: tl.constexpr, stages: tl.constexpr, adds: tl.constexpr, writes_half: tl.constexpr,
 ):  # fmt: skip
     """Each program goes through every num_programs-th row, and sums what they say of the weight."""
     column, first = tl.max_contiguous(tl.arange(0, block), _TOGETHER), tl.program_id(0).to(tl.int64)
@@ -424,13 +424,16 @@ def _norm_backward(
         place = row * n + column
         values = tl.load(x + place, inside, 0).to(tl.float32)
         grads = tl.load(grad_normed + place, inside, 0).to(tl.float32)
-        given = tl.load(grad_sum + place, inside, 0).to(tl.float32)
+        if adds:
+            given = tl.load(grad_sum + place, inside, 0).to(tl.float32)
         gain = tl.load(weight + column, inside, 0).to(tl.float32)  # from a cache: registers are scarce
         # Both sums at once: warps wait for each other only here.
         square, along = tl.reduce((values * values, grads * gain * values), 0, _add_pairs)
         scale = 1 / tl.sqrt(square / n + eps)
         sum_ += grads * (values * scale)
-        total = given + (grads * gain - values * (along / n * scale * scale)) * scale
+        total = (grads * gain - values * (along / n * scale * scale)) * scale
+        if adds:
+            total += given
         tl.store(into + place, total.to(into.dtype.element_ty), inside)
         if writes_half:
             tl.store(half_into + place, total.to(half_into.dtype.element_ty), inside)
@@ -448,10 +451,11 @@ def _sum_rows(rows, into, n_rows, n, block: tl.constexpr, columns: tl.constexpr)
 
 
 def add_norm_backward(
-    grad_sum: Tensor, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
+    grad_sum: Tensor | None, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """operators.add_norm_backward."""
-    grad_sum, grad_normed, x = grad_sum.contiguous(), grad_normed.contiguous(), x.contiguous()
+    grad_normed, x = grad_normed.contiguous(), x.contiguous()
+    given = x if grad_sum is None else grad_sum.contiguous()
     n = x.shape[-1]
     n_rows = x.numel() // n
     into = torch.empty_like(x)
@@ -463,8 +467,8 @@ def add_norm_backward(
     n_programs = min(n_rows, on_each // warps * processors)
     sums = torch.empty(n_programs, n, dtype=torch.float32, device=x.device)
     _norm_backward[(n_programs,)](
-        grad_sum, grad_normed, x, weight.contiguous(), into, half, sums, eps, n_rows, n,
-        block=block, stages=stages, writes_half=update_dtype is not None, num_warps=warps,
+        given, grad_normed, x, weight.contiguous(), into, half, sums, eps, n_rows, n,
+        block=block, stages=stages, adds=grad_sum is not None, writes_half=update_dtype is not None, num_warps=warps,
     )  # fmt: skip
     grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
     _sum_rows[(triton.cdiv(n, _SUM_COLUMNS),)](
