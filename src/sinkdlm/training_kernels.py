@@ -478,12 +478,18 @@ def add_norm_backward(
 
 
 @triton.jit
+def _read_logits(logits, column, n, exclude):
+    # What is excluded is read and then left out: a condition on single columns would have every one of them read alone.
+    return tl.where(column == exclude, float("-inf"), tl.load(logits + column, column < n, float("-inf")))
+
+
+@triton.jit
 def _nll(logits, targets, nll, grad, n, exclude, wants: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     most, total = tl.full([block], -3e38, tl.float32), tl.zeros([block], tl.float32)  # finite: inf - inf is no number
     for begin in range(0, n, block):
         column = begin + tl.arange(0, block)
-        score = tl.load(logits + row * n + column, (column < n) & (column != exclude), float("-inf"))
+        score = _read_logits(logits + row * n, column, n, exclude)
         higher = tl.maximum(most, score)
         total = total * tl.exp(most - higher) + tl.exp(score - higher)
         most = higher
@@ -498,7 +504,7 @@ def _nll(logits, targets, nll, grad, n, exclude, wants: tl.constexpr, block: tl.
         surplus = tl.where(loss < 0.05, small, tl.exp(-loss) - 1)
         for begin in range(0, n, block):
             column = begin + tl.arange(0, block)
-            score = tl.load(logits + row * n + column, (column < n) & (column != exclude), float("-inf"))
+            score = _read_logits(logits + row * n, column, n, exclude)
             chance = tl.where(column == target, surplus, tl.exp(score - whole))
             tl.store(grad + row * n + column, chance.to(grad.dtype.element_ty), column < n)
 
