@@ -24,7 +24,8 @@ _TOGETHER = tl.constexpr(4)
 _NORMS = ((32, 256, 2), (32, 256, 1), (16, 512, 1))
 _NORM = _NORMS[0]
 _SUM_ROWS, _SUM_COLUMNS = 256, 16  # of a program that adds up what its programs found
-_VOCABULARY = 4096  # logits that a program holds at a time
+_VOCABULARY = 4096  # logits that a program holds at a time,
+_NLL_WARPS = 16  # so many that few programs run at once, whose rows are still in the cache when they are read again
 
 
 @triton.jit
@@ -478,9 +479,10 @@ def add_norm_backward(
 
 
 @triton.jit
-def _read_logits(logits, column, n, exclude):
+def _read_logits(logits, column, n, exclude, policy: tl.constexpr):
     # What is excluded is read and then left out: a condition on single columns would have every one of them read alone.
-    return tl.where(column == exclude, float("-inf"), tl.load(logits + column, column < n, float("-inf")))
+    score = tl.load(logits + column, column < n, float("-inf"), eviction_policy=policy)
+    return tl.where(column == exclude, float("-inf"), score)
 
 
 @triton.jit
@@ -489,7 +491,7 @@ def _nll(logits, targets, nll, grad, n, exclude, wants: tl.constexpr, block: tl.
     most, total = tl.full([block], -3e38, tl.float32), tl.zeros([block], tl.float32)  # finite: inf - inf is no number
     for begin in range(0, n, block):
         column = begin + tl.arange(0, block)
-        score = _read_logits(logits + row * n, column, n, exclude)
+        score = _read_logits(logits + row * n, column, n, exclude, "")
         higher = tl.maximum(most, score)
         total = total * tl.exp(most - higher) + tl.exp(score - higher)
         most = higher
@@ -504,9 +506,9 @@ def _nll(logits, targets, nll, grad, n, exclude, wants: tl.constexpr, block: tl.
         surplus = tl.where(loss < 0.05, small, tl.exp(-loss) - 1)
         for begin in range(0, n, block):
             column = begin + tl.arange(0, block)
-            score = _read_logits(logits + row * n, column, n, exclude)
+            score = _read_logits(logits + row * n, column, n, exclude, "evict_first")  # for the last time
             chance = tl.where(column == target, surplus, tl.exp(score - whole))
-            tl.store(grad + row * n + column, chance.to(grad.dtype.element_ty), column < n)
+            tl.store(grad + row * n + column, chance.to(grad.dtype.element_ty), column < n, eviction_policy="evict_first")
 
 
 def nll_of_logits(
@@ -519,6 +521,6 @@ def nll_of_logits(
     block = min(_VOCABULARY, triton.next_power_of_2(n))
     _nll[(n_rows,)](
         logits, targets, nll, nll if grad is None else grad, n, -1 if exclude is None else exclude,
-        wants=grad is not None, block=block, num_warps=_WARPS,
+        wants=grad is not None, block=block, num_warps=_NLL_WARPS,
     )  # fmt: skip
     return nll, grad
