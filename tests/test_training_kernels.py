@@ -274,10 +274,10 @@ def test_a_product_has_autograds_gradients(biased):
 
 
 def test_a_weights_gradient_is_not_rounded_to_its_factors():
-    grad, x = random(64, 6, dtype=torch.bfloat16), random(64, 10, seed=1, dtype=torch.bfloat16)
+    grad, x = random(64, 8, dtype=torch.bfloat16), random(64, 16, seed=1, dtype=torch.bfloat16)
     found = operators.weight_gradient(grad, x, torch.float32)
     torch.testing.assert_close(found, (grad.double().mT @ x.double()).float(), rtol=1e-5, atol=1e-5)
-    weight = random(6, 10, seed=2).requires_grad_()
+    weight = random(8, 16, seed=2).requires_grad_()
     fused_layers.project(x, weight).backward(grad)
     assert torch.equal(weight.grad, found)
 
@@ -303,7 +303,7 @@ def test_operators_keep_the_rules_of_torch(name):
     q, content, lse, sink_k, sink_v, grad, grad_q = parts(2, 4, 2, 9, 8, 2)
     grad_k, cos = random(2, 2, 9, 8), random(1, 9, 1, 4)
     given = {
-        "weight_gradient": (random(5, 3, dtype=torch.bfloat16), random(5, 4, dtype=torch.bfloat16), torch.float32),
+        "weight_gradient": (random(16, 8, dtype=torch.bfloat16), random(16, 24, dtype=torch.bfloat16), torch.float32),
         "swiglu": (random(2, 3, 8),),
         "swiglu_backward": (random(2, 3, 8), random(2, 3, 4)),
         "merge_sinks": (q, content, lse, sink_k, sink_v, 0.3),
