@@ -105,14 +105,12 @@ def test_norm_kernel(added, dtype):
     torch.testing.assert_close(training_kernels.add_norm(*given), plain(operators.add_norm)(*given))
 
 
-@pytest.mark.parametrize("form", range(3))
 @pytest.mark.parametrize("update", [None, torch.bfloat16])
-def test_norm_backward_kernel(update, form, monkeypatch):
+def test_norm_backward_kernel(update, monkeypatch):
     pytest.importorskip("triton", reason="needs Triton")
     from sinkdlm import training_kernels
 
-    monkeypatch.setattr(training_kernels, "_NORM", training_kernels._NORMS[form])
-    monkeypatch.setattr(training_kernels, "_SUM_ROWS", 16)  # fewer than programs
+    monkeypatch.setattr(training_kernels, "_SUM_ROWS", 8)  # fewer than programs
     x, grad_sum, grad_normed = (random(2, 45, 70, seed=i) for i in range(3))  # more rows than programs
     for through in (grad_sum, None):
         given = (through, grad_normed.bfloat16(), x, random(70, seed=3), 1e-5, update)

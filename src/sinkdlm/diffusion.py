@@ -19,11 +19,10 @@ from torch.autograd.function import once_differentiable
 
 from sinkdlm.fusion import has_kernels
 from sinkdlm.noise import Key, Stream, counter, fold, golden_words, hash_words, stream_state, top_bits, unit_interval
+from sinkdlm.planning import head_chunk
 
 _PROBABILITY_BITS = 32
 _FUSE_FROM = 1 << 16  # positions from which corruption on a GPU is compiled
-_CHUNK_ELEMENTS = 160_000_000  # of logits held at once, about 0.6 GB in float32
-_CHUNK_ROWS = 256  # chunks are multiples of this, which the matrix units like
 
 ScheduleName = Literal["linear", "cosine", "loglinear"]
 
@@ -260,7 +259,7 @@ def chunked_nll(
 
     Gradients are formed in the forward, chunk by chunk, so that no more than one chunk of logits ever exists.
     """
-    chunk = chunk or max(1, _CHUNK_ELEMENTS // head_weight.shape[0] // _CHUNK_ROWS) * _CHUNK_ROWS
+    chunk = chunk or head_chunk(head_weight.shape[0])
     return _ChunkedNLL.apply(hidden, head_weight, targets, weights, exclude, chunk, torch.is_grad_enabled())
 
 

@@ -43,6 +43,8 @@ CHIPS = {
 }
 # float8 is counted as bf16, and takes less: inputs of products are kept rounded, results and attention as in bf16.
 _BYTES = {"float64": 8, "float32": 4, "bf16": 2, "fp8": 2, "auto": 2}
+_LOGITS = 160_000_000  # that a loss holds at once, about 0.6 GB in float32
+_LEAST_ROWS, _ROWS = 2048, 256  # of them: with fewer a large head's gradient is read and written too often; multiples of this
 USABLE = 0.85  # of a device's memory: the rest is fragments, workspaces and the context
 
 
@@ -58,6 +60,11 @@ def find_chip(device: str) -> Chip | None:
     """Of a device by its name, where the table has it. GH200, PCIe cards and the A100 of 40 GB are other devices."""
     words = device.upper().replace("-", " ").split()
     return next((chip for chip in CHIPS.values() if chip.name in words and not {"PCIE", "40GB"} & set(words)), None)
+
+
+def head_chunk(vocab_size: int) -> int:
+    """Rows of logits that a loss holds at a time."""
+    return max(_LEAST_ROWS, _LOGITS // vocab_size // _ROWS * _ROWS)
 
 
 def head_parameters(config: ModelConfig) -> int:
@@ -179,7 +186,7 @@ def training_memory(
     tokens = micro_batch * recipe.data.length
     part = -(-config.count_parameters().total // layout.shards) * weight
     kept = kept_by_block(config, unit, train.compile != "none" if compiled is None else compiled)
-    logits = min(160_000_000, tokens * config.vocab_size) * (4 + unit)
+    logits = min(head_chunk(config.vocab_size), tokens) * config.vocab_size * (4 + unit)
     # With recomputation the backward first makes what the block would have kept.
     again = tokens * (kept["none"] - kept[train.recompute])
     return Memory(

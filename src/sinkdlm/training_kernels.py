@@ -12,17 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 4096  # elements of a program that merges, tokens times head width: more, and registers leave too few programs at a time
-_BACK_TILE, _BACK_WARPS, _BACK_STAGES = 2048, 4, 3  # the same of its backward, which goes through several tiles, read ahead,
+_BACK_TILE, _BACK_WARPS, _BACK_STAGES = 2048, 4, 4  # the same of its backward, which goes through several tiles, read ahead,
 _SPAN = 128  # so many tokens, whose sums for the sinks a program keeps
 _WARPS = 8
 _COLUMNS = 1024  # of one that computes SwiGLU
-_ROW_LANES = 512  # elements of a warp that adds and norms a row
+_ROW_LANES = 256  # elements of a warp that adds and norms a row
 # Neighbours in a row that a thread reads at once. Left alone Triton takes 8 of half precision and 4 of float32, and brings them
 # together through shared memory.
 _TOGETHER = tl.constexpr(4)
-# Of a norm's backward: warps on each multiprocessor, elements of a warp, rows on their way at a time.
-_NORMS = ((32, 256, 2), (32, 256, 1), (16, 512, 1))
-_NORM = _NORMS[0]
+_NORM_WARPS, _NORM_LANES, _NORM_STAGES = 16, 512, 2  # of its backward: warps a multiprocessor, elements a warp, rows on their way
 _SUM_ROWS, _SUM_COLUMNS = 256, 16  # of a program that adds up what its programs found
 _VOCABULARY = 4096  # logits that a program holds at a time,
 _NLL_WARPS = 16  # so many that few programs run at once, whose rows are still in the cache when they are read again
@@ -462,14 +460,13 @@ def add_norm_backward(
     into = torch.empty_like(x)
     half = x.new_empty(0) if update_dtype is None else torch.empty_like(x, dtype=update_dtype)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    on_each, lanes, stages = _NORM
     block = triton.next_power_of_2(n)
-    warps = min(16, max(1, block // lanes))
-    n_programs = min(n_rows, on_each // warps * processors)
+    warps = min(16, max(1, block // _NORM_LANES))
+    n_programs = min(n_rows, _NORM_WARPS // warps * processors)
     sums = torch.empty(n_programs, n, dtype=torch.float32, device=x.device)
     _norm_backward[(n_programs,)](
         given, grad_normed, x, weight.contiguous(), into, half, sums, eps, n_rows, n,
-        block=block, stages=stages, adds=grad_sum is not None, writes_half=update_dtype is not None, num_warps=warps,
+        block=block, stages=_NORM_STAGES, adds=grad_sum is not None, writes_half=update_dtype is not None, num_warps=warps,
     )  # fmt: skip
     grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
     _sum_rows[(triton.cdiv(n, _SUM_COLUMNS),)](
