@@ -53,13 +53,14 @@ def assert_rounded_alike(found, wanted):
     assert near.all()
 
 
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", [VALUES, GRADIENTS])
 @pytest.mark.parametrize(("rows", "turned"), [(True, True), (True, False), (False, True)])
-def test_rounding_kernel(dtype, rows, turned):
+def test_rounding_kernel(given, dtype, rows, turned):
     pytest.importorskip("triton", reason="needs Triton")
     from sinkdlm import float8_kernels
 
-    x = random(131, 144, dtype=torch.bfloat16)[:, ::3]
+    x = random(131, 144, dtype=given)[:, ::3]
     given = (x, operators.gain_of(x.abs().amax(), dtype), dtype, rows, turned)
     for found, wanted in zip(float8_kernels.round_float8(*given), operators.round_float8._init_fn(*given), strict=True):
         if wanted.numel():

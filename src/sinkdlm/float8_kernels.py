@@ -20,6 +20,13 @@ _WARPS = 8
 
 
 @triton.jit
+def _load_again(gain):
+    """So that what is turned is rounded by itself: where bytes are taken out of numbers that are also stored as they are, CUDA
+    12.8's assembler for Hopper (Triton 3.6's) reads registers that nothing has written."""
+    return tl.load(gain, volatile=True)
+
+
+@triton.jit
 def _store_turned(into, value, m, k, n_columns, n_padded):
     """A tile (tokens, columns) into (columns, tokens and zeros)."""
     inside = (k < n_columns)[:, None] & (m < n_padded)[None, :]
@@ -34,11 +41,11 @@ def _round(
     m, k = tl.program_id(0) * block_m + tl.arange(0, block_m), tl.program_id(1) * block_k + tl.arange(0, block_k)
     inside = (m < n_rows)[:, None] & (k < n)[None, :]
     place = m.to(tl.int64)[:, None] * n + k[None, :]
-    value = (tl.load(x + place, inside, 0).to(tl.float32) * tl.load(gain)).to(rows.dtype.element_ty)
+    value = tl.load(x + place, inside, 0).to(tl.float32)
     if has_rows:
-        tl.store(rows + place, value, inside)
+        tl.store(rows + place, (value * tl.load(gain)).to(rows.dtype.element_ty), inside)
     if has_turned:
-        _store_turned(turned, value, m, k, n, n_padded)
+        _store_turned(turned, (value * _load_again(gain)).to(rows.dtype.element_ty), m, k, n, n_padded)
 
 
 def round_float8(x: Tensor, gain: Tensor, dtype: torch.dtype, rows: bool, turned: bool) -> tuple[Tensor, Tensor]:
@@ -100,12 +107,11 @@ def _swiglu_round_backward(
     silu = gate * chance
     into_gate, into_up = given * up * (chance * (1 + gate * (1 - chance))), given * silu
     if writes:
-        factor = tl.load(gain)
-        first, second = (into_gate * factor).to(rows.dtype.element_ty), (into_up * factor).to(rows.dtype.element_ty)
-        tl.store(rows + place, first, inside)
-        tl.store(rows + place + n, second, inside)
-        _store_turned(gate_turned, first, m, f, n, n_padded)
-        _store_turned(up_turned, second, m, f, n, n_padded)
+        factor, again = tl.load(gain), _load_again(gain)
+        tl.store(rows + place, (into_gate * factor).to(rows.dtype.element_ty), inside)
+        tl.store(rows + place + n, (into_up * factor).to(rows.dtype.element_ty), inside)
+        _store_turned(gate_turned, (into_gate * again).to(rows.dtype.element_ty), m, f, n, n_padded)
+        _store_turned(up_turned, (into_up * again).to(rows.dtype.element_ty), m, f, n, n_padded)
         _store_turned(hidden, (silu * up * tl.load(hidden_gain)).to(hidden.dtype.element_ty), m, f, n, n_padded)
     else:
         most = tl.max(tl.maximum(tl.abs(into_gate), tl.abs(into_up)))
