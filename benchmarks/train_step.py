@@ -51,7 +51,17 @@ _KINDS = {
     "attention": ("flash", "fmha", "cudnn", "sdpa", "attention", "_merge"),
     "matrix products": ("gemm", "nvjet", "cutlass", "matmul", "xmma", "mm_"),
     "optimizer": ("adam", "multi_tensor", "lpnorm"),
-    "fused by hand": ("_swiglu", "_nll", "_round"),
+    "fused by hand": (
+        "_swiglu",
+        "_nll",
+        "_round",
+        "_norm_backward",
+        "_add_norm",
+        "_turn_heads",
+        "_join_heads",
+        "_sum_rows",
+        "_sum_parts",
+    ),
     "compiled": ("triton",),
     "copies": ("copy", "memcpy", "memset", "cat"),
 }

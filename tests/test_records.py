@@ -7,7 +7,7 @@ from benchmarks import page, readme
 from benchmarks.measuring import RESULTS
 
 REMAKE = "run: make docs-benchmarks"
-PICTURES = ("benchmarks-training", "benchmarks-sampling", "benchmarks-memory", "sinks")
+PICTURES = ("benchmarks-training", "benchmarks-sampling", "benchmarks-memory", "benchmarks-steps", "sinks")
 
 
 def test_the_benchmark_page_agrees_with_the_records():
