@@ -168,9 +168,9 @@ def choose_layout(section: ParallelSection, ranks: int, node_ranks: int, state: 
 
 def settle_precision(recipe: Recipe, *, on_gpu: bool) -> Recipe:
     """The recipe with train.precision = "auto" as it is read there."""
-    table = recipe.to_dict()
     if recipe.train.precision != "auto":
         return recipe
+    table = recipe.to_dict()
     return Recipe.resolve({**table, "train": {**table["train"], "precision": "bf16" if on_gpu else "float32"}})
 
 
