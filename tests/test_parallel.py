@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ from benchmarks import kills
 
 import ranks
 from conftest import VARIANTS
-from launches import starts
+from launches import plain_ranks, starts
 from sinkdlm import UserError
 from sinkdlm.config import ParallelSection
 from sinkdlm.planning import Layout, choose_layout, training_memory
@@ -34,14 +32,11 @@ FIRST = [*FEW, "vanilla-untied", "gate-headwise-sink-untied", "register-untied",
 
 
 def launch(n_ranks: int, jobs: list[dict], folder: Path) -> None:
-    file = folder / f"jobs-{len(list(folder.glob('jobs-*')))}.json"
+    file = folder / f"jobs-{len(list(folder.glob('jobs-*.json')))}.json"
     file.write_text(json.dumps(jobs))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
     path = os.pathsep.join([str(Path(ranks.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [*launcher, ranks.__file__, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1500, check=False)
-    assert done.returncode == 0, done.stderr[-8000:]
+    with plain_ranks(n_ranks, [ranks.__file__, str(file)], file.with_suffix(".said"), PYTHONPATH=path) as started:
+        assert started.wait(1500) == 0, started.text()[-8000:]
 
 
 def tables(folder: Path, /, **sections) -> dict:
