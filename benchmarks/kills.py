@@ -6,7 +6,9 @@
 Each life of the run is ended by SIGKILL at a random moment: while it starts, after a few steps, or while a state is being written.
 A life that is to die while it trains is a fork of a process that has imported everything and done nothing, which spares it the
 seconds of its imports; the others, the first and the last are started as a user starts them.
-With --ranks torchrun starts that many, one of them is killed each time, and torchrun restarts them all by itself.
+With --ranks torchrun starts that many, one of them is killed each time, and torchrun restarts them all by itself. There, too, ranks
+that are to die while they train are forks, of a launch of their own; behind it a second one, started as a user starts it, has the
+other kills and the end.
 Compared at the end: exported weights, the whole last state (moments included), and every line of metrics.jsonl but its timings.
 """
 
@@ -101,12 +103,15 @@ def start(recipe: Path, out: Path, ranks: int = 1, restarts: int = 0) -> subproc
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, env=environment)
 
 
+_PRELOADED = ["sinkdlm.cli", "sinkdlm.training.loop", "torch._dynamo"]  # the last one by whoever shards
+
+
 class Fork:
     """`sinkdlm train`, forked from a process that has imported what it needs. Has what is used of subprocess.Popen here."""
 
     def __init__(self, recipe: Path, out: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["sinkdlm.cli", "sinkdlm.training.loop"])
+        context.set_forkserver_preload(_PRELOADED)
         self._process = context.Process(target=_train, args=(["train", str(recipe), "--out", str(out)], out.with_suffix(".said")))
         self._process.start()
 
@@ -136,6 +141,45 @@ def _train(words: list[str], said: Path) -> None:
         os.dup2(nothing.fileno(), 1)
     sys.argv = ["sinkdlm", *words]
     main()
+
+
+def start_forks(recipe: Path, out: Path, ranks: int, restarts: int) -> subprocess.Popen[bytes]:
+    """What torchrun does, with ranks that are forks of a process that has imported what they need."""
+    words = ["train", str(recipe), "--out", str(out)]
+    program = f"from benchmarks.kills import launch_forks; launch_forks({words!r}, {ranks}, {restarts})"
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    with out.with_suffix(".said").open("wb") as said:
+        return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=said, env=environment)
+
+
+def launch_forks(words: list[str], ranks: int, restarts: int) -> None:
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id="kills",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # as --standalone
+        max_restarts=restarts,
+        monitor_interval=0.1,
+        start_method="forkserver",
+    )
+    elastic_launch(config, _train_rank)(words)
+
+
+def _train_rank(words: list[str]) -> None:
+    from sinkdlm.cli import main
+
+    sys.argv = ["sinkdlm", *words]
+    try:
+        main()
+    except SystemExit as left:
+        if left.code:
+            raise
 
 
 Life = subprocess.Popen[bytes] | Fork
@@ -200,29 +244,45 @@ def workers(launcher: int) -> list[int]:
 
 
 def kill_ranks(recipe: Path, out: Path, ranks: int, kills: int, rng: random.Random) -> tuple[dict[str, int], int]:
-    """One launch, whose ranks are killed one at a time and restarted together. Returns the moments, and how many tore a state."""
+    """Ranks are killed one at a time and restarted together. Returns the moments, and how many tore a state."""
+    chosen = [choose_moment(rng) for _ in range(kills)]
+    training = [moment for moment in chosen if moment != "start"]
+    plain = [*training[-1:], *(moment for moment in chosen if moment == "start")]
     moments: dict[str, int] = {}
     torn = 0
-    process = start(recipe, out, ranks, restarts=kills)
-    before: set[int] = set()
-    for _ in range(kills):
-        deadline = time.monotonic() + _PATIENCE
-        while len(alive := [pid for pid in workers(process.pid) if pid not in before]) < ranks:
-            if process.poll() is not None or time.monotonic() > deadline:
+    for forks, lives in ((True, training[:-1]), (False, plain)):
+        if forks and not lives:
+            continue
+        restarts = len(lives) - forks  # the last kill of forks ends their launch
+        process = start_forks(recipe, out, ranks, restarts) if forks else start(recipe, out, ranks, restarts)
+        before: set[int] = set()
+        for moment in lives:
+            alive = _wait_for_ranks(process, ranks, forks, before)
+            wait_for_moment(moment, process, out, rng, starting=8.0)
+            if process.poll() is not None:
                 check_end(process, out)
                 return {**moments, "end": 1}, torn
-            time.sleep(0.01)
-        moment = choose_moment(rng)
-        wait_for_moment(moment, process, out, rng, starting=8.0)
-        if process.poll() is not None:
-            check_end(process, out)
-            return {**moments, "end": 1}, torn
-        os.kill(rng.choice(alive), signal.SIGKILL)
-        torn += bool(list((out / "checkpoints").glob(".step-*")))
-        moments[moment] = moments.get(moment, 0) + 1
-        before |= set(alive)
+            os.kill(rng.choice(alive), signal.SIGKILL)
+            torn += bool(list((out / "checkpoints").glob(".step-*")))
+            moments[moment] = moments.get(moment, 0) + 1
+            before |= set(alive)
+        if forks and not process.wait(_PATIENCE):
+            raise RuntimeError("a launch without a restart left went on")
     check_end(process, out)
     return moments, torn
+
+
+def _wait_for_ranks(process: subprocess.Popen[bytes], ranks: int, forks: bool, before: set[int]) -> list[int]:
+    """The processes of a launch's next life."""
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        parents = workers(process.pid) if forks else [process.pid]
+        alive = [pid for parent in parents for pid in workers(parent) if pid not in before]
+        if len(alive) == ranks:
+            return alive
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"{len(alive)} of {ranks} ranks")
+        time.sleep(0.01)
 
 
 def _wait(process: Life, seconds: float) -> None:

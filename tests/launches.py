@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,13 @@ from benchmarks import kills
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "launch" / "torchrun.sh"
 _MARK = "SINKDLM_LAUNCH"  # in the environment of every process of a launch, whoever its parent has become
+# Ranks and nothing else.
+_STARTER = """
+import os, subprocess, sys
+numbers = [str(rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
+ranks = [subprocess.Popen(sys.argv[1:], env={**os.environ, "RANK": rank, "LOCAL_RANK": rank}) for rank in numbers]
+sys.exit(max(abs(rank.wait()) for rank in ranks))
+"""
 
 
 class Launch:
@@ -71,6 +79,17 @@ def launched(command: list[str], said: Path, **environment: str) -> Iterator[Lau
         yield launch
     finally:
         launch.kill()
+
+
+@contextmanager
+def plain_ranks(size: int, arguments: list[str], said: Path, **environment: str) -> Iterator[Launch]:
+    """Python with these arguments as ranks that no launcher watches: they begin sooner than under one, by its imports."""
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        port = place.getsockname()[1]
+    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with launched([sys.executable, "-c", _STARTER, sys.executable, *arguments], said, **world, **environment) as launch:
+        yield launch
 
 
 def train_arguments(recipe: Path, out: Path) -> list[str]:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 from benchmarks import kills
 
-from launches import ROOT, SCRIPT, launched, make_undisturbed, script, starts, steps_made, train_arguments, wait_until
+from launches import ROOT, SCRIPT, launched, make_undisturbed, plain_ranks, script, starts, steps_made, train_arguments, wait_until
 
 STEPS = 24
 HOSTS = ("127.0.0.2", "127.0.0.3")  # every address of 127.0.0.0/8 is this machine
@@ -40,13 +39,6 @@ case "$1 $2" in
     "show job") echo "JobId=$3 JobState=$(cat "$SLURM_STUB/state")" ;;
     requeue*) echo "$2" >> "$SLURM_STUB/requeued" ;;
 esac
-"""
-# Two ranks and nothing else.
-STARTER = """
-import os, subprocess, sys
-numbers = [str(rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
-ranks = [subprocess.Popen(sys.argv[1:], env={**os.environ, "RANK": rank, "LOCAL_RANK": rank}) for rank in numbers]
-sys.exit(max(abs(rank.wait()) for rank in ranks))
 """
 
 
@@ -149,9 +141,8 @@ def test_a_lost_rank_ends_the_others_with_its_name(runs):
 def test_a_lost_rank_ends_the_others_under_any_launcher(runs, size, victim, tmp_path):
     """Ranks as plain processes, which nobody watches but themselves. Rank 0 holds the store that they meet in."""
     out = tmp_path / "run"
-    command = [sys.executable, "-c", STARTER, sys.executable, "-m", "sinkdlm", "train", *train_arguments(runs / "recipe.toml", out)]
-    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with launched(command, tmp_path / "said", **world) as launch:
+    command = ["-m", "sinkdlm", "train", *train_arguments(runs / "recipe.toml", out)]
+    with plain_ranks(size, command, tmp_path / "said") as launch:
         wait_until(lambda: steps_made(out) > 4, launch)
         lost = launch.ranks()[victim]
         os.kill(lost, signal.SIGKILL)
@@ -160,12 +151,6 @@ def test_a_lost_rank_ends_the_others_under_any_launcher(runs, size, victim, tmp_
         assert time.monotonic() - began < 60
     assert re.search(rf"sinkdlm: .*rank {victim} \(\S+, process {lost}\)", launch.text()), launch.text()[-4000:]
     assert ("store beside rank 0" in launch.text()) <= (victim == 0)  # who is left with rank 0 hears the name from it
-
-
-def free_port() -> int:
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        return place.getsockname()[1]
 
 
 @pytest.mark.slow

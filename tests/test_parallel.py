@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ from benchmarks import kills
 
 import ranks
 from conftest import VARIANTS
-from launches import starts
+from launches import plain_ranks, starts
 from sinkdlm import UserError
 from sinkdlm.config import ParallelSection
 from sinkdlm.planning import Layout, choose_layout, training_memory
@@ -34,14 +32,11 @@ FIRST = [*FEW, "vanilla-untied", "gate-headwise-sink-untied", "register-untied",
 
 
 def launch(n_ranks: int, jobs: list[dict], folder: Path) -> None:
-    file = folder / f"jobs-{len(list(folder.glob('jobs-*')))}.json"
+    file = folder / f"jobs-{len(list(folder.glob('jobs-*.json')))}.json"
     file.write_text(json.dumps(jobs))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
     path = os.pathsep.join([str(Path(ranks.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [*launcher, ranks.__file__, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1500, check=False)
-    assert done.returncode == 0, done.stderr[-8000:]
+    with plain_ranks(n_ranks, [ranks.__file__, str(file)], file.with_suffix(".said"), PYTHONPATH=path) as started:
+        assert started.wait(1500) == 0, started.text()[-8000:]
 
 
 def tables(folder: Path, /, **sections) -> dict:
@@ -334,18 +329,15 @@ def test_memory_of_a_rank_falls_as_planned(four):
     ],
     ids=["plain", "compiled and full", "full", "selective", "compiled", "compiled and selective"],
 )
-def test_compiled_and_recomputed_blocks_on_two_ranks(tmp_path, train, names):
+def test_compiled_and_recomputed_blocks_on_two_ranks(tmp_path, made_once, train, names):
     """Against one process that does neither."""
     data = kills.write_set(tmp_path / "data")
-    for folder in ("variants-1", "variants-2"):
-        (tmp_path / folder).mkdir()
+    launch(2, [variants_job(data, tmp_path, name, **train) for name in names], tmp_path)
     for name in names:
-        ranks.run(variants_job(data, tmp_path / "variants-1", name))
-    launch(2, [variants_job(data, tmp_path / "variants-2", name, **train) for name in names], tmp_path)
-    for name in names:
-        expected = losses(tmp_path / "variants-1" / name)
+        alone = made_once(f"ranks-1-{name}", lambda folder, name=name: ranks.run(variants_job(data, folder, name)))
+        expected = losses(alone / name)
         assert len(expected) == 20
-        np.testing.assert_allclose(losses(tmp_path / "variants-2" / name), expected, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(losses(tmp_path / name), expected, rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow
