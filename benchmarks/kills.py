@@ -306,7 +306,13 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 
 
 def read_tensors(folder: Path) -> dict[str, Any]:
-    return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
+    """Of weights, which are each in one file."""
+    return {name: value for (_, name), value in _read_by_file(folder).items()}
+
+
+def _read_by_file(folder: Path) -> dict[tuple[str, str], Any]:
+    """Of a state's tensors each rank's file has its own rows, under the same names."""
+    return {(file.name, name): value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 def differences(first: Path, second: Path) -> list[str]:
@@ -322,7 +328,7 @@ def differences(first: Path, second: Path) -> list[str]:
         "average": (first / "ema", second / "ema"),
         "state": (newest[0], newest[1]),
     }.items():
-        tensors = [read_tensors(folder) for folder in pair]
+        tensors = [_read_by_file(folder) for folder in pair]
         same = tensors[0].keys() == tensors[1].keys() and len(tensors[0]) > 0
         if not same or not all(tensors[0][key].tobytes() == tensors[1][key].tobytes() for key in tensors[0]):
             found.append(name)

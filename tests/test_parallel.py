@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks import kills
+from safetensors.numpy import save_file
 
 import ranks
 from conftest import VARIANTS
@@ -243,6 +244,24 @@ def test_a_resumed_run_is_bit_equal_on_the_same_number_of_ranks(runs, n_ranks):
     assert [start["step"] for start in starts(runs / f"resumed-{n_ranks}")] == [0, 31]
     assert kills.differences(runs / f"exact-{n_ranks}", runs / f"resumed-{n_ranks}") == []
     assert kills.differences(runs / "exact-1", runs / f"exact-{n_ranks}") != []  # the comparison can fail
+
+
+def test_a_difference_in_any_ranks_file_is_found(tmp_path):
+    """Ranks' files of a state hold other rows under the same names."""
+    runs = [tmp_path / "one", tmp_path / "other"]
+    for out in runs:
+        for folder in ("model", "ema", "checkpoints/step-1"):
+            (out / folder).mkdir(parents=True)
+            for rank in range(2):
+                save_file({"rows": np.full(3, float(rank))}, out / folder / f"state-{rank}.safetensors")
+        (out / "metrics.jsonl").write_text("")
+    assert kills.differences(*runs) == []
+    for rank in range(2):
+        file = runs[1] / "checkpoints" / "step-1" / f"state-{rank}.safetensors"
+        kept = file.read_bytes()
+        save_file({"rows": np.full(3, 5.0)}, file)
+        assert kills.differences(*runs) == ["state"], rank
+        file.write_bytes(kept)
 
 
 def test_batches_that_ranks_cannot_share_evenly(runs, n_ranks):
