@@ -51,6 +51,13 @@ def test_planned_memory_is_within_ten_per_cent_of_the_measured_peaks():
         assert peak.planned == pytest.approx(peak.measured, rel=0.1), f"{peak.name} ({peak.record})"
 
 
+def test_a_plan_counts_logits_as_the_loss_makes_them():
+    from sinkdlm import diffusion, planning
+
+    for vocab in (16, 32000, 32001, 49152, 78125, 78126, 151936, 10**6):
+        assert planning.head_chunk(vocab) == diffusion.head_chunk(vocab), vocab
+
+
 def test_the_constants_are_those_that_the_records_give():
     """`python -m benchmarks.calibrate` was run since the records changed."""
     kept, now = calibration(), calibrate.table(since=calibration()["since"])

@@ -19,10 +19,11 @@ from torch.autograd.function import once_differentiable
 
 from sinkdlm.fusion import has_kernels
 from sinkdlm.noise import Key, Stream, counter, fold, golden_words, hash_words, stream_state, top_bits, unit_interval
-from sinkdlm.planning import head_chunk
 
 _PROBABILITY_BITS = 32
 _FUSE_FROM = 1 << 16  # positions from which corruption on a GPU is compiled
+_LOGITS = 160_000_000  # held at once, about 0.6 GB in float32
+_LEAST_ROWS, _ROWS = 2048, 256  # of them: with fewer a large head's gradient is read and written too often; multiples of this
 
 ScheduleName = Literal["linear", "cosine", "loglinear"]
 
@@ -244,6 +245,11 @@ def read_later(values: Tensor) -> Callable[[], Any]:
         return landing.tolist()
 
     return read
+
+
+def head_chunk(vocab_size: int) -> int:
+    """Rows of logits that exist at a time; planning.py counts them likewise."""
+    return max(_LEAST_ROWS, _LOGITS // vocab_size // _ROWS * _ROWS)
 
 
 def chunked_nll(

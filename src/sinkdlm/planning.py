@@ -43,8 +43,6 @@ CHIPS = {
 }
 # float8 is counted as bf16, and takes less: inputs of products are kept rounded, results and attention as in bf16.
 _BYTES = {"float64": 8, "float32": 4, "bf16": 2, "fp8": 2, "auto": 2}
-_LOGITS = 160_000_000  # that a loss holds at once, about 0.6 GB in float32
-_LEAST_ROWS, _ROWS = 2048, 256  # of them: with fewer a large head's gradient is read and written too often; multiples of this
 USABLE = 0.85  # of a device's memory: the rest is fragments, workspaces and the context
 
 
@@ -63,8 +61,8 @@ def find_chip(device: str) -> Chip | None:
 
 
 def head_chunk(vocab_size: int) -> int:
-    """Rows of logits that a loss holds at a time."""
-    return max(_LEAST_ROWS, _LOGITS // vocab_size // _ROWS * _ROWS)
+    """Rows of logits that a loss holds at a time, as diffusion.head_chunk, which needs torch to be imported."""
+    return max(2048, 160_000_000 // vocab_size // 256 * 256)
 
 
 def head_parameters(config: ModelConfig) -> int:
