@@ -361,7 +361,8 @@ def test_compiled_and_recomputed_blocks_on_two_ranks(tmp_path, made_once, train,
 
 @pytest.mark.slow
 def test_twenty_kills_of_single_ranks_change_nothing(tmp_path):
-    """torchrun restarts all four by itself each time; the end is bit-equal to that of four ranks left alone."""
+    """torchrun's agent restarts all four each time but once, when a launch by torchrun itself goes on where one of forks was ended;
+    the end is bit-equal to that of four ranks left alone."""
     found = kills.run(20, seed=0, folder=tmp_path, ranks=4)
     assert found["kills"] == 20
     assert found["torn_states"] > 0
