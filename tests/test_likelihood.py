@@ -289,6 +289,29 @@ def test_only_masked_targets_reach_the_head_and_batches_are_full():
     assert any(lengths is not None for _, lengths, _ in spy.calls)
 
 
+def test_forwards_are_made_without_attention_that_plans_each_shape():
+    """cuDNN's plan for a new shape takes longer than a forward; rows have many lengths. Afterwards all is as it was."""
+    allowed = []
+
+    class Spying(Spy):
+        def __call__(self, *given, **named):
+            allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+            return super().__call__(*given, **named)
+
+    spy = Spying(small_model(n_sinks=1).denoiser())
+    rows, scored = mixed_rows(4)
+    for before in (True, False):
+        torch.backends.cuda.enable_cudnn_sdp(before)
+        try:
+            log_likelihood(spy, rows, scored, mask_id=11, draws=8)
+            assert torch.backends.cuda.cudnn_sdp_enabled() is before
+            is_greedy(spy, rows, scored, mask_id=11)
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(True)
+    assert allowed
+    assert not any(allowed)
+
+
 def test_batches_hold_every_look_once():
     rows = read_rows(*mixed_rows(40), 11)
     masks = [(row, row.targets[masked]) for row in rows for masked in masks_of("exact_k", 0, 1, len(row.targets), 2, 2).masked]

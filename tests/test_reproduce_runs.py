@@ -14,6 +14,7 @@ import pytest
 
 from sinkdlm import DiffusionLM, ModelConfig, cli, save
 from sinkdlm.data.synthetic import character_tokenizer, corpus, prepare_example
+from sinkdlm.durable import held
 from sinkdlm.evals.requests import LOGLIKELIHOOD, Request, Sheet
 from sinkdlm.evals.settings import Settings
 from sinkdlm.reproduce import command, nano, running
@@ -133,6 +134,44 @@ def test_time_that_is_up_within_a_run_keeps_what_is_done(made, tmp_path):
     assert [path.stem for path in (out / "parts" / "adapt-sink-s2").glob("*.json")] == ["train"]
 
 
+def test_what_another_process_makes_is_left_to_it(made, tmp_path):
+    """Its run is waited for where something needs it; the rest, which it makes too, is then there."""
+    out, theirs = tmp_path / "cut", tmp_path / "theirs"
+    shutil.copytree(made / "cut", out)
+    for name in ("adapt-sink-s1", "sft-sink-s1"):
+        (theirs / name).parent.mkdir(exist_ok=True)
+        (out / "records" / f"{name}.json").rename(theirs / name)
+    claim, seen = held(out / "claims" / "adapt-sink-s1", "process"), []
+
+    def others_end(_: float) -> None:
+        seen.append(sorted(path.stem for path in (out / "records").iterdir()))
+        for name in ("adapt-sink-s1", "sft-sink-s1"):
+            (theirs / name).rename(out / "records" / f"{name}.json")
+        claim.__exit__(None, None, None)
+
+    claim.__enter__()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command.time, "sleep", others_end)
+        assert reproduce("figure3", "--out", out, *CUT) == 0
+    assert seen == [["adapt-sink-lr0", "adapt-sink-lr1", "adapt-sink-lr2"]]
+    assert not (out / "runs" / "adapt-sink-s1").exists()
+    assert json.loads((out / "report.json").read_text()) == json.loads((made / "cut" / "report.json").read_text())
+
+
+def test_a_run_that_fits_is_made_where_one_before_it_does_not(made, tmp_path):
+    out = tmp_path / "cut"
+    shutil.copytree(made / "cut", out)
+    (out / "records" / "sft-sink-s1.json").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command._Work, "_is_late", lambda self, following=None: following is not None and following.job.seed == 2)
+        assert reproduce("figure3", "--out", out, *CUT[:2], "--seeds", 2) == 0
+    assert json.loads((out / "report.json").read_text())["left"] == [
+        "adapt-sink-s2",
+        "sft-sink-s2",
+    ]  # the first comes before sft-sink-s1
+    assert (out / "records" / "sft-sink-s1.json").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
@@ -219,3 +258,25 @@ def test_a_killed_reproduction_ends_with_the_same_table(tmp_path):
     first, second = (json.loads((folder / "report.json").read_text()) for folder in (killed, whole))
     assert told(first) == told(second)
     assert first["work"]["records"] == 4
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_work(tmp_path):
+    """The same command twice at the same time: every run is made once, and the report is that of one process."""
+    words = ["reproduce", "table5", "--only", "sink", "--tasks", "", "--set", "train.steps=8", "--seeds", "2"]
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    assert reproduce(*words[1:], "--out", alone, whole=True) == 0
+    for name in ("data", "parent"):
+        shutil.copytree(alone / name, shared / name)
+    command = [sys.executable, "-m", "sinkdlm", *words, "--out", str(shared)]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) for _ in range(2)]
+    said = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    names = ["adapt-sink-lr0", "adapt-sink-lr1", "adapt-sink-lr2", "adapt-sink-s1", "adapt-sink-s2"]
+    made = [[name for name in names if f"{name}: " in text] for text in said]
+    assert sorted(made[0] + made[1]) == names
+    assert made[0]
+    assert made[1]
+    assert reproduce(*words[1:], "--out", shared, whole=True) == 0
+    first, second = (json.loads((folder / "report.json").read_text()) for folder in (alone, shared))
+    assert told(first) == told(second)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sinkdlm.errors import UserError
+from sinkdlm.errors import BusyError, UserError
 
 
 def sync(path: Path) -> None:
@@ -32,17 +32,18 @@ def replace_text(path: Path, text: str, aside: Path) -> None:
 
 
 @contextmanager
-def held(folder: Path, what: str) -> Iterator[None]:
-    """The folder, made if need be, for one user at a time; `what` is the name of such a user."""
+def held(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
+    """The folder, made if need be, for one user at a time; `what` is the name of such a user. Another one waits, or BusyError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as failure:
         raise UserError(f"{folder}: cannot be written: {failure.strerror}; choose another --out") from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise BusyError(f"{folder}: another {what} runs there; choose another --out, or wait for it to end") from None
         yield
-    except BlockingIOError:
-        raise UserError(f"{folder}: another {what} runs there; choose another --out, or wait for it to end") from None
     finally:
         os.close(lock)

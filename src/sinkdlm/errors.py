@@ -7,6 +7,10 @@ class UserError(Exception):
     quiet = False  # whether another process of the same run says it already
 
 
+class BusyError(UserError):
+    """A folder that another process works in."""
+
+
 class ConfigError(UserError):
     """Keys or values of a configuration that are not allowed. `place` is the dotted path to the table they stand in."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 _TILE = 4096  # elements of a program that merges, tokens times head width: more, and registers leave too few programs at a time
 _BACK_TILE, _BACK_WARPS, _BACK_STAGES = 2048, 4, 4  # the same of its backward, which goes through several tiles, read ahead,
-_SPAN = 128  # so many tokens, whose sums for the sinks a program keeps
+_SPAN = 256  # so many tokens, whose sums for the sinks a program keeps
 _WARPS = 8
 _COLUMNS = 1024  # of one that computes SwiGLU
 _ROW_LANES = 256  # elements of a warp that adds and norms a row

@@ -10,13 +10,12 @@ B looks in a forward, T width, n positions read of a look, L target tokens of a 
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, cast
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sinkdlm.errors import LikelihoodError
 from sinkdlm.sampling.batch import Access
@@ -77,12 +76,16 @@ def _on_host(row: Any) -> np.ndarray:
     return np.asarray(row.cpu().numpy() if isinstance(row, Tensor) else row).astype(np.int64)
 
 
-def _kernels_for_many_shapes(device: torch.device) -> AbstractContextManager[None]:
-    """cuDNN's attention makes a plan for every new shape, which takes longer than the forward; here shapes hardly repeat."""
-    if device.type != "cuda":
-        return nullcontext()
-    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return cast("AbstractContextManager[None]", sdpa_kernel(kernels))
+@contextmanager
+def shapes_that_hardly_repeat() -> Iterator[None]:
+    """Without cuDNN's attention, which makes a plan for every new shape: that takes longer than the forward."""
+    cuda = torch.backends.cuda
+    allowed = cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        cuda.enable_cudnn_sdp(allowed)
 
 
 class Scorer:
@@ -110,7 +113,8 @@ class Scorer:
         found = np.empty(len(looks))
         # Nothing waits for the device until every forward is on its way.
         batches = plan_batches(looks, self.room, self.access.takes_lengths)
-        pending = [(batch, judge(*self._forward([looks[i] for i in batch]))) for batch in batches]
+        with shapes_that_hardly_repeat():
+            pending = [(batch, judge(*self._forward([looks[i] for i in batch]))) for batch in batches]
         for batch, values in pending:
             host = values.double().cpu().numpy()
             for i, line in zip(batch, host, strict=True):

@@ -3,29 +3,32 @@
 OUT/records/     a small JSON file for each run (--records names another place)
 OUT/report.json, report.md, report.html
 OUT/data, parent, runs, parts    what the work needs; runs and parts go as their records come
+OUT/claims/      locks: several processes of the same command share the work, a run at a time each
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from sinkdlm.durable import held
-from sinkdlm.errors import ReproduceError
+from sinkdlm.errors import BusyError, ReproduceError
 from sinkdlm.evals.requests import Sheet
 from sinkdlm.reproduce.claims import ANSWERS, NELBO
 from sinkdlm.reproduce.inputs import Given, Inputs, given_inputs
-from sinkdlm.reproduce.matrix import SCALES, SFT, Job, Scale, jobs_of, select, targets_of
+from sinkdlm.reproduce.matrix import SCALES, SFT, Job, Scale, jobs_of, select, targets_of, trials_of
 from sinkdlm.reproduce.nano import nano_inputs
 from sinkdlm.reproduce.parents import Load, Parents
-from sinkdlm.reproduce.records import RUN, read_records
+from sinkdlm.reproduce.records import RUN, Record, read_records
 from sinkdlm.reproduce.report import write_report
 from sinkdlm.reproduce.running import Bench, TimeUp, clear, recipe_of, run_job, stages_of, train_job
 
 Say = Callable[[str], None]
+_PAUSE = 1.0  # seconds between looks at what others have made
 
 
 class Asked(NamedTuple):
@@ -46,6 +49,12 @@ class Asked(NamedTuple):
     device: str | None = None
 
 
+class Tried(Enum):
+    """What came of looking for a run to make. WAIT: what others make now is needed for the rest."""
+
+    DONE, WAIT, NOTHING = range(3)
+
+
 class Planned(NamedTuple):
     """A run that is to be made. seconds: about; None where nothing is known yet."""
 
@@ -57,15 +66,16 @@ class Planned(NamedTuple):
 def reproduce(asked: Asked, load_parent: Load, say: Say) -> dict[str, Any]:
     """Works through the matrix, and writes the report of the records that are there then."""
     targets, scale = targets_of(asked.target), SCALES[asked.scale]
-    with held(asked.out, "reproduction"), _threads(asked.scale):
+    with _threads(asked.scale):
         work = _Work(asked, scale, targets, load_parent, say)
         left = work.run()
-        return write_report(asked.out, targets, scale, work.records, left=[one.job.name for one in left])
+        with held(asked.out, "reproduction", wait=True):
+            return write_report(asked.out, targets, scale, work.records, left=[one.job.name for one in left])
 
 
 def run_plan(asked: Asked, load_parent: Load) -> list[Planned]:
     """What is still missing. Makes no run; nano's data and parent, which it is about, are made."""
-    with held(asked.out, "reproduction"), _threads(asked.scale):
+    with _threads(asked.scale):
         return _Work(asked, SCALES[asked.scale], targets_of(asked.target), load_parent, lambda _: None).missing()
 
 
@@ -76,7 +86,8 @@ class _Work:
         jobs = jobs_of(targets, scale, asked.seeds or scale.seeds)
         self.jobs = select(jobs, asked.only)
         folder = asked.records or asked.out / "records"
-        inputs = self._inputs()
+        with held(asked.out, "reproduction", wait=True):
+            inputs = self._inputs()
         self.bench = Bench(
             scale,
             inputs,
@@ -90,7 +101,13 @@ class _Work:
             keep_weights=asked.keep_weights,
             official=asked.official,
         )
-        self.records = read_records(folder, scale.name)
+        self.records: dict[str, Record] = {}
+        self._read_records()
+
+    def _read_records(self) -> None:
+        """Also those that other processes have made meanwhile."""
+        folder = self.bench.records
+        self.records = read_records(folder, self.scale.name)
         for record in self.records.values():
             if record.facts["changes"] != self.bench.changes:
                 raise ReproduceError(
@@ -148,21 +165,48 @@ class _Work:
     # -- the work --------------------------------------------------------------------------------------------------------------
 
     def run(self) -> list[Planned]:
-        """What is left when time is up; nothing otherwise."""
+        """What is left when time is up, or with other processes; nothing otherwise."""
         left = self.missing()
         if left:
             self.say(f"{len(left)} of {len(self.jobs)} runs are missing{_about(left)}")
         while left:
-            if self._is_late(left[0]):
-                self.say(f"time is up: {len(left)} runs are left; the same command goes on")
-                return left
             try:
-                self._make(left[0], [one.job for one in left[1:]])
-            except TimeUp:
-                self.say(f"time is up in {left[0].job.name}, whose weights and results so far are kept; the same command goes on")
+                tried = self._make_one(left)
+            except TimeUp as late:
+                self.say(f"time is up in {late}, whose weights and results so far are kept; the same command goes on")
                 return left
-            left = left[1:]
-        return []
+            if tried is Tried.NOTHING:
+                break
+            if tried is Tried.WAIT:
+                time.sleep(_PAUSE)
+            self._read_records()
+            left = self.missing()
+        if left and any(self._is_late(one) for one in left):
+            self.say(f"time is up: {len(left)} runs are left; the same command goes on")
+        elif left:
+            self.say(f"{len(left)} runs are left to other processes that work in {self.asked.out}")
+        return left
+
+    def _make_one(self, left: Sequence[Planned]) -> Tried:
+        """The first run that nobody works on, that has what it needs, and that ends in time; a shorter one may, further on."""
+        open_ = {one.job for one in left}
+        waits = busy = False
+        for one in left:
+            needed = {*trials_of(one.job.group, one.job.variant, self.scale)} if one.job.trial is None else set[Job]()
+            if open_ & (needed | {one.job.base}):
+                waits = waits or not self._is_late(one)
+                continue
+            if self._is_late(one):
+                continue
+            try:
+                with held(self.asked.out / "claims" / one.job.name, "process"):
+                    self._read_records()  # it may have been made since
+                    if one.job in {other.job for other in self.missing()}:
+                        self._make(one, [other.job for other in left if other is not one])
+                    return Tried.DONE
+            except BusyError:
+                busy = True
+        return Tried.WAIT if waits and busy else Tried.NOTHING
 
     def _is_late(self, following: Planned | None = None) -> bool:
         limit = self.asked.time_limit

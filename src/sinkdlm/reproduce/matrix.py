@@ -221,7 +221,10 @@ def targets_of(name: str) -> list[str]:
 
 
 def jobs_of(targets: Sequence[str], scale: Scale, seeds: int) -> list[Job]:
-    """In the order of work: trials, then seed after seed, so that pairs are complete early; a fine-tuning follows its base."""
+    """In the order of work: seed after seed, so that pairs are complete early, trials before a variant's first run.
+
+    A fine-tuning follows its base.
+    """
     wanted: dict[tuple[str, str], None] = {}
     for target in targets:
         for group, variants in TARGETS[target].runs.items():
@@ -229,17 +232,23 @@ def jobs_of(targets: Sequence[str], scale: Scale, seeds: int) -> list[Job]:
                 if group == SFT:
                     wanted[ADAPT, variant] = None
                 wanted[group, variant] = None
-    tried = [(group, variant) for group, variant in wanted if group in scale.lrs]
-    jobs = [Job(group, variant, TRIAL_SEED, number) for group, variant in tried for number in range(len(scale.lrs[group]))]
+    jobs = []
     for seed in range(FIRST_SEED, FIRST_SEED + seeds):
         for group, variant in wanted:
             if group == SFT or seed >= FIRST_SEED + seeds_of(group, variant, scale, seeds):
                 continue
+            if seed == FIRST_SEED:
+                jobs += trials_of(group, variant, scale)
             jobs.append(Job(group, variant, seed))
             tuned = (SFT, variant) in wanted and seed < FIRST_SEED + seeds_of(SFT, variant, scale, seeds)
             if group == ADAPT and tuned:
                 jobs.append(Job(SFT, variant, seed))
     return jobs
+
+
+def trials_of(group: str, variant: str, scale: Scale) -> list[Job]:
+    """Those that say with which learning rate a variant's runs are made; none where the group's recipe says it."""
+    return [Job(group, variant, TRIAL_SEED, number) for number in range(len(scale.lrs.get(group, ())))]
 
 
 def seeds_of(group: str, variant: str, scale: Scale, seeds: int) -> int:

@@ -145,7 +145,7 @@ def run_job(
         model = _load(folder / "model", recipe, bench)
         for stage in missing:
             if is_late():
-                raise TimeUp
+                raise TimeUp(job.name)
             began = time.monotonic()
             found = stages[stage](model)
             parts.keep(stage, found, time.monotonic() - began)
