@@ -137,8 +137,8 @@ def test_equivalence_needs_the_margin():
 
 def test_few_seeds_give_no_verdict():
     records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.5}, n_seeds=2)
-    assert claims.overall(claims.judge(CLAIM["sink-helps"], records)) == claims.OPEN
-    assert claims.overall(claims.judge(CLAIM["sink-helps"], {})) == claims.OPEN
+    assert claims.overall(claims.judge(CLAIM["sink-helps"], records)) == claims.FEW
+    assert claims.overall(claims.judge(CLAIM["sink-helps"], {})) == claims.FEW
 
 
 def test_only_seeds_that_both_have_are_paired():
@@ -443,7 +443,7 @@ def test_the_method_does_not_depend_on_results(tmp_path):
     assert "adapt-sink: lr0, lr1, lr2, s1, s2, s3, s4, s5" in empty
     assert "adapt-sink: lr0, lr1, lr2\n" in full
     assert "A sink improves an adapted DLM: holds." in full
-    assert findings(["table1"], SCALES["small"], {})["targets"]["table1"]["claims"][0]["verdict"] == claims.OPEN
+    assert findings(["table1"], SCALES["small"], {})["targets"]["table1"]["claims"][0]["verdict"] == claims.FEW
 
 
 def test_items_have_the_tokens_that_the_tests_assume():

@@ -114,6 +114,15 @@ def test_a_plan_says_what_is_missing(made, command_line):
     assert [one["run"] for one in json.loads(said)] == ["adapt-sink-s2", "sft-sink-s2"]
 
 
+def test_trials_of_other_rates_are_made_again(made, command_line):
+    rates = {**SCALES["nano"].lrs, "adapt": (2e-3, 4e-3, 8e-3)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SCALES, "nano", replace(SCALES["nano"], lrs=rates))
+        status, said, _ = command_line("reproduce", "figure3", "--out", made / "cut", *CUT, "--plan", "--json")
+    assert status == 0
+    assert [one["run"] for one in json.loads(said)] == ["adapt-sink-lr0", "adapt-sink-lr1", "adapt-sink-lr2"]
+
+
 def test_time_that_is_up_begins_nothing(made, tmp_path):
     out = tmp_path / "cut"
     shutil.copytree(made / "cut", out)

@@ -1,7 +1,7 @@
 """The paper's claims as comparisons, declared before any run, and the rule that turns differences into a verdict. Data and judging.
 
 A claim compares two variants of a group on the primary outcomes, or holds one quantity of one variant against a number. Verdicts:
-holds, does not hold, cannot be told at this scale.
+holds, does not hold, cannot be told at this scale; or there are too few seeds to say.
 """
 
 import math
@@ -15,6 +15,7 @@ from sinkdlm.reproduce.records import RUN, Outcome, Record
 from sinkdlm.reproduce.statistics import Equivalence, Paired, Spread, equivalence, over_seeds, pair_items
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told at this scale"
+FEW = "too few seeds so far"
 MARGIN = 0.01  # nats a token: variants closer than this are the same
 NELBO, LAMBADA, CHOICES, ANSWERS = "nelbo", "lambada_openai.nll", "choices.nll", "gsm8k.nll"
 PRIMARY = (NELBO, LAMBADA, CHOICES)
@@ -207,7 +208,7 @@ class Judged(NamedTuple):
 def judge_lower(spread: Spread) -> str:
     """Does not hold: the difference points the other way, or the whole interval is too close to none to matter."""
     if not spread.known:
-        return OPEN
+        return FEW
     if spread.high < 0:
         return HOLDS
     return FAILS if spread.low > 0 or max(abs(spread.low), abs(spread.high)) < MARGIN else OPEN
@@ -216,7 +217,7 @@ def judge_lower(spread: Spread) -> str:
 def judge_same(spread: Spread, same: Equivalence) -> str:
     """Holds where two one-sided tests say so; does not where the interval lies wholly outside the margin."""
     if not spread.known:
-        return OPEN
+        return FEW
     if same.shown:
         return HOLDS
     return FAILS if spread.low > same.margin or spread.high < -same.margin else OPEN
@@ -224,7 +225,7 @@ def judge_same(spread: Spread, same: Equivalence) -> str:
 
 def judge_bound(spread: Spread, kind: str) -> str:
     if not spread.known:
-        return OPEN
+        return FEW
     if kind == BELOW:
         return HOLDS if spread.high < 0 else FAILS if spread.low >= 0 else OPEN
     return HOLDS if spread.low > 0 else FAILS if spread.high <= 0 else OPEN
@@ -242,7 +243,7 @@ def judge(claim: Claim, records: Mapping[str, Record]) -> list[Judged]:
 def overall(judged: Sequence[Judged]) -> str:
     """Holds where every outcome says so, does not where any says that."""
     verdicts = {one.verdict for one in judged}
-    return FAILS if FAILS in verdicts else HOLDS if verdicts == {HOLDS} else OPEN
+    return next(one for one in (FAILS, FEW, OPEN, HOLDS) if one in verdicts)
 
 
 def _judge_difference(claim: Claim, records: Mapping[str, Record], outcome: str) -> Judged:

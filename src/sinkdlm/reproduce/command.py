@@ -141,10 +141,16 @@ class _Work:
         found = []
         for job in self.jobs:
             stages = list(stages_of(job, self.bench))
-            record = self.records.get(job.name)
-            if record is None or any(stage not in record.facts["seconds"] for stage in stages):
+            if not self._is_made(job, stages):
                 found.append(Planned(job, stages, self._expected(job, stages)))
         return found
+
+    def _is_made(self, job: Job, stages: Sequence[str]) -> bool:
+        """A trial of another learning rate, from before the declared ones changed, is none of these."""
+        record = self.records.get(job.name)
+        if record is None or (job.trial is not None and record.lr != self.scale.lrs[job.group][job.trial]):
+            return False
+        return all(stage in record.facts["seconds"] for stage in stages)
 
     def _expected(self, job: Job, stages: Sequence[str]) -> float | None:
         """The mean of records of the same kind; else what the scale declares."""

@@ -167,7 +167,7 @@ SCALES: dict[str, Scale] = {
                 **_SMALL_KEEP,
             },
         },
-        lrs={ADAPT: (2e-4, 4e-4, 8e-4), SCRATCH: (5e-4, 1e-3, 2e-3)},
+        lrs={ADAPT: (4e-4, 8e-4, 1.6e-3), SCRATCH: (5e-4, 1e-3, 2e-3)},
         seeds=5,
         other_seeds=3,
         trial_share=0.25,
