@@ -3,7 +3,8 @@
     python -m benchmarks.cold_start --model smdm-472m --rows 16 --out benchmarks/results
 
 Each start is `sinkdlm train` in a process of its own. Starts alternate: cold ones with a cache folder of their own, warm ones with
-one that a start before them has filled.
+one that a start before them has filled. Beside the first step: when the run's folder is there (packages are loaded, and the device
+is), and when the weights are.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,23 +22,29 @@ from benchmarks.kills import write_set
 from benchmarks.measuring import quantiles, record, write
 from benchmarks.train import lines_of
 
+_FOLDER, _WEIGHTS, _STEP = "folder", "weights", "first_step"
 
-def seconds_to_first_step(recipe: Path, out: Path, cache: Path, overrides: list[str]) -> float:
-    """Until the first step's line is in metrics.jsonl; the run is then left to its end, which is the next step."""
+
+def seconds_of_start(recipe: Path, out: Path, cache: Path, overrides: list[str]) -> dict[str, float]:
+    """Until the first step's line is in metrics.jsonl, and until files that a run writes before; the run then goes to its end."""
     command = [sys.executable, "-m", "sinkdlm", "train", str(recipe), "--out", str(out)]
     command += [word for override in overrides for word in ("--set", override)]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
-    metrics, began = out / "metrics.jsonl", time.monotonic()
+    signs: dict[str, Callable[[], bool]] = {
+        _FOLDER: (out / "recipe.toml").exists,
+        _WEIGHTS: (out / "environment.json").exists,
+        _STEP: lambda: any(line["kind"] == "train" for line in lines_of(out / "metrics.jsonl")),
+    }
+    found: dict[str, float] = {}
+    began = time.monotonic()
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        found = None
-        while process.poll() is None and found is None:
+        while process.poll() is None and len(found) < len(signs):
             time.sleep(0.02)
-            if any(line["kind"] == "train" for line in lines_of(metrics)):
-                found = time.monotonic() - began
+            found |= {name: time.monotonic() - began for name, seen in signs.items() if name not in found and seen()}
         _, said = process.communicate()
     if process.returncode:
         raise SystemExit(f"the run failed with status {process.returncode}: {said[-2000:]}")
-    return found or time.monotonic() - began
+    return {name: found.get(name, time.monotonic() - began) for name in signs}
 
 
 def recipe_text(model: str, n_sinks: int, length: int, rows: int, data: Path) -> str:
@@ -70,7 +78,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
     args = parser.parse_args()
-    times: dict[str, list[float]] = {"cold": [], "warm": []}
+    times: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = folder / "recipe.toml"
@@ -78,10 +86,13 @@ def main() -> None:
         for number in range(args.starts):
             for kind in ("cold", "warm"):
                 out = folder / f"{kind}-{number}"
-                times[kind].append(seconds_to_first_step(recipe, out, folder / f"cache-{number}", args.overrides))
+                times[kind].append(seconds_of_start(recipe, out, folder / f"cache-{number}", args.overrides))
                 print(kind, times[kind][-1], flush=True)
-    figures = {"seconds_to_first_step": {kind: quantiles(taken) for kind, taken in times.items()}}
-    warm, cold = (figures["seconds_to_first_step"][kind]["p50"] for kind in ("warm", "cold"))
+    figures = {
+        f"seconds_to_{name}": {kind: quantiles([one[name] for one in taken]) for kind, taken in times.items()}
+        for name in (_FOLDER, _WEIGHTS, _STEP)
+    }
+    warm, cold = (figures[f"seconds_to_{_STEP}"][kind]["p50"] for kind in ("warm", "cold"))
     settings = {key: value for key, value in vars(args).items() if key != "out"}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     write(

@@ -155,3 +155,6 @@ def test_cold_and_warm_starts_are_timed(tmp_path, monkeypatch):
     entry = json.loads(path.read_text())
     check_record(entry)
     assert entry["figures"]["warm_to_cold"] > 0
+    for kind in ("cold", "warm"):
+        parts = [entry["figures"][f"seconds_to_{name}"][kind]["p50"] for name in ("folder", "weights", "first_step")]
+        assert parts == sorted(parts)

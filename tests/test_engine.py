@@ -14,6 +14,7 @@ import torch
 
 from conftest import small_model
 from sinkdlm.sampling import Request, gather, policy_of, start, step
+from sinkdlm.sampling.batch import many_shapes
 from sinkdlm.serving.engine import (
     Capacity,
     ClosedError,
@@ -153,6 +154,40 @@ def test_tokens_of_a_forward_are_limited_and_a_long_row_holds_nobody_up(make):
     gate.set()
     assert [len(owner.tokens()[0]) for owner in owners] == [9, 9, 9, 9, 60, 9]
     assert set(shapes[:3]) == {(4, 10), (1, 10), (1, 61)}  # one step
+
+
+def test_steps_are_made_without_attention_that_plans_each_shape(make):
+    """Whoever joins or leaves makes a new shape, and a plan for it would hold up everybody."""
+    model, allowed = small_model(seed=1), []
+    model.register_forward_pre_hook(lambda *_: allowed.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    owner = Owner([request_of("greedy", 0)])
+    make(of=model).submit(owner.ticket)
+    owner.tokens()
+    assert allowed
+    assert not any(allowed)
+
+
+def test_plans_come_back_when_the_last_one_has_left():
+    enabled = torch.backends.cuda.cudnn_sdp_enabled
+    assert enabled()
+    first, second = threading.Event(), threading.Event()
+
+    def stay():
+        with many_shapes:
+            first.set()
+            second.wait(SECONDS)
+
+    thread = threading.Thread(target=stay)
+    with many_shapes:
+        thread.start()
+        assert first.wait(SECONDS)
+        with many_shapes:
+            assert not enabled()
+        assert not enabled()
+    assert not enabled()  # the other thread is still inside
+    second.set()
+    thread.join(SECONDS)
+    assert enabled()
 
 
 def test_rows_share_a_forward_unless_padding_costs_more_than_another():

@@ -1,3 +1,4 @@
+import ast
 import json
 import subprocess
 import sys
@@ -42,6 +43,26 @@ def test_a_planted_import_is_caught(tmp_path, file, line, complaint):
     assert files == 1
     assert len(found) == 1
     assert complaint in found[0]
+
+
+def idle_names(sources):
+    """Private functions and classes that no module names: written, and never put to use. A decorator puts to use."""
+    trees = [ast.parse(source) for source in sources]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)} | {
+        node.attr for node in nodes if isinstance(node, ast.Attribute)
+    }
+    used |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    made = [node for tree in trees for node in tree.body if isinstance(node, kinds) and not node.decorator_list]
+    return [node.name for node in made if node.name.startswith("_") and not node.name.startswith("__") and node.name not in used]
+
+
+def test_private_functions_are_put_to_use():
+    assert not idle_names(path.read_text() for path in PACKAGE.rglob("*.py"))
+    assert idle_names(["def _used(): ...\ndef _idle(): ...\n@app\ndef _root(): ...\n", "class Kept:\n    x = _used()\n"]) == [
+        "_idle"
+    ]
 
 
 HEAVY = ["torch", "numpy", "pydantic", "rich", "transformers", "safetensors", "tokenizers", "huggingface_hub", "matplotlib"]

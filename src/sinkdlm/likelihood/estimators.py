@@ -20,8 +20,8 @@ from sinkdlm.errors import LikelihoodError
 from sinkdlm.likelihood.estimates import MIN_SETS, Estimates
 from sinkdlm.likelihood.mask_draws import MONTE_CARLO, content_key, draw_masks, noise_keys
 from sinkdlm.likelihood.ranking import Adaptive, expected_loss, is_settled, plan_looks
-from sinkdlm.likelihood.scoring import Look, Row, Rows, Scorer, read_rows, shapes_that_hardly_repeat
-from sinkdlm.sampling.batch import Access, Denoise
+from sinkdlm.likelihood.scoring import Look, Row, Rows, Scorer, read_rows
+from sinkdlm.sampling.batch import Access, Denoise, many_shapes
 from sinkdlm.sampling.loop import step
 from sinkdlm.sampling.requests import Request, start
 from sinkdlm.sampling.unmasking import policy_of
@@ -355,7 +355,7 @@ def is_greedy(
         states = start([Request(_blank(rows[i], mask_id), policy, mask_id) for i in batch])
         active = list(zip(batch, states, strict=True))
         while active:
-            with shapes_that_hardly_repeat():
+            with many_shapes:
                 step([state for _, state in active], access, device=device)
             homes = {id(state.home): state.home.tokens.cpu().numpy() for _, state in active}
             for i, state in active:

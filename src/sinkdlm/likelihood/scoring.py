@@ -10,7 +10,6 @@ B looks in a forward, T width, n positions read of a look, L target tokens of a 
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm.errors import LikelihoodError
-from sinkdlm.sampling.batch import Access
+from sinkdlm.sampling.batch import Access, many_shapes
 from sinkdlm.sampling.drawing import guide, precise
 
 _HEAD_SHARE = 4  # of the tokens in a forward, one in so many may reach the head: logits take most of the memory
@@ -76,18 +75,6 @@ def _on_host(row: Any) -> np.ndarray:
     return np.asarray(row.cpu().numpy() if isinstance(row, Tensor) else row).astype(np.int64)
 
 
-@contextmanager
-def shapes_that_hardly_repeat() -> Iterator[None]:
-    """Without cuDNN's attention, which makes a plan for every new shape: that takes longer than the forward."""
-    cuda = torch.backends.cuda
-    allowed = cuda.cudnn_sdp_enabled()
-    cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        cuda.enable_cudnn_sdp(allowed)
-
-
 class Scorer:
     """A denoiser and how it is asked. shift: its row i is for token i + 1."""
 
@@ -113,7 +100,7 @@ class Scorer:
         found = np.empty(len(looks))
         # Nothing waits for the device until every forward is on its way.
         batches = plan_batches(looks, self.room, self.access.takes_lengths)
-        with shapes_that_hardly_repeat():
+        with many_shapes:
             pending = [(batch, judge(*self._forward([looks[i] for i in batch]))) for batch in batches]
         for batch, values in pending:
             host = values.double().cpu().numpy()

@@ -12,6 +12,7 @@ B rows of a batch, T canvas, n positions of a row whose prediction is needed, V 
 import functools
 import inspect
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -29,6 +30,30 @@ from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 Denoise = Callable[..., Tensor]
 _GRAPH_AFTER = 2  # steps of one shape before its kernels are recorded as a CUDA graph
 _SMALL_BATCH = 4096  # positions up to which a GPU gains nothing from narrower predictions
+
+
+class _PlansOff:
+    """For as long as anybody is inside, in whichever thread: the switch is the process's."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before = torch.backends.cuda.cudnn_sdp_enabled()
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                torch.backends.cuda.enable_cudnn_sdp(self._before)
+
+
+# Where shapes hardly repeat: cuDNN's attention makes a plan for every new one, about 80 ms on an H200, longer than most forwards.
+many_shapes = _PlansOff()
 
 
 class Access:

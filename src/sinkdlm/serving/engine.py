@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from sinkdlm.model import DiffusionLM
 from sinkdlm.sampling import Access, Request, State, start, step
+from sinkdlm.sampling.batch import many_shapes
 
 _RECENT = 32  # finished requests from which the rate is taken
 _FORWARD_TOKENS = 512  # that a forward costs as much as, however few it has; a rough figure, for small models and large ones
@@ -334,8 +335,9 @@ class Engine:
         if not self._running:
             return
         began, n_rows = time.perf_counter(), len(self._running)
-        for rows in share_forwards(self._running, self.capacity.tokens):
-            self._step(rows)
+        with many_shapes:
+            for rows in share_forwards(self._running, self.capacity.tokens):
+                self._step(rows)
         self._running = [row for row in self._running if not row.ticket.over]
         self._stepped(n_rows, time.perf_counter() - began)
 
