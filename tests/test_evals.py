@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -20,7 +21,15 @@ from evaluated import TEXTS, save_model, small_lm, tiny_tokenizer
 from sinkdlm.data import display as bar
 from sinkdlm.errors import EvalError, UserError
 from sinkdlm.evals import display, gsm8k
-from sinkdlm.evals.answering import Alone, Answerer, CausalDenoiser, answer_sheet, fingerprint, tokenizer_fingerprint
+from sinkdlm.evals.answering import (
+    Alone,
+    Answerer,
+    CausalDenoiser,
+    answer_sheet,
+    fingerprint,
+    forward_tokens,
+    tokenizer_fingerprint,
+)
 from sinkdlm.evals.encoding import TextEncoder, cut_at
 from sinkdlm.evals.generating import Manner
 from sinkdlm.evals.paper import PAPER_ROWS, paper_row
@@ -61,6 +70,18 @@ def mixed_sheet(seed=0, **changes):
         "write": Settings(),
     }
     return Sheet(asked, settings, seed)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "vocab", "tokens"),
+    [(141, 49_152, 1 << 16), (141, 151_936, 1 << 15), (24, 49_152, 1 << 14), (8, 151_936, 1 << 12)],
+)
+def test_forwards_are_as_large_as_memory_has_room_for_their_logits(monkeypatch, gigabytes, vocab, tokens):
+    memory = gigabytes * 10**9
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
+    assert forward_tokens(torch.device("cuda"), vocab) == tokens
+    assert tokens == 1 << 12 or tokens // 4 * vocab * (2 + 4 + 4) <= memory / 8
+    assert forward_tokens(torch.device("cpu"), vocab) == 1 << 11
 
 
 def answered(lm, sheet, *, budget=256, world=None, path=None):

@@ -30,7 +30,10 @@ _LETTERS = 4  # about so many make a token: enough to say how much work a reques
 # Forwards of a batch: many fill up better, few are lost less and shown sooner.
 _FORWARDS = {"cpu": 2, "cuda": 32}
 _NEARLY = 0.99  # an estimate of how much is done is never all of it
-_BUDGET = {"cpu": 1 << 11, "cuda": 1 << 15}  # tokens in a forward
+_CPU_TOKENS, _LEAST_TOKENS, _MOST_TOKENS = 1 << 11, 1 << 12, 1 << 16  # in a forward; a GPU's, by its memory
+_LOGITS_SHARE = (
+    8  # of a GPU's memory, one part in so many is for logits: rounded, in float32, and once more while they are summed up
+)
 
 
 class Sharing(Protocol):
@@ -77,6 +80,14 @@ class CausalDenoiser:
             return self.model.head(self.model(tokens, lengths=lengths, causal=True, wanted=where))
 
 
+def forward_tokens(device: torch.device, vocab: int) -> int:
+    """Tokens in a forward, of which a quarter at most reaches the head. Too few leave a GPU waiting for its host."""
+    if device.type != "cuda":
+        return _CPU_TOKENS
+    places = torch.cuda.get_device_properties(device).total_memory // (_LOGITS_SHARE * 10 * vocab)
+    return min(_MOST_TOKENS, max(_LEAST_TOKENS, 1 << (4 * places).bit_length() - 1))
+
+
 class Answerer:
     """A model that answers the requests of a sheet. budget: tokens in a forward."""
 
@@ -84,7 +95,7 @@ class Answerer:
         self.lm, self.sheet = lm, sheet
         self._encoders = {bos: TextEncoder(lm.tokenizer, bos) for bos in {one.bos for one in sheet.settings.values()}}
         self.device = lm.model.embed.weight.device
-        self.budget = budget or _BUDGET.get(self.device.type, _BUDGET["cpu"])
+        self.budget = budget or forward_tokens(self.device, lm.config.vocab_size)
         self._denoisers = {False: lm.model.denoiser(), True: CausalDenoiser(lm.model)}
         self._computed = self._expected = 0  # tokens of forwards, in the batch under way
 

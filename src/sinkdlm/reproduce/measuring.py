@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sinkdlm.analysis.study import Plan, study
-from sinkdlm.evals.answering import Answerer, answer_sheet
+from sinkdlm.evals.answering import Answerer, answer_sheet, forward_tokens
 from sinkdlm.evals.gsm8k import MARK, extract_answer, normalise
 from sinkdlm.evals.requests import GENERATE, Request, Sheet, by_question
 from sinkdlm.evals.responses import Journal, Response
@@ -24,7 +24,6 @@ from sinkdlm.reproduce.records import Outcome
 from sinkdlm.sampling import policy_of
 
 SCORING_SEED = 20_260_127  # of every run: pairs share their masks
-_BUDGET = {"cpu": 1 << 11, "cuda": 1 << 15}  # tokens in a forward
 _LAYERS = ("sink_mass", "sink_value_norm", "normal_norm", "content_sink_norm", "sink_heads", "turnover", "update_ratio")
 _OF_SINKS = ("sink_mass", "lane_heads", "middle_sink_times")
 _BINS = 24
@@ -64,7 +63,7 @@ class Model(NamedTuple):
                 mask_id=self.lm.config.mask_id,
                 seed=SCORING_SEED,
                 groups=list(range(len(rows))),
-                budget=_BUDGET[self.device.type],
+                budget=forward_tokens(self.device, self.lm.config.vocab_size),
                 device=self.device,
             )
         return -np.asarray(found.mean, dtype=np.float64)

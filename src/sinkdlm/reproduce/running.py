@@ -156,13 +156,20 @@ def run_job(
 
 
 def train_job(recipe: Recipe, folder: Path, bench: Bench) -> dict[str, Any]:
-    gc.collect()  # the run before leaves cycles
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # the micro-batch is chosen for a whole device
         torch.compiler.reset()  # variants are recompilations of the same blocks, and after some of these the compiler gives up
+    _give_back()
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, quiet=bench.quiet)
     found = train(recipe, folder, load_parent=bench.load_parent, device=bench.device, console=console)
+    _give_back()
     return {"steps": found["steps"], "tokens": found["tokens"], "skipped": found["skipped"]}
+
+
+def _give_back() -> None:
+    """The device's memory: a micro-batch is chosen for the whole of it, and other processes may share it."""
+    gc.collect()  # a run leaves cycles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def clear(job: Job, bench: Bench) -> None:
