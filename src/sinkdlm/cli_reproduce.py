@@ -26,7 +26,9 @@ def reproduce(
         Scale, typer.Option(help="nano: minutes on a CPU; small: one GPU; paper: recipes for a cluster.")
     ] = Scale.NANO,
     seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of the main variants; by default nano 3, small 5.")] = None,
-    out: Annotated[Path, typer.Option(help="The folder to work in; the same command goes on there.")] = Path("runs/reproduce"),
+    out: Annotated[
+        Path, typer.Option(help="The folder to work in; the same command goes on there, and several at once share the work.")
+    ] = Path("runs/reproduce"),
     records: Annotated[Path | None, typer.Option(help="Where records are kept; by default records/ in OUT.")] = None,
     parent: Annotated[str | None, typer.Option(help="small: the autoregressive model, as `convert` reads it.")] = None,
     corpus: Annotated[list[str] | None, typer.Option(help="small: a prepared set, or texts; may be given several times.")] = None,
