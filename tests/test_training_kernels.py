@@ -38,14 +38,14 @@ SHAPES = [(2, 4, 4, 70, 16, 1, False), (1, 6, 2, 64, 24, 3, False), (2, 3, 1, 5,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merging_kernels(shape, dtype):
     pytest.importorskip("triton", reason="needs Triton")
-    from sinkdlm import training_kernels
+    from sinkdlm import attention_kernels
 
     *sizes, by_row = shape
     q, content, lse, sink_k, sink_v, grad, grad_q = parts(*sizes, dtype=dtype, by_row=by_row)
     scale = 1 / math.sqrt(q.shape[3])
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     out, merged = plain(operators.merge_sinks)(q, content, lse, sink_k, sink_v, scale)
-    found = training_kernels.merge_sinks(q, content, lse, sink_k, sink_v, scale)
+    found = attention_kernels.merge_sinks(q, content, lse, sink_k, sink_v, scale)
     torch.testing.assert_close(found, (out, merged), **close)
     assert found[0].stride() == content.stride()
     scores = (q.float() @ sink_k.float().repeat_interleave(q.shape[1] // sink_k.shape[1], 1).mT) * scale
@@ -53,11 +53,11 @@ def test_merging_kernels(shape, dtype):
     given = (scores, content, lse, sink_v, behind)
     rows = plain(operators.merge_rows)(*given)
     torch.testing.assert_close(rows[0][:-16].view_as(out.transpose(1, 2)), out.transpose(1, 2))
-    torch.testing.assert_close(training_kernels.merge_rows(*given), rows, **close)
+    torch.testing.assert_close(attention_kernels.merge_rows(*given), rows, **close)
     for known in (None, scores):
         given = (grad, q, out, merged, sink_k, sink_v, known, scale)
         wanted = plain(operators.merge_sinks_backward)(*given)
-        torch.testing.assert_close(training_kernels.merge_sinks_backward(*given), wanted, **close)
+        torch.testing.assert_close(attention_kernels.merge_sinks_backward(*given), wanted, **close)
     grad_k, grad_v = (
         random(q.shape[0], q.shape[2], sink_k.shape[1], q.shape[3], seed=i, dtype=dtype).transpose(1, 2) for i in (7, 8)
     )
@@ -65,14 +65,14 @@ def test_merging_kernels(shape, dtype):
     behind = random(16, q.shape[1] + 2 * sink_k.shape[1], q.shape[3], seed=12, dtype=dtype)
     for through in ((None, None, None), (wanted[0], sink_k, behind)):
         given = (grad_q, grad_k, grad_v, cos, sin, *through)
-        torch.testing.assert_close(training_kernels.join_heads(*given), plain(operators.join_heads)(*given), **close)
+        torch.testing.assert_close(attention_kernels.join_heads(*given), plain(operators.join_heads)(*given), **close)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_turning_kernel(shape, dtype):
     pytest.importorskip("triton", reason="needs Triton")
-    from sinkdlm import training_kernels
+    from sinkdlm import attention_kernels
 
     batch, n_heads, n_kv, tokens, width, n_sinks, by_row = shape
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
@@ -81,7 +81,7 @@ def test_turning_kernel(shape, dtype):
     sink_k = random(batch if by_row else 1, n_sinks, n_kv, width, seed=3, dtype=dtype).transpose(1, 2)
     for sinks in (None, sink_k):
         given = (heads, cos, sin, sinks, batch, n_heads, 0.3)
-        torch.testing.assert_close(training_kernels.turn_heads(*given), plain(operators.turn_heads)(*given), **close)
+        torch.testing.assert_close(attention_kernels.turn_heads(*given), plain(operators.turn_heads)(*given), **close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

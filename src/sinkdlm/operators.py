@@ -33,9 +33,9 @@ def _(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, s
 
 @merge_sinks.register_kernel("cuda")
 def _(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    from sinkdlm import training_kernels
+    from sinkdlm import attention_kernels
 
-    return training_kernels.merge_sinks(q, content, lse, sink_k, sink_v, scale)
+    return attention_kernels.merge_sinks(q, content, lse, sink_k, sink_v, scale)
 
 
 @torch.library.custom_op("sinkdlm::turn_heads", mutates_args=())
@@ -66,9 +66,9 @@ def _(
 def _(
     heads: Tensor, cos: Tensor, sin: Tensor, sink_k: Tensor | None, batch: int, n_heads: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    from sinkdlm import training_kernels
+    from sinkdlm import attention_kernels
 
-    return training_kernels.turn_heads(heads, cos, sin, sink_k, batch, n_heads, scale)
+    return attention_kernels.turn_heads(heads, cos, sin, sink_k, batch, n_heads, scale)
 
 
 @torch.library.custom_op("sinkdlm::merge_rows", mutates_args=())
@@ -87,9 +87,9 @@ def _(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tens
 
 @merge_rows.register_kernel("cuda")
 def _(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
-    from sinkdlm import training_kernels
+    from sinkdlm import attention_kernels
 
-    return training_kernels.merge_rows(scores, content, lse, sink_v, behind)
+    return attention_kernels.merge_rows(scores, content, lse, sink_v, behind)
 
 
 @torch.library.custom_op("sinkdlm::merge_sinks_backward", mutates_args=())
@@ -124,9 +124,9 @@ def _(
 def _(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scores: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from sinkdlm import training_kernels
+    from sinkdlm import attention_kernels
 
-    return training_kernels.merge_sinks_backward(grad, q, out, lse, sink_k, sink_v, scores, scale)
+    return attention_kernels.merge_sinks_backward(grad, q, out, lse, sink_k, sink_v, scores, scale)
 
 
 @torch.library.custom_op("sinkdlm::add_turns", mutates_args=())
@@ -143,9 +143,9 @@ def _(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
 
 @add_turns.register_kernel("cuda")
 def _(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
-    from sinkdlm import training_kernels
+    from sinkdlm import attention_kernels
 
-    return training_kernels.add_turns(grad_q, turns, sink_k)
+    return attention_kernels.add_turns(grad_q, turns, sink_k)
 
 
 @torch.library.custom_op("sinkdlm::join_heads", mutates_args=())
@@ -200,9 +200,9 @@ def _(
     sink_k: Tensor | None,
     behind: Tensor | None,
 ) -> Tensor:
-    from sinkdlm import training_kernels
+    from sinkdlm import attention_kernels
 
-    return training_kernels.join_heads(grad_q, grad_k, grad_v, cos, sin, turns, sink_k, behind)
+    return attention_kernels.join_heads(grad_q, grad_k, grad_v, cos, sin, turns, sink_k, behind)
 
 
 @torch.library.custom_op("sinkdlm::swiglu", mutates_args=())

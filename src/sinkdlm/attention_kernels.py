@@ -1,0 +1,341 @@
+"""Triton kernels for attention in training: rotary with the sinks' scores, sinks merged into what a kernel made of the content,
+and the backwards of both, each in one pass over memory.
+
+Owns how, not what: operators.py says what each computes, in torch's own operations, and the tests hold the two together. Sums in
+float32. Imported only where it is used, because Triton is.
+
+B rows, T tokens, S sinks, H query heads, K key/value heads, D head width.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 4096  # elements of a program that merges, tokens times head width: more, and registers leave too few programs at a time
+_BACK_TILE, _BACK_WARPS, _BACK_STAGES = 2048, 4, 4  # the same of its backward, which goes through several tiles, read ahead,
+_SPAN = 256  # so many tokens, whose sums for the sinks a program keeps
+_WARPS = 8
+
+
+@triton.jit
+def _merge(
+    q, scores, content, lse, sink_k, sink_v, out, merged, scale, n_tokens,
+    q_b, q_h, q_t, c_b, c_h, c_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
+    n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
+    width_block: tl.constexpr, block: tl.constexpr, scored: tl.constexpr,
+):  # fmt: skip
+    """scored: the sinks' scores are given, and neither queries nor keys are read."""
+    row = tl.program_id(1).to(tl.int64)
+    b, h = row // n_heads, row % n_heads
+    token, lane = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, width_block)
+    exists, wide = token < n_tokens, lane < width
+    inside = exists[:, None] & wide[None, :]
+    if not scored:
+        queries = tl.load(q + q_b * b + q_h * h + q_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
+    sum_ = tl.load(content + c_b * b + c_h * h + c_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
+    most = tl.load(lse + row * n_tokens + token, exists, 0)
+    total = tl.full([block], 1.0, tl.float32)  # of all weights, as multiples of exp(most)
+    for s in tl.static_range(n_sinks):
+        value = tl.load(sink_v + v_b * b + v_h * (h // group) + v_s * s + lane, wide, 0).to(tl.float32)
+        if scored:
+            score = tl.load(scores + (row * n_tokens + token) * n_sinks + s, exists, 0)
+        else:
+            key = tl.load(sink_k + k_b * b + k_h * (h // group) + k_s * s + lane, wide, 0).to(tl.float32)
+            score = tl.sum(queries * key[None, :], 1) * scale
+        higher = tl.maximum(most, score)
+        kept, weight = tl.exp(most - higher), tl.exp(score - higher)
+        sum_ = sum_ * kept[:, None] + weight[:, None] * value[None, :]
+        total = total * kept + weight
+        most = higher
+    place = o_b * b + o_h * h + o_t * token[:, None] + lane[None, :]
+    tl.store(out + place, (sum_ / total[:, None]).to(out.dtype.element_ty), inside)
+    tl.store(merged + row * n_tokens + token, most + tl.log(total), exists)
+
+
+def merge_sinks(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """operators.merge_sinks."""
+    content, q, sink_k = (_narrow(x) for x in (content, q, sink_k))
+    out = torch.empty_like(content)
+    return out, _merge_into(out, q, None, content, lse, sink_k, sink_v, scale)
+
+
+def merge_rows(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
+    """operators.merge_rows."""
+    batch, heads, tokens, width = content.shape
+    rows = content.new_empty(batch * tokens + behind.shape[0], heads, width)
+    rows[batch * tokens :] = behind
+    out = rows[: batch * tokens].unflatten(0, (batch, tokens)).transpose(1, 2)
+    content, sink_v = _narrow(content), _narrow(sink_v)
+    return rows, _merge_into(out, content, scores.contiguous(), content, lse, sink_v, sink_v, 1.0)
+
+
+def _merge_into(
+    out: Tensor, q: Tensor, scores: Tensor | None, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
+) -> Tensor:
+    """scores: given in place of q and sink_k, which are then not read."""
+    batch, heads, tokens, width = content.shape
+    sink_v, lse = _narrow(sink_v), lse.contiguous()
+    merged = torch.empty_like(lse)
+    wide = triton.next_power_of_2(width)
+    block = max(1, _TILE // wide)
+    _merge[(triton.cdiv(tokens, block), batch * heads)](
+        q, lse if scores is None else scores, content, lse, sink_k, sink_v, out, merged, scale, tokens,
+        *q.stride()[:3], *content.stride()[:3], *out.stride()[:3], *_strides(sink_k, batch), *_strides(sink_v, batch),
+        n_heads=heads, group=heads // sink_v.shape[1], n_sinks=sink_v.shape[2], width=width,
+        width_block=wide, block=block, scored=scores is not None, num_warps=_WARPS,
+    )  # fmt: skip
+    return merged
+
+
+def _narrow(x: Tensor) -> Tensor:
+    """With the last dimension laid out element by element."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(sinks: Tensor, batch: int) -> tuple[int, int, int]:
+    """Of rows, heads and sinks. What all rows share has one row."""
+    by_row, by_head, by_sink, _ = sinks.stride()
+    return (by_row if sinks.shape[0] == batch else 0), by_head, by_sink
+
+
+@triton.jit
+def _merge_backward(
+    grad, q, scores, out, lse, sink_k, sink_v, turns, into_k, into_v, scale, n_tokens,
+    g_b, g_h, g_t, q_b, q_h, q_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
+    n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
+    width_block: tl.constexpr, block: tl.constexpr, n_blocks: tl.constexpr, stages: tl.constexpr, scored: tl.constexpr,
+):  # fmt: skip
+    """One sink and some blocks of tokens. What flows to the sink is summed token by token and across tokens only at the end.
+    scored: the sinks' scores are given, and keys are not read."""
+    row, part, s = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.program_id(2)
+    b, h = row // n_heads, row % n_heads
+    lane = tl.arange(0, width_block)
+    wide = lane < width
+    if not scored:
+        key = tl.load(sink_k + k_b * b + k_h * (h // group) + k_s * s + lane, wide, 0).to(tl.float32)[None, :]
+    value = tl.load(sink_v + v_b * b + v_h * (h // group) + v_s * s + lane, wide, 0).to(tl.float32)[None, :]
+    to_key, to_value = tl.zeros([block, width_block], tl.float32), tl.zeros([block, width_block], tl.float32)
+    for step in tl.range(n_blocks, num_stages=stages):
+        token = (part * n_blocks + step) * block + tl.arange(0, block)
+        exists = token < n_tokens
+        inside = exists[:, None] & wide[None, :]
+        grads = tl.load(grad + g_b * b + g_h * h + g_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
+        outs = tl.load(out + o_b * b + o_h * h + o_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
+        queries = tl.load(q + q_b * b + q_h * h + q_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
+        most = tl.load(lse + row * n_tokens + token, exists, 0)
+        known = scores + (row * n_tokens + token) * n_sinks + s
+        score = tl.load(known, exists, 0) if scored else tl.sum(queries * key, 1) * scale
+        weight = tl.where(exists, tl.exp(score - most), 0.0)
+        turn = weight * tl.sum(grads * (value - outs), 1) * scale
+        tl.store(turns + (row * n_tokens + token) * n_sinks + s, turn, exists)
+        to_key += turn[:, None] * queries
+        to_value += weight[:, None] * grads
+    spot = ((row * tl.num_programs(0) + part) * n_sinks + s) * width + lane
+    tl.store(into_k + spot, tl.sum(to_key, 0), wide)
+    tl.store(into_v + spot, tl.sum(to_value, 0), wide)
+
+
+@triton.jit
+def _sum_parts(
+    from_k, from_v, into_k, into_v, n_all, n_each, n_between, n_kv,
+    n_sinks: tl.constexpr, width: tl.constexpr, width_block: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """One row's, head's and sink's key (or value): n_all parts, n_each side by side, the next ones n_between further on."""
+    row, kv, sink = tl.program_id(0).to(tl.int64) // n_kv, tl.program_id(0) % n_kv, tl.program_id(1)
+    lane = tl.arange(0, width_block)
+    sum_ = tl.zeros([block, width_block], tl.float32)
+    is_key = tl.program_id(2) == 0
+    source = (from_k if is_key else from_v) + lane[None, :]
+    for begin in range(0, n_all, block):
+        part = begin + tl.arange(0, block)
+        place = ((row + part // n_each) * n_between + kv * n_each + part % n_each) * n_sinks + sink
+        sum_ += tl.load(source + place[:, None] * width, (part < n_all)[:, None] & (lane < width)[None, :], 0)
+    spot = ((row * n_kv + kv) * n_sinks + sink) * width + lane
+    into = into_k if is_key else into_v
+    tl.store(into + spot, tl.sum(sum_, 0).to(into.dtype.element_ty), lane < width)
+
+
+def merge_sinks_backward(
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scores: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """operators.merge_sinks_backward."""
+    batch, heads, tokens, width = q.shape
+    grad, q, out, sink_k, sink_v = (_narrow(x) for x in (grad, q, out, sink_k, sink_v))
+    lse, scores = lse.contiguous(), None if scores is None else scores.contiguous()
+    n_kv, n_sinks = sink_k.shape[1:3]
+    wide = triton.next_power_of_2(width)
+    block = max(1, _BACK_TILE // wide)
+    n_blocks = max(1, _SPAN // block)
+    n_parts = triton.cdiv(tokens, block * n_blocks)
+    turns = torch.empty(batch, heads, tokens, n_sinks, dtype=torch.float32, device=q.device)
+    # Each program's own sums, added up in a fixed order afterwards: no atomics, the same bits every time.
+    parts = [torch.empty(batch, heads, n_parts, n_sinks, width, dtype=torch.float32, device=q.device) for _ in range(2)]
+    _merge_backward[(n_parts, batch * heads, n_sinks)](
+        grad, q, lse if scores is None else scores, out, lse, sink_k, sink_v, turns, *parts, scale, tokens,
+        *grad.stride()[:3], *q.stride()[:3], *out.stride()[:3], *_strides(sink_k, batch), *_strides(sink_v, batch),
+        n_heads=heads, group=heads // n_kv, n_sinks=n_sinks, width=width,
+        width_block=wide, block=block, n_blocks=n_blocks, stages=_BACK_STAGES, scored=scores is not None, num_warps=_BACK_WARPS,
+    )  # fmt: skip
+    grad_k, grad_v = (torch.empty(sink.shape, dtype=sink.dtype, device=sink.device) for sink in (sink_k, sink_v))
+    n_rows, n_each = sink_k.shape[0], heads // n_kv * n_parts
+    _sum_parts[(n_rows * n_kv, n_sinks, 2)](
+        *parts, grad_k, grad_v, batch // n_rows * n_each, n_each, heads * n_parts, n_kv,
+        n_sinks=n_sinks, width=width, width_block=wide, block=block, num_warps=_WARPS,
+    )  # fmt: skip
+    return turns, grad_k, grad_v
+
+
+@triton.jit
+def _add_turns(
+    grad_q, turns, sink_k, into, n_tokens, q_b, q_h, q_t, k_b, k_h, k_s,
+    n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
+    width_block: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    b, h = row // n_heads, row % n_heads
+    token, lane = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, width_block)
+    exists, wide = token < n_tokens, lane < width
+    inside = exists[:, None] & wide[None, :]
+    place = q_b * b + q_h * h + q_t * token[:, None] + lane[None, :]
+    total = tl.load(grad_q + place, inside, 0).to(tl.float32)
+    for s in tl.static_range(n_sinks):
+        turn = tl.load(turns + (row * n_tokens + token) * n_sinks + s, exists, 0)
+        key = tl.load(sink_k + k_b * b + k_h * (h // group) + k_s * s + lane, wide, 0).to(tl.float32)
+        total += turn[:, None] * key[None, :]
+    tl.store(into + place, total.to(into.dtype.element_ty), inside)
+
+
+def add_turns(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
+    """operators.add_turns."""
+    batch, heads, tokens, width = grad_q.shape
+    grad_q, sink_k = _narrow(grad_q), _narrow(sink_k)
+    into = torch.empty_like(grad_q)
+    wide = triton.next_power_of_2(width)
+    block = max(1, _TILE // wide)
+    _add_turns[(triton.cdiv(tokens, block), batch * heads)](
+        grad_q, turns.contiguous(), sink_k, into, tokens, *grad_q.stride()[:3], *_strides(sink_k, batch),
+        n_heads=heads, group=heads // sink_k.shape[1], n_sinks=sink_k.shape[2], width=width,
+        width_block=wide, block=block, num_warps=_WARPS,
+    )  # fmt: skip
+    return into
+
+
+@triton.jit
+def _turn_heads(
+    heads, cos, sin, sink_k, turned, scores, scale, n_tokens, heads_t, cos_b, sk_b, sk_h, sk_s,
+    n_heads: tl.constexpr, n_kv: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
+    heads_block: tl.constexpr, kv_block: tl.constexpr, half_block: tl.constexpr,
+):  # fmt: skip
+    """One program for each token: its queries and keys, rotated, and its queries' scores."""
+    b, t = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    half: tl.constexpr = width // 2
+    lane = tl.arange(0, half_block)[None, :]
+    angle = cos_b * b + t * half + lane
+    c, s = tl.load(cos + angle, lane < half).to(tl.float32), tl.load(sin + angle, lane < half).to(tl.float32)
+    source, into = heads + (b * n_tokens + t) * heads_t + lane, turned + (b * n_tokens + t) * (n_heads + n_kv) * width + lane
+    h, kv = tl.arange(0, heads_block)[:, None], tl.arange(0, kv_block)[:, None]
+    mine, inside = (h < n_heads) & (lane < half), (kv < n_kv) & (lane < half)
+    first = tl.load(source + h * width, mine, 0).to(tl.float32)
+    second = tl.load(source + h * width + half, mine, 0).to(tl.float32)
+    key_first = tl.load(source + (n_heads + kv) * width, inside, 0).to(tl.float32)
+    key_second = tl.load(source + (n_heads + kv) * width + half, inside, 0).to(tl.float32)
+    turned_first = (first * c - second * s).to(turned.dtype.element_ty)
+    turned_second = (second * c + first * s).to(turned.dtype.element_ty)
+    tl.store(into + h * width, turned_first, mine)
+    tl.store(into + h * width + half, turned_second, mine)
+    for sink in tl.static_range(n_sinks):
+        place = sink_k + sk_b * b + sk_h * (h // (n_heads // n_kv)) + sk_s * sink + lane
+        product = turned_first.to(tl.float32) * tl.load(place, mine, 0).to(tl.float32)  # of queries as attention reads them
+        product += turned_second.to(tl.float32) * tl.load(place + half, mine, 0).to(tl.float32)
+        score = tl.sum(product, 1, keep_dims=True) * scale
+        tl.store(scores + ((b * n_heads + h) * n_tokens + t) * n_sinks + sink, score, h < n_heads)
+    into += (n_heads + kv) * width
+    tl.store(into, (key_first * c - key_second * s).to(turned.dtype.element_ty), inside)
+    tl.store(into + half, (key_second * c + key_first * s).to(turned.dtype.element_ty), inside)
+
+
+def turn_heads(
+    heads: Tensor, cos: Tensor, sin: Tensor, sink_k: Tensor | None, batch: int, n_heads: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """operators.turn_heads."""
+    tokens, width, n_kv = cos.shape[1], heads.shape[2], (heads.shape[1] - n_heads) // 2
+    heads = heads if heads.stride()[1:] == (width, 1) else heads.contiguous()
+    sink_k, n_sinks = (None, 0) if sink_k is None else (_narrow(sink_k), sink_k.shape[2])
+    cos, sin = cos.contiguous(), sin.contiguous()
+    turned = heads.new_empty(batch, tokens, n_heads + n_kv, width)
+    scores = torch.empty(batch, n_heads, tokens, n_sinks, dtype=torch.float32, device=heads.device)
+    _turn_heads[(tokens, batch)](
+        heads, cos, sin, heads if sink_k is None else sink_k, turned, scores, scale, tokens, heads.stride(0),
+        cos.stride(0) if cos.shape[0] > 1 else 0, *((0, 0, 0) if sink_k is None else _strides(sink_k, batch)),
+        n_heads=n_heads, n_kv=n_kv, n_sinks=n_sinks, width=width,
+        heads_block=triton.next_power_of_2(n_heads), kv_block=triton.next_power_of_2(n_kv),
+        half_block=triton.next_power_of_2(width // 2),
+    )  # fmt: skip
+    return turned, scores
+
+
+@triton.jit
+def _join_heads(
+    grad_q, grad_k, grad_v, turns, sink_k, cos, sin, heads, n_tokens,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, cos_b, sk_b, sk_h, sk_s,
+    n_heads: tl.constexpr, n_kv: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
+    heads_block: tl.constexpr, kv_block: tl.constexpr, half_block: tl.constexpr,
+):  # fmt: skip
+    """One program for each token: its gradients, rotated back, into one row."""
+    b, t = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    half: tl.constexpr = width // 2
+    lane = tl.arange(0, half_block)[None, :]
+    angle = cos_b * b + t * half + lane
+    c, s = tl.load(cos + angle, lane < half).to(tl.float32), tl.load(sin + angle, lane < half).to(tl.float32)
+    row = heads + (b * n_tokens + t) * (n_heads + 2 * n_kv) * width + lane
+    h, kv = tl.arange(0, heads_block)[:, None], tl.arange(0, kv_block)[:, None]
+    mine, inside = (h < n_heads) & (lane < half), (kv < n_kv) & (lane < half)
+    source = grad_q + q_b * b + q_h * h + q_t * t + lane
+    first, second = tl.load(source, mine, 0).to(tl.float32), tl.load(source + half, mine, 0).to(tl.float32)
+    for sink in tl.static_range(n_sinks):
+        turn = tl.load(turns + ((b * n_heads + h) * n_tokens + t) * n_sinks + sink, h < n_heads, 0)
+        key = sink_k + sk_b * b + sk_h * (h // (n_heads // n_kv)) + sk_s * sink + lane
+        first += turn * tl.load(key, mine, 0).to(tl.float32)
+        second += turn * tl.load(key + half, mine, 0).to(tl.float32)
+    tl.store(row + h * width, (first * c + second * s).to(heads.dtype.element_ty), mine)
+    tl.store(row + h * width + half, (second * c - first * s).to(heads.dtype.element_ty), mine)
+    source = grad_k + k_b * b + k_h * kv + k_t * t + lane
+    first, second = tl.load(source, inside, 0).to(tl.float32), tl.load(source + half, inside, 0).to(tl.float32)
+    spot = row + (n_heads + kv) * width
+    tl.store(spot, (first * c + second * s).to(heads.dtype.element_ty), inside)
+    tl.store(spot + half, (second * c - first * s).to(heads.dtype.element_ty), inside)
+    source = grad_v + v_b * b + v_h * kv + v_t * t + lane
+    spot += n_kv * width
+    tl.store(spot, tl.load(source, inside).to(heads.dtype.element_ty), inside)
+    tl.store(spot + half, tl.load(source + half, inside).to(heads.dtype.element_ty), inside)
+
+
+def join_heads(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    turns: Tensor | None,
+    sink_k: Tensor | None,
+    behind: Tensor | None,
+) -> Tensor:
+    """operators.join_heads."""
+    batch, n_heads, tokens, width = grad_q.shape
+    n_kv, n_behind = grad_k.shape[1], 0 if behind is None else behind.shape[0]
+    grad_q, grad_k, grad_v = (_narrow(x) for x in (grad_q, grad_k, grad_v))
+    sink_k = None if sink_k is None else _narrow(sink_k)
+    heads = grad_q.new_empty(batch * tokens + n_behind, n_heads + 2 * n_kv, width)
+    if behind is not None:
+        heads[batch * tokens :] = behind
+    cos, sin = cos.contiguous(), sin.contiguous()
+    _join_heads[(tokens, batch)](
+        grad_q, grad_k, grad_v, grad_q if turns is None else turns, grad_q if sink_k is None else sink_k, cos, sin, heads, tokens,
+        *grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3], cos.stride(0) if cos.shape[0] > 1 else 0,
+        *((0, 0, 0) if sink_k is None else _strides(sink_k, batch)),
+        n_heads=n_heads, n_kv=n_kv, n_sinks=0 if turns is None else turns.shape[3], width=width,
+        heads_block=triton.next_power_of_2(n_heads), kv_block=triton.next_power_of_2(n_kv),
+        half_block=triton.next_power_of_2(width // 2),
+    )  # fmt: skip
+    return heads
