@@ -7,6 +7,7 @@ LEAVES = ("interop", "evals", "analysis", "serving", "reproduce", "demo", "write
 COMMAND_LINE = (
     "cli",
     "cli_analysis",
+    "cli_data",
     "cli_evals",
     "cli_options",
     "cli_planning",

@@ -1,0 +1,158 @@
+"""The subcommands of `data`: prepare, info, example. Like cli.py, they import what they need when they run."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sinkdlm.cli_options import Documents, Json, Seed
+
+
+class DataKind(StrEnum):
+    TEXT, SFT, GSM8K_TWO_STAGE, GSM8K_ONE_STAGE = "text", "sft", "gsm8k-two-stage", "gsm8k-one-stage"
+
+
+class Executor(StrEnum):
+    LOCAL, DATATROVE, SLURM, RAY = "local", "datatrove", "slurm", "ray"
+
+
+class ExampleKind(StrEnum):
+    TEXT, SFT = "text", "sft"
+
+
+def register(app: typer.Typer) -> None:
+    own = typer.Typer(help="Prepare training data, and look at it.", rich_markup_mode=None, no_args_is_help=True)
+    own.command("prepare")(data_prepare)
+    own.command("info")(data_info)
+    own.command("example")(data_example)
+    app.add_typer(own, name="data")
+
+
+def _count(text: str) -> int:
+    """A number that may end in K, M or G, as in 100M."""
+    scale = {"K": 10**3, "M": 10**6, "G": 10**9}.get(text[-1:].upper(), 1)
+    try:
+        return int(float(text[:-1]) * scale) if scale > 1 else int(text)
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"{text!r} is no number of tokens, such as 100M") from None
+
+
+def _read_tokenizer(path: Path) -> Any:
+    """Of a checkpoint, a folder, a tokenizer.json, a SentencePiece model, or a model that carries one (GGUF)."""
+    from sinkdlm.errors import UserError
+    from sinkdlm.interop import open_source
+    from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of
+
+    if not path.is_file() or path.suffix in (".json", ".model"):
+        return read_tokenizer_at(path)
+    found = tokenizer_of(open_source(path))
+    if found is None:
+        raise UserError(f"{path}: holds no tokenizer; give a tokenizer.json, a SentencePiece .model, or a folder with one")
+    return found
+
+
+def _say_prepared(found: dict[str, Any], as_json: bool) -> None:
+    from sinkdlm.data.display import counted
+
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    if found["already"]:
+        typer.echo(f"{found['out']}: already prepared, with these settings and inputs")
+    for split, part in found["splits"].items():
+        documents = counted(part["documents"], "document" if found["kind"] == "text" else "example")
+        typer.echo(f"{split:11s}{part['tokens']:,} tokens in {documents}, {counted(part['shards'], 'shard')} of {found['dtype']}")
+    for note in found["notes"]:
+        typer.echo(f"note       {note}")
+    if "seconds" in found:
+        rate = f"{found['bytes'] / found['seconds'] / 1e6:.1f} MB/s, {found['tokens_per_second'] / 1e6:.2f}M tokens/s"
+        typer.echo(f"wrote      {found['out']} in {found['seconds']:.1f} s ({rate})")
+
+
+def data_prepare(
+    inputs: Annotated[list[str], typer.Argument(metavar="IN...", help="Files, folders, or data sets of the Hugging Face hub.")],
+    tokenizer: Annotated[Path, typer.Option(help="A checkpoint, folder, tokenizer.json, SentencePiece .model or GGUF.")],
+    out: Annotated[Path, typer.Option(help="The folder of token shards to write, or to go on with.")],
+    kind: Annotated[DataKind, typer.Option(help="Running text, or examples of prompt and response.")] = DataKind.TEXT,
+    field: Annotated[str, typer.Option(help="The field of jsonl, parquet or hub rows that holds the text.")] = "text",
+    documents: Annotated[Documents, typer.Option(help="What one document is in a .txt or .md file.")] = Documents.FILE,
+    validation: Annotated[float, typer.Option(min=0.0, max=0.999, help="Share of documents held out.")] = 0.01,
+    shard_tokens: Annotated[Any, typer.Option(parser=_count, metavar="N", help="Tokens in a shard.")] = "100M",
+    length: Annotated[int | None, typer.Option(min=2, help="Examples of more tokens are left out.")] = None,
+    eos: Annotated[int | None, typer.Option(min=0, help="Id that ends a document; by default the tokenizer's own.")] = None,
+    bos: Annotated[bool | None, typer.Option("--bos/--no-bos", help="Examples: BOS or not; by default as the tokenizer.")] = None,
+    split: Annotated[str, typer.Option(help="Of a hub data set.")] = "train",
+    config: Annotated[str | None, typer.Option(help="Of a hub data set.")] = None,
+    executor: Annotated[Executor, typer.Option(help="This process, or datatrove's: local, Slurm, Ray.")] = Executor.LOCAL,
+    tasks: Annotated[int, typer.Option(min=1, help="datatrove: parts that the files are dealt to.")] = 1,
+    workers: Annotated[int, typer.Option(min=-1, help="datatrove: tasks at a time, -1 for all.")] = -1,
+    partition: Annotated[str | None, typer.Option(help="Slurm: the partition.")] = None,
+    time: Annotated[str, typer.Option(help="Slurm: time limit of a task.")] = "24:00:00",
+    logging_dir: Annotated[Path | None, typer.Option(help="datatrove: its logs; by default logs/ in the output.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Turn text into token shards: text, jsonl, parquet or a hub data set. The same command goes on where it was interrupted."""
+    from sinkdlm.data.prepare import Settings, prepare
+
+    settings = Settings(
+        kind=kind.value,
+        field=field,
+        documents=documents.value,
+        validation=validation,
+        shard_tokens=shard_tokens,
+        length=length,
+        eos_id=eos,
+        bos=bos,
+        split=split,
+        config=config,
+    )
+    from sinkdlm.data.inputs import find_sources
+
+    find_sources(inputs, split=split, config=config)  # a wrong name is said before the tokenizer is read
+    loaded = _read_tokenizer(tokenizer)
+    if executor is Executor.LOCAL:
+        _say_prepared(prepare(inputs, loaded, out, settings, source=str(tokenizer)), as_json)
+        return
+    from sinkdlm.data.scale import prepare_at_scale
+
+    found = prepare_at_scale(
+        inputs,
+        loaded,
+        out,
+        settings,
+        executor=executor.value,
+        tasks=tasks,
+        workers=workers,
+        partition=partition,
+        time=time,
+        logging_dir=logging_dir,
+    )
+    typer.echo(json.dumps(found, indent=2) if as_json else found["said"])
+
+
+def data_info(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Our shards, datatrove's *.ds, or SMDM's packed *.bin.")],
+    samples: Annotated[int, typer.Option(min=0, help="Documents or examples to show.")] = 2,
+    tokenizer: Annotated[Path | None, typer.Option(help="To decode samples; by default the one in DIR.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check every size and checksum of a set, count it, and show some of it as text."""
+    from sinkdlm.data.inspect import describe, read_set
+
+    found = read_set(folder, _read_tokenizer(tokenizer) if tokenizer else None, samples=samples)
+    typer.echo(json.dumps(found, indent=2, ensure_ascii=False) if as_json else describe(found))
+
+
+def data_example(
+    out: Annotated[Path, typer.Option(help="The folder of token shards to write.")],
+    documents: Annotated[int, typer.Option(min=2, help="Documents, or question and answer pairs.")] = 20_000,
+    kind: Annotated[ExampleKind, typer.Option(help="Running text, or questions with answers.")] = ExampleKind.TEXT,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Write a small made-up corpus with its own character-level tokenizer: sums, word problems, patterns, sentences."""
+    from sinkdlm.data.synthetic import prepare_example
+
+    _say_prepared(prepare_example(out, documents=documents, kind=kind.value, seed=seed), as_json)
