@@ -23,7 +23,7 @@ from sinkdlm.reproduce.inputs import Given, Inputs, given_inputs
 from sinkdlm.reproduce.matrix import SCALES, SFT, Job, Scale, jobs_of, select, targets_of, trials_of
 from sinkdlm.reproduce.nano import nano_inputs
 from sinkdlm.reproduce.parents import Load, Parents
-from sinkdlm.reproduce.records import RUN, Record, read_records
+from sinkdlm.reproduce.records import RUN, TRIAL, Record, read_records
 from sinkdlm.reproduce.report import write_report
 from sinkdlm.reproduce.running import Bench, TimeUp, clear, recipe_of, run_job, stages_of, train_job
 
@@ -153,20 +153,25 @@ class _Work:
         return all(stage in record.facts["seconds"] for stage in stages)
 
     def _expected(self, job: Job, stages: Sequence[str]) -> float | None:
-        """The mean of records of the same kind; else what the scale declares."""
-        alike = [
-            record.seconds
-            for record in self.records.values()
-            if record.group == job.group and (record.kind == RUN) == (job.trial is None)
-        ]
+        """The mean of records of the same kind; else what the scale declares, times what its trials took more than declared."""
+        own = [record for record in self.records.values() if record.group == job.group]
+        alike = [record.seconds for record in own if (record.kind == RUN) == (job.trial is None)]
         if alike:
             return sum(alike) / len(alike)
+        declared = self._declared(job.group, job.trial is not None, stages)
+        trials = [record for record in own if record.kind == TRIAL]
+        if declared is None or not trials:
+            return declared
+        planned = [self._declared(job.group, True, list(record.facts["seconds"])) or 0.0 for record in trials]
+        return declared * sum(record.seconds for record in trials) / sum(planned)
+
+    def _declared(self, group: str, is_trial: bool, stages: Sequence[str]) -> float | None:
         declared = self.scale.seconds
         if not declared:
             return None
-        share = self.scale.trial_share if job.trial is not None else 1.0
+        share = self.scale.trial_share if is_trial else 1.0
         measured = sum(declared.get(stage.split()[0], 0.0) for stage in stages)
-        return declared["start"] + declared[job.group] * share + measured
+        return declared["start"] + declared[group] * share + measured
 
     # -- the work --------------------------------------------------------------------------------------------------------------
 
