@@ -94,6 +94,7 @@ def test_given_texts_under_noise(analyze, models, tmp_path):
     assert capture["interventions"][0]["changed"]["mean"] is None  # nothing is written
 
 
+@pytest.mark.slow
 def test_a_single_token_a_single_step(analyze, models, tmp_path):
     (tmp_path / "one.txt").write_text("a\n")
     given = ("--prompts", tmp_path / "one.txt", "--length", 1, "--steps", 1, *QUICK[4:])

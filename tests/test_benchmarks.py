@@ -27,10 +27,10 @@ def test_quantiles_and_timer():
 SMALL = {"sampling": ["--length", "24", "--steps", "6", "--batch", "2", "--block", "8", "--repeats", "1", "--tokens-per-step", "5"]}
 
 
-_LONGER = [pytest.param(name, marks=pytest.mark.slow) for name in ("attention", "sampling")]
+_LONGER = [pytest.param(name, marks=pytest.mark.slow) for name in ("loss", "attention", "sampling")]
 
 
-@pytest.mark.parametrize("name", ["noise", "loss", *_LONGER])
+@pytest.mark.parametrize("name", ["noise", *_LONGER])
 def test_benchmark_writes_a_record(name, tmp_path):
     run = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", "--device", "cpu", "--out", str(tmp_path), *SMALL.get(name, [])],
@@ -129,6 +129,7 @@ def test_a_timed_step_is_a_training_step_in_every_form():
     assert {name: train_step.kind_of(name) for name in kinds} == kinds
 
 
+@pytest.mark.slow
 def test_curves_of_the_fast_step_lie_closer_to_the_plain_one_than_seeds_do(tmp_path, monkeypatch, capsys):
     rows = curves.make_rows(0, steps=3, rows=2, length=50, vocab=64)
     turns = (rows[..., 1:] - 5 * rows[..., :-1] - 1) % 64

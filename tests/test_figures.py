@@ -87,9 +87,7 @@ def drawn_texts(figure):
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
-@pytest.mark.parametrize(
-    "which", ["long names", *(pytest.param(name, marks=pytest.mark.slow) for name in AWKWARD if name != "long names")]
-)
+@pytest.mark.parametrize("which", [pytest.param(name, marks=pytest.mark.slow) for name in AWKWARD])
 def test_no_text_of_a_figure_is_cut_or_runs_into_another(which, narrow):
     captures = AWKWARD[which]()
     plates = figures.draw_all(captures, [one[:3] for one in findings.compare(captures)], narrow=narrow)

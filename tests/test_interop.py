@@ -768,6 +768,7 @@ save_file(found, sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_a_standalone_directory_needs_no_sinkdlm(tmp_path):
     from conftest import VARIANTS
 

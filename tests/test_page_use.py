@@ -170,6 +170,7 @@ def large_side(name, n_sinks, frames=65, layers=30, heads=9, length=512):
     }
 
 
+@pytest.mark.slow
 def test_a_step_of_a_large_trajectory_is_drawn_in_50_ms(browser, site, tmp_path):
     """512 tokens, 64 steps, 30 layers of 9 heads, two models side by side: from the slider's event until it is painted."""
     sides = [large_side("plain", 0), large_side("sunk", 1)]

@@ -214,6 +214,7 @@ def written(made_once, pair):
     return made_once("report", lambda folder: report.write_report(pair, folder))
 
 
+@pytest.mark.slow
 def test_the_same_captures_give_the_same_bytes(written, pair, tmp_path):
     paths = report.write_report(json.loads(json.dumps(pair)), tmp_path / "new" / "folder")
     assert [path.name for path in (paths["report"], paths["metrics"], paths["summary"])] == [

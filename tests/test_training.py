@@ -153,7 +153,9 @@ def test_padding_that_no_row_needs_changes_nothing_but_time(tmp_path, token_set,
     np.testing.assert_allclose(losses[True], losses[False], rtol=1e-12)
 
 
-@pytest.mark.parametrize(("precision", "steps", "limit"), [("float64", 50, 1e-9), ("float32", 20, 1e-5)])
+@pytest.mark.parametrize(
+    ("precision", "steps", "limit"), [pytest.param("float64", 50, 1e-9, marks=pytest.mark.slow), ("float32", 20, 1e-5)]
+)
 def test_loss_ignores_the_micro_batch(tmp_path, token_set, precision, steps, limit):
     losses = []
     for micro_batch in (1, 2, 8):
@@ -180,6 +182,7 @@ def test_looking_changes_nothing(tmp_path, token_set):
     assert metrics(tmp_path / "quiet") == metrics(tmp_path / "curious")
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, token_set):
     recipe = recipe_of(token_set, train={"steps": 200}, eval={"every": 0}, log={"probe_every": 0}, save={"every": 1000})
     run(recipe, tmp_path / "alone")
@@ -423,6 +426,7 @@ def test_a_changed_scalar_is_damage(tmp_path, token_set, monkeypatch):
     assert any("resumed at step 2" in line for line in said)
 
 
+@pytest.mark.slow
 def test_a_file_size_limit_stops_at_the_end_and_loses_nothing(tmp_path, token_set):
     """The real thing: a process that may not write a file as large as a state."""
     recipe = recipe_of(token_set, train={"ema": 0.9}, log={"every": 2, "probe_every": 0})
