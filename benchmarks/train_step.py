@@ -5,9 +5,10 @@
 official: the sink is a token in front under a dense (T+1)^2 mask, every position has logits in float32, blocks run eagerly, as the
 authors' code trains, by torch's own norm and AdamW; official-compiled: the same, compiled whole. vanilla, sink, gate: what
 `sinkdlm train` does, its micro-batches recorded as CUDA graphs where train.graphs = "auto" records them (--graphs: wherever they
-can be, --no-graphs: nowhere); sink-fp8, where it is asked for: sink with train.precision = "fp8", whose products need a GPU that
-has them (a CPU emulates them). Forms take turns, so that a ratio does not depend on when each was measured. --profile NAME: the
-kernels of one step of that form, by kind.
+can be, --no-graphs: nowhere). Where they are asked for: sink-fp8 is sink with train.precision = "fp8", whose products need a GPU
+that has them (a CPU emulates them); vanilla-whole and sink-whole have train.compile = "whole", which is for a CPU.
+Forms take turns, so that a ratio does not depend on when each was measured. --profile NAME: the kernels of one step of that form,
+by kind.
 --sweep: the time of a step by rows and by length, beside planning.py's FLOPs.
 """
 
@@ -29,6 +30,7 @@ from sinkdlm import DiffusionLM, Recipe
 from sinkdlm.data.rows import Batch
 from sinkdlm.diffusion import Noisy, corrupt
 from sinkdlm.planning import peak_flops, training_flops
+from sinkdlm.training.compiling import Compile, compile_model, compiles
 from sinkdlm.training.gradients import Gradients
 from sinkdlm.training.optimizer import Optimizer
 from sinkdlm.training.parallel import World
@@ -36,11 +38,14 @@ from sinkdlm.training.recorded import find_recorder
 from sinkdlm.training.weights import Weights
 
 _FLOAT8 = "sink-fp8"
+_WHOLE = "-whole"
 VARIANTS: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "sink": {"n_sinks": 1},
     "gate": {"gate": "elementwise"},
     _FLOAT8: {"n_sinks": 1},
+    f"vanilla{_WHOLE}": {},
+    f"sink{_WHOLE}": {"n_sinks": 1},
     "official": {"n_sinks": 1},
     "official-compiled": {"n_sinks": 1},
 }
@@ -70,19 +75,17 @@ _KINDS = {
 class Step:
     """A model that makes training steps on rows of random tokens, each with noise of its own."""
 
-    def __init__(self, recipe: Recipe, form: str, rows: int, device: torch.device, options: dict[str, Any] | None = None) -> None:
+    def __init__(self, recipe: Recipe, form: str, rows: int, device: torch.device) -> None:
         self.recipe, self.form, self.device, self.rows = recipe, form, device, rows
         self._official = form.startswith("official")
-        compiles = device.type == "cuda"
+        world = World(device)
+        how: Compile = "none" if self._official else "whole" if form.endswith(_WHOLE) else "auto"
         with torch.device("meta"):
             model = DiffusionLM(recipe.model)
         model.float8 = form == _FLOAT8
-        if compiles and not self._official:
-            for block in model.blocks:
-                block.forward = torch.compile(block.forward, **(options or {}))
-        model.picks_early = not compiles
+        compile_model(model, how, world)
         first = model.initial_weight
-        self.weights = Weights(model, World(device), dtype=torch.float32, first=lambda name, shape: first(name, shape, 0))
+        self.weights = Weights(model, world, dtype=torch.float32, first=lambda name, shape: first(name, shape, 0))
         self.update = self._plain_update() if self._official else Optimizer(self.weights.local, recipe.train).step
         self._logits: Callable[[Tensor], Tensor] = MaskedForm(model) if self._official else model
         if form == "official-compiled":
@@ -93,7 +96,13 @@ class Step:
         self.done = 0
         self.missed = torch.zeros((), dtype=torch.float64, device=device)
         self.gradients = Gradients(
-            recipe, self.weights, self.precision(), micro_batch=rows, share=rows, compiled=compiles, say=print
+            recipe,
+            self.weights,
+            self.precision(),
+            micro_batch=rows,
+            share=rows,
+            compiled=compiles(how, device),
+            say=print,
         )
         recorder = None if self._official else find_recorder(device)
         if recorder is not None:
@@ -302,7 +311,7 @@ def main() -> None:
     parser.add_argument("--model", default="smdm-472m", help="a preset")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--forms", default=",".join(form for form in VARIANTS if form != _FLOAT8))
+    parser.add_argument("--forms", default=",".join(form for form in VARIANTS if form != _FLOAT8 and not form.endswith(_WHOLE)))
     parser.add_argument("--alone", action="store_true", help="one form in memory at a time")
     parser.add_argument("--graphs", dest="graphs", action="store_const", const="on", default="auto", help="record wherever it can")
     parser.add_argument("--no-graphs", dest="graphs", action="store_const", const="off", help="launch every kernel")

@@ -3,6 +3,10 @@ import torch
 
 from conftest import small_model, small_tokens
 from sinkdlm.diffusion import corrupt, denoising_loss
+from sinkdlm.errors import TrainError
+from sinkdlm.training.compiling import compile_model
+from sinkdlm.training.parallel import World
+from sinkdlm.visibility import Opening
 
 # The compiler's own: it instantiates autograd functions, and reads .grad of block inputs.
 pytestmark = [
@@ -19,25 +23,30 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def loss_and_gradients(model):
+def loss_and_gradients(model, seed=0, **options):
     tokens = small_tokens(4, 13)
-    noisy = corrupt(tokens, torch.arange(4), seed=0, mask_id=model.config.mask_id)
+    noisy = corrupt(tokens, torch.arange(4), seed=seed, mask_id=model.config.mask_id)
     model.zero_grad()
-    loss = denoising_loss(model, tokens, noisy, denominator=tokens.numel()).total
+    loss = denoising_loss(model, tokens, noisy, denominator=tokens.numel(), **options).total
     loss.backward()
     return loss.item(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
 
 
 def assert_compiles_to_the_same(variant, backend, tolerance, attention="auto"):
     model = small_model(dtype=torch.float32, attention=attention, **variant)
-    expected, expected_grads = loss_and_gradients(model)
+    expected = loss_and_gradients(model)
     for block in model.blocks:
         block.compile(backend=backend, fullgraph=True)
-    loss, grads = loss_and_gradients(model)
+    found = loss_and_gradients(model)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
-    assert abs(loss / expected - 1) <= tolerance
-    for name, grad in grads.items():
-        assert (grad - expected_grads[name]).norm() <= tolerance * expected_grads[name].norm(), name
+    assert_equal_up_to(tolerance, found, expected)
+
+
+def assert_equal_up_to(tolerance, found, expected):
+    """Losses and gradients."""
+    assert abs(found[0] / expected[0] - 1) <= tolerance
+    for name, grad in found[1].items():
+        assert (grad - expected[1][name]).norm() <= tolerance * expected[1][name].norm(), name
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -99,6 +108,41 @@ def test_inductor_gives_the_eager_loss(variant, attention):
     if attention == "merge" and variant.get("sink_kind", "isolated") != "isolated":
         attention = "auto"
     assert_compiles_to_the_same(variant, "inductor", 1e-4, attention=attention)
+
+
+WHOLE = {
+    "padded": ({"n_sinks": 2, "sink_position": "end", "gate": "elementwise"}, {"lengths": torch.tensor([13, 9, 4, 11])}),
+    "documents": ({"n_sinks": 1, "shift_logits": True}, {"documents": (torch.arange(13) // 5).expand(4, 13)}),
+    "opening": ({"sink_kind": "register", "n_sinks": 1}, {"opening": Opening(0.4, 1)}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_blocks_compiled_as_one_give_the_eager_loss(name):
+    """In steps with other numbers of masked tokens, which compile nothing anew; what has no gradients stays eager."""
+    flags, options = WHOLE[name]
+    model = small_model(dtype=torch.float32, n_layers=2, **flags)
+    model.picks_early = True
+    expected = [loss_and_gradients(model, seed, **options) for seed in range(4)]
+    with torch.no_grad():
+        plain = model(small_tokens(2, 9))
+    compile_model(model, "whole", World(torch.device("cpu")))
+    graphs, counters = [], torch._dynamo.utils.counters["stats"]
+    counters.clear()
+    for seed in range(4):
+        assert_equal_up_to(1e-4, loss_and_gradients(model, seed, **options), expected[seed])
+        graphs.append(counters["unique_graphs"])
+    assert graphs == [1] * 4
+    with torch.no_grad():
+        assert torch.equal(model(small_tokens(2, 9)), plain)
+
+
+def test_a_whole_is_for_one_process_on_a_cpu():
+    world = World(torch.device("cpu"))
+    world.size = 2
+    with pytest.raises(TrainError, match="'blocks' is the cure"):
+        compile_model(small_model(n_sinks=1), "whole", world)
 
 
 @pytest.mark.slow

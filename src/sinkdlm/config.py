@@ -301,8 +301,10 @@ class TrainSection(_Frozen):
         description="bf16: autocast over float32 weights; fp8: the same, with the products of each block in float8, on GPUs that "
         "have them; auto: bf16 on a GPU, float32 on a CPU; float64: for tests",
     )
-    compile: Literal["auto", "blocks", "none"] = Field(
-        default="auto", description="torch.compile of each block; auto: on a GPU with Triton"
+    compile: Literal["auto", "blocks", "whole", "none"] = Field(
+        default="auto",
+        description="torch.compile of each block; whole: of all as one, which pays for a small model that trains long on a CPU; "
+        "auto: of each block on a GPU with Triton, else none",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",

@@ -136,7 +136,7 @@ class DiffusionLM(nn.Module):
         if around.rows and wanted is None and intervene is None:
             x = self._run_rows(x, around)
         else:
-            x = self._run_blocks(x, around._replace(rows=0), config.n_lane > 0 and not causal, early)
+            x = self.run_blocks(x, around._replace(rows=0), config.n_lane > 0 and not causal, early)
             if wanted is not None:
                 return self.norm(x if early is not None else pick(x, wanted))
             x = self.norm(x[:, n_registers:])
@@ -230,7 +230,8 @@ class DiffusionLM(nn.Module):
             rows, update, _ = block(rows, update, around)
         return self.norm.end(rows, update, around.fused)[:n_tokens].view_as(x)
 
-    def _run_blocks(self, x: Tensor, around: Surroundings, use_lane: bool, wanted: Tensor | None = None) -> Tensor:
+    def run_blocks(self, x: Tensor, around: Surroundings, use_lane: bool, wanted: Tensor | None = None) -> Tensor:
+        """Of all layers, with the lane beside them. Public, so that a trainer can put a compiled form in its place."""
         scope = self._lanes if use_lane and not torch.is_grad_enabled() else None
         cached = None if scope is None else scope.find(self)
         sinks = self.sinks[None].to(x) if use_lane and cached is None and self.sinks is not None else None

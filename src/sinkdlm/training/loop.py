@@ -32,6 +32,7 @@ from sinkdlm.planning import (
     training_memory,
 )
 from sinkdlm.plans import line_of_run
+from sinkdlm.training.compiling import compile_model, compiles
 from sinkdlm.training.evaluate import probe, sample_text, validate
 from sinkdlm.training.export import provenance_of, write_model
 from sinkdlm.training.feed import batches
@@ -106,6 +107,7 @@ class Trainer:
         on_gpu = self.device.type == "cuda"
         self.precision = ("bf16" if on_gpu else "float32") if self.plan.precision == "auto" else self.plan.precision
         self.autocasts = self.precision in ("bf16", "fp8")
+        self.compiled = compiles(self.plan.compile, self.device)
         if self.precision == "fp8":
             check_training(self.device)
         self.schedule = Schedule(self.plan.schedule, self.plan.eps)
@@ -144,11 +146,8 @@ class Trainer:
             world = self.world
             layout = world.from_first(lambda: choose_layout(section, world.size, world.local_size, whole, world.memory))
         start.model.recompute = self.plan.recompute
-        # A GPU's host would wait to know where the loss looks, and compiled blocks want few shapes.
-        start.model.picks_early = self.device.type == "cpu" and not self._compiles()
         start.model.float8 = self.precision == "fp8"
-        for block in start.model.blocks if self._compiles() else ():
-            block.forward = torch.compile(block.forward)  # its arithmetic: hooks that gather its weights stay outside
+        compile_model(start.model, self.plan.compile, self.world)
         if section.gather == "bf16" and not self.autocasts:
             raise TrainError(f"parallel.gather = 'bf16': goes with train.precision = 'bf16' or 'fp8', not {self.precision!r}")
         gathers_bf16 = self.autocasts and section.gather != "float32"
@@ -161,10 +160,6 @@ class Trainer:
             reshard=section.reshard,
             travels_as=torch.bfloat16 if gathers_bf16 else None,
         )
-
-    def _compiles(self) -> bool:
-        wanted = self.plan.compile
-        return wanted == "blocks" or (wanted == "auto" and self.device.type == "cuda" and _has_triton())
 
     def _resume(self) -> None:
         scalars = self.states.load(self._tensors())
@@ -181,7 +176,7 @@ class Trainer:
         if self.plan.micro_batch is not None:
             return self.plan.micro_batch
         recipe, share = settle_precision(self.recipe, on_gpu=self.device.type == "cuda"), self.world.largest_share(self.plan.batch)
-        return fitting_micro_batch(recipe, self.world.memory, share, self.weights.layout, compiled=self._compiles())
+        return fitting_micro_batch(recipe, self.world.memory, share, self.weights.layout, compiled=self.compiled)
 
     def _gradients(self) -> Gradients:
         found = Gradients(
@@ -190,7 +185,7 @@ class Trainer:
             self._precision(),
             micro_batch=self.micro_batch,
             share=self.world.largest_share(self.plan.batch),
-            compiled=self._compiles(),
+            compiled=self.compiled,
             say=self.monitor.say,
         )
         recorder = find_recorder(self.device) if self.world.alone and self.plan.graphs != "off" else None
@@ -233,7 +228,7 @@ class Trainer:
             f"{tokens:,} tokens; {self.rows.n_rows} rows in {sets}; {self.precision} on {self.device.type}, {layout}; "
             f"attention: {self.model.attention_choice()}"
         )
-        if self.device.type == "cuda" and self._compiles():
+        if self.device.type == "cuda" and self.compiled:
             name, left = torch.cuda.get_device_name(self.device), self.steps - self.step
             plan = line_of_run(self.recipe, name, self.world.memory, self.weights.layout, self.micro_batch, self.world.size, left)
             if plan is not None:
@@ -504,9 +499,3 @@ class Trainer:
             "skipped": self.skipped,
             "tokens": self.step * self.plan.batch * self.recipe.data.length,
         }
-
-
-def _has_triton() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("triton") is not None
