@@ -81,15 +81,16 @@ def training(records: dict[str, Record]) -> Iterator[str]:
 
 
 def steps(records: dict[str, Record]) -> Iterator[str]:
-    for entry in records.values():
-        given, forms = entry["settings"], entry["figures"]["forms"]
+    for entry in sorted(records.values(), key=lambda entry: "gpu" not in entry["hardware"]):  # a CPU's come last
+        given, forms, hardware = entry["settings"], entry["figures"]["forms"], entry["hardware"]
         official = forms.get("official", {}).get("tokens_per_second")
         rows = []
         for form, row in forms.items():
             mfu, memory = f"{row['mfu']:.1%}" if "mfu" in row else "", f"{row['peak_gb']:.1f} GB" if "peak_gb" in row else ""
             times = f"{row['tokens_per_second'] / official:.2f}" if official else ""
             rows.append([form, ms(row["ms_step"]), f"{row['tokens_per_second']:,.0f}", mfu, memory, times])
-        yield f"**{given['model']}**, {given['rows']} rows of {given['length']}:"
+        where = "" if "gpu" in hardware else f", {given['precision']}, a CPU with {hardware['threads']} of its threads"
+        yield f"**{given['model']}**, {given['rows']} rows of {given['length']}{where}:"
         yield table(["form", "ms a step", "tokens/s", "MFU", "peak", "times official"], rows)
         swept = [
             [f"{row['rows']} x {row['length']}", ms(row["ms_step"]), f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.1%}"]

@@ -63,11 +63,17 @@ def walk(value):
 
 def test_every_committed_record_has_the_form():
     paths = sorted(RESULTS.glob("*.json"))
-    assert len(paths) == 26
+    assert len(paths) == 28
     for path in paths:
         entry = json.loads(path.read_text())
         check_record(entry)
-        assert "gpu" in entry["hardware"] or entry["benchmark"] == "serving"
+        assert ("gpu" in entry["hardware"]) != ("-cpu-" in path.name)
+
+
+def test_a_cpu_trains_faster_than_the_plain_form_where_blocks_are_one():
+    for path in sorted(RESULTS.glob("train_step-nano-*.json")):
+        times = json.loads(path.read_text())["figures"]["to_official"]
+        assert min(times["sink-whole"], times["vanilla-whole"]) >= 1.3, path.name
 
 
 def test_checkpoints_behind_cost_a_fraction_of_those_before():
