@@ -11,6 +11,7 @@ FACTS = {
     "steps": 10,
     "skipped": 0,
     "changes": {},
+    "data": {"corpus": "x"},
     "environment": {"device": "made up", "commit": "abc", "torch": "2"},
     "norms": {"top": 2.0, "sink": {"mean": 0.5, "n": 3, "counts": [2, 1]}, "normal": {"mean": 1.5, "n": 3, "counts": [1, 2]}},
     "path": {"layer": 1, "top": [0, 3, 5], "received": [0.4, 0.5, 0.4]},

@@ -146,6 +146,9 @@ def test_every_input_form_gives_the_same_tokens(tmp_path, tokenizer):
         found[name] = [documents(out, split) for split in ("train", "validation")]
     assert len(found) == 9
     assert all(one == found["a.jsonl"] for one in found.values())
+    marks = [{open_split(tmp_path / "out" / name, split).fingerprint for name in found} for split in ("train", "validation")]
+    assert [len(mark) for mark in marks] == [1, 1]  # of the content, whatever sources are called
+    assert marks[0] != marks[1]
     train, validation = found["a.jsonl"]
     assert len(train) + len(validation) == 60
     assert len(validation) > 3

@@ -108,6 +108,20 @@ def test_records_of_other_settings_are_not_mixed(made, command_line):
     assert "made with --set" in said
 
 
+def test_records_of_other_data_are_not_mixed(made, tmp_path, capsys):
+    """Neither among themselves, nor with what is given now."""
+    shutil.copytree(made / "cut", tmp_path / "cut")
+    records = tmp_path / "cut" / "records"
+    for path in sorted(records.iterdir()):
+        said = json.loads(path.read_text())
+        said["data"]["corpus"] = "another"
+        path.write_text(json.dumps(said))
+        assert reproduce("figure3", "--out", tmp_path / "cut", *CUT) == 2
+        told = " ".join(capsys.readouterr().err.split())
+        assert "made from other data (corpus)" in told
+    assert f"{records / 'adapt-sink-lr0.json'}: made from other data (corpus); give the same, or another --records" in told
+
+
 def test_a_plan_says_what_is_missing(made, command_line):
     status, said, _ = command_line("reproduce", "figure3", "--out", made / "cut", *CUT[:2], "--seeds", 2, "--plan", "--json")
     assert status == 0

@@ -150,11 +150,17 @@ def _scale_record(folder: Path) -> tuple[int | None, dict[str, Any] | None]:
         return None, None
 
 
+def _fingerprint(index: Mapping[str, Any], part: Mapping[str, Any]) -> str:
+    """Of what a split holds, wherever it lies and whatever its sources were called."""
+    files = [[entry["sha256"], entry.get("rows_sha256")] for entry in part["shards"]]
+    told = [index["kind"], index["dtype"], index["eos_id"], (index["tokenizer"] or {}).get("vocabulary_sha256"), files]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
 def _open_own(folder: Path, split: str) -> Split:
     path = folder / INDEX
     try:
-        content = path.read_bytes()
-        index = json.loads(content)
+        index = json.loads(path.read_bytes())
         if index.get("format") != FORMAT or index.get("version") != VERSION:
             raise DataError(
                 f"{path}: format {index.get('format')!r}, version {index.get('version')!r}: not one that this version reads"
@@ -177,7 +183,7 @@ def _open_own(folder: Path, split: str) -> Split:
             folder,
             shards,
             kind=index["kind"],
-            fingerprint=hashlib.sha256(content).hexdigest(),
+            fingerprint=_fingerprint(index, part),
             tokenizer=index["tokenizer"],
             **facts,
         )

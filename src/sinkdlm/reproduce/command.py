@@ -28,6 +28,7 @@ from sinkdlm.reproduce.report import write_report
 from sinkdlm.reproduce.running import Bench, TimeUp, clear, recipe_of, run_job, stages_of, train_job
 
 Say = Callable[[str], None]
+_CURE = "give the same, or another --records"
 _PAUSE = 1.0  # seconds between looks at what others have made
 
 
@@ -109,11 +110,12 @@ class _Work:
         folder = self.bench.records
         self.records = read_records(folder, self.scale.name)
         for record in self.records.values():
-            if record.facts["changes"] != self.bench.changes:
-                raise ReproduceError(
-                    f"{folder / record.name}.json: made with --set {record.facts['changes']}, not {self.bench.changes}; "
-                    "give the same, or another --out"
-                )
+            path, changes, data = folder / f"{record.name}.json", record.facts["changes"], record.facts["data"]
+            if changes != self.bench.changes:
+                raise ReproduceError(f"{path}: made with --set {changes}, not {self.bench.changes}; {_CURE}")
+            given = self.bench.inputs.about
+            if odd := [name for name in given if name in data and data[name] != given[name]]:
+                raise ReproduceError(f"{path}: made from other data ({', '.join(odd)}); {_CURE}")
 
     def _inputs(self) -> Inputs:
         if self.scale.name == "nano":

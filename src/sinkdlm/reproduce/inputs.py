@@ -101,7 +101,11 @@ def given_inputs(given: Given, scale: Scale, out: Path) -> Inputs:
     text = prepared_corpus(given, out)
     sft = prepared_sft(given, out)
     examples = examples_of(open_split(sft, "validation"), scale.examples, scale.tables["sft"]["data"]["length"]) if sft else ()
-    about = {"corpus": open_split(text, "train").fingerprint, "requests": None if sheet is None else sheet.digest}
+    about = {"corpus": open_split(text, "train").fingerprint, "validation": open_split(text, "validation").fingerprint}
+    if sheet is not None:
+        about["requests"] = sheet.digest
+    if sft is not None:
+        about["sft"] = open_split(sft, "train").fingerprint
     return Inputs(text, given.parent, sft, sheet, examples=examples, about=about)
 
 

@@ -150,6 +150,15 @@ def read_record(path: Path) -> Record:
 
 
 def read_records(folder: Path, scale: str) -> dict[str, Record]:
-    """Those of one scale, by name."""
-    found = [read_record(path) for path in sorted(folder.glob("*.json"))] if folder.is_dir() else []
-    return {record.name: record for record in found if record.scale == scale}
+    """Those of one scale, by name; all of the same data, or none."""
+    every = [read_record(path) for path in sorted(folder.glob("*.json"))] if folder.is_dir() else []
+    found = {record.name: record for record in every if record.scale == scale}
+    first: dict[str, Record] = {}  # that names a kind of data
+    for record in found.values():
+        for what, mark in record.facts["data"].items():
+            other = first.setdefault(what, record)
+            if other.facts["data"][what] != mark:
+                raise ReproduceError(
+                    f"{folder}: {record.name} and {other.name} were made from other data ({what}); keep them apart"
+                )
+    return found
