@@ -27,10 +27,8 @@ def test_quantiles_and_timer():
 SMALL = {"sampling": ["--length", "24", "--steps", "6", "--batch", "2", "--block", "8", "--repeats", "1", "--tokens-per-step", "5"]}
 
 
-_LONGER = [pytest.param(name, marks=pytest.mark.slow) for name in ("loss", "attention", "sampling")]
-
-
-@pytest.mark.parametrize("name", ["noise", *_LONGER])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["noise", "loss", "attention", "sampling"])
 def test_benchmark_writes_a_record(name, tmp_path):
     run = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", "--device", "cpu", "--out", str(tmp_path), *SMALL.get(name, [])],

@@ -207,7 +207,7 @@ def train(
     except Stopped as stopped:
         if not stopped.quiet:
             print(f"sinkdlm: {stopped}", file=sys.stderr)
-        _end(128 + stopped.number)
+        leave(128 + stopped.number)
     if found["rank"]:
         return
     typer.echo(json.dumps(found, indent=2) if as_json else f"{found['model']}: {found['tokens']:,} tokens, {found['steps']} steps")
@@ -347,12 +347,12 @@ def demo(
         found = run_demo(out, steps=steps, seed=seed, trajectories=trajectories, fresh=fresh, as_json=as_json)
     except Stopped as stopped:
         print(f"sinkdlm: {stopped}", file=sys.stderr)
-        _end(128 + stopped.number)
+        leave(128 + stopped.number)
     if as_json:
         typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
 
 
-def _end(status: int) -> NoReturn:
+def leave(status: int) -> NoReturn:
     """One of several ranks ends at once: what is left of a process group that lost a member may wait for it for ever."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
@@ -380,7 +380,7 @@ def main() -> None:
     except UserError as failure:
         if not failure.quiet:
             print(f"sinkdlm: {failure}", file=sys.stderr)
-        _end(2)
+        leave(2)
     except usage_error as failure:
         message = failure.format_message()
         if "Usage:" in message:  # a command without arguments shows its help
@@ -392,14 +392,14 @@ def main() -> None:
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("sinkdlm: interrupted", file=sys.stderr)
-        _end(130)
+        leave(130)
     except Exception:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise
         import traceback
 
         traceback.print_exc()
-        _end(1)
+        leave(1)
 
 
 if __name__ == "__main__":

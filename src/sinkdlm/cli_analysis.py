@@ -64,7 +64,7 @@ def analyze(
     if capture_only and any(Path(model).suffix == ".json" for model in models):
         raise AnalysisError("--capture-only with a capture: it is made already; leave it out")
     if not capture_only:
-        from sinkdlm.analysis.figures import check_drawing
+        from sinkdlm.analysis.plates import check_drawing
 
         check_drawing()  # before hours of capture, not after them
     given = {

@@ -59,7 +59,7 @@ def reproduce(
         found = lay_out(target, out, seeds or 1)
         typer.echo(json.dumps(found, indent=1) if as_json else found["said"])
         return
-    from sinkdlm.cli import _end, load_parent
+    from sinkdlm.cli import leave, load_parent
     from sinkdlm.reproduce.command import Asked, run_plan
     from sinkdlm.reproduce.command import reproduce as work
     from sinkdlm.reproduce.inputs import Given
@@ -91,7 +91,7 @@ def reproduce(
         found = work(asked, load_parent, lambda text: typer.echo(text, err=True))
     except Stopped as stopped:
         typer.echo(f"sinkdlm: {stopped}", err=True)
-        _end(128 + stopped.number)
+        leave(128 + stopped.number)
     typer.echo(json.dumps(found, indent=1) if as_json else _short(found, out))
 
 

@@ -1,104 +1,42 @@
 """Figures of captures: the paper's Figure 1 and Figure 3, paths of sinks over steps, heads by layers, differences.
 
-Each function returns a Plate: a figure and its caption, or no figure and the sentence that says why. Figures have canvases of their
-own, in colours that the colour-blind can tell apart; the same capture gives the same bytes. Knows captures as dictionaries.
+Each function returns a Plate: a figure and its caption, or no figure and the sentence that says why; plates.py says how it looks.
+Knows captures as dictionaries.
 
 N steps, E layers, H heads, T tokens, S sinks of the model.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from io import BytesIO
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sinkdlm.analysis.glossary import defined, label_of, unit_of, write_count, write_interval, write_number
-from sinkdlm.errors import AnalysisError
+from sinkdlm.analysis.plates import (
+    COLOURS,
+    FAINT,
+    INK,
+    LANE,
+    NORMAL,
+    SINK,
+    Plate,
+    add_bar,
+    add_legend,
+    drawn,
+    panels,
+    shown,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Capture = Mapping[str, Any]
-_P = ParamSpec("_P")
 
-_WIDTH, _NARROW = 7.2, 3.7  # inches: a page's column, and a phone held upright
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
-_SINK, _NORMAL, _LANE = "#D55E00", "#0072B2", "#009E73"
-_INK, _FAINT = "#222222", "#8a8a8a"
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "path",  # the same shapes on every machine, whatever fonts it has
-    "svg.hashsalt": "sinkdlm",  # names inside a file depend on its content alone
-    "font.size": 8.0,
-    "axes.titlesize": 8.5,
-    "axes.labelsize": 8.0,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 7.5,
-    "legend.fontsize": 7.5,
-    "axes.linewidth": 0.6,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "axes.edgecolor": _INK,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "figure.facecolor": "white",
-}
 FOREST = (
     *("sink_mass", "content_sinks", "relative_sinks", "sink_heads", "turnover", "relative_turnover", "move_rate", "lifetime"),
     *("anchored", "norm_ratio", "entropy", "bound_ratio", "update_ratio", "noop"),
 )
-
-
-class Plate(NamedTuple):
-    """figure None: it cannot be drawn, and the caption says why. svg: the figure, drawn."""
-
-    figure: "Figure | None"
-    caption: str
-    svg: str = ""
-
-
-def check_drawing() -> None:
-    """That what figures and reports need is installed."""
-    for package in ("matplotlib", "jinja2"):
-        try:
-            __import__(package)
-        except ImportError:
-            raise AnalysisError(f"reports need {package}: pip install 'sinkdlm[viz]'") from None
-
-
-@contextmanager
-def _styled() -> Iterator[None]:
-    """Our settings, whatever the user's own are; theirs come back."""
-    check_drawing()
-    import matplotlib
-
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
-        yield
-
-
-def _drawn(draw: Callable[_P, Plate]) -> Callable[_P, Plate]:
-    @functools.wraps(draw)
-    def styled(*args: _P.args, **kwargs: _P.kwargs) -> Plate:
-        with _styled():
-            plate = draw(*args, **kwargs)
-            if plate.figure is None:
-                return plate
-            plate = plate._replace(svg=_to_svg(plate.figure))
-            assert plate.figure is not None
-            plate.figure.set_layout_engine("none")  # found, and kept: finding it takes as long as drawing
-            return plate
-
-    return styled
 
 
 # -- the paper's figures --------------------------------------------------------------------------------------------------------
@@ -113,7 +51,7 @@ def pair_maps(capture: Capture) -> list[list[dict[str, Any]]]:
     return [own[begin : begin + 2] for own in ordered for begin in range(0, len(own), 2)]
 
 
-@_drawn
+@drawn
 def figure1(capture: Capture, maps: Sequence[Mapping[str, Any]], *, norms: bool = True, narrow: bool = False) -> Plate:
     """Attention maps at one or two steps with their sink columns, and value norms of sinks and other tokens."""
     groups = [
@@ -122,14 +60,14 @@ def figure1(capture: Capture, maps: Sequence[Mapping[str, Any]], *, norms: bool 
     if not maps and not groups:
         return Plate(None, f"Figure 1 of {capture['name']}: no attention map and no value norms were captured.")
     kinds = ["map"] * len(maps) + ["plot"] * bool(groups)
-    figure, axes = _panels(kinds, 3.5, narrow or kinds == ["map"])  # a map alone stays square
+    figure, axes = panels(kinds, 3.5, narrow or kinds == ["map"])  # a map alone stays square
     captions = []
     if maps:
         limit = max(np.max(one["weights"]) for one in maps)
         for axis, one in zip(axes, maps, strict=False):
             image = _draw_map(axis, one, limit)
         marks = [mark for mark in ((0, 0.05, 0.2, 0.5, 1) if narrow else (0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.7, 1)) if mark <= limit]
-        _add_bar(figure, image, list(axes[: len(maps)]), "attention", marks)
+        add_bar(figure, image, list(axes[: len(maps)]), "attention", marks)
         first = maps[0]
         captions.append(
             f"Attention of layer {first['layer']}, head {first['head']} in trajectory {first['number']} at "
@@ -166,8 +104,8 @@ def _draw_map(axis: "Axes", one: Mapping[str, Any], limit: float) -> Any:
     if n_sinks:
         axis.axvline(-0.5, color="white", linewidth=0.8)
     above = axis.get_xaxis_transform()
-    marks = [(float(-(n_sinks + 1) / 2), "sink token" if n_sinks == 1 else "sink tokens", _LANE)] if n_sinks else []
-    marks += [(float(place), shown(one["labels"][place]), _SINK) for place in one["sinks"]]
+    marks = [(float(-(n_sinks + 1) / 2), "sink token" if n_sinks == 1 else "sink tokens", LANE)] if n_sinks else []
+    marks += [(float(place), shown(one["labels"][place]), SINK) for place in one["sinks"]]
     last = -length
     for place, label, colour in marks:
         axis.plot([place], [1.02], marker="v", markersize=4, color=colour, transform=above, clip_on=False, linestyle="none")
@@ -178,17 +116,17 @@ def _draw_map(axis: "Axes", one: Mapping[str, Any], limit: float) -> Any:
             last = place
     axis.set_xlabel(f"step {one['step']}: key")
     axis.set_ylabel("query", labelpad=1)
-    axis.xaxis.set_major_locator(_whole_numbers(5))
-    axis.yaxis.set_major_locator(_whole_numbers(5))
+    axis.xaxis.set_major_locator(whole_numbers(5))
+    axis.yaxis.set_major_locator(whole_numbers(5))
     axis.set_xlim(-n_sinks - 0.5, length - 0.5)
     return image
 
 
 def _norm_groups(scatter: Mapping[str, Any]) -> list[tuple[str, str, list[float], float | None, int]]:
     return [
-        ("content sinks", _SINK, scatter["sink"], scatter["sink_mean"], scatter["n_sink"]),
-        ("other tokens", _NORMAL, scatter["normal"], scatter["normal_mean"], scatter["n_normal"]),
-        ("sink token", _LANE, scatter["lane"], scatter["lane_mean"], scatter["n_lane"]),
+        ("content sinks", SINK, scatter["sink"], scatter["sink_mean"], scatter["n_sink"]),
+        ("other tokens", NORMAL, scatter["normal"], scatter["normal_mean"], scatter["n_normal"]),
+        ("sink token", LANE, scatter["lane"], scatter["lane_mean"], scatter["n_lane"]),
     ]
 
 
@@ -207,7 +145,7 @@ def _draw_norms(axis: "Axes", groups: Sequence[tuple[str, str, list[float], floa
             rasterized=True,
         )
         if defined(mean) and mean is not None:
-            axis.plot([place - 0.42, place + 0.42], [mean, mean], color=_INK, linewidth=1.2)
+            axis.plot([place - 0.42, place + 0.42], [mean, mean], color=INK, linewidth=1.2)
             box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
             above: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "va": "bottom"}
             axis.annotate(write_number(mean), (place, mean), size=8, weight="bold", bbox=box, **above)
@@ -217,7 +155,7 @@ def _draw_norms(axis: "Axes", groups: Sequence[tuple[str, str, list[float], floa
     axis.set_xlim(-0.55, len(groups) - 0.45)
 
 
-@_drawn
+@drawn
 def figure3(captures: Sequence[Capture], *, narrow: bool = False) -> Plate:
     """Per layer: value norms of sinks and other tokens; share of attention on the model's own sinks."""
     kinds = {"sink_value_norm": ("-", "o"), "content_sink_norm": ("--", "^"), "normal_norm": (":", "s")}
@@ -225,8 +163,8 @@ def figure3(captures: Sequence[Capture], *, narrow: bool = False) -> Plate:
     shares = [c for c in captures if c["model"]["n_sinks"] and _has_layers(c, "sink_mass")]
     if not norms:
         return Plate(None, "Figure 3: no value norm was measured.")
-    figure, axes = _panels(["plot"] * (1 + bool(shares)), 2.9, narrow)
-    colours = {c["name"]: _COLOURS[place % len(_COLOURS)] for place, c in enumerate(captures)}
+    figure, axes = panels(["plot"] * (1 + bool(shares)), 2.9, narrow)
+    colours = {c["name"]: COLOURS[place % len(COLOURS)] for place, c in enumerate(captures)}
     for capture, name in norms:
         line, marker = kinds[name]
         _draw_layers(axes[0], capture["quantities"][name]["layers"], colours[capture["name"]], line, marker)
@@ -239,12 +177,12 @@ def figure3(captures: Sequence[Capture], *, narrow: bool = False) -> Plate:
         axes[1].set_ylim(0, 1)
     for axis in axes:
         axis.set_xlabel("layer")
-        axis.xaxis.set_major_locator(_whole_numbers())
+        axis.xaxis.set_major_locator(whole_numbers())
     used = [name for name in kinds if any(name == own for _, own in norms)]
     keys = [(c["name"], {"color": colours[c["name"]], "linewidth": 3}) for c in captures]
     names = {"sink_value_norm": "sink token", "content_sink_norm": "content sinks", "normal_norm": "other tokens"}
-    keys += [(names[name], {"color": _FAINT, "linestyle": kinds[name][0], "marker": kinds[name][1]}) for name in used]
-    _add_legend(figure, keys, narrow)
+    keys += [(names[name], {"color": FAINT, "linestyle": kinds[name][0], "marker": kinds[name][1]}) for name in used]
+    add_legend(figure, keys, narrow)
     caption = f"Value norms (eq. 16) per layer, and the share of attention on the sink token. {_sizes(captures)}"
     caption += "" if shares else " No checkpoint has a sink token, so no share of attention is drawn."
     return Plate(
@@ -265,7 +203,7 @@ def _draw_layers(axis: "Axes", layers: Sequence[Mapping[str, Any]], colour: str,
 # -- where sinks are ------------------------------------------------------------------------------------------------------------
 
 
-@_drawn
+@drawn
 def trajectory(capture: Capture, which: int = 0, *, narrow: bool = False) -> Plate:
     """The most-received token of each layer at each step, over what is still [MASK]."""
     name = f"Paths of sinks of {capture['name']}"
@@ -285,7 +223,7 @@ def trajectory(capture: Capture, which: int = 0, *, narrow: bool = False) -> Pla
     grounds = {"given": "#d7e6f2", clear: "#ffffff", "[MASK]": "#dcdcdc"}
     ground = np.where(masked, 2, 1)
     ground[: path["n_prompt"]] = 0
-    figure, (axis,) = _panels(["plot"], 4.0 if not narrow else 4.4, narrow)
+    figure, (axis,) = panels(["plot"], 4.0 if not narrow else 4.4, narrow)
     axis.imshow(
         ground, cmap=ListedColormap(list(grounds.values())), vmin=0, vmax=2, aspect="auto", interpolation="nearest", rasterized=True
     )
@@ -308,11 +246,11 @@ def trajectory(capture: Capture, which: int = 0, *, narrow: bool = False) -> Pla
     bar.outline.set_visible(False)
     axis.set_xlabel("step")
     axis.set_ylabel("token of the row")
-    axis.xaxis.set_major_locator(_whole_numbers())
-    axis.yaxis.set_major_locator(_whole_numbers())
+    axis.xaxis.set_major_locator(whole_numbers())
+    axis.yaxis.set_major_locator(whole_numbers())
     there = [label for place, label in enumerate(grounds) if (ground == place).any()]
-    patch = {"marker": "s", "markersize": 8, "markeredgecolor": _FAINT, "markeredgewidth": 0.5, "linestyle": "none"}
-    _add_legend(figure, [(label, {"color": grounds[label], **patch}) for label in there], narrow)
+    patch = {"marker": "s", "markersize": 8, "markeredgecolor": FAINT, "markeredgewidth": 0.5, "linestyle": "none"}
+    add_legend(figure, [(label, {"color": grounds[label], **patch}) for label in there], narrow)
     return Plate(
         figure,
         f"{capture['name']}. The token that receives most attention in each layer (mean over heads) at each of {n_steps} steps of "
@@ -321,7 +259,7 @@ def trajectory(capture: Capture, which: int = 0, *, narrow: bool = False) -> Pla
     )
 
 
-@_drawn
+@drawn
 def heads(capture: Capture, *, narrow: bool = False) -> Plate:
     """Which heads rest on the model's own sinks, and which on tokens of the text."""
     titles = {"lane": "attention on the sink token", "content": "share of steps with a content sink"}
@@ -331,18 +269,18 @@ def heads(capture: Capture, *, narrow: bool = False) -> Plate:
     if not found:
         return Plate(None, f"Heads of {capture['name']}: no head was measured.")
     n_layers, n_heads = next(iter(found.values())).shape
-    figure, axes = _panels(["plot"] * len(found), min(5.0, max(2.2, 0.2 * n_layers + 1.2)), narrow or len(found) == 1)
+    figure, axes = panels(["plot"] * len(found), min(5.0, max(2.2, 0.2 * n_layers + 1.2)), narrow or len(found) == 1)
     for axis, (kind, shares) in zip(axes, found.items(), strict=True):
         image = axis.imshow(shares, vmin=0, vmax=1, cmap="cividis", aspect="auto", origin="lower", interpolation="none")
         axis.set_title(titles[kind])
         axis.set_xlabel("head")
         axis.set_ylabel("layer")
-        axis.xaxis.set_major_locator(_whole_numbers())
-        axis.yaxis.set_major_locator(_whole_numbers())
+        axis.xaxis.set_major_locator(whole_numbers())
+        axis.yaxis.set_major_locator(whole_numbers())
         for (layer, head), share in np.ndenumerate(shares) if n_heads <= 8 and n_layers <= 16 else ():
             colour = "white" if share < 0.55 else "black"
             axis.text(head, layer, f"{share:.2f}", ha="center", va="center", size=6.5, color=colour)
-    _add_bar(figure, image, list(axes), "share", [0, 0.2, 0.4, 0.6, 0.8, 1])
+    add_bar(figure, image, list(axes), "share", [0, 0.2, 0.4, 0.6, 0.8, 1])
     seen = f"{write_count(capture['n']['forwards'], 'forward')} of "
     seen += write_count(capture["n"]["trajectories"], "trajectory", "trajectories")
     caption = f"{capture['name']}. Every head of every layer, mean over {seen}. "
@@ -350,7 +288,7 @@ def heads(capture: Capture, *, narrow: bool = False) -> Plate:
     return Plate(figure, f"{caption}A content sink is a token of the text that receives more than {_threshold(capture)}.")
 
 
-@_drawn
+@drawn
 def forest(first: Capture, second: Capture, difference: Mapping[str, Any], *, narrow: bool = False) -> Plate:
     """Second minus first, quantity by quantity, with 95 % intervals."""
     totals = {name: difference["quantities"].get(name, {}).get("total", {}) for name in FOREST}
@@ -358,12 +296,12 @@ def forest(first: Capture, second: Capture, difference: Mapping[str, Any], *, na
     title = f"{second['name']} minus {first['name']}"
     if not totals:
         return Plate(None, f"{title}: no quantity has an interval in both.")
-    figure, (axis,) = _panels(["plot"], 0.24 * len(totals) * (1.7 if narrow else 1) + 0.7, narrow)
-    axis.axvline(0, color=_FAINT, linewidth=0.8)
+    figure, (axis,) = panels(["plot"], 0.24 * len(totals) * (1.7 if narrow else 1) + 0.7, narrow)
+    axis.axvline(0, color=FAINT, linewidth=0.8)
     for place, (name, one) in enumerate(totals.items()):
         scale = max(abs(one["low"]), abs(one["high"])) or 1.0
         sure = one["low"] > 0 or one["high"] < 0
-        colour = _NORMAL if sure else _FAINT
+        colour = NORMAL if sure else FAINT
         axis.plot([one["low"] / scale, one["high"] / scale], [place, place], color=colour, linewidth=2, solid_capstyle="butt")
         axis.plot(
             [one["mean"] / scale], [place], marker="o", markersize=5, color=colour, markerfacecolor=colour if sure else "white"
@@ -414,69 +352,7 @@ def file_name(name: str) -> str:
     return "".join(letter if letter.isascii() and (letter.isalnum() or letter in "-_.") else f"~{ord(letter):x}" for letter in name)
 
 
-def _to_svg(figure: "Figure") -> str:
-    held = BytesIO()
-    figure.savefig(held, format="svg", dpi=200, metadata={"Date": None, "Creator": None})
-    return held.getvalue().decode()
-
-
-def write(plates: Mapping[str, Plate], folder: Path) -> dict[str, dict[str, Path]]:
-    """NAME.svg and NAME.png of every plate that has a figure; name -> suffix -> file."""
-    written: dict[str, dict[str, Path]] = {}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, (figure, _, svg) in plates.items():
-        if figure is None:
-            continue
-        files = {suffix: folder / f"{name}.{suffix}" for suffix in ("svg", "png")}
-        files["svg"].write_text(svg, encoding="utf-8")
-        with _styled():
-            figure.savefig(files["png"], format="png", dpi=200)
-        written[name] = files
-    return written
-
-
 # -- shared ---------------------------------------------------------------------------------------------------------------------
-
-
-def _panels(kinds: Sequence[str], height: float, narrow: bool) -> tuple["Figure", list["Axes"]]:
-    """Panels in a row, or one under the other. A map is square; a plot has the height given."""
-    from matplotlib.figure import Figure
-
-    if narrow:
-        heights = [_NARROW * 1.15 if kind == "map" else min(height, 3.4) if len(kinds) > 1 else height for kind in kinds]
-        figure = Figure(figsize=(_NARROW, sum(heights)), layout="constrained")
-        axes = figure.subplots(len(kinds), 1, height_ratios=heights, squeeze=False)
-    else:
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        axes = figure.subplots(1, len(kinds), width_ratios=[1.0 if kind == "map" else 0.8 for kind in kinds], squeeze=False)
-    return figure, list(axes.flat)
-
-
-def _whole_numbers(most: int = 8) -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(nbins=most, integer=True, min_n_ticks=1)
-
-
-def _add_bar(figure: "Figure", image: Any, axes: list["Axes"], label: str, marks: list[float]) -> None:
-    bar = figure.colorbar(
-        image, ax=axes, ticks=marks, format="{x:g}", orientation="horizontal", fraction=0.05, shrink=0.6, aspect=30, pad=0.02
-    )
-    bar.set_label(label)
-    bar.outline.set_visible(False)
-
-
-def _add_legend(figure: "Figure", keys: Sequence[tuple[str, dict[str, Any]]], narrow: bool) -> None:
-    """Under the axes. Labels are set afterwards, because a legend leaves out names that begin with _ and reads $ as mathematics."""
-    from matplotlib.lines import Line2D
-
-    names = [shown(name, 30) for name, _ in keys]
-    columns = max(1, min(len(keys), (44 if narrow else 96) // (max(map(len, names)) + 7)))  # letters that fit beside each other
-    handles = [Line2D([], [], **look) for _, look in keys]
-    legend = figure.legend(handles, ["x"] * len(keys), loc="outside lower center", ncols=columns, handlelength=2.4)
-    for text, name in zip(legend.get_texts(), names, strict=True):
-        text.set_parse_math(False)
-        text.set_text(name)
 
 
 def _threshold(capture: Capture) -> str:
@@ -489,20 +365,3 @@ def _sizes(captures: Sequence[Capture]) -> str:
         + ", ".join(f"{write_count(c['n']['trajectories'], 'trajectory', 'trajectories')} ({c['name']})" for c in captures)
         + "."
     )
-
-
-@functools.cache
-def _glyphs() -> frozenset[int]:
-    from matplotlib.font_manager import findfont, get_font
-
-    return frozenset(get_font(findfont("DejaVu Sans")).get_charmap())
-
-
-def shown(text: str, most: int = 14) -> str:
-    """A token or a name as a figure can show it: what has no visible form is named, what the font lacks is numbered."""
-    marks = {"\n": "\N{RETURN SYMBOL}", "\t": "\N{RIGHTWARDS ARROW TO BAR}", "\r": "\N{LEFTWARDS ARROW}"}
-    text = text.strip(" ") or "\N{OPEN BOX}" * len(text) or "(empty)"
-    text = "".join(marks.get(letter, letter) for letter in text)
-    text = "".join(letter if ord(letter) in _glyphs() and letter.isprintable() else f"\\u{ord(letter):x}" for letter in text)
-    tail = (most - 1) // 2  # names often differ at their ends
-    return text if len(text) <= most else f"{text[: most - 1 - tail]}\N{HORIZONTAL ELLIPSIS}{text[-tail:]}"

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sinkdlm.analysis import figures
+from sinkdlm.analysis import figures, plates
 from sinkdlm.analysis.findings import (
     KIND_NAMES,
     Capture,
@@ -113,7 +113,7 @@ def write_report(captures: Sequence[Capture], out: Path, chapter: Chapter | None
     paths: dict[str, Any] = {"report": out / "report.html", "metrics": out / "metrics.json", "summary": out / "summary.md"}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        paths["figures"] = figures.write(drawn[0], out / "figures")
+        paths["figures"] = plates.write(drawn[0], out / "figures")
         paths["metrics"].write_text(to_json(_metrics(captures, comparisons, judged, chapter)), encoding="utf-8")
         paths["summary"].write_text(render_summary(captures, comparisons, judged, chapter), encoding="utf-8")
         paths["report"].write_text(page, encoding="utf-8")
@@ -175,11 +175,11 @@ def render_page(
     captures: Sequence[Capture],
     comparisons: Sequence[Comparison],
     judged: Sequence[Judged],
-    wide: Mapping[str, figures.Plate],
-    narrow: Mapping[str, figures.Plate],
+    wide: Mapping[str, plates.Plate],
+    narrow: Mapping[str, plates.Plate],
     chapter: Chapter | None = None,
 ) -> str:
-    figures.check_drawing()
+    plates.check_drawing()
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
@@ -241,7 +241,7 @@ def _has(capture: Capture, name: str) -> bool:
     return bool(capture["model"]["n_sinks"]) or name not in _OWN
 
 
-def _picture(name: str, wide: figures.Plate, narrow: figures.Plate, markup: type[str]) -> dict[str, Any]:
+def _picture(name: str, wide: plates.Plate, narrow: plates.Plate, markup: type[str]) -> dict[str, Any]:
     picture: dict[str, Any] = {"name": name, "caption": wide.caption, "wide": None, "narrow": None, "width": 0}
     if wide.figure is not None and narrow.figure is not None:
         picture["width"] = round(96 * wide.figure.get_figwidth() * _ENLARGED)
