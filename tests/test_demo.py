@@ -251,7 +251,7 @@ def test_without_what_draws_it_the_report_is_missing_and_the_rest_is_there(made,
     def absent() -> None:
         raise errors.AnalysisError("reports need matplotlib: pip install 'sinkdlm[viz]'")
 
-    monkeypatch.setattr("sinkdlm.analysis.figures.check_drawing", absent)
+    monkeypatch.setattr("sinkdlm.analysis.plates.check_drawing", absent)
     captures = [read_capture(made / "demo" / "captures" / f"{twin}.json") for twin in run.TWINS]
     whole = json.loads((made / "demo" / "metrics.json").read_text())
     found, problem = run._report(captures, whole["twins"], tmp_path)
