@@ -315,6 +315,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="one form in memory at a time")
     parser.add_argument("--graphs", dest="graphs", action="store_const", const="on", default="auto", help="record wherever it can")
     parser.add_argument("--no-graphs", dest="graphs", action="store_const", const="off", help="launch every kernel")
+    parser.add_argument("--threads", type=int, default=None, help="of a CPU; by default as many as torch takes")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--profile", default=None, choices=list(VARIANTS))
@@ -324,6 +325,8 @@ def main() -> None:
     parser.add_argument("--subject", default=None, help="of the record's name; by default model and length")
     parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
     args = parser.parse_args()
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     figures: dict[str, Any] = {"forms": measure_forms(args)}
     free()
     if "official" in figures["forms"]:

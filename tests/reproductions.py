@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from sinkdlm.reproduce.matrix import SCALES
 from sinkdlm.reproduce.records import RUN, TRIAL, Outcome, Record
 
 ITEMS = 200
@@ -34,7 +35,8 @@ def record(group: str, variant: str, seed: int, effect: float, *, scale: str = "
     values = {"turnover": 0.4, "norm_ratio": 0.5, "middle_sink_times": 20.0, "middle_norm_ratio": 0.3, "sink_mass": 0.3}
     outcomes |= {f"attention.{name}": Outcome.of_value(value + 0.01 * own.standard_normal()) for name, value in values.items()}
     layers: dict[str, list[float | None]] = {name: [0.1, 0.2, 0.3] for name in ("sink_mass", "sink_value_norm", "normal_norm")}
-    facts = {**FACTS, "seconds": {"train": 1.0, "validation": 1.0, "answers": 1.0, "capture": 1.0}}
+    tried = {"trials": {f"{rate:g}": 1.0 for rate in SCALES[scale].lrs[group]}} if group in SCALES[scale].lrs else {}
+    facts = {**FACTS, **tried, "seconds": {"train": 1.0, "validation": 1.0, "answers": 1.0, "capture": 1.0}}
     return Record(f"{group}-{variant}-s{seed}", RUN, scale, group, variant, seed, 4e-4, outcomes, layers, facts)
 
 

@@ -475,6 +475,10 @@ def test_a_parent_that_is_held_stays_what_it_was(tmp_path):
         with torch.no_grad():
             for weight in held.model.parameters():
                 weight.add_(1.0)
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "tokenizer").rglob("*.json")}
+    Parents(load_parent, tmp_path / "tokenizer")(recipes[0], torch.float32)  # another process: what the first one reads stays
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "tokenizer").rglob("*.json")} == files
+    assert files
     assert torch.equal(found[0]["sinks"], found[2]["sinks"])
     assert not torch.equal(found[0]["sinks"], found[1]["sinks"])
     assert not torch.equal(found[0]["embed.weight"][64], found[1]["embed.weight"][64])  # [MASK]

@@ -18,8 +18,8 @@ from sinkdlm.durable import held
 from sinkdlm.evals.requests import LOGLIKELIHOOD, Request, Sheet
 from sinkdlm.evals.settings import Settings
 from sinkdlm.reproduce import command, nano, running
-from sinkdlm.reproduce.matrix import SCALES
-from sinkdlm.reproduce.records import read_records
+from sinkdlm.reproduce.matrix import SCALES, Job
+from sinkdlm.reproduce.records import find_made, read_records
 
 CUT = ("--set", "train.steps=4", "--seeds", "1")
 LESS = {"documents": 12, "trajectories": 2, "examples": 20, "tasks": {"lambada_openai": 8, "arc_easy": 5, "gsm8k_two_stage": 8}}
@@ -105,11 +105,11 @@ def test_a_finished_reproduction_makes_nothing_again(made, tmp_path):
 def test_records_of_other_settings_are_not_mixed(made, command_line):
     status, _, said = command_line("reproduce", "figure3", "--out", made / "cut", "--seeds", 1, "--set", "train.steps=5")
     assert status == 2
-    assert "made with --set" in said
+    assert "of runs with --set" in said
 
 
 def test_records_of_other_data_are_not_mixed(made, tmp_path, capsys):
-    """Neither among themselves, nor with what is given now."""
+    """Neither among themselves, nor with what is given now; nor do processes with other settings begin in one folder."""
     shutil.copytree(made / "cut", tmp_path / "cut")
     records = tmp_path / "cut" / "records"
     for path in sorted(records.iterdir()):
@@ -118,8 +118,11 @@ def test_records_of_other_data_are_not_mixed(made, tmp_path, capsys):
         path.write_text(json.dumps(said))
         assert reproduce("figure3", "--out", tmp_path / "cut", *CUT) == 2
         told = " ".join(capsys.readouterr().err.split())
-        assert "made from other data (corpus)" in told
-    assert f"{records / 'adapt-sink-lr0.json'}: made from other data (corpus); give the same, or another --records" in told
+        assert "other data (corpus)" in told
+    assert f"{records / 'adapt-sink-lr0.json'}: of runs on other data (corpus); give the same, or give another --records" in told
+    shutil.rmtree(records)
+    assert reproduce("figure3", "--out", tmp_path / "cut", *CUT[2:], "--set", "train.steps=5") == 2
+    assert "settings.json: of runs with --set" in capsys.readouterr().err
 
 
 def test_a_plan_says_what_is_missing(made, command_line):
@@ -128,13 +131,22 @@ def test_a_plan_says_what_is_missing(made, command_line):
     assert [one["run"] for one in json.loads(said)] == ["adapt-sink-s2", "sft-sink-s2"]
 
 
-def test_trials_of_other_rates_are_made_again(made, command_line):
+def test_trials_of_other_rates_and_what_they_chose_are_made_again(made, command_line):
     rates = {**SCALES["nano"].lrs, "adapt": (2e-3, 4e-3, 8e-3)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SCALES, "nano", replace(SCALES["nano"], lrs=rates))
         status, said, _ = command_line("reproduce", "figure3", "--out", made / "cut", *CUT, "--plan", "--json")
     assert status == 0
-    assert [one["run"] for one in json.loads(said)] == ["adapt-sink-lr0", "adapt-sink-lr1", "adapt-sink-lr2"]
+    expected = ["adapt-sink-lr0", "adapt-sink-lr1", "adapt-sink-lr2", "adapt-sink-s1"]
+    assert [one["run"] for one in json.loads(said)] == expected
+
+
+def test_a_fine_tuning_of_another_base_is_made_again(made):
+    records, scale = read_records(made / "cut" / "records", "nano"), SCALES["nano"]
+    base, tuned = Job("adapt", "sink", 1), Job("sft", "sink", 1)
+    assert find_made(tuned, records, scale) is records["sft-sink-s1"]
+    again = replace(records[base.name], lr=1e-5)
+    assert find_made(tuned, {**records, base.name: again}, scale) is None
 
 
 def test_time_that_is_up_begins_nothing(made, tmp_path):
@@ -193,6 +205,36 @@ def test_a_run_that_fits_is_made_where_one_before_it_does_not(made, tmp_path):
         "sft-sink-s2",
     ]  # the first comes before sft-sink-s1
     assert (out / "records" / "sft-sink-s1.json").exists()
+
+
+def test_nobody_waits_for_what_nobody_makes(made, tmp_path):
+    """A base has no time left here and is in no other's hands: its fine-tuning will not come, whatever others make meanwhile."""
+    out = tmp_path / "cut"
+    shutil.copytree(made / "cut", out)
+    (out / "records" / "adapt-sink-lr1.json").unlink()  # in other hands, and nothing that is left needs it
+    with pytest.MonkeyPatch.context() as patch, held(out / "claims" / "adapt-sink-lr1", "process"):
+        patch.setattr(command, "trials_of", lambda *_: [])
+        patch.setattr(command._Work, "_is_late", lambda self, following=None: following.job.name == "adapt-sink-s2")
+        patch.setattr(command.time, "sleep", lambda _: pytest.fail("waits"))
+        assert reproduce("figure3", "--out", out, *CUT[:2], "--seeds", 2) == 0
+    assert json.loads((out / "report.json").read_text())["left"] == ["adapt-sink-lr1", "adapt-sink-s2", "sft-sink-s2"]
+
+
+def test_a_report_tells_of_what_others_made_last(made, tmp_path):
+    out, theirs = tmp_path / "cut", tmp_path / "theirs.json"
+    shutil.copytree(made / "cut", out)
+    record = out / "records" / "sft-sink-s1.json"
+    record.rename(theirs)
+    run = command._Work.run
+
+    def others_go_on(work: object) -> None:
+        run(work)
+        theirs.rename(record)
+
+    with pytest.MonkeyPatch.context() as patch, held(out / "claims" / "sft-sink-s1", "process"):
+        patch.setattr(command._Work, "run", others_go_on)
+        assert reproduce("figure3", "--out", out, *CUT) == 0
+    assert json.loads((out / "report.json").read_text()) == json.loads((made / "cut" / "report.json").read_text())
 
 
 @pytest.mark.parametrize(

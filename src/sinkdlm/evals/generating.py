@@ -14,6 +14,7 @@ from sinkdlm.evals.requests import Request, number_of
 from sinkdlm.evals.settings import Settings
 from sinkdlm.sampling import Access, Denoise, Policy, State, policy_of, start, step
 from sinkdlm.sampling import Request as Canvas
+from sinkdlm.sampling.batch import many_shapes
 
 _TOKENS = 256  # to write, where a task does not say: the harness's own default
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -159,7 +160,8 @@ class Generator:
             free = at_once - len(running)
             running, waiting = running + waiting[:free], waiting[free:]
             before = [state.turn.start if state.turn else -1 for state, _ in running]
-            step([state for state, _ in running], self.access, device=self.device)
+            with many_shapes:
+                step([state for state, _ in running], self.access, device=self.device)
             for (state, manner), began in zip(running, before, strict=True):
                 # Only what lies before the block is final; a stop string there ends the text.
                 turn = state.turn

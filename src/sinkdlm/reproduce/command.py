@@ -3,11 +3,13 @@
 OUT/records/     a small JSON file for each run (--records names another place)
 OUT/report.json, report.md, report.html
 OUT/data, parent, runs, parts    what the work needs; runs and parts go as their records come
+OUT/settings.json                what is made here: --set, and marks of the data
 OUT/claims/      locks: several processes of the same command share the work, a run at a time each
 """
 
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -23,12 +25,11 @@ from sinkdlm.reproduce.inputs import Given, Inputs, given_inputs
 from sinkdlm.reproduce.matrix import SCALES, SFT, Job, Scale, jobs_of, select, targets_of, trials_of
 from sinkdlm.reproduce.nano import nano_inputs
 from sinkdlm.reproduce.parents import Load, Parents
-from sinkdlm.reproduce.records import RUN, TRIAL, Record, read_records
+from sinkdlm.reproduce.records import RUN, TRIAL, Record, find_made, read_records, write_text
 from sinkdlm.reproduce.report import write_report
 from sinkdlm.reproduce.running import Bench, TimeUp, clear, recipe_of, run_job, stages_of, train_job
 
 Say = Callable[[str], None]
-_CURE = "give the same, or another --records"
 _PAUSE = 1.0  # seconds between looks at what others have made
 
 
@@ -69,8 +70,9 @@ def reproduce(asked: Asked, load_parent: Load, say: Say) -> dict[str, Any]:
     targets, scale = targets_of(asked.target), SCALES[asked.scale]
     with _threads(asked.scale):
         work = _Work(asked, scale, targets, load_parent, say)
-        left = work.run()
+        work.run()
         with held(asked.out, "reproduction", wait=True):
+            left = work.look()  # others may have gone on since
             return write_report(asked.out, targets, scale, work.records, left=[one.job.name for one in left])
 
 
@@ -102,20 +104,36 @@ class _Work:
             keep_weights=asked.keep_weights,
             official=asked.official,
         )
+        self._settle()
         self.records: dict[str, Record] = {}
-        self._read_records()
+        self.look()
 
-    def _read_records(self) -> None:
-        """Also those that other processes have made meanwhile."""
+    def _settle(self) -> None:
+        """Processes that share a folder make the same runs: the first one notes what they are, the others compare."""
+        path = self.asked.out / "settings.json"
+        with held(self.asked.out, "reproduction", wait=True):
+            if path.exists():
+                noted = json.loads(path.read_text())
+                self._compare(path, noted["changes"], noted["data"], "choose another --out")
+            else:
+                noted = {"data": {}}
+            data = {**noted["data"], **self.bench.inputs.about}
+            write_text(path, json.dumps({"changes": self.bench.changes, "data": data}, indent=1) + "\n")
+
+    def look(self) -> list[Planned]:
+        """What is missing, by the records that are there now, whoever made them."""
         folder = self.bench.records
         self.records = read_records(folder, self.scale.name)
         for record in self.records.values():
-            path, changes, data = folder / f"{record.name}.json", record.facts["changes"], record.facts["data"]
-            if changes != self.bench.changes:
-                raise ReproduceError(f"{path}: made with --set {changes}, not {self.bench.changes}; {_CURE}")
-            given = self.bench.inputs.about
-            if odd := [name for name in given if name in data and data[name] != given[name]]:
-                raise ReproduceError(f"{path}: made from other data ({', '.join(odd)}); {_CURE}")
+            self._compare(folder / f"{record.name}.json", record.facts["changes"], record.data, "give another --records")
+        return self.missing()
+
+    def _compare(self, path: Path, changes: Mapping[str, Any], data: Mapping[str, str], cure: str) -> None:
+        if changes != self.bench.changes:
+            raise ReproduceError(f"{path}: of runs with --set {changes}, not {self.bench.changes}; give the same, or {cure}")
+        given = self.bench.inputs.about
+        if odd := [name for name in given if name in data and data[name] != given[name]]:
+            raise ReproduceError(f"{path}: of runs on other data ({'; '.join(odd)}); give the same, or {cure}")
 
     def _inputs(self) -> Inputs:
         if self.scale.name == "nano":
@@ -148,11 +166,8 @@ class _Work:
         return found
 
     def _is_made(self, job: Job, stages: Sequence[str]) -> bool:
-        """A trial of another learning rate, from before the declared ones changed, is none of these."""
-        record = self.records.get(job.name)
-        if record is None or (job.trial is not None and record.lr != self.scale.lrs[job.group][job.trial]):
-            return False
-        return all(stage in record.facts["seconds"] for stage in stages)
+        record = find_made(job, self.records, self.scale)
+        return record is not None and all(stage in record.facts["seconds"] for stage in stages)
 
     def _expected(self, job: Job, stages: Sequence[str]) -> float | None:
         """The mean of records of the same kind; else what the scale declares, times what its trials took more than declared."""
@@ -177,9 +192,9 @@ class _Work:
 
     # -- the work --------------------------------------------------------------------------------------------------------------
 
-    def run(self) -> list[Planned]:
-        """What is left when time is up, or with other processes; nothing otherwise."""
-        left = self.missing()
+    def run(self) -> None:
+        """Until everything is made, time is up, or the rest is with other processes."""
+        left, waits = self.missing(), False
         if left:
             self.say(f"{len(left)} of {len(self.jobs)} runs are missing{_about(left)}")
         while left:
@@ -187,39 +202,39 @@ class _Work:
                 tried = self._make_one(left)
             except TimeUp as late:
                 self.say(f"time is up in {late}, whose weights and results so far are kept; the same command goes on")
-                return left
+                return
             if tried is Tried.NOTHING:
                 break
             if tried is Tried.WAIT:
+                if not waits:
+                    self.say("waits for runs that other processes make, and that the next ones need")
                 time.sleep(_PAUSE)
-            self._read_records()
-            left = self.missing()
+            waits = tried is Tried.WAIT
+            left = self.look()
         if left and any(self._is_late(one) for one in left):
             self.say(f"time is up: {len(left)} runs are left; the same command goes on")
         elif left:
             self.say(f"{len(left)} runs are left to other processes that work in {self.asked.out}")
-        return left
 
     def _make_one(self, left: Sequence[Planned]) -> Tried:
         """The first run that nobody works on, that has what it needs, and that ends in time; a shorter one may, further on."""
         open_ = {one.job for one in left}
-        waits = busy = False
+        needed, busy = set[Job](), set[Job]()
         for one in left:
-            needed = {*trials_of(one.job.group, one.job.variant, self.scale)} if one.job.trial is None else set[Job]()
-            if open_ & (needed | {one.job.base}):
-                waits = waits or not self._is_late(one)
-                continue
-            if self._is_late(one):
+            first = {*trials_of(one.job.group, one.job.variant, self.scale)} if one.job.trial is None else set[Job]()
+            if own := open_ & (first | {one.job.base}):
+                needed |= set[Job]() if self._is_late(one) else own
                 continue
             try:
                 with held(self.asked.out / "claims" / one.job.name, "process"):
-                    self._read_records()  # it may have been made since
-                    if one.job in {other.job for other in self.missing()}:
+                    if self._is_late(one):
+                        continue
+                    if one.job in {other.job for other in self.look()}:  # it may have been made since
                         self._make(one, [other.job for other in left if other is not one])
                     return Tried.DONE
             except BusyError:
-                busy = True
-        return Tried.WAIT if waits and busy else Tried.NOTHING
+                busy.add(one.job)
+        return Tried.WAIT if needed & busy else Tried.NOTHING
 
     def _is_late(self, following: Planned | None = None) -> bool:
         limit = self.asked.time_limit
@@ -230,6 +245,8 @@ class _Work:
         job, began = planned.job, time.monotonic()
         lr, told = self._learning_rate(job)
         base = job.base
+        if base is not None and base.name in self.records:
+            told = {**told, "base_lr": self.records[base.name].lr}
         if base is not None and not (self.bench.folder(base) / "model").is_dir():
             self._train_again(base)
         say = self.say if not self.bench.quiet else lambda _: None
@@ -244,7 +261,8 @@ class _Work:
 
     def _train_again(self, base: Job) -> None:
         """A base whose weights went with its record: the same recipe gives them again."""
-        lr, _ = self._learning_rate(base)
+        made = self.records.get(base.name)
+        lr = made.lr if made is not None else self._learning_rate(base)[0]
         train_job(recipe_of(base, self.bench, lr), self.bench.folder(base), self.bench)
 
     def _learning_rate(self, job: Job) -> tuple[float | None, dict[str, Any]]:

@@ -1,5 +1,6 @@
 """What runs of a scale read: data, a parent, questions, prompts. Two ways to come by it: made here (nano), or given (small)."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sinkdlm.analysis.prompts import PROMPTS
+from sinkdlm.checkpoint import fingerprint
 from sinkdlm.data.inputs import find_sources
 from sinkdlm.data.prepare import Settings as Preparation
 from sinkdlm.data.prepare import prepare
@@ -21,6 +23,7 @@ from sinkdlm.reproduce.matrix import Scale
 
 GOLD = "gold"  # in a sheet's `about`: task -> the right option, or the right answer, of each document
 _HELD_OUT = 0.05  # of a corpus that is prepared here: enough documents for pairs
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SHORTEST = 8  # tokens of a document that is worth scoring
 
 
@@ -104,9 +107,20 @@ def given_inputs(given: Given, scale: Scale, out: Path) -> Inputs:
     about = {"corpus": open_split(text, "train").fingerprint, "validation": open_split(text, "validation").fingerprint}
     if sheet is not None:
         about["requests"] = sheet.digest
+    if given.parent is not None:
+        about["parent"] = _mark_parent(given.parent)
     if sft is not None:
-        about["sft"] = open_split(sft, "train").fingerprint
+        about |= {f"fine-tuning, {split}": open_split(sft, split).fingerprint for split in ("train", "validation")}
     return Inputs(text, given.parent, sft, sheet, examples=examples, about=about)
+
+
+def _mark_parent(name: str) -> str:
+    """Of its weights' files, where they lie here; else its name."""
+    path = Path(name)
+    if path.is_file():
+        return str(fingerprint(path)["sha256"])
+    marks = [f"{file.name} {fingerprint(file)['sha256']}" for file in sorted(path.glob("*")) if file.suffix in _WEIGHTS]
+    return hashlib.sha256("\n".join(marks).encode()).hexdigest() if marks else name
 
 
 def prepared_corpus(given: Given, out: Path) -> Path:

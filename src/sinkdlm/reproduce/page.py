@@ -11,7 +11,7 @@ from sinkdlm.reproduce.blocks import Block, Bullets, Code, Heading, Paragraph, P
 from sinkdlm.reproduce.claims import CLAIMS, FAILS, FEW, MARGIN, OPEN, OUTCOMES, PRIMARY, SAME
 from sinkdlm.reproduce.matrix import ADAPT, LABELS, SCALES, SCRATCH, SFT, TARGETS, TRIAL_SEED, VARIANTS, Scale, jobs_of, seeds_of
 from sinkdlm.reproduce.overlap import GRAM, read_overlap
-from sinkdlm.reproduce.records import Record, read_records
+from sinkdlm.reproduce.records import Record, find_made, read_records
 from sinkdlm.reproduce.report import findings, rate_blocks, target_blocks, verdicts, work_blocks
 from sinkdlm.reproduce.statistics import ALPHA, LEVEL, MIN_SEEDS
 
@@ -31,7 +31,7 @@ def write_page(records: Path, assets: Path) -> str:
         Heading(1, "Reproduction"),
         Paragraph(
             "Written by `python -m benchmarks.reproduction` from the records in `benchmarks/results/reproduction`. The method "
-            "comes first: it was committed before any run at this scale."
+            "comes first: it was committed before any run at this scale, and what changed since is told there."
         ),
         *method(scale),
         *results(scale, found, records, assets),
@@ -82,7 +82,8 @@ def _design(scale: Scale) -> list[Block]:
                 "tenth. Fine-tuning takes one rate for all. Changed once, before any run that a table uses: for adaptation 0.0002, "
                 "0.0004 and 0.0008 had been declared, and the first nine trials (vanilla, sink, gate) all chose the largest.",
                 "**Gate.** Both with the paper's plain init, whose gates start near one half, and with one that starts open and "
-                "keeps the parent's function.",
+                "keeps the parent's function; this one had been declared with as many seeds as the first, which was changed before "
+                "any of its runs.",
                 f"**Validation.** {scale.documents} documents of a validation split that was split by document, each cut to a row; "
                 f"exact-k with {scale.draws} masks, the same masks for every run.",
                 f"**Tasks.** {asked}; exact-k, {scale.draws} draws, no guidance, the harness's prompts, without "
@@ -150,9 +151,9 @@ def _deviations(scale: Scale) -> list[str]:
         "**Model.** SmolLM2-135M-Instruct from a 4-bit GGUF file, not Qwen2.5-0.5B and 1.5B; from scratch "
         f"{scratch['model']['preset']} with SmolLM2's vocabulary, not 472M with Llama 2's.",
         f"**Tokens.** {told[ADAPT]:.0f}M adapted and {told[SCRATCH]:.0f}M from scratch, rows of {adapt['data']['length']}; the "
-        "paper has 30B, 100B and 100B, and does not give its rows' length for the first two. A corpus with fewer tokens than a run "
-        "is read more than once.",
-        "**Data.** English Wikipedia and novels, not FineWeb and SlimPajama.",
+        "paper has 30B, 100B and 100B, and does not give its rows' length for the first two.",
+        "**Data.** English Wikipedia and novels, 10,160 documents with 42.3M tokens and 531 held out, not FineWeb and SlimPajama: "
+        f"adapted runs read nearly all of it once, those from scratch {told[SCRATCH] / 42.3:.1f} times.",
         f"**Fine-tuning.** GSM8K's own 6,973 chains of thought for {sft['train']['epochs']} epochs, not 385K augmented ones for "
         "10.",
         "**Assumed where the paper is silent**: no logit shift, full attention at once, several sinks see only themselves, sinks "
@@ -180,7 +181,7 @@ def _commands() -> list[Block]:
                     f"sinkdlm eval --write-requests requests.jsonl {asked}",
                     f"sinkdlm reproduce overlap --scale small --corpus corpus/ --requests requests.jsonl {kept}",
                     "# on the GPU, as often as needed: finished runs are skipped. Started several times at once, on one GPU or",
-                    "# on several, processes with the same --out share the runs among themselves (three fit on an H200)",
+                    "# on several, processes with the same --out share the runs among themselves (three trials fit on an H200)",
                     f"sinkdlm reproduce all {common} {kept} --time-limit 540",
                     f"sinkdlm reproduce all {common} {kept} --plan",
                     "# this page",
@@ -196,7 +197,7 @@ def _commands() -> list[Block]:
 
 def results(scale: Scale, records: Mapping[str, Record], folder: Path, assets: Path) -> list[Block]:
     jobs = jobs_of(list(TARGETS), scale, scale.seeds)
-    missing = [job.name for job in jobs if job.name not in records]
+    missing = [job.name for job in jobs if find_made(job, records, scale) is None]
     found = findings(list(TARGETS), scale, records, missing)
     blocks: list[Block] = [Heading(2, "Results"), *_missing(missing, len(jobs))]
     blocks += [Heading(3, "Contamination"), *_contamination(read_overlap(folder, scale.name))]

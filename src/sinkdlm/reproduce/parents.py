@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkdlm.checkpoint import write_tokenizer
+from sinkdlm.checkpoint import write_tokenizer, written_aside
 from sinkdlm.config import MODEL_TYPE, Recipe
+from sinkdlm.data.encoding import mark_tokenizer
+from sinkdlm.durable import held
 from sinkdlm.interop import Source, open_source
 from sinkdlm.interop.tokenizer import tokenizer_of
 
@@ -27,7 +29,7 @@ class HeldSource(Source):
 
 
 class Parents:
-    """Loads `init.from` of recipes. Checkpoints of ours are quick to read and are not held. folder: for the parent's tokenizer."""
+    """Loads `init.from` of recipes. Checkpoints of ours are quick to read and are not held. folder: for parents' tokenizers."""
 
     def __init__(self, load: Load, folder: Path) -> None:
         self._load, self._folder = load, folder
@@ -42,7 +44,13 @@ class Parents:
 
     def _hold(self, found: Source) -> dict[str, Any]:
         tokenizer = tokenizer_of(found)
-        if tokenizer is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_tokenizer(self._folder, tokenizer)
-        return {"source": HeldSource(found), "tokenizer": None if tokenizer is None else self._folder}
+        return {"source": HeldSource(found), "tokenizer": None if tokenizer is None else self._write(tokenizer)}
+
+    def _write(self, tokenizer: Any) -> Path:
+        """Once and whole: other processes may be reading it."""
+        folder = self._folder / mark_tokenizer(tokenizer)["sha256"][:16]
+        with held(self._folder, "reproduction", wait=True):
+            if not folder.is_dir():
+                with written_aside(folder) as aside:
+                    write_tokenizer(aside, tokenizer)
+        return folder

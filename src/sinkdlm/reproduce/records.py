@@ -15,6 +15,7 @@ import numpy as np
 
 from sinkdlm.durable import replace_text
 from sinkdlm.errors import ReproduceError
+from sinkdlm.reproduce.matrix import Job, Scale
 
 FORMAT, VERSION = "sinkdlm-reproduction", 1
 RUN, TRIAL = "run", "trial"
@@ -104,6 +105,11 @@ class Record:
         return int(self.facts["tokens"])
 
     @property
+    def data(self) -> dict[str, str]:
+        """What it was made from: a kind of data -> its mark."""
+        return {what: mark for what, mark in self.facts.get("data", {}).items() if mark is not None}
+
+    @property
     def seconds(self) -> float:
         return float(sum(self.facts["seconds"].values()))
 
@@ -155,10 +161,24 @@ def read_records(folder: Path, scale: str) -> dict[str, Record]:
     found = {record.name: record for record in every if record.scale == scale}
     first: dict[str, Record] = {}  # that names a kind of data
     for record in found.values():
-        for what, mark in record.facts["data"].items():
+        for what, mark in record.data.items():
             other = first.setdefault(what, record)
-            if other.facts["data"][what] != mark:
+            if other.data[what] != mark:
                 raise ReproduceError(
-                    f"{folder}: {record.name} and {other.name} were made from other data ({what}); keep them apart"
+                    f"{folder}: {record.name}.json and {other.name}.json were made from other data ({what}); "
+                    "move one of them elsewhere, and its run is made again"
                 )
     return found
+
+
+def find_made(job: Job, records: Mapping[str, Record], scale: Scale) -> Record | None:
+    """A job's record, unless learning rates are others now: a trial's own, those that a run chose from, or its base's."""
+    found, rates = records.get(job.name), scale.lrs.get(job.group)
+    if found is None:
+        return None
+    if job.trial is not None:
+        return found if rates is not None and found.lr == rates[job.trial] else None
+    if rates is not None and set(found.facts.get("trials", ())) != {f"{rate:g}" for rate in rates}:
+        return None
+    base = records.get(job.base.name) if job.base is not None else None
+    return None if base is not None and found.facts.get("base_lr", base.lr) != base.lr else found
