@@ -6,7 +6,6 @@ from sinkdlm.diffusion import corrupt, denoising_loss
 from sinkdlm.errors import TrainError
 from sinkdlm.training.compiling import compile_model
 from sinkdlm.training.parallel import World
-from sinkdlm.visibility import Opening
 
 # The compiler's own: it instantiates autograd functions, and reads .grad of block inputs.
 pytestmark = [
@@ -113,7 +112,6 @@ def test_inductor_gives_the_eager_loss(variant, attention):
 WHOLE = {
     "padded": ({"n_sinks": 2, "sink_position": "end", "gate": "elementwise"}, {"lengths": torch.tensor([13, 9, 4, 11])}),
     "documents": ({"n_sinks": 1, "shift_logits": True}, {"documents": (torch.arange(13) // 5).expand(4, 13)}),
-    "opening": ({"sink_kind": "register", "n_sinks": 1}, {"opening": Opening(0.4, 1)}),
 }
 
 
