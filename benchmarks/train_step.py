@@ -27,10 +27,11 @@ from torch.nn import functional
 from benchmarks.measuring import measure, measure_together, record, write
 from benchmarks.official_loop import MaskedForm
 from sinkdlm import DiffusionLM, Recipe
+from sinkdlm.config import Compile
 from sinkdlm.data.rows import Batch
 from sinkdlm.diffusion import Noisy, corrupt
 from sinkdlm.planning import peak_flops, training_flops
-from sinkdlm.training.compiling import Compile, compile_model, compiles
+from sinkdlm.training.compiling import compile_model, compiles
 from sinkdlm.training.gradients import Gradients
 from sinkdlm.training.optimizer import Optimizer
 from sinkdlm.training.parallel import World

@@ -19,6 +19,7 @@ MODEL_TYPE = "sinkdlm"
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Compile = Literal["auto", "blocks", "whole", "none"]
 
 
 def _suggest(word: Any, allowed: Sequence[str]) -> str:
@@ -301,10 +302,8 @@ class TrainSection(_Frozen):
         description="bf16: autocast over float32 weights; fp8: the same, with the products of each block in float8, on GPUs that "
         "have them; auto: bf16 on a GPU, float32 on a CPU; float64: for tests",
     )
-    compile: Literal["auto", "blocks", "whole", "none"] = Field(
-        default="auto",
-        description="torch.compile of each block; whole: of all as one, which pays for a small model that trains long on a CPU; "
-        "auto: of each block on a GPU with Triton, else none",
+    compile: Compile = Field(
+        default="auto", description="torch.compile of each block; whole: of all as one, on a CPU; auto: each, on a GPU with Triton"
     )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",

@@ -1,15 +1,14 @@
 """What of a model torch's compiler takes for training, and how it is asked to."""
 
 import importlib.util
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from sinkdlm.config import Compile
 from sinkdlm.errors import TrainError
 from sinkdlm.model import DiffusionLM
 from sinkdlm.training.parallel import World
-
-Compile = Literal["auto", "blocks", "whole", "none"]
 
 
 def compiles(wanted: Compile, device: torch.device) -> bool:

@@ -104,8 +104,7 @@ class Trainer:
         """monitor: of the rank that speaks."""
         self.recipe, self.folder, self.world, self.device = recipe, folder, world, world.device
         self.plan = recipe.train
-        on_gpu = self.device.type == "cuda"
-        self.precision = ("bf16" if on_gpu else "float32") if self.plan.precision == "auto" else self.plan.precision
+        self.precision = settle_precision(recipe, on_gpu=self.device.type == "cuda").train.precision
         self.autocasts = self.precision in ("bf16", "fp8")
         self.compiled = compiles(self.plan.compile, self.device)
         if self.precision == "fp8":
