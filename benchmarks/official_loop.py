@@ -86,6 +86,24 @@ def official_greedy(
     return tokens
 
 
+@torch.no_grad()
+def official_origin(
+    denoise: Callable[[Tensor], Tensor], tokens: Tensor, *, steps: int, mask_id: int, temperature: float = 0.0, first_steps: int = 0
+) -> Tensor:
+    """The official `origin`: noise decides what a step reveals, and only those tokens are drawn. With first_steps, only those."""
+    times = torch.linspace(1, 1e-5, steps + 1)
+    for i in range(first_steps or steps):
+        masked = tokens == mask_id
+        logits = denoise(tokens)[masked]
+        share = 1.0 if i == steps - 1 else float(1 - times[i + 1] / times[i])
+        revealed = torch.rand(logits.shape[0], device=tokens.device) < share
+        filled = torch.full(revealed.shape, mask_id, device=tokens.device)
+        filled[revealed] = _gumbel_max(logits[revealed], temperature)
+        tokens = tokens.clone()
+        tokens[masked] = filled
+    return tokens
+
+
 def _gumbel_max(logits: Tensor, temperature: float) -> Tensor:
     """In float64, as the official code draws. At temperature 0 without the noise that it would then raise to the power of 0."""
     if temperature == 0:

@@ -220,8 +220,8 @@ def sampling(records: dict[str, Record]) -> Iterator[str]:
             rows.append([form.replace("_", " "), *cells])
         yield table(["tokens/s (times the official loop)", *batches], rows)
     yield (
-        "Times are against the official loop at the same temperature. The caches are approximate: they change the text "
-        "([how to sample](howto/sample.md#caches))."
+        "Times are against the official loop of the same policy (`origin`, else `greedy`) at the same temperature. The caches are "
+        "approximate: they change the text ([how to sample](howto/sample.md#caches))."
     )
     yield "![Tokens a second of each way to sample, 64 rows.](assets/benchmarks-sampling.svg)"
 

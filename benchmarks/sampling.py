@@ -5,7 +5,8 @@
     python -m benchmarks.sampling --checkpoint runs/x --subject trained             what caches and thresholds do to a model
 
 Every form fills the same canvas with the same policy (smdm-greedy) unless its name says otherwise; at temperature 0, and at 0.1,
-the official one, where the official loop draws with float64 noise. Rates are compared at equal temperatures. Random weights do
+the official one, where the official loop draws with float64 noise; `origin` at 1. Rates are compared at equal policies and
+temperatures. Random weights do
 for timing; what depends on the model's predictions (steps of a threshold, agreement of caches) needs --checkpoint.
 On a GPU the official loop is timed over evenly spaced steps of its run, put at the right number of masked tokens, and scaled to
 all steps; our loops run whole, recording of graphs included, after one run that builds kernels and warms up.
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring import measure, quantiles, record, write
-from benchmarks.official_loop import MaskedForm, official_greedy
+from benchmarks.official_loop import MaskedForm, official_greedy, official_origin
 from sinkdlm import DiffusionLM, ModelConfig, load
 from sinkdlm.data.synthetic import corpus
 from sinkdlm.float8 import to_float8
@@ -35,6 +36,7 @@ _SPREAD = 16  # steps of the official loop that are timed on a GPU
 _THRESHOLDS = (0.9, 0.7, 0.5)
 _OFFICIAL_TEMPERATURE = 0.1  # of its GSM8K evaluation
 _TEMPERED = f"_temperature_{_OFFICIAL_TEMPERATURE}"
+_ORIGIN = "_origin"
 
 
 @dataclass(frozen=True)
@@ -77,16 +79,18 @@ def time_runs(case: Case, run: Callable[[], Sampled], repeats: int) -> dict[str,
     return {"ms_per_step": quantiles([1000 * seconds / steps for seconds in taken]), "tokens_per_second": rate, "steps": steps}
 
 
-def time_official(case: Case, repeats: int, temperature: float = 0.0) -> dict[str, Any]:
-    """The official loop: whole runs on a CPU; on a GPU evenly spaced steps, each at the number of masked tokens it has there."""
+def time_official(
+    case: Case, repeats: int, temperature: float = 0.0, loop: Callable[..., Tensor] = official_greedy
+) -> dict[str, Any]:
+    """An official loop: whole runs on a CPU; on a GPU evenly spaced steps, each at the number of masked tokens it has there."""
     form, mask_id = MaskedForm(case.model), case.model.config.mask_id
+    run = partial(loop, form, mask_id=mask_id, temperature=temperature)
     blank = torch.full((case.prompt.shape[0], case.length), mask_id, device=case.prompt.device)
     blank[:, : case.prompt.shape[1]] = case.prompt
     if case.device == "cpu":
-        given: dict[str, Any] = {"steps": case.steps, "mask_id": mask_id, "temperature": temperature}
-        taken = [seconds_of(lambda: official_greedy(form, blank, **given), "cpu") for _ in range(repeats + 1)][1:]
+        taken = [seconds_of(lambda: run(blank, steps=case.steps), "cpu") for _ in range(repeats + 1)][1:]
     else:
-        taken = [_spread_steps(case, form, blank, temperature) for _ in range(repeats + 1)][1:]
+        taken = [_spread_steps(case, run, blank) for _ in range(repeats + 1)][1:]
     return {
         "ms_per_step": quantiles([1000 * seconds / case.steps for seconds in taken]),
         "tokens_per_second": quantiles([case.written / seconds for seconds in taken]),
@@ -95,19 +99,13 @@ def time_official(case: Case, repeats: int, temperature: float = 0.0) -> dict[st
     }
 
 
-def _spread_steps(case: Case, form: MaskedForm, blank: Tensor, temperature: float) -> float:
+def _spread_steps(case: Case, run: Callable[..., Tensor], blank: Tensor) -> float:
     total, given = 0.0, case.prompt.shape[1]
     for i in range(_SPREAD):
         step = (2 * i + 1) * case.steps // (2 * _SPREAD)
         tokens = blank.clone()
         tokens[:, given : given + (case.length - given) * step // case.steps] = 1
-        left = case.steps - step
-
-        def one_step(tokens: Tensor = tokens, left: int = left) -> Tensor:
-            mask_id = case.model.config.mask_id
-            return official_greedy(form, tokens, steps=left, mask_id=mask_id, temperature=temperature, first_steps=1)
-
-        total += seconds_of(one_step, case.device) / _SPREAD
+        total += seconds_of(partial(run, tokens, steps=case.steps - step, first_steps=1), case.device) / _SPREAD
     return total * case.steps
 
 
@@ -115,6 +113,7 @@ def speed(case: Case, repeats: int) -> dict[str, Any]:
     """All forms in turn. The bound is the forward alone: no head, no choice."""
     figures: dict[str, Any] = {"rows": case.prompt.shape[0], "official": time_official(case, repeats)}
     figures[f"official{_TEMPERED}"] = time_official(case, repeats, _OFFICIAL_TEMPERATURE)
+    figures[f"official{_ORIGIN}"] = time_official(case, repeats, 1.0, official_origin)
     figures |= speed_exact(case, repeats, "ours")
     with case.model.inference():
         for kind, times in (("none", 1), ("prefix", 1), ("dual", repeats)):
@@ -126,22 +125,23 @@ def speed(case: Case, repeats: int) -> dict[str, Any]:
 
 
 def speed_exact(case: Case, repeats: int, name: str) -> dict[str, Any]:
-    """The official policy, at both temperatures."""
+    """The official policies: greedy at both temperatures, origin at 1."""
     with case.model.inference():
         canvas = torch.full((case.prompt.shape[0], case.length), case.model.config.mask_id, device=case.prompt.device)
         return {
             f"{name}_forward_ms": measure(lambda: case.model(canvas), case.device, repeats=5),
             name: time_runs(case, case.ours, repeats),
             f"{name}{_TEMPERED}": time_runs(case, partial(case.ours, temperature=_OFFICIAL_TEMPERATURE), repeats),
+            f"{name}{_ORIGIN}": time_runs(case, partial(case.ours, config="smdm-origin", temperature=1.0), repeats),
         }
 
 
 def compare(figures: dict[str, Any]) -> dict[str, float]:
-    """Tokens a second as a multiple of the official loop's at the same temperature."""
+    """Tokens a second as a multiple of the official loop's of the same policy, at the same temperature."""
     timed = {name: value for name, value in figures.items() if isinstance(value, dict) and "tokens_per_second" in value}
     found = {}
     for name, value in timed.items():
-        base = timed[f"official{_TEMPERED}" if name.endswith(_TEMPERED) else "official"]
+        base = timed["official" + next((end for end in (_TEMPERED, _ORIGIN) if name.endswith(end)), "")]
         found[name] = value["tokens_per_second"]["p50"] / base["tokens_per_second"]["p50"]
     return found
 

@@ -128,6 +128,16 @@ def test_replayed_steps_are_the_steps(name, small_batch, monkeypatch):
     assert name not in ("llada", "blocks", "smdm-greedy") or len(replays) >= 10
 
 
+@pytest.mark.parametrize("most", [2, 5, 32, 252, 1000])
+def test_widths_of_recorded_steps(most):
+    """Wide enough for what is asked, at most twice that, and few."""
+    widths = [batch._round_up(count, most, rows=5000) for count in range(1, most + 1)]
+    for count, width in enumerate(widths, start=1):
+        assert count <= width <= min(most, max(2 * count, batch._LEAST_WIDTH))
+    assert len(set(widths)) <= 4 + math.log2(max(most, 2))
+    assert batch._round_up(1, most, rows=4096 // most) == most
+
+
 def test_a_plain_callable_is_enough():
     """No lengths=, no where=: rows are then grouped by length, and get what the model's own denoiser gives them."""
     model = small_model(n_sinks=1)

@@ -30,6 +30,7 @@ from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 Denoise = Callable[..., Tensor]
 _GRAPH_AFTER = 2  # steps of one shape before its kernels are recorded as a CUDA graph
 _SMALL_BATCH = 4096  # positions up to which a GPU gains nothing from narrower predictions
+_LEAST_WIDTH = 8  # positions of a row that are predicted at least, in larger batches
 
 
 class _PlansOff:
@@ -407,6 +408,10 @@ def judging(policy: Policy) -> Policy:
 
 
 def _round_up(count: int, most: int, rows: int) -> int:
-    """Few widths, so that few graphs are recorded: quarters of the block, or the whole of it where that costs nothing."""
-    quarter = most if rows * most <= _SMALL_BATCH else -(-most // 4)
-    return min(most, -(-count // quarter) * quarter)
+    """Few widths, so that few graphs are recorded: quarters of the block, halves of the first; the whole where that is small."""
+    if rows * most <= _SMALL_BATCH:
+        return most
+    unit = -(-most // 4)
+    while count <= unit // 2 and unit > _LEAST_WIDTH:
+        unit = -(-unit // 2)
+    return min(most, -(-count // unit) * unit)
