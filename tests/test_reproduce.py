@@ -21,7 +21,7 @@ from sinkdlm.interop import open_source
 from sinkdlm.reproduce import claims, page, paper, statistics
 from sinkdlm.reproduce.blocks import Code, Heading, Paragraph, Table, to_html, to_markdown
 from sinkdlm.reproduce.inputs import Inputs
-from sinkdlm.reproduce.matrix import ADAPT, SCALES, SCRATCH, SFT, TARGETS, VARIANTS, Job, jobs_of, select, trials_of
+from sinkdlm.reproduce.matrix import ADAPT, RATE_OF, SCALES, SCRATCH, SFT, TARGETS, VARIANTS, Job, jobs_of, select, trials_of
 from sinkdlm.reproduce.overlap import GRAM, corpus_texts, overlap
 from sinkdlm.reproduce.parents import Parents
 from sinkdlm.reproduce.records import MAX_BYTES, Outcome, read_record, read_records, write_record
@@ -233,7 +233,7 @@ def test_every_target_is_made_of_known_runs_and_rows():
         runs = TARGETS[claim.target].runs[claim.group]
         assert claim.variant in runs
         assert not claim.against or claim.against in runs
-    assert len({claim.name for claim in claims.CLAIMS}) == len(claims.CLAIMS) == 23
+    assert len({claim.name for claim in claims.CLAIMS}) == len(claims.CLAIMS) == 24
 
 
 def test_the_matrix_has_the_seeds_that_were_declared():
@@ -318,6 +318,14 @@ def test_runs_are_chosen_by_variant_and_seed():
     for wrong in ("sing", "sink,x", "first"):
         with pytest.raises(ReproduceError, match="--only"):
             select(jobs, [wrong])
+
+
+def test_a_variant_may_take_the_learning_rate_of_another():
+    jobs = jobs_of(["controls"], SCALES["small"], 5)
+    for variant, other in RATE_OF.items():
+        assert trials_of(ADAPT, variant, SCALES["small"]) == trials_of(ADAPT, other, SCALES["small"])
+        assert not any(job.trial is not None and job.variant == variant for job in jobs)
+        assert select(jobs, [f"{variant},2"]) == [*trials_of(ADAPT, other, SCALES["small"]), Job(ADAPT, variant, 2)]
 
 
 def test_the_papers_recipes_are_those_of_the_project(tmp_path):

@@ -11,13 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from sinkdlm import DiffusionLM, ModelConfig, cli, save
+from sinkdlm import DiffusionLM, ModelConfig, cli, load, save
 from sinkdlm.data.synthetic import character_tokenizer, corpus, prepare_example
 from sinkdlm.durable import held
 from sinkdlm.evals.requests import LOGLIKELIHOOD, Request, Sheet
 from sinkdlm.evals.settings import Settings
 from sinkdlm.reproduce import command, nano, running
+from sinkdlm.reproduce.blocks import to_markdown
+from sinkdlm.reproduce.inherited import FORMS, inherited_blocks, read_inherited
 from sinkdlm.reproduce.matrix import SCALES, Job
 from sinkdlm.reproduce.records import find_made, read_records
 
@@ -149,6 +152,35 @@ def test_a_fine_tuning_of_another_base_is_made_again(made):
     assert find_made(tuned, {**records, base.name: again}, scale) is None
 
 
+def test_what_sinks_are_before_training(made, tmp_path, capsys):
+    """An isolated sink is the parent's first token: alone, with the same numbers in every layer. A register is not."""
+    shutil.copytree(made / "cut", tmp_path / "cut")
+    assert reproduce("inherited", "--out", tmp_path / "cut", "--json", *CUT[:2]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert read_inherited(tmp_path / "cut" / "records", "nano") == found
+    lm = load(tmp_path / "cut" / "parent")
+    inputs = nano.nano_inputs(SCALES["nano"], tmp_path / "cut")
+    rows = sorted(inputs.documents(LESS["documents"], 32), key=lambda row: -len(row))[:8]
+    tokens = torch.tensor([row[: len(rows[-1])] for row in rows])
+    assert (found["rows"], found["length"]) == (8, len(tokens[0]))
+    hidden = ~torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+    firsts = []
+
+    def keep(layer, q, k, v, sink_k, sink_v):
+        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(hidden, -torch.inf)
+        firsts.append((scores.softmax(-1)[:, :, 1:, 0].mean(), v[:, :, 0].norm(dim=-1).mean(), v[:, :, 1:].norm(dim=-1).mean()))
+
+    with lm.model.inference():
+        lm.model(tokens, causal=True, observe=keep)
+    for number, name in enumerate(("share", "norm", "other")):
+        assert found["forms"]["parent"][name] == pytest.approx([float(layer[number]) for layer in firsts], rel=1e-3)
+    shares = {name: sum(form["share"]) for name, form in found["forms"].items()}
+    assert set(shares) == set(FORMS)
+    assert len({round(share, 6) for share in shares.values()}) == len(shares)  # each is a form of its own
+    said = to_markdown(inherited_blocks(found, level=3))
+    assert all(form.label in said for form in FORMS.values())
+
+
 def test_time_that_is_up_begins_nothing(made, tmp_path):
     out = tmp_path / "cut"
     shutil.copytree(made / "cut", out)
@@ -245,6 +277,7 @@ def test_a_report_tells_of_what_others_made_last(made, tmp_path):
         (("table1", "--scale", "small"), "--data or --requests"),
         (("table1", "--scale", "small", "--tasks", ""), "--corpus"),
         (("overlap",), "--corpus"),
+        (("inherited", "--scale", "small"), "--corpus"),
     ],
 )
 def test_mistakes_are_named(words, complaint, tmp_path, command_line):

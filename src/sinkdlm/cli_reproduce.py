@@ -20,7 +20,11 @@ def register(app: typer.Typer) -> None:
 
 def reproduce(
     target: Annotated[
-        str, typer.Argument(help="table1 to table5, controls, figure1, figure3, gsm8k, all; or overlap: corpus against benchmarks.")
+        str,
+        typer.Argument(
+            help="table1 to table5, controls, figure1, figure3, gsm8k, all; or overlap: corpus against benchmarks; or inherited: "
+            "what sinks are before training."
+        ),
     ],
     scale: Annotated[
         Scale, typer.Option(help="nano: minutes on a CPU; small: one GPU; paper: recipes for a cluster.")
@@ -60,7 +64,7 @@ def reproduce(
         typer.echo(json.dumps(found, indent=1) if as_json else found["said"])
         return
     from sinkdlm.cli import leave, load_parent
-    from sinkdlm.reproduce.command import Asked, run_plan
+    from sinkdlm.reproduce.command import Asked, inherited, run_plan
     from sinkdlm.reproduce.command import reproduce as work
     from sinkdlm.reproduce.inputs import Given
     from sinkdlm.training.signals import Stopped
@@ -82,6 +86,9 @@ def reproduce(
         official,
         device,
     )
+    if target == "inherited":
+        _say_inherited(inherited(asked, load_parent), as_json)
+        return
     if plan:
         _say_plan(run_plan(asked, load_parent), as_json)
         return
@@ -104,6 +111,16 @@ def _say_plan(planned: list[Any], as_json: bool) -> None:
         typer.echo(f"{one.job.name:28s}{'' if one.seconds is None else f'about {one.seconds:.0f} s'}")
     known = [one.seconds for one in planned if one.seconds is not None]
     typer.echo(f"{len(planned)} runs are missing" + (f", about {sum(known) / 60:.0f} minutes" if known else ""))
+
+
+def _say_inherited(found: dict[str, Any], as_json: bool) -> None:
+    from sinkdlm.reproduce.inherited import summary
+
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    for line in summary(found):
+        typer.echo(f"{line.share:7.1%} of attention on it, value norm {line.beside:.2f} of others': {line.label}")
 
 
 def _short(found: dict[str, Any], out: Path) -> str:

@@ -68,6 +68,15 @@ CLAIMS = (
     Claim("beats-logit", "controls", "It is better than a sink logit, which has no value", LOWER, ADAPT, "sink", "logit"),
     Claim("beats-first", "controls", "It is better than an always visible first token", LOWER, ADAPT, "sink", "first"),
     Claim(
+        "beats-at-its-rate",
+        "controls",
+        "It is better than no sink at the sink's own learning rate",
+        LOWER,
+        ADAPT,
+        "sink",
+        "vanilla-sink-rate",
+    ),
+    Claim(
         "moving",
         "figure1",
         "Sinks of a DLM move: more than a tenth of them change from one step to the next",

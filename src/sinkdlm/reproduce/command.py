@@ -21,6 +21,7 @@ from sinkdlm.durable import held
 from sinkdlm.errors import BusyError, ReproduceError
 from sinkdlm.evals.requests import Sheet
 from sinkdlm.reproduce.claims import ANSWERS, NELBO
+from sinkdlm.reproduce.inherited import measure_inherited
 from sinkdlm.reproduce.inputs import Given, Inputs, given_inputs
 from sinkdlm.reproduce.matrix import SCALES, SFT, Job, Scale, jobs_of, select, targets_of, trials_of
 from sinkdlm.reproduce.nano import nano_inputs
@@ -80,6 +81,12 @@ def run_plan(asked: Asked, load_parent: Load) -> list[Planned]:
     """What is still missing. Makes no run; nano's data and parent, which it is about, are made."""
     with _threads(asked.scale):
         return _Work(asked, SCALES[asked.scale], targets_of(asked.target), load_parent, lambda _: None).missing()
+
+
+def inherited(asked: Asked, load_parent: Load) -> dict[str, Any]:
+    """What sinks are before training. Makes no run; nano's data and parent are made."""
+    with _threads(asked.scale):
+        return measure_inherited(_Work(asked, SCALES[asked.scale], [], load_parent, lambda _: None).bench)
 
 
 class _Work:
@@ -272,15 +279,15 @@ class _Work:
             return None, {}
         if job.trial is not None:
             return rates[job.trial], {}
-        tried = {rate: self._tried(job, number) for number, rate in enumerate(rates)}
+        trials = trials_of(job.group, job.variant, self.scale)
+        tried = {rate: self._tried(trial, job) for rate, trial in zip(rates, trials, strict=True)}
         best = min(tried, key=lambda rate: (tried[rate], rate))
         return best, {"trials": {f"{rate:g}": round(value, 5) for rate, value in tried.items()}}
 
-    def _tried(self, job: Job, number: int) -> float:
-        name = Job(job.group, job.variant, 0, number).name
-        if name not in self.records:
-            raise ReproduceError(f"{name}: this trial comes before the runs of {job.variant}; leave its trials in --only")
-        return self.records[name].outcomes[NELBO].value
+    def _tried(self, trial: Job, job: Job) -> float:
+        if trial.name not in self.records:
+            raise ReproduceError(f"{trial.name}: this trial comes before the runs of {job.variant}; leave its trials in --only")
+        return self.records[trial.name].outcomes[NELBO].value
 
 
 def _about(left: Sequence[Planned]) -> str:

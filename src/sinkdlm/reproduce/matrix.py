@@ -28,7 +28,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "register": {"model": {"n_sinks": 1, "sink_kind": "register"}},
     "logit": {"model": {"n_sinks": 1, "sink_kind": "logit"}},
     "first": {"data": {"first": "eos"}},
+    "vanilla-sink-rate": {},
 }
+RATE_OF = {"vanilla-sink-rate": "sink"}  # variants that have no trials of their own: whose learning rate they take
 LABELS = {
     "vanilla": "DLM",
     "sink": "DLM + sink",
@@ -41,6 +43,7 @@ LABELS = {
     "register": "register token",
     "logit": "sink logit",
     "first": "always visible first token",
+    "vanilla-sink-rate": "DLM at the sink's learning rate",
 }
 MAIN = ("vanilla", "sink", "gate")  # adapted, these have all seeds; other runs have a part of them
 OFFICIAL = ("vanilla", "sink", "gate")  # of the first seed, scored once more with the official settings where that is asked
@@ -84,7 +87,10 @@ TARGETS: dict[str, Target] = {
         {ADAPT: ("vanilla", "sink", "sink-zero")},
         {"sink": ("table5:learned",), "sink-zero": ("table5:zero",)},
     ),
-    "controls": Target("Controls: is it isolation that helps?", {ADAPT: ("vanilla", "sink", "register", "logit", "first")}),
+    "controls": Target(
+        "Controls: is it isolation that helps?",
+        {ADAPT: ("vanilla", "sink", "register", "logit", "first", "vanilla-sink-rate")},
+    ),
     "figure1": Target("Figure 1: sinks of a model without one", {ADAPT: ("vanilla",)}),
     "figure3": Target("Figure 3: the sink in every layer, before and after fine-tuning", {ADAPT: ("sink",), SFT: ("sink",)}),
     "gsm8k": Target("GSM8K: after fine-tuning", {SFT: ("vanilla", "sink", "gate")}),
@@ -238,7 +244,7 @@ def jobs_of(targets: Sequence[str], scale: Scale, seeds: int) -> list[Job]:
             if group == SFT or seed >= FIRST_SEED + seeds_of(group, variant, scale, seeds):
                 continue
             if seed == FIRST_SEED:
-                jobs += trials_of(group, variant, scale)
+                jobs += [trial for trial in trials_of(group, variant, scale) if trial not in jobs]
             jobs.append(Job(group, variant, seed))
             tuned = (SFT, variant) in wanted and seed < FIRST_SEED + seeds_of(SFT, variant, scale, seeds)
             if group == ADAPT and tuned:
@@ -248,7 +254,7 @@ def jobs_of(targets: Sequence[str], scale: Scale, seeds: int) -> list[Job]:
 
 def trials_of(group: str, variant: str, scale: Scale) -> list[Job]:
     """Those that say with which learning rate a variant's runs are made; none where the group's recipe says it."""
-    return [Job(group, variant, TRIAL_SEED, number) for number in range(len(scale.lrs.get(group, ())))]
+    return [Job(group, RATE_OF.get(variant, variant), TRIAL_SEED, number) for number in range(len(scale.lrs.get(group, ())))]
 
 
 def seeds_of(group: str, variant: str, scale: Scale, seeds: int) -> int:
@@ -264,7 +270,9 @@ def select(jobs: Sequence[Job], only: Sequence[str]) -> list[Job]:
         job
         for job in jobs
         if any(
-            (variant is None or variant == job.variant) and (seed is None or job.trial is not None or seed == job.seed)
+            variant in (None, job.variant) and seed in (None, job.seed)
+            if job.trial is None
+            else variant is None or RATE_OF.get(variant, variant) == job.variant
             for variant, seed in pairs
         )
     ]

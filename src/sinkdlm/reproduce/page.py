@@ -9,6 +9,7 @@ from typing import Any
 
 from sinkdlm.reproduce.blocks import Block, Bullets, Code, Heading, Paragraph, Picture, Table, to_markdown
 from sinkdlm.reproduce.claims import CLAIMS, FAILS, FEW, MARGIN, OPEN, OUTCOMES, PRIMARY, SAME
+from sinkdlm.reproduce.inherited import inherited_blocks, read_inherited
 from sinkdlm.reproduce.matrix import ADAPT, LABELS, SCALES, SCRATCH, SFT, TARGETS, TRIAL_SEED, VARIANTS, Scale, jobs_of, seeds_of
 from sinkdlm.reproduce.overlap import GRAM, read_overlap
 from sinkdlm.reproduce.records import Record, find_made, read_records
@@ -81,6 +82,9 @@ def _design(scale: Scale) -> list[Block]:
                 f"quarter of a run's budget on seed {TRIAL_SEED}, which no table uses; the same budget for each. Cosine to a "
                 "tenth. Fine-tuning takes one rate for all. Changed once, before any run that a table uses: for adaptation 0.0002, "
                 "0.0004 and 0.0008 had been declared, and the first nine trials (vanilla, sink, gate) all chose the largest.",
+                "**Rates that differ.** The DLM's trials chose 0.0016, those with a sink 0.0008, so that a difference between the "
+                "two may be the rate's. The DLM at the sink's rate was added as a control, after these trials and one seed had "
+                "been seen.",
                 "**Gate.** Both with the paper's plain init, whose gates start near one half, and with one that starts open and "
                 "keeps the parent's function; this one had been declared with as many seeds as the first, which was changed before "
                 "any of its runs.",
@@ -181,6 +185,7 @@ def _commands() -> list[Block]:
                     f"sinkdlm data prepare gsm8k_cot_train.txt --kind gsm8k-two-stage {tokens} --validation 0.05 --out data/gsm8k",
                     f"sinkdlm eval --write-requests requests.jsonl {asked}",
                     f"sinkdlm reproduce overlap --scale small --corpus corpus/ --requests requests.jsonl {kept}",
+                    f"sinkdlm reproduce inherited --scale small --parent SmolLM2-135M.gguf --corpus data/corpus {kept}",
                     "# on the GPU, as often as needed: finished runs are skipped. Started several times at once, on one GPU or",
                     "# on several, processes with the same --out share the runs among themselves (three trials fit on an H200)",
                     f"sinkdlm reproduce all {common} {kept} --time-limit 540",
@@ -211,6 +216,9 @@ def results(scale: Scale, records: Mapping[str, Record], folder: Path, assets: P
     for target, one in found["targets"].items():
         if any(row["seeds"] for row in one["rows"]):
             blocks += target_blocks(target, one, level=3)
+    before = read_inherited(folder, scale.name)
+    if before is not None:
+        blocks += inherited_blocks(before, level=3)
     return [*blocks, *rate_blocks(found, level=3), *work_blocks(found, level=3)]
 
 

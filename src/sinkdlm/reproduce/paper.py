@@ -13,7 +13,7 @@ from typing import Any
 from sinkdlm.config import Recipe
 from sinkdlm.errors import ReproduceError
 from sinkdlm.plans import Machine, make_plan
-from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, SCRATCH, SFT, TARGETS, VARIANTS, Job, targets_of
+from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, RATE_OF, SCRATCH, SFT, TARGETS, VARIANTS, Job, targets_of
 from sinkdlm.reproduce.records import write_text
 from sinkdlm.tables import flatten
 
@@ -67,6 +67,8 @@ def _runs(targets: list[str], seeds: int) -> Iterator[tuple[str, Job]]:
                     continue
                 for seed in range(FIRST_SEED, FIRST_SEED + seeds):
                     for variant in variants:
+                        if variant in RATE_OF:  # the paper has one rate for all
+                            continue
                         if group == SFT:
                             seen[base.removeprefix("sft-gsm8k-"), Job(ADAPT, variant, seed)] = None
                         seen[base, Job(group, variant, seed)] = None

@@ -56,6 +56,20 @@ class Bench:
         """--set of this command: a record of other settings must not pass for one of the declared ones."""
         return dict(parse_override(override) for override in self.overrides)
 
+    @property
+    def where(self) -> torch.device:
+        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def provenance(self) -> dict[str, Any]:
+        """What a file of numbers says about how it came to be."""
+        made = environment(self.where)
+        return {
+            "made": made["time"],
+            "command": " ".join(["sinkdlm", *sys.argv[1:]]),
+            "environment": {name: made[name] for name in _FACTS if name in made},
+            "data": dict(self.inputs.about),
+        }
+
     def folder(self, job: Job) -> Path:
         return self.out / "runs" / job.name
 
@@ -213,16 +227,12 @@ def _assemble(job: Job, recipe: Recipe, parts: _Parts, bench: Bench, told: Mappi
     done = parts.done
     outcomes = {name: Outcome.from_json(said) for part in done.values() for name, said in part["outcomes"].items()}
     layers = {name: values for part in done.values() for name, values in part["layers"].items()}
-    made = environment(torch.device(bench.device or ("cuda" if torch.cuda.is_available() else "cpu")))
     figures = {name: value for stage, part in done.items() if stage != "train" for name, value in part["told"].items()}
     facts = {
         **done["train"]["told"],
         **told,
         "seconds": {stage: part["seconds"] for stage, part in done.items()},
-        "made": made["time"],
-        "command": " ".join(["sinkdlm", *sys.argv[1:]]),
-        "environment": {name: made[name] for name in _FACTS if name in made},
-        "data": dict(bench.inputs.about),
+        **bench.provenance(),
         "changes": bench.changes,
         "recipe": recipe.to_toml(),
         **figures,

@@ -1,0 +1,146 @@
+"""What a sink is before any training: whether it takes the place that the parent's first token had. Forwards alone.
+
+In a causal parent the first token sees only itself, whatever it is, and heads that have nothing to attend to rest on it. Without
+the causal mask no token is alone any more; an isolated sink is. So a sink may be the parent's own from the first step on. For each
+form: the share of attention on the first token or the sink, and the norm of its value beside other tokens', layer by layer.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sinkdlm.attention import attend_naive
+from sinkdlm.errors import ReproduceError
+from sinkdlm.reproduce.blocks import Block, Heading, Paragraph, Table
+from sinkdlm.reproduce.matrix import ADAPT, LABELS, TRIAL_SEED, Job
+from sinkdlm.reproduce.records import write_text
+from sinkdlm.reproduce.running import Bench, recipe_of
+
+FOLDER = "inherited"  # below the records
+_ROWS = 8
+_MASKED = 0.5  # of a row's tokens, at random; the parent reads whole text
+
+
+class Form(NamedTuple):
+    """A variant as it is before training. causal: as its parent."""
+
+    label: str
+    variant: str
+    init: Mapping[str, Any] = {}
+    causal: bool = False
+
+
+FORMS = {
+    "parent": Form("the parent, causal: its first token", "vanilla", causal=True),
+    "vanilla": Form(f"{LABELS['vanilla']}: its first token", "vanilla"),
+    "sink": Form(LABELS["sink"], "sink"),
+    "sink-normal": Form(f"{LABELS['sink']}, drawn at random instead of the mean embedding", "sink", {"sink_init": "normal"}),
+    "sink-end": Form(LABELS["sink-end"], "sink-end"),
+    "register": Form(LABELS["register"], "register"),
+}
+
+
+class _Rest:
+    """An observer. A layer's numbers: attention on key 0, the norm of its value, the mean norm of all other values."""
+
+    def __init__(self, causal: bool) -> None:
+        self.causal = causal
+        self.layers: list[tuple[float, float, float]] = []
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
+        _, weights = attend_naive(q, k, v, sink_k, sink_v, causal=self.causal)  # a sink or register lies in front
+        others = slice(1 if sink_k is None else 0, None)  # a key's attention to itself is left out
+        values = v if sink_v is None else torch.cat([sink_v.expand(v.shape[0], -1, -1, -1), v], dim=2)
+        norms = values.norm(dim=-1).mean((0, 1))
+        self.layers.append((float(weights[:, :, others, 0].mean()), float(norms[0]), float(norms[1:].mean())))
+
+
+def look(form: Form, bench: Bench, rows: Tensor) -> dict[str, list[float]]:
+    recipe = recipe_of(Job(ADAPT, form.variant, TRIAL_SEED), bench, None)
+    recipe = recipe.replace(init={**recipe.init.to_dict(), **form.init})
+    model = bench.load_parent(recipe, torch.float32).model.to(bench.where)
+    if not form.causal:
+        hidden = torch.rand(rows.shape, generator=torch.Generator().manual_seed(0)) < _MASKED
+        rows = rows.masked_fill(hidden, model.config.mask_id)
+    found = []
+    with model.inference():
+        for row in rows:  # one at a time: maps of all queries and keys are large
+            rest = _Rest(form.causal)
+            model(row[None].to(bench.where), causal=form.causal, observe=rest)
+            found.append(rest.layers)
+    layers = torch.tensor(found, dtype=torch.float64).mean(0).T.tolist()
+    return {name: [float(f"{value:.4g}") for value in line] for name, line in zip(("share", "norm", "other"), layers, strict=True)}
+
+
+def measure_inherited(bench: Bench) -> dict[str, Any]:
+    """Every form on the same rows of held-out text; kept beside the records."""
+    if bench.inputs.parent is None:
+        raise ReproduceError("--parent: which autoregressive model? a folder or a GGUF file, as `convert` reads it")
+    length = bench.scale.tables[ADAPT]["data"]["length"]
+    documents = bench.inputs.documents(bench.scale.documents, length)
+    rows = sorted(documents, key=len, reverse=True)[:_ROWS]  # the first of full length, where there are enough
+    tokens = torch.tensor([row[: len(rows[-1])] for row in rows])
+    found = {
+        "rows": len(rows),
+        "length": tokens.shape[1],
+        "masked": _MASKED,
+        **bench.provenance(),
+        "forms": {name: {"label": form.label, **look(form, bench, tokens)} for name, form in FORMS.items()},
+    }
+    write_text(bench.records / FOLDER / f"{bench.scale.name}.json", json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def read_inherited(records: Path, scale: str) -> dict[str, Any] | None:
+    path = records / FOLDER / f"{scale}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+class Line(NamedTuple):
+    """share, middle: of attention, over all layers and over the middle half, where the paper looks. There also: beside, the norm
+    of its value over that of others; as_parent, over that of the parent's first token."""
+
+    label: str
+    share: float
+    middle: float
+    beside: float
+    as_parent: float
+
+
+def summary(found: Mapping[str, Any]) -> list[Line]:
+    lines = []
+    parent = found["forms"]["parent"]["norm"]
+    middle = slice(len(parent) // 4, max(len(parent) // 4 + 1, len(parent) - len(parent) // 4))
+    for form in found["forms"].values():
+        share, norm, other = (form[name] for name in ("share", "norm", "other"))
+        beside = [mine / others for mine, others in zip(norm[middle], other[middle], strict=True)]
+        as_parent = sorted(mine / theirs for mine, theirs in zip(norm[middle], parent[middle], strict=True))
+        lines.append(Line(form["label"], _mean(share), _mean(share[middle]), _mean(beside), as_parent[len(as_parent) // 2]))
+    return lines
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def inherited_blocks(found: Mapping[str, Any], level: int) -> list[Block]:
+    head = ["before any training", "attention on it", "in the middle layers", "its value norm, of others'", "of the parent's"]
+    rows = [
+        [line.label, f"{line.share:.1%}", f"{line.middle:.1%}", f"{line.beside:.2f}", f"{line.as_parent:.2f}"]
+        for line in summary(found)
+    ]
+    return [
+        Heading(level, "Examined: where an adapted sink comes from"),
+        Paragraph(
+            "In a causal parent the first token sees only itself, whatever it is, and heads that have nothing to attend to rest on "
+            "it. Without the causal mask every token sees the others, and this place is gone. An isolated sink sees only itself "
+            f"again. Measured before any training, on {found['rows']} rows of {found['length']} tokens of held-out text, half of "
+            "them masked (the parent reads them whole). An even share of attention would be "
+            f"{1 / (found['length'] + 1):.1%}; the last column is the median over the middle layers:"
+        ),
+        Table(head, rows),
+    ]
