@@ -89,9 +89,11 @@ def _sampling(figures: Any) -> list[str]:
         return " / ".join(f"{figures[f'batch {number}'][form]['tokens_per_second']['p50']:,.0f}" for number in rows)
 
     ours, official = rates("ours_temperature_0.1", 64, 1), rates("official_temperature_0.1", 64, 1)
-    cached = f"{rates('blocks_cache_dual', 64)} / {rates('2_tokens_a_step_cache_dual', 64)} tokens/s"
+    cached = f"{rates('blocks_cache_dual', 64)} / {rates('1.1_tokens_a_step_cache_dual', 64)} tokens/s"
+    origin = f"{rates('ours_origin', 64, 1)} tokens/s; float8 {rates('ours_float8_origin', 64, 1)}"
     return [
         f"{ours} tokens/s; float8 {rates('ours_float8_temperature_0.1', 64, 1)} | {official} tokens/s (official loop)",
+        f"{origin} | {rates('official_origin', 64, 1)} tokens/s (official loop)",
         f"{cached} | {rates('official', 64)} tokens/s (official loop, no blocks)",
     ]
 
