@@ -225,6 +225,9 @@ def wait_for_moment(moment: str, process: Life, out: Path, rng: random.Random, s
     else:
         skip = rng.randint(0, 1)
         seen: set[str] = set()
+        changed = _changed(metrics)
+        while process.poll() is None and time.monotonic() < deadline and _changed(metrics) == changed:
+            time.sleep(0.001)  # it starts; what follows takes all of a core
         while process.poll() is None and time.monotonic() < deadline and len(seen) <= skip:
             seen |= {path.name for path in states.glob(".step-*.partial")}
         _wait(process, rng.uniform(0, 0.004))
@@ -282,7 +285,7 @@ def _wait_for_ranks(process: subprocess.Popen[bytes], ranks: int, forks: bool, b
             return alive
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"{len(alive)} of {ranks} ranks")
-        time.sleep(0.01)
+        time.sleep(0.1)  # looking takes as long as a step
 
 
 def _wait(process: Life, seconds: float) -> None:
@@ -298,6 +301,10 @@ def _lines_after(path: Path, size: int) -> int:
         return 0
     content = path.read_bytes()
     return content[min(size, len(content)) :].count(b"\n")
+
+
+def _changed(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import torch
 from sinkdlm import DiffusionLM, ModelConfig, cli
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: two threads each would wait for one another
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # where Triton is installed, its kernels then run on a CPU
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from conftest import small_model, small_tokens
+from conftest import VARIANTS, small_model, small_tokens
 from sinkdlm.diffusion import corrupt, denoising_loss
 from sinkdlm.errors import TrainError
 from sinkdlm.training.compiling import compile_model
@@ -101,12 +101,13 @@ def test_a_scope_with_compiled_blocks_and_an_observer_closes():
         torch.testing.assert_close(model(tokens), observed)
 
 
+MERGED = [name for name, flags in VARIANTS.items() if flags.get("n_sinks") and "sink_kind" not in flags]  # others have one form
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["auto", "merge"])
-def test_inductor_gives_the_eager_loss(variant, attention):
-    if attention == "merge" and variant.get("sink_kind", "isolated") != "isolated":
-        attention = "auto"
-    assert_compiles_to_the_same(variant, "inductor", 1e-4, attention=attention)
+@pytest.mark.parametrize(("name", "attention"), [*((name, "auto") for name in VARIANTS), *((name, "merge") for name in MERGED)])
+def test_inductor_gives_the_eager_loss(name, attention):
+    assert_compiles_to_the_same(VARIANTS[name], "inductor", 1e-4, attention=attention)
 
 
 WHOLE = {

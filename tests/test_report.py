@@ -414,8 +414,9 @@ def check_page(browser, html, tmp_path):
         dark = (shade < 128).mean(axis=1)
         assert (dark > 0).mean() > 0.2  # lines of type all the way down
         assert dark.mean() < 0.5
-        page.pdf(path=tmp_path / "page.pdf", format="A4")
-        assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
+        if width == 1280:  # paper has a width of its own
+            page.pdf(path=tmp_path / "page.pdf", format="A4")
+            assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
         assert said == []
         assert [url.partition(":")[0] for url in asked if not url.startswith("data:")] == ["file"]
         page.close()
