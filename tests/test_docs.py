@@ -174,6 +174,10 @@ def test_the_tutorial_on_gsm8k_runs_as_it_is_written(home):
     assert len(Path("runs/gsm8k/eval/samples_gsm8k_two_stage.jsonl").read_text().splitlines()) == 4
 
 
+def _is_missing(request) -> bool:
+    return request.failure != "net::ERR_ABORTED"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no browser")
 def test_every_page_opens_and_fits_a_phone(tmp_path):
@@ -189,7 +193,8 @@ def test_every_page_opens_and_fits_a_phone(tmp_path):
         page = browser.new_page(viewport={"width": 390, "height": 844})
         page.on("pageerror", lambda failure: said.append(f"{page.url}: {failure}"))
         page.on("console", lambda message: said.append(f"{page.url}: {message.text}") if message.type == "error" else None)
-        page.on("requestfailed", lambda request: said.append(f"{page.url}: no {request.url}"))
+        # Going on to the next page aborts an icon that is still on its way; what is not there fails otherwise.
+        page.on("requestfailed", lambda request: said.append(f"{page.url}: no {request.url}") if _is_missing(request) else None)
         for path in pages:
             page.goto(path.as_uri())
             assert page.locator("h1").count() == 1, path

@@ -157,8 +157,7 @@ def _deviations(scale: Scale) -> list[str]:
         f"**Tokens.** {told[ADAPT]:.0f}M adapted and {told[SCRATCH]:.0f}M from scratch, rows of {adapt['data']['length']}; the "
         "paper has 30B, 100B and 100B, and does not give its rows' length for the first two.",
         "**Data.** English Wikipedia and novels, 10,160 documents with 42.3M tokens and 531 held out, not FineWeb and SlimPajama: "
-        f"adapted runs read nearly all of it once, those from scratch {told[SCRATCH] / 42.3:.1f} times. "
-        "Contamination was counted over these and as many documents more.",
+        f"adapted runs read nearly all of it once, those from scratch {told[SCRATCH] / 42.3:.1f} times.",
         f"**Fine-tuning.** GSM8K's own 6,973 chains of thought for {sft['train']['epochs']} epochs, not 385K augmented ones for "
         "10.",
         "**Assumed where the paper is silent**: no logit shift, full attention at once, several sinks see only themselves, sinks "
