@@ -7,6 +7,7 @@ are, so that the difference is that of the two forms.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -63,45 +64,49 @@ class MaskedForm:
         return model.head(self._norm(x[:, config.n_sinks :], model.norm))
 
 
-@torch.no_grad()
-def official_greedy(
-    denoise: Callable[[Tensor], Tensor], tokens: Tensor, *, steps: int, mask_id: int, temperature: float = 0.0, first_steps: int = 0
-) -> Tensor:
-    """The official `greedy` over a batch of one length, choosing over the flattened batch. With first_steps, only those."""
-    times = torch.linspace(1, 1e-5, steps + 1)
-    for i in range(first_steps or steps):
-        masked = tokens == mask_id
-        logits = denoise(tokens)[masked]
-        proposal = _gumbel_max(logits, temperature)
-        probabilities = logits.to(torch.float64).softmax(-1)
-        confidence = probabilities.gather(-1, proposal[:, None])[:, 0]
-        n_masked = len(proposal)
-        count = n_masked if i == steps - 1 else int(n_masked * (1 - times[i + 1] / times[i]))
-        if count:
-            chosen = confidence.topk(count).indices
-            filled = torch.full_like(proposal, mask_id)
-            filled[chosen] = proposal[chosen]
-            tokens = tokens.clone()
-            tokens[masked] = filled
-    return tokens
+Fill = Callable[[Tensor, Tensor, float], Tensor]  # logits of what is masked, the share to reveal, temperature -> tokens, or -1
 
 
 @torch.no_grad()
-def official_origin(
-    denoise: Callable[[Tensor], Tensor], tokens: Tensor, *, steps: int, mask_id: int, temperature: float = 0.0, first_steps: int = 0
+def _unmask(
+    fill: Fill,
+    denoise: Callable[[Tensor], Tensor],
+    tokens: Tensor,
+    *,
+    steps: int,
+    mask_id: int,
+    temperature: float = 0.0,
+    first_steps: int = 0,
 ) -> Tensor:
-    """The official `origin`: noise decides what a step reveals, and only those tokens are drawn. With first_steps, only those."""
+    """An official loop over a batch of one length: fill says which token each masked place gets, if any. Or only first_steps."""
     times = torch.linspace(1, 1e-5, steps + 1)
-    for i in range(first_steps or steps):
+    shares = 1 - times[1:] / times[:-1]
+    shares[-1] = 1.0
+    for share in shares[: first_steps or steps]:
         masked = tokens == mask_id
-        logits = denoise(tokens)[masked]
-        share = 1.0 if i == steps - 1 else float(1 - times[i + 1] / times[i])
-        revealed = torch.rand(logits.shape[0], device=tokens.device) < share
-        filled = torch.full(revealed.shape, mask_id, device=tokens.device)
-        filled[revealed] = _gumbel_max(logits[revealed], temperature)
-        tokens = tokens.clone()
-        tokens[masked] = filled
+        filled = fill(denoise(tokens)[masked], share, temperature)
+        tokens = tokens.masked_scatter(masked, torch.where(filled < 0, mask_id, filled))
     return tokens
+
+
+def _fill_greedily(logits: Tensor, share: Tensor, temperature: float) -> Tensor:
+    """The surest, chosen over the flattened batch."""
+    proposal = _gumbel_max(logits, temperature)
+    probabilities = logits.to(torch.float64).softmax(-1)
+    confidence = probabilities.gather(-1, proposal[:, None])[:, 0]
+    chosen = confidence.topk(int(len(proposal) * share)).indices
+    return torch.full_like(proposal, -1).index_copy_(0, chosen, proposal[chosen])
+
+
+def _fill_at_random(logits: Tensor, share: Tensor, temperature: float) -> Tensor:
+    """Noise decides what is revealed, and only those tokens are drawn."""
+    revealed = torch.rand(len(logits), device=logits.device) < float(share)
+    filled = torch.full((len(logits),), -1, device=logits.device)
+    filled[revealed] = _gumbel_max(logits[revealed], temperature)
+    return filled
+
+
+official_greedy, official_origin = partial(_unmask, _fill_greedily), partial(_unmask, _fill_at_random)
 
 
 def _gumbel_max(logits: Tensor, temperature: float) -> Tensor:
