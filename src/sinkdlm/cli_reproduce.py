@@ -87,7 +87,7 @@ def reproduce(
         device,
     )
     if target == "inherited":
-        _say_inherited(inherited(asked, load_parent), as_json)
+        _say_inherited(inherited(asked, load_parent, _tell), as_json)
         return
     if plan:
         _say_plan(run_plan(asked, load_parent), as_json)
@@ -95,11 +95,15 @@ def reproduce(
     if scale is Scale.SMALL and data is None and requests is None and chosen != []:
         raise ReproduceError("--data or --requests: which questions? --tasks '' leaves them out")
     try:
-        found = work(asked, load_parent, lambda text: typer.echo(text, err=True))
+        found = work(asked, load_parent, _tell)
     except Stopped as stopped:
         typer.echo(f"sinkdlm: {stopped}", err=True)
         leave(128 + stopped.number)
     typer.echo(json.dumps(found, indent=1) if as_json else _short(found, out))
+
+
+def _tell(text: str) -> None:
+    typer.echo(text, err=True)
 
 
 def _say_plan(planned: list[Any], as_json: bool) -> None:

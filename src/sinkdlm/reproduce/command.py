@@ -83,10 +83,10 @@ def run_plan(asked: Asked, load_parent: Load) -> list[Planned]:
         return _Work(asked, SCALES[asked.scale], targets_of(asked.target), load_parent, lambda _: None).missing()
 
 
-def inherited(asked: Asked, load_parent: Load) -> dict[str, Any]:
+def inherited(asked: Asked, load_parent: Load, say: Say) -> dict[str, Any]:
     """What sinks are before training. Makes no run; nano's data and parent are made."""
     with _threads(asked.scale):
-        return measure_inherited(_Work(asked, SCALES[asked.scale], [], load_parent, lambda _: None).bench)
+        return measure_inherited(_Work(asked, SCALES[asked.scale], [], load_parent, say).bench, say)
 
 
 class _Work:

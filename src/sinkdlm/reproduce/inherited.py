@@ -6,7 +6,7 @@ form: the share of attention on the first token or the sink, and the norm of its
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +76,7 @@ def look(form: Form, bench: Bench, rows: Tensor) -> dict[str, list[float]]:
     return {name: [float(f"{value:.4g}") for value in line] for name, line in zip(("share", "norm", "other"), layers, strict=True)}
 
 
-def measure_inherited(bench: Bench) -> dict[str, Any]:
+def measure_inherited(bench: Bench, say: Callable[[str], None]) -> dict[str, Any]:
     """Every form on the same rows of held-out text; kept beside the records."""
     if bench.inputs.parent is None:
         raise ReproduceError("--parent: which autoregressive model? a folder or a GGUF file, as `convert` reads it")
@@ -84,12 +84,16 @@ def measure_inherited(bench: Bench) -> dict[str, Any]:
     documents = bench.inputs.documents(bench.scale.documents, length)
     rows = sorted(documents, key=len, reverse=True)[:_ROWS]  # the first of full length, where there are enough
     tokens = torch.tensor([row[: len(rows[-1])] for row in rows])
+    forms = {}
+    for name, form in FORMS.items():
+        forms[name] = {"label": form.label, **look(form, bench, tokens)}
+        say(f"{len(forms)} of {len(FORMS)} forms: {form.label}")
     found = {
         "rows": len(rows),
         "length": tokens.shape[1],
         "masked": _MASKED,
         **bench.provenance(),
-        "forms": {name: {"label": form.label, **look(form, bench, tokens)} for name, form in FORMS.items()},
+        "forms": forms,
     }
     write_text(bench.records / FOLDER / f"{bench.scale.name}.json", json.dumps(found, indent=1) + "\n")
     return found
