@@ -8,6 +8,7 @@ form: the share of attention on the first token or the sink, and the norm of its
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import fmean, median_high
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from sinkdlm.attention import attend_naive
 from sinkdlm.errors import ReproduceError
 from sinkdlm.reproduce.blocks import Block, Heading, Paragraph, Table
 from sinkdlm.reproduce.matrix import ADAPT, LABELS, TRIAL_SEED, Job
+from sinkdlm.reproduce.measuring import middle_layers
 from sinkdlm.reproduce.records import write_text
 from sinkdlm.reproduce.running import Bench, recipe_of
 
@@ -88,13 +90,7 @@ def measure_inherited(bench: Bench, say: Callable[[str], None]) -> dict[str, Any
     for name, form in FORMS.items():
         forms[name] = {"label": form.label, **look(form, bench, tokens)}
         say(f"{len(forms)} of {len(FORMS)} forms: {form.label}")
-    found = {
-        "rows": len(rows),
-        "length": tokens.shape[1],
-        "masked": _MASKED,
-        **bench.provenance(),
-        "forms": forms,
-    }
+    found = {"rows": len(rows), "length": tokens.shape[1], "masked": _MASKED, **bench.provenance(), "forms": forms}
     write_text(bench.records / FOLDER / f"{bench.scale.name}.json", json.dumps(found, indent=1) + "\n")
     return found
 
@@ -118,17 +114,13 @@ class Line(NamedTuple):
 def summary(found: Mapping[str, Any]) -> list[Line]:
     lines = []
     parent = found["forms"]["parent"]["norm"]
-    middle = slice(len(parent) // 4, max(len(parent) // 4 + 1, len(parent) - len(parent) // 4))
+    middle = middle_layers(len(parent))
     for form in found["forms"].values():
         share, norm, other = (form[name] for name in ("share", "norm", "other"))
         beside = [mine / others for mine, others in zip(norm[middle], other[middle], strict=True)]
-        as_parent = sorted(mine / theirs for mine, theirs in zip(norm[middle], parent[middle], strict=True))
-        lines.append(Line(form["label"], _mean(share), _mean(share[middle]), _mean(beside), as_parent[len(as_parent) // 2]))
+        as_parent = [mine / theirs for mine, theirs in zip(norm[middle], parent[middle], strict=True)]
+        lines.append(Line(form["label"], fmean(share), fmean(share[middle]), fmean(beside), median_high(as_parent)))
     return lines
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def inherited_blocks(found: Mapping[str, Any], level: int) -> list[Block]:

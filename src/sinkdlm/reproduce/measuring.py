@@ -170,12 +170,16 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
+def middle_layers(n: int) -> slice:
+    """The middle half, where the paper looks."""
+    return slice(n // 4, max(n // 4 + 1, n - n // 4))
+
+
 def _middle(found: Mapping[str, Any]) -> dict[str, float]:
-    """Of the middle half of layers, where the paper looks: attention on the sink against an even share, its norm too."""
+    """Of the middle layers: attention on the sink against an even share, its norm too."""
     quantities = found["quantities"]
     mass, ratio = ([layer["mean"] for layer in quantities[name]["layers"]] for name in ("sink_mass", "lane_norm_ratio"))
-    n = len(mass)
-    middle = slice(n // 4, max(n // 4 + 1, n - n // 4))
+    middle = middle_layers(len(mass))
     rows = found["trajectories"]
     keys = sum(row["length"] for row in rows) / len(rows) + 1
     told = {}
