@@ -21,7 +21,7 @@ from sinkdlm.interop import open_source
 from sinkdlm.reproduce import claims, page, paper, statistics
 from sinkdlm.reproduce.blocks import Code, Heading, Paragraph, Table, to_html, to_markdown
 from sinkdlm.reproduce.inputs import Inputs
-from sinkdlm.reproduce.matrix import ADAPT, RATE_OF, SCALES, SCRATCH, SFT, TARGETS, VARIANTS, Job, jobs_of, select, trials_of
+from sinkdlm.reproduce.matrix import ADAPT, ONCE, RATE_OF, SCALES, SCRATCH, SFT, TARGETS, VARIANTS, Job, jobs_of, select, trials_of
 from sinkdlm.reproduce.overlap import GRAM, corpus_texts, overlap
 from sinkdlm.reproduce.parents import Parents
 from sinkdlm.reproduce.records import MAX_BYTES, Outcome, read_record, read_records, write_record
@@ -189,7 +189,7 @@ def test_values_are_kept_closely_enough_to_pair(top):
 
 
 def test_a_full_record_of_small_is_small(tmp_path):
-    """As many items as the declared tasks have."""
+    """As many items as the declared tasks have, those of the official settings and of cut documents too."""
     counts = {"lambada_openai": 5153, "arc_easy": 2376, "arc_challenge": 1172, "hellaswag": 2000, "piqa": 1838, "race": 300}
     counts |= {"social_iqa": 1954}
     made = record(ADAPT, "sink", 1, 0.0)
@@ -197,12 +197,15 @@ def test_a_full_record_of_small_is_small(tmp_path):
     outcomes = {"nelbo": Outcome.of_items(rng.uniform(500, 2500, 512), 2e5)}
     for task, count in counts.items():
         outcomes[f"{task}.nll"] = Outcome.of_items(rng.uniform(0, 200, count), 10.0 * count)
-        outcomes |= {f"{task}.{name}": Outcome.of_items(rng.random(count) < 0.5, count) for name in ("acc", "acc_norm")}
+        for name in ("acc", "acc_norm", "official.acc", "official.acc_norm"):
+            outcomes[f"{task}.{name}"] = Outcome.of_items(rng.random(count) < 0.5, count)
+    for length in SCALES["small"].cuts:
+        outcomes |= {f"{kind}.{length}": Outcome.of_items(rng.uniform(5, 2500, 128), 1e4) for kind in ("rows", "ends")}
     layers: dict[str, list[float | None]] = {f"quantity{number}": rng.random(30).round(6).tolist() for number in range(7)}
     facts = {**made.facts, "recipe": "x" * 1500}
     whole = type(made)(made.name, made.kind, "small", ADAPT, "sink", 1, 4e-4, outcomes, layers, facts)
     assert write_record(tmp_path, whole).stat().st_size <= MAX_BYTES
-    outcomes["again.nll"] = Outcome.of_items(rng.uniform(0, 200, 9000), 9e4)
+    outcomes["again.nll"] = Outcome.of_items(rng.uniform(0, 200, 12_000), 1e5)
     with pytest.raises(ReproduceError, match="fewer items"):
         write_record(tmp_path, whole)
 
@@ -243,7 +246,8 @@ def test_the_matrix_has_the_seeds_that_were_declared():
         if job.trial is None:
             counts[job.group, job.variant] = counts.get((job.group, job.variant), 0) + 1
     assert all(counts[ADAPT, variant] == 5 for variant in ("vanilla", "sink", "gate"))
-    assert all(counts[ADAPT, variant] == 3 for variant in VARIANTS if variant not in ("vanilla", "sink", "gate"))
+    assert all(counts[ADAPT, variant] == 3 for variant in VARIANTS if variant not in ("vanilla", "sink", "gate", *ONCE))
+    assert all(counts[ADAPT, variant] == 1 for variant in ONCE)
     assert all(counts[group, variant] == 3 for group in (SCRATCH, SFT) for variant in ("vanilla", "sink", "gate"))
     assert len(set(jobs)) == len(jobs) == len({job.name for job in jobs})
 
@@ -321,11 +325,11 @@ def test_runs_are_chosen_by_variant_and_seed():
 
 
 def test_a_variant_may_take_the_learning_rate_of_another():
-    jobs = jobs_of(["controls"], SCALES["small"], 5)
+    jobs = jobs_of(["controls", "short"], SCALES["small"], 5)
     for variant, other in RATE_OF.items():
         assert trials_of(ADAPT, variant, SCALES["small"]) == trials_of(ADAPT, other, SCALES["small"])
         assert not any(job.trial is not None and job.variant == variant for job in jobs)
-        assert select(jobs, [f"{variant},2"]) == [*trials_of(ADAPT, other, SCALES["small"]), Job(ADAPT, variant, 2)]
+        assert select(jobs, [f"{variant},1"]) == [*trials_of(ADAPT, other, SCALES["small"]), Job(ADAPT, variant, 1)]
 
 
 def test_the_papers_recipes_are_those_of_the_project(tmp_path):

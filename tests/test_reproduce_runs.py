@@ -92,7 +92,7 @@ def test_a_cut_of_nano_writes_records_and_a_report(made):
 
 def test_an_interrupted_run_goes_on_stage_by_stage(made):
     """What was measured before Ctrl-C was not measured again."""
-    assert json.loads((made / "parts").read_text()) == ["task arc_easy", "task lambada_openai", "train", "validation"]
+    assert json.loads((made / "parts").read_text()) == ["cuts", "task arc_easy", "task lambada_openai", "train", "validation"]
 
 
 def test_a_finished_reproduction_makes_nothing_again(made, tmp_path):

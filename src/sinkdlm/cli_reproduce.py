@@ -22,8 +22,8 @@ def reproduce(
     target: Annotated[
         str,
         typer.Argument(
-            help="table1 to table5, controls, figure1, figure3, gsm8k, all; or overlap: corpus against benchmarks; or inherited: "
-            "what sinks are before training."
+            help="table1 to table5, controls, short, figure1, figure3, gsm8k, all; or overlap: corpus against benchmarks; or "
+            "inherited: what sinks are before training; or lengths: tokens of questions, to look at records by length."
         ),
     ],
     scale: Annotated[
@@ -56,6 +56,9 @@ def reproduce(
 
     if target == "overlap":
         _overlap(corpus or [], data, requests, records or out / "records", scale, as_json)
+        return
+    if target == "lengths":
+        _lengths(parent, data, requests, records or out / "records", scale, as_json)
         return
     if scale is Scale.PAPER:
         from sinkdlm.reproduce.paper import lay_out
@@ -143,3 +146,12 @@ def _overlap(corpus: list[str], data: Path | None, requests: Path | None, record
         return
     for task, row in found["tasks"].items():
         typer.echo(f"{task:16s}{row['documents_hit']:6d} of {row['documents']:6d} documents share a 13-gram with the corpus")
+
+
+def _lengths(parent: str | None, data: Path | None, requests: Path | None, records: Path, scale: Scale, as_json: bool) -> None:
+    from sinkdlm.reproduce.inputs import Given
+    from sinkdlm.reproduce.lengths import count_lengths, said
+    from sinkdlm.reproduce.matrix import SCALES
+
+    found = count_lengths(Given(parent=parent, data=data, requests=requests), records, SCALES.get(scale.value, SCALES["small"]))
+    typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(said(found)))

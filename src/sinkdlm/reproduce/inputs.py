@@ -130,7 +130,7 @@ def prepared_corpus(given: Given, out: Path) -> Path:
         return first
     find_sources(list(given.corpus))  # a wrong name is said before the tokenizer is read
     folder = out / "data" / "corpus"
-    prepare(list(given.corpus), _parent_tokenizer(given), folder, Preparation(validation=_HELD_OUT), source=given.parent)
+    prepare(list(given.corpus), parent_tokenizer(given), folder, Preparation(validation=_HELD_OUT), source=given.parent)
     return folder
 
 
@@ -139,11 +139,11 @@ def prepared_sft(given: Given, out: Path) -> Path | None:
         return given.sft
     folder = out / "data" / "sft"
     settings = Preparation(kind="gsm8k-two-stage", validation=0.05)
-    prepare([str(given.sft)], _parent_tokenizer(given), folder, settings, source=given.parent)
+    prepare([str(given.sft)], parent_tokenizer(given), folder, settings, source=given.parent)
     return folder
 
 
-def _parent_tokenizer(given: Given) -> Any:
+def parent_tokenizer(given: Given) -> Any:
     if given.parent is None:
         raise ReproduceError("--parent: which autoregressive model? texts are prepared with its tokenizer")
     path = Path(given.parent)

@@ -29,8 +29,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "logit": {"model": {"n_sinks": 1, "sink_kind": "logit"}},
     "first": {"data": {"first": "eos"}},
     "vanilla-sink-rate": {},
+    "vanilla-lengths": {"data": {"random_lengths": 0.5}},
+    "sink-lengths": {"model": {"n_sinks": 1}, "data": {"random_lengths": 0.5}},
 }
-RATE_OF = {"vanilla-sink-rate": "sink"}  # variants that have no trials of their own: whose learning rate they take
+# Variants that have no trials of their own: whose learning rate they take.
+RATE_OF = {"vanilla-sink-rate": "sink", "vanilla-lengths": "sink", "sink-lengths": "sink"}
 LABELS = {
     "vanilla": "DLM",
     "sink": "DLM + sink",
@@ -44,8 +47,11 @@ LABELS = {
     "logit": "sink logit",
     "first": "always visible first token",
     "vanilla-sink-rate": "DLM at the sink's learning rate",
+    "vanilla-lengths": "DLM at the sink's learning rate, half of its rows of random length",
+    "sink-lengths": "DLM + sink, half of its rows of random length",
 }
 MAIN = ("vanilla", "sink", "gate")  # adapted, these have all seeds; other runs have a part of them
+ONCE = ("vanilla-lengths", "sink-lengths")  # of the first seed alone: they explain, and are claimed nothing of
 OFFICIAL = ("vanilla", "sink", "gate")  # of the first seed, scored once more with the official settings where that is asked
 
 
@@ -91,6 +97,10 @@ TARGETS: dict[str, Target] = {
         "Controls: is it isolation that helps?",
         {ADAPT: ("vanilla", "sink", "register", "logit", "first", "vanilla-sink-rate")},
     ),
+    "short": Target(
+        "Rows shorter than those of training",
+        {ADAPT: ("vanilla-sink-rate", "sink", "vanilla-lengths", "sink-lengths")},
+    ),
     "figure1": Target("Figure 1: sinks of a model without one", {ADAPT: ("vanilla",)}),
     "figure3": Target("Figure 3: the sink in every layer, before and after fine-tuning", {ADAPT: ("sink",), SFT: ("sink",)}),
     "gsm8k": Target("GSM8K: after fine-tuning", {SFT: ("vanilla", "sink", "gate")}),
@@ -119,6 +129,7 @@ class Scale:
     trajectories: int
     written: int  # tokens of a trajectory, one a step or two
     examples: int  # held-out examples of fine-tuning
+    cuts: Sequence[int]  # to how many tokens documents are cut, for adapted models of the first seed; the last: rows of training
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -150,6 +161,7 @@ SCALES: dict[str, Scale] = {
         trajectories=4,
         written=8,
         examples=100,
+        cuts=(8, 16, 32),
     ),
     "small": Scale(
         name="small",
@@ -192,8 +204,19 @@ SCALES: dict[str, Scale] = {
         trajectories=16,
         written=64,
         examples=500,
+        cuts=(16, 32, 64, 128, 256, 512),
         # From 331k tokens/s of smollm2-135m and 1.08M of smdm-34m on an H200 (benchmarks/results); the rest is guessed.
-        seconds={ADAPT: 120, SCRATCH: 100, SFT: 40, "start": 20, "validation": 8, "answers": 8, "task": 9, "capture": 15},
+        seconds={
+            ADAPT: 120,
+            SCRATCH: 100,
+            SFT: 40,
+            "start": 20,
+            "validation": 8,
+            "answers": 8,
+            "task": 9,
+            "cuts": 6,
+            "capture": 15,
+        },
     ),
 }
 PAPER = "paper"
@@ -258,6 +281,8 @@ def trials_of(group: str, variant: str, scale: Scale) -> list[Job]:
 
 
 def seeds_of(group: str, variant: str, scale: Scale, seeds: int) -> int:
+    if variant in ONCE:
+        return 1
     return seeds if group == ADAPT and variant in MAIN else min(seeds, scale.other_seeds)
 
 

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sinkdlm.analysis.study import Plan, study
+from sinkdlm.attention import attend_naive
 from sinkdlm.evals.answering import Answerer, answer_sheet, forward_tokens
 from sinkdlm.evals.gsm8k import MARK, extract_answer, normalise
 from sinkdlm.evals.requests import GENERATE, Request, Sheet, by_question
@@ -27,6 +29,8 @@ SCORING_SEED = 20_260_127  # of every run: pairs share their masks
 _LAYERS = ("sink_mass", "sink_value_norm", "normal_norm", "content_sink_norm", "sink_heads", "turnover", "update_ratio")
 _OF_SINKS = ("sink_mass", "lane_heads", "middle_sink_times")
 _BINS = 24
+ROWS, ENDS, WRITES = "rows", "ends", "writes"  # outcomes of documents that are cut
+_CUT_ROWS, _WRITTEN_ROWS = 128, 8
 
 
 class Found(NamedTuple):
@@ -73,6 +77,46 @@ def score_documents(model: Model, inputs: Inputs, scale: Scale, length: int) -> 
     rows = inputs.documents(scale.documents, length)
     nats = model.score(rows, [0] * len(rows), scale.draws)
     return Found({NELBO: Outcome.of_items(nats, sum(map(len, rows)))})
+
+
+def score_cuts(model: Model, inputs: Inputs, scale: Scale) -> Found:
+    """Documents cut to several lengths, those of training the last. The whole row; its last tokens, given the others, which are the
+    same tokens at every length, as options of questions are; and how much heads write."""
+    longest, n_last = scale.cuts[-1], scale.cuts[0] // 2
+    documents = inputs.documents(scale.documents, longest)
+    full = [document for document in documents if len(document) == longest][:_CUT_ROWS]
+    outcomes = {}
+    for length in scale.cuts:
+        rows = [document[:length] for document in documents if len(document) >= length][:_CUT_ROWS]
+        if rows:
+            nats = model.score(rows, [0] * len(rows), scale.draws)
+            outcomes[f"{ROWS}.{length}"] = Outcome.of_items(nats, length * len(rows))
+            outcomes[f"attention.{WRITES}.{length}"] = Outcome.of_value(_writes(model, rows[:_WRITTEN_ROWS]))
+        if full:
+            nats = model.score([row[-length:] for row in full], [length - n_last] * len(full), scale.draws)
+            outcomes[f"{ENDS}.{length}"] = Outcome.of_items(nats, n_last * len(full))
+    return Found(outcomes)
+
+
+def _writes(model: Model, rows: list[list[int]]) -> float:
+    """The norm of what a head writes, of the mean norm of the values it mixes: 0 where it writes nothing, 1 where it copies.
+
+    Half of the tokens are masked. Mean over rows, tokens, heads and layers.
+    """
+    lm, shares = model.lm, list[float]()
+
+    def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
+        logit = lm.model.blocks[layer].attention.sink_logit
+        mixed, _ = attend_naive(q, k, v, sink_k, sink_v, sink_logit=logit)
+        shares.append(float(mixed.float().norm(dim=-1).mean() / v.float().norm(dim=-1).mean()))
+
+    hidden = torch.rand(len(rows), len(rows[0]), generator=torch.Generator().manual_seed(0)) < 0.5
+    tokens = torch.tensor(rows).masked_fill(hidden, lm.config.mask_id)
+    with lm.model.inference():
+        for row in tokens:  # one at a time: maps of all queries and keys are large
+            framed = row if model.first is None else torch.cat([row.new_tensor([model.first]), row])
+            lm.model(framed[None].to(model.device), observe=observe)
+    return float(np.mean(shares))
 
 
 def score_answers(model: Model, inputs: Inputs, scale: Scale) -> Found:

@@ -10,7 +10,21 @@ from typing import Any
 from sinkdlm.reproduce.blocks import Block, Bullets, Code, Heading, Paragraph, Picture, Table, to_markdown
 from sinkdlm.reproduce.claims import CLAIMS, FAILS, FEW, MARGIN, OPEN, OUTCOMES, PRIMARY, SAME
 from sinkdlm.reproduce.inherited import inherited_blocks, read_inherited
-from sinkdlm.reproduce.matrix import ADAPT, LABELS, SCALES, SCRATCH, SFT, TARGETS, TRIAL_SEED, VARIANTS, Scale, jobs_of, seeds_of
+from sinkdlm.reproduce.lengths import lengths_blocks, read_lengths
+from sinkdlm.reproduce.matrix import (
+    ADAPT,
+    FIRST_SEED,
+    LABELS,
+    SCALES,
+    SCRATCH,
+    SFT,
+    TARGETS,
+    TRIAL_SEED,
+    VARIANTS,
+    Scale,
+    jobs_of,
+    seeds_of,
+)
 from sinkdlm.reproduce.overlap import GRAM, read_overlap
 from sinkdlm.reproduce.records import Record, find_made, read_records
 from sinkdlm.reproduce.report import findings, rate_blocks, target_blocks, verdicts, work_blocks
@@ -85,6 +99,9 @@ def _design(scale: Scale) -> list[Block]:
                 "**Rates that differ.** The DLM's trials chose 0.0016, those with a sink 0.0008, so that a difference between the "
                 "two may be the rate's. The DLM at the sink's rate was added as a control, after these trials and one seed had "
                 "been seen.",
+                "**Lengths.** Half of the rows of random length, with and without a sink, on one seed, and documents cut to "
+                f"{', '.join(map(str, scale.cuts))} tokens for adapted models of seed {FIRST_SEED}, were added "
+                "after three seeds of table 1 had been seen, to explain them.",
                 "**Gate.** Both with the paper's plain init, whose gates start near one half, and with one that starts open and "
                 "keeps the parent's function; this one had been declared with as many seeds as the first, which was changed before "
                 "any of its runs.",
@@ -185,6 +202,7 @@ def _commands() -> list[Block]:
                     f"sinkdlm eval --write-requests requests.jsonl {asked}",
                     f"sinkdlm reproduce overlap --scale small --corpus corpus/ --requests requests.jsonl {kept}",
                     f"sinkdlm reproduce inherited --scale small --parent SmolLM2-135M.gguf --corpus data/corpus {kept}",
+                    f"sinkdlm reproduce lengths --scale small --parent SmolLM2-135M.gguf --requests requests.jsonl {kept}",
                     "# on the GPU, as often as needed: finished runs are skipped. Started several times at once, on one GPU or",
                     "# on several, processes with the same --out share the runs among themselves (three trials fit on an H200)",
                     f"sinkdlm reproduce all {common} {kept} --time-limit 540",
@@ -218,6 +236,7 @@ def results(scale: Scale, records: Mapping[str, Record], folder: Path, assets: P
     before = read_inherited(folder, scale.name)
     if before is not None:
         blocks += inherited_blocks(before, level=3)
+    blocks += lengths_blocks(records, read_lengths(folder, scale.name), scale, level=3)
     return [*blocks, *rate_blocks(found, level=3), *work_blocks(found, level=3)]
 
 

@@ -1,4 +1,4 @@
-"""A run's record: what ran, and what came of it, small enough to be kept with the project (60 kB at most).
+"""A run's record: what ran, and what came of it, small enough to be kept with the project (80 kB at most).
 
 Values of single items are kept, since pairs need them: as whole multiples of a unit, in base64. Owns the form of record files.
 """
@@ -19,7 +19,7 @@ from sinkdlm.reproduce.matrix import Job, Scale
 
 FORMAT, VERSION = "sinkdlm-reproduction", 1
 RUN, TRIAL = "run", "trial"
-MAX_BYTES = 60_000
+MAX_BYTES = 80_000
 _FIRST_UNIT = 1e-3  # nats; coarser by tens until 16 bits hold every value
 
 

@@ -24,7 +24,7 @@ from sinkdlm.evals.requests import Sheet
 from sinkdlm.evals.settings import settings_for
 from sinkdlm.reproduce.inputs import Inputs
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, OFFICIAL, SFT, VARIANTS, Job, Scale
-from sinkdlm.reproduce.measuring import Found, Model, Stage, ask, score_answers, score_documents, watch
+from sinkdlm.reproduce.measuring import Found, Model, Stage, ask, score_answers, score_cuts, score_documents, watch
 from sinkdlm.reproduce.records import RUN, TRIAL, Outcome, Record, write_record, write_text
 from sinkdlm.tables import nest, overlay, parse_override
 from sinkdlm.training.loop import train
@@ -120,6 +120,8 @@ def stages_of(job: Job, bench: Bench) -> dict[str, Stage]:
             found[f"task {task}"] = _asking(sheet, task)
             if bench.official and job in _TWINS:
                 found[f"official {task}"] = _asking_officially(sheet, task)
+    if job.group == ADAPT and job.seed == FIRST_SEED:
+        found["cuts"] = lambda model: score_cuts(model, inputs, scale)
     found["capture"] = lambda model: watch(model, inputs, scale)
     return found
 

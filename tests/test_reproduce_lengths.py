@@ -1,0 +1,132 @@
+"""Records by length: tokens of questions are counted as they are scored, leads stand where they were planted, cuts are cut."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from evaluated import small_lm, tiny_tokenizer
+from reproductions import matrix
+from sinkdlm.data.synthetic import prepare_example
+from sinkdlm.evals.requests import LOGLIKELIHOOD, Request, Sheet
+from sinkdlm.evals.settings import Settings
+from sinkdlm.reproduce.blocks import to_markdown
+from sinkdlm.reproduce.claims import pair
+from sinkdlm.reproduce.inputs import GOLD, Inputs
+from sinkdlm.reproduce.lengths import BASE, OTHER, leads, lengths_blocks, read_lengths
+from sinkdlm.reproduce.matrix import ADAPT, SCALES
+from sinkdlm.reproduce.measuring import Model, _writes, score_cuts
+from sinkdlm.reproduce.records import Outcome
+
+QUESTIONS = [("abc", " de", 0), ("abcdef", " g", 0), ("a" * 40, " bcd", 1), ("abcd ", "xyz", 0)]
+
+
+def sheet() -> Sheet:
+    """Two options each; the other one is longer."""
+    requests = []
+    for doc, (context, right, gold) in enumerate(QUESTIONS):
+        options = [right, right + "!!!!"] if gold == 0 else [right + "!!!!", right]
+        for index, option in enumerate(options):
+            requests.append(Request(LOGLIKELIHOOD, "arc_easy", doc, index, context, option))
+    return Sheet(requests, {"arc_easy": Settings()}, seed=0, about={GOLD: {"arc_easy": [gold for _, _, gold in QUESTIONS]}})
+
+
+def test_tokens_are_counted_of_prompt_and_right_option(tmp_path, command_line):
+    sheet().write(tmp_path / "requests.jsonl")
+    tiny_tokenizer().save_pretrained(tmp_path / "parent")
+    given = ("--parent", tmp_path / "parent" / "tokenizer.json", "--scale", "small", "--records", tmp_path / "records")
+    status, said, _ = command_line("reproduce", "lengths", *given, "--requests", tmp_path / "requests.jsonl", "--json")
+    assert status == 0
+    found = json.loads(said)
+    assert read_lengths(tmp_path / "records", "small") == found
+    counted = found["tasks"]["arc_easy"]
+    assert Outcome.from_json(counted["tokens"]).values.tolist() == [len(context + right) for context, right, _ in QUESTIONS]
+    assert Outcome.from_json(counted["scored"]).values.tolist() == [3, 2, 4, 4]  # a prompt's last blank goes with the option
+    status, _, said = command_line("reproduce", "lengths", *given)
+    assert status == 2
+    assert "--requests" in said
+
+
+def test_a_lead_is_shown_at_the_lengths_where_it_is():
+    """Planted in short questions alone."""
+    records = matrix({(ADAPT, BASE): 0.0, (ADAPT, OTHER): 0.0}, n_seeds=3)
+    tokens = np.where(np.arange(200) < 100, 20, 100)
+    for name, one in records.items():
+        if one.variant == OTHER:
+            values = one.outcomes["arc_easy.nll"].values - np.where(tokens < 32, 3.0, 0.0)  # of ten tokens
+            records[name] = replace(one, outcomes={**one.outcomes, "arc_easy.nll": Outcome.of_items(values, 2000.0)})
+    counted = {
+        "tasks": {
+            "arc_easy": {
+                name: Outcome.of_items(values, 200).to_json() for name, values in (("tokens", tokens), ("scored", np.full(200, 10)))
+            }
+        }
+    }
+    (row,) = leads(records, counted)
+    short, _, longer, *_ = row["cells"]
+    assert (short["n"], longer["n"]) == (100, 100)
+    assert short["spread"].mean == pytest.approx(-0.3, abs=0.01)
+    assert longer["spread"].mean == pytest.approx(0.0, abs=0.01)
+    assert [cell["spread"].n for cell in row["cells"]] == [3, 0, 3, 0, 0, 0]
+    said = to_markdown(lengths_blocks(records, counted, SCALES["small"], level=3))
+    assert f"| arc_easy | {short['spread'].mean:+.3f} (100) |  | {longer['spread'].mean:+.3f} (100) |" in said
+    assert not lengths_blocks({}, counted, SCALES["small"], level=3)
+
+
+@pytest.fixture
+def cut(tmp_path):
+    prepare_example(tmp_path / "text", documents=60)
+    return Inputs(tmp_path / "text"), replace(SCALES["nano"], cuts=(8, 16, 64), documents=24)
+
+
+def test_documents_are_scored_at_every_length(cut):
+    inputs, scale = cut
+    model = Model(small_lm(n_sinks=1), None)
+    found = score_cuts(model, inputs, scale).outcomes
+    documents = inputs.documents(scale.documents, 64)
+    for length in scale.cuts:
+        rows = [document[:length] for document in documents if len(document) >= length]
+        expected = model.score(rows, [0] * len(rows), scale.draws)
+        assert found[f"rows.{length}"].value == pytest.approx(expected.sum() / (length * len(rows)), abs=1e-3)
+    full = [document for document in documents if len(document) == 64]
+    assert full
+    ends = model.score([row[-16:] for row in full], [12] * len(full), scale.draws)
+    assert found["ends.16"].value == pytest.approx(ends.sum() / (4 * len(full)), abs=1e-3)
+    other = score_cuts(Model(small_lm(seed=1, n_sinks=1), None), inputs, scale).outcomes
+    runs = {
+        variant: replace(one, outcomes={**one.outcomes, **outcomes})
+        for variant, outcomes in ((BASE, found), (OTHER, other))
+        for one in matrix({(ADAPT, variant): 0.0}, n_seeds=1).values()
+    }
+    said = to_markdown(lengths_blocks({one.name: one for one in runs.values()}, None, scale, level=3))
+    assert f"{pair(runs[BASE], runs[OTHER], 'rows.8').difference:+.3f}" in said
+    assert f"{found['attention.writes.16'].value:.3f}" in said
+
+
+@pytest.mark.parametrize(
+    "flags", [{"n_sinks": 0}, {"n_sinks": 1}, {"n_sinks": 1, "sink_kind": "logit"}, {"n_sinks": 1, "sink_kind": "register"}]
+)
+def test_what_heads_write_is_what_their_output_holds(flags):
+    """Against the input of each layer's last product, which is what heads wrote."""
+    lm = small_lm(**flags)
+    rows = [[5, 6, 7, 8, 9, 10, 11, 12], [9, 9, 8, 7, 6, 5, 4, 3]]
+    found = _writes(Model(lm, None), rows)
+    wrote, values = [], []
+
+    def keep(module, given):
+        if given[0].shape[1] >= len(rows[0]):  # a sink's own is not meant
+            wrote.append(given[0].unflatten(-1, (lm.config.n_heads, -1)).norm(dim=-1).mean())
+
+    def observe(layer, q, k, v, sink_k, sink_v):
+        values.append(v.norm(dim=-1).mean())
+
+    for block in lm.model.blocks:
+        block.attention.out.register_forward_pre_hook(keep)
+    hidden = torch.rand(2, 8, generator=torch.Generator().manual_seed(0)) < 0.5
+    with lm.model.inference():
+        for row in torch.tensor(rows).masked_fill(hidden, lm.config.mask_id):
+            lm.model(row[None], observe=observe)
+    assert len(wrote) == len(values) == 2 * lm.config.n_layers
+    assert found == pytest.approx(np.mean([float(one / of) for one, of in zip(wrote, values, strict=True)]), rel=1e-4)
