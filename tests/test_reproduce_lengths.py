@@ -15,10 +15,10 @@ from sinkdlm.evals.settings import Settings
 from sinkdlm.reproduce.blocks import to_markdown
 from sinkdlm.reproduce.claims import pair
 from sinkdlm.reproduce.inputs import GOLD, Inputs
-from sinkdlm.reproduce.lengths import BASE, OTHER, leads, lengths_blocks, read_lengths
+from sinkdlm.reproduce.lengths import BASE, NAME, OTHER, leads, lengths_blocks
 from sinkdlm.reproduce.matrix import ADAPT, SCALES
 from sinkdlm.reproduce.measuring import Model, _writes, score_cuts
-from sinkdlm.reproduce.records import Outcome
+from sinkdlm.reproduce.records import Outcome, read_beside
 
 QUESTIONS = [("abc", " de", 0), ("abcdef", " g", 0), ("a" * 40, " bcd", 1), ("abcd ", "xyz", 0)]
 
@@ -40,7 +40,7 @@ def test_tokens_are_counted_of_prompt_and_right_option(tmp_path, command_line):
     status, said, _ = command_line("reproduce", "lengths", *given, "--requests", tmp_path / "requests.jsonl", "--json")
     assert status == 0
     found = json.loads(said)
-    assert read_lengths(tmp_path / "records", "small") == found
+    assert read_beside(tmp_path / "records", NAME, "small") == found
     counted = found["tasks"]["arc_easy"]
     assert Outcome.from_json(counted["tokens"]).values.tolist() == [len(context + right) for context, right, _ in QUESTIONS]
     assert Outcome.from_json(counted["scored"]).values.tolist() == [3, 2, 4, 4]  # a prompt's last blank goes with the option

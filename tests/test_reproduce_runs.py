@@ -20,9 +20,9 @@ from sinkdlm.evals.requests import LOGLIKELIHOOD, Request, Sheet
 from sinkdlm.evals.settings import Settings
 from sinkdlm.reproduce import command, nano, running
 from sinkdlm.reproduce.blocks import to_markdown
-from sinkdlm.reproduce.inherited import FORMS, inherited_blocks, read_inherited
+from sinkdlm.reproduce.inherited import FORMS, NAME, inherited_blocks
 from sinkdlm.reproduce.matrix import SCALES, Job
-from sinkdlm.reproduce.records import find_made, read_records
+from sinkdlm.reproduce.records import find_made, read_beside, read_records
 
 CUT = ("--set", "train.steps=4", "--seeds", "1")
 LESS = {"documents": 12, "trajectories": 2, "examples": 20, "tasks": {"lambada_openai": 8, "arc_easy": 5, "gsm8k_two_stage": 8}}
@@ -157,7 +157,7 @@ def test_what_sinks_are_before_training(made, tmp_path, capsys):
     shutil.copytree(made / "cut", tmp_path / "cut")
     assert reproduce("inherited", "--out", tmp_path / "cut", "--json", *CUT[:2]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert read_inherited(tmp_path / "cut" / "records", "nano") == found
+    assert read_beside(tmp_path / "cut" / "records", NAME, "nano") == found
     lm = load(tmp_path / "cut" / "parent")
     inputs = nano.nano_inputs(SCALES["nano"], tmp_path / "cut")
     rows = sorted(inputs.documents(LESS["documents"], 32), key=lambda row: -len(row))[:8]

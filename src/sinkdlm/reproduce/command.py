@@ -22,7 +22,7 @@ from sinkdlm.errors import BusyError, ReproduceError
 from sinkdlm.evals.requests import Sheet
 from sinkdlm.reproduce.claims import ANSWERS, NELBO
 from sinkdlm.reproduce.inherited import measure_inherited
-from sinkdlm.reproduce.inputs import Given, Inputs, given_inputs
+from sinkdlm.reproduce.inputs import NO_PARENT, Given, Inputs, given_inputs
 from sinkdlm.reproduce.matrix import SCALES, SFT, Job, Scale, jobs_of, select, targets_of, trials_of
 from sinkdlm.reproduce.nano import nano_inputs
 from sinkdlm.reproduce.parents import Load, Parents
@@ -111,7 +111,6 @@ class _Work:
             keep_weights=asked.keep_weights,
             official=asked.official,
         )
-        self._settle()
         self.records: dict[str, Record] = {}
         self.look()
 
@@ -149,7 +148,7 @@ class _Work:
         if any(job.group == SFT for job in self.jobs) and found.sft is None:
             raise ReproduceError("--sft: which fine-tuning data? give GSM8K's chain-of-thought file, or a set prepared from it")
         if found.parent is None and any(job.group != "scratch" for job in self.jobs):
-            raise ReproduceError("--parent: which autoregressive model? a folder or a GGUF file, as `convert` reads it")
+            raise ReproduceError(NO_PARENT)
         return found
 
     def _sheets(self, inputs: Inputs) -> dict[str, Sheet]:
@@ -201,6 +200,7 @@ class _Work:
 
     def run(self) -> None:
         """Until everything is made, time is up, or the rest is with other processes."""
+        self._settle()
         left, waits = self.missing(), False
         if left:
             self.say(f"{len(left)} of {len(self.jobs)} runs are missing{_about(left)}")

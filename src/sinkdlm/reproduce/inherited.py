@@ -5,9 +5,7 @@ the causal mask no token is alone any more; an isolated sink is. So a sink may b
 form: the share of attention on the first token or the sink, and the norm of its value beside other tokens', layer by layer.
 """
 
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from statistics import fmean, median_high
 from typing import Any, NamedTuple
 
@@ -17,12 +15,13 @@ from torch import Tensor
 from sinkdlm.attention import attend_naive
 from sinkdlm.errors import ReproduceError
 from sinkdlm.reproduce.blocks import Block, Heading, Paragraph, Table
+from sinkdlm.reproduce.inputs import NO_PARENT
 from sinkdlm.reproduce.matrix import ADAPT, LABELS, TRIAL_SEED, Job
 from sinkdlm.reproduce.measuring import middle_layers
-from sinkdlm.reproduce.records import write_text
+from sinkdlm.reproduce.records import write_beside
 from sinkdlm.reproduce.running import Bench, recipe_of
 
-FOLDER = "inherited"  # below the records
+NAME = "inherited"
 _ROWS = 8
 _MASKED = 0.5  # of a row's tokens, at random; the parent reads whole text
 
@@ -81,7 +80,7 @@ def look(form: Form, bench: Bench, rows: Tensor) -> dict[str, list[float]]:
 def measure_inherited(bench: Bench, say: Callable[[str], None]) -> dict[str, Any]:
     """Every form on the same rows of held-out text; kept beside the records."""
     if bench.inputs.parent is None:
-        raise ReproduceError("--parent: which autoregressive model? a folder or a GGUF file, as `convert` reads it")
+        raise ReproduceError(NO_PARENT)
     length = bench.scale.tables[ADAPT]["data"]["length"]
     documents = bench.inputs.documents(bench.scale.documents, length)
     rows = sorted(documents, key=len, reverse=True)[:_ROWS]  # the first of full length, where there are enough
@@ -91,13 +90,8 @@ def measure_inherited(bench: Bench, say: Callable[[str], None]) -> dict[str, Any
         forms[name] = {"label": form.label, **look(form, bench, tokens)}
         say(f"{len(forms)} of {len(FORMS)} forms: {form.label}")
     found = {"rows": len(rows), "length": tokens.shape[1], "masked": _MASKED, **bench.provenance(), "forms": forms}
-    write_text(bench.records / FOLDER / f"{bench.scale.name}.json", json.dumps(found, indent=1) + "\n")
+    write_beside(bench.records, NAME, bench.scale.name, found)
     return found
-
-
-def read_inherited(records: Path, scale: str) -> dict[str, Any] | None:
-    path = records / FOLDER / f"{scale}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 class Line(NamedTuple):

@@ -22,6 +22,7 @@ from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of
 from sinkdlm.reproduce.matrix import Scale
 
 GOLD = "gold"  # in a sheet's `about`: task -> the right option, or the right answer, of each document
+NO_PARENT = "--parent: which autoregressive model? a folder or a GGUF file, as `convert` reads it"
 _HELD_OUT = 0.05  # of a corpus that is prepared here: enough documents for pairs
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SHORTEST = 8  # tokens of a document that is worth scoring
@@ -145,7 +146,7 @@ def prepared_sft(given: Given, out: Path) -> Path | None:
 
 def parent_tokenizer(given: Given) -> Any:
     if given.parent is None:
-        raise ReproduceError("--parent: which autoregressive model? texts are prepared with its tokenizer")
+        raise ReproduceError(f"{NO_PARENT}; its tokenizer is needed")
     path = Path(given.parent)
     found = read_tokenizer_at(path) if path.suffix in (".json", ".model") else tokenizer_of(open_source(path))
     if found is None:

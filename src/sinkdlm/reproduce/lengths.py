@@ -4,7 +4,6 @@ Counts the tokens of every question once, beside the records, so that the scores
 together by length; and shows documents that were cut to several lengths. Explains; no claim rests on it.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -21,10 +20,10 @@ from sinkdlm.reproduce.claims import NELBO, pair, runs_of
 from sinkdlm.reproduce.inputs import GOLD, Given, parent_tokenizer, read_questions
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, VARIANTS, Scale
 from sinkdlm.reproduce.measuring import ENDS, ROWS, WRITES
-from sinkdlm.reproduce.records import Outcome, Record, write_text
+from sinkdlm.reproduce.records import Outcome, Record, write_beside
 from sinkdlm.reproduce.statistics import LEVEL, over_seeds, pair_items
 
-FOLDER = "lengths"  # below the records
+NAME = "lengths"
 BASE, OTHER = "vanilla-sink-rate", "sink"  # which pair is shown: same learning rate, with and without
 _EDGES = (0, 32, 64, 128, 256, 512)
 _FEWEST = 50  # questions that make a cell
@@ -52,16 +51,11 @@ def count_lengths(given: Given, records: Path, scale: Scale) -> dict[str, Any]:
             scored = Outcome.of_items([len(row.tokens) - row.n_given for row in rows], len(rows))
             tasks[task] = {"tokens": tokens.to_json(), "scored": scored.to_json()}
     found = {"requests": sheet.digest, "tasks": tasks}
-    write_text(records / FOLDER / f"{scale.name}.json", json.dumps(found, indent=1) + "\n")
+    write_beside(records, NAME, scale.name, found)
     return found
 
 
 _ROOM = 1 << 15  # tokens of a row; no question is cut
-
-
-def read_lengths(records: Path, scale: str) -> dict[str, Any] | None:
-    path = records / FOLDER / f"{scale}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 # -- leads by length --------------------------------------------------------------------------------------------------------------

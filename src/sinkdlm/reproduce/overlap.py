@@ -7,7 +7,6 @@ rarer than one in a thousand for corpora of this size.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,10 +20,10 @@ from sinkdlm.data.shards import INDEX, open_split
 from sinkdlm.errors import ReproduceError
 from sinkdlm.reproduce.inputs import Given, read_questions, texts_of
 from sinkdlm.reproduce.matrix import SCALES
-from sinkdlm.reproduce.records import write_text
+from sinkdlm.reproduce.records import write_beside
 
 GRAM = 13  # words
-FOLDER = "overlap"  # below the records
+NAME = "overlap"
 _WORD = re.compile(r"[a-z0-9]+")
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _CHUNK = 1 << 20  # tokens of a prepared set that are decoded at a time
@@ -131,10 +130,5 @@ def count_overlap(corpus: Sequence[str], data: Path | None, requests: Path | Non
             "--data or --requests: overlap with what? give the benchmarks' files, or what eval --write-requests wrote"
         )
     found = overlap(corpus_texts(corpus), texts_of(sheet.requests))
-    write_text(records / FOLDER / f"{scale}.json", json.dumps(found, indent=1) + "\n")
+    write_beside(records, NAME, scale, found)
     return found
-
-
-def read_overlap(records: Path, scale: str) -> dict[str, Any] | None:
-    path = records / FOLDER / f"{scale}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

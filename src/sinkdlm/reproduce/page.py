@@ -9,8 +9,10 @@ from typing import Any
 
 from sinkdlm.reproduce.blocks import Block, Bullets, Code, Heading, Paragraph, Picture, Table, to_markdown
 from sinkdlm.reproduce.claims import CLAIMS, FAILS, FEW, MARGIN, OPEN, OUTCOMES, PRIMARY, SAME
-from sinkdlm.reproduce.inherited import inherited_blocks, read_inherited
-from sinkdlm.reproduce.lengths import lengths_blocks, read_lengths
+from sinkdlm.reproduce.inherited import NAME as INHERITED
+from sinkdlm.reproduce.inherited import inherited_blocks
+from sinkdlm.reproduce.lengths import NAME as LENGTHS
+from sinkdlm.reproduce.lengths import lengths_blocks
 from sinkdlm.reproduce.matrix import (
     ADAPT,
     FIRST_SEED,
@@ -25,8 +27,9 @@ from sinkdlm.reproduce.matrix import (
     jobs_of,
     seeds_of,
 )
-from sinkdlm.reproduce.overlap import GRAM, read_overlap
-from sinkdlm.reproduce.records import Record, find_made, read_records
+from sinkdlm.reproduce.overlap import GRAM
+from sinkdlm.reproduce.overlap import NAME as OVERLAP
+from sinkdlm.reproduce.records import Record, find_made, read_beside, read_records
 from sinkdlm.reproduce.report import findings, rate_blocks, target_blocks, verdicts, work_blocks
 from sinkdlm.reproduce.statistics import ALPHA, LEVEL, MIN_SEEDS
 
@@ -223,7 +226,7 @@ def results(scale: Scale, records: Mapping[str, Record], folder: Path, assets: P
     missing = [job.name for job in jobs if find_made(job, records, scale) is None]
     found = findings(list(TARGETS), scale, records, missing)
     blocks: list[Block] = [Heading(2, "Results"), *_missing(missing, len(jobs))]
-    blocks += [Heading(3, "Contamination"), *_contamination(read_overlap(folder, scale.name))]
+    blocks += [Heading(3, "Contamination"), *_contamination(read_beside(folder, OVERLAP, scale.name))]
     if not records:
         return blocks
     blocks += [Heading(3, "Verdicts"), verdicts(found), *_negative(found)]
@@ -233,10 +236,10 @@ def results(scale: Scale, records: Mapping[str, Record], folder: Path, assets: P
     for target, one in found["targets"].items():
         if any(row["seeds"] for row in one["rows"]):
             blocks += target_blocks(target, one, level=3)
-    before = read_inherited(folder, scale.name)
+    before = read_beside(folder, INHERITED, scale.name)
     if before is not None:
         blocks += inherited_blocks(before, level=3)
-    blocks += lengths_blocks(records, read_lengths(folder, scale.name), scale, level=3)
+    blocks += lengths_blocks(records, read_beside(folder, LENGTHS, scale.name), scale, level=3)
     return [*blocks, *rate_blocks(found, level=3), *work_blocks(found, level=3)]
 
 

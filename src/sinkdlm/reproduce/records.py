@@ -171,6 +171,27 @@ def read_records(folder: Path, scale: str) -> dict[str, Record]:
     return found
 
 
+# -- beside the records: what is not of one run ------------------------------------------------------------------------------------
+
+
+def write_beside(records: Path, name: str, scale: str, found: Mapping[str, Any]) -> None:
+    write_text(_beside(records, name, scale), json.dumps(found, indent=1) + "\n")
+
+
+def read_beside(records: Path, name: str, scale: str) -> dict[str, Any] | None:
+    path = _beside(records, name, scale)
+    if not path.exists():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as failure:
+        raise ReproduceError(f"{path}: cannot be read ({failure}); make it anew with: sinkdlm reproduce {name}") from None
+
+
+def _beside(records: Path, name: str, scale: str) -> Path:
+    return records / name / f"{scale}.json"
+
+
 def find_made(job: Job, records: Mapping[str, Record], scale: Scale) -> Record | None:
     """A job's record, unless learning rates are others now: a trial's own, those that a run chose from, or its base's."""
     found, rates = records.get(job.name), scale.lrs.get(job.group)

@@ -196,9 +196,8 @@ def clear(job: Job, bench: Bench) -> None:
 
 
 def _load(path: Path, recipe: Recipe, bench: Bench) -> Model:
-    device = torch.device(bench.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return Model(load(path, device=device, dtype=dtype), recipe.data.first)
+    dtype = torch.bfloat16 if bench.where.type == "cuda" else torch.float32
+    return Model(load(path, device=bench.where, dtype=dtype), recipe.data.first)
 
 
 def _trained_seconds(folder: Path) -> float:
