@@ -16,6 +16,9 @@ import sinkdlm
 from conftest import small_config, small_model, small_tokens
 from sinkdlm import UserError
 from sinkdlm.checkpoint import CONFIG, INDEX, PROVENANCE, WEIGHTS, write_weights
+from sinkdlm.data.synthetic import character_tokenizer
+from sinkdlm.errors import CheckpointError
+from sinkdlm.interop import convert
 
 
 def small_tokenizer():
@@ -142,6 +145,32 @@ def test_tampered_weights_and_config_are_refused(saved):
     refused(path, CONFIG, "config was changed")
 
 
+def test_a_foreign_or_changed_tokenizer_is_refused(tmp_path):
+    """One that gives ids without a row; one that gives other ids than the model learned. Removed, another can be given."""
+    model = small_model(vocab_size=64, dtype=torch.float32)
+    path = sinkdlm.save(tmp_path / "model", model, character_tokenizer())
+    assert sinkdlm.load(path).tokenizer("ab").input_ids == character_tokenizer()("ab").input_ids
+    spelling = path / "tokenizer.json"
+    content = json.loads(spelling.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    spelling.write_text(json.dumps(content))
+    refused(path, "tokenizer.json", "changed since it was written", "sinkdlm convert")
+    character_tokenizer().save_pretrained(tmp_path / "good")
+    foreign = character_tokenizer()
+    foreign.add_tokens([f"word{number}" for number in range(20)])
+    foreign.save_pretrained(path)
+    (path / PROVENANCE).unlink()
+    refused(path, "the tokenizer's ids go up to 70, the model has 64 vocabulary rows", "sinkdlm convert")
+    with pytest.raises(CheckpointError, match="go up to 70"):
+        sinkdlm.save(tmp_path / "other", model, foreign)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).unlink()
+    assert sinkdlm.load(path).tokenizer is None
+    convert(path, tmp_path / "mended", tokenizer=str(tmp_path / "good"))
+    assert sinkdlm.load(tmp_path / "mended").tokenizer("ab").input_ids == character_tokenizer()("ab").input_ids
+
+
 def test_wrong_shapes_keys_and_dtypes_are_refused(saved):
     path, _ = saved
     (path / PROVENANCE).unlink()  # as another tool might write it: no fingerprints to compare
@@ -182,7 +211,7 @@ def test_foreign_and_broken_folders_are_refused(saved, tmp_path):
     refused(path, CONFIG, "expected a JSON object")
     (path / CONFIG).write_text(config)
     (path / "tokenizer.json").write_text("{}")
-    refused(path, "tokenizer files cannot be read")
+    refused(path, "tokenizer files cannot be read", verify=False)
     (path / WEIGHTS).unlink()
     refused(path, "neither model.safetensors nor model.safetensors.index.json")
     (path / INDEX).write_text('{"weight_map": {"sinks": "../../elsewhere.safetensors"}}')

@@ -342,7 +342,9 @@ def test_a_prompt_loses_its_left_to_make_room_for_the_answer():
     lm = small_lm(context_length=32)
     asked = Request(GENERATE, "write", 0, 0, TEXTS[0] * 3, generation={"max_gen_toks": 8})
     found = answered(lm, Sheet([asked], {"write": Settings()}))[asked.key]
-    assert found.truncated == 3 * len(TEXTS[0]) - 24
+    assert (found.truncated, found.unknown) == (3 * len(TEXTS[0]) - 24, 0)
+    other = replace(asked, context=TEXTS[0][:10] + "\u6f22")
+    assert answered(lm, Sheet([other], {"write": Settings()}))[other.key].unknown == 1
     with pytest.raises(EvalError, match="40 tokens to write: the model reads 32"):
         answered(lm, Sheet([replace(asked, generation={"max_gen_toks": 40})], {"write": Settings()}))
 
@@ -764,6 +766,24 @@ def test_documents_are_scored(tmp_path, checkpoint, run):
     causal = json.loads(run("score", checkpoint, tmp_path / "a.jsonl", "--field", "body", "--json", "--causal", *options).out)
     assert causal["kind"] == "likelihood"
     assert causal["total"]["stderr"] == 0
+
+
+def test_what_the_tokenizer_does_not_have_is_told(tmp_path, checkpoint, run):
+    """Texts that differ in unknown letters alone score alike: no value is a bound then, and nobody is told that it is."""
+    options = ("--draws", "16", "--dtype", "float64", "--device", "cpu")
+    values = []
+    for name, text in (("one", "the cat \u6f22\u5b57"), ("two", "the cat \u00c4\u00d6")):
+        (tmp_path / f"{name}.txt").write_text(text)
+        found = json.loads(run("score", checkpoint, tmp_path / f"{name}.txt", "--json", *options).out)
+        assert found["total"]["unknown"] == 2
+        values.append(found["total"]["nats"])
+    assert values[0] == values[1]
+    said = run("score", checkpoint, tmp_path / "one.txt", *options).out
+    assert "2 of 10 tokens stand for characters that the tokenizer does not have" in said
+    assert "upper bounds" not in said
+    responses = [Response("piqa", 0, 0, unknown=3), Response("piqa", 1, 0), Response("piqa", 2, 0, unknown=1)]
+    notes = notes_on({one.key: one for one in responses})
+    assert notes == ["2 of 3 requests have characters that the tokenizer does not have (4 in all): lost"]
 
 
 @pytest.mark.parametrize(

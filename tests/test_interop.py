@@ -526,7 +526,7 @@ def test_a_vocabulary_with_merges_is_read_without_foreign_code(tmp_path):
 
 
 def test_unused_and_surplus_tokens(parents, tmp_path):
-    from sinkdlm.interop.tokenizer import highest_id
+    from sinkdlm.checkpoint import highest_id
 
     path, _ = parents["llama"]
     inner = Tokenizer(
@@ -560,7 +560,7 @@ def test_a_run_folder_stands_for_its_model(tmp_path, capfd):
     (run / "recipe.toml").write_text("")
     with pytest.raises(UserError, match="no model yet"):
         convert(run, tmp_path / "x")
-    sinkdlm.save(run / "model", small_model(dtype=torch.float32, n_sinks=1), tiny_tokenizer())
+    sinkdlm.save(run / "model", small_model(dtype=torch.float32, n_sinks=1), tiny_tokenizer(10))
     convert(run, tmp_path / "hf", "hf")
     assert "shards" not in "".join(capfd.readouterr())  # transformers' bar
     assert len(read_tokenizer_at(run)) == len(sinkdlm.load(tmp_path / "hf").tokenizer)

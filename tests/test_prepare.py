@@ -24,7 +24,7 @@ from sinkdlm.data.encoding import Encoder, mark_tokenizer
 from sinkdlm.data.inspect import read_set
 from sinkdlm.data.prepare import Settings
 from sinkdlm.data.shards import open_split
-from sinkdlm.data.synthetic import SYMBOLS, corpus
+from sinkdlm.data.synthetic import SYMBOLS, character_tokenizer, corpus
 from sinkdlm.errors import DataError
 
 EOS = "<|endoftext|>"
@@ -572,6 +572,26 @@ def test_a_chat_template_that_cannot_be_split_is_refused(tmp_path):
     for messages, words in (("hi", "no list"), ([{"role": "user", "content": "hi"}], "no response")):
         write_rows(tmp_path / "a.jsonl", [{"messages": messages}])
         assert words in fails([path], words_tokenizer(template=CHAT)[0], tmp_path / "out", Settings(kind="sft"))
+
+
+def test_characters_that_a_tokenizer_does_not_have_are_counted(tmp_path, tokenizer):
+    """In texts and in examples; the share is of all tokens. GSM8K's answers need their mark."""
+    (tmp_path / "a.txt").write_text("ab \u6f22\u5b57 ?\n")
+    spelled = character_tokenizer()
+    (note,) = [one for one in prepare.prepare([str(tmp_path / "a.txt")], spelled, tmp_path / "a")["notes"] if "lost" in one]
+    assert note == "2 tokens (22.2%) stand for characters that the tokenizer does not have; these are lost"
+    assert not any("lost" in one for one in prepare.prepare([str(tmp_path / "a.txt")], tokenizer, tmp_path / "b")["notes"])
+    (tmp_path / "g.txt").write_text("tom has 3 eggs \u2014 and gets 2.||3+2=5 #### 5\n" * 2)
+    two = Settings(kind="gsm8k-two-stage", validation=0)
+    found = prepare.prepare([str(tmp_path / "g.txt")], spelled, tmp_path / "g", two)
+    assert any(one.startswith("4 tokens") for one in found["notes"])
+    split = open_split(tmp_path / "g", "train")
+    written = spelled.decode(np.asarray(split.read(0, split.n_tokens)).tolist())
+    assert "Question: tom has 3 eggs" in written
+    assert "#### 5" in written
+    no_mark = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2}, unk_token="<unk>"))
+    said = fails([str(tmp_path / "g.txt")], wrap(no_mark, eos_token="</s>", unk_token="<unk>"), tmp_path / "h", two)
+    assert "begin with ####, which the tokenizer cannot write" in said
 
 
 def test_gsm8k_in_two_stages_and_in_one(tmp_path):

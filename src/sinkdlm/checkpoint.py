@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,8 @@ from sinkdlm.errors import CheckpointError, ConfigError
 from sinkdlm.model import DiffusionLM
 
 CONFIG, WEIGHTS, INDEX, PROVENANCE = "config.json", "model.safetensors", "model.safetensors.index.json", "provenance.json"
+_TOKENIZER = "tokenizer.json"
+_OTHER_TOKENIZER = "remove it and give the right one: sinkdlm convert {} DST --tokenizer T"
 SHARD_BYTES = 5 * 10**9
 _WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # What transformers adds to a config.json that it writes; none of it describes the model beyond our own fields.
@@ -47,7 +50,7 @@ _OWN_FILES = (
     "chat_template",
     "generation",
 )
-RESERVED = ("sinkdlm_version", "torch_version", "created", "config_sha256", "weights")
+RESERVED = ("sinkdlm_version", "torch_version", "created", "config_sha256", "weights", "tokenizer_sha256")
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,8 @@ def save_weights(
     """`save` for weights by name, wherever the model that they belong to is."""
     path = Path(path).resolve()  # through a link, to what it points at
     _check_weights(config, weights)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, config, "tokenizer")
     clash = [key for key in RESERVED if key in (provenance or {})]
     if clash:
         raise CheckpointError(f"provenance: {', '.join(clash)}: written by save itself; use another key")
@@ -101,7 +106,9 @@ def save_weights(
         fingerprints = write_weights(aside, weights, shard_bytes)
         if tokenizer is not None:
             write_tokenizer(aside, tokenizer)
-        write_provenance(aside, config, fingerprints, provenance or {})
+        spelling = aside / _TOKENIZER
+        own = {"tokenizer_sha256": fingerprint(spelling)["sha256"]} if spelling.exists() else {}
+        write_provenance(aside, config, fingerprints, {**(provenance or {}), **own})
     return path
 
 
@@ -255,7 +262,7 @@ def load(
 ) -> Loaded:
     """Reads a checkpoint directory. dtype: convert the weights; by default they stay as they were saved.
 
-    verify: compare weights with the fingerprints in provenance.json (reads each file once more).
+    verify: compare weights, config and tokenizer with the fingerprints in provenance.json (reads each file once more).
     """
     path = Path(path)
     place = _check_place(device, dtype)
@@ -267,7 +274,10 @@ def load(
     with torch.device("meta"):
         model = DiffusionLM(config)
     _fill(model, path, files, place, dtype)
-    return Loaded(model, read_tokenizer(path), config, provenance)
+    tokenizer = read_tokenizer(path)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, config, path, f"; {_OTHER_TOKENIZER.format(path)}")
+    return Loaded(model, tokenizer, config, provenance)
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -295,6 +305,20 @@ def read_config(path: str | Path) -> ModelConfig:
 
 def read_provenance(path: Path) -> dict[str, Any]:
     return _read_json(path / PROVENANCE) if (path / PROVENANCE).exists() else {}
+
+
+def highest_id(tokenizer: Any) -> int:
+    """The last id in use. GGUF files fill a vocabulary up with [PADn] tokens, which nobody uses."""
+    return max(index for token, index in tokenizer.get_vocab().items() if not re.fullmatch(r"\[PAD\d+\]", token))
+
+
+def check_vocabulary(tokenizer: Any, config: ModelConfig, place: Path | str, cure: str = "") -> None:
+    """Every id has a row of its own. [MASK] as a row after the vocabulary may have a name in the tokenizer."""
+    highest = highest_id(tokenizer)
+    named_mask = highest == config.mask_id and getattr(tokenizer, "mask_token_id", None) == config.mask_id
+    if highest >= config.vocab_size and not named_mask:
+        rows = f"the model has {config.vocab_size} vocabulary rows"
+        raise CheckpointError(f"{place}: the tokenizer's ids go up to {highest}, {rows}{cure}")
 
 
 def read_tokenizer(path: Path) -> Any:
@@ -381,6 +405,10 @@ def _verify(path: Path, provenance: Mapping[str, Any], files: list[Path]) -> Non
         raise CheckpointError(
             f"{path / CONFIG}: does not match {PROVENANCE}: the config was changed after the checkpoint was written"
         )
+    spelling, mark = path / _TOKENIZER, provenance.get("tokenizer_sha256")
+    if mark is not None and spelling.exists() and fingerprint(spelling)["sha256"] != mark:
+        changed = f"changed since it was written: its SHA-256 is not the one in {PROVENANCE}"
+        raise CheckpointError(f"{spelling}: {changed}; put the former one back, or {_OTHER_TOKENIZER.format(path)}")
     recorded = provenance.get("weights")
     if not isinstance(recorded, dict):
         return

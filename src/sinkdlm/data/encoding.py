@@ -39,6 +39,13 @@ def _content(tokenizer: Any) -> dict[str, Any]:
     return {**json.loads(backend.to_str()), "padding": None, "truncation": None}
 
 
+def unknown_id(tokenizer: Any) -> int | None:
+    """What stands for a text that the tokenizer has no token for; None where every text can be spelled, byte by byte."""
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    token = getattr(model, "unk_token", tokenizer.unk_token)  # a Unigram model does not say
+    return None if token is None else tokenizer.get_vocab().get(token)
+
+
 def literal_content(tokenizer: Any, eos_id: int) -> dict[str, Any]:
     """The same, with the end-of-document token among the special ones: those that a text can be kept from spelling."""
     content = _content(tokenizer)
@@ -66,6 +73,7 @@ class Encoder:
         self._bos_id: Any = getattr(tokenizer, "bos_token_id", None)
         if bos and self._bos_id is None:
             raise DataError("--bos: the tokenizer has no beginning-of-text token")
+        self._unknown_id = unknown_id(tokenizer)
         self._content = json.dumps(literal_content(tokenizer, self.eos_id))
         self._literal = Tokenizer.from_str(self._content)
         self._literal.encode_special_tokens = True
@@ -87,6 +95,10 @@ class Encoder:
             return ids
         bare = [row[1:] if row[:1] == [self._bos_id] else row for row in ids]
         return [[self._bos_id, *row] for row in bare] if self.bos else bare
+
+    def count_unknown(self, ids: Sequence[int]) -> int:
+        """Tokens that stand for what the tokenizer does not have."""
+        return 0 if self._unknown_id is None else ids.count(self._unknown_id)
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[list[int]]:
         """(piece, does it begin a text?). A later piece is read after a line break, which is then taken off again, so that what a

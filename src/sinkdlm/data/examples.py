@@ -11,6 +11,7 @@ from sinkdlm.data.inputs import missing_field
 from sinkdlm.errors import DataError
 
 KINDS = ("sft", "gsm8k-two-stage", "gsm8k-one-stage")
+MARK = "####"  # before GSM8K's answer
 FIELDS = {"sft": ("messages", "prompt", "response"), **dict.fromkeys(KINDS[1:], ("question", "answer"))}
 
 
@@ -32,10 +33,10 @@ def drafts_of(kind: str, value: Any, tokenizer: Any, place: str) -> list[Draft]:
     question, thought, answer = _gsm8k(value, place)
     asked = f"Question: {question}"
     if kind == "gsm8k-one-stage":
-        return [Draft(asked, f"Answer: {thought} #### {answer}", "segments")]
+        return [Draft(asked, f"Answer: {thought} {MARK} {answer}", "segments")]
     return [
         Draft(asked, f"Answer: {thought}", "segments"),
-        Draft(f"{asked} Answer: {thought}", f"#### {answer}", "segments"),
+        Draft(f"{asked} Answer: {thought}", f"{MARK} {answer}", "segments"),
     ]
 
 
@@ -48,7 +49,7 @@ def _gsm8k(value: Any, place: str) -> tuple[str, str, str]:
             raise DataError(f"{place}: no `||`; expected question||thought #### answer")
     else:
         question, solution = (_text(value, field, place) for field in FIELDS["gsm8k-two-stage"])
-    thought, mark, answer = solution.rpartition("####")
+    thought, mark, answer = solution.rpartition(MARK)
     if not mark:
         raise DataError(f"{place}: no `####` before the answer; expected question||thought #### answer")
     return question.strip(), thought.strip(), answer.lstrip(" ")

@@ -139,6 +139,7 @@ def _fill(
     store: Store, sources: Sequence[Source], settings: Settings, tokenizer: Any, encoder: Encoder, mark: dict[str, Any]
 ) -> dict[str, Any]:
     try:
+        _check_marks(encoder, settings.kind)
         run = _Run(sources, settings, tokenizer, encoder, store)
         run.run()
         notes = _settle(store, settings)
@@ -153,6 +154,11 @@ def _fill(
         store.close()
     speed = {"seconds": run.seconds, "bytes": run.n_bytes, "tokens_per_second": run.n_tokens / run.seconds}
     return {**_summary(store.folder, index, notes), **speed, "resumed": store.resumed}
+
+
+def _check_marks(encoder: Encoder, kind: str) -> None:
+    if kind.startswith("gsm8k") and encoder.count_unknown(encoder.encode([examples.MARK])[0]):
+        raise DataError(f"--kind {kind}: answers begin with {examples.MARK}, which the tokenizer cannot write; take another one")
 
 
 def _summary(folder: Path, index: dict[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -195,6 +201,10 @@ def _settle(store: Store, settings: Settings) -> list[str]:
         notes.append(f"{empty} rows without text were left out")
     if spelled := store.counts.get("eos_spelled", 0):
         notes.append(f"{spelled} times a text gave the end-of-document id, which was taken out")
+    if unknown := store.counts.get("unknown", 0):
+        notes.append(
+            f"{unknown} tokens ({unknown / total:.1%}) stand for characters that the tokenizer does not have; these are lost"
+        )
     return notes
 
 
@@ -316,6 +326,7 @@ class _Run:
                 encoded.append(Encoded(np.zeros(0, self.encoder.dtype), None, 0, {"empty": 1}))
                 continue
             ids = next(found)
+            unknown = self.encoder.count_unknown(ids)
             if unit.last:
                 ids.append(eos)
             tokens = np.array(ids, self.encoder.dtype)
@@ -323,7 +334,7 @@ class _Run:
             if spelled:
                 inner = tokens[: len(tokens) - unit.last]
                 tokens = np.concatenate([inner[inner != eos], tokens[len(inner) :]])
-            encoded.append(Encoded(tokens, None, int(unit.last), {"eos_spelled": spelled} if spelled else {}))
+            encoded.append(Encoded(tokens, None, int(unit.last), {"eos_spelled": spelled, "unknown": unknown}))
         return encoded
 
     def _encode_examples(self, batch: Batch) -> list[Encoded]:
@@ -336,7 +347,8 @@ class _Run:
             kept = [pair for pair in whole if self.settings.length is None or len(pair[0]) + len(pair[1]) <= self.settings.length]
             tokens = np.array([token for prompt, rest in kept for token in (*prompt, *rest)], self.encoder.dtype)
             rows = np.array([(len(prompt), len(prompt) + len(rest)) for prompt, rest in kept], np.int64).reshape(-1, 2)
-            counts = {"too_long": len(whole) - len(kept)} if len(kept) < len(whole) else {}
+            unknown = sum(self.encoder.count_unknown(part) for pair in kept for part in pair)
+            counts = {"too_long": len(whole) - len(kept), "unknown": unknown}
             encoded.append(Encoded(tokens, rows, len(kept), counts))
         return encoded
 
@@ -350,7 +362,8 @@ class _Run:
                 unit.split, found.tokens, found.rows, found.n_documents, first=unit.first, last=unit.last, position=unit.position
             )
             for key, value in found.counts.items():
-                counts[key] = counts.get(key, 0) + value
+                if value:
+                    counts[key] = counts.get(key, 0) + value
             if unit.last:
                 counts["rows"] = counts.get("rows", 0) + (found.n_documents > 0)
             self.n_bytes += unit.n_bytes

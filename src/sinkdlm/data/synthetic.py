@@ -14,8 +14,9 @@ from sinkdlm.data.inputs import Source
 from sinkdlm.data.prepare import Settings, prepare_sources
 from sinkdlm.noise import random_bits
 
-EOS = "<eos>"
+EOS, UNKNOWN = "<eos>", "<unk>"
 SYMBOLS = "\n !+,.-0123456789:=?abcdefghijklmnopqrstuvwxyz"
+_FURTHER = "#AQ"  # not of the corpus: what GSM8K's rows have besides
 _KEY = 0x636F72707573  # "corpus": what these numbers are for
 _LINES = (3, 6)  # fewest and most lines of a document
 _DRAWS = 1 + 8 * _LINES[1]  # random numbers that the longest document uses: its lines, and for each its form and 7 choices
@@ -97,16 +98,16 @@ def corpus(documents: int, seed: int, kind: str = "text") -> list[Any]:
 
 
 def character_tokenizer() -> Any:
-    """One id a character, and EOS: fewer than 64 in all."""
+    """One id a character, EOS, and one id for all other characters: fewer than 64 in all."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {symbol: index for index, symbol in enumerate(SYMBOLS)} | {EOS: len(SYMBOLS)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    vocabulary = {symbol: index for index, symbol in enumerate((*SYMBOLS, EOS, *_FURTHER, UNKNOWN))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(EOS, special=True, normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, unk_token=UNKNOWN, clean_up_tokenization_spaces=False)
 
 
 def prepare_example(out: str | Path, *, documents: int = 20_000, kind: str = "text", seed: int = 0) -> dict[str, Any]:

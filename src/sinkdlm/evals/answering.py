@@ -170,7 +170,8 @@ class Answerer:
         return {"mask_id": self.lm.config.mask_id, "budget": self.budget, "device": self.device}
 
     def _score(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
-        rows = self._encoders[settings.bos].pairs(batch, self._room(settings))
+        encoder = self._encoders[settings.bos]
+        rows = encoder.pairs(batch, self._room(settings))
         tokens, scored = [row.tokens for row in rows], [row.scored for row in rows]
         self._expected = sum(_forwarded(len(row.tokens), len(row.tokens) - row.n_given, settings) for row in rows)
         denoiser, options = self._denoisers[settings.causal], self._options(settings)
@@ -190,7 +191,13 @@ class Answerer:
         if settings.greedy:
             greedy = is_greedy(denoiser, tokens, scored, guidance=settings.guidance, causal=settings.causal, **options)
         return [
-            {**_numbers(estimates, i), "greedy": greedy[i], "n_tokens": len(row.tokens) - row.n_given, "truncated": row.truncated}
+            {
+                **_numbers(estimates, i),
+                "greedy": greedy[i],
+                "n_tokens": len(row.tokens) - row.n_given,
+                "truncated": row.truncated,
+                "unknown": encoder.count_unknown(row.tokens),
+            }
             for i, row in enumerate(rows)
         ]
 
@@ -210,7 +217,14 @@ class Answerer:
             seed=self.sheet.seed,
             **self._options(settings),
         )
-        return [{**_numbers(found.estimates, i), "n_tokens": int(found.n_tokens[i])} for i in range(len(batch))]
+        return [
+            {
+                **_numbers(found.estimates, i),
+                "n_tokens": int(found.n_tokens[i]),
+                "unknown": encoder.count_unknown(ids[request.context]),
+            }
+            for i, request in enumerate(batch)
+        ]
 
     def _generate(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
         writer = Generator(

@@ -38,21 +38,24 @@ def sheet_of(texts: Sequence[str], settings: Settings, seed: int) -> Sheet:
 
 
 def report(texts: Sequence[str], responses: Mapping[Key, Response]) -> dict[str, Any]:
-    """What --json prints. kind: "bound" (perplexity is then an upper bound) or "likelihood"."""
+    """What --json prints. kind: "bound" (perplexity is then an upper bound) or "likelihood"; of neither where tokens are
+    unknown."""
     rows = []
     for text, response in zip(texts, responses.values(), strict=True):
-        rows.append(_line(-float(response.value or 0.0), response.stderr, len(text.encode()), response.n_tokens, response.draws))
+        nats, n_bytes = -float(response.value or 0.0), len(text.encode())
+        rows.append(_line(nats, response.stderr, n_bytes, response.n_tokens, response.draws, response.unknown))
     total = _line(
         sum(row["nats"] for row in rows),
         math.sqrt(sum(row["stderr"] ** 2 for row in rows)),  # documents draw noise of their own
         sum(row["bytes"] for row in rows),
         sum(row["tokens"] for row in rows),
         sum(row["draws"] for row in rows),
+        sum(row["unknown"] for row in rows),
     )
     return {"kind": next(iter(responses.values())).kind, "documents": rows, "total": total}
 
 
-def _line(nats: float, stderr: float, n_bytes: int, n_tokens: int, draws: int) -> dict[str, Any]:
+def _line(nats: float, stderr: float, n_bytes: int, n_tokens: int, draws: int, unknown: int) -> dict[str, Any]:
     bits = n_bytes * math.log(2)
     return {
         "nats": nats,
@@ -63,6 +66,7 @@ def _line(nats: float, stderr: float, n_bytes: int, n_tokens: int, draws: int) -
         "bytes": n_bytes,
         "tokens": n_tokens,
         "draws": draws,
+        "unknown": unknown,
     }
 
 
@@ -74,5 +78,12 @@ def draw_table(found: Mapping[str, Any]) -> str:
         rows.append((str(name), *(f"{line[key]:.4f}" if isinstance(line[key], float) else str(line[key]) for key in names)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    note = ["note  nats, bits per byte and perplexity are upper bounds"] if found["kind"] == "bound" else []
-    return "\n".join([*lines, *note])
+    return "\n".join([*lines, *(f"note  {note}" for note in _notes(found))])
+
+
+def _notes(found: Mapping[str, Any]) -> list[str]:
+    unknown, n_tokens = found["total"]["unknown"], found["total"]["tokens"]
+    if unknown:  # a text that is partly lost is not the one that was scored
+        share = f"{unknown} of {n_tokens} tokens stand for characters that the tokenizer does not have"
+        return [f"{share}: these are lost, and values are neither bounds nor comparable"]
+    return ["nats, bits per byte and perplexity are upper bounds"] if found["kind"] == "bound" else []

@@ -8,6 +8,7 @@ import bisect
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from sinkdlm.data.encoding import unknown_id
 from sinkdlm.errors import EvalError
 from sinkdlm.evals.requests import Request
 
@@ -36,6 +37,7 @@ class TextEncoder:
         self.prefix_id = self.eos_id if self.bos_id is None else self.bos_id  # stands for an empty prompt, as in the harness
         if bos and self.bos_id is None:
             raise EvalError("--bos: the tokenizer has no beginning-of-text token")
+        self._unknown_id = unknown_id(tokenizer)
         self._closes = self.eos_id is not None and tokenizer.encode(_PROBE)[-1:] == [self.eos_id]  # every text, by itself
 
     def encode(self, texts: Iterable[str], *, special: bool = True) -> dict[str, list[int]]:
@@ -57,6 +59,10 @@ class TextEncoder:
             return ids
         bare = ids[1:] if ids[:1] == [self.bos_id] else ids
         return [self.bos_id, *bare] if self.bos and self.bos_id is not None else bare
+
+    def count_unknown(self, ids: Sequence[int]) -> int:
+        """Tokens that stand for what the tokenizer does not have: what they stood for is not scored."""
+        return 0 if self._unknown_id is None else list(ids).count(self._unknown_id)
 
     def pairs(self, requests: Sequence[Request], room: int) -> list[EncodedRow]:
         """Rows of at most `room` tokens, prompt and continuation."""

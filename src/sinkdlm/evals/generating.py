@@ -105,11 +105,12 @@ class _Text:
     context: str
     texts: list[str] = field(default_factory=list)
     truncated: int = 0
+    unknown: int = 0
     forwards: int = 0
     n_tokens: int = 0
 
     def result(self) -> dict[str, Any]:
-        counts = {"truncated": self.truncated, "forwards": self.forwards, "n_tokens": self.n_tokens}
+        counts = {"truncated": self.truncated, "unknown": self.unknown, "forwards": self.forwards, "n_tokens": self.n_tokens}
         return {"texts": self.texts, "kind": "text", **counts}
 
 
@@ -146,6 +147,8 @@ class Generator:
                 place, size, self.room, "--gen-kwargs max_gen_toks=N" if manner.canvas is None else f"canvas={self.room}"
             )
         text.truncated += max(0, len(prompt) - kept)
+        if stage == 0:  # later prompts hold the first
+            text.unknown = self.encoder.count_unknown(prompt)
         row = [*prompt[-kept:], *[self.mask_id] * size]
         number = number_of(*text.request.key, stage)
         return Canvas(row, manner.policy, self.mask_id, self.seed, number, grow=manner.grows)

@@ -11,8 +11,9 @@ import warnings
 from fractions import Fraction
 from typing import Any
 
+from sinkdlm.data.examples import MARK
+
 STAGES = {"gsm8k_two_stage": 2, "gsm8k_one_stage": 1}
-MARK = "####"
 CANVAS = 256
 _LONGEST = 200  # characters of an answer that algebra is tried on
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(/\d+)?%?")

@@ -53,6 +53,12 @@ def notes_on(responses: Mapping[Key, Response]) -> list[str]:
     if cut:
         most = max(response.truncated for response in cut)
         notes.append(f"{len(cut)} of {len(found)} requests were longer than the model and lost up to {most} tokens on the left")
+    lost = [response for response in found if response.unknown]
+    if lost:
+        n_tokens = sum(response.unknown for response in lost)
+        notes.append(
+            f"{len(lost)} of {len(found)} requests have characters that the tokenizer does not have ({n_tokens} in all): lost"
+        )
     full, drawn = (sum(getattr(response, name) for response in found) for name in ("full_draws", "draws"))
     if drawn < full:
         notes.append(

@@ -29,7 +29,8 @@ _SAME = {
 class Response:
     """value: log p, a bound on it or a score, as `kind` says, in nats; of a generated answer, `texts`: one for each stage.
 
-    truncated: tokens that did not fit the model and were cut from the left. full_draws: without adaptive draws.
+    truncated: tokens that did not fit the model and were cut from the left. unknown: that stand for what the tokenizer does not
+    have. full_draws: without adaptive draws.
     """
 
     task: str
@@ -46,6 +47,7 @@ class Response:
     forwards: int = 0
     n_tokens: int = 0
     truncated: int = 0
+    unknown: int = 0
     seconds: float = 0.0
 
     @property

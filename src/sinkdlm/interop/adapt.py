@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sinkdlm.checkpoint import RESERVED, Loaded, load, read_provenance
+from sinkdlm.checkpoint import RESERVED, Loaded, check_vocabulary, highest_id, load, read_provenance
 from sinkdlm.config import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConfigError, ConvertError
 from sinkdlm.interop.sources import DREAM_MASK_ID, Source, open_source
-from sinkdlm.interop.tokenizer import check_vocabulary, highest_id, read_tokenizer_at, tokenizer_of
+from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of
 from sinkdlm.model import DiffusionLM, draw_normal
 
 SHAPE_KEYS = ("n_heads", "n_kv_heads")

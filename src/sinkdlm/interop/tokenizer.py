@@ -1,13 +1,11 @@
 """Tokenizers that come with a model, or are given beside it."""
 
-import re
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from sinkdlm.checkpoint import hushed
-from sinkdlm.config import ModelConfig
 from sinkdlm.errors import ConvertError
 from sinkdlm.interop.sources import Source, model_in
 from sinkdlm.interop.tensors import GGUFFile
@@ -94,16 +92,3 @@ def _guarded(path: Path, read: Any) -> Any:
     except Exception as failure:  # transformers raises whatever its parsers raise
         reason = (str(failure).splitlines() or [type(failure).__name__])[0]
         raise ConvertError(f"{path}: tokenizer cannot be read: {reason}; --tokenizer gives another") from failure
-
-
-def highest_id(tokenizer: Any) -> int:
-    """The last id in use. GGUF files fill a vocabulary up with [PADn] tokens, which nobody uses."""
-    return max(index for token, index in tokenizer.get_vocab().items() if not re.fullmatch(r"\[PAD\d+\]", token))
-
-
-def check_vocabulary(tokenizer: Any, config: ModelConfig, path: Path) -> None:
-    """Every id has a row of its own. [MASK] as a row after the vocabulary may have a name in the tokenizer."""
-    highest = highest_id(tokenizer)
-    named_mask = highest == config.mask_id and getattr(tokenizer, "mask_token_id", None) == config.mask_id
-    if highest >= config.vocab_size and not named_mask:
-        raise ConvertError(f"{path}: the tokenizer's ids go up to {highest}, the model has {config.vocab_size} vocabulary rows")

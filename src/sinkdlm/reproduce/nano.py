@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 
 from sinkdlm.checkpoint import save
 from sinkdlm.config import DataSection, ModelConfig
+from sinkdlm.data.examples import MARK
 from sinkdlm.data.rows import Rows, open_rows
 from sinkdlm.demo import language
-from sinkdlm.evals.gsm8k import MARK
 from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, Request, Sheet
 from sinkdlm.evals.settings import Settings
 from sinkdlm.model import DiffusionLM
