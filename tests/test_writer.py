@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 import sinkdlm
 from conftest import small_model
-from sinkdlm.cli import app
+from evaluated import small_lm
+from sinkdlm.cli import app, load_for_sampling
+from sinkdlm.cli_options import Arithmetic
 from sinkdlm.data.synthetic import character_tokenizer
 from sinkdlm.errors import SamplingError
 from sinkdlm.prompting import piece_of
@@ -87,6 +89,20 @@ def test_a_prompt_is_continued(checkpoint):
     assert out["policy"]["temperature"] == 1.0
     shown = sample(checkpoint, "--prompt", "tom has ", "--length", 12, "--n", 3, "--temperature", 1.0, "--no-stop", "--seed", 5)
     assert shown.stdout == "".join(row["text"] + "\n" for row in out["samples"])
+    assert "copies" not in shown.stderr
+
+
+def test_copies_are_told(checkpoint):
+    shown = sample(checkpoint, "--prompt", "tom has ", "--length", 4, "--n", 2, "--no-stop")
+    assert len(set(shown.stdout.splitlines())) == 1
+    assert "at temperature 0 the texts of a prompt are copies" in shown.stderr
+
+
+def test_on_a_cpu_weights_in_half_precision_compute_in_float32(tmp_path):
+    lm = small_lm(context_length=32)
+    path = sinkdlm.save(tmp_path / "half", lm.model.to(torch.bfloat16), lm.tokenizer)
+    for asked, kind in ((Arithmetic.AUTO, torch.float32), (Arithmetic.BFLOAT16, torch.bfloat16)):
+        assert load_for_sampling(str(path), torch.device("cpu"), asked).model.embed.weight.dtype == kind
 
 
 @pytest.mark.parametrize("config", ["smdm-origin", "smdm-greedy", "llada", "dream", "fast"])
@@ -178,6 +194,7 @@ MISTAKES = [
     (["--prompt", "a", "--infill", "[_]"], ["give one of them"]),
     (["--watch", "--n", "2"], ["shows one text"]),
     (["--cache", "dual"], ["needs a block length"]),
+    (["--dtype", "float8", "--device", "cpu"], ["a CPU has no float8 products", "leave it out"]),
     (["--set", "colour=red"], ["option 'colour'"]),
 ]
 

@@ -292,6 +292,8 @@ def sample(
         found = write(lm, job, policy, watch=watch, world=world)
     if not world.first:
         return
+    if n > 1 and not policy.is_drawn:
+        typer.echo("note  at temperature 0 the texts of a prompt are copies; --temperature 0.7 makes them differ", err=True)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -302,9 +304,15 @@ def sample(
 def load_for_sampling(checkpoint: str, device: Any, dtype: Arithmetic) -> Any:
     import torch
 
-    half = dtype is Arithmetic.FLOAT8 or (dtype is Arithmetic.AUTO and device.type == "cuda")
-    named = "bfloat16" if half else dtype.value
-    lm = load_with_tokenizer(checkpoint, device, None if named == "auto" else getattr(torch, named))
+    if dtype is Arithmetic.FLOAT8:
+        from sinkdlm.errors import UserError
+        from sinkdlm.float8_products import why_not
+
+        if (missing := why_not(device)) is not None:
+            raise UserError(f"--dtype float8: {missing}; leave it out")
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    named = {Arithmetic.AUTO: auto, Arithmetic.FLOAT8: "bfloat16"}.get(dtype, dtype.value)
+    lm = load_with_tokenizer(checkpoint, device, getattr(torch, named))
     if dtype is Arithmetic.FLOAT8:
         from sinkdlm.float8 import to_float8
 

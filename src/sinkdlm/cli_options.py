@@ -36,5 +36,5 @@ class Arithmetic(StrEnum):
 
 
 Computing = Annotated[
-    Arithmetic, typer.Option(help="auto: bfloat16 on a GPU, as saved elsewhere; float8 is faster and less precise.")
+    Arithmetic, typer.Option(help="auto: bfloat16 on a GPU, float32 elsewhere; float8 (GPU) is faster and less precise.")
 ]

@@ -329,7 +329,7 @@ class TrainSection(_Frozen):
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
         if self.min_lr > self.lr:
-            raise ConfigError(f"min_lr = {self.min_lr}: allowed is at most lr = {self.lr}")
+            raise ConfigError(f"min_lr = {self.min_lr}: allowed is at most lr = {self.lr}; whoever sets lr sets both")
         if self.micro_batch is not None and self.micro_batch > self.batch:
             raise ConfigError(f"micro_batch = {self.micro_batch}: allowed is at most batch = {self.batch}")
         given = [name for name in BUDGETS if getattr(self, name) is not None]

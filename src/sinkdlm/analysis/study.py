@@ -21,7 +21,6 @@ from sinkdlm.analysis.recording import record
 from sinkdlm.analysis.trajectory import Trajectory
 from sinkdlm.errors import AnalysisError
 from sinkdlm.sampling import Policy, Request
-from sinkdlm.sampling.unmasking import PLANNED_ORDERS
 
 FORMAT, VERSION = "sinkdlm-capture", 1
 _DIGITS = 4  # of attention maps
@@ -55,8 +54,7 @@ class Plan:
     @property
     def n_different(self) -> int | None:
         """Trajectories that are not copies of each other; None: any number, as noise tells them apart."""
-        drawn = self.policy.temperature > 0 or self.policy.order in PLANNED_ORDERS  # remasking has a planned order
-        return None if drawn else len(set(map(tuple, self.prompts)))
+        return None if self.policy.is_drawn else len(set(map(tuple, self.prompts)))
 
     def with_trajectories(self, count: int) -> "Plan":
         if not self.shares and self.n_different is not None and count > self.n_different:

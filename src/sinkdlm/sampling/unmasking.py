@@ -80,6 +80,11 @@ class Policy:
             raise SamplingError(f"cache = {self.cache!r}: needs a block length, as in block=32")
 
     @property
+    def is_drawn(self) -> bool:
+        """Whether noise decides anything: without, texts of the same prompt are copies. Remasking has a planned order."""
+        return self.temperature > 0 or self.order in PLANNED_ORDERS
+
+    @property
     def eta(self) -> float:
         return _RATES.get(self.remask, 0.0) if self.remask_rate is None else self.remask_rate
 
