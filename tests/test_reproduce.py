@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
+from evaluated import small_lm
 from reproductions import ITEMS, TOKENS, matrix, record, trial
 from sinkdlm.cli import load_parent
 from sinkdlm.config import Recipe
@@ -17,16 +18,19 @@ from sinkdlm.data.shards import open_split
 from sinkdlm.data.synthetic import character_tokenizer, prepare_example
 from sinkdlm.errors import ReproduceError
 from sinkdlm.evals.paper import PAPER_ROWS
+from sinkdlm.evals.requests import LOGLIKELIHOOD, Request, Sheet
+from sinkdlm.evals.settings import Settings
 from sinkdlm.interop import open_source
 from sinkdlm.reproduce import claims, page, paper, statistics
 from sinkdlm.reproduce.blocks import Code, Heading, Paragraph, Table, to_html, to_markdown
-from sinkdlm.reproduce.inputs import Inputs
+from sinkdlm.reproduce.inputs import GOLD, Inputs
 from sinkdlm.reproduce.matrix import ADAPT, ONCE, RATE_OF, SCALES, SCRATCH, SFT, TARGETS, VARIANTS, Job, jobs_of, select, trials_of
+from sinkdlm.reproduce.measuring import Model
 from sinkdlm.reproduce.overlap import GRAM, corpus_texts, overlap
 from sinkdlm.reproduce.parents import Parents
 from sinkdlm.reproduce.records import MAX_BYTES, Outcome, read_record, read_records, write_record
 from sinkdlm.reproduce.report import findings, write_report
-from sinkdlm.reproduce.running import Bench, recipe_of
+from sinkdlm.reproduce.running import Bench, _asking_officially, recipe_of
 from sinkdlm.tables import flatten
 
 ROOT = Path(__file__).parent.parent
@@ -330,6 +334,14 @@ def test_a_variant_may_take_the_learning_rate_of_another():
         assert trials_of(ADAPT, variant, SCALES["small"]) == trials_of(ADAPT, other, SCALES["small"])
         assert not any(job.trial is not None and job.variant == variant for job in jobs)
         assert select(jobs, [f"{variant},1"]) == [*trials_of(ADAPT, other, SCALES["small"]), Job(ADAPT, variant, 1)]
+
+
+def test_official_settings_are_asked_of_the_first_questions_alone():
+    requests = [Request(LOGLIKELIHOOD, "piqa", doc, index, "the cat ", text) for doc in range(4) for index, text in enumerate("ab")]
+    sheet = Sheet(requests, {"piqa": Settings(draws=8)}, about={GOLD: [0, 1, 1, 0]})
+    found = _asking_officially(sheet, "piqa", 3)(Model(small_lm(), None)).outcomes
+    assert {name: len(one.items) for name, one in found.items()} == {"official.piqa.acc": 3}
+    assert set(SCALES["small"].official) == {task for task in SCALES["small"].tasks if not task.startswith("gsm8k")}
 
 
 def test_the_papers_recipes_are_those_of_the_project(tmp_path):

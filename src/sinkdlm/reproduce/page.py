@@ -112,7 +112,9 @@ def _design(scale: Scale) -> list[Block]:
                 f"exact-k with {scale.draws} masks, the same masks for every run.",
                 f"**Tasks.** {asked}; exact-k, {scale.draws} draws, no guidance, the harness's prompts, without "
                 "examples; GSM8K's answers are written by the official sampler, and compared as numbers. The table 1 "
-                "twins of the first seed are also scored with the official settings (128 draws or the chain rule, guidance).",
+                "twins of the first seed are also scored with the official settings (128 draws or the chain rule, guidance), on "
+                f"the first questions of each task: {', '.join(f'{task} {most}' for task, most in scale.official.items())}. All of "
+                "them had been declared, which was changed before any such run.",
                 f"**Contamination.** {GRAM}-grams of words (letters and digits, lower case) that the corpus shares with each "
                 "benchmark's documents are counted. Nothing is removed: the corpus is the same for every variant.",
             ]

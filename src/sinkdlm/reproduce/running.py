@@ -119,7 +119,7 @@ def stages_of(job: Job, bench: Bench) -> dict[str, Stage]:
         if (job.group == SFT) == task.startswith("gsm8k"):
             found[f"task {task}"] = _asking(sheet, task)
             if bench.official and job in _TWINS:
-                found[f"official {task}"] = _asking_officially(sheet, task)
+                found[f"official {task}"] = _asking_officially(sheet, task, scale.official[task])
     if job.group == ADAPT and job.seed == FIRST_SEED:
         found["cuts"] = lambda model: score_cuts(model, inputs, scale)
     found["capture"] = lambda model: watch(model, inputs, scale)
@@ -130,10 +130,10 @@ def _asking(sheet: Sheet, task: str) -> Stage:
     return lambda model: ask(model, sheet, task)
 
 
-def _asking_officially(sheet: Sheet, task: str) -> Stage:
-    """The same questions with the official estimator and guidance. Guided values are scores: what they rank is kept, not they."""
-    greedy = sheet.settings[task].greedy
-    official = replace(sheet, settings={task: replace(settings_for(task, {}), greedy=greedy)})
+def _asking_officially(sheet: Sheet, task: str, most: int) -> Stage:
+    """The first questions with the official estimator and guidance. Guided values are scores: what they rank is kept, not they."""
+    settings = {task: replace(settings_for(task, {}), greedy=sheet.settings[task].greedy)}
+    official = replace(sheet, requests=[request for request in sheet.requests if request.doc < most], settings=settings)
 
     def stage(model: Model) -> Found:
         kept = ask(model, official, task).outcomes
