@@ -217,14 +217,15 @@ def score(
     from sinkdlm.evals.settings import Settings
 
     settings = Settings(estimator="causal" if causal else estimator, draws=draws, greedy=False)
-    found = texts.read_documents(file, field=field, documents=documents.value)[:limit]
+    read = texts.read_documents(file, field=field, documents=documents.value)
+    found = read.texts[:limit]
     from sinkdlm.training.parallel import joined
 
     with joined(device) as world:
         lm = load_in(checkpoint, world.device, dtype)
         answers = _answer(lm, texts.sheet_of(found, settings, seed), checkpoint, world, batch_tokens, out)
     if world.first:
-        report = texts.report(found, answers)
+        report = texts.report(found, answers, read.n_left_out)
         typer.echo(json.dumps(report, indent=2) if as_json else texts.draw_table(report))
 
 
