@@ -219,6 +219,7 @@ def test_enough_trajectories_for_so_many_forwards(analyze, models, tmp_path):
         (["--names", "a,b"], "a different name for each of the 1 models"),
         (["--names", "../x"], "leave out slashes"),
         (["--shares", "x", "--texts", "prompts.txt"], "expected numbers"),
+        (["--shares", "0.5"], "--shares: of the texts of --texts"),
         (["--out", "prompts.txt"], "cannot be written"),
     ],
 )
