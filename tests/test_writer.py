@@ -183,6 +183,7 @@ MISTAKES = [
     (["--watch", "--n", "2"], ["shows one text"]),
     (["--cache", "dual"], ["needs a block length"]),
     (["--set", "colour=red"], ["option 'colour'"]),
+    (["--set", "order"], ["--set order: expected key=value; give order a value\n"]),
 ]
 
 
