@@ -106,14 +106,15 @@ def analyze(
             json.dumps({"captures": written}, indent=2) if as_json else "\n".join(f"wrote {path}" for path in written.values())
         )
         return
-    from sinkdlm.analysis.report import write_report
+    from sinkdlm.analysis.report import render_short, write_report
 
-    written = write_report(captures, out)
+    paths = write_report(captures, out)
     if as_json:
         typer.echo((out / "metrics.json").read_text(encoding="utf-8"), nl=False)
         return
-    typer.echo((out / "summary.md").read_text(encoding="utf-8"))
-    typer.echo(f"wrote {written['report']}")
+    typer.echo(render_short(captures))
+    others = [paths[name].name for name in ("summary", "metrics", "inspect") if name in paths]
+    typer.echo(f"wrote {paths['report']}, {', '.join(others)} and figures/")
 
 
 class _Asked:
