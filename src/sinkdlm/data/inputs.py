@@ -79,20 +79,19 @@ def find_sources(names: Sequence[str], *, split: str = "train", config: str | No
             found += _folder(path, split, config)
         elif path.exists():
             found.append(_file(path))
-        elif _may_be_hub(name):
-            found.append(_hub(name, split, config))
-        else:
+        elif not _may_be_hub(name):
             raise DataError(f"{name}: no such file or folder")
+        elif path.parent.is_dir() and "/" in name:  # meant to be a file of a folder that is here
+            raise DataError(f"{name}: no such file or folder; hf:{name} names a data set of the hub")
+        else:
+            found.append(_hub(name, split, config))
     if not found:
         raise DataError(f"nothing to read; give {SUPPORTED}")
     return found
 
 
 def _may_be_hub(name: str) -> bool:
-    """Of a name that is no path here. One in a folder that is here was meant to be a file of it; hf:NAME says the other."""
-    path = Path(name)
-    is_local = "/" in name and path.parent.is_dir()
-    return form_of(path) is None and not is_local and _HUB_NAME.fullmatch(name) is not None
+    return form_of(Path(name)) is None and _HUB_NAME.fullmatch(name) is not None
 
 
 def _ending(path: Path) -> str:
