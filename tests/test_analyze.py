@@ -1,6 +1,7 @@
 """`sinkdlm analyze` from checkpoints to a report, and what it says when it cannot."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,14 @@ def test_two_models_side_by_side(analyze, models, tmp_path):
     out = tmp_path / "report"
     status, said, shown = analyze(models / "vanilla", models / "sink", "--prompts", models / "prompts.txt", "--out", out, *QUICK)
     assert (status, shown) == (0, "")
-    assert said.startswith("# ")
-    assert f"wrote {out / 'report.html'}" in said
+    assert said.endswith(f"\n\nwrote {out / 'report.html'}, summary.md, metrics.json, inspect.html and figures/\n")
+    assert "Found in sink\n  Attention on the sink: The sink token receives " in said
+    assert not re.search(r"\\|^#|\*\*|^\||Intervention|commit", said, flags=re.MULTILINE)  # what the files have
+    assert said.count("\n") < 30
+    title, claims = said.split("\n", 1)[0], re.findall(r"^- \*\*(.+?)\*\*: (.+?)\.", (out / "summary.md").read_text(), re.MULTILINE)
+    assert (out / "summary.md").read_text().startswith(f"# {title}\n")
+    assert len(claims) == 5
+    assert all(f"\n  {verdict:15s}{claim}\n" in said for verdict, claim in claims)
     names = {path.name for path in out.iterdir()}
     assert names == {"report.html", "inspect.html", "recording.json", "metrics.json", "summary.md", "figures", "captures"}
     captures = [json.loads((out / "captures" / f"{name}.json").read_text()) for name in ("vanilla", "sink")]
@@ -219,6 +226,7 @@ def test_enough_trajectories_for_so_many_forwards(analyze, models, tmp_path):
         (["--names", "a,b"], "a different name for each of the 1 models"),
         (["--names", "../x"], "leave out slashes"),
         (["--shares", "x", "--texts", "prompts.txt"], "expected numbers"),
+        (["--shares", "0.5"], "--shares: of the texts of --texts"),
         (["--out", "prompts.txt"], "cannot be written"),
     ],
 )

@@ -211,7 +211,11 @@ def test_foreign_and_broken_folders_are_refused(saved, tmp_path):
     refused(path, CONFIG, "expected a JSON object")
     (path / CONFIG).write_text(config)
     (path / "tokenizer.json").write_text("{}")
-    refused(path, "tokenizer files cannot be read", verify=False)
+    refused(path, "tokenizer files cannot be read", "put whole ones there", verify=False)
+    (path / "tokenizer.json").unlink()
+    refused(path, "tokenizer_config.json and no tokenizer.json; put that back, or remove tokenizer*: the model is read without")
+    (path / "tokenizer_config.json").unlink()
+    assert sinkdlm.load(path).tokenizer is None
     (path / WEIGHTS).unlink()
     refused(path, "neither model.safetensors nor model.safetensors.index.json")
     (path / INDEX).write_text('{"weight_map": {"sinks": "../../elsewhere.safetensors"}}')

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -143,6 +144,9 @@ def test_a_resolved_recipe_reloads_unchanged(tmp_path):
         ("[train]\n", [], ["model: missing"]),
         ('[model]\npreset = "nano"\n', ["train.lr"], ["--set train.lr", "key=value"]),
         ('[model]\npreset = "nano"\n', ["train.lr.x=1"], ["train.lr"]),
+        ('[model]\npreset = "nano"\n', ["log.trackers=wandb"], ["log.trackers = 'wandb': allowed is a list, as in [\"wandb\"]"]),
+        ('[model]\npreset = "nano"\n', ["data.sets=data/nano"], ["data.sets = 'data/nano'", 'a table, as in {"data/nano" = 1}']),
+        ('[model]\npreset = "nano"\n', ["train.betas=[0.1, 0.2, 0.3]"], ["allowed is a list of at most 2 items"]),
         ('base = "none.toml"\n', [], ["none.toml", "No such file", "base of"]),
         ('base = "a.toml"\n', [], ["own base"]),
         ("base = 3\n", [], ["base = 3", "a list of paths"]),
@@ -177,6 +181,17 @@ def test_override_values_are_toml_or_plain_text(text, value):
     parsed = parse_override(text)
     assert parsed == ("a", value)
     assert type(parsed[1]) is type(value)
+
+
+def test_an_override_without_a_value_is_told_as_itself(tmp_path):
+    """It stands on the command line, not in the file."""
+    path = write(tmp_path, "a.toml", '[model]\npreset = "nano"\n')
+    for text, message in (
+        ("train.lr", "--set train.lr: expected key=value; give train.lr a value"),
+        ("=3", "--set =3: expected key=value; name the key"),
+    ):
+        with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+            Recipe.load(path, [text])
 
 
 def test_every_recipe_resolves_builds_and_fits_the_schema():

@@ -786,12 +786,24 @@ def test_what_the_tokenizer_does_not_have_is_told(tmp_path, checkpoint, run):
     assert notes == ["2 of 3 requests have characters that the tokenizer does not have (4 in all): lost"]
 
 
+def test_rows_without_text_are_left_out_and_counted(tmp_path, checkpoint, run):
+    """As `data prepare` does."""
+    (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": "abc"}\n{"text": " "}\n')
+    said = run("score", checkpoint, tmp_path / "a.jsonl", "--draws", "8", "--device", "cpu")
+    assert [line.split()[0] for line in said.out.splitlines()] == ["document", "0", "total", "note", "note"]
+    assert said.out.endswith("note  2 rows without text were left out\n")
+    found = run("score", checkpoint, tmp_path / "a.jsonl", "--draws", "8", "--device", "cpu", "--json")
+    assert json.loads(found.out)["left_out"] == 2
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
         (("score", "CKPT", "absent.txt"), "no such file"),
         (("score", "CKPT", "EMPTY"), "holds no text"),
-        (("score", "CKPT", "BODY"), "no field text"),
+        (("score", "CKPT", "BODY"), "body.jsonl: line 1: no field text; the fields are body, n"),
+        (("score", "CKPT", "BODY", "--field", "n"), "body.jsonl: line 1: field n is int, expected text"),
+        (("score", "CKPT", "SETTINGS"), "settings: no file in it can be read; supported: .txt"),
         (("score", "absent", "BODY", "--field", "body"), "absent"),
         (("score", "CKPT", "BODY", "--estimator", "magic"), "allowed: exact_k"),
         (("score", "CKPT", "BODY", "--field", "body", "--draws", "2"), "at least one for each of the 8 draw sets"),
@@ -803,6 +815,9 @@ def test_what_the_tokenizer_does_not_have_is_told(tmp_path, checkpoint, run):
         (("eval", "CKPT", "--responses", "r", "--draws", "9"), "its file says what was asked"),
         (("eval", "CKPT", "--tasks", "piqa", "--causal", "--estimator", "chain"), "leave one of them out"),
         (("eval", "CKPT", "--tasks", "piqa", "--adaptive", "--estimator", "chain"), "goes with estimator exact_k"),
+        (("eval", "CKPT", "--tasks", "piqa", "--adaptive", "--causal"), "goes with estimator exact_k, not causal"),
+        (("eval", "CKPT", "--tasks", "piqa", "--tolerance", "0.1"), "--tolerance goes with --adaptive"),
+        (("eval", "CKPT", "--tasks", "piqa", "--error", "0.1"), "--error goes with --adaptive"),
         (("eval", "CKPT", "--tasks", "piqa", "--log-samples"), "say where, with --out"),
         (("eval", "CKPT", "--tasks", "gsm8k", "--gen-kwargs", "foo"), "expected key=value pairs"),
         (("eval", "CKPT", "--tasks", "gsm8k", "--seed", "99999999999999999999"), "less than or equal to 9223372036854775807"),
@@ -812,8 +827,15 @@ def test_what_the_tokenizer_does_not_have_is_told(tmp_path, checkpoint, run):
 )
 def test_mistakes_get_one_line(tmp_path, checkpoint, run, args, said):
     (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "body.jsonl").write_text('{"body": "abc"}\n')
-    places = {"CKPT": checkpoint, "EMPTY": tmp_path / "empty.txt", "BODY": tmp_path / "body.jsonl"}
+    (tmp_path / "body.jsonl").write_text('{"body": "abc", "n": 3}\n')
+    (tmp_path / "settings").mkdir()
+    (tmp_path / "settings" / "a.toml").write_text("a = 1\n")
+    places = {
+        "CKPT": checkpoint,
+        "EMPTY": tmp_path / "empty.txt",
+        "BODY": tmp_path / "body.jsonl",
+        "SETTINGS": tmp_path / "settings",
+    }
     found = run(*(places.get(arg, arg) for arg in args))
     assert found.status == 2
     assert found.err.count("\n") == 1, found.err

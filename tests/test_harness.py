@@ -312,6 +312,16 @@ def run(command_line):
 TASKS = "arc_easy,hellaswag,piqa,siqa,race,lambada,boolq,gsm8k_two_stage,gsm8k_one_stage"
 
 
+@pytest.mark.parametrize("words", [("--gen-kwargs", "foo=3"), ("--steps", 9), ("--block", 4), ("--policy", "dream")])
+def test_options_of_generated_answers_are_refused_where_none_is_asked(tmp_path, bench, command_line, harness, words):
+    asked = ("eval", "--data", bench, "--limit", 1, "--write-requests", tmp_path / "q.jsonl", *words, "--tasks")
+    status, out, err = command_line(*asked, "piqa,arc_easy")
+    assert (status, out) == (2, "")
+    assert f"sinkdlm: {words[0]}: of generated answers, and piqa, arc_easy ask for none; leave it out\n" in err
+    assert not (tmp_path / "q.jsonl").exists()
+    assert words[0] == "--gen-kwargs" or command_line(*asked, "piqa,gsm8k_two_stage")[0] == 0
+
+
 def test_two_halves_are_one_go(tmp_path, checkpoint, bench, run, harness):
     precise = ("--dtype", "float64", "--device", "cpu")
     chosen = ("--tasks", TASKS, "--data", bench, "--draws", 32, "--adaptive", "--seed", 4, "--limit", 2, "--gen-kwargs", "steps=16")

@@ -802,10 +802,15 @@ def test_the_example_corpus_is_right_small_and_the_same_again(tmp_path, command_
 MISTAKES = {
     "no file": (["none.jsonl"], ["none.jsonl", "no such file"]),
     "no folder": (["no/such/place"], ["no/such/place", "no such file"]),
+    "no file of a folder": (["folder/none"], ["folder/none", "no such file", "hf:folder/none"]),
+    "no file by its dot": (["./none"], ["./none", "no such file"]),
+    "no file by its ending": (["none.doc"], ["none.doc", "no such file"]),
+    "no hub name": (["a/none-"], ["a/none-", "no such file"]),
     "unknown ending": (["a.doc"], ["a.doc", ".jsonl", ".parquet"]),
     "empty file": (["empty.jsonl"], ["empty.jsonl", "no documents"]),
     "blank text": (["blank.txt"], ["blank.txt", "no documents"]),
     "empty folder": (["folder"], ["folder", "empty"]),
+    "folder without text": (["settings"], ["settings: no file in it can be read", ".txt, .md, .jsonl", ".parquet"]),
     "wrong field": (["good.jsonl", "--field", "body"], ["good.jsonl: line 1", "body", "the fields are id, text", "--field"]),
     "wrong column": (["good.parquet", "--field", "body"], ["good.parquet", "body", "the fields are id, text"]),
     "number": (["good.jsonl", "--field", "id"], ["line 1", "field id is int"]),
@@ -822,6 +827,7 @@ MISTAKES = {
     "no eos": (["good.jsonl", "--tokenizer", "no-eos"], ["no end-of-document token", "--eos ID"]),
     "bad eos": (["good.jsonl", "--eos", "99999"], ["--eos 99999", "0 to"]),
     "no tokenizer": (["good.jsonl", "--tokenizer", "nowhere"], ["nowhere", "no such tokenizer"]),
+    "text for a tokenizer": (["good.jsonl", "--tokenizer", "a.doc"], ["a.doc: holds no tokenizer", "tokenizer.json", "GGUF"]),
     "bos of text": (["good.jsonl", "--bos"], ["bos = True", "examples only"]),
     "no bos": (["half-pair.jsonl", "--kind", "sft", "--bos"], ["--bos", "no beginning-of-text token"]),
     "length of text": (["good.jsonl", "--length", "9"], ["length = 9", "examples only"]),
@@ -869,8 +875,19 @@ def wrong_files(tmp_path_factory, tokenizer):
     for name, text in plain.items():
         (folder / name).write_bytes(text)
     (folder / "folder").mkdir()
+    (folder / "settings").mkdir()
+    (folder / "settings" / "task.toml").write_text("a = 1\n")
     wrap(Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())).save_pretrained(folder / "no-eos")
     return folder
+
+
+def test_names_that_may_be_data_sets_of_the_hub_go_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = ["imdb", "HuggingFaceFW/fineweb", "allenai/c4.en-1", "hf:any.thing"]
+    assert [source.form for source in inputs.find_sources(names)] == ["hub"] * 4
+    (tmp_path / "table").mkdir()
+    (tmp_path / "table" / "a.csv.gz").write_bytes(b"")
+    assert inputs.find_sources(["table"])[0].form == "hub"  # datasets reads it
 
 
 @pytest.mark.parametrize("case", MISTAKES)
@@ -884,6 +901,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(case, wrong_files, tmp_
     assert said.count("\n") == 1
     for word in words:
         assert word in said
+    assert "data set that can be opened" not in said  # nobody asked the hub
     assert not list(tmp_path.glob("out/*.bin*"))
     assert not (tmp_path / "out" / "progress.json").exists()
 

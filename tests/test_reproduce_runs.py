@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -132,6 +133,20 @@ def test_a_plan_says_what_is_missing(made, command_line):
     status, said, _ = command_line("reproduce", "figure3", "--out", made / "cut", *CUT[:2], "--seeds", 2, "--plan", "--json")
     assert status == 0
     assert [one["run"] for one in json.loads(said)] == ["adapt-sink-s2", "sft-sink-s2"]
+
+
+def test_a_plan_says_about_how_long(made, tmp_path, command_line):
+    """Before anything was made, by what the scale declares of every part."""
+    asked = ("reproduce", "all", "--out", made / "cut", "--records", tmp_path / "none", *CUT[:2], "--seeds", 1, "--plan")
+    status, said, _ = command_line(*asked)
+    assert status == 0
+    *runs, total = said.splitlines()
+    assert len(runs) == 62
+    assert all(re.fullmatch(r"\S+ +about [1-9] s", run) for run in runs)
+    assert re.fullmatch(r"62 runs are missing, about \d minutes", total)
+    stages = {stage.split()[0] for one in json.loads(command_line(*asked, "--json")[1]) for stage in one["stages"]}
+    for scale in SCALES.values():
+        assert {"start", *scale.tables, *stages} == set(scale.seconds)
 
 
 def test_trials_of_other_rates_and_what_they_chose_are_made_again(made, command_line):

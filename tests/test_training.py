@@ -841,6 +841,31 @@ def test_adaptation_opens_attention_and_adds_a_sink(tmp_path, token_set):
         run(wrong, tmp_path / "wrong", load_parent=load_parent)
 
 
+@pytest.mark.parametrize(
+    ("parent", "model", "words"),
+    [
+        ({"preset": "nano"}, TINY, ["d_model = 64, model.d_model is 16", 'set model.preset = "nano"']),
+        ({"preset": "nano", "mask_id": 3}, TINY, ["d_ff", 'set model.preset = "nano", and with it mask_id = 3']),
+        (
+            {**TINY, "vocab_size": 80},
+            TINY,
+            ["has vocab_size = 80, model.vocab_size is 64; mask_id = 80", "give [model] the parent's"],
+        ),
+        ({**TINY, "mask_id": 3}, TINY, ["has mask_id = 3, model.mask_id is 64", "give [model] the parent's values"]),
+        ({**TINY, "n_sinks": 2}, TINY, ["has n_sinks = 2, model.n_sinks is 1"]),
+        ({**TINY, "gate": "headwise"}, TINY, ["has gate = 'headwise', model.gate is 'none'"]),
+    ],
+)
+def test_a_parent_of_another_shape_is_named_with_what_differs(tmp_path, token_set, parent, model, words):
+    """Before its weights are read, and never as a --set that nobody gave."""
+    save(tmp_path / "parent", DiffusionLM(Recipe.resolve({"model": parent}).model))
+    with pytest.raises(UserError) as failure:
+        run(recipe_of(token_set, model=model, init={"from": str(tmp_path / "parent")}), tmp_path / "run", load_parent=load_parent)
+    assert str(failure.value).startswith(f"init.from = '{tmp_path / 'parent'}': has ")
+    assert all(word in str(failure.value) for word in words), failure.value
+    assert "--set" not in str(failure.value)
+
+
 def test_a_parent_whose_tokenizer_did_not_make_the_data_is_refused(tmp_path, token_set):
     from sinkdlm.data.synthetic import character_tokenizer
 

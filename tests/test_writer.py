@@ -185,6 +185,10 @@ MISTAKES = [
     (["--prompt", "a" * 90], ["prompt of 90", "shorten"]),
     (["--infill", "the [] sat"], ["zero length"]),
     (["--infill", "the cat sat"], ["has no gap"]),
+    (["--infill", "a [_:500] b"], ["500 tokens to write", "shorten the text or its gaps"]),
+    (["--infill", "a [_] b", "--gap", "500"], ["500 tokens to write", "shorten the text or --gap"]),
+    (["--infill", "a [_] b", "--length", "5"], ["--length", "[_:12]", "--gap"]),
+    (["--gap", "3"], ["--gap goes with --infill"]),
     (["--policy", "best"], ["policy 'best'", "smdm-origin"]),
     (["--steps", "0"], ["steps = 0", "1 or more"]),
     (["--temperature", "-1"], ["temperature = -1.0", "0 or more"]),
@@ -196,6 +200,7 @@ MISTAKES = [
     (["--cache", "dual"], ["needs a block length"]),
     (["--dtype", "float8", "--device", "cpu"], ["a CPU has no float8 products", "leave it out"]),
     (["--set", "colour=red"], ["option 'colour'"]),
+    (["--set", "order"], ["--set order: expected key=value; give order a value\n"]),
 ]
 
 

@@ -336,8 +336,12 @@ def read_tokenizer(path: Path) -> Any:
         with hushed():
             return AutoTokenizer.from_pretrained(path)
     except Exception as failure:  # transformers raises whatever its parsers raise
-        reason = str(failure).splitlines()[0]
-        raise CheckpointError(f"{path}: tokenizer files cannot be read: {reason}") from failure
+        if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+            what = "tokenizer_config.json and no tokenizer.json; put that back"
+        else:
+            reason = (str(failure).splitlines() or [type(failure).__name__])[0]
+            what = f"tokenizer files cannot be read: {reason}; put whole ones there"
+        raise CheckpointError(f"{path}: {what}, or remove tokenizer*: the model is read without") from failure
 
 
 @contextmanager

@@ -217,10 +217,13 @@ def load_parent(recipe: Any, dtype: Any, source: Any = None, tokenizer: Any = No
     """init.from of a recipe: whatever `convert` reads, with the variant that [model] asks for. source, tokenizer: where they were
     read before."""
     from sinkdlm import interop
+    from sinkdlm.training.sameness import check_shape
 
+    source = source or interop.open_source(recipe.init.from_)
+    check_shape(recipe, source.config, interop.fixed_keys(source))
     wanted = recipe.model.to_dict()
     return interop.load_any(
-        source or recipe.init.from_,
+        source,
         {key: wanted[key] for key in interop.FREE_KEYS},
         sink_init=recipe.init.sink_init,
         gate_init=recipe.init.gate_init,
@@ -239,7 +242,7 @@ def sample(
     gap: Annotated[int | None, typer.Option(min=1, help="With --infill: tokens of every gap.")] = None,
     suffix: Annotated[str, typer.Option(help="What the text ends with.")] = "",
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's turn in the tokenizer's chat template.")] = False,
-    length: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 64,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens to write; by default 64.")] = None,
     until_eos: Annotated[bool, typer.Option("--until-eos", help="Append blocks until EOS; --length is the limit.")] = False,
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Texts for each prompt.")] = 1,
     seed: Seed = 0,

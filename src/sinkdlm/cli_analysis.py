@@ -9,6 +9,7 @@ import typer
 from sinkdlm.cli_options import Device, Dtype, Json, PolicyOverrides, Precision, Seed
 
 _DEFAULT = 32  # trajectories
+_SHARES = "0.9,0.7,0.5,0.3,0.1"
 _MODELS = typer.Argument(metavar="CKPT...", help="Checkpoints, anything that `convert` reads, or captures (.json) made before.")
 
 
@@ -38,7 +39,7 @@ def analyze(
     config: Annotated[str, typer.Option("--config", "--policy", help="smdm-origin, smdm-greedy, llada, dream or fast.")] = "llada",
     overrides: PolicyOverrides = None,
     texts: Annotated[Path | None, typer.Option(help="Instead of writing: texts, a line each, with a part of them masked.")] = None,
-    shares: Annotated[str, typer.Option(help="With --texts: the masked shares, with commas.")] = "0.9,0.7,0.5,0.3,0.1",
+    shares: Annotated[str | None, typer.Option(help=f"With --texts: the masked shares; by default {_SHARES}.")] = None,
     threshold: Annotated[float, typer.Option(min=0, max=1, help="Received attention above which a token is a sink.")] = 0.3,
     margin: Annotated[float, typer.Option(min=0, help="Column sum above the others' mean: a sink by the relative rule.")] = 3.0,
     maps: Annotated[
@@ -63,6 +64,8 @@ def analyze(
     called = names_of(models, names)
     if capture_only and any(Path(model).suffix == ".json" for model in models):
         raise AnalysisError("--capture-only with a capture: it is made already; leave it out")
+    if shares is not None and texts is None:
+        raise AnalysisError("--shares: of the texts of --texts; give them")
     if not capture_only:
         from sinkdlm.analysis.plates import check_drawing
 
@@ -77,7 +80,7 @@ def analyze(
         "prompts": prompts,
         "chat": chat,
         "texts": texts,
-        "shares": _numbers(shares, "--shares", float) if texts is not None else [],
+        "shares": _numbers(shares or _SHARES, "--shares", float) if texts is not None else [],
         "rules": (threshold, margin),
         "maps": [_place(text) for text in maps or []],
         "interventions": interventions,
@@ -103,14 +106,15 @@ def analyze(
             json.dumps({"captures": written}, indent=2) if as_json else "\n".join(f"wrote {path}" for path in written.values())
         )
         return
-    from sinkdlm.analysis.report import write_report
+    from sinkdlm.analysis.report import render_short, write_report
 
-    written = write_report(captures, out)
+    paths = write_report(captures, out)
     if as_json:
         typer.echo((out / "metrics.json").read_text(encoding="utf-8"), nl=False)
         return
-    typer.echo((out / "summary.md").read_text(encoding="utf-8"))
-    typer.echo(f"wrote {written['report']}")
+    typer.echo(render_short(captures))
+    others = [paths[name].name for name in ("summary", "metrics", "inspect") if name in paths]
+    typer.echo(f"wrote {paths['report']}, {', '.join(others)} and figures/")
 
 
 class _Asked:

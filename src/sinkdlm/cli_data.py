@@ -39,20 +39,6 @@ def _count(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is no number of tokens, such as 100M") from None
 
 
-def _read_tokenizer(path: Path) -> Any:
-    """Of a checkpoint, a folder, a tokenizer.json, a SentencePiece model, or a model that carries one (GGUF)."""
-    from sinkdlm.errors import UserError
-    from sinkdlm.interop import open_source
-    from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of
-
-    if not path.is_file() or path.suffix in (".json", ".model"):
-        return read_tokenizer_at(path)
-    found = tokenizer_of(open_source(path))
-    if found is None:
-        raise UserError(f"{path}: holds no tokenizer; give a tokenizer.json, a SentencePiece .model, or a folder with one")
-    return found
-
-
 def _say_prepared(found: dict[str, Any], as_json: bool) -> None:
     from sinkdlm.data.display import counted
 
@@ -109,9 +95,10 @@ def data_prepare(
         config=config,
     )
     from sinkdlm.data.inputs import find_sources
+    from sinkdlm.interop.tokenizer import read_tokenizer_at
 
     find_sources(inputs, split=split, config=config)  # a wrong name is said before the tokenizer is read
-    loaded = _read_tokenizer(tokenizer)
+    loaded = read_tokenizer_at(tokenizer)
     if executor is Executor.LOCAL:
         _say_prepared(prepare(inputs, loaded, out, settings, source=str(tokenizer)), as_json)
         return
@@ -140,8 +127,9 @@ def data_info(
 ) -> None:
     """Check every size and checksum of a set, count it, and show some of it as text."""
     from sinkdlm.data.inspect import describe, read_set
+    from sinkdlm.interop.tokenizer import read_tokenizer_at
 
-    found = read_set(folder, _read_tokenizer(tokenizer) if tokenizer else None, samples=samples)
+    found = read_set(folder, read_tokenizer_at(tokenizer) if tokenizer else None, samples=samples)
     typer.echo(json.dumps(found, indent=2, ensure_ascii=False) if as_json else describe(found))
 
 

@@ -91,8 +91,8 @@ def evaluate(
         return
     if causal and estimator not in (None, "causal"):
         raise EvalError(f"--causal: its estimator is causal, not {estimator}; leave one of them out")
-    if adaptive and estimator not in (None, "exact_k"):
-        raise EvalError(f"--adaptive: goes with estimator exact_k, not {estimator}")
+    if adaptive and (causal or estimator not in (None, "exact_k")):
+        raise EvalError(f"--adaptive: goes with estimator exact_k, not {'causal' if causal else estimator}")
     if log_samples and out is None and write_requests is None:
         raise EvalError("--log-samples: say where, with --out")
     if checkpoint is None and (write_requests is None or chat):
@@ -136,22 +136,36 @@ class _Question:
     def __init__(
         self, plan: dict[str, Any], named: dict[str, Any], gen_kwargs: str | None, overrides: list[str], seed: int
     ) -> None:
+        from sinkdlm.errors import EvalError
         from sinkdlm.evals.settings import settings_for
         from sinkdlm.tables import parse_override
 
         self._changes = {name: value for name, value in named.items() if value is not None}
         settings_for("", self._changes)
         self._overrides = [parse_override(override) for override in overrides]
+        if not any(name.rpartition(".")[2] == "adaptive" for name in (*self._changes, *dict(self._overrides))):
+            for name in ("error", "tolerance"):
+                if name in self._changes:
+                    raise EvalError(f"--{name} goes with --adaptive")
         fields = _read_fields(gen_kwargs or "")
         if "temperature" in fields and "do_sample" not in fields:
             fields["do_sample"] = bool(fields["temperature"])  # tasks that say not to sample would drop it
         self._plan, self._seed = {**plan, "gen_kwargs": fields or None}, seed
 
     def ask(self, tokenizer: Any) -> tuple[Any, Any]:
+        from sinkdlm.errors import EvalError
         from sinkdlm.evals import harness
+        from sinkdlm.evals.requests import GENERATE
 
         evaluation = harness.Evaluation(harness.Plan(**self._plan), tokenizer)
-        return evaluation, evaluation.ask(changes=self._changes, overrides=self._overrides, seed=self._seed)
+        sheet = evaluation.ask(changes=self._changes, overrides=self._overrides, seed=self._seed)
+        if not any(request.kind == GENERATE for request in sheet.requests):
+            given: list[str] = [name for name in ("policy", "steps", "block") if name in self._changes]
+            if self._plan["gen_kwargs"] is not None:
+                given.append("gen-kwargs")
+            if given:
+                raise EvalError(f"--{given[0]}: of generated answers, and {', '.join(sheet.settings)} ask for none; leave it out")
+        return evaluation, sheet
 
 
 def _read_fields(text: str) -> dict[str, Any]:
@@ -217,14 +231,15 @@ def score(
     from sinkdlm.evals.settings import Settings
 
     settings = Settings(estimator="causal" if causal else estimator, draws=draws, greedy=False)
-    found = texts.read_documents(file, field=field, documents=documents.value)[:limit]
+    read = texts.read_documents(file, field=field, documents=documents.value)
+    found = read.texts[:limit]
     from sinkdlm.training.parallel import joined
 
     with joined(device) as world:
         lm = load_in(checkpoint, world.device, dtype)
         answers = _answer(lm, texts.sheet_of(found, settings, seed), checkpoint, world, batch_tokens, out)
     if world.first:
-        report = texts.report(found, answers)
+        report = texts.report(found, answers, read.n_left_out)
         typer.echo(json.dumps(report, indent=2) if as_json else texts.draw_table(report))
 
 

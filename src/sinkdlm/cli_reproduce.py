@@ -110,14 +110,15 @@ def _tell(text: str) -> None:
 
 
 def _say_plan(planned: list[Any], as_json: bool) -> None:
+    from sinkdlm.reproduce.command import about
+
     if as_json:
         rows = [{"run": one.job.name, "stages": one.stages, "seconds": one.seconds} for one in planned]
         typer.echo(json.dumps(rows, indent=1))
         return
     for one in planned:
         typer.echo(f"{one.job.name:28s}{'' if one.seconds is None else f'about {one.seconds:.0f} s'}")
-    known = [one.seconds for one in planned if one.seconds is not None]
-    typer.echo(f"{len(planned)} runs are missing" + (f", about {sum(known) / 60:.0f} minutes" if known else ""))
+    typer.echo(f"{len(planned)} runs are missing{about(planned)}")
 
 
 def _say_inherited(found: dict[str, Any], as_json: bool) -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sinkdlm.errors import ConfigError
 from sinkdlm.presets import PRESETS
-from sinkdlm.tables import flatten, nest, overlay, parse_override, read_table
+from sinkdlm.tables import describe_mistake, flatten, nest, overlay, parse_override, read_table
 
 MODEL_TYPE = "sinkdlm"
 
@@ -25,16 +25,6 @@ Compile = Literal["auto", "blocks", "whole", "none"]
 def _suggest(word: Any, allowed: Sequence[str]) -> str:
     close = difflib.get_close_matches(str(word), allowed, n=1)
     return (f"did you mean {close[0]}? " if close else "") + f"allowed: {', '.join(allowed)}"
-
-
-def _describe(error: Any) -> str:
-    """One pydantic error as `key = value: what is allowed`."""
-    key = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "missing":
-        return f"{key}: missing; it has no default"
-    reason = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]
-    reason = reason.replace("Input should be", "allowed is").replace("Value error, ", "")
-    return f"{key} = {error['input']!r}: {reason}" if key else reason
 
 
 class _Frozen(BaseModel):
@@ -54,7 +44,7 @@ class _Frozen(BaseModel):
             return handler(data)
         except ValidationError as failure:
             # ConfigError is no ValueError, so pydantic lets it pass through enclosing tables, which add their name.
-            raise ConfigError(*(_describe(error) for error in failure.errors())) from None
+            raise ConfigError(*(describe_mistake(error) for error in failure.errors())) from None
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -414,10 +404,10 @@ class Recipe(_Frozen):
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Recipe":
         """Reads a TOML recipe, its base first, then `a.b=c` overrides."""
         table = _read_with_base(Path(path), ())
+        changes: dict[str, Any] = {}
+        for override in overrides:  # together: two shares of a mixture are one change
+            changes = overlay(changes, nest(*parse_override(override)))
         try:
-            changes: dict[str, Any] = {}
-            for override in overrides:  # together: two shares of a mixture are one change
-                changes = overlay(changes, nest(*parse_override(override)))
             return cls.resolve(_merge(table, changes))
         except ConfigError as failure:
             raise failure.within(str(path)) from None

@@ -1,8 +1,10 @@
-"""Tables of settings as TOML writes them: read from a file, from `a.b=c` on the command line, laid over each other.
+"""Tables of settings as TOML writes them: read from a file, from `a.b=c` on the command line, laid over each other; and how a wrong
+value is told.
 
 Owns the forms a table takes. Does not know which keys there are, nor what they mean.
 """
 
+import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +36,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     """`a.b=c` as (key, value): the value is read as TOML, and as a plain string where it is no TOML."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"--set {text}: expected key=value, for example --set train.lr=1e-4")
+        raise ConfigError(f"--set {text}: expected key=value; {f'give {key} a value' if key.strip() else 'name the key'}")
     try:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -54,3 +56,19 @@ def overlay(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
         old = merged.get(key)
         merged[key] = overlay(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
+
+
+def describe_mistake(error: Any) -> str:
+    """One pydantic error as `key = value: what is allowed`, in TOML's words."""
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "missing":
+        return f"{key}: missing; it has no default"
+    reason = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]
+    if error["type"] == "tuple_type":
+        reason = f"allowed is a list, as in [{json.dumps(error['input'], default=str)}]"  # TOML writes a plain value alike
+    elif error["type"] == "dict_type":
+        names = error["input"] if isinstance(error["input"], list) else [error["input"]]
+        reason = f"allowed is a table, as in {{{', '.join(f'{json.dumps(str(name))} = 1' for name in names)}}}"
+    for words, ours in (("Input should be", "allowed is"), ("Tuple should have", "allowed is a list of"), ("Value error, ", "")):
+        reason = reason.replace(words, ours)
+    return f"{key} = {error['input']!r}: {reason}" if key else reason

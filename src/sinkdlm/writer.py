@@ -37,7 +37,7 @@ class Job:
     infill: str | None = None
     suffix: str = ""
     chat: bool = False
-    length: int = LENGTH
+    length: int | None = None  # of what follows a prompt; None: LENGTH
     gap: int | None = None
     n: int = 1
     seed: int = 0
@@ -99,7 +99,13 @@ def check(job: Job) -> None:
     if job.infill is not None:
         if job.suffix or job.until_eos or job.chat:
             raise SamplingError("--infill has its own end: leave out --suffix, --until-eos and --chat")
+        if job.length is not None:
+            raise SamplingError(
+                "--length: of what follows a prompt; gaps of --infill have their own, as in [_:12], or --gap for all"
+            )
         parse_gaps(job.infill, job.gap)
+    elif job.gap is not None:
+        raise SamplingError("--gap goes with --infill")
     if job.prompts is not None:
         read_prompts(job.prompts)
 
@@ -110,18 +116,21 @@ def canvases(lm: Any, job: Job) -> list[list[int]]:
     if job.infill is not None:
         pieces = parse_gaps(job.infill, job.gap)
         rows = [[token for piece in pieces for token in ([mask_id] * piece.gap or encode(tokenizer, piece.text))]]
+        cure = "the text or its gaps" if job.gap is None else "the text or --gap"
     else:
         given = [job.prompt] if job.prompts is None else read_prompts(job.prompts)
         if job.chat or any(isinstance(prompt, list) for prompt in given):
             turns = [prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] for prompt in given]
             if not has_chat_template(tokenizer):
-                cure = "leave --chat out, or convert with another --tokenizer"
-                raise SamplingError(f"--chat: this tokenizer has no chat template; {cure}")
+                raise SamplingError(
+                    "--chat: this tokenizer has no chat template; leave --chat out, or convert with another --tokenizer"
+                )
             given = [chat_text(tokenizer, messages) for messages in turns]
         tail = encode(tokenizer, job.suffix)
-        rows = [[*encode(tokenizer, prompt), *[mask_id] * job.length, *tail] for prompt in given]
+        rows = [[*encode(tokenizer, prompt), *[mask_id] * (job.length or LENGTH), *tail] for prompt in given]
+        cure = "the prompt or --length"
     for row in rows:
-        check_room(row, mask_id, lm.config.context_length, "the prompt or --length")
+        check_room(row, mask_id, lm.config.context_length, cure)
     return rows
 
 

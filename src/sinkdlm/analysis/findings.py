@@ -96,9 +96,9 @@ def _plain(value: Any) -> str:
 # -- one capture ----------------------------------------------------------------------------------------------------------------
 
 
-def findings(capture: Capture) -> list[Finding]:
+def findings(capture: Capture, *, interventions: bool = True) -> list[Finding]:
     parts = [_mass(capture), _content(capture), _movement(capture), _kinds(capture), _norms(capture), _noop(capture)]
-    parts += [_intervention(one) for one in capture["interventions"]]
+    parts += [_intervention(one) for one in capture["interventions"] if interventions]
     reasons: dict[str, list[str]] = {}
     for what, why in capture["omitted"].items():
         reasons.setdefault(why, []).append(what)

@@ -395,6 +395,20 @@ def to_json(value: Any) -> str:
     return json.dumps(plain(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
+def render_short(captures: Sequence[Capture]) -> str:
+    """For a terminal: claims with their verdicts, and what was found. Evidence, interventions and tables are in the files."""
+    judged = _judge(captures, compare(captures))
+    lines = [_title(captures, judged), _lede(captures)]
+    for one in judged:
+        lines += ["", f"The paper's claims: {one.name}"]
+        lines += [f"  {claim.verdict:15s}{claim.claim}" for claim in one.claims]
+        lines += [f"  caution: {caution}" for caution in (one.comparison.cautions if one.comparison else [])]
+    for capture in captures:
+        told = findings(capture, interventions=False)
+        lines += ["", f"Found in {capture['name']}", *(f"  {found.topic}: {found.text}" for found in told)]
+    return "\n".join([*lines, ""])
+
+
 def render_summary(
     captures: Sequence[Capture], comparisons: Sequence[Comparison], judged: Sequence[Judged], chapter: Chapter | None = None
 ) -> str:

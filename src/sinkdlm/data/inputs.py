@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,9 +19,11 @@ from sinkdlm.errors import DataError
 Form = Literal["text", "jsonl", "parquet", "hub", "memory"]
 _FORMS: dict[str, Form] = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 _PACKED = (".gz", ".zst")
+_TABLES = (".csv", ".tsv", ".ndjson", ".arrow", ".xml")  # of a folder that is left to datasets
 SUPPORTED = ".txt, .md, .jsonl, .json (each also .gz or .zst), .parquet, a folder of these, or a data set of the Hugging Face hub"
 EXTRA = "pip install 'sinkdlm[data]'"
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_WORD = r"(?![.-])(?!.*(--|\.\.))[\w.-]+(?<![.-])"
+_HUB_NAME = re.compile(rf"[\w-]+|{_HUB_WORD}/{_HUB_WORD}", re.ASCII)  # names without an owner are old, and none has a dot
 _CHUNK = 1 << 18  # bytes read at a time
 PIECE = 1 << 20  # characters after which a long text is cut at the next line break
 PIECE_LIMIT = 16 * PIECE  # where there is no line break: at a space
@@ -77,19 +79,29 @@ def find_sources(names: Sequence[str], *, split: str = "train", config: str | No
             found += _folder(path, split, config)
         elif path.exists():
             found.append(_file(path))
-        elif form_of(path) is None and _HUB_NAME.fullmatch(name):
-            found.append(_hub(name, split, config))
-        else:
+        elif not _may_be_hub(name):
             raise DataError(f"{name}: no such file or folder")
+        elif path.parent.is_dir() and "/" in name:  # meant to be a file of a folder that is here
+            raise DataError(f"{name}: no such file or folder; hf:{name} names a data set of the hub")
+        else:
+            found.append(_hub(name, split, config))
     if not found:
         raise DataError(f"nothing to read; give {SUPPORTED}")
     return found
 
 
+def _may_be_hub(name: str) -> bool:
+    return form_of(Path(name)) is None and _HUB_NAME.fullmatch(name) is not None
+
+
+def _ending(path: Path) -> str:
+    """A compression's left aside."""
+    return Path(path.stem).suffix if path.suffix in _PACKED else path.suffix
+
+
 def form_of(path: Path) -> Form | None:
-    """By the ending, a compression's left aside."""
-    suffix = Path(path.stem).suffix if path.suffix in _PACKED else path.suffix
-    form = _FORMS.get(suffix)
+    """By the ending."""
+    form = _FORMS.get(_ending(path))
     return None if form == "parquet" and path.suffix in _PACKED else form
 
 
@@ -112,9 +124,10 @@ def _folder(folder: Path, split: str, config: str | None) -> list[Source]:
         files = [path for path in files if path.name.lower() != "readme.md"]
     if files:
         return [_file(path) for path in files]
-    if any(path.is_file() for path in inner):
+    others = [path for path in inner if path.is_file()]
+    if any(_ending(path) in _TABLES for path in others):
         return [_hub(str(folder), split, config)]
-    raise DataError(f"{folder}: an empty folder; supported: {SUPPORTED}")
+    raise DataError(f"{folder}: {'no file in it can be read' if others else 'an empty folder'}; supported: {SUPPORTED}")
 
 
 def _hub(name: str, split: str, config: str | None) -> Source:
@@ -356,6 +369,24 @@ def _not_utf8(place: str) -> DataError:
 
 def missing_field(place: str, wanted: Sequence[str], there: Iterable[str], cure: str = "; --field names another") -> str:
     return f"{place}: no field {' or '.join(wanted)}; the fields are {', '.join(sorted(there)) or 'none'}{cure}"
+
+
+def place_of(source: Source, row: Row) -> str:
+    return f"{source.name}: {'line' if source.form in ('text', 'jsonl') else 'row'} {row.line}"
+
+
+def text_of(row: Row, field: str, place: str) -> str | Pieces | None:
+    """A row's text; None where it has none, and is left out."""
+    value = row.value
+    if isinstance(value, Mapping):
+        if field not in value:
+            raise DataError(missing_field(place, [field], value))
+        value = value[field]
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    if not isinstance(value, str | Pieces):
+        raise DataError(f"{place}: field {field} is {type(value).__name__}, expected text")
+    return value
 
 
 # -- data sets of the hub -------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import numpy as np
 from sinkdlm.data import examples
 from sinkdlm.data.display import Display
 from sinkdlm.data.encoding import Encoder, mark_tokenizer
-from sinkdlm.data.inputs import Pieces, Reader, Row, Source, cut, find_sources, missing_field, text_digest
+from sinkdlm.data.inputs import Reader, Row, Source, cut, find_sources, place_of, text_digest, text_of
 from sinkdlm.data.shards import INDEX, SPLITS
 from sinkdlm.data.writing import Array, Store, compare, locked, read_json
 from sinkdlm.errors import DataError
@@ -275,27 +275,19 @@ class _Run:
         settings = self.settings
         fields = (settings.field,) if settings.kind == "text" else examples.FIELDS[settings.kind]
         for index, taken, row in self.reader.rows(fields):
-            name = self.reader.sources[index].name
             make = self._text_units if settings.kind == "text" else self._example_units
-            unit = "line" if self.reader.sources[index].form in ("text", "jsonl") else "row"
-            yield from make(row, (index, taken), f"{name}: {unit} {row.line}")
+            yield from make(row, (index, taken), place_of(self.reader.sources[index], row))
 
     def _text_units(self, row: Row, position: tuple[int, int], place: str) -> Iterator[Unit]:
-        value = row.value
-        if isinstance(value, dict):
-            if self.settings.field not in value:
-                raise DataError(missing_field(place, [self.settings.field], value))
-            value = value[self.settings.field]
-        if value is None or (isinstance(value, str) and not value.strip()):
+        value = text_of(row, self.settings.field, place)
+        if value is None:
             yield Unit(None, "train", True, True, position, place, 0)
             return
         if isinstance(value, str):
             _n_bytes(value, place)
             split, pieces = self._split(text_digest(value).digest()), cut([value])
-        elif isinstance(value, Pieces):
-            split, pieces = self._split(value.digest), value.pieces
         else:
-            raise DataError(f"{place}: field {self.settings.field} is {type(value).__name__}, expected text")
+            split, pieces = self._split(value.digest), value.pieces
         held, first = next(pieces), True
         for piece in pieces:
             yield Unit(held, split, first, False, position, place, _n_bytes(held, place))

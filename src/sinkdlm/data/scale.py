@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkdlm.data.encoding import Encoder, literal_content, mark_tokenizer
-from sinkdlm.data.inputs import EXTRA, Pieces, Reader, Source, find_sources, missing_field
+from sinkdlm.data.inputs import EXTRA, Reader, Source, find_sources, place_of, text_of
 from sinkdlm.data.prepare import Settings
 from sinkdlm.data.writing import compare, read_json, write_json
 from sinkdlm.errors import DataError
@@ -150,12 +150,8 @@ class _Texts:
         yield from data or ()
         reader = Reader(self.sources[rank::world_size], documents=self.settings.documents)
         for index, taken, row in reader.rows([self.settings.field]):
-            name, value = reader.sources[index].name, row.value
-            if isinstance(value, dict):
-                if self.settings.field not in value:
-                    raise DataError(missing_field(f"{name}: line {row.line}", [self.settings.field], value))
-                value = value[self.settings.field]
-            elif isinstance(value, Pieces):
-                value = "".join(value.pieces)
-            if value and value.strip():
-                yield Document(text=value, id=f"{name}/{taken}")
+            source = reader.sources[index]
+            text = text_of(row, self.settings.field, place_of(source, row))
+            if text is not None:
+                whole = text if isinstance(text, str) else "".join(text.pieces)
+                yield Document(text=whole, id=f"{source.name}/{taken}")

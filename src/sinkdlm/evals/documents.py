@@ -3,10 +3,10 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from sinkdlm.data.inputs import Pieces, Reader, find_sources, missing_field
-from sinkdlm.errors import DataError, EvalError
+from sinkdlm.data.inputs import Reader, find_sources, place_of, text_of
+from sinkdlm.errors import EvalError
 from sinkdlm.evals.requests import ROLLING, Key, Request, Sheet
 from sinkdlm.evals.responses import Response
 from sinkdlm.evals.settings import Settings
@@ -14,32 +14,39 @@ from sinkdlm.evals.settings import Settings
 _TASK = "documents"
 
 
-def read_documents(path: Path, *, field: str = "text", documents: str = "file") -> list[str]:
-    """Texts of a file or folder: a whole .txt, its lines or paragraphs, or a field of jsonl and parquet rows; not empty ones."""
+class Documents(NamedTuple):
+    """Texts in their order. n_left_out: rows that have none."""
+
+    texts: list[str]
+    n_left_out: int
+
+
+def read_documents(path: Path, *, field: str = "text", documents: str = "file") -> Documents:
+    """Of a file or folder: a whole .txt, its lines or paragraphs, or a field of jsonl and parquet rows."""
     if not path.exists():
         raise EvalError(f"{path}: no such file or folder")
     sources = find_sources([str(path)])
-    found = []
+    found, n_left_out = [], 0
     for source, _, row in Reader(sources, documents=documents).rows([field]):
-        value = row.value
-        if isinstance(value, Mapping):
-            if not isinstance(value.get(field), str):
-                raise DataError(missing_field(f"{sources[source].name}: row {row.line}", [field], value))
-            value = value[field]
-        found.append("".join(value.pieces) if isinstance(value, Pieces) else str(value))
-    found = [text for text in found if text]
+        text = text_of(row, field, place_of(sources[source], row))
+        if text is None:
+            n_left_out += 1
+        else:
+            found.append(text if isinstance(text, str) else "".join(text.pieces))
     if not found:
         raise EvalError(f"{path}: holds no text to score")
-    return found
+    return Documents(found, n_left_out)
 
 
 def sheet_of(texts: Sequence[str], settings: Settings, seed: int) -> Sheet:
     return Sheet([Request(ROLLING, _TASK, number, 0, text) for number, text in enumerate(texts)], {_TASK: settings}, seed)
 
 
-def report(texts: Sequence[str], responses: Mapping[Key, Response]) -> dict[str, Any]:
-    """What --json prints. kind: "bound" (perplexity is then an upper bound) or "likelihood"; of neither where tokens are
-    unknown."""
+def report(texts: Sequence[str], responses: Mapping[Key, Response], n_left_out: int = 0) -> dict[str, Any]:
+    """What --json prints. kind: "bound" (perplexity is then an upper bound) or "likelihood"; of neither where tokens are unknown.
+
+    left_out: rows without text.
+    """
     rows = []
     for text, response in zip(texts, responses.values(), strict=True):
         nats, n_bytes = -float(response.value or 0.0), len(text.encode())
@@ -52,7 +59,7 @@ def report(texts: Sequence[str], responses: Mapping[Key, Response]) -> dict[str,
         sum(row["draws"] for row in rows),
         sum(row["unknown"] for row in rows),
     )
-    return {"kind": next(iter(responses.values())).kind, "documents": rows, "total": total}
+    return {"kind": next(iter(responses.values())).kind, "documents": rows, "total": total, "left_out": n_left_out}
 
 
 def _line(nats: float, stderr: float, n_bytes: int, n_tokens: int, draws: int, unknown: int) -> dict[str, Any]:
@@ -83,7 +90,12 @@ def draw_table(found: Mapping[str, Any]) -> str:
 
 def _notes(found: Mapping[str, Any]) -> list[str]:
     unknown, n_tokens = found["total"]["unknown"], found["total"]["tokens"]
+    notes = []
     if unknown:  # a text that is partly lost is not the one that was scored
         share = f"{unknown} of {n_tokens} tokens stand for characters that the tokenizer does not have"
-        return [f"{share}: these are lost, and values are neither bounds nor comparable"]
-    return ["nats, bits per byte and perplexity are upper bounds"] if found["kind"] == "bound" else []
+        notes.append(f"{share}: these are lost, and values are neither bounds nor comparable")
+    elif found["kind"] == "bound":
+        notes.append("nats, bits per byte and perplexity are upper bounds")
+    if found["left_out"]:
+        notes.append(f"{found['left_out']} rows without text were left out")
+    return notes

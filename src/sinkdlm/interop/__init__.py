@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
 
-from sinkdlm.interop.adapt import FREE_KEYS, load_any
+from sinkdlm.interop.adapt import FREE_KEYS, fixed_keys, load_any
 from sinkdlm.interop.export import convert
 from sinkdlm.interop.hf_config import SinkDLMConfig
 from sinkdlm.interop.sources import Source, open_source
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 AutoConfig.register("sinkdlm", SinkDLMConfig, exist_ok=True)  # and a config registers its models
 
-__all__ = ["FREE_KEYS", "SinkDLMConfig", "SinkDLMForMaskedLM", "Source", "convert", "load_any", "open_source"]
+__all__ = ["FREE_KEYS", "SinkDLMConfig", "SinkDLMForMaskedLM", "Source", "convert", "fixed_keys", "load_any", "open_source"]
 
 
 def __getattr__(name: str) -> Any:

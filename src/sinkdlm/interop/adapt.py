@@ -99,6 +99,18 @@ def target_config(source: Source, changes: Mapping[str, Any], tokenizer: Any) ->
     return config, notes
 
 
+def fixed_keys(source: Source) -> list[str]:
+    """The fields that a source's weights decide: a model made of it cannot have others."""
+    found = source.config
+    decided = {
+        "mask_id": source.has_mask,
+        "n_sinks": found.n_sinks > 0,
+        "sink_kind": found.n_sinks > 0,
+        "gate": found.gate != "none",
+    }
+    return [key for key in ModelConfig.keys() if key not in FREE_KEYS or decided.get(key, False)]  # noqa: SIM118  (a method)
+
+
 def choose_mask(source: Source, tokenizer: Any) -> tuple[int, str]:
     """An unused row of the parent's vocabulary where there is one, or a new row."""
     vocab = source.config.vocab_size

@@ -22,6 +22,7 @@ from sinkdlm.interop.tensors import GGUFFile, SafetensorsFiles, TensorFile, Torc
 AR_KINDS = ("qwen2", "llama")
 SUPPORTED = "official/SMDM .safetensors or .pth; Qwen2, Llama, LLaDA, Dream or sinkdlm directories; GGUF of Qwen2 or Llama"
 DREAM_MASK_ID = 151666  # free in every Qwen2.5 vocabulary, and Dream's choice
+GGUF_MARK = b"GGUF"
 _WRAPPERS = ("_forward_module.", "module.", "_orig_mod.")
 
 
@@ -127,7 +128,7 @@ def _open_file(path: Path, shape: dict[str, Any]) -> Source:
             start = file.read(16)
     except OSError as failure:
         raise ConvertError(f"{path}: cannot be read: {failure.strerror}") from None
-    if start[:4] == b"GGUF":
+    if start.startswith(GGUF_MARK):
         return _open_gguf(path)
     if start[:2] == b"PK" or start[:1] == b"\x80":
         return _open_official(TorchFile(path), "torch file", shape)

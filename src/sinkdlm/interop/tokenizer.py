@@ -7,9 +7,10 @@ from typing import Any
 
 from sinkdlm.checkpoint import hushed
 from sinkdlm.errors import ConvertError
-from sinkdlm.interop.sources import Source, model_in
+from sinkdlm.interop.sources import GGUF_MARK, Source, model_in, open_source
 from sinkdlm.interop.tensors import GGUFFile
 
+EXPECTED = "give a tokenizer.json, a SentencePiece .model, a GGUF file, or a checkpoint or folder with one"
 _PROBES = ("Hello world", "The capital of France is Paris.", "x = 12 + 34")
 
 
@@ -25,7 +26,7 @@ def tokenizer_of(source: Source) -> Any:
 
 
 def read_tokenizer_at(path: str | Path) -> Any:
-    """From a folder, a tokenizer.json (whatever its name) or a SentencePiece model."""
+    """From a folder, a tokenizer.json (whatever its name), a SentencePiece model or a GGUF file."""
     from transformers import PreTrainedTokenizerFast
 
     path = Path(path)
@@ -45,7 +46,18 @@ def read_tokenizer_at(path: str | Path) -> Any:
         return _guarded(path, lambda: PreTrainedTokenizerFast(tokenizer_file=str(path)))
     if path.suffix == ".model":
         return _sentencepiece(path)
-    raise ConvertError(f"{path}: no tokenizer; expected tokenizer.json, a SentencePiece .model, or a folder with one")
+    found = tokenizer_of(open_source(path)) if _is_gguf(path) else None
+    if found is None:
+        raise ConvertError(f"{path}: holds no tokenizer; {EXPECTED}")
+    return found
+
+
+def _is_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(GGUF_MARK)) == GGUF_MARK
+    except OSError as failure:
+        raise ConvertError(f"{path}: cannot be read: {failure.strerror}; {EXPECTED}") from None
 
 
 def read_folder(folder: Path) -> Any:

@@ -203,7 +203,7 @@ class _Work:
         self._settle()
         left, waits = self.missing(), False
         if left:
-            self.say(f"{len(left)} of {len(self.jobs)} runs are missing{_about(left)}")
+            self.say(f"{len(left)} of {len(self.jobs)} runs are missing{about(left)}")
         while left:
             try:
                 tried = self._make_one(left)
@@ -290,9 +290,12 @@ class _Work:
         return self.records[trial.name].outcomes[NELBO].value
 
 
-def _about(left: Sequence[Planned]) -> str:
+def about(left: Sequence[Planned]) -> str:
+    """How long all of it takes, to end a sentence with; nothing where that is not known."""
     known = [one.seconds for one in left if one.seconds is not None]
-    return f", about {sum(known) / 60:.0f} minutes" if len(known) == len(left) else ""
+    if not left or len(known) < len(left):
+        return ""
+    return f", about {sum(known) / 60:.0f} minutes" if sum(known) >= 120 else f", about {sum(known):.0f} s"
 
 
 @contextmanager

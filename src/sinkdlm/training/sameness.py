@@ -1,20 +1,20 @@
 """Is it the same thing? The marks of a run's data, and whether a parent fits its recipe and its data."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from sinkdlm.checkpoint import Loaded
-from sinkdlm.config import Recipe
+from sinkdlm.config import ModelConfig, Recipe, preset_fields, preset_names
 from sinkdlm.data.encoding import mark_tokenizer
 from sinkdlm.data.rows import Rows
 from sinkdlm.errors import TrainError
 
+_SHAPE = ("vocab_size", "n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")
+
 
 def check_parent(recipe: Recipe, rows: Rows, loaded: Loaded) -> None:
     """The parent has the shape that [model] names, and its tokenizer made the data."""
-    found, wanted = loaded.config.to_dict(), recipe.model.to_dict()
-    odd = [f"{key} = {found[key]!r}, model.{key} is {wanted[key]!r}" for key in wanted if found[key] != wanted[key]]
-    if odd:
-        raise TrainError(f"init.from = {recipe.init.from_!r}: has {'; '.join(odd)}: make [model] fit it")
+    check_shape(recipe, loaded.config, ModelConfig.keys())
     marks = [split.tokenizer for split in rows.splits if split.tokenizer is not None]
     if loaded.tokenizer is None or not marks:
         return
@@ -23,6 +23,25 @@ def check_parent(recipe: Recipe, rows: Rows, loaded: Loaded) -> None:
             f"init.from = {recipe.init.from_!r}: its tokenizer is not the one that the data was prepared with; "
             f"prepare it with: sinkdlm data prepare ... --tokenizer {recipe.init.from_}"
         )
+
+
+def check_shape(recipe: Recipe, parent: ModelConfig, fixed: Sequence[str]) -> None:
+    """[model] says of a parent what its weights do. fixed: the keys that they decide."""
+    found, wanted = parent.to_dict(), recipe.model.to_dict()
+    odd = [f"{key} = {found[key]!r}, model.{key} is {wanted[key]!r}" for key in fixed if found[key] != wanted[key]]
+    if odd:
+        raise TrainError(f"init.from = {recipe.init.from_!r}: has {'; '.join(odd)}: {_fitting(found, wanted, fixed)}")
+
+
+def _fitting(found: dict[str, Any], wanted: dict[str, Any], fixed: Sequence[str]) -> str:
+    """What to write into [model]: the preset whose shape this is, if another than the one that is there, and what it leaves."""
+    shape = [key for key in _SHAPE if found[key] != wanted[key]]
+    for name in preset_names() if shape else ():
+        preset = preset_fields(name)
+        if all(preset[key] == found[key] for key in _SHAPE):
+            rest = [f"{key} = {found[key]!r}" for key in fixed if preset.get(key, wanted[key]) != found[key]]
+            return f'set model.preset = "{name}"' + (f", and with it {', '.join(rest)}" if rest else "")
+    return "give [model] the parent's values"
 
 
 def mark_sets(rows: Rows) -> dict[str, Any]:
