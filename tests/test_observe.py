@@ -1,4 +1,6 @@
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -110,3 +112,28 @@ def test_a_watcher_sees_every_layer_and_changes_nothing(variant):
         torch.testing.assert_close(layer.received.sum(-1) + layer.sink_share, torch.ones(3, 6, dtype=torch.float64))
         if model.config.sink_value == "zero" and model.config.n_lane:
             assert not layer.sink_value_norm.any()
+
+
+def test_watchers_on_two_threads_leave_the_compiler_as_it_was():
+    """The first to come leaves first. Put back by each alone, the second would have kept everything uncompiled from then on."""
+    graphs, tokens = [], small_tokens(1, 5)
+    fused = torch.compile(lambda x: x + 1, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    second_is_in, first_is_out = threading.Event(), threading.Event()
+
+    def first(layer, *_):
+        assert second_is_in.wait(60)
+
+    def second(layer, *_):
+        second_is_in.set()
+        assert first_is_out.wait(60)
+
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(small_model(), tokens, observe=first)
+        two = pool.submit(small_model(), tokens, observe=second)
+        one.result(60)
+        fused(torch.ones(2))
+        assert not graphs  # somebody still watches
+        first_is_out.set()
+        two.result(60)
+    fused(torch.ones(2))
+    assert len(graphs) == 1

@@ -7,9 +7,8 @@ B batch, T tokens, S sinks, H query heads, K key/value heads, D head width, d mo
 """
 
 import math
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from sinkdlm.attention import Choice, choose_form, merges_fast
 from sinkdlm.config import ModelConfig
+from sinkdlm.eager import uncompiled
 from sinkdlm.fusion import trains_fused
 from sinkdlm.lane import LaneCache, arithmetic_of
 from sinkdlm.layers import Block, Embedding, Intervention, KeyValueCache, Norm, Observer, Surroundings, pick
@@ -236,12 +236,8 @@ class DiffusionLM(nn.Module):
         cached = None if scope is None else scope.find(self)
         sinks = self.sinks[None].to(x) if use_lane and cached is None and self.sinks is not None else None
         lanes = []
-        with ExitStack() as stack:
-            watched = (around.observe or around.intervene) is not None and not torch.compiler.is_compiling()
-            if (
-                watched and "torch._dynamo" in sys.modules
-            ):  # where the compiler is not loaded, which takes a second, nothing is compiled
-                stack.enter_context(torch.compiler.set_stance("force_eager"))  # a watcher cannot live in a compiled block
+        watched = (around.observe or around.intervene) is not None and not torch.compiler.is_compiling()
+        with uncompiled() if watched else nullcontext():
             for layer, block in enumerate(self.blocks):
                 if layer == len(self.blocks) - 1:
                     around = around._replace(wanted=wanted)
