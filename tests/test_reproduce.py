@@ -77,6 +77,14 @@ def test_pairs_cancel_what_items_share():
         statistics.pair_items(one, other[:-1], 600.0)
 
 
+def test_equal_differences_are_no_proof():
+    """Three seeds that all gave one right answer more: how seeds scatter is not known, and a p of 0 would be made up."""
+    found = statistics.over_seeds([1 / 30] * 3)
+    assert math.isnan(found.p)
+    assert math.isnan(statistics.over_seeds([0.1 + 0.2, 0.3, 0.3]).p)  # equal but for rounding
+    assert statistics.over_seeds([0.0] * 3).p == 1.0
+
+
 def test_holm_is_holms():
     found = statistics.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005, "none": math.nan})
     assert [found[name] for name in "abcd"] == pytest.approx([0.03, 0.06, 0.06, 0.02])
@@ -143,6 +151,20 @@ def test_few_seeds_give_no_verdict():
     records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.5}, n_seeds=2)
     assert claims.overall(claims.judge(CLAIM["sink-helps"], records)) == claims.FEW
     assert claims.overall(claims.judge(CLAIM["sink-helps"], {})) == claims.FEW
+
+
+def test_a_claim_waits_for_all_of_its_outcomes():
+    records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02})
+    for one in records.values():
+        del one.outcomes["lambada_openai.nll"]  # type: ignore[attr-defined]
+    found = judged("sink-helps", records)
+    assert {name: one.verdict for name, one in found.items()} == {
+        "nelbo": claims.HOLDS,
+        "lambada_openai.nll": claims.FEW,
+        "choices.nll": claims.HOLDS,
+    }
+    assert claims.overall(list(found.values())) == claims.FEW
+    assert "not measured yet" in found["lambada_openai.nll"].sentence
 
 
 def test_only_seeds_that_both_have_are_paired():
@@ -442,6 +464,15 @@ def test_a_report_says_what_its_records_say(tmp_path):
         assert "55.47" in said
     assert "**holds**" in text
     assert "<strong>holds</strong>" in site
+
+
+def test_two_seeds_test_nothing():
+    """Fewer than three give no verdict, on what is exploratory neither."""
+    for seeds, any_test in ((2, False), (3, True)):
+        records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02}, n_seeds=seeds)
+        rows = findings(["table1"], SCALES["small"], records)["targets"]["table1"]["exploratory"]
+        assert rows
+        assert any(one["holm"] is not None for one in rows) == any_test
 
 
 def test_blocks_are_written_safely():

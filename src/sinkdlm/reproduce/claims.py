@@ -241,12 +241,13 @@ def judge_bound(spread: Spread, kind: str) -> str:
 
 
 def judge(claim: Claim, records: Mapping[str, Record]) -> list[Judged]:
-    """A verdict on each of its outcomes that was measured; one without seeds where none was."""
+    """A verdict on each of its outcomes, also on those that no run has yet: a part of them cannot speak for all. Where nothing was
+    measured, the first one says so."""
     judge_one: Callable[[Claim, Mapping[str, Record], str], Judged] = (
         _judge_quantity if claim.kind in (BELOW, ABOVE) else _judge_difference
     )
     found = [judge_one(claim, records, outcome) for outcome in claim.outcomes]
-    return [one for one in found if one.spread.n] or found[:1]
+    return found if any(one.spread.n for one in found) else found[:1]
 
 
 def overall(judged: Sequence[Judged]) -> str:

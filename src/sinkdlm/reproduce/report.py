@@ -26,7 +26,7 @@ from sinkdlm.reproduce.claims import (
 )
 from sinkdlm.reproduce.matrix import LABELS, SFT, TARGETS, Scale, jobs_of
 from sinkdlm.reproduce.records import TRIAL, Record, write_text
-from sinkdlm.reproduce.statistics import ALPHA, holm, over_seeds
+from sinkdlm.reproduce.statistics import ALPHA, MIN_SEEDS, holm, over_seeds
 
 _NANO = (
     "Nano shows the machinery. Its models have 0.2M parameters and learn generated stories for 40 steps; tasks that bear a "
@@ -120,7 +120,7 @@ def _claim(claim: Any, records: Mapping[str, Record]) -> dict[str, Any]:
 
 
 def _exploratory(target: str, records: Mapping[str, Record]) -> list[dict[str, Any]]:
-    """Every other outcome of every comparison of the target's claims, with Holm's correction over all of them."""
+    """Every other outcome of every comparison of the target's claims, with Holm's correction over all that have seeds enough."""
     found: dict[str, dict[str, Any]] = {}
     for claim in CLAIMS:
         if claim.target != target or not claim.against:
@@ -135,7 +135,8 @@ def _exploratory(target: str, records: Mapping[str, Record]) -> list[dict[str, A
             if spread.n:
                 key = f"{claim.group}: {claim.variant} - {claim.against}: {name}"
                 found[key] = {"comparison": f"{claim.variant} - {claim.against}", "outcome": name, **as_json(spread)}
-    adjusted = holm({key: math.nan if one["p"] is None else one["p"] for key, one in found.items()})
+    tested = {key: one["p"] if one["p"] is not None and one["n"] >= MIN_SEEDS else math.nan for key, one in found.items()}
+    adjusted = holm(tested)
     return [{**one, "holm": None if math.isnan(adjusted[key]) else adjusted[key]} for key, one in found.items()]
 
 

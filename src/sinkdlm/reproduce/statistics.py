@@ -16,6 +16,7 @@ from sinkdlm.likelihood.estimates import student_cdf, student_quantile
 LEVEL = 0.95
 ALPHA = 1 - LEVEL
 MIN_SEEDS = 3  # with two, Student's interval is 12.7 standard errors wide on each side
+_ROUNDING = 1e-12  # of a mean: a standard error below it is that of arithmetic
 
 
 class Paired(NamedTuple):
@@ -29,7 +30,7 @@ class Paired(NamedTuple):
 class Spread(NamedTuple):
     """Of seeds: their mean, Student's interval of LEVEL, the standard error, and the p of the two-sided test against 0.
 
-    Not a number where a single seed says nothing of how seeds scatter.
+    Not a number where a single seed says nothing of how seeds scatter; p also where equal values, which are not 0, do not.
     """
 
     mean: float
@@ -68,8 +69,8 @@ def over_seeds(values: Sequence[float], level: float = LEVEL) -> Spread:
 
 
 def _p(mean: float, stderr: float, freedom: int) -> float:
-    if stderr == 0:
-        return 1.0 if mean == 0 else 0.0
+    if stderr <= _ROUNDING * abs(mean):  # counts of right answers may differ by the same in every seed, by chance
+        return 1.0 if mean == 0 else math.nan
     return 2 * (1 - student_cdf(abs(mean) / stderr, freedom))
 
 
