@@ -15,8 +15,8 @@ import numpy as np
 from benchmarks.measuring import RESULTS
 from sinkdlm.reproduce.claims import CLAIMS, MARGIN, SAME, judge, runs_of
 from sinkdlm.reproduce.matrix import ADAPT, SFT
-from sinkdlm.reproduce.page import PICTURES, SCALE, write_page
-from sinkdlm.reproduce.records import Record, read_records
+from sinkdlm.reproduce.page import PICTURES, declared_records, write_page
+from sinkdlm.reproduce.records import Record
 
 RECORDS = RESULTS / "reproduction"
 DOCS = Path(__file__).parents[1] / "docs"
@@ -116,7 +116,7 @@ def main() -> None:
     asked = parser.parse_args()
     assets = asked.docs / "assets"
     assets.mkdir(parents=True, exist_ok=True)
-    draw(read_records(asked.records, SCALE), assets)
+    draw(declared_records(asked.records), assets)
     (asked.docs / "reproduction.md").write_text(write_page(asked.records, assets), encoding="utf-8")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +25,27 @@ from sinkdlm.interop import open_source
 from sinkdlm.reproduce import claims, page, paper, statistics
 from sinkdlm.reproduce.blocks import Code, Heading, Paragraph, Table, to_html, to_markdown
 from sinkdlm.reproduce.inputs import GOLD, Inputs
-from sinkdlm.reproduce.matrix import ADAPT, ONCE, RATE_OF, SCALES, SCRATCH, SFT, TARGETS, VARIANTS, Job, jobs_of, select, trials_of
+from sinkdlm.reproduce.matrix import (
+    ADAPT,
+    ONCE,
+    RATE_OF,
+    SCALES,
+    SCRATCH,
+    SFT,
+    TARGETS,
+    VARIANTS,
+    Job,
+    jobs_of,
+    select,
+    stages_declared,
+    trials_of,
+)
 from sinkdlm.reproduce.measuring import Model
 from sinkdlm.reproduce.overlap import GRAM, corpus_texts, overlap
 from sinkdlm.reproduce.parents import Parents
 from sinkdlm.reproduce.records import MAX_BYTES, Outcome, read_record, read_records, write_record
 from sinkdlm.reproduce.report import findings, write_report
-from sinkdlm.reproduce.running import Bench, _asking_officially, recipe_of
+from sinkdlm.reproduce.running import Bench, _asking_officially, recipe_of, stages_of
 from sinkdlm.tables import flatten
 
 ROOT = Path(__file__).parent.parent
@@ -499,6 +514,48 @@ def test_the_method_does_not_depend_on_results(tmp_path):
     assert "adapt-sink: lr0, lr1, lr2\n" in full
     assert "A sink improves an adapted DLM: holds." in full
     assert findings(["table1"], SCALES["small"], {})["targets"]["table1"]["claims"][0]["verdict"] == claims.FEW
+
+
+def test_what_is_declared_is_what_is_measured(tmp_path):
+    prepare_example(tmp_path / "text", documents=20)
+    scale = SCALES["small"]
+    sheets = {task: Sheet([Request(LOGLIKELIHOOD, task, 0, 0, "a", "b")], {task: Settings()}) for task in scale.tasks}
+    inputs = Inputs(tmp_path / "text", parent="parent", sft=tmp_path / "sft")
+    bench = Bench(scale, inputs, tmp_path, tmp_path, load_parent, sheets=sheets, official=True)
+    jobs = jobs_of(list(TARGETS), scale, scale.seeds)
+    assert len(jobs) > 100
+    for job in jobs:
+        assert stages_declared(job, scale) == list(stages_of(job, bench)), job.name
+
+
+def test_a_matrix_is_complete_where_everything_was_measured(tmp_path):
+    """Runs of one seed without the official settings are not; runs of other learning rates are none."""
+    scale = SCALES["small"]
+    jobs = jobs_of(list(TARGETS), scale, scale.seeds)
+    for job in jobs:
+        if job.trial is not None:
+            made = trial(job.group, job.variant, job.trial, scale.lrs[job.group][job.trial], 3.0)
+        else:
+            made = record(job.group, job.variant, job.seed, 0.0)
+        seconds = dict.fromkeys(["train", *stages_declared(job, scale)], 1.0)
+        if job.name == "adapt-gate-s1":
+            seconds = {stage: value for stage, value in seconds.items() if not stage.startswith("official")}
+        write_record(tmp_path / "records", replace(made, facts={**made.facts, "seconds": seconds}))
+    said = page.write_page(tmp_path / "records", tmp_path)
+    assert "matrix is complete" not in said
+    assert "- adapt-gate-s1: official lambada_openai, official arc_easy" in said
+    whole = record(ADAPT, "gate", 1, 0.0)
+    seconds = dict.fromkeys(["train", *stages_declared(Job(ADAPT, "gate", 1), scale)], 1.0)
+    write_record(tmp_path / "records", replace(whole, facts={**whole.facts, "seconds": seconds}))
+    said = page.write_page(tmp_path / "records", tmp_path)
+    assert f"The matrix is complete: {len(jobs)} runs" in said
+    for words in ("so far", "measured yet", "missing"):
+        assert words not in said.split("## Results")[1], words
+    other = replace(whole, facts={**whole.facts, "seconds": seconds, "trials": {"0.0001": 1.0, "0.0002": 1.0, "0.0004": 1.0}})
+    write_record(tmp_path / "records", other)
+    said = page.write_page(tmp_path / "records", tmp_path)
+    assert "- adapt-gate: s1\n" in said
+    assert page.declared_records(tmp_path / "records").keys() == {job.name for job in jobs} - {"adapt-gate-s1"}
 
 
 def test_items_have_the_tokens_that_the_tests_assume():

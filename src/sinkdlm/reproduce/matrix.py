@@ -299,6 +299,22 @@ def seeds_of(group: str, variant: str, scale: Scale, seeds: int) -> int:
     return seeds if group == ADAPT and variant in MAIN else min(seeds, scale.other_seeds)
 
 
+def stages_declared(job: Job, scale: Scale) -> list[str]:
+    """What is measured of a run after training, official settings included, by the names that records have for it."""
+    if job.group == SFT:
+        found = ["answers", *(f"task {task}" for task in scale.tasks if task.startswith("gsm8k"))]
+    else:
+        found = ["validation"]
+    if job.trial is not None:
+        return found
+    if job.group != SFT:
+        twin = job.group == ADAPT and job.variant in OFFICIAL and job.seed == FIRST_SEED
+        for task in scale.tasks:
+            if not task.startswith("gsm8k"):
+                found += [f"task {task}", *([f"official {task}"] if twin else [])]
+    return [*found, *(["cuts"] if job.group == ADAPT and job.seed == FIRST_SEED else []), "capture"]
+
+
 def select(jobs: Sequence[Job], only: Sequence[str]) -> list[Job]:
     """`--only variant`, `--only seed` or `--only variant,seed`; trials belong to their variant, and to no seed. Several add up."""
     if not only:

@@ -3,7 +3,7 @@
 The method's part depends on the matrix and the claims, not on records: it is the same text before the first run and after the last.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ from sinkdlm.reproduce.matrix import (
     TARGETS,
     TRIAL_SEED,
     VARIANTS,
+    Job,
     Scale,
     jobs_of,
     seeds_of,
+    stages_declared,
 )
 from sinkdlm.reproduce.overlap import GRAM
 from sinkdlm.reproduce.overlap import NAME as OVERLAP
@@ -44,7 +46,7 @@ PICTURES = {  # file -> what it shows
 def write_page(records: Path, assets: Path) -> str:
     """The page's text; pictures are named where their files are."""
     scale = SCALES[SCALE]
-    found = read_records(records, SCALE)
+    found = declared_records(records, scale)
     blocks: list[Block] = [
         Heading(1, "Reproduction"),
         Paragraph(
@@ -55,6 +57,13 @@ def write_page(records: Path, assets: Path) -> str:
         *results(scale, found, records, assets),
     ]
     return to_markdown(blocks)
+
+
+def declared_records(folder: Path, scale: Scale = SCALES[SCALE]) -> dict[str, Record]:
+    """Those of the matrix. Runs at rates that were chosen from other values are to be made again, and do not count meanwhile."""
+    every = read_records(folder, scale.name)
+    made = {job.name: find_made(job, every, scale) for job in jobs_of(list(TARGETS), scale, scale.seeds)}
+    return {name: record for name, record in made.items() if record is not None}
 
 
 # -- the method -------------------------------------------------------------------------------------------------------------------
@@ -210,8 +219,8 @@ def _commands() -> list[Block]:
                     f"sinkdlm reproduce lengths --scale small --parent SmolLM2-135M.gguf --requests requests.jsonl {kept}",
                     "# on the GPU, as often as needed: finished runs are skipped. Started several times at once, on one GPU or",
                     "# on several, processes with the same --out share the runs among themselves (three trials fit on an H200)",
-                    f"sinkdlm reproduce all {common} {kept} --time-limit 540",
-                    f"sinkdlm reproduce all {common} {kept} --plan",
+                    f"sinkdlm reproduce all {common} {kept} --official --time-limit 540",
+                    f"sinkdlm reproduce all {common} {kept} --official --plan",
                     "# this page",
                     "python -m benchmarks.reproduction",
                 ]
@@ -225,9 +234,9 @@ def _commands() -> list[Block]:
 
 def results(scale: Scale, records: Mapping[str, Record], folder: Path, assets: Path) -> list[Block]:
     jobs = jobs_of(list(TARGETS), scale, scale.seeds)
-    missing = [job.name for job in jobs if find_made(job, records, scale) is None]
+    missing = [job.name for job in jobs if job.name not in records]
     found = findings(list(TARGETS), scale, records, missing)
-    blocks: list[Block] = [Heading(2, "Results"), *_missing(missing, len(jobs))]
+    blocks: list[Block] = [Heading(2, "Results"), *_missing(missing, _unmeasured(jobs, records, scale), len(jobs))]
     blocks += [Heading(3, "Contamination"), *_contamination(read_beside(folder, OVERLAP, scale.name))]
     if not records:
         return blocks
@@ -245,15 +254,27 @@ def results(scale: Scale, records: Mapping[str, Record], folder: Path, assets: P
     return [*blocks, *rate_blocks(found, level=3), *work_blocks(found, level=3)]
 
 
-def _missing(missing: list[str], n_jobs: int) -> list[Block]:
+def _unmeasured(jobs: Sequence[Job], records: Mapping[str, Record], scale: Scale) -> list[str]:
+    """Of each run that has a record: what was declared to be measured of it, and is not there."""
+    lines = []
+    for job in jobs:
+        if job.name in records:
+            lacks = [stage for stage in stages_declared(job, scale) if stage not in records[job.name].facts["seconds"]]
+            lines += [f"{job.name}: {', '.join(lacks)}"] if lacks else []
+    return lines
+
+
+def _missing(missing: list[str], unmeasured: list[str], n_jobs: int) -> list[Block]:
+    lacks: list[Block] = [Paragraph("Not everything was measured of these runs:"), Bullets(unmeasured)] if unmeasured else []
     if not missing:
-        return [Paragraph(f"The matrix is complete: {n_jobs} runs, trials included.")]
+        told = "All runs are there" if unmeasured else "The matrix is complete"
+        return [Paragraph(f"{told}: {n_jobs} runs, trials included."), *lacks]
     groups: dict[str, list[str]] = {}
     for name in missing:
         run, _, end = name.rpartition("-")
         groups.setdefault(run, []).append(end)
     lines = [f"{run}: {', '.join(ends)}" for run, ends in groups.items()]
-    return [Paragraph(f"{len(missing)} of {n_jobs} runs are missing (lr: trials, s: seeds):"), Bullets(lines)]
+    return [Paragraph(f"{len(missing)} of {n_jobs} runs are missing (lr: trials, s: seeds):"), Bullets(lines), *lacks]
 
 
 def _contamination(found: Mapping[str, Any] | None) -> list[Block]:
@@ -271,11 +292,17 @@ def _contamination(found: Mapping[str, Any] | None) -> list[Block]:
 
 def _negative(found: Mapping[str, Any]) -> list[Block]:
     rows = [(target, claim) for target, one in found["targets"].items() for claim in one["claims"]]
-    fails = [f"{target}: {claim['text']}" for target, claim in rows if claim["verdict"] == FAILS]
-    said = " ".join(
-        f"{sum(claim['verdict'] == verdict for _, claim in rows)} of {len(rows)} claims {words}."
-        for verdict, words in ((OPEN, "cannot be told at this scale"), (FEW, "have too few seeds so far"))
-    )
+    fails = [f"{target}: {claim['text']} ({_by_outcome(claim)})" for target, claim in rows if claim["verdict"] == FAILS]
+    told = ((OPEN, "cannot be told at this scale"), (FEW, "have too few seeds so far"))
+    counts = [(sum(claim["verdict"] == verdict for _, claim in rows), words) for verdict, words in told]
+    said = [f"{count} of {len(rows)} claims {words}." for count, words in counts if count]
     if not fails:
-        return [Paragraph(f"{said} None is contradicted.")]
-    return [Paragraph(f"{said} These do not hold:"), Bullets(fails)]
+        return [Paragraph(" ".join([*said, "None is contradicted."]))]
+    return [Paragraph(" ".join([*said, "These do not hold, on one outcome or on all:"])), Bullets(fails)]
+
+
+def _by_outcome(claim: Mapping[str, Any]) -> str:
+    """One outcome that says no is enough by the rule; what the others say belongs to it."""
+    return "; ".join(
+        f"{OUTCOMES.get(one['outcome'], one['outcome']).split(', nats')[0]}: {one['verdict']}" for one in claim["outcomes"]
+    )
