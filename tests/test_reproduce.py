@@ -481,6 +481,44 @@ def test_a_report_says_what_its_records_say(tmp_path):
     assert "<strong>holds</strong>" in site
 
 
+def test_tokens_and_seconds_are_those_of_a_run(tmp_path):
+    records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02})
+    found = write_report(tmp_path, ["table1"], SCALES["small"], records)
+    row = found["targets"]["table1"]["rows"][0]
+    assert (row["tokens"], row["seconds"]) == (1000, 4.0)
+    assert "| tokens of a run | seconds of a run |" in (tmp_path / "report.md").read_text()
+
+
+def test_right_answers_to_gsm8k_stand_with_fine_tuned_models(tmp_path):
+    records = matrix({(ADAPT, "sink"): 0.0, (SFT, "sink"): 0.0}, n_seeds=3)
+    for one in records.values():
+        if one.group == SFT:
+            one.outcomes["gsm8k_two_stage.exact_match"] = Outcome.of_items([0, 1, 0, 0], 4)  # type: ignore[index]
+    write_report(tmp_path, ["table1", "gsm8k"], SCALES["small"], records)
+    adapted, tuned = (tmp_path / "report.md").read_text().split("## GSM8K")
+    assert "| lambada_openai |\n" in adapted
+    assert "|  | gsm8k |" in tuned
+    assert "| DLM + sink, ours | 25.00 |" in tuned
+    assert "| DLM + sink, paper (table1:0.5b:sink) | 49.20 |" in tuned
+
+
+def test_claims_of_different_rates_are_told(tmp_path):
+    chosen = {"vanilla": 2, "sink": 1, "sink-zero": 2, "gate": 2}
+    made = [
+        trial(ADAPT, variant, number, lr, 3.0 + abs(number - best))
+        for variant, best in chosen.items()
+        for number, lr in enumerate(SCALES["small"].lrs[ADAPT])
+    ]
+    write_report(tmp_path, list(TARGETS), SCALES["small"], {one.name: one for one in made})
+    said = (tmp_path / "report.md").read_text()
+    assert (
+        "- table5: A zero value is no different from a learned one (sink with zero value at 0.0016, DLM + sink at 0.0008)" in said
+    )
+    assert "- gsm8k: A sink improves the fine-tuned DLM (DLM + sink at 0.0008, DLM at 0.0016, before fine-tuning)" in said
+    assert "- table1: Gated attention" not in said
+    assert "- controls: It is better than no sink at" not in said
+
+
 def test_two_seeds_test_nothing():
     """Fewer than three give no verdict, on what is exploratory neither."""
     for seeds, any_test in ((2, False), (3, True)):

@@ -117,6 +117,11 @@ def summary(found: Mapping[str, Any]) -> list[Line]:
     return lines
 
 
+def _even_causal(length: int) -> float:
+    """Of attention on the first token, the mean over all later ones: token i shares it among i + 1."""
+    return fmean(1 / (place + 1) for place in range(1, length))
+
+
 def inherited_blocks(found: Mapping[str, Any], level: int) -> list[Block]:
     head = ["before any training", "attention on it", "in the middle layers", "its value norm, of others'", "of the parent's"]
     rows = [
@@ -130,7 +135,8 @@ def inherited_blocks(found: Mapping[str, Any], level: int) -> list[Block]:
             "it. Without the causal mask every token sees the others, and this place is gone. An isolated sink sees only itself "
             f"again. Measured before any training, on {found['rows']} rows of {found['length']} tokens of held-out text, half of "
             "them masked (the parent reads them whole). An even share of attention would be "
-            f"{1 / (found['length'] + 1):.1%}; the last column is the median over the middle layers:"
+            f"{1 / (found['length'] + 1):.1%}, and {_even_causal(found['length']):.1%} in the parent, whose tokens see only those "
+            "before them; the last column is the median over the middle layers:"
         ),
         Table(head, rows),
     ]

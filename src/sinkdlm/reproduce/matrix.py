@@ -103,7 +103,15 @@ TARGETS: dict[str, Target] = {
     ),
     "figure1": Target("Figure 1: sinks of a model without one", {ADAPT: ("vanilla",)}),
     "figure3": Target("Figure 3: the sink in every layer, before and after fine-tuning", {ADAPT: ("sink",), SFT: ("sink",)}),
-    "gsm8k": Target("GSM8K: after fine-tuning", {SFT: ("vanilla", "sink", "gate")}),
+    "gsm8k": Target(
+        "GSM8K: after fine-tuning",
+        {SFT: ("vanilla", "sink", "gate")},
+        {
+            "vanilla": ("table1:0.5b:dlm", "table1:1.5b:dlm"),
+            "sink": ("table1:0.5b:sink", "table1:1.5b:sink"),
+            "gate": ("table1:0.5b:ga", "table1:1.5b:ga"),
+        },
+    ),
 }
 ALL = "all"
 

@@ -74,6 +74,10 @@ def method(scale: Scale) -> list[Block]:
         Heading(2, "Method, declared before running"),
         *_design(scale),
         Heading(3, "Runs"),
+        Paragraph(
+            "A run has the record `benchmarks/results/reproduction/NAME.json`: the command, commit and machine that made it, its "
+            "recipe, and what was measured, item by item. Trials of learning rates have `-lr0` to `-lr2` instead of a seed."
+        ),
         _matrix(scale),
         Heading(3, "Claims"),
         Paragraph("Each claim of the paper is a comparison on primary outcomes, or a quantity against a number:"),
@@ -108,9 +112,9 @@ def _design(scale: Scale) -> list[Block]:
                 f"quarter of a run's budget on seed {TRIAL_SEED}, which no table uses; the same budget for each. Cosine to a "
                 "tenth. Fine-tuning takes one rate for all. Changed once, before any run that a table uses: for adaptation 0.0002, "
                 "0.0004 and 0.0008 had been declared, and the first nine trials (vanilla, sink, gate) all chose the largest.",
-                "**Rates that differ.** The DLM's trials chose 0.0016, those with a sink 0.0008, so that a difference between the "
-                "two may be the rate's. The DLM at the sink's rate was added as a control, after these trials and one seed had "
-                "been seen.",
+                "**Rates that differ.** The DLM's trials chose 0.0016, the sink's 0.0008, so that a difference between the two may "
+                "be the rate's. The DLM at the sink's rate was added as a control, after these trials and one seed had been seen. "
+                "Other claims whose variants chose different rates are listed with the rates, and have no such control.",
                 "**Lengths.** Half of the rows of random length, with and without a sink, on one seed, and documents cut to "
                 f"{', '.join(map(str, scale.cuts))} tokens for adapted models of seed {FIRST_SEED}, were added "
                 "after three seeds of table 1 had been seen, to explain them.",
@@ -137,16 +141,11 @@ def _matrix(scale: Scale) -> Table:
     for group, variant in sorted(pairs, key=lambda pair: ((ADAPT, SCRATCH, SFT).index(pair[0]), list(VARIANTS).index(pair[1]))):
         used = [name for name, target in TARGETS.items() if variant in target.runs.get(group, ())]
         changes = ", ".join(f"{table}.{key} = {value}" for table, keys in VARIANTS[variant].items() for key, value in keys.items())
-        rows.append(
-            [
-                group,
-                LABELS[variant],
-                f"`{changes}`" if changes else "",
-                str(seeds_of(group, variant, scale, scale.seeds)),
-                ", ".join(used),
-            ]
-        )
-    return Table(["group", "variant", "changes", "seeds", "used in"], rows)
+        seeds = seeds_of(group, variant, scale, scale.seeds)
+        first = Job(group, variant, FIRST_SEED).name
+        names = f"`{first}`" if seeds == 1 else f"`{first}` to `-s{FIRST_SEED + seeds - 1}`"
+        rows.append([group, LABELS[variant], f"`{changes}`" if changes else "", str(seeds), names, ", ".join(used)])
+    return Table(["group", "variant", "changes", "seeds", "records", "used in"], rows)
 
 
 def _claims() -> Table:
@@ -189,8 +188,13 @@ def _deviations(scale: Scale) -> list[str]:
         "paper has 30B, 100B and 100B, and does not give its rows' length for the first two.",
         "**Data.** English Wikipedia and novels, 10,160 documents with 42.3M tokens and 531 held out, not FineWeb and SlimPajama: "
         f"adapted runs read nearly all of it once, those from scratch {told[SCRATCH] / 42.3:.1f} times.",
-        f"**Fine-tuning.** GSM8K's own 6,973 chains of thought for {sft['train']['epochs']} epochs, not 385K augmented ones for "
-        "10.",
+        f"**Fine-tuning.** GSM8K's own 6,973 chains of thought, less a twentieth that is held out and what is longer than "
+        f"{sft['data']['length']} tokens, for {sft['train']['epochs']} epochs, not 385K augmented ones for 10; of adapted models "
+        "alone: the paper's table 2 has GSM8K too.",
+        f"**Figures.** Attention is that of our own adapted models, along {scale.trajectories} answers of {scale.written} tokens, "
+        "a token a step, to the built-in prompts of `sinkdlm analyze` (word problems, code, letters, beginnings of texts), whose "
+        "guide says what each quantity is. The paper has LLaDA and Dream on GSM8K and HumanEval for figure 1, and 100K steps on "
+        "GSM8K, of fine-tuned models alone, for figure 3.",
         "**Assumed where the paper is silent**: no logit shift, full attention at once, several sinks see only themselves, sinks "
         "begin as the mean embedding plus noise, no examples in prompts.",
         "**t** is spread evenly over samples (golden ratio), not drawn independently.",
