@@ -106,7 +106,15 @@ def test_documents_are_scored_at_every_length(cut):
 
 
 @pytest.mark.parametrize(
-    "flags", [{"n_sinks": 0}, {"n_sinks": 1}, {"n_sinks": 1, "sink_kind": "logit"}, {"n_sinks": 1, "sink_kind": "register"}]
+    "flags",
+    [
+        {"n_sinks": 0},
+        {"n_sinks": 1},
+        {"n_sinks": 1, "sink_kind": "logit"},
+        {"n_sinks": 1, "sink_kind": "register"},
+        {"gate": "elementwise"},
+        {"gate": "headwise", "n_sinks": 1},
+    ],
 )
 def test_what_heads_write_is_what_their_output_holds(flags):
     """Against the input of each layer's last product, which is what heads wrote."""

@@ -102,21 +102,33 @@ def score_cuts(model: Model, inputs: Inputs, scale: Scale) -> Found:
 def _writes(model: Model, rows: list[list[int]]) -> float:
     """The norm of what a head writes, of the mean norm of the values it mixes: 0 where it writes nothing, 1 where it copies.
 
-    Half of the tokens are masked. Mean over rows, tokens, heads and layers.
+    A gate is part of it. Half of the tokens are masked. Mean over rows, tokens, heads and layers.
     """
     lm, shares = model.lm, list[float]()
+    entered: dict[int, Tensor] = {}  # layer -> what its attention read, which its gate reads too
+
+    def enter(module: Any, given: tuple[Any, ...]) -> None:
+        entered[module.layer] = given[0]
 
     def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
-        logit = lm.model.blocks[layer].attention.sink_logit
-        mixed, _ = attend_naive(q, k, v, sink_k, sink_v, sink_logit=logit)
+        attention = lm.model.blocks[layer].attention
+        mixed, _ = attend_naive(q, k, v, sink_k, sink_v, sink_logit=attention.sink_logit)  # (B, H, T, D)
+        if attention.gate is not None:
+            gate = torch.sigmoid(attention.gate(entered.pop(layer))).unflatten(-1, (attention.n_heads, -1))
+            mixed = mixed * gate.transpose(1, 2)
         shares.append(float(mixed.float().norm(dim=-1).mean() / v.float().norm(dim=-1).mean()))
 
     hidden = torch.rand(len(rows), len(rows[0]), generator=torch.Generator().manual_seed(0)) < 0.5
     tokens = torch.tensor(rows).masked_fill(hidden, lm.config.mask_id)
-    with lm.model.inference():
-        for row in tokens:  # one at a time: maps of all queries and keys are large
-            framed = row if model.first is None else torch.cat([row.new_tensor([model.first]), row])
-            lm.model(framed[None].to(model.device), observe=observe)
+    hooks = [block.attention.register_forward_pre_hook(enter) for block in lm.model.blocks if block.attention.gate is not None]
+    try:
+        with lm.model.inference():
+            for row in tokens:  # one at a time: maps of all queries and keys are large
+                framed = row if model.first is None else torch.cat([row.new_tensor([model.first]), row])
+                lm.model(framed[None].to(model.device), observe=observe)
+    finally:
+        for hook in hooks:
+            hook.remove()
     return float(np.mean(shares))
 
 
