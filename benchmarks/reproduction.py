@@ -73,12 +73,12 @@ _SHOWN = ("sink_value_norm", "normal_norm", "sink_mass")
 
 
 def draw_sinks(records: Mapping[str, Record], figure: Any) -> bool:
-    """Figure 1, of the first seed: norms of content sinks against others, and the top content sink step by step."""
+    """Figure 1, of the first seed that there is: norms of content sinks against others, and the top content sink step by step."""
     runs = runs_of(records, ADAPT, "vanilla")
     if not runs:
         return False
-    first = next(iter(runs.values())).facts
-    norms, path = first["norms"], first["path"]
+    seed, first = next(iter(runs.items()))
+    norms, path = first.facts["norms"], first.facts["path"]
     figure.set_size_inches(7.2, 2.6)
     left, right = figure.subplots(1, 2)
     for name, label, colour in (("normal", "other tokens", _ONE), ("sink", "content sinks", _TWO)):
@@ -86,10 +86,10 @@ def draw_sinks(records: Mapping[str, Record], figure: Any) -> bool:
             counts = np.array(norms[name]["counts"], dtype=float)
             edges = np.linspace(0, norms["top"], len(counts) + 1)
             left.stairs(counts / counts.sum(), edges, color=colour, label=f"{label}, mean {norms[name]['mean']:g}")
-    left.set(xlabel="value norm", ylabel="share of tokens")
+    left.set(xlabel=f"value norm, seed {seed}", ylabel="share of tokens")
     left.legend(frameon=False, fontsize=7)
     right.plot(path["top"], ".", color=_TWO)
-    right.set(xlabel="denoising step", ylabel=f"most attended token, layer {path['layer']}")
+    right.set(xlabel=f"denoising step of one answer, seed {seed}", ylabel=f"most attended token, layer {path['layer']}")
     return True
 
 

@@ -10,15 +10,16 @@ import torch
 from evaluated import small_lm, tiny_tokenizer
 from reproductions import matrix
 from sinkdlm.data.synthetic import prepare_example
+from sinkdlm.errors import ReproduceError
 from sinkdlm.evals.requests import LOGLIKELIHOOD, Request, Sheet
 from sinkdlm.evals.settings import Settings
 from sinkdlm.reproduce.blocks import to_markdown
 from sinkdlm.reproduce.claims import pair
 from sinkdlm.reproduce.inputs import GOLD, Inputs
-from sinkdlm.reproduce.lengths import BASE, NAME, OTHER, leads, lengths_blocks
+from sinkdlm.reproduce.lengths import BASE, MIXED, NAME, OTHER, PLAIN, conclude, lead_at, leads, lengths_blocks
 from sinkdlm.reproduce.matrix import ADAPT, SCALES
 from sinkdlm.reproduce.measuring import Model, _writes, score_cuts
-from sinkdlm.reproduce.records import Outcome, read_beside
+from sinkdlm.reproduce.records import Outcome, Record, read_beside
 
 QUESTIONS = [("abc", " de", 0), ("abcdef", " g", 0), ("a" * 40, " bcd", 1), ("abcd ", "xyz", 0)]
 
@@ -71,8 +72,75 @@ def test_a_lead_is_shown_at_the_lengths_where_it_is():
     assert longer["spread"].mean == pytest.approx(0.0, abs=0.01)
     assert [cell["spread"].n for cell in row["cells"]] == [3, 0, 3, 0, 0, 0]
     said = to_markdown(lengths_blocks(records, counted, SCALES["small"], level=3))
-    assert f"| arc_easy | {short['spread'].mean:+.3f} (100) |  | {longer['spread'].mean:+.3f} (100) |" in said
+    told = [f"{one['spread'].mean:+.3f} ({min(one['seeds']):+.3f} to {max(one['seeds']):+.3f}; 100)" for one in (short, longer)]
+    assert f"| arc_easy | {told[0]} |  | {told[1]} |" in said
     assert not lengths_blocks({}, counted, SCALES["small"], level=3)
+
+
+def test_lengths_of_other_questions_are_refused():
+    records = matrix({(ADAPT, BASE): 0.0, (ADAPT, OTHER): 0.0}, n_seeds=1)
+    for name, one in records.items():
+        records[name] = replace(one, facts={**one.facts, "data": {"requests": "these"}})
+    assert leads(records, {"requests": "these", "tasks": {}}) == []
+    with pytest.raises(ReproduceError, match="other questions"):
+        leads(records, {"requests": "those", "tasks": {}})
+
+
+CUTS = (16, 512)
+
+
+def with_leads(plain: tuple[float, float], mixed: tuple[float, float]) -> dict[str, Record]:
+    """Leads of the sink at a short cut and at a long one, nats a token, by what training had; documents scatter far more."""
+    shared = np.random.default_rng(5).normal(4.0, 1.0, 128)
+    found = {}
+    for variants, values in ((PLAIN, plain), (MIXED, mixed)):
+        for variant, shifts in zip(variants, ((0.0, 0.0), values), strict=True):
+            (one,) = matrix({(ADAPT, variant): 0.0}, n_seeds=1).values()
+            outcomes = dict(one.outcomes)
+            for kind in ("rows", "ends"):
+                for length, shift in zip(CUTS, shifts, strict=True):
+                    noise = np.random.default_rng([*map(ord, variant), length]).normal(0, 0.1, 128)
+                    outcomes[f"{kind}.{length}"] = Outcome.of_items(length * (shared + shift + noise), length * 128)
+            found[one.name] = replace(one, outcomes=outcomes)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plain", "mixed", "said"),
+    [
+        ((-0.3, -0.01), (0.0, -0.01), "as they should if length is the cause"),
+        ((-0.3, -0.01), (-0.3, -0.01), "speaks against length"),
+        ((-0.3, -0.01), (-0.6, -0.01), "speaks against length"),
+        ((-0.3, -0.01), (-0.15, -0.01), "no more than a part"),
+        ((0.0, 0.0), (0.0, 0.0), "not larger on short rows"),
+        ((-0.3, -0.3), (0.0, 0.0), "not larger on short rows"),
+    ],
+)
+def test_length_is_the_cause_where_short_rows_in_training_take_the_lead_away(plain, mixed, said):
+    records = with_leads(plain, mixed)
+    short, long = (lead_at(records, f"rows.{length}") for length in CUTS)
+    assert short is not None
+    assert long is not None
+    assert short.plain.difference == pytest.approx(plain[0], abs=0.05)
+    assert short.change.difference == pytest.approx(mixed[0] - plain[0], abs=0.07)
+    assert said in conclude(short, long)
+    text = to_markdown(lengths_blocks(records, None, replace(SCALES["small"], cuts=CUTS), level=3))
+    assert text.count(said) == 2  # whole rows, and their ends
+    assert f"| half of random length | {short.mixed.difference:+.3f}" in text
+    assert f"| the second less the first | {short.change.difference:+.3f}" in text
+    del records[f"adapt-{MIXED[0]}-s1"]
+    assert lead_at(records, "rows.16") is None
+    assert said not in to_markdown(lengths_blocks(records, None, replace(SCALES["small"], cuts=CUTS), level=3))
+
+
+def test_pairs_that_had_short_rows_stand_beside_those_that_had_not_on_one_seed():
+    effects = {(ADAPT, variant): 0.0 for variant in (*PLAIN, *MIXED)}
+    records = matrix(effects, n_seeds=3)
+    tokens = {name: Outcome.of_items(np.full(200, value), 200).to_json() for name, value in (("tokens", 20), ("scored", 10))}
+    said = to_markdown(lengths_blocks(records, {"tasks": {"arc_easy": tokens}}, SCALES["small"], level=3))
+    (row,) = leads({name: one for name, one in records.items() if one.seed == 1}, {"tasks": {"arc_easy": tokens}}, MIXED)
+    assert f"| arc_easy, half of random length | {row['cells'][0]['spread'].mean:+.3f} (200) |" in said
+    assert "| arc_easy, rows of one length |" in said
 
 
 @pytest.fixture

@@ -1,14 +1,15 @@
 """Where a lead is: by how many tokens a row has. Rows of training all have the same length; questions are much shorter.
 
 Counts the tokens of every question once, beside the records, so that the scores that records keep of single items can be put
-together by length; and shows documents that were cut to several lengths. Explains; no claim rests on it.
+together by length; and shows documents that were cut to several lengths, and whether a lead on short ones goes where training had
+short rows. Explains; no claim rests on it.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,15 +17,20 @@ from sinkdlm.errors import ReproduceError
 from sinkdlm.evals.encoding import TextEncoder
 from sinkdlm.evals.requests import by_question
 from sinkdlm.reproduce.blocks import Block, Heading, Paragraph, Table
-from sinkdlm.reproduce.claims import NELBO, pair, runs_of
+from sinkdlm.reproduce.claims import MARGIN, NELBO, pair, runs_of
 from sinkdlm.reproduce.inputs import GOLD, Given, parent_tokenizer, read_questions
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, VARIANTS, Scale
 from sinkdlm.reproduce.measuring import ENDS, ROWS, WRITES
 from sinkdlm.reproduce.records import Outcome, Record, write_beside
-from sinkdlm.reproduce.statistics import LEVEL, over_seeds, pair_items
+from sinkdlm.reproduce.statistics import LEVEL, Paired, over_seeds, pair_items
 
 NAME = "lengths"
-BASE, OTHER = "vanilla-sink-rate", "sink"  # which pair is shown: same learning rate, with and without
+Pair = tuple[str, str]  # variants without and with a sink
+BASE, OTHER = "vanilla-sink-rate", "sink"  # same learning rate, with and without
+PLAIN: Pair = (BASE, OTHER)
+MIXED: Pair = ("vanilla-lengths", "sink-lengths")
+_TRAINED = {PLAIN: "rows of one length", MIXED: "half of random length"}  # what training had
+_REACH = 1.96  # standard errors: LEVEL, over many documents
 _EDGES = (0, 32, 64, 128, 256, 512)
 _FEWEST = 50  # questions that make a cell
 
@@ -61,23 +67,34 @@ _ROOM = 1 << 15  # tokens of a row; no question is cut
 # -- leads by length --------------------------------------------------------------------------------------------------------------
 
 
-def leads(records: Mapping[str, Record], counted: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows with a value for each range of lengths: the mean over seeds of OTHER - BASE, nats a token, and how many questions."""
+def leads(records: Mapping[str, Record], counted: Mapping[str, Any], of: Pair = PLAIN) -> list[dict[str, Any]]:
+    """Rows with a value for each range of lengths: of each seed, other - base, nats a token; and how many questions."""
+    _check_questions(records, counted)
     found = []
     for task, said in counted["tasks"].items():
         tokens, scored = (Outcome.from_json(said[name]).values for name in ("tokens", "scored"))
+        asked = [both for both in _pairs(records, of) if all(f"{task}.nll" in run.outcomes for run in both)]
         cells = []
         for low, high in pairwise((*_EDGES, math.inf)):
             kept = (tokens >= low) & (tokens < high)
-            lead = [_lead(*both, f"{task}.nll", kept, scored) for both in _pairs(records)] if kept.sum() >= _FEWEST else []
-            cells.append({"n": int(kept.sum()), "spread": over_seeds(lead)})
+            lead = [_lead(*both, f"{task}.nll", kept, scored) for both in asked] if kept.sum() >= _FEWEST else []
+            cells.append({"n": int(kept.sum()), "seeds": lead, "spread": over_seeds(lead)})
         found.append({"task": task, "cells": cells})
     return found
 
 
-def _pairs(records: Mapping[str, Record]) -> list[tuple[Record, Record]]:
-    """BASE and OTHER of each seed that both have."""
-    base, other = runs_of(records, ADAPT, BASE), runs_of(records, ADAPT, OTHER)
+def _check_questions(records: Mapping[str, Record], counted: Mapping[str, Any]) -> None:
+    """Lengths of other questions, or of the same ones in another order, would be put beside the scores without a word."""
+    for record in records.values():
+        if "requests" in counted and record.data.get("requests", counted["requests"]) != counted["requests"]:
+            raise ReproduceError(
+                f"{NAME}: counted of other questions than those of {record.name}; count again with: sinkdlm reproduce {NAME}"
+            )
+
+
+def _pairs(records: Mapping[str, Record], of: Pair) -> list[tuple[Record, Record]]:
+    """Both runs of each seed that has both."""
+    base, other = (runs_of(records, ADAPT, variant) for variant in of)
     return [(base[seed], other[seed]) for seed in base if seed in other]
 
 
@@ -87,34 +104,57 @@ def _lead(base: Record, other: Record, outcome: str, kept: np.ndarray, scored: n
 
 
 def lengths_blocks(records: Mapping[str, Record], counted: Mapping[str, Any] | None, scale: Scale, level: int) -> list[Block]:
-    questions = _questions(records, counted, scale) if counted is not None else []
-    cuts = _cuts(records, scale)
+    questions = [] if counted is None else [*_questions(records, counted, scale), *_questions_again(records, counted)]
+    cuts = [*_cuts(records, scale), *_tested(records, scale)]
     if not questions and not cuts:
         return []
     return [Heading(level, "Examined: rows shorter than those of training"), *questions, *cuts]
+
+
+_RANGES = ["", *(f"{low} to {high - 1}" for low, high in pairwise(_EDGES)), f"{_EDGES[-1]} and more"]
 
 
 def _questions(records: Mapping[str, Record], counted: Mapping[str, Any], scale: Scale) -> list[Block]:
     rows = [[row["task"], *map(_cell, row["cells"])] for row in leads(records, counted)]
     if not any(cell for row in rows for cell in row[1:]):
         return []
-    documents = [pair(*both, NELBO) for both in _pairs(records)]
+    documents = [pair(*both, NELBO) for both in _pairs(records, PLAIN)]
     whole = over_seeds([one.difference for one in documents if one is not None])
     length = scale.tables[ADAPT]["data"]["length"]
-    head = ["", *(f"{low} to {high - 1}" for low, high in pairwise(_EDGES)), f"{_EDGES[-1]} and more"]
     return [
         Paragraph(
             f"{LABELS[OTHER]} \N{MINUS SIGN} {LABELS[BASE]}, NLL of the right option in nats a token, by how many tokens the "
-            f"question has with its option; mean over {whole.n} seeds, and how many questions. Training had rows of {length} "
-            f"tokens alone; there, on held-out documents, the difference is {whole.mean:+.4f}. Found after the runs, not declared "
-            "before:"
+            f"question has with its option; mean over {whole.n} seeds, from which value to which they go, and how many questions. "
+            f"Training had rows of {length} tokens alone; there, on held-out documents, the difference is {whole.mean:+.4f}. Found "
+            "after the runs, not declared before:"
         ),
-        Table(head, rows),
+        Table(_RANGES, rows),
     ]
 
 
 def _cell(cell: Mapping[str, Any]) -> str:
-    return f"{cell['spread'].mean:+.3f} ({cell['n']:,})" if cell["spread"].n else ""
+    seeds = cell["seeds"]
+    if not seeds:
+        return ""
+    spread = f"{min(seeds):+.3f} to {max(seeds):+.3f}; " if len(seeds) > 1 else ""
+    return f"{cell['spread'].mean:+.3f} ({spread}{cell['n']:,})"
+
+
+def _questions_again(records: Mapping[str, Record], counted: Mapping[str, Any]) -> list[Block]:
+    """Both pairs on the same seed: leads of one seed and another differ more than what is looked for."""
+    first = {name: one for name, one in records.items() if one.seed == FIRST_SEED}
+    both = [leads(first, counted, of) for of in (PLAIN, MIXED)]
+    if not all(any(cell["seeds"] for row in found for cell in row["cells"]) for found in both):
+        return []
+    rows = [
+        [f"{row['task']}, {_TRAINED[of]}", *map(_cell, row["cells"])]
+        for one in zip(*both, strict=True)
+        for of, row in zip(_TRAINED, one, strict=True)
+    ]
+    return [
+        Paragraph(f"The same of seed {FIRST_SEED} alone, beside the pair whose training had rows of random length as well:"),
+        Table(_RANGES, rows),
+    ]
 
 
 def _cuts(records: Mapping[str, Record], scale: Scale) -> list[Block]:
@@ -125,10 +165,7 @@ def _cuts(records: Mapping[str, Record], scale: Scale) -> list[Block]:
         return []
     head = ["", *map(str, scale.cuts)]
     blocks: list[Block] = []
-    for kind, text in (
-        (ROWS, "whole rows"),
-        (ENDS, f"the last {scale.cuts[0] // 2} tokens of rows, given the others: the same tokens at every length"),
-    ):
+    for kind, text in _kinds(scale).items():
         rows = [
             [LABELS[variant], *(_difference(base, run, f"{kind}.{length}") for length in scale.cuts)]
             for variant, run in made.items()
@@ -155,6 +192,85 @@ def _cuts(records: Mapping[str, Record], scale: Scale) -> list[Block]:
     return blocks
 
 
+def _kinds(scale: Scale) -> dict[str, str]:
+    last = f"the last {scale.cuts[0] // 2} tokens of rows, given the others: the same tokens at every length"
+    return {ROWS: "whole rows", ENDS: last}
+
+
+# -- is it the length? ------------------------------------------------------------------------------------------------------------
+
+
+class Lead(NamedTuple):
+    """Of one length and seed, nats a token over the same documents. plain, mixed: other - base of each pair; change: mixed less
+    plain, above 0 where rows of random length made the sink's lead smaller."""
+
+    plain: Paired
+    mixed: Paired
+    change: Paired
+
+
+def lead_at(records: Mapping[str, Record], outcome: str) -> Lead | None:
+    runs = [runs_of(records, ADAPT, variant).get(FIRST_SEED) for variant in (*PLAIN, *MIXED)]
+    found = [run.outcomes[outcome] for run in runs if run is not None and outcome in run.outcomes]
+    if len(found) < len(runs):
+        return None
+    units = found[0].units
+    if any(one.units != units or len(one.values) != len(found[0].values) for one in found):
+        raise ValueError(f"{outcome}: scored on other items")
+    base, other, mixed_base, mixed_other = (one.values for one in found)
+    plain, mixed = other - base, mixed_other - mixed_base
+    none = np.zeros_like(plain)
+    return Lead(pair_items(none, plain, units), pair_items(none, mixed, units), pair_items(plain, mixed, units))
+
+
+def conclude(short: Lead, long: Lead) -> str:
+    """What the leads at the shortest cut and at rows of training say of length as a cause. Intervals are over documents alone."""
+    grows = short.plain.difference - long.plain.difference, math.hypot(short.plain.stderr, long.plain.stderr)
+    if _high(*grows) >= 0:
+        return "the lead is not larger on short rows of documents, so that it is not length by itself that questions share"
+    if _low(short.change.difference, short.change.stderr) <= 0:
+        return (
+            "the lead on short rows stays after training on rows of random length, which speaks against length as the cause, as "
+            "far as so few short rows can"
+        )
+    if _high(short.mixed.difference, short.mixed.stderr) < -MARGIN:
+        return "rows of random length take a part of the lead on short rows away, and not all: length is no more than a part of it"
+    return "rows of random length take the lead on short rows away, as they should if length is the cause"
+
+
+def _low(difference: float, stderr: float) -> float:
+    return difference - _REACH * stderr
+
+
+def _high(difference: float, stderr: float) -> float:
+    return difference + _REACH * stderr
+
+
+def _tested(records: Mapping[str, Record], scale: Scale) -> list[Block]:
+    blocks: list[Block] = []
+    for kind, text in _kinds(scale).items():
+        found = [lead_at(records, f"{kind}.{length}") for length in scale.cuts]
+        short, long = found[0], found[-1]
+        if short is None or long is None:
+            continue
+        rows = [
+            [label, *("" if one is None else _said(getattr(one, name)) for one in found)]
+            for name, label in (("plain", _TRAINED[PLAIN]), ("mixed", _TRAINED[MIXED]), ("change", "the second less the first"))
+        ]
+        blocks += [
+            Paragraph(
+                f"With a sink less without, by what training had, seed {FIRST_SEED}, {text}, with the {LEVEL:.0%} interval over "
+                f"documents. On this seed, {conclude(short, long)}. Other seeds may differ by more than such intervals:"
+            ),
+            Table(["", *map(str, scale.cuts)], rows),
+        ]
+    return blocks
+
+
+def _said(found: Paired) -> str:
+    return f"{found.difference:+.3f} \N{PLUS-MINUS SIGN} {_REACH * found.stderr:.3f}"
+
+
 def _value(run: Record, outcome: str) -> str:
     found = run.outcomes.get(outcome)
     return "" if found is None else f"{found.value:.3f}"
@@ -162,7 +278,7 @@ def _value(run: Record, outcome: str) -> str:
 
 def _difference(base: Record, run: Record, outcome: str) -> str:
     found = pair(base, run, outcome)
-    return "" if found is None else f"{found.difference:+.3f} \N{PLUS-MINUS SIGN} {1.96 * found.stderr:.3f}"
+    return "" if found is None else _said(found)
 
 
 def said(found: Mapping[str, Any]) -> Sequence[str]:
