@@ -75,8 +75,8 @@ def method(scale: Scale) -> list[Block]:
         *_design(scale),
         Heading(3, "Runs"),
         Paragraph(
-            "A run has the record `benchmarks/results/reproduction/NAME.json`: the command, commit and machine that made it, its "
-            "recipe, and what was measured, item by item. Trials of learning rates have `-lr0` to `-lr2` instead of a seed."
+            "A run has a record of its name in `benchmarks/results/reproduction`: the command, commit and machine that made it, "
+            "its recipe, and what was measured, item by item. Trials of learning rates have `-lr0` to `-lr2` instead of a seed."
         ),
         _matrix(scale),
         Heading(3, "Claims"),
