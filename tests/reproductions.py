@@ -33,6 +33,7 @@ def record(group: str, variant: str, seed: int, effect: float, *, scale: str = "
     if group == "sft":
         outcomes = {"gsm8k.nll": Outcome.of_items(noisy, TOKENS * ITEMS)}
     values = {"turnover": 0.4, "norm_ratio": 0.5, "middle_sink_times": 20.0, "middle_norm_ratio": 0.3, "sink_mass": 0.3}
+    values["sink_heads"] = 0.05 if variant.startswith("sink") else 0.4
     outcomes |= {f"attention.{name}": Outcome.of_value(value + 0.01 * own.standard_normal()) for name, value in values.items()}
     layers: dict[str, list[float | None]] = {name: [0.1, 0.2, 0.3] for name in ("sink_mass", "sink_value_norm", "normal_norm")}
     tried = {"trials": {f"{rate:g}": 1.0 for rate in SCALES[scale].lrs[group]}} if group in SCALES[scale].lrs else {}

@@ -44,7 +44,7 @@ from sinkdlm.reproduce.measuring import Model
 from sinkdlm.reproduce.overlap import GRAM, corpus_texts, overlap
 from sinkdlm.reproduce.parents import Parents
 from sinkdlm.reproduce.records import MAX_BYTES, Outcome, read_record, read_records, write_record
-from sinkdlm.reproduce.report import findings, write_report
+from sinkdlm.reproduce.report import findings, verdicts, write_report
 from sinkdlm.reproduce.running import Bench, _asking_officially, recipe_of, stages_of
 from sinkdlm.tables import flatten
 
@@ -277,7 +277,7 @@ def test_every_target_is_made_of_known_runs_and_rows():
         runs = TARGETS[claim.target].runs[claim.group]
         assert claim.variant in runs
         assert not claim.against or claim.against in runs
-    assert len({claim.name for claim in claims.CLAIMS}) == len(claims.CLAIMS) == 24
+    assert len({claim.name for claim in claims.CLAIMS}) == len(claims.CLAIMS) == 27
 
 
 def test_the_matrix_has_the_seeds_that_were_declared():
@@ -517,6 +517,32 @@ def test_claims_of_different_rates_are_told(tmp_path):
     assert "- gsm8k: A sink improves the fine-tuned DLM (DLM + sink at 0.0008, DLM at 0.0016, before fine-tuning)" in said
     assert "- table1: Gated attention" not in said
     assert "- controls: It is better than no sink at" not in said
+
+
+def test_the_table_of_verdicts_has_what_each_rests_on():
+    records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02})
+    found = findings(["table1", "figure1"], SCALES["small"], records)
+    table = verdicts(found)
+    cells = {row[1]: dict(zip(table.head, row, strict=True)) for row in table.rows}
+    helps = cells["A sink improves an adapted DLM"]
+    outcome = found["targets"]["table1"]["claims"][0]["outcomes"][0]
+    assert helps["validation NELBO"] == f"{outcome['mean']:+.4f} [{outcome['low']:+.4f}, {outcome['high']:+.4f}]"
+    assert (helps["verdict"], helps["seeds"], helps["other quantity"]) == ("**holds**", "5", "")
+    moving = cells["Sinks of a DLM move: more than a tenth of them change from one step to the next"]
+    assert moving["other quantity"].endswith("against 0.1")
+    assert moving["validation NELBO"] == ""
+    missing = cells["Gated attention improves an adapted DLM (0.5B in the paper)"]
+    assert (missing["LAMBADA NLL"], missing["seeds"]) == ("", "0")
+
+
+def test_a_comparison_of_two_targets_is_explored_once():
+    """Table 1 and figure 1 both compare sink and DLM; what either claims of it is not explored."""
+    records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02})
+    found = findings(["table1", "figure1"], SCALES["small"], records)["targets"]
+    explored = [one["outcome"] for one in found["table1"]["exploratory"]]
+    assert explored
+    assert not {"nelbo", "attention.sink_heads"} & set(explored)
+    assert not found["figure1"]["exploratory"]
 
 
 def test_two_seeds_test_nothing():

@@ -18,18 +18,23 @@ HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told at this scale"
 FEW = "too few seeds so far"
 MARGIN = 0.01  # nats a token: variants closer than this are the same
 NELBO, LAMBADA, CHOICES, ANSWERS = "nelbo", "lambada_openai.nll", "choices.nll", "gsm8k.nll"
+HEADS = "attention.sink_heads"
 PRIMARY = (NELBO, LAMBADA, CHOICES)
 OUTCOMES = {
     NELBO: "validation NELBO, nats a token",
     LAMBADA: "LAMBADA NLL, nats a token",
     CHOICES: "NLL of the right option, nats a token, mean over choice tasks",
     ANSWERS: "NELBO of held-out answers, nats a token",
+    HEADS: "share of heads that rest on a token of the text",
 }
 LOWER, SAME, BELOW, ABOVE = "lower", "same", "below", "above"
 
 
 class Claim(NamedTuple):
-    """LOWER: `variant` has lower values than `against`; SAME: within MARGIN of it; BELOW, ABOVE: a quantity against `bound`."""
+    """LOWER: `variant` has lower values than `against`; SAME: within MARGIN of it; BELOW, ABOVE: a quantity against `bound`.
+
+    late: added after runs had been seen.
+    """
 
     name: str
     target: str
@@ -40,6 +45,7 @@ class Claim(NamedTuple):
     against: str = ""
     outcomes: Sequence[str] = PRIMARY
     bound: float = 0.0
+    late: bool = False
 
 
 CLAIMS = (
@@ -97,6 +103,17 @@ CLAIMS = (
         bound=1.0,
     ),
     Claim(
+        "tamed",
+        "figure1",
+        "With a sink fewer heads rest on tokens of the text",
+        LOWER,
+        ADAPT,
+        "sink",
+        "vanilla",
+        (HEADS,),
+        late=True,
+    ),
+    Claim(
         "share",
         "figure3",
         "In the middle layers the sink receives more than an even share of attention, ten times and more",
@@ -126,9 +143,36 @@ CLAIMS = (
         outcomes=("attention.middle_norm_ratio",),
         bound=1.0,
     ),
+    Claim(
+        "share-after",
+        "figure3",
+        "After fine-tuning it receives ten times an even share and more, too",
+        ABOVE,
+        SFT,
+        "sink",
+        outcomes=("attention.middle_sink_times",),
+        bound=10.0,
+        late=True,
+    ),
     Claim("gsm8k-sink-helps", "gsm8k", "A sink improves the fine-tuned DLM", LOWER, SFT, "sink", "vanilla", (ANSWERS,)),
     Claim("gsm8k-gate-helps", "gsm8k", "Gated attention improves it", LOWER, SFT, "gate", "vanilla", (ANSWERS,)),
+    Claim(
+        "gsm8k-sink-beats-gate",
+        "gsm8k",
+        "The sink improves it more than gated attention",
+        LOWER,
+        SFT,
+        "sink",
+        "gate",
+        (ANSWERS,),
+        late=True,
+    ),
 )
+
+
+def outcome_name(outcome: str) -> str:
+    """Without its unit."""
+    return OUTCOMES.get(outcome, outcome.removeprefix("attention.").replace("_", " ")).split(", nats")[0]
 
 
 # -- differences ------------------------------------------------------------------------------------------------------------------
@@ -205,12 +249,14 @@ def measured(records: Mapping[str, Record], group: str, variant: str, outcome: s
 
 
 class Judged(NamedTuple):
-    """One outcome of a claim. spread: of the difference, or of the quantity less its bound."""
+    """One outcome of a claim. spread: of the difference, or of the quantity less its bound; figures: what was measured, for a cell
+    of a table."""
 
     outcome: str
     verdict: str
     spread: Spread
     sentence: str
+    figures: str = ""
     within: Mapping[int, Paired] = {}
 
 
@@ -267,7 +313,7 @@ def _judge_difference(claim: Claim, records: Mapping[str, Record], outcome: str)
     if claim.kind == SAME and found.same.low == found.same.low:
         inside = "inside" if found.same.shown else "not inside"
         text += f"; 90 % interval [{found.same.low:+.4f}, {found.same.high:+.4f}] {inside} \N{PLUS-MINUS SIGN}{MARGIN}"
-    return Judged(outcome, verdict, spread, f"{text}. {verdict.capitalize()}.", found.seeds)
+    return Judged(outcome, verdict, spread, f"{text}. {verdict.capitalize()}.", write_interval(spread), found.seeds)
 
 
 def _judge_quantity(claim: Claim, records: Mapping[str, Record], outcome: str) -> Judged:
@@ -277,21 +323,19 @@ def _judge_quantity(claim: Claim, records: Mapping[str, Record], outcome: str) -
     subject = f"{LABELS[claim.variant]}, {outcome.removeprefix('attention.').replace('_', ' ')}: "
     if not values:
         return Judged(outcome, verdict, spread, subject + "not measured yet.")
-    return Judged(
-        outcome,
-        verdict,
-        spread,
-        f"{subject}{write_spread(over_seeds(values), '')} against {claim.bound:g}. {verdict.capitalize()}.",
-    )
+    own = over_seeds(values)
+    text = f"{subject}{write_spread(own, '')} against {claim.bound:g}. {verdict.capitalize()}."
+    return Judged(outcome, verdict, spread, text, f"{write_interval(own, '')} against {claim.bound:g}")
 
 
 def write_spread(spread: Spread, sign: str = "+") -> str:
-    if not spread.n:
-        return ""
-    seeds = f"{spread.n} seed{'s' if spread.n > 1 else ''}"
+    return f"{write_interval(spread, sign)} ({spread.n} seed{'s' if spread.n > 1 else ''})" if spread.n else ""
+
+
+def write_interval(spread: Spread, sign: str = "+") -> str:
     if math.isnan(spread.low):
-        return f"{spread.mean:{sign}.4f} ({seeds})"
-    return f"{spread.mean:{sign}.4f} [{spread.low:{sign}.4f}, {spread.high:{sign}.4f}] ({seeds})"
+        return f"{spread.mean:{sign}.4f}"
+    return f"{spread.mean:{sign}.4f} [{spread.low:{sign}.4f}, {spread.high:{sign}.4f}]"
 
 
 def as_json(spread: Spread) -> dict[str, Any]:

@@ -180,7 +180,9 @@ def _cuts(records: Mapping[str, Record], scale: Scale) -> list[Block]:
             Table(head, [told, *rows]),
         ]
     rows = [
-        [LABELS[variant], *(_value(run, f"attention.{WRITES}.{length}") for length in scale.cuts)] for variant, run in made.items()
+        [LABELS[variant], *(_value(run, f"attention.{WRITES}.{length}") for length in scale.cuts)]
+        for variant, run in made.items()
+        if f"attention.{WRITES}.{scale.cuts[-1]}" in run.outcomes
     ]
     blocks += [
         Paragraph(

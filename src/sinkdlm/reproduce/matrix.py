@@ -101,7 +101,7 @@ TARGETS: dict[str, Target] = {
         "Rows shorter than those of training",
         {ADAPT: ("vanilla-sink-rate", "sink", "vanilla-lengths", "sink-lengths")},
     ),
-    "figure1": Target("Figure 1: sinks of a model without one", {ADAPT: ("vanilla",)}),
+    "figure1": Target("Figure 1: where heads rest, without a sink and with one", {ADAPT: ("vanilla", "sink")}),
     "figure3": Target("Figure 3: the sink in every layer, before and after fine-tuning", {ADAPT: ("sink",), SFT: ("sink",)}),
     "gsm8k": Target(
         "GSM8K: after fine-tuning",

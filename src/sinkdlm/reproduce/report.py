@@ -22,6 +22,7 @@ from sinkdlm.reproduce.claims import (
     compare,
     judge,
     measured,
+    outcome_name,
     overall,
     runs_of,
 )
@@ -107,6 +108,7 @@ def _claim(claim: Any, records: Mapping[str, Record]) -> dict[str, Any]:
             "verdict": one.verdict,
             **as_json(one.spread),
             "sentence": one.sentence,
+            "figures": one.figures,
             "within": {
                 str(seed): {
                     "difference": pair.difference,
@@ -122,16 +124,21 @@ def _claim(claim: Any, records: Mapping[str, Record]) -> dict[str, Any]:
 
 
 def _exploratory(target: str, records: Mapping[str, Record]) -> list[dict[str, Any]]:
-    """Every other outcome of every comparison of the target's claims, with Holm's correction over all that have seeds enough."""
+    """Every other outcome of every comparison of the target's claims, with Holm's correction over all that have seeds enough.
+
+    A comparison that several targets make is explored in the first of them.
+    """
     found: dict[str, dict[str, Any]] = {}
     for claim in CLAIMS:
-        if claim.target != target or not claim.against:
+        alike = [one for one in CLAIMS if (one.group, one.variant, one.against) == (claim.group, claim.variant, claim.against)]
+        if not claim.against or alike[0] is not claim or claim.target != target:
             continue
+        claimed = {outcome for one in alike for outcome in one.outcomes}
         both = [runs_of(records, claim.group, variant) for variant in (claim.variant, claim.against)]
         shared = [set.intersection(*(set(one.outcomes) for one in side.values())) for side in both if side]
         names = sorted(set.intersection(*shared)) if len(shared) == 2 else []
         for name in names:
-            if name in claim.outcomes:
+            if name in claimed:
                 continue
             spread = compare(records, claim.group, claim.variant, claim.against, name).spread
             if spread.n:
@@ -189,10 +196,15 @@ def blocks_of(found: Mapping[str, Any]) -> list[Block]:
 
 
 def verdicts(found: Mapping[str, Any]) -> Table:
-    rows = [
-        [target, claim["text"], f"**{claim['verdict']}**"] for target, one in found["targets"].items() for claim in one["claims"]
-    ]
-    return Table(["", "claim", "verdict"], rows)
+    rows = []
+    for target, one in found["targets"].items():
+        for claim in one["claims"]:
+            by_name = {outcome["outcome"]: outcome for outcome in claim["outcomes"]}
+            others = [outcome["figures"] for name, outcome in by_name.items() if name not in PRIMARY]
+            cells = [by_name[name]["figures"] if name in by_name else "" for name in PRIMARY]
+            seeds = min(outcome["n"] for outcome in claim["outcomes"])
+            rows.append([target, claim["text"], f"**{claim['verdict']}**", *cells, " ".join(others), str(seeds)])
+    return Table(["", "claim", "verdict", *map(outcome_name, PRIMARY), "other quantity", "seeds"], rows)
 
 
 def target_blocks(target: str, one: Mapping[str, Any], level: int = 2) -> list[Block]:
