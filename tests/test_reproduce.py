@@ -502,6 +502,17 @@ def test_right_answers_to_gsm8k_stand_with_fine_tuned_models(tmp_path):
     assert "| DLM + sink, paper (table1:0.5b:sink) | 49.20 |" in tuned
 
 
+def test_official_settings_stand_beside_the_same_questions(tmp_path):
+    records = matrix({(ADAPT, "sink"): 0.0}, n_seeds=3)
+    outcomes = records["adapt-sink-s1"].outcomes
+    outcomes["piqa.acc"] = Outcome.of_items([1, 0, 1, 1] + [0] * 196, 200)  # type: ignore[index]
+    outcomes["official.piqa.acc"] = Outcome.of_items([1, 1, 1, 1], 4)  # type: ignore[index]
+    write_report(tmp_path, ["table4"], SCALES["small"], records)
+    said = (tmp_path / "report.md").read_text()
+    assert "| DLM + sink, ours on the questions of the next line, seed 1 |  |  |  |  | 75.00 |" in said
+    assert "| DLM + sink, ours with the official settings, seed 1 |  |  |  |  | 100.00 |" in said
+
+
 def test_claims_of_different_rates_are_told(tmp_path):
     chosen = {"vanilla": 2, "sink": 1, "sink-zero": 2, "gate": 2}
     made = [
