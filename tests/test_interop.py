@@ -100,6 +100,38 @@ def test_export_as_the_parents_architecture_is_bit_equal(parents, tmp_path, kind
         assert getattr(back.config, key) == getattr(parent.config, key)
 
 
+def altered(source: Path, to: Path, weights: dict | None = None, **fields) -> Path:
+    """A copy of a parent with other weights, or other fields in its config.json."""
+    to.mkdir()
+    (to / "config.json").write_text(json.dumps({**json.loads((source / "config.json").read_text()), **fields}))
+    save_file({**load_file(source / "model.safetensors"), **(weights or {})}, to / "model.safetensors")
+    return to
+
+
+def test_a_tied_head_that_is_another_table_is_refused(parents, tmp_path):
+    """Readers differ on which of the two they take; none may be chosen in silence."""
+    path, parent = parents["qwen2"]
+    table = parent.get_input_embeddings().weight.detach()
+    written_out = altered(path, tmp_path / "same", {"lm_head.weight": table.clone()})
+    assert load_any(written_out).config.tie_embeddings
+    for name, head in {"other": table + 0.1, "longer": torch.cat([table, table[:1]])}.items():
+        with pytest.raises(UserError, match=r"lm_head.weight is not the embedding.*tie_word_embeddings.*false"):
+            load_any(altered(path, tmp_path / name, {"lm_head.weight": head}))
+
+
+def test_a_head_that_is_not_there_is_tied_and_said_so(parents, tmp_path):
+    path, _ = parents["qwen2"]
+    loaded = load_any(altered(path, tmp_path / "untied", tie_word_embeddings=False))
+    assert loaded.config.tie_embeddings
+    assert any("no lm_head.weight" in note for note in loaded.provenance["notes"])
+    assert not any("lm_head" in note for note in load_any(path).provenance["notes"])
+
+
+def test_a_mask_that_is_null_is_none(parents, tmp_path):
+    path, _ = parents["llama"]
+    assert load_any(altered(path, tmp_path / "null", mask_token_id=None)).config.mask_id == VOCAB
+
+
 def test_mask_takes_an_unused_row_or_a_new_one(parents, tmp_path):
     path, parent = parents["qwen2"]
     assert load_any(path).config.mask_id == VOCAB  # no tokenizer: nothing is known to be unused

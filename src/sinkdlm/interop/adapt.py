@@ -79,7 +79,7 @@ def target_config(source: Source, changes: Mapping[str, Any], tokenizer: Any) ->
     for key in changes:
         if key in ModelConfig.keys() and key not in FREE_KEYS:  # noqa: SIM118  (a method)
             raise ConvertError(f"--set {key}: fixed by the weights; free are {', '.join((*FREE_KEYS, *SHAPE_KEYS))}")
-    notes = []
+    notes = list(source.notes)
     if not source.has_mask and "mask_id" not in changes:
         mask_id, why = choose_mask(source, tokenizer)
         notes.append(f"[MASK] is id {mask_id}: {why}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sinkdlm.checkpoint import CONFIG, read_config
@@ -38,6 +39,7 @@ class Source:
     layout: Layout | None  # None: our own names
     prefix: str = ""  # that a wrapper put before every name
     has_mask: bool = True  # false for an AR parent, whose [MASK] is to be chosen
+    notes: tuple[str, ...] = ()  # where its files do not say the same
 
     def describe(self) -> str:
         config = self.config
@@ -75,11 +77,23 @@ class Source:
                 head = self._get(self.layout.head)
                 check_shape(self.layout.head, head, (config.vocab_size, config.d_model))
                 yield "lm_head.weight", head
+            elif self.prefix + self.layout.head in self.tensors.names():
+                self._check_tied(embed)
         except ConvertError as failure:
             message = str(failure)
             raise (
                 failure if message.startswith(str(self.tensors.path)) else ConvertError(f"{self.tensors.path}: {message}")
             ) from None
+
+    def _check_tied(self, embed: Tensor) -> None:
+        """A tied head may be written out. Of another table, some readers would take it and some would not."""
+        assert self.layout is not None
+        if not torch.equal(self._get(self.layout.head).to(embed.dtype), embed):
+            switch = "weight_tying" if self.kind == "llada" else "tie_word_embeddings"
+            raise ConvertError(
+                f"{self.layout.head} is not the embedding, to which {CONFIG} ties it; "
+                f"set {switch} there to false, or leave the tensor out"
+            )
 
     def _unknown_names(self) -> list[str]:
         assert self.layout is not None
@@ -220,10 +234,13 @@ def _open_directory(path: Path) -> Source:
         raise ConvertError(f"{path / CONFIG}: a value of the wrong kind: {failure}") from None
     layout = layouts.LLADA if family == "llada" else layouts.TRANSFORMERS
     tensors = SafetensorsFiles(path)
-    has_mask = family not in AR_KINDS or "mask_token_id" in fields  # a diffusion model in its parent's form says its [MASK]
+    # A diffusion model in its parent's form says its [MASK].
+    has_mask = family not in AR_KINDS or fields.get("mask_token_id") is not None
+    notes: tuple[str, ...] = ()
     if not config.tie_embeddings and layout.head not in tensors.names() and family in AR_KINDS:
         config = config.replace(tie_embeddings=True)
-    return Source(path, family, "transformers directory", config, tensors, layout, has_mask=has_mask)
+        notes = (f"no {layout.head} among the weights: the head is tied to the embedding",)
+    return Source(path, family, "transformers directory", config, tensors, layout, has_mask=has_mask, notes=notes)
 
 
 def _refuse(path: Path, fields: Mapping[str, Any], **wanted: Any) -> None:
@@ -260,7 +277,7 @@ def _qwen2_like(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str,
         "tie_embeddings": bool(fields.get("tie_word_embeddings", False)),
     }
     # An AR parent's [MASK] is decided when it becomes a diffusion model; until then, a row it has keeps the table's size.
-    mask_id = fields["mask_token_id"] if family == "dream" else fields.get("mask_token_id", 0)
+    mask_id = fields["mask_token_id"] if family == "dream" else fields.get("mask_token_id") or 0
     return {**found, "mask_id": mask_id, "shift_logits": bool(fields.get("shift_logits", family == "dream"))}
 
 
