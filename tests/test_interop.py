@@ -148,6 +148,20 @@ def test_mask_takes_an_unused_row_or_a_new_one(parents, tmp_path):
     assert (new[VOCAB] - table.mean(0)).norm() < 0.1 * (table - table.mean(0)).norm(dim=1).mean()
 
 
+def test_a_mask_that_text_is_made_of_is_refused(parents, tmp_path):
+    """Prompts would have gaps wherever that token stands, and documents with it no likelihood."""
+    path, _ = parents["llama"]
+    tokenizer = tiny_tokenizer(90)
+    tokenizer.add_special_tokens({"eos_token": "</s>", "additional_special_tokens": ["<spare>"]})
+    tokenizer.add_tokens(["[PAD92]"])  # as GGUF files fill a vocabulary up
+    tokenizer.save_pretrained(tmp_path / "t")
+    for mask_id, word in {5: "'w5'", 0: "'w0'", 90: "'</s>'"}.items():
+        with pytest.raises(UserError, match=rf"--set mask_id={mask_id}: .*{word}.*choose"):
+            load_any(path, {"mask_id": mask_id}, tokenizer=tmp_path / "t")
+    for mask_id in (91, 92, 93, VOCAB):
+        assert load_any(path, {"mask_id": mask_id}, tokenizer=tmp_path / "t").config.mask_id == mask_id
+
+
 def test_qwen_vocabularies_take_dreams_mask():
     from types import SimpleNamespace
 

@@ -308,8 +308,13 @@ def read_provenance(path: Path) -> dict[str, Any]:
 
 
 def highest_id(tokenizer: Any) -> int:
-    """The last id in use. GGUF files fill a vocabulary up with [PADn] tokens, which nobody uses."""
-    return max(index for token, index in tokenizer.get_vocab().items() if not re.fullmatch(r"\[PAD\d+\]", token))
+    """The last id in use."""
+    return max(index for token, index in tokenizer.get_vocab().items() if not is_filler(token))
+
+
+def is_filler(token: str) -> bool:
+    """GGUF files fill a vocabulary up with [PADn] tokens, which nobody uses."""
+    return re.fullmatch(r"\[PAD\d+\]", token) is not None
 
 
 def check_vocabulary(tokenizer: Any, config: ModelConfig, place: Path | str, cure: str = "") -> None:
