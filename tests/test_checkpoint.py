@@ -191,6 +191,14 @@ def test_wrong_shapes_keys_and_dtypes_are_refused(saved):
     assert sinkdlm.load(path, dtype=torch.float32).model.sinks.dtype == torch.float32
 
 
+def test_weights_that_are_not_finite_are_refused_unless_nothing_is_verified(saved):
+    path, _ = saved
+    (path / PROVENANCE).unlink()
+    edit_weights(path, lambda t: t.update({"sinks": t["sinks"] / 0}))
+    refused(path, "sinks holds NaN or infinity")
+    assert not sinkdlm.load(path, verify=False).model.sinks.isfinite().any()  # to look at it
+
+
 def test_foreign_and_broken_folders_are_refused(saved, tmp_path):
     path, _ = saved
     refused(tmp_path / "none", "no such folder")
@@ -308,7 +316,14 @@ def test_what_load_would_refuse_is_not_saved(tmp_path):
         empty = sinkdlm.DiffusionLM(small_config())
     wrapped = small_model()
     wrapped.blocks[0].mlp.down = torch.nn.Sequential(wrapped.blocks[0].mlp.down)
-    for model, words in ((mixed, "bfloat16 and float32"), (empty, "meta device"), (wrapped, "merge adapters and unwrap")):
+    diverged = small_model()
+    diverged.blocks[1].mlp.down.weight.data[2, 3] = float("nan")
+    for model, words in (
+        (mixed, "bfloat16 and float32"),
+        (empty, "meta device"),
+        (wrapped, "merge adapters and unwrap"),
+        (diverged, "blocks.1.mlp.down.weight holds NaN or infinity"),
+    ):
         with pytest.raises(UserError, match=words):
             sinkdlm.save(tmp_path / "x", model)
     assert not list(tmp_path.iterdir())

@@ -127,6 +127,24 @@ def test_a_head_that_is_not_there_is_tied_and_said_so(parents, tmp_path):
     assert not any("lm_head" in note for note in load_any(path).provenance["notes"])
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused(parents, tmp_path, value):
+    """Greedy choices among scores that are no numbers would be read as answers."""
+    path, _ = parents["llama"]
+    broken = load_file(path / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
+    broken[3, 5] = value
+    with pytest.raises(UserError, match=r"blocks.1.mlp.gate_up.weight holds NaN or infinity"):
+        convert(altered(path, tmp_path / "x", {"model.layers.1.mlp.up_proj.weight": broken}), tmp_path / "y")
+
+
+def test_weights_too_large_for_a_dtype_are_refused(parents, tmp_path):
+    path, _ = parents["llama"]
+    large = altered(path, tmp_path / "x", {"model.norm.weight": torch.full((48,), 1e5)})
+    assert load_any(large, dtype=torch.bfloat16).model.norm.weight.isfinite().all()
+    with pytest.raises(UserError, match=r"norm.weight holds NaN or infinity.* too large for float16"):
+        load_any(large, dtype=torch.float16)
+
+
 def test_a_mask_that_is_null_is_none(parents, tmp_path):
     path, _ = parents["llama"]
     assert load_any(altered(path, tmp_path / "null", mask_token_id=None)).config.mask_id == VOCAB

@@ -143,13 +143,25 @@ def _check_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
     odd = sorted(set(found) ^ set(wanted)) or [name for name in wanted if found[name] != wanted[name]]
     if odd:
         raise CheckpointError(f"model: tensor {odd[0]} does not fit its config; merge adapters and unwrap modules before saving")
-    dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()})
+    dtypes = sorted({_short(weight.dtype) for weight in weights.values()})
     if len(dtypes) > 1 or getattr(torch, dtypes[0]) not in _WEIGHT_DTYPES.values():
         raise CheckpointError(
             f"model: weights are {' and '.join(dtypes)}; a checkpoint has one floating dtype: model.to(torch.float32)"
         )
     if any(weight.is_meta for weight in weights.values()):
         raise CheckpointError("model: weights on the meta device have no values to save")
+    for name, weight in weights.items():
+        check_finite(weight, f"model: {name}")
+
+
+def check_finite(weight: Tensor, place: str) -> None:
+    """One value that is no number makes every output none, and what is chosen by such outputs looks like an answer."""
+    if weight.numel() and not bool(torch.stack(weight.detach().aminmax()).isfinite().all()):  # a pass without a copy
+        raise CheckpointError(f"{place} holds NaN or infinity: the weights are broken, or too large for {_short(weight.dtype)}")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_destination(path: Path) -> None:
@@ -262,7 +274,8 @@ def load(
 ) -> Loaded:
     """Reads a checkpoint directory. dtype: convert the weights; by default they stay as they were saved.
 
-    verify: compare weights, config and tokenizer with the fingerprints in provenance.json (reads each file once more).
+    verify: compare weights, config and tokenizer with the fingerprints in provenance.json (reads each file once more), and
+    refuse weights that are not finite.
     """
     path = Path(path)
     place = _check_place(device, dtype)
@@ -274,6 +287,9 @@ def load(
     with torch.device("meta"):
         model = DiffusionLM(config)
     _fill(model, path, files, place, dtype)
+    if verify:
+        for name, weight in model.state_dict().items():
+            check_finite(weight, f"{path}: {name}")
     tokenizer = read_tokenizer(path)
     if tokenizer is not None:
         check_vocabulary(tokenizer, config, path, f"; {_OTHER_TOKENIZER.format(path)}")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sinkdlm.checkpoint import RESERVED, Loaded, check_vocabulary, highest_id, is_filler, load, read_provenance
+from sinkdlm.checkpoint import RESERVED, Loaded, check_finite, check_vocabulary, highest_id, is_filler, load, read_provenance
 from sinkdlm.config import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConfigError, ConvertError
 from sinkdlm.interop.sources import DREAM_MASK_ID, Source, open_source
@@ -145,6 +145,7 @@ def _assemble(
         if not tensor.is_floating_point():
             raise ConvertError(f"{source.path}: {name} is {tensor.dtype}, not floating point")
         state[name] = _owned(tensor, dtype)
+        check_finite(state[name], f"{source.path}: {name}")
     odd = [name for name in state if name not in wanted]
     if odd or "embed.weight" not in state:
         raise ConvertError(f"{source.path}: {f'unexpected tensor {odd[0]}' if odd else 'missing tensor embed.weight'}")
