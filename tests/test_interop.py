@@ -967,6 +967,8 @@ def test_wrong_changes_are_named(parents, changes, words):
     with pytest.raises(UserError) as failure:
         load_any(parents["llama"][0], changes)
     assert all(word in str(failure.value) for word in words), str(failure.value)
+    free = str(failure.value).partition("free are ")[2]
+    assert "n_heads" not in free  # of no model that says its heads itself
 
 
 def test_trained_parts_are_not_taken_away(tmp_path):

@@ -668,6 +668,15 @@ def test_info_counts_shows_and_finds_a_flipped_byte(tmp_path, tokenizer, command
         file.write_bytes(whole)
 
 
+def test_info_shows_each_of_few_examples_once(tmp_path, tokenizer):
+    path = tmp_path / "train.txt"
+    path.write_text("".join(f"q{n}||{n} #### {n}\n" for n in range(2)))
+    made = prepare.prepare([str(path)], tokenizer, tmp_path / "out", Settings(kind="gsm8k-two-stage"))
+    assert not any("--documents" in note for note in made["notes"])  # which says how texts are cut, not rows
+    shown = [(sample["split"], sample["prompt"], sample["response"]) for sample in read_set(tmp_path / "out", samples=3)["samples"]]
+    assert len(shown) == len(set(shown)) == 4
+
+
 def test_info_reads_datatrove_and_packed_files(tmp_path, tokenizer):
     encoded = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts(20)]
     flat = np.array([token for row in encoded for token in row], "<u2")

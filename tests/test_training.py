@@ -645,6 +645,11 @@ def test_a_folder_has_one_run_and_one_process(tmp_path, token_set):
         ({"data": {"sets": {"nowhere": 1.0}}}, "nowhere: no such folder; make one with: sinkdlm data prepare"),
         ({"data": {"length": 65}}, "data.length = 65: allowed is at most model.context_length = 64"),
         ({"data": {"length": 64, "validation": "nowhere"}}, "nowhere: no such folder"),
+        ({"data": {"first": 999}}, "data.first = 999: allowed is an id of the vocabulary (below "),
+        (
+            {"model": {"n_sinks": 1, "sink_kind": "register"}, "data": {"documents": "confined"}},
+            "data.documents = 'confined': does not go with model.sink_kind = 'register'",
+        ),
         ({"train": {"steps": None}}, "no budget; set one of train.steps, train.tokens, train.epochs, train.flops"),
         ({"train": {"steps": None, "tokens": 10}}, "less than one step"),
         ({"init": {"from": "x"}}, "no loader was given"),

@@ -97,7 +97,8 @@ def _samples(split: Split, decode: Any, n: int) -> list[dict[str, Any]]:
 
     if split.kind == "examples":
         rows = split.example_rows()
-        chosen = [rows[len(rows) * k // n] for k in range(min(n, len(rows)))]
+        n = min(n, len(rows))
+        chosen = [rows[len(rows) * k // n] for k in range(n)]
         return [
             {"prompt": text(start, start + prompt), "response": text(start + prompt, start + total)}
             for start, prompt, total in chosen

@@ -194,7 +194,8 @@ def _settle(store: Store, settings: Settings) -> list[str]:
             notes.append(f"one row only: there is no validation split; {cure}")
     held, total = store.splits["validation"].n_tokens, sum(store.splits[split].n_tokens for split in SPLITS)
     if settings.validation > 0 and held > max(0.1, 3 * settings.validation) * total and n_rows > 1:
-        notes.append(f"validation holds {held / total:.0%} of the tokens: --documents paragraph splits large text files")
+        cure = "--documents paragraph splits large text files" if settings.kind == "text" else "more rows even it out"
+        notes.append(f"validation holds {held / total:.0%} of the tokens: {cure}")
     if dropped:
         notes.append(f"{dropped} examples longer than {settings.length} tokens were left out")
     if empty:

@@ -78,7 +78,8 @@ def target_config(source: Source, changes: Mapping[str, Any], tokenizer: Any) ->
     found = source.config
     for key in changes:
         if key in ModelConfig.keys() and key not in FREE_KEYS:  # noqa: SIM118  (a method)
-            raise ConvertError(f"--set {key}: fixed by the weights; free are {', '.join((*FREE_KEYS, *SHAPE_KEYS))}")
+            free = (*FREE_KEYS, *(SHAPE_KEYS if source.kind == "official" else ()))
+            raise ConvertError(f"--set {key}: fixed by the weights; free are {', '.join(free)}")
     notes = list(source.notes)
     if not source.has_mask and "mask_id" not in changes:
         mask_id, why = choose_mask(source, tokenizer)

@@ -70,6 +70,15 @@ def open_data(recipe: Recipe, say: Say) -> Data:
     config, section, train = recipe.model, recipe.data, recipe.train
     if section.length > config.context_length:
         raise TrainError(f"data.length = {section.length}: allowed is at most model.context_length = {config.context_length}")
+    if section.first is not None and (section.first >= config.vocab_size or section.first == config.mask_id):
+        raise TrainError(
+            f"data.first = {section.first}: allowed is an id of the vocabulary (below {config.vocab_size}) that is not [MASK]"
+        )
+    if section.documents == "confined" and config.n_registers:
+        raise TrainError(
+            "data.documents = 'confined': does not go with model.sink_kind = 'register', which sees every document; "
+            "data.documents = 'joined' is the cure, or sink_kind = 'isolated'"
+        )
     ids = {"vocab_size": config.vocab_size, "mask_id": config.mask_id}
     rows = open_rows(section, "train", seed=train.seed, **ids)
     assert rows is not None
