@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -92,6 +93,19 @@ def test_every_recipe_and_source_file_that_is_named_exists():
     assert len(named) > 20
     missing = [name for name in named if not (ROOT / name).exists() and not any(ROOT.glob(f"{name}*"))]
     assert not missing
+
+
+def test_every_key_of_a_recipe_is_documented_with_its_default():
+    rows = dict(re.findall(r"^\| `(\w+\.\w+)` \| (?:`(.*?)`)? *\|", (DOCS / "recipes.md").read_text(), re.M))
+    sections = {name: field.annotation for name, field in Recipe.model_fields.items() if name != "model"}
+    defaults = {f"{name}.{key}": value for name, section in sections.items() for key, value in section().to_dict().items()}
+    assert len(defaults) > 50
+    assert list(rows) == list(defaults)
+    for key, text in rows.items():
+        told = tomllib.loads(f"key = {text}")["key"] if text else None
+        assert told == (list(defaults[key]) if isinstance(defaults[key], tuple) else defaults[key]), key
+    model = (DOCS / "model.md").read_text()
+    assert [key for key in ModelConfig.model_fields if f"`{key}`" not in model] == []
 
 
 def test_links_of_the_readme_lead_somewhere():

@@ -163,6 +163,7 @@ class ModelConfig(_Frozen):
         return self.n_sinks > 0 and self.sink_kind == "logit"
 
     def count_parameters(self) -> ParameterCount:
+        """Of the embedding, of the head, and of all else."""
         kv_width = self.n_kv_heads * self.head_dim
         qkv = (self.d_model + int(self.qkv_bias)) * (self.d_model + 2 * kv_width)
         gate = {"none": 0, "elementwise": self.d_model**2, "headwise": self.d_model * self.n_heads}[self.gate]
@@ -181,6 +182,7 @@ class ModelConfig(_Frozen):
         return {"model_type": MODEL_TYPE, **super().to_dict()}
 
     def replace(self, **changes: Any) -> "ModelConfig":
+        """A validated copy with some fields changed; [MASK] and key/value heads that followed from others follow them again."""
         return ModelConfig(**_with_changes(self.model_dump(), changes))
 
 
@@ -219,7 +221,7 @@ class InitSection(_Frozen):
     )
     gate_init: Literal["normal", "keep"] = Field(
         default="normal",
-        description="a gate added to a parent: normal (gates near 0.5, as the paper), or open, which keeps the parent's function",
+        description="a gate added to a parent: normal (gates near 0.5, as the paper), or keep: the parent's function is kept",
     )
 
 
