@@ -287,7 +287,7 @@ def test_a_report_tells_of_what_others_made_last(made, tmp_path):
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("table9",), "no such target"),
+        (("table9",), "gsm8k, all, overlap, inherited, lengths"),
         (("table1", "--only", "sing"), "neither a seed nor a variant"),
         (("table1", "--scale", "small"), "--data or --requests"),
         (("table1", "--scale", "small", "--tasks", ""), "--corpus"),
