@@ -10,13 +10,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from benchmarks.measuring import RESULTS
-from sinkdlm.reproduce.claims import CLAIMS, MARGIN, SAME, judge, runs_of
-from sinkdlm.reproduce.matrix import ADAPT, SFT
-from sinkdlm.reproduce.page import PICTURES, declared_records, write_page
+from sinkdlm.reproduce.claims import ANSWERS, CLAIMS, MARGIN, NELBO, PRIMARY, SAME, judge, outcome_name, runs_of
+from sinkdlm.reproduce.lengths import MIXED, PLAIN
+from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, SCALES, SFT
+from sinkdlm.reproduce.measuring import ROWS, WRITES
+from sinkdlm.reproduce.page import PICTURES, SCALE, VERDICTS, declared_records, write_page
 from sinkdlm.reproduce.records import Record
+from sinkdlm.reproduce.statistics import LEVEL
 
 RECORDS = RESULTS / "reproduction"
 DOCS = Path(__file__).parents[1] / "docs"
@@ -25,26 +31,39 @@ _ONE, _TWO = "#0072B2", "#D55E00"  # Okabe and Ito
 
 
 def draw_differences(records: Mapping[str, Record], figure: Any) -> bool:
-    """A forest of all comparisons that have an interval."""
-    rows = []
-    for claim in CLAIMS:
-        if claim.against:
-            rows += [(claim, one) for one in judge(claim, records) if one.spread.n > 1]
+    """A forest of all comparisons that have a verdict, an outcome beside the other: their differences are of different sizes."""
+    rows = {
+        claim: {one.outcome: one for one in judge(claim, records) if one.spread.known and one.outcome in _PANELS}
+        for claim in CLAIMS
+        if claim.against
+    }
+    rows = {claim: found for claim, found in rows.items() if found}
     if not rows:
         return False
-    figure.set_size_inches(7.2, 0.6 + 0.22 * len(rows))
-    axes = figure.subplots()
-    axes.axvline(0, color="#8a8a8a", lw=0.8)
-    axes.axvspan(-MARGIN, MARGIN, color="#8a8a8a", alpha=0.15, lw=0)
-    for place, (claim, one) in enumerate(rows):
+    figure.set_size_inches(7.2, 1.1 + 0.2 * len(rows))
+    panels = dict(zip(PRIMARY, figure.subplots(1, len(PRIMARY), sharey=True), strict=True))
+    for outcome, axes in panels.items():
+        axes.axvline(0, color="#8a8a8a", lw=0.8)
+        axes.axvspan(-MARGIN, MARGIN, color="#8a8a8a", alpha=0.2, lw=0)
+        axes.set_xlabel(outcome_name(outcome) + _ALSO.get(outcome, ""))
+        axes.locator_params(axis="x", nbins=4)
+    for place, (claim, found) in enumerate(rows.items()):
         colour = _TWO if claim.kind == SAME else _ONE
-        axes.plot([one.spread.low, one.spread.high], [-place, -place], color=colour, lw=1.2)
-        axes.plot(one.spread.mean, -place, "o", color=colour, ms=3)
-    names = [f"{claim.group}: {claim.variant} \N{MINUS SIGN} {claim.against}, {one.outcome}" for claim, one in rows]
-    axes.set_yticks([-place for place in range(len(rows))], names)
-    axes.set_xlabel("difference, nats a token (shaded: the margin)")
-    axes.locator_params(axis="x", nbins=6)
+        for outcome, one in found.items():
+            axes = panels[_PANELS[outcome]]
+            axes.plot([one.spread.low, one.spread.high], [-place, -place], color=colour, lw=1.2)
+            axes.plot(one.spread.mean, -place, "o", color=colour, ms=3)
+    names = [f"{claim.group}: {claim.variant} \N{MINUS SIGN} {claim.against}" for claim in rows]
+    panels[NELBO].set_yticks([-place for place in range(len(rows))], names)
+    kinds = ((_ONE, "claimed to be lower"), (_TWO, "claimed to be the same"))
+    marks = [Line2D([], [], color=colour, marker="o", ms=3, lw=1.2, label=label) for colour, label in kinds]
+    figure.legend(handles=marks, loc="outside upper right", ncols=2, frameon=False, fontsize=7)
+    figure.supxlabel(f"difference, nats a token, {LEVEL:.0%} interval over seeds (shaded: the margin)", fontsize=8)
     return True
+
+
+_PANELS = {**{name: name for name in PRIMARY}, ANSWERS: NELBO}  # outcome -> where it is drawn
+_ALSO = {NELBO: "\nsft: of held-out answers"}
 
 
 def draw_layers(records: Mapping[str, Record], figure: Any) -> bool:
@@ -93,17 +112,36 @@ def draw_sinks(records: Mapping[str, Record], figure: Any) -> bool:
     return True
 
 
-_DRAWN = dict(zip(PICTURES, (draw_differences, draw_layers, draw_sinks), strict=True))
+def draw_lengths(records: Mapping[str, Record], figure: Any) -> bool:
+    """Documents cut to several lengths: how much is lost on short ones, and how much heads write."""
+    cuts = SCALES[SCALE].cuts
+    runs = {variant: runs_of(records, ADAPT, variant).get(FIRST_SEED) for variant in (*PLAIN, *MIXED)}
+    made = {variant: run for variant, run in runs.items() if run is not None and f"{ROWS}.{cuts[0]}" in run.outcomes}
+    if not set(PLAIN) <= set(made):
+        return False
+    figure.set_size_inches(7.2, 3.3)
+    left, right = figure.subplots(1, 2)
+    for variant, run in made.items():
+        colour, style = (_TWO if variant in (PLAIN[1], MIXED[1]) else _ONE), ("-" if variant in PLAIN else "--")
+        for axes, name in ((left, ROWS), (right, f"attention.{WRITES}")):
+            axes.plot(cuts, [run.outcomes[f"{name}.{length}"].value for length in cuts], style, color=colour, marker=".")
+        left.plot([], [], style, color=colour, marker=".", label=LABELS[variant])
+    for axes, label in ((left, "NELBO of whole rows, nats a token"), (right, "norm of what heads write, of the values'")):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(cuts, map(str, cuts))
+        axes.set(xlabel=f"tokens of a row, seed {FIRST_SEED}", ylabel=label)
+    figure.legend(loc="outside lower center", ncols=1, frameon=False, fontsize=7)
+    return True
+
+
+_DRAWN = {VERDICTS: draw_differences, "short": draw_lengths, "figure1": draw_sinks, "figure3": draw_layers}
 
 
 def draw(records: Mapping[str, Record], assets: Path) -> None:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    for name, make in _DRAWN.items():
+    for place, (name, _) in PICTURES.items():
         with mpl.rc_context(_STYLE):
             figure = Figure(layout="constrained")
-            if make(records, figure):
+            if _DRAWN[place](records, figure):
                 figure.savefig(assets / name, metadata={"Date": None})
             else:
                 (assets / name).unlink(missing_ok=True)

@@ -36,10 +36,15 @@ from sinkdlm.reproduce.report import findings, rate_blocks, target_blocks, verdi
 from sinkdlm.reproduce.statistics import ALPHA, LEVEL, MIN_SEEDS
 
 SCALE = "small"
-PICTURES = {  # file -> what it shows
-    "reproduction-differences.svg": "Differences on each primary outcome, with intervals over seeds",
-    "reproduction-figure3.svg": "Attention on the sink and value norms by layer, before and after fine-tuning",
-    "reproduction-figure1.svg": "Value norms of content sinks and other tokens, and where the top content sink is at each step",
+VERDICTS = "verdicts"
+PICTURES = {  # target, or VERDICTS -> file and what it shows
+    VERDICTS: ("reproduction-differences.svg", "Differences on each primary outcome, with intervals over seeds"),
+    "short": ("reproduction-lengths.svg", "NELBO and what heads write by how long rows are, with and without a sink"),
+    "figure1": (
+        "reproduction-figure1.svg",
+        "Value norms of content sinks and other tokens, and where the top content sink is at each step",
+    ),
+    "figure3": ("reproduction-figure3.svg", "Attention on the sink and value norms by layer, before and after fine-tuning"),
 }
 
 
@@ -261,18 +266,20 @@ def results(scale: Scale, records: Mapping[str, Record], folder: Path, assets: P
     blocks += [Heading(3, "Contamination"), *_contamination(read_beside(folder, OVERLAP, scale.name))]
     if not records:
         return blocks
-    blocks += [Heading(3, "Verdicts"), verdicts(found), *_negative(found)]
-    for name, text in PICTURES.items():
-        if (assets / name).exists():
-            blocks.append(Picture(f"assets/{name}", text))
+    blocks += [Heading(3, "Verdicts"), verdicts(found), *_negative(found), *_picture(VERDICTS, assets)]
     for target, one in found["targets"].items():
         if any(row["seeds"] for row in one["rows"]):
-            blocks += target_blocks(target, one, level=3)
+            blocks += [*target_blocks(target, one, level=3), *_picture(target, assets)]
     before = read_beside(folder, INHERITED, scale.name)
     if before is not None:
         blocks += inherited_blocks(before, level=3)
     blocks += lengths_blocks(records, read_beside(folder, LENGTHS, scale.name), scale, level=3)
     return [*blocks, *rate_blocks(found, level=3), *work_blocks(found, level=3)]
+
+
+def _picture(place: str, assets: Path) -> list[Block]:
+    name, text = PICTURES.get(place, ("", ""))
+    return [Picture(f"assets/{name}", text)] if name and (assets / name).exists() else []
 
 
 def _unmeasured(jobs: Sequence[Job], records: Mapping[str, Record], scale: Scale) -> list[str]:
