@@ -127,6 +127,23 @@ def curves(records: dict[str, Record]) -> Iterator[str]:
         yield table(["relative difference of losses, 20 steps at a time", "mean", "largest", "at the end"], rows)
 
 
+def precision(records: dict[str, Record]) -> Iterator[str]:
+    for entry in records.values():
+        rows = []
+        for name, found in entry["figures"]["precisions"].items():
+            last = found["validation"][-1]
+            mfu = f"{found['mfu']['p50']:.1%}" if "mfu" in found else ""
+            seen = [f"{found['tokens'] / 1e6:.3g}M", rate(found["tokens_per_second"]), mfu]
+            rows.append([name, *seen, f"{last['loss']:.4f} ± {last['stderr']:.4f}"])
+        yield f"**{entry['settings']['recipe']}**, the same rows, noise and first weights:"
+        yield table(["precision", "tokens", "tokens/s", "MFU", "validation loss"], rows)
+        for pair, found in entry["figures"]["compared"].items():
+            yield (
+                f"{pair}: validation {found['validation_at_end']:+.2%} at the end and {found['validation_most']:+.2%} at most, "
+                f"{found['tokens_per_second']:.2f} times the tokens a second."
+            )
+
+
 def planning(records: dict[str, Record]) -> Iterator[str]:
     """Needs no record of its own: plans beside all that can be held against them."""
     since = calibration()["since"]
@@ -307,6 +324,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Record]], Iterator[str]]]] = 
     "train": ("Training runs", training),
     "train_step": ("A training step", steps),
     "curves": ("Losses by the fast and the plain path", curves),
+    "precision": ("The same run in several precisions", precision),
     "cold_start": ("From the command to the first step", listed),
     "plan": ("Plans against measurements", planning),
     "memory": ("Memory of a rank", memory),

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import cold_start, curves, train_step
+from benchmarks import cold_start, curves, precision, train_step
 from benchmarks.measuring import RESULTS, measure, measure_together, quantiles
+from benchmarks.page import page_text
 
+from sinkdlm.data.synthetic import prepare_example
 from sinkdlm.planning import training_flops
 
 ROOT = Path(__file__).parent.parent
@@ -152,6 +154,30 @@ def test_curves_of_the_fast_step_lie_closer_to_the_plain_one_than_seeds_do(tmp_p
         ("official, seed 0", "official, seed 1", "sink, seed 0"), 40
     )
     assert entry["figures"]["sink to official"]["most"] < entry["figures"]["between_seeds"]["mean"] / 10
+
+
+@pytest.mark.slow
+def test_precisions_are_compared_on_the_same_run(tmp_path, monkeypatch):
+    prepare_example(tmp_path / "text", documents=60)
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(
+        f'[model]\npreset = "nano"\n[data]\nlength = 32\n[data.sets]\n"{tmp_path / "text"}" = 1\n'
+        "[train]\nsteps = 24\nbatch = 4\nlr = 4e-3\n[eval]\nevery = 12\n"
+    )
+    words = ["precision", str(recipe), "--precisions", "float32,float64", "--set", "train.compile=none"]
+    monkeypatch.setattr(sys, "argv", [*words, "--out", str(tmp_path / "out")])
+    precision.main()
+    (path,) = (tmp_path / "out").iterdir()
+    entry = json.loads(path.read_text())
+    check_record(entry)
+    made, found = entry["figures"]["precisions"], entry["figures"]["compared"]["float64 to float32"]
+    assert [len(one["validation"]) for one in made.values()] == [2, 2]
+    losses = [one["validation"][-1]["loss"] for one in made.values()]
+    assert found["validation_at_end"] == pytest.approx(losses[1] / losses[0] - 1)
+    assert 0 < abs(found["validation_at_end"]) < 1e-4
+    text = page_text(tmp_path / "out")
+    assert "## The same run in several precisions" in text
+    assert "float64 to float32: validation" in text
 
 
 @pytest.mark.slow
