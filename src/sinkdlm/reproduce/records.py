@@ -6,16 +6,19 @@ Values of single items are kept, since pairs need them: as whole multiples of a 
 import base64
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from sinkdlm.durable import replace_text
 from sinkdlm.errors import ReproduceError
 from sinkdlm.reproduce.matrix import Job, Scale
+from sinkdlm.training.run import environment
 
 FORMAT, VERSION = "sinkdlm-reproduction", 1
 RUN, TRIAL = "run", "trial"
@@ -171,11 +174,25 @@ def read_records(folder: Path, scale: str) -> dict[str, Record]:
     return found
 
 
+def provenance(where: torch.device) -> dict[str, Any]:
+    """What a file of numbers says about how it came to be."""
+    made = environment(where)
+    return {
+        "made": made["time"],
+        "command": " ".join(["sinkdlm", *sys.argv[1:]]),
+        "environment": {name: made[name] for name in _FACTS if name in made},
+    }
+
+
+_FACTS = ("commit", "device", "torch", "triton", "transformers", "cuda", "python", "sinkdlm", "threads", "platform")
+
+
 # -- beside the records: what is not of one run ------------------------------------------------------------------------------------
 
 
 def write_beside(records: Path, name: str, scale: str, found: Mapping[str, Any]) -> None:
-    write_text(_beside(records, name, scale), json.dumps(found, indent=1) + "\n")
+    told = {**provenance(torch.device("cpu")), **found}
+    write_text(_beside(records, name, scale), json.dumps(told, indent=1) + "\n")
 
 
 def read_beside(records: Path, name: str, scale: str) -> dict[str, Any] | None:

@@ -8,7 +8,6 @@ records/NAME.json
 import gc
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,14 +24,12 @@ from sinkdlm.evals.settings import settings_for
 from sinkdlm.reproduce.inputs import Inputs
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, OFFICIAL, SFT, VARIANTS, Job, Scale
 from sinkdlm.reproduce.measuring import Found, Model, Stage, ask, score_answers, score_cuts, score_documents, watch
-from sinkdlm.reproduce.records import RUN, TRIAL, Outcome, Record, write_record, write_text
+from sinkdlm.reproduce.records import RUN, TRIAL, Outcome, Record, provenance, write_record, write_text
 from sinkdlm.tables import nest, overlay, parse_override
 from sinkdlm.training.loop import train
 from sinkdlm.training.opening import LoadParent
-from sinkdlm.training.run import environment
 
 _TWINS = tuple(Job(ADAPT, variant, FIRST_SEED) for variant in OFFICIAL)
-_FACTS = ("commit", "device", "torch", "triton", "transformers", "cuda", "python", "sinkdlm", "threads", "platform")
 
 
 @dataclass(frozen=True)
@@ -62,13 +59,7 @@ class Bench:
 
     def provenance(self) -> dict[str, Any]:
         """What a file of numbers says about how it came to be."""
-        made = environment(self.where)
-        return {
-            "made": made["time"],
-            "command": " ".join(["sinkdlm", *sys.argv[1:]]),
-            "environment": {name: made[name] for name in _FACTS if name in made},
-            "data": dict(self.inputs.about),
-        }
+        return {**provenance(self.where), "data": dict(self.inputs.about)}
 
     def folder(self, job: Job) -> Path:
         return self.out / "runs" / job.name
