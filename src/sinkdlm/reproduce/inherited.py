@@ -90,8 +90,7 @@ def measure_inherited(bench: Bench, say: Callable[[str], None]) -> dict[str, Any
         forms[name] = {"label": form.label, **look(form, bench, tokens)}
         say(f"{len(forms)} of {len(FORMS)} forms: {form.label}")
     found = {"rows": len(rows), "length": tokens.shape[1], "masked": _MASKED, **bench.provenance(), "forms": forms}
-    write_beside(bench.records, NAME, bench.scale.name, found)
-    return found
+    return write_beside(bench.records, NAME, bench.scale.name, found)
 
 
 class Line(NamedTuple):

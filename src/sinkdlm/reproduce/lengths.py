@@ -57,8 +57,7 @@ def count_lengths(given: Given, records: Path, scale: Scale) -> dict[str, Any]:
             scored = Outcome.of_items([len(row.tokens) - row.n_given for row in rows], len(rows))
             tasks[task] = {"tokens": tokens.to_json(), "scored": scored.to_json()}
     found = {"requests": sheet.digest, "tasks": tasks}
-    write_beside(records, NAME, scale.name, found)
-    return found
+    return write_beside(records, NAME, scale.name, found)
 
 
 _ROOM = 1 << 15  # tokens of a row; no question is cut

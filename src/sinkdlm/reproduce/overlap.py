@@ -130,5 +130,4 @@ def count_overlap(corpus: Sequence[str], data: Path | None, requests: Path | Non
             "--data or --requests: overlap with what? give the benchmarks' files, or what eval --write-requests wrote"
         )
     found = overlap(corpus_texts(corpus), texts_of(sheet.requests))
-    write_beside(records, NAME, scale, found)
-    return found
+    return write_beside(records, NAME, scale, found)

@@ -190,9 +190,11 @@ _FACTS = ("commit", "device", "torch", "triton", "transformers", "cuda", "python
 # -- beside the records: what is not of one run ------------------------------------------------------------------------------------
 
 
-def write_beside(records: Path, name: str, scale: str, found: Mapping[str, Any]) -> None:
+def write_beside(records: Path, name: str, scale: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """What was written: with how it came to be, unless that is said."""
     told = {**provenance(torch.device("cpu")), **found}
     write_text(_beside(records, name, scale), json.dumps(told, indent=1) + "\n")
+    return told
 
 
 def read_beside(records: Path, name: str, scale: str) -> dict[str, Any] | None:
