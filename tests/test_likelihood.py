@@ -681,6 +681,19 @@ def test_mistakes_are_named_in_one_line(change, complaint):
     assert isinstance(caught.value, UserError)
 
 
+@pytest.mark.parametrize("estimator", ["exact_k", "official", "chain", "causal"])
+@pytest.mark.parametrize("guidance", [0.0, 0.5])
+def test_what_is_no_number_ranks_nothing(estimator, guidance):
+    """A model that overflows: options would be ranked all the same, and an accuracy come of it."""
+    if estimator == "causal" and guidance:
+        return
+    with pytest.raises(LikelihoodError, match="no numbers"):
+        log_likelihood(
+            lambda tokens: torch.full((*tokens.shape, 3), math.nan), [[0, 1, 2]], [[False, True, True]],
+            mask_id=MASK, estimator=estimator, guidance=guidance,
+        )  # fmt: skip
+
+
 def test_mistakes_elsewhere_are_named_too():
     def denoiser(tokens):
         return torch.zeros(*tokens.shape, 3)

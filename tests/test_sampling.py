@@ -397,6 +397,18 @@ def ending(at):
     return denoise
 
 
+@pytest.mark.parametrize("name", list(POLICIES))
+@pytest.mark.parametrize("eos", [None, EOS])
+def test_tokens_are_not_chosen_by_what_is_no_number(name, eos):
+    """A model that overflows would write its first token everywhere, and nobody would know why."""
+    options = {**POLICIES[name], "eos_id": eos}
+    model = small_model(n_sinks=1)
+    with torch.no_grad():
+        model.blocks[1].mlp.down.weight[0, 0] = math.nan
+    with pytest.raises(SamplingError, match="no numbers"):
+        run(model, mixed_requests(model, options, 3))
+
+
 def test_a_row_that_has_ended_costs_nothing_more():
     calls = []
 

@@ -1,5 +1,8 @@
 """The one exception that means "the user can fix this": the command line prints it as one line and exits with status 2."""
 
+# What overflows in float16 is most often an activation of a model that was trained in bfloat16.
+NO_NUMBERS = "the model's outputs are no numbers (NaN): its values overflow, or its weights are broken; use float32 or bfloat16"
+
 
 class UserError(Exception):
     """A mistake in what the user gave. The message names the thing and the cure, in one line."""

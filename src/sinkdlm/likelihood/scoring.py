@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkdlm.errors import LikelihoodError
+from sinkdlm.errors import NO_NUMBERS, LikelihoodError
 from sinkdlm.sampling.batch import Access, many_shapes
 from sinkdlm.sampling.drawing import guide, precise
 
@@ -89,7 +89,10 @@ class Scorer:
 
     def sums(self, looks: Sequence[Look]) -> np.ndarray:
         """(looks,) float64: the sum of the log-probabilities of what each reads."""
-        return self._read(looks, lambda logits, truth: _at(logits, truth) - logits.logsumexp(-1))
+        found = self._read(looks, lambda logits, truth: _at(logits, truth) - logits.logsumexp(-1))
+        if np.isnan(found).any():  # options would be ranked all the same
+            raise LikelihoodError(NO_NUMBERS)
+        return found
 
     def hits(self, looks: Sequence[Look]) -> np.ndarray:
         """(looks,): how many of the tokens that each reads are the likeliest at their place."""

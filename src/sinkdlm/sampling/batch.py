@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from sinkdlm.errors import SamplingError
+from sinkdlm.errors import NO_NUMBERS, SamplingError
 from sinkdlm.noise import counter, fold
 from sinkdlm.sampling.block_cache import BlockCache
 from sinkdlm.sampling.drawing import guide, judge
@@ -130,7 +130,8 @@ class Batch:
         self.caches = self._collect_caches()
         self.tokens, self.open, self.editable, self.confidence = self._collect_rows()
         self.committed = torch.zeros_like(self.open)
-        self.report = torch.zeros(2, len(states), dtype=torch.int64, device=device)  # tokens committed, whether EOS stands
+        # Tokens committed, whether EOS stands, whether a token was ever chosen by what is no number.
+        self.report = torch.zeros(3, len(states), dtype=torch.int64, device=device)
         self.parts = self._split()
         self.planned = self._columns([float(state.policy.order in PLANNED_ORDERS) for state in states])
         self.priority = self._priorities()
@@ -346,6 +347,7 @@ class Batch:
         self.confidence.scatter_(1, places, torch.where(taken, sure.to(kept.dtype), kept))
         self.open &= ~self.committed
         self.report[0] = self.committed.sum(1)
+        self.report[2] += (taken & sure.isnan()).sum(1)
         for part in self.parts:
             if part.policy.eos_id is not None:
                 self._end_rows(part, part.policy.eos_id)
@@ -392,13 +394,17 @@ class Batch:
     def _tell(self, turns: list[Turn]) -> None:
         """Moves the states on. The device is asked only where a policy must know."""
         asks = any(state.policy.threshold is not None or state.policy.eos_id is not None for state in self.states)
-        counts, ended = self.report.tolist() if asks else ([turn.quota for turn in turns], [0] * len(turns))
+        counts, ended, lost = self.report.tolist() if asks else ([turn.quota for turn in turns], *[[0] * len(turns)] * 2)
+        if any(lost):
+            raise SamplingError(NO_NUMBERS)
         for state, turn, committed, over in zip(self.states, turns, counts, ended, strict=True):
             state.steps += turn.n_places > 0
             if over and state.policy.eos_id is not None:
                 state.end()
             else:
                 state.advance(committed)
+        if not asks and any(state.done for state in self.states) and bool(self.report[2].any()):
+            raise SamplingError(NO_NUMBERS)
 
 
 @functools.lru_cache(maxsize=256)
