@@ -274,6 +274,14 @@ def test_a_text_under_noise_only_clears_up():
         next(capture_noise(model, rows, [1.5]))
 
 
+def test_a_model_that_gives_no_numbers_is_not_measured():
+    model = small_model(n_sinks=1)
+    with torch.no_grad():
+        model.blocks[0].mlp.down.weight[0, 0] = float("nan")
+    with pytest.raises(UserError, match="no numbers"):
+        next(capture_noise(model, [small_tokens(1, 9)[0].tolist()], [0.5]))
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [
