@@ -491,6 +491,13 @@ def test_bad_arguments_are_named(options, words):
         generate(lambda tokens: torch.zeros(*tokens.shape, 3), prompt=torch.zeros(1, 2, dtype=torch.int64), mask_id=4, **options)
 
 
+@pytest.mark.parametrize("kind", ["prefix", "dual"])
+def test_a_cache_beside_a_register_is_refused(kind):
+    model = small_model(n_sinks=1, sink_kind="register")
+    with pytest.raises(SamplingError, match=r"register sink.*use cache = 'none'"):
+        run(model, mixed_requests(model, {"block": 5, "cache": kind}, 2))
+
+
 def test_a_batch_goes_when_its_requests_go():
     """Without waiting for the garbage collector: on a GPU a batch holds much."""
     states = start(requests_of(small_tokens(2, 3), length=[9, 9], mask_id=11))

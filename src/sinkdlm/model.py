@@ -325,6 +325,7 @@ class Denoiser:
     def __init__(self, model: DiffusionLM) -> None:
         self.model = model
         self.reach = int(model.config.shift_logits)  # tokens to the left that a span must have beside its own
+        self.cacheable = not model.config.n_registers
 
     @property
     def device(self) -> torch.device:

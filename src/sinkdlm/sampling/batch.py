@@ -67,6 +67,7 @@ class Access:
             names = set()
         self.call = denoiser
         self.takes_lengths, self.takes_where, self.takes_cache = (name in names for name in ("lengths", "where", "cache"))
+        self.takes_cache &= getattr(denoiser, "cacheable", True)
         self.reach = int(getattr(denoiser, "reach", 0))  # tokens to the left that a span must have beside its own
         self.capturable = bool(getattr(denoiser, "capturable", False))
 

@@ -71,7 +71,8 @@ def _forward_key(state: State, access: Access) -> Any:
     shared = (state.request.mask_id, policy.shift)
     if policy.cache != "none":
         if not access.takes_cache:
-            raise SamplingError(f"cache = {policy.cache!r}: this denoiser keeps none; use cache = 'none'")
+            why = "this denoiser keeps none, as where a register sink sees every token"
+            raise SamplingError(f"cache = {policy.cache!r}: {why}; use cache = 'none'")
         return (*shared, judging(policy), turn.length, turn.start, turn.stop, turn.first)
     return shared if access.takes_lengths else (*shared, turn.length)
 
