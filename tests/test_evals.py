@@ -30,6 +30,7 @@ from sinkdlm.evals.answering import (
     forward_tokens,
     tokenizer_fingerprint,
 )
+from sinkdlm.evals.documents import read_documents
 from sinkdlm.evals.encoding import TextEncoder, cut_at
 from sinkdlm.evals.generating import Manner
 from sinkdlm.evals.paper import PAPER_ROWS, paper_row
@@ -794,6 +795,12 @@ def test_rows_without_text_are_left_out_and_counted(tmp_path, checkpoint, run):
     assert said.out.endswith("note  2 rows without text were left out\n")
     found = run("score", checkpoint, tmp_path / "a.jsonl", "--draws", "8", "--device", "cpu", "--json")
     assert json.loads(found.out)["left_out"] == 2
+
+
+def test_half_a_character_is_no_text_to_score(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n{"text": "a\\ud800"}\n')
+    with pytest.raises(UserError, match=r"a.jsonl: line 2: half of a surrogate pair"):
+        read_documents(tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,9 @@ MISTAKES = [
     (["--prompts", "empty.txt"], ["empty.txt", "holds no prompt"]),
     (["--prompts", "none.txt"], ["none.txt", "cannot be read"]),
     (["--prompts", "bad.jsonl"], ["bad.jsonl: line 1 is no JSON"]),
+    (["--prompts", "half.jsonl"], ["surrogate", "no text"]),
+    (["--prompt", "a\udcff"], ["no UTF-8", "no text"]),
+    (["--prompts", "talk.jsonl"], ["talk.jsonl: line 1: messages is no list"]),
     (["--prompt", "a", "--infill", "[_]"], ["give one of them"]),
     (["--watch", "--n", "2"], ["shows one text"]),
     (["--cache", "dual"], ["needs a block length"]),
@@ -207,6 +210,8 @@ MISTAKES = [
 def test_mistakes_get_one_line_and_status_2(checkpoint, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "bad.jsonl").write_text("{\n")
+    (tmp_path / "half.jsonl").write_text('{"prompt": "a\\ud800"}\n')
+    (tmp_path / "talk.jsonl").write_text('{"messages": "hello"}\n')
     script = (
         "import json, sys, io, contextlib\n"
         "from sinkdlm import cli\n"

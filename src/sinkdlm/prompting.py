@@ -22,6 +22,11 @@ def piece_of(tokenizer: Any, token: int) -> str:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # of an escape in a JSON file, or of bytes on a command line
+            raise SamplingError(f"{text[:40]!r}: half of a surrogate pair, or bytes that are no UTF-8, which is no text") from None
     return tokenizer.encode(text, add_special_tokens=False) if text else []
 
 

@@ -71,7 +71,10 @@ def read_prompts(path: Path) -> list[Any]:
         except ValueError:
             raise SamplingError(f"{path}: line {number} is no JSON") from None
         if isinstance(value, dict):
-            value = next((value[name] for name in ("prompt", "messages", "question") if name in value), None)
+            name = next((name for name in ("prompt", "messages", "question") if name in value), "prompt")
+            value = value.get(name)
+            if name == "messages" and not isinstance(value, list):
+                raise SamplingError(f"{path}: line {number}: messages is no list of objects with role and content")
         if not isinstance(value, str | list):
             raise SamplingError(f"{path}: line {number} has neither prompt nor question nor messages")
         found.append(value)

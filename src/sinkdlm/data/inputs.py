@@ -375,6 +375,13 @@ def place_of(source: Source, row: Row) -> str:
     return f"{source.name}: {'line' if source.form in ('text', 'jsonl') else 'row'} {row.line}"
 
 
+def count_bytes(text: str, place: str) -> int:
+    try:
+        return len(text) if text.isascii() else len(text.encode())
+    except UnicodeEncodeError:
+        raise DataError(f"{place}: half of a surrogate pair, which is no text; repair the row or remove it") from None
+
+
 def text_of(row: Row, field: str, place: str) -> str | Pieces | None:
     """A row's text; None where it has none, and is left out."""
     value = row.value

@@ -22,7 +22,7 @@ import numpy as np
 from sinkdlm.data import examples
 from sinkdlm.data.display import Display
 from sinkdlm.data.encoding import Encoder, mark_tokenizer
-from sinkdlm.data.inputs import Reader, Row, Source, cut, find_sources, place_of, text_digest, text_of
+from sinkdlm.data.inputs import Reader, Row, Source, count_bytes, cut, find_sources, place_of, text_digest, text_of
 from sinkdlm.data.shards import INDEX, SPLITS
 from sinkdlm.data.writing import Array, Store, compare, locked, read_json
 from sinkdlm.errors import DataError
@@ -285,19 +285,19 @@ class _Run:
             yield Unit(None, "train", True, True, position, place, 0)
             return
         if isinstance(value, str):
-            _n_bytes(value, place)
+            count_bytes(value, place)
             split, pieces = self._split(text_digest(value).digest()), cut([value])
         else:
             split, pieces = self._split(value.digest), value.pieces
         held, first = next(pieces), True
         for piece in pieces:
-            yield Unit(held, split, first, False, position, place, _n_bytes(held, place))
+            yield Unit(held, split, first, False, position, place, count_bytes(held, place))
             held, first = piece, False
-        yield Unit(held, split, first, True, position, place, _n_bytes(held, place))
+        yield Unit(held, split, first, True, position, place, count_bytes(held, place))
 
     def _example_units(self, row: Row, position: tuple[int, int], place: str) -> Iterator[Unit]:
         drafts = examples.drafts_of(self.settings.kind, row.value, self.tokenizer, place)
-        size = sum(_n_bytes(text, place) for draft in drafts for text in (draft.prompt, draft.rest))
+        size = sum(count_bytes(text, place) for draft in drafts for text in (draft.prompt, draft.rest))
         # By what is asked: rows that answer one question in several ways fall on the same side.
         split = self._split(text_digest(drafts[0].prompt).digest())
         yield Unit(drafts, split, True, True, position, place, size)
@@ -365,10 +365,3 @@ class _Run:
                 self.store.note()
                 noted, due = True, False
         return noted
-
-
-def _n_bytes(text: str, place: str) -> int:
-    try:
-        return len(text) if text.isascii() else len(text.encode())
-    except UnicodeEncodeError:
-        raise DataError(f"{place}: half of a surrogate pair, which is no text; repair the row or remove it") from None

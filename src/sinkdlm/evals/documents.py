@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sinkdlm.data.inputs import Reader, find_sources, place_of, text_of
+from sinkdlm.data.inputs import Reader, count_bytes, find_sources, place_of, text_of
 from sinkdlm.errors import EvalError
 from sinkdlm.evals.requests import ROLLING, Key, Request, Sheet
 from sinkdlm.evals.responses import Response
@@ -28,11 +28,13 @@ def read_documents(path: Path, *, field: str = "text", documents: str = "file") 
     sources = find_sources([str(path)])
     found, n_left_out = [], 0
     for source, _, row in Reader(sources, documents=documents).rows([field]):
-        text = text_of(row, field, place_of(sources[source], row))
+        place = place_of(sources[source], row)
+        text = text_of(row, field, place)
         if text is None:
             n_left_out += 1
-        else:
-            found.append(text if isinstance(text, str) else "".join(text.pieces))
+            continue
+        found.append(text if isinstance(text, str) else "".join(text.pieces))
+        count_bytes(found[-1], place)
     if not found:
         raise EvalError(f"{path}: holds no text to score")
     return Documents(found, n_left_out)
