@@ -814,6 +814,7 @@ def test_half_a_character_is_no_text_to_score(tmp_path):
         (("score", "absent", "BODY", "--field", "body"), "absent"),
         (("score", "CKPT", "BODY", "--estimator", "magic"), "allowed: exact_k"),
         (("score", "CKPT", "BODY", "--field", "body", "--draws", "2"), "at least one for each of the 8 draw sets"),
+        (("score", "CKPT", "BODY", "--causal", "--estimator", "official"), "leave one of them out"),
         (("score-requests", "CKPT", "absent.jsonl", "--out", "r"), "cannot be read"),
         (("score-requests", "CKPT", "BODY", "--out", "r"), "no file of requests"),
         (("eval", "CKPT", "--paper", "table9"), "no such row"),

@@ -89,15 +89,14 @@ def evaluate(
             raise EvalError("--responses: its file says what was asked and how; leave out all but CKPT, --data and what is shown")
         _judge_responses(checkpoint, responses, data, shown)
         return
-    if causal and estimator not in (None, "causal"):
-        raise EvalError(f"--causal: its estimator is causal, not {estimator}; leave one of them out")
-    if adaptive and (causal or estimator not in (None, "exact_k")):
-        raise EvalError(f"--adaptive: goes with estimator exact_k, not {'causal' if causal else estimator}")
+    chosen = _estimator(causal, estimator)
+    if adaptive and chosen not in (None, "exact_k"):
+        raise EvalError(f"--adaptive: goes with estimator exact_k, not {chosen}")
     if log_samples and out is None and write_requests is None:
         raise EvalError("--log-samples: say where, with --out")
     if checkpoint is None and (write_requests is None or chat):
         raise EvalError("CKPT: which model? (--write-requests needs none, but with --chat)")
-    named = {"estimator": "causal" if causal else estimator, "draws": draws, "guidance": guidance, "policy": policy}
+    named = {"estimator": chosen, "draws": draws, "guidance": guidance, "policy": policy}
     named |= {"steps": steps, "block": block, "adaptive": adaptive or None, "error": error, "tolerance": tolerance, "bos": bos}
     plan: dict[str, Any] = {"tasks": tuple(name.strip() for name in tasks.split(",") if name.strip()), "limit": limit, "chat": chat}
     plan |= {"data": None if data is None else str(data), "num_fewshot": num_fewshot, "use_cache": use_cache}
@@ -216,8 +215,8 @@ def score(
     field: Annotated[str, typer.Option(help="The field of jsonl or parquet rows that holds the text.")] = "text",
     documents: Annotated[Documents, typer.Option(help="What one document is in a .txt or .md file.")] = Documents.FILE,
     limit: Annotated[int | None, typer.Option(min=1, help="The first so many documents.")] = None,
-    estimator: Annotated[str, typer.Option(help="exact_k, official, chain or causal.")] = "exact_k",
-    draws: Annotated[int, typer.Option(min=1, help="Monte Carlo masks of each window.")] = 128,
+    estimator: Annotated[str | None, typer.Option(help="exact_k, official, chain or causal; by default exact_k.")] = None,
+    draws: Annotated[int | None, typer.Option(min=1, help="Monte Carlo masks of each window; by default 128.")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Score the AR parent: causal attention, no [MASK], no sink.")] = False,
     seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="A file of responses: the same command goes on there.")] = None,
@@ -228,9 +227,10 @@ def score(
 ) -> None:
     """Nats, bits per byte and perplexity of documents, with standard errors; upper bounds, unless by chain or causal."""
     from sinkdlm.evals import documents as texts
-    from sinkdlm.evals.settings import Settings
+    from sinkdlm.evals.settings import settings_for
 
-    settings = Settings(estimator="causal" if causal else estimator, draws=draws, greedy=False)
+    named = {"estimator": _estimator(causal, estimator), "draws": draws, "greedy": False}
+    settings = settings_for("", {name: value for name, value in named.items() if value is not None})
     read = texts.read_documents(file, field=field, documents=documents.value)
     found = read.texts[:limit]
     from sinkdlm.training.parallel import joined
@@ -244,6 +244,15 @@ def score(
 
 
 # -- shared ---------------------------------------------------------------------------------------------------------------------
+
+
+def _estimator(causal: bool, estimator: str | None) -> str | None:
+    """Of --causal and --estimator."""
+    from sinkdlm.errors import EvalError
+
+    if causal and estimator not in (None, "causal"):
+        raise EvalError(f"--causal: its estimator is causal, not {estimator}; leave one of them out")
+    return "causal" if causal else estimator
 
 
 def load_in(checkpoint: str, device: Any, dtype: Dtype | None, compile_: bool = False) -> Any:
