@@ -25,6 +25,7 @@ from sinkdlm.interop import open_source
 from sinkdlm.reproduce import claims, page, paper, statistics
 from sinkdlm.reproduce.blocks import Code, Heading, Paragraph, Table, to_html, to_markdown
 from sinkdlm.reproduce.inputs import GOLD, Inputs
+from sinkdlm.reproduce.lengths import PLAIN
 from sinkdlm.reproduce.matrix import (
     ADAPT,
     ONCE,
@@ -312,17 +313,23 @@ def test_variants_of_a_seed_differ_in_what_is_declared_and_nothing_else(tmp_path
 def test_pictures_are_drawn_of_records_and_named_on_the_page(tmp_path):
     from benchmarks.reproduction import draw
 
-    effects = {(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02, (SFT, "sink"): 0.0}
+    effects = {(ADAPT, "vanilla"): 0.0, (ADAPT, "vanilla-sink-rate"): 0.0, (ADAPT, "sink"): -0.02, (SFT, "sink"): 0.0}
+    records = matrix(effects, n_seeds=3)
+    for variant in PLAIN:
+        cut = records[f"adapt-{variant}-s1"].outcomes
+        cut |= {f"rows.{length}": Outcome.of_items([4.0, 5.0], 2) for length in SCALES["small"].cuts}  # type: ignore[operator]
+        cut |= {f"attention.writes.{length}": Outcome.of_value(0.4) for length in SCALES["small"].cuts}  # type: ignore[operator]
+    names = {name for name, _ in page.PICTURES.values()}
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
-        draw(matrix(effects), tmp_path / folder)
-    assert {path.name for path in (tmp_path / "one").iterdir()} == set(page.PICTURES)
-    for name in page.PICTURES:
+        draw(records, tmp_path / folder)
+    assert {path.name for path in (tmp_path / "one").iterdir()} == names
+    for name in names:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    for one in matrix(effects).values():
+    for one in records.values():
         write_record(tmp_path / "records", one)
     said = page.write_page(tmp_path / "records", tmp_path / "one")
-    assert all(f"](assets/{name})" in said for name in page.PICTURES)
+    assert all(f"](assets/{name})" in said for name in names)
     draw({}, tmp_path / "one")  # what has no records any more goes
     assert not list((tmp_path / "one").iterdir())
 
