@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm.errors import NO_NUMBERS, SamplingError
+from sinkdlm.graphs import record_graph
 from sinkdlm.noise import counter, fold
 from sinkdlm.sampling.block_cache import BlockCache
 from sinkdlm.sampling.drawing import guide, judge
@@ -247,10 +248,9 @@ class Batch:
 
     def _record(self, run: Callable[[], None]) -> Callable[[], None]:
         """The kernels of a step as one CUDA graph. Graphs of a batch run one after another, so they share their memory."""
-        graph = torch.cuda.CUDAGraph()
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self.pool):
-            run()
+        pool, self.pool = self.pool or torch.cuda.graph_pool_handle(), None
+        graph = record_graph(run, self.device, pool)
+        self.pool = pool
         return graph.replay
 
     def _is_static(self, access: Access) -> bool:

@@ -5,7 +5,6 @@ given, and it is the same whether kernels are replayed or launched one by one. E
 which are inputs.
 """
 
-import contextlib
 import gc
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm.data.rows import Batch
+from sinkdlm.graphs import record_graph
 
 _WARM = 2  # runs before a recording: one compiles and chooses kernels, the other, which adds to gradients, finds everything made
 
@@ -51,26 +51,8 @@ class CudaRecorder:
 
     def record(self, run: Replay) -> Replay:
         gc.collect()  # a graph of autograd's that waits for it would hold nodes of another stream
-        graph = torch.cuda.CUDAGraph()
-        self._graphs.append(graph)
-        now = torch.cuda.current_stream(self._device)
-        try:
-            # Other threads pin memory for the rows to come meanwhile, which must not end the recording.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                run()
-        except BaseException:
-            self._end_broken()
-            raise
-        finally:
-            torch.cuda.set_stream(now)  # a recording that fails leaves its own behind
-        return graph.replay
-
-    def _end_broken(self) -> None:
-        """Torch does not tell its allocator of a recording that broke off, which would keep the memory for it, and look for its end
-        at every allocation. Where it did, the first line fails, and the second has no business."""
-        with contextlib.suppress(RuntimeError, AttributeError):
-            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
-            torch._C._cuda_releasePool(self._device.index or 0, self._pool)
+        self._graphs.append(record_graph(run, self._device, self._pool, self._stream))
+        return self._graphs[-1].replay
 
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
