@@ -21,8 +21,10 @@ from sinkdlm.reproduce.lengths import MIXED, PLAIN
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, SCALES, SFT
 from sinkdlm.reproduce.measuring import ROWS, WRITES
 from sinkdlm.reproduce.page import PICTURES, SCALE, VERDICTS, declared_records, write_page
-from sinkdlm.reproduce.records import Record
+from sinkdlm.reproduce.records import Record, read_beside
 from sinkdlm.reproduce.statistics import LEVEL
+from sinkdlm.reproduce.steadiness import NAME as STEADINESS
+from sinkdlm.reproduce.steadiness import thirds_of
 
 RECORDS = RESULTS / "reproduction"
 DOCS = Path(__file__).parents[1] / "docs"
@@ -134,14 +136,34 @@ def draw_lengths(records: Mapping[str, Record], figure: Any) -> bool:
     return True
 
 
+def draw_steadiness(found: Mapping[str, Any] | None, figure: Any) -> bool:
+    """Gradient norms, and the sink's value norm in the lowest third of layers, of trainings that were watched."""
+    if found is None:
+        return False
+    figure.set_size_inches(7.2, 3.2)
+    left, right = figure.subplots(1, 2)
+    for number, form in enumerate(found["forms"].values()):
+        colour, label = f"C{number}", f"{form['label']}, {form['lr']:g}"
+        norms = [np.nan if norm is None else norm for norm in form["gradient"]]
+        left.plot(np.arange(1, len(norms) + 1), norms, color=colour, lw=0.7, label=label)
+        course = [thirds_of(layers) for layers in form["norm"]]
+        right.plot(
+            form["looks"], [np.nan if third is None else third.low for third in course], color=colour, marker=".", ms=2, lw=0.7
+        )
+    left.set(xlabel="step", ylabel="gradient norm", yscale="log")
+    right.set(xlabel="step", ylabel="sink's value norm, of others',\nlowest third of layers")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=7)
+    return True
+
+
 _DRAWN = {VERDICTS: draw_differences, "short": draw_lengths, "figure1": draw_sinks, "figure3": draw_layers}
 
 
-def draw(records: Mapping[str, Record], assets: Path) -> None:
+def draw(records: Mapping[str, Record], watched: Mapping[str, Any] | None, assets: Path) -> None:
     for place, (name, _) in PICTURES.items():
         with mpl.rc_context(_STYLE):
             figure = Figure(layout="constrained")
-            if _DRAWN[place](records, figure):
+            if draw_steadiness(watched, figure) if place == STEADINESS else _DRAWN[place](records, figure):
                 figure.savefig(assets / name, metadata={"Date": None})
             else:
                 (assets / name).unlink(missing_ok=True)
@@ -154,7 +176,7 @@ def main() -> None:
     asked = parser.parse_args()
     assets = asked.docs / "assets"
     assets.mkdir(parents=True, exist_ok=True)
-    draw(declared_records(asked.records), assets)
+    draw(declared_records(asked.records), read_beside(asked.records, STEADINESS, SCALE), assets)
     (asked.docs / "reproduction.md").write_text(write_page(asked.records, assets), encoding="utf-8")
 
 

@@ -44,9 +44,10 @@ from sinkdlm.reproduce.matrix import (
 from sinkdlm.reproduce.measuring import Model
 from sinkdlm.reproduce.overlap import GRAM, corpus_texts, overlap
 from sinkdlm.reproduce.parents import Parents
-from sinkdlm.reproduce.records import MAX_BYTES, Outcome, read_record, read_records, write_record
+from sinkdlm.reproduce.records import MAX_BYTES, Outcome, read_record, read_records, write_beside, write_record
 from sinkdlm.reproduce.report import findings, verdicts, write_report
 from sinkdlm.reproduce.running import Bench, _asking_officially, recipe_of, stages_of
+from sinkdlm.reproduce.steadiness import NAME as STEADINESS
 from sinkdlm.tables import flatten
 
 ROOT = Path(__file__).parent.parent
@@ -319,10 +320,13 @@ def test_pictures_are_drawn_of_records_and_named_on_the_page(tmp_path):
         cut = records[f"adapt-{variant}-s1"].outcomes
         cut |= {f"rows.{length}": Outcome.of_items([4.0, 5.0], 2) for length in SCALES["small"].cuts}  # type: ignore[operator]
         cut |= {f"attention.writes.{length}": Outcome.of_value(0.4) for length in SCALES["small"].cuts}  # type: ignore[operator]
+    course = {"gradient": [9.0, 1.0, None, 2.0], "looks": [2, 4], "share": [[0.1] * 3] * 2, "norm": [[0.5] * 3, [2.0] * 3]}
+    watched = {"forms": {"sink": {"label": "DLM + sink", "lr": 1e-3, "loss": [4.0] * 4, **course}}}
+    write_beside(tmp_path / "records", STEADINESS, "small", watched)
     names = {name for name, _ in page.PICTURES.values()}
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
-        draw(records, tmp_path / folder)
+        draw(records, watched, tmp_path / folder)
     assert {path.name for path in (tmp_path / "one").iterdir()} == names
     for name in names:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
@@ -330,7 +334,7 @@ def test_pictures_are_drawn_of_records_and_named_on_the_page(tmp_path):
         write_record(tmp_path / "records", one)
     said = page.write_page(tmp_path / "records", tmp_path / "one")
     assert all(f"](assets/{name})" in said for name in names)
-    draw({}, tmp_path / "one")  # what has no records any more goes
+    draw({}, None, tmp_path / "one")  # what has no records any more goes
     assert not list((tmp_path / "one").iterdir())
 
 

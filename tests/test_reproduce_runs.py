@@ -19,7 +19,7 @@ from sinkdlm.data.synthetic import character_tokenizer, corpus, prepare_example
 from sinkdlm.durable import held
 from sinkdlm.evals.requests import LOGLIKELIHOOD, Request, Sheet
 from sinkdlm.evals.settings import Settings
-from sinkdlm.reproduce import command, nano, running
+from sinkdlm.reproduce import command, nano, running, steadiness
 from sinkdlm.reproduce.blocks import to_markdown
 from sinkdlm.reproduce.inherited import FORMS, NAME, inherited_blocks
 from sinkdlm.reproduce.matrix import SCALES, Job
@@ -194,6 +194,26 @@ def test_what_sinks_are_before_training(made, tmp_path, capsys):
     assert len({round(share, 6) for share in shares.values()}) == len(shares)  # each is a form of its own
     said = to_markdown(inherited_blocks(found, level=3))
     assert all(form.label in said for form in FORMS.values())
+
+
+def test_trainings_are_watched_and_not_made_again(made, tmp_path, capsys):
+    """A form that is there is kept as it is, as long as its recipe is the same."""
+    shutil.copytree(made / "cut", tmp_path / "cut")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steadiness, "FORMS", {name: steadiness.FORMS[name] for name in ("vanilla", "sink-end-slower")})
+        assert reproduce("steadiness", "--out", tmp_path / "cut", "--json", *CUT[:2]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert reproduce("steadiness", "--out", tmp_path / "cut", "--json", *CUT[:2]) == 0
+        assert told(json.loads(capsys.readouterr().out)) == told(found)
+    assert read_beside(tmp_path / "cut" / "records", steadiness.NAME, "nano")["forms"] == found["forms"]
+    assert not list((tmp_path / "cut" / "runs").glob("steadiness-*"))
+    plain, sink = found["forms"].values()
+    assert (len(plain["loss"]), len(sink["loss"]), sink["looks"]) == (1, 4, [1, 2, 3, 4])  # a trial, and a run
+    assert all(len(layers) == 3 and min(layers) > 0 for name in ("share", "norm") for layers in sink[name])
+    assert plain["share"] == plain["norm"] == [[None] * 3]
+    said = to_markdown(steadiness.steadiness_blocks(found, read_records(made / "cut" / "records", "nano"), [], level=3))
+    assert "| sink at the end | 0.002 | 4 |" in said
+    assert "5 records of the matrix have them counted" in said
 
 
 def test_time_that_is_up_begins_nothing(made, tmp_path):

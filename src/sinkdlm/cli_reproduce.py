@@ -23,7 +23,8 @@ def reproduce(
         str,
         typer.Argument(
             help="table1 to table5, controls, short, figure1, figure3, gsm8k, all; or overlap: corpus against benchmarks; or "
-            "inherited: what sinks are before training; or lengths: tokens of questions, to look at records by length."
+            "inherited: what sinks are before training; or lengths: tokens of questions, to look at records by length; or "
+            "steadiness: gradients and sinks along training."
         ),
     ],
     scale: Annotated[
@@ -67,7 +68,7 @@ def reproduce(
         typer.echo(json.dumps(found, indent=1) if as_json else found["said"])
         return
     from sinkdlm.cli import leave, load_parent
-    from sinkdlm.reproduce.command import Asked, inherited, run_plan
+    from sinkdlm.reproduce.command import Asked, inherited, run_plan, steadiness
     from sinkdlm.reproduce.command import reproduce as work
     from sinkdlm.reproduce.inputs import Given
     from sinkdlm.training.signals import Stopped
@@ -95,14 +96,17 @@ def reproduce(
     if plan:
         _say_plan(run_plan(asked, load_parent), as_json)
         return
-    if scale is Scale.SMALL and data is None and requests is None and chosen != []:
+    if target != "steadiness" and scale is Scale.SMALL and data is None and requests is None and chosen != []:
         raise ReproduceError("--data or --requests: which questions? --tasks '' leaves them out")
     try:
-        found = work(asked, load_parent, _tell)
+        found = (steadiness if target == "steadiness" else work)(asked, load_parent, _tell)
     except Stopped as stopped:
         typer.echo(f"sinkdlm: {stopped}", err=True)
         leave(128 + stopped.number)
-    typer.echo(json.dumps(found, indent=1) if as_json else _short(found, out))
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        typer.echo(_steadily(found) if target == "steadiness" else _short(found, out))
 
 
 def _tell(text: str) -> None:
@@ -136,6 +140,12 @@ def _short(found: dict[str, Any], out: Path) -> str:
         f"{claim['verdict']:30s}{target:10s}{claim['text']}" for target, one in found["targets"].items() for claim in one["claims"]
     ]
     return "\n".join([*lines, f"report  {out / 'report.html'}"])
+
+
+def _steadily(found: dict[str, Any]) -> str:
+    from sinkdlm.reproduce.steadiness import line_of
+
+    return "\n".join(map(line_of, found["forms"].values()))
 
 
 def _overlap(corpus: list[str], data: Path | None, requests: Path | None, records: Path, scale: Scale, as_json: bool) -> None:

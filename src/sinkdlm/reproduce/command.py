@@ -29,6 +29,7 @@ from sinkdlm.reproduce.parents import Load, Parents
 from sinkdlm.reproduce.records import RUN, TRIAL, Record, find_made, read_records, write_text
 from sinkdlm.reproduce.report import write_report
 from sinkdlm.reproduce.running import Bench, TimeUp, clear, recipe_of, run_job, stages_of, train_job
+from sinkdlm.reproduce.steadiness import measure_steadiness
 
 Say = Callable[[str], None]
 _PAUSE = 1.0  # seconds between looks at what others have made
@@ -87,6 +88,12 @@ def inherited(asked: Asked, load_parent: Load, say: Say) -> dict[str, Any]:
     """What sinks are before training. Makes no run; nano's data and parent are made."""
     with _threads(asked.scale):
         return measure_inherited(_Work(asked, SCALES[asked.scale], [], load_parent, say).bench, say)
+
+
+def steadiness(asked: Asked, load_parent: Load, say: Say) -> dict[str, Any]:
+    """Trainings made again to watch sinks and gradients. Makes no run of the matrix; nano's data and parent are made."""
+    with _threads(asked.scale):
+        return measure_steadiness(_Work(asked, SCALES[asked.scale], [], load_parent, say).bench, say)
 
 
 class _Work:

@@ -114,7 +114,7 @@ TARGETS: dict[str, Target] = {
     ),
 }
 ALL = "all"
-WITHOUT_RUNS = ("overlap", "inherited", "lengths")  # what the command also takes, and answers before it asks for runs
+WITHOUT_RUNS = ("overlap", "inherited", "lengths", "steadiness")  # what the command also takes, and answers before it asks for runs
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,15 @@ from sinkdlm.reproduce.overlap import NAME as OVERLAP
 from sinkdlm.reproduce.records import Record, find_made, read_beside, read_records
 from sinkdlm.reproduce.report import findings, rate_blocks, target_blocks, verdicts, work_blocks
 from sinkdlm.reproduce.statistics import ALPHA, LEVEL, MIN_SEEDS
+from sinkdlm.reproduce.steadiness import NAME as STEADINESS
+from sinkdlm.reproduce.steadiness import steadiness_blocks
 
 SCALE = "small"
 VERDICTS = "verdicts"
-PICTURES = {  # target, or VERDICTS -> file and what it shows
+PICTURES = {  # target, VERDICTS or STEADINESS -> file and what it shows
     VERDICTS: ("reproduction-differences.svg", "Differences on each primary outcome, with intervals over seeds"),
     "short": ("reproduction-lengths.svg", "NELBO and what heads write by how long rows are, with and without a sink"),
+    STEADINESS: ("reproduction-steadiness.svg", "Gradient norms, and the sink's value norm in the lowest layers, step by step"),
     "figure1": (
         "reproduction-figure1.svg",
         "Value norms of content sinks and other tokens, and where the top content sink is at each step",
@@ -247,6 +250,7 @@ def _commands() -> list[Block]:
                     "# on several, processes with the same --out share the runs among themselves (three trials fit on an H200)",
                     f"sinkdlm reproduce all {common} {kept} --official --time-limit 540",
                     f"sinkdlm reproduce all {common} {kept} --official --plan",
+                    f"sinkdlm reproduce steadiness --scale small --parent SmolLM2-135M.gguf --corpus data/corpus {kept}",
                     "# this page",
                     "python -m benchmarks.reproduction",
                 ]
@@ -274,6 +278,7 @@ def results(scale: Scale, records: Mapping[str, Record], folder: Path, assets: P
     if before is not None:
         blocks += inherited_blocks(before, level=3)
     blocks += lengths_blocks(records, read_beside(folder, LENGTHS, scale.name), scale, level=3)
+    blocks += steadiness_blocks(read_beside(folder, STEADINESS, scale.name), records, _picture(STEADINESS, assets), level=3)
     return [*blocks, *rate_blocks(found, level=3), *work_blocks(found, level=3)]
 
 

@@ -25,6 +25,7 @@ from sinkdlm.reproduce.inputs import Inputs
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, OFFICIAL, SFT, VARIANTS, Job, Scale
 from sinkdlm.reproduce.measuring import Found, Model, Stage, ask, score_answers, score_cuts, score_documents, watch
 from sinkdlm.reproduce.records import RUN, TRIAL, Outcome, Record, provenance, write_record, write_text
+from sinkdlm.reproduce.statistics import peaks_of
 from sinkdlm.tables import nest, overlay, parse_override
 from sinkdlm.training.loop import train
 from sinkdlm.training.opening import LoadParent
@@ -148,7 +149,7 @@ def run_job(
     missing = [stage for stage in stages if stage not in parts.done]
     if missing:
         trained = train_job(recipe, folder, bench)
-        parts.keep("train", Found(told=trained), _trained_seconds(folder))
+        parts.keep("train", Found(told=trained), sum(line["timing"]["seconds"] for line in read_lines(folder, "train")))
         model = _load(folder / "model", recipe, bench)
         for stage in missing:
             if is_late():
@@ -169,7 +170,9 @@ def train_job(recipe: Recipe, folder: Path, bench: Bench) -> dict[str, Any]:
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, quiet=bench.quiet)
     found = train(recipe, folder, load_parent=bench.load_parent, device=bench.device, console=console)
     _give_back()
-    return {"steps": found["steps"], "tokens": found["tokens"], "skipped": found["skipped"]}
+    peaks = peaks_of([line["grad_norm"] for line in read_lines(folder, "train")])
+    told = {"steps": found["steps"], "tokens": found["tokens"], "skipped": found["skipped"]}
+    return {**told, "peaks": {"count": len(peaks.steps), "largest": round(peaks.largest, 2), "at": peaks.at}}
 
 
 def _give_back() -> None:
@@ -191,10 +194,10 @@ def _load(path: Path, recipe: Recipe, bench: Bench) -> Model:
     return Model(load(path, device=bench.where, dtype=dtype), recipe.data.first)
 
 
-def _trained_seconds(folder: Path) -> float:
-    """Of all steps, also of those before an interruption."""
+def read_lines(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """What a run folder keeps of training, also of what came before an interruption."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return float(sum(line["timing"]["seconds"] for line in lines if line["kind"] == "train"))
+    return [line for line in lines if line["kind"] == kind]
 
 
 class _Parts:

@@ -1,0 +1,171 @@
+"""How a sink comes through training: gradient norms step by step, and what is left of the sink in each layer meanwhile.
+
+An adapted sink is the parent's own resting place (inherited.py): a state that its vector and a few weights make, and on which heads
+of all layers rely. Trials, and one run, are made again here, with a look at attention every few steps, to see whether a jump of
+the gradient is the loss of that state. Their weights are not kept.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from sinkdlm.errors import ReproduceError
+from sinkdlm.reproduce.blocks import Block, Bullets, Heading, Paragraph, Table
+from sinkdlm.reproduce.inputs import NO_PARENT
+from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, TRIAL_SEED, Job
+from sinkdlm.reproduce.records import Record, read_beside, write_beside
+from sinkdlm.reproduce.running import Bench, read_lines, recipe_of, train_job
+from sinkdlm.reproduce.statistics import PEAK, SETTLED, peaks_of
+
+NAME = "steadiness"
+_LOOKS = 75  # at attention, in a run
+
+
+class Form(NamedTuple):
+    """A training that is made again. rate: which of the three; whole: not a trial but the run of the first seed."""
+
+    variant: str
+    rate: int
+    whole: bool = False
+
+    @property
+    def job(self) -> Job:
+        return Job(ADAPT, self.variant, FIRST_SEED) if self.whole else Job(ADAPT, self.variant, TRIAL_SEED, self.rate)
+
+
+FORMS = {
+    "vanilla": Form("vanilla", 2),
+    "sink-slower": Form("sink", 1),
+    "sink": Form("sink", 2),
+    "sink-zero": Form("sink-zero", 2),
+    "sink-end-slower": Form("sink-end", 1, whole=True),
+    "sink-end": Form("sink-end", 2),
+}
+
+
+def measure_steadiness(bench: Bench, say: Callable[[str], None]) -> dict[str, Any]:
+    """Each form is kept beside the records as it ends; those that are there, of the same recipe, are not made again."""
+    if bench.inputs.parent is None:
+        raise ReproduceError(NO_PARENT)
+    known = (read_beside(bench.records, NAME, bench.scale.name) or {"forms": {}})["forms"]
+    found: dict[str, Any] = {**bench.provenance(), "forms": {}}
+    for name, form in FORMS.items():
+        lr = bench.scale.lrs[ADAPT][form.rate]
+        recipe = recipe_of(form.job, bench, lr)
+        every = max(1, (recipe.train.steps or 1) // _LOOKS)
+        recipe = recipe.replace(log={**recipe.log.to_dict(), "probe_every": every})
+        told = recipe.to_toml()
+        if known.get(name, {}).get("recipe") == told:
+            found["forms"][name] = known[name]
+            continue
+        folder = bench.out / "runs" / f"{NAME}-{name}"
+        train_job(recipe, folder, bench)
+        found["forms"][name] = {"label": LABELS[form.variant], "lr": lr, "recipe": told, **_read(folder)}
+        shutil.rmtree(folder)
+        write_beside(bench.records, NAME, bench.scale.name, {**found, "forms": {**known, **found["forms"]}})
+        say(f"{len(found['forms'])} of {len(FORMS)} trainings: {line_of(found['forms'][name])}")
+    return write_beside(bench.records, NAME, bench.scale.name, found)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """Loss and gradient norm of every step; of every look, by layer: attention on the sink, and its value norm, of others'."""
+    steps, looks = read_lines(folder, "train"), read_lines(folder, "probe")
+    return {
+        "loss": [_short(line["loss"]) for line in steps],
+        "gradient": [_short(line["grad_norm"]) for line in steps],
+        "looks": [line["step"] for line in looks],
+        "share": [[_short(layer.get("sink_share")) for layer in line["layers"]] for line in looks],
+        "norm": [[_short(_beside(layer)) for layer in line["layers"]] for line in looks],
+    }
+
+
+def _beside(layer: Mapping[str, float]) -> float | None:
+    return layer["sink_value_norm"] / layer["content_value_norm"] if "sink_value_norm" in layer else None
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+class Thirds(NamedTuple):
+    """Means over the lowest third of layers, and over the others."""
+
+    low: float
+    rest: float
+
+
+def thirds_of(layers: list[float | None]) -> Thirds | None:
+    """None without a sink."""
+    known = [value for value in layers if value is not None]
+    if not known:
+        return None
+    third = max(1, len(known) // 3)
+    return Thirds(fmean(known[:third]), fmean(known[third:]))
+
+
+def line_of(form: Mapping[str, Any]) -> str:
+    peaks = peaks_of(form["gradient"])
+    return (
+        f"{form['label']}, lr {form['lr']:g}, {len(form['loss'])} steps: gradient norm {peaks.median:.2f}, "
+        f"{len(peaks.steps)} peaks, the largest {peaks.largest:.1f} times that at step {peaks.at}"
+    )
+
+
+def steadiness_blocks(
+    found: Mapping[str, Any] | None, records: Mapping[str, Record], picture: Sequence[Block], level: int
+) -> list[Block]:
+    """found: what `measure_steadiness` wrote. Of records, those that have kept their gradients' peaks."""
+    blocks = [*_peaked(records), *([] if found is None else [*_watched(found), *picture])]
+    return [Heading(level, "Examined: runs whose gradients jump"), *blocks] if blocks else []
+
+
+def _peaked(records: Mapping[str, Record]) -> list[Block]:
+    kept = {name: record.facts["peaks"] for name, record in records.items() if "peaks" in record.facts}
+    if not kept:
+        return []
+    rough = [
+        f"{name}: {peaks['count']}, the largest {peaks['largest']:.1f} times the median, at step {peaks['at']}"
+        for name, peaks in kept.items()
+        if peaks["count"]
+    ]
+    told = (
+        f"A peak is a gradient norm of more than {PEAK:g} times the run's median, both after the first {SETTLED:.0%} of the steps. "
+        f"{len(kept)} records of the matrix have them counted (the first ones have not); "
+    )
+    return [Paragraph(told + ("with peaks:" if rough else "none has any.")), *([Bullets(rough)] if rough else [])]
+
+
+def _watched(found: Mapping[str, Any]) -> list[Block]:
+    head = ["", "learning rate", "steps", "gradient norm, median", "largest, of that (step)", "peaks", *_HEAD]
+    rows = []
+    for form in found["forms"].values():
+        peaks = peaks_of(form["gradient"])
+        rows.append(
+            [
+                form["label"],
+                f"{form['lr']:g}",
+                str(len(form["loss"])),
+                f"{peaks.median:.2f}",
+                f"{peaks.largest:.1f} ({peaks.at})",
+                str(len(peaks.steps)),
+                *(_course(form[name], part, style) for name, style in (("share", ".0%"), ("norm", ".2f")) for part in (0, 1)),
+            ]
+        )
+    return [
+        Paragraph(
+            f"Trials, and one whole run, made again with about {_LOOKS} looks at attention each. Of the sink, at the first look "
+            "and at the last: attention on it, and its value norm over that of other tokens, in the lowest third of the layers and "
+            "in the others:"
+        ),
+        Table(head, rows),
+    ]
+
+
+_HEAD = ("attention, lowest layers", "others", "value norm, lowest layers", "others")
+
+
+def _course(looks: list[list[float | None]], part: int, style: str) -> str:
+    first, last = thirds_of(looks[0]), thirds_of(looks[-1])
+    return "" if first is None or last is None else f"{first[part]:{style}} \N{RIGHTWARDS ARROW} {last[part]:{style}}"
