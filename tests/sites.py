@@ -83,9 +83,14 @@ class Running:
 
 @contextmanager
 def serving(
-    lms: dict[str, Loaded], *, capacity: Capacity | None = None, limits: Limits | None = None, **settings
+    lms: dict[str, Loaded],
+    *,
+    capacity: Capacity | None = None,
+    limits: Limits | None = None,
+    bos: bool | None = None,
+    **settings,
 ) -> Iterator[Running]:
-    site = make_site(lms, capacity or Capacity(), limits or Limits(), Settings(**settings))
+    site = make_site(lms, capacity or Capacity(), limits or Limits(), Settings(**settings), bos=bos)
     bound, ready = bind("127.0.0.1", 0), threading.Event()
     server = Server(site, ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})

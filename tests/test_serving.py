@@ -74,6 +74,20 @@ def test_a_completion_is_what_the_command_line_writes(client, lms):
     assert re.fullmatch("fp_[0-9a-f]{12}", answer.system_fingerprint)
 
 
+@pytest.mark.parametrize("bos", [None, False])
+def test_prompts_begin_as_those_of_the_command_line(bos):
+    lm = letters_lm(seed=3, bos=True)
+    with serving({"letters": lm}, bos=bos) as found, openai.OpenAI(base_url=f"{found.url}/v1", api_key="none") as client:
+        answer = complete(client, temperature=0.8, seed=5)
+        assert answer.usage.prompt_tokens == len(PROMPT) + (bos is None)
+        expected = sampled(lm, Job(PROMPT, length=12, seed=5, bos=bos), temperature=0.8)
+        assert [PROMPT + choice.text for choice in answer.choices] == [row["text"] for row in expected]
+        ids = lm.tokenizer.encode(PROMPT, add_special_tokens=False)
+        assert complete(client, ids).usage.prompt_tokens == len(PROMPT)  # tokens are taken as they are
+        chat = client.chat.completions.create(model="letters", messages=[{"role": "user", "content": "hi"}], max_tokens=2)
+        assert chat.usage.prompt_tokens == len("user: hi\nassistant: ")
+
+
 def test_a_seed_repeats_and_none_does_not(client):
     drawn = {"temperature": 1.0, "max_tokens": 24}
     texts = [complete(client, **drawn, seed=7).choices[0].text for _ in range(2)]

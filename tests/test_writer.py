@@ -16,6 +16,8 @@ from conftest import small_model
 from evaluated import small_lm
 from sinkdlm.cli import app, load_for_sampling
 from sinkdlm.cli_options import Arithmetic
+from sinkdlm.data.encoding import Encoder
+from sinkdlm.data.examples import drafts_of, encode_drafts
 from sinkdlm.data.synthetic import character_tokenizer
 from sinkdlm.errors import SamplingError
 from sinkdlm.prompting import piece_of
@@ -90,6 +92,51 @@ def test_a_prompt_is_continued(checkpoint):
     shown = sample(checkpoint, "--prompt", "tom has ", "--length", 12, "--n", 3, "--temperature", 1.0, "--no-stop", "--seed", 5)
     assert shown.stdout == "".join(row["text"] + "\n" for row in out["samples"])
     assert "copies" not in shown.stderr
+
+
+@pytest.fixture(scope="module")
+def with_bos(tmp_path_factory):
+    lm = small_lm(bos=True, context_length=64)
+    return str(sinkdlm.save(tmp_path_factory.mktemp("bos") / "model", lm.model, lm.tokenizer))
+
+
+def head_of(checkpoint, *words, n):
+    return as_json(checkpoint, *words, "--length", 3, "--no-stop")["samples"][0]["tokens"][:n]
+
+
+def test_a_prompt_begins_as_examples_of_fine_tuning_do(with_bos):
+    tokenizer = sinkdlm.load(with_bos).tokenizer
+    drafts = drafts_of("sft", {"prompt": "the cat", "response": "sat"}, tokenizer, "row 1")
+    ((example, _),) = encode_drafts(Encoder(tokenizer), drafts, str)
+    bare = tokenizer.encode("the cat", add_special_tokens=False)
+    assert example == [tokenizer.bos_token_id, *bare]
+    given = ["--prompt", "the cat"]
+    assert head_of(with_bos, *given, n=8) == head_of(with_bos, *given, "--bos", n=8) == example
+    assert head_of(with_bos, *given, "--no-bos", n=7) == bare
+    assert head_of(with_bos, "--prompt", "<s>the cat", n=8) == example  # never two
+    assert head_of(with_bos, n=1) == [tokenizer.bos_token_id]
+    gaps = as_json(with_bos, "--infill", "a[__]b", "--no-stop")["samples"][0]
+    assert gaps["tokens"][:2] == [tokenizer.bos_token_id, *tokenizer.encode("a", add_special_tokens=False)]
+    assert gaps["text"].startswith("a")
+
+
+def test_bos_is_the_templates_where_there_is_one(with_bos, tmp_path):
+    lm = sinkdlm.load(with_bos)
+    bare, heads = lm.tokenizer.encode("user:hi", add_special_tokens=False), {}
+    for written in ("", "<s>"):
+        lm.tokenizer.chat_template = written + "{% for m in messages %}user:{{ m['content'] }}{% endfor %}"
+        path = sinkdlm.save(tmp_path / f"model{written}", lm.model, lm.tokenizer)
+        heads[written] = [head_of(str(path), "--prompt", "hi", "--chat", *more, n=8) for more in ([], ["--bos"], ["--no-bos"])]
+    bos = [lm.tokenizer.bos_token_id, *bare]
+    assert [head[: len(bos)] for head in heads["<s>"][:2]] == [bos, bos]
+    assert heads["<s>"][2][:7] == heads[""][0][:7] == heads[""][2][:7] == bare
+    assert heads[""][1] == bos
+
+
+def test_a_tokenizer_without_bos_gets_none(checkpoint):
+    assert len(as_json(checkpoint, "--prompt", "tom", "--length", 2, "--no-stop")["samples"][0]["tokens"]) == 5
+    with pytest.raises(SamplingError, match="--bos: the tokenizer has no beginning-of-text token"):
+        sample(checkpoint, "--prompt", "tom", "--bos")
 
 
 def test_copies_are_told(checkpoint):

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from sinkdlm import cli_analysis, cli_data, cli_evals, cli_planning, cli_reproduce, cli_serving
 from sinkdlm.cli_options import (
     Arithmetic,
+    Bos,
     Compile,
     Computing,
     Device,
@@ -242,6 +243,7 @@ def sample(
     gap: Annotated[int | None, typer.Option(min=1, help="With --infill: tokens of every gap.")] = None,
     suffix: Annotated[str, typer.Option(help="What the text ends with.")] = "",
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's turn in the tokenizer's chat template.")] = False,
+    bos: Bos = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens to write; by default 64.")] = None,
     until_eos: Annotated[bool, typer.Option("--until-eos", help="Append blocks until EOS; --length is the limit.")] = False,
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Texts for each prompt.")] = 1,
@@ -282,7 +284,7 @@ def sample(
     from sinkdlm.prompting import policy_for
     from sinkdlm.writer import Job, check, write
 
-    job = Job(prompt, prompts, infill, suffix, chat, length, gap, n, seed, until_eos, batch, deterministic)
+    job = Job(prompt, prompts, infill, suffix, chat, length, gap, n, seed, until_eos, batch, deterministic, bos)
     check(job)  # a wrong file or gap is said before the model is read
     from sinkdlm.training.parallel import joined
 

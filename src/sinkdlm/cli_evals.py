@@ -6,7 +6,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from sinkdlm.cli_options import Compile, Device, Documents, Dtype, Json, Precision, Seed
+from sinkdlm.cli_options import Bos, Compile, Device, Documents, Dtype, Json, Precision, Seed
 
 _CKPT = typer.Argument(metavar="CKPT", help="A checkpoint, or anything that `convert` reads.")
 Draws = Annotated[int | None, typer.Option(min=1, help="Monte Carlo masks of a request; by default 128.")]
@@ -41,7 +41,7 @@ def evaluate(
         float | None, typer.Option(help="With --adaptive: the agreement with another full run that a question may give up.")
     ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Score the AR parent: causal attention, no [MASK], no sink.")] = False,
-    bos: Annotated[bool | None, typer.Option("--bos/--no-bos", help="Before prompts; by default what the tokenizer does.")] = None,
+    bos: Bos = None,
     policy: Annotated[str | None, typer.Option(help="Of generated answers: the sampler; by default llada.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Of generated answers: denoising steps.")] = None,
     block: Annotated[int | None, typer.Option(min=1, help="Of generated answers: tokens of a block.")] = None,

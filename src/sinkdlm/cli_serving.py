@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from sinkdlm.cli_options import Arithmetic, Computing, Device
+from sinkdlm.cli_options import Arithmetic, Bos, Computing, Device
 
 _MODELS = typer.Argument(metavar="CKPT [CKPT2]", help="Checkpoints, or anything that `convert` reads.")
 
@@ -37,6 +37,7 @@ def serve(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same tokens whoever else is being served; slower.")
     ] = False,
+    bos: Bos = None,
     browser: Annotated[
         bool | None, typer.Option("--browser/--no-browser", help="Open the page in a browser; by default `inspect` does.")
     ] = None,
@@ -76,6 +77,7 @@ def serve(
             Limits(length=max_length, steps=max_steps, n=max_n),
             Settings(api_key=api_key, hosts=hosts, origins=tuple(cors or ())),
             deterministic=deterministic,
+            bos=bos,
         )
 
         def ready() -> None:

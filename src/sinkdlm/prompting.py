@@ -12,6 +12,7 @@ from sinkdlm.sampling.unmasking import Policy
 
 LENGTH = 64  # tokens to write, where nobody says
 _BLOCK = 32  # appended at a time where the end is open and no block was given
+_PROBE = "a"
 
 
 def piece_of(tokenizer: Any, token: int) -> str:
@@ -28,6 +29,24 @@ def encode(tokenizer: Any, text: str) -> list[int]:
         except UnicodeEncodeError:  # of an escape in a JSON file, or of bytes on a command line
             raise SamplingError(f"{text[:40]!r}: half of a surrogate pair, or bytes that are no UTF-8, which is no text") from None
     return tokenizer.encode(text, add_special_tokens=False) if text else []
+
+
+def check_bos(tokenizer: Any, bos: bool | None) -> None:
+    if bos and getattr(tokenizer, "bos_token_id", None) is None:
+        raise SamplingError("--bos: the tokenizer has no beginning-of-text token; leave it out")
+
+
+def begin(tokenizer: Any, ids: Sequence[int], bos: bool | None = None, *, chat: bool = False) -> list[int]:
+    """A text's ids as fine-tuning examples begin: with BOS where the tokenizer puts it by itself, and never with two.
+
+    bos: whether BOS is to stand there, whatever the tokenizer does. chat: a template has written all that belongs there."""
+    bos_id = getattr(tokenizer, "bos_token_id", None)
+    if bos_id is None or (bos is None and chat):
+        return list(ids)
+    has, wanted = list(ids[:1]) == [bos_id], bos
+    if wanted is None:
+        wanted = has or tokenizer.encode(_PROBE)[:1] == [bos_id]
+    return [*[bos_id][: int(wanted)], *ids[int(has) :]]
 
 
 def has_chat_template(tokenizer: Any) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sinkdlm.errors import SamplingError
 from sinkdlm.observe import Watcher
-from sinkdlm.prompting import LENGTH, chat_text, check_room, encode, has_chat_template, piece_of
+from sinkdlm.prompting import LENGTH, begin, chat_text, check_bos, check_room, encode, has_chat_template, piece_of
 from sinkdlm.sampling import Policy, Request, State, start, step
 
 _GAP = re.compile(r"\[(_*)(?::(\d+))?\]")  # [____] is four tokens, [_:12] twelve
@@ -44,6 +44,7 @@ class Job:
     until_eos: bool = False
     batch: int = 64
     deterministic: bool = False
+    bos: bool | None = None  # before what is given; None: as the tokenizer begins a text, and as a chat template has it
 
 
 class Piece(NamedTuple):
@@ -116,13 +117,16 @@ def check(job: Job) -> None:
 def canvases(lm: Any, job: Job) -> list[list[int]]:
     """The canvas of each prompt, [MASK] where there is something to write."""
     tokenizer, mask_id = lm.tokenizer, lm.config.mask_id
+    check_bos(tokenizer, job.bos)
+    is_chat = False
     if job.infill is not None:
         pieces = parse_gaps(job.infill, job.gap)
         rows = [[token for piece in pieces for token in ([mask_id] * piece.gap or encode(tokenizer, piece.text))]]
         cure = "the text or its gaps" if job.gap is None else "the text or --gap"
     else:
         given = [job.prompt] if job.prompts is None else read_prompts(job.prompts)
-        if job.chat or any(isinstance(prompt, list) for prompt in given):
+        is_chat = job.chat or any(isinstance(prompt, list) for prompt in given)
+        if is_chat:
             turns = [prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] for prompt in given]
             if not has_chat_template(tokenizer):
                 raise SamplingError(
@@ -132,6 +136,7 @@ def canvases(lm: Any, job: Job) -> list[list[int]]:
         tail = encode(tokenizer, job.suffix)
         rows = [[*encode(tokenizer, prompt), *[mask_id] * (job.length or LENGTH), *tail] for prompt in given]
         cure = "the prompt or --length"
+    rows = [begin(tokenizer, row, job.bos, chat=is_chat) for row in rows]
     for row in rows:
         check_room(row, mask_id, lm.config.context_length, cure)
     return rows
@@ -280,12 +285,15 @@ def _given(state: State) -> list[int]:
 
 def _sample(lm: Any, state: State) -> dict[str, Any]:
     tokens, eos_id = state.tokens.tolist(), state.policy.eos_id
+    head = int(state.request.canvas[0] == getattr(lm.tokenizer, "bos_token_id", None))  # BOS begins a text, and is no part of it
     written = [place for place, token in enumerate(state.request.canvas[: state.length]) if token == state.request.mask_id]
     ends = [place for place in written if tokens[place] == eos_id]
     # What follows an EOS that ends the text is no part of it, unless something given stands there.
     cut = ends and len(written) and written[-1] == state.length - 1
     return {
-        "text": lm.tokenizer.decode(tokens[: ends[0]] if cut else [token for token in tokens if token != eos_id or not ends]),
+        "text": lm.tokenizer.decode(
+            tokens[head : ends[0]] if cut else [token for token in tokens[head:] if token != eos_id or not ends]
+        ),
         "tokens": tokens,
         "steps": state.steps,
         "confidences": [None if math.isnan(sure) else sure for sure in state.confidence.tolist()],

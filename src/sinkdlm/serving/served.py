@@ -15,7 +15,7 @@ from sinkdlm import __version__
 from sinkdlm.analysis.recording import kind_finder
 from sinkdlm.checkpoint import Loaded
 from sinkdlm.errors import SamplingError
-from sinkdlm.prompting import LENGTH, chat_text, check_room, encode, has_chat_template, piece_of, policy_for
+from sinkdlm.prompting import LENGTH, begin, chat_text, check_room, encode, has_chat_template, piece_of, policy_for
 from sinkdlm.sampling import NAMED, Policy, Request, policy_of
 from sinkdlm.serving.engine import Engine
 from sinkdlm.serving.schemas import Card, ChatRequest, CompletionRequest
@@ -49,8 +49,10 @@ class Order:
 
 
 class Served:
-    def __init__(self, name: str, lm: Loaded, engine: Engine, limits: Limits) -> None:
-        self.name, self.lm, self.engine, self.limits = name, lm, engine, limits
+    """bos: before prompts in text or not; None: as the tokenizer, or its chat template, begins a text."""
+
+    def __init__(self, name: str, lm: Loaded, engine: Engine, limits: Limits, bos: bool | None = None) -> None:
+        self.name, self.lm, self.engine, self.limits, self.bos = name, lm, engine, limits, bos
         self.room = min(lm.config.context_length, limits.length or lm.config.context_length)
         self.fingerprint = _fingerprint(lm)
         self._pieces: dict[int, str] = {}  # never more than the vocabulary has
@@ -94,7 +96,7 @@ class Served:
 
     def complete(self, asked: CompletionRequest) -> Order:
         with self._tokenizing:
-            heads = [prompt if isinstance(prompt, list) else self._encode(prompt) for prompt in asked.prompts]
+            heads = [prompt if isinstance(prompt, list) else self._begin(prompt) for prompt in asked.prompts]
             tail = self._encode(asked.suffix or "")
         for tokens in (*heads, tail):
             self._check_tokens(tokens)
@@ -104,12 +106,15 @@ class Served:
         if not has_chat_template(self.lm.tokenizer):
             raise SamplingError(f"{self.name}: its tokenizer has no chat template; use /v1/completions")
         with self._tokenizing:
-            head = self._encode(chat_text(self.lm.tokenizer, [message.plain() for message in asked.messages]))
+            head = self._begin(chat_text(self.lm.tokenizer, [message.plain() for message in asked.messages]), chat=True)
         self._check_tokens(head)
         return self._order(asked, [head], [], asked.max_completion_tokens or asked.max_tokens, echo=False)
 
     def _encode(self, text: str) -> list[int]:
         return encode(self.lm.tokenizer, text)
+
+    def _begin(self, text: str, *, chat: bool = False) -> list[int]:
+        return begin(self.lm.tokenizer, self._encode(text), self.bos, chat=chat)
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         config = self.lm.config

@@ -12,6 +12,7 @@ import uvicorn
 
 from sinkdlm.checkpoint import Loaded
 from sinkdlm.errors import UserError
+from sinkdlm.prompting import check_bos
 from sinkdlm.serving.app import Settings, Site, make_app
 from sinkdlm.serving.engine import LONGEST_RETRY, Capacity, Engine, Turns
 from sinkdlm.serving.metrics import Metrics
@@ -49,17 +50,25 @@ class Server(uvicorn.Server):
 
 
 def make_site(
-    models: Mapping[str, Loaded], capacity: Capacity, limits: Limits, settings: Settings, *, deterministic: bool = False
+    models: Mapping[str, Loaded],
+    capacity: Capacity,
+    limits: Limits,
+    settings: Settings,
+    *,
+    deterministic: bool = False,
+    bos: bool | None = None,
 ) -> Site:
     """Engines of one process share the device, and step by turns."""
     metrics, turns = Metrics(), Turns()
     served = {}
+    for lm in models.values():
+        check_bos(lm.tokenizer, bos)
     for name, lm in models.items():
         lm.model.requires_grad_(False).eval()
         engine = Engine(
             lm.model, capacity, deterministic=deterministic, turns=turns, stepped=metrics.stepping(name), name=f"engine {name}"
         )
-        served[name] = Served(name, lm, engine, limits)
+        served[name] = Served(name, lm, engine, limits, bos)
     return Site(served, metrics, settings)
 
 
