@@ -40,6 +40,17 @@ def small_lm(seed: int = 0, *, bos: bool = False, **flags) -> Loaded:
     return Loaded(model, tokenizer, config)
 
 
+def padded_lm(seed: int = 0, *, rows: int = 8, **flags) -> Loaded:
+    """Its head has rows that the tokenizer has no tokens for, and predicts them far above all others."""
+    lm = small_lm(seed)
+    vocab = lm.config.vocab_size + rows
+    config = lm.config.replace(vocab_size=vocab, mask_id=vocab, **flags)
+    model = DiffusionLM(config, seed=seed).to(torch.float64)
+    with torch.no_grad():
+        model.lm_head.weight[-rows:] *= 100
+    return Loaded(model, lm.tokenizer, config)
+
+
 def save_model(path: Path, **flags) -> Path:
     lm = small_lm(**flags)
     return save(path, lm.model, lm.tokenizer)

@@ -93,7 +93,7 @@ ALLOWED = {
         "durable",
         "tables",
     ),
-    "writer": ("observe", "sampling", "prompting"),
+    "writer": ("observe", "sampling", "prompting", "checkpoint"),
     "demo": (*CORE, "data", "training", "analysis", "durable"),
 }
 # What the objective, the samplers and the estimators must not touch: they take a denoiser.

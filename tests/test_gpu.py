@@ -315,10 +315,11 @@ def test_a_gpu_samples_what_a_cpu_samples(options):
     model = small_model(n_sinks=1)
     prompt = small_tokens(5, 4)
     with model.inference():
-        expected = generate(model.denoiser(), prompt=prompt, length=40, mask_id=11, **options)
+        expected = generate(model.denoiser([5]), prompt=prompt, length=40, mask_id=11, **options)
     model = model.cuda()
     with model.inference():
-        found = generate(model.denoiser(), prompt=prompt.cuda(), length=40, mask_id=11, **options)
+        found = generate(model.denoiser([5]), prompt=prompt.cuda(), length=40, mask_id=11, **options)
+    assert not (found.tokens[:, 4:] == 5).any()
     assert torch.equal(found.tokens.cpu(), expected.tokens)
     assert found.row_steps == expected.row_steps
 

@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -49,11 +50,11 @@ def mixed_requests(model, options, n):
     return found
 
 
-def run(model, requests, **how):
+def run(model, requests, barred=(), **how):
     states = start(requests)
     with model.inference():
         while not all(state.done for state in states):
-            step(states, model.denoiser(), **how)
+            step(states, model.denoiser(barred), **how)
     return [state.tokens.tolist() for state in states]
 
 
@@ -71,6 +72,23 @@ def test_same_output_alone_and_in_a_batch(name):
         if "suppressed" in POLICIES[name]:
             written = [new for old, new in zip(request.canvas, row, strict=True) if old == model.config.mask_id]
             assert not set(written) & set(POLICIES[name]["suppressed"])
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_barred_ids_are_never_written_and_change_nothing_else(name):
+    """As if each policy suppressed them, in every path; what the denoiser predicts stays."""
+    model = small_model(n_sinks=1)
+    options = POLICIES[name]
+    requests = mixed_requests(model, options, 5)
+    often = Counter(token for row in run(model, requests) for token in row).most_common(2)
+    barred = tuple(token for token, _ in often)
+    suppressed = {**options, "suppressed": (*options.get("suppressed", ()), *barred)}
+    found = run(model, requests, barred)
+    assert found == run(model, mixed_requests(model, suppressed, 5))
+    for request, row in zip(requests, found, strict=True):
+        assert not {new for old, new in zip(request.canvas, row, strict=True) if old != new} & set(barred)
+    tokens = small_tokens(2, 5)
+    assert torch.equal(model.denoiser(barred)(tokens), model.denoiser()(tokens))
 
 
 def test_requests_of_all_policies_join_and_leave_between_steps():

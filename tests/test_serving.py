@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from evaluated import padded_lm
 from sinkdlm.prompting import policy_for
 from sinkdlm.sampling import policy_of
 from sinkdlm.serving import app
@@ -86,6 +87,15 @@ def test_prompts_begin_as_those_of_the_command_line(bos):
         assert complete(client, ids).usage.prompt_tokens == len(PROMPT)  # tokens are taken as they are
         chat = client.chat.completions.create(model="letters", messages=[{"role": "user", "content": "hi"}], max_tokens=2)
         assert chat.usage.prompt_tokens == len("user: hi\nassistant: ")
+
+
+def test_ids_without_a_token_are_never_written():
+    lm = padded_lm()
+    with serving({"letters": lm}) as found, openai.OpenAI(base_url=f"{found.url}/v1", api_key="none") as client:
+        answer = complete(client, stream=True, **ours(frames=True, ignore_eos=True))
+        frames = [chunk.sinkdlm["frame"]["tokens"] for chunk in answer if "frame" in (getattr(chunk, "sinkdlm", None) or {})]
+    assert len(frames) == 13
+    assert max(frames[-1]) < len(lm.tokenizer)
 
 
 def test_a_seed_repeats_and_none_does_not(client):

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import sinkdlm
 from conftest import small_model
-from evaluated import small_lm
+from evaluated import padded_lm, small_lm
 from sinkdlm.cli import app, load_for_sampling
 from sinkdlm.cli_options import Arithmetic
 from sinkdlm.data.encoding import Encoder
@@ -137,6 +137,18 @@ def test_a_tokenizer_without_bos_gets_none(checkpoint):
     assert len(as_json(checkpoint, "--prompt", "tom", "--length", 2, "--no-stop")["samples"][0]["tokens"]) == 5
     with pytest.raises(SamplingError, match="--bos: the tokenizer has no beginning-of-text token"):
         sample(checkpoint, "--prompt", "tom", "--bos")
+
+
+@pytest.mark.parametrize("more", [[], ["--watch"], ["--config", "fast", "--set", "block=4"], ["--temperature", "1"]], ids=str)
+def test_ids_without_a_token_are_never_written(tmp_path, more):
+    """Of a vocabulary that was rounded up beyond the tokenizer's."""
+    lm = padded_lm()
+    path = sinkdlm.save(tmp_path / "padded", lm.model, lm.tokenizer)
+    tokens = torch.tensor([[5, *[lm.config.mask_id] * 8]])
+    assert (lm.model.denoiser()(tokens).argmax(-1) >= len(lm.tokenizer)).all()
+    (row,) = as_json(str(path), "--prompt", "a", "--length", 8, "--no-stop", *more)["samples"]
+    assert max(row["tokens"]) < len(lm.tokenizer)
+    assert len(row["text"]) == 9
 
 
 def test_copies_are_told(checkpoint):

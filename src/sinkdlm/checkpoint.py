@@ -328,6 +328,12 @@ def highest_id(tokenizer: Any) -> int:
     return max(index for token, index in tokenizer.get_vocab().items() if not is_filler(token))
 
 
+def absent_ids(tokenizer: Any, vocab_size: int) -> list[int]:
+    """Rows of the head that no token of the tokenizer has: where a vocabulary was rounded up, a model may still predict them."""
+    there = {index for token, index in tokenizer.get_vocab().items() if not is_filler(token)}
+    return [index for index in range(vocab_size) if index not in there]
+
+
 def is_filler(token: str) -> bool:
     """GGUF files fill a vocabulary up with [PADn] tokens, which nobody uses."""
     return re.fullmatch(r"\[PAD\d+\]", token) is not None

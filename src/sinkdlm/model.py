@@ -7,7 +7,7 @@ B batch, T tokens, S sinks, H query heads, K key/value heads, D head width, d mo
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -283,9 +283,11 @@ class DiffusionLM(nn.Module):
         """A copy of the model is outside the scope of the original."""
         return {**self.__dict__, "_lanes": None}
 
-    def denoiser(self) -> "Denoiser":
-        """A callable tokens -> logits for samplers and estimators. Inside `inference()` it uses the cached lane."""
-        return Denoiser(self)
+    def denoiser(self, barred: Sequence[int] = ()) -> "Denoiser":
+        """A callable tokens -> logits for samplers and estimators. Inside `inference()` it uses the cached lane.
+
+        barred: ids that samplers never write, as those that a tokenizer lacks; logits are the same."""
+        return Denoiser(self, barred)
 
     def attention_choice(self, *, padded: bool = False, documents: bool = False, opening: bool = False) -> Choice:
         """Which form of attention a forward takes here and now (with lengths, documents, an opening below 1), and why."""
@@ -322,8 +324,8 @@ class Denoiser:
 
     capturable = True  # nothing in a forward waits for the device
 
-    def __init__(self, model: DiffusionLM) -> None:
-        self.model = model
+    def __init__(self, model: DiffusionLM, barred: Sequence[int] = ()) -> None:
+        self.model, self.barred = model, tuple(barred)
         self.reach = int(model.config.shift_logits)  # tokens to the left that a span must have beside its own
         self.cacheable = not model.config.n_registers
 

@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.text import Text
 from torch import Tensor
 
+from sinkdlm.checkpoint import absent_ids
 from sinkdlm.errors import SamplingError
 from sinkdlm.observe import Watcher
 from sinkdlm.prompting import LENGTH, begin, chat_text, check_bos, check_room, encode, has_chat_template, piece_of
@@ -142,15 +143,20 @@ def canvases(lm: Any, job: Job) -> list[list[int]]:
     return rows
 
 
+def _denoiser_of(lm: Any) -> Any:
+    return lm.model.denoiser(absent_ids(lm.tokenizer, lm.config.vocab_size))
+
+
 # -- watching -------------------------------------------------------------------------------------------------------------------
 
 
 class Watched:
     """A denoiser that also looks where attention goes, in the first forward of each step."""
 
-    def __init__(self, model: Any) -> None:
-        self._denoiser = model.denoiser()
-        self.reach, self.device = self._denoiser.reach, self._denoiser.device
+    def __init__(self, lm: Any) -> None:
+        model = lm.model
+        self._denoiser = _denoiser_of(lm)
+        self.reach, self.device, self.barred = self._denoiser.reach, self._denoiser.device, self._denoiser.barred
         self._logits = [weight for name, weight in model.named_parameters() if name.endswith("sink_logit")]
         self.seen: Watcher | None = None
 
@@ -187,7 +193,7 @@ def _shown(lm: Any, state: State, attention: tuple[float | None, int, float]) ->
 
 def _watch(lm: Any, state: State, job: Job, console: Console) -> None:
     """Text that appears in place on a terminal; elsewhere a line for each step."""
-    denoiser = Watched(lm.model)
+    denoiser = Watched(lm)
     with Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else _Lines(console) as live:
         while not state.done:
             denoiser.seen = None
@@ -267,7 +273,7 @@ def write(
 
 def _run(lm: Any, states: Sequence[State], job: Job) -> None:
     """At most job.batch rows at a time: when one is done, the next takes its place."""
-    waiting, denoiser = iter(states), lm.model.denoiser()
+    waiting, denoiser = iter(states), _denoiser_of(lm)
     running = list(_take(waiting, job.batch))
     while running:
         step(running, denoiser, device=denoiser.device, deterministic=job.deterministic)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sinkdlm.checkpoint import absent_ids
 from sinkdlm.evals.display import Display
 from sinkdlm.evals.encoding import TextEncoder
 from sinkdlm.evals.generating import Generator, check_room
@@ -68,8 +69,8 @@ class Alone:
 class CausalDenoiser:
     """The AR parent inside a model: row i of its logits is for token i + 1."""
 
-    def __init__(self, model: DiffusionLM) -> None:
-        self.model = model
+    def __init__(self, model: DiffusionLM, barred: Sequence[int] = ()) -> None:
+        self.model, self.barred = model, tuple(barred)
 
     @property
     def device(self) -> torch.device:
@@ -97,6 +98,8 @@ class Answerer:
         self.device = lm.model.embed.weight.device
         self.budget = budget or forward_tokens(self.device, lm.config.vocab_size)
         self._denoisers = {False: lm.model.denoiser(), True: CausalDenoiser(lm.model)}
+        absent = absent_ids(lm.tokenizer, lm.config.vocab_size)
+        self._writers = {False: lm.model.denoiser(absent), True: CausalDenoiser(lm.model, absent)}
         self._computed = self._expected = 0  # tokens of forwards, in the batch under way
 
     @contextmanager
@@ -228,7 +231,7 @@ class Answerer:
 
     def _generate(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
         writer = Generator(
-            self._denoisers[settings.causal],
+            self._writers[settings.causal],
             self._encoders[settings.bos],
             mask_id=self.lm.config.mask_id,
             room=self.lm.config.context_length,

@@ -71,6 +71,7 @@ class Access:
         self.takes_cache &= getattr(denoiser, "cacheable", True)
         self.reach = int(getattr(denoiser, "reach", 0))  # tokens to the left that a span must have beside its own
         self.capturable = bool(getattr(denoiser, "capturable", False))
+        self.barred: Sequence[int] = getattr(denoiser, "barred", ())  # ids that are never written
 
     @classmethod
     def of(cls, denoiser: "Denoise | Access") -> "Access":
@@ -267,7 +268,7 @@ class Batch:
         valid = counter(count, self.device) < counts
         lengths = length[:, 0] if padded else None
         predicted = self._predict(_Ask(access, places, lengths, width, span, low[0, 0]))
-        proposal, score, sure = self._judge(predicted, places, step)
+        proposal, score, sure = self._judge(predicted, places, step, access.barred)
         taken = self._take(score, sure, valid, quota)
         self._commit(places, taken, proposal, sure)
 
@@ -302,11 +303,11 @@ class Batch:
         here = tokens.index_select(1, ask.low + counter(span.size, self.device))
         return access.logits(here, inside, None, self.caches[branch])
 
-    def _judge(self, predicted: list[Tensor], places: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _judge(self, predicted: list[Tensor], places: Tensor, step: Tensor, barred: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """A token for every place, the order among them, and how sure each is: (B, n) each."""
         found = []
         for part, logits in zip(self.parts, predicted, strict=True):
-            logits = logits.index_fill_(-1, self._forbidden(part.policy, logits), -math.inf)
+            logits = logits.index_fill_(-1, self._forbidden(part.policy, logits, barred), -math.inf)
             keys = None
             if part.policy.temperature > 0:
                 keys = fold(part.of(self.keys)[:, None], part.of(step), part.of(places))
@@ -319,10 +320,10 @@ class Batch:
                 mine[part.rows] = theirs.to(mine.dtype)
         return whole[0], whole[1], whole[2]
 
-    def _forbidden(self, policy: Policy, logits: Tensor) -> Tensor:
+    def _forbidden(self, policy: Policy, logits: Tensor, barred: Sequence[int]) -> Tensor:
         if policy not in self.forbidden:
             vocab = logits.shape[-1]
-            ids = [*policy.suppressed, *([self.mask_id] if self.mask_id < vocab else [])]
+            ids = [*policy.suppressed, *([self.mask_id] if self.mask_id < vocab else []), *barred]
             if any(not 0 <= token < vocab for token in ids):
                 raise SamplingError(f"suppressed = {policy.suppressed}: ids are below the vocabulary's {vocab}")
             if len(set(ids)) >= vocab:

@@ -167,7 +167,7 @@ class Turns:
 
 
 class Engine:
-    """stepped(rows, seconds): called after every step, for whoever counts."""
+    """stepped(rows, seconds): called after every step, for whoever counts. barred: ids that are never written."""
 
     def __init__(
         self,
@@ -178,11 +178,12 @@ class Engine:
         turns: Turns | None = None,
         stepped: Callable[[int, float], None] = lambda rows, seconds: None,
         name: str = "engine",
+        barred: Sequence[int] = (),
     ) -> None:
         self.capacity = capacity or Capacity()
         self.deterministic = deterministic
         self._model, self._turns, self._stepped = model, turns or Turns(), stepped
-        denoiser = model.denoiser()
+        denoiser = model.denoiser(barred)
         self._device, self._access = denoiser.device, Access.of(denoiser)
         self._changed = threading.Condition()
         self._waiting: deque[Ticket] = deque()

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from sinkdlm.checkpoint import Loaded
+from sinkdlm.checkpoint import Loaded, absent_ids
 from sinkdlm.errors import UserError
 from sinkdlm.prompting import check_bos
 from sinkdlm.serving.app import Settings, Site, make_app
@@ -66,7 +66,13 @@ def make_site(
     for name, lm in models.items():
         lm.model.requires_grad_(False).eval()
         engine = Engine(
-            lm.model, capacity, deterministic=deterministic, turns=turns, stepped=metrics.stepping(name), name=f"engine {name}"
+            lm.model,
+            capacity,
+            deterministic=deterministic,
+            turns=turns,
+            stepped=metrics.stepping(name),
+            name=f"engine {name}",
+            barred=absent_ids(lm.tokenizer, lm.config.vocab_size),
         )
         served[name] = Served(name, lm, engine, limits, bos)
     return Site(served, metrics, settings)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sinkdlm.checkpoint import absent_ids
 from sinkdlm.data.rows import Batch, Rows
 from sinkdlm.diffusion import Loss, Noisy, Schedule, corrupt, denoising_loss
 from sinkdlm.model import DiffusionLM
@@ -141,6 +142,11 @@ def sample_text(
     start = torch.tensor([ids], dtype=torch.int64, device=device).reshape(1, -1)
     with precision():
         out = generate(
-            model.denoiser(), prompt=start, length=len(ids) + length, mask_id=model.config.mask_id, temperature=1.0, seed=seed
+            model.denoiser(absent_ids(tokenizer, model.config.vocab_size)),
+            prompt=start,
+            length=len(ids) + length,
+            mask_id=model.config.mask_id,
+            temperature=1.0,
+            seed=seed,
         )
     return tokenizer.decode(out.tokens[0].tolist())
