@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from conftest import small_model
+from sinkdlm.errors import ModelError
 from sinkdlm.sampling import Request, gather, policy_of, start, step
 from sinkdlm.sampling.batch import many_shapes
 from sinkdlm.serving.engine import (
@@ -314,6 +315,23 @@ def test_who_fails_alone_fails_alone(make, model):
     assert "suppressed" in str(owners.pop(4).wait())
     for owner, request in zip(owners, good, strict=True):
         assert owner.tokens() == [alone(model, request).rows[0][request.canvas.index(MASK) :]]
+
+
+@pytest.mark.parametrize("eos", [None, 3])
+def test_rows_of_no_numbers_fail_alone(make, eos):
+    """A prompt with a token whose embedding is broken: it fails with the model's failure, the others write on."""
+    model = small_model(seed=1, n_sinks=1)
+    policy = policy_of("llada", eos_id=eos, suppressed=[7])
+    requests = [Request([token, *[MASK] * 6], policy, MASK, number=token) for token in (1, 7, 2)]
+    expected = [alone(model, request).rows[0][1:] for request in requests]
+    with torch.no_grad():
+        model.embed.weight[7] = math.inf
+    engine = make(of=model)
+    owners = [Owner([request]) for request in requests]
+    for owner in owners:
+        engine.submit(owner.ticket)
+    assert isinstance(owners[1].wait(), ModelError)
+    assert [owners[place].tokens() for place in (0, 2)] == [[expected[0]], [expected[2]]]
 
 
 def test_an_owner_that_raises_harms_itself_alone(make):

@@ -11,7 +11,7 @@ import torch
 from conftest import VARIANTS, small_model, small_tokens
 from plain_likelihood import MarkovDenoiser, TableDenoiser, any_order, chain, masked_log_probs, random_joint
 from plain_samplers import llada
-from sinkdlm.errors import LikelihoodError, UserError
+from sinkdlm.errors import LikelihoodError, ModelError, UserError
 from sinkdlm.likelihood import Adaptive, document_likelihood, is_greedy, log_likelihood
 from sinkdlm.likelihood.estimates import student_cdf, student_quantile
 from sinkdlm.likelihood.estimators import roll
@@ -687,7 +687,7 @@ def test_what_is_no_number_ranks_nothing(estimator, guidance):
     """A model that overflows: options would be ranked all the same, and an accuracy come of it."""
     if estimator == "causal" and guidance:
         return
-    with pytest.raises(LikelihoodError, match="no numbers"):
+    with pytest.raises(ModelError, match="no numbers"):
         log_likelihood(
             lambda tokens: torch.full((*tokens.shape, 3), math.nan), [[0, 1, 2]], [[False, True, True]],
             mask_id=MASK, estimator=estimator, guidance=guidance,

@@ -10,7 +10,7 @@ import torch
 
 from conftest import VARIANTS, small_model, small_tokens
 from plain_samplers import dream, llada, smdm_greedy
-from sinkdlm.errors import SamplingError
+from sinkdlm.errors import ModelError, SamplingError
 from sinkdlm.sampling import batch, gather, generate, requests_of, step, stream
 from sinkdlm.sampling.requests import Request, start
 from sinkdlm.sampling.unmasking import NAMED, ORDERS, REMASKS, policy_of
@@ -423,8 +423,50 @@ def test_tokens_are_not_chosen_by_what_is_no_number(name, eos):
     model = small_model(n_sinks=1)
     with torch.no_grad():
         model.blocks[1].mlp.down.weight[0, 0] = math.nan
-    with pytest.raises(SamplingError, match="no numbers"):
+    with pytest.raises(ModelError, match="no numbers"):
         run(model, mixed_requests(model, options, 3))
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+@pytest.mark.parametrize("eos", [None, EOS])
+def test_rows_of_no_numbers_end_and_the_others_get_what_they_get_alone(name, eos):
+    """A token whose embedding is broken, in one row; another joins later, so that the broken one moves to a new batch."""
+    model = small_model(n_sinks=1)
+    policy = policy_of(**{**POLICIES[name], "eos_id": eos, "suppressed": (7,)})
+    mask_id = model.config.mask_id
+    requests = [Request([token, *[mask_id] * size], policy, mask_id, number=token) for token, size in ((1, 9), (7, 12), (2, 12))]
+    alone = [run(model, [request])[0] for request in requests]
+    with torch.no_grad():
+        model.embed.weight[7] = math.inf
+    states, lost = start(requests), []
+    with model.inference():
+        for n_here in (2, 3):
+            running = True
+            while running:
+                try:
+                    step(states[:n_here], model.denoiser())
+                except ModelError as failure:
+                    lost += failure.rows
+                running = n_here == 3 and not all(state.done for state in states)
+    assert lost == [states[1]]
+    assert [states[place].tokens.tolist() for place in (0, 2)] == [alone[0], alone[2]]
+
+
+def test_what_was_no_number_is_not_forgotten_where_a_row_moves():
+    """Values that overflow in one step alone: the row goes on in another batch, and is no answer at its end."""
+    calls = []
+
+    def denoise(tokens):
+        calls.append(len(tokens))
+        return torch.full((*tokens.shape, 5), math.nan if len(calls) == 1 else 0.0)
+
+    states = start(requests_of([[0], [0]], length=4, mask_id=5))
+    step(states[:1], denoise)
+    step(states, denoise)
+    with pytest.raises(ModelError) as caught:
+        step(states, denoise)
+    assert caught.value.rows == [states[0]]
+    assert calls == [1, 2, 2]
 
 
 def test_a_row_that_has_ended_costs_nothing_more():

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
+import torch
 
 from evaluated import padded_lm
 from sinkdlm.prompting import policy_for
@@ -507,6 +508,25 @@ def test_a_request_that_breaks_the_model_gets_500_and_no_details(monkeypatch):
         handle.remove()
         assert http.post("/v1/completions", json=body).status_code == 200
         assert http.get("/health").json() == {"status": "ok", "models": ["letters"]}
+
+
+@pytest.mark.parametrize("extras", [{}, {"ignore_eos": True}], ids=str)
+def test_a_model_that_overflows_is_no_mistake_of_the_client(extras):
+    """Finite weights, and outputs that are no numbers: 500 and the cure, in a stream too."""
+    lm = letters_lm(seed=5)
+    with torch.no_grad():
+        lm.model.lm_head.weight.fill_(1.7e308)
+    body = {"model": "letters", "prompt": PROMPT, "max_tokens": 4, "sinkdlm": extras}
+    with serving({"letters": lm}) as found, httpx.Client(base_url=found.url, timeout=SECONDS) as http:
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 500
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("server_error", "model_failed")
+        assert "no numbers" in error["message"]
+        assert "--dtype float32" in error["message"]
+        streamed = http.post("/v1/completions", json={**body, "stream": True}).text
+        assert json.loads(streamed.splitlines()[-4].removeprefix("data: "))["error"] == error
+        assert http.get("/health").json()["status"] == "ok"
 
 
 def test_while_it_drains_what_runs_is_finished_and_nothing_is_begun():

@@ -1,5 +1,8 @@
 """The one exception that means "the user can fix this": the command line prints it as one line and exits with status 2."""
 
+from collections.abc import Sequence
+from typing import Any
+
 # What overflows in float16 is most often an activation of a model that was trained in bfloat16.
 NO_NUMBERS = "the model's outputs are no numbers (NaN): its values overflow, or its weights are broken; use float32 or bfloat16"
 
@@ -8,6 +11,14 @@ class UserError(Exception):
     """A mistake in what the user gave. The message names the thing and the cure, in one line."""
 
     quiet = False  # whether another process of the same run says it already
+
+
+class ModelError(UserError):
+    """A model whose outputs are no numbers: no request is to blame. rows: the states that they were for, where that is known."""
+
+    def __init__(self, rows: Sequence[Any] = ()) -> None:
+        super().__init__(NO_NUMBERS)
+        self.rows = rows
 
 
 class BusyError(UserError):

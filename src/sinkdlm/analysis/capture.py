@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinkdlm.analysis.trajectory import Trajectory
 from sinkdlm.attention import attend_naive
-from sinkdlm.errors import NO_NUMBERS, AnalysisError
+from sinkdlm.errors import AnalysisError, ModelError
 from sinkdlm.layers import Block
 from sinkdlm.model import DiffusionLM
 from sinkdlm.noise import Stream, fold, hash_words, unit_interval
@@ -244,7 +244,7 @@ def capture_noise(
             watched = Watched(model, rules)
             for tokens in inputs:
                 if bool(watched(tokens, lengths=lengths).isnan().any()):  # text that is written is looked at by the sampler itself
-                    raise AnalysisError(NO_NUMBERS)
+                    raise ModelError
                 for steps, found in zip(seen, watched.last, strict=True):
                     steps.append(found)
                 tick(len(some))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkdlm.errors import NO_NUMBERS, LikelihoodError
+from sinkdlm.errors import LikelihoodError, ModelError
 from sinkdlm.sampling.batch import Access, many_shapes
 from sinkdlm.sampling.drawing import guide, precise
 
@@ -91,7 +91,7 @@ class Scorer:
         """(looks,) float64: the sum of the log-probabilities of what each reads."""
         found = self._read(looks, lambda logits, truth: _at(logits, truth) - logits.logsumexp(-1))
         if np.isnan(found).any():  # options would be ranked all the same
-            raise LikelihoodError(NO_NUMBERS)
+            raise ModelError
         return found
 
     def hits(self, looks: Sequence[Look]) -> np.ndarray:

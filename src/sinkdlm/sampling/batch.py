@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from sinkdlm.errors import NO_NUMBERS, SamplingError
+from sinkdlm.errors import ModelError, SamplingError
 from sinkdlm.graphs import record_graph
 from sinkdlm.noise import counter, fold
 from sinkdlm.sampling.block_cache import BlockCache
@@ -134,7 +134,7 @@ class Batch:
         self.tokens, self.open, self.editable, self.confidence = self._collect_rows()
         self.committed = torch.zeros_like(self.open)
         # Tokens committed, whether EOS stands, whether a token was ever chosen by what is no number.
-        self.report = torch.zeros(3, len(states), dtype=torch.int64, device=device)
+        self.report = self._collect_report()
         self.parts = self._split()
         self.planned = self._columns([float(state.policy.order in PLANNED_ORDERS) for state in states])
         self.priority = self._priorities()
@@ -190,6 +190,16 @@ class Batch:
                 for mine, theirs in ((tokens, "tokens"), (open_, "open"), (confidence, "confidence")):
                     mine[row, :span] = getattr(state.home, theirs)[state.row, :span]
         return tokens, open_, editable, confidence
+
+    def _collect_report(self) -> Tensor:
+        """(3, B): nothing yet, but what was chosen by no number before the rows came here."""
+        report = torch.zeros(3, self.n_rows, dtype=torch.int64, device=self.device)
+        homes = {id(state.home): state.home for state in self.states if state.home is not None}
+        for home in homes.values():
+            moved = [(row, state.row) for row, state in enumerate(self.states) if state.home is home]
+            here, there = torch.tensor(moved).T.to(self.device)
+            report[2, here] = home.report[2, there]
+        return report
 
     def _collect_caches(self) -> list[BlockCache]:
         first = self.states[0]
@@ -397,16 +407,19 @@ class Batch:
         """Moves the states on. The device is asked only where a policy must know."""
         asks = any(state.policy.threshold is not None or state.policy.eos_id is not None for state in self.states)
         counts, ended, lost = self.report.tolist() if asks else ([turn.quota for turn in turns], *[[0] * len(turns)] * 2)
-        if any(lost):
-            raise SamplingError(NO_NUMBERS)
         for state, turn, committed, over in zip(self.states, turns, counts, ended, strict=True):
             state.steps += turn.n_places > 0
             if over and state.policy.eos_id is not None:
                 state.end()
             else:
                 state.advance(committed)
-        if not asks and any(state.done for state in self.states) and bool(self.report[2].any()):
-            raise SamplingError(NO_NUMBERS)
+        if not asks and any(state.done for state in self.states):
+            lost = self.report[2].tolist()
+        if any(lost):
+            rows = [state for state, bad in zip(self.states, lost, strict=True) if bad]
+            for state in rows:
+                state.end()
+            raise ModelError(rows)
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from sinkdlm.errors import ModelError
 from sinkdlm.model import DiffusionLM
 from sinkdlm.sampling import Access, Request, State, start, step
 from sinkdlm.sampling.batch import many_shapes
@@ -343,15 +344,20 @@ class Engine:
         self._stepped(n_rows, time.perf_counter() - began)
 
     def _step(self, rows: Sequence[_Row]) -> None:
-        """Where it fails, those it has not reached step alone, and who fails alone ends with its failure."""
+        """Where it fails, those it has not reached step alone, and who fails alone ends with its failure. Rows for which the model
+        had no numbers are known, and end with that; the others of their forward have taken the step."""
         before = [row.state.turn for row in rows]
         given: dict[str, Any] = {"device": self._device, "deterministic": self.deterministic}
         try:
             step([row.state for row in rows], self._access, **given)
-        except Exception:
-            _log.exception("a step of %d rows failed; each is tried alone", len(rows))
+        except Exception as broken:
+            lost = broken.rows if isinstance(broken, ModelError) else ()
+            if not lost:
+                _log.exception("a step of %d rows failed; each is tried alone", len(rows))
             for row, turn in zip(rows, before, strict=True):
-                if row.state.turn is turn and not row.ticket.over:
+                if any(row.state is state for state in lost):
+                    self._end(row.ticket, ModelError())  # without the states, which hold their batch
+                elif row.state.turn is turn and not row.ticket.over:
                     try:
                         step([row.state], self._access, **given)
                     except Exception as failure:

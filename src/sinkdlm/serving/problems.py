@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from sinkdlm.errors import UserError
+from sinkdlm.errors import ModelError, UserError
 from sinkdlm.serving.engine import ClosedError, ExpiredError, QueueFullError
 from sinkdlm.serving.schemas import ErrorBody
 
@@ -53,6 +53,9 @@ def api_error(failure: BaseException) -> ApiError:
     """What a failure is to a client. Of one that is our own fault only the kind is told; the log has the rest."""
     if isinstance(failure, ApiError):
         return failure
+    if isinstance(failure, ModelError):
+        _log.error("a request failed: %s", failure)
+        return ApiError(500, f"{failure}, as in sinkdlm serve --dtype float32", code="model_failed")
     if isinstance(failure, UserError):
         return ApiError(400, str(failure))
     if isinstance(failure, QueueFullError):
