@@ -339,6 +339,16 @@ def test_every_request_draws_text_of_its_own():
     assert len({response.text for response in found.values()}) == 4
 
 
+def test_cuts_of_a_task_that_does_not_sample_change_nothing():
+    asked = Request(GENERATE, "write", 0, 0, TEXTS[0], generation={"max_gen_toks": 4, "do_sample": False, "top_p": 0.5, "top_k": 2})
+    assert (
+        Manner.of(asked, Settings(), None).policy
+        == Manner.of(replace(asked, generation={"max_gen_toks": 4}), Settings(), None).policy
+    )
+    drawn = Manner.of(replace(asked, generation={"temperature": 0.5, "top_p": 0.5, "top_k": 2}), Settings(), None).policy
+    assert (drawn.temperature, drawn.top_p, drawn.top_k) == (0.5, 0.5, 2)
+
+
 def test_a_prompt_loses_its_left_to_make_room_for_the_answer():
     lm = small_lm(context_length=32)
     asked = Request(GENERATE, "write", 0, 0, TEXTS[0] * 3, generation={"max_gen_toks": 8})
@@ -764,7 +774,7 @@ def test_documents_are_scored(tmp_path, checkpoint, run):
     lines = run("score", checkpoint, tmp_path / "a.txt", "--documents", "line", *options).out.splitlines()
     assert [line.split()[0] for line in lines] == ["document", "0", "1", "total", "note"]
     assert float(lines[-2].split()[1]) == pytest.approx(found["total"]["nats"], abs=1e-3)
-    causal = json.loads(run("score", checkpoint, tmp_path / "a.jsonl", "--field", "body", "--json", "--causal", *options).out)
+    causal = json.loads(run("score", checkpoint, tmp_path / "a.jsonl", "--field", "body", "--json", "--causal", *options[2:]).out)
     assert causal["kind"] == "likelihood"
     assert causal["total"]["stderr"] == 0
 
@@ -815,6 +825,9 @@ def test_half_a_character_is_no_text_to_score(tmp_path):
         (("score", "CKPT", "BODY", "--estimator", "magic"), "allowed: exact_k"),
         (("score", "CKPT", "BODY", "--field", "body", "--draws", "2"), "at least one for each of the 8 draw sets"),
         (("score", "CKPT", "BODY", "--causal", "--estimator", "official"), "leave one of them out"),
+        (("score", "CKPT", "BODY", "--causal", "--draws", "128"), "--draws: estimator causal draws nothing"),
+        (("score", "CKPT", "BODY", "--estimator", "chain", "--draws", "128"), "--draws: estimator chain draws nothing"),
+        (("eval", "CKPT", "--tasks", "piqa", "--causal", "--draws", "128"), "--draws: estimator causal draws nothing"),
         (("score-requests", "CKPT", "absent.jsonl", "--out", "r"), "cannot be read"),
         (("score-requests", "CKPT", "BODY", "--out", "r"), "no file of requests"),
         (("eval", "CKPT", "--paper", "table9"), "no such row"),

@@ -322,6 +322,20 @@ def test_options_of_generated_answers_are_refused_where_none_is_asked(tmp_path, 
     assert words[0] == "--gen-kwargs" or command_line(*asked, "piqa,gsm8k_two_stage")[0] == 0
 
 
+@pytest.mark.parametrize(("task", "words", "told"), [
+    ("piqa", ("--draws", 16), "--draws: piqa is scored by chain, which draws nothing; leave it out, or give --estimator exact_k"),
+    ("gsm8k", ("--gen-kwargs", "top_p=0.9"), "--gen-kwargs top_p: means nothing at temperature 0; give temperature=0.7"),
+])  # fmt: skip
+def test_options_that_would_do_nothing_are_refused(tmp_path, bench, command_line, harness, task, words, told):
+    asked = ("eval", "--data", bench, "--limit", 1, "--write-requests", tmp_path / "q.jsonl", "--tasks", task)
+    status, out, err = command_line(*asked, *words)
+    assert (status, out) == (2, "")
+    assert told in err
+    assert not (tmp_path / "q.jsonl").exists()
+    meant = {"--draws": (*words, "--estimator", "exact_k"), "--gen-kwargs": (words[0], f"{words[1]},temperature=0.7")}[words[0]]
+    assert command_line(*asked, *meant)[0] == 0
+
+
 def test_two_halves_are_one_go(tmp_path, checkpoint, bench, run, harness):
     precise = ("--dtype", "float64", "--device", "cpu")
     chosen = ("--tasks", TASKS, "--data", bench, "--draws", 32, "--adaptive", "--seed", 4, "--limit", 2, "--gen-kwargs", "steps=16")

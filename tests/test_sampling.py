@@ -534,6 +534,9 @@ def test_gaps_and_suffixes_are_filled_around_what_is_given():
         ({"length": 5, "remask": "cap"}, "goes with order = 'ancestral'"),
         ({"length": 5, "order": "random", "threshold": 0.5}, "looks at the prediction"),
         ({"length": 5, "threshold": 1.5}, "above 0 and at most 1"),
+        ({"length": 5, "top_k": 3}, "top_k = 3: at temperature 0 the likeliest token is taken.*give a temperature above 0"),
+        ({"length": 5, "top_p": 0.9, "config": "fast"}, "top_p = 0.9: at temperature 0"),
+        ({"length": 5, "remask_rate": 0.1}, "remask_rate = 0.1: goes with remask"),
         ({"length": 5, "cache": "dual"}, "needs a block length"),
         ({"length": 5, "config": "fast"}, "this denoiser keeps none"),
         ({"length": 9, "block": 2, "steps": 3}, "fewer than the 4 blocks"),
@@ -549,6 +552,12 @@ def test_gaps_and_suffixes_are_filled_around_what_is_given():
 def test_bad_arguments_are_named(options, words):
     with pytest.raises(SamplingError, match=words):
         generate(lambda tokens: torch.zeros(*tokens.shape, 3), prompt=torch.zeros(1, 2, dtype=torch.int64), mask_id=4, **options)
+
+
+def test_cuts_that_mean_something_are_taken_at_temperature_0():
+    """Dream orders positions by the distribution that is cut; and top_p = 1 asks for nothing."""
+    assert policy_of("dream", top_k=3).top_k == 3
+    assert policy_of("llada", top_p=1).top_p == 1
 
 
 @pytest.mark.parametrize("kind", ["prefix", "dual"])

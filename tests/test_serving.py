@@ -99,6 +99,12 @@ def test_ids_without_a_token_are_never_written():
     assert max(frames[-1]) < len(lm.tokenizer)
 
 
+def test_top_p_without_a_temperature_is_refused_and_beside_0_taken(client):
+    with pytest.raises(openai.BadRequestError, match=r"top_p = 0.9: at temperature 0.*give a temperature above 0"):
+        complete(client, top_p=0.9)
+    assert complete(client, top_p=0.9, temperature=0).choices[0].text == complete(client, top_p=1).choices[0].text
+
+
 def test_a_seed_repeats_and_none_does_not(client):
     drawn = {"temperature": 1.0, "max_tokens": 24}
     texts = [complete(client, **drawn, seed=7).choices[0].text for _ in range(2)]

@@ -92,6 +92,7 @@ def evaluate(
     chosen = _estimator(causal, estimator)
     if adaptive and chosen not in (None, "exact_k"):
         raise EvalError(f"--adaptive: goes with estimator exact_k, not {chosen}")
+    _check_draws(draws, chosen)
     if log_samples and out is None and write_requests is None:
         raise EvalError("--log-samples: say where, with --out")
     if checkpoint is None and (write_requests is None or chat):
@@ -154,7 +155,9 @@ class _Question:
     def ask(self, tokenizer: Any) -> tuple[Any, Any]:
         from sinkdlm.errors import EvalError
         from sinkdlm.evals import harness
+        from sinkdlm.evals.generating import ignored_cuts
         from sinkdlm.evals.requests import GENERATE
+        from sinkdlm.likelihood.mask_draws import MONTE_CARLO
 
         evaluation = harness.Evaluation(harness.Plan(**self._plan), tokenizer)
         sheet = evaluation.ask(changes=self._changes, overrides=self._overrides, seed=self._seed)
@@ -164,6 +167,14 @@ class _Question:
                 given.append("gen-kwargs")
             if given:
                 raise EvalError(f"--{given[0]}: of generated answers, and {', '.join(sheet.settings)} ask for none; leave it out")
+        if "draws" in self._changes and not any(settings.estimator in MONTE_CARLO for settings in sheet.settings.values()):
+            kinds = {task: settings.estimator for task, settings in sheet.settings.items()}
+            why = ", ".join(f"{task} is scored by {kind}" for task, kind in kinds.items())
+            raise EvalError(f"--draws: {why}, which draws nothing; leave it out, or give --estimator exact_k")
+        cuts = [name for name in ("top_k", "top_p") if name in (self._plan["gen_kwargs"] or {})]
+        written = [request for request in sheet.requests if request.kind == GENERATE]
+        if cuts and all(ignored_cuts(request, sheet.settings[request.task]) for request in written):
+            raise EvalError(f"--gen-kwargs {cuts[0]}: means nothing at temperature 0; give temperature=0.7 too, or leave it out")
         return evaluation, sheet
 
 
@@ -229,7 +240,9 @@ def score(
     from sinkdlm.evals import documents as texts
     from sinkdlm.evals.settings import settings_for
 
-    named = {"estimator": _estimator(causal, estimator), "draws": draws, "greedy": False}
+    chosen = _estimator(causal, estimator)
+    _check_draws(draws, chosen)
+    named = {"estimator": chosen, "draws": draws, "greedy": False}
     settings = settings_for("", {name: value for name, value in named.items() if value is not None})
     read = texts.read_documents(file, field=field, documents=documents.value)
     found = read.texts[:limit]
@@ -253,6 +266,13 @@ def _estimator(causal: bool, estimator: str | None) -> str | None:
     if causal and estimator not in (None, "causal"):
         raise EvalError(f"--causal: its estimator is causal, not {estimator}; leave one of them out")
     return "causal" if causal else estimator
+
+
+def _check_draws(draws: int | None, estimator: str | None) -> None:
+    from sinkdlm.errors import EvalError
+
+    if draws is not None and estimator in ("chain", "causal"):
+        raise EvalError(f"--draws: estimator {estimator} draws nothing, it is exact; leave one of them out")
 
 
 def load_in(checkpoint: str, device: Any, dtype: Dtype | None, compile_: bool = False) -> Any:

@@ -46,10 +46,12 @@ class Manner:
         stops = [until] if isinstance(until, str) else until
         if not (isinstance(stops, list | tuple) and all(isinstance(stop, str) for stop in stops)):
             raise EvalError(f"{request.task}: until = {until!r}: a string, or a list of strings")
+        temperature, named = _temperature(request, given), given.get("policy") or settings.policy
+        cuts = temperature > 0 or policy_of(named).tempered  # tasks have top_p beside do_sample = false, where it means nothing
         options: dict[str, Any] = {
-            "temperature": _temperature(request, given),
-            "top_k": given.get("top_k") or None,
-            "top_p": given.get("top_p"),
+            "temperature": temperature,
+            "top_k": (given.get("top_k") or None) if cuts else None,
+            "top_p": given.get("top_p") if cuts else None,
             "steps": settings.steps if given.get("steps") is None else given["steps"],
             "block": settings.block if given.get("block") is None else given["block"],
             "guidance": settings.guidance,
@@ -60,7 +62,7 @@ class Manner:
             options |= {"block": 1, "steps": None, "shift": True}
         limits = [_whole(request, name, given[name]) for name in _LIMITS if given.get(name) is not None]
         return cls(
-            policy=policy_of(given.get("policy") or settings.policy, **options),
+            policy=policy_of(named, **options),
             n_tokens=limits[0] if limits else _TOKENS,
             until=tuple(stop for stop in stops if stop),
             canvas=None if given.get("canvas") is None else _whole(request, "canvas", given["canvas"]),
@@ -83,6 +85,12 @@ def _temperature(request: Request, given: dict[str, Any]) -> float:
     if given.get("do_sample") is False:
         return 0.0
     return float(given.get("temperature") or 0.0) if "temperature" in given else float(bool(given.get("do_sample")))
+
+
+def ignored_cuts(request: Request, settings: Settings) -> bool:
+    """Whether top_k and top_p of a request change nothing."""
+    named = request.generation.get("policy") or settings.policy
+    return not _temperature(request, dict(request.generation)) and not policy_of(named).tempered
 
 
 def check_room(request: Request, settings: Settings, room: int) -> None:

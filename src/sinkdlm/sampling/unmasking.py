@@ -76,6 +76,13 @@ class Policy:
             raise SamplingError(f"remask = {self.remask!r}: goes with order = 'ancestral', not {self.order!r}")
         if self.threshold is not None and self.order in PLANNED_ORDERS:
             raise SamplingError(f"threshold: goes with an order that looks at the prediction, not {self.order!r}")
+        if self.remask_rate is not None and self.remask == "none":
+            raise SamplingError(f"remask_rate = {self.remask_rate}: goes with remask, as in remask='cap'; leave it out")
+        for name in ("top_k", "top_p"):
+            value = getattr(self, name)
+            if value is not None and self.temperature == 0 and not self.tempered and (name, value) != ("top_p", 1):
+                why = "at temperature 0 the likeliest token is taken, among however many"
+                raise SamplingError(f"{name} = {value}: {why}; give a temperature above 0, or leave it out")
         if self.cache != "none" and self.block is None:
             raise SamplingError(f"cache = {self.cache!r}: needs a block length, as in block=32")
 

@@ -151,6 +151,8 @@ class Served:
         extras = asked.sinkdlm
         options = extras.policy_fields()
         options |= {name: value for name in ("temperature", "top_p") if (value := getattr(asked, name)) is not None}
+        if asked.temperature == 0 and not policy_of(extras.policy).tempered:
+            options.pop("top_p", None)  # clients send both by habit, and the likeliest token is among those of any top_p
         policy = policy_of(extras.policy, **options)
         own = policy_for(self.lm.tokenizer, policy, stop=not extras.ignore_eos, until_eos=extras.until_eos)
         policy = policy_of(policy, **own)
