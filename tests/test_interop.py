@@ -310,6 +310,25 @@ def test_official_export_refuses_what_has_no_place_there(tmp_path):
         with pytest.raises(UserError, match=word):
             convert(tmp_path / "x", tmp_path / "y", to="official")
         assert not (tmp_path / "y").exists()
+    sinkdlm.save(tmp_path / "x", small_model(dtype=torch.float32, n_sinks=2, gate="headwise", qkv_bias=True))
+    with pytest.raises(UserError, match=r"qkv_bias = True .* only False; n_sinks = 2 .*; gate = 'headwise' has no place there"):
+        convert(tmp_path / "x", tmp_path / "y", to="official")
+
+
+def test_what_official_weights_do_not_tell_is_said(tmp_path):
+    """They are weights alone: a context length is lost on the way out and back, and so are heads of no size of the table."""
+    model = small_model(dtype=torch.float32, n_sinks=1, qkv_bias=False, tie_embeddings=False, context_length=96)
+    heads = {key: getattr(model.config, key) for key in ("n_heads", "n_kv_heads")}
+    sinkdlm.save(tmp_path / "x", model)
+    (note,) = convert(tmp_path / "x", tmp_path / "y", to="official")["notes"]
+    told = [f"{key}={value}" for key, value in {**heads, "context_length": 96}.items()]
+    assert f"these weights do not tell {', '.join(told)}: give them with --set" in note
+    report = convert(tmp_path / "y", tmp_path / "z", changes=heads)
+    assert report["config"]["context_length"] == 2048
+    assert any(note.startswith("context_length is 2048, as the authors'") for note in report["notes"])
+    again = convert(tmp_path / "y", tmp_path / "w", changes={**heads, "context_length": 96})
+    assert again["config"] == model.config.to_dict()
+    assert again["notes"] == []
 
 
 # -- LLaDA and Dream ------------------------------------------------------------------------------------------------------------

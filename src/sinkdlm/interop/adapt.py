@@ -81,6 +81,8 @@ def target_config(source: Source, changes: Mapping[str, Any], tokenizer: Any) ->
             free = (*FREE_KEYS, *(SHAPE_KEYS if source.kind == "official" else ()))
             raise ConvertError(f"--set {key}: fixed by the weights; free are {', '.join(free)}")
     notes = list(source.notes)
+    if source.kind == "official" and "context_length" not in changes:
+        notes.append(f"context_length is {found.context_length}, as the authors': weights do not tell it; --set context_length=N")
     if not source.has_mask and "mask_id" not in changes:
         mask_id, why = choose_mask(source, tokenizer)
         notes.append(f"[MASK] is id {mask_id}: {why}")

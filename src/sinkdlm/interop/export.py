@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm.checkpoint import CONFIG, WEIGHTS, Loaded, save, write_weights, written_aside
+from sinkdlm.config import ModelConfig
 from sinkdlm.errors import ConvertError
 from sinkdlm.interop import layouts
 from sinkdlm.interop.adapt import SHAPE_KEYS, family_of, load_any, own_history
@@ -30,8 +31,10 @@ def convert(
     shape = {key: value for key, value in dict(options.get("changes") or {}).items() if key in SHAPE_KEYS}
     found = open_source(source, shape)
     loaded = load_any(found, **options)
+    notes = list(loaded.provenance.get("notes", []))
     if to == "official":
         wrote = write_official(destination, loaded)
+        notes += _untold(destination, loaded.config)
     elif to == "hf":
         wrote = write_transformers(destination, loaded, standalone=standalone)
     else:
@@ -39,7 +42,7 @@ def convert(
         wrote = "sinkdlm checkpoint"
     return {
         "found": found.describe(),
-        "notes": loaded.provenance.get("notes", []),
+        "notes": notes,
         "wrote": wrote,
         "path": str(destination),
         "tokenizer": type(loaded.tokenizer).__name__ if loaded.tokenizer is not None else None,
@@ -70,9 +73,13 @@ def write_official(destination: Path, loaded: Loaded) -> str:
             "sink_position": (config.sink_position, ("front",)),
             "sink_value": (config.sink_value, ("learned",)),
         }
-    for key, (value, allowed) in needs.items():
-        if value not in allowed:
-            raise ConvertError(f"--to official: {key} = {value!r} has no place there, only {' or '.join(map(repr, allowed))}")
+    odd = [
+        f"{key} = {value!r} has no place there, only {' or '.join(map(repr, allowed))}"
+        for key, (value, allowed) in needs.items()
+        if value not in allowed
+    ]
+    if odd:
+        raise ConvertError(f"--to official: {'; '.join(odd)}")
     state = loaded.model.state_dict()
     tensors = layouts.OFFICIAL.write(state, config)
     rows = [state["embed.weight"], *([state["sinks"]] if config.n_sinks else [])]
@@ -82,6 +89,19 @@ def write_official(destination: Path, loaded: Loaded) -> str:
         write_weights(aside, tensors)
     variant = "gate" if config.gate != "none" else "sink" if config.n_sinks else "vanilla"
     return f"official state dict ({variant}) in {WEIGHTS}"
+
+
+def _untold(path: Path, config: ModelConfig) -> list[str]:
+    """What of a model its official form does not tell whoever reads it again."""
+    heads = {key: getattr(config, key) for key in SHAPE_KEYS}
+    told = open_source(path, heads).config.to_dict()
+    try:
+        found = open_source(path).config
+        told |= {key: getattr(found, key) for key in SHAPE_KEYS}
+    except ConvertError:  # of no size of the table
+        told |= dict.fromkeys(SHAPE_KEYS)
+    lost = [f"{key}={value}" for key, value in config.to_dict().items() if told[key] != value]
+    return [f"these weights do not tell {', '.join(lost)}: give them with --set where they are read again"] if lost else []
 
 
 # -- transformers ---------------------------------------------------------------------------------------------------------------
