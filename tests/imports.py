@@ -11,6 +11,7 @@ COMMAND_LINE = (
     "cli_evals",
     "cli_options",
     "cli_planning",
+    "cli_recipes",
     "cli_reproduce",
     "cli_serving",
 )  # import everything else inside their subcommands

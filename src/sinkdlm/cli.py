@@ -23,6 +23,7 @@ from sinkdlm.cli_options import (
     PolicyOverrides,
     Seed,
 )
+from sinkdlm.cli_recipes import load_recipe
 
 # In the order in which a newcomer meets them; a docstring's first line would be cut at the edge of the terminal.
 SUMMARIES = {
@@ -113,9 +114,7 @@ def recipe_show(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.toml")], overrides: Overrides = None, as_json: Json = False
 ) -> None:
     """Resolve a recipe (base, preset, overrides, defaults) and print it whole, as TOML."""
-    from sinkdlm.config import Recipe
-
-    resolved = Recipe.load(recipe, overrides or [])
+    resolved = load_recipe(recipe, overrides)
     typer.echo(json.dumps(resolved.to_dict(), indent=2) if as_json else resolved.to_toml(), nl=as_json)
 
 
@@ -197,14 +196,13 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Pretrain, adapt from an AR parent, or fine-tune: what the recipe says. The same command goes on where a run stopped."""
-    from sinkdlm.config import Recipe
-
-    resolved = Recipe.load(recipe, overrides or [])
+    folder = out or Path("runs") / recipe.stem
+    resolved = load_recipe(recipe, overrides, folder)
     from sinkdlm.training.loop import train as run
     from sinkdlm.training.signals import Stopped
 
     try:
-        found = run(resolved, out or Path("runs") / recipe.stem, load_parent=load_parent, device=device)
+        found = run(resolved, folder, load_parent=load_parent, device=device)
     except Stopped as stopped:
         if not stopped.quiet:
             print(f"sinkdlm: {stopped}", file=sys.stderr)

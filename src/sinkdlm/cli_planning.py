@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from sinkdlm.cli_options import Json, Overrides
+from sinkdlm.cli_recipes import load_recipe
 
 _AUGMENTED_GSM8K = 769_240  # examples an epoch of the official SFT, which data of one's own need not have
 
@@ -33,7 +34,6 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Say what a run takes before it is started: memory and whether it fits, tokens/s, hours, cost, disk."""
-    from sinkdlm.config import Recipe
     from sinkdlm.errors import UserError
     from sinkdlm.plans import describe, describe_all, make_plan
 
@@ -44,7 +44,7 @@ def plan(
         raise UserError("--gpus: goes with a GPU; a CPU is planned for one process")
     found = []
     for path in paths:
-        recipe = Recipe.load(path, overrides or [])
+        recipe = load_recipe(path, overrides)
         n_rows = rows if rows is not None or recipe.train.epochs is None else _rows_of(recipe)
         if n_rows is None and paper:
             n_rows = _AUGMENTED_GSM8K

@@ -4,7 +4,7 @@ Owns every default, every allowed value, the presets, and how a recipe changes i
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -16,6 +16,7 @@ from sinkdlm.tables import describe_mistake, flatten, nest, overlay, parse_overr
 
 MODEL_TYPE = "sinkdlm"
 
+Table = Mapping[str, Any]
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -403,14 +404,14 @@ class Recipe(_Frozen):
     save: SaveSection = SaveSection()
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Recipe":
-        """Reads a TOML recipe, its base first, then `a.b=c` overrides."""
+    def load(cls, path: str | Path, overrides: Sequence[str] = (), fill: Callable[[Table], Table] = dict) -> "Recipe":
+        """Reads a TOML recipe, its base first, then `a.b=c` overrides; fill: what is left out, where somebody knows it."""
         table = _read_with_base(Path(path), ())
         changes: dict[str, Any] = {}
         for override in overrides:  # together: two shares of a mixture are one change
             changes = overlay(changes, nest(*parse_override(override)))
         try:
-            return cls.resolve(_merge(table, changes))
+            return cls.resolve(fill(_merge(table, changes)))
         except ConfigError as failure:
             raise failure.within(str(path)) from None
 

@@ -39,6 +39,12 @@ _LOCK_SECONDS = 120.0  # that the ranks of a restarted run wait for those before
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "tokenizers", "safetensors")
 
 
+def made_a_step(path: Path) -> bool:
+    """Whether a run folder holds more than a start that failed."""
+    metrics, states = path / "metrics.jsonl", path / "checkpoints"
+    return (metrics.exists() and metrics.stat().st_size > 0) or (states.is_dir() and any(states.glob("step-*")))
+
+
 class RunFolder:
     """Opened for one run: a lock that dies with rank 0 keeps others out."""
 
@@ -119,7 +125,7 @@ class RunFolder:
             except ConfigError as failure:
                 raise TrainError(f"{file}: cannot be read: {failure}; choose another --out") from None
             odd = recipe.differences(before)
-            if odd and not self._made_a_step():
+            if odd and not made_a_step(self.path):
                 for name in ("run.json", "environment.json", "metrics.jsonl"):  # of a start that failed: nothing is lost
                     (self.path / name).unlink(missing_ok=True)
                 shutil.rmtree(self.path / "tokenizer", ignore_errors=True)
@@ -128,11 +134,6 @@ class RunFolder:
         elif any(entry.name not in ("lock", "run.json") and not entry.name.startswith(".") for entry in self.path.iterdir()):
             raise TrainError(f"{self.path}: holds other files and no run; choose another --out")
         self.write("recipe.toml", recipe.to_toml())
-
-    def _made_a_step(self) -> bool:
-        metrics = self.path / "metrics.jsonl"
-        states = self.path / "checkpoints"
-        return (metrics.exists() and metrics.stat().st_size > 0) or (states.is_dir() and any(states.glob("step-*")))
 
     def write(self, name: str, text: str) -> None:
         """A small file, whole or not at all; by rank 0."""
@@ -145,7 +146,7 @@ class RunFolder:
 
     def discard_if_new(self) -> None:
         """Takes away the folder of a run that could not start, if it was made for it."""
-        if self._new and self.world.first and not self._made_a_step():
+        if self._new and self.world.first and not made_a_step(self.path):
             shutil.rmtree(self.path, ignore_errors=True)
 
     def facts(self) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """Is it the same thing? The marks of a run's data, and whether a parent fits its recipe and its data."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sinkdlm.checkpoint import Loaded
@@ -27,10 +27,16 @@ def check_parent(recipe: Recipe, rows: Rows, loaded: Loaded) -> None:
 
 def check_shape(recipe: Recipe, parent: ModelConfig, fixed: Sequence[str]) -> None:
     """[model] says of a parent what its weights do. fixed: the keys that they decide."""
-    found, wanted = parent.to_dict(), recipe.model.to_dict()
+    check_fields(recipe.init.from_, recipe.model.to_dict(), parent, fixed)
+
+
+def check_fields(name: str | None, given: Mapping[str, Any], parent: ModelConfig, fixed: Sequence[str]) -> None:
+    """The same of some fields, before there is a recipe."""
+    found = parent.to_dict()
+    wanted = {**found, **given}
     odd = [f"{key} = {found[key]!r}, model.{key} is {wanted[key]!r}" for key in fixed if found[key] != wanted[key]]
     if odd:
-        raise TrainError(f"init.from = {recipe.init.from_!r}: has {'; '.join(odd)}: {_fitting(found, wanted, fixed)}")
+        raise TrainError(f"init.from = {name!r}: has {'; '.join(odd)}: {_fitting(found, wanted, fixed)}")
 
 
 def _fitting(found: dict[str, Any], wanted: dict[str, Any], fixed: Sequence[str]) -> str:

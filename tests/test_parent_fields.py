@@ -1,0 +1,100 @@
+"""Recipes that start from a parent and leave its shape to it: filled in, refused where they contradict, whole in the run folder."""
+
+import shutil
+
+import pytest
+from benchmarks import kills
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from sinkdlm import DiffusionLM, ModelConfig, load, save
+from sinkdlm.cli import app
+from sinkdlm.cli_recipes import load_recipe
+from sinkdlm.config import Recipe
+from sinkdlm.data.synthetic import character_tokenizer
+from sinkdlm.errors import UserError
+
+SHAPE = {"vocab_size": 64, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "d_model": 16, "d_ff": 24, "context_length": 48}
+
+
+@pytest.fixture
+def parent(tmp_path):
+    flags = {"n_sinks": 2, "sink_position": "end", "rope_base": 5000.0, "mask_id": 62, "shift_logits": True}
+    model = DiffusionLM(ModelConfig(**SHAPE, **flags), seed=1)
+    save(tmp_path / "parent", model)
+    return model.config
+
+
+def recipe_of(tmp_path, model: str = "", parent: str = "parent"):
+    path = tmp_path / "child.toml"
+    path.write_text(
+        f'{model}\n[init]\nfrom = "{tmp_path / parent}"\n[data]\nlength = 16\n[data.sets]\n"{tmp_path / "set"}" = 1\n'
+        '[train]\nsteps = 4\nbatch = 4\nprecision = "float32"\n[eval]\nevery = 0\n[log]\nprobe_every = 0\n[save]\nevery = 2\n'
+    )
+    return path
+
+
+@pytest.mark.parametrize("model", ["", "[model]", "[model]\nn_layers = 2", "[model]\nn_heads = 2\nsink_position = 'end'"])
+def test_what_a_recipe_leaves_out_is_the_parents(tmp_path, parent, model):
+    assert load_recipe(recipe_of(tmp_path, model), None).model == parent
+
+
+def test_what_weights_leave_free_may_be_given(tmp_path, parent):
+    found = load_recipe(recipe_of(tmp_path, "[model]\ncontext_length = 32"), ["model.sink_value=zero"]).model
+    assert found == parent.replace(context_length=32, sink_value="zero")
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("d_ff = 32", ["has d_ff = 24, model.d_ff is 32", "give [model] the parent's values"]),
+        ("n_heads = 3", ["has n_heads = 2, model.n_heads is 3"]),
+        ("n_sinks = 1\nrope_base = 10000.0", ["rope_base = 5000.0, model.rope_base is 10000.0", "n_sinks = 2, model.n_sinks is 1"]),
+        ("preset = 'nano'", ["n_layers = 2, model.n_layers is 3", "d_model = 16, model.d_model is 64"]),
+    ],
+)
+def test_what_contradicts_the_parent_is_named_with_both(tmp_path, parent, model, words):
+    with pytest.raises(UserError) as failure:
+        load_recipe(recipe_of(tmp_path, f"[model]\n{model}"), None)
+    assert str(failure.value).startswith(f"init.from = '{tmp_path / 'parent'}': has ")
+    assert all(word in str(failure.value) for word in words), failure.value
+
+
+def test_an_ar_parent_gives_its_shape_and_mask_is_chosen_as_by_convert(tmp_path):
+    tokenizer = character_tokenizer()
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    rows = len(tokenizer) + 5
+    LlamaForCausalLM(LlamaConfig(vocab_size=rows, max_position_embeddings=64, **shape)).save_pretrained(tmp_path / "llama")
+    tokenizer.save_pretrained(tmp_path / "llama")
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "llama"), str(tmp_path / "converted"), "--set", "n_sinks=1"])
+    assert done.exit_code == 0, done.output
+    path = recipe_of(tmp_path, "[model]\nn_sinks = 1", "llama")
+    found = load_recipe(path, None).model
+    assert found == load(tmp_path / "converted").config
+    assert found.mask_id == len(tokenizer)
+    assert load_recipe(path, [f"model.vocab_size={rows}"]).model.mask_id == rows  # [MASK] follows a vocabulary that is given
+
+
+def test_a_parent_that_is_not_here_is_asked_for_only_where_it_must_be(tmp_path):
+    whole = recipe_of(tmp_path, "[model]\npreset = 'nano'")
+    assert load_recipe(whole, None).model == ModelConfig.preset("nano")
+    with pytest.raises(UserError, match=r"\[model\] leaves out vocab_size, .*d_ff.*no such file or folder.*or a preset"):
+        load_recipe(recipe_of(tmp_path, "[model]\nn_layers = 2"), None)
+
+
+def test_a_run_keeps_its_recipe_whole_and_goes_on_without_the_parent(tmp_path, parent):
+    kills.write_set(tmp_path / "set")
+    path, out = recipe_of(tmp_path), tmp_path / "run"
+
+    def train(*more):
+        return CliRunner().invoke(app, ["train", str(path), "--out", str(out), "--device", "cpu", *more], catch_exceptions=False)
+
+    assert train().exit_code == 0
+    assert Recipe.load(out / "recipe.toml").model == parent
+    shutil.rmtree(tmp_path / "parent")
+    for made in ("model", "checkpoints/step-0000000004"):
+        shutil.rmtree(out / made)
+    assert train().exit_code == 0
+    assert load(out / "model").config == parent
+    with pytest.raises(UserError, match=r"holds a run of another recipe: model\.context_length = 32, not 48"):
+        train("--set", "model.context_length=32")
