@@ -207,6 +207,15 @@ def test_a_traceless_change_inside_the_scope_is_refused(change):
         model(small_tokens(2, 5))
 
 
+def test_weights_that_are_no_numbers_are_not_taken_for_edited_ones():
+    model = small_model(n_sinks=1)
+    with torch.no_grad():
+        model.blocks[1].attention.qkv.weight[0, 0] = torch.nan
+    with model.inference():
+        model(small_tokens(2, 5))
+        model(small_tokens(2, 5))
+
+
 def test_an_edit_is_found_under_autocast_and_before_a_recomputation():
     def edit_under_autocast(model):
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -173,6 +173,28 @@ def test_documents_are_scored_at_every_length(cut):
     assert f"{found['attention.writes.16'].value:.3f}" in said
 
 
+@pytest.mark.parametrize(("losses", "told"), [([1, 2, 3, 5, 4], "lose more there"), ([5, 4, 3, 1, 2], "do not lose more there")])
+def test_what_heads_write_is_held_against_what_is_lost(losses, told):
+    """By ranks, over models whose training had no short rows: the sixth, which would say the opposite, is none of them."""
+    short, *between, long = SCALES["small"].cuts
+    records = {}
+    for number, (variant, lost) in enumerate(
+        zip((BASE, "sink", "gate", "register", "logit", MIXED[0]), [*losses, 99], strict=True)
+    ):
+        (one,) = matrix({(ADAPT, variant): 0.0}, n_seeds=1).values()
+        rows = {f"rows.{length}": Outcome.of_items([4.0, 4.0], 2) for length in (*between, long)}
+        wrote = {f"attention.writes.{length}": Outcome.of_value(0.4) for length in (*between, long)}
+        more = {
+            f"rows.{short}": Outcome.of_items([4.0 + lost] * 2, 2),
+            f"attention.writes.{short}": Outcome.of_value(0.5 + number / 10),
+        }
+        records[one.name] = replace(one, outcomes={**one.outcomes, **rows, **wrote, **more})
+    said = to_markdown(lengths_blocks(records, None, SCALES["small"], level=3))
+    correlation = 0.9 if losses[0] == 1 else -0.9
+    assert f"than at {long} {told}: over the 5 whose" in said
+    assert f"the two is {correlation:.2f}." in said
+
+
 @pytest.mark.parametrize(
     "flags",
     [

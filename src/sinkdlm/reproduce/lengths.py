@@ -189,8 +189,40 @@ def _cuts(records: Mapping[str, Record], scale: Scale) -> list[Block]:
             "heads and layers, half of the tokens masked:"
         ),
         Table(head, rows),
+        *_together(made, scale),
     ]
     return blocks
+
+
+def _together(made: Mapping[str, Record], scale: Scale) -> list[Block]:
+    """Whether models whose heads write more on short rows lose more there. Those that training gave short rows are left out."""
+    short, long = scale.cuts[0], scale.cuts[-1]
+    found = []
+    for variant, run in made.items():
+        named = [f"{name}.{length}" for name in (ROWS, f"attention.{WRITES}") for length in (short, long)]
+        if "random_lengths" not in VARIANTS[variant].get("data", {}) and all(name in run.outcomes for name in named):
+            lost, lost_long, wrote, wrote_long = (run.outcomes[name].value for name in named)
+            found.append((lost - lost_long, wrote / wrote_long))
+    if len(found) < _FEW:
+        return []
+    correlation = _rank_correlation(found)
+    return [
+        Paragraph(
+            f"Models whose heads write more at {short} tokens than at {long} {'lose' if correlation > 0 else 'do not lose'} more "
+            f"there: over the {len(found)} whose training had rows of {long} tokens alone, the rank correlation of the two is "
+            f"{correlation:.2f}."
+        )
+    ]
+
+
+_FEW = 5  # models, below which ranks say nothing
+
+
+def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
+    """Spearman's; values that are equal do not occur."""
+    ranks = np.argsort(np.argsort(np.array(pairs), axis=0), axis=0)
+    centred = ranks - ranks.mean(0)
+    return float(centred.prod(1).sum() / np.sqrt((centred**2).sum(0).prod()))
 
 
 def _kinds(scale: Scale) -> dict[str, str]:
