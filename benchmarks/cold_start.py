@@ -4,11 +4,12 @@
 
 Each start is `sinkdlm train` in a process of its own. Starts alternate: cold ones with a cache folder of their own, warm ones with
 one that a start before them has filled. Beside the first step: when the run's folder is there (packages are loaded, and the device
-is), and when the weights are.
+is), and when the weights are. --profile makes one warm start more, under cProfile, and writes where its time went.
 """
 
 import argparse
 import os
+import pstats
 import subprocess
 import sys
 import tempfile
@@ -22,12 +23,14 @@ from benchmarks.kills import write_set
 from benchmarks.measuring import quantiles, record, write
 from benchmarks.train import lines_of
 
+_LINES = 150  # of a profile, in each order
 _FOLDER, _WEIGHTS, _STEP = "folder", "weights", "first_step"
 
 
-def seconds_of_start(recipe: Path, out: Path, cache: Path, overrides: list[str]) -> dict[str, float]:
+def seconds_of_start(recipe: Path, out: Path, cache: Path, overrides: list[str], profile: Path | None = None) -> dict[str, float]:
     """Until the first step's line is in metrics.jsonl, and until files that a run writes before; the run then goes to its end."""
-    command = [sys.executable, "-m", "sinkdlm", "train", str(recipe), "--out", str(out)]
+    watched = [] if profile is None else ["-m", "cProfile", "-o", str(profile)]
+    command = [sys.executable, *watched, "-m", "sinkdlm", "train", str(recipe), "--out", str(out)]
     command += [word for override in overrides for word in ("--set", override)]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
     signs: dict[str, Callable[[], bool]] = {
@@ -45,6 +48,13 @@ def seconds_of_start(recipe: Path, out: Path, cache: Path, overrides: list[str])
     if process.returncode:
         raise SystemExit(f"the run failed with status {process.returncode}: {said[-2000:]}")
     return {name: found.get(name, time.monotonic() - began) for name in signs}
+
+
+def write_profile(profile: Path, text: Path) -> None:
+    """The functions that took longest with all they called, and then by themselves."""
+    with text.open("w") as stream:
+        for order in ("cumulative", "tottime"):
+            pstats.Stats(str(profile), stream=stream).sort_stats(order).print_stats(_LINES)
 
 
 def recipe_text(model: str, n_sinks: int, length: int, rows: int, data: Path) -> str:
@@ -75,6 +85,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--starts", type=int, default=2, help="of each kind")
+    parser.add_argument("--profile", type=Path, help="a text file for where a warm start's time goes")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
     args = parser.parse_args()
@@ -88,12 +99,15 @@ def main() -> None:
                 out = folder / f"{kind}-{number}"
                 times[kind].append(seconds_of_start(recipe, out, folder / f"cache-{number}", args.overrides))
                 print(kind, times[kind][-1], flush=True)
+        if args.profile is not None:
+            seconds_of_start(recipe, folder / "profiled", folder / "cache-0", args.overrides, folder / "profile")
+            write_profile(folder / "profile", args.profile)
     figures = {
         f"seconds_to_{name}": {kind: quantiles([one[name] for one in taken]) for kind, taken in times.items()}
         for name in (_FOLDER, _WEIGHTS, _STEP)
     }
     warm, cold = (figures[f"seconds_to_{_STEP}"][kind]["p50"] for kind in ("warm", "cold"))
-    settings = {key: value for key, value in vars(args).items() if key != "out"}
+    settings = {key: value for key, value in vars(args).items() if key not in ("out", "profile")}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     write(
         record("cold_start", {**figures, "warm_to_cold": warm / cold}, device=device, settings=settings),

@@ -183,11 +183,12 @@ def test_precisions_are_compared_on_the_same_run(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_cold_and_warm_starts_are_timed(tmp_path, monkeypatch):
     words = ["cold_start", "--model", "nano", "--rows", "2", "--length", "32", "--starts", "1", "--set", "train.compile=none"]
-    monkeypatch.setattr(sys, "argv", [*words, "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", [*words, "--out", str(tmp_path / "out"), "--profile", str(tmp_path / "profile.txt")])
     cold_start.main()
-    (path,) = tmp_path.iterdir()
+    (path,) = (tmp_path / "out").iterdir()
     entry = json.loads(path.read_text())
     check_record(entry)
+    assert "(train)" in (tmp_path / "profile.txt").read_text()
     assert entry["figures"]["warm_to_cold"] > 0
     for kind in ("cold", "warm"):
         parts = [entry["figures"][f"seconds_to_{name}"][kind]["p50"] for name in ("folder", "weights", "first_step")]
