@@ -199,6 +199,7 @@ def train(
     folder = out or Path("runs") / recipe.stem
     resolved = load_recipe(recipe, overrides, folder)
     from sinkdlm.training.loop import train as run
+    from sinkdlm.training.peaks import read_peaks
     from sinkdlm.training.signals import Stopped
 
     try:
@@ -209,6 +210,7 @@ def train(
         leave(128 + stopped.number)
     if found["rank"]:
         return
+    found["gradient_peaks"] = read_peaks(folder)
     typer.echo(json.dumps(found, indent=2) if as_json else f"{found['model']}: {found['tokens']:,} tokens, {found['steps']} steps")
 
 

@@ -25,10 +25,10 @@ from sinkdlm.reproduce.inputs import Inputs
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, OFFICIAL, SFT, VARIANTS, Job, Scale
 from sinkdlm.reproduce.measuring import Found, Model, Stage, ask, score_answers, score_cuts, score_documents, watch
 from sinkdlm.reproduce.records import RUN, TRIAL, Outcome, Record, provenance, write_record, write_text
-from sinkdlm.reproduce.statistics import peaks_of
 from sinkdlm.tables import nest, overlay, parse_override
 from sinkdlm.training.loop import train
 from sinkdlm.training.opening import LoadParent
+from sinkdlm.training.peaks import read_lines, read_peaks
 
 _TWINS = tuple(Job(ADAPT, variant, FIRST_SEED) for variant in OFFICIAL)
 
@@ -170,9 +170,7 @@ def train_job(recipe: Recipe, folder: Path, bench: Bench) -> dict[str, Any]:
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, quiet=bench.quiet)
     found = train(recipe, folder, load_parent=bench.load_parent, device=bench.device, console=console)
     _give_back()
-    peaks = peaks_of([line["grad_norm"] for line in read_lines(folder, "train")])
-    told = {"steps": found["steps"], "tokens": found["tokens"], "skipped": found["skipped"]}
-    return {**told, "peaks": {"count": len(peaks.steps), "largest": round(peaks.largest, 2), "at": peaks.at}}
+    return {**{name: found[name] for name in ("steps", "tokens", "skipped")}, "peaks": read_peaks(folder)}
 
 
 def _give_back() -> None:
@@ -192,12 +190,6 @@ def clear(job: Job, bench: Bench) -> None:
 def _load(path: Path, recipe: Recipe, bench: Bench) -> Model:
     dtype = torch.bfloat16 if bench.where.type == "cuda" else torch.float32
     return Model(load(path, device=bench.where, dtype=dtype), recipe.data.first)
-
-
-def read_lines(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """What a run folder keeps of training, also of what came before an interruption."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == kind]
 
 
 class _Parts:

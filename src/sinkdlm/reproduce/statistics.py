@@ -7,7 +7,6 @@ and tests are Student's. Numbers alone: knows no run, file or claim.
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -107,27 +106,3 @@ def equivalence(values: Sequence[float], margin: float) -> Equivalence:
         return Equivalence(0.0 if abs(spread.mean) < margin else 1.0, spread.low, spread.high, margin)
     nearest = (margin - abs(spread.mean)) / spread.stderr
     return Equivalence(1 - student_cdf(nearest, spread.n - 1), spread.low, spread.high, margin)
-
-
-SETTLED = 0.1  # of a run's steps, after which gradients are looked at: the first ones are large in every run
-PEAK = 5.0  # times the median: a gradient norm that is one
-
-
-class Peaks(NamedTuple):
-    """Of gradient norms once a run has settled. steps: those with a peak, from 1; largest: over the median, and its step."""
-
-    median: float
-    steps: list[int]
-    largest: float
-    at: int
-
-
-def peaks_of(gradients: Sequence[float | None]) -> Peaks:
-    """A step without a finite gradient counts as a peak, and as none of the others."""
-    begin = int(len(gradients) * SETTLED)
-    settled = {step: norm for step, norm in enumerate(gradients, start=1) if step > begin}
-    known = {step: norm for step, norm in settled.items() if norm is not None}
-    middle = median(known.values())
-    at = max(known, key=lambda step: known[step])
-    steps = [step for step, norm in settled.items() if norm is None or norm > PEAK * middle]
-    return Peaks(middle, steps, known[at] / middle, at)

@@ -16,8 +16,8 @@ from sinkdlm.reproduce.blocks import Block, Bullets, Heading, Paragraph, Table
 from sinkdlm.reproduce.inputs import NO_PARENT
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, TRIAL_SEED, Job
 from sinkdlm.reproduce.records import Record, read_beside, write_beside
-from sinkdlm.reproduce.running import Bench, read_lines, recipe_of, train_job
-from sinkdlm.reproduce.statistics import PEAK, SETTLED, peaks_of
+from sinkdlm.reproduce.running import Bench, recipe_of, train_job
+from sinkdlm.training.peaks import PEAK, SETTLED, peaks_of, read_lines
 
 NAME = "steadiness"
 _LOOKS = 75  # at attention, in a run
@@ -128,7 +128,7 @@ def _peaked(records: Mapping[str, Record]) -> list[Block]:
     rough = [
         f"{name}: {peaks['count']}, the largest {peaks['largest']:.1f} times the median, at step {peaks['at']}"
         for name, peaks in kept.items()
-        if peaks["count"]
+        if peaks["count"] and "at" in peaks
     ]
     told = (
         f"A peak is a gradient norm of more than {PEAK:g} times the run's median, both after the first {SETTLED:.0%} of the steps. "

@@ -1,0 +1,44 @@
+"""Steps whose gradient is far larger than a run's others: seen in metrics.jsonl after the run, where clipping hides them in it."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+SETTLED = 0.1  # of a run's steps, after which gradients are looked at: the first ones are large in every run
+PEAK = 5.0  # times the median: a gradient norm that is one
+
+
+class Peaks(NamedTuple):
+    """Of gradient norms once a run has settled. steps: those with a peak, from 1; largest: over the median, and its step."""
+
+    median: float
+    steps: list[int]
+    largest: float
+    at: int
+
+
+def peaks_of(gradients: Sequence[float | None]) -> Peaks:
+    """A step without a finite gradient counts as a peak, and for nothing else."""
+    begin = int(len(gradients) * SETTLED)
+    settled = {step: norm for step, norm in enumerate(gradients, start=1) if step > begin}
+    known = {step: norm for step, norm in settled.items() if norm is not None}
+    middle = median(known.values()) if known else math.nan
+    at = max(known, key=lambda step: known[step], default=0)
+    steps = [step for step, norm in settled.items() if norm is None or norm > PEAK * middle]
+    return Peaks(middle, steps, known[at] / middle if middle > 0 else math.nan, at)
+
+
+def read_lines(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """What a run folder keeps of training, also of what came before an interruption."""
+    path = folder / "metrics.jsonl"
+    lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
+    return [line for line in lines if line["kind"] == kind]
+
+
+def read_peaks(folder: Path) -> dict[str, Any]:
+    """count; the largest over the median and its step, where there is one."""
+    peaks = peaks_of([line["grad_norm"] for line in read_lines(folder, "train")])
+    return {"count": len(peaks.steps)} | ({} if math.isnan(peaks.largest) else {"largest": round(peaks.largest, 2), "at": peaks.at})
