@@ -18,11 +18,11 @@ def work(job: dict[str, Any]) -> None:
     os.chdir(job["folder"])  # paths of a recipe start where the command runs
     os.environ.update(_describe_rank())
     from sinkdlm.cli import load_parent
-    from sinkdlm.config import Recipe
+    from sinkdlm.cli_recipes import load_recipe
     from sinkdlm.training.loop import train
 
-    recipe = Recipe.load(job["recipe"], job["overrides"])
-    train(recipe, Path(job["out"]), load_parent=load_parent, device=job["device"])
+    out = Path(job["out"])
+    train(load_recipe(Path(job["recipe"]), job["overrides"], out), out, load_parent=load_parent, device=job["device"])
 
 
 def _describe_rank() -> dict[str, str]:
@@ -64,10 +64,10 @@ def main() -> None:
     given = parser.parse_args()
 
     from sinkdlm import UserError
-    from sinkdlm.config import Recipe
+    from sinkdlm.cli_recipes import load_recipe
 
     try:
-        Recipe.load(given.recipe, given.overrides)  # what is wrong with it is better said here than by every worker
+        load_recipe(given.recipe, given.overrides, given.out)  # what is wrong with it is better said here than by every worker
     except UserError as failure:
         sys.exit(f"sinkdlm: {failure}")
     try:

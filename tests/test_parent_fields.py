@@ -1,6 +1,9 @@
 """Recipes that start from a parent and leave its shape to it: filled in, refused where they contradict, whole in the run folder."""
 
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from benchmarks import kills
@@ -47,7 +50,7 @@ def test_what_weights_leave_free_may_be_given(tmp_path, parent):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("d_ff = 32", ["has d_ff = 24, model.d_ff is 32", "give [model] the parent's values"]),
+        ("d_ff = 32", ["has d_ff = 24, model.d_ff is 32", "leave out of [model]"]),
         ("n_heads = 3", ["has n_heads = 2, model.n_heads is 3"]),
         ("n_sinks = 1\nrope_base = 10000.0", ["rope_base = 5000.0, model.rope_base is 10000.0", "n_sinks = 2, model.n_sinks is 1"]),
         ("preset = 'nano'", ["n_layers = 2, model.n_layers is 3", "d_model = 16, model.d_model is 64"]),
@@ -82,6 +85,35 @@ def test_a_parent_that_is_not_here_is_asked_for_only_where_it_must_be(tmp_path):
         load_recipe(recipe_of(tmp_path, "[model]\nn_layers = 2"), None)
 
 
+def test_a_mask_that_text_uses_is_refused_by_the_name_that_it_has_in_a_recipe(tmp_path):
+    kills.write_set(tmp_path / "set")
+    tokenizer = character_tokenizer()
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=64, **shape)).save_pretrained(tmp_path / "llama")
+    tokenizer.save_pretrained(tmp_path / "llama")
+    path = recipe_of(tmp_path, "[model]\nmask_id = 9", "llama")
+    with pytest.raises(UserError, match=r"^model\.mask_id=9: the tokenizer uses it"):
+        CliRunner().invoke(app, ["train", str(path), "--out", str(tmp_path / "run")], catch_exceptions=False)
+
+
+def test_a_line_taken_out_of_a_recipe_is_another_recipe_while_the_parent_can_be_asked(tmp_path):
+    kills.write_set(tmp_path / "set")
+    save(tmp_path / "parent", DiffusionLM(ModelConfig(**SHAPE), seed=1))
+    out = tmp_path / "run"
+
+    def train(model):
+        command = ["train", str(recipe_of(tmp_path, model)), "--out", str(out), "--device", "cpu"]
+        return CliRunner().invoke(app, command, catch_exceptions=False)
+
+    assert train("[model]\nn_sinks = 1").exit_code == 0
+    with pytest.raises(UserError, match=r"holds a run of another recipe: model\.n_sinks = 0, not 1"):
+        train("[model]")
+    assert train("[model]\nn_sinks = 1").exit_code == 0  # finished before
+    shutil.rmtree(tmp_path / "parent")
+    save(tmp_path / "parent", DiffusionLM(ModelConfig(**SHAPE, n_sinks=2), seed=1))  # another one, which nothing is read of
+    assert train("[model]\nn_sinks = 1").exit_code == 0
+
+
 def test_a_run_keeps_its_recipe_whole_and_goes_on_without_the_parent(tmp_path, parent):
     kills.write_set(tmp_path / "set")
     path, out = recipe_of(tmp_path), tmp_path / "run"
@@ -98,3 +130,12 @@ def test_a_run_keeps_its_recipe_whole_and_goes_on_without_the_parent(tmp_path, p
     assert load(out / "model").config == parent
     with pytest.raises(UserError, match=r"holds a run of another recipe: model\.context_length = 32, not 48"):
         train("--set", "model.context_length=32")
+
+
+def test_the_launcher_for_ray_asks_the_parent_too(tmp_path, parent):
+    launcher = Path(__file__).parents[1] / "launch" / "ray_train.py"
+    path = recipe_of(tmp_path, "[model]\nd_ff = 32")
+    command = [sys.executable, str(launcher), str(path), "--out", str(tmp_path / "run"), "--workers", "1", "--cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert f"sinkdlm: init.from = '{tmp_path / 'parent'}': has d_ff = 24, model.d_ff is 32" in done.stderr

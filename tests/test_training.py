@@ -854,9 +854,9 @@ def test_adaptation_opens_attention_and_adds_a_sink(tmp_path, token_set):
         (
             {**TINY, "vocab_size": 80},
             TINY,
-            ["has vocab_size = 80, model.vocab_size is 64; mask_id = 80", "give [model] the parent's"],
+            ["has vocab_size = 80, model.vocab_size is 64; mask_id = 80", "leave out of [model]"],
         ),
-        ({**TINY, "mask_id": 3}, TINY, ["has mask_id = 3, model.mask_id is 64", "give [model] the parent's values"]),
+        ({**TINY, "mask_id": 3}, TINY, ["has mask_id = 3, model.mask_id is 64", "leave out of [model]"]),
         ({**TINY, "n_sinks": 2}, TINY, ["has n_sinks = 2, model.n_sinks is 1"]),
         ({**TINY, "gate": "headwise"}, TINY, ["has gate = 'headwise', model.gate is 'none'"]),
     ],

@@ -218,20 +218,25 @@ def load_parent(recipe: Any, dtype: Any, source: Any = None, tokenizer: Any = No
     """init.from of a recipe: whatever `convert` reads, with the variant that [model] asks for. source, tokenizer: where they were
     read before."""
     from sinkdlm import interop
+    from sinkdlm.errors import ConvertError
     from sinkdlm.training.sameness import check_shape
 
     source = source or interop.open_source(recipe.init.from_)
     check_shape(recipe, source.config, interop.fixed_keys(source))
     wanted = recipe.model.to_dict()
-    return interop.load_any(
-        source,
-        {key: wanted[key] for key in interop.FREE_KEYS},
-        sink_init=recipe.init.sink_init,
-        gate_init=recipe.init.gate_init,
-        seed=recipe.train.seed,
-        dtype=dtype,
-        tokenizer=tokenizer,
-    )
+    try:
+        return interop.load_any(
+            source,
+            {key: wanted[key] for key in interop.FREE_KEYS},
+            sink_init=recipe.init.sink_init,
+            gate_init=recipe.init.gate_init,
+            seed=recipe.train.seed,
+            dtype=dtype,
+            tokenizer=tokenizer,
+        )
+    except ConvertError as failure:  # by the name that the field has here
+        option, told = "--set ", str(failure)
+        raise ConvertError(f"model.{told.removeprefix(option)}" if told.startswith(option) else told) from None
 
 
 @app.command()

@@ -1,7 +1,8 @@
 """Recipes as commands read them: what [model] leaves out of a run that starts from a parent is the parent's.
 
 Only where the parent is here: a recipe that says everything can be shown and planned anywhere. A run that has begun keeps its
-recipe whole, and needs the parent no more. Like cli.py, it imports what it needs when it runs.
+recipe whole, and needs the parent no more; where the parent is still here it is asked all the same, so that a line taken out of a
+recipe is not made up for by the run that had it. Like cli.py, it imports what it needs when it runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +23,7 @@ def fill_model(table: Mapping[str, Any], out: Path | None = None) -> Mapping[str
     parent = init.get("from") if isinstance(init, Mapping) else None
     if not isinstance(parent, str) or not isinstance(model, Mapping):
         return table  # a parent is not asked for, or a mistake that is told elsewhere
-    found = _of_run(out, parent)
-    return {**table, "model": {**(_of_parent(parent, model) if found is None else found), **model}}
+    return {**table, "model": {**_of_parent(parent, model, _of_run(out, parent)), **model}}
 
 
 def _of_run(out: Path | None, parent: str) -> dict[str, Any] | None:
@@ -40,14 +40,15 @@ def _of_run(out: Path | None, parent: str) -> dict[str, Any] | None:
     return kept.model.model_dump() if kept.init.from_ == parent and made_a_step(out) else None
 
 
-def _of_parent(parent: str, model: Mapping[str, Any]) -> dict[str, Any]:
+def _of_parent(parent: str, model: Mapping[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
+    """begun: [model] of the run that goes on, if there is one."""
     from sinkdlm.config import ModelConfig
     from sinkdlm.errors import ConfigError, UserError
 
     given = {"mask_id", "n_kv_heads", *model}  # these two follow from others
     missing = [name for name, field in ModelConfig.model_fields.items() if field.is_required() and name not in given]
-    if not Path(parent).exists() and not missing:
-        return {}  # before anything heavy is imported
+    if not Path(parent).exists() and (begun is not None or not missing):
+        return begun or {}  # before anything heavy is imported
     from sinkdlm import interop
     from sinkdlm.interop.adapt import choose_mask
     from sinkdlm.interop.tokenizer import tokenizer_of
@@ -56,11 +57,16 @@ def _of_parent(parent: str, model: Mapping[str, Any]) -> dict[str, Any]:
     try:
         source = interop.open_source(parent)
     except UserError as failure:
-        if not missing:
-            return {}  # whoever trains is told; a plan needs no parent
+        if begun is not None or not missing:
+            return begun or {}  # whoever trains anew is told; a plan needs no parent
         why = f"[model] leaves out {', '.join(missing)}, and the parent cannot be asked: {failure}"
         raise ConfigError(f"init.from = {parent!r}: {why}; give it where it can be read, or a preset") from None
-    check_fields(parent, model, source.config, interop.fixed_keys(source))
+    try:
+        check_fields(parent, model, source.config, interop.fixed_keys(source))
+    except UserError:
+        if begun is None:
+            raise
+        return begun  # another parent lies there by now, or training says how the recipe differs from the run's
     found = source.config.model_dump()
     if not source.has_mask:
         del found["mask_id"]

@@ -47,7 +47,7 @@ def _fitting(found: dict[str, Any], wanted: dict[str, Any], fixed: Sequence[str]
         if all(preset[key] == found[key] for key in _SHAPE):
             rest = [f"{key} = {found[key]!r}" for key in fixed if preset.get(key, wanted[key]) != found[key]]
             return f'set model.preset = "{name}"' + (f", and with it {', '.join(rest)}" if rest else "")
-    return "give [model] the parent's values"
+    return "leave out of [model], preset or key, what the parent decides, and it is the parent's"
 
 
 def mark_sets(rows: Rows) -> dict[str, Any]:
