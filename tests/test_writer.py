@@ -212,8 +212,33 @@ def test_chat_uses_the_template(chatty, checkpoint, tmp_path):
     talk = tmp_path / "talk.jsonl"
     talk.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
     assert sample(chatty, "--prompts", talk, "--length", 4).stdout.startswith("user: hi\nassistant: ")
-    with pytest.raises(SamplingError, match="no chat template"):
+    with pytest.raises(SamplingError, match="--chat: this tokenizer has no chat template"):
         sample(checkpoint, "--chat", "--prompt", "hello")
+    with pytest.raises(SamplingError, match=r"talk\.jsonl: has chat messages, and this tokenizer has no chat template"):
+        sample(checkpoint, "--prompts", talk)
+
+
+def test_messages_make_no_chat_of_the_prompts_beside_them(chatty, tmp_path):
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text('"tom has"\n{"messages": [{"role": "user", "content": "hi"}]}\n')
+    plain, talk = as_json(chatty, "--prompts", mixed, "--length", 4, "--no-stop")["samples"]
+    assert plain["text"].startswith("tom has")
+    assert talk["text"].startswith("user: hi")
+    alone = as_json(chatty, "--prompt", "tom has", "--length", 4, "--no-stop")["samples"][0]
+    assert plain["tokens"] == alone["tokens"]
+    asked = as_json(chatty, "--prompts", mixed, "--length", 4, "--no-stop", "--chat")["samples"]
+    assert asked[0]["text"].startswith("user: tom has")
+
+
+def test_a_length_that_nobody_gave_is_what_fits(checkpoint):
+    room = sinkdlm.load(checkpoint).config.context_length
+    given = ["--prompt", "a" * (room - 7), "--suffix", "bb", "--no-stop"]
+    assert len(as_json(checkpoint, *given)["samples"][0]["tokens"]) == room
+    assert len(as_json(checkpoint, "--prompt", "a", "--no-stop")["samples"][0]["tokens"]) == min(room, 65)
+    with pytest.raises(SamplingError, match=r"and 64 tokens to write.*shorten the prompt or --length"):
+        sample(checkpoint, *given, "--length", 64)
+    with pytest.raises(SamplingError, match=r"and 1 tokens to write.*shorten the prompt$"):
+        sample(checkpoint, "--prompt", "a" * room)
 
 
 def test_an_open_end_stops_at_eos_or_the_limit(checkpoint):

@@ -249,7 +249,7 @@ def sample(
     suffix: Annotated[str, typer.Option(help="What the text ends with.")] = "",
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's turn in the tokenizer's chat template.")] = False,
     bos: Bos = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens to write; by default 64.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens to write; by default 64, or what fits.")] = None,
     until_eos: Annotated[bool, typer.Option("--until-eos", help="Append blocks until EOS; --length is the limit.")] = False,
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Texts for each prompt.")] = 1,
     seed: Seed = 0,

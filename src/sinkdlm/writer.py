@@ -38,7 +38,7 @@ class Job:
     infill: str | None = None
     suffix: str = ""
     chat: bool = False
-    length: int | None = None  # of what follows a prompt; None: LENGTH
+    length: int | None = None  # of what follows a prompt; None: LENGTH, or what fits
     gap: int | None = None
     n: int = 1
     seed: int = 0
@@ -119,28 +119,35 @@ def canvases(lm: Any, job: Job) -> list[list[int]]:
     """The canvas of each prompt, [MASK] where there is something to write."""
     tokenizer, mask_id = lm.tokenizer, lm.config.mask_id
     check_bos(tokenizer, job.bos)
-    is_chat = False
+    room = lm.config.context_length
     if job.infill is not None:
         pieces = parse_gaps(job.infill, job.gap)
-        rows = [[token for piece in pieces for token in ([mask_id] * piece.gap or encode(tokenizer, piece.text))]]
+        row = [token for piece in pieces for token in ([mask_id] * piece.gap or encode(tokenizer, piece.text))]
+        rows = [begin(tokenizer, row, job.bos)]
         cure = "the text or its gaps" if job.gap is None else "the text or --gap"
     else:
-        given = [job.prompt] if job.prompts is None else read_prompts(job.prompts)
-        is_chat = job.chat or any(isinstance(prompt, list) for prompt in given)
-        if is_chat:
-            turns = [prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] for prompt in given]
-            if not has_chat_template(tokenizer):
-                raise SamplingError(
-                    "--chat: this tokenizer has no chat template; leave --chat out, or convert with another --tokenizer"
-                )
-            given = [chat_text(tokenizer, messages) for messages in turns]
-        tail = encode(tokenizer, job.suffix)
-        rows = [[*encode(tokenizer, prompt), *[mask_id] * (job.length or LENGTH), *tail] for prompt in given]
-        cure = "the prompt or --length"
-    rows = [begin(tokenizer, row, job.bos, chat=is_chat) for row in rows]
+        tail, rows = encode(tokenizer, job.suffix), []
+        for prompt in [job.prompt] if job.prompts is None else read_prompts(job.prompts):
+            head = _head_of(tokenizer, prompt, job)
+            rows.append([*head, *[mask_id] * (job.length or max(1, min(LENGTH, room - len(head) - len(tail)))), *tail])
+        cure = "the prompt" if job.length is None else "the prompt or --length"
     for row in rows:
-        check_room(row, mask_id, lm.config.context_length, cure)
+        check_room(row, mask_id, room, cure)
     return rows
+
+
+def _head_of(tokenizer: Any, prompt: Any, job: Job) -> list[int]:
+    """What stands before the text to write. Messages go through the template by themselves, and with --chat every prompt does."""
+    is_chat = job.chat or isinstance(prompt, list)
+    if is_chat:
+        if not has_chat_template(tokenizer):
+            raise SamplingError(
+                "--chat: this tokenizer has no chat template; leave --chat out, or convert with another --tokenizer"
+                if job.chat
+                else f"{job.prompts}: has chat messages, and this tokenizer has no chat template; give prompts in text"
+            )
+        prompt = chat_text(tokenizer, prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])
+    return begin(tokenizer, encode(tokenizer, prompt), job.bos, chat=is_chat)
 
 
 def _denoiser_of(lm: Any) -> Any:
