@@ -668,6 +668,17 @@ def test_info_counts_shows_and_finds_a_flipped_byte(tmp_path, tokenizer, command
         file.write_bytes(whole)
 
 
+@pytest.mark.parametrize(("cut", "cure"), [("file", "line or paragraph"), ("paragraph", "line splits"), ("line", None)])
+def test_the_cure_for_few_documents_is_not_what_was_done_already(tmp_path, tokenizer, cut, cure):
+    (tmp_path / "one.txt").write_text("one\n")
+    for number in range(2):
+        (tmp_path / "some" / f"{number}.txt").parent.mkdir(exist_ok=True)
+        (tmp_path / "some" / f"{number}.txt").write_text(f"tom has {number}\n")
+    for name in ("one.txt", "some"):
+        made = prepare.prepare([str(tmp_path / name)], tokenizer, tmp_path / f"out-{name}", Settings(documents=cut))
+        assert f"--documents {cure}" in made["notes"][-1] if cure else "more rows" in made["notes"][-1], made["notes"]
+
+
 def test_info_shows_each_of_few_examples_once(tmp_path, tokenizer):
     path = tmp_path / "train.txt"
     path.write_text("".join(f"q{n}||{n} #### {n}\n" for n in range(2)))

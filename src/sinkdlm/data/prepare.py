@@ -170,6 +170,12 @@ def _summary(folder: Path, index: dict[str, Any], notes: list[str]) -> dict[str,
     return {"out": str(folder), **facts, "splits": splits, "notes": notes, "already": False}
 
 
+def _finer(settings: Settings) -> str | None:
+    """How text files are cut into more documents than they were."""
+    ways = {"file": "--documents line or paragraph splits text files", "paragraph": "--documents line splits text files further"}
+    return ways.get(settings.documents) if settings.kind == "text" else None
+
+
 def _settle(store: Store, settings: Settings) -> list[str]:
     """What can only be said at the end: is there anything, is there a validation split, what was left out."""
     what = "documents" if settings.kind == "text" else "examples"
@@ -190,12 +196,10 @@ def _settle(store: Store, settings: Settings) -> list[str]:
             store.move_last("train", "validation")
             notes.append(f"none of {n_rows} rows fell into the validation split by its digest; the last one was put there")
         else:
-            cure = "--documents line or paragraph splits a text file" if settings.kind == "text" else "give more rows"
-            notes.append(f"one row only: there is no validation split; {cure}")
+            notes.append(f"one row only: there is no validation split; {_finer(settings) or 'give more rows'}")
     held, total = store.splits["validation"].n_tokens, sum(store.splits[split].n_tokens for split in SPLITS)
     if settings.validation > 0 and held > max(0.1, 3 * settings.validation) * total and n_rows > 1:
-        cure = "--documents paragraph splits large text files" if settings.kind == "text" else "more rows even it out"
-        notes.append(f"validation holds {held / total:.0%} of the tokens: {cure}")
+        notes.append(f"validation holds {held / total:.0%} of the tokens: {_finer(settings) or 'more rows even it out'}")
     if dropped:
         notes.append(f"{dropped} examples longer than {settings.length} tokens were left out")
     if empty:
