@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from evaluated import save_model, small_lm
-from sinkdlm import UserError, save
+from evaluated import padded_lm, save_model, small_lm
+from sinkdlm import UserError, load, save
+from sinkdlm.analysis import interventions
 from sinkdlm.analysis.prompts import PROMPTS
 from sinkdlm.analysis.study import Plan, read_capture
-from sinkdlm.sampling import Policy
+from sinkdlm.checkpoint import absent_ids
+from sinkdlm.sampling import Policy, requests_of
 
 QUICK = ("--length", 6, "--steps", 3, "--device", "cpu", "--dtype", "float64")
 
@@ -87,6 +89,36 @@ def test_capturing_alone_needs_no_matplotlib(analyze, models, tmp_path, monkeypa
     capture = read_capture(Path(json.loads(said)["captures"]["sink"]))
     assert capture["interventions"] == []
     assert capture["omitted"] == {"interventions": "not asked for"}
+
+
+@pytest.mark.parametrize("kind", ["bos", "padded"])
+def test_what_is_watched_is_what_sample_writes(analyze, command_line, tmp_path, kind):
+    """BOS before prompts as the tokenizer, or the command, has it; and no ids that the tokenizer lacks."""
+    lm = small_lm(bos=True) if kind == "bos" else padded_lm()
+    model = save(tmp_path / "model", lm.model, lm.tokenizer)
+    (tmp_path / "prompts.txt").write_text("the cat\n1 2 3\n")
+    given, quick, tokenizer = ("--prompts", tmp_path / "prompts.txt"), (*QUICK[:-1], "float32"), load(model).tokenizer
+    for more in [(), ("--no-bos",)] if kind == "bos" else [()]:
+        status, _, said = analyze(model, *given, "--out", tmp_path / "out", "--names", "it", "--capture-only", *quick, *more)
+        assert status == 0, said
+        seen = [row["text"] for row in read_capture(tmp_path / "out" / "captures" / "it.json")["trajectories"]]
+        _, printed, _ = command_line("sample", model, *given, "--no-stop", "--json", *quick, *more)
+        written = [row["tokens"] for row in json.loads(printed)["samples"]]
+        assert seen == [tokenizer.decode(tokens) for tokens in written]
+        assert len({tokens[0] == tokenizer.bos_token_id for tokens in written}) == 1
+        assert (written[0][0] == tokenizer.bos_token_id) == (kind == "bos" and not more)
+
+
+def test_interventions_write_no_ids_that_the_tokenizer_lacks():
+    lm = padded_lm()
+    requests = requests_of([[5, 6]], mask_id=lm.config.mask_id, length=8, steps=4)
+    absent = absent_ids(lm.tokenizer, lm.config.vocab_size)
+    highest = []
+    for barred in ((), absent):
+        (written,) = interventions._look(lm.model, interventions.Ground([[5, 6, 7]], requests, barred=barred), None).written
+        highest.append(int(written.max()))
+    assert highest[0] in absent
+    assert highest[1] < len(lm.tokenizer)
 
 
 def test_given_texts_under_noise(analyze, models, tmp_path):

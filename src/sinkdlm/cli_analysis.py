@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sinkdlm.cli_options import Device, Dtype, Json, PolicyOverrides, Precision, Seed
+from sinkdlm.cli_options import Bos, Device, Dtype, Json, PolicyOverrides, Precision, Seed
 
 _DEFAULT = 32  # trajectories
 _SHARES = "0.9,0.7,0.5,0.3,0.1"
@@ -24,6 +24,7 @@ def analyze(
         Path | None, typer.Option(help="A file of prompts: a line each, or .jsonl with prompt or question; else built-in ones.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's turn in the tokenizer's chat template.")] = False,
+    bos: Bos = None,
     names: Annotated[
         str | None, typer.Option(help="What to call the models, with commas; by default their folders' names.")
     ] = None,
@@ -79,6 +80,7 @@ def analyze(
         "overrides": overrides or [],
         "prompts": prompts,
         "chat": chat,
+        "bos": bos,
         "texts": texts,
         "shares": _numbers(shares or _SHARES, "--shares", float) if texts is not None else [],
         "rules": (threshold, margin),
@@ -130,6 +132,8 @@ class _Asked:
         unused = [key for key in ("prompts", "trajectories", "forwards", "length", "steps") if given[key] is not None]
         if given["texts"] is not None and unused:
             raise AnalysisError(f"--texts: each is looked at as it is, and nothing is written; leave out --{unused[0]}")
+        if given["texts"] is not None and given["bos"] is not None:
+            raise AnalysisError("--texts: each is looked at as it is; leave out --bos and --no-bos, which are of prompts")
         self._policy = policy_of(given["config"], **dict(parse_override(override) for override in given["overrides"]))
         self.texts = [] if given["texts"] is None else _read_lines(given["texts"])
         self.prompts = list(PROMPTS) if given["prompts"] is None else _read_lines(given["prompts"], chat=given["chat"])
@@ -138,11 +142,13 @@ class _Asked:
         """For one model: the default length is what fits it."""
         from sinkdlm.analysis.capture import Rules
         from sinkdlm.analysis.study import Plan
-        from sinkdlm.prompting import LENGTH, encode
+        from sinkdlm.prompting import LENGTH, begin, check_bos, encode
         from sinkdlm.sampling.unmasking import policy_of
 
         given, room = self._given, lm.config.context_length
-        encoded = [encode(lm.tokenizer, self._written(lm, prompt)) for prompt in self.prompts]
+        check_bos(lm.tokenizer, given["bos"])
+        bare = [encode(lm.tokenizer, self._written(lm, prompt)) for prompt in self.prompts]
+        encoded = [begin(lm.tokenizer, row, given["bos"], chat=given["chat"]) for row in bare]  # as `sample` would
         length = given["length"]
         if given["prompts"] is None:  # our own are cut to what leaves room
             length = length or min(LENGTH, -(-room // 2))

@@ -58,13 +58,15 @@ _PER_TOKEN = {"absolute", "relative", "received", "value_norm", "resting", "upda
 
 
 class Watched:
-    """A denoiser whose every forward is looked at. `last` holds what the last one showed, a dictionary for each row."""
+    """A denoiser whose every forward is looked at. `last` holds what the last one showed, a dictionary for each row.
 
-    def __init__(self, model: DiffusionLM, rules: Rules = RULES) -> None:
+    barred: ids that are never written, as `model.denoiser` has them."""
+
+    def __init__(self, model: DiffusionLM, rules: Rules = RULES, barred: Sequence[int] = ()) -> None:
         self.model, self.rules = model, rules
         self.last: list[dict[str, np.ndarray]] = []
-        self._denoiser = model.denoiser()
-        self.reach = self._denoiser.reach
+        self._denoiser = model.denoiser(barred)
+        self.reach, self.barred = self._denoiser.reach, self._denoiser.barred
         self._n_registers = model.config.n_registers
         self._layers: list[_Layer] = []
         self._updates: list[Tensor] = []
@@ -169,10 +171,11 @@ def capture(
     rules: Rules = RULES,
     batch: int = 8,
     tick: Callable[[int], None] = lambda forwards: None,
+    barred: Sequence[int] = (),
 ) -> Iterator[Trajectory]:
     """Samples the requests and yields the trajectory of each, in their order; `batch` of them are under way at a time.
 
-    tick: called with the number of forwards of rows that a step made.
+    tick: called with the number of forwards of rows that a step made. barred: ids that are never written.
     """
     for request in requests:
         _check(request)
@@ -180,7 +183,7 @@ def capture(
         states = start(requests[begin : begin + batch])
         seen: list[list[dict[str, np.ndarray]]] = [[] for _ in states]
         with model.inference():
-            watched = Watched(model, rules)
+            watched = Watched(model, rules, barred)
             while any(not state.done for state in states):
                 tick(_advance(states, watched, seen))
         for state, steps in zip(states, seen, strict=True):

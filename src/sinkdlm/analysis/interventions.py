@@ -123,6 +123,7 @@ class Ground(NamedTuple):
     draws: int = 16  # of NELBO, each text
     batch: int = 8  # samples at a time
     seed: int = 0
+    barred: Sequence[int] = ()  # ids that samples never have
 
 
 class _Facts(NamedTuple):
@@ -157,7 +158,8 @@ def measure_changes(
 
 
 def _look(model: DiffusionLM, ground: Ground, intervene: Intervention | None) -> _Facts:
-    denoiser = functools.partial(model.denoiser(), intervene=intervene)
+    denoiser: Any = functools.partial(model.denoiser(), intervene=intervene)
+    denoiser.barred = tuple(ground.barred)  # a partial has none of what it wraps
     texts = [list(row) for row in ground.texts]
     scored = [[position > 0 or not model.config.shift_logits for position in range(len(row))] for row in texts]
     found = log_likelihood(

@@ -19,6 +19,7 @@ from sinkdlm.analysis.kinds import classify, labels
 from sinkdlm.analysis.metrics import Measured, measure, paths_of, summarize
 from sinkdlm.analysis.recording import record
 from sinkdlm.analysis.trajectory import Trajectory
+from sinkdlm.checkpoint import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.sampling import Policy, Request
 
@@ -144,7 +145,7 @@ def study(lm: Any, plan: Plan, *, name: str, source: str, made: dict[str, Any], 
     else:
         requests = _requests(lm, plan)
         texts = [list(prompt)[: lm.config.context_length] for prompt in plan.prompts if prompt]
-        trajectories = capture(lm.model, requests, rules=plan.rules, batch=plan.batch, tick=tick)
+        trajectories = capture(lm.model, requests, rules=plan.rules, batch=plan.batch, tick=tick, barred=_barred(lm))
     for trajectory in trajectories:
         seen.take(trajectory)
     found = summarize(seen.measured, plan.seed)
@@ -201,6 +202,10 @@ def _record(seen: _Seen, name: str, prompt: str, omitted: dict[str, str], tick: 
     return {"asked": asked, "side": side}
 
 
+def _barred(lm: Any) -> list[int]:
+    return absent_ids(lm.tokenizer, lm.config.vocab_size)  # as whoever writes with this model
+
+
 def _requests(lm: Any, plan: Plan) -> list[Request]:
     prompts = [plan.prompts[number % len(plan.prompts)] for number in range(plan.trajectories)]
     mask_id, most, longest = lm.config.mask_id, lm.config.context_length, max(map(len, prompts))
@@ -230,7 +235,7 @@ def _intervene(
     texts = [row for row in texts if len(row) > int(lm.config.shift_logits)]  # nothing predicts a shifted row's first token
     if not texts:
         return [], {"interventions": "the prompts hold no token to score; give --prompts or --texts"}
-    ground = Ground(texts[:_N_TEXTS], requests[:_N_SAMPLES], plan.draws, plan.batch, plan.seed)
+    ground = Ground(texts[:_N_TEXTS], requests[:_N_SAMPLES], plan.draws, plan.batch, plan.seed, _barred(lm))
     rows = _rows_of_look(plan)
     return measure_changes(lm.model, ground, plan.rules, tick=lambda looks: tick(looks * rows))
 
