@@ -85,6 +85,18 @@ def test_a_parent_that_is_not_here_is_asked_for_only_where_it_must_be(tmp_path):
         load_recipe(recipe_of(tmp_path, "[model]\nn_layers = 2"), None)
 
 
+def test_convert_never_replaces_what_a_run_has_trained(tmp_path, parent):
+    kills.write_set(tmp_path / "set")
+    out = tmp_path / "run"
+    more = ["--device", "cpu", "--set", "save.milestones=[2]", "--set", "train.ema=0.9"]
+    assert CliRunner().invoke(app, ["train", str(recipe_of(tmp_path)), "--out", str(out), *more]).exit_code == 0
+    for place in ("model", "ema", "milestones/step-2"):
+        with pytest.raises(UserError, match=r"is what the run in .*run has trained; choose another folder"):
+            CliRunner().invoke(app, ["convert", str(tmp_path / "parent"), str(out / place)], catch_exceptions=False)
+    for place in (tmp_path / "model", tmp_path / "model", out / "mine"):  # its own it makes again
+        assert CliRunner().invoke(app, ["convert", str(out), str(place)], catch_exceptions=False).exit_code == 0
+
+
 def test_a_mask_that_text_uses_is_refused_by_the_name_that_it_has_in_a_recipe(tmp_path):
     kills.write_set(tmp_path / "set")
     tokenizer = character_tokenizer()

@@ -235,6 +235,7 @@ MISTAKES = {
     "unknown too": (400, {"promt": "x"}, "promt"),
     "frames": (400, {"sinkdlm": {"frames": True}}, "stream"),
     "grows": (400, {"sinkdlm": {"until_eos": True}, "suffix": "x"}, "open end"),
+    "grows on": (400, {"sinkdlm": {"until_eos": True, "ignore_eos": True}}, "a text until EOS: and EOS is not to end it"),
     "options": (400, {"stream_options": {"include_usage": True}}, "stream"),
     "surrogate": (400, {"prompt": "\ud800"}, "prompt"),
     "surrogate key": (400, {"\ud800": 1}, "unicode"),

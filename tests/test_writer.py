@@ -241,6 +241,11 @@ def test_a_length_that_nobody_gave_is_what_fits(checkpoint):
         sample(checkpoint, "--prompt", "a" * room)
 
 
+def test_an_open_end_that_nothing_ends_is_refused(checkpoint):
+    with pytest.raises(SamplingError, match="a text until EOS: and EOS is not to end it; leave one of them out"):
+        sample(checkpoint, "--prompt", "tom", "--until-eos", "--no-stop")
+
+
 def test_an_open_end_stops_at_eos_or_the_limit(checkpoint):
     eos = sinkdlm.load(checkpoint).tokenizer.eos_token_id
     out = as_json(checkpoint, "--prompt", "tom", "--until-eos", "--length", 40, "--block", 4, "--temperature", 1.0, "--n", 12)

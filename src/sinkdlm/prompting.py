@@ -71,5 +71,8 @@ def check_room(canvas: Sequence[int], mask_id: int, room: int, cure: str) -> Non
 def policy_for(tokenizer: Any, policy: Policy, *, stop: bool, until_eos: bool) -> dict[str, Any]:
     """What a tokenizer says about a policy: which token ends a text. An open end is written in blocks."""
     eos_id = getattr(tokenizer, "eos_token_id", None) if stop else None
+    if until_eos and policy.eos_id is None and eos_id is None:
+        why = "the tokenizer names no EOS; give a length alone" if stop else "and EOS is not to end it; leave one of them out"
+        raise SamplingError(f"a text until EOS: {why}")
     options: dict[str, Any] = {"eos_id": eos_id} if policy.eos_id is None else {}
     return options | ({"block": _BLOCK} if until_eos and policy.block is None else {})

@@ -28,6 +28,7 @@ def convert(
         raise ConvertError("--standalone goes with --to hf")
     if to != "sinkdlm" and destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConvertError(f"{destination}: exists and is not empty; choose another folder or remove it")
+    _check_no_run(destination)
     shape = {key: value for key, value in dict(options.get("changes") or {}).items() if key in SHAPE_KEYS}
     found = open_source(source, shape)
     loaded = load_any(found, **options)
@@ -49,6 +50,14 @@ def convert(
         "dtype": str(loaded.model.embed.weight.dtype).removeprefix("torch."),
         "config": loaded.config.to_dict(),
     }
+
+
+def _check_no_run(destination: Path) -> None:
+    """A checkpoint may be made again by whatever made it; what a run has trained is not convert's to replace."""
+    place = destination.resolve()
+    owned = [place.parent] if place.name in ("model", "ema") else [place.parents[1]] if place.parent.name == "milestones" else []
+    if place.exists() and owned and (owned[0] / "run.json").is_file():
+        raise ConvertError(f"{destination}: is what the run in {owned[0]} has trained; choose another folder")
 
 
 # -- official -----------------------------------------------------------------------------------------------------------------
