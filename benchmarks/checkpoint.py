@@ -22,6 +22,7 @@ from benchmarks.kills import write_set
 from benchmarks.measuring import quantiles, record, write
 from sinkdlm import Recipe
 from sinkdlm.training import loop
+from sinkdlm.training.gradients import StepResult
 from sinkdlm.training.parallel import World, joined
 from sinkdlm.training.run import RunFolder
 
@@ -35,7 +36,7 @@ class Timed(loop.Trainer):
         self.begins: list[float] = []
         super().__init__(*arguments)
 
-    def _make_step(self, *arguments: Any) -> loop.StepResult:
+    def _make_step(self, *arguments: Any) -> StepResult:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.begins.append(time.perf_counter())

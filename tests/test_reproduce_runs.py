@@ -141,9 +141,9 @@ def test_a_plan_says_about_how_long(made, tmp_path, command_line):
     status, said, _ = command_line(*asked)
     assert status == 0
     *runs, total = said.splitlines()
-    assert len(runs) == 62
+    assert len(runs) == 63
     assert all(re.fullmatch(r"\S+ +about [1-9] s", run) for run in runs)
-    assert re.fullmatch(r"62 runs are missing, about \d minutes", total)
+    assert re.fullmatch(r"63 runs are missing, about \d minutes", total)
     stages = {stage.split()[0] for one in json.loads(command_line(*asked, "--json")[1]) for stage in one["stages"]}
     for scale in SCALES.values():
         assert {"start", *scale.tables, *stages} == set(scale.seconds)
@@ -208,11 +208,11 @@ def test_trainings_are_watched_and_not_made_again(made, tmp_path, capsys):
     assert read_beside(tmp_path / "cut" / "records", steadiness.NAME, "nano")["forms"] == found["forms"]
     assert not list((tmp_path / "cut" / "runs").glob("steadiness-*"))
     plain, sink = found["forms"].values()
-    assert (len(plain["loss"]), len(sink["loss"]), sink["looks"]) == (1, 4, [1, 2, 3, 4])  # a trial, and a run
+    assert (len(plain["loss"]), len(sink["loss"]), sink["looks"]) == (1, 4, [0, 1, 2, 3, 4])  # a trial, and a run
     assert all(len(layers) == 3 and min(layers) > 0 for name in ("share", "norm") for layers in sink[name])
-    assert plain["share"] == plain["norm"] == [[None] * 3]
+    assert plain["share"] == plain["norm"] == [[None] * 3] * 2  # before the only step, and after it
     said = to_markdown(steadiness.steadiness_blocks(found, read_records(made / "cut" / "records", "nano"), [], level=3))
-    assert "| sink at the end | 0.002 | 4 |" in said
+    assert "| sink at the end | 0.002 | 4 | 0 |" in said
     assert "5 records of the matrix have them counted" in said
 
 

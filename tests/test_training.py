@@ -685,10 +685,12 @@ def test_the_run_folder_holds_everything(tmp_path, token_set):
     validations, probes = metrics(out, "validation"), metrics(out, "probe")
     assert [line["step"] for line in validations] == [3, 6]
     assert all(0 < line["loss"] < 10 and line["ema"]["loss"] > 0 and line["draws"] == 4 for line in validations)
+    assert [line["step"] for line in probes] == [0, 3, 6]  # the first: before anything was learnt
     assert [set(layer) for layer in probes[0]["layers"]] == 2 * [
         {"top_content_share", "content_value_norm", "entropy", "sink_share", "sink_value_norm"}
     ]
-    line = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    line = next(line for line in lines if line["kind"] == "train")
     assert {"seconds", "tokens_per_second", "flops_per_second"} <= set(line["timing"])
     assert len(line["nll_by_ratio"]) == 4
     assert result["model"] == str(out / "model")

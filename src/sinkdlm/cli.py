@@ -198,6 +198,7 @@ def train(
     """Pretrain, adapt from an AR parent, or fine-tune: what the recipe says. The same command goes on where a run stopped."""
     folder = out or Path("runs") / recipe.stem
     resolved = load_recipe(recipe, overrides, folder)
+    from sinkdlm.training.kept import read_kept
     from sinkdlm.training.loop import train as run
     from sinkdlm.training.peaks import read_peaks
     from sinkdlm.training.signals import Stopped
@@ -210,7 +211,7 @@ def train(
         leave(128 + stopped.number)
     if found["rank"]:
         return
-    found["gradient_peaks"] = read_peaks(folder)
+    found |= {"gradient_peaks": read_peaks(folder), "sink_lost": read_kept(folder)}
     typer.echo(json.dumps(found, indent=2) if as_json else f"{found['model']}: {found['tokens']:,} tokens, {found['steps']} steps")
 
 

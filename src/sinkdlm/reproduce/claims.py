@@ -81,6 +81,17 @@ CLAIMS = (
         ADAPT,
         "sink",
         "vanilla-sink-rate",
+        late=True,
+    ),
+    Claim(
+        "beats-at-their-rate",
+        "controls",
+        "At the DLM's own learning rate, too, it is better than no sink",
+        LOWER,
+        ADAPT,
+        "sink-dlm-rate",
+        "vanilla",
+        late=True,
     ),
     Claim(
         "moving",

@@ -29,11 +29,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "logit": {"model": {"n_sinks": 1, "sink_kind": "logit"}},
     "first": {"data": {"first": "eos"}},
     "vanilla-sink-rate": {},
+    "sink-dlm-rate": {"model": {"n_sinks": 1}},
     "vanilla-lengths": {"data": {"random_lengths": 0.5}},
     "sink-lengths": {"model": {"n_sinks": 1}, "data": {"random_lengths": 0.5}},
 }
 # Variants that have no trials of their own: whose learning rate they take.
-RATE_OF = {"vanilla-sink-rate": "sink", "vanilla-lengths": "sink", "sink-lengths": "sink"}
+RATE_OF = {"vanilla-sink-rate": "sink", "sink-dlm-rate": "vanilla", "vanilla-lengths": "sink", "sink-lengths": "sink"}
 LABELS = {
     "vanilla": "DLM",
     "sink": "DLM + sink",
@@ -47,6 +48,7 @@ LABELS = {
     "logit": "sink logit",
     "first": "always visible first token",
     "vanilla-sink-rate": "DLM at the sink's learning rate",
+    "sink-dlm-rate": "DLM + sink at the DLM's learning rate",
     "vanilla-lengths": "DLM at the sink's learning rate, half of its rows of random length",
     "sink-lengths": "DLM + sink, half of its rows of random length",
 }
@@ -95,7 +97,7 @@ TARGETS: dict[str, Target] = {
     ),
     "controls": Target(
         "Controls: is it isolation that helps?",
-        {ADAPT: ("vanilla", "sink", "register", "logit", "first", "vanilla-sink-rate")},
+        {ADAPT: ("vanilla", "sink", "register", "logit", "first", "vanilla-sink-rate", "sink-dlm-rate")},
     ),
     "short": Target(
         "Rows shorter than those of training",

@@ -90,7 +90,7 @@ def method(scale: Scale) -> list[Block]:
         Heading(3, "Claims"),
         Paragraph(
             "Each claim of the paper is a comparison on primary outcomes, or a quantity against a number. Those marked late were "
-            "added after runs had been seen, because the paper makes them and the list had left them out:"
+            "added after runs had been seen: controls of learning rates, and what the paper claims and the list had left out:"
         ),
         _claims(),
         Heading(3, "Verdicts"),
@@ -104,6 +104,8 @@ def method(scale: Scale) -> list[Block]:
 
 def _design(scale: Scale) -> list[Block]:
     rates = "; ".join(f"{group}: {', '.join(f'{rate:g}' for rate in values)}" for group, values in scale.lrs.items())
+    plan = scale.tables[ADAPT]["train"]
+    trial, whole = (round(plan["warmup"] * plan["steps"] * share) for share in (scale.trial_share, 1.0))
     asked = ", ".join(task if most is None else f"{task} (first {most:,})" for task, most in scale.tasks.items())
     return [
         Bullets(
@@ -124,8 +126,10 @@ def _design(scale: Scale) -> list[Block]:
                 "tenth. Fine-tuning takes one rate for all. Changed once, before any run that a table uses: for adaptation 0.0002, "
                 "0.0004 and 0.0008 had been declared, and the first nine trials (vanilla, sink, gate) all chose the largest.",
                 "**Rates that differ.** The DLM's trials chose 0.0016, the sink's 0.0008, so that a difference between the two may "
-                "be the rate's. The DLM at the sink's rate was added as a control, after these trials and one seed had been seen. "
-                "Other claims whose variants chose different rates are listed with the rates, and have no such control.",
+                "be the rate's. The DLM at the sink's rate was added as a control, after these trials and one seed had been seen; "
+                "the sink at the DLM's rate after all seeds of both, when the sink's trial at this rate had been seen to lose its "
+                f"sink within a few steps (below): a trial has {trial} to warm up, and a run {whole}. Other claims whose variants "
+                "chose different rates are listed with the rates, and have no such control.",
                 "**Lengths.** Half of the rows of random length, with and without a sink, on one seed, and documents cut to "
                 f"{', '.join(map(str, scale.cuts))} tokens for adapted models of seed {FIRST_SEED}, were added "
                 f"after three seeds of table 1 had been seen, to explain them. {_short_rows(scale)}",

@@ -6,6 +6,7 @@ the gradient is the loss of that state. Their weights are not kept.
 """
 
 import shutil
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +18,7 @@ from sinkdlm.reproduce.inputs import NO_PARENT
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, TRIAL_SEED, Job
 from sinkdlm.reproduce.records import Record, read_beside, write_beside
 from sinkdlm.reproduce.running import Bench, recipe_of, train_job
+from sinkdlm.training.kept import LOST, MANY, RESTS, Kept
 from sinkdlm.training.peaks import PEAK, SETTLED, peaks_of, read_lines
 
 NAME = "steadiness"
@@ -24,11 +26,13 @@ _LOOKS = 75  # at attention, in a run
 
 
 class Form(NamedTuple):
-    """A training that is made again. rate: which of the three; whole: not a trial but the run of the first seed."""
+    """A training that is made again. rate: which of the three; whole: not a trial but the run of the first seed; warmup: times what
+    it has."""
 
     variant: str
     rate: int
     whole: bool = False
+    warmup: int = 1
 
     @property
     def job(self) -> Job:
@@ -39,6 +43,8 @@ FORMS = {
     "vanilla": Form("vanilla", 2),
     "sink-slower": Form("sink", 1),
     "sink": Form("sink", 2),
+    "sink-warm": Form("sink", 2, warmup=4),  # as long as that of a whole run, of which trials have a quarter
+    "sink-warmer": Form("sink", 2, warmup=10),
     "sink-zero": Form("sink-zero", 2),
     "sink-end-slower": Form("sink-end", 1, whole=True),
     "sink-end": Form("sink-end", 2),
@@ -55,7 +61,8 @@ def measure_steadiness(bench: Bench, say: Callable[[str], None]) -> dict[str, An
         lr = bench.scale.lrs[ADAPT][form.rate]
         recipe = recipe_of(form.job, bench, lr)
         every = max(1, (recipe.train.steps or 1) // _LOOKS)
-        recipe = recipe.replace(log={**recipe.log.to_dict(), "probe_every": every})
+        plan = {**recipe.train.to_dict(), "warmup": min(1.0, recipe.train.warmup * form.warmup)}
+        recipe = recipe.replace(train=plan, log={**recipe.log.to_dict(), "probe_every": every})
         told = recipe.to_toml()
         if known.get(name, {}).get("recipe") == told:
             found["forms"][name] = known[name]
@@ -138,7 +145,17 @@ def _peaked(records: Mapping[str, Record]) -> list[Block]:
 
 
 def _watched(found: Mapping[str, Any]) -> list[Block]:
-    head = ["", "learning rate", "steps", "gradient norm, median", "largest, of that (step)", "peaks", *_HEAD]
+    head = [
+        "",
+        "learning rate",
+        "steps",
+        "to warm up",
+        "loss, last tenth",
+        "gradient norm, median",
+        "largest, of that (step)",
+        "peaks",
+        *_HEAD,
+    ]
     rows = []
     for form in found["forms"].values():
         peaks = peaks_of(form["gradient"])
@@ -147,23 +164,46 @@ def _watched(found: Mapping[str, Any]) -> list[Block]:
                 form["label"],
                 f"{form['lr']:g}",
                 str(len(form["loss"])),
+                str(_warmup(form)),
+                f"{fmean(_last(form['loss'])):.3f}",
                 f"{peaks.median:.2f}",
                 f"{peaks.largest:.1f} ({peaks.at})",
                 str(len(peaks.steps)),
                 *(_course(form[name], part, style) for name, style in (("share", ".0%"), ("norm", ".2f")) for part in (0, 1)),
+                _lost(form),
             ]
         )
     return [
         Paragraph(
-            f"Trials, and one whole run, made again with about {_LOOKS} looks at attention each. Of the sink, at the first look "
-            "and at the last: attention on it, and its value norm over that of other tokens, in the lowest third of the layers and "
-            "in the others:"
+            f"Trials, and one whole run, made again with about {_LOOKS} looks at attention each. Trials see the same rows in the "
+            "same order, so that their training losses can be compared. Of the sink, at the first look and at the last: attention "
+            "on it, and its value norm over that of other tokens, in the lowest third of the layers and in the others. Lost: the "
+            f"first look at which more than {MANY:.0%} of the layers have less than {LOST:.0%} of the most they had on the sink, "
+            f"which was {RESTS:.0%} of their attention at least:"
         ),
         Table(head, rows),
     ]
 
 
-_HEAD = ("attention, lowest layers", "others", "value norm, lowest layers", "others")
+_HEAD = ("attention, lowest layers", "others", "value norm, lowest layers", "others", "lost")
+
+
+def _warmup(form: Mapping[str, Any]) -> int:
+    plan = tomllib.loads(form["recipe"])["train"]
+    return max(round(plan["warmup"] * len(form["loss"])), plan["min_warmup"])
+
+
+def _last(values: list[float | None]) -> list[float]:
+    known = [value for value in values if value is not None]
+    return known[-max(1, len(known) // 10) :]
+
+
+def _lost(form: Mapping[str, Any]) -> str:
+    kept = Kept()
+    for step, shares in zip(form["looks"], form["share"], strict=True):
+        kept.look(step, shares)
+    loss = kept.loss
+    return "" if loss is None else f"step {loss.step}: {loss.layers} of {loss.of} layers"
 
 
 def _course(looks: list[list[float | None]], part: int, style: str) -> str:

@@ -7,9 +7,10 @@ of learning rates, updates or files.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +48,19 @@ class Sums:
         total, masked, missed, *rest = values
         means = BucketedLoss.means([rest[:BUCKETS], rest[BUCKETS : 2 * BUCKETS]])
         return total, int(masked), int(missed), means, rest[2 * BUCKETS :]
+
+
+class StepResult(NamedTuple):
+    loss: float
+    grad_norm: float
+    n_masked: int
+    n_missed: int  # masked positions that found no place in a head of fixed size: such a step is made again before anything changes
+    nll_by_ratio: list[float | None]
+    signal: int  # the number of one that asks some rank to end, or 0
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class Gradients:

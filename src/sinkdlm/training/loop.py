@@ -9,7 +9,7 @@ import signal
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +36,8 @@ from sinkdlm.training.compiling import compile_model, compiles
 from sinkdlm.training.evaluate import probe, sample_text, validate
 from sinkdlm.training.export import provenance_of, write_model
 from sinkdlm.training.feed import batches
-from sinkdlm.training.gradients import Gradients, Sums
+from sinkdlm.training.gradients import Gradients, StepResult, Sums
+from sinkdlm.training.kept import Kept
 from sinkdlm.training.monitor import MakeMonitor, Monitor, SilentMonitor
 from sinkdlm.training.opening import Data, LoadParent, open_data, open_model, settle_facts
 from sinkdlm.training.optimizer import MOMENTS, Average, Optimizer, learning_rate
@@ -50,19 +51,6 @@ from sinkdlm.visibility import Opening
 
 _BAD_IN_A_ROW = 3  # steps without a finite loss that end a run
 _LIKE = 256  # rows that tell how many positions of the others may be masked
-
-
-class StepResult(NamedTuple):
-    loss: float
-    grad_norm: float
-    n_masked: int
-    n_missed: int  # masked positions that found no place in a head of fixed size: such a step is made again before anything changes
-    nll_by_ratio: list[float | None]
-    signal: int  # the number of one that asks some rank to end, or 0
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 def train(
@@ -124,6 +112,7 @@ class Trainer:
         self.optimizer = Optimizer(self.weights.local, self.plan)
         self.average = Average(self.weights.local, self.plan.ema) if self.plan.ema is not None else None
         self._resume()
+        self.kept = Kept.read(folder.path) if world.first else Kept()
         if recipe.save.background:
             self.states.prepare(self._tensors())
         self.micro_batch = self._micro_batch()
@@ -239,6 +228,8 @@ class Trainer:
         share = self.world.share(self.plan.batch)
         feed = batches(self.rows, self.step, self.steps, self.plan.batch, share, self.device)
         try:
+            if self.step == 0:
+                self._look_at_attention()
             began = time.perf_counter()
             for batch in feed:
                 waited = time.perf_counter() - began
@@ -389,18 +380,26 @@ class Trainer:
             self.monitor.line(line)
             error = "" if line["stderr"] is None else f" ± {line['stderr']:.4f}"
             self.monitor.say(f"step {self.step}: validation loss {line['loss']:.4f}{error}")
-        looks = self.validation or self.rows
-        if log.probe_every and (self.step % log.probe_every == 0 or last):
-            seen = (looks, log.probe_rows, self.schedule, self._precision, self.device)
-            layers = self.gradients.with_room(lambda: probe(self.model, *seen))
-            self.weights.settle()
-            self.monitor.line({"kind": "probe", "step": self.step, "layers": layers})
+        if self.step % max(1, log.probe_every) == 0 or last:
+            self._look_at_attention()
         if log.sample_every and (self.step % log.sample_every == 0 or last):
             chosen = (log.sample_prompt, log.sample_length, self.plan.seed, self._precision, self.device)
             text = self.gradients.with_room(lambda: sample_text(self.model, self.tokenizer, *chosen))
             self.weights.settle()
             self.monitor.line({"kind": "sample", "step": self.step, "text": text})
             self.monitor.say(f"step {self.step}: {text!r}")
+
+    def _look_at_attention(self) -> None:
+        log = self.recipe.log
+        if not log.probe_every:
+            return
+        seen = (self.validation or self.rows, log.probe_rows, self.schedule, self._precision, self.device)
+        layers = self.gradients.with_room(lambda: probe(self.model, *seen))
+        self.weights.settle()
+        self.monitor.line({"kind": "probe", "step": self.step, "layers": layers})
+        lost = self.kept.look(self.step, [layer.get("sink_share") for layer in layers])
+        if lost is not None:
+            self.monitor.say(f"step {self.step}: {lost.text}")
 
     def _validate(self, rows: Rows) -> dict[str, Any]:
         chosen = (self.recipe.eval.draws, self.schedule, self._precision, self.world)

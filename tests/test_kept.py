@@ -1,0 +1,68 @@
+"""Sinks that are lost along a run: what counts as lost, and that a run says it once and `train --json` keeps it."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from sinkdlm.data.synthetic import prepare_example
+from sinkdlm.training.kept import Kept
+
+RECIPE = """
+[model]
+preset = "nano"
+n_sinks = 1
+[data]
+length = 16
+[data.sets]
+"{data}" = 1
+[train]
+steps = 6
+batch = 4
+lr = 1e-4
+min_lr = 1e-5
+[eval]
+every = 0
+[log]
+probe_every = 2
+[save]
+every = 2
+keep = 3
+"""
+
+
+def test_a_sink_is_lost_where_over_a_quarter_of_the_layers_have_a_tenth_of_what_they_had():
+    kept = Kept()
+    assert kept.look(0, [0.01, 0.2, 0.3, 0.5]) is None  # the first layer never rested on it
+    assert kept.look(2, [0.0, 0.019, 0.3, 0.5]) is None  # one of four layers
+    assert kept.look(4, [0.0, 0.3, 0.4, 0.6]) is None
+    found = kept.look(6, [0.0, 0.031, 0.039, 0.059])  # of the most they had, not of the first
+    assert found == kept.loss == (6, 4, 2, 4)
+    assert kept.look(8, [0.0, 0.0, 0.0, 0.0]) is None  # told once
+
+
+@pytest.mark.parametrize("shares", [[], [None, None], [0.01, 0.02]])
+def test_without_a_sink_that_is_rested_on_nothing_is_lost(shares):
+    kept = Kept()
+    assert [kept.look(step, [share and share / (step + 1) for share in shares]) for step in (0, 50, 100)] == [None] * 3
+
+
+def test_a_run_says_that_it_lost_its_sink(tmp_path, command_line):
+    """The run's looks before its interruption are made to tell of a sink that has nearly all of attention."""
+    prepare_example(tmp_path / "set", documents=60)
+    recipe, out = tmp_path / "recipe.toml", tmp_path / "run"
+    recipe.write_text(RECIPE.format(data=tmp_path / "set"))
+    status, said, heard = command_line("train", recipe, "--out", out, "--json")
+    assert status == 0
+    assert "have lost" not in heard
+    assert json.loads(said)["sink_lost"] == {}
+    for gone in ("model", "checkpoints/step-0000000006"):
+        shutil.rmtree(out / gone)
+    lines = (out / "metrics.jsonl").read_text()
+    (out / "metrics.jsonl").write_text(re.sub(r'"sink_share": 0\.\d', '"sink_share": 0.9', lines))  # as long as before
+    status, said, heard = command_line("train", recipe, "--out", out, "--json")
+    assert status == 0
+    layers = len(json.loads(lines.splitlines()[0])["layers"])
+    assert f"step 6: {layers} of {layers} layers have lost the sink that they rested on, since step 4." in heard
+    assert json.loads(said)["sink_lost"] == {"step": 6, "layers": layers, "of": layers}
