@@ -24,7 +24,7 @@ from sinkdlm.reproduce.page import PICTURES, SCALE, VERDICTS, declared_records, 
 from sinkdlm.reproduce.records import Record, read_beside
 from sinkdlm.reproduce.statistics import LEVEL
 from sinkdlm.reproduce.steadiness import NAME as STEADINESS
-from sinkdlm.reproduce.steadiness import thirds_of
+from sinkdlm.reproduce.steadiness import warmup_of
 
 RECORDS = RESULTS / "reproduction"
 DOCS = Path(__file__).parents[1] / "docs"
@@ -137,22 +137,20 @@ def draw_lengths(records: Mapping[str, Record], figure: Any) -> bool:
 
 
 def draw_steadiness(found: Mapping[str, Any] | None, figure: Any) -> bool:
-    """Gradient norms, and the sink's value norm in the lowest third of layers, of trainings that were watched."""
+    """Gradient norms, and attention on the sink, of trainings that were watched."""
     if found is None:
         return False
     figure.set_size_inches(7.2, 3.2)
     left, right = figure.subplots(1, 2)
     for number, form in enumerate(found["forms"].values()):
-        colour, label = f"C{number}", f"{form['label']}, {form['lr']:g}"
+        colour, label = f"C{number}", f"{form['label']}, {form['lr']:g}, {warmup_of(form)} steps to warm up"
         norms = [np.nan if norm is None else norm for norm in form["gradient"]]
         left.plot(np.arange(1, len(norms) + 1), norms, color=colour, lw=0.7, label=label)
-        course = [thirds_of(layers) for layers in form["norm"]]
-        right.plot(
-            form["looks"], [np.nan if third is None else third.low for third in course], color=colour, marker=".", ms=2, lw=0.7
-        )
+        shares = np.array(form["share"], dtype=float)  # looks x layers, nan without a sink
+        right.plot(form["looks"], 100 * shares.mean(1), color=colour, marker=".", ms=2, lw=0.7)
     left.set(xlabel="step", ylabel="gradient norm", yscale="log")
-    right.set(xlabel="step", ylabel="sink's value norm, of others',\nlowest third of layers")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=7)
+    right.set(xlabel="step", ylabel="attention on the sink, %,\nmean over layers")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=7)
     return True
 
 

@@ -42,7 +42,7 @@ VERDICTS = "verdicts"
 PICTURES = {  # target, VERDICTS or STEADINESS -> file and what it shows
     VERDICTS: ("reproduction-differences.svg", "Differences on each primary outcome, with intervals over seeds"),
     "short": ("reproduction-lengths.svg", "NELBO and what heads write by how long rows are, with and without a sink"),
-    STEADINESS: ("reproduction-steadiness.svg", "Gradient norms, and the sink's value norm in the lowest layers, step by step"),
+    STEADINESS: ("reproduction-steadiness.svg", "Gradient norms, and attention on the sink, step by step"),
     "figure1": (
         "reproduction-figure1.svg",
         "Value norms of content sinks and other tokens, and where the top content sink is at each step",

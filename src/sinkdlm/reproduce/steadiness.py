@@ -164,7 +164,7 @@ def _watched(found: Mapping[str, Any]) -> list[Block]:
                 form["label"],
                 f"{form['lr']:g}",
                 str(len(form["loss"])),
-                str(_warmup(form)),
+                str(warmup_of(form)),
                 f"{fmean(_last(form['loss'])):.3f}",
                 f"{peaks.median:.2f}",
                 f"{peaks.largest:.1f} ({peaks.at})",
@@ -188,7 +188,8 @@ def _watched(found: Mapping[str, Any]) -> list[Block]:
 _HEAD = ("attention, lowest layers", "others", "value norm, lowest layers", "others", "lost")
 
 
-def _warmup(form: Mapping[str, Any]) -> int:
+def warmup_of(form: Mapping[str, Any]) -> int:
+    """Steps."""
     plan = tomllib.loads(form["recipe"])["train"]
     return max(round(plan["warmup"] * len(form["loss"])), plan["min_warmup"])
 
