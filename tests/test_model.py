@@ -499,6 +499,10 @@ def test_model_says_which_attention_it_takes():
     assert small_model(n_sinks=1, attention="merge").attention_choice(padded=True).form == "merge"
     assert small_model().attention_choice().form == "plain"
     assert small_model(**VARIANTS["logit"]).attention_choice().form == "merge"
+    for attention in ("auto", "merge"):
+        assert small_model(attention=attention).attention_choice().reason.startswith("no sinks")
+        register = small_model(attention=attention, **VARIANTS["register"]).attention_choice()
+        assert str(register) == "plain on sdpa (registers are tokens of the row)"
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

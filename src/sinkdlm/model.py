@@ -292,13 +292,16 @@ class DiffusionLM(nn.Module):
     def attention_choice(self, *, padded: bool = False, documents: bool = False, opening: bool = False) -> Choice:
         """Which form of attention a forward takes here and now (with lengths, documents, an opening below 1), and why."""
         device, dtype, autocast = arithmetic_of(self)
-        return self._choose(
+        choice = self._choose(
             device.type,
             autocast or dtype,
             masked_keys=padded,
             pairwise=documents or opening,
             trained_tokens=self.config.context_length if trains_fused(device, autocast or dtype) else 0,
         )
+        if self.config.n_registers and choice.form == "plain":
+            return choice._replace(reason="registers are tokens of the row")
+        return choice
 
     def _choose(
         self, device: str, dtype: torch.dtype, *, masked_keys: bool = False, pairwise: bool = False, trained_tokens: int = 0
