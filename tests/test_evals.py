@@ -18,6 +18,7 @@ import torch
 from tokenizers import processors
 
 from evaluated import TEXTS, save_model, small_lm, tiny_tokenizer
+from sinkdlm.checkpoint import save
 from sinkdlm.data import display as bar
 from sinkdlm.errors import EvalError, UserError
 from sinkdlm.evals import display, gsm8k
@@ -38,7 +39,7 @@ from sinkdlm.evals.report import draw_table, notes_on
 from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Request, Sheet
 from sinkdlm.evals.responses import Journal, Response, header_of, read_answers
 from sinkdlm.evals.settings import OFFICIAL, Settings, settings_for
-from sinkdlm.likelihood import log_likelihood
+from sinkdlm.likelihood import document_likelihood, log_likelihood
 from sinkdlm.sampling import NAMED
 
 DRAWS = 8
@@ -579,6 +580,10 @@ def test_wrong_requests_say_so(tmp_path):
     tokenizer.eos_token = tokenizer.bos_token = None
     with pytest.raises(EvalError, match="neither BOS nor EOS"):
         TextEncoder(tokenizer).pairs([Request(LOGLIKELIHOOD, "t", 0, 0, "", "a")], 8)
+    tokenizer = tiny_tokenizer(bos=True)
+    tokenizer.eos_token = None
+    with pytest.raises(EvalError, match="has no EOS beside the BOS that is left out"):
+        TextEncoder(tokenizer, False).pairs([Request(LOGLIKELIHOOD, "t", 0, 0, "", "a")], 8)
     with pytest.raises(EvalError, match="has no token of its own"):
         TextEncoder(tiny_tokenizer(bos=True)).pairs([Request(LOGLIKELIHOOD, "t", 0, 0, "", "<s>")], 8)
 
@@ -777,6 +782,38 @@ def test_documents_are_scored(tmp_path, checkpoint, run):
     causal = json.loads(run("score", checkpoint, tmp_path / "a.jsonl", "--field", "body", "--json", "--causal", *options[2:]).out)
     assert causal["kind"] == "likelihood"
     assert causal["total"]["stderr"] == 0
+
+
+def test_documents_begin_as_prompts_of_sample_do(tmp_path, run):
+    """BOS where the tokenizer puts it, or as asked; else EOS, after which running text goes on. Neither is scored."""
+    text = TEXTS[0] * 20  # more than a window, which begins once
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "spelled.txt").write_text(f"<s>{text}")
+    lm, silent = small_lm(bos=True), tiny_tokenizer(bos=True)
+    silent.backend_tokenizer.post_processor = None  # it has BOS, and does not put it there
+    places = {name: save(tmp_path / name, lm.model, tokenizer) for name, tokenizer in (("puts", lm.tokenizer), ("silent", silent))}
+    ids = lm.tokenizer.encode(text, add_special_tokens=False)
+    options = {"mask_id": lm.config.mask_id, "estimator": "causal"}
+    for causal in (True, False):
+        flags = ("--causal",) if causal else ("--draws", "8")
+
+        def nats(model, *more, file="a.txt", flags=flags):
+            said = run("score", places[model], tmp_path / file, "--json", "--dtype", "float64", "--device", "cpu", *flags, *more)
+            assert said.status == 0, said.err
+            return json.loads(said.out)["total"]["nats"]
+
+        found = {more: [nats(model, *more) for model in places] for more in ((), ("--bos",), ("--no-bos",))}
+        assert found["--bos",][0] == found["--bos",][1] == found[()][0]
+        assert found["--no-bos",][0] == found["--no-bos",][1] == found[()][1] != found[()][0]
+        assert nats("puts", file="spelled.txt") == found[()][0]  # never two
+        if causal:
+            for more, prefix in ((("--bos",), lm.tokenizer.bos_token_id), (("--no-bos",), lm.tokenizer.eos_token_id)):
+                window = lm.config.context_length + 1
+                expected = document_likelihood(CausalDenoiser(lm.model), [ids], window=window, prefix=[prefix], **options)
+                assert found[more][0] == pytest.approx(-float(expected.estimates.mean[0]))
+    without = run("score", save_model(tmp_path / "without"), tmp_path / "a.txt", "--draws", "8", "--device", "cpu", "--bos")
+    assert (without.status, without.err.count("\n")) == (2, 1)
+    assert "--bos: the tokenizer has no beginning-of-text token; leave it out" in without.err
 
 
 def test_what_the_tokenizer_does_not_have_is_told(tmp_path, checkpoint, run):

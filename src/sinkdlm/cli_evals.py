@@ -229,6 +229,7 @@ def score(
     estimator: Annotated[str | None, typer.Option(help="exact_k, official, chain or causal; by default exact_k.")] = None,
     draws: Annotated[int | None, typer.Option(min=1, help="Monte Carlo masks of each window; by default 128.")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Score the AR parent: causal attention, no [MASK], no sink.")] = False,
+    bos: Bos = None,
     seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="A file of responses: the same command goes on there.")] = None,
     batch_tokens: BatchTokens = None,
@@ -237,8 +238,11 @@ def score(
     as_json: Json = False,
 ) -> None:
     """Nats, bits per byte and perplexity of documents, with standard errors; upper bounds, unless by chain or causal."""
+    from dataclasses import replace
+
     from sinkdlm.evals import documents as texts
     from sinkdlm.evals.settings import settings_for
+    from sinkdlm.prompting import begin, check_bos
 
     chosen = _estimator(causal, estimator)
     _check_draws(draws, chosen)
@@ -250,6 +254,8 @@ def score(
 
     with joined(device) as world:
         lm = load_in(checkpoint, world.device, dtype)
+        check_bos(lm.tokenizer, bos)
+        settings = replace(settings, bos=bool(begin(lm.tokenizer, [], bos)))  # documents begin as prompts of `sample`
         answers = _answer(lm, texts.sheet_of(found, settings, seed), checkpoint, world, batch_tokens, out)
     if world.first:
         report = texts.report(found, answers, read.n_left_out)

@@ -8,7 +8,7 @@ import typer
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the blocks: pays on a CPU, for long work.")]
-Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="Before prompts; by default what the tokenizer does.")]
+Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="BOS before what is given; by default what the tokenizer does.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1)]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in train.lr=1e-4.")]
 ModelOverrides = Annotated[

@@ -206,7 +206,7 @@ class Answerer:
 
     def _score_documents(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
         encoder = self._encoders[settings.bos]
-        ids = encoder.encode((request.context for request in batch), special=False)
+        ids = encoder.encode_documents(request.context for request in batch)
         lengths = [len(ids[request.context]) for request in batch]
         self._expected = sum(_forwarded(length, min(length, self._room(settings)), settings) for length in lengths)
         found = document_likelihood(

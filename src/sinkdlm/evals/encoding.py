@@ -28,13 +28,17 @@ class EncodedRow(NamedTuple):
 
 
 class TextEncoder:
-    """A tokenizer, asked once for each text of a batch. bos: in front of prompts or not, whatever the tokenizer does by itself."""
+    """A tokenizer, asked once for each text of a batch.
+
+    bos: in front of prompts and documents or not, whatever the tokenizer does by itself. None: of prompts as it does, and of
+    documents as in the harness."""
 
     def __init__(self, tokenizer: Any, bos: bool | None = None) -> None:
         self.tokenizer, self.bos = tokenizer, bos
         self.eos_id: int | None = tokenizer.eos_token_id
         self.bos_id: int | None = tokenizer.bos_token_id
-        self.prefix_id = self.eos_id if self.bos_id is None else self.bos_id  # stands for an empty prompt, as in the harness
+        # Stands for an empty prompt and before a document, as in the harness; without BOS a text follows the EOS of another.
+        self.prefix_id = self.eos_id if self.bos_id is None or bos is False else self.bos_id
         if bos and self.bos_id is None:
             raise EvalError("--bos: the tokenizer has no beginning-of-text token")
         self._unknown_id = unknown_id(tokenizer)
@@ -51,6 +55,13 @@ class TextEncoder:
                 ids = self.tokenizer(part, add_special_tokens=add, verbose=False)["input_ids"]
                 found |= dict(zip(part, ids, strict=True))
         return {text: self._framed(ids) if special else ids for text, ids in found.items()}
+
+    def encode_documents(self, texts: Iterable[str]) -> dict[str, list[int]]:
+        """Ids of each text without its beginning: where BOS is decided, one that the text spells is that one, never a second."""
+        found = self.encode(texts, special=False)
+        if self.bos is None:
+            return found
+        return {text: ids[1:] if ids[:1] == [self.bos_id] else ids for text, ids in found.items()}
 
     def _framed(self, ids: list[int]) -> list[int]:
         """With or without BOS, as asked. Never with an EOS of the tokenizer's own, which would end a prompt."""
@@ -95,7 +106,8 @@ class TextEncoder:
 
     def prefix(self, place: str) -> list[int]:
         if self.prefix_id is None:
-            raise EvalError(f"{place}: the prompt is empty, and the tokenizer has neither BOS nor EOS to stand for it")
+            without = "neither BOS nor EOS" if self.bos_id is None else "no EOS beside the BOS that is left out"
+            raise EvalError(f"{place}: the prompt is empty, and the tokenizer has {without} to stand for it")
         return [self.prefix_id]
 
     def decode(self, tokens: Sequence[int], until: Sequence[str] = ()) -> str:

@@ -37,7 +37,7 @@ OFFICIAL: dict[str, dict[str, Any]] = {
 class Settings:
     """guidance is that of log-likelihoods and of samples; whole documents are never guided.
 
-    bos: whether prompts begin with it; None: as the tokenizer itself has it.
+    bos: whether prompts begin with it, and documents; None: as the tokenizer itself has it, and before documents as the harness.
     """
 
     estimator: str = "exact_k"
