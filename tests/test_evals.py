@@ -779,9 +779,15 @@ def test_documents_are_scored(tmp_path, checkpoint, run):
     lines = run("score", checkpoint, tmp_path / "a.txt", "--documents", "line", *options).out.splitlines()
     assert [line.split()[0] for line in lines] == ["document", "0", "1", "total", "note"]
     assert float(lines[-2].split()[1]) == pytest.approx(found["total"]["nats"], abs=1e-3)
-    causal = json.loads(run("score", checkpoint, tmp_path / "a.jsonl", "--field", "body", "--json", "--causal", *options[2:]).out)
-    assert causal["kind"] == "likelihood"
-    assert causal["total"]["stderr"] == 0
+    assert lines[0].split()[-1] == "draws"
+    assert [int(line.split()[-1]) for line in lines[1:-1]] == [32, 32, 64]
+    for exact in (("--causal",), ("--estimator", "chain")):
+        found = json.loads(run("score", checkpoint, tmp_path / "a.jsonl", "--field", "body", "--json", *exact, *options[2:]).out)
+        assert found["kind"] == "likelihood"
+        assert found["total"]["stderr"] == 0
+        lines = run("score", checkpoint, tmp_path / "a.txt", "--documents", "line", *exact, *options[2:]).out.splitlines()
+        assert lines[0].split()[-1] == "tokens"  # nothing is drawn, and no column says so
+        assert int(lines[-1].split()[-1]) == found["total"]["tokens"]
 
 
 def test_documents_begin_as_prompts_of_sample_do(tmp_path, run):

@@ -47,7 +47,7 @@ def sheet_of(texts: Sequence[str], settings: Settings, seed: int) -> Sheet:
 def report(texts: Sequence[str], responses: Mapping[Key, Response], n_left_out: int = 0) -> dict[str, Any]:
     """What --json prints. kind: "bound" (perplexity is then an upper bound) or "likelihood"; of neither where tokens are unknown.
 
-    left_out: rows without text.
+    draws: masks; of a likelihood, for which nothing is drawn, forwards. left_out: rows without text.
     """
     rows = []
     for text, response in zip(texts, responses.values(), strict=True):
@@ -80,9 +80,11 @@ def _line(nats: float, stderr: float, n_bytes: int, n_tokens: int, draws: int, u
 
 
 def draw_table(found: Mapping[str, Any]) -> str:
-    names = ("nats", "stderr", "bits_per_byte", "bits_per_byte_stderr", "perplexity", "bytes", "tokens", "draws")
-    head = ("document", "nats", "stderr", "bits/byte", "stderr", "perplexity", "bytes", "tokens", "draws")
-    rows: list[tuple[str, ...]] = [head]
+    names = ["nats", "stderr", "bits_per_byte", "bits_per_byte_stderr", "perplexity", "bytes", "tokens", "draws"]
+    head = ["document", "nats", "stderr", "bits/byte", "stderr", "perplexity", "bytes", "tokens", "draws"]
+    if found["kind"] == "likelihood":  # nothing was drawn
+        names, head = names[:-1], head[:-1]
+    rows: list[Sequence[str]] = [head]
     for name, line in [*enumerate(found["documents"]), ("total", found["total"])]:
         rows.append((str(name), *(f"{line[key]:.4f}" if isinstance(line[key], float) else str(line[key]) for key in names)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
