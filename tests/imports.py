@@ -73,7 +73,7 @@ ALLOWED = {
     "plans": ("config", "planning", "pace"),
     "data": ("config", "noise", "durable"),
     "checkpoint": (*CORE, "durable"),
-    "training": (*CORE, "data", "planning", "plans", "durable"),
+    "training": (*CORE, "data", "planning", "plans", "durable", "prompting"),
     "interop": CORE,
     "evals": (*CORE, "data", "durable"),
     "viewer": (),

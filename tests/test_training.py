@@ -20,15 +20,19 @@ import torch
 from benchmarks import kills
 from rich.console import Console
 
+from evaluated import tiny_tokenizer
 from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError, load, save
+from sinkdlm.checkpoint import write_tokenizer
 from sinkdlm.config import LogSection, TrainSection
 from sinkdlm.data.rows import open_rows
 from sinkdlm.planning import budget_steps, training_flops
+from sinkdlm.sampling import policy_of
 from sinkdlm.training import export, gradients, loop, opening, optimizer, state
 from sinkdlm.training.evaluate import VALIDATION_SEED, validate
 from sinkdlm.training.monitor import Metrics, Monitor, flat_numbers
 from sinkdlm.training.optimizer import learning_rate
 from sinkdlm.training.parallel import World
+from sinkdlm.writer import Job, write
 
 ALONE = World(torch.device("cpu"))
 
@@ -661,6 +665,25 @@ def test_a_run_that_cannot_start_says_why(tmp_path, token_set, sections, words):
     with pytest.raises(UserError) as failure:
         run(recipe_of(token_set, **sections), tmp_path / "run")
     assert words in str(failure.value)
+
+
+def test_sampled_texts_begin_as_those_of_sample(tmp_path, token_set):
+    """With BOS where the tokenizer puts it, which takes room and is not shown."""
+    tokenizer = tiny_tokenizer(bos=True)
+    own = shutil.copytree(token_set, tmp_path / "set")
+    write_tokenizer(own / "tokenizer", tokenizer)
+    size, length = len(tokenizer), TINY["context_length"] - len("the cat") - 1
+    log = {"sample_every": 6, "sample_prompt": "the cat", "probe_every": 0}
+    recipe = recipe_of(own, model={**TINY, "vocab_size": size, "mask_id": size}, log={**log, "sample_length": length})
+    run(recipe, tmp_path / "run")
+    (found,) = metrics(tmp_path / "run", "sample")
+    lm = load(tmp_path / "run" / "model")
+    expected = write(lm, Job("the cat", length=length, seed=recipe.train.seed), policy_of("llada", temperature=1.0))
+    assert expected["samples"][0]["tokens"][0] == tokenizer.bos_token_id
+    assert found["text"] == expected["samples"][0]["text"]
+    longer = recipe_of(own, model={**TINY, "vocab_size": size, "mask_id": size}, log={**log, "sample_length": length + 1})
+    with pytest.raises(UserError, match=r"log\.sample_length = 57: with the prompt allowed is model\.context_length = 64"):
+        run(longer, tmp_path / "longer")
 
 
 # -- what a run leaves ------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from sinkdlm.data.rows import Batch, Rows
 from sinkdlm.diffusion import Loss, Noisy, Schedule, corrupt, denoising_loss
 from sinkdlm.model import DiffusionLM
 from sinkdlm.observe import Watcher
+from sinkdlm.prompting import begin, encode
 from sinkdlm.sampling import generate
 from sinkdlm.training.parallel import World
 
@@ -133,12 +134,16 @@ def probe(
     return found
 
 
+def sample_head(tokenizer: Any, prompt: str) -> list[int]:
+    return begin(tokenizer, encode(tokenizer, prompt))
+
+
 @torch.no_grad()
 def sample_text(
     model: DiffusionLM, tokenizer: Any, prompt: str, length: int, seed: int, precision: Precision, device: torch.device
 ) -> str:
-    """The same text on every rank, which all must call."""
-    ids = tokenizer.encode(prompt, add_special_tokens=False) if prompt else []
+    """The same text on every rank, which all must call. It begins as one of `sample`, and is shown without BOS."""
+    ids = sample_head(tokenizer, prompt)
     start = torch.tensor([ids], dtype=torch.int64, device=device).reshape(1, -1)
     with precision():
         out = generate(
@@ -149,4 +154,4 @@ def sample_text(
             temperature=1.0,
             seed=seed,
         )
-    return tokenizer.decode(out.tokens[0].tolist())
+    return tokenizer.decode(out.tokens[0, int(ids[:1] == [tokenizer.bos_token_id]) :].tolist())

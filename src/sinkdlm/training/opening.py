@@ -18,7 +18,7 @@ from sinkdlm.data.rows import Rows, open_rows, tokenizer_folder
 from sinkdlm.errors import TrainError
 from sinkdlm.model import DiffusionLM
 from sinkdlm.planning import budget_steps
-from sinkdlm.training.evaluate import VALIDATION_SEED
+from sinkdlm.training.evaluate import VALIDATION_SEED, sample_head
 from sinkdlm.training.run import RunFolder
 from sinkdlm.training.sameness import check_parent, mark_sets
 from sinkdlm.training.weights import FirstWeight
@@ -153,6 +153,6 @@ def _settle_tokenizer(recipe: Recipe, folder: RunFolder, rows: Rows, given: Any)
     log, most = recipe.log, recipe.model.context_length
     if log.sample_every and tokenizer is None:
         raise TrainError("log.sample_every: neither the data nor the parent brings a tokenizer to write texts with; set it to 0")
-    if log.sample_every and len(tokenizer.encode(log.sample_prompt)) + log.sample_length > most:
+    if log.sample_every and len(sample_head(tokenizer, log.sample_prompt)) + log.sample_length > most:
         raise TrainError(f"log.sample_length = {log.sample_length}: with the prompt allowed is model.context_length = {most}")
     return tokenizer
