@@ -8,6 +8,7 @@ import openai
 import pytest
 import torch
 
+from evaluated import padded_lm
 from sinkdlm.analysis.capture import attention_maps
 from sinkdlm.analysis.recording import unpack
 from sinkdlm.serving import app as app_module
@@ -37,6 +38,18 @@ def test_frames_show_the_canvas_after_every_step():
 
 def bytes_of(answer):
     return np.frombuffer(base64.b64decode(answer["data"]), np.uint8).reshape(answer["shape"]) * answer["scale"]
+
+
+def test_what_is_never_written_is_no_candidate():
+    lm = padded_lm()
+    known = set(lm.tokenizer.get_vocab().values())
+    with serving({"padded": lm}) as found, httpx.Client(base_url=found.url, timeout=SECONDS) as http:
+        asked = {"model": "padded", "prompt": PROMPT, "max_tokens": 4, "sinkdlm": {"inspect": True, "ignore_eos": True}}
+        base = f"/v1/inspect/{http.post('/v1/completions', json=asked).json()['id']}/0"
+        told = http.get(f"{base}/0/candidates", params={"position": 9, "k": 5}).json()["candidates"]
+        assert {one["token"] for one in told} <= known
+        side = http.get(f"{base}/recording").json()
+        assert {token for frame in side["candidates"] for place in frame for token, _ in place} <= known
 
 
 @pytest.mark.parametrize("flags", [{}, {"n_sinks": 0}, {"sink_kind": "register"}, {"sink_kind": "logit"}, {"sink_position": "end"}])

@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evaluated import small_lm
+from conftest import small_model
+from evaluated import padded_lm, small_lm
 from sinkdlm.analysis import recording
 from sinkdlm.analysis.capture import Rules, capture
-from sinkdlm.analysis.recording import Recorder, join_sides, look_at, pack, record, unpack
+from sinkdlm.analysis.recording import Recorder, join_sides, likeliest, look_at, pack, record, unpack
+from sinkdlm.checkpoint import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.sampling import requests_of
 from sinkdlm.viewer import PAGE
@@ -84,6 +86,24 @@ def test_what_is_too_large_is_refused_and_rows_go_first(monkeypatch):
         Recorder(lm.model, "m", canvases, 8, **given)
     with pytest.raises(AnalysisError, match="grew"):
         Recorder(lm.model, "m", [canvases[0], canvases[0][:-1]], 8, **given)
+
+
+def test_candidates_are_what_could_be_written():
+    """Ids that the tokenizer lacks are none, however likely the model finds them; the others share the probability."""
+    lm = padded_lm(rows=8, context_length=64)
+    mask_id, known = lm.config.mask_id, set(lm.tokenizer.get_vocab().values())
+    canvas = [3, 4, *[mask_id] * 6]
+    bare = likeliest(lm.model, canvas, range(8), 5)
+    assert all({token for token, _ in place} - known for place in bare)
+    for frame in record(lm, "m", [canvas], 2)["candidates"]:
+        assert {token for place in frame for token, _ in place} <= known
+        assert all(len(place) == 5 and place[0][1] > 0 for place in frame)
+    barred = absent_ids(lm.tokenizer, lm.config.vocab_size)
+    (everything,) = likeliest(lm.model, canvas, [3], lm.config.vocab_size, barred)
+    assert {token for token, _ in everything} == known
+    assert sum(chance for _, chance in everything) == pytest.approx(1)
+    (everything,) = likeliest(small_model(mask_id=10), [3, 10], [1], 11)
+    assert {token for token, _ in everything} == set(range(10))
 
 
 def test_without_a_tokenizer_tokens_are_their_ids():

@@ -18,6 +18,7 @@ from torch import Tensor
 from sinkdlm import __version__
 from sinkdlm.analysis.capture import RULES, Rules, attention_maps, part_registers, sink_logit_of, stands_out
 from sinkdlm.analysis.kinds import KINDS, MASK, SPECIAL, kind_of, special_ids, texts_of
+from sinkdlm.checkpoint import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.model import DiffusionLM
 from sinkdlm.observe import AttentionStatistics, summarize
@@ -69,18 +70,22 @@ def look_at(model: DiffusionLM, tokens: Sequence[int], rules: Rules = RULES) -> 
     return Seen(received.cpu().numpy(), values.cpu().numpy(), absolute, relative, content.argmax(-1).flatten().tolist())
 
 
-def likeliest(model: DiffusionLM, tokens: Sequence[int], positions: Sequence[int], k: int) -> list[list[tuple[int, float]]]:
-    """Of each position the k most likely tokens and their probabilities, [MASK] left out."""
-    config = model.config
+def likeliest(
+    model: DiffusionLM, tokens: Sequence[int], positions: Sequence[int], k: int, barred: Sequence[int] = ()
+) -> list[list[tuple[int, float]]]:
+    """Of each position the k most likely tokens and their probabilities, [MASK] left out. barred: ids that are never written, as
+    `model.denoiser` has them."""
+    config, device = model.config, model.embed.weight.device
+    no_outcome = sorted({*barred, config.mask_id} & set(range(config.vocab_size)))
+    forbidden = torch.tensor(no_outcome, dtype=torch.int64, device=device)
     found: list[list[tuple[int, float]]] = []
     with model.inference():
         hidden = model(row_of(model, tokens))
         size = max(1, _CHUNK_LOGITS // config.vocab_size)
         for begin in range(0, len(positions), size):
             logits = precise(model.head(hidden[:, list(positions[begin : begin + size])]))
-            if config.mask_id < config.vocab_size:
-                logits[..., config.mask_id] = -torch.inf
-            best = logits[0].softmax(-1).topk(min(k, config.vocab_size))
+            logits = logits.index_fill_(-1, forbidden, -torch.inf)
+            best = logits[0].softmax(-1).topk(min(k, config.vocab_size - len(no_outcome)))
             found += [
                 list(zip(ids, chances, strict=True))
                 for ids, chances in zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -116,6 +121,7 @@ class Recorder:
     """Takes frames one by one, so that others may use the model in between; `side` is then one model's half of a recording.
 
     piece, kind: a token's text and kind by its id. confidence: of each frame a byte a token, 0 for none, else 1 + 254 p.
+    barred: ids that are no candidates, because they are never written.
     """
 
     def __init__(
@@ -129,9 +135,10 @@ class Recorder:
         kind: Callable[[int], str],
         confidence: Sequence[bytes] = (),
         rules: Rules = RULES,
+        barred: Sequence[int] = (),
     ) -> None:
         self._model, self._name, self._canvases, self._n_given = model, name, [list(map(int, one)) for one in canvases], n_given
-        self._piece, self._kind, self._confidence, self._rules = piece, kind, confidence, rules
+        self._piece, self._kind, self._confidence, self._rules, self._barred = piece, kind, confidence, rules, barred
         self._seen: list[Seen] = []
         self._rows: list[np.ndarray] = []
         self._candidates: list[list[list[tuple[int, float]]]] = []
@@ -154,7 +161,7 @@ class Recorder:
         """The next frame."""
         canvas, config = self._canvases[len(self._seen)], self._model.config
         self._seen.append(look_at(self._model, canvas, self._rules))
-        self._candidates.append(likeliest(self._model, canvas, range(len(canvas)), N_CANDIDATES))
+        self._candidates.append(likeliest(self._model, canvas, range(len(canvas)), N_CANDIDATES, self._barred))
         if self._with_rows:
             places = [(layer, head) for layer in range(config.n_layers) for head in range(config.n_heads)]
             maps = attention_maps(self._model, canvas, places)
@@ -222,9 +229,17 @@ def record(
     tick: Callable[[int], None] = lambda rows: None,
 ) -> dict[str, Any]:
     """One side at once, for whoever has the model alone."""
-    mask_id = lm.config.mask_id
-    given: dict[str, Any] = {"piece": piece_finder(lm.tokenizer), "kind": kind_finder(lm.tokenizer, mask_id), "rules": rules}
-    recorder = Recorder(lm.model, name, canvases, n_given, **given)
+    tokenizer, config = lm.tokenizer, lm.config
+    recorder = Recorder(
+        lm.model,
+        name,
+        canvases,
+        n_given,
+        piece=piece_finder(tokenizer),
+        kind=kind_finder(tokenizer, config.mask_id),
+        rules=rules,
+        barred=() if tokenizer is None else absent_ids(tokenizer, config.vocab_size),
+    )
     for _ in range(recorder.n_frames):
         recorder.take()
         tick(1)

@@ -185,6 +185,7 @@ class Engine:
         self.deterministic = deterministic
         self._model, self._turns, self._stepped = model, turns or Turns(), stepped
         denoiser = model.denoiser(barred)
+        self.barred: Sequence[int] = denoiser.barred
         self._device, self._access = denoiser.device, Access.of(denoiser)
         self._changed = threading.Condition()
         self._waiting: deque[Ticket] = deque()

@@ -91,6 +91,7 @@ def register(app: FastAPI, records: Records, find_model: Callable[[str], Served]
             piece=served.piece,
             kind=served.kind,
             confidence=[sure.tobytes() for _, sure in frames],
+            barred=served.engine.barred,
         )
         for _ in range(recorder.n_frames):
             await compute(served, recorder.take)
@@ -138,8 +139,8 @@ def register(app: FastAPI, records: Records, find_model: Callable[[str], Served]
     ) -> dict[str, Any]:
         """The likeliest tokens of a position."""
         served, tokens = find_canvas(request_id, choice, step)
-        model = served.lm.model
-        found = await compute(served, lambda: inspection.candidates(model, tokens, position, k))
+        model, barred = served.lm.model, served.engine.barred
+        found = await compute(served, lambda: inspection.candidates(model, tokens, position, k, barred))
         shown = [{"token": token, "piece": served.piece(token), "probability": chance} for token, chance in found]
         return {"position": position, "candidates": shown}
 

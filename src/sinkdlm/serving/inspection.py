@@ -5,6 +5,8 @@ Computed when it is asked for, by one more forward of the canvas that a step saw
 E layers, H heads, S sinks (in front), T tokens.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -54,10 +56,10 @@ def attention_row(model: DiffusionLM, tokens: list[int], layer: int | None, head
     return torch.stack([row[0].float() for row in found.values()]).mean(0).numpy()
 
 
-def candidates(model: DiffusionLM, tokens: list[int], position: int, k: int) -> list[tuple[int, float]]:
-    """The k most likely tokens of a position and their probabilities, [MASK] left out."""
+def candidates(model: DiffusionLM, tokens: list[int], position: int, k: int, barred: Sequence[int] = ()) -> list[tuple[int, float]]:
+    """The k most likely tokens of a position and their probabilities, without [MASK] and barred ids, which are never written."""
     _check_place(model, 0, position, len(tokens))
-    return likeliest(model, tokens, [position], k)[0]
+    return likeliest(model, tokens, [position], k, barred)[0]
 
 
 def _check_place(model: DiffusionLM, layer: int, position: int, length: int = 1) -> None:
