@@ -104,8 +104,14 @@ def test_a_mask_that_text_uses_is_refused_by_the_name_that_it_has_in_a_recipe(tm
     LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=64, **shape)).save_pretrained(tmp_path / "llama")
     tokenizer.save_pretrained(tmp_path / "llama")
     path = recipe_of(tmp_path, "[model]\nmask_id = 9", "llama")
-    with pytest.raises(UserError, match=r"^model\.mask_id=9: the tokenizer uses it"):
-        CliRunner().invoke(app, ["train", str(path), "--out", str(tmp_path / "run")], catch_exceptions=False)
+    for command in (["train", str(path), "--out", str(tmp_path / "run")], ["recipe", "show", str(path)], ["plan", str(path)]):
+        with pytest.raises(UserError, match=r"^model\.mask_id=9: the tokenizer uses it"):
+            CliRunner().invoke(app, command, catch_exceptions=False)
+    for free in (len(tokenizer), 64):
+        assert load_recipe(path, [f"model.mask_id={free}"]).model.mask_id == free
+    (tmp_path / "llama").rename(tmp_path / "elsewhere")  # who is not here cannot be asked
+    whole = [f"model.{key}={value}" for key, value in SHAPE.items()]
+    assert load_recipe(path, whole).model.mask_id == 9
 
 
 def test_a_line_taken_out_of_a_recipe_is_another_recipe_while_the_parent_can_be_asked(tmp_path):

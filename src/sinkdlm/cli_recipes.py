@@ -50,7 +50,7 @@ def _of_parent(parent: str, model: Mapping[str, Any], begun: dict[str, Any] | No
     if not Path(parent).exists() and (begun is not None or not missing):
         return begun or {}  # before anything heavy is imported
     from sinkdlm import interop
-    from sinkdlm.interop.adapt import choose_mask
+    from sinkdlm.interop.adapt import check_mask, choose_mask
     from sinkdlm.interop.tokenizer import tokenizer_of
     from sinkdlm.training.sameness import check_fields
 
@@ -70,6 +70,11 @@ def _of_parent(parent: str, model: Mapping[str, Any], begun: dict[str, Any] | No
     found = source.config.model_dump()
     if not source.has_mask:
         del found["mask_id"]
-        if "mask_id" not in model and "vocab_size" not in model:  # where that is given, [MASK] follows it
+        given_mask = model.get("mask_id")
+        if given_mask is None and "vocab_size" not in model:  # where that is given, [MASK] follows it
             found["mask_id"] = choose_mask(source, tokenizer_of(source))[0]
+        elif isinstance(given_mask, int) and 0 <= given_mask < source.config.vocab_size and begun is None:
+            tokenizer = tokenizer_of(source)
+            if tokenizer is not None:
+                check_mask(given_mask, tokenizer, "model.mask_id")
     return found

@@ -92,7 +92,7 @@ def target_config(source: Source, changes: Mapping[str, Any], tokenizer: Any) ->
     except ConfigError as failure:
         raise ConvertError(f"--set {failure}") from None
     if not source.has_mask and tokenizer is not None and config.mask_id < config.vocab_size:
-        _check_mask(config.mask_id, tokenizer)
+        check_mask(config.mask_id, tokenizer)
     if source.has_mask and config.mask_id != found.mask_id:
         raise ConvertError(f"--set mask_id={config.mask_id}: this model was trained with {found.mask_id}")
     if found.n_sinks and (found.n_sinks, found.sink_kind) != (config.n_sinks, config.sink_kind):
@@ -104,14 +104,14 @@ def target_config(source: Source, changes: Mapping[str, Any], tokenizer: Any) ->
     return config, notes
 
 
-def _check_mask(mask_id: int, tokenizer: Any) -> None:
+def check_mask(mask_id: int, tokenizer: Any, option: str = "--set mask_id") -> None:
     """A token of text cannot be [MASK] as well: a prompt that has it would be taken for one with gaps."""
     token = tokenizer.convert_ids_to_tokens(mask_id) if mask_id < len(tokenizer) else None
     special = getattr(tokenizer.added_tokens_decoder.get(mask_id), "special", False)
     in_use = mask_id in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)
     if token is not None and not is_filler(token) and (in_use or not special):
         raise ConvertError(
-            f"--set mask_id={mask_id}: the tokenizer uses it, for {token!r}; choose a row that it does not use, or leave it out"
+            f"{option}={mask_id}: the tokenizer uses it, for {token!r}; choose a row that it does not use, or leave it out"
         )
 
 
