@@ -1,5 +1,6 @@
 """Recipes that start from a parent and leave its shape to it: filled in, refused where they contradict, whole in the run folder."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,21 @@ def recipe_of(tmp_path, model: str = "", parent: str = "parent"):
 @pytest.mark.parametrize("model", ["", "[model]", "[model]\nn_layers = 2", "[model]\nn_heads = 2\nsink_position = 'end'"])
 def test_what_a_recipe_leaves_out_is_the_parents(tmp_path, parent, model):
     assert load_recipe(recipe_of(tmp_path, model), None).model == parent
+
+
+def test_what_the_documentation_says_of_python_is_so(tmp_path, parent, monkeypatch):
+    """Recipe.load asks nobody, and what the commands do can be had."""
+    monkeypatch.chdir(tmp_path)
+    kills.write_set(tmp_path / "set")
+    recipe_of(tmp_path).rename("adapt.toml")
+    with pytest.raises(UserError, match=r"adapt\.toml\.model"):
+        Recipe.load("adapt.toml")
+    page = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(code, "recipes.md", "exec"), {})
+    found = load("runs/adapt/model")
+    assert found.config == parent
+    assert found.provenance["recipe"]["train"]["lr"] == 1e-4
 
 
 def test_what_weights_leave_free_may_be_given(tmp_path, parent):

@@ -405,7 +405,9 @@ class Recipe(_Frozen):
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = (), fill: Callable[[Table], Table] = dict) -> "Recipe":
-        """Reads a TOML recipe, its base first, then `a.b=c` overrides; fill: what is left out, where somebody knows it."""
+        """Reads a TOML recipe, its base first, then `a.b=c` overrides.
+
+        fill: what is left out, where somebody knows it. Without it nobody is asked, not even the parent of init.from."""
         table = _read_with_base(Path(path), ())
         changes: dict[str, Any] = {}
         for override in overrides:  # together: two shares of a mixture are one change
