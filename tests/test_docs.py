@@ -74,6 +74,14 @@ def test_every_command_of_the_documentation_is_one_of_ours():
                 pytest.fail(f"{page.relative_to(ROOT)}: sinkdlm {shlex.join(words)}: {message}", pytrace=False)
 
 
+def test_every_option_of_reproduce_is_documented():
+    text = (DOCS / "howto" / "reproduce.md").read_text()
+    command = typer.main.get_command(app).commands["reproduce"]
+    options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
+    assert len(options) > 15
+    assert [option for option in options if not re.search(rf"`{option}\b", text)] == ["--help"][: "--help" in options]
+
+
 def test_the_authors_commands_have_ours_beside_them():
     text = (DOCS / "official.md").read_text()
     theirs = ["pretrain/train_mdm.py", *(f"eval_mdm{kind}.sh" for kind in ("", "_gate", "_extratoken"))]
