@@ -331,6 +331,8 @@ def test_mistakes_are_told_in_one_line(tmp_path, pair, monkeypatch):
     (tmp_path / "file").write_text("{")
     old = {"format": "sinkdlm-capture", "version": 7}
     less = {part: value for part, value in lane.items() if part != "heads"}
+    drawn = []  # what is drawn in vain takes seconds
+    monkeypatch.setattr(figures, "draw_all", lambda *given, **_: drawn.append(given) or {})
     for make, words in [
         (lambda: report.write_report([], tmp_path / "x"), "no capture"),
         (lambda: report.write_report([plain, {"format": "else"}], tmp_path / "x"), "capture 2: not a capture"),
@@ -344,6 +346,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, pair, monkeypatch):
         with pytest.raises(AnalysisError, match=re.escape(words)) as told:
             make()
         assert "\n" not in str(told.value)
+    assert drawn == []
     assert not (tmp_path / "x").exists()
     for module in ("matplotlib", "jinja2"):
         with monkeypatch.context() as without:

@@ -106,13 +106,17 @@ def write_report(captures: Sequence[Capture], out: Path, chapter: Chapter | None
     """What was written: "report", "metrics", "summary", "figures" (name -> suffix -> file), and where captures hold recordings
     "recording" and "inspect", the page that shows it."""
     _check_all(captures)
+    plates.check_drawing()
+    try:
+        out.mkdir(parents=True, exist_ok=True)  # a folder that cannot be had is told before anything is drawn
+    except OSError as failure:
+        raise _unwritable(out, failure) from None
     comparisons = compare(captures)
     judged = _judge(captures, comparisons)
     drawn = [figures.draw_all(captures, [one[:3] for one in comparisons], narrow=narrow) for narrow in (False, True)]
     page = render_page(captures, comparisons, judged, drawn[0], drawn[1], chapter)
     paths: dict[str, Any] = {"report": out / "report.html", "metrics": out / "metrics.json", "summary": out / "summary.md"}
     try:
-        out.mkdir(parents=True, exist_ok=True)
         paths["figures"] = plates.write(drawn[0], out / "figures")
         paths["metrics"].write_text(to_json(_metrics(captures, comparisons, judged, chapter)), encoding="utf-8")
         paths["summary"].write_text(render_summary(captures, comparisons, judged, chapter), encoding="utf-8")
@@ -123,8 +127,12 @@ def write_report(captures: Sequence[Capture], out: Path, chapter: Chapter | None
             paths["recording"].write_text(json.dumps(recording, separators=(",", ":")) + "\n", encoding="utf-8")
             paths["inspect"].write_text(build_viewer(recording), encoding="utf-8")
     except OSError as failure:
-        raise AnalysisError(f"{out}: cannot be written: {failure.strerror}; choose another folder with --out") from None
+        raise _unwritable(out, failure) from None
     return paths
+
+
+def _unwritable(out: Path, failure: OSError) -> AnalysisError:
+    return AnalysisError(f"{out}: cannot be written: {failure.strerror}; choose another folder with --out")
 
 
 def recording_of(captures: Sequence[Capture]) -> dict[str, Any] | None:
