@@ -2,6 +2,7 @@ import hashlib
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -252,23 +253,17 @@ def test_save_replaces_a_checkpoint_and_nothing_else(saved, tmp_path):
 
 
 def test_a_failing_disk_leaves_the_old_checkpoint(saved, tmp_path):
-    """A file-size limit stands in for a full disk; it needs a process of its own."""
-    path, _ = saved
+    """A limit on the size of files stands in for a full disk; Python ignores the signal that comes with it."""
+    path, model = saved
     before = {file.name: file.read_bytes() for file in path.iterdir()}
-    script = f"""
-import resource, signal, sinkdlm
-model = sinkdlm.load({str(path)!r}).model
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-try:
-    sinkdlm.save({str(path)!r}, model)
-except sinkdlm.UserError as failure:
-    print(failure)
-"""
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 10_000
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "writing failed" in run.stdout
-    assert "untouched" in run.stdout
+    assert signal.getsignal(signal.SIGXFSZ) is signal.SIG_IGN
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(UserError, match=r"writing failed.*untouched"):
+            sinkdlm.save(path, model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     assert sorted(tmp_path.iterdir()) == [path]
 

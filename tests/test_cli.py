@@ -29,22 +29,25 @@ def test_help_is_quick(tmp_path):
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
+    def is_quick():
+        return min(ours[1:]) <= 1.5 * min(bare[1:])  # the first wrote the bytecode; the least is what a neighbour disturbed least
+
     ours, bare = [], []
-    for _ in range(10):
+    while len(ours) < 10 and not (len(ours) > 2 and is_quick()):  # a disturbed one is tried again
         bare.append(seconds("-c", "import typer"))
         ours.append(seconds("-m", "sinkdlm", "--help"))
     assert any(tmp_path.rglob("cli.*.pyc"))
-    assert min(ours[1:]) <= 1.5 * min(bare[1:])  # the first wrote the bytecode; the least is what a neighbour disturbed least
+    assert is_quick()
 
 
-def test_help_and_version():
+def test_help_and_version(command_line):
     shown = run("--help")
     assert shown.returncode == 0
     listed = shown.stdout.split("Commands:\n")[1].splitlines()
     assert [line.split()[0] for line in listed] == list(SUMMARIES)  # in this order, each on one line of 80 columns, none cut
     assert "..." not in "".join(listed)
-    assert run("--version").stdout.startswith("sinkdlm 0.")
-    assert run("presets", "--help").returncode == 0
+    assert command_line("--version")[1].startswith("sinkdlm 0.")
+    assert command_line("presets", "--help")[0] == 0
 
 
 def test_ctrl_c_is_one_line_and_status_130(monkeypatch, capsys):
@@ -59,47 +62,58 @@ def test_ctrl_c_is_one_line_and_status_130(monkeypatch, capsys):
     assert capsys.readouterr().err.strip() == "sinkdlm: interrupted"
 
 
-def test_presets_are_listed_with_official_counts():
-    lines = run("presets").stdout.splitlines()
+def test_presets_are_listed_with_official_counts(command_line):
+    lines = command_line("presets")[1].splitlines()
     assert len(lines) == 1 + 36
     counts = {line.split()[0]: line.split()[-2] for line in lines[1:]}
     assert counts["smdm-6m"] == "6.294784"
     assert counts["smdm-472m"] == "471.906560"
     assert counts["smdm-2121m"] == "2121.393280"
-    rows = json.loads(run("presets", "--json").stdout)
+    rows = json.loads(command_line("presets", "--json")[1])
     assert rows["smdm-34m"]["non_embedding"] == 33563136
     assert rows["smdm-34m"]["config"]["d_model"] == 512
 
 
-def test_recipe_show_resolves_and_reloads(tmp_path):
+def test_recipe_show_resolves_and_reloads(tmp_path, command_line):
     path = tmp_path / "a.toml"
     path.write_text('[model]\npreset = "nano"\n')
-    shown = run("recipe", "show", str(path), "--set", "model.n_sinks=2", "--set", "train.lr=5e-4")
-    (tmp_path / "b.toml").write_text(shown.stdout)
+    _, shown, _ = command_line("recipe", "show", path, "--set", "model.n_sinks=2", "--set", "train.lr=5e-4")
+    (tmp_path / "b.toml").write_text(shown)
     recipe = Recipe.load(tmp_path / "b.toml")
     assert recipe == Recipe.load(path, ["model.n_sinks=2", "train.lr=5e-4"])
-    assert json.loads(run("recipe", "show", str(path), "--json").stdout)["model"]["n_layers"] == 3
-    assert json.loads(run("recipe", "schema").stdout)["title"] == "sinkdlm recipe"
+    assert json.loads(command_line("recipe", "show", path, "--json")[1])["model"]["n_layers"] == 3
+    assert json.loads(command_line("recipe", "schema")[1])["title"] == "sinkdlm recipe"
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["recipe", "show", "none.toml"], ["none.toml", "No such file"]),
-        (["recipe", "show", "a.toml", "--set", "model.n_sink=1"], ["a.toml.model.n_sink = 1", "did you mean n_sinks?"]),
-        (["recipe", "show", "a.toml", "--set", "lr"], ["--set lr", "key=value"]),
-        (["demo", "--steps", "0"], ["--steps", "greater than or equal to 1"]),
-        (["nothing"], ["nothing", "--help"]),
-        (["presets", "more"], ["more", "presets --help"]),
-        (["demo", "--out", "a.toml"], ["a.toml", "choose another"]),
-    ],
-)
-def test_a_mistake_gets_one_line_and_status_2(tmp_path, args, words):
+MISTAKES = [
+    (["recipe", "show", "none.toml"], ["none.toml", "No such file"]),
+    (["recipe", "show", "a.toml", "--set", "model.n_sink=1"], ["a.toml.model.n_sink = 1", "did you mean n_sinks?"]),
+    (["recipe", "show", "a.toml", "--set", "lr"], ["--set lr", "key=value"]),
+    (["demo", "--steps", "0"], ["--steps", "greater than or equal to 1"]),
+    (["nothing"], ["nothing", "--help"]),
+    (["presets", "more"], ["more", "presets --help"]),
+    (["demo", "--out", "a.toml"], ["a.toml", "choose another"]),
+]
+
+
+@pytest.mark.parametrize(("args", "words"), MISTAKES)
+def test_a_mistake_gets_one_line_and_status_2(tmp_path, monkeypatch, command_line, args, words):
     (tmp_path / "a.toml").write_text('[model]\npreset = "nano"\n')
+    monkeypatch.chdir(tmp_path)
+    check_mistake(*command_line(*args), words)
+
+
+@pytest.mark.parametrize("which", [1, 4], ids=["ours", "typer's"])
+def test_a_mistake_gets_one_line_and_status_2_from_the_process(tmp_path, which):
+    (tmp_path / "a.toml").write_text('[model]\npreset = "nano"\n')
+    args, words = MISTAKES[which]
     failed = run(*args, cwd=tmp_path)
-    assert failed.returncode == 2
-    assert failed.stdout == ""
-    assert "Traceback" not in failed.stderr
-    assert all(word in failed.stderr for word in words), failed.stderr
-    assert failed.stderr.startswith("sinkdlm:")
-    assert failed.stderr.count("\n") == 1
+    check_mistake(failed.returncode, failed.stdout, failed.stderr, words)
+
+
+def check_mistake(status, out, err, words):
+    assert (status, out) == (2, ""), err
+    assert "Traceback" not in err
+    assert all(word in err for word in words), err
+    assert err.startswith("sinkdlm:")
+    assert err.count("\n") == 1

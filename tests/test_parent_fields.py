@@ -1,8 +1,8 @@
 """Recipes that start from a parent and leave its shape to it: filled in, refused where they contradict, whole in the run folder."""
 
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -166,10 +166,11 @@ def test_a_run_keeps_its_recipe_whole_and_goes_on_without_the_parent(tmp_path, p
         train("--set", "model.context_length=32")
 
 
-def test_the_launcher_for_ray_asks_the_parent_too(tmp_path, parent):
+def test_the_launcher_for_ray_asks_the_parent_too(tmp_path, parent, monkeypatch):
     launcher = Path(__file__).parents[1] / "launch" / "ray_train.py"
     path = recipe_of(tmp_path, "[model]\nd_ff = 32")
-    command = [sys.executable, str(launcher), str(path), "--out", str(tmp_path / "run"), "--workers", "1", "--cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert f"sinkdlm: init.from = '{tmp_path / 'parent'}': has d_ff = 24, model.d_ff is 32" in done.stderr
+    monkeypatch.setattr(sys, "argv", [str(launcher), str(path), "--out", str(tmp_path / "run"), "--workers", "1", "--cpu"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(launcher), run_name="__main__")
+    said = f"sinkdlm: init.from = '{tmp_path / 'parent'}': has d_ff = 24, model.d_ff is 32"  # with which Python leaves by status 1
+    assert str(left.value.code).startswith(said)

@@ -296,33 +296,14 @@ MISTAKES = [
 ]
 
 
-def test_mistakes_get_one_line_and_status_2(checkpoint, tmp_path):
+def test_mistakes_get_one_line_and_status_2(checkpoint, tmp_path, monkeypatch, command_line):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "bad.jsonl").write_text("{\n")
     (tmp_path / "half.jsonl").write_text('{"prompt": "a\\ud800"}\n')
     (tmp_path / "talk.jsonl").write_text('{"messages": "hello"}\n')
-    script = (
-        "import json, sys, io, contextlib\n"
-        "from sinkdlm import cli\n"
-        "found = []\n"
-        "for words in json.load(sys.stdin):\n"
-        "    out, err = io.StringIO(), io.StringIO()\n"
-        "    sys.argv = ['sinkdlm', 'sample', *words]\n"
-        "    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):\n"
-        "        try:\n"
-        "            cli.main()\n"
-        "        except SystemExit as end:\n"
-        "            found.append([end.code, out.getvalue(), err.getvalue()])\n"
-        "json.dump(found, sys.stdout)\n"
-    )
-    given = json.dumps([[checkpoint, *words] for words, _ in MISTAKES])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", script], input=given, capture_output=True, text=True, cwd=tmp_path, env=environment, check=True
-    )
-    found = json.loads(run.stdout)
-    assert len(found) == len(MISTAKES)
-    for (words, expected), (status, out, err) in zip(MISTAKES, found, strict=True):
+    monkeypatch.chdir(tmp_path)
+    for words, expected in MISTAKES:
+        status, out, err = command_line("sample", checkpoint, *words)
         assert (status, out) == (2, ""), (words, err)
         assert err.startswith("sinkdlm: ")
         assert err.count("\n") == 1
