@@ -97,6 +97,21 @@ def command_line(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
     return run
 
 
+@pytest.fixture
+def unrendered(monkeypatch) -> None:
+    """Figures are drawn, and no SVG is made of them, which is most of a report's time: for those who look at something else."""
+    monkeypatch.setattr("sinkdlm.analysis.plates._to_svg", lambda figure: "<svg></svg>")
+
+
+@pytest.fixture
+def half_rendered(monkeypatch) -> None:
+    """SVGs of wide figures, and none of those for phones, which take as long."""
+    from sinkdlm.analysis import plates
+
+    render = plates._to_svg
+    monkeypatch.setattr(plates, "_to_svg", lambda figure: render(figure) if figure.get_figwidth() > 4 else "<svg></svg>")
+
+
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 BROWSER_FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
 

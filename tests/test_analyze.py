@@ -32,6 +32,7 @@ def analyze(command_line, models):
     return lambda *words: command_line("analyze", *words)
 
 
+@pytest.mark.usefixtures("half_rendered")
 def test_two_models_side_by_side(analyze, models, tmp_path):
     out = tmp_path / "report"
     status, said, shown = analyze(models / "vanilla", models / "sink", "--prompts", models / "prompts.txt", "--out", out, *QUICK)
@@ -204,7 +205,8 @@ def test_built_in_prompts_without_room_are_one_trajectory(analyze, tmp_path):
 
 def test_only_prompts_that_are_used_must_fit(analyze, models, tmp_path):
     (tmp_path / "long.txt").write_text("a cat\na dog\n" + "x" * 400 + "\n")
-    given = (models / "sink", "--prompts", tmp_path / "long.txt", "--device", "cpu", "--capture-only", "--out", tmp_path)
+    quick = ("--device", "cpu", "--capture-only", "--no-interventions")
+    given = (models / "sink", "--prompts", tmp_path / "long.txt", "--out", tmp_path, *quick)
     assert analyze(*given, "--trajectories", 2)[0] == 0
     capture = read_capture(tmp_path / "captures" / "sink.json")
     assert (capture["n"]["trajectories"], capture["settings"]["length"]) == (2, 64)
@@ -213,6 +215,7 @@ def test_only_prompts_that_are_used_must_fit(analyze, models, tmp_path):
     assert "prompt of 400" in shown
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_maps_of_steps_that_were_not_taken(analyze, models, tmp_path):
     """A policy that stops by itself: nothing captured is lost, and the report says so."""
     given = (

@@ -46,6 +46,7 @@ def test_a_part_that_is_missing_leaves_the_rest():
     assert "No checkpoint has a sink token" in figures.figure3([no_sinks]).caption
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_captions_state_n_and_the_rule(pair):
     comparison = findings.compare(pair)[0]
     plates = figures.draw_all(pair, [comparison[:3]])
@@ -56,6 +57,7 @@ def test_captions_state_n_and_the_rule(pair):
         assert "0.3" in plate.caption or name.startswith(("paths", "difference")), name
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_every_map_is_drawn_two_of_a_head_beside_each_other(pair):
     early, late = pair[0]["maps"]
     other = late | {"head": early["head"] + 1}

@@ -1002,17 +1002,25 @@ def test_trained_parts_are_not_taken_away(tmp_path):
 
 
 def test_convert_on_the_command_line(tmp_path, parents, command_line):
-    """In a process of its own where something else might speak, too; the others in this one, which has loaded everything."""
-
-    def run(*args):
-        return subprocess.run(
-            [sys.executable, "-m", "sinkdlm", "convert", *map(str, args)], capture_output=True, text=True, check=False
-        )
-
-    done = run(
-        parents["qwen2"][0], tmp_path / "x", "--set", "n_sinks=1", "--set", "sink_position=end", "--dtype", "bfloat16", "--json"
+    """In a process of their own where something else might speak, too; the others in this one, which has loaded everything."""
+    torch.save({"evil": Path("/")}, tmp_path / "evil.pth")
+    flags = ["--set", "n_sinks=1", "--set", "sink_position=end", "--dtype", "bfloat16", "--json"]
+    commands = [[tmp_path / "evil.pth", tmp_path / "dst"], [parents["qwen2"][0], tmp_path / "x", *flags]]
+    script = (
+        "import json, sys; from sinkdlm.cli import main\n"
+        "def status(words):\n"
+        "    sys.argv = ['sinkdlm', 'convert', *words]\n"
+        "    try: main()\n"
+        "    except SystemExit as end: return end.code or 0\n"
+        "sys.exit(json.dumps([status(words) for words in json.loads(sys.argv[1])]))\n"
     )
-    assert done.returncode == 0, done.stderr
+    given = json.dumps([[str(word) for word in words] for words in commands])
+    done = subprocess.run([sys.executable, "-c", script, given], capture_output=True, text=True, check=False)
+    refused, statuses = done.stderr.splitlines()  # a line of the first command, none of the second
+    assert refused.startswith("sinkdlm: ")
+    assert "evil.pth" in refused
+    assert json.loads(statuses) == [2, 0]
+    assert not (tmp_path / "dst").exists()
     report = json.loads(done.stdout)
     assert report["config"]["sink_position"] == "end"
     assert report["dtype"] == "bfloat16"
@@ -1027,9 +1035,3 @@ def test_convert_on_the_command_line(tmp_path, parents, command_line):
     assert status == 2
     assert said.count("\n") == 1
     assert (tmp_path / "full" / "mine.txt").read_text() == "keep"
-    torch.save({"evil": Path("/")}, tmp_path / "evil.pth")
-    failed = run(tmp_path / "evil.pth", tmp_path / "dst")
-    assert failed.returncode == 2
-    assert failed.stderr.startswith("sinkdlm: ")
-    assert failed.stderr.count("\n") == 1
-    assert not (tmp_path / "dst").exists()

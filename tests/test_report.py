@@ -184,6 +184,7 @@ def test_totals_over_different_layers_are_told():
     assert ["in the 4 of 6 layers that have them" in text for text in norms] == [False, True]
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_texts_under_noise_are_given_not_written(tmp_path):
     capture = make_capture()
     capture["settings"]["inputs"] = "noise"
@@ -264,6 +265,7 @@ def test_page_and_summary_say_the_same(written):
         assert re.search(rf">{verdict}</span> <b>{claim}</b>", page)
 
 
+@pytest.mark.usefixtures("half_rendered")
 def test_names_and_texts_are_shown_never_run(tmp_path):
     capture = make_capture(NASTY, 1, n=6)
     capture["trajectories"][0] |= {"prompt": NASTY, "text": f"{NASTY}</main>"}
