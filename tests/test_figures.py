@@ -53,6 +53,7 @@ def test_captions_state_n_and_the_rule(pair):
     assert len(plates) == 8
     for name, plate in plates.items():
         assert plate.figure is not None
+        assert plate.figure.get_layout_engine() is None  # with one, matplotlib draws every file twice
         assert re.search(r"n = \d|over 288 forwards of 12 trajectories", plate.caption), name
         assert "0.3" in plate.caption or name.startswith(("paths", "difference")), name
 

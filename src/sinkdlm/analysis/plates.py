@@ -84,7 +84,7 @@ def drawn(draw: Callable[_P, Plate]) -> Callable[_P, Plate]:
                 return plate
             plate = plate._replace(svg=_to_svg(plate.figure))
             assert plate.figure is not None
-            plate.figure.set_layout_engine("none")  # found, and kept: finding it takes as long as drawing
+            plate.figure.set_layout_engine(None)  # found, and kept: whatever engine there is has a file drawn twice
             return plate
 
     return in_style
