@@ -17,6 +17,7 @@ from sinkdlm.config import ParallelSection
 from sinkdlm.planning import Layout, choose_layout, training_memory
 
 SHAPE = {"vocab_size": 64, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "d_model": 24, "d_ff": 20, "context_length": 64}
+STEPS, VARIANT_STEPS = 32, 12  # of the run that is compared everywhere, and of a variant's
 QUIET = {"eval": {"every": 0}, "log": {"probe_every": 0}, "save": {"every": 1000}}
 
 
@@ -51,7 +52,7 @@ def tables(folder: Path, /, **sections) -> dict:
 
 
 def variants_job(data: Path, out: Path, name: str, **train) -> dict:
-    train = {"micro_batch": 8, **train}
+    train = {"micro_batch": 8, "steps": VARIANT_STEPS, **train}
     return {"recipe": tables(data, model=MODELS[name], train=train, parallel={"mode": "shard"}), "out": str(out / name)}
 
 
@@ -82,8 +83,9 @@ SHARD = {"parallel": {"mode": "shard"}}
 class Recipes:
     def __init__(self, folder: Path) -> None:
         self.data = data = kills.write_set(folder / "data")
-        precise = {"steps": 50, "precision": "float64", "ema": 0.9}
-        self.exact = tables(data, train=precise, eval={"every": 25, "draws": 5}, save={"every": 20}, parallel={"mode": "shard"})
+        precise = {"steps": STEPS, "precision": "float64", "ema": 0.9}
+        seen = {"eval": {"every": STEPS // 2, "draws": 5}, "save": {"every": 12}}
+        self.exact = tables(data, train=precise, **seen, parallel={"mode": "shard"})
         self.single = tables(data)
         self.uneven = tables(data, train={"batch": 5, "micro_batch": 2, "steps": 6})
         self.empty = tables(data, train={"batch": 1, "micro_batch": 1, "steps": 6})
@@ -94,7 +96,7 @@ def run_alone(recipes: Recipes, folder: Path) -> None:
         {"recipe": recipes.exact, "out": str(folder / "exact-1")},
         {"recipe": recipes.single, "out": str(folder / "single-1")},
         {"recipe": recipes.uneven, "out": str(folder / "uneven-1")},
-        {"recipe": recipes.exact, "out": str(folder / "elastic"), "stop": {"rank": 0, "step": 12}},
+        {"recipe": recipes.exact, "out": str(folder / "elastic"), "stop": {"rank": 0, "step": 8}},
         {"recipe": recipes.single, "out": str(folder / "elastic-32"), "stop": {"rank": 0, "step": 4}},
     ]:
         ranks.run(job)
@@ -130,8 +132,8 @@ def make_runs_of_two(folder: Path) -> None:
             {"recipe": {**uneven, **SHARD}, "out": str(folder / "uneven-2"), "chunks": True},
             {"recipe": {**empty, **SHARD}, "out": str(folder / "empty-2")},
             {"recipe": {**single, "save": {"every": 5, "keep": 9}}, "out": str(folder / "full-2"), "full": True},
-            *elastic_jobs(recipes, folder, {"rank": 1, "step": 25}, {"rank": 0, "step": 8}),
-            {"recipe": exact, "out": str(folder / "resumed-2"), "stop": {"rank": 0, "step": 30}},
+            *elastic_jobs(recipes, folder, {"rank": 1, "step": 17}, {"rank": 0, "step": 8}),
+            {"recipe": exact, "out": str(folder / "resumed-2"), "stop": {"rank": 0, "step": 20}},
             {"recipe": exact, "out": str(folder / "resumed-2")},
             look_job(exact, folder, "whole-2"),
             look_job(exact, folder, "shard-2"),
@@ -146,9 +148,9 @@ def make_runs_of_four(folder: Path) -> None:
     """And, on the way to 4, of 2."""
     recipes = Recipes(folder)
     exact, single, uneven = recipes.exact, recipes.single, recipes.uneven
-    behind = {**exact, "save": {"every": 20, "background": True}}
+    behind = {**exact, "save": {"every": 12, "background": True}}
     run_alone(recipes, folder)
-    launch(2, elastic_jobs(recipes, folder, {"rank": 1, "step": 25}, {"rank": 0, "step": 8}), folder)
+    launch(2, elastic_jobs(recipes, folder, {"rank": 1, "step": 17}, {"rank": 0, "step": 8}), folder)
     launch(
         4,
         [
@@ -158,8 +160,8 @@ def make_runs_of_four(folder: Path) -> None:
             {"recipe": in_ones(single, {"mode": "hybrid", "shard_ranks": 2}), "out": str(folder / "ones-hybrid-4")},
             {"recipe": {**uneven, **SHARD}, "out": str(folder / "uneven-4"), "chunks": True},
             {"recipe": {**single, "parallel": {"mode": "hybrid", "shard_ranks": 2}}, "out": str(folder / "hybrid-4")},
-            *elastic_jobs(recipes, folder, {"rank": 3, "step": 38}, {"rank": 2, "step": 12}),
-            {"recipe": behind, "out": str(folder / "resumed-4"), "stop": {"rank": 1, "step": 30}},
+            *elastic_jobs(recipes, folder, {"rank": 3, "step": 25}, {"rank": 2, "step": 12}),
+            {"recipe": behind, "out": str(folder / "resumed-4"), "stop": {"rank": 1, "step": 20}},
             {"recipe": behind, "out": str(folder / "resumed-4")},
             look_job(exact, folder, "shard-4"),
             {
@@ -199,7 +201,7 @@ def seen(out: Path) -> dict[str, str]:
 
 def test_float64_losses_ignore_the_number_of_ranks(runs, n_ranks):
     expected = losses(runs / "exact-1")
-    assert len(expected) == 50
+    assert len(expected) == STEPS
     np.testing.assert_allclose(losses(runs / f"exact-{n_ranks}"), expected, rtol=1e-9)
 
 
@@ -211,15 +213,15 @@ def test_float32_losses_ignore_the_number_of_ranks(runs, n_ranks):
 
 def test_ranks_read_and_mask_the_same_samples(runs, n_ranks):
     expected = seen(runs / "exact-1")
-    assert sorted(map(int, expected)) == list(range(50 * 8))
+    assert sorted(map(int, expected)) == list(range(STEPS * 8))
     assert seen(runs / f"exact-{n_ranks}") == expected
     own = [json.loads(file.read_text()) for file in Path(f"{runs}/exact-{n_ranks}.seen").glob("*.json")]
-    assert [len(part) for part in own] == [400 // n_ranks] * n_ranks
+    assert [len(part) for part in own] == [STEPS * 8 // n_ranks] * n_ranks
 
 
 def test_a_run_goes_on_exactly_on_other_numbers_of_ranks(runs, n_ranks):
     """1 -> 2 -> 1 and 1 -> 2 -> 4 -> 1 ranks, stopped each time by SIGTERM to a rank of its own."""
-    expected = {2: [(1, 0), (2, 12), (1, 26)], 4: [(1, 0), (2, 12), (4, 26), (1, 39)]}[n_ranks]
+    expected = {2: [(1, 0), (2, 8), (1, 18)], 4: [(1, 0), (2, 8), (4, 18), (1, 26)]}[n_ranks]
     assert [(start["ranks"], start["step"]) for start in starts(runs / "elastic")] == expected
     expected = losses(runs / "exact-1")
     found = losses(runs / "elastic")
@@ -241,7 +243,7 @@ def test_a_run_in_float32_goes_on_on_other_numbers_of_ranks(runs, n_ranks):
 
 def test_a_resumed_run_is_bit_equal_on_the_same_number_of_ranks(runs, n_ranks):
     """The states of 4 ranks are written behind."""
-    assert [start["step"] for start in starts(runs / f"resumed-{n_ranks}")] == [0, 31]
+    assert [start["step"] for start in starts(runs / f"resumed-{n_ranks}")] == [0, 21]
     assert kills.differences(runs / f"exact-{n_ranks}", runs / f"resumed-{n_ranks}") == []
     assert kills.differences(runs / "exact-1", runs / f"exact-{n_ranks}") != []  # the comparison can fail
 
@@ -284,7 +286,7 @@ def test_a_state_that_rank_0_cannot_write_is_left_out_by_all(two):
 @pytest.mark.parametrize("name", FIRST)
 def test_sharded_training_equals_one_process(two, name):
     expected = losses(two / "variants-1" / name)
-    assert len(expected) == 20
+    assert len(expected) == VARIANT_STEPS
     assert expected[-1] != expected[0]
     np.testing.assert_allclose(losses(two / "variants-2" / name), expected, rtol=1e-5)
 
@@ -355,7 +357,7 @@ def test_compiled_and_recomputed_blocks_on_two_ranks(tmp_path, made_once, train,
     for name in names:
         alone = made_once(f"ranks-1-{name}", lambda folder, name=name: ranks.run(variants_job(data, folder, name)))
         expected = losses(alone / name)
-        assert len(expected) == 20
+        assert len(expected) == VARIANT_STEPS
         np.testing.assert_allclose(losses(tmp_path / name), expected, rtol=1e-5, err_msg=name)
 
 
