@@ -20,7 +20,9 @@ def best_guess(logits: Tensor, mask_id: int) -> tuple[float, int]:
 
 
 def without_mask(logits: Tensor, mask_id: int) -> Tensor:
-    return torch.stack([value if word != mask_id else torch.tensor(-torch.inf).to(value) for word, value in enumerate(logits)])
+    logits = logits.clone()
+    logits[mask_id : mask_id + 1] = -torch.inf  # nothing, where [MASK] is no outcome anyway
+    return logits
 
 
 def reveal(row: Tensor, logits: Tensor, positions: list[int], count: int, mask_id: int) -> None:

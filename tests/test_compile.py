@@ -15,6 +15,9 @@ pytestmark = [
 ]
 
 
+LAYERS = {"n_layers": 2}  # a first one and one after it: compiling a third takes as long, and tells nothing
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
@@ -32,7 +35,7 @@ def loss_and_gradients(model, seed=0, **options):
 
 
 def assert_compiles_to_the_same(variant, backend, tolerance, attention="auto"):
-    model = small_model(dtype=torch.float32, attention=attention, **variant)
+    model = small_model(dtype=torch.float32, attention=attention, **LAYERS, **variant)
     expected = loss_and_gradients(model)
     for block in model.blocks:
         block.compile(backend=backend, fullgraph=True)
@@ -50,7 +53,7 @@ def assert_equal_up_to(tolerance, found, expected):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_whole_model_has_no_graph_break(variant, padded):
-    model = small_model(**variant)
+    model = small_model(**LAYERS, **variant)
     lengths = {"lengths": torch.tensor([5, 9])} if padded else {}
     explained = torch._dynamo.explain(model)(small_tokens(2, 9), **lengths)
     assert explained.graph_break_count == 0, explained.break_reasons

@@ -94,10 +94,11 @@ def test_temperature_one_draws_from_the_softmax(dtype):
 def test_generate_at_temperature_matches_softmax_frequencies(dtype):
     logits, n, temperature = torch.tensor([0.3, -1.0, 1.4], dtype=dtype), 30_000, 0.7
     out = generate(
-        lambda tokens: logits.expand(*tokens.shape, 3).clone(), prompt=torch.zeros(n, 0, dtype=torch.int64), length=1, mask_id=3,
-        temperature=temperature, seed=11,
+        lambda tokens: logits.expand(*tokens.shape, 3).clone(), prompt=torch.zeros(n // 30, 0, dtype=torch.int64), length=30,
+        mask_id=3, steps=1, temperature=temperature, seed=11,
     )  # fmt: skip
     counts = torch.bincount(out.tokens.flatten(), minlength=3).double()
+    assert int(counts.sum()) == n
     expected = n * (logits.double() / temperature).softmax(0)
     assert float(((counts - expected) ** 2 / expected).sum()) < 13.8  # 0.999 quantile at 2 degrees of freedom
 
