@@ -53,7 +53,8 @@ def tables(folder: Path, /, **sections) -> dict:
 
 def variants_job(data: Path, out: Path, name: str, **train) -> dict:
     train = {"micro_batch": 8, "steps": VARIANT_STEPS, **train}
-    return {"recipe": tables(data, model=MODELS[name], train=train, parallel={"mode": "shard"}), "out": str(out / name)}
+    sections = {"model": MODELS[name], "train": train, "parallel": {"mode": "shard"}, "log": {"probe_every": VARIANT_STEPS}}
+    return {"recipe": tables(data, **sections), "out": str(out / name)}
 
 
 @pytest.fixture
@@ -188,6 +189,13 @@ def losses(out: Path) -> list[float]:
     return [line["loss"] for line in kills.read_metrics(out) if line["kind"] == "train"]
 
 
+def looks(out: Path) -> tuple[list[int], np.ndarray]:
+    """Steps at which attention was looked at, and all that was seen, in order."""
+    found = [line for line in kills.read_metrics(out) if line["kind"] == "probe"]
+    values = [list(layer.values()) for line in found for layer in line["layers"]]
+    return [line["step"] for line in found], np.array(values)
+
+
 def seen(out: Path) -> dict[str, str]:
     """Every sample that any rank read, and how it was masked; a sample that two of them read would show as a clash."""
     found: dict[str, str] = {}
@@ -289,6 +297,9 @@ def test_sharded_training_equals_one_process(two, name):
     assert len(expected) == VARIANT_STEPS
     assert expected[-1] != expected[0]
     np.testing.assert_allclose(losses(two / "variants-2" / name), expected, rtol=1e-5)
+    (steps, alone), (others, shared) = looks(two / "variants-1" / name), looks(two / "variants-2" / name)
+    assert steps == others == [0, VARIANT_STEPS]
+    np.testing.assert_allclose(shared, alone, rtol=1e-4)
 
 
 @pytest.mark.slow
