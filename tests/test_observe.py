@@ -99,18 +99,16 @@ def test_a_watcher_sees_every_layer_and_changes_nothing(variant):
     model, tokens = small_model(**variant), small_tokens(3, 9)
     lengths = torch.tensor([9, 5, 2])
     logits = [block.attention.sink_logit for block in model.blocks] if model.config.has_sink_logit else None
-    if model.config.n_registers:
-        lengths = None  # registers join the sequence: a row's own length is not its number of keys
-    watcher = Watcher(lengths, logits)
+    watcher = Watcher(lengths, logits, n_registers=model.config.n_registers)
     with torch.no_grad():
         plain = model(tokens, lengths=lengths)
         assert torch.equal(model(tokens, lengths=lengths, observe=watcher), plain)
     assert len(watcher.layers) == 3
     for layer in watcher.layers:
-        assert layer.received.shape == (3, 6, 9 + model.config.n_registers)
-        assert layer.sink_received.shape[-1] == model.config.n_lane + model.config.has_sink_logit
+        assert layer.received.shape == (3, 6, 9)
+        assert layer.sink_received.shape[-1] == model.config.n_lane + model.config.n_registers + model.config.has_sink_logit
         torch.testing.assert_close(layer.received.sum(-1) + layer.sink_share, torch.ones(3, 6, dtype=torch.float64))
-        if model.config.sink_value == "zero" and model.config.n_lane:
+        if model.config.sink_value == "zero" and model.config.n_lane + model.config.n_registers:
             assert not layer.sink_value_norm.any()
 
 

@@ -42,6 +42,13 @@ class AttentionStatistics(NamedTuple):
         return self.sink_received.sum(-1)
 
 
+def part_registers(
+    n: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Registers lie in front of the tokens: as keys they are sinks, and nobody asks what they attend to."""
+    return (q[:, :, n:], k[:, :, n:], v[:, :, n:], k[:, :, :n], v[:, :, :n]) if n else (q, k, v, sink_k, sink_v)
+
+
 @torch.no_grad()
 def summarize(
     q: Tensor,
@@ -151,13 +158,16 @@ class Watcher:
     """An observer that keeps the statistics of every layer of one forward: `model(tokens, observe=watcher)`.
 
     sink_logits: for a model with sink logits, those of each layer, which the model does not hand to observers.
+    n_registers: for a model with register sinks, how many, which are then counted as sinks and not as content.
     """
 
-    def __init__(self, lengths: Tensor | None = None, sink_logits: Sequence[Tensor] | None = None) -> None:
+    def __init__(self, lengths: Tensor | None = None, sink_logits: Sequence[Tensor] | None = None, *, n_registers: int = 0) -> None:
         self.layers: list[AttentionStatistics] = []
         self._lengths = lengths
         self._sink_logits = sink_logits
+        self._n_registers = n_registers
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
         logit = None if self._sink_logits is None else self._sink_logits[layer]
-        self.layers.append(summarize(q, k, v, sink_k, sink_v, sink_logit=logit, lengths=self._lengths))
+        given = part_registers(self._n_registers, q, k, v, sink_k, sink_v)
+        self.layers.append(summarize(*given, sink_logit=logit, lengths=self._lengths))

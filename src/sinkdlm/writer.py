@@ -165,10 +165,11 @@ class Watched:
         self._denoiser = _denoiser_of(lm)
         self.reach, self.device, self.barred = self._denoiser.reach, self._denoiser.device, self._denoiser.barred
         self._logits = [weight for name, weight in model.named_parameters() if name.endswith("sink_logit")]
+        self._n_registers = model.config.n_registers
         self.seen: Watcher | None = None
 
     def __call__(self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None, cache: Any = None) -> Tensor:
-        watcher = Watcher(lengths, self._logits or None) if self.seen is None else None
+        watcher = Watcher(lengths, self._logits or None, n_registers=self._n_registers) if self.seen is None else None
         self.seen = self.seen or watcher
         return self._denoiser(tokens, lengths=lengths, where=where, cache=cache, observe=watcher)
 
@@ -186,7 +187,6 @@ def _shown(lm: Any, state: State, attention: tuple[float | None, int, float]) ->
     """The canvas as text: what is open as blocks, what the step wrote in bold, the most attended position underlined."""
     share, top, top_share = attention
     text = Text()
-    top -= lm.config.n_registers
     for place, (token, new) in enumerate(zip(state.tokens.tolist(), state.committed.tolist(), strict=True)):
         word = _OPEN if token == lm.config.mask_id else piece_of(lm.tokenizer, token)
         style = "bold green" if new else ("dim" if token == lm.config.mask_id else "")

@@ -20,7 +20,7 @@ from sinkdlm.errors import AnalysisError, ModelError
 from sinkdlm.layers import Block
 from sinkdlm.model import DiffusionLM
 from sinkdlm.noise import Stream, fold, hash_words, unit_interval
-from sinkdlm.observe import share_on, summarize
+from sinkdlm.observe import part_registers, share_on, summarize
 from sinkdlm.sampling.loop import step
 from sinkdlm.sampling.requests import Request, State, start
 
@@ -139,13 +139,6 @@ class Watched:
 
 def _norms(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).norm(dim=-1)
-
-
-def part_registers(
-    n: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Registers lie in front of the tokens: as keys they are sinks, and nobody asks what they attend to."""
-    return (q[:, :, n:], k[:, :, n:], v[:, :, n:], k[:, :, :n], v[:, :, :n]) if n else (q, k, v, sink_k, sink_v)
 
 
 def sink_logit_of(model: DiffusionLM, layer: int) -> Tensor | None:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from sinkdlm import __version__
-from sinkdlm.analysis.capture import RULES, Rules, attention_maps, part_registers, sink_logit_of, stands_out
+from sinkdlm.analysis.capture import RULES, Rules, attention_maps, sink_logit_of, stands_out
 from sinkdlm.analysis.kinds import KINDS, MASK, SPECIAL, kind_of, special_ids, texts_of
 from sinkdlm.checkpoint import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.model import DiffusionLM
-from sinkdlm.observe import AttentionStatistics, summarize
+from sinkdlm.observe import AttentionStatistics, part_registers, summarize
 from sinkdlm.sampling.drawing import precise
 
 FORMAT, VERSION = "sinkdlm-recording", 1

@@ -116,7 +116,7 @@ def probe(
     batch = rows.batch(np.arange(n_rows)).to(device)
     noisy = corrupt_fixed(batch, model, schedule)
     logits = [weight for name, weight in model.named_parameters() if name.endswith("sink_logit")]  # never sharded
-    watcher = Watcher(sink_logits=logits or None)
+    watcher = Watcher(sink_logits=logits or None, n_registers=model.config.n_registers)
     with precision():
         model(noisy.tokens[:, :_PROBE_TOKENS], observe=watcher)
     found = []
