@@ -42,6 +42,14 @@ def test_a_sink_is_lost_where_over_a_quarter_of_the_layers_have_a_tenth_of_what_
     assert kept.look(8, [0.0, 0.0, 0.0, 0.0]) is None  # told once
 
 
+def test_layers_that_leave_a_sink_while_others_rest_on_it_have_not_lost_it():
+    """A nano run from scratch, with shifted logits and a sink of zero value, whose loss goes on falling."""
+    kept = Kept()
+    looks = [[0.030, 0.029, 0.043], [0.032, 0.168, 0.042], [0.049, 0.071, 0.107], [0.277, 0.018, 0.037], [0.265, 0.016, 0.004]]
+    assert [kept.look(step, shares) for step, shares in enumerate(looks)] == [None] * 5
+    assert kept.look(5, [0.02, 0.016, 0.004]) == (5, 4, 3, 3)  # the last one has left it too
+
+
 @pytest.mark.parametrize("shares", [[], [None, None], [0.01, 0.02]])
 def test_without_a_sink_that_is_rested_on_nothing_is_lost(shares):
     kept = Kept()

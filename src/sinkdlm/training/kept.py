@@ -13,6 +13,9 @@ from sinkdlm.training.peaks import read_lines
 RESTS = 0.1  # of a layer's attention: as much on its sink, and it rests there
 LOST = 0.1  # of the most that a layer had on its sink: with less it has lost it
 MANY = 0.25  # of a model's layers: where more have lost their sink, the run is told to have
+HELD = (
+    0.5  # of the most that all layers had on it together: with more, some have left it while others came, as from scratch they do
+)
 
 
 class Loss(NamedTuple):
@@ -36,7 +39,8 @@ class Kept:
 
     def __init__(self) -> None:
         self.loss: Loss | None = None
-        self._most: list[float] = []
+        self._most: list[float] = []  # by layer
+        self._most_of_all = 0.0  # at one look
         self._before = 0
 
     @classmethod
@@ -51,9 +55,10 @@ class Kept:
         """shares: of attention on sinks, by layer. The loss, where this look is the one that finds it."""
         known = [share for share in shares if share is not None]
         self._most = [max(pair) for pair in zip(self._most or known, known, strict=True)]
+        self._most_of_all = max(self._most_of_all, sum(known))
         lost = sum(now < LOST * most for now, most in zip(known, self._most, strict=True) if most >= RESTS)
         before, self._before = self._before, step
-        if self.loss is not None or lost <= MANY * len(known):
+        if self.loss is not None or lost <= MANY * len(known) or sum(known) > HELD * self._most_of_all:
             return None
         self.loss = Loss(step, before, lost, len(known))
         return self.loss
