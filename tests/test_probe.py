@@ -45,3 +45,12 @@ def test_a_register_is_a_sink_and_no_content(position):
         received = weight.mean(2)  # (B, H, 1 + T): the register lies in front of the tokens
         assert layer["sink_share"] == pytest.approx(float(received[..., 0].mean()))
         assert layer["top_content_share"] == pytest.approx(float(received[..., 1:].mean(1).amax(-1).mean()))
+
+
+@pytest.mark.parametrize("sinks", [{}, {"n_sinks": 1}, {"n_sinks": 1, "sink_kind": "register"}], ids=str)
+def test_padding_is_out_of_sight(sinks):
+    """Rows that end early are seen as they are alone, whatever lies behind their end."""
+    model, tokens = small_model(**sinks), small_tokens(2, 9)
+    lengths = torch.tensor([6, 6])
+    for layer, alone in zip(look(model, tokens, lengths), look(model, tokens[:, :6]), strict=True):
+        assert layer == pytest.approx(alone)

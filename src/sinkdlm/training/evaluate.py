@@ -113,17 +113,20 @@ def probe(
 
     Every rank looks at the same few rows: with sharded weights a forward is one of all ranks.
     """
-    batch = rows.batch(np.arange(n_rows)).to(device)
+    batch = rows.batch(np.arange(n_rows)).rows(slice(0, n_rows)).to(device)
     noisy = corrupt_fixed(batch, model, schedule)
+    tokens = noisy.tokens[:, :_PROBE_TOKENS]
+    lengths = None if batch.lengths is None else batch.lengths.clamp_max(tokens.shape[1])
+    own = slice(None) if lengths is None else torch.arange(tokens.shape[1], device=device) < lengths[:, None]  # no padding
     logits = [weight for name, weight in model.named_parameters() if name.endswith("sink_logit")]  # never sharded
-    watcher = Watcher(sink_logits=logits or None, n_registers=model.config.n_registers)
+    watcher = Watcher(lengths, logits or None, n_registers=model.config.n_registers)
     with precision():
-        model(noisy.tokens[:, :_PROBE_TOKENS], observe=watcher)
+        model(tokens, lengths=lengths, observe=watcher)
     found = []
     for layer in watcher.layers:
         facts = {
             "top_content_share": float(layer.received.mean(1).amax(-1).mean()),
-            "content_value_norm": float(layer.value_norm.mean()),
+            "content_value_norm": float(layer.value_norm[own].mean()),
             "entropy": float(layer.entropy.mean()),
         }
         if layer.sink_received.shape[-1]:
