@@ -574,6 +574,24 @@ def test_a_chat_template_that_cannot_be_split_is_refused(tmp_path):
         assert words in fails([path], words_tokenizer(template=CHAT)[0], tmp_path / "out", Settings(kind="sft"))
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [({}, "missing"), ({"content": None}, "null"), ({"content": [{"type": "text", "text": "hi"}]}, "a list")],
+    ids=["missing", "null", "list"],
+)
+def test_messages_without_text_are_refused(content, words, tmp_path):
+    """A template would write None, or a list with its brackets, and a model would learn it. What tools say is the template's."""
+    found, vocabulary = words_tokenizer(*chat_words(), template=CHAT.replace("m.content", "m.content or 'he'"))
+    asked, answered = {"role": "user", "content": "hi"}, {"role": "assistant", **content}
+    path = str(write_rows(tmp_path / "a.jsonl", [{"messages": [asked, answered]}]))
+    said = fails([path], found, tmp_path / "out", Settings(kind="sft", validation=0))
+    assert f"a.jsonl: line 1: message 2 (assistant): content is {words}, expected text" in said
+    if not content.get("content"):
+        write_rows(tmp_path / "a.jsonl", [{"messages": [asked, answered | {"tool_calls": [{"name": "f"}]}]}])
+        prepare.prepare([path], found, tmp_path / "out", Settings(kind="sft", validation=0))
+        assert examples(tmp_path / "out")[0][1] == ids(vocabulary, "he </s>")
+
+
 def test_characters_that_a_tokenizer_does_not_have_are_counted(tmp_path, tokenizer):
     """In texts and in examples; the share is of all tokens. GSM8K's answers need their mark."""
     (tmp_path / "a.txt").write_text("ab \u6f22\u5b57 ?\n")

@@ -81,6 +81,8 @@ def _turns(messages: Any, tokenizer: Any, place: str) -> list[Draft]:
         raise DataError(
             f"{place}: messages, but the tokenizer has no chat template; give prompt and response, or another --tokenizer"
         )
+    for turn, message in enumerate(messages, start=1):
+        _check_text(message, f"{place}: message {turn} ({message['role']})")
     drafts = []
     for turn, message in enumerate(messages):
         if message["role"] != "assistant" or turn == 0:
@@ -97,6 +99,15 @@ def _turns(messages: Any, tokenizer: Any, place: str) -> list[Draft]:
     if not drafts:
         raise DataError(f"{place}: messages without an assistant turn after the first: there is no response to learn")
     return drafts
+
+
+def _check_text(message: Mapping[str, Any], place: str) -> None:
+    """Most templates write whatever content is: null as None, a list with its brackets. Of tools they know more than we do."""
+    content = message.get("content")
+    if isinstance(content, str) or message.get("tool_calls") or message["role"] == "tool":
+        return
+    found = "missing" if "content" not in message else "null" if content is None else f"a {type(content).__name__}"
+    raise DataError(f"{place}: content is {found}, expected text; give it as one, or leave the conversation out")
 
 
 def encode_drafts(encoder: Encoder, drafts: Sequence[Draft], places: Callable[[int], str]) -> list[tuple[list[int], list[int]]]:
