@@ -578,11 +578,11 @@ def test_wrong_requests_say_so(tmp_path):
         Sheet.read(tmp_path / "absent.jsonl")
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = tokenizer.bos_token = None
-    with pytest.raises(EvalError, match="neither BOS nor EOS"):
+    with pytest.raises(EvalError, match="neither BOS nor EOS to stand for it; name one as eos_token"):
         TextEncoder(tokenizer).pairs([Request(LOGLIKELIHOOD, "t", 0, 0, "", "a")], 8)
     tokenizer = tiny_tokenizer(bos=True)
     tokenizer.eos_token = None
-    with pytest.raises(EvalError, match="has no EOS beside the BOS that is left out"):
+    with pytest.raises(EvalError, match="no EOS beside the BOS that is left out to stand for it; leave out --no-bos"):
         TextEncoder(tokenizer, False).pairs([Request(LOGLIKELIHOOD, "t", 0, 0, "", "a")], 8)
     with pytest.raises(EvalError, match="has no token of its own"):
         TextEncoder(tiny_tokenizer(bos=True)).pairs([Request(LOGLIKELIHOOD, "t", 0, 0, "", "<s>")], 8)

@@ -106,8 +106,12 @@ class TextEncoder:
 
     def prefix(self, place: str) -> list[int]:
         if self.prefix_id is None:
-            without = "neither BOS nor EOS" if self.bos_id is None else "no EOS beside the BOS that is left out"
-            raise EvalError(f"{place}: the prompt is empty, and the tokenizer has {without} to stand for it")
+            without, cure = (
+                ("neither BOS nor EOS", "name one as eos_token in its tokenizer_config.json")
+                if self.bos_id is None
+                else ("no EOS beside the BOS that is left out", "leave out --no-bos")
+            )
+            raise EvalError(f"{place}: the prompt is empty, and the tokenizer has {without} to stand for it; {cure}")
         return [self.prefix_id]
 
     def decode(self, tokens: Sequence[int], until: Sequence[str] = ()) -> str:
