@@ -315,6 +315,15 @@ def test_official_export_refuses_what_has_no_place_there(tmp_path):
         convert(tmp_path / "x", tmp_path / "y", to="official")
 
 
+def test_notes_are_of_this_conversion(tmp_path):
+    """A model whose sink was new once, and may have been trained since, has no new one when it is written again."""
+    sinkdlm.save(tmp_path / "x", small_model(dtype=torch.float32))
+    assert convert(tmp_path / "x", tmp_path / "y", changes={"n_sinks": 1})["notes"] == ["1 new sink row(s), init mean"]
+    assert convert(tmp_path / "y", tmp_path / "z")["notes"] == []
+    assert convert(tmp_path / "y", tmp_path / "hf", to="hf")["notes"] == []
+    assert sinkdlm.load(tmp_path / "z").provenance["notes"] == ["1 new sink row(s), init mean"]
+
+
 def test_what_official_weights_do_not_tell_is_said(tmp_path):
     """They are weights alone: a context length is lost on the way out and back, and so are heads of no size of the table."""
     model = small_model(dtype=torch.float32, n_sinks=1, qkv_bias=False, tie_embeddings=False, context_length=96)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm.checkpoint import CONFIG, WEIGHTS, Loaded, save, write_weights, written_aside
-from sinkdlm.config import ModelConfig
+from sinkdlm.config import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConvertError
 from sinkdlm.interop import layouts
 from sinkdlm.interop.adapt import SHAPE_KEYS, family_of, load_any, own_history
@@ -29,10 +29,11 @@ def convert(
     if to != "sinkdlm" and destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConvertError(f"{destination}: exists and is not empty; choose another folder or remove it")
     _check_no_run(destination)
-    shape = {key: value for key, value in dict(options.get("changes") or {}).items() if key in SHAPE_KEYS}
-    found = open_source(source, shape)
+    changes = dict(options.get("changes") or {})
+    found = open_source(source, {key: value for key, value in changes.items() if key in SHAPE_KEYS})
     loaded = load_any(found, **options)
-    notes = list(loaded.provenance.get("notes", []))
+    as_it_was = found.kind == MODEL_TYPE and not set(changes) - set(SHAPE_KEYS) and options.get("tokenizer") is None
+    notes = [] if as_it_was else list(loaded.provenance.get("notes", []))  # a checkpoint's own notes are of when it was made
     if to == "official":
         wrote = write_official(destination, loaded)
         notes += _untold(destination, loaded.config)
