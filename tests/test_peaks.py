@@ -44,6 +44,12 @@ def test_what_cannot_be_told_is_left_out(tmp_path):
     assert read_peaks(tmp_path) == {"count": 1}
 
 
+def test_a_peak_has_its_step_where_not_every_step_has_a_line(tmp_path):
+    lines = [{"kind": "train", "step": step, "grad_norm": 9.0 if step == 40 else 1.0} for step in range(10, 101, 10)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_peaks(tmp_path) == {"count": 1, "largest": 9.0, "at": 40}
+
+
 def test_a_run_tells_its_peaks(tmp_path, command_line):
     prepare_example(tmp_path / "set", documents=60)
     recipe = tmp_path / "recipe.toml"

@@ -39,6 +39,8 @@ def read_lines(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def read_peaks(folder: Path) -> dict[str, Any]:
-    """count; the largest over the median and its step, where there is one."""
-    peaks = peaks_of([line["grad_norm"] for line in read_lines(folder, "train")])
-    return {"count": len(peaks.steps)} | ({} if math.isnan(peaks.largest) else {"largest": round(peaks.largest, 2), "at": peaks.at})
+    """count; the largest over the median and its step, where there is one. Of the steps that have a line (`log.every`)."""
+    lines = read_lines(folder, "train")
+    peaks = peaks_of([line["grad_norm"] for line in lines])
+    found: dict[str, Any] = {"count": len(peaks.steps)}
+    return found if math.isnan(peaks.largest) else found | {"largest": round(peaks.largest, 2), "at": lines[peaks.at - 1]["step"]}
