@@ -34,12 +34,19 @@ keep = 3
 
 def test_a_sink_is_lost_where_over_a_quarter_of_the_layers_have_a_tenth_of_what_they_had():
     kept = Kept()
-    assert kept.look(0, [0.01, 0.2, 0.3, 0.5]) is None  # the first layer never rested on it
-    assert kept.look(2, [0.0, 0.019, 0.3, 0.5]) is None  # one of four layers
-    assert kept.look(4, [0.0, 0.3, 0.4, 0.6]) is None
-    found = kept.look(6, [0.0, 0.031, 0.039, 0.059])  # of the most they had, not of the first
-    assert found == kept.loss == (6, 4, 2, 4)
-    assert kept.look(8, [0.0, 0.0, 0.0, 0.0]) is None  # told once
+    assert kept.look(0, [0.01, 0.2, 0.3, 0.5, 0.2]) is None  # the first layer never rested on it
+    assert kept.look(2, [0.0, 0.019, 0.029, 0.5, 0.2]) is None  # two layers are few
+    assert kept.look(4, [0.0, 0.3, 0.4, 0.6, 0.2]) is None
+    found = kept.look(6, [0.0, 0.029, 0.039, 0.059, 0.2])  # of the most they had, not of the first
+    assert found == kept.loss == (6, 4, 3, 5)
+    assert kept.look(8, [0.0] * 5) is None  # told once
+
+
+def test_a_few_layers_of_many_may_leave_a_sink():
+    for n_lost, expected in ((4, None), (5, (1, 0, 5, 16))):
+        kept = Kept()
+        assert kept.look(0, [0.4] * 16) is None
+        assert kept.look(1, [0.03] * n_lost + [0.4] * (16 - n_lost)) == expected
 
 
 def test_layers_that_leave_a_sink_while_others_rest_on_it_have_not_lost_it():

@@ -18,7 +18,7 @@ from sinkdlm.reproduce.inputs import NO_PARENT
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, TRIAL_SEED, Job
 from sinkdlm.reproduce.records import Record, read_beside, write_beside
 from sinkdlm.reproduce.running import Bench, recipe_of, train_job
-from sinkdlm.training.kept import LOST, MANY, RESTS, Kept
+from sinkdlm.training.kept import HELD, LOST, MANY, RESTS, Kept
 from sinkdlm.training.peaks import PEAK, SETTLED, peaks_of, read_lines
 
 NAME = "steadiness"
@@ -179,7 +179,7 @@ def _watched(found: Mapping[str, Any]) -> list[Block]:
             "same order, so that their training losses can be compared. Of the sink, at the first look and at the last: attention "
             "on it, and its value norm over that of other tokens, in the lowest third of the layers and in the others. Lost: the "
             f"first look at which more than {MANY:.0%} of the layers have less than {LOST:.0%} of the most they had on the sink, "
-            f"which was {RESTS:.0%} of their attention at least:"
+            f"which was {RESTS:.0%} of their attention at least, and all together less than {HELD:.0%} of the most they had:"
         ),
         Table(head, rows),
     ]

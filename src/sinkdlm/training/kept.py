@@ -12,9 +12,9 @@ from sinkdlm.training.peaks import read_lines
 
 RESTS = 0.1  # of a layer's attention: as much on its sink, and it rests there
 LOST = 0.1  # of the most that a layer had on its sink: with less it has lost it
-MANY = 0.25  # of a model's layers: where more have lost their sink, the run is told to have
+MANY, FEW = 0.25, 2  # of a model's layers, and layers at least: where more have lost their sink, the run is told to have
 HELD = (
-    0.5  # of the most that all layers had on it together: with more, some have left it while others came, as from scratch they do
+    0.75  # of the most that all layers had on it together: with more, some have left it while others came, as from scratch they do
 )
 
 
@@ -58,7 +58,7 @@ class Kept:
         self._most_of_all = max(self._most_of_all, sum(known))
         lost = sum(now < LOST * most for now, most in zip(known, self._most, strict=True) if most >= RESTS)
         before, self._before = self._before, step
-        if self.loss is not None or lost <= MANY * len(known) or sum(known) > HELD * self._most_of_all:
+        if self.loss is not None or lost <= max(FEW, MANY * len(known)) or sum(known) > HELD * self._most_of_all:
             return None
         self.loss = Loss(step, before, lost, len(known))
         return self.loss
