@@ -71,7 +71,8 @@ ALLOWED = {
     "planning": ("config",),
     "pace": ("config", "planning"),
     "plans": ("config", "planning", "pace"),
-    "data": ("config", "noise", "durable"),
+    "messages": (),
+    "data": ("config", "noise", "durable", "messages"),
     "checkpoint": (*CORE, "durable"),
     "training": (*CORE, "data", "planning", "plans", "durable", "prompting"),
     "interop": CORE,
@@ -94,7 +95,7 @@ ALLOWED = {
         "durable",
         "tables",
     ),
-    "writer": ("observe", "sampling", "prompting", "checkpoint"),
+    "writer": ("observe", "sampling", "prompting", "checkpoint", "messages"),
     "demo": (*CORE, "data", "training", "analysis", "durable"),
 }
 # What the objective, the samplers and the estimators must not touch: they take a denoiser.

@@ -690,8 +690,9 @@ def test_sampled_texts_begin_as_those_of_sample(tmp_path, token_set):
 
 
 def test_the_run_folder_holds_everything(tmp_path, token_set):
-    recipe = recipe_of(token_set, train={"ema": 0.9}, save={"every": 2, "keep": 1, "milestones": [3]})
-    result, _ = run(recipe, tmp_path / "run")
+    recipe = recipe_of(token_set, train={"ema": 0.9}, save={"every": 2, "keep": 1, "milestones": [3, 6, 60]})
+    result, said = run(recipe, tmp_path / "run")
+    assert "save.milestones: 6, 60: not before the last step, 6; what is left then is model/" in said
     out = tmp_path / "run"
     assert Recipe.load(out / "recipe.toml") == recipe
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-0000000006"]

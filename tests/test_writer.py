@@ -287,6 +287,8 @@ MISTAKES = [
     (["--prompts", "half.jsonl"], ["surrogate", "no text"]),
     (["--prompt", "a\udcff"], ["no UTF-8", "no text"]),
     (["--prompts", "talk.jsonl"], ["talk.jsonl: line 1: messages is no list"]),
+    (["--prompts", "bare.jsonl"], ["bare.jsonl: line 1: messages is no list"]),
+    (["--prompts", "null.jsonl"], ["null.jsonl: line 2: message 1 (user): content is null, expected text"]),
     (["--prompt", "a", "--infill", "[_]"], ["give one of them"]),
     (["--watch", "--n", "2"], ["shows one text"]),
     (["--cache", "dual"], ["needs a block length"]),
@@ -301,6 +303,8 @@ def test_mistakes_get_one_line_and_status_2(checkpoint, tmp_path, monkeypatch, c
     (tmp_path / "bad.jsonl").write_text("{\n")
     (tmp_path / "half.jsonl").write_text('{"prompt": "a\\ud800"}\n')
     (tmp_path / "talk.jsonl").write_text('{"messages": "hello"}\n')
+    (tmp_path / "bare.jsonl").write_text('["hello"]\n')
+    (tmp_path / "null.jsonl").write_text('"a"\n{"messages": [{"role": "user", "content": null}]}\n')
     monkeypatch.chdir(tmp_path)
     for words, expected in MISTAKES:
         status, out, err = command_line("sample", checkpoint, *words)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sinkdlm.checkpoint import absent_ids
 from sinkdlm.errors import SamplingError
+from sinkdlm.messages import missing_text
 from sinkdlm.observe import Watcher
 from sinkdlm.prompting import LENGTH, begin, chat_text, check_bos, check_room, encode, has_chat_template, piece_of
 from sinkdlm.sampling import Policy, Request, State, start, step
@@ -79,8 +80,19 @@ def read_prompts(path: Path) -> list[Any]:
                 raise SamplingError(f"{path}: line {number}: messages is no list of objects with role and content")
         if not isinstance(value, str | list):
             raise SamplingError(f"{path}: line {number} has neither prompt nor question nor messages")
+        if isinstance(value, list):
+            _check_messages(value, f"{path}: line {number}")
         found.append(value)
     return found
+
+
+def _check_messages(messages: list[Any], place: str) -> None:
+    for turn, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or "role" not in message:
+            raise SamplingError(f"{place}: messages is no list of objects with role and content")
+        missing = missing_text(message)
+        if missing is not None:
+            raise SamplingError(f"{place}: message {turn} ({message['role']}): content is {missing}, expected text")
 
 
 def parse_gaps(text: str, gap: int | None = None) -> list[Piece]:

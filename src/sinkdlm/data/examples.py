@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from sinkdlm.data.encoding import Encoder
 from sinkdlm.data.inputs import missing_field
 from sinkdlm.errors import DataError
+from sinkdlm.messages import missing_text
 
 KINDS = ("sft", "gsm8k-two-stage", "gsm8k-one-stage")
 MARK = "####"  # before GSM8K's answer
@@ -82,7 +83,10 @@ def _turns(messages: Any, tokenizer: Any, place: str) -> list[Draft]:
             f"{place}: messages, but the tokenizer has no chat template; give prompt and response, or another --tokenizer"
         )
     for turn, message in enumerate(messages, start=1):
-        _check_text(message, f"{place}: message {turn} ({message['role']})")
+        found = missing_text(message)
+        if found is not None:
+            told = f"{place}: message {turn} ({message['role']}): content is {found}"
+            raise DataError(f"{told}, expected text; give it as one, or leave the conversation out")
     drafts = []
     for turn, message in enumerate(messages):
         if message["role"] != "assistant" or turn == 0:
@@ -99,15 +103,6 @@ def _turns(messages: Any, tokenizer: Any, place: str) -> list[Draft]:
     if not drafts:
         raise DataError(f"{place}: messages without an assistant turn after the first: there is no response to learn")
     return drafts
-
-
-def _check_text(message: Mapping[str, Any], place: str) -> None:
-    """Most templates write whatever content is: null as None, a list with its brackets. Of tools they know more than we do."""
-    content = message.get("content")
-    if isinstance(content, str) or message.get("tool_calls") or message["role"] == "tool":
-        return
-    found = "missing" if "content" not in message else "null" if content is None else f"a {type(content).__name__}"
-    raise DataError(f"{place}: content is {found}, expected text; give it as one, or leave the conversation out")
 
 
 def encode_drafts(encoder: Encoder, drafts: Sequence[Draft], places: Callable[[int], str]) -> list[tuple[list[int], list[int]]]:

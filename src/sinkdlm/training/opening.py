@@ -87,7 +87,11 @@ def open_data(recipe: Recipe, say: Say) -> Data:
         say(f"{rows.n_too_long} examples are longer than data.length = {section.length} and are left out")
     if validation is None and recipe.eval.every:
         say("no validation split among data.sets: no validation (data.validation names another folder)")
-    return Data(rows, validation, budget_steps(train, config, section.length, rows.n_rows))
+    steps = budget_steps(train, config, section.length, rows.n_rows)
+    beyond = [milestone for milestone in recipe.save.milestones if milestone >= steps]
+    if beyond:
+        say(f"save.milestones: {', '.join(map(str, beyond))}: not before the last step, {steps}; what is left then is model/")
+    return Data(rows, validation, steps)
 
 
 def settle_facts(folder: RunFolder, data: Data) -> dict[str, Any]:
