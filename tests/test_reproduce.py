@@ -321,7 +321,9 @@ def test_pictures_are_drawn_of_records_and_named_on_the_page(tmp_path):
         cut |= {f"rows.{length}": Outcome.of_items([4.0, 5.0], 2) for length in SCALES["small"].cuts}  # type: ignore[operator]
         cut |= {f"attention.writes.{length}": Outcome.of_value(0.4) for length in SCALES["small"].cuts}  # type: ignore[operator]
     course = {"gradient": [9.0, 1.0, None, 2.0], "looks": [2, 4], "share": [[0.1] * 3] * 2, "norm": [[0.5] * 3, [2.0] * 3]}
-    watched = {"forms": {"sink": {"label": "DLM + sink", "lr": 1e-3, "loss": [4.0] * 4, **course}}}
+    plain = {**course, "share": [[None] * 3] * 2, "norm": [[None] * 3] * 2}  # without a sink
+    given = {"lr": 1e-3, "loss": [4.0] * 4, "recipe": "[train]\nwarmup = 0.5\nmin_warmup = 1\n"}
+    watched = {"forms": {"vanilla": {"label": "DLM", **given, **plain}, "sink": {"label": "DLM + sink", **given, **course}}}
     write_beside(tmp_path / "records", STEADINESS, "small", watched)
     names = {name for name, _ in page.PICTURES.values()}
     for folder in ("one", "two"):
