@@ -1,4 +1,4 @@
-"""A parent that many runs start from, read once: a GGUF file takes a quarter of a minute to unpack, and a sitting has many runs."""
+"""A parent that many runs start from, read once: a GGUF file takes a quarter of a minute to unpack, and many follow one another."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
