@@ -13,6 +13,8 @@ import torch
 
 from sinkdlm import DiffusionLM, ModelConfig, cli
 
+pytest.register_assert_rewrite("launches", "pages", "sites")  # so that a failure there says what was found
+
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: two threads each would wait for one another
 if not torch.cuda.is_available():

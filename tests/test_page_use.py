@@ -18,6 +18,8 @@ from sites import PROMPT
 
 # -- recordings -------------------------------------------------------------------------------------------------------------------
 
+TOLD = "told => document.querySelector('#notice.bad p')?.textContent.includes(told)"
+
 
 @pytest.fixture(scope="module")
 def recording(lms):
@@ -79,7 +81,7 @@ def test_a_file_that_is_no_recording_is_told(browser, site, recording, tmp_path)
     damaged["sides"][0]["received"]["data"] = base64.b64encode(zlib.compress(b"abc")).decode()
     files = {
         "no JSON": "<p>",
-        "no recording": '{"a": 1}',
+        "no recording of": '{"a": 1}',
         "version 9": json.dumps({**recording, "version": 9}),
         "damaged": json.dumps(damaged),
     }
@@ -88,7 +90,26 @@ def test_a_file_that_is_no_recording_is_told(browser, site, recording, tmp_path)
         for told, text in files.items():
             (tmp_path / "file.json").write_text(text)
             page.set_input_files("#open", tmp_path / "file.json")
-            until(page, "told => document.querySelector('#notice.bad p')?.textContent.includes(told)", arg=told)
+            until(page, TOLD, arg=told)
+
+
+def test_a_file_that_is_gone_before_it_is_read_is_told(browser, site, tmp_path):
+    gone = tmp_path / "file.json"
+    gone.write_text("{}")
+    with opened(browser, site.url) as page:
+        until(page, "document.querySelector('#left').options.length === 4")
+        page.evaluate("""() => document.addEventListener('change', event => {
+          event.stopImmediatePropagation();
+          window.chosen = event.target.files[0];
+        }, { capture: true, once: true })""")
+        page.set_input_files("#open", gone)
+        gone.unlink()
+        page.evaluate("""() => {
+          const dataTransfer = new DataTransfer();
+          dataTransfer.items.add(window.chosen);
+          document.dispatchEvent(new DragEvent('drop', { dataTransfer }));
+        }""")
+        until(page, TOLD, arg="cannot be read")
 
 
 def test_a_viewer_is_one_script_that_its_own_policy_allows(recording, tmp_path):

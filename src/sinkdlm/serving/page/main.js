@@ -368,8 +368,15 @@ async function openFile(file) {
     fail(new Error("This file is larger than any recording."), null);
     return;
   }
+  let text;
+  try {
+    text = await file.text();
+  } catch {
+    fail(new Error("This file cannot be read: it has changed or is gone since it was chosen. Choose it again."), null);
+    return;
+  }
   shown = { ...shown, step: null, token: null };
-  await openRecording(await file.text());
+  await openRecording(text);
 }
 
 async function save() {
