@@ -32,6 +32,7 @@ from sinkdlm.training.evaluate import VALIDATION_SEED, validate
 from sinkdlm.training.monitor import Metrics, Monitor, flat_numbers
 from sinkdlm.training.optimizer import learning_rate
 from sinkdlm.training.parallel import World
+from sinkdlm.training.peaks import read_lines
 from sinkdlm.writer import Job, write
 
 ALONE = World(torch.device("cpu"))
@@ -418,6 +419,17 @@ def test_lost_metrics_do_not_end_a_run(tmp_path, token_set, monkeypatch):
     _, said = run(recipe, tmp_path / "run")
     assert any("shorter than when the state was saved" in line for line in said)
     assert [line["step"] for line in metrics(tmp_path / "run")] == [3, 4, 5, 6]
+
+
+def test_metrics_that_were_cut_within_a_line_do_not_end_a_run(tmp_path, token_set, monkeypatch):
+    """Looks at attention before the interruption are read again: what is left of a line tells nothing."""
+    recipe = recipe_of(token_set)
+    interrupted(recipe, tmp_path / "run", monkeypatch, after=3)
+    path = tmp_path / "run" / "metrics.jsonl"
+    os.truncate(path, path.read_bytes().index(b"\n") + 20)
+    run(recipe, tmp_path / "run")
+    assert [line["step"] for line in read_lines(tmp_path / "run", "train")] == [4, 5, 6]  # the third follows half a line
+    assert [line["step"] for line in read_lines(tmp_path / "run", "probe")][:1] == [0]
 
 
 def test_a_changed_scalar_is_damage(tmp_path, token_set, monkeypatch):

@@ -32,10 +32,19 @@ def peaks_of(gradients: Sequence[float | None]) -> Peaks:
 
 
 def read_lines(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """What a run folder keeps of training, also of what came before an interruption."""
+    """What a run folder keeps of training, also of what came before an interruption. A line that somebody else cut is passed over:
+    that is no reason for a run not to go on."""
     path = folder / "metrics.jsonl"
-    lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
-    return [line for line in lines if line["kind"] == kind]
+    found = map(_read_line, path.read_text(errors="replace").splitlines() if path.exists() else ())
+    return [line for line in found if line.get("kind") == kind]
+
+
+def _read_line(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_peaks(folder: Path) -> dict[str, Any]:
