@@ -1,6 +1,7 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 
@@ -60,6 +61,23 @@ def test_ctrl_c_is_one_line_and_status_130(monkeypatch, capsys):
         cli.main()
     assert ended.value.code == 130
     assert capsys.readouterr().err.strip() == "sinkdlm: interrupted"
+
+
+def test_ctrl_c_within_an_import_ends_at_once(tmp_path):
+    """A package that tries imports would catch it, and the command go on with half of it."""
+    (tmp_path / "guarded.py").write_text(
+        "import os, signal, sys\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    print('went on')\n"
+    )
+    script = "import sys\nfrom sinkdlm import cli, config\nconfig.preset_names = lambda: __import__('guarded') and []\ncli.main()\n"
+    command = [sys.executable, "-c", script, "presets"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "sinkdlm: interrupted\n")
+
+
+def test_ctrl_c_is_as_it_was_once_a_command_has_ended(command_line):
+    before = signal.getsignal(signal.SIGINT)
+    assert command_line("presets")[0] == 0
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_presets_are_listed_with_official_counts(command_line):
