@@ -582,7 +582,7 @@ def test_wrong_requests_say_so(tmp_path):
         TextEncoder(tokenizer).pairs([Request(LOGLIKELIHOOD, "t", 0, 0, "", "a")], 8)
     tokenizer = tiny_tokenizer(bos=True)
     tokenizer.eos_token = None
-    with pytest.raises(EvalError, match="no EOS beside the BOS that is left out to stand for it; leave out --no-bos"):
+    with pytest.raises(EvalError, match="no EOS beside the BOS that is left out to stand for it; say --bos"):
         TextEncoder(tokenizer, False).pairs([Request(LOGLIKELIHOOD, "t", 0, 0, "", "a")], 8)
     with pytest.raises(EvalError, match="has no token of its own"):
         TextEncoder(tiny_tokenizer(bos=True)).pairs([Request(LOGLIKELIHOOD, "t", 0, 0, "", "<s>")], 8)
@@ -820,6 +820,12 @@ def test_documents_begin_as_prompts_of_sample_do(tmp_path, run):
     without = run("score", save_model(tmp_path / "without"), tmp_path / "a.txt", "--draws", "8", "--device", "cpu", "--bos")
     assert (without.status, without.err.count("\n")) == (2, 1)
     assert "--bos: the tokenizer has no beginning-of-text token; leave it out" in without.err
+    silent.eos_token = None  # then nothing stands before a document, which a causal model needs
+    where = (save(tmp_path / "bare", lm.model, silent), tmp_path / "a.txt", "--causal", "--device", "cpu")
+    bare = run("score", *where)
+    assert bare.status == 2
+    assert "no EOS beside the BOS that is left out to stand for it; say --bos" in bare.err  # nobody had said --no-bos
+    assert run("score", *where, "--bos").status == 0
 
 
 def test_what_the_tokenizer_does_not_have_is_told(tmp_path, checkpoint, run):

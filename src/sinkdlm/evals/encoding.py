@@ -109,7 +109,7 @@ class TextEncoder:
             without, cure = (
                 ("neither BOS nor EOS", "name one as eos_token in its tokenizer_config.json")
                 if self.bos_id is None
-                else ("no EOS beside the BOS that is left out", "leave out --no-bos")
+                else ("no EOS beside the BOS that is left out", "say --bos")
             )
             raise EvalError(f"{place}: the prompt is empty, and the tokenizer has {without} to stand for it; {cure}")
         return [self.prefix_id]
