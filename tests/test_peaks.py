@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 
 from sinkdlm.data.synthetic import prepare_example
-from sinkdlm.reproduce.steadiness import steadiness_blocks, thirds_of
+from sinkdlm.reproduce.steadiness import line_of, steadiness_blocks, thirds_of
 from sinkdlm.training.peaks import peaks_of, read_peaks
 
 RECIPE = """
@@ -67,6 +67,17 @@ def test_a_run_tells_its_peaks(tmp_path, command_line):
 def test_layers_are_summed_up_by_thirds():
     assert thirds_of([1.0, 3.0, 4.0, 4.0, 4.0, 8.0]) == pytest.approx((2.0, 5.0))
     assert thirds_of([None, None, None]) is None
+
+
+def test_a_training_that_was_watched_is_told_from_its_twin_with_a_longer_warm_up():
+    """Both have the same label and rate. Where a sink was lost the line says it."""
+    form = {"label": "DLM + sink", "lr": 0.004, "loss": [2.0] * 10, "gradient": [1.0] * 10, "looks": [0, 5]}
+    short, long = ({**form, "recipe": f"[train]\nwarmup = {share}\nmin_warmup = 0\n"} for share in (0.1, 0.4))
+    kept, lost = [[0.3] * 3, [0.4] * 3], [[0.3] * 3, [0.0] * 3]
+    assert line_of(short | {"share": kept}).startswith("DLM + sink, lr 0.004, 10 steps, 1 to warm up: gradient norm 1.00, 0 peaks")
+    assert ", 4 to warm up: " in line_of(long | {"share": kept})
+    assert "lost" not in line_of(long | {"share": kept})
+    assert line_of(short | {"share": lost}).endswith("; sink lost at step 5: 3 of 3 layers")
 
 
 def test_nothing_is_said_where_nothing_was_measured():

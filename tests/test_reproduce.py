@@ -35,6 +35,7 @@ from sinkdlm.reproduce.matrix import (
     SFT,
     TARGETS,
     VARIANTS,
+    WITHOUT_RUNS,
     Job,
     jobs_of,
     select,
@@ -407,6 +408,15 @@ def test_the_papers_recipes_are_those_of_the_project(tmp_path):
                 assert [one.split(" ")[0] for one in odd] == ["init.from"] * (group == SFT)
                 checked += 1
     assert checked == 13
+
+
+@pytest.mark.parametrize("target", WITHOUT_RUNS)
+def test_what_is_no_table_has_no_plan_and_no_recipes(target, tmp_path, command_line):
+    status, said, heard = command_line("reproduce", target, "--plan", "--out", tmp_path / "p")
+    assert (status, said, heard) == (2, "", f"sinkdlm: --plan: of tables and figures; with {target} leave it out\n")
+    with pytest.raises(ReproduceError, match=f"^{target}: is no table or figure, and has no recipes to lay out"):
+        paper.lay_out(target, tmp_path / "p", 1)
+    assert not (tmp_path / "p").exists()
 
 
 def test_the_papers_scale_is_laid_out(tmp_path, command_line):

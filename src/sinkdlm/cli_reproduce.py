@@ -54,7 +54,10 @@ def reproduce(
 ) -> None:
     """Repeat the paper's tables and figures: paired runs over seeds, intervals, and a verdict on each claim."""
     from sinkdlm.errors import ReproduceError
+    from sinkdlm.reproduce.matrix import WITHOUT_RUNS
 
+    if plan and target in WITHOUT_RUNS:
+        raise ReproduceError(f"--plan: of tables and figures; with {target} leave it out")
     if target == "overlap":
         _overlap(corpus or [], data, requests, records or out / "records", scale, as_json)
         return

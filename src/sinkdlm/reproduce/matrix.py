@@ -268,6 +268,8 @@ class Job(NamedTuple):
 def targets_of(name: str) -> list[str]:
     if name == ALL:
         return list(TARGETS)
+    if name in WITHOUT_RUNS:
+        raise ReproduceError(f"{name}: is no table or figure, and has no recipes to lay out; give --scale nano or small")
     if name not in TARGETS:
         raise ReproduceError(f"{name}: no such target; there are {', '.join((*TARGETS, ALL, *WITHOUT_RUNS))}")
     return [name]

@@ -18,7 +18,7 @@ from sinkdlm.reproduce.inputs import NO_PARENT
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, TRIAL_SEED, Job
 from sinkdlm.reproduce.records import Record, read_beside, write_beside
 from sinkdlm.reproduce.running import Bench, recipe_of, train_job
-from sinkdlm.training.kept import HELD, LOST, MANY, RESTS, Kept
+from sinkdlm.training.kept import FEW, HELD, LOST, MANY, RESTS, Kept
 from sinkdlm.training.peaks import PEAK, SETTLED, peaks_of, read_lines
 
 NAME = "steadiness"
@@ -113,10 +113,11 @@ def thirds_of(layers: list[float | None]) -> Thirds | None:
 
 
 def line_of(form: Mapping[str, Any]) -> str:
-    peaks = peaks_of(form["gradient"])
+    peaks, lost = peaks_of(form["gradient"]), _lost(form)
     return (
-        f"{form['label']}, lr {form['lr']:g}, {len(form['loss'])} steps: gradient norm {peaks.median:.2f}, "
-        f"{len(peaks.steps)} peaks, the largest {peaks.largest:.1f} times that at step {peaks.at}"
+        f"{form['label']}, lr {form['lr']:g}, {len(form['loss'])} steps, {warmup_of(form)} to warm up: gradient norm "
+        f"{peaks.median:.2f}, {len(peaks.steps)} peaks, the largest {peaks.largest:.1f} times that at step {peaks.at}"
+        + (f"; sink lost at {lost}" if lost else "")
     )
 
 
@@ -178,8 +179,9 @@ def _watched(found: Mapping[str, Any]) -> list[Block]:
             f"Trials, and one whole run, made again with about {_LOOKS} looks at attention each. Trials see the same rows in the "
             "same order, so that their training losses can be compared. Of the sink, at the first look and at the last: attention "
             "on it, and its value norm over that of other tokens, in the lowest third of the layers and in the others. Lost: the "
-            f"first look at which more than {MANY:.0%} of the layers have less than {LOST:.0%} of the most they had on the sink, "
-            f"which was {RESTS:.0%} of their attention at least, and all together less than {HELD:.0%} of the most they had:"
+            f"first look at which more than {MANY:.0%} of the layers, and more than {FEW}, have less than {LOST:.0%} of the most "
+            f"they had on the sink, which was {RESTS:.0%} of their attention at least, and all together less than {HELD:.0%} of "
+            "the most they had:"
         ),
         Table(head, rows),
     ]
