@@ -15,6 +15,7 @@ from sites import PROMPT, SECONDS, bytes_lm, nasty_lm, sharp_lm
 WAIT = 1000 * SECONDS
 ASKED = {"prompt": PROMPT, "model": "plain", "beside": "sunk", "policy": "llada", "steps": 6, "length": 20, "seed": 1}
 SHOWN = "document.querySelectorAll('dd[data-quantity=sink_heads]').length === {}"
+LOOKED = "[...document.querySelectorAll('.detail:not([hidden]) .looks')].filter(one => one.textContent).length === {}"
 BYTE = 0.5 / 255  # quantisation: half a step of a scale that is at most 1
 
 
@@ -49,6 +50,19 @@ def address(site, **more):
 def finished(page, sides=2):
     until(page, SHOWN.format(sides))
     return page
+
+
+def looked(page, sides=2):
+    """What is told of the chosen token is there. Candidates alone do not say so: those of the token before stay until then."""
+    until(page, LOOKED.format(sides))
+
+
+def open_file(page, path):
+    """Until it is shown: all that can be seen of it may have been there of the text before."""
+    page.evaluate("document.querySelectorAll('article.side').forEach(one => one.classList.add('before'))")
+    page.set_input_files("#open", path)
+    until(page, "!document.querySelector('article.side.before')")
+    finished(page)
 
 
 def side(page, name):

@@ -14,6 +14,7 @@ from pages import (
     address,
     assert_shown,
     finished,
+    looked,
     opened,
     quantity,
     said_by,
@@ -28,11 +29,18 @@ from sinkdlm.analysis.metrics import measure
 from sinkdlm.analysis.recording import look_at
 from sinkdlm.serving.engine import Capacity
 from sinkdlm.viewer import PAGE
-from sites import NASTY, PROMPT, serving, sharp_lm
+from sites import NASTY, PROMPT, SECONDS, serving, sharp_lm
 
 ADDRESSED = """() => {  // the address has been written for what is shown
   const given = new URLSearchParams(location.hash.slice(1)), chosen = document.querySelector('.cell[aria-selected=true]');
   return chosen && given.get('step') === document.querySelector('#step').value && given.get('token') === chosen.dataset.place;
+}"""
+
+
+NOTED = """() => {  // every notice from now on
+  const words = document.querySelector('#notice p');
+  window.noted = [];
+  new MutationObserver(() => noted.push(words.textContent)).observe(words, {childList: true});
 }"""
 
 
@@ -80,9 +88,10 @@ def test_one_writes_scrubs_chooses_compares_and_reloads(browser, site):
         assert (page.input_value("#layer"), page.input_value("#head")) == ("1", "0")
         page.click("#back")
         side(page, "plain").locator(".cell").nth(9).click()
+        looked(page)
         for name in ("plain", "sunk"):  # the same controls move both
             detail = side(page, name).locator(".detail")
-            detail.locator(".candidates li").nth(4).wait_for()
+            assert detail.locator(".candidates li").count() == 5
             assert detail.locator("h3").text_content().endswith("at 9")
             assert said_by(detail.locator(".looks")).startswith("It looks most at: ")
         side(page, "sunk").locator(".cell.own").click()
@@ -210,11 +219,12 @@ def test_every_kind_of_sink_is_shown_as_what_it_is(browser, flags):
             assert_shown(norm, trajectory.sink_value_norm[2, :, -1].mean(), scale / 2)
         assert ("every token" in said_by(detail.locator(".looks"))) == (flags.get("sink_kind") == "register")
         side(page, "one").locator(".cell").nth(lm.config.n_sinks + 4).click()
-        detail.locator(".candidates li").nth(4).wait_for()
+        looked(page, 1)
         row = attention_maps(lm.model, trajectory.tokens[2].tolist(), [(1, 1)], query=4)[1, 1][0]
         page.select_option("#layer", "1")
         page.select_option("#head", "1")
-        until(page, "document.querySelector('.looks').textContent.startsWith('It looks most at')")
+        looked(page, 1)
+        assert said_by(detail.locator(".looks")).startswith("It looks most at")
         assert_shown(re.search(r"([\d.]+ %)", said_by(detail.locator(".looks")))[1], float(row.max()), BYTE)
 
 
@@ -226,7 +236,7 @@ def test_a_chosen_token_shows_what_the_model_does_with_it(browser, site, lms):
     with opened(browser, address(site, model="sunk", beside="", step=step, layer=1, head=1, token=position)) as page:
         finished(page, 1)
         detail = side(page, "sunk").locator(".detail")
-        detail.locator(".candidates li").nth(4).wait_for()
+        looked(page, 1)
         norms = trajectory.value_norm[step, 1]
         scale = max(trajectory.value_norm[step].max(), trajectory.sink_value_norm[step].max()) / 255
         assert_shown(said_by(detail.locator("[data-quantity=value_norm]")), norms[position], scale / 2)
@@ -297,11 +307,12 @@ def test_what_a_model_writes_is_never_obeyed(browser, site):
         assert page.locator("#sides script, #sides img, #sides b").count() == 0
         assert page.input_value("#prompt") == prompt
         side(page, "nasty").locator(".cell").nth(5).click()
-        side(page, "nasty").locator(".candidates li").nth(4).wait_for()
+        looked(page, 1)
+        assert side(page, "nasty").locator(".candidates li").count() == 5
 
 
 def test_nothing_of_other_origins_and_nothing_inline_can_run(browser, site):
-    answer = httpx.get(site.url)
+    answer = httpx.get(site.url, timeout=SECONDS)
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
@@ -325,7 +336,7 @@ def test_nothing_of_other_origins_and_nothing_inline_can_run(browser, site):
 def test_the_first_load_is_small(browser, site):
     with opened(browser, site.url) as page:
         until(page, "document.querySelector('#left').options.length === 4")
-        sizes = {url: len(httpx.get(url).content) for url in set(page.asked)}
+        sizes = {url: len(httpx.get(url, timeout=SECONDS).content) for url in set(page.asked)}
     assert len(sizes) > 12
     assert sum(sizes.values()) < 200_000
 
@@ -341,14 +352,41 @@ def test_a_key_is_asked_for_and_kept_out_of_the_address(browser):
     ):
         page.wait_for_selector("#key-form:not([hidden])")
         page.fill("#key", "wrong")
-        page.press("#key", "Enter")
-        page.wait_for_selector("#key-form:not([hidden])")
+        with page.expect_response("**/v1/models") as refused:
+            page.press("#key", "Enter")
+        assert refused.value.status == 401
+        assert page.is_visible("#key-form")
         page.fill("#key", "secret")
         page.press("#key", "Enter")
         finished(page, 1)
         assert page.is_hidden("#key-form")
         assert "secret" not in page.url
         assert "secret" not in page.content()
+
+
+def test_a_refusal_that_comes_late_takes_nothing_away(browser):
+    """Of a key that was mistyped, when the right one has been given and its text is written."""
+    held = []
+    with (
+        serving({"plain": sharp_lm(n_sinks=0)}, api_key="secret") as found,
+        opened(browser, f"{found.url}/#{urlencode({**ASKED, 'beside': ''})}", said="401") as page,
+    ):
+        page.wait_for_selector("#key-form:not([hidden])")
+        page.route(
+            "**/v1/models",
+            lambda route: held.append(route) if route.request.headers["authorization"] == "Bearer wrong" else route.continue_(),
+        )
+        for key in ("wrong", "secret"):
+            page.fill("#key", key)
+            page.press("#key", "Enter")
+        finished(page, 1)
+        with page.expect_response("**/v1/models") as refused:
+            held[0].continue_()
+        assert refused.value.status == 401
+        page.wait_for_timeout(200)  # what the page would make of it
+        assert page.is_hidden("#key-form")
+        assert page.is_visible("#ask")
+        assert len(texts(page, "plain")) == len(PROMPT) + ASKED["length"]
 
 
 @pytest.mark.slow
@@ -373,6 +411,7 @@ def test_a_refusal_a_full_queue_a_lost_server_and_no_prompt_look_like_something(
 
         page.fill("#length", "9")
         full = json.dumps({"error": {"message": "the queue is full", "type": "", "param": None, "code": None}})
+        page.evaluate(NOTED)
         tries = []
         page.route(
             "**/v1/completions",
@@ -382,7 +421,7 @@ def test_a_refusal_a_full_queue_a_lost_server_and_no_prompt_look_like_something(
             ),
         )
         page.click("#write")
-        until(page, "document.querySelector('#notice p').textContent.includes('Next try in')")
+        until(page, "noted.some(words => words.includes('Next try in'))")  # it is there for a second
         finished(page, 1)  # it tried again by itself
         assert len(tries) == 2
         page.unroute("**/v1/completions")
@@ -391,7 +430,7 @@ def test_a_refusal_a_full_queue_a_lost_server_and_no_prompt_look_like_something(
         held = []
         page.route("**/v1/completions", lambda route: held.append(route))
         page.click("#write")
-        until(page, "document.querySelector('#notice p').textContent.startsWith('Waiting for the model: ')")
+        until(page, "document.querySelector('#notice:not([hidden]) p')?.textContent.startsWith('Waiting for the model: ')")
         held[0].fulfill(status=200, content_type="text/event-stream", body='data: {"id": "x", "choices": []}\n\n')
         until(page, "document.querySelector('#notice.bad p')?.textContent.includes('left in the middle')")
         page.unroute("**/v1/completions")
@@ -401,7 +440,7 @@ def test_a_refusal_a_full_queue_a_lost_server_and_no_prompt_look_like_something(
 
         page.route("**/v1/**", lambda route: route.abort())
         side(page, "plain").locator(".cell").nth(2).click()
-        until(page, "document.querySelector('#notice p').textContent.includes('does not answer')")
+        until(page, "document.querySelector('#notice.bad:not([hidden]) p')?.textContent.includes('does not answer')")
         assert "What is shown stays" in page.text_content("#notice p")
         assert len(texts(page, "plain")) == 9
         page.unroute("**/v1/**")

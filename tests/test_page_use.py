@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 import numpy as np
 import pytest
 
-from pages import address, finished, opened, said_by, scrub, side, trajectory_of, until
+from pages import address, finished, looked, open_file, opened, said_by, scrub, side, trajectory_of, until
 from sinkdlm.analysis.recording import join_sides, record
 from sinkdlm.viewer import build_viewer, join_modules
 from sites import PROMPT
@@ -42,22 +42,22 @@ def test_a_recording_shows_what_the_server_shows(browser, site, recording, tmp_p
     (tmp_path / "recording.json").write_text(json.dumps(recording), encoding="utf-8")
     with opened(browser, address(site, **view)) as page:
         finished(page)
-        until(page, "document.querySelectorAll('.candidates li').length === 10")
+        looked(page)
         live = all_shown(page)
         with page.expect_download() as saved:
             page.click("#save")
         saved.value.save_as(tmp_path / "saved.json")
         for name in ("recording.json", "saved.json"):
-            page.set_input_files("#open", tmp_path / name)
-            page.wait_for_selector("#asked:not([hidden])")
-            finished(page)
+            open_file(page, tmp_path / name)
+            assert page.is_visible("#asked")
             scrub(page, 2)
             side(page, "plain").locator(".cell").nth(10).click()
-            until(page, "document.querySelectorAll('.candidates li').length === 10")
+            looked(page)
+            assert page.locator(".candidates li").count() == 10
             assert_alike(all_shown(page), live)
     with opened(browser, f"{(tmp_path / 'inspect.html').as_uri()}#{urlencode(view)}") as page:
         finished(page)
-        until(page, "document.querySelectorAll('.candidates li').length === 10")
+        looked(page)
         assert_alike(all_shown(page), live)
         assert page.is_hidden("#ask")
         assert [url.partition(":")[0] for url in page.asked if not url.startswith("data:")] == ["file"]
@@ -198,8 +198,7 @@ def test_a_step_of_a_large_trajectory_is_drawn_in_50_ms(browser, site, tmp_path)
     (tmp_path / "large.json").write_text(json.dumps(join_sides(sides, {"prompt": ""})))
     with opened(browser, site.url) as page:
         until(page, "document.querySelector('#left').options.length === 4")
-        page.set_input_files("#open", tmp_path / "large.json")
-        finished(page)
+        open_file(page, tmp_path / "large.json")
         assert page.text_content("#step-said") == "finished"
         steps = [*range(16, 49), *np.random.default_rng(0).permutation(65)[:17].tolist()]
         # Other processes take turns of the processor: a step takes the least of a few passes; the first makes ready.
@@ -216,6 +215,7 @@ def test_a_step_of_a_large_trajectory_is_drawn_in_50_ms(browser, site, tmp_path)
         assert painted[:33].max() < 50, np.sort(painted[:33])[-5:]  # step by step; the wait for the screen's own beat included
         assert drawn.max() < 50, np.sort(drawn)[-5:]  # and from anywhere to anywhere
         side(page, "plain").locator(".cell").nth(3).click()
+        looked(page)
         assert "not in this recording" in side(page, "plain").locator(".looks").text_content()
 
 
@@ -256,7 +256,7 @@ def test_the_keyboard_is_enough(browser, site):
         for key, position in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", 19), ("Home", 0), ("Enter", 0)):
             page.keyboard.press(key)
             assert side(page, "plain").locator(".cell[aria-selected=true]").get_attribute("data-place") == str(position)
-        side(page, "plain").locator(".candidates li").nth(4).wait_for()
+        looked(page)
         page.evaluate("document.activeElement.blur()")
         page.keyboard.press("ArrowLeft")
         assert page.text_content("#step-said") == "step 10 of 12"
@@ -281,7 +281,7 @@ def test_labels_and_contrast_hold(browser, site, scheme):
         assert violations(page) == []
         page.goto(address(site, step=3, layer=1, head=0, token=9))
         finished(page)
-        until(page, "document.querySelectorAll('.candidates li').length === 10")
+        looked(page)
         assert violations(page) == []
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, re.findall(r"\d+", ground))) > 380) == (scheme == "light")
@@ -304,7 +304,7 @@ def test_it_fits_desk_and_phone(browser, site, width):
     with opened(browser, address(site, step=3, layer=1, head=0, token=9)) as page:
         page.set_viewport_size({"width": width, "height": 900})
         finished(page)
-        until(page, "document.querySelectorAll('.candidates li').length === 10")
+        looked(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         tops = [side(page, name).bounding_box()["y"] for name in ("plain", "sunk")]
         assert (tops[0] == tops[1]) == (width == 1440)

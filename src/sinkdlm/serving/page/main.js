@@ -37,6 +37,7 @@ let cards = [];
 /** @type {Record<string, any> | null} what was asked for, where it came from a file */
 let recorded = null;
 let writing = new AbortController();
+let starts = 0;
 /** @type {ReturnType<typeof setTimeout> | undefined} */
 let addressing;
 
@@ -438,6 +439,8 @@ function fillForm() {
 }
 
 async function start() {
+  starts += 1;
+  const mine = starts;
   shown = readAddress(location.hash);
   const inside = document.getElementById("recording");
   if (inside) {
@@ -446,14 +449,16 @@ async function start() {
     return;
   }
   try {
-    cards = await listModels();
+    const listed = await listModels();
+    if (mine !== starts) return; // one that began later has the word
+    cards = listed;
     part("key-form", HTMLFormElement).hidden = true;
     form.hidden = false;
     notice.clear();
     fillForm();
     if (shown.prompt !== null) await run();
   } catch (failure) {
-    fail(failure, start);
+    if (mine === starts) fail(failure, start);
   }
 }
 
