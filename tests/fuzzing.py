@@ -10,6 +10,8 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
 
+from sites import SECONDS
+
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
@@ -22,7 +24,7 @@ class Tally:
 
 def known_schema(url: str, models: list[str], inspected: str) -> dict[str, Any]:
     """The server's schema, with names that are there and small numbers: else hardly a case would get beyond the first check."""
-    schema = httpx.get(f"{url}/openapi.json").json()
+    schema = httpx.get(f"{url}/openapi.json", timeout=SECONDS).json()
     parts = schema["components"]["schemas"]
     for name in ("CompletionRequest", "ChatRequest"):
         fields = parts[name]["properties"]
@@ -69,7 +71,7 @@ def _send_cases(url: str, operations: list[Any], cases: int, seed: int, found: T
             )
             @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
             def send(case: Any) -> None:
-                response = case.call(base_url=url)
+                response = case.call(base_url=url, timeout=SECONDS)
                 found.cases += 1
                 found.statuses[response.status_code] = found.statuses.get(response.status_code, 0) + 1
                 case.validate_response(response, checks=CHECKS)

@@ -47,11 +47,13 @@ def test_it_says_where_it_serves_and_ends_when_told(checkpoint):
     """Two models, a key from the environment, all addresses."""
     with served(checkpoint, checkpoint, "--host", "0.0.0.0", SINKDLM_API_KEY="k") as process:
         url = process.url.replace("0.0.0.0", "127.0.0.1")
-        assert httpx.get(f"{url}/v1/models").status_code == 401
-        cards = httpx.get(f"{url}/v1/models", headers={"authorization": "Bearer k"}).json()["data"]
+        assert httpx.get(f"{url}/v1/models", timeout=SECONDS).status_code == 401
+        asked = {"headers": {"authorization": "Bearer k"}, "timeout": SECONDS}
+        cards = httpx.get(f"{url}/v1/models", **asked).json()["data"]
         assert [card["id"] for card in cards] == ["tiny-1", "tiny-2"]
         body = {"model": "tiny-2", "prompt": "the ", "max_tokens": 4}
-        answer = httpx.post(f"{url}/v1/completions", json=body, headers={"authorization": "Bearer k", "host": "other.example"})
+        asked["headers"]["host"] = "other.example"
+        answer = httpx.post(f"{url}/v1/completions", json=body, **asked)
         assert answer.status_code == 200
     assert process.complaints == ""
 
@@ -68,11 +70,11 @@ def test_inspect_opens_the_page_once_it_is_there(checkpoint, tmp_path):
         while not calls.exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        page = httpx.get(process.url.replace("0.0.0.0", "127.0.0.1"))
+        page = httpx.get(process.url.replace("0.0.0.0", "127.0.0.1"), timeout=SECONDS)
         assert "<title>sinkdlm inspector</title>" in page.text
     assert calls.read_text().strip() == process.url.replace("0.0.0.0", "127.0.0.1")
     with served(checkpoint, "--no-browser", command="inspect", BROWSER=str(opener)) as process:
-        assert httpx.get(process.url).status_code == 200
+        assert httpx.get(process.url, timeout=SECONDS).status_code == 200
     assert calls.read_text().count("\n") == 1
 
 
@@ -125,7 +127,7 @@ def test_no_request_makes_the_server_fail(cases):
     """And every answer is one that the schema has."""
     with serving({"letters": letters_lm(seed=3), "bytes": bytes_lm()}, limits=Limits(length=24)) as found:
         body = {"model": "letters", "prompt": "ab", "max_tokens": 4, "sinkdlm": {"inspect": True}}
-        inspected = httpx.post(f"{found.url}/v1/completions", json=body).json()["id"]
+        inspected = httpx.post(f"{found.url}/v1/completions", json=body, timeout=SECONDS).json()["id"]
         tally = fuzz(found.url, known_schema(found.url, ["letters", "bytes"], inspected), cases, seed=cases)
     assert tally.cases >= cases
     assert tally.operations == 14
