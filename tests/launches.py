@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from benchmarks import kills
@@ -81,13 +81,20 @@ def launched(command: list[str], said: Path, **environment: str) -> Iterator[Lau
         launch.kill()
 
 
+def free_port() -> int:
+    """One that stays free until a rank has imported what it needs and takes it: none of those that systems give out by themselves,
+    to whoever connects somewhere."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with socket.socket() as place, suppress(OSError):
+            place.bind(("", port))
+            return port
+
+
 @contextmanager
 def plain_ranks(size: int, arguments: list[str], said: Path, **environment: str) -> Iterator[Launch]:
     """Python with these arguments as ranks that no launcher watches: they begin sooner than under one, by its imports."""
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        port = place.getsockname()[1]
-    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with launched([sys.executable, "-c", _STARTER, sys.executable, *arguments], said, **world, **environment) as launch:
         yield launch
 
@@ -109,9 +116,11 @@ def make_undisturbed(folder: Path, n_ranks: int, steps: int) -> None:
 
 def wait_until(what: Callable[[], object], launch: Launch, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
-    while not what():
-        assert launch.process.poll() is None, launch.text()[-4000:]
-        assert time.monotonic() < end, launch.text()[-4000:]
+    while True:
+        over = launch.process.poll() is not None or time.monotonic() > end  # before it looks: what comes last is seen, too
+        if what():
+            return
+        assert not over, launch.text()[-4000:]
         time.sleep(0.005)
 
 

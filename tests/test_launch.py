@@ -17,9 +17,9 @@ from benchmarks import kills
 
 from launches import ROOT, SCRIPT, launched, make_undisturbed, plain_ranks, script, starts, steps_made, train_arguments, wait_until
 
-STEPS = 24
+STEPS, ENDLESS = 24, 100_000
 HOSTS = ("127.0.0.2", "127.0.0.3")  # every address of 127.0.0.0/8 is this machine
-JOB = "4711"
+JOB = str(os.getpid())  # tests of another checkout may run at the same time, and a job has its port
 
 # Starts a task on each host in a session of its own, notes them, and ends with their highest status, as srun does.
 SRUN = f"""#!{sys.executable}
@@ -45,6 +45,12 @@ esac
 @pytest.fixture(scope="session")
 def runs(made_once) -> Path:
     return made_once("launches", lambda folder: make_undisturbed(folder, 2, STEPS))
+
+
+@pytest.fixture
+def endless(runs, tmp_path) -> Path:
+    """A recipe whose training is not over before somebody has looked and ended it."""
+    return kills.write_recipe(tmp_path / "endless.toml", runs / "data", steps=ENDLESS)
 
 
 def slurm(folder: Path, state: str) -> dict[str, str]:
@@ -98,7 +104,7 @@ def test_only_a_job_that_was_stopped_and_that_slurm_does_not_handle_is_requeued(
     command = ["bash", str(ROOT / "launch" / "slurm.sbatch"), "recipe.toml"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == status
-    assert done.stdout == f"2 {HOSTS[0]}:{10000 + int(JOB)} {JOB}-0\n"
+    assert done.stdout == f"2 {HOSTS[0]}:{10000 + int(JOB) % 20000} {JOB}-0\n"
     assert (tmp_path / "requeued").exists() == requeued
 
 
@@ -113,20 +119,20 @@ def test_the_script_says_what_it_needs():
 
 
 @pytest.mark.slow
-def test_sigterm_to_one_rank_ends_all_with_a_saved_state(runs):
-    out = runs / "one-asked"
-    with launched(script(runs / "recipe.toml", out), runs / "one-asked.said", NPROC="2", MAX_RESTARTS="0") as launch:
+def test_sigterm_to_one_rank_ends_all_with_a_saved_state(endless, tmp_path):
+    out = tmp_path / "run"
+    with launched(script(endless, out), tmp_path / "said", NPROC="2", MAX_RESTARTS="0") as launch:
         wait_until(lambda: steps_made(out) > 4, launch)
         os.kill(launch.ranks()[1], signal.SIGTERM)
         assert launch.wait() == 1  # torchrun's: nobody asked it to end
-    (step,) = re.findall(rf"stopped by SIGTERM after step (\d+) of {STEPS}; state saved in", launch.text())
+    (step,) = re.findall(rf"stopped by SIGTERM after step (\d+) of {ENDLESS}; state saved in", launch.text())
     assert (out / "checkpoints" / f"step-{int(step):010d}").is_dir()
 
 
 @pytest.mark.slow
-def test_a_lost_rank_ends_the_others_with_its_name(runs):
-    out = runs / "one-lost"
-    with launched(script(runs / "recipe.toml", out), runs / "one-lost.said", NPROC="2", MAX_RESTARTS="0") as launch:
+def test_a_lost_rank_ends_the_others_with_its_name(endless, tmp_path):
+    out = tmp_path / "run"
+    with launched(script(endless, out), tmp_path / "said", NPROC="2", MAX_RESTARTS="0") as launch:
         wait_until(lambda: steps_made(out) > 4, launch)
         lost = launch.ranks()[1]
         os.kill(lost, signal.SIGKILL)
@@ -138,10 +144,10 @@ def test_a_lost_rank_ends_the_others_with_its_name(runs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "victim"), [(3, 1), (2, 0)])
-def test_a_lost_rank_ends_the_others_under_any_launcher(runs, size, victim, tmp_path):
+def test_a_lost_rank_ends_the_others_under_any_launcher(endless, size, victim, tmp_path):
     """Ranks as plain processes, which nobody watches but themselves. Rank 0 holds the store that they meet in."""
     out = tmp_path / "run"
-    command = ["-m", "sinkdlm", "train", *train_arguments(runs / "recipe.toml", out)]
+    command = ["-m", "sinkdlm", "train", *train_arguments(endless, out)]
     with plain_ranks(size, command, tmp_path / "said") as launch:
         wait_until(lambda: steps_made(out) > 4, launch)
         lost = launch.ranks()[victim]

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +21,20 @@ from benchmarks import kills
 from launches import Launch, launched, make_undisturbed, script, starts, steps_made, wait_until
 
 STEPS = 40
-LONG = 240  # more than one host alone makes while the other comes back
+LONG = 120  # many more than one host alone makes while the other comes back
 CABLE = "veth-sinkdlm"  # what each host calls its end of it
 QUICK = "keep_alive_interval=1,last_call_timeout=3"  # torchrun takes 15 s to miss a host, and 30 s to begin without one
+# A Python that has imported what torchrun needs, says so, and goes on when it may: who comes back does so at once, however long
+# imports take, and finds the others training.
+HELD = f"""#!{sys.executable}
+import os, pathlib, runpy, sys, time
+import torch.distributed.launcher.api
+pathlib.Path(os.environ["READY"]).touch()
+while not pathlib.Path(os.environ["GO"]).exists():
+    time.sleep(0.01)
+sys.argv = sys.argv[2:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 
 pytestmark = pytest.mark.slow
 
@@ -82,11 +94,11 @@ def long_runs(hosts, made_once) -> Path:
 
 
 @contextmanager
-def node(host: Host, meeting: Host, n_nodes: str, runs: Path, out: Path) -> Iterator[Launch]:
+def node(host: Host, meeting: Host, n_nodes: str, runs: Path, out: Path, **more: str) -> Iterator[Launch]:
     command = host.command(*script(runs / "recipe.toml", out))
     place = {"NNODES": n_nodes, "RDZV": f"{meeting.address}:29400", "ADDRESS": host.address, "NPROC": "2"}
     said = out.with_suffix(f".{host.name}")
-    with launched(command, said, **place, RDZV_CONF=QUICK, GLOO_SOCKET_IFNAME=CABLE) as launch:
+    with launched(command, said, **place, RDZV_CONF=QUICK, GLOO_SOCKET_IFNAME=CABLE, **more) as launch:
         yield launch
 
 
@@ -94,11 +106,16 @@ def node(host: Host, meeting: Host, n_nodes: str, runs: Path, out: Path) -> Iter
 def away(hosts: tuple[Host, Host], n_nodes: str, runs: Path, out: Path) -> Iterator[tuple[Launch, Launch]]:
     """Both train; the scope says how B is lost and what is then to be seen; behind it B comes back, and both finish."""
     a, b = hosts
-    with node(a, a, n_nodes, runs, out) as stays:
-        with node(b, a, n_nodes, runs, out) as lost:
-            wait_until(lambda: steps_made(out) > 10, stays)
-            yield stays, lost
-        with node(b, a, n_nodes, runs, out) as back:
+    held, ready, go = (out.with_suffix(suffix) for suffix in (".held", ".ready", ".go"))
+    held.write_text(HELD)
+    held.chmod(0o755)
+    with node(b, a, n_nodes, runs, out, PYTHON=str(held), READY=str(ready), GO=str(go)) as back:
+        wait_until(ready.exists, back)
+        with node(a, a, n_nodes, runs, out) as stays:
+            with node(b, a, n_nodes, runs, out) as lost:
+                wait_until(lambda: steps_made(out) > 10, stays)
+                yield stays, lost
+            go.touch()
             for launch in (stays, back):
                 assert launch.wait(180) == 0, launch.text()[-4000:]
 
