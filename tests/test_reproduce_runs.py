@@ -1,13 +1,11 @@
 """`sinkdlm reproduce` as a user runs it: a cut of nano, interrupted and resumed; slow: killed, and small on tiny inputs."""
 
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -369,18 +367,38 @@ def test_small_runs_on_what_it_is_given(tmp_path):
     assert run.stdout.strip() == "[]"
 
 
+# The command, killed after a step of a run.
+KILLED = """
+import os, signal
+from sinkdlm import cli
+from sinkdlm.training import loop
+look = loop.Trainer._look_around
+def die(self):
+    look(self)
+    if (self.folder.path.name, self.step) == ("adapt-sink-s1", 20):
+        os.kill(os.getpid(), signal.SIGKILL)
+loop.Trainer._look_around = die
+cli.main()
+"""
+# The command, which says when it could begin, and then waits for a line.
+HELD = """
+import sys
+import sinkdlm.reproduce.command
+from sinkdlm import cli
+print("ready", flush=True)
+sys.stdin.readline()
+cli.main()
+"""
+
+
 @pytest.mark.slow
 def test_a_killed_reproduction_ends_with_the_same_table(tmp_path):
     """SIGKILL in the middle of a run, and then to the end; beside it, one that was left alone. Nano's own parent."""
     words = ["reproduce", "table5", "--only", "sink", "--tasks", "lambada_openai", "--set", "train.steps=40", "--seeds", "1"]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    command = [sys.executable, "-m", "sinkdlm", *words, "--out", str(killed)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    while process.poll() is None and not (killed / "runs" / "adapt-sink-s1" / "metrics.jsonl").exists():
-        time.sleep(0.02)
-    time.sleep(0.5)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    command = [sys.executable, "-c", KILLED, *words, "--out", str(killed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-4000:]
     assert not (killed / "records" / "adapt-sink-s1.json").exists()
     assert len(list((killed / "records").glob("*.json"))) == 3
     whole.mkdir()
@@ -395,14 +413,21 @@ def test_a_killed_reproduction_ends_with_the_same_table(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_share_the_work(tmp_path):
-    """The same command twice at the same time: every run is made once, and the report is that of one process."""
+    """The same command twice at the same time: every run is made once, and the report is that of one process. They begin together:
+    one that had imported its packages much sooner could have made all of it."""
     words = ["reproduce", "table5", "--only", "sink", "--tasks", "", "--set", "train.steps=8", "--seeds", "2"]
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     assert reproduce(*words[1:], "--out", alone, whole=True) == 0
     for name in ("data", "parent"):
         shutil.copytree(alone / name, shared / name)
-    command = [sys.executable, "-m", "sinkdlm", *words, "--out", str(shared)]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) for _ in range(2)]
+    command = [sys.executable, "-c", HELD, *words, "--out", str(shared)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    processes = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
     said = [process.communicate()[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     names = ["adapt-sink-lr0", "adapt-sink-lr1", "adapt-sink-lr2", "adapt-sink-s1", "adapt-sink-s2"]

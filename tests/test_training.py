@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,10 +106,26 @@ def metrics(out: Path, kind: str = "train") -> list[dict]:
     return [line for line in kills.read_metrics(out) if line["kind"] == kind]
 
 
-def start_cli(recipe: Recipe, out: Path, **more) -> subprocess.Popen:
+# The command, whose fifth step waits for a signal: it does not end before one has come.
+WAITING = """
+import time
+from sinkdlm import cli
+from sinkdlm.training import loop
+make_step, begun = loop.Trainer._make_step, []
+def wait(self, batch, lr, signals):
+    begun.append(self.step)
+    while len(begun) == 5 and signals.caught is None:
+        time.sleep(0.005)
+    return make_step(self, batch, lr, signals)
+loop.Trainer._make_step = wait
+cli.main()
+"""
+
+
+def start_cli(recipe: Recipe, out: Path, program: Sequence[str] = ("-m", "sinkdlm"), **more) -> subprocess.Popen:
     file = out.with_suffix(".toml")
     file.write_text(recipe.to_toml())
-    command = [sys.executable, "-m", "sinkdlm", "train", str(file), "--out", str(out)]
+    command = [sys.executable, *program, "train", str(file), "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **more)
 
@@ -189,19 +206,18 @@ def test_looking_changes_nothing(tmp_path, token_set):
 
 @pytest.mark.slow
 def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, token_set):
-    recipe = recipe_of(token_set, train={"steps": 200}, eval={"every": 0}, log={"probe_every": 0}, save={"every": 1000})
+    recipe = recipe_of(token_set, train={"steps": 20}, eval={"every": 0}, log={"probe_every": 0}, save={"every": 1000})
     run(recipe, tmp_path / "alone")
-    for number in (signal.SIGTERM, signal.SIGINT):
-        process = start_cli(recipe, tmp_path / "stopped")
-        seen = kills._lines_after(tmp_path / "stopped" / "metrics.jsonl", 0)
-        deadline = time.monotonic() + 60
-        while kills._lines_after(tmp_path / "stopped" / "metrics.jsonl", 0) < seen + 3 and time.monotonic() < deadline:
+    for life, number in enumerate((signal.SIGTERM, signal.SIGINT)):
+        process = start_cli(recipe, tmp_path / "stopped", ("-c", WAITING))
+        deadline = time.monotonic() + 120
+        while kills._lines_after(tmp_path / "stopped" / "metrics.jsonl", 0) < 5 * life + 4 and time.monotonic() < deadline:
             time.sleep(0.005)
         process.send_signal(number)
-        out, said = process.communicate(timeout=60)
+        out, said = process.communicate(timeout=120)
         assert process.returncode == 128 + number, said
         assert "run the same command to go on" in said.splitlines()[-1]
-        assert signal.Signals(number).name in said.splitlines()[-1]
+        assert f"stopped by {signal.Signals(number).name} after step {5 * life + 5} of 20" in said.splitlines()[-1]
         assert "Traceback" not in said
         assert out == ""
     process = start_cli(recipe, tmp_path / "stopped")
