@@ -39,6 +39,18 @@ signal.signal(signal.SIGUSR1, tell)
 app.Settings = functools.partial(app.Settings, record_bytes=1 << 16)
 cli.main()
 """
+# The command, whose steps take so long on any machine that there is time to ask something while texts are written.
+SLOW = """
+import time
+from sinkdlm import cli
+from sinkdlm.serving import engine
+step = engine.step
+def take_time(*given, **more):
+    time.sleep(0.04)
+    return step(*given, **more)
+engine.step = take_time
+cli.main()
+"""
 # All of Python's memory is the allocator's; what is freed is free at once; and oneDNN keeps 8 products of shapes that it met
 # instead of 1,024.
 PLAIN_MEMORY = {
@@ -113,7 +125,7 @@ def test_sigterm_under_load_loses_no_request_that_was_taken(checkpoint):
             (answer.status_code, "".join(piece["choices"][0]["text"] for piece in pieces), text.endswith("data: [DONE]\n\n"))
         )
 
-    with server(checkpoint) as process:
+    with server(checkpoint, program=("-c", SLOW)) as process:
         with httpx.Client(base_url=process.url, timeout=120) as http:
             threads = [threading.Thread(target=ask, args=(process.url,)) for _ in range(16)]
             for thread in threads:
@@ -121,10 +133,12 @@ def test_sigterm_under_load_loses_no_request_that_was_taken(checkpoint):
             for _ in threads:
                 assert inside.acquire(timeout=60)
             process.popen.send_signal(signal.SIGTERM)
-            time.sleep(0.5)
+            deadline = time.monotonic() + 60
+            while http.get("/health").json()["status"] != "draining":
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
             refused = http.post("/v1/completions", json=body)
-            assert http.get("/health").json()["status"] == "draining"
-        fresh = httpx.post(f"{process.url}/v1/completions", json=body)  # a new connection
+        fresh = httpx.post(f"{process.url}/v1/completions", json=body, timeout=120)  # a new connection
         for thread in threads:
             thread.join(120)
         assert process.popen.wait(60) == 0
