@@ -124,6 +124,7 @@ def half_rendered(monkeypatch) -> None:
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER_WAIT = 120_000  # ms: on a busy machine it takes a while to start
 BROWSER_FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
 
 
@@ -134,7 +135,7 @@ def browser():
         pytest.skip("no Chromium on PATH")
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=BROWSER, args=[*BROWSER_FLAGS, "--disable-sync"])
+        opened = driver.chromium.launch(executable_path=BROWSER, args=[*BROWSER_FLAGS, "--disable-sync"], timeout=BROWSER_WAIT)
         yield opened
         opened.close()
 

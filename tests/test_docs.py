@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,6 +13,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+from conftest import BROWSER, BROWSER_FLAGS, BROWSER_WAIT
 from sinkdlm import DiffusionLM, ModelConfig, Recipe, load, save
 from sinkdlm.cli import app
 from sinkdlm.data.synthetic import character_tokenizer, corpus
@@ -22,8 +22,6 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def blocks(page: Path, kind: str) -> list[str]:
@@ -211,8 +209,9 @@ def test_every_page_opens_and_fits_a_phone(tmp_path):
     said: list[str] = []
     links: dict[str, set[str]] = {}  # of a page, to places of this site
     with sync_api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=BROWSER, args=FLAGS)
+        browser = driver.chromium.launch(executable_path=BROWSER, args=BROWSER_FLAGS, timeout=BROWSER_WAIT)
         page = browser.new_page(viewport={"width": 390, "height": 844})
+        page.set_default_timeout(BROWSER_WAIT)
         page.on("pageerror", lambda failure: said.append(f"{page.url}: {failure}"))
         page.on("console", lambda message: said.append(f"{page.url}: {message.text}") if message.type == "error" else None)
         # Going on to the next page aborts an icon that is still on its way; what is not there fails otherwise.
