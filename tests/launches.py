@@ -16,6 +16,7 @@ from benchmarks import kills
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "launch" / "torchrun.sh"
+PATIENCE = 300.0  # seconds: ranks that share few cores with others take long to import what they need
 _MARK = "SINKDLM_LAUNCH"  # in the environment of every process of a launch, whoever its parent has become
 # Ranks and nothing else.
 _STARTER = """
@@ -54,7 +55,7 @@ class Launch:
         """The process of each rank."""
         return {int(words["RANK"]): pid for pid, words in self.environments().items() if "RANK" in words}
 
-    def wait(self, seconds: float = 120.0) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         return self.process.wait(seconds)
 
     def text(self) -> str:
@@ -114,7 +115,7 @@ def make_undisturbed(folder: Path, n_ranks: int, steps: int) -> None:
         assert launch.wait() == 0, launch.text()[-4000:]
 
 
-def wait_until(what: Callable[[], object], launch: Launch, seconds: float = 120.0) -> None:
+def wait_until(what: Callable[[], object], launch: Launch, seconds: float = PATIENCE) -> None:
     end = time.monotonic() + seconds
     while True:
         over = launch.process.poll() is not None or time.monotonic() > end  # before it looks: what comes last is seen, too
