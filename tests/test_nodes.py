@@ -121,7 +121,7 @@ def away(hosts: tuple[Host, Host], n_nodes: str, runs: Path, out: Path) -> Itera
 
 
 def wait_for_words(pattern: str, told: Launch) -> None:
-    wait_until(lambda: re.search(pattern, told.text()), told, 120)
+    wait_until(lambda: re.search(pattern, told.text()), told, 60)
 
 
 def test_a_run_survives_the_loss_and_return_of_a_host(runs, hosts):
@@ -140,7 +140,7 @@ def test_fewer_hosts_go_on_while_one_is_away(long_runs, hosts):
     out = long_runs / "elastic"
     with away(hosts, "1:2", long_runs, out) as (stays, lost):
         lost.kill()
-        wait_until(lambda: len(starts(out)) == 2, stays, 120)
+        wait_until(lambda: len(starts(out)) == 2, stays, 90)
     both = (4, [a.name, b.name])
     assert [(start["ranks"], start["hosts"]) for start in starts(out)] == [both, (2, [a.name]), both]
     (stopped,) = re.findall(r"stopped by SIGTERM after step (\d+)", stays.text())
