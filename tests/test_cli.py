@@ -68,7 +68,11 @@ def test_ctrl_c_within_an_import_ends_at_once(tmp_path):
     (tmp_path / "guarded.py").write_text(
         "import os, signal, sys\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    print('went on')\n"
     )
-    script = "import sys\nfrom sinkdlm import cli, config\nconfig.preset_names = lambda: __import__('guarded') and []\ncli.main()\n"
+    script = (
+        "import signal\nfrom sinkdlm import cli, config\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background ignore\n"
+        "config.preset_names = lambda: __import__('guarded') and []\ncli.main()\n"
+    )
     command = [sys.executable, "-c", script, "presets"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "sinkdlm: interrupted\n")
