@@ -444,8 +444,21 @@ def test_metrics_that_were_cut_within_a_line_do_not_end_a_run(tmp_path, token_se
     path = tmp_path / "run" / "metrics.jsonl"
     os.truncate(path, path.read_bytes().index(b"\n") + 20)
     run(recipe, tmp_path / "run")
-    assert [line["step"] for line in read_lines(tmp_path / "run", "train")] == [4, 5, 6]  # the third follows half a line
+    assert [line["step"] for line in read_lines(tmp_path / "run", "train")] == [3, 4, 5, 6]
     assert [line["step"] for line in read_lines(tmp_path / "run", "probe")][:1] == [0]
+
+
+@pytest.mark.parametrize("long", [3, 200_000])
+@pytest.mark.parametrize("before", ["", '{"a": 1}\n'])
+def test_metrics_go_on_behind_the_last_whole_line(tmp_path, before, long):
+    """However long what is left of a line is, and whether or not a state knew of it."""
+    for length, whole in ((10**6, False), (len(before) + 2, True)):
+        (tmp_path / "m.jsonl").write_text(before + "{" + "x" * long)
+        written = Metrics(tmp_path / "m.jsonl")
+        assert written.cut(length) == whole
+        written.write({"b": 2})
+        written.close()
+        assert (tmp_path / "m.jsonl").read_text() == before + '{"b": 2}\n'
 
 
 def test_a_changed_scalar_is_damage(tmp_path, token_set, monkeypatch):

@@ -23,6 +23,7 @@ from sinkdlm.errors import TrainError
 _PLAIN_SECONDS = 10.0  # between lines where there is no terminal
 _FIRST_SECONDS = 1.0  # before the first of them, which shall know what a step takes
 _CLOCK = len("99:59:59")
+_BLOCK = 1 << 16  # bytes read at once, from the end of the metrics back
 
 
 class Metrics:
@@ -36,11 +37,22 @@ class Metrics:
 
     def cut(self, length: int) -> bool:
         """Forgets what was written after a state: those steps are about to be made again. False where the file is shorter than
-        that already: somebody else cut it, which is no reason not to go on."""
+        that already: somebody else cut it, which is no reason not to go on. What is left of a line goes too: the next one would
+        be lost behind it."""
         whole = self._length >= length
-        self._length = min(length, self._length)
+        self._length = self._end_of_line(min(length, self._length))
         os.ftruncate(self._file, self._length)
         return whole
+
+    def _end_of_line(self, end: int) -> int:
+        """Of the last whole line before `end`."""
+        while end > 0:
+            begin = max(0, end - _BLOCK)
+            found = os.pread(self._file, end - begin, begin).rfind(b"\n")
+            if found >= 0:
+                return begin + found + 1
+            end = begin
+        return 0
 
     def write(self, line: Mapping[str, Any]) -> None:
         self._waiting += json.dumps(line).encode() + b"\n"
