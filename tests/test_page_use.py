@@ -112,6 +112,55 @@ def test_a_file_that_is_gone_before_it_is_read_is_told(browser, site, tmp_path):
         until(page, TOLD, arg="cannot be read")
 
 
+HOLD = """() => {
+  const read = Blob.prototype.text;
+  const released = new Promise(release => { window.release = release; });
+  Blob.prototype.text = async function () {
+    if (this.name.startsWith('older')) await released;
+    return read.call(this);
+  };
+}"""
+
+
+@pytest.mark.parametrize("newer", ["file", "text"])
+@pytest.mark.parametrize("older", ["recording", "no JSON"])
+def test_what_was_chosen_last_is_shown_whatever_is_read_later(browser, site, recording, tmp_path, older, newer):
+    (tmp_path / "older.json").write_text(json.dumps({**recording, "asked": {"seed": "11"}}) if older == "recording" else "<p>")
+    (tmp_path / "newer.json").write_text(json.dumps({**recording, "asked": {"seed": "22"}}))
+    with opened(browser, site.url) as page:
+        until(page, "document.querySelector('#left').options.length === 4")
+        page.evaluate(HOLD)
+        page.set_input_files("#open", tmp_path / "older.json")
+        if newer == "file":
+            open_file(page, tmp_path / "newer.json")
+        else:
+            page.fill("#length", "8")
+            page.click("#write")
+            finished(page)
+        before = page.is_visible("#asked"), page.text_content("#asked")
+        assert ("seed 22" in before[1]) == before[0] == (newer == "file")
+        page.evaluate("release()")
+        page.wait_for_timeout(500)
+        assert (page.is_visible("#asked"), page.text_content("#asked")) == before
+        assert page.is_hidden("#notice")
+
+
+def test_a_file_that_is_chosen_before_the_server_answers_stays(browser, site, recording, tmp_path):
+    """Also where the address asks for a text."""
+    (tmp_path / "recording.json").write_text(json.dumps(recording))
+    held = []
+    with opened(browser, "about:blank") as page:
+        page.route("**/v1/models", lambda route: held.append(route))
+        page.goto(address(site))
+        open_file(page, tmp_path / "recording.json")
+        until(page, "document.querySelector('#asked').textContent.includes('seed 1')")
+        held[0].continue_()
+        until(page, "document.querySelector('#left').options.length === 4")
+        page.wait_for_timeout(300)
+        assert page.is_visible("#asked")
+        assert not any("completions" in url for url in page.asked)
+
+
 def test_a_viewer_is_one_script_that_its_own_policy_allows(recording, tmp_path):
     recording = {**recording, "asked": {"prompt": "</script><script>alert(1)</script>"}}
     page = build_viewer(recording)

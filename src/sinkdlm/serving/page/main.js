@@ -38,6 +38,7 @@ let cards = [];
 let recorded = null;
 let writing = new AbortController();
 let starts = 0;
+let choices = 0;
 /** @type {ReturnType<typeof setTimeout> | undefined} */
 let addressing;
 
@@ -45,6 +46,16 @@ const player = new Player((step) => {
   shown.step = step;
   draw();
 });
+
+/**
+ * To be called by whatever is chosen to be shown: a text to write, a file, what an address names.
+ * @returns {() => boolean} whether nothing was chosen since
+ */
+function choose() {
+  choices += 1;
+  const mine = choices;
+  return () => mine === choices;
+}
 
 // -- what is shown ----------------------------------------------------------------------------------------------------------------
 
@@ -209,6 +220,7 @@ function requestOf(model) {
 
 /** Writes what the form asks for, with every chosen model, and opens what was written. */
 async function run() {
+  choose();
   writing.abort();
   writing = new AbortController();
   const { signal } = writing;
@@ -344,12 +356,14 @@ function notePrompt() {
 
 // -- recordings -------------------------------------------------------------------------------------------------------------------
 
-/** @param {string} text */
-async function openRecording(text) {
-  writing.abort();
-  setBusy(false);
+/**
+ * @param {string} text
+ * @param {() => boolean} newest
+ */
+async function openRecording(text, newest) {
   try {
     const found = await readRecording(text);
+    if (!newest()) return;
     closeSides();
     notice.clear();
     recorded = found.asked;
@@ -358,13 +372,16 @@ async function openRecording(text) {
     notePrompt();
     ready();
   } catch (failure) {
-    fail(failure, null);
+    if (newest()) fail(failure, null);
   }
 }
 
 /** @param {File | undefined} file */
 async function openFile(file) {
   if (!file) return;
+  const newest = choose();
+  writing.abort();
+  setBusy(false);
   if (file.size > LARGEST) {
     fail(new Error("This file is larger than any recording."), null);
     return;
@@ -373,11 +390,12 @@ async function openFile(file) {
   try {
     text = await file.text();
   } catch {
-    fail(new Error("This file cannot be read: it has changed or is gone since it was chosen. Choose it again."), null);
+    if (newest()) fail(new Error("This file cannot be read: it has changed or is gone since it was chosen. Choose it again."), null);
     return;
   }
+  if (!newest()) return;
   shown = { ...shown, step: null, token: null };
-  await openRecording(text);
+  await openRecording(text, newest);
 }
 
 async function save() {
@@ -445,9 +463,10 @@ async function start() {
   const inside = document.getElementById("recording");
   if (inside) {
     form.hidden = true;
-    await openRecording(inside.textContent ?? "");
+    await openRecording(inside.textContent ?? "", choose());
     return;
   }
+  const newest = shown.prompt === null ? () => false : choose();
   try {
     const listed = await listModels();
     if (mine !== starts) return; // one that began later has the word
@@ -456,7 +475,7 @@ async function start() {
     form.hidden = false;
     notice.clear();
     fillForm();
-    if (shown.prompt !== null) await run();
+    if (newest()) await run();
   } catch (failure) {
     if (mine === starts) fail(failure, start);
   }
