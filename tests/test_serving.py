@@ -198,6 +198,10 @@ def test_prompts_may_be_several_and_in_tokens(client, lms):
     assert by_ids.choices == by_text.choices
 
 
+def test_a_prompt_that_is_null_is_not_there(client):
+    assert complete(client, None, seed=1, max_tokens=8).choices == complete(client, "", seed=1, max_tokens=8).choices
+
+
 def test_an_open_end_grows_by_blocks(client, lms):
     answer = complete(client, max_tokens=40, temperature=1.0, seed=9, **ours(until_eos=True, block=4))
     assert answer.choices[0].finish_reason in ("stop", "length")

@@ -230,6 +230,21 @@ def test_messages_make_no_chat_of_the_prompts_beside_them(chatty, tmp_path):
     assert asked[0]["text"].startswith("user: tom has")
 
 
+def test_a_field_that_is_null_is_not_there(chatty, tmp_path):
+    """As tables with a column for each kind are written."""
+    talk = {"messages": [{"role": "user", "content": "hi"}]}
+    rows = [
+        {"prompt": None, **talk},
+        {"question": "tom has", "prompt": None, "messages": None},
+        {"prompt": "12+", "messages": None},
+    ]
+    found = {}
+    for name, lines in (("nulls", rows), ("bare", [talk, "tom has", "12+"])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        found[name] = as_json(chatty, "--prompts", tmp_path / f"{name}.jsonl", "--length", 4)["samples"]
+    assert found["nulls"] == found["bare"]
+
+
 def test_a_length_that_nobody_gave_is_what_fits(checkpoint):
     room = sinkdlm.load(checkpoint).config.context_length
     given = ["--prompt", "a" * (room - 7), "--suffix", "bb", "--no-stop"]
@@ -289,6 +304,8 @@ MISTAKES = [
     (["--prompts", "talk.jsonl"], ["talk.jsonl: line 1: messages is no list"]),
     (["--prompts", "bare.jsonl"], ["bare.jsonl: line 1: messages is no list"]),
     (["--prompts", "null.jsonl"], ["null.jsonl: line 2: message 1 (user): content is null, expected text"]),
+    (["--prompts", "number.jsonl"], ["number.jsonl: line 1: prompt is int, expected text"]),
+    (["--prompts", "nothing.jsonl"], ["nothing.jsonl: line 1 has neither prompt nor question nor messages"]),
     (["--prompt", "a", "--infill", "[_]"], ["give one of them"]),
     (["--watch", "--n", "2"], ["shows one text"]),
     (["--cache", "dual"], ["needs a block length"]),
@@ -305,6 +322,8 @@ def test_mistakes_get_one_line_and_status_2(checkpoint, tmp_path, monkeypatch, c
     (tmp_path / "talk.jsonl").write_text('{"messages": "hello"}\n')
     (tmp_path / "bare.jsonl").write_text('["hello"]\n')
     (tmp_path / "null.jsonl").write_text('"a"\n{"messages": [{"role": "user", "content": null}]}\n')
+    (tmp_path / "number.jsonl").write_text('{"prompt": 3}\n')
+    (tmp_path / "nothing.jsonl").write_text('{"prompt": null, "messages": null}\n')
     monkeypatch.chdir(tmp_path)
     for words, expected in MISTAKES:
         status, out, err = command_line("sample", checkpoint, *words)

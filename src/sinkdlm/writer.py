@@ -57,7 +57,8 @@ class Piece(NamedTuple):
 
 
 def read_prompts(path: Path) -> list[Any]:
-    """Lines of a text file, or of a .jsonl file: a string, {"prompt": ...}, {"question": ...} or {"messages": [...]}."""
+    """Lines of a text file, or of a .jsonl file: a string, {"prompt": ...}, {"question": ...} or {"messages": [...]}. A field
+    that is null is not there."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as failure:
@@ -74,10 +75,12 @@ def read_prompts(path: Path) -> list[Any]:
         except ValueError:
             raise SamplingError(f"{path}: line {number} is no JSON") from None
         if isinstance(value, dict):
-            name = next((name for name in ("prompt", "messages", "question") if name in value), "prompt")
+            name = next((name for name in ("prompt", "messages", "question") if value.get(name) is not None), "prompt")
             value = value.get(name)
             if name == "messages" and not isinstance(value, list):
                 raise SamplingError(f"{path}: line {number}: messages is no list of objects with role and content")
+            if not isinstance(value, str | list | None):
+                raise SamplingError(f"{path}: line {number}: {name} is {type(value).__name__}, expected text")
         if not isinstance(value, str | list):
             raise SamplingError(f"{path}: line {number} has neither prompt nor question nor messages")
         if isinstance(value, list):

@@ -134,6 +134,7 @@ class CompletionRequest(_Asked):
         | Ids
         | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[list[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | None
     ) = ""
     suffix: Text | None = Field(default=None, description="What stands after the gap: the text is written in between.")
     max_tokens: int | None = Field(default=None, ge=1, description="Tokens to write; by default 64, or what fits.")
@@ -143,7 +144,7 @@ class CompletionRequest(_Asked):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        given: Any = self.prompt
+        given: Any = self.prompt if self.prompt is not None else ""
         is_one = isinstance(given, str) or isinstance(given[0], int)
         return [given] if is_one else given
 
