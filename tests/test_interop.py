@@ -324,6 +324,18 @@ def test_notes_are_of_this_conversion(tmp_path):
     assert sinkdlm.load(tmp_path / "z").provenance["notes"] == ["1 new sink row(s), init mean"]
 
 
+@pytest.mark.parametrize("first", [["of my own"], "of my own", None])
+def test_a_checkpoint_keeps_the_notes_of_all_its_conversions(tmp_path, first):
+    kept = first if isinstance(first, list) else [first] if first else []
+    given = {} if first is None else {"notes": first}
+    sinkdlm.save(tmp_path / "x", small_model(dtype=torch.float32), provenance=given)
+    new = ["new headwise gate, init keep"]
+    assert convert(tmp_path / "x", tmp_path / "y", changes={"gate": "headwise"}, gate_init="keep")["notes"] == new
+    assert sinkdlm.load(tmp_path / "y").provenance["notes"] == [*kept, *new]
+    assert convert(tmp_path / "y", tmp_path / "y", changes={"context_length": 32})["notes"] == []
+    assert sinkdlm.load(tmp_path / "y").provenance["notes"] == [*kept, *new]
+
+
 def test_what_official_weights_do_not_tell_is_said(tmp_path):
     """They are weights alone: a context length is lost on the way out and back, and so are heads of no size of the table."""
     model = small_model(dtype=torch.float32, n_sinks=1, qkv_bias=False, tie_embeddings=False, context_length=96)

@@ -60,12 +60,19 @@ def load_any(
         before = own_history(read_provenance(source.path))
         parent["kind"] = family_of(before) or MODEL_TYPE
     inits = {"sink_init": sink_init, "gate_init": gate_init, "init_seed": seed} if made else {}
-    return Loaded(model.to(device), given, config, {**before, "parent": parent, "notes": [*notes, *made], **inits})
+    notes = [*notes_of(before), *notes, *made]
+    return Loaded(model.to(device), given, config, {**before, "parent": parent, "notes": notes, **inits})
 
 
 def own_history(provenance: Mapping[str, Any]) -> dict[str, Any]:
     """What a provenance says beyond the facts that saving writes anew."""
     return {key: value for key, value in provenance.items() if key not in RESERVED}
+
+
+def notes_of(provenance: Mapping[str, Any]) -> list[Any]:
+    """Of every conversion so far; whoever saves a checkpoint may have put anything there."""
+    found = provenance.get("notes", [])
+    return found if isinstance(found, list) else [found]
 
 
 def family_of(provenance: Mapping[str, Any]) -> str | None:

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sinkdlm.checkpoint import CONFIG, WEIGHTS, Loaded, save, write_weights, written_aside
+from sinkdlm.checkpoint import CONFIG, WEIGHTS, Loaded, read_provenance, save, write_weights, written_aside
 from sinkdlm.config import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConvertError
 from sinkdlm.interop import layouts
-from sinkdlm.interop.adapt import SHAPE_KEYS, family_of, load_any, own_history
+from sinkdlm.interop.adapt import SHAPE_KEYS, family_of, load_any, notes_of, own_history
 from sinkdlm.interop.sources import open_source
 
 Target = Literal["sinkdlm", "official", "hf"]
@@ -32,8 +32,8 @@ def convert(
     changes = dict(options.get("changes") or {})
     found = open_source(source, {key: value for key, value in changes.items() if key in SHAPE_KEYS})
     loaded = load_any(found, **options)
-    as_it_was = found.kind == MODEL_TYPE and not set(changes) - set(SHAPE_KEYS) and options.get("tokenizer") is None
-    notes = [] if as_it_was else list(loaded.provenance.get("notes", []))  # a checkpoint's own notes are of when it was made
+    earlier = notes_of(read_provenance(found.path)) if found.kind == MODEL_TYPE else []
+    notes = notes_of(loaded.provenance)[len(earlier) :]  # a checkpoint's own notes are of when it was made
     if to == "official":
         wrote = write_official(destination, loaded)
         notes += _untold(destination, loaded.config)
