@@ -80,7 +80,7 @@ ALLOWED = {
     "viewer": (),
     "analysis": (*CORE, "viewer"),
     "prompting": ("sampling",),
-    "serving": (*CORE, "analysis", "prompting"),
+    "serving": (*CORE, "analysis", "prompting", "tables"),
     "reproduce": (
         *CORE,
         "data",

@@ -235,14 +235,21 @@ MISTAKES = {
     "blocks": (400, {"sinkdlm": {"steps": 2, "block": 2}}, "fewer than the 6 blocks"),
     "policy": (400, {"sinkdlm": {"policy": "none"}}, "smdm-origin"),
     "together": (400, {"sinkdlm": {"remask": "cap"}}, "ancestral"),
-    "unknown": (400, {"sinkdlm": {"step": 3}}, "step"),
-    "unknown too": (400, {"promt": "x"}, "promt"),
+    "unknown": (400, {"sinkdlm": {"step": 3}}, "sinkdlm.step: unknown field; did you mean steps? allowed: policy, steps, block,"),
+    "unknown too": (400, {"promt": "x"}, "promt: unknown field; did you mean prompt? allowed: model, n, seed,"),
+    "unknown here": (400, {"steps": 3}, "steps: unknown field; did you mean sinkdlm.steps? allowed: model, n, seed,"),
+    "unknown option": (
+        400,
+        {"stream_options": {"usage": True}},
+        "stream_options.usage: unknown field; allowed: include_usage, include_obfuscation",
+    ),
+    "unknown and long": (400, {"x" * 5000: 1}, "x: unknown field; allowed: model, n, seed,"),
     "frames": (400, {"sinkdlm": {"frames": True}}, "stream"),
     "grows": (400, {"sinkdlm": {"until_eos": True}, "suffix": "x"}, "open end"),
     "grows on": (400, {"sinkdlm": {"until_eos": True, "ignore_eos": True}}, "a text until EOS: and EOS is not to end it"),
     "options": (400, {"stream_options": {"include_usage": True}}, "stream"),
     "surrogate": (400, {"prompt": "\ud800"}, "prompt"),
-    "surrogate key": (400, {"\ud800": 1}, "unicode"),
+    "surrogate key": (400, {"\ud800": 1}, "?: unknown field; allowed: model,"),
     "surrogate value": (400, {"model": "\ud800"}, "model"),
 }
 
@@ -256,7 +263,25 @@ def test_a_mistake_is_told_in_openais_shape(http, name):
     (error,) = answer.json().values()
     assert set(error) == {"message", "type", "param", "code"}
     assert words in error["message"], error
+    assert "Extra inputs" not in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+def test_an_unknown_field_is_named_with_what_is_allowed(http):
+    """Where it stands, of a chat too; and what would be refused in turn is not among the allowed."""
+    turn = {"role": "user", "content": [{"type": "text", "text": "x", "txt": "y"}]}
+    asked = {"model": "letters", "messages": [{"role": "user", "content": "x"}]}
+    for fields, param, words in (
+        ({"max_completion_token": 3}, "max_completion_token", "did you mean max_completion_tokens?"),
+        ({"tool": []}, "tool", "allowed: model, n, seed, stop,"),
+        ({"messages": [turn]}, "messages.0.content.0.txt", "unknown field; did you mean text? allowed: type, text"),
+        ({"sinkdlm": {"blok": 3}}, "sinkdlm.blok", "did you mean block?"),
+    ):
+        error = http.post("/v1/chat/completions", json=asked | fields).json()["error"]
+        assert error["param"] == param
+        assert words in error["message"]
+        assert "tools" not in error["message"]
+        assert len(error["message"]) < 1000  # whole
 
 
 def test_openais_client_raises_its_own_errors(client):

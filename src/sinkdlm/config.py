@@ -3,7 +3,6 @@
 Owns every default, every allowed value, the presets, and how a recipe changes its base. Knows nothing of torch.
 """
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -12,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sinkdlm.errors import ConfigError
 from sinkdlm.presets import PRESETS
-from sinkdlm.tables import describe_mistake, flatten, nest, overlay, parse_override, read_table
+from sinkdlm.tables import describe_mistake, flatten, nest, overlay, parse_override, read_table, suggest
 
 MODEL_TYPE = "sinkdlm"
 
@@ -21,11 +20,6 @@ Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Compile = Literal["auto", "blocks", "whole", "none"]
-
-
-def _suggest(word: Any, allowed: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(word), allowed, n=1)
-    return (f"did you mean {close[0]}? " if close else "") + f"allowed: {', '.join(allowed)}"
 
 
 class _Frozen(BaseModel):
@@ -40,7 +34,7 @@ class _Frozen(BaseModel):
             keys = cls.keys()
             for key in data:
                 if key not in keys and key not in cls.model_fields:
-                    raise ConfigError(f"{key} = {data[key]!r}: unknown key; {_suggest(key, keys)}")
+                    raise ConfigError(f"{key} = {data[key]!r}: unknown key; {suggest(key, keys)}")
         try:
             return handler(data)
         except ValidationError as failure:
@@ -206,7 +200,7 @@ def preset_names() -> list[str]:
 def preset_fields(name: Any) -> dict[str, Any]:
     """Every field of a shape, defaults written out, so that a preset set later replaces one set earlier whole."""
     if name not in PRESETS:
-        raise ConfigError(f"preset = {name!r}: unknown preset; {_suggest(name, list(PRESETS))}")
+        raise ConfigError(f"preset = {name!r}: unknown preset; {suggest(name, list(PRESETS))}")
     shape = ModelConfig(**PRESETS[name]).model_dump()
     return {key: value for key, value in shape.items() if key not in _FLAGS}
 

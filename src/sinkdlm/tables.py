@@ -4,9 +4,10 @@ value is told.
 Owns the forms a table takes. Does not know which keys there are, nor what they mean.
 """
 
+import difflib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ def overlay(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
         old = merged.get(key)
         merged[key] = overlay(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
+
+
+def suggest(word: Any, allowed: Sequence[str]) -> str:
+    """The end of a refusal: the nearest of the allowed words, and all of them."""
+    close = difflib.get_close_matches(str(word), allowed, n=1)
+    return (f"did you mean {close[0]}? " if close else "") + f"allowed: {', '.join(allowed)}"
 
 
 def describe_mistake(error: Any) -> str:

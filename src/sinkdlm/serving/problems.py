@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from sinkdlm.errors import ModelError, UserError
 from sinkdlm.serving.engine import ClosedError, ExpiredError, QueueFullError
-from sinkdlm.serving.schemas import ErrorBody
+from sinkdlm.serving.schemas import UNKNOWN, ErrorBody
 
 _log = logging.getLogger(__name__)
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -73,11 +73,14 @@ def _invalid(failure: RequestValidationError) -> ApiError:
     errors = failure.errors()
     if not errors or errors[0]["type"] == "json_invalid":
         return ApiError(400, "the body is no JSON object")
-    first = errors[0]
+    # A value of several kinds has a mistake for each: a field that nobody knows is the one that tells.
+    first = next((error for error in errors if error["type"] == UNKNOWN), errors[0])
     if first["loc"] == ("body",) and first["type"] in ("model_attributes_type", "dict_type"):
         return ApiError(400, "the body is no JSON object, or was not sent as one: Content-Type: application/json")
     # Of a field that may be of several kinds the place names the kind, too: that is no field.
-    place = [str(part) for part in first["loc"][1:] if first["type"] == "extra_forbidden" or _is_field(part)]
+    place = [str(part) for part in first["loc"][1:] if _is_field(part)]
+    if first["type"] == UNKNOWN:
+        place.append(first["ctx"]["field"])
     param = ".".join(place) or None
     return ApiError(400, f"{param or 'the request'}: {first['msg']}", param=param)
 

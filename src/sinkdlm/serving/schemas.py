@@ -4,14 +4,17 @@ Every field that OpenAI defines is known. One that cannot be honoured is refused
 that OpenAI does not know is refused too, because it is a typing mistake or a wish that would go unheard.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError, core_schema
 
 from sinkdlm.sampling.unmasking import CACHES, NAMED, ORDERS, REMASKS, SCHEDULES
+from sinkdlm.tables import suggest
 
+UNKNOWN = "unknown_field"
+_LONGEST_NAME = 64  # characters of a field's name that are repeated
 MOST_STOPS, LONGEST_STOP, MOST_PROMPTS = 16, 256, 64
 _INT64 = 2**63
 
@@ -53,6 +56,24 @@ def _named(names: Iterable[str]) -> Any:
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        for given in data if isinstance(data, Mapping) else ():
+            if given not in cls.model_fields:
+                name = str(given)[:_LONGEST_NAME].encode("utf-8", "replace").decode()
+                raise PydanticCustomError(UNKNOWN, "unknown field; {cure}", {"field": name, "cure": cls._suggest(name)})
+        return data
+
+    @classmethod
+    def _suggest(cls, given: str) -> str:
+        return suggest(given, cls._heard())
+
+    @classmethod
+    def _heard(cls) -> list[str]:
+        """Fields that change something."""
+        return [name for name, field in cls.model_fields.items() if not any(isinstance(one, Only) for one in field.metadata)]
 
 
 class Extras(Strict):
@@ -105,6 +126,12 @@ class _Asked(Strict):
     presence_penalty: Annotated[Any, Only(0)] = None
     logit_bias: Annotated[Any, Only({})] = None
     sinkdlm: Extras = Field(default_factory=Extras)
+
+    @classmethod
+    def _suggest(cls, given: str) -> str:
+        if given in Extras.model_fields:
+            return f"did you mean sinkdlm.{given}? allowed: {', '.join(cls._heard())}"
+        return super()._suggest(given)
 
     @property
     def stops(self) -> list[str]:
