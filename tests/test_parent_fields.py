@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -164,6 +165,27 @@ def test_a_run_keeps_its_recipe_whole_and_goes_on_without_the_parent(tmp_path, p
     assert load(out / "model").config == parent
     with pytest.raises(UserError, match=r"holds a run of another recipe: model\.context_length = 32, not 48"):
         train("--set", "model.context_length=32")
+
+
+@pytest.mark.parametrize("name", ["run", "a run"])
+def test_a_finished_run_that_is_to_be_longer_is_told_a_cure_that_works(tmp_path, parent, command_line, name):
+    kills.write_set(tmp_path / "set")
+    given, out = ("train", recipe_of(tmp_path), "--device", "cpu"), tmp_path / name
+    assert command_line(*given, "--out", out)[0] == 0
+    status, _, err = command_line(*given, "--out", out, "--set", "train.steps=6")
+    assert status == 2
+    assert "train.steps = 6, not 4; choose another --out, and with --set " in err
+    cure = shlex.split(re.search("--set .*model'?", err)[0])
+    slow = ("--set", "train.lr=1e-12", "--set", "train.min_lr=0")
+    status, said, err = command_line(*given, "--out", tmp_path / "longer", "--set", "train.steps=6", *slow, *cure)
+    assert (status, "6 steps" in said) == (0, True), err
+    found, before = load(tmp_path / "longer" / "model"), load(out / "model")
+    assert found.provenance["steps"] == 6
+    for one, other in zip(found.model.parameters(), before.model.parameters(), strict=True):  # steps of next to nothing
+        assert (one - other).abs().max() < 1e-6
+    shutil.copytree(tmp_path / "parent", tmp_path / "other")
+    for other in ("model.context_length=32", f"init.from={tmp_path / 'other'}"):
+        assert command_line(*given, "--out", out, "--set", other)[2].endswith("; choose another --out\n")
 
 
 def test_the_launcher_for_ray_asks_the_parent_too(tmp_path, parent, monkeypatch):

@@ -18,11 +18,13 @@ import json
 import os
 import platform
 import secrets
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -130,10 +132,18 @@ class RunFolder:
                     (self.path / name).unlink(missing_ok=True)
                 shutil.rmtree(self.path / "tokenizer", ignore_errors=True)
             elif odd:
-                raise TrainError(f"{self.path}: holds a run of another recipe: {'; '.join(odd)}; choose another --out")
+                raise TrainError(f"{self.path}: holds a run of another recipe: {'; '.join(odd)}; {self._cure(odd)}")
         elif any(entry.name not in ("lock", "run.json") and not entry.name.startswith(".") for entry in self.path.iterdir()):
             raise TrainError(f"{self.path}: holds other files and no run; choose another --out")
         self.write("recipe.toml", recipe.to_toml())
+
+    def _cure(self, odd: Sequence[str]) -> str:
+        """Of a finished run that is to go on, longer or with other data, its model is where another one starts."""
+        model = self.path / "model"
+        if not model.is_dir() or any(key.startswith(("model.", "init.")) for key in odd):
+            return "choose another --out"
+        start = shlex.quote(f"init.from={model}")
+        return f"choose another --out, and with --set {start} it starts from what this run has trained, its steps counted anew"
 
     def write(self, name: str, text: str) -> None:
         """A small file, whole or not at all; by rank 0."""
