@@ -4,6 +4,8 @@ import resource
 import signal
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +78,28 @@ def test_ctrl_c_within_an_import_ends_at_once(tmp_path):
     command = [sys.executable, "-c", script, "presets"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "sinkdlm: interrupted\n")
+
+
+def test_ctrl_c_while_the_command_line_is_loaded_ends_at_once(tmp_path):
+    """As the installed command begins, and as `python -m sinkdlm` does."""
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")  # of all it loads, the first
+    module, _, name = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"][
+        "sinkdlm"
+    ].partition(":")
+    heard = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background ignore\n"
+    installed = f"from {module} import {name}\nsys.exit({name}())\n"
+    as_module = "import runpy\nrunpy.run_module('sinkdlm', run_name='__main__', alter_sys=True)\n"
+    for begins in (installed, as_module):
+        command = [sys.executable, "-c", heard + begins, "presets"]
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "sinkdlm: interrupted\n")
+
+
+def test_next_to_nothing_is_loaded_before_ctrl_c_is_answered():
+    """Beside what Python itself loads to start a command."""
+    script = "import sys, enum, re, runpy\nbefore = set(sys.modules)\nimport sinkdlm.entry\nprint(*set(sys.modules) - before)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert {"sinkdlm", "sinkdlm.entry"} <= set(loaded.split()) <= {"sinkdlm", "sinkdlm.entry", "signal"}
 
 
 def test_ctrl_c_is_as_it_was_once_a_command_has_ended(command_line):

@@ -3,10 +3,10 @@
 Importing the package is light: a name is loaded (and torch with it) when it is first used.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing's: to load it takes longer than all else before a command answers Ctrl-C
 if TYPE_CHECKING:
+    from typing import Any
+
     from sinkdlm import attention, diffusion, likelihood, noise, sampling
     from sinkdlm.checkpoint import Loaded, load, save
     from sinkdlm.config import ModelConfig, Recipe
@@ -41,7 +41,9 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
+    import importlib
+
     if name in _HOME:
         return getattr(importlib.import_module(f"sinkdlm.{_HOME[name]}"), name)
     if name in _MODULES:

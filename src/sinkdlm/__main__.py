@@ -1,3 +1,3 @@
-from sinkdlm.cli import main
+from sinkdlm.entry import main
 
 main()

@@ -2,14 +2,9 @@
 
 import json
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from threading import current_thread, main_thread
-from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -29,6 +24,7 @@ from sinkdlm.cli_options import (
     Seed,
 )
 from sinkdlm.cli_recipes import load_recipe
+from sinkdlm.entry import EndedWhileImporting
 
 # In the order in which a newcomer meets them; a docstring's first line would be cut at the edge of the terminal.
 SUMMARIES = {
@@ -390,31 +386,6 @@ def _fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-@contextmanager
-def _ended_while_importing() -> Iterator[None]:
-    """Ctrl-C within an import ends the process at once: torch and others try imports, catch it, and go on with half a package."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        place = frame
-        while place is not None:
-            if place.f_code.co_filename == "<frozen importlib._bootstrap>":
-                with suppress(Exception):
-                    sys.stdout.flush()
-                os.write(2, b"sinkdlm: interrupted\n")
-                os._exit(130)
-            place = place.f_back
-        signal.default_int_handler(number, frame)
-
-    takes = current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if takes:
-        signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        if takes:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def main() -> None:
     """Runs the command line; a user's mistake becomes one line on stderr and exit status 2."""
     from sinkdlm.errors import UserError
@@ -422,7 +393,7 @@ def main() -> None:
     # typer carries click inside it, and exports only the ends of its exception tree.
     usage_error: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
     try:
-        with _ended_while_importing():
+        with EndedWhileImporting():
             status = app(standalone_mode=False)
         if status == 130:  # typer makes an exit of Ctrl-C, and says nothing
             raise KeyboardInterrupt
