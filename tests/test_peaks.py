@@ -6,6 +6,7 @@ from statistics import median
 import pytest
 
 from sinkdlm.data.synthetic import prepare_example
+from sinkdlm.reproduce.blocks import to_markdown
 from sinkdlm.reproduce.steadiness import line_of, steadiness_blocks, thirds_of
 from sinkdlm.training.peaks import peaks_of, read_peaks
 
@@ -78,6 +79,23 @@ def test_a_training_that_was_watched_is_told_from_its_twin_with_a_longer_warm_up
     assert ", 4 to warm up: " in line_of(long | {"share": kept})
     assert "lost" not in line_of(long | {"share": kept})
     assert line_of(short | {"share": lost}).endswith("; sink lost at step 5: 3 of 3 layers")
+
+
+def test_the_page_says_which_warm_up_kept_a_sink():
+    form = {
+        "label": "DLM + sink",
+        "lr": 0.004,
+        "loss": [2.0] * 10,
+        "gradient": [1.0] * 10,
+        "looks": [0, 5],
+        "norm": [[0.5] * 3] * 2,
+    }
+    short, long = ({**form, "recipe": f"[train]\nwarmup = {share}\nmin_warmup = 0\n"} for share in (0.1, 0.4))
+    forms = {"short": short | {"share": [[0.3] * 3, [0.0] * 3]}, "long": long | {"share": [[0.3] * 3, [0.4] * 3]}}
+    said = to_markdown(steadiness_blocks({"forms": forms}, {}, [], level=3))
+    assert "DLM + sink at 0.004, by how many of its 10 steps warm up: 1: lost at step 5: 3 of 3 layers; 4: kept" in said
+    alone = to_markdown(steadiness_blocks({"forms": {"short": forms["short"]}}, {}, [], level=3))
+    assert "by how many" not in alone
 
 
 def test_nothing_is_said_where_nothing_was_measured():

@@ -649,11 +649,17 @@ def test_a_matrix_is_complete_where_everything_was_measured(tmp_path):
     assert f"The matrix is complete: {len(jobs)} runs" in said
     for words in ("so far", "measured yet", "missing"):
         assert words not in said.split("## Results")[1], words
+    (tmp_path / "records" / "adapt-sink-dlm-rate-s3.json").unlink()
+    said = page.write_page(tmp_path / "records", tmp_path)
+    assert "These have too few: controls: At the DLM's own learning rate, too, it is better than no sink. " in said
     other = replace(whole, facts={**whole.facts, "seconds": seconds, "trials": {"0.0001": 1.0, "0.0002": 1.0, "0.0004": 1.0}})
     write_record(tmp_path / "records", other)
     said = page.write_page(tmp_path / "records", tmp_path)
     assert "- adapt-gate: s1\n" in said
-    assert page.declared_records(tmp_path / "records").keys() == {job.name for job in jobs} - {"adapt-gate-s1"}
+    assert page.declared_records(tmp_path / "records").keys() == {job.name for job in jobs} - {
+        "adapt-gate-s1",
+        "adapt-sink-dlm-rate-s3",
+    }
 
 
 def test_items_have_the_tokens_that_the_tests_assume():

@@ -327,12 +327,17 @@ def _contamination(found: Mapping[str, Any] | None) -> list[Block]:
     return [Paragraph(told), Table(["benchmark", "documents", "too short", "share a gram", "share half of theirs"], rows)]
 
 
+_NAMED = 3  # claims without a verdict: more are seen in the table
+
+
 def _negative(found: Mapping[str, Any]) -> list[Block]:
     rows = [(target, claim) for target, one in found["targets"].items() for claim in one["claims"]]
     fails = [f"{target}: {claim['text']} ({_by_outcome(claim)})" for target, claim in rows if claim["verdict"] == FAILS]
     told = ((OPEN, "cannot be told at this scale"), (FEW, "have too few seeds so far"))
     counts = [(sum(claim["verdict"] == verdict for _, claim in rows), words) for verdict, words in told]
     said = [f"{count} of {len(rows)} claims {words}." for count, words in counts if count]
+    few = [f"{target}: {claim['text']}" for target, claim in rows if claim["verdict"] == FEW]
+    said += [f"These have too few: {'; '.join(few)}."] if 0 < len(few) <= _NAMED else []
     if not fails:
         return [Paragraph(" ".join([*said, "None is contradicted."]))]
     return [Paragraph(" ".join([*said, "These do not hold, on one outcome or on all:"])), Bullets(fails)]

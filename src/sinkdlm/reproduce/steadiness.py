@@ -7,7 +7,7 @@ the gradient is the loss of that state. Their weights are not kept.
 
 import shutil
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -184,7 +184,22 @@ def _watched(found: Mapping[str, Any]) -> list[Block]:
             "the most they had:"
         ),
         Table(head, rows),
+        *_by_warmup(found["forms"].values()),
     ]
+
+
+def _by_warmup(forms: Iterable[Mapping[str, Any]]) -> list[Block]:
+    """Of trainings that differ in their warm-up alone, which have lost their sink."""
+    groups: dict[tuple[str, float, int], list[Mapping[str, Any]]] = {}
+    for form in forms:
+        groups.setdefault((form["label"], form["lr"], len(form["loss"])), []).append(form)
+    lines = [
+        f"{label} at {lr:g}, by how many of its {steps} steps warm up: "
+        + "; ".join(f"{warmup_of(form)}: " + (f"lost at {lost}" if (lost := _lost(form)) else "kept") for form in group)
+        for (label, lr, steps), group in groups.items()
+        if len(group) > 1
+    ]
+    return [Bullets(lines)] if lines else []
 
 
 _HEAD = ("attention, lowest layers", "others", "value norm, lowest layers", "others", "lost")

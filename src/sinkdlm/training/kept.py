@@ -30,7 +30,7 @@ class Loss(NamedTuple):
     def text(self) -> str:
         return (
             f"{self.layers} of {self.of} layers have lost the sink that they rested on, since step {self.before}. Too large steps "
-            "do that, and it may not come back: a new run with a smaller train.lr is the cure"
+            "do that, and it may not come back: a new run with a longer train.warmup or a smaller train.lr is the cure"
         )
 
 
