@@ -28,6 +28,7 @@ from sinkdlm.reproduce.inputs import GOLD, Inputs
 from sinkdlm.reproduce.lengths import PLAIN
 from sinkdlm.reproduce.matrix import (
     ADAPT,
+    LATE,
     ONCE,
     RATE_OF,
     SCALES,
@@ -651,6 +652,9 @@ def test_a_matrix_is_complete_where_everything_was_measured(tmp_path):
         assert words not in said.split("## Results")[1], words
     (tmp_path / "records" / "adapt-sink-dlm-rate-s3.json").unlink()
     said = page.write_page(tmp_path / "records", tmp_path)
+    late = [job for job in jobs if job.variant in LATE]
+    told = f"complete as it was first declared: {len(jobs) - len(late)} runs, trials included. Of {len(late)} runs that were added"
+    assert f"{told} late, these are missing (s: seeds):\n\n- adapt-sink-dlm-rate: s3\n" in said
     assert "These have too few: controls: At the DLM's own learning rate, too, it is better than no sink. " in said
     other = replace(whole, facts={**whole.facts, "seconds": seconds, "trials": {"0.0001": 1.0, "0.0002": 1.0, "0.0004": 1.0}})
     write_record(tmp_path / "records", other)

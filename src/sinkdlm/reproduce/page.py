@@ -17,6 +17,7 @@ from sinkdlm.reproduce.matrix import (
     ADAPT,
     FIRST_SEED,
     LABELS,
+    LATE,
     SCALES,
     SCRATCH,
     SFT,
@@ -84,7 +85,8 @@ def method(scale: Scale) -> list[Block]:
         Heading(3, "Runs"),
         Paragraph(
             "A run has a record of its name in `benchmarks/results/reproduction`: the command, commit and machine that made it, "
-            "its recipe, and what was measured, item by item. Trials of learning rates have `-lr0` to `-lr2` instead of a seed."
+            "its recipe, and what was measured, item by item. Trials of learning rates have `-lr0` to `-lr2` instead of a seed. "
+            "Those marked late were added after runs had been seen, to explain them."
         ),
         _matrix(scale),
         Heading(3, "Claims"),
@@ -171,8 +173,14 @@ def _matrix(scale: Scale) -> Table:
         seeds = seeds_of(group, variant, scale, scale.seeds)
         first = Job(group, variant, FIRST_SEED).name
         names = f"`{first}`" if seeds == 1 else f"`{first}` to `-s{FIRST_SEED + seeds - 1}`"
-        rows.append([group, LABELS[variant], f"`{changes}`" if changes else "", str(seeds), names, ", ".join(used)])
-    return Table(["group", "variant", "changes", "seeds", "records", "used in"], rows)
+        rows.append(
+            [group, LABELS[variant], f"`{changes}`" if changes else "", str(seeds), names, ", ".join(used), _added(variant)]
+        )
+    return Table(["group", "variant", "changes", "seeds", "records", "used in", "added"], rows)
+
+
+def _added(variant: str) -> str:
+    return "late" if variant in LATE else ""
 
 
 def _claims() -> Table:
@@ -270,7 +278,7 @@ def results(scale: Scale, records: Mapping[str, Record], folder: Path, assets: P
     jobs = jobs_of(list(TARGETS), scale, scale.seeds)
     missing = [job.name for job in jobs if job.name not in records]
     found = findings(list(TARGETS), scale, records, missing)
-    blocks: list[Block] = [Heading(2, "Results"), *_missing(missing, _unmeasured(jobs, records, scale), len(jobs))]
+    blocks: list[Block] = [Heading(2, "Results"), *_missing(jobs, missing, _unmeasured(jobs, records, scale))]
     blocks += [Heading(3, "Contamination"), *_contamination(read_beside(folder, OVERLAP, scale.name))]
     if not records:
         return blocks
@@ -301,17 +309,24 @@ def _unmeasured(jobs: Sequence[Job], records: Mapping[str, Record], scale: Scale
     return lines
 
 
-def _missing(missing: list[str], unmeasured: list[str], n_jobs: int) -> list[Block]:
+def _missing(jobs: Sequence[Job], missing: list[str], unmeasured: list[str]) -> list[Block]:
     lacks: list[Block] = [Paragraph("Not everything was measured of these runs:"), Bullets(unmeasured)] if unmeasured else []
+    late = {job.name for job in jobs if job.variant in LATE}
+    whole = "All runs are there" if unmeasured else "The matrix is complete"
     if not missing:
-        told = "All runs are there" if unmeasured else "The matrix is complete"
-        return [Paragraph(f"{told}: {n_jobs} runs, trials included."), *lacks]
+        return [Paragraph(f"{whole}: {len(jobs)} runs, trials included."), *lacks]
     groups: dict[str, list[str]] = {}
     for name in missing:
         run, _, end = name.rpartition("-")
         groups.setdefault(run, []).append(end)
     lines = [f"{run}: {', '.join(ends)}" for run, ends in groups.items()]
-    return [Paragraph(f"{len(missing)} of {n_jobs} runs are missing (lr: trials, s: seeds):"), Bullets(lines), *lacks]
+    told = f"{len(missing)} of {len(jobs)} runs are missing (lr: trials, s: seeds):"
+    if late.issuperset(missing):
+        told = (
+            f"{whole} as it was first declared: {len(jobs) - len(late)} runs, trials included. Of {len(late)} runs that were added "
+            "late, these are missing (s: seeds):"
+        )
+    return [Paragraph(told), Bullets(lines), *lacks]
 
 
 def _contamination(found: Mapping[str, Any] | None) -> list[Block]:
