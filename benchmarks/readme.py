@@ -125,9 +125,14 @@ def _reproduced() -> list[str]:
     shares = [100 * means[variant, HEADS] for variant in ("vanilla", "sink")]
     nats = [means[variant, LAMBADA] for variant in ("vanilla", "sink")]
     change = compare(records, ADAPT, "sink", "vanilla", NELBO).spread
+    equal = [
+        [compare(records, ADAPT, *pair, name).spread.mean for pair in (("sink", "vanilla-sink-rate"), ("sink-dlm-rate", "vanilla"))]
+        for name in (LAMBADA, NELBO)
+    ]
     return [
         f"heads that rest on a token of the text go from {shares[0]:.0f} to {shares[1]:.0f} %, LAMBADA from {nats[0]:.2f} to "
-        f"{nats[1]:.2f} nats a token over {change.n} seeds, and validation NELBO by {change.mean:+.4f}"
+        f"{nats[1]:.2f} nats a token over {change.n} seeds, and validation NELBO by {change.mean:+.4f}",
+        f"at equal rates by {equal[0][0]:+.2f} and {equal[0][1]:+.2f}, and NELBO by {equal[1][0]:+.4f} and {equal[1][1]:+.4f}",
     ]
 
 

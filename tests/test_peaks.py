@@ -93,7 +93,8 @@ def test_the_page_says_which_warm_up_kept_a_sink():
     short, long = ({**form, "recipe": f"[train]\nwarmup = {share}\nmin_warmup = 0\n"} for share in (0.1, 0.4))
     forms = {"short": short | {"share": [[0.3] * 3, [0.0] * 3]}, "long": long | {"share": [[0.3] * 3, [0.4] * 3]}}
     said = to_markdown(steadiness_blocks({"forms": forms}, {}, [], level=3))
-    assert "DLM + sink at 0.004, by how many of its 10 steps warm up: 1: lost at step 5: 3 of 3 layers; 4: kept" in said
+    told = ("1: lost at step 5: 3 of 3 layers (lowest layers 30% → 0%)", "4: not lost by this rule (lowest layers 30% → 40%)")
+    assert f"DLM + sink at 0.004, by how many of its 10 steps warm up: {'; '.join(told)}\n" in said
     alone = to_markdown(steadiness_blocks({"forms": {"short": forms["short"]}}, {}, [], level=3))
     assert "by how many" not in alone
 

@@ -24,6 +24,7 @@ from sinkdlm.evals.settings import Settings
 from sinkdlm.interop import open_source
 from sinkdlm.reproduce import claims, page, paper, statistics
 from sinkdlm.reproduce.blocks import Code, Heading, Paragraph, Table, to_html, to_markdown
+from sinkdlm.reproduce.equal_rates import equal_rate_blocks
 from sinkdlm.reproduce.inputs import GOLD, Inputs
 from sinkdlm.reproduce.lengths import PLAIN
 from sinkdlm.reproduce.matrix import (
@@ -164,6 +165,28 @@ def test_equivalence_needs_the_margin():
     assert judged("position", far)["nelbo"].verdict == claims.FAILS
     noisy = matrix({(ADAPT, "sink"): 0.0, (ADAPT, "sink-end"): 0.0}, seeds=0.05)
     assert judged("position", noisy)["nelbo"].verdict == claims.OPEN
+
+
+def test_what_was_compared_at_two_rates_is_compared_at_one():
+    """The sink's lead over the DLM and the gate, -0.02 and -0.05, is the rate's: at theirs it has none."""
+    effects = {"vanilla": 0.0, "sink": -0.02, "gate": 0.03, "vanilla-sink-rate": -0.02, "sink-dlm-rate": 0.03, "sinks-2": -0.02}
+    slow = ("sink", "vanilla-sink-rate", "sinks-2")
+    records = {
+        name: replace(one, lr=4e-4 if one.variant in slow else 8e-4)
+        for name, one in matrix({(ADAPT, variant): effect for variant, effect in effects.items()}, seeds=1e-5).items()
+    }
+    *_, table = equal_rate_blocks(records, level=3)
+    found = [(label, rates, round(float(nelbo.split()[0]), 2), seeds) for label, rates, nelbo, *_, seeds in table.rows]
+    assert found == [
+        ("DLM + sink \N{MINUS SIGN} DLM", "0.0004 and 0.0008", -0.02, "5"),
+        ("the same", "0.0008", 0.03, "5"),
+        ("the same", "0.0004", 0.0, "5"),
+        ("DLM + sink \N{MINUS SIGN} DLM + gate", "0.0004 and 0.0008", -0.05, "5"),
+        ("the same", "0.0008", 0.0, "5"),
+        ("DLM: the larger rate \N{MINUS SIGN} the smaller", "0.0008 and 0.0004", 0.02, "5"),
+        ("DLM + sink: the larger rate \N{MINUS SIGN} the smaller", "0.0008 and 0.0004", 0.05, "5"),
+    ]
+    assert equal_rate_blocks(matrix({(ADAPT, variant): 0.0 for variant in effects}), level=3) == []  # all at one rate
 
 
 def test_few_seeds_give_no_verdict():
@@ -653,8 +676,10 @@ def test_a_matrix_is_complete_where_everything_was_measured(tmp_path):
     (tmp_path / "records" / "adapt-sink-dlm-rate-s3.json").unlink()
     said = page.write_page(tmp_path / "records", tmp_path)
     late = [job for job in jobs if job.variant in LATE]
-    told = f"complete as it was first declared: {len(jobs) - len(late)} runs, trials included. Of {len(late)} runs that were added"
-    assert f"{told} late, these are missing (s: seeds):\n\n- adapt-sink-dlm-rate: s3\n" in said
+    told = (
+        f"complete as declared before the first run: {len(jobs) - len(late)} runs, trials included. Of {len(late)} runs that were"
+    )
+    assert f"{told} added late, these are missing (s: seeds):\n\n- adapt-sink-dlm-rate: s3\n" in said
     assert "These have too few: controls: At the DLM's own learning rate, too, it is better than no sink. " in said
     other = replace(whole, facts={**whole.facts, "seconds": seconds, "trials": {"0.0001": 1.0, "0.0002": 1.0, "0.0004": 1.0}})
     write_record(tmp_path / "records", other)

@@ -111,7 +111,7 @@ def with_leads(plain: tuple[float, float], mixed: tuple[float, float]) -> dict[s
         ((-0.3, -0.01), (0.0, -0.01), "as they should if length is the cause"),
         ((-0.3, -0.01), (-0.3, -0.01), "speaks against length"),
         ((-0.3, -0.01), (-0.6, -0.01), "speaks against length"),
-        ((-0.3, -0.01), (-0.15, -0.01), "no more than a part"),
+        ((-0.3, -0.01), (-0.15, -0.01), "length is a part of it"),
         ((0.0, 0.0), (0.0, 0.0), "not larger on short rows"),
         ((-0.3, -0.3), (0.0, 0.0), "not larger on short rows"),
     ],

@@ -324,6 +324,9 @@ def _judge_difference(claim: Claim, records: Mapping[str, Record], outcome: str)
     if claim.kind == SAME and found.same.low == found.same.low:
         inside = "inside" if found.same.shown else "not inside"
         text += f"; 90 % interval [{found.same.low:+.4f}, {found.same.high:+.4f}] {inside} \N{PLUS-MINUS SIGN}{MARGIN}"
+    errors = [one.stderr for one in found.seeds.values() if not math.isnan(one.stderr)]
+    if errors:
+        text += f"; standard error over a seed's items {math.fsum(errors) / len(errors):.4f}"
     return Judged(outcome, verdict, spread, f"{text}. {verdict.capitalize()}.", write_interval(spread), found.seeds)
 
 

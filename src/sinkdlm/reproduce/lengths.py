@@ -267,7 +267,10 @@ def conclude(short: Lead, long: Lead) -> str:
             "far as so few short rows can"
         )
     if _high(short.mixed.difference, short.mixed.stderr) < -MARGIN:
-        return "rows of random length take a part of the lead on short rows away, and not all: length is no more than a part of it"
+        return (
+            "rows of random length take a part of the lead on short rows away, and not all: length is a part of it, whether all "
+            "cannot be said with so few short rows in training"
+        )
     return "rows of random length take the lead on short rows away, as they should if length is the cause"
 
 
@@ -292,8 +295,9 @@ def _tested(records: Mapping[str, Record], scale: Scale) -> list[Block]:
         ]
         blocks += [
             Paragraph(
-                f"With a sink less without, by what training had, seed {FIRST_SEED}, {text}, with the {LEVEL:.0%} interval over "
-                f"documents. On this seed, {conclude(short, long)}. Other seeds may differ by more than such intervals:"
+                f"DLM + sink \N{MINUS SIGN} the same without, by what training had, seed {FIRST_SEED}, {text}, with the "
+                f"{LEVEL:.0%} interval over documents. On this seed, {conclude(short, long)}. Other seeds may differ by more "
+                "than such intervals:"
             ),
             Table(["", *map(str, scale.cuts)], rows),
         ]

@@ -35,7 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 # Variants that have no trials of their own: whose learning rate they take.
 RATE_OF = {"vanilla-sink-rate": "sink", "sink-dlm-rate": "vanilla", "vanilla-lengths": "sink", "sink-lengths": "sink"}
-LATE = tuple(RATE_OF)  # added after runs had been seen, to explain them: beside the matrix that was declared first
+LATE = tuple(RATE_OF)  # added after runs had been seen, to explain them
 LABELS = {
     "vanilla": "DLM",
     "sink": "DLM + sink",

@@ -9,6 +9,7 @@ from typing import Any
 
 from sinkdlm.reproduce.blocks import Block, Bullets, Code, Heading, Paragraph, Picture, Table, to_markdown
 from sinkdlm.reproduce.claims import CLAIMS, FAILS, FEW, MARGIN, OPEN, OUTCOMES, PRIMARY, SAME, outcome_name
+from sinkdlm.reproduce.equal_rates import equal_rate_blocks
 from sinkdlm.reproduce.inherited import NAME as INHERITED
 from sinkdlm.reproduce.inherited import inherited_blocks
 from sinkdlm.reproduce.lengths import NAME as LENGTHS
@@ -91,8 +92,9 @@ def method(scale: Scale) -> list[Block]:
         _matrix(scale),
         Heading(3, "Claims"),
         Paragraph(
-            "Each claim of the paper is a comparison on primary outcomes, or a quantity against a number. Those marked late were "
-            "added after runs had been seen: controls of learning rates, and what the paper claims and the list had left out:"
+            "Each claim, of the paper or of a control, is a comparison on primary outcomes, or a quantity against a number. Those "
+            "marked late were added after runs had been seen: controls of learning rates, and what the paper claims and the list "
+            "had left out:"
         ),
         _claims(),
         Heading(3, "Verdicts"),
@@ -130,8 +132,12 @@ def _design(scale: Scale) -> list[Block]:
                 "**Rates that differ.** The DLM's trials chose 0.0016, the sink's 0.0008, so that a difference between the two may "
                 "be the rate's. The DLM at the sink's rate was added as a control, after these trials and one seed had been seen; "
                 "the sink at the DLM's rate after all seeds of both, when the sink's trial at this rate had been seen to lose its "
-                f"sink within a few steps (below): a trial has {trial} to warm up, and a run {whole}. Other claims whose variants "
-                "chose different rates are listed with the rates, and have no such control.",
+                f"sink within a few steps (below): a trial has {trial} steps to warm up, and a run {whole}. Other claims whose "
+                "variants chose different rates are listed with the rates; these two controls also stand beside variants that had "
+                "their rate from the beginning (below, exploratory).",
+                "**Changed before any run**: seeds from scratch and after fine-tuning (five had been declared, three were made), "
+                "tokens of an adapted run (26M had been), and the corpus, of which half the files were taken, so that a run reads "
+                "nearly all of it once.",
                 "**Lengths.** Half of the rows of random length, with and without a sink, on one seed, and documents cut to "
                 f"{', '.join(map(str, scale.cuts))} tokens for adapted models of seed {FIRST_SEED}, were added "
                 f"after three seeds of table 1 had been seen, to explain them. {_short_rows(scale)}",
@@ -205,7 +211,8 @@ def _rules() -> list[Block]:
                 f"closer to 0 than {MARGIN} nats; else it cannot be told.",
                 "*The same* holds where the two one-sided tests say so; does not hold where the interval lies outside the margin; "
                 "else it cannot be told.",
-                "A claim holds where each of its outcomes does, and does not hold where any does not.",
+                "A claim holds where each of its outcomes does, and does not hold where any does not. So *lower* can fail by a "
+                "difference that counts as none where *the same* is claimed: which outcome failed, and by how much, is told.",
                 "A share of heads is judged as nats are.",
             ]
         )
@@ -223,8 +230,9 @@ def _deviations(scale: Scale) -> list[str]:
         f"{scratch['model']['preset']} with SmolLM2's vocabulary, not 472M with Llama 2's.",
         f"**Tokens.** {told[ADAPT]:.0f}M adapted and {told[SCRATCH]:.0f}M from scratch, rows of {adapt['data']['length']}; the "
         "paper has 30B, 100B and 100B, and does not give its rows' length for the first two.",
-        "**Data.** English Wikipedia and novels, 10,160 documents with 42.3M tokens and 531 held out, not FineWeb and SlimPajama: "
-        f"adapted runs read nearly all of it once, those from scratch {told[SCRATCH] / 42.3:.1f} times.",
+        "**Data.** English Wikipedia and novels, 10,160 documents with 42.3M tokens and 531 held out (half the files of a corpus "
+        "that is not part of this project; records carry its fingerprint, and other data does not stand beside them), not FineWeb "
+        f"and SlimPajama: adapted runs read nearly all of it once, those from scratch {told[SCRATCH] / 42.3:.1f} times.",
         f"**Fine-tuning.** GSM8K's own 6,973 chains of thought, less a twentieth that is held out and what is longer than "
         f"{sft['data']['length']} tokens, for {sft['train']['epochs']} epochs, not 385K augmented ones for 10; of adapted models "
         "alone: the paper's table 2 has GSM8K too.",
@@ -286,6 +294,7 @@ def results(scale: Scale, records: Mapping[str, Record], folder: Path, assets: P
     for target, one in found["targets"].items():
         if any(row["seeds"] for row in one["rows"]):
             blocks += [*target_blocks(target, one, level=3), *_picture(target, assets)]
+    blocks += equal_rate_blocks(records, level=3)
     before = read_beside(folder, INHERITED, scale.name)
     if before is not None:
         blocks += inherited_blocks(before, level=3)
@@ -323,8 +332,8 @@ def _missing(jobs: Sequence[Job], missing: list[str], unmeasured: list[str]) -> 
     told = f"{len(missing)} of {len(jobs)} runs are missing (lr: trials, s: seeds):"
     if late.issuperset(missing):
         told = (
-            f"{whole} as it was first declared: {len(jobs) - len(late)} runs, trials included. Of {len(late)} runs that were added "
-            "late, these are missing (s: seeds):"
+            f"{whole} as declared before the first run: {len(jobs) - len(late)} runs, trials included. "
+            f"Of {len(late)} runs that were added late, these are missing (s: seeds):"
         )
     return [Paragraph(told), Bullets(lines), *lacks]
 
@@ -350,12 +359,17 @@ def _negative(found: Mapping[str, Any]) -> list[Block]:
     fails = [f"{target}: {claim['text']} ({_by_outcome(claim)})" for target, claim in rows if claim["verdict"] == FAILS]
     told = ((OPEN, "cannot be told at this scale"), (FEW, "have too few seeds so far"))
     counts = [(sum(claim["verdict"] == verdict for _, claim in rows), words) for verdict, words in told]
+    alone = sum(claim["verdict"] == FAILS and _fails(claim) == 1 for _, claim in rows)
     said = [f"{count} of {len(rows)} claims {words}." for count, words in counts if count]
     few = [f"{target}: {claim['text']}" for target, claim in rows if claim["verdict"] == FEW]
     said += [f"These have too few: {'; '.join(few)}."] if 0 < len(few) <= _NAMED else []
     if not fails:
         return [Paragraph(" ".join([*said, "None is contradicted."]))]
-    return [Paragraph(" ".join([*said, "These do not hold, on one outcome or on all:"])), Bullets(fails)]
+    return [Paragraph(" ".join([*said, f"{len(fails)} do not hold, {alone} of them on one outcome alone:"])), Bullets(fails)]
+
+
+def _fails(claim: Mapping[str, Any]) -> int:
+    return sum(one["verdict"] == FAILS for one in claim["outcomes"])
 
 
 def _by_outcome(claim: Mapping[str, Any]) -> str:

@@ -333,6 +333,7 @@ def work_blocks(found: Mapping[str, Any], level: int = 2) -> list[Block]:
     work = found["work"]
     text = (
         f"{work['records']} records, {work['tokens']:,} tokens trained on, {work['seconds'] / 60:.0f} minutes of work "
-        f"on {', '.join(work['devices']) or 'nothing yet'}; torch {', '.join(work['torch']) or 'unknown'}."
+        f"on {', '.join(work['devices']) or 'nothing yet'}; torch {', '.join(work['torch']) or 'unknown'}. Seconds of a run have "
+        "its scoring in them, and runs may have shared a device: they do not compare variants."
     )
     return [Heading(level, "Work"), Paragraph(text)]

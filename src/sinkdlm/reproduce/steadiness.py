@@ -57,6 +57,7 @@ def measure_steadiness(bench: Bench, say: Callable[[str], None]) -> dict[str, An
         raise ReproduceError(NO_PARENT)
     known = (read_beside(bench.records, NAME, bench.scale.name) or {"forms": {}})["forms"]
     found: dict[str, Any] = {**bench.provenance(), "forms": {}}
+    made = {name: found[name] for name in ("made", "command", "environment")}
     for name, form in FORMS.items():
         lr = bench.scale.lrs[ADAPT][form.rate]
         recipe = recipe_of(form.job, bench, lr)
@@ -69,7 +70,7 @@ def measure_steadiness(bench: Bench, say: Callable[[str], None]) -> dict[str, An
             continue
         folder = bench.out / "runs" / f"{NAME}-{name}"
         train_job(recipe, folder, bench)
-        found["forms"][name] = {"label": LABELS[form.variant], "lr": lr, "recipe": told, **_read(folder)}
+        found["forms"][name] = {"label": LABELS[form.variant], "lr": lr, "recipe": told, **made, **_read(folder)}
         shutil.rmtree(folder)
         write_beside(bench.records, NAME, bench.scale.name, {**found, "forms": {**known, **found["forms"]}})
         say(f"{len(found['forms'])} of {len(FORMS)} trainings: {line_of(found['forms'][name])}")
@@ -153,7 +154,7 @@ def _watched(found: Mapping[str, Any]) -> list[Block]:
         "to warm up",
         "loss, last tenth",
         "gradient norm, median",
-        "largest, of that (step)",
+        "the largest, in medians (step)",
         "peaks",
         *_HEAD,
     ]
@@ -172,16 +173,18 @@ def _watched(found: Mapping[str, Any]) -> list[Block]:
                 str(len(peaks.steps)),
                 *(_course(form[name], part, style) for name, style in (("share", ".0%"), ("norm", ".2f")) for part in (0, 1)),
                 _lost(form),
+                f"step {form['looks'][0]}",
             ]
         )
     return [
         Paragraph(
             f"Trials, and one whole run, made again with about {_LOOKS} looks at attention each. Trials see the same rows in the "
-            "same order, so that their training losses can be compared. Of the sink, at the first look and at the last: attention "
-            "on it, and its value norm over that of other tokens, in the lowest third of the layers and in the others. Lost: the "
-            f"first look at which more than {MANY:.0%} of the layers, and more than {FEW}, have less than {LOST:.0%} of the most "
-            f"they had on the sink, which was {RESTS:.0%} of their attention at least, and all together less than {HELD:.0%} of "
-            "the most they had:"
+            "same order, so that their training losses can be compared; one run each, and a repeat on a GPU is not the same to the "
+            "bit. Of the sink, at the first look and at the last, on held-out rows: attention on it, and its value norm over that "
+            "of other tokens, in the lowest third of the layers and in the others. A layer counts as having lost its sink where "
+            f"less than {LOST:.0%} is left of the most it had there, if that was {RESTS:.0%} of its attention at least; the sink "
+            f"counts as lost from the look on at which more than {MANY:.0%} of the layers, and more than {FEW}, have lost it, and "
+            f"all layers together have less than {HELD:.0%} of the most they had:"
         ),
         Table(head, rows),
         *_by_warmup(found["forms"].values()),
@@ -195,14 +198,19 @@ def _by_warmup(forms: Iterable[Mapping[str, Any]]) -> list[Block]:
         groups.setdefault((form["label"], form["lr"], len(form["loss"])), []).append(form)
     lines = [
         f"{label} at {lr:g}, by how many of its {steps} steps warm up: "
-        + "; ".join(f"{warmup_of(form)}: " + (f"lost at {lost}" if (lost := _lost(form)) else "kept") for form in group)
+        + "; ".join(f"{warmup_of(form)}: {_outcome(form)}" for form in group)
         for (label, lr, steps), group in groups.items()
         if len(group) > 1
     ]
     return [Bullets(lines)] if lines else []
 
 
-_HEAD = ("attention, lowest layers", "others", "value norm, lowest layers", "others", "lost")
+def _outcome(form: Mapping[str, Any]) -> str:
+    lost, low = _lost(form), _course(form["share"], 0, ".0%")
+    return (f"lost at {lost}" if lost else "not lost by this rule") + (f" (lowest layers {low})" if low else "")
+
+
+_HEAD = ("attention, lowest layers", "others", "value norm, lowest layers", "others", "lost", "first look")
 
 
 def warmup_of(form: Mapping[str, Any]) -> int:
