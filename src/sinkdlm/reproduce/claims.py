@@ -55,7 +55,7 @@ CLAIMS = (
     Claim(
         "sink-beats-kept-gate",
         "table1",
-        "The same against a gate that starts open and keeps the parent's function",
+        "The sink improves it more than a gate that starts open and keeps the parent's function",
         LOWER,
         ADAPT,
         "sink",
@@ -71,12 +71,22 @@ CLAIMS = (
     Claim("zero-helps", "table5", "A sink whose value is zero improves the DLM too", LOWER, ADAPT, "sink-zero", "vanilla"),
     Claim("value", "table5", "A zero value is no different from a learned one", SAME, ADAPT, "sink-zero", "sink"),
     Claim("beats-register", "controls", "The isolated sink is better than a register token", LOWER, ADAPT, "sink", "register"),
-    Claim("beats-logit", "controls", "It is better than a sink logit, which has no value", LOWER, ADAPT, "sink", "logit"),
-    Claim("beats-first", "controls", "It is better than an always visible first token", LOWER, ADAPT, "sink", "first"),
+    Claim(
+        "beats-logit",
+        "controls",
+        "The isolated sink is better than a sink logit, which has no value",
+        LOWER,
+        ADAPT,
+        "sink",
+        "logit",
+    ),
+    Claim(
+        "beats-first", "controls", "The isolated sink is better than an always visible first token", LOWER, ADAPT, "sink", "first"
+    ),
     Claim(
         "beats-at-its-rate",
         "controls",
-        "It is better than no sink at the sink's own learning rate",
+        "A sink is better than none at the sink's own learning rate",
         LOWER,
         ADAPT,
         "sink",
@@ -86,7 +96,7 @@ CLAIMS = (
     Claim(
         "beats-at-their-rate",
         "controls",
-        "At the DLM's own learning rate, too, it is better than no sink",
+        "A sink is better than none at the DLM's own learning rate",
         LOWER,
         ADAPT,
         "sink-dlm-rate",
@@ -147,7 +157,7 @@ CLAIMS = (
     Claim(
         "norm-after",
         "figure3",
-        "It is so after fine-tuning as well",
+        "After fine-tuning, too, its value norm there is below that of other tokens",
         BELOW,
         SFT,
         "sink",
@@ -157,7 +167,7 @@ CLAIMS = (
     Claim(
         "share-after",
         "figure3",
-        "After fine-tuning it receives ten times an even share and more, too",
+        "After fine-tuning, too, it receives ten times an even share of attention there and more",
         ABOVE,
         SFT,
         "sink",
