@@ -677,9 +677,9 @@ def test_a_matrix_is_complete_where_everything_was_measured(tmp_path):
     said = page.write_page(tmp_path / "records", tmp_path)
     late = [job for job in jobs if job.variant in LATE]
     told = (
-        f"complete as declared before the first run: {len(jobs) - len(late)} runs, trials included. Of {len(late)} runs that were"
+        f"complete but for what was added late: {len(jobs) - len(late)} runs, trials included. Of {len(late)} later ones these are"
     )
-    assert f"{told} added late, these are missing (s: seeds):\n\n- adapt-sink-dlm-rate: s3\n" in said
+    assert f"{told} missing (s: seeds):\n\n- adapt-sink-dlm-rate: s3\n" in said
     assert "These have too few: controls: A sink is better than none at the DLM's own learning rate. " in said
     other = replace(whole, facts={**whole.facts, "seconds": seconds, "trials": {"0.0001": 1.0, "0.0002": 1.0, "0.0004": 1.0}})
     write_record(tmp_path / "records", other)

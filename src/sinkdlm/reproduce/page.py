@@ -332,8 +332,8 @@ def _missing(jobs: Sequence[Job], missing: list[str], unmeasured: list[str]) -> 
     told = f"{len(missing)} of {len(jobs)} runs are missing (lr: trials, s: seeds):"
     if late.issuperset(missing):
         told = (
-            f"{whole} as declared before the first run: {len(jobs) - len(late)} runs, trials included. "
-            f"Of {len(late)} runs that were added late, these are missing (s: seeds):"
+            f"{whole} but for what was added late: {len(jobs) - len(late)} runs, trials included. "
+            f"Of {len(late)} later ones these are missing (s: seeds):"
         )
     return [Paragraph(told), Bullets(lines), *lacks]
 
@@ -365,7 +365,12 @@ def _negative(found: Mapping[str, Any]) -> list[Block]:
     said += [f"These have too few: {'; '.join(few)}."] if 0 < len(few) <= _NAMED else []
     if not fails:
         return [Paragraph(" ".join([*said, "None is contradicted."]))]
-    return [Paragraph(" ".join([*said, f"{len(fails)} do not hold, {alone} of them on one outcome alone:"])), Bullets(fails)]
+    return [
+        Paragraph(
+            " ".join([*said, f"{len(fails)} do not hold, {'all' if alone == len(fails) else alone} of them on one outcome alone:"])
+        ),
+        Bullets(fails),
+    ]
 
 
 def _fails(claim: Mapping[str, Any]) -> int:
