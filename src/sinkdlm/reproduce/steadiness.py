@@ -41,7 +41,9 @@ class Form(NamedTuple):
 
 FORMS = {
     "vanilla": Form("vanilla", 2),
+    "vanilla-warmer": Form("vanilla", 2, warmup=10),
     "sink-slower": Form("sink", 1),
+    "sink-slower-warmer": Form("sink", 1, warmup=10),
     "sink": Form("sink", 2),
     "sink-warm": Form("sink", 2, warmup=4),  # as long as that of a whole run, of which trials have a quarter
     "sink-warmer": Form("sink", 2, warmup=10),
