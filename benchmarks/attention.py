@@ -53,10 +53,9 @@ def trained(shape: tuple[int, ...], n_sinks: int) -> Callable[[], list[Tensor]]:
     rotation = Rotation(angles.cos(), angles.sin())
     sink_rotation = Rotation(rotation.cos[:, :n_sinks], rotation.sin[:, :n_sinks]) if n_sinks else None
     given.requires_grad_()
-    compiled = torch.compile(attend_rows, dynamic=False)
 
     def call() -> list[Tensor]:
-        out = compiled(given, rotation, sink_rotation, batch, heads)
+        out = attend_rows(given, rotation, sink_rotation, batch, heads)
         return [out.detach(), *torch.autograd.grad(out, given, grad)]
 
     return call
@@ -94,7 +93,6 @@ def main() -> None:
         base = {form: medians["trained-plain" if form.startswith("trained") else "plain"] for form in medians}
         row["to_plain"] = {form: median / base[form] for form, median in medians.items()}
         figures["x".join(map(str, shape))] = row
-        torch._dynamo.reset()
         print(shape, {form: round(ratio, 3) for form, ratio in row["to_plain"].items()}, file=sys.stderr, flush=True)
     settings = {"dtype": str(dtype), "n_sinks": N_SINKS, "shape": "batch x tokens x heads x kv heads x width"}
     write(record("attention", figures, device=args.device, settings=settings), args.out)

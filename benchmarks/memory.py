@@ -18,6 +18,7 @@ from benchmarks.measuring import record, write
 from sinkdlm import DiffusionLM, Recipe
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
 from sinkdlm.planning import Layout, training_memory
+from sinkdlm.training.compiling import compile_model, settle_way
 from sinkdlm.training.optimizer import Optimizer
 from sinkdlm.training.parallel import World
 from sinkdlm.training.weights import Weights
@@ -48,8 +49,8 @@ def measure_rank(recipe: Recipe, rows: int, layout: Layout | None, forwards: int
     with torch.device("meta"):
         model = DiffusionLM(recipe.model)
     model.recompute = recipe.train.recompute
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward)
+    way = settle_way(model, recipe, world, layout, full_rows=True)
+    compile_model(model, way.compile, world, as_rows=way.as_rows)
     weights = Weights(
         model,
         world,
@@ -107,7 +108,7 @@ def main() -> None:
                     planned = {**plan._asdict(), "total": plan.total}
                     figures[name] = {**measured, "planned": planned, "ratio": plan.total / measured["peak"]}
                     print(name, measured, plan.total, round(plan.total / measured["peak"], 3), flush=True)
-    settings = {"model": given.model, "rows": given.rows, "length": given.length, "compile": "blocks", "precision": "bf16"}
+    settings = {"model": given.model, "rows": given.rows, "length": given.length, "compile": "auto", "precision": "bf16"}
     write(record("memory", figures, device="cuda", settings=settings), given.out, subject=given.model)
 
 

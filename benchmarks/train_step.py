@@ -6,7 +6,8 @@ official: the sink is a token in front under a dense (T+1)^2 mask, every positio
 authors' code trains, by torch's own norm and AdamW; official-compiled: the same, compiled whole. vanilla, sink, gate: what
 `sinkdlm train` does, its micro-batches recorded as CUDA graphs where train.graphs = "auto" records them (--graphs: wherever they
 can be, --no-graphs: nowhere). Where they are asked for: sink-fp8 is sink with train.precision = "fp8", whose products need a GPU
-that has them (a CPU emulates them); vanilla-whole and sink-whole have train.compile = "whole", which is for a CPU.
+that has them (a CPU emulates them); vanilla-whole and sink-whole have train.compile = "whole", which is for a CPU; sink-blocks has
+train.compile = "blocks", where "auto" leaves blocks to kernels of their own.
 Forms take turns, so that a ratio does not depend on when each was measured. --profile NAME: the kernels of one step of that form,
 by kind.
 --sweep: the time of a step by rows and by length, beside planning.py's FLOPs.
@@ -27,11 +28,10 @@ from torch.nn import functional
 from benchmarks.measuring import measure, measure_together, record, write
 from benchmarks.official_loop import MaskedForm
 from sinkdlm import DiffusionLM, Recipe
-from sinkdlm.config import Compile
 from sinkdlm.data.rows import Batch
 from sinkdlm.diffusion import Noisy, corrupt
 from sinkdlm.planning import peak_flops, training_flops
-from sinkdlm.training.compiling import compile_model, compiles
+from sinkdlm.training.compiling import compile_model, settle_way
 from sinkdlm.training.gradients import Gradients
 from sinkdlm.training.optimizer import Optimizer
 from sinkdlm.training.parallel import World
@@ -39,7 +39,7 @@ from sinkdlm.training.recorded import find_recorder
 from sinkdlm.training.weights import Weights
 
 _FLOAT8 = "sink-fp8"
-_WHOLE = "-whole"
+_WHOLE, _BLOCKS = "-whole", "-blocks"
 VARIANTS: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "sink": {"n_sinks": 1},
@@ -47,6 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     _FLOAT8: {"n_sinks": 1},
     f"vanilla{_WHOLE}": {},
     f"sink{_WHOLE}": {"n_sinks": 1},
+    f"sink{_BLOCKS}": {"n_sinks": 1},
     "official": {"n_sinks": 1},
     "official-compiled": {"n_sinks": 1},
 }
@@ -80,11 +81,12 @@ class Step:
         self.recipe, self.form, self.device, self.rows = recipe, form, device, rows
         self._official = form.startswith("official")
         world = World(device)
-        how: Compile = "none" if self._official else "whole" if form.endswith(_WHOLE) else "auto"
         with torch.device("meta"):
             model = DiffusionLM(recipe.model)
         model.float8 = form == _FLOAT8
-        compile_model(model, how, world)
+        way = settle_way(model, self._as_trained(), world, full_rows=True)
+        if not self._official:
+            compile_model(model, way.compile, world, as_rows=way.as_rows)
         first = model.initial_weight
         self.weights = Weights(model, world, dtype=torch.float32, first=lambda name, shape: first(name, shape, 0))
         self.update = self._plain_update() if self._official else Optimizer(self.weights.local, recipe.train).step
@@ -96,18 +98,29 @@ class Step:
         self.take(tokens)
         self.done = 0
         self.missed = torch.zeros((), dtype=torch.float64, device=device)
+        self.compiled = form == "official-compiled" if self._official else way.compiled
         self.gradients = Gradients(
             recipe,
             self.weights,
             self.precision(),
             micro_batch=rows,
             share=rows,
-            compiled=compiles(how, device),
+            compiled=self.compiled,
             say=print,
         )
         recorder = None if self._official else find_recorder(device)
         if recorder is not None:
             self.gradients.fix(self._batch(), recorder)
+
+    def _as_trained(self) -> Recipe:
+        """What `train` would be given to make these steps."""
+        table = self.recipe.to_dict()
+        train = {**table["train"], "batch": self.rows, "micro_batch": self.rows}
+        if self.form == _FLOAT8:
+            train["precision"] = "fp8"
+        elif self.form.endswith((_WHOLE, _BLOCKS)):
+            train["compile"] = self.form.split("-")[1]
+        return Recipe.resolve({**table, "train": train})
 
     def _plain_update(self) -> Callable[[float, Tensor], object]:
         """torch's own clipping and AdamW: fused on a GPU, else over lists of tensors."""
@@ -185,9 +198,10 @@ def recipe_of(preset: str, length: int, *, graphs: str = "auto", **model: Any) -
     return Recipe.resolve({"model": {"preset": preset, **model}, "data": {"length": length}, "train": train})
 
 
-def flops_of(recipe: Recipe, rows: int) -> float:
-    """Of a step, the head counted where it is computed: at the masked half."""
-    return rows * recipe.data.length * training_flops(recipe.model, recipe.data.length)
+def flops_of(step: Step) -> float:
+    """Head, and what a last layer that ends early has behind attention, are counted where they are computed: at the masked half."""
+    length, ends_early = step.recipe.data.length, step.weights.model.picks_early
+    return step.rows * length * training_flops(step.recipe.model, length, ends_early=ends_early)
 
 
 def rates(step: Step, timed: dict[str, float], device: str) -> dict[str, Any]:
@@ -201,7 +215,7 @@ def rates(step: Step, timed: dict[str, float], device: str) -> dict[str, Any]:
     found: dict[str, Any] = {"ms_step": timed, "tokens_per_second": 1000 * tokens / timed["p50"]}
     peak = peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
     if peak and step.form != _FLOAT8:  # the peak is bf16's
-        found["mfu"] = flops_of(step.recipe, step.rows) / (timed["p50"] / 1000) / peak
+        found["mfu"] = flops_of(step) / (timed["p50"] / 1000) / peak
     return found
 
 
@@ -232,7 +246,7 @@ def measure_forms(args: argparse.Namespace) -> dict[str, Any]:
         began = time.perf_counter()
         losses = [step().item() for _ in range(args.warmup)]
         figures[form] = {"seconds_first_steps": time.perf_counter() - began, "first_loss": losses[0], "last_loss": losses[-1]}
-        figures[form]["recorded"] = step.recorded
+        figures[form] |= {"recorded": step.recorded, "compiled": step.compiled}
         if args.device == "cuda":
             figures[form]["peak_gb"] = peak_gb(step, before)
         if args.alone:
@@ -299,7 +313,7 @@ def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
     for rows, length in shapes:
         step = Step(recipe_of(args.model, length, graphs=args.graphs, n_sinks=1), "sink", rows, torch.device(args.device))
         timed = measure(step.several, args.device, warmup=args.warmup, repeats=args.repeats)
-        found.append({"rows": rows, "length": length, **rates(step, timed, args.device), "flops": flops_of(step.recipe, rows)})
+        found.append({"rows": rows, "length": length, **rates(step, timed, args.device), "flops": flops_of(step)})
         print(found[-1], flush=True)
         del step
         free()
@@ -312,7 +326,7 @@ def main() -> None:
     parser.add_argument("--model", default="smdm-472m", help="a preset")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--forms", default=",".join(form for form in VARIANTS if form != _FLOAT8 and not form.endswith(_WHOLE)))
+    parser.add_argument("--forms", default="vanilla,sink,gate,official,official-compiled")
     parser.add_argument("--alone", action="store_true", help="one form in memory at a time")
     parser.add_argument("--graphs", dest="graphs", action="store_const", const="on", default="auto", help="record wherever it can")
     parser.add_argument("--no-graphs", dest="graphs", action="store_const", const="off", help="launch every kernel")

@@ -129,7 +129,7 @@ def test_a_timed_step_is_a_training_step_in_every_form():
     float8 = train_step.Step(recipe, "sink-fp8", 3, torch.device("cpu"))().item()
     assert float8 != losses["sink"][0]
     assert float8 == pytest.approx(losses["sink"][0], rel=0.01)
-    assert train_step.flops_of(recipe, 3) == 96 * training_flops(recipe.model, 32)
+    assert train_step.flops_of(step) == 96 * training_flops(recipe.model, 32, ends_early=True)
     kinds = {
         "nvjet_hsh_128x256": "matrix products",
         "cudnn_generated_fort_native_sdpa": "attention",

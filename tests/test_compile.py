@@ -2,9 +2,12 @@ import pytest
 import torch
 
 from conftest import VARIANTS, small_model, small_tokens
+from sinkdlm import DiffusionLM, Recipe
+from sinkdlm import model as modelling
 from sinkdlm.diffusion import corrupt, denoising_loss
 from sinkdlm.errors import TrainError
-from sinkdlm.training.compiling import compile_model
+from sinkdlm.training import compiling
+from sinkdlm.training.compiling import Way, compile_model, settle_way
 from sinkdlm.training.parallel import World
 
 # The compiler's own: it instantiates autograd functions, and reads .grad of block inputs.
@@ -167,3 +170,46 @@ def test_compiled_corruption_is_the_plain_one(times):
         for left, right in zip(plain[:3], compiled[:3], strict=True):
             assert torch.equal(left, right)
         torch.testing.assert_close(plain.weight, compiled.weight, rtol=1e-14, atol=0)
+
+
+# -- what "auto" means ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "compiled", "as_rows"),
+    [
+        ({}, "none", True),
+        ({"rows": 2}, "none", True),  # launches are recorded
+        ({"rows": 2, "train": {"graphs": "off"}}, "blocks", True),
+        ({"train": {"compile": "blocks"}}, "blocks", True),
+        ({"model": {"gate": "elementwise"}}, "blocks", True),
+        ({"model": {"n_sinks": 1, "sink_kind": "register"}}, "blocks", False),
+        ({"train": {"precision": "fp8"}}, "blocks", True),
+        ({"train": {"precision": "float32"}}, "blocks", False),
+        ({"train": {"precision": "float32", "compile": "none"}}, "none", False),
+        ({"train": {"anneal": 0.1}}, "blocks", True),
+        ({"full_rows": False}, "blocks", False),
+        ({"alone": False}, "blocks", True),
+        ({"kernels": False}, "blocks", False),
+        ({"length": 128}, "blocks", False),
+    ],
+)
+def test_a_gpu_compiles_what_its_kernels_leave(changed, compiled, as_rows, monkeypatch):
+    """As if there were one."""
+    world = World(torch.device("cpu"))
+    world.device, world.size = torch.device("cuda"), 1 if changed.get("alone", True) else 2
+    monkeypatch.setattr(compiling, "compiles", lambda wanted, device: wanted != "none")
+    monkeypatch.setattr(compiling, "has_kernels", lambda: changed.get("kernels", True))
+    monkeypatch.setattr(modelling, "merges_fast", lambda device, dtype, width, tokens: tokens >= 512)
+    train = {"steps": 1, "batch": 64, "micro_batch": changed.get("rows", 16), **changed.get("train", {})}
+    model = {"preset": "smdm-472m", **changed.get("model", {"n_sinks": 1})}
+    recipe = Recipe.resolve({"model": model, "data": {"length": changed.get("length", 2048)}, "train": train})
+    with torch.device("meta"):
+        model = DiffusionLM(recipe.model)
+    way = settle_way(model, recipe, world, full_rows=changed.get("full_rows", True))
+    assert way == Way(compiled, changed.get("rows", 16), as_rows)
+    assert way.frugal == (compiled == "blocks" or as_rows)
+    monkeypatch.setattr(torch, "compile", lambda forward: ("compiled", forward))
+    compile_model(model, way.compile, world, as_rows=way.as_rows)
+    assert model.picks_early == (as_rows and world.alone)
+    assert isinstance(model.blocks[0].forward, tuple) == (compiled == "blocks")

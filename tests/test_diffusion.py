@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from conftest import small_model, small_tokens
+from sinkdlm import diffusion
 from sinkdlm.diffusion import Noisy, Schedule, chunked_nll, corrupt, denoising_loss
 from sinkdlm.visibility import Opening
 
@@ -281,7 +282,14 @@ def test_a_batch_without_masked_positions_has_zero_loss_and_gradients():
 
 
 @pytest.mark.parametrize("which", ["whole rows", "padded", "opening", "none masked"])
-def test_a_model_that_is_told_where_the_loss_looks_ends_there_with_the_same_loss_and_gradients(variant, which):
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_model_that_is_told_where_the_loss_looks_ends_there_with_the_same_loss_and_gradients(
+    variant, which, rounded, monkeypatch
+):
+    """rounded: to a multiple of places, as a GPU does, whose validation is as it was."""
+    if rounded:
+        monkeypatch.setattr(diffusion, "_ROUNDED", ("cpu",))
+        monkeypatch.setattr(diffusion, "_ROWS", 16)
     model, tokens = small_model(**variant), small_tokens(5, 9)
     lengths = torch.tensor([9, 4, 7, 1, 9]) if which == "padded" else None
     maskable = None if lengths is None else torch.arange(9) < lengths[:, None]
@@ -296,12 +304,18 @@ def test_a_model_that_is_told_where_the_loss_looks_ends_there_with_the_same_loss
         opening = Opening(0.5, 7) if which == "opening" else None
         loss = denoising_loss(model, tokens, noisy, denominator=45.0, lengths=lengths, opening=opening)
         loss.total.backward()
-        found.append([loss.total.detach(), loss.nll, *(p.grad.clone() for p in model.parameters())])
+        nll = loss.nll if loss.used is None else loss.nll[loss.used]
+        found.append([loss.total.detach(), nll, *(p.grad.clone() for p in model.parameters())])
     # The lane goes through the last layer too.
     n_scored, n_registers = int(loss.scored.sum()), model.config.n_registers
-    assert [n for n in rows if n != model.config.n_lane or not n] == [5 * (9 + n_registers), n_scored]
+    wanted = max(16, -(-n_scored // 16) * 16) if rounded else n_scored
+    assert [n for n in rows if n != model.config.n_lane or not n] == [5 * (9 + n_registers), wanted]
     for told, plain in zip(*reversed(found), strict=True):
         torch.testing.assert_close(told, plain, rtol=1e-10, atol=1e-12)
+    with torch.no_grad():
+        loss = denoising_loss(model, tokens, noisy, denominator=45.0, lengths=lengths, opening=opening)
+    assert loss.used is None
+    assert len(loss.nll) == n_scored
 
 
 def test_a_shifted_model_leaves_token_0_out_of_the_loss():

@@ -6,8 +6,10 @@ import pytest
 import torch
 from benchmarks.kills import read_metrics, write_set
 
-from sinkdlm import Recipe, load
-from sinkdlm.training import gradients, loop, places
+from conftest import VARIANTS
+from sinkdlm import DiffusionLM, ModelConfig, Recipe, load
+from sinkdlm.diffusion import corrupt, denoising_loss
+from sinkdlm.training import compiling, gradients, loop, places
 from sinkdlm.training.recorded import CudaRecorder
 from test_training import TINY, interrupted, run
 
@@ -143,3 +145,62 @@ def test_a_recording_that_breaks_off_leaves_training_as_it_was(runs, monkeypatch
     assert broken[3] == 0
     assert sum("could not be recorded" in line for line in broken[2]) == 1
     assert_same_bits(whole, broken)
+
+
+needs_rows = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9, reason="elsewhere rows are not those of one matrix"
+)
+
+
+@needs_rows
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(("name", "places", "compiled"), [
+    ("vanilla", None, False), ("sink", None, False), ("sink", 1280, False), ("sink", None, True), ("parent", None, False),
+    ("sinks-2-end-zero-gate", None, False), ("sinks-2-end-zero-gate", 1280, True), ("sinks-4", 1280, False),
+])  # fmt: skip
+def test_a_last_layer_ends_where_the_loss_looks_with_the_same_gradients(name, places, compiled, recompute):
+    flags = {key: value for key, value in VARIANTS[name].items() if key != "mask_id"}
+    config = ModelConfig.preset("smdm-6m", **flags)
+    tokens = torch.randint(0, config.vocab_size - 1, (3, 512), generator=torch.Generator().manual_seed(0)).cuda()
+    noisy = corrupt(tokens, torch.arange(3), seed=0, mask_id=config.mask_id)
+    n_masked = int(noisy.masked[:, int(config.shift_logits) :].sum())
+    found, rows = {}, []
+    for form in ("float32", "whole", "early"):
+        torch._dynamo.reset()
+        model = DiffusionLM(config).cuda()
+        model.recompute, model.picks_early = recompute, form == "early"
+        model.norm.end = lambda x, *given, end=model.norm.end: rows.append(len(x)) or end(x, *given)
+        for block in model.blocks if compiled else []:
+            block.forward = torch.compile(block.forward)
+        with torch.autocast("cuda", torch.bfloat16, enabled=form != "float32"):
+            loss = denoising_loss(model, tokens, noisy, denominator=100.0, places=places)
+        loss.total.backward()
+        assert int(loss.nll.count_nonzero()) == n_masked
+        found[form] = torch.cat([p.grad.flatten() for p in model.parameters()]), loss.total.detach()
+    assert rows[0] >= 3 * 512
+    assert rows[1:] == [places or -(-n_masked // 256) * 256]
+    exact, whole, early = (found[form][0] for form in ("float32", "whole", "early"))
+    assert (early - exact).norm() <= 1.1 * (whole - exact).norm() + 1e-6  # as far from it as rounding takes either
+    assert found["early"][1].item() == pytest.approx(found["whole"][1].item(), rel=1e-3)
+
+
+@needs_rows
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_a_run_whose_blocks_are_left_to_kernels_is_the_compiled_one(runs, graphs, monkeypatch):
+    """Validations, probes and the state of a resumed run among it."""
+    monkeypatch.setattr(compiling, "_AHEAD", 0.0)
+    given = {"precision": "bf16", "micro_batch": 2, "graphs": graphs, "data_more": {"length": 512}}
+    given["model_more"] = {"d_model": 256, "n_heads": 4, "d_ff": 1024, "context_length": 512}
+    ways, settle = [], loop.settle_way
+    monkeypatch.setattr(loop, "settle_way", lambda *a, **b: ways.append(settle(*a, **b)) or ways[-1])
+    found = []
+    for how in ("blocks", "auto"):
+        torch._dynamo.reset()
+        found.append(runs(how, **given, compile=how))
+    resumed = runs("resumed", **given, compile="auto", crash=9)
+    assert [way.compile for way in ways] == ["blocks", "none", "none", "none"]
+    assert found[1][3] == (60 if graphs == "on" else 0)
+    assert found[0][1] == pytest.approx(found[1][1], rel=0.02)
+    assert resumed[1] == pytest.approx(found[1][1], rel=0.02)  # cuDNN's backward adds up in any order

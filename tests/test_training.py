@@ -873,6 +873,10 @@ def test_budgets_agree():
         train.replace(tokens=5.0)
     count = config.count_parameters().non_embedding
     assert training_flops(config, 2048, 0.5) == 6 * (count + 0.5 * 32000 * 1280) + 12 * 18 * 1280 * 2048
+    for gate, rows in (("none", 0), ("elementwise", 1280), ("headwise", 10)):  # a last layer that ends early: out, gate, and MLP
+        shape = ModelConfig.preset("smdm-472m", gate=gate)
+        left_out = training_flops(shape, 2048, 0.25) - training_flops(shape, 2048, 0.25, ends_early=True)
+        assert left_out == pytest.approx(6 * 0.75 * 1280 * (1280 + rows + 3 * config.d_ff))
 
 
 def test_a_later_budget_replaces_an_earlier_one(tmp_path):

@@ -9,7 +9,9 @@ from conftest import VARIANTS, small_model, small_tokens
 from sinkdlm import diffusion, fused_layers, layers, operators
 from sinkdlm import model as modelling
 from sinkdlm.attention import attend, attend_naive
+from sinkdlm.config import TrainSection
 from sinkdlm.diffusion import corrupt, denoising_loss
+from sinkdlm.training import optimizer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -84,6 +86,28 @@ def test_turning_kernel(shape, dtype):
         torch.testing.assert_close(attention_kernels.turn_heads(*given), plain(operators.turn_heads)(*given), **close)
 
 
+@pytest.mark.parametrize("zero_value", [False, True])
+@pytest.mark.parametrize(("heads", "n_kv", "width", "n_sinks"), [(4, 4, 16, 1), (6, 2, 24, 3), (3, 1, 8, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_rows_behind_the_tokens(heads, n_kv, width, n_sinks, zero_value, dtype):
+    pytest.importorskip("triton", reason="needs Triton")
+    from sinkdlm import attention_kernels
+
+    rows, cos, sin = (
+        random(7 + 16, heads + 2 * n_kv, width, dtype=dtype),
+        *(random(1, n_sinks, 1, width // 2, seed=i) for i in (1, 2)),
+    )
+    close = {} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    given = (rows, cos, sin, 7, heads, zero_value)
+    torch.testing.assert_close(attention_kernels.place_sinks(*given), plain(operators.place_sinks)(*given), **close)
+    grad, *sinks = (
+        random(16, heads, width, seed=3, dtype=dtype),
+        *(random(1, n_kv, n_sinks, width, seed=i, dtype=dtype) for i in (4, 5)),
+    )
+    given = (grad, *sinks, cos, sin, zero_value)
+    torch.testing.assert_close(attention_kernels.return_sinks(*given), plain(operators.return_sinks)(*given), **close)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_swiglu_backward_kernel(dtype):
     pytest.importorskip("triton", reason="needs Triton")
@@ -148,6 +172,36 @@ def test_the_last_norm_has_autograds_gradients():
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("withheld", [None, 0.0, 1.0])
+@pytest.mark.parametrize("norm", [None, 0.2, 3.0])
+def test_updates_by_the_kernel_are_those_of_torch(withheld, norm, monkeypatch):
+    """Weights, moments and how many updates they have seen, of parameters that the kernel takes and of one that it does not."""
+    pytest.importorskip("triton", reason="needs Triton")
+    train = TrainSection(steps=3, batch=1, clip=0.5, weight_decay=0.3)
+    found = []
+    for by_kernel in (False, True):
+        monkeypatch.setattr(optimizer, "_has_kernel", lambda p, _, on=by_kernel: on and p.numel() > 10)
+        monkeypatch.setattr(optimizer, "_divides", lambda _: True)
+        weights = {name: random(*shape, seed=i) for i, (name, shape) in enumerate((("a", (30, 70)), ("b", (5,)), ("c", (1100,))))}
+        adamw = optimizer.Optimizer(weights, train)
+        adamw.set_updates(2)
+        versions = {name: weight._version for name, weight in weights.items()}
+        for step in range(3):
+            for i, weight in enumerate(weights.values()):
+                weight.grad = random(*weight.shape, seed=10 * step + i) if (step, i) != (1, 2) else None
+            kept = {name: None if weight.grad is None else weight.grad.clone() for name, weight in weights.items()}
+            given = (None if value is None else torch.tensor(value, device=DEVICE) for value in (norm, withheld if step else None))
+            adamw.step(1e-2, *given)
+            if by_kernel and step == 0:
+                assert torch.equal(weights["a"].grad, kept["a"])
+        assert not by_kernel or all(weights[name]._version > versions[name] for name in ("a", "c"))
+        found.append([*weights.values(), *(part for moment in optimizer.MOMENTS for part in adamw.moments(moment).values())])
+        found[-1].append(torch.stack(list(adamw._updates.values())))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert found[0][-1].tolist() == ([3, 3, 3] if withheld else [5, 5, 4])
+
+
 @pytest.mark.parametrize("exclude", [None, 0, 4500])
 @pytest.mark.parametrize("sharp", [1, 40])
 def test_nll_kernel(exclude, sharp):
@@ -206,20 +260,25 @@ STEPS = ["sink", "sinks-2-end-zero-gate", "logit", "vanilla"]
 _COMPILED = [pytest.param(name, True, marks=[] if name == "sink" else pytest.mark.slow) for name in STEPS]
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in STEPS), *_COMPILED])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_step_by_operators_is_the_plain_step(name, compiled, monkeypatch):
-    """Loss and gradients, all operators on; the compiler's front half too, which must take them as they are."""
+def test_a_step_by_operators_is_the_plain_step(name, compiled, early, monkeypatch):
+    """Loss and gradients, all operators on; the compiler's front half too, which must take them as they are. early: the last layer
+    ends where the loss looks, but for one that does not go as rows: compiled, it would have a new shape in every step."""
     tokens = small_tokens(2, 20)
-    results = []
+    results, ended = [], []
     for fused in (False, True):
         monkeypatch.setattr(modelling, "trains_fused", lambda *_, fused=fused: fused)
         monkeypatch.setattr(layers, "_FUSED_SIZE", 0)
         monkeypatch.setattr(modelling, "merges_fast", lambda *_: True)
         model = small_model(dtype=torch.float32, **VARIANTS[name])
+        model.picks_early = early and fused
         noisy = corrupt(tokens, torch.arange(2), seed=0, mask_id=model.config.mask_id)
+        if not compiled:
+            model.blocks[-1].mlp.register_forward_pre_hook(lambda module, given: ended.append(given[0].shape[:-1].numel()))
         if compiled and fused:
             for block in model.blocks:
                 block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
@@ -228,6 +287,9 @@ def test_a_step_by_operators_is_the_plain_step(name, compiled, monkeypatch):
         results.append([loss.detach(), *(weight.grad for weight in model.parameters())])
     for one, other in zip(*results, strict=True):
         assert (one - other).norm() <= 1e-5 * one.norm()
+    if not compiled:
+        whole = 40 if name in ("logit", "vanilla") else 48  # sinks, and what fills up, lie behind the tokens
+        assert ended[-1] == (int(noisy.masked.sum()) if early and name != "logit" else whole)
 
 
 def test_an_adapter_is_not_passed_by(monkeypatch):
@@ -294,6 +356,8 @@ def test_a_weights_gradient_is_not_rounded_to_its_factors():
         "add_norm_backward",
         "add_turns",
         "join_heads",
+        "place_sinks",
+        "return_sinks",
     ],
 )
 def test_operators_keep_the_rules_of_torch(name):
@@ -312,5 +376,7 @@ def test_operators_keep_the_rules_of_torch(name):
         "add_norm_backward": (random(2, 3, 7), random(2, 3, 7), random(2, 3, 7), random(7), 1e-5, torch.bfloat16),
         "add_turns": (grad_q, random(2, 4, 9, 2), sink_k),
         "join_heads": (grad_q, grad_k, grad_k, cos, cos, None, None, random(3, 8, 8)),
+        "place_sinks": (random(9 + 3, 8, 8), cos[:, :2], cos[:, :2], 9, 4, False),
+        "return_sinks": (random(3, 4, 8), sink_k, sink_v, cos[:, :2], cos[:, :2], False),
     }[name]
     torch.library.opcheck(getattr(operators, name), given, test_utils=("test_schema", "test_faketensor"))

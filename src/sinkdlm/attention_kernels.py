@@ -15,6 +15,7 @@ from torch import Tensor
 _TILE = 4096  # elements of a program that merges, tokens times head width: more, and registers leave too few programs at a time
 _BACK_TILE, _BACK_WARPS, _BACK_STAGES = 2048, 4, 4  # the same of its backward, which goes through several tiles, read ahead,
 _SPAN = 256  # so many tokens, whose sums for the sinks a program keeps
+_SUM_TILE = 16384  # elements of a program that adds up what these found
 _WARPS = 8
 
 
@@ -181,7 +182,7 @@ def merge_sinks_backward(
     n_rows, n_each = sink_k.shape[0], heads // n_kv * n_parts
     _sum_parts[(n_rows * n_kv, n_sinks, 2)](
         *parts, grad_k, grad_v, batch // n_rows * n_each, n_each, heads * n_parts, n_kv,
-        n_sinks=n_sinks, width=width, width_block=wide, block=block, num_warps=_WARPS,
+        n_sinks=n_sinks, width=width, width_block=wide, block=max(1, _SUM_TILE // wide), num_warps=_WARPS,
     )  # fmt: skip
     return turns, grad_k, grad_v
 
@@ -339,3 +340,87 @@ def join_heads(
         half_block=triton.next_power_of_2(width // 2),
     )  # fmt: skip
     return heads
+
+
+@triton.jit
+def _place_sinks(
+    heads, cos, sin, sink_k, sink_v, own, n_sinks, n_heads, heads_t,
+    n_kv: tl.constexpr, group: tl.constexpr, width: tl.constexpr, half_block: tl.constexpr, zero_value: tl.constexpr,
+):  # fmt: skip
+    """One row behind the tokens, and one query head: a sink's value or nothing; with the first head of a group, its key too."""
+    row, h = tl.program_id(0), tl.program_id(1)
+    half: tl.constexpr = width // 2
+    lane = tl.arange(0, half_block)
+    kv, wide = h // group, lane < half
+    mine = lane < tl.where(row < n_sinks, half, 0)
+    leads = mine & (lane < tl.where(h % group == 0, half, 0))
+    key = heads + row.to(tl.int64) * heads_t + (n_heads + kv) * width + lane
+    c, s = tl.load(cos + row * half + lane, leads, 0).to(tl.float32), tl.load(sin + row * half + lane, leads, 0).to(tl.float32)
+    first, second = tl.load(key, leads, 0).to(tl.float32), tl.load(key + half, leads, 0).to(tl.float32)
+    spot = (kv * n_sinks + row) * width + lane
+    tl.store(sink_k + spot, (first * c - second * s).to(sink_k.dtype.element_ty), leads)
+    tl.store(sink_k + spot + half, (second * c + first * s).to(sink_k.dtype.element_ty), leads)
+    for part in tl.static_range(2):
+        value = tl.load(key + n_kv * width + part * half, mine, 0)
+        if zero_value:
+            value = tl.zeros_like(value)
+        tl.store(sink_v + spot + part * half, value, leads)
+        tl.store(own + (row * n_heads + h) * width + part * half + lane, value, wide)
+
+
+def place_sinks(
+    heads: Tensor, cos: Tensor, sin: Tensor, n_tokens: int, n_heads: int, zero_value: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """operators.place_sinks."""
+    width, n_sinks, n_kv = heads.shape[2], cos.shape[1], (heads.shape[1] - n_heads) // 2
+    heads = heads if heads.stride()[1:] == (width, 1) else heads.contiguous()
+    sink_k, sink_v = (heads.new_empty(1, n_kv, n_sinks, width) for _ in range(2))
+    own = heads.new_empty(heads.shape[0] - n_tokens, n_heads, width)
+    _place_sinks[(own.shape[0], n_heads)](
+        heads[n_tokens:], cos.contiguous(), sin.contiguous(), sink_k, sink_v, own, n_sinks, n_heads, heads.stride(0),
+        n_kv=n_kv, group=n_heads // n_kv, width=width, half_block=triton.next_power_of_2(width // 2), zero_value=zero_value,
+        num_warps=1,
+    )  # fmt: skip
+    return sink_k, sink_v, own
+
+
+@triton.jit
+def _return_sinks(
+    grad, grad_k, grad_v, cos, sin, into, n_sinks, n_heads,
+    n_kv: tl.constexpr, group: tl.constexpr, width: tl.constexpr, half_block: tl.constexpr, zero_value: tl.constexpr,
+):  # fmt: skip
+    """One row behind the tokens, and one head of its queries, keys or values."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    half: tl.constexpr = width // 2
+    lane = tl.arange(0, half_block)
+    wide = lane < half
+    kv = (head - n_heads) % n_kv
+    mine = lane < tl.where((row < n_sinks) & (head >= n_heads), half, 0)
+    is_key = mine & (lane < tl.where(head < n_heads + n_kv, half, 0))
+    c, s = tl.load(cos + row * half + lane, is_key, 0).to(tl.float32), tl.load(sin + row * half + lane, is_key, 0).to(tl.float32)
+    spot = (kv * n_sinks + row) * width + lane
+    first, second = tl.load(grad_k + spot, is_key, 0).to(tl.float32), tl.load(grad_k + spot + half, is_key, 0).to(tl.float32)
+    left, right = first * c + second * s, second * c - first * s
+    if not zero_value:
+        is_value = mine & (lane < tl.where(head < n_heads + n_kv, 0, half))
+        left += tl.load(grad_v + spot, is_value, 0).to(tl.float32)
+        right += tl.load(grad_v + spot + half, is_value, 0).to(tl.float32)
+        for member in tl.static_range(group):
+            source = grad + (row * n_heads + kv * group + member) * width + lane
+            left += tl.load(source, is_value, 0).to(tl.float32)
+            right += tl.load(source + half, is_value, 0).to(tl.float32)
+    place = into + (row * (n_heads + 2 * n_kv) + head) * width + lane
+    tl.store(place, left.to(into.dtype.element_ty), wide)
+    tl.store(place + half, right.to(into.dtype.element_ty), wide)
+
+
+def return_sinks(grad: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, zero_value: bool) -> Tensor:
+    """operators.return_sinks."""
+    (n_rows, n_heads, width), (n_kv, n_sinks) = grad.shape, grad_k.shape[1:3]
+    into = grad.new_empty(n_rows, n_heads + 2 * n_kv, width)
+    _return_sinks[(n_rows, n_heads + 2 * n_kv)](
+        grad.contiguous(), grad_k.contiguous(), grad_v.contiguous(), cos.contiguous(), sin.contiguous(), into, n_sinks, n_heads,
+        n_kv=n_kv, group=n_heads // n_kv, width=width, half_block=triton.next_power_of_2(width // 2), zero_value=zero_value,
+        num_warps=1,
+    )  # fmt: skip
+    return into

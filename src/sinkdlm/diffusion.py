@@ -24,6 +24,7 @@ _PROBABILITY_BITS = 32
 _FUSE_FROM = 1 << 16  # positions from which corruption on a GPU is compiled
 _LOGITS = 160_000_000  # held at once, about 0.6 GB in float32
 _LEAST_ROWS, _ROWS = 2048, 256  # of them: with fewer a large head's gradient is read and written too often; multiples of this
+_ROUNDED = ("cuda",)  # devices whose products like a multiple of rows, in the last layer too
 
 ScheduleName = Literal["linear", "cosine", "loglinear"]
 
@@ -198,8 +199,13 @@ def denoising_loss(
         scored[:, 0] = False
         if documents is not None:
             scored[:, 1:] &= documents[:, 1:] == documents[:, :-1]
+    early = documents is None and getattr(model, "picks_early", False)  # its last layer ends where the loss looks
+    if early and scored.device.type in _ROUNDED:
+        early = torch.is_grad_enabled()
+        if early and places is None:
+            places = max(1, -(-int(scored.sum()) // _ROWS)) * _ROWS
     choose = _choose(scored) if places is None else functools.partial(_choose_fixed, scored, places)
-    if places is None and documents is None and getattr(model, "picks_early", False):  # its last layer ends where the loss looks
+    if early:
         index, used = choose()
         states = model(noisy.tokens, lengths=lengths, **options, wanted=index)
     else:

@@ -42,20 +42,18 @@ class _Attend(torch.autograd.Function):
         zero_value: bool,
     ) -> Tensor:
         n_tokens, n_kv, scale = batch * cos.shape[1], (heads.shape[1] - n_heads) // 2, 1 / math.sqrt(heads.shape[2])
-        sink_k = sink_v = None
+        sink_k = sink_v = own = None
         if sink_cos is not None and sink_sin is not None:
-            sinks = heads[None, n_tokens : n_tokens + sink_cos.shape[1], n_heads:]
-            sink_k = Rotation(sink_cos, sink_sin).apply(sinks[:, :, :n_kv]).transpose(1, 2)
-            sink_v = torch.zeros_like(sink_k) if zero_value else sinks[:, :, n_kv:].transpose(1, 2)
+            # A sink sees only itself: its output is its value (eq. 6).
+            sink_k, sink_v, own = operators.place_sinks(heads, sink_cos, sink_sin, n_tokens, n_heads, zero_value)
         turned, scores = operators.turn_heads(heads, cos, sin, sink_k, batch, n_heads, scale)
         q, k = (x.transpose(1, 2) for x in turned.split([n_heads, n_kv], dim=-2))
         v = heads[:n_tokens, n_heads + n_kv :].unflatten(0, (batch, -1)).transpose(1, 2)
         out, lse, rest = content_forward("fused", q, k, v, None)
-        if sink_v is None:
+        if sink_v is None or own is None:
             rows = out.transpose(1, 2).flatten(0, 1)
         else:
-            own = sink_v[0].transpose(0, 1).repeat_interleave(n_heads // n_kv, dim=1)  # a sink's output is its value (eq. 6)
-            rows, lse = operators.merge_rows(scores, out, lse, sink_v, _fill(own, heads.shape[0] - n_tokens))
+            rows, lse = operators.merge_rows(scores, out, lse, sink_v, own)
         ctx.save_for_backward(q, k, v, scores, rows, lse, cos, sin, sink_cos, sink_sin, sink_k, sink_v, *rest)
         ctx.zero_value = zero_value
         return rows
@@ -69,19 +67,9 @@ class _Attend(torch.autograd.Function):
         turns = behind = None
         if sink_k is not None:
             turns, grad_sink_k, grad_sink_v = operators.merge_sinks_backward(flowing, q, out, lse, sink_k, sink_v, scores, scale)
-            n_sinks, n_kv = sink_k.shape[2], sink_k.shape[1]
-            own = grad[n_tokens : n_tokens + n_sinks].unflatten(1, (n_kv, -1)).float().sum(2)
-            into_v = (own + grad_sink_v[0].transpose(0, 1).float()).to(grad.dtype)
-            into_k = Rotation(sink_cos, -sink_sin).apply(grad_sink_k.transpose(1, 2))[0]
-            into_q = torch.zeros_like(grad[:n_sinks])
-            behind = torch.cat([into_q, into_k, torch.zeros_like(into_v) if ctx.zero_value else into_v], dim=1)
-            behind = _fill(behind, grad.shape[0] - n_tokens)
+            behind = operators.return_sinks(grad[n_tokens:], grad_sink_k, grad_sink_v, sink_cos, sink_sin, ctx.zero_value)
         grad_heads = operators.join_heads(grad_q, grad_k, grad_v, cos, sin, turns, sink_k, behind)
         return grad_heads, None, None, None, None, None, None, None
-
-
-def _fill(rows: Tensor, length: int) -> Tensor:
-    return functional.pad(rows, (0, 0, 0, 0, 0, length - rows.shape[0]))
 
 
 def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -191,10 +191,13 @@ class Attention(nn.Module):
         return self.finish(x, pick(mixed, around.wanted) if spread and around.wanted is not None else mixed, around)
 
     def forward_rows(self, x: Tensor, around: Surroundings) -> Tensor:
-        """(B T + N, d), sinks behind the tokens: one product of each kind serves both."""
+        """(B T + N, d), sinks behind the tokens: one product of each kind serves both. Of the last layer, wanted rows alone."""
         heads = _product(self.qkv, x, around).unflatten(-1, (-1, self.head_dim))
         given = (around.rotation, around.sink_rotation, around.rows, self.n_heads)
-        return self.finish(x, attend_rows(heads, *given, zero_value=self.zero_value), around)
+        mixed = attend_rows(heads, *given, zero_value=self.zero_value)
+        if around.wanted is not None:
+            x, mixed = (rows.index_select(0, around.wanted) for rows in (x, mixed))
+        return self.finish(x, mixed, around)
 
     def _is_fusable(self, lane: Lane | None, around: Surroundings) -> bool:
         """Whether sinks may be appended here, rather than by whatever form of attention was asked for, and nobody steps in."""
@@ -282,7 +285,9 @@ class Block(nn.Module):
     def compute(self, x: Tensor, sinks: Tensor | Lane | None, around: Surroundings) -> tuple[Tensor, Tensor | None, Lane | None]:
         if around.rows and around.fused is not None and not isinstance(sinks, Lane):
             x, normed = self.attention_norm.branch(x, sinks, around.fused)
-            x, normed = self.mlp_norm.branch(x, self.attention.forward_rows(normed, around), around.fused)
+            update = self.attention.forward_rows(normed, around)
+            x = x if around.wanted is None else x.index_select(0, around.wanted)
+            x, normed = self.mlp_norm.branch(x, update, around.fused)
             return x, self.mlp(normed, fused=True, float8=around.float8), None
         states, lane = self.run_lane(sinks) if isinstance(sinks, Tensor) else (None, sinks)
         if around.fused is not None and around.wanted is None:

@@ -45,7 +45,7 @@ class DiffusionLM(nn.Module):
         self.config = config
         self.attention_form = attention
         self.recompute: Recompute = "none"  # activation checkpointing: what the backward computes again
-        self.picks_early = False  # whether a loss says where it looks: one that does has a new shape in every step
+        self.picks_early = False  # whether a loss says where it looks, for the last layer to end there
         self.float8 = False  # whether blocks' products are in float8 where gradients are wanted
         self._lanes: LaneCache | None = None
         home = torch.empty(0).device
@@ -132,9 +132,12 @@ class DiffusionLM(nn.Module):
             row, place = (wanted // tokens.shape[1], wanted % tokens.shape[1]) if wanted.dim() == 1 else (0, wanted)
             place = ((place - 1).clamp_min(0) if is_shifted else place) + n_registers
             wanted = place + row * x.shape[1]
-        early = None if causal else wanted  # whom a token sees causally depends on where it stands among all
-        if around.rows and wanted is None and intervene is None:
-            x = self._run_rows(x, around)
+        # Whom a token sees causally depends on where it stands among all; and blocks that are compiled want few shapes.
+        early = None if causal or (around.fused is not None and not around.rows) else wanted
+        if around.rows and intervene is None and (wanted is None or wanted.dim() == 1):
+            x = self._run_rows(x, around, wanted)
+            if wanted is not None:
+                return x
         else:
             x = self.run_blocks(x, around._replace(rows=0), config.n_lane > 0 and not causal, early)
             if wanted is not None:
@@ -210,14 +213,22 @@ class DiffusionLM(nn.Module):
             around = around._replace(float8=dtype)
         if not trains_fused(x.device, dtype):
             return around
-        plain = self.attention_form == "auto" and not (causal or self.config.has_sink_logit or self.config.n_registers)
-        plain = plain and all(each is None for each in (visible, observe, cache))
-        fast = plain and merges_fast(kind, dtype, self.config.head_dim, x.shape[1])
+        fast = (
+            not causal and all(each is None for each in (visible, observe, cache)) and self.trains_as_rows(kind, dtype, x.shape[1])
+        )
         return around._replace(fused=dtype, rows=x.shape[0] if fast else 0)
 
-    def _run_rows(self, x: Tensor, around: Surroundings) -> Tensor:
+    def trains_as_rows(self, device: str, dtype: torch.dtype, tokens: int) -> bool:
+        """Whether, by kernels, full rows of so many tokens go through a training step as rows of one matrix."""
+        plain = self.attention_form == "auto" and not (self.config.has_sink_logit or self.config.n_registers)
+        return plain and merges_fast(device, dtype, self.config.head_dim, tokens)
+
+    def _run_rows(self, x: Tensor, around: Surroundings, wanted: Tensor | None = None) -> Tensor:
         """A training step's blocks and final norm over all tokens, and behind them the sinks, as rows of one matrix: the lane costs
-        no products of its own. What a layer adds is added in the norm of the next. The result is of the products' precision."""
+        no products of its own. What a layer adds is added in the norm of the next. The result is of the products' precision.
+
+        wanted (N,): rows that come back, which are all that the last layer computes once attention has been.
+        """
         assert around.fused is not None
         n_tokens = x.shape[0] * x.shape[1]
         rows = x.flatten(0, 1)
@@ -226,9 +237,16 @@ class DiffusionLM(nn.Module):
             rows = torch.cat([rows, self.sinks.to(x), filling])
         # Nothing to add yet, in a form that lets the first block run what the others run.
         update = torch.zeros_like(rows, dtype=around.fused, requires_grad=True)
-        for block in self.blocks:
+        for block in list(self.blocks)[: None if wanted is None else -1]:
             rows, update, _ = block(rows, update, around)
-        return self.norm.end(rows, update, around.fused)[:n_tokens].view_as(x)
+        if wanted is None:
+            return self.norm.end(rows, update, around.fused)[:n_tokens].view_as(x)
+        last = self.blocks[-1]
+        if type(last) is Block:  # not sharded. As it is written, not as it is compiled: its shapes are new in every step
+            rows, update, _ = Block.forward(last, rows, update, around._replace(wanted=wanted))  # type: ignore[assignment]
+        else:
+            rows, update, _ = last(rows, update, around._replace(wanted=wanted))
+        return self.norm.end(rows, update, around.fused)
 
     def run_blocks(self, x: Tensor, around: Surroundings, use_lane: bool, wanted: Tensor | None = None) -> Tensor:
         """Of all layers, with the lane beside them. Public, so that a trainer can put a compiled form in its place."""

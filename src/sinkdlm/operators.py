@@ -38,6 +38,65 @@ def _(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, s
     return attention_kernels.merge_sinks(q, content, lse, sink_k, sink_v, scale)
 
 
+@torch.library.custom_op("sinkdlm::place_sinks", mutates_args=())
+def place_sinks(
+    heads: Tensor, cos: Tensor, sin: Tensor, n_tokens: int, n_heads: int, zero_value: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the sinks, whose rows lie behind n_tokens of heads (n_tokens + N, H + 2K, D): their keys, rotated by cos and sin
+    (1, S, 1, D/2), and their values, (1, K, S, D) each; and what each makes of itself, its value for every query head
+    (N, H, D), zeros behind the last sink's."""
+    n_sinks, n_kv = cos.shape[1], (heads.shape[1] - n_heads) // 2
+    k, v = heads[n_tokens : n_tokens + n_sinks, n_heads:].split([n_kv, n_kv], dim=1)
+    first, second = k.to(cos.dtype).chunk(2, dim=-1)
+    turned = torch.cat([first * cos[0] - second * sin[0], second * cos[0] + first * sin[0]], dim=-1).to(heads.dtype)
+    v = torch.zeros_like(v) if zero_value else v
+    own = v.repeat_interleave(n_heads // n_kv, dim=1)
+    own = torch.nn.functional.pad(own, (0, 0, 0, 0, 0, heads.shape[0] - n_tokens - n_sinks))
+    key, value = (x.transpose(0, 1)[None].clone(memory_format=torch.contiguous_format) for x in (turned, v))
+    return key, value, own
+
+
+@place_sinks.register_fake
+def _(heads: Tensor, cos: Tensor, sin: Tensor, n_tokens: int, n_heads: int, zero_value: bool) -> tuple[Tensor, Tensor, Tensor]:
+    width, n_sinks, n_kv = heads.shape[2], cos.shape[1], (heads.shape[1] - n_heads) // 2
+    key, value = (heads.new_empty(1, n_kv, n_sinks, width) for _ in range(2))
+    return key, value, heads.new_empty(heads.shape[0] - n_tokens, n_heads, width)
+
+
+@place_sinks.register_kernel("cuda")
+def _(heads: Tensor, cos: Tensor, sin: Tensor, n_tokens: int, n_heads: int, zero_value: bool) -> tuple[Tensor, Tensor, Tensor]:
+    from sinkdlm import attention_kernels
+
+    return attention_kernels.place_sinks(heads, cos, sin, n_tokens, n_heads, zero_value)
+
+
+@torch.library.custom_op("sinkdlm::return_sinks", mutates_args=())
+def return_sinks(grad: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, zero_value: bool) -> Tensor:
+    """The backward of place_sinks, of its rows alone: gradients of what each made of itself (N, H, D), of keys and of values
+    (1, K, S, D) -> (N, H + 2K, D)."""
+    n_kv, n_sinks = grad_k.shape[1:3]
+    into = grad.new_zeros(grad.shape[0], grad.shape[1] + 2 * n_kv, grad.shape[2])
+    first, second = grad_k[0].transpose(0, 1).to(cos.dtype).chunk(2, dim=-1)
+    turned = torch.cat([first * cos[0] + second * sin[0], second * cos[0] - first * sin[0]], dim=-1)
+    into[:n_sinks, -2 * n_kv : -n_kv] = turned.to(grad.dtype)
+    if not zero_value:
+        own = grad[:n_sinks].unflatten(1, (n_kv, -1)).float().sum(2)
+        into[:n_sinks, -n_kv:] = (own + grad_v[0].transpose(0, 1).float()).to(grad.dtype)
+    return into
+
+
+@return_sinks.register_fake
+def _(grad: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, zero_value: bool) -> Tensor:
+    return grad.new_empty(grad.shape[0], grad.shape[1] + 2 * grad_k.shape[1], grad.shape[2])
+
+
+@return_sinks.register_kernel("cuda")
+def _(grad: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, zero_value: bool) -> Tensor:
+    from sinkdlm import attention_kernels
+
+    return attention_kernels.return_sinks(grad, grad_k, grad_v, cos, sin, zero_value)
+
+
 @torch.library.custom_op("sinkdlm::turn_heads", mutates_args=())
 def turn_heads(
     heads: Tensor, cos: Tensor, sin: Tensor, sink_k: Tensor | None, batch: int, n_heads: int, scale: float

@@ -2,7 +2,8 @@
 
 FLOPs of training one token: 6 (N + share * H) + 12 layers width T, where N counts the non-embedding parameters, H the head's, share
 the positions that reach the head (the masked ones: logits exist nowhere else), and the last term is attention's two products over T
-keys, forward and backward. The lane's S tokens a forward, norms, rotary and softmax are left out, as is usual.
+keys, forward and backward. The lane's S tokens a forward, norms, rotary and softmax are left out, as is usual. Where the last layer
+ends at the positions that reach the head, what it does not compute behind its attention is not counted.
 """
 
 from typing import NamedTuple
@@ -70,10 +71,19 @@ def head_parameters(config: ModelConfig) -> int:
     return config.vocab_size * config.d_model
 
 
-def training_flops(config: ModelConfig, length: int, scored_share: float = 0.5) -> float:
-    """Of one token of a row of `length`, forward and backward. scored_share: positions that reach the head, half with uniform t."""
+def training_flops(config: ModelConfig, length: int, scored_share: float = 0.5, *, ends_early: bool = False) -> float:
+    """Of one token of a row of `length`, forward and backward. scored_share: positions that reach the head, half with uniform t.
+    ends_early: the last layer computes no others once attention is."""
     dense = config.count_parameters().non_embedding + scored_share * head_parameters(config)
+    if ends_early:
+        dense -= (1 - scored_share) * _behind_attention(config)
     return 6 * dense + 12 * config.n_layers * config.d_model * length
+
+
+def _behind_attention(config: ModelConfig) -> int:
+    """Parameters of one layer's products that come after attention, the gate's among them."""
+    gate = {"none": 0, "elementwise": config.d_model, "headwise": config.n_heads}[config.gate]
+    return config.d_model * (config.d_model + gate + 3 * config.d_ff)
 
 
 def budget_steps(train: TrainSection, config: ModelConfig, length: int, n_rows: int) -> int:

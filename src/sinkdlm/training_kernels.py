@@ -1,4 +1,4 @@
-"""Triton kernels for rows of a training step: norms, SwiGLU, the loss. What torch does in several passes over memory, in one.
+"""Triton kernels of a training step: norms, SwiGLU, the loss, the update. What torch does in several passes over memory, in one.
 
 Owns how, not what: operators.py says what each computes, in torch's own operations, and the tests hold the two together. Sums in
 float32. Imported only where it is used, because Triton is.
@@ -19,6 +19,7 @@ _NORM_WARPS, _NORM_LANES, _NORM_STAGES = 16, 512, 2  # of its backward: warps a 
 _SUM_ROWS, _SUM_COLUMNS = 256, 16  # of a program that adds up what its programs found
 _VOCABULARY = 4096  # logits that a program holds at a time,
 _NLL_WARPS = 16  # so many that few programs run at once, whose rows are still in the cache when they are read again
+_UPDATED = 1024  # weights that a program updates
 
 
 @triton.jit
@@ -193,3 +194,57 @@ def nll_of_logits(
         wants=grad is not None, block=block, num_warps=_NLL_WARPS,
     )  # fmt: skip
     return nll, grad
+
+
+@triton.jit(do_not_specialize=["number"])
+def _adamw(
+    weight, grad, mean, square, bias, divisor, withheld, number, n_bias, lr, kept, new_mean, new_square, eps, n,
+    block: tl.constexpr, divides: tl.constexpr, may_withhold: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    if may_withhold:
+        n = tl.where(tl.load(withheld) == 0, n, 0)
+    inside = place < n
+    given = tl.load(grad + place, inside, 0)
+    if divides:
+        given = given / tl.load(divisor)
+    first, second, value = (
+        tl.load(mean + place, inside, 0),
+        tl.load(square + place, inside, 0),
+        tl.load(weight + place, inside, 0),
+    )
+    first += new_mean * (given - first)
+    second += new_square * (given * given - second)
+    width = tl.sqrt(second) / tl.sqrt(tl.load(bias + n_bias + number)) + eps
+    value = value * kept - lr / tl.load(bias + number) * first / width
+    tl.store(mean + place, first, inside)
+    tl.store(square + place, second, inside)
+    tl.store(weight + place, value, inside)
+
+
+def adamw(
+    weight: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    bias: Tensor,
+    number: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    divisor: Tensor | None,
+    withheld: Tensor | None,
+) -> None:
+    """One update in place, as torch's fused AdamW makes it, of float32 tensors that are contiguous. The gradient stays as it is.
+
+    bias (2, n): what the first and the second moment of parameter `number` are to be divided by. divisor (): of the gradient.
+    withheld (): 1 where nothing is to change.
+    """
+    n = weight.numel()
+    _adamw[(triton.cdiv(n, _UPDATED),)](
+        weight, grad, mean, square, bias, bias if divisor is None else divisor, bias if withheld is None else withheld,
+        number, bias.shape[1], lr, 1 - lr * weight_decay, 1 - betas[0], 1 - betas[1], eps, n,
+        block=_UPDATED, divides=divisor is not None, may_withhold=withheld is not None, num_warps=4,
+    )  # fmt: skip

@@ -22,17 +22,9 @@ from sinkdlm.diffusion import Schedule, read_later
 from sinkdlm.errors import CheckpointError, DataError, TrainError, UserError
 from sinkdlm.float8_products import check_training
 from sinkdlm.noise import hash_words
-from sinkdlm.planning import (
-    Layout,
-    choose_layout,
-    fitting_micro_batch,
-    peak_flops,
-    settle_precision,
-    training_flops,
-    training_memory,
-)
+from sinkdlm.planning import Layout, choose_layout, peak_flops, settle_precision, training_flops, training_memory
 from sinkdlm.plans import line_of_run
-from sinkdlm.training.compiling import compile_model, compiles
+from sinkdlm.training.compiling import compile_model, settle_way
 from sinkdlm.training.evaluate import probe, sample_text, validate
 from sinkdlm.training.export import provenance_of, write_model
 from sinkdlm.training.feed import batches
@@ -94,7 +86,6 @@ class Trainer:
         self.plan = recipe.train
         self.precision = settle_precision(recipe, on_gpu=self.device.type == "cuda").train.precision
         self.autocasts = self.precision in ("bf16", "fp8")
-        self.compiled = compiles(self.plan.compile, self.device)
         if self.precision == "fp8":
             check_training(self.device)
         self.schedule = Schedule(self.plan.schedule, self.plan.eps)
@@ -115,7 +106,6 @@ class Trainer:
         self.kept = Kept.read(folder.path) if world.first else Kept()
         if recipe.save.background:
             self.states.prepare(self._tensors())
-        self.micro_batch = self._micro_batch()
         self.gradients = self._gradients()
 
     # -- the start ------------------------------------------------------------------------------------------------------------
@@ -135,7 +125,9 @@ class Trainer:
             layout = world.from_first(lambda: choose_layout(section, world.size, world.local_size, whole, world.memory))
         start.model.recompute = self.plan.recompute
         start.model.float8 = self.precision == "fp8"
-        compile_model(start.model, self.plan.compile, self.world)
+        self.way = settle_way(start.model, self.recipe, self.world, layout, full_rows=not self.rows.counts_vary)
+        self.micro_batch = self.way.micro_batch
+        compile_model(start.model, self.way.compile, self.world, as_rows=self.way.as_rows)
         if section.gather == "bf16" and not self.autocasts:
             raise TrainError(f"parallel.gather = 'bf16': goes with train.precision = 'bf16' or 'fp8', not {self.precision!r}")
         gathers_bf16 = self.autocasts and section.gather != "float32"
@@ -160,12 +152,6 @@ class Trainer:
         if not self.monitor.metrics.cut(scalars["metrics_bytes"]):
             self.monitor.say(f"{self.monitor.metrics.path}: shorter than when the state was saved; earlier lines are missing")
 
-    def _micro_batch(self) -> int:
-        if self.plan.micro_batch is not None:
-            return self.plan.micro_batch
-        recipe, share = settle_precision(self.recipe, on_gpu=self.device.type == "cuda"), self.world.largest_share(self.plan.batch)
-        return fitting_micro_batch(recipe, self.world.memory, share, self.weights.layout, compiled=self.compiled)
-
     def _gradients(self) -> Gradients:
         found = Gradients(
             self.recipe,
@@ -173,7 +159,7 @@ class Trainer:
             self._precision(),
             micro_batch=self.micro_batch,
             share=self.world.largest_share(self.plan.batch),
-            compiled=self.compiled,
+            compiled=self.way.compiled,
             say=self.monitor.say,
         )
         recorder = find_recorder(self.device) if self.world.alone and self.plan.graphs != "off" else None
@@ -216,7 +202,7 @@ class Trainer:
             f"{tokens:,} tokens; {self.rows.n_rows} rows in {sets}; {self.precision} on {self.device.type}, {layout}; "
             f"attention: {self.model.attention_choice()}"
         )
-        if self.device.type == "cuda" and self.compiled:
+        if self.device.type == "cuda" and self.way.frugal:
             name, left = torch.cuda.get_device_name(self.device), self.steps - self.step
             plan = line_of_run(self.recipe, name, self.world.memory, self.weights.layout, self.micro_batch, self.world.size, left)
             if plan is not None:
@@ -328,8 +314,8 @@ class Trainer:
     def _report(self, result: StepResult, lr: float, seconds: float, waited: float) -> None:
         """seconds: of the whole step, the wait for its rows included."""
         tokens = self.plan.batch * self.recipe.data.length
-        config = self.recipe.model
-        flops = tokens * training_flops(config, self.recipe.data.length, result.n_masked / tokens) / self.world.size
+        given = (self.recipe.model, self.recipe.data.length, result.n_masked / tokens)
+        flops = tokens * training_flops(*given, ends_early=self.model.picks_early) / self.world.size
         timing: dict[str, Any] = {
             "seconds": seconds,
             "data_seconds": waited,
