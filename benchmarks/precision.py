@@ -1,7 +1,7 @@
 """The same run in several precisions: losses, validation and tokens a second beside each other.
 
     python -m benchmarks.precision recipes/paper/smdm-472m-sink.toml --precisions bf16,fp8 --subject smdm-472m \\
-        --set 'data.sets={"data/corpus"=1}' --set train.tokens=40M --set train.batch=32 --out benchmarks/results
+        --set 'data.sets={"data/corpus"=1}' --set train.tokens=40e6 --set train.batch=32 --out benchmarks/results
 
 Each is a `sinkdlm train` of its own with the same rows, noise and first weights: what differs is what products are computed in.
 """
