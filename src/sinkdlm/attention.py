@@ -356,28 +356,28 @@ def content_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale = 1 / math.sqrt(q.shape[3])
     aten = torch.ops.aten
-    wide_k, wide_v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
     kernel = _content_kernel(kernel, q)
+    if kernel == "flash":
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, False, *rest, scale=scale
+        )
+    if kernel == "cudnn":
+        stats = lse.contiguous()[..., None]
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, stats, *rest, None, None, None, q.shape[2], k.shape[2], 0.0, False, scale=scale
+        )
+    wide_k, wide_v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])  # by those that know no groups
     if kernel == "cpu":
         bias = _additive(visible, q)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, wide_k, wide_v, out, lse, 0.0, False, attn_mask=bias, scale=scale
         )
-    elif kernel == "efficient":
+    else:
         bias = _aligned_bias(visible, q, k.shape[2])
         padded = pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # the kernel's own padding of rows
         grads = aten._scaled_dot_product_efficient_attention_backward(
             grad, q, wide_k, wide_v, bias, out, padded, *rest, 0.0, [True, True, True, False], scale=scale
         )[:3]
-    elif kernel == "flash":
-        return aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, False, *rest, scale=scale
-        )
-    else:
-        stats = lse.contiguous()[..., None]
-        return aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, stats, *rest, None, None, None, q.shape[2], k.shape[2], 0.0, False, scale=scale
-        )
     grad_q, grad_k, grad_v = grads
     return grad_q, _sum_groups(grad_k, k), _sum_groups(grad_v, v)
 
