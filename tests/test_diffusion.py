@@ -288,7 +288,7 @@ def test_a_model_that_is_told_where_the_loss_looks_ends_there_with_the_same_loss
 ):
     """rounded: to a multiple of places, as a GPU does, whose validation is as it was."""
     if rounded:
-        monkeypatch.setattr(diffusion, "_ROUNDED", ("cpu",))
+        monkeypatch.setattr(diffusion, "ROUNDED", ("cpu",))
         monkeypatch.setattr(diffusion, "_ROWS", 16)
     model, tokens = small_model(**variant), small_tokens(5, 9)
     lengths = torch.tensor([9, 4, 7, 1, 9]) if which == "padded" else None

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from conftest import VARIANTS, small_model, small_tokens
-from sinkdlm import ModelConfig, Recipe
+from sinkdlm import ModelConfig, Recipe, diffusion
 from sinkdlm.data.rows import Batch
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss, times_of
+from sinkdlm.training import gradients as gradients_module
 from sinkdlm.training import loop, places
 from sinkdlm.training.evaluate import BucketedLoss
 from sinkdlm.training.gradients import Gradients, Sums
@@ -205,6 +206,29 @@ def test_replayed_steps_are_the_plain_ones(micro_batch, replays):
     eager = gradients_of(Again(RuntimeError("no")), micro_batch=micro_batch)
     for ours, theirs in zip(steps_of(eager, batches), recorded, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))  # launched one by one: the same bits
+
+
+def test_the_host_counts_places_as_the_device_does(monkeypatch):
+    """Where a last layer ends early on a GPU: masks are drawn on the host as well. A step made again asks the device."""
+    batches = [rows_of(step) for step in range(3)] + [rows_of(3, lengths=[16, 16, 3, 9, 1, 16]), rows_of(4, prompt=9)]
+    plain = steps_of(gradients_of(micro_batch=3), batches)
+    for module in (diffusion, gradients_module):
+        monkeypatch.setattr(module, "ROUNDED", ("cpu",))
+    monkeypatch.setattr(diffusion, "_ROWS", 4)
+    ours, asked = gradients_of(micro_batch=3), []
+    ours.model.picks_early = True
+    loss = gradients_module.denoising_loss
+
+    def noted(model, tokens, noisy, *, places, **more):
+        asked.append((places, int(noisy.masked.sum())))
+        return loss(model, tokens, noisy, places=places, **more)
+
+    monkeypatch.setattr(gradients_module, "denoising_loss", noted)
+    torch.testing.assert_close(steps_of(ours, batches), plain, rtol=1e-10, atol=1e-13)
+    assert [places for places, _ in asked] == [max(1, -(-masked // 4)) * 4 for _, masked in asked]
+    assert len({places for places, _ in asked}) > 3
+    ours.add(batches[0], 1.0, fixed=False)
+    assert [places for places, _ in asked[-2:]] == [None, None]
 
 
 def test_other_micro_batches_go_the_plain_way_within_the_same_step():

@@ -24,7 +24,7 @@ _PROBABILITY_BITS = 32
 _FUSE_FROM = 1 << 16  # positions from which corruption on a GPU is compiled
 _LOGITS = 160_000_000  # held at once, about 0.6 GB in float32
 _LEAST_ROWS, _ROWS = 2048, 256  # of them: with fewer a large head's gradient is read and written too often; multiples of this
-_ROUNDED = ("cuda",)  # devices whose products like a multiple of rows, in the last layer too
+ROUNDED = ("cuda",)  # devices whose products like a multiple of rows, in the last layer too
 
 ScheduleName = Literal["linear", "cosine", "loglinear"]
 
@@ -193,17 +193,12 @@ def denoising_loss(
     what it computes. Those to spare weigh nothing.
     """
     options = {name: value for name, value in (("documents", documents), ("opening", opening)) if value is not None}
-    scored = noisy.masked
-    if model.config.shift_logits:
-        scored = scored.clone()
-        scored[:, 0] = False
-        if documents is not None:
-            scored[:, 1:] &= documents[:, 1:] == documents[:, :-1]
+    scored = scored_of(noisy, shifted=model.config.shift_logits, documents=documents)
     early = documents is None and getattr(model, "picks_early", False)  # its last layer ends where the loss looks
-    if early and scored.device.type in _ROUNDED:
+    if early and scored.device.type in ROUNDED:
         early = torch.is_grad_enabled()
         if early and places is None:
-            places = max(1, -(-int(scored.sum()) // _ROWS)) * _ROWS
+            places = round_places(int(scored.sum()))  # which waits for the device
     choose = _choose(scored) if places is None else functools.partial(_choose_fixed, scored, places)
     if early:
         index, used = choose()
@@ -222,6 +217,22 @@ def denoising_loss(
     if used is None:
         return Loss(total / denominator, nll, scored, rows)
     return Loss(total / denominator, nll.where(used, 0), scored, rows, used, scored.sum() - used.sum())
+
+
+def scored_of(noisy: Noisy, *, shifted: bool, documents: Tensor | None = None) -> Tensor:
+    """(B, T): the masked positions that a loss looks at."""
+    scored = noisy.masked
+    if shifted:
+        scored = scored.clone()
+        scored[:, 0] = False
+        if documents is not None:
+            scored[:, 1:] &= documents[:, 1:] == documents[:, :-1]
+    return scored
+
+
+def round_places(count: int) -> int:
+    """Places of the head for so many positions: at least one row of them, and a multiple that products like."""
+    return max(1, -(-count // _ROWS)) * _ROWS
 
 
 def _choose(scored: Tensor) -> Callable[[], tuple[Tensor, None]]:

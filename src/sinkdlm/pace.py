@@ -19,9 +19,9 @@ CALIBRATION = Path(__file__).parent / "calibration.json"
 HOST_RANKS = 8  # devices of a host that are joined by the chip's own link
 NETWORK = 50e9  # bytes a second and device between hosts, one way: 400 Gb/s for each, as such hosts are sold
 _SCORED = 0.5  # share of positions that reach the head, with t uniform
-# Bytes that pass through memory for every parameter. An update reads and writes weight and moments, and reads the gradient thrice,
-# writing it once (norm, clipping); a forward and its backward round weights to bf16 and gradients back.
-_UPDATE_BYTES = 40
+# Bytes that pass through memory for every parameter. An update reads and writes weight and moments, and reads the gradient twice
+# (norm, update); a forward and its backward round weights to bf16 and gradients back.
+_UPDATE_BYTES = 32
 _ROUNDING_BYTES = 12
 
 

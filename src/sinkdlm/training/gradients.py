@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sinkdlm.config import Recipe
 from sinkdlm.data.rows import Batch
-from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
+from sinkdlm.diffusion import ROUNDED, Noisy, Schedule, corrupt, denoising_loss, round_places, scored_of
 from sinkdlm.noise import Stream, counter, stream_state
 from sinkdlm.training.evaluate import BUCKETS, BucketedLoss
 from sinkdlm.training.places import Places, plan_places
@@ -136,8 +136,27 @@ class Gradients:
             if fixed and opening is None and self._is_fixed(piece):
                 self._add_fixed(piece, denominator, first=part is forwards[0])
             else:
-                self._add(piece.to(self.device), denominator, opening, last=part is forwards[-1])
+                places = self._count_places(piece) if fixed else None
+                self._add(piece.to(self.device), denominator, opening, last=part is forwards[-1], places=places)
         return self._sums.flat()
+
+    def _count_places(self, piece: Batch) -> int | None:
+        """Those that a piece needs whose last layer ends where the loss looks: the host draws its masks as well, and need not wait
+        until the device has. None where it does not matter."""
+        if self.device.type not in ROUNDED or not self.model.picks_early or piece.documents is not None:
+            return None
+        return round_places(int(scored_of(self._corrupt(piece), shifted=self.recipe.model.shift_logits).sum()))
+
+    def _corrupt(self, piece: Batch) -> Noisy:
+        return corrupt(
+            piece.tokens,
+            piece.samples,
+            seed=self.plan.seed,
+            mask_id=self.recipe.model.mask_id,
+            schedule=self.schedule,
+            times=self.plan.times,
+            maskable=piece.maskable,
+        )
 
     def _is_fixed(self, piece: Batch) -> bool:
         if self.recorded is None or self.places is None or not self.recorded.takes(piece):
@@ -162,15 +181,7 @@ class Gradients:
         places: int | None = None,
     ) -> None:
         """One micro-batch, on the device."""
-        noisy = corrupt(
-            piece.tokens,
-            piece.samples,
-            seed=self.plan.seed,
-            mask_id=self.recipe.model.mask_id,
-            schedule=self.schedule,
-            times=self.plan.times,
-            maskable=piece.maskable,
-        )
+        noisy = self._corrupt(piece)
         with self._precision:
             loss = denoising_loss(
                 self.model,
