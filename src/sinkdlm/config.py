@@ -290,7 +290,9 @@ class TrainSection(_Frozen):
         "have them; auto: bf16 on a GPU, float32 on a CPU; float64: for tests",
     )
     compile: Compile = Field(
-        default="auto", description="torch.compile of each block; whole: of all as one, on a CPU; auto: each, on a GPU with Triton"
+        default="auto",
+        description="torch.compile of each block; whole: of all as one, on a CPU; auto: each, on a GPU with Triton, where kernels of "
+        "our own leave anything to fuse or the host would be too slow to launch them",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
