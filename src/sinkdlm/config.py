@@ -291,8 +291,8 @@ class TrainSection(_Frozen):
     )
     compile: Compile = Field(
         default="auto",
-        description="torch.compile of each block; whole: of all as one, on a CPU; auto: each, on a GPU with Triton, where kernels of "
-        "our own leave anything to fuse or the host would be too slow to launch them",
+        description="torch.compile of each block; whole: of all as one, on a CPU; auto: each, on a GPU with Triton, where our own "
+        "kernels leave anything to fuse or the host would be too slow to launch them",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
