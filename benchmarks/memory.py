@@ -60,7 +60,7 @@ def measure_rank(recipe: Recipe, rows: int, layout: Layout | None, forwards: int
         reshard=recipe.parallel.reshard,
         travels_as=torch.bfloat16,
     )
-    optimizer = Optimizer(weights.local, recipe.train)
+    optimizer = Optimizer(weights.local, recipe.train, rounds=way.rounds)
     tokens = torch.randint(0, recipe.model.vocab_size, (rows, recipe.data.length), device=device)
     samples = torch.arange(rows, device=device)
     for step in range(_STEPS):

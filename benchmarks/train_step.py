@@ -89,7 +89,9 @@ class Step:
             compile_model(model, way.compile, world, as_rows=way.as_rows)
         first = model.initial_weight
         self.weights = Weights(model, world, dtype=torch.float32, first=lambda name, shape: first(name, shape, 0))
-        self.update = self._plain_update() if self._official else Optimizer(self.weights.local, recipe.train).step
+        self.update = (
+            self._plain_update() if self._official else Optimizer(self.weights.local, recipe.train, rounds=way.rounds).step
+        )
         self._logits: Callable[[Tensor], Tensor] = MaskedForm(model) if self._official else model
         if form == "official-compiled":
             self._logits = torch.compile(self._logits.__call__)

@@ -11,6 +11,7 @@ from sinkdlm import model as modelling
 from sinkdlm.attention import attend, attend_naive
 from sinkdlm.config import TrainSection
 from sinkdlm.diffusion import corrupt, denoising_loss
+from sinkdlm.rounded import rounded
 from sinkdlm.training import optimizer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -170,6 +171,37 @@ def test_the_last_norm_has_autograds_gradients():
     grads = (torch.autograd.grad(out, leaves, grad) for out, leaves in zip(outs, (wanted, mine), strict=True))
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_rounded_copy_stands_for_its_weight_until_somebody_writes_there(monkeypatch):
+    """Written by an update, by one that is withheld, and after others have changed the weight."""
+    pytest.importorskip("triton", reason="needs Triton")
+    monkeypatch.setattr(optimizer, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(optimizer, "_divides", lambda _: True)
+    weights = {name: torch.nn.Parameter(random(*shape)) for name, shape in (("blocks.0.out", (20, 60)), ("embed", (30, 60)))}
+    weight, embed = weights.values()
+    adamw = optimizer.Optimizer(weights, TrainSection(steps=3, batch=1), rounds=torch.bfloat16)
+    assert rounded(weight, torch.bfloat16) is not rounded(weight, torch.bfloat16)
+    for step, withheld in enumerate((1.0, 0.0, 0.0, 1.0)):
+        before = weight.detach().clone()
+        weight.grad, embed.grad = random(20, 60, seed=step), random(30, 60, seed=step)
+        adamw.step(1e-2, torch.tensor(1.0, device=DEVICE), torch.tensor(withheld, device=DEVICE))
+        copy = rounded(weight, torch.bfloat16)
+        assert torch.equal(weight, before) == bool(withheld)
+        nearest = 0.0 if DEVICE == "cuda" else 2**-7  # Triton's interpreter cuts off
+        torch.testing.assert_close(copy, weight.detach().bfloat16(), rtol=nearest, atol=0.0)
+        assert copy is rounded(weight, torch.bfloat16)
+        assert torch.equal(rounded(weight, torch.float16), weight.half())
+        if step:
+            with torch.no_grad():
+                weight.mul_(1.5)
+            assert torch.equal(rounded(weight, torch.bfloat16), weight.bfloat16())
+            assert (copy - weight).abs().mean() > 0.1
+    assert rounded(embed, torch.bfloat16) is not rounded(embed, torch.bfloat16)
+    x = random(16, 60, dtype=torch.bfloat16)
+    plain = fused_layers.project(x, weight.detach().clone().requires_grad_())
+    adamw.step(0.0, torch.tensor(1.0, device=DEVICE), torch.tensor(0.0, device=DEVICE))
+    assert (fused_layers.project(x, weight) - plain).norm() <= nearest * plain.norm()
 
 
 @pytest.mark.parametrize("withheld", [None, 0.0, 1.0])

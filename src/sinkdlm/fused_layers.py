@@ -16,6 +16,7 @@ from torch.nn import functional
 from sinkdlm import operators
 from sinkdlm.attention import content_backward, content_forward
 from sinkdlm.positions import Rotation
+from sinkdlm.rounded import rounded
 
 
 def attend_rows(
@@ -122,18 +123,18 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rounded = weight.to(x.dtype)
-        ctx.save_for_backward(x, rounded)
+        matrix = rounded(weight, x.dtype)
+        ctx.save_for_backward(x, matrix)
         ctx.dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
-        return functional.linear(x, rounded, None if bias is None else bias.to(x.dtype))
+        return functional.linear(x, matrix, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        x, rounded = ctx.saved_tensors
+        x, matrix = ctx.saved_tensors
         rows = grad.flatten(0, -2)
         grad_weight = operators.weight_gradient(rows, x.flatten(0, -2), ctx.dtype)
         grad_bias = None if ctx.bias_dtype is None else rows.sum(0, dtype=ctx.bias_dtype)
-        return grad @ rounded, grad_weight, grad_bias
+        return grad @ matrix, grad_weight, grad_bias
 
 
 def swiglu_product(gate_up: Tensor, weight: Tensor) -> Tensor:
@@ -145,10 +146,10 @@ class _SwigluProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up, weight)
-        return functional.linear(operators.swiglu(gate_up), weight.to(gate_up.dtype))
+        return functional.linear(operators.swiglu(gate_up), rounded(weight, gate_up.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate_up, weight = ctx.saved_tensors
-        grad_gate_up, hidden = operators.swiglu_backward(gate_up, grad @ weight.to(grad.dtype))
+        grad_gate_up, hidden = operators.swiglu_backward(gate_up, grad @ rounded(weight, grad.dtype))
         return grad_gate_up, operators.weight_gradient(grad.flatten(0, -2), hidden.flatten(0, -2), weight.dtype)

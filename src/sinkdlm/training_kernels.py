@@ -198,8 +198,8 @@ def nll_of_logits(
 
 @triton.jit(do_not_specialize=["number"])
 def _adamw(
-    weight, grad, mean, square, bias, divisor, withheld, number, n_bias, lr, kept, new_mean, new_square, eps, n,
-    block: tl.constexpr, divides: tl.constexpr, may_withhold: tl.constexpr,
+    weight, grad, mean, square, copy, bias, divisor, withheld, number, n_bias, lr, kept, new_mean, new_square, eps, n,
+    block: tl.constexpr, divides: tl.constexpr, may_withhold: tl.constexpr, copies: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     if may_withhold:
@@ -220,6 +220,8 @@ def _adamw(
     tl.store(mean + place, first, inside)
     tl.store(square + place, second, inside)
     tl.store(weight + place, value, inside)
+    if copies:
+        tl.store(copy + place, value.to(copy.dtype.element_ty), inside)
 
 
 def adamw(
@@ -230,6 +232,7 @@ def adamw(
     bias: Tensor,
     number: int,
     *,
+    copy: Tensor | None,
     lr: float,
     betas: tuple[float, float],
     eps: float,
@@ -238,13 +241,15 @@ def adamw(
     withheld: Tensor | None,
 ) -> None:
     """One update in place, as torch's fused AdamW makes it, of float32 tensors that are contiguous. The gradient stays as it is.
+    copy: becomes the weight as updated, in its own precision.
 
     bias (2, n): what the first and the second moment of parameter `number` are to be divided by. divisor (): of the gradient.
     withheld (): 1 where nothing is to change.
     """
     n = weight.numel()
     _adamw[(triton.cdiv(n, _UPDATED),)](
-        weight, grad, mean, square, bias, bias if divisor is None else divisor, bias if withheld is None else withheld,
+        weight, grad, mean, square, weight if copy is None else copy,
+        bias, bias if divisor is None else divisor, bias if withheld is None else withheld,
         number, bias.shape[1], lr, 1 - lr * weight_decay, 1 - betas[0], 1 - betas[1], eps, n,
-        block=_UPDATED, divides=divisor is not None, may_withhold=withheld is not None, num_warps=4,
+        block=_UPDATED, divides=divisor is not None, may_withhold=withheld is not None, copies=copy is not None, num_warps=4,
     )  # fmt: skip

@@ -24,10 +24,16 @@ class Way(NamedTuple):
     compile: Compile
     micro_batch: int
     as_rows: bool  # rows are full, and go through operators.py as those of one matrix, whose last layer ends where the loss looks
+    keeps_rounded: bool = False  # from the forward to the backward each weight is held in bf16 as well, in a process of its own
 
     @property
     def compiled(self) -> bool:
         return self.compile != "none"
+
+    @property
+    def rounds(self) -> torch.dtype | None:
+        """What updates round weights to, for the products of the next step; compiled blocks round for themselves."""
+        return torch.bfloat16 if self.keeps_rounded and not self.compiled else None
 
     @property
     def frugal(self) -> bool:
@@ -44,7 +50,8 @@ def settle_way(
     train = recipe.train
     by_kernels = full_rows and has_kernels() and train.precision in ("bf16", "fp8")
     as_rows = by_kernels and model.trains_as_rows(device.type, torch.bfloat16, recipe.data.length)
-    way = Way("blocks" if train.compile == "auto" else train.compile, 0, as_rows)
+    keeps_rounded = as_rows and world.alone and train.precision == "bf16" and train.recompute == "none"
+    way = Way("blocks" if train.compile == "auto" else train.compile, 0, as_rows, keeps_rounded)
     if not compiles(train.compile, device):
         way = way._replace(compile="none")
     rows = share or world.largest_share(train.batch)

@@ -100,7 +100,7 @@ class Trainer:
         self.step, self.updates, self.skipped, self.bad_in_a_row = 0, 0, 0, 0
         self.weights = self._build(load_parent)
         self.model = self.weights.model
-        self.optimizer = Optimizer(self.weights.local, self.plan)
+        self.optimizer = Optimizer(self.weights.local, self.plan, rounds=self.way.rounds)
         self.average = Average(self.weights.local, self.plan.ema) if self.plan.ema is not None else None
         self._resume()
         self.kept = Kept.read(folder.path) if world.first else Kept()

@@ -10,9 +10,11 @@ from torch.optim.adamw import adamw
 
 from sinkdlm.config import TrainSection
 from sinkdlm.fusion import has_kernels
+from sinkdlm.rounded import copy_to_update, mark_updated
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _LARGE = 1 << 20  # elements from which a tensor's update is a kernel of its own
+_MULTIPLIED = "blocks."  # how names of matrices begin that products in half precision read
 _CLIP_EPS = 1e-6  # beside a norm, as torch clips
 
 
@@ -33,9 +35,12 @@ class Optimizer:
     leaves gradients as they are and goes over memory once (training_kernels.adamw).
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], train: TrainSection) -> None:
-        """weights: by name, as this process holds them: parameters, or its rows of them with their gradients beside them."""
-        self.named, self._train = dict(weights), train
+    def __init__(self, weights: Mapping[str, Tensor], train: TrainSection, *, rounds: torch.dtype | None = None) -> None:
+        """weights: by name, as this process holds them: parameters, or its rows of them with their gradients beside them.
+
+        rounds: of products, which find large matrices of blocks rounded to it by the update (rounded.py).
+        """
+        self.named, self._train, self._rounds = dict(weights), train, rounds
         self._moments = {
             moment: {name: torch.zeros_like(p, memory_format=torch.preserve_format) for name, p in self.named.items()}
             for moment in MOMENTS
@@ -93,6 +98,8 @@ class Optimizer:
         number = {name: place for place, name in enumerate(self.named)}
         for name, weight in zip(names, weights, strict=True):
             mean, square = (self._moments[moment][name] for moment in MOMENTS)
+            multiplies = self._rounds is not None and weight.dim() == 2 and name.startswith(_MULTIPLIED)
+            copy = copy_to_update(weight, self._rounds) if multiplies and self._rounds is not None else None
             training_kernels.adamw(
                 weight,
                 gradients[name],
@@ -100,6 +107,7 @@ class Optimizer:
                 square,
                 bias,
                 number[name],
+                copy=copy,
                 lr=lr,
                 betas=self._train.betas,
                 eps=self._train.adam_eps,
@@ -107,7 +115,9 @@ class Optimizer:
                 divisor=divisor,
                 withheld=withheld,
             )
-        torch.autograd.graph.increment_version(weights)  # which no kernel of Triton's does: a lane that is kept looks at it
+            torch.autograd.graph.increment_version(weight)  # which no kernel of Triton's does: a lane that is kept looks at it
+            if copy is not None:
+                mark_updated(weight, copy)
         torch._foreach_add_(updates, 1)
         if withheld is not None:
             torch._foreach_sub_(updates, [withheld] * len(updates))
