@@ -196,7 +196,8 @@ class Attention(nn.Module):
         given = (around.rotation, around.sink_rotation, around.rows, self.n_heads)
         mixed = attend_rows(heads, *given, zero_value=self.zero_value)
         if around.wanted is not None:
-            x, mixed = (rows.index_select(0, around.wanted) for rows in (x, mixed))
+            mixed = mixed.index_select(0, around.wanted)
+            x = x if self.gate is None else x.index_select(0, around.wanted)
         return self.finish(x, mixed, around)
 
     def _is_fusable(self, lane: Lane | None, around: Surroundings) -> bool:
