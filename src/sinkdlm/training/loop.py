@@ -197,16 +197,20 @@ class Trainer:
         state = f"resumed at step {self.step}" if self.step else "from the beginning"
         tokens = self.steps * self.plan.batch * self.recipe.data.length
         sets = ", ".join(f"{split.folder} ({share:g})" for split, share in zip(self.rows.splits, self.rows.shares, strict=True))
+        with self._precision():
+            attention = self.model.attention_choice()
         self.monitor.say(
             f"{self.folder.path}: {state}, {self.steps} steps of {self.plan.batch} rows ({self.micro_batch} a forward), "
             f"{tokens:,} tokens; {self.rows.n_rows} rows in {sets}; {self.precision} on {self.device.type}, {layout}; "
-            f"attention: {self.model.attention_choice()}"
+            f"attention: {attention}" + (f"; compiled: {self.way.compile}" if self.device.type == "cuda" else "")
         )
         if self.device.type == "cuda" and self.way.frugal:
             name, left = torch.cuda.get_device_name(self.device), self.steps - self.step
             plan = line_of_run(self.recipe, name, self.world.memory, self.weights.layout, self.micro_batch, self.world.size, left)
             if plan is not None:
                 self.monitor.say(plan)
+        if self.precision == "fp8":
+            self.monitor.say('train.precision = "fp8" has learned more slowly than "bf16" (docs/log.md): compare validation losses')
         if self.precision == "bf16" and self.device.type == "cpu":
             self.monitor.say('train.precision = "bf16" is slow on most CPUs; "float32" or "auto" is the cure')
 
