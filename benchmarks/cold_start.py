@@ -4,7 +4,8 @@
 
 Each start is `sinkdlm train` in a process of its own. Starts alternate: cold ones with a cache folder of their own, warm ones with
 one that a start before them has filled. Beside the first step: when the run's folder is there (packages are loaded, and the device
-is), and when the weights are; from then on to the first step is what caches spare. --profile makes one warm start more, under cProfile, and writes where its time went.
+is), and when the weights are; what comes after that is all that caches spare. --profile makes one warm start more, under cProfile,
+and writes where its time went.
 """
 
 import argparse
