@@ -4,9 +4,14 @@
         --set 'data.sets={"data/corpus"=1}' --set train.tokens=40e6 --set train.batch=32 --out benchmarks/results
 
 Each is a `sinkdlm train` of its own with the same rows, noise and first weights: what differs is what products are computed in.
+
+--start 20e6: the first weights are not random, but what so many tokens (in another order) made of them in the first precision, at
+an even rate. At random ones a model rests for a while where it knows how often each token comes and nothing of its neighbours, and
+when it leaves there any change of rounding decides; what a precision does to learning shows after that.
 """
 
 import argparse
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -15,17 +20,30 @@ from typing import Any
 import torch
 
 from benchmarks.measuring import record, write
-from benchmarks.train import figures_of, run
+from benchmarks.train import figures_of, reaches, run
+from sinkdlm.cli_recipes import load_recipe
 
 _KEPT = ("train", "validation", "steps", "skipped", "tokens", "tokens_per_second", "mfu", "memory_gb")
 
 
-def train(recipe: Path, out: Path, precision: str, overrides: list[str]) -> dict[str, Any]:
+def train(recipe: Path, out: Path, precision: str, overrides: list[str], *, to_end: bool = False) -> dict[str, Any]:
+    """to_end: with the model that it leaves; else as far as its last validation."""
     command = [sys.executable, "-m", "sinkdlm", "train", str(recipe), "--out", str(out)]
     command += [word for override in (*overrides, f"train.precision={precision}") for word in ("--set", override)]
-    seconds = run(command, out / "metrics.jsonl", None)
+
+    def is_validated(lines: list[dict[str, Any]]) -> bool:
+        facts = out / "run.json"
+        return facts.exists() and reaches("validation", json.loads(facts.read_text())["steps"])(lines)
+
+    seconds = run(command, out / "metrics.jsonl", None if to_end else is_validated)
     found = figures_of(out, [], [0], [seconds])
     return {key: found[key] for key in _KEPT if key in found} | {"seconds": seconds}
+
+
+def starting(recipe: Path, overrides: list[str], tokens: float) -> list[str]:
+    """Overrides of a run before the others: rows of another seed, and a rate that stays what it is after its warm-up."""
+    given = load_recipe(recipe, overrides).train
+    return [*overrides, f"train.tokens={tokens}", f"train.seed={given.seed + 1}", f"train.min_lr={given.lr}", "eval.every=0"]
 
 
 def compare(base: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
@@ -44,15 +62,20 @@ def main() -> None:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--precisions", default="bf16,fp8", help="the first is what others are compared with")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--start", type=float, default=0, help="tokens that have trained the weights that all begin with")
     parser.add_argument("--subject", default=None, help="of the record's name; by default the recipe's")
     parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
     given = parser.parse_args()
     first, *others = given.precisions.split(",")
     with tempfile.TemporaryDirectory() as folder:
-        made = {name: train(given.recipe, Path(folder) / name, name, given.overrides) for name in (first, *others)}
-        resolved = (Path(folder) / first / "recipe.toml").read_text()
+        if given.start:
+            train(given.recipe, Path(folder) / "start", first, starting(given.recipe, given.overrides, given.start), to_end=True)
+        begun = [f"init.from={folder}/start/model"] if given.start else []
+        made = {name: train(given.recipe, Path(folder) / name, name, [*given.overrides, *begun]) for name in (first, *others)}
+        resolved = (Path(folder) / first / "recipe.toml").read_text().replace(f"{folder}/", "")
     figures = {"precisions": made, "compared": {f"{name} to {first}": compare(made[first], made[name]) for name in others}}
-    settings = {"recipe": given.recipe.stem, "overrides": given.overrides, "precisions": given.precisions, "resolved": resolved}
+    settings = {key: getattr(given, key) for key in ("overrides", "precisions", "start")}
+    settings |= {"recipe": given.recipe.stem, "resolved": resolved}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     write(record("precision", figures, device=device, settings=settings), given.out, subject=given.subject or given.recipe.stem)
 

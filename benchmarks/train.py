@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,23 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
-def run(command: list[str], metrics: Path, kill_at: int | None) -> float:
-    """Seconds of one life of the run, ended by SIGKILL once the step's line is there."""
+def run(command: list[str], metrics: Path, ends: Callable[[list[dict[str, Any]]], bool] | None = None) -> float:
+    """Seconds of one life of the run, ended by SIGKILL once its lines say so."""
     began = time.monotonic()
     process = subprocess.Popen(command)
     while process.poll() is None:
         time.sleep(0.2)
-        lines = [line for line in lines_of(metrics) if line["kind"] == "train"] if kill_at else []
-        if kill_at and lines and lines[-1]["step"] >= kill_at:
+        if ends is not None and ends(lines_of(metrics)):
             process.send_signal(signal.SIGKILL)
             process.wait()
             return time.monotonic() - began
     if process.returncode:
         raise SystemExit(f"the run failed with status {process.returncode}")
     return time.monotonic() - began
+
+
+def reaches(kind: str, step: int) -> Callable[[list[dict[str, Any]]], bool]:
+    return lambda lines: any(line["kind"] == kind and line["step"] >= step for line in lines)
 
 
 def thin(lines: list[dict[str, Any]], keys: list[str]) -> dict[str, list[Any]]:
@@ -95,9 +99,9 @@ def main() -> None:
         command += [word for override in given.overrides for word in ("--set", override)]
         seconds, before = [], []
         if given.kill_at is not None:
-            seconds.append(run(command, out / "metrics.jsonl", given.kill_at))
+            seconds.append(run(command, out / "metrics.jsonl", reaches("train", given.kill_at)))
             before = lines_of(out / "metrics.jsonl")
-        seconds.append(run(command, out / "metrics.jsonl", None))
+        seconds.append(run(command, out / "metrics.jsonl"))
         starts = [start["step"] for start in json.loads((out / "environment.json").read_text())["starts"]]
         figures = figures_of(out, before, starts, seconds)
         resolved = (out / "recipe.toml").read_text()

@@ -164,12 +164,14 @@ def test_precisions_are_compared_on_the_same_run(tmp_path, monkeypatch):
         f'[model]\npreset = "nano"\n[data]\nlength = 32\n[data.sets]\n"{tmp_path / "text"}" = 1\n'
         "[train]\nsteps = 24\nbatch = 4\nlr = 4e-3\n[eval]\nevery = 12\n"
     )
-    words = ["precision", str(recipe), "--precisions", "float32,float64", "--set", "train.compile=none"]
+    words = ["precision", str(recipe), "--precisions", "float32,float64", "--start", "512", "--set", "train.compile=none"]
     monkeypatch.setattr(sys, "argv", [*words, "--out", str(tmp_path / "out")])
     precision.main()
     (path,) = (tmp_path / "out").iterdir()
     entry = json.loads(path.read_text())
     check_record(entry)
+    assert entry["settings"]["start"] == 512
+    assert 'from = "start/model"' in entry["settings"]["resolved"]
     made, found = entry["figures"]["precisions"], entry["figures"]["compared"]["float64 to float32"]
     assert [len(one["validation"]) for one in made.values()] == [2, 2]
     losses = [one["validation"][-1]["loss"] for one in made.values()]

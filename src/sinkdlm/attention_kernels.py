@@ -15,32 +15,19 @@ from torch import Tensor
 _TILE = 4096  # elements of a program that merges, tokens times head width: more, and registers leave too few programs at a time
 _BACK_TILE, _BACK_WARPS, _BACK_STAGES = 2048, 4, 4  # the same of its backward, which goes through several tiles, read ahead,
 _SPAN = 256  # so many tokens, whose sums for the sinks a program keeps
-_SCORED_WARPS, _SCORED_LANES, _SCORED_STAGES = 16, 512, 3  # of one by scores: warps a multiprocessor, elements a warp, tokens ahead
 _SUM_TILE = 16384  # elements of a program that adds up what these found
 _WARPS = 8
 
 
 @triton.jit
-def _carry(source, into, n, block: tl.constexpr):
-    """A copy by all programs of the first axis."""
-    for begin in range(tl.program_id(0) * block, n, tl.num_programs(0) * block):
-        place = begin + tl.arange(0, block)
-        tl.store(into + place, tl.load(source + place, place < n), place < n)
-
-
-@triton.jit
 def _merge(
-    q, scores, content, lse, sink_k, sink_v, out, merged, behind, last, scale, n_tokens, n_rows, n_behind,
+    q, scores, content, lse, sink_k, sink_v, out, merged, scale, n_tokens,
     q_b, q_h, q_t, c_b, c_h, c_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
     n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
     width_block: tl.constexpr, block: tl.constexpr, scored: tl.constexpr,
 ):  # fmt: skip
-    """scored: the sinks' scores are given, and neither queries nor keys are read. Programs behind the last row and head carry the
-    n_behind elements of `behind` to `last`."""
+    """scored: the sinks' scores are given, and neither queries nor keys are read."""
     row = tl.program_id(1).to(tl.int64)
-    if row >= n_rows:
-        _carry(behind, last, n_behind, block * width_block)
-        return
     b, h = row // n_heads, row % n_heads
     token, lane = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, width_block)
     exists, wide = token < n_tokens, lane < width
@@ -78,33 +65,23 @@ def merge_rows(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, beh
     """operators.merge_rows."""
     batch, heads, tokens, width = content.shape
     rows = content.new_empty(batch * tokens + behind.shape[0], heads, width)
+    rows[batch * tokens :] = behind
     out = rows[: batch * tokens].unflatten(0, (batch, tokens)).transpose(1, 2)
     content, sink_v = _narrow(content), _narrow(sink_v)
-    carried = (behind.contiguous(), rows[batch * tokens :])
-    return rows, _merge_into(out, content, scores.contiguous(), content, lse, sink_v, sink_v, 1.0, carried)
+    return rows, _merge_into(out, content, scores.contiguous(), content, lse, sink_v, sink_v, 1.0)
 
 
 def _merge_into(
-    out: Tensor,
-    q: Tensor,
-    scores: Tensor | None,
-    content: Tensor,
-    lse: Tensor,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    scale: float,
-    carried: tuple[Tensor, Tensor] | None = None,
+    out: Tensor, q: Tensor, scores: Tensor | None, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
 ) -> Tensor:
-    """scores: given in place of q and sink_k, which are then not read. carried: a tensor, and where it is copied to."""
+    """scores: given in place of q and sink_k, which are then not read."""
     batch, heads, tokens, width = content.shape
     sink_v, lse = _narrow(sink_v), lse.contiguous()
     merged = torch.empty_like(lse)
     wide = triton.next_power_of_2(width)
     block = max(1, _TILE // wide)
-    behind, last = (out, out) if carried is None else carried
-    _merge[(triton.cdiv(tokens, block), batch * heads + (carried is not None))](
-        q, lse if scores is None else scores, content, lse, sink_k, sink_v, out, merged,
-        behind, last, scale, tokens, batch * heads, behind.numel(),
+    _merge[(triton.cdiv(tokens, block), batch * heads)](
+        q, lse if scores is None else scores, content, lse, sink_k, sink_v, out, merged, scale, tokens,
         *q.stride()[:3], *content.stride()[:3], *out.stride()[:3], *_strides(sink_k, batch), *_strides(sink_v, batch),
         n_heads=heads, group=heads // sink_v.shape[1], n_sinks=sink_v.shape[2], width=width,
         width_block=wide, block=block, scored=scores is not None, num_warps=_WARPS,
@@ -125,17 +102,19 @@ def _strides(sinks: Tensor, batch: int) -> tuple[int, int, int]:
 
 @triton.jit
 def _merge_backward(
-    grad, q, out, lse, sink_k, sink_v, turns, into_k, into_v, scale, n_tokens,
+    grad, q, scores, out, lse, sink_k, sink_v, turns, into_k, into_v, scale, n_tokens,
     g_b, g_h, g_t, q_b, q_h, q_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
     n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
-    width_block: tl.constexpr, block: tl.constexpr, n_blocks: tl.constexpr, stages: tl.constexpr,
+    width_block: tl.constexpr, block: tl.constexpr, n_blocks: tl.constexpr, stages: tl.constexpr, scored: tl.constexpr,
 ):  # fmt: skip
-    """One sink and some blocks of tokens. What flows to the sink is summed token by token and across tokens only at the end."""
+    """One sink and some blocks of tokens. What flows to the sink is summed token by token and across tokens only at the end.
+    scored: the sinks' scores are given, and keys are not read."""
     row, part, s = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.program_id(2)
     b, h = row // n_heads, row % n_heads
     lane = tl.arange(0, width_block)
     wide = lane < width
-    key = tl.load(sink_k + k_b * b + k_h * (h // group) + k_s * s + lane, wide, 0).to(tl.float32)[None, :]
+    if not scored:
+        key = tl.load(sink_k + k_b * b + k_h * (h // group) + k_s * s + lane, wide, 0).to(tl.float32)[None, :]
     value = tl.load(sink_v + v_b * b + v_h * (h // group) + v_s * s + lane, wide, 0).to(tl.float32)[None, :]
     to_key, to_value = tl.zeros([block, width_block], tl.float32), tl.zeros([block, width_block], tl.float32)
     for step in tl.range(n_blocks, num_stages=stages):
@@ -146,7 +125,9 @@ def _merge_backward(
         outs = tl.load(out + o_b * b + o_h * h + o_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
         queries = tl.load(q + q_b * b + q_h * h + q_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
         most = tl.load(lse + row * n_tokens + token, exists, 0)
-        weight = tl.where(exists, tl.exp(tl.sum(queries * key, 1) * scale - most), 0.0)
+        known = scores + (row * n_tokens + token) * n_sinks + s
+        score = tl.load(known, exists, 0) if scored else tl.sum(queries * key, 1) * scale
+        weight = tl.where(exists, tl.exp(score - most), 0.0)
         turn = weight * tl.sum(grads * (value - outs), 1) * scale
         tl.store(turns + (row * n_tokens + token) * n_sinks + s, turn, exists)
         to_key += turn[:, None] * queries
@@ -154,37 +135,6 @@ def _merge_backward(
     spot = ((row * tl.num_programs(0) + part) * n_sinks + s) * width + lane
     tl.store(into_k + spot, tl.sum(to_key, 0), wide)
     tl.store(into_v + spot, tl.sum(to_value, 0), wide)
-
-
-@triton.jit
-def _merge_scored_backward(
-    grad, q, scores, out, lse, sink_v, turns, into_k, into_v, scale, n_rows, n_tokens,
-    g_b, g_h, g_t, q_b, q_h, q_t, o_b, o_h, o_t, v_h, v_s,
-    n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
-    heads_block: tl.constexpr, width_block: tl.constexpr, stages: tl.constexpr,
-):  # fmt: skip
-    """_merge_backward by scores, of sinks that all rows share. Each program goes through every num_programs-th token with all its
-    heads, which lie beside each other, and sums what they say of one sink."""
-    first, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    h, lane = tl.arange(0, heads_block)[:, None], tl.arange(0, width_block)[None, :]
-    exists = h < n_heads
-    inside = exists & (lane < width)
-    value = tl.load(sink_v + v_h * (h // group) + v_s * s + lane, inside, 0).to(tl.float32)
-    to_key, to_value = tl.zeros([heads_block, width_block], tl.float32), tl.zeros([heads_block, width_block], tl.float32)
-    for row in tl.range(first, n_rows, tl.num_programs(0), num_stages=stages):
-        b, t = row // n_tokens, row % n_tokens
-        grads = tl.load(grad + g_b * b + g_t * t + g_h * h + lane, inside, 0).to(tl.float32)
-        outs = tl.load(out + o_b * b + o_t * t + o_h * h + lane, inside, 0).to(tl.float32)
-        queries = tl.load(q + q_b * b + q_t * t + q_h * h + lane, inside, 0).to(tl.float32)
-        place = (b * n_heads + h) * n_tokens + t
-        weight = tl.exp(tl.load(scores + place * n_sinks + s, exists, float("-inf")) - tl.load(lse + place, exists, 0))
-        turn = weight * tl.sum(grads * (value - outs), 1, keep_dims=True) * scale
-        tl.store(turns + place * n_sinks + s, turn, exists)
-        to_key += turn * queries
-        to_value += weight * grads
-    spot = ((first * n_heads + h) * n_sinks + s) * width + lane
-    tl.store(into_k + spot, to_key, inside)
-    tl.store(into_v + spot, to_value, inside)
 
 
 @triton.jit
@@ -213,40 +163,25 @@ def merge_sinks_backward(
     """operators.merge_sinks_backward."""
     batch, heads, tokens, width = q.shape
     grad, q, out, sink_k, sink_v = (_narrow(x) for x in (grad, q, out, sink_k, sink_v))
-    lse, (n_kv, n_sinks) = lse.contiguous(), sink_k.shape[1:3]
+    lse, scores = lse.contiguous(), None if scores is None else scores.contiguous()
+    n_kv, n_sinks = sink_k.shape[1:3]
     wide = triton.next_power_of_2(width)
+    block = max(1, _BACK_TILE // wide)
+    n_blocks = max(1, _SPAN // block)
+    n_parts = triton.cdiv(tokens, block * n_blocks)
     turns = torch.empty(batch, heads, tokens, n_sinks, dtype=torch.float32, device=q.device)
-    strides = (*grad.stride()[:3], *q.stride()[:3], *out.stride()[:3])
-    shape = {"n_heads": heads, "group": heads // n_kv, "n_sinks": n_sinks, "width": width, "width_block": wide}
-    n_rows = sink_k.shape[0]
     # Each program's own sums, added up in a fixed order afterwards: no atomics, the same bits every time.
-    if scores is not None and n_rows == 1:
-        n_each, n_between, heads_block = heads // n_kv, heads, triton.next_power_of_2(heads)
-        warps = min(16, max(1, heads_block * wide // _SCORED_LANES))
-        processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
-        n_programs = min(batch * tokens, _SCORED_WARPS // warps * processors)
-        n_all = n_programs * n_each
-        parts = [torch.empty(n_programs, heads, n_sinks, width, dtype=torch.float32, device=q.device) for _ in range(2)]
-        _merge_scored_backward[(n_programs, n_sinks)](
-            grad, q, scores.contiguous(), out, lse, sink_v, turns, *parts, scale, batch * tokens, tokens,
-            *strides, *sink_v.stride()[1:3],
-            **shape, heads_block=heads_block, stages=_SCORED_STAGES, num_warps=warps,
-        )  # fmt: skip
-    else:
-        block = max(1, _BACK_TILE // wide)
-        n_blocks = max(1, _SPAN // block)
-        n_parts = triton.cdiv(tokens, block * n_blocks)
-        n_each, n_between = heads // n_kv * n_parts, heads * n_parts
-        n_all = batch // n_rows * n_each
-        parts = [torch.empty(batch, heads, n_parts, n_sinks, width, dtype=torch.float32, device=q.device) for _ in range(2)]
-        _merge_backward[(n_parts, batch * heads, n_sinks)](
-            grad, q, out, lse, sink_k, sink_v, turns, *parts, scale, tokens,
-            *strides, *_strides(sink_k, batch), *_strides(sink_v, batch),
-            **shape, block=block, n_blocks=n_blocks, stages=_BACK_STAGES, num_warps=_BACK_WARPS,
-        )  # fmt: skip
+    parts = [torch.empty(batch, heads, n_parts, n_sinks, width, dtype=torch.float32, device=q.device) for _ in range(2)]
+    _merge_backward[(n_parts, batch * heads, n_sinks)](
+        grad, q, lse if scores is None else scores, out, lse, sink_k, sink_v, turns, *parts, scale, tokens,
+        *grad.stride()[:3], *q.stride()[:3], *out.stride()[:3], *_strides(sink_k, batch), *_strides(sink_v, batch),
+        n_heads=heads, group=heads // n_kv, n_sinks=n_sinks, width=width,
+        width_block=wide, block=block, n_blocks=n_blocks, stages=_BACK_STAGES, scored=scores is not None, num_warps=_BACK_WARPS,
+    )  # fmt: skip
     grad_k, grad_v = (torch.empty(sink.shape, dtype=sink.dtype, device=sink.device) for sink in (sink_k, sink_v))
+    n_rows, n_each = sink_k.shape[0], heads // n_kv * n_parts
     _sum_parts[(n_rows * n_kv, n_sinks, 2)](
-        *parts, grad_k, grad_v, n_all, n_each, n_between, n_kv,
+        *parts, grad_k, grad_v, batch // n_rows * n_each, n_each, heads * n_parts, n_kv,
         n_sinks=n_sinks, width=width, width_block=wide, block=max(1, _SUM_TILE // wide), num_warps=_WARPS,
     )  # fmt: skip
     return turns, grad_k, grad_v
@@ -343,17 +278,13 @@ def turn_heads(
 
 @triton.jit
 def _join_heads(
-    grad_q, grad_k, grad_v, turns, sink_k, cos, sin, heads, behind, n_tokens, batch, n_behind,
+    grad_q, grad_k, grad_v, turns, sink_k, cos, sin, heads, n_tokens,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, cos_b, sk_b, sk_h, sk_s,
     n_heads: tl.constexpr, n_kv: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
     heads_block: tl.constexpr, kv_block: tl.constexpr, half_block: tl.constexpr,
 ):  # fmt: skip
-    """One program for each token: its gradients, rotated back, into one row. Those behind the last row carry the n_behind elements
-    of `behind` to where the tokens' end."""
+    """One program for each token: its gradients, rotated back, into one row."""
     b, t = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    if b >= batch:
-        _carry(behind, heads + b * n_tokens * (n_heads + 2 * n_kv) * width, n_behind, heads_block * half_block)
-        return
     half: tl.constexpr = width // 2
     lane = tl.arange(0, half_block)[None, :]
     angle = cos_b * b + t * half + lane
@@ -397,11 +328,11 @@ def join_heads(
     grad_q, grad_k, grad_v = (_narrow(x) for x in (grad_q, grad_k, grad_v))
     sink_k = None if sink_k is None else _narrow(sink_k)
     heads = grad_q.new_empty(batch * tokens + n_behind, n_heads + 2 * n_kv, width)
-    behind = heads[:0] if behind is None else behind.contiguous()
+    if behind is not None:
+        heads[batch * tokens :] = behind
     cos, sin = cos.contiguous(), sin.contiguous()
-    _join_heads[(tokens, batch + bool(n_behind))](
-        grad_q, grad_k, grad_v, grad_q if turns is None else turns, grad_q if sink_k is None else sink_k, cos, sin,
-        heads, behind, tokens, batch, behind.numel(),
+    _join_heads[(tokens, batch)](
+        grad_q, grad_k, grad_v, grad_q if turns is None else turns, grad_q if sink_k is None else sink_k, cos, sin, heads, tokens,
         *grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3], cos.stride(0) if cos.shape[0] > 1 else 0,
         *((0, 0, 0) if sink_k is None else _strides(sink_k, batch)),
         n_heads=n_heads, n_kv=n_kv, n_sinks=0 if turns is None else turns.shape[3], width=width,
