@@ -23,6 +23,7 @@ def expected() -> dict[str, list[str]]:
         f"train-smdm-34m-sink-{_GPU}": _training(figures[f"train-smdm-34m-sink-{_GPU}"]),
         f"train-smollm2-135m-sink-{_GPU}": _adapted(figures[f"train-smollm2-135m-sink-{_GPU}"]),
         f"train_step-smdm-472m-2048-{_GPU}": _step(figures[f"train_step-smdm-472m-2048-{_GPU}"]["forms"]),
+        f"train_step-smdm-472m-2048-compilers-{_GPU}": _compiled(figures[f"train_step-smdm-472m-2048-compilers-{_GPU}"]["forms"]),
         f"train_step-smdm-472m-2048-fp8-{_GPU}": _float8(figures[f"train_step-smdm-472m-2048-fp8-{_GPU}"]["forms"]),
         f"train_step-qwen2.5-0.5b-2048-{_GPU}": _against(figures[f"train_step-qwen2.5-0.5b-2048-{_GPU}"]["forms"]),
         f"train_step-smollm2-135m-512-{_GPU}": _twins(figures[f"train_step-smollm2-135m-512-{_GPU}"]["forms"]),
@@ -70,10 +71,15 @@ def _thousands(row: Any) -> str:
 
 
 def _step(forms: Any) -> list[str]:
-    others = (
-        f"{_thousands(forms['official'])} tokens/s (official form), {_thousands(forms['official-compiled'])} (the same, compiled)"
-    )
-    return [f"{_thousands(forms['sink'])} tokens/s, {100 * forms['sink']['mfu']:.1f} % MFU", others]
+    return [
+        f"{_thousands(forms['sink'])} tokens/s, {100 * forms['sink']['mfu']:.1f} % MFU",
+        f"{_thousands(forms['official'])} tokens/s (official form)",
+    ]
+
+
+def _compiled(forms: Any) -> list[str]:
+    ours, official = (_thousands(forms[form]) for form in ("sink", "official-compiled"))
+    return [f"{official} (the same, compiled; {ours} ours in that run)"]
 
 
 def _float8(forms: Any) -> list[str]:

@@ -458,8 +458,7 @@ def test_a_run_in_float8_learns_as_one_in_bf16(tmp_path):
     for precision in ("bf16", "fp8"):
         train = {"steps": 20, "batch": 16, "lr": 1e-3, "precision": precision}
         recipe = Recipe.resolve({"model": model, "data": data, "train": train, "eval": {"every": 10, "draws": 32}})
-        _, said = run(recipe, tmp_path / precision, device="cuda")
-        assert any("learned more slowly" in line for line in said) == (precision == "fp8")
+        run(recipe, tmp_path / precision, device="cuda")
         losses[precision] = [line["loss"] for line in metrics(tmp_path / precision, "validation")]
     assert losses["fp8"] != losses["bf16"]
     assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.02)

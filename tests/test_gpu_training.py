@@ -7,7 +7,7 @@ import torch
 from benchmarks.kills import read_metrics, write_set
 
 from conftest import VARIANTS
-from sinkdlm import DiffusionLM, ModelConfig, Recipe, load, operators
+from sinkdlm import DiffusionLM, ModelConfig, Recipe, load
 from sinkdlm.diffusion import corrupt, denoising_loss
 from sinkdlm.training import compiling, gradients, loop, places
 from sinkdlm.training.recorded import CudaRecorder
@@ -206,12 +206,3 @@ def test_a_run_whose_blocks_are_left_to_kernels_is_the_compiled_one(runs, graphs
     assert found[1][3] == (60 if graphs == "on" else 0)
     assert found[0][1] == pytest.approx(found[1][1], rel=0.02)
     assert resumed[1] == pytest.approx(found[1][1], rel=0.02)  # cuDNN's backward adds up in any order
-
-
-@pytest.mark.parametrize("tokens", [512, 510])  # of which the second has no four equal parts
-def test_a_product_in_parts_is_the_product(tokens):
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    n, k = next(((n, 5120) for n in range(1280, 12800, 128) if operators.parts_of_product(n, 5120, processors) > 1), (1280, 5120))
-    grad, x = (torch.randn(tokens, size, device="cuda").bfloat16() for size in (n, k))
-    found = operators.weight_gradient(grad, x, torch.float32)
-    torch.testing.assert_close(found, grad.float().mT @ x.float(), rtol=1e-3, atol=1e-3)

@@ -780,8 +780,7 @@ def test_float8_needs_a_gpu_that_has_it(tmp_path, token_set, monkeypatch):
     monkeypatch.setattr(loop, "check_training", lambda _: None)  # products are emulated
     losses = {}
     for precision, recipe in recipes.items():
-        _, said = run(recipe, tmp_path / precision)
-        assert any("learned more slowly" in line for line in said) == (precision == "fp8")
+        run(recipe, tmp_path / precision)
         losses[precision] = [line["loss"] for line in metrics(tmp_path / precision)]
     assert losses["fp8"] != losses["bf16"]
     assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.02)

@@ -374,12 +374,6 @@ def test_a_weights_gradient_is_not_rounded_to_its_factors():
     assert torch.equal(weight.grad, found)
 
 
-def test_a_product_whose_last_round_would_be_half_empty_is_computed_in_parts():
-    assert operators.parts_of_product(1280, 5120, 132) == 4  # 160 to 200 tiles: two rounds, of which a quarter or more is idle
-    assert operators.parts_of_product(10240, 1280, 132) == 1  # 378 tiles of 192 by 192 are 2.86 rounds
-    assert operators.parts_of_product(3840, 1280, 132) == operators.parts_of_product(576, 576, 132) == 1  # in one round
-
-
 @pytest.mark.parametrize(
     "name",
     [

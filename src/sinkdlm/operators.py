@@ -7,9 +7,6 @@ attention.py and model.py call them from functions that have their own backward.
 import torch
 from torch import Tensor
 
-_TILES = ((128, 256), (256, 128), (192, 192), (128, 320), (320, 128))  # of cuBLAS's products on a Hopper GPU
-_PARTS, _FULL = 4, 0.8  # of a product, and how busy its rounds must be to leave it whole
-
 
 def _repeat(x: Tensor, heads: int) -> Tensor:
     return x.float().repeat_interleave(heads // x.shape[1], dim=1)
@@ -381,18 +378,4 @@ def _(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @weight_gradient.register_kernel("cuda")
 def _(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    if grad.dtype == dtype:
-        return torch.mm(grad.mT, x)
-    n_parts = parts_of_product(grad.shape[1], x.shape[1], torch.cuda.get_device_properties(grad.device).multi_processor_count)
-    if n_parts == 1 or grad.shape[0] % n_parts or not (grad.is_contiguous() and x.is_contiguous()):
-        return torch.mm(grad.mT, x, out_dtype=dtype)
-    grads, inputs = (each.unflatten(0, (n_parts, -1)) for each in (grad, x))
-    return torch.bmm(grads.mT, inputs, out_dtype=dtype).sum(0)
-
-
-def parts_of_product(n: int, k: int, processors: int) -> int:
-    """In how many parts a product of n by k that sums over many tokens is computed: in several where its tiles, however they are
-    cut, would leave the processors' last round half empty. Small ones cuBLAS divides by itself."""
-    counts = [-(-n // height) * -(-k // width) for height, width in _TILES]
-    full = max(count / (-(-count // processors) * processors) for count in counts)
-    return _PARTS if min(counts) > processors and full < _FULL else 1
+    return torch.mm(grad.mT, x) if grad.dtype == dtype else torch.mm(grad.mT, x, out_dtype=dtype)

@@ -209,8 +209,6 @@ class Trainer:
             plan = line_of_run(self.recipe, name, self.world.memory, self.weights.layout, self.micro_batch, self.world.size, left)
             if plan is not None:
                 self.monitor.say(plan)
-        if self.precision == "fp8":
-            self.monitor.say('train.precision = "fp8" has learned more slowly than "bf16" (docs/log.md): compare validation losses')
         if self.precision == "bf16" and self.device.type == "cpu":
             self.monitor.say('train.precision = "bf16" is slow on most CPUs; "float32" or "auto" is the cure')
 

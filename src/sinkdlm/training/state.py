@@ -20,16 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
-from torch.distributed.tensor import DTensor
 
 from sinkdlm.checkpoint import fingerprint, written_aside
 from sinkdlm.durable import sync
 from sinkdlm.errors import CheckpointError, TrainError
 from sinkdlm.training.parallel import World
+from sinkdlm.training.sharding import as_sharded, own_part
 
 SCALARS = "state.json"
 _FILE_BYTES = 16 << 20
@@ -85,7 +81,7 @@ class States:
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         """Makes the buffers that `save_behind` copies to: locking pages takes seconds, which no step should wait for."""
         for name, tensor in tensors.items():
-            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+            part = own_part(tensor).detach()
             self._staged[name] = torch.zeros_like(part, device="cpu", pin_memory=part.is_cuda)  # touched, so that it is there
 
     def wait(self) -> None:
@@ -109,7 +105,7 @@ class States:
             self.prepare(tensors)
         found = {}
         for name, tensor in tensors.items():
-            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+            part = own_part(tensor).detach()
             self._staged[name].copy_(part, non_blocking=True)
             found[name] = _like(tensor, self._staged[name])
         if any(tensor.is_cuda for tensor in tensors.values()):
@@ -211,8 +207,8 @@ class States:
                     _load_tensors(self.place(step), tensors, self.world.words)
                     self.whole.add(step)
                     return scalars
-                except (OSError, ValueError, KeyError, CheckpointException) as failure:  # the same on every rank
-                    problems = [str(failure)]
+                except (OSError, ValueError, KeyError) as failure:  # the same on every rank
+                    problems = [getattr(failure, "strerror", None) or str(failure)]
             self._warn(f"{self.place(step)}: damaged, skipped: {problems[0].splitlines()[0]}")
         if steps:
             raise TrainError(f"{self.folder}: no whole state among {len(steps)}; restore one, or remove the folder to begin again")
@@ -245,16 +241,14 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 def _like(tensor: Tensor, part: Tensor) -> Tensor:
     """The part on the host, knowing of the other ranks' as `tensor` does."""
-    if not isinstance(tensor, DTensor):
-        return part
-    spec = tensor._spec
-    return DTensor(part, spec, requires_grad=False)
+    sharded = as_sharded(tensor)
+    return part if sharded is None else type(sharded)(part, sharded._spec, requires_grad=False)
 
 
 def _deal_to_files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Which file each tensor goes to, from 1. Files are small, because torch serialises one at a time in a call that keeps every
     other thread of the process waiting: training goes on between them."""
-    parts = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    parts = {name: own_part(tensor) for name, tensor in tensors.items()}
     sizes = {name: part.numel() * part.element_size() for name, part in parts.items()}  # rank 0's, which decides for all
     most = max(_FILE_BYTES, sum(sizes.values()) // _MOST_FILES)
     files: dict[str, int] = {}
@@ -269,20 +263,35 @@ def _deal_to_files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _save_tensors(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
     """group: of the ranks that write together; None for a process alone."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     files = _deal_to_files(tensors)
     writer = HuggingFaceStorageWriter(path=str(folder), fqn_to_index_mapping=files, save_distributed=group is not None)
-    try:
-        with _quiet_torch():
-            save_state(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
-    except CheckpointException as failure:
-        cause = next((error for error, _ in failure.failures.values()), failure)
-        raise OSError(getattr(cause, "errno", None) or 0, getattr(cause, "strerror", None) or str(cause)) from failure
+    with _torchs_failures():
+        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
 def _load_tensors(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     reader = HuggingFaceStorageReader(path=str(folder))
-    with _quiet_torch():
-        load_state(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+    with _torchs_failures():
+        load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+
+
+@contextmanager
+def _torchs_failures() -> Iterator[None]:
+    """As what went wrong with a file, whichever rank's it was; and without what torch says about being alone."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with _quiet_torch():
+            yield
+    except CheckpointException as failure:
+        cause = next((error for error, _ in failure.failures.values()), failure)
+        raise OSError(getattr(cause, "errno", None) or 0, getattr(cause, "strerror", None) or str(cause)) from failure
 
 
 @contextmanager

@@ -6,16 +6,16 @@ sink logits) stays whole on every rank: it is tiny, and it keeps its precision w
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from sinkdlm.model import DiffusionLM
 from sinkdlm.planning import Layout
 from sinkdlm.training.parallel import World
+from sinkdlm.training.sharding import as_sharded, own_part
 
 
 def _unsharded(block: nn.Module) -> set[nn.Parameter]:
@@ -50,6 +50,8 @@ class Weights:
         self.model, self.world, self.layout = model, world, layout
         self.mesh = None if layout is None else self._make_mesh(layout)
         if self.mesh is not None:
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
             # Inputs are not cast: the residual stream keeps the precision that it has in one process.
             reduce = None if dtype == torch.float64 else torch.float32
             policy = MixedPrecisionPolicy(param_dtype=travels_as, reduce_dtype=reduce, cast_forward_inputs=False)
@@ -68,7 +70,7 @@ class Weights:
                 group.set_force_sum_reduction_for_comms(True)  # a plain sum, which every backend has
         self._named: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.local: dict[str, Tensor] = {name: self._storage(p) for name, p in self._named.items()}
-        self._copied = [name for name, p in self._named.items() if layout is not None and not isinstance(p, DTensor)]
+        self._copied = [name for name, p in self._named.items() if layout is not None and as_sharded(p) is None]
 
     def _make_mesh(self, layout: Layout) -> DeviceMesh:
         kind = self.world.device.type
@@ -76,31 +78,32 @@ class Weights:
             return init_device_mesh(kind, (layout.shards,), mesh_dim_names=("shard",))
         return init_device_mesh(kind, tuple(layout), mesh_dim_names=("copy", "shard"))
 
-    def _groups(self) -> Iterator[FSDPModule]:
-        for module in (self.model, *self.model.blocks):
-            if isinstance(module, FSDPModule):
-                yield module
+    def _groups(self) -> Iterator[Any]:
+        """What fully_shard made of the model and its blocks."""
+        if self.layout is not None:
+            yield from (self.model, *self.model.blocks)
 
     @staticmethod
     def _storage(p: nn.Parameter) -> Tensor:
-        return p.to_local().detach() if isinstance(p, DTensor) else p
+        return p if as_sharded(p) is None else own_part(p).detach()
 
     # -- gradients --------------------------------------------------------------------------------------------------------------
 
     def before_backward(self, *, last: bool) -> None:
         """Copies exchange gradients once a step; shards after every backward, or each rank would hold them whole."""
-        if self.layout is None or not isinstance(self.model, FSDPModule):
+        if self.layout is None:
             return
+        root, *_ = self._groups()
         if self.layout.shards == 1:
-            self.model.set_requires_gradient_sync(last)
+            root.set_requires_gradient_sync(last)
         elif self.layout.copies > 1:
-            self.model.set_requires_all_reduce(last)
+            root.set_requires_all_reduce(last)
 
     def take_gradients(self) -> list[Tensor]:
         """After the last backward of a step: this rank's part of the gradient, summed over all ranks, beside its weights."""
         if self.layout is not None:
             for name, p in self._named.items():
-                self.local[name].grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+                self.local[name].grad = None if p.grad is None else own_part(p.grad)
             self._sum_copied()
         return [part.grad for part in self.local.values() if part.grad is not None]
 
@@ -137,17 +140,19 @@ class Weights:
 
     def spread(self, name: str, part: Tensor) -> Tensor:
         """A rank's storage of a parameter, or of something shaped like it, as a tensor that knows the other ranks' parts."""
-        p = self._named[name]
-        if not isinstance(p, DTensor):
+        p = as_sharded(self._named[name])
+        if p is None:
             return part.detach()
+        from torch.distributed.tensor import DTensor
+
         return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
     def collect(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """The whole tensors, on rank 0's host; None on the others, which all must call."""
         found: dict[str, Tensor] = {}
         for name, part in parts.items():
-            tensor = self.spread(name, part)
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            sharded = as_sharded(self.spread(name, part))
+            whole = part.detach() if sharded is None else sharded.full_tensor()
             if self.world.first:
                 found[name] = whole.cpu()
         return found if self.world.first else None

@@ -1,0 +1,19 @@
+"""Tensors of which each rank holds a part. Torch's packages for them take most of a second to load, and a process alone makes its
+first step without them: here nothing is loaded, since without the package there is no such tensor either."""
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+
+def as_sharded(tensor: Tensor | None) -> Any:
+    """The tensor where it is a DTensor, else None."""
+    package = sys.modules.get("torch.distributed.tensor")
+    return tensor if package is not None and isinstance(tensor, package.DTensor) else None
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's, which is all of a tensor that is not sharded."""
+    sharded = as_sharded(tensor)
+    return tensor if sharded is None else sharded.to_local()
