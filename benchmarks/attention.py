@@ -3,7 +3,7 @@
 For each shape: the relative error of the plain kernel (no sink), of `append` and of each `merge`, forward and every gradient,
 against the naive form in float64 on the same inputs; and milliseconds of forward plus backward, on a GPU of its kernels alone
 (replayed as a graph: in training, the host is ahead). trained, trained-plain: from projected heads to mixed values as a training
-step computes it, rotary included, with and without the lane.
+step computes it, rotary included, with and without the lane, and their kernels one by one.
 """
 
 import sys
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measuring import arguments, graphed, measure_together, record, write
+from benchmarks.measuring import arguments, graphed, kernel_times, measure_together, record, write
 from sinkdlm.attention import attend
 from sinkdlm.fused_layers import attend_rows
 from sinkdlm.positions import Rotation
@@ -89,6 +89,8 @@ def main() -> None:
             calls |= {"trained-plain": trained(shape, 0), "trained": trained(shape, N_SINKS)}
             calls = {form: graphed(call) for form, call in calls.items()}
         row["ms_forward_backward"] = measure_together(calls, args.device)
+        if args.device == "cuda":
+            row["kernels"] = {form: kernel_times(calls[form], args.device) for form in ("trained-plain", "trained")}
         medians = {form: timed["p50"] for form, timed in row["ms_forward_backward"].items()}
         base = {form: medians["trained-plain" if form.startswith("trained") else "plain"] for form in medians}
         row["to_plain"] = {form: median / base[form] for form, median in medians.items()}

@@ -77,6 +77,23 @@ def graphed(run: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
+def kernel_times(run: Callable[[], Any], device: str, repeats: int = 3) -> list[dict[str, Any]]:
+    """Milliseconds and calls of each kernel of one run (on a CPU: of each operation), those that take most first."""
+    on_gpu = device == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as seen:
+        for _ in range(repeats):
+            run()
+        if on_gpu:
+            torch.cuda.synchronize()
+    kernels = []
+    for event in seen.key_averages():
+        taken = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if taken > 0 and (not on_gpu or event.device_type.name == "CUDA"):
+            kernels.append({"kernel": event.key[:120], "ms": taken / 1000 / repeats, "calls": event.count / repeats})
+    return sorted(kernels, key=lambda one: -one["ms"])
+
+
 def peak_bytes(run: Callable[[], Any]) -> int:
     """Peak GPU memory that one call adds to what is already held."""
     run()

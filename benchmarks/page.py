@@ -197,6 +197,10 @@ def attention(records: dict[str, Record]) -> Iterator[str]:
             ]
             yield "Times the plain kernel; of attention as a training step computes it, times the same without a sink:"
             yield table(["shape", *forms], rows)
+        for shape, row in figures.items():
+            if "kernels" in row and "relative_error" not in row:
+                yield f"Kernels of {shape} as a training step computes it, ms:"
+                yield table(["kernel", "without a sink", "with it"], kernel_rows(*row["kernels"].values()))
         checked = {shape: row["relative_error"] for shape, row in figures.items() if "relative_error" in row}
         rows = [
             [f"{shape}, {form}", *(f"{errors.get(name, float('nan')):.2e}" if name in errors else "" for name in _GRADIENTS)]
@@ -205,6 +209,16 @@ def attention(records: dict[str, Record]) -> Iterator[str]:
         ]
         yield "Relative error against float64:"
         yield table(["shape, form", *_GRADIENTS], rows)
+
+
+def kernel_rows(*forms: list[dict[str, Any]]) -> list[list[str]]:
+    """Of several forms beside each other, those that take most first."""
+    times = [{one["kernel"]: one["ms"] for one in kernels} for kernels in forms]
+    most = {name: max(taken.get(name, 0.0) for taken in times) for name in dict.fromkeys(name for taken in times for name in taken)}
+    return [
+        [f"`{name[:70]}`", *(f"{taken[name]:.4f}" if name in taken else "" for taken in times)]
+        for name in sorted(most, key=lambda name: -most[name])
+    ]
 
 
 _GRADIENTS = ("out", "dq", "dk", "dv", "dsink_k", "dsink_v")

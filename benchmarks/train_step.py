@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.measuring import measure, measure_together, record, write
+from benchmarks.measuring import kernel_times, measure, measure_together, record, write
 from benchmarks.official_loop import MaskedForm
 from sinkdlm import DiffusionLM, Recipe
 from sinkdlm.data.rows import Batch
@@ -52,7 +52,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "official-compiled": {"n_sinks": 1},
 }
 _STEPS = 4  # that are timed together
-_PROFILED = 3
 # Kernels by a word of their name, in this order.
 _KINDS = {
     "attention": ("flash", "fmha", "cudnn", "sdpa", "attention", "_merge"),
@@ -286,23 +285,11 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
     step = Step(recipe, args.profile, args.rows, torch.device(args.device))
     for _ in range(args.warmup):
         step()
-    on_gpu = args.device == "cuda"
-    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity]) as seen:
-        for _ in range(_PROFILED):
-            step()
-        if on_gpu:
-            torch.cuda.synchronize()
-    kernels = []
-    for event in seen.key_averages():
-        taken = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        if taken > 0 and (not on_gpu or event.device_type.name == "CUDA"):
-            kernels.append({"kernel": event.key[:120], "ms": taken / 1000 / _PROFILED, "calls": event.count / _PROFILED})
-    kernels.sort(key=lambda one: -cast(float, one["ms"]))
+    kernels = kernel_times(step, args.device)
     kinds: dict[str, float] = {}
     for one in kernels:
-        kind = kind_of(cast(str, one["kernel"]))
-        kinds[kind] = kinds.get(kind, 0.0) + cast(float, one["ms"])
+        kind = kind_of(one["kernel"])
+        kinds[kind] = kinds.get(kind, 0.0) + one["ms"]
     free()
     return {"form": args.profile, "ms_by_kind": kinds, "ms_busy": sum(kinds.values()), "kernels": kernels[:40]}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import cold_start, curves, precision, train_step
+from benchmarks import cold_start, curves, measuring, page, precision, train_step
 from benchmarks.measuring import RESULTS, measure, measure_together, quantiles
 from benchmarks.page import page_text
 
@@ -136,6 +136,17 @@ def test_a_timed_step_is_a_training_step_in_every_form():
         "triton_red_fused": "compiled",
     }
     assert {name: train_step.kind_of(name) for name in kinds} == kinds
+
+
+def test_kernels_are_timed_one_by_one_and_shown_beside_each_other():
+    x = torch.ones(64, 64)
+    forms = [measuring.kernel_times(run, "cpu", repeats=2) for run in (lambda: x @ x, lambda: (x @ x).exp())]
+    calls = [{one["kernel"]: one["calls"] for one in kernels} for kernels in forms]
+    assert calls[0]["aten::mm"] == calls[1]["aten::mm"] == calls[1]["aten::exp"] == 1
+    assert "aten::exp" not in calls[0]
+    assert [one["ms"] for one in forms[1]] == sorted((one["ms"] for one in forms[1]), reverse=True)
+    made = [{"kernel": "a", "ms": 1.0}, {"kernel": "b", "ms": 0.5}], [{"kernel": "b", "ms": 2.0}, {"kernel": "c", "ms": 0.25}]
+    assert page.kernel_rows(*made) == [["`b`", "0.5000", "2.0000"], ["`a`", "1.0000", ""], ["`c`", "", "0.2500"]]
 
 
 @pytest.mark.slow
