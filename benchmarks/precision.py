@@ -7,7 +7,7 @@ Each is a `sinkdlm train` of its own with the same rows, noise and first weights
 
 --start 20e6: the first weights are not random, but what so many tokens (in another order) made of them in the first precision, at
 an even rate. At random ones a model rests for a while where it knows how often each token comes and nothing of its neighbours, and
-when it leaves there any change of rounding decides; what a precision does to learning shows after that.
+when it leaves there any change of rounding may decide; what a precision does to learning shows after that.
 """
 
 import argparse
