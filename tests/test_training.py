@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,6 +34,7 @@ from sinkdlm.training.monitor import Metrics, Monitor, flat_numbers
 from sinkdlm.training.optimizer import learning_rate
 from sinkdlm.training.parallel import World
 from sinkdlm.training.peaks import read_lines
+from sinkdlm.training.sharding import as_sharded, own_part
 from sinkdlm.writer import Job, write
 
 ALONE = World(torch.device("cpu"))
@@ -131,6 +132,38 @@ def start_cli(recipe: Recipe, out: Path, program: Sequence[str] = ("-m", "sinkdl
 
 
 # -- exactness --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_package_that_another_thread_is_loading_has_made_no_shard(monkeypatch):
+    half_loaded = ModuleType("torch.distributed.tensor")
+    for package in (None, half_loaded):
+        monkeypatch.setitem(sys.modules, "torch.distributed.tensor", package)
+        tensor = torch.ones(2)
+        assert as_sharded(tensor) is None
+        assert own_part(tensor) is tensor
+
+
+def test_a_state_in_the_background_loads_its_packages_before_its_thread(tmp_path):
+    script = (
+        "import sys, threading, torch\n"
+        "from pathlib import Path\n"
+        "from sinkdlm.training.parallel import World\n"
+        "from sinkdlm.training.state import States\n"
+        "states = States(Path(sys.argv[1]), keep=1, warn=print, world=World(torch.device('cpu')))\n"
+        "assert 'torch.distributed.checkpoint' not in sys.modules\n"
+        "seen, write = [], states._write\n"
+        "def watched(*given):\n"
+        "    before = set(sys.modules)\n"
+        "    write(*given)\n"
+        "    seen.extend(name for name in set(sys.modules) - before if name.startswith('torch.distributed'))\n"
+        "states._write = watched\n"
+        "assert states.save_behind(1, {'a': torch.ones(3)}, {'step': 1})\n"
+        "states.wait()\n"
+        "assert states.steps() == [1]\n"
+        "print(seen)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (run.stdout.strip(), run.returncode) == ("[]", 0), run.stderr
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ from torch import Tensor
 
 def as_sharded(tensor: Tensor | None) -> Any:
     """The tensor where it is a DTensor, else None."""
-    package = sys.modules.get("torch.distributed.tensor")
-    return tensor if package is not None and isinstance(tensor, package.DTensor) else None
+    # A package that another thread is just loading may lack its names, and then nobody has made such a tensor either.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return tensor if kind is not None and isinstance(tensor, kind) else None
 
 
 def own_part(tensor: Tensor) -> Tensor:

@@ -79,7 +79,9 @@ class States:
         return True
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Makes the buffers that `save_behind` copies to: locking pages takes seconds, which no step should wait for."""
+        """Makes the buffers that `save_behind` copies to: locking pages takes seconds, which no step should wait for.
+        Also loads what its thread will need, so that nothing is half loaded while a step goes on."""
+        _load_packages()
         for name, tensor in tensors.items():
             part = own_part(tensor).detach()
             self._staged[name] = torch.zeros_like(part, device="cpu", pin_memory=part.is_cuda)  # touched, so that it is there
@@ -259,6 +261,11 @@ def _deal_to_files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         files[name] = number
         filled += size
     return files
+
+
+def _load_packages() -> None:
+    import torch.distributed.checkpoint.hf_storage
+    import torch.distributed.checkpoint.state_dict_saver  # noqa: F401
 
 
 def _save_tensors(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
