@@ -216,7 +216,9 @@ def wait_for_moment(moment: str, process: Life, out: Path, rng: random.Random, s
     metrics, states = out / "metrics.jsonl", out / "checkpoints"
     size = metrics.stat().st_size if metrics.exists() else 0
     if moment == "start":
-        _wait(process, rng.uniform(0, starting))
+        changed, until = _changed(metrics), time.monotonic() + rng.uniform(0, starting)
+        while process.poll() is None and time.monotonic() < until and _changed(metrics) == changed:
+            time.sleep(0.005)  # no longer than it starts: on a fast machine the run would be over before the kill
     elif moment == "step":
         lines = rng.randint(1, STEPS_PER_KILL)
         while process.poll() is None and time.monotonic() < deadline and _lines_after(metrics, size) < lines:
