@@ -7,7 +7,8 @@ authors' code trains, by torch's own norm and AdamW; official-compiled: the same
 `sinkdlm train` does, its micro-batches recorded as CUDA graphs where train.graphs = "auto" records them (--graphs: wherever they
 can be, --no-graphs: nowhere). Where they are asked for: sink-fp8 is sink with train.precision = "fp8", whose products need a GPU
 that has them (a CPU emulates them); vanilla-whole and sink-whole have train.compile = "whole", which is for a CPU; sink-blocks has
-train.compile = "blocks", where "auto" leaves blocks to kernels of their own.
+train.compile = "blocks", where "auto" leaves blocks to kernels of their own; vanilla-residual and sink-residual have
+train.residual = "bf16".
 Forms take turns, so that a ratio does not depend on when each was measured. --profile NAME: the kernels of one step of that form,
 by kind.
 --sweep: the time of a step by rows and by length, beside planning.py's FLOPs.
@@ -40,11 +41,14 @@ from sinkdlm.training.weights import Weights
 
 _FLOAT8 = "sink-fp8"
 _WHOLE, _BLOCKS = "-whole", "-blocks"
+_HALF = "-residual"  # what layers add to is bf16
 VARIANTS: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "sink": {"n_sinks": 1},
     "gate": {"gate": "elementwise"},
     _FLOAT8: {"n_sinks": 1},
+    f"vanilla{_HALF}": {},
+    f"sink{_HALF}": {"n_sinks": 1},
     f"vanilla{_WHOLE}": {},
     f"sink{_WHOLE}": {"n_sinks": 1},
     f"sink{_BLOCKS}": {"n_sinks": 1},
@@ -83,6 +87,7 @@ class Step:
         with torch.device("meta"):
             model = DiffusionLM(recipe.model)
         model.float8 = form == _FLOAT8
+        model.residual = torch.bfloat16 if form.endswith(_HALF) else None
         way = settle_way(model, self._as_trained(), world, full_rows=True)
         if not self._official:
             compile_model(model, way.compile, world, as_rows=way.as_rows)
@@ -119,6 +124,8 @@ class Step:
         train = {**table["train"], "batch": self.rows, "micro_batch": self.rows}
         if self.form == _FLOAT8:
             train["precision"] = "fp8"
+        elif self.form.endswith(_HALF):
+            train["residual"] = "bf16"
         elif self.form.endswith((_WHOLE, _BLOCKS)):
             train["compile"] = self.form.split("-")[1]
         return Recipe.resolve({**table, "train": train})

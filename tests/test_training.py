@@ -22,7 +22,7 @@ from benchmarks import kills
 from rich.console import Console
 
 from evaluated import tiny_tokenizer
-from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError, load, save
+from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError, layers, load, save
 from sinkdlm.checkpoint import write_tokenizer
 from sinkdlm.config import LogSection, TrainSection
 from sinkdlm.data.rows import open_rows
@@ -817,6 +817,27 @@ def test_float8_needs_a_gpu_that_has_it(tmp_path, token_set, monkeypatch):
         losses[precision] = [line["loss"] for line in metrics(tmp_path / precision)]
     assert losses["fp8"] != losses["bf16"]
     assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 units says so
+def test_layers_may_add_in_bf16(tmp_path, token_set, monkeypatch):
+    """Where products are in bf16; and what training leaves behind is as it always is."""
+    seen: dict[str, set[torch.dtype]] = {"float32": set(), "bf16": set()}
+    losses, plain = {}, layers.Block.compute
+    for residual, found in seen.items():
+        monkeypatch.setattr(
+            layers.Block, "compute", lambda self, x, *rest, found=found: found.add(x.dtype) or plain(self, x, *rest)
+        )
+        recipe = recipe_of(token_set, train={"precision": "bf16", "residual": residual}, eval={"every": 3, "draws": 8})
+        run(recipe, tmp_path / residual)
+        losses[residual] = [line["loss"] for line in metrics(tmp_path / residual) if "loss" in line]
+    assert seen == {"float32": {torch.float32}, "bf16": {torch.bfloat16}}
+    assert losses["bf16"] != losses["float32"]
+    assert losses["bf16"] == pytest.approx(losses["float32"], rel=0.01)
+    assert {p.dtype for p in load(tmp_path / "bf16" / "model").model.parameters()} == {torch.float32}
+    with pytest.raises(UserError, match=r"train\.residual = 'bf16': goes with train\.precision = 'bf16' or 'fp8', not 'float32'"):
+        run(recipe_of(token_set, train={"precision": "auto", "residual": "bf16"}), tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
 
 
 def test_training_learns(tmp_path, token_set):

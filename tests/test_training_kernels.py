@@ -130,21 +130,23 @@ def test_norm_kernel(added, dtype):
     torch.testing.assert_close(training_kernels.add_norm(*given), plain(operators.add_norm)(*given))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("update", [None, torch.bfloat16])
-def test_norm_backward_kernel(update, monkeypatch):
+def test_norm_backward_kernel(update, dtype, monkeypatch):
     pytest.importorskip("triton", reason="needs Triton")
     from sinkdlm import training_kernels
 
     monkeypatch.setattr(training_kernels, "_SUM_ROWS", 8)  # fewer than programs
-    x, grad_sum, grad_normed = (random(2, 45, 70, seed=i) for i in range(3))  # more rows than programs
+    x, grad_sum, grad_normed = (random(2, 45, 70, seed=i, dtype=dtype) for i in range(3))  # more rows than programs
     for through in (grad_sum, None):
         given = (through, grad_normed.bfloat16(), x, random(70, seed=3), 1e-5, update)
         torch.testing.assert_close(training_kernels.add_norm_backward(*given), plain(operators.add_norm_backward)(*given))
 
 
-@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("added", [None, torch.float32, torch.bfloat16])
 def test_adding_and_norming_has_autograds_gradients(added):
-    x, update, weight = (random(2, 3, 7), random(2, 3, 7, seed=1), random(7, seed=2))
+    """added: what is added to a sum in float32. In the sum's own precision its gradient is the sum's."""
+    x, update, weight = (random(2, 3, 7), random(2, 3, 7, seed=1, dtype=added or torch.float32), random(7, seed=2))
     grads = [random(2, 3, 7, seed=i) for i in (3, 4)]
     results = []
     for fused in (False, True):

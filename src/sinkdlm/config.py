@@ -289,6 +289,10 @@ class TrainSection(_Frozen):
         description="bf16: autocast over float32 weights; fp8: the same, with the products of each block in float8, on GPUs that "
         "have them; auto: bf16 on a GPU, float32 on a CPU; float64: for tests",
     )
+    residual: Literal["float32", "bf16"] = Field(
+        default="float32",
+        description="what layers add to, and its gradient, where precision is bf16 or fp8; bf16 takes less traffic and memory",
+    )
     compile: Compile = Field(
         default="auto",
         description="torch.compile of each block; whole: of all as one, on a CPU; auto: each, on a GPU with Triton, where our own "

@@ -91,9 +91,16 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_sum: Tensor, grad_normed: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad_x, grad_update, grad_weight = operators.add_norm_backward(grad_sum, grad_normed, x, weight, ctx.eps, ctx.update_dtype)
-        return grad_x, grad_update if ctx.update_dtype is not None else None, grad_weight, None, None
+        return *_norm_backward(ctx, grad_sum, grad_normed), None, None
+
+
+def _norm_backward(ctx: Any, grad_sum: Tensor | None, grad_normed: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Of x, of what was added to it and of the norm's weight. In one precision the first two are one."""
+    x, weight = ctx.saved_tensors
+    alike = ctx.update_dtype == x.dtype
+    wanted = None if alike else ctx.update_dtype
+    grad_x, grad_update, grad_weight = operators.add_norm_backward(grad_sum, grad_normed, x, weight, ctx.eps, wanted)
+    return grad_x, grad_x if alike else None if wanted is None else grad_update, grad_weight
 
 
 def add_last_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -111,8 +118,7 @@ class _AddLastNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        total, weight = ctx.saved_tensors
-        return *operators.add_norm_backward(None, grad, total, weight, ctx.eps, ctx.update_dtype), None, None
+        return *_norm_backward(ctx, None, grad), None, None
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -47,6 +47,7 @@ class DiffusionLM(nn.Module):
         self.recompute: Recompute = "none"  # activation checkpointing: what the backward computes again
         self.picks_early = False  # whether a loss says where it looks, for the last layer to end there
         self.float8 = False  # whether blocks' products are in float8 where gradients are wanted
+        self.residual: torch.dtype | None = None  # of what layers add to under autocast; by default the weights'
         self._lanes: LaneCache | None = None
         home = torch.empty(0).device
         with torch.device("meta"):  # torch's own initialisation would draw from the global generator
@@ -118,6 +119,8 @@ class DiffusionLM(nn.Module):
             tokens = tokens.masked_fill(~inside, config.mask_id)
         packed = None if documents is None else Documents.of(documents, inside)
         x = self.embed(tokens)
+        if self.residual is not None and torch.is_autocast_enabled(x.device.type):
+            x = x.to(self.residual)
         n_registers = 0 if causal else config.n_registers
         if n_registers:
             assert self.sinks is not None

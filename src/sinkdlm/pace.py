@@ -91,7 +91,7 @@ def step_seconds(
     rewritten = forward if recipe.train.recompute != "none" else 0.0
     products = 6 * tokens * count.non_embedding
     attention = 12 * tokens * config.n_layers * config.d_model * length
-    kept = kept_by_block(config, 2, compiled=True)["none"]
+    kept = kept_by_block(config, 2, compiled=True, residual=recipe.train.residual)["none"]
     traffic = fit.passes * tokens * config.n_layers * kept * (1 + rewritten)
     joined = fit.lane * tokens * config.n_layers * config.d_model * config.n_lane
     rounded = _ROUNDING_BYTES * forwards * count.non_embedding

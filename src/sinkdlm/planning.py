@@ -193,7 +193,7 @@ def training_memory(
     unit = _BYTES[train.precision]
     tokens = micro_batch * recipe.data.length
     part = -(-config.count_parameters().total // layout.shards) * weight
-    kept = kept_by_block(config, unit, train.compile != "none" if compiled is None else compiled)
+    kept = kept_by_block(config, unit, train.compile != "none" if compiled is None else compiled, train.residual)
     logits = min(head_chunk(config.vocab_size), tokens) * config.vocab_size * (4 + unit)
     # With recomputation the backward first makes what the block would have kept.
     again = tokens * (kept["none"] - kept[train.recompute])
@@ -210,20 +210,20 @@ def training_memory(
     )
 
 
-def kept_by_block(config: ModelConfig, unit: int, compiled: bool) -> dict[str, int]:
-    """Bytes a token that one block keeps for its backward, by recomputation.
+def kept_by_block(config: ModelConfig, unit: int, compiled: bool, residual: str = "float32") -> dict[str, int]:
+    """Bytes a token that one block keeps for its backward, by recomputation. residual: the recipe's.
 
-    none: both residuals (float32), both normed inputs, q, k and v before rotary, q and k after it, attention's output, gate and up;
+    none: both residuals, both normed inputs, q, k and v before rotary, q and k after it, attention's output, gate and up;
     and where blocks are not compiled the sinks beside keys and values, silu(gate), its product and the norms before rounding.
     selective: the block's input and the results of its matrix products and of attention. full: its input.
     """
     d, ff, kv = config.d_model, config.d_ff, config.n_kv_heads * config.head_dim
-    residual = 8 if unit == 8 else 4
+    wide = 8 if unit == 8 else 2 if residual == "bf16" else 4
     gate = {"none": 0, "elementwise": d, "headwise": config.n_heads}[config.gate]
-    every = 2 * residual * d + unit * (5 * d + 3 * kv + 2 * ff) + (unit * (gate + d) if gate else 0)
+    every = 2 * wide * d + unit * (5 * d + 3 * kv + 2 * ff) + (unit * (gate + d) if gate else 0)
     if not compiled:
-        every += unit * (2 * ff + kv) + (residual * d if unit < 4 else 0)
-    return {"none": every, "selective": residual * d + unit * (4 * d + 2 * kv + 2 * ff + gate), "full": residual * d}
+        every += unit * (2 * ff + kv) + (wide * d if unit < 4 else 0)
+    return {"none": every, "selective": wide * d + unit * (4 * d + 2 * kv + 2 * ff + gate), "full": wide * d}
 
 
 def _copies(recipe: Recipe, layout: Layout, weight: int, unit: int) -> int:

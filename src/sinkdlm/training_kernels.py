@@ -14,7 +14,7 @@ _COLUMNS = 1024  # of one that computes SwiGLU
 _ROW_LANES = 256  # elements of a warp that adds and norms a row
 # Neighbours in a row that a thread reads at once. Left alone Triton takes 8 of half precision and 4 of float32, and brings them
 # together through shared memory.
-_TOGETHER = tl.constexpr(4)
+_TOGETHER = 4
 _NORM_WARPS, _NORM_LANES, _NORM_STAGES = 16, 512, 2  # of its backward: warps a multiprocessor, elements a warp, rows on their way
 _SUM_ROWS, _SUM_COLUMNS = 256, 16  # of a program that adds up what its programs found
 _VOCABULARY = 4096  # logits that a program holds at a time,
@@ -49,9 +49,9 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _add_norm(x, update, weight, into, normed, eps, n, block: tl.constexpr, adds: tl.constexpr):
+def _add_norm(x, update, weight, into, normed, eps, n, block: tl.constexpr, adds: tl.constexpr, together: tl.constexpr):
     """One row, which stays in registers."""
-    column = tl.max_contiguous(tl.arange(0, block), _TOGETHER)
+    column = tl.max_contiguous(tl.arange(0, block), together)
     inside = column < n
     place = tl.program_id(0).to(tl.int64) * n + column
     values = tl.load(x + place, inside, 0).to(tl.float32)
@@ -73,7 +73,7 @@ def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype
     block = triton.next_power_of_2(n)
     _add_norm[(x.numel() // n,)](
         x, x if update is None else update, weight.contiguous(), into, normed, eps, n,
-        block=block, adds=update is not None, num_warps=min(8, max(1, block // _ROW_LANES)),
+        block=block, adds=update is not None, together=_TOGETHER, num_warps=min(8, max(1, block // _ROW_LANES)),
     )  # fmt: skip
     return into, normed
 
@@ -86,10 +86,10 @@ def _add_pairs(a, b, c, d):
 @triton.jit
 def _norm_backward(
     grad_sum, grad_normed, x, weight, into, half_into, into_weight, eps, n_rows, n,
-    block: tl.constexpr, stages: tl.constexpr, adds: tl.constexpr, writes_half: tl.constexpr,
+    block: tl.constexpr, stages: tl.constexpr, adds: tl.constexpr, writes_half: tl.constexpr, together: tl.constexpr,
 ):  # fmt: skip
     """Each program goes through every num_programs-th row, and sums what they say of the weight."""
-    column, first = tl.max_contiguous(tl.arange(0, block), _TOGETHER), tl.program_id(0).to(tl.int64)
+    column, first = tl.max_contiguous(tl.arange(0, block), together), tl.program_id(0).to(tl.int64)
     inside = column < n
     sum_ = tl.zeros([block], tl.float32)
     for row in tl.range(first, n_rows, tl.num_programs(0), num_stages=stages):
@@ -139,7 +139,8 @@ def add_norm_backward(
     sums = torch.empty(n_programs, n, dtype=torch.float32, device=x.device)
     _norm_backward[(n_programs,)](
         given, grad_normed, x, weight.contiguous(), into, half, sums, eps, n_rows, n,
-        block=block, stages=_NORM_STAGES, adds=grad_sum is not None, writes_half=update_dtype is not None, num_warps=warps,
+        block=block, stages=_NORM_STAGES, adds=grad_sum is not None, writes_half=update_dtype is not None, together=_TOGETHER,
+        num_warps=warps,
     )  # fmt: skip
     grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
     _sum_rows[(triton.cdiv(n, _SUM_COLUMNS),)](

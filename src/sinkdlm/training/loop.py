@@ -125,6 +125,10 @@ class Trainer:
             layout = world.from_first(lambda: choose_layout(section, world.size, world.local_size, whole, world.memory))
         start.model.recompute = self.plan.recompute
         start.model.float8 = self.precision == "fp8"
+        if self.plan.residual == "bf16":
+            if not self.autocasts:
+                raise TrainError(f"train.residual = 'bf16': goes with train.precision = 'bf16' or 'fp8', not {self.precision!r}")
+            start.model.residual = torch.bfloat16
         self.way = settle_way(start.model, self.recipe, self.world, layout, full_rows=not self.rows.counts_vary)
         self.micro_batch = self.way.micro_batch
         compile_model(start.model, self.way.compile, self.world, as_rows=self.way.as_rows)
