@@ -52,23 +52,30 @@ def test_merging_kernels(shape, dtype):
     torch.testing.assert_close(found, (out, merged), **close)
     assert found[0].stride() == content.stride()
     scores = (q.float() @ sink_k.float().repeat_interleave(q.shape[1] // sink_k.shape[1], 1).mT) * scale
-    behind = random(16, *q.shape[1::2], seed=11, dtype=dtype)
-    given = (scores, content, lse, sink_v, behind)
-    rows = plain(operators.merge_rows)(*given)
-    torch.testing.assert_close(rows[0][:-16].view_as(out.transpose(1, 2)), out.transpose(1, 2))
-    torch.testing.assert_close(attention_kernels.merge_rows(*given), rows, **close)
-    for known in (None, scores):
-        given = (grad, q, out, merged, sink_k, sink_v, known, scale)
-        wanted = plain(operators.merge_sinks_backward)(*given)
-        torch.testing.assert_close(attention_kernels.merge_sinks_backward(*given), wanted, **close)
+    n_tokens = q.shape[0] * q.shape[2]
+    kept = random(n_tokens + 16, *q.shape[1::2], seed=11, dtype=dtype)
+    rows, mine = kept.clone(), kept.clone()
+    given = (scores, content, lse, sink_v)
+    torch.testing.assert_close(plain(operators.merge_rows)(*given, rows), merged)
+    torch.testing.assert_close(rows[:n_tokens].view_as(out.transpose(1, 2)), out.transpose(1, 2))
+    torch.testing.assert_close(attention_kernels.merge_rows(*given, mine), merged, **close)
+    torch.testing.assert_close(mine, rows, **close)
+    assert torch.equal(mine[n_tokens:], kept[n_tokens:])
+    given = (grad, q, out, merged, sink_k, sink_v, scale)
+    wanted = plain(operators.merge_sinks_backward)(*given)
+    torch.testing.assert_close(attention_kernels.merge_sinks_backward(*given), wanted, **close)
     grad_k, grad_v = (
         random(q.shape[0], q.shape[2], sink_k.shape[1], q.shape[3], seed=i, dtype=dtype).transpose(1, 2) for i in (7, 8)
     )
     cos, sin = (random(q.shape[0] if by_row else 1, q.shape[2], 1, q.shape[3] // 2, seed=i) for i in (9, 10))
-    behind = random(16, q.shape[1] + 2 * sink_k.shape[1], q.shape[3], seed=12, dtype=dtype)
-    for through in ((None, None, None), (wanted[0], sink_k, behind)):
+    for through, n_behind in (((None, None), 0), ((wanted[0], sink_k), 16)):
+        kept = random(n_tokens + n_behind, q.shape[1] + 2 * sink_k.shape[1], q.shape[3], seed=12, dtype=dtype)
+        joined, mine = kept.clone(), kept.clone()
         given = (grad_q, grad_k, grad_v, cos, sin, *through)
-        torch.testing.assert_close(attention_kernels.join_heads(*given), plain(operators.join_heads)(*given), **close)
+        plain(operators.join_heads)(*given, joined)
+        attention_kernels.join_heads(*given, mine)
+        torch.testing.assert_close(mine, joined, **close)
+        assert torch.equal(mine[n_tokens:], kept[n_tokens:])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -90,23 +97,49 @@ def test_turning_kernel(shape, dtype):
 @pytest.mark.parametrize("zero_value", [False, True])
 @pytest.mark.parametrize(("heads", "n_kv", "width", "n_sinks"), [(4, 4, 16, 1), (6, 2, 24, 3), (3, 1, 8, 16)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_of_rows_behind_the_tokens(heads, n_kv, width, n_sinks, zero_value, dtype):
+def test_kernels_of_rows_behind_the_tokens(heads, n_kv, width, n_sinks, zero_value, dtype, monkeypatch):
     pytest.importorskip("triton", reason="needs Triton")
     from sinkdlm import attention_kernels
 
-    rows, cos, sin = (
-        random(7 + 16, heads + 2 * n_kv, width, dtype=dtype),
+    monkeypatch.setattr(attention_kernels, "_SPAN", 1)  # many parts to add up
+    monkeypatch.setattr(attention_kernels, "_RETURNED", 4)
+    batch, tokens = 2, 150
+    n_tokens, scale = batch * tokens, 1 / math.sqrt(width)
+    whole, cos, sin = (
+        random(n_tokens + 16, heads + 2 * n_kv, width, dtype=dtype),
         *(random(1, n_sinks, 1, width // 2, seed=i) for i in (1, 2)),
     )
-    close = {} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-    given = (rows, cos, sin, 7, heads, zero_value)
-    torch.testing.assert_close(attention_kernels.place_sinks(*given), plain(operators.place_sinks)(*given), **close)
-    grad, *sinks = (
-        random(16, heads, width, seed=3, dtype=dtype),
-        *(random(1, n_kv, n_sinks, width, seed=i, dtype=dtype) for i in (4, 5)),
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    given = (whole, cos, sin, n_tokens, heads, zero_value)
+    sink_k, sink_v, rows = plain(operators.place_sinks)(*given)
+    mine = attention_kernels.place_sinks(*given)
+    torch.testing.assert_close((*mine[:2], mine[2][n_tokens:]), (sink_k, sink_v, rows[n_tokens:]), **close)
+    assert mine[2].shape == rows.shape
+    q = random(batch, tokens, heads, width, seed=3, dtype=dtype).transpose(1, 2)
+    scores = (q.float() @ sink_k.float().repeat_interleave(heads // n_kv, 1).mT) * scale
+    content, lse = (
+        random(batch, tokens, heads, width, seed=4, dtype=dtype).transpose(1, 2),
+        random(batch, heads, tokens, seed=5) + 3,
     )
-    given = (grad, *sinks, cos, sin, zero_value)
-    torch.testing.assert_close(attention_kernels.return_sinks(*given), plain(operators.return_sinks)(*given), **close)
+    lse = plain(operators.merge_rows)(scores, content, lse, sink_v, rows)
+    grad = random(n_tokens + 16, heads, width, seed=6, dtype=dtype)
+    given = (grad, q, rows, lse, sink_k, sink_v, scores, cos, sin, zero_value, scale)
+    turns, found = plain(operators.merge_rows_backward)(*given)
+    mine = attention_kernels.merge_rows_backward(*given)
+    torch.testing.assert_close((mine[0], mine[1][n_tokens:]), (turns, found[n_tokens:]), **close)
+    assert mine[1].shape == found.shape
+    through = plain(operators.merge_sinks_backward)(
+        *(operators.by_row(grad, batch, tokens), q, operators.by_row(rows, batch, tokens)), lse, sink_k, sink_v, scale
+    )
+    torch.testing.assert_close(turns, through[0], **close)  # the same, whoever computes the scores
+    sinks = found[n_tokens : n_tokens + n_sinks].float()
+    to_key, to_value = (x[0].transpose(0, 1).float() for x in through[1:])
+    first, second = to_key.chunk(2, dim=-1)
+    to_key = torch.cat([first * cos[0] + second * sin[0], second * cos[0] - first * sin[0]], dim=-1)
+    to_value = to_value + grad[n_tokens : n_tokens + n_sinks].float().unflatten(1, (n_kv, -1)).sum(2)
+    wanted = torch.cat([torch.zeros_like(sinks[:, :heads]), to_key, to_value * (not zero_value)], dim=1)
+    assert (sinks - wanted).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * wanted.norm()
+    assert not found[n_tokens + n_sinks :].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -270,7 +303,7 @@ def test_operators_of_merging_are_the_softmax_and_its_gradients(shape):
     torch.testing.assert_close(found, out.float(), rtol=1e-5, atol=1e-5)
     weights = (scores - merged[..., None]).exp()
     turns = weights * (grad @ wide[1].mT - (grad * found).sum(-1, keepdim=True)) * scale
-    through, *grads = operators.merge_sinks_backward(grad, q, found, merged, sink_k, sink_v, None, scale)
+    through, *grads = operators.merge_sinks_backward(grad, q, found, merged, sink_k, sink_v, scale)
     grad_q = turns @ wide[0] + through @ sink_k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     for mine, true in zip((grad_q, *grads), (wanted[0], *wanted[3:]), strict=True):
         torch.testing.assert_close(mine, true.float(), rtol=1e-4, atol=1e-5)
@@ -391,7 +424,7 @@ def test_a_weights_gradient_is_not_rounded_to_its_factors():
         "add_turns",
         "join_heads",
         "place_sinks",
-        "return_sinks",
+        "merge_rows_backward",
     ],
 )
 def test_operators_keep_the_rules_of_torch(name):
@@ -404,13 +437,16 @@ def test_operators_keep_the_rules_of_torch(name):
         "swiglu_backward": (random(2, 3, 8), random(2, 3, 4)),
         "merge_sinks": (q, content, lse, sink_k, sink_v, 0.3),
         "turn_heads": (random(2 * 9 + 3, 8, 8), cos, cos, sink_k, 2, 4, 0.3),
-        "merge_rows": (random(2, 4, 9, 2), content, lse, sink_v, random(3, 4, 8)),
-        "merge_sinks_backward": (grad, q, content, lse, sink_k, sink_v, random(2, 4, 9, 2), 0.3),
+        "merge_rows": (random(2, 4, 9, 2), content, lse, sink_v, random(2 * 9 + 3, 4, 8)),
+        "merge_sinks_backward": (grad, q, content, lse, sink_k, sink_v, 0.3),
         "add_norm": (random(2, 3, 7), random(2, 3, 7, dtype=torch.bfloat16), random(7), 1e-5, torch.bfloat16),
         "add_norm_backward": (random(2, 3, 7), random(2, 3, 7), random(2, 3, 7), random(7), 1e-5, torch.bfloat16),
         "add_turns": (grad_q, random(2, 4, 9, 2), sink_k),
-        "join_heads": (grad_q, grad_k, grad_k, cos, cos, None, None, random(3, 8, 8)),
+        "join_heads": (grad_q, grad_k, grad_k, cos, cos, None, None, random(2 * 9 + 3, 8, 8)),
         "place_sinks": (random(9 + 3, 8, 8), cos[:, :2], cos[:, :2], 9, 4, False),
-        "return_sinks": (random(3, 4, 8), sink_k, sink_v, cos[:, :2], cos[:, :2], False),
+        "merge_rows_backward": (
+            *(random(2 * 9 + 3, 4, 8), q, random(2 * 9 + 3, 4, 8, seed=1), lse),
+            *(sink_k, sink_v, random(2, 4, 9, 2), cos[:, :2], cos[:, :2], False, 0.3),
+        ),
     }[name]
     torch.library.opcheck(getattr(operators, name), given, test_utils=("test_schema", "test_faketensor"))

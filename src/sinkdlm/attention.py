@@ -271,7 +271,7 @@ class _Merge(torch.autograd.Function):
             grad_q, grad_k, grad_v = content_backward(ctx.kernel, grad, q, k, v, visible, out, lse, rest)
             if ctx.kernel == "fused":
                 scale = 1 / math.sqrt(q.shape[3])
-                turns, *grad_sinks = operators.merge_sinks_backward(grad, q, out, lse, sink_k, sink_v, None, scale)
+                turns, *grad_sinks = operators.merge_sinks_backward(grad, q, out, lse, sink_k, sink_v, scale)
                 return operators.add_turns(grad_q, turns, sink_k), grad_k, grad_v, *grad_sinks, None, None, None
             wide_grad = grad.to(lse.dtype)
             weights = torch.exp(_sink_scores(q, sink_k, sink_logit) - lse[..., None])  # (B, H, T, S)

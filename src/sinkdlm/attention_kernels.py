@@ -12,10 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 4096  # elements of a program that merges, tokens times head width: more, and registers leave too few programs at a time
-_BACK_TILE, _BACK_WARPS, _BACK_STAGES = 2048, 4, 4  # the same of its backward, which goes through several tiles, read ahead,
-_SPAN = 256  # so many tokens, whose sums for the sinks a program keeps
+from sinkdlm.operators import by_row
+
+_TILE = 4096  # elements of a program that adds to queries, tokens times head width
+_MERGED_TILE, _MERGE_WARPS = 1024, 2  # of one that merges,
+_BACK_TILE, _BACK_WARPS, _BACK_STAGES = 1024, 2, 3  # and of its backward, which goes through several tiles, read ahead,
+_SPAN = 512  # so many tokens, whose sums for the sinks a program keeps
 _SUM_TILE = 16384  # elements of a program that adds up what these found
+_RETURNED = 64  # parts that one adds up at a time which hands them back to their rows
 _WARPS = 8
 
 
@@ -26,10 +30,11 @@ def _merge(
     n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
     width_block: tl.constexpr, block: tl.constexpr, scored: tl.constexpr,
 ):  # fmt: skip
-    """scored: the sinks' scores are given, and neither queries nor keys are read."""
-    row = tl.program_id(1).to(tl.int64)
-    b, h = row // n_heads, row % n_heads
-    token, lane = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, width_block)
+    """Some tokens and a head; programs beside each other have the same tokens, whose heads lie beside each other in memory.
+    scored: the sinks' scores are given, and neither queries nor keys are read."""
+    b, h = tl.program_id(1).to(tl.int64), tl.program_id(0) % n_heads
+    row = b * n_heads + h
+    token, lane = tl.program_id(0) // n_heads * block + tl.arange(0, block), tl.arange(0, width_block)
     exists, wide = token < n_tokens, lane < width
     inside = exists[:, None] & wide[None, :]
     if not scored:
@@ -61,14 +66,11 @@ def merge_sinks(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v:
     return out, _merge_into(out, q, None, content, lse, sink_k, sink_v, scale)
 
 
-def merge_rows(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
+def merge_rows(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, rows: Tensor) -> Tensor:
     """operators.merge_rows."""
-    batch, heads, tokens, width = content.shape
-    rows = content.new_empty(batch * tokens + behind.shape[0], heads, width)
-    rows[batch * tokens :] = behind
-    out = rows[: batch * tokens].unflatten(0, (batch, tokens)).transpose(1, 2)
+    batch, _, tokens, _ = content.shape
     content, sink_v = _narrow(content), _narrow(sink_v)
-    return rows, _merge_into(out, content, scores.contiguous(), content, lse, sink_v, sink_v, 1.0)
+    return _merge_into(by_row(rows, batch, tokens), content, scores.contiguous(), content, lse, sink_v, sink_v, 1.0)
 
 
 def _merge_into(
@@ -79,12 +81,12 @@ def _merge_into(
     sink_v, lse = _narrow(sink_v), lse.contiguous()
     merged = torch.empty_like(lse)
     wide = triton.next_power_of_2(width)
-    block = max(1, _TILE // wide)
-    _merge[(triton.cdiv(tokens, block), batch * heads)](
+    block = max(1, _MERGED_TILE // wide)
+    _merge[(triton.cdiv(tokens, block) * heads, batch)](
         q, lse if scores is None else scores, content, lse, sink_k, sink_v, out, merged, scale, tokens,
         *q.stride()[:3], *content.stride()[:3], *out.stride()[:3], *_strides(sink_k, batch), *_strides(sink_v, batch),
         n_heads=heads, group=heads // sink_v.shape[1], n_sinks=sink_v.shape[2], width=width,
-        width_block=wide, block=block, scored=scores is not None, num_warps=_WARPS,
+        width_block=wide, block=block, scored=scores is not None, num_warps=_MERGE_WARPS,
     )  # fmt: skip
     return merged
 
@@ -107,10 +109,11 @@ def _merge_backward(
     n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
     width_block: tl.constexpr, block: tl.constexpr, n_blocks: tl.constexpr, stages: tl.constexpr, scored: tl.constexpr,
 ):  # fmt: skip
-    """One sink and some blocks of tokens. What flows to the sink is summed token by token and across tokens only at the end.
-    scored: the sinks' scores are given, and keys are not read."""
-    row, part, s = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.program_id(2)
-    b, h = row // n_heads, row % n_heads
+    """One sink, a head and some blocks of tokens. What flows to the sink is summed token by token and across tokens only at the
+    end. scored: the sinks' scores are given, and keys are not read."""
+    part, b, s = tl.program_id(0) // n_heads, tl.program_id(1).to(tl.int64), tl.program_id(2)
+    h = tl.program_id(0) % n_heads
+    row = b * n_heads + h
     lane = tl.arange(0, width_block)
     wide = lane < width
     if not scored:
@@ -132,7 +135,7 @@ def _merge_backward(
         tl.store(turns + (row * n_tokens + token) * n_sinks + s, turn, exists)
         to_key += turn[:, None] * queries
         to_value += weight[:, None] * grads
-    spot = ((row * tl.num_programs(0) + part) * n_sinks + s) * width + lane
+    spot = ((row * (tl.num_programs(0) // n_heads) + part) * n_sinks + s) * width + lane
     tl.store(into_k + spot, tl.sum(to_key, 0), wide)
     tl.store(into_v + spot, tl.sum(to_value, 0), wide)
 
@@ -157,10 +160,10 @@ def _sum_parts(
     tl.store(into + spot, tl.sum(sum_, 0).to(into.dtype.element_ty), lane < width)
 
 
-def merge_sinks_backward(
+def _flow_to_sinks(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scores: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """operators.merge_sinks_backward."""
+) -> tuple[Tensor, list[Tensor], int]:
+    """Turns; what flows to keys and to values (B, H, parts, S, D), part by part; and how many parts a head has."""
     batch, heads, tokens, width = q.shape
     grad, q, out, sink_k, sink_v = (_narrow(x) for x in (grad, q, out, sink_k, sink_v))
     lse, scores = lse.contiguous(), None if scores is None else scores.contiguous()
@@ -172,14 +175,24 @@ def merge_sinks_backward(
     turns = torch.empty(batch, heads, tokens, n_sinks, dtype=torch.float32, device=q.device)
     # Each program's own sums, added up in a fixed order afterwards: no atomics, the same bits every time.
     parts = [torch.empty(batch, heads, n_parts, n_sinks, width, dtype=torch.float32, device=q.device) for _ in range(2)]
-    _merge_backward[(n_parts, batch * heads, n_sinks)](
+    _merge_backward[(n_parts * heads, batch, n_sinks)](
         grad, q, lse if scores is None else scores, out, lse, sink_k, sink_v, turns, *parts, scale, tokens,
         *grad.stride()[:3], *q.stride()[:3], *out.stride()[:3], *_strides(sink_k, batch), *_strides(sink_v, batch),
         n_heads=heads, group=heads // n_kv, n_sinks=n_sinks, width=width,
         width_block=wide, block=block, n_blocks=n_blocks, stages=_BACK_STAGES, scored=scores is not None, num_warps=_BACK_WARPS,
     )  # fmt: skip
+    return turns, parts, n_parts
+
+
+def merge_sinks_backward(
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """operators.merge_sinks_backward."""
+    batch, heads, _, width = q.shape
+    turns, parts, n_parts = _flow_to_sinks(grad, q, out, lse, sink_k, sink_v, None, scale)
     grad_k, grad_v = (torch.empty(sink.shape, dtype=sink.dtype, device=sink.device) for sink in (sink_k, sink_v))
-    n_rows, n_each = sink_k.shape[0], heads // n_kv * n_parts
+    n_rows, n_kv, n_sinks, _ = sink_k.shape
+    n_each, wide = heads // n_kv * n_parts, triton.next_power_of_2(width)
     _sum_parts[(n_rows * n_kv, n_sinks, 2)](
         *parts, grad_k, grad_v, batch // n_rows * n_each, n_each, heads * n_parts, n_kv,
         n_sinks=n_sinks, width=width, width_block=wide, block=max(1, _SUM_TILE // wide), num_warps=_WARPS,
@@ -188,14 +201,87 @@ def merge_sinks_backward(
 
 
 @triton.jit
+def _sum_half(parts, n_all, n_each, n_between, kv, row, lane, wide, n_sinks, width: tl.constexpr, block: tl.constexpr,
+              half_block: tl.constexpr):  # fmt: skip
+    """One half of a sink's key (or value): n_all parts, n_each side by side, the next ones n_between further on."""
+    sum_ = tl.zeros([block, half_block], tl.float32)
+    for begin in range(0, n_all, block):
+        part = begin + tl.arange(0, block)
+        place = (part // n_each * n_between + kv * n_each + part % n_each) * n_sinks + row
+        sum_ += tl.load(parts + place[:, None] * width + lane[None, :], (part < n_all)[:, None] & wide[None, :], 0)
+    return tl.sum(sum_, 0)
+
+
+@triton.jit
+def _return_sinks(
+    grad, from_k, from_v, cos, sin, into, n_all, n_each, n_between, n_sinks, n_heads,
+    n_kv: tl.constexpr, group: tl.constexpr, width: tl.constexpr, half_block: tl.constexpr, zero_value: tl.constexpr,
+    block: tl.constexpr,
+):  # fmt: skip
+    """One row behind the tokens, and one head of its queries, keys or values."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    half: tl.constexpr = width // 2
+    lane = tl.arange(0, half_block)
+    wide = lane < half
+    kv = (head - n_heads) % n_kv
+    is_sink, is_key = (row < n_sinks) & (head >= n_heads), head < n_heads + n_kv
+    n_all = tl.where(is_sink, n_all, 0)  # parts; the other rows and heads have none
+    parts = from_k if is_key else from_v
+    first = _sum_half(parts, n_all, n_each, n_between, kv, row, lane, wide, n_sinks, width, block, half_block)
+    second = _sum_half(parts + half, n_all, n_each, n_between, kv, row, lane, wide, n_sinks, width, block, half_block)
+    turns = lane < tl.where(is_sink & is_key, half, 0)
+    c, s = tl.load(cos + row * half + lane, turns, 1).to(tl.float32), tl.load(sin + row * half + lane, turns, 0).to(tl.float32)
+    left, right = first * c + second * s, second * c - first * s
+    keeps = lane < tl.where(is_sink & (head >= n_heads + n_kv), half, 0)
+    for member in tl.static_range(group):
+        source = grad + (row * n_heads + kv * group + member) * width + lane
+        left += tl.load(source, keeps, 0).to(tl.float32)
+        right += tl.load(source + half, keeps, 0).to(tl.float32)
+    if zero_value:
+        left, right = tl.where(keeps, 0.0, left), tl.where(keeps, 0.0, right)
+    place = into + (row * (n_heads + 2 * n_kv) + head) * width + lane
+    tl.store(place, left.to(into.dtype.element_ty), wide)
+    tl.store(place + half, right.to(into.dtype.element_ty), wide)
+
+
+def merge_rows_backward(
+    grad: Tensor,
+    q: Tensor,
+    rows: Tensor,
+    lse: Tensor,
+    sink_k: Tensor,
+    sink_v: Tensor,
+    scores: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    zero_value: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """operators.merge_rows_backward."""
+    batch, n_heads, tokens, width = q.shape
+    n_kv, n_sinks = sink_k.shape[1:3]
+    flowing, out = (by_row(x, batch, tokens) for x in (grad, rows))
+    turns, parts, n_parts = _flow_to_sinks(flowing, q, out, lse, sink_k, sink_v, scores, scale)
+    heads = grad.new_empty(grad.shape[0], n_heads + 2 * n_kv, width)
+    n_each, behind = n_heads // n_kv * n_parts, grad[batch * tokens :].contiguous()
+    _return_sinks[(behind.shape[0], n_heads + 2 * n_kv)](
+        behind, *parts, cos.contiguous(), sin.contiguous(), heads[batch * tokens :],
+        batch * n_each, n_each, n_heads * n_parts, n_sinks, n_heads,
+        n_kv=n_kv, group=n_heads // n_kv, width=width, half_block=triton.next_power_of_2(width // 2), zero_value=zero_value,
+        block=_RETURNED, num_warps=4,
+    )  # fmt: skip
+    return turns, heads
+
+
+@triton.jit
 def _add_turns(
     grad_q, turns, sink_k, into, n_tokens, q_b, q_h, q_t, k_b, k_h, k_s,
     n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
     width_block: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64)
-    b, h = row // n_heads, row % n_heads
-    token, lane = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, width_block)
+    b, h = tl.program_id(1).to(tl.int64), tl.program_id(0) % n_heads
+    row = b * n_heads + h
+    token, lane = tl.program_id(0) // n_heads * block + tl.arange(0, block), tl.arange(0, width_block)
     exists, wide = token < n_tokens, lane < width
     inside = exists[:, None] & wide[None, :]
     place = q_b * b + q_h * h + q_t * token[:, None] + lane[None, :]
@@ -214,7 +300,7 @@ def add_turns(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
     into = torch.empty_like(grad_q)
     wide = triton.next_power_of_2(width)
     block = max(1, _TILE // wide)
-    _add_turns[(triton.cdiv(tokens, block), batch * heads)](
+    _add_turns[(triton.cdiv(tokens, block) * heads, batch)](
         grad_q, turns.contiguous(), sink_k, into, tokens, *grad_q.stride()[:3], *_strides(sink_k, batch),
         n_heads=heads, group=heads // sink_k.shape[1], n_sinks=sink_k.shape[2], width=width,
         width_block=wide, block=block, num_warps=_WARPS,
@@ -320,26 +406,22 @@ def join_heads(
     sin: Tensor,
     turns: Tensor | None,
     sink_k: Tensor | None,
-    behind: Tensor | None,
-) -> Tensor:
+    into: Tensor,
+) -> None:
     """operators.join_heads."""
     batch, n_heads, tokens, width = grad_q.shape
-    n_kv, n_behind = grad_k.shape[1], 0 if behind is None else behind.shape[0]
+    n_kv = grad_k.shape[1]
     grad_q, grad_k, grad_v = (_narrow(x) for x in (grad_q, grad_k, grad_v))
     sink_k = None if sink_k is None else _narrow(sink_k)
-    heads = grad_q.new_empty(batch * tokens + n_behind, n_heads + 2 * n_kv, width)
-    if behind is not None:
-        heads[batch * tokens :] = behind
     cos, sin = cos.contiguous(), sin.contiguous()
     _join_heads[(tokens, batch)](
-        grad_q, grad_k, grad_v, grad_q if turns is None else turns, grad_q if sink_k is None else sink_k, cos, sin, heads, tokens,
+        grad_q, grad_k, grad_v, grad_q if turns is None else turns, grad_q if sink_k is None else sink_k, cos, sin, into, tokens,
         *grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3], cos.stride(0) if cos.shape[0] > 1 else 0,
         *((0, 0, 0) if sink_k is None else _strides(sink_k, batch)),
         n_heads=n_heads, n_kv=n_kv, n_sinks=0 if turns is None else turns.shape[3], width=width,
         heads_block=triton.next_power_of_2(n_heads), kv_block=triton.next_power_of_2(n_kv),
         half_block=triton.next_power_of_2(width // 2),
     )  # fmt: skip
-    return heads
 
 
 @triton.jit
@@ -375,52 +457,10 @@ def place_sinks(
     width, n_sinks, n_kv = heads.shape[2], cos.shape[1], (heads.shape[1] - n_heads) // 2
     heads = heads if heads.stride()[1:] == (width, 1) else heads.contiguous()
     sink_k, sink_v = (heads.new_empty(1, n_kv, n_sinks, width) for _ in range(2))
-    own = heads.new_empty(heads.shape[0] - n_tokens, n_heads, width)
-    _place_sinks[(own.shape[0], n_heads)](
-        heads[n_tokens:], cos.contiguous(), sin.contiguous(), sink_k, sink_v, own, n_sinks, n_heads, heads.stride(0),
+    rows = heads.new_empty(heads.shape[0], n_heads, width)
+    _place_sinks[(heads.shape[0] - n_tokens, n_heads)](
+        heads[n_tokens:], cos.contiguous(), sin.contiguous(), sink_k, sink_v, rows[n_tokens:], n_sinks, n_heads, heads.stride(0),
         n_kv=n_kv, group=n_heads // n_kv, width=width, half_block=triton.next_power_of_2(width // 2), zero_value=zero_value,
         num_warps=1,
     )  # fmt: skip
-    return sink_k, sink_v, own
-
-
-@triton.jit
-def _return_sinks(
-    grad, grad_k, grad_v, cos, sin, into, n_sinks, n_heads,
-    n_kv: tl.constexpr, group: tl.constexpr, width: tl.constexpr, half_block: tl.constexpr, zero_value: tl.constexpr,
-):  # fmt: skip
-    """One row behind the tokens, and one head of its queries, keys or values."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    half: tl.constexpr = width // 2
-    lane = tl.arange(0, half_block)
-    wide = lane < half
-    kv = (head - n_heads) % n_kv
-    mine = lane < tl.where((row < n_sinks) & (head >= n_heads), half, 0)
-    is_key = mine & (lane < tl.where(head < n_heads + n_kv, half, 0))
-    c, s = tl.load(cos + row * half + lane, is_key, 0).to(tl.float32), tl.load(sin + row * half + lane, is_key, 0).to(tl.float32)
-    spot = (kv * n_sinks + row) * width + lane
-    first, second = tl.load(grad_k + spot, is_key, 0).to(tl.float32), tl.load(grad_k + spot + half, is_key, 0).to(tl.float32)
-    left, right = first * c + second * s, second * c - first * s
-    if not zero_value:
-        is_value = mine & (lane < tl.where(head < n_heads + n_kv, 0, half))
-        left += tl.load(grad_v + spot, is_value, 0).to(tl.float32)
-        right += tl.load(grad_v + spot + half, is_value, 0).to(tl.float32)
-        for member in tl.static_range(group):
-            source = grad + (row * n_heads + kv * group + member) * width + lane
-            left += tl.load(source, is_value, 0).to(tl.float32)
-            right += tl.load(source + half, is_value, 0).to(tl.float32)
-    place = into + (row * (n_heads + 2 * n_kv) + head) * width + lane
-    tl.store(place, left.to(into.dtype.element_ty), wide)
-    tl.store(place + half, right.to(into.dtype.element_ty), wide)
-
-
-def return_sinks(grad: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, zero_value: bool) -> Tensor:
-    """operators.return_sinks."""
-    (n_rows, n_heads, width), (n_kv, n_sinks) = grad.shape, grad_k.shape[1:3]
-    into = grad.new_empty(n_rows, n_heads + 2 * n_kv, width)
-    _return_sinks[(n_rows, n_heads + 2 * n_kv)](
-        grad.contiguous(), grad_k.contiguous(), grad_v.contiguous(), cos.contiguous(), sin.contiguous(), into, n_sinks, n_heads,
-        n_kv=n_kv, group=n_heads // n_kv, width=width, half_block=triton.next_power_of_2(width // 2), zero_value=zero_value,
-        num_warps=1,
-    )  # fmt: skip
-    return into
+    return sink_k, sink_v, rows

@@ -15,7 +15,8 @@ _ROW_LANES = 256  # elements of a warp that adds and norms a row
 # Neighbours in a row that a thread reads at once. Left alone Triton takes 8 of half precision and 4 of float32, and brings them
 # together through shared memory.
 _TOGETHER = 4
-_NORM_WARPS, _NORM_LANES, _NORM_STAGES = 16, 512, 2  # of its backward: warps a multiprocessor, elements a warp, rows on their way
+_NORM_WARPS, _NORM_LANES = 16, 512  # of its backward: warps a multiprocessor, elements a warp,
+_NORM_STAGES = {4: 2, 2: 3}  # and rows on their way, by bytes of an element
 _SUM_ROWS, _SUM_COLUMNS = 256, 16  # of a program that adds up what its programs found
 _VOCABULARY = 4096  # logits that a program holds at a time,
 _NLL_WARPS = 16  # so many that few programs run at once, whose rows are still in the cache when they are read again
@@ -139,7 +140,7 @@ def add_norm_backward(
     sums = torch.empty(n_programs, n, dtype=torch.float32, device=x.device)
     _norm_backward[(n_programs,)](
         given, grad_normed, x, weight.contiguous(), into, half, sums, eps, n_rows, n,
-        block=block, stages=_NORM_STAGES, adds=grad_sum is not None, writes_half=update_dtype is not None, together=_TOGETHER,
+        block=block, stages=_NORM_STAGES.get(x.element_size(), 2), adds=grad_sum is not None, writes_half=update_dtype is not None, together=_TOGETHER,
         num_warps=warps,
     )  # fmt: skip
     grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
