@@ -68,6 +68,23 @@ def test_rounding_kernel(given, dtype, rows, turned):
         assert found.shape == wanted.shape
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernel_that_finds_the_largest(dtype):
+    pytest.importorskip("triton", reason="needs Triton")
+    from sinkdlm import float8_kernels
+
+    for x in (
+        random(3, 7, dtype=dtype),
+        random(160, 311, dtype=dtype),
+        random(40, 96, dtype=dtype).T[::2],
+        random(5, dtype=dtype) * 0,
+    ):
+        assert torch.equal(float8_kernels.peak(x), operators.peak._init_fn(x))
+        lowest = x.clone()
+        lowest[(-1,) * x.dim()] = -7
+        assert float(float8_kernels.peak(lowest)) == 7
+
+
 def test_swiglu_kernels():
     pytest.importorskip("triton", reason="needs Triton")
     from sinkdlm import float8_kernels
@@ -84,9 +101,10 @@ def test_swiglu_kernels():
         assert_rounded_alike(found[index], wanted[index])
 
 
-@pytest.mark.parametrize("name", ["round_float8", "swiglu_float8", "swiglu_float8_backward"])
+@pytest.mark.parametrize("name", ["peak", "round_float8", "swiglu_float8", "swiglu_float8_backward"])
 def test_operators_keep_the_rules_of_torch(name):
     given = {
+        "peak": (random(9, 16, dtype=torch.bfloat16),),
         "round_float8": (random(9, 16), random() + 3, VALUES, True, True),
         "swiglu_float8": (random(9, 32),),
         "swiglu_float8_backward": (random(9, 32), random(9, 16), random() + 3),

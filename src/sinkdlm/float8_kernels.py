@@ -17,6 +17,22 @@ _ROWS, _COLUMNS = 128, 128  # of a tile that is rounded
 _TILE = 64  # sides of one of SwiGLU's backward, which holds more at a time
 _WIDE = 1024  # columns of a program of SwiGLU
 _WARPS = 8
+_PEAK_BLOCK, _PEAK_WARPS = 16384, 16  # elements of a program that looks for the largest, 32 of each thread
+
+
+@triton.jit
+def _peak(x, peaks, n, block: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    value = tl.load(x + place, place < n, 0).to(tl.float32)
+    tl.store(peaks + tl.program_id(0), tl.max(tl.abs(value), 0))
+
+
+def peak(x: Tensor) -> Tensor:
+    """float8_operators.peak. What is no number does not count: it stays none when it is rounded."""
+    x, n = x.contiguous(), x.numel()
+    peaks = torch.empty(triton.cdiv(n, _PEAK_BLOCK), dtype=torch.float32, device=x.device)
+    _peak[(peaks.numel(),)](x, peaks, n, block=_PEAK_BLOCK, num_warps=_PEAK_WARPS)
+    return peaks.amax()
 
 
 @triton.jit

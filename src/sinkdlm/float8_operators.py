@@ -36,6 +36,24 @@ def _turn(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.nn.functional.pad(x.T, (0, padded(x.shape[0]) - x.shape[0])).to(dtype).contiguous()
 
 
+@torch.library.custom_op("sinkdlm::peak", mutates_args=())
+def peak(x: Tensor) -> Tensor:
+    """The largest magnitude, () in float32."""
+    return x.abs().amax().float()
+
+
+@peak.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+@peak.register_kernel("cuda")
+def _(x: Tensor) -> Tensor:
+    from sinkdlm import float8_kernels
+
+    return float8_kernels.peak(x)
+
+
 @torch.library.custom_op("sinkdlm::round_float8", mutates_args=())
 def round_float8(x: Tensor, gain: Tensor, dtype: torch.dtype, rows: bool, turned: bool) -> tuple[Tensor, Tensor]:
     """x (M, K) times gain in float8: as it lies, and turned (K, M and zeros). What is not wanted is empty."""

@@ -59,7 +59,7 @@ def _round(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gain(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return gain_of(x.abs().amax(), dtype)
+    return gain_of(operators.peak(x), dtype)
 
 
 def _round_weight(weight: Tensor, gain: Tensor) -> Tensor:
