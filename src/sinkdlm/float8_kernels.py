@@ -17,7 +17,7 @@ _ROWS, _COLUMNS = 128, 128  # of a tile that is rounded
 _TILE = 64  # sides of one of SwiGLU's backward, which holds more at a time
 _WIDE = 1024  # columns of a program of SwiGLU
 _WARPS = 8
-_PEAK_BLOCK, _PEAK_WARPS = 16384, 16  # elements of a program that looks for the largest, 32 of each thread
+_PEAK_BLOCK, _PEAK_WARPS = 32768, 16  # elements of a program that looks for the largest, 64 of each thread
 
 
 @triton.jit

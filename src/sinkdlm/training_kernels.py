@@ -140,8 +140,8 @@ def add_norm_backward(
     sums = torch.empty(n_programs, n, dtype=torch.float32, device=x.device)
     _norm_backward[(n_programs,)](
         given, grad_normed, x, weight.contiguous(), into, half, sums, eps, n_rows, n,
-        block=block, stages=_NORM_STAGES.get(x.element_size(), 2), adds=grad_sum is not None, writes_half=update_dtype is not None, together=_TOGETHER,
-        num_warps=warps,
+        block=block, stages=_NORM_STAGES.get(x.element_size(), 2), adds=grad_sum is not None,
+        writes_half=update_dtype is not None, together=_TOGETHER, num_warps=warps,
     )  # fmt: skip
     grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
     _sum_rows[(triton.cdiv(n, _SUM_COLUMNS),)](
