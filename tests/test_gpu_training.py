@@ -200,9 +200,12 @@ def test_a_run_whose_blocks_are_left_to_kernels_is_the_compiled_one(runs, graphs
         torch._dynamo.reset()
         found.append(runs(how, **given, compile=how))
     resumed = runs("resumed", **given, compile="auto", crash=9)
-    assert [way.compile for way in ways] == ["blocks", "none", "none", "none"]
+    thin = runs("thin", **given, compile="auto", residual="bf16")
+    assert [way.compile for way in ways] == ["blocks", "none", "none", "none", "none"]
     assert all(any(f"merge on fused (the plain kernel's tiles stay whole, and the sinks cost one pass); compiled: {how}" in line
                    for line in one[2]) for one, how in zip(found, ("blocks", "none"), strict=True))  # fmt: skip
     assert found[1][3] == (60 if graphs == "on" else 0)
     assert found[0][1] == pytest.approx(found[1][1], rel=0.02)
     assert resumed[1] == pytest.approx(found[1][1], rel=0.02)  # cuDNN's backward adds up in any order
+    assert thin[1] == pytest.approx(found[1][1], rel=0.02)  # layers that add in bf16
+    assert thin[1] != found[1][1]
