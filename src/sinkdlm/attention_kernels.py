@@ -17,7 +17,8 @@ from sinkdlm.operators import by_row
 _TILE = 4096  # elements of a program that adds to queries, tokens times head width
 _MERGED_TILE, _MERGE_WARPS = 1024, 2  # of one that merges,
 _BACK_TILE, _BACK_WARPS, _BACK_STAGES = 1024, 2, 3  # and of its backward, which goes through several tiles, read ahead,
-_SPAN = 512  # so many tokens, whose sums for the sinks a program keeps
+_SPAN, _LEAST_SPAN = 512, 64  # so many tokens, whose sums for the sinks a program keeps; fewer where programs would be
+_BUSY = 4  # too few for each multiprocessor
 _SUM_TILE = 16384  # elements of a program that adds up what these found
 _RETURNED = 64  # parts that one adds up at a time which hands them back to their rows
 _WARPS = 8
@@ -66,11 +67,14 @@ def merge_sinks(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v:
     return out, _merge_into(out, q, None, content, lse, sink_k, sink_v, scale)
 
 
-def merge_rows(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, rows: Tensor) -> Tensor:
+def merge_rows(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
     """operators.merge_rows."""
-    batch, _, tokens, _ = content.shape
+    batch, heads, tokens, width = content.shape
+    rows = content.new_empty(batch * tokens + behind.shape[0], heads, width)
+    rows[batch * tokens :] = behind
+    out = rows[: batch * tokens].unflatten(0, (batch, tokens)).transpose(1, 2)
     content, sink_v = _narrow(content), _narrow(sink_v)
-    return _merge_into(by_row(rows, batch, tokens), content, scores.contiguous(), content, lse, sink_v, sink_v, 1.0)
+    return rows, _merge_into(out, content, scores.contiguous(), content, lse, sink_v, sink_v, 1.0)
 
 
 def _merge_into(
@@ -170,7 +174,7 @@ def _flow_to_sinks(
     n_kv, n_sinks = sink_k.shape[1:3]
     wide = triton.next_power_of_2(width)
     block = max(1, _BACK_TILE // wide)
-    n_blocks = max(1, _SPAN // block)
+    n_blocks = max(1, _choose_span(batch * heads * n_sinks, tokens, q.device) // block)
     n_parts = triton.cdiv(tokens, block * n_blocks)
     turns = torch.empty(batch, heads, tokens, n_sinks, dtype=torch.float32, device=q.device)
     # Each program's own sums, added up in a fixed order afterwards: no atomics, the same bits every time.
@@ -182,6 +186,15 @@ def _flow_to_sinks(
         width_block=wide, block=block, n_blocks=n_blocks, stages=_BACK_STAGES, scored=scores is not None, num_warps=_BACK_WARPS,
     )  # fmt: skip
     return turns, parts, n_parts
+
+
+def _choose_span(n_heads: int, tokens: int, device: torch.device) -> int:
+    """n_heads: of all rows, times sinks."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    span = _SPAN
+    while span > _LEAST_SPAN and n_heads * triton.cdiv(tokens, span) < _BUSY * processors:
+        span //= 2
+    return span
 
 
 def merge_sinks_backward(
@@ -198,79 +211,6 @@ def merge_sinks_backward(
         n_sinks=n_sinks, width=width, width_block=wide, block=max(1, _SUM_TILE // wide), num_warps=_WARPS,
     )  # fmt: skip
     return turns, grad_k, grad_v
-
-
-@triton.jit
-def _sum_half(parts, n_all, n_each, n_between, kv, row, lane, wide, n_sinks, width: tl.constexpr, block: tl.constexpr,
-              half_block: tl.constexpr):  # fmt: skip
-    """One half of a sink's key (or value): n_all parts, n_each side by side, the next ones n_between further on."""
-    sum_ = tl.zeros([block, half_block], tl.float32)
-    for begin in range(0, n_all, block):
-        part = begin + tl.arange(0, block)
-        place = (part // n_each * n_between + kv * n_each + part % n_each) * n_sinks + row
-        sum_ += tl.load(parts + place[:, None] * width + lane[None, :], (part < n_all)[:, None] & wide[None, :], 0)
-    return tl.sum(sum_, 0)
-
-
-@triton.jit
-def _return_sinks(
-    grad, from_k, from_v, cos, sin, into, n_all, n_each, n_between, n_sinks, n_heads,
-    n_kv: tl.constexpr, group: tl.constexpr, width: tl.constexpr, half_block: tl.constexpr, zero_value: tl.constexpr,
-    block: tl.constexpr,
-):  # fmt: skip
-    """One row behind the tokens, and one head of its queries, keys or values."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    half: tl.constexpr = width // 2
-    lane = tl.arange(0, half_block)
-    wide = lane < half
-    kv = (head - n_heads) % n_kv
-    is_sink, is_key = (row < n_sinks) & (head >= n_heads), head < n_heads + n_kv
-    n_all = tl.where(is_sink, n_all, 0)  # parts; the other rows and heads have none
-    parts = from_k if is_key else from_v
-    first = _sum_half(parts, n_all, n_each, n_between, kv, row, lane, wide, n_sinks, width, block, half_block)
-    second = _sum_half(parts + half, n_all, n_each, n_between, kv, row, lane, wide, n_sinks, width, block, half_block)
-    turns = lane < tl.where(is_sink & is_key, half, 0)
-    c, s = tl.load(cos + row * half + lane, turns, 1).to(tl.float32), tl.load(sin + row * half + lane, turns, 0).to(tl.float32)
-    left, right = first * c + second * s, second * c - first * s
-    keeps = lane < tl.where(is_sink & (head >= n_heads + n_kv), half, 0)
-    for member in tl.static_range(group):
-        source = grad + (row * n_heads + kv * group + member) * width + lane
-        left += tl.load(source, keeps, 0).to(tl.float32)
-        right += tl.load(source + half, keeps, 0).to(tl.float32)
-    if zero_value:
-        left, right = tl.where(keeps, 0.0, left), tl.where(keeps, 0.0, right)
-    place = into + (row * (n_heads + 2 * n_kv) + head) * width + lane
-    tl.store(place, left.to(into.dtype.element_ty), wide)
-    tl.store(place + half, right.to(into.dtype.element_ty), wide)
-
-
-def merge_rows_backward(
-    grad: Tensor,
-    q: Tensor,
-    rows: Tensor,
-    lse: Tensor,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    scores: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    zero_value: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """operators.merge_rows_backward."""
-    batch, n_heads, tokens, width = q.shape
-    n_kv, n_sinks = sink_k.shape[1:3]
-    flowing, out = (by_row(x, batch, tokens) for x in (grad, rows))
-    turns, parts, n_parts = _flow_to_sinks(flowing, q, out, lse, sink_k, sink_v, scores, scale)
-    heads = grad.new_empty(grad.shape[0], n_heads + 2 * n_kv, width)
-    n_each, behind = n_heads // n_kv * n_parts, grad[batch * tokens :].contiguous()
-    _return_sinks[(behind.shape[0], n_heads + 2 * n_kv)](
-        behind, *parts, cos.contiguous(), sin.contiguous(), heads[batch * tokens :],
-        batch * n_each, n_each, n_heads * n_parts, n_sinks, n_heads,
-        n_kv=n_kv, group=n_heads // n_kv, width=width, half_block=triton.next_power_of_2(width // 2), zero_value=zero_value,
-        block=_RETURNED, num_warps=4,
-    )  # fmt: skip
-    return turns, heads
 
 
 @triton.jit
@@ -398,7 +338,16 @@ def _join_heads(
     tl.store(spot + half, tl.load(source + half, inside).to(heads.dtype.element_ty), inside)
 
 
-def join_heads(
+def join_heads(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """operators.join_heads."""
+    batch, n_heads, tokens, width = grad_q.shape
+    heads = grad_k.new_empty(batch * tokens, n_heads + 2 * grad_k.shape[1], width)
+    _join_into(heads, grad_q, grad_k, grad_v, cos, sin, None, None)
+    return heads
+
+
+def _join_into(
+    into: Tensor,
     grad_q: Tensor,
     grad_k: Tensor,
     grad_v: Tensor,
@@ -406,9 +355,7 @@ def join_heads(
     sin: Tensor,
     turns: Tensor | None,
     sink_k: Tensor | None,
-    into: Tensor,
 ) -> None:
-    """operators.join_heads."""
     batch, n_heads, tokens, width = grad_q.shape
     n_kv = grad_k.shape[1]
     grad_q, grad_k, grad_v = (_narrow(x) for x in (grad_q, grad_k, grad_v))
@@ -422,6 +369,85 @@ def join_heads(
         heads_block=triton.next_power_of_2(n_heads), kv_block=triton.next_power_of_2(n_kv),
         half_block=triton.next_power_of_2(width // 2),
     )  # fmt: skip
+
+
+@triton.jit
+def _sum_half(parts, n_all, n_each, n_between, kv, row, lane, wide, n_sinks, width: tl.constexpr, block: tl.constexpr,
+              half_block: tl.constexpr):  # fmt: skip
+    """One half of a sink's key (or value): n_all parts, n_each side by side, the next ones n_between further on."""
+    sum_ = tl.zeros([block, half_block], tl.float32)
+    for begin in range(0, n_all, block):
+        part = begin + tl.arange(0, block)
+        place = (part // n_each * n_between + kv * n_each + part % n_each) * n_sinks + row
+        sum_ += tl.load(parts + place[:, None] * width + lane[None, :], (part < n_all)[:, None] & wide[None, :], 0)
+    return tl.sum(sum_, 0)
+
+
+@triton.jit
+def _return_sinks(
+    grad, from_k, from_v, cos, sin, into, n_all, n_each, n_between, n_sinks, n_heads,
+    n_kv: tl.constexpr, group: tl.constexpr, width: tl.constexpr, half_block: tl.constexpr, zero_value: tl.constexpr,
+    block: tl.constexpr,
+):  # fmt: skip
+    """One row behind the tokens, and one head of its queries, keys or values."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    half: tl.constexpr = width // 2
+    lane = tl.arange(0, half_block)
+    wide = lane < half
+    kv = (head - n_heads) % n_kv
+    is_sink, is_key = (row < n_sinks) & (head >= n_heads), head < n_heads + n_kv
+    n_all = tl.where(is_sink, n_all, 0)  # parts; the other rows and heads have none
+    parts = from_k if is_key else from_v
+    first = _sum_half(parts, n_all, n_each, n_between, kv, row, lane, wide, n_sinks, width, block, half_block)
+    second = _sum_half(parts + half, n_all, n_each, n_between, kv, row, lane, wide, n_sinks, width, block, half_block)
+    turns = lane < tl.where(is_sink & is_key, half, 0)
+    c, s = tl.load(cos + row * half + lane, turns, 1).to(tl.float32), tl.load(sin + row * half + lane, turns, 0).to(tl.float32)
+    left, right = first * c + second * s, second * c - first * s
+    keeps = lane < tl.where(is_sink & (head >= n_heads + n_kv), half, 0)
+    for member in tl.static_range(group):
+        source = grad + (row * n_heads + kv * group + member) * width + lane
+        left += tl.load(source, keeps, 0).to(tl.float32)
+        right += tl.load(source + half, keeps, 0).to(tl.float32)
+    if zero_value:
+        left, right = tl.where(keeps, 0.0, left), tl.where(keeps, 0.0, right)
+    place = into + (row * (n_heads + 2 * n_kv) + head) * width + lane
+    tl.store(place, left.to(into.dtype.element_ty), wide)
+    tl.store(place + half, right.to(into.dtype.element_ty), wide)
+
+
+def merge_rows_backward(
+    grad: Tensor,
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    q: Tensor,
+    rows: Tensor,
+    lse: Tensor,
+    scores: Tensor,
+    sink_k: Tensor,
+    sink_v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sink_cos: Tensor,
+    sink_sin: Tensor,
+    zero_value: bool,
+    scale: float,
+) -> Tensor:
+    """operators.merge_rows_backward."""
+    batch, n_heads, tokens, width = q.shape
+    n_kv, n_sinks = sink_k.shape[1:3]
+    flowing, out = (by_row(x, batch, tokens) for x in (grad, rows))
+    turns, parts, n_parts = _flow_to_sinks(flowing, q, out, lse, sink_k, sink_v, scores, scale)
+    heads = grad_k.new_empty(grad.shape[0], n_heads + 2 * n_kv, width)
+    n_each, behind = n_heads // n_kv * n_parts, grad[batch * tokens :].contiguous()
+    _return_sinks[(behind.shape[0], n_heads + 2 * n_kv)](
+        behind, *parts, sink_cos.contiguous(), sink_sin.contiguous(), heads[batch * tokens :],
+        batch * n_each, n_each, n_heads * n_parts, n_sinks, n_heads,
+        n_kv=n_kv, group=n_heads // n_kv, width=width, half_block=triton.next_power_of_2(width // 2), zero_value=zero_value,
+        block=_RETURNED, num_warps=4,
+    )  # fmt: skip
+    _join_into(heads, grad_q, grad_k, grad_v, cos, sin, turns, sink_k)
+    return heads
 
 
 @triton.jit
@@ -457,10 +483,10 @@ def place_sinks(
     width, n_sinks, n_kv = heads.shape[2], cos.shape[1], (heads.shape[1] - n_heads) // 2
     heads = heads if heads.stride()[1:] == (width, 1) else heads.contiguous()
     sink_k, sink_v = (heads.new_empty(1, n_kv, n_sinks, width) for _ in range(2))
-    rows = heads.new_empty(heads.shape[0], n_heads, width)
-    _place_sinks[(heads.shape[0] - n_tokens, n_heads)](
-        heads[n_tokens:], cos.contiguous(), sin.contiguous(), sink_k, sink_v, rows[n_tokens:], n_sinks, n_heads, heads.stride(0),
+    own = heads.new_empty(heads.shape[0] - n_tokens, n_heads, width)
+    _place_sinks[(own.shape[0], n_heads)](
+        heads[n_tokens:], cos.contiguous(), sin.contiguous(), sink_k, sink_v, own, n_sinks, n_heads, heads.stride(0),
         n_kv=n_kv, group=n_heads // n_kv, width=width, half_block=triton.next_power_of_2(width // 2), zero_value=zero_value,
         num_warps=1,
     )  # fmt: skip
-    return sink_k, sink_v, rows
+    return sink_k, sink_v, own

@@ -43,18 +43,18 @@ class _Attend(torch.autograd.Function):
         zero_value: bool,
     ) -> Tensor:
         n_tokens, n_kv, scale = batch * cos.shape[1], (heads.shape[1] - n_heads) // 2, 1 / math.sqrt(heads.shape[2])
-        sink_k = sink_v = rows = None
+        sink_k = sink_v = own = None
         if sink_cos is not None and sink_sin is not None:
             # A sink sees only itself: its output is its value (eq. 6).
-            sink_k, sink_v, rows = operators.place_sinks(heads, sink_cos, sink_sin, n_tokens, n_heads, zero_value)
+            sink_k, sink_v, own = operators.place_sinks(heads, sink_cos, sink_sin, n_tokens, n_heads, zero_value)
         turned, scores = operators.turn_heads(heads, cos, sin, sink_k, batch, n_heads, scale)
         q, k = (x.transpose(1, 2) for x in turned.split([n_heads, n_kv], dim=-2))
         v = heads[:n_tokens, n_heads + n_kv :].unflatten(0, (batch, -1)).transpose(1, 2)
         out, lse, rest = content_forward("fused", q, k, v, None)
-        if sink_v is None or rows is None:
+        if sink_v is None or own is None:
             rows = out.transpose(1, 2).flatten(0, 1)
         else:
-            lse = operators.merge_rows(scores, out, lse, sink_v, rows)
+            rows, lse = operators.merge_rows(scores, out, lse, sink_v, own)
         ctx.save_for_backward(q, k, v, scores, rows, lse, cos, sin, sink_cos, sink_sin, sink_k, sink_v, *rest)
         ctx.zero_value = zero_value
         return rows
@@ -62,16 +62,14 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, scores, rows, lse, cos, sin, sink_cos, sink_sin, sink_k, sink_v, *rest = ctx.saved_tensors
-        batch, n_heads, tokens, width = q.shape
+        batch, _, tokens, width = q.shape
         out, flowing = (operators.by_row(x, batch, tokens) for x in (rows, grad))
-        grad_q, grad_k, grad_v = content_backward("fused", flowing, q, k, v, None, out, lse, rest)
+        grads = content_backward("fused", flowing, q, k, v, None, out, lse, rest)
         if sink_k is None:
-            turns, grad_heads = None, grad.new_empty(batch * tokens, n_heads + 2 * k.shape[1], width)
+            grad_heads = operators.join_heads(*grads, cos, sin)
         else:
-            turns, grad_heads = operators.merge_rows_backward(
-                grad, q, rows, lse, sink_k, sink_v, scores, sink_cos, sink_sin, ctx.zero_value, 1 / math.sqrt(width)
-            )
-        operators.join_heads(grad_q, grad_k, grad_v, cos, sin, turns, sink_k, grad_heads)
+            given = (lse, scores, sink_k, sink_v, cos, sin, sink_cos, sink_sin, ctx.zero_value, 1 / math.sqrt(width))
+            grad_heads = operators.merge_rows_backward(grad, *grads, q, rows, *given)
         return grad_heads, None, None, None, None, None, None, None
 
 

@@ -15,7 +15,7 @@ def _repeat(x: Tensor, heads: int) -> Tensor:
 def _merge_scores(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor) -> tuple[Tensor, Tensor]:
     merged = torch.logaddexp(lse, scores.logsumexp(-1))
     out = content.float() * torch.exp(lse - merged)[..., None]
-    return out + torch.exp(scores - merged[..., None]) @ _repeat(sink_v, scores.shape[1]), merged
+    return out + torch.exp(scores - merged[..., None]) @ _repeat(sink_v, scores.shape[1]), merged.contiguous()
 
 
 @torch.library.custom_op("sinkdlm::merge_sinks", mutates_args=())
@@ -43,25 +43,24 @@ def place_sinks(
     heads: Tensor, cos: Tensor, sin: Tensor, n_tokens: int, n_heads: int, zero_value: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of the sinks, whose rows lie behind n_tokens of heads (n_tokens + N, H + 2K, D): their keys, rotated by cos and sin
-    (1, S, 1, D/2), and their values, (1, K, S, D) each; and rows (n_tokens + N, H, D) for what attention gives, where each has
-    what it makes of itself, its value for every query head, and zeros stand behind the last sink's. The tokens' are merge_rows'
-    to fill."""
+    (1, S, 1, D/2), and their values, (1, K, S, D) each; and what each makes of itself, its value for every query head
+    (N, H, D), zeros behind the last sink's."""
     n_sinks, n_kv = cos.shape[1], (heads.shape[1] - n_heads) // 2
     k, v = heads[n_tokens : n_tokens + n_sinks, n_heads:].split([n_kv, n_kv], dim=1)
     first, second = k.to(cos.dtype).chunk(2, dim=-1)
     turned = torch.cat([first * cos[0] - second * sin[0], second * cos[0] + first * sin[0]], dim=-1).to(heads.dtype)
     v = torch.zeros_like(v) if zero_value else v
     own = v.repeat_interleave(n_heads // n_kv, dim=1)
-    rows = torch.nn.functional.pad(own, (0, 0, 0, 0, n_tokens, heads.shape[0] - n_tokens - n_sinks))
+    own = torch.nn.functional.pad(own, (0, 0, 0, 0, 0, heads.shape[0] - n_tokens - n_sinks))
     key, value = (x.transpose(0, 1)[None].clone(memory_format=torch.contiguous_format) for x in (turned, v))
-    return key, value, rows
+    return key, value, own
 
 
 @place_sinks.register_fake
 def _(heads: Tensor, cos: Tensor, sin: Tensor, n_tokens: int, n_heads: int, zero_value: bool) -> tuple[Tensor, Tensor, Tensor]:
     width, n_sinks, n_kv = heads.shape[2], cos.shape[1], (heads.shape[1] - n_heads) // 2
     key, value = (heads.new_empty(1, n_kv, n_sinks, width) for _ in range(2))
-    return key, value, heads.new_empty(heads.shape[0], n_heads, width)
+    return key, value, heads.new_empty(heads.shape[0] - n_tokens, n_heads, width)
 
 
 @place_sinks.register_kernel("cuda")
@@ -104,24 +103,25 @@ def _(
     return attention_kernels.turn_heads(heads, cos, sin, sink_k, batch, n_heads, scale)
 
 
-@torch.library.custom_op("sinkdlm::merge_rows", mutates_args=("rows",))
-def merge_rows(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, rows: Tensor) -> Tensor:
-    """merge_sinks by scores (B, H, T, S), written token by token into the first of rows (B T + N, H, D). -> the log-sum-exp."""
+@torch.library.custom_op("sinkdlm::merge_rows", mutates_args=())
+def merge_rows(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
+    """merge_sinks by scores (B, H, T, S), laid out token by token (B T + N, H, D), with the rows `behind` (N, H, D) at its end."""
     merged, lse = _merge_scores(scores, content, lse, sink_v)
-    rows[: merged.shape[0] * merged.shape[2]] = merged.to(content.dtype).transpose(1, 2).flatten(0, 1)
-    return lse
+    return torch.cat([merged.to(content.dtype).transpose(1, 2).flatten(0, 1), behind]), lse
 
 
 @merge_rows.register_fake
-def _(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, rows: Tensor) -> Tensor:
-    return torch.empty_like(lse, memory_format=torch.contiguous_format)
+def _(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
+    batch, heads, tokens, width = content.shape
+    rows = content.new_empty(batch * tokens + behind.shape[0], heads, width)
+    return rows, torch.empty_like(lse, memory_format=torch.contiguous_format)
 
 
 @merge_rows.register_kernel("cuda")
-def _(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, rows: Tensor) -> Tensor:
+def _(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
     from sinkdlm import attention_kernels
 
-    return attention_kernels.merge_rows(scores, content, lse, sink_v, rows)
+    return attention_kernels.merge_rows(scores, content, lse, sink_v, behind)
 
 
 def _flow_to_sinks(
@@ -167,80 +167,6 @@ def _(
     return attention_kernels.merge_sinks_backward(grad, q, out, lse, sink_k, sink_v, scale)
 
 
-def by_row(rows: Tensor, batch: int, tokens: int) -> Tensor:
-    """The tokens' (B T or more, H, D) as (B, H, T, D)."""
-    return rows[: batch * tokens].unflatten(0, (batch, tokens)).transpose(1, 2)
-
-
-@torch.library.custom_op("sinkdlm::merge_rows_backward", mutates_args=())
-def merge_rows_backward(
-    grad: Tensor,
-    q: Tensor,
-    rows: Tensor,
-    lse: Tensor,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    scores: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    zero_value: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """The backward of merge_rows and place_sinks, of rows and their gradient (B T + N, H, D): turns (B, H, T, S), as of
-    merge_sinks_backward; and gradients for heads (B T + N, H + 2K, D), which the sinks' rows have. The tokens' are join_heads' to
-    fill."""
-    batch, n_heads, tokens, width = q.shape
-    n_kv, n_sinks = sink_k.shape[1:3]
-    flowing, out = (by_row(x, batch, tokens) for x in (grad, rows))
-    turns, grad_k, grad_v = _flow_to_sinks(flowing, q, out, lse, sink_k, sink_v, scores, scale)
-    heads = grad.new_zeros(grad.shape[0], n_heads + 2 * n_kv, width)
-    behind = heads[batch * tokens : batch * tokens + n_sinks]
-    first, second = grad_k[0].transpose(0, 1).to(cos.dtype).chunk(2, dim=-1)
-    turned = torch.cat([first * cos[0] + second * sin[0], second * cos[0] - first * sin[0]], dim=-1)
-    behind[:, n_heads : n_heads + n_kv] = turned.to(grad.dtype)
-    if not zero_value:
-        own = grad[batch * tokens : batch * tokens + n_sinks].unflatten(1, (n_kv, -1)).float().sum(2)
-        behind[:, n_heads + n_kv :] = (own + grad_v[0].transpose(0, 1)).to(grad.dtype)
-    return turns, heads
-
-
-@merge_rows_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    rows: Tensor,
-    lse: Tensor,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    scores: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    zero_value: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    turns = lse.new_empty(*q.shape[:3], sink_k.shape[2])
-    return turns, grad.new_empty(grad.shape[0], q.shape[1] + 2 * sink_k.shape[1], q.shape[3])
-
-
-@merge_rows_backward.register_kernel("cuda")
-def _(
-    grad: Tensor,
-    q: Tensor,
-    rows: Tensor,
-    lse: Tensor,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    scores: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    zero_value: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    from sinkdlm import attention_kernels
-
-    return attention_kernels.merge_rows_backward(grad, q, rows, lse, sink_k, sink_v, scores, cos, sin, zero_value, scale)
-
-
 @torch.library.custom_op("sinkdlm::add_turns", mutates_args=())
 def add_turns(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
     """grad_q + turns @ sink_k: what flows to q through content and sinks."""
@@ -260,57 +186,118 @@ def _(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
     return attention_kernels.add_turns(grad_q, turns, sink_k)
 
 
-@torch.library.custom_op("sinkdlm::join_heads", mutates_args=("into",))
-def join_heads(
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    turns: Tensor | None,
-    sink_k: Tensor | None,
-    into: Tensor,
-) -> None:
-    """Gradients of q, k (rotated by cos and sin, (1 or B, T, 1, D/2)) and v, (B, heads, T, D) each, written side by side into the
-    first B T of `into` (B T or more, H + 2K, D). turns, sink_k: what flows to q through sinks is added on the way."""
-    if turns is not None and sink_k is not None:
-        grad_q = grad_q.float() + turns @ _repeat(sink_k, grad_q.shape[1])
+def by_row(rows: Tensor, batch: int, tokens: int) -> Tensor:
+    """The tokens' (B T or more, H, D) as (B, H, T, D)."""
+    return rows[: batch * tokens].unflatten(0, (batch, tokens)).transpose(1, 2)
+
+
+@torch.library.custom_op("sinkdlm::join_heads", mutates_args=())
+def join_heads(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Gradients of q, k (rotated by cos and sin, (1 or B, T, 1, D/2)) and v, (B, heads, T, D) each, as one of (B T, H + 2K, D)."""
     rows = []
     for grad in (grad_q, grad_k):
         first, second = grad.transpose(1, 2).to(cos.dtype).chunk(2, dim=-1)
         rows.append(torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1))
-    joined = torch.cat([row.to(into.dtype) for row in (*rows, grad_v.transpose(1, 2))], dim=2).flatten(0, 1)
-    into[: joined.shape[0]] = joined
+    return torch.cat([row.to(grad_k.dtype) for row in (*rows, grad_v.transpose(1, 2))], dim=2).flatten(0, 1)
 
 
 @join_heads.register_fake
-def _(
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    turns: Tensor | None,
-    sink_k: Tensor | None,
-    into: Tensor,
-) -> None:
-    return None
+def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    batch, n_heads, tokens, width = grad_q.shape
+    return grad_k.new_empty(batch * tokens, n_heads + 2 * grad_k.shape[1], width)
 
 
 @join_heads.register_kernel("cuda")
-def _(
+def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    from sinkdlm import attention_kernels
+
+    return attention_kernels.join_heads(grad_q, grad_k, grad_v, cos, sin)
+
+
+@torch.library.custom_op("sinkdlm::merge_rows_backward", mutates_args=())
+def merge_rows_backward(
+    grad: Tensor,
     grad_q: Tensor,
     grad_k: Tensor,
     grad_v: Tensor,
+    q: Tensor,
+    rows: Tensor,
+    lse: Tensor,
+    scores: Tensor,
+    sink_k: Tensor,
+    sink_v: Tensor,
     cos: Tensor,
     sin: Tensor,
-    turns: Tensor | None,
-    sink_k: Tensor | None,
-    into: Tensor,
-) -> None:
+    sink_cos: Tensor,
+    sink_sin: Tensor,
+    zero_value: bool,
+    scale: float,
+) -> Tensor:
+    """The backward of place_sinks, turn_heads and merge_rows, (B T + N, H + 2K, D). grad: of rows (B T + N, H, D). The others: what
+    the content's own backward gave for q, k and v, and what the forward had. As join_heads, with what flows to q through sinks, and
+    the sinks' own rows behind the tokens'."""
+    batch, n_heads, tokens, _ = q.shape
+    n_kv, n_sinks = sink_k.shape[1:3]
+    flowing, out = (by_row(x, batch, tokens) for x in (grad, rows))
+    turns, to_k, to_v = _flow_to_sinks(flowing, q, out, lse, sink_k, sink_v, scores, scale)
+    joined = join_heads._init_fn(grad_q.float() + turns @ _repeat(sink_k, n_heads), grad_k, grad_v, cos, sin)
+    behind = grad[batch * tokens :]
+    into = joined.new_zeros(behind.shape[0], *joined.shape[1:])
+    first, second = to_k[0].transpose(0, 1).to(sink_cos.dtype).chunk(2, dim=-1)
+    turned = torch.cat([first * sink_cos[0] + second * sink_sin[0], second * sink_cos[0] - first * sink_sin[0]], dim=-1)
+    into[:n_sinks, n_heads : n_heads + n_kv] = turned.to(into.dtype)
+    if not zero_value:
+        own = behind[:n_sinks].unflatten(1, (n_kv, -1)).float().sum(2)
+        into[:n_sinks, n_heads + n_kv :] = (own + to_v[0].transpose(0, 1)).to(into.dtype)
+    return torch.cat([joined, into])
+
+
+@merge_rows_backward.register_fake
+def _(
+    grad: Tensor,
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    q: Tensor,
+    rows: Tensor,
+    lse: Tensor,
+    scores: Tensor,
+    sink_k: Tensor,
+    sink_v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sink_cos: Tensor,
+    sink_sin: Tensor,
+    zero_value: bool,
+    scale: float,
+) -> Tensor:
+    return grad_k.new_empty(grad.shape[0], q.shape[1] + 2 * sink_k.shape[1], q.shape[3])
+
+
+@merge_rows_backward.register_kernel("cuda")
+def _(
+    grad: Tensor,
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    q: Tensor,
+    rows: Tensor,
+    lse: Tensor,
+    scores: Tensor,
+    sink_k: Tensor,
+    sink_v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sink_cos: Tensor,
+    sink_sin: Tensor,
+    zero_value: bool,
+    scale: float,
+) -> Tensor:
     from sinkdlm import attention_kernels
 
-    attention_kernels.join_heads(grad_q, grad_k, grad_v, cos, sin, turns, sink_k, into)
+    return attention_kernels.merge_rows_backward(
+        grad, grad_q, grad_k, grad_v, q, rows, lse, scores, sink_k, sink_v, cos, sin, sink_cos, sink_sin, zero_value, scale
+    )
 
 
 @torch.library.custom_op("sinkdlm::swiglu", mutates_args=())
