@@ -27,6 +27,7 @@ def expected() -> dict[str, list[str]]:
         f"train_step-smdm-472m-2048-fp8-{_GPU}": _float8(figures[f"train_step-smdm-472m-2048-fp8-{_GPU}"]["forms"]),
         f"train_step-qwen2.5-0.5b-2048-{_GPU}": _against(figures[f"train_step-qwen2.5-0.5b-2048-{_GPU}"]["forms"]),
         f"train_step-smollm2-135m-512-{_GPU}": _twins(figures[f"train_step-smollm2-135m-512-{_GPU}"]["forms"]),
+        f"train_step-smollm2-135m-512-rows256-{_GPU}": _halves(figures[f"train_step-smollm2-135m-512-rows256-{_GPU}"]["forms"]),
         f"sampling-{_GPU}": _sampling(figures[f"sampling-{_GPU}"]),
         f"likelihood-{_GPU}": _likelihood(figures[f"likelihood-{_GPU}"]),
         "serving-cpu-aarch64.json": _serving(figures["serving-cpu-aarch64.json"]),
@@ -74,6 +75,7 @@ def _step(forms: Any) -> list[str]:
     return [
         f"{_thousands(forms['sink'])} tokens/s, {100 * forms['sink']['mfu']:.1f} % MFU",
         f"{_thousands(forms['official'])} tokens/s (official form)",
+        f'`residual = "bf16"` {_thousands(forms["sink-residual"])}',
     ]
 
 
@@ -94,6 +96,12 @@ def _against(forms: Any) -> list[str]:
 
 def _twins(forms: Any) -> list[str]:
     return [f"{_thousands(forms['sink'])} tokens/s; without a sink {_thousands(forms['vanilla'])}"]
+
+
+def _halves(forms: Any) -> list[str]:
+    """By what layers add to."""
+    rates = [_thousands(forms[f"{form}{half}"]) for half in ("", "-residual") for form in ("sink", "vanilla")]
+    return ['256 rows: {}; {}, and {}; {} with `residual = "bf16"`'.format(*rates)]
 
 
 def _sampling(figures: Any) -> list[str]:

@@ -151,6 +151,11 @@ def test_a_resolved_recipe_reloads_unchanged(tmp_path):
         ('base = "a.toml"\n', [], ["own base"]),
         ("base = 3\n", [], ["base = 3", "a list of paths"]),
         ('[model]\npreset = "nano"\n', ["train.min_lr=1.0"], ["train.min_lr = 1.0", "at most lr"]),
+        (
+            '[model]\npreset = "nano"\n',
+            ["train.residual=bf16", "train.precision=float32"],
+            ["residual = 'bf16'", "precision = 'bf16' or 'fp8', not 'float32'"],
+        ),
         ('[model]\npreset = "nano"\n', ["train.micro_batch=512"], ["train.micro_batch = 512", "at most batch = 256"]),
         ('[model]\npreset = "nano"\n[init]\nfrom = ""\n', [], ["init.from", "at least 1 character"]),
         ("[model\n", [], ["a.toml", "not valid TOML"]),

@@ -325,6 +325,8 @@ class TrainSection(_Frozen):
             raise ConfigError(f"min_lr = {self.min_lr}: allowed is at most lr = {self.lr}; whoever sets lr sets both")
         if self.micro_batch is not None and self.micro_batch > self.batch:
             raise ConfigError(f"micro_batch = {self.micro_batch}: allowed is at most batch = {self.batch}")
+        if self.residual == "bf16" and self.precision in ("float32", "float64"):
+            raise ConfigError(f"residual = 'bf16': allowed with precision = 'bf16' or 'fp8', not {self.precision!r}")
         given = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)}: allowed is one budget")
