@@ -109,7 +109,8 @@ def test_kernels_of_rows_behind_the_tokens(heads, n_kv, width, n_sinks, zero_val
     scores = (q.float() @ sink_k.float().repeat_interleave(heads // n_kv, 1).mT) * scale
     rows, lse = plain(operators.merge_rows)(scores, content, random(batch, heads, tokens, seed=5) + 3, sink_v, own)
     grad = random(n_tokens + 16, heads, width, seed=6, dtype=dtype)
-    given = (grad, grad_q, grad_k, grad_v, q, rows, lse, scores, sink_k, sink_v, *turned, cos, sin, zero_value, scale)
+    had = [q, rows, lse, scores]
+    given = (grad, [grad_q, grad_k, grad_v], had, [sink_k, sink_v], [*turned, cos, sin], zero_value, scale)
     found = plain(operators.merge_rows_backward)(*given)
     torch.testing.assert_close(attention_kernels.merge_rows_backward(*given), found, **close)
     # In parts, as the other way of merging has them.
@@ -431,8 +432,8 @@ def test_operators_keep_the_rules_of_torch(name):
         "join_heads": (grad_q, grad_k, grad_k, cos, cos),
         "place_sinks": (random(9 + 3, 8, 8), cos[:, :2], cos[:, :2], 9, 4, False),
         "merge_rows_backward": (
-            *(random(2 * 9 + 3, 4, 8), grad_q, grad_k, grad_k, q, random(2 * 9 + 3, 4, 8, seed=1), lse, random(2, 4, 9, 2)),
-            *(sink_k, sink_v, cos, cos, cos[:, :2], cos[:, :2], False, 0.3),
+            *(random(2 * 9 + 3, 4, 8), [grad_q, grad_k, grad_k], [q, random(2 * 9 + 3, 4, 8, seed=1), lse, random(2, 4, 9, 2)]),
+            *([sink_k, sink_v], [cos, cos, cos[:, :2], cos[:, :2]], False, 0.3),
         ),
     }[name]
     torch.library.opcheck(getattr(operators, name), given, test_utils=("test_schema", "test_faketensor"))

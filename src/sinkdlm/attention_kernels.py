@@ -342,23 +342,15 @@ def join_heads(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin:
     """operators.join_heads."""
     batch, n_heads, tokens, width = grad_q.shape
     heads = grad_k.new_empty(batch * tokens, n_heads + 2 * grad_k.shape[1], width)
-    _join_into(heads, grad_q, grad_k, grad_v, cos, sin, None, None)
+    _join_into(heads, [grad_q, grad_k, grad_v], cos, sin, None, None)
     return heads
 
 
-def _join_into(
-    into: Tensor,
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    turns: Tensor | None,
-    sink_k: Tensor | None,
-) -> None:
+def _join_into(into: Tensor, grads: list[Tensor], cos: Tensor, sin: Tensor, turns: Tensor | None, sink_k: Tensor | None) -> None:
+    """Into the first rows, as many as there are tokens. grads: of q, k and v."""
+    grad_q, grad_k, grad_v = (_narrow(x) for x in grads)
     batch, n_heads, tokens, width = grad_q.shape
     n_kv = grad_k.shape[1]
-    grad_q, grad_k, grad_v = (_narrow(x) for x in (grad_q, grad_k, grad_v))
     sink_k = None if sink_k is None else _narrow(sink_k)
     cos, sin = cos.contiguous(), sin.contiguous()
     _join_heads[(tokens, batch)](
@@ -416,29 +408,15 @@ def _return_sinks(
 
 
 def merge_rows_backward(
-    grad: Tensor,
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    q: Tensor,
-    rows: Tensor,
-    lse: Tensor,
-    scores: Tensor,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    sink_cos: Tensor,
-    sink_sin: Tensor,
-    zero_value: bool,
-    scale: float,
+    grad: Tensor, grads: list[Tensor], had: list[Tensor], sinks: list[Tensor], angles: list[Tensor], zero_value: bool, scale: float
 ) -> Tensor:
     """operators.merge_rows_backward."""
+    (q, rows, lse, scores), (sink_k, sink_v), (cos, sin, sink_cos, sink_sin) = had, sinks, angles
     batch, n_heads, tokens, width = q.shape
     n_kv, n_sinks = sink_k.shape[1:3]
     flowing, out = (by_row(x, batch, tokens) for x in (grad, rows))
     turns, parts, n_parts = _flow_to_sinks(flowing, q, out, lse, sink_k, sink_v, scores, scale)
-    heads = grad_k.new_empty(grad.shape[0], n_heads + 2 * n_kv, width)
+    heads = grad.new_empty(grad.shape[0], n_heads + 2 * n_kv, width)
     n_each, behind = n_heads // n_kv * n_parts, grad[batch * tokens :].contiguous()
     _return_sinks[(behind.shape[0], n_heads + 2 * n_kv)](
         behind, *parts, sink_cos.contiguous(), sink_sin.contiguous(), heads[batch * tokens :],
@@ -446,7 +424,7 @@ def merge_rows_backward(
         n_kv=n_kv, group=n_heads // n_kv, width=width, half_block=triton.next_power_of_2(width // 2), zero_value=zero_value,
         block=_RETURNED, num_warps=4,
     )  # fmt: skip
-    _join_into(heads, grad_q, grad_k, grad_v, cos, sin, turns, sink_k)
+    _join_into(heads, grads, cos, sin, turns, sink_k)
     return heads
 
 

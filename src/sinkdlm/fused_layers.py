@@ -68,8 +68,9 @@ class _Attend(torch.autograd.Function):
         if sink_k is None:
             grad_heads = operators.join_heads(*grads, cos, sin)
         else:
-            given = (lse, scores, sink_k, sink_v, cos, sin, sink_cos, sink_sin, ctx.zero_value, 1 / math.sqrt(width))
-            grad_heads = operators.merge_rows_backward(grad, *grads, q, rows, *given)
+            had, angles = [q, rows, lse, scores], [cos, sin, sink_cos, sink_sin]
+            given = (list(grads), had, [sink_k, sink_v], angles, ctx.zero_value, 1 / math.sqrt(width))
+            grad_heads = operators.merge_rows_backward(grad, *given)
         return grad_heads, None, None, None, None, None, None, None
 
 

@@ -216,31 +216,20 @@ def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) 
 
 @torch.library.custom_op("sinkdlm::merge_rows_backward", mutates_args=())
 def merge_rows_backward(
-    grad: Tensor,
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    q: Tensor,
-    rows: Tensor,
-    lse: Tensor,
-    scores: Tensor,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    sink_cos: Tensor,
-    sink_sin: Tensor,
-    zero_value: bool,
-    scale: float,
+    grad: Tensor, grads: list[Tensor], had: list[Tensor], sinks: list[Tensor], angles: list[Tensor], zero_value: bool, scale: float
 ) -> Tensor:
-    """The backward of place_sinks, turn_heads and merge_rows, (B T + N, H + 2K, D). grad: of rows (B T + N, H, D). The others: what
-    the content's own backward gave for q, k and v, and what the forward had. As join_heads, with what flows to q through sinks, and
-    the sinks' own rows behind the tokens'."""
+    """The backward of place_sinks, turn_heads and merge_rows, (B T + N, H + 2K, D): as join_heads, with what flows to q through
+    sinks, and the sinks' own rows behind the tokens'.
+
+    grad: of rows. grads: what the content's own backward gave for q, k and v. had: q, rows, lse and scores. sinks: their keys and
+    values. angles: cos and sin of the tokens, and of the sinks.
+    """
+    (q, rows, lse, scores), (cos, sin, sink_cos, sink_sin) = had, angles
     batch, n_heads, tokens, _ = q.shape
-    n_kv, n_sinks = sink_k.shape[1:3]
+    n_kv, n_sinks = sinks[0].shape[1:3]
     flowing, out = (by_row(x, batch, tokens) for x in (grad, rows))
-    turns, to_k, to_v = _flow_to_sinks(flowing, q, out, lse, sink_k, sink_v, scores, scale)
-    joined = join_heads._init_fn(grad_q.float() + turns @ _repeat(sink_k, n_heads), grad_k, grad_v, cos, sin)
+    turns, to_k, to_v = _flow_to_sinks(flowing, q, out, lse, *sinks, scores, scale)
+    joined = join_heads._init_fn(grads[0].float() + turns @ _repeat(sinks[0], n_heads), *grads[1:], cos, sin)
     behind = grad[batch * tokens :]
     into = joined.new_zeros(behind.shape[0], *joined.shape[1:])
     first, second = to_k[0].transpose(0, 1).to(sink_cos.dtype).chunk(2, dim=-1)
@@ -254,50 +243,19 @@ def merge_rows_backward(
 
 @merge_rows_backward.register_fake
 def _(
-    grad: Tensor,
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    q: Tensor,
-    rows: Tensor,
-    lse: Tensor,
-    scores: Tensor,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    sink_cos: Tensor,
-    sink_sin: Tensor,
-    zero_value: bool,
-    scale: float,
+    grad: Tensor, grads: list[Tensor], had: list[Tensor], sinks: list[Tensor], angles: list[Tensor], zero_value: bool, scale: float
 ) -> Tensor:
-    return grad_k.new_empty(grad.shape[0], q.shape[1] + 2 * sink_k.shape[1], q.shape[3])
+    q, n_kv = had[0], sinks[0].shape[1]
+    return grad.new_empty(grad.shape[0], q.shape[1] + 2 * n_kv, q.shape[3])
 
 
 @merge_rows_backward.register_kernel("cuda")
 def _(
-    grad: Tensor,
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    q: Tensor,
-    rows: Tensor,
-    lse: Tensor,
-    scores: Tensor,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    sink_cos: Tensor,
-    sink_sin: Tensor,
-    zero_value: bool,
-    scale: float,
+    grad: Tensor, grads: list[Tensor], had: list[Tensor], sinks: list[Tensor], angles: list[Tensor], zero_value: bool, scale: float
 ) -> Tensor:
     from sinkdlm import attention_kernels
 
-    return attention_kernels.merge_rows_backward(
-        grad, grad_q, grad_k, grad_v, q, rows, lse, scores, sink_k, sink_v, cos, sin, sink_cos, sink_sin, zero_value, scale
-    )
+    return attention_kernels.merge_rows_backward(grad, grads, had, sinks, angles, zero_value, scale)
 
 
 @torch.library.custom_op("sinkdlm::swiglu", mutates_args=())
