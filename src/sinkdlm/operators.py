@@ -224,12 +224,12 @@ def merge_rows_backward(
     grad: of rows. grads: what the content's own backward gave for q, k and v. had: q, rows, lse and scores. sinks: their keys and
     values. angles: cos and sin of the tokens, and of the sinks.
     """
-    (q, rows, lse, scores), (cos, sin, sink_cos, sink_sin) = had, angles
+    (q, rows, lse, scores), (sink_k, sink_v), (cos, sin, sink_cos, sink_sin) = had, sinks, angles
     batch, n_heads, tokens, _ = q.shape
-    n_kv, n_sinks = sinks[0].shape[1:3]
+    n_kv, n_sinks = sink_k.shape[1:3]
     flowing, out = (by_row(x, batch, tokens) for x in (grad, rows))
-    turns, to_k, to_v = _flow_to_sinks(flowing, q, out, lse, *sinks, scores, scale)
-    joined = join_heads._init_fn(grads[0].float() + turns @ _repeat(sinks[0], n_heads), *grads[1:], cos, sin)
+    turns, to_k, to_v = _flow_to_sinks(flowing, q, out, lse, sink_k, sink_v, scores, scale)
+    joined = join_heads._init_fn(grads[0].float() + turns @ _repeat(sink_k, n_heads), *grads[1:], cos, sin)
     behind = grad[batch * tokens :]
     into = joined.new_zeros(behind.shape[0], *joined.shape[1:])
     first, second = to_k[0].transpose(0, 1).to(sink_cos.dtype).chunk(2, dim=-1)
