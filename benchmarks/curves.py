@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring import record, write
-from benchmarks.train_step import VARIANTS, Step, free, recipe_of
+from benchmarks.train_step import Step, form_names, free, recipe_of, split_form
 
 _CHOICES = 4  # that may follow a token
 _WORDS = 4096  # of the language
@@ -35,12 +35,13 @@ def make_rows(seed: int, steps: int, rows: int, length: int, vocab: int) -> Tens
 
 def curve(args: argparse.Namespace, form: str, seed: int) -> list[float]:
     device = torch.device(args.device)
-    step = Step(recipe_of(args.model, args.length, **VARIANTS[form]), form, args.rows, device)
+    step = Step(recipe_of(args.model, args.length, **split_form(form)[0]), form, args.rows, device)
     losses = []
     for tokens in make_rows(seed, args.steps, args.rows, args.length, step.recipe.model.vocab_size):
         step.take(tokens)
         losses.append(step().clone())
     found = torch.stack(losses).tolist()
+    print(f"{form}, seed {seed}: {found[0]:.4f} to {found[-1]:.4f}", flush=True)
     del step
     free()
     return found
@@ -61,7 +62,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--forms", default="official,sink")
+    parser.add_argument("--forms", type=form_names, default="official,sink", help="those of benchmarks.train_step")
     parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
     args = parser.parse_args()
     plain, *fast = args.forms.split(",")

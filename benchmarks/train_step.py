@@ -5,10 +5,10 @@
 official: the sink is a token in front under a dense (T+1)^2 mask, every position has logits in float32, blocks run eagerly, as the
 authors' code trains, by torch's own norm and AdamW; official-compiled: the same, compiled whole. vanilla, sink, gate: what
 `sinkdlm train` does, its micro-batches recorded as CUDA graphs where train.graphs = "auto" records them (--graphs: wherever they
-can be, --no-graphs: nowhere). Where they are asked for: sink-fp8 is sink with train.precision = "fp8", whose products need a GPU
-that has them (a CPU emulates them); vanilla-whole and sink-whole have train.compile = "whole", which is for a CPU; sink-blocks has
-train.compile = "blocks", where "auto" leaves blocks to kernels of their own; vanilla-residual and sink-residual have
-train.residual = "bf16".
+can be, --no-graphs: nowhere). Ours may have more in their names, and then train by it: sink-fp8 is sink with train.precision =
+"fp8", whose products need a GPU that has them (a CPU emulates them); -whole is train.compile = "whole", which is for a CPU; -blocks
+is train.compile = "blocks", where "auto" leaves blocks to kernels of their own; -residual is train.residual = "bf16"; and
+sink-fp8-residual has two of these.
 Forms take turns, so that a ratio does not depend on when each was measured. --profile NAME: the kernels of one step of that form,
 by kind.
 --sweep: the time of a step by rows and by length, beside planning.py's FLOPs.
@@ -39,21 +39,17 @@ from sinkdlm.training.parallel import World
 from sinkdlm.training.recorded import find_recorder
 from sinkdlm.training.weights import Weights
 
-_FLOAT8 = "sink-fp8"
-_WHOLE, _BLOCKS = "-whole", "-blocks"
-_HALF = "-residual"  # what layers add to is bf16
-VARIANTS: dict[str, dict[str, Any]] = {
+_MODELS: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "sink": {"n_sinks": 1},
     "gate": {"gate": "elementwise"},
-    _FLOAT8: {"n_sinks": 1},
-    f"vanilla{_HALF}": {},
-    f"sink{_HALF}": {"n_sinks": 1},
-    f"vanilla{_WHOLE}": {},
-    f"sink{_WHOLE}": {"n_sinks": 1},
-    f"sink{_BLOCKS}": {"n_sinks": 1},
     "official": {"n_sinks": 1},
-    "official-compiled": {"n_sinks": 1},
+}
+_TRAINED = {  # what may follow a form of ours, and what it sets of a recipe's train
+    "fp8": {"precision": "fp8"},
+    "residual": {"residual": "bf16"},
+    "whole": {"compile": "whole"},
+    "blocks": {"compile": "blocks"},
 }
 _STEPS = 4  # that are timed together
 # Kernels by a word of their name, in this order.
@@ -77,6 +73,26 @@ _KINDS = {
 }
 
 
+def split_form(form: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """What its name gives a recipe's model and train: sink-fp8-residual is sink with two things changed."""
+    base, *changes = form.split("-")
+    allowed = ["compiled"] if base == "official" else list(_TRAINED)
+    if base not in _MODELS or any(change not in allowed for change in changes):
+        ours = " or ".join(f"-{change}" for change in _TRAINED)
+        raise argparse.ArgumentTypeError(
+            f"no form {form!r}: official, official-compiled, or one of vanilla, sink and gate, then any of {ours}"
+        )
+    trained = {key: value for change in changes for key, value in _TRAINED.get(change, {}).items()}
+    return _MODELS[base], trained
+
+
+def form_names(text: str) -> str:
+    """--forms, checked before anything is measured."""
+    for form in text.split(","):
+        split_form(form)
+    return text
+
+
 class Step:
     """A model that makes training steps on rows of random tokens, each with noise of its own."""
 
@@ -86,9 +102,10 @@ class Step:
         world = World(device)
         with torch.device("meta"):
             model = DiffusionLM(recipe.model)
-        model.float8 = form == _FLOAT8
-        model.residual = torch.bfloat16 if form.endswith(_HALF) else None
-        way = settle_way(model, self._as_trained(), world, full_rows=True)
+        trained = self._as_trained()
+        model.float8 = trained.train.precision == "fp8"
+        model.residual = torch.bfloat16 if trained.train.residual == "bf16" else None
+        way = settle_way(model, trained, world, full_rows=True)
         if not self._official:
             compile_model(model, way.compile, world, as_rows=way.as_rows)
         first = model.initial_weight
@@ -121,13 +138,7 @@ class Step:
     def _as_trained(self) -> Recipe:
         """What `train` would be given to make these steps."""
         table = self.recipe.to_dict()
-        train = {**table["train"], "batch": self.rows, "micro_batch": self.rows}
-        if self.form == _FLOAT8:
-            train["precision"] = "fp8"
-        elif self.form.endswith(_HALF):
-            train["residual"] = "bf16"
-        elif self.form.endswith((_WHOLE, _BLOCKS)):
-            train["compile"] = self.form.split("-")[1]
+        train = {**table["train"], "batch": self.rows, "micro_batch": self.rows, **split_form(self.form)[1]}
         return Recipe.resolve({**table, "train": train})
 
     def _plain_update(self) -> Callable[[float, Tensor], object]:
@@ -222,7 +233,7 @@ def rates(step: Step, timed: dict[str, float], device: str) -> dict[str, Any]:
     timed = {name: value if name == "repeats" else value / _STEPS for name, value in timed.items()}
     found: dict[str, Any] = {"ms_step": timed, "tokens_per_second": 1000 * tokens / timed["p50"]}
     peak = peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
-    if peak and step.form != _FLOAT8:  # the peak is bf16's
+    if peak and "fp8" not in step.form.split("-"):  # the peak is bf16's
         found["mfu"] = flops_of(step) / (timed["p50"] / 1000) / peak
     return found
 
@@ -246,7 +257,7 @@ def measure_forms(args: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     made: dict[str, Step] = {}
     for form in args.forms.split(","):
-        recipe = recipe_of(args.model, args.length, graphs=args.graphs, **VARIANTS[form])
+        recipe = recipe_of(args.model, args.length, graphs=args.graphs, **split_form(form)[0])
         before = torch.cuda.memory_allocated() if args.device == "cuda" else 0
         step = Step(recipe, form, args.rows, device)
         if args.device == "cuda":
@@ -288,7 +299,7 @@ def kind_of(kernel: str) -> str:
 
 def profile(args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of one step by kind of kernel, and the kernels that take most."""
-    recipe = recipe_of(args.model, args.length, graphs=args.graphs, **VARIANTS[args.profile])
+    recipe = recipe_of(args.model, args.length, graphs=args.graphs, **split_form(args.profile)[0])
     step = Step(recipe, args.profile, args.rows, torch.device(args.device))
     for _ in range(args.warmup):
         step()
@@ -322,14 +333,14 @@ def main() -> None:
     parser.add_argument("--model", default="smdm-472m", help="a preset")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--forms", default="vanilla,sink,gate,official,official-compiled")
+    parser.add_argument("--forms", type=form_names, default="vanilla,sink,gate,official,official-compiled")
     parser.add_argument("--alone", action="store_true", help="one form in memory at a time")
     parser.add_argument("--graphs", dest="graphs", action="store_const", const="on", default="auto", help="record wherever it can")
     parser.add_argument("--no-graphs", dest="graphs", action="store_const", const="off", help="launch every kernel")
     parser.add_argument("--threads", type=int, default=None, help="of a CPU; by default as many as torch takes")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--profile", default=None, choices=list(VARIANTS))
+    parser.add_argument("--profile", type=form_names, default=None, help="a form")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--sweep-rows", default="4,8,16,32")
     parser.add_argument("--sweep-lengths", default="512,1024,4096")

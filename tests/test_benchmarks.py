@@ -129,6 +129,8 @@ def test_a_timed_step_is_a_training_step_in_every_form():
     float8 = train_step.Step(recipe, "sink-fp8", 3, torch.device("cpu"))().item()
     assert float8 != losses["sink"][0]
     assert float8 == pytest.approx(losses["sink"][0], rel=0.01)
+    both = train_step.Step(recipe, "sink-fp8-residual", 3, torch.device("cpu"))
+    assert (both.weights.model.float8, both.weights.model.residual) == (True, torch.bfloat16)
     assert train_step.flops_of(step) == 96 * training_flops(recipe.model, 32, ends_early=True)
     kinds = {
         "nvjet_hsh_128x256": "matrix products",
@@ -136,6 +138,14 @@ def test_a_timed_step_is_a_training_step_in_every_form():
         "triton_red_fused": "compiled",
     }
     assert {name: train_step.kind_of(name) for name in kinds} == kinds
+
+
+@pytest.mark.parametrize("form", ["lane", "sink-fp16", "official-fp8", "compiled"])
+def test_a_form_that_is_none_is_refused_before_anything_is_measured(form, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train_step", "--device", "cpu", "--forms", f"sink,{form}"])
+    with pytest.raises(SystemExit):
+        train_step.main()
+    assert f"no form '{form}': official, official-compiled, or one of vanilla, sink and gate" in capsys.readouterr().err
 
 
 def test_kernels_are_timed_one_by_one_and_shown_beside_each_other():

@@ -166,12 +166,13 @@ def test_a_last_layer_ends_where_the_loss_looks_with_the_same_gradients(name, pl
     noisy = corrupt(tokens, torch.arange(3), seed=0, mask_id=config.mask_id)
     n_masked = int(noisy.masked[:, int(config.shift_logits) :].sum())
     found, rows = {}, []
-    for form in ("float32", "whole", "early"):
+    for form in ("float32", "whole", "early", *(["compiled"] if compiled else [])):
         torch._dynamo.reset()
         model = DiffusionLM(config).cuda()
         model.recompute, model.picks_early = recompute, form == "early"
         model.norm.end = lambda x, *given, end=model.norm.end: rows.append(len(x)) or end(x, *given)
-        for block in model.blocks if compiled else []:
+        # A last layer that ends early runs as it is written, and is compared with one that does: a compiled gate rounds less often.
+        for block in model.blocks[: None if form == "compiled" else -1] if compiled else []:
             block.forward = torch.compile(block.forward)
         with torch.autocast("cuda", torch.bfloat16, enabled=form != "float32"):
             loss = denoising_loss(model, tokens, noisy, denominator=100.0, places=places)
@@ -179,10 +180,13 @@ def test_a_last_layer_ends_where_the_loss_looks_with_the_same_gradients(name, pl
         assert int(loss.nll.count_nonzero()) == n_masked
         found[form] = torch.cat([p.grad.flatten() for p in model.parameters()]), loss.total.detach()
     assert rows[0] >= 3 * 512
-    assert rows[1:] == [places or -(-n_masked // 256) * 256]
-    exact, whole, early = (found[form][0] for form in ("float32", "whole", "early"))
-    assert (early - exact).norm() <= 1.1 * (whole - exact).norm() + 1e-6  # as far from it as rounding takes either
-    assert found["early"][1].item() == pytest.approx(found["whole"][1].item(), rel=1e-3)
+    assert rows[1] == (places or -(-n_masked // 256) * 256)
+    exact = found.pop("float32")[0]
+    errors = {form: float((one - exact).norm()) for form, (one, _) in found.items()}
+    assert all(error <= 0.05 * exact.norm() for error in errors.values()), (errors, exact.norm())
+    assert errors["early"] <= 1.1 * errors["whole"] + 1e-6  # as far from it as rounding takes either
+    for _, loss in found.values():
+        assert loss.item() == pytest.approx(found["whole"][1].item(), rel=1e-3)
 
 
 @needs_rows
