@@ -28,6 +28,7 @@ _STAY = 0.15
 _PART = 0.3  # the weight of a part's record beside that of a whole step
 _TURNS, _TINY = 60, 1e-6  # of the fit, and the change that ends it
 _OURS = ("vanilla", "sink", "gate")
+_HALF = "-residual"  # the same, whose layers add in bf16
 
 
 class Timed(NamedTuple):
@@ -84,8 +85,8 @@ def _runs(folder: Path) -> Iterator[Timed]:
         yield Timed(name, entry["settings"]["recipe"], recipe, rows, -(-batch // rows), seconds, peak, chip, entry["date"])
 
 
-def _recipe(preset: str, length: int, **flags: Any) -> Recipe:
-    train = {"precision": "bf16", "compile": "blocks", "steps": 1}
+def _recipe(preset: str, length: int, residual: str = "float32", **flags: Any) -> Recipe:
+    train = {"precision": "bf16", "residual": residual, "compile": "blocks", "steps": 1}
     return Recipe.resolve({"model": {"preset": preset, **flags}, "data": {"length": length}, "train": train})
 
 
@@ -97,8 +98,10 @@ def _forms(folder: Path) -> Iterator[Timed]:
         if is_launched(entry):
             continue
         for number, (form, row) in enumerate(figures["forms"].items()):
-            if form in _OURS:
-                recipe = _recipe(given["model"], given["length"], **flags[form])
+            kind = form.removesuffix(_HALF)
+            if kind in _OURS:
+                residual = "bf16" if form.endswith(_HALF) else "float32"
+                recipe = _recipe(given["model"], given["length"], residual, **flags[kind])
                 peak = row["peak_gb"] * 1e9 if given["alone"] or number == 0 else None
                 what = f"{given['model']} {form}, {given['rows']} x {given['length']}"
                 yield Timed(name, what, recipe, given["rows"], 1, row["ms_step"]["p50"] / 1000, peak, chip, entry["date"])

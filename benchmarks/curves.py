@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring import record, write
-from benchmarks.train_step import Step, form_names, free, recipe_of, split_form
+from benchmarks.train_step import Step, check_device, form_names, free, recipe_of, split_form
 
 _CHOICES = 4  # that may follow a token
 _WORDS = 4096  # of the language
@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--forms", type=form_names, default="official,sink", help="those of benchmarks.train_step")
     parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
     args = parser.parse_args()
+    check_device(parser, args)
     plain, *fast = args.forms.split(",")
     curves: dict[str, list[float]] = {f"{plain}, seed {seed}": curve(args, plain, seed) for seed in (0, 1)}
     figures: dict[str, Any] = {"between_seeds": apart(*curves.values())}

@@ -82,15 +82,31 @@ def split_form(form: str) -> tuple[dict[str, Any], dict[str, str]]:
         raise argparse.ArgumentTypeError(
             f"no form {form!r}: official, official-compiled, or one of vanilla, sink and gate, then any of {ours}"
         )
-    trained = {key: value for change in changes for key, value in _TRAINED.get(change, {}).items()}
+    trained: dict[str, str] = {}
+    for change in changes:
+        for key, value in _TRAINED.get(change, {}).items():
+            if key in trained:
+                raise argparse.ArgumentTypeError(f"form {form!r} sets train.{key} twice")
+            trained[key] = value
     return _MODELS[base], trained
 
 
+def form_name(form: str) -> str:
+    """One form, checked before anything is measured."""
+    split_form(form)
+    return form
+
+
 def form_names(text: str) -> str:
-    """--forms, checked before anything is measured."""
-    for form in text.split(","):
-        split_form(form)
-    return text
+    """Several, with commas between them."""
+    return ",".join(form_name(form) for form in text.split(","))
+
+
+def check_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """A CPU's steps are in float32, and so is what its layers add to."""
+    for form in args.forms.split(",") if args.device == "cpu" else []:
+        if "residual" in split_form(form)[1]:
+            parser.error(f"form {form!r} needs --device cuda: a CPU's steps are timed in float32")
 
 
 class Step:
@@ -340,13 +356,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None, help="of a CPU; by default as many as torch takes")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--profile", type=form_names, default=None, help="a form")
+    parser.add_argument("--profile", type=form_name, default=None, help="a form")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--sweep-rows", default="4,8,16,32")
     parser.add_argument("--sweep-lengths", default="512,1024,4096")
     parser.add_argument("--subject", default=None, help="of the record's name; by default model and length")
     parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
     args = parser.parse_args()
+    check_device(parser, args)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     figures: dict[str, Any] = {"forms": measure_forms(args)}

@@ -129,8 +129,6 @@ def test_a_timed_step_is_a_training_step_in_every_form():
     float8 = train_step.Step(recipe, "sink-fp8", 3, torch.device("cpu"))().item()
     assert float8 != losses["sink"][0]
     assert float8 == pytest.approx(losses["sink"][0], rel=0.01)
-    both = train_step.Step(recipe, "sink-fp8-residual", 3, torch.device("cpu"))
-    assert (both.weights.model.float8, both.weights.model.residual) == (True, torch.bfloat16)
     assert train_step.flops_of(step) == 96 * training_flops(recipe.model, 32, ends_early=True)
     kinds = {
         "nvjet_hsh_128x256": "matrix products",
@@ -140,12 +138,30 @@ def test_a_timed_step_is_a_training_step_in_every_form():
     assert {name: train_step.kind_of(name) for name in kinds} == kinds
 
 
-@pytest.mark.parametrize("form", ["lane", "sink-fp16", "official-fp8", "compiled"])
-def test_a_form_that_is_none_is_refused_before_anything_is_measured(form, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["train_step", "--device", "cpu", "--forms", f"sink,{form}"])
+_NO_FORM = "official, official-compiled, or one of vanilla, sink and gate"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--forms", "sink,lane"], f"no form 'lane': {_NO_FORM}"),
+        (["--forms", "sink,sink-fp16"], f"no form 'sink-fp16': {_NO_FORM}"),
+        (["--forms", "official-fp8,sink"], f"no form 'official-fp8': {_NO_FORM}"),
+        (["--forms", "sink,sink-whole-blocks"], "form 'sink-whole-blocks' sets train.compile twice"),
+        (["--forms", "sink,sink-fp8-residual"], "form 'sink-fp8-residual' needs --device cuda"),
+        (["--profile", "sink,gate"], f"no form 'sink,gate': {_NO_FORM}"),
+    ],
+)
+def test_a_form_that_is_none_is_refused_before_anything_is_measured(given, said, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train_step", "--device", "cpu", *given])
     with pytest.raises(SystemExit):
         train_step.main()
-    assert f"no form '{form}': official, official-compiled, or one of vanilla, sink and gate" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
+
+
+def test_a_form_may_have_several_changes():
+    assert train_step.split_form("sink-fp8-residual") == ({"n_sinks": 1}, {"precision": "fp8", "residual": "bf16"})
+    assert train_step.split_form("official-compiled") == ({"n_sinks": 1}, {})
 
 
 def test_kernels_are_timed_one_by_one_and_shown_beside_each_other():

@@ -228,13 +228,22 @@ def test_a_model_learns_in_float8_as_it_does_exactly():
 
 
 @pytest.mark.parametrize(
-    ("compiled", "recompute"), [(True, "none"), (False, "selective"), pytest.param(True, "selective", marks=pytest.mark.slow)]
+    ("compiled", "recompute", "float8", "residual"),
+    [
+        (True, "none", True, None),
+        (False, "selective", True, None),
+        (True, "none", True, torch.bfloat16),
+        (False, "full", True, torch.bfloat16),
+        (True, "none", False, torch.bfloat16),
+        pytest.param(True, "selective", True, None, marks=pytest.mark.slow),
+        pytest.param(True, "selective", False, torch.bfloat16, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 units says so
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_compiled_and_recomputed_blocks_give_the_eager_gradients(compiled, recompute, monkeypatch):
+def test_compiled_and_recomputed_blocks_give_the_eager_gradients(compiled, recompute, float8, residual, monkeypatch):
     """The compiler's front half, beside the other operators of a training step, in autocast."""
     monkeypatch.setattr(modelling, "trains_fused", lambda *_: True)
     monkeypatch.setattr(modelling, "merges_fast", lambda *_: True)
@@ -242,8 +251,8 @@ def test_compiled_and_recomputed_blocks_give_the_eager_gradients(compiled, recom
     tokens, results = torch.arange(34).view(2, 17) % 16, []
     noisy = corrupt(tokens, torch.arange(2), seed=0, mask_id=16)
     for changed in (False, True):
-        model = DiffusionLM(ModelConfig(**SHAPE | {"n_layers": 1}), seed=0)
-        model.float8 = True
+        model = DiffusionLM(ModelConfig(**SHAPE | {"n_layers": 1, "gate": "none" if float8 else "elementwise"}), seed=0)
+        model.float8, model.residual = float8, residual
         model.recompute = recompute if changed else "none"
         if changed and compiled:
             for block in model.blocks:

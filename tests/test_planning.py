@@ -20,6 +20,7 @@ from sinkdlm.plans import Machine, changes_that_fit, describe, describe_all, lin
 ROOT = Path(__file__).parent.parent
 PAPER = ROOT / "recipes" / "paper"
 SINK = PAPER / "smdm-472m-sink.toml"
+NARROW = ("--set", "train.residual=bf16")
 
 
 def plan_of(path=SINK, device="h100", ranks=8, overrides=(), **more):
@@ -74,22 +75,23 @@ def test_a_record_of_steps_is_read_in_all_its_forms(tmp_path):
         "hardware": {"gpu": "NVIDIA H200"},
         "settings": {"model": "smdm-472m", "rows": 16, "length": 2048, "alone": False, "graphs": "auto"},
         "figures": {
-            "forms": dict.fromkeys(("sink", "official", "gate"), timed),
+            "forms": dict.fromkeys(("sink", "official", "gate", "gate-residual", "sink-fp8"), timed),
             "sweep": [{"rows": 4, "length": 512, **timed}],
         },
     }
     (tmp_path / "train_step-x.json").write_text(json.dumps(entry))
     steps = calibrate.timed_steps(tmp_path)
     found = [(step.recipe.model.n_sinks, step.recipe.model.gate, step.rows, step.peak) for step in steps]
-    assert found == [(1, "none", 16, 20e9), (0, "elementwise", 16, None), (1, "none", 4, None)]
-    assert [step.tokens for step in steps] == [32768, 32768, 2048]
+    assert found == [(1, "none", 16, 20e9), (0, "elementwise", 16, None), (0, "elementwise", 16, None), (1, "none", 4, None)]
+    assert [step.recipe.train.residual for step in steps] == ["float32", "float32", "bf16", "float32"]
+    assert [step.tokens for step in steps] == [32768, 32768, 32768, 2048]
     launched = {**entry, "settings": {**entry["settings"], "graphs": "off"}}
     (tmp_path / "train_step-x.json").write_text(json.dumps(launched))
     assert calibrate.timed_steps(tmp_path) == []  # it says how fast the host is
     assert calibrate.host_seconds(tmp_path) == pytest.approx(0.1 / 18)
     entry["settings"]["alone"] = True
     (tmp_path / "train_step-x.json").write_text(json.dumps(entry))
-    assert len(calibrate.peaks(tmp_path)) == 2
+    assert len(calibrate.peaks(tmp_path)) == 3
 
 
 # -- laws -----------------------------------------------------------------------------------------------------------------------
@@ -267,6 +269,7 @@ def test_a_budget_of_passes_needs_the_rows():
         ([SINK, "--gpus", 999], "999 devices"),
         ([SINK, "--set", "data.length=4096"], "at most model.context_length"),
         ([SINK, "--device", "cpu", "--gpus", 2], "one process"),
+        ([SINK, "--device", "cpu", *NARROW, "--set", "train.precision=auto"], "sink: train.residual = 'bf16' with .* 'auto'"),
     ],
 )
 def test_mistakes_are_named(words, complaint):

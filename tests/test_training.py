@@ -829,13 +829,14 @@ def test_layers_may_add_in_bf16(tmp_path, token_set, monkeypatch):
             layers.Block, "compute", lambda self, x, *rest, found=found: found.add(x.dtype) or plain(self, x, *rest)
         )
         recipe = recipe_of(token_set, train={"precision": "bf16", "residual": residual}, eval={"every": 3, "draws": 8})
-        run(recipe, tmp_path / residual)
+        _, said = run(recipe, tmp_path / residual)
+        assert any("bf16, where layers add in bf16, on cpu" in line for line in said) == (residual == "bf16")
         losses[residual] = [line["loss"] for line in metrics(tmp_path / residual) if "loss" in line]
     assert seen == {"float32": {torch.float32}, "bf16": {torch.bfloat16}}
     assert losses["bf16"] != losses["float32"]
     assert losses["bf16"] == pytest.approx(losses["float32"], rel=0.01)
     assert {p.dtype for p in load(tmp_path / "bf16" / "model").model.parameters()} == {torch.float32}
-    with pytest.raises(UserError, match=r"train\.residual = 'bf16': goes with train\.precision = 'bf16' or 'fp8', not 'float32'"):
+    with pytest.raises(UserError, match=r"train\.residual = 'bf16' with .* float32 on a CPU: set train\.precision = 'bf16'"):
         run(recipe_of(token_set, train={"precision": "auto", "residual": "bf16"}), tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
 

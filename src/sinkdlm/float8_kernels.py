@@ -28,7 +28,7 @@ def _peak(x, peaks, n, block: tl.constexpr):
 
 
 def peak(x: Tensor) -> Tensor:
-    """float8_operators.peak. What is no number does not count: it stays none when it is rounded."""
+    """float8_operators.peak."""
     x, n = x.contiguous(), x.numel()
     peaks = torch.empty(triton.cdiv(n, _PEAK_BLOCK), dtype=torch.float32, device=x.device)
     _peak[(peaks.numel(),)](x, peaks, n, block=_PEAK_BLOCK, num_warps=_PEAK_WARPS)

@@ -38,7 +38,8 @@ def _turn(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("sinkdlm::peak", mutates_args=())
 def peak(x: Tensor) -> Tensor:
-    """The largest magnitude, () in float32."""
+    """The largest magnitude, () in float32. Where x holds what is no number, that or the largest of the others: rounding by either
+    leaves it no number."""
     return x.abs().amax().float()
 
 

@@ -103,7 +103,8 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        wide = torch.promote_types(x.dtype, self.weight.dtype)  # rounded once, as kernels do, where x is narrower
+        return functional.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
 
     def branch(self, x: Tensor, update: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """x + update, and its norm in dtype: for a training step, as one function."""

@@ -191,14 +191,18 @@ def by_row(rows: Tensor, batch: int, tokens: int) -> Tensor:
     return rows[: batch * tokens].unflatten(0, (batch, tokens)).transpose(1, 2)
 
 
-@torch.library.custom_op("sinkdlm::join_heads", mutates_args=())
-def join_heads(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Gradients of q, k (rotated by cos and sin, (1 or B, T, 1, D/2)) and v, (B, heads, T, D) each, as one of (B T, H + 2K, D)."""
+def _join(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rows = []
     for grad in (grad_q, grad_k):
         first, second = grad.transpose(1, 2).to(cos.dtype).chunk(2, dim=-1)
         rows.append(torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1))
     return torch.cat([row.to(grad_k.dtype) for row in (*rows, grad_v.transpose(1, 2))], dim=2).flatten(0, 1)
+
+
+@torch.library.custom_op("sinkdlm::join_heads", mutates_args=())
+def join_heads(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Gradients of q, k (rotated by cos and sin, (1 or B, T, 1, D/2)) and v, (B, heads, T, D) each, as one of (B T, H + 2K, D)."""
+    return _join(grad_q, grad_k, grad_v, cos, sin)
 
 
 @join_heads.register_fake
@@ -229,7 +233,7 @@ def merge_rows_backward(
     n_kv, n_sinks = sink_k.shape[1:3]
     flowing, out = (by_row(x, batch, tokens) for x in (grad, rows))
     turns, to_k, to_v = _flow_to_sinks(flowing, q, out, lse, sink_k, sink_v, scores, scale)
-    joined = join_heads._init_fn(grads[0].float() + turns @ _repeat(sink_k, n_heads), *grads[1:], cos, sin)
+    joined = _join(grads[0].float() + turns @ _repeat(sink_k, n_heads), grads[1], grads[2], cos, sin)
     behind = grad[batch * tokens :]
     into = joined.new_zeros(behind.shape[0], *joined.shape[1:])
     first, second = to_k[0].transpose(0, 1).to(sink_cos.dtype).chunk(2, dim=-1)
@@ -305,7 +309,8 @@ def _(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x + update (empty where there is none), and rms_norm of that, or of x, times weight in `dtype`."""
     total = x if update is None else x + update
-    normed = torch.nn.functional.rms_norm(total, weight.shape, weight.to(total.dtype), eps)
+    wide = torch.promote_types(total.dtype, weight.dtype)
+    normed = torch.nn.functional.rms_norm(total.to(wide), weight.shape, weight.to(wide), eps)
     return x.new_empty(0) if update is None else total, normed.to(dtype)
 
 

@@ -178,6 +178,11 @@ def settle_precision(recipe: Recipe, *, on_gpu: bool) -> Recipe:
     """The recipe with train.precision = "auto" as it is read there."""
     if recipe.train.precision != "auto":
         return recipe
+    if recipe.train.residual == "bf16" and not on_gpu:
+        raise ConfigError(
+            "train.residual = 'bf16' with train.precision = 'auto', which is float32 on a CPU: "
+            "set train.precision = 'bf16', or leave residual out"
+        )
     table = recipe.to_dict()
     return Recipe.resolve({**table, "train": {**table["train"], "precision": "bf16" if on_gpu else "float32"}})
 
@@ -222,7 +227,7 @@ def kept_by_block(config: ModelConfig, unit: int, compiled: bool, residual: str 
     gate = {"none": 0, "elementwise": d, "headwise": config.n_heads}[config.gate]
     every = 2 * wide * d + unit * (5 * d + 3 * kv + 2 * ff) + (unit * (gate + d) if gate else 0)
     if not compiled:
-        every += unit * (2 * ff + kv) + (wide * d if unit < 4 else 0)
+        every += unit * (2 * ff + kv) + (wide * d if unit < wide else 0)
     return {"none": every, "selective": wide * d + unit * (4 * d + 2 * kv + 2 * ff + gate), "full": wide * d}
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sinkdlm.config import Recipe
-from sinkdlm.errors import UserError
+from sinkdlm.errors import ConfigError, UserError
 from sinkdlm.pace import HOST_RANKS, knows, measured_on, scaled, step_seconds
 from sinkdlm.planning import (
     CHIPS,
@@ -145,7 +145,10 @@ def make_plan(recipe: Recipe, name: str, machine: Machine, n_rows: int | None = 
     if train.precision == "fp8" and (machine.device == "cpu" or not CHIPS[machine.device].float8):
         raise UserError(f'{name}: train.precision = "fp8": {machine.device} has no float8 products; set train.precision = "bf16"')
     if machine.device == "cpu":
-        recipe = settle_precision(recipe, on_gpu=False)
+        try:
+            recipe = settle_precision(recipe, on_gpu=False)
+        except ConfigError as error:
+            raise UserError(f"{name}: {error}") from None
     unknown = train.epochs is not None and n_rows is None
     steps = None if unknown else budget_steps(train, recipe.model, recipe.data.length, n_rows or 0)
     layout = lay_out(recipe, machine)

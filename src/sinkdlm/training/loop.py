@@ -125,10 +125,7 @@ class Trainer:
             layout = world.from_first(lambda: choose_layout(section, world.size, world.local_size, whole, world.memory))
         start.model.recompute = self.plan.recompute
         start.model.float8 = self.precision == "fp8"
-        if self.plan.residual == "bf16":
-            if not self.autocasts:
-                raise TrainError(f"train.residual = 'bf16': goes with train.precision = 'bf16' or 'fp8', not {self.precision!r}")
-            start.model.residual = torch.bfloat16
+        start.model.residual = torch.bfloat16 if self.plan.residual == "bf16" else None
         self.way = settle_way(start.model, self.recipe, self.world, layout, full_rows=not self.rows.counts_vary)
         self.micro_batch = self.way.micro_batch
         compile_model(start.model, self.way.compile, self.world, as_rows=self.way.as_rows)
@@ -203,9 +200,10 @@ class Trainer:
         sets = ", ".join(f"{split.folder} ({share:g})" for split, share in zip(self.rows.splits, self.rows.shares, strict=True))
         with self._precision():
             attention = self.model.attention_choice()
+        precision = self.precision + (", where layers add in bf16," if self.plan.residual == "bf16" else "")
         self.monitor.say(
             f"{self.folder.path}: {state}, {self.steps} steps of {self.plan.batch} rows ({self.micro_batch} a forward), "
-            f"{tokens:,} tokens; {self.rows.n_rows} rows in {sets}; {self.precision} on {self.device.type}, {layout}; "
+            f"{tokens:,} tokens; {self.rows.n_rows} rows in {sets}; {precision} on {self.device.type}, {layout}; "
             f"attention: {attention}" + (f"; compiled: {self.way.compile}" if self.device.type == "cuda" else "")
         )
         if self.device.type == "cuda" and self.way.frugal:
