@@ -161,6 +161,39 @@ def test_commands_load_what_they_use(tmp_path):
     assert not any(found.values()), found
 
 
+FIRST_STEP = """
+import sys
+from sinkdlm.cli import app
+from sinkdlm.training import loop
+made = loop.Trainer._loop
+def watched(self, signals):
+    self.optimizer.step, step = lambda *given: print("transformers" in sys.modules) or step(*given), self.optimizer.step
+    made(self, signals)
+loop.Trainer._loop = watched
+app(["train", "recipe.toml", "--out", "run"], standalone_mode=False)
+"""
+
+
+def test_a_run_makes_its_steps_without_transformers(tmp_path):
+    """Which takes more than a second to load, for a tokenizer that is not needed until the end."""
+    from typer.testing import CliRunner
+
+    from sinkdlm.checkpoint import write_tokenizer
+    from sinkdlm.cli import app
+    from sinkdlm.data.synthetic import character_tokenizer
+
+    write_tokenizer(tmp_path / "tokenizer", character_tokenizer())
+    (tmp_path / "texts.txt").write_text("a b c d e f\n" * 20)
+    given = ["data", "prepare", str(tmp_path / "texts.txt"), "--tokenizer", str(tmp_path / "tokenizer"), "--documents", "line"]
+    CliRunner().invoke(app, [*given, "--out", str(tmp_path / "data")], catch_exceptions=False)
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace('init = {from = "model"}', ""))
+    script = [sys.executable, "-c", FIRST_STEP]
+    said = subprocess.run(script, capture_output=True, text=True, check=True, cwd=tmp_path).stdout.splitlines()
+    assert "False" in said
+    assert "True" not in said
+    assert (tmp_path / "run" / "model" / "tokenizer.json").is_file()
+
+
 def test_every_public_name_is_there():
     import sinkdlm
 

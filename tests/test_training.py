@@ -760,6 +760,23 @@ def test_sampled_texts_begin_as_those_of_sample(tmp_path, token_set):
         run(longer, tmp_path / "longer")
 
 
+@pytest.mark.parametrize("broken", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_broken_tokenizer_is_told_of_before_the_first_step(broken, tmp_path, token_set):
+    own = shutil.copytree(token_set, tmp_path / "set")
+    write_tokenizer(own / "tokenizer", tiny_tokenizer())
+    recipe = recipe_of(own, model={**TINY, "vocab_size": len(tiny_tokenizer()), "mask_id": len(tiny_tokenizer())})
+    whole = (own / "tokenizer" / broken).read_text()
+    (own / "tokenizer" / broken).write_text(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"tokenizer files cannot be read: .* put whole ones there"):
+        run(recipe, tmp_path / "run")
+    (own / "tokenizer" / broken).write_text(whole)
+    with pytest.raises(UserError, match=r"tokenizer: the tokenizer's ids go up to 86, the model has 64 .*; set model\.vocab_size"):
+        run(recipe_of(own), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    run(recipe, tmp_path / "run")
+    assert (tmp_path / "run" / "model" / broken).is_file()
+
+
 # -- what a run leaves ------------------------------------------------------------------------------------------------------
 
 

@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sinkdlm.operators import by_row
-
 _TILE = 4096  # elements of a program that adds to queries, tokens times head width
 _MERGED_TILE, _MERGE_WARPS = 1024, 2  # of one that merges,
 _BACK_TILE, _BACK_WARPS, _BACK_STAGES = 1024, 2, 3  # and of its backward, which goes through several tiles, read ahead,
@@ -72,9 +70,8 @@ def merge_rows(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, beh
     batch, heads, tokens, width = content.shape
     rows = content.new_empty(batch * tokens + behind.shape[0], heads, width)
     rows[batch * tokens :] = behind
-    out = rows[: batch * tokens].unflatten(0, (batch, tokens)).transpose(1, 2)
     content, sink_v = _narrow(content), _narrow(sink_v)
-    return rows, _merge_into(out, content, scores.contiguous(), content, lse, sink_v, sink_v, 1.0)
+    return rows, _merge_into(_by_row(rows, batch, tokens), content, scores.contiguous(), content, lse, sink_v, sink_v, 1.0)
 
 
 def _merge_into(
@@ -93,6 +90,11 @@ def _merge_into(
         width_block=wide, block=block, scored=scores is not None, num_warps=_MERGE_WARPS,
     )  # fmt: skip
     return merged
+
+
+def _by_row(rows: Tensor, batch: int, tokens: int) -> Tensor:
+    """The tokens' (B T or more, H, D) as (B, H, T, D)."""
+    return rows[: batch * tokens].unflatten(0, (batch, tokens)).transpose(1, 2)
 
 
 def _narrow(x: Tensor) -> Tensor:
@@ -414,7 +416,7 @@ def merge_rows_backward(
     (q, rows, lse, scores), (sink_k, sink_v), (cos, sin, sink_cos, sink_sin) = had, sinks, angles
     batch, n_heads, tokens, width = q.shape
     n_kv, n_sinks = sink_k.shape[1:3]
-    flowing, out = (by_row(x, batch, tokens) for x in (grad, rows))
+    flowing, out = (_by_row(x, batch, tokens) for x in (grad, rows))
     turns, parts, n_parts = _flow_to_sinks(flowing, q, out, lse, sink_k, sink_v, scores, scale)
     heads = grad.new_empty(grad.shape[0], n_heads + 2 * n_kv, width)
     n_each, behind = n_heads // n_kv * n_parts, grad[batch * tokens :].contiguous()

@@ -5,7 +5,7 @@ Draws on no global randomness and changes no weight, so a twin that nobody watch
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,8 +70,8 @@ class Screen(Monitor):
 
     # -- what training tells ----------------------------------------------------------------------------------------------------
 
-    def meet(self, model: Any, tokenizer: Any) -> None:
-        self._model, self._tokenizer = model, tokenizer
+    def meet(self, model: Any, tokenizer: Callable[[], Any]) -> None:
+        self._model, self._tokenizer = model, tokenizer()
 
     def begin(self, step: int, steps: int, settings: Mapping[str, Any]) -> None:
         self.step = self._first = step

@@ -1,5 +1,6 @@
 """The checkpoints that come out of a run, and what they say of where they come from."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,19 @@ def provenance_of(recipe: Recipe, facts: dict[str, Any], run: str, step: int, up
 
 
 def write_model(
-    path: Path, weights: Any, beside: Path, average: Any, recipe: Recipe, tokenizer: Any, provenance: dict[str, Any]
+    path: Path,
+    weights: Any,
+    beside: Path,
+    average: Any,
+    recipe: Recipe,
+    tokenizer: Callable[[], Any],
+    provenance: dict[str, Any],
 ) -> str | None:
     """Writes the weights, and their average `beside` them where one is kept. Returns what went wrong."""
     try:
         if average is not None:
-            save_weights(beside, recipe.model, average, tokenizer, {**provenance, "ema": recipe.train.ema})
-        save_weights(path, recipe.model, weights, tokenizer, provenance)  # last: a run that has it is finished
+            save_weights(beside, recipe.model, average, tokenizer(), {**provenance, "ema": recipe.train.ema})
+        save_weights(path, recipe.model, weights, tokenizer(), provenance)  # last: a run that has it is finished
         return None
     except CheckpointError as failure:
         return str(failure)

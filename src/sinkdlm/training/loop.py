@@ -374,7 +374,7 @@ class Trainer:
             self._look_at_attention()
         if log.sample_every and (self.step % log.sample_every == 0 or last):
             chosen = (log.sample_prompt, log.sample_length, self.plan.seed, self._precision, self.device)
-            text = self.gradients.with_room(lambda: sample_text(self.model, self.tokenizer, *chosen))
+            text = self.gradients.with_room(lambda: sample_text(self.model, self.tokenizer(), *chosen))
             self.weights.settle()
             self.monitor.line({"kind": "sample", "step": self.step, "text": text})
             self.monitor.say(f"step {self.step}: {text!r}")

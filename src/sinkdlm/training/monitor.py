@@ -195,8 +195,8 @@ class Monitor:
         self._set_out = (0.0, 0)  # the time and step from which steps are timed
         self._warm = False
 
-    def meet(self, model: Any, tokenizer: Any) -> None:
-        """Before the run begins: whom it is about, for monitors that look for themselves."""
+    def meet(self, model: Any, tokenizer: Callable[[], Any]) -> None:
+        """Before the run begins: whom it is about, for monitors that look for themselves. tokenizer(): loaded when first called."""
 
     def begin(self, step: int, steps: int, settings: Mapping[str, Any]) -> None:
         for name in self._log.trackers:
@@ -282,7 +282,7 @@ class SilentMonitor:
     def __init__(self) -> None:
         self.metrics = self._NoMetrics()
 
-    def meet(self, model: Any, tokenizer: Any) -> None:
+    def meet(self, model: Any, tokenizer: Callable[[], Any]) -> None:
         pass
 
     def begin(self, step: int, steps: int, settings: Mapping[str, Any]) -> None:

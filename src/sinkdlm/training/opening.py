@@ -4,16 +4,20 @@ Every rank opens the same things; rank 0 writes down what is to be kept. Knows n
 """
 
 import itertools
+import json
+import math
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sinkdlm.checkpoint import Loaded, read_tokenizer, write_tokenizer, written_aside
-from sinkdlm.config import Recipe
+from sinkdlm.checkpoint import Loaded, check_vocabulary, read_tokenizer, write_tokenizer, written_aside
+from sinkdlm.config import ModelConfig, Recipe
 from sinkdlm.data.rows import Rows, open_rows, tokenizer_folder
 from sinkdlm.errors import TrainError
 from sinkdlm.model import DiffusionLM
@@ -57,12 +61,42 @@ class DrawnAhead:
         return self._draw(name) if drawn is None else drawn.result()
 
 
+class RunTokenizer:
+    """What a run writes texts with and exports, by calling it: read when it is first asked for, because transformers, which reads
+    it, takes a second to load. Files that are broken or do not go with the model are told of at once all the same."""
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        self._folder: Path | None = folder if folder.is_dir() else None
+        self._read: Any = None
+        if self._folder is not None and _highest_id(folder) >= config.vocab_size and self() is not None:
+            cure = "; set model.vocab_size to what `sinkdlm data info` says of the data"
+            check_vocabulary(self(), config, folder, cure)
+
+    def __call__(self) -> Any:
+        if self._read is None and self._folder is not None:
+            self._read = read_tokenizer(self._folder)
+        return self._read
+
+
+def _highest_id(folder: Path) -> float:
+    """As far as that can be told without transformers; else infinite."""
+    from tokenizers import Tokenizer
+
+    try:
+        ids = set(Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab().values())
+        for settings in folder.glob("*_*.json"):
+            ids.update(map(int, json.loads(settings.read_text()).get("added_tokens_decoder", ())))
+        return max(ids)
+    except Exception:  # tokenizers raises a bare one
+        return math.inf
+
+
 class Start(NamedTuple):
     """A model on the host, or on the meta device with its first weights by name (None: a state will fill them)."""
 
     model: DiffusionLM
     first: FirstWeight | None
-    tokenizer: Any
+    tokenizer: RunTokenizer
     facts: dict[str, Any]
 
 
@@ -143,20 +177,29 @@ def open_model(
     return Start(model, first, _settle_tokenizer(recipe, folder, data.rows, None), facts)
 
 
-def _settle_tokenizer(recipe: Recipe, folder: RunFolder, rows: Rows, given: Any) -> Any:
+def _settle_tokenizer(recipe: Recipe, folder: RunFolder, rows: Rows, given: Any) -> RunTokenizer:
     """The tokenizer that the exported checkpoints carry: the parent's, or the data's."""
     kept = folder.path / "tokenizer"
     if folder.world.first and not kept.is_dir():
-        source = tokenizer_folder(rows.splits)
-        given = given if given is not None else (read_tokenizer(source) if source is not None else None)
-        if given is not None:
-            with written_aside(kept) as aside:
-                write_tokenizer(aside, given)
+        _keep_tokenizer(kept, recipe.model, tokenizer_folder(rows.splits), given)
     folder.world.wait()
-    tokenizer: Any = read_tokenizer(kept) if kept.is_dir() else None
-    log, most = recipe.log, recipe.model.context_length
-    if log.sample_every and tokenizer is None:
+    tokenizer, log, most = RunTokenizer(kept, recipe.model), recipe.log, recipe.model.context_length
+    if log.sample_every and tokenizer() is None:
         raise TrainError("log.sample_every: neither the data nor the parent brings a tokenizer to write texts with; set it to 0")
-    if log.sample_every and len(sample_head(tokenizer, log.sample_prompt)) + log.sample_length > most:
+    if log.sample_every and len(sample_head(tokenizer(), log.sample_prompt)) + log.sample_length > most:
         raise TrainError(f"log.sample_length = {log.sample_length}: with the prompt allowed is model.context_length = {most}")
     return tokenizer
+
+
+def _keep_tokenizer(kept: Path, config: ModelConfig, source: Path | None, given: Any) -> None:
+    if given is None and source is not None:
+        of_data = RunTokenizer(source, config)  # which says what is wrong before anything is kept
+        if (source / "tokenizer.json").exists():
+            with written_aside(kept) as aside:
+                for file in filter(Path.is_file, source.iterdir()):
+                    shutil.copyfile(file, aside / file.name)
+            return
+        given = of_data()
+    if given is not None:
+        with written_aside(kept) as aside:
+            write_tokenizer(aside, given)
