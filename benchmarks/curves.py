@@ -8,6 +8,7 @@ first step on. Every step has new rows. official: the plain path of benchmarks/t
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def curve(args: argparse.Namespace, form: str, seed: int) -> list[float]:
         step.take(tokens)
         losses.append(step().clone())
     found = torch.stack(losses).tolist()
-    print(f"{form}, seed {seed}: {found[0]:.4f} to {found[-1]:.4f}", flush=True)
+    print(f"{form}, seed {seed}: {found[0]:.4f} to {found[-1]:.4f}", file=sys.stderr, flush=True)
     del step
     free()
     return found
