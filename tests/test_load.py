@@ -161,12 +161,14 @@ def bytes_held(process) -> int:
     return min(found)
 
 
+LEAKED = 2000 * 200  # bytes by as many requests
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc 2.33 what is allocated")
 def test_memory_is_flat_over_thousands_of_requests(checkpoint):
     """Of every kind: whole, streamed, with frames, kept for inspection, refused, and left by their clients."""
     ours = ({}, {"block": 2}, {"policy": "fast", "block": 4}, {"frames": True}, {"inspect": True}, {"step": 1})
-    held = []
     with server(checkpoint, "--timeout", "60", program=("-c", WEIGHED), **PLAIN_MEMORY) as process:
 
         async def ask(http, number):
@@ -189,10 +191,14 @@ def test_memory_is_flat_over_thousands_of_requests(checkpoint):
                 await asyncio.gather(*(work() for _ in range(16)))
             return statuses
 
-        for part in range(3):
+        def weigh_after(part):
             statuses = asyncio.run(run(1000 * part, 1000 * part + 1000))
             assert set(statuses) == {0, 200, 400}
             assert statuses.count(200) > 700
-            held.append(bytes_held(process))
+            return bytes_held(process)
+
+        held = [weigh_after(part) for part in range(3)]
+        if max(held[1:]) - held[0] >= LEAKED:  # once, it may be something that is made once: a leak goes on
+            held = [held[-1], *(weigh_after(part) for part in (3, 4))]
     assert held[0] > 1e8  # it is this allocator that all of it is from
-    assert max(held[1:]) - held[0] < 2000 * 200, held  # bytes: two hundred a request
+    assert max(held[1:]) - held[0] < LEAKED, held
