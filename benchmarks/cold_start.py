@@ -1,11 +1,17 @@
-"""Two starts of the same recipe: seconds from the command to the first step, with an empty compile cache and with a full one.
+"""Starts of the same recipe: seconds from the command to the first step, with empty caches and with full ones.
 
     python -m benchmarks.cold_start --model smdm-472m --rows 16 --out benchmarks/results
 
-Each start is `sinkdlm train` in a process of its own. Starts alternate: cold ones with a cache folder of their own, warm ones with
-one that a start before them has filled. Beside the first step: when the run's folder is there (packages are loaded, and the device
-is), and when the weights are; what comes after that is all that caches spare. --profile makes one warm start more, under cProfile,
-and writes where its time went.
+Each start is `sinkdlm train` in a process of its own, ended after its first step. Starts take turns:
+
+- cold: nothing is cached, neither kernels nor Python's bytecode of torch and the other packages, as in the first start of an
+  environment that uv has installed, or an image without bytecode;
+- installed: the bytecode is there, as after an installation by pip, and no kernel is;
+- warm: a start before it has filled both.
+
+Bytecode goes to a folder of the benchmark's own (PYTHONPYCACHEPREFIX), whatever the environment has. Beside the first step: when the
+run's folder is there (packages are loaded, and the device is), and when the weights are. --profile makes one warm start more, under
+cProfile, and writes where its time went.
 """
 
 import argparse
@@ -26,14 +32,20 @@ from benchmarks.train import lines_of
 
 _LINES = 150  # of a profile, in each order
 _FOLDER, _WEIGHTS, _STEP = "folder", "weights", "first_step"
+_KINDS = ("cold", "installed", "warm")
 
 
-def seconds_of_start(recipe: Path, out: Path, cache: Path, overrides: list[str], profile: Path | None = None) -> dict[str, float]:
-    """Until the first step's line is in metrics.jsonl, and until files that a run writes before; the run then goes to its end."""
+def seconds_of_start(
+    recipe: Path, out: Path, bytecode: Path, kernels: Path, overrides: list[str], profile: Path | None = None
+) -> dict[str, float]:
+    """Until the first step's line is in metrics.jsonl, and until files that a run writes before; the run is then ended, unless it
+    is profiled, which its end does."""
     watched = [] if profile is None else ["-m", "cProfile", "-o", str(profile)]
     command = [sys.executable, *watched, "-m", "sinkdlm", "train", str(recipe), "--out", str(out)]
     command += [word for override in overrides for word in ("--set", override)]
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    environment |= {"PYTHONPYCACHEPREFIX": str(bytecode)}
+    environment |= {"TORCHINDUCTOR_CACHE_DIR": str(kernels / "inductor"), "TRITON_CACHE_DIR": str(kernels / "triton")}
     signs: dict[str, Callable[[], bool]] = {
         _FOLDER: (out / "recipe.toml").exists,
         _WEIGHTS: (out / "environment.json").exists,
@@ -45,8 +57,11 @@ def seconds_of_start(recipe: Path, out: Path, cache: Path, overrides: list[str],
         while process.poll() is None and len(found) < len(signs):
             time.sleep(0.02)
             found |= {name: time.monotonic() - began for name, seen in signs.items() if name not in found and seen()}
+        ended = process.poll() is None and profile is None
+        if ended:
+            process.kill()
         _, said = process.communicate()
-    if process.returncode:
+    if process.returncode and not ended:
         raise SystemExit(f"the run failed with status {process.returncode}: {said[-2000:]}")
     return {name: found.get(name, time.monotonic() - began) for name in signs}
 
@@ -90,18 +105,19 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
     args = parser.parse_args()
-    times: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
+    times: dict[str, list[dict[str, float]]] = {kind: [] for kind in _KINDS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = folder / "recipe.toml"
         recipe.write_text(recipe_text(args.model, 1, args.length, args.rows, write_set(folder / "data", tokens=400_000)))
         for number in range(args.starts):
-            for kind in ("cold", "warm"):
-                out = folder / f"{kind}-{number}"
-                times[kind].append(seconds_of_start(recipe, out, folder / f"cache-{number}", args.overrides))
-                print(kind, times[kind][-1], flush=True)
+            bytecode = folder / f"bytecode-{number}"
+            for kind in _KINDS:
+                kernels = folder / f"kernels-{number}-{'cold' if kind == 'cold' else 'installed'}"
+                times[kind].append(seconds_of_start(recipe, folder / f"{kind}-{number}", bytecode, kernels, args.overrides))
+                print(kind, times[kind][-1], file=sys.stderr, flush=True)
         if args.profile is not None:
-            seconds_of_start(recipe, folder / "profiled", folder / "cache-0", args.overrides, folder / "profile")
+            seconds_of_start(recipe, folder / "profiled", bytecode, kernels, args.overrides, folder / "profile")
             write_profile(folder / "profile", args.profile)
     figures = {
         f"seconds_to_{name}": {kind: quantiles([one[name] for one in taken]) for kind, taken in times.items()}
@@ -110,10 +126,8 @@ def main() -> None:
     figures["seconds_of_first_step"] = {
         kind: quantiles([one[_STEP] - one[_WEIGHTS] for one in taken]) for kind, taken in times.items()
     }
-    ratios = {
-        name: figures[of]["warm"]["p50"] / figures[of]["cold"]["p50"]
-        for name, of in (("warm_to_cold", f"seconds_to_{_STEP}"), ("warm_to_cold_of_first_step", "seconds_of_first_step"))
-    }
+    middle = {kind: figures[f"seconds_to_{_STEP}"][kind]["p50"] for kind in _KINDS}
+    ratios = {f"warm_to_{kind}": middle["warm"] / middle[kind] for kind in _KINDS[:2]}
     settings = {key: value for key, value in vars(args).items() if key not in ("out", "profile")}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     write(

@@ -228,7 +228,7 @@ def test_cold_and_warm_starts_are_timed(tmp_path, monkeypatch):
     entry = json.loads(path.read_text())
     check_record(entry)
     assert "(train)" in (tmp_path / "profile.txt").read_text()
-    assert entry["figures"]["warm_to_cold"] > 0
-    for kind in ("cold", "warm"):
+    assert 0 < entry["figures"]["warm_to_cold"] < 1  # of the bytecode alone
+    for kind in ("cold", "installed", "warm"):
         parts = [entry["figures"][f"seconds_to_{name}"][kind]["p50"] for name in ("folder", "weights", "first_step")]
         assert parts == sorted(parts)

@@ -246,6 +246,8 @@ class _Merge(torch.autograd.Function):
         content, lse, rest = content_forward(kernel, q, k, v, visible)
         ctx.kernel = kernel
         if kernel == "fused":
+            assert sink_k is not None
+            assert sink_v is not None
             out, merged_lse = operators.merge_sinks(q, content, lse, sink_k, sink_v, 1 / math.sqrt(q.shape[3]))
             ctx.save_for_backward(q, k, v, sink_k, sink_v, sink_logit, visible, out, merged_lse, *rest)
             return out

@@ -18,19 +18,20 @@ _BACK_TILE, _BACK_WARPS, _BACK_STAGES = 1024, 2, 3  # and of its backward, which
 _SPAN, _LEAST_SPAN = 512, 64  # so many tokens, whose sums for the sinks a program keeps; fewer where programs would be
 _BUSY = 4  # too few for each multiprocessor
 _SUM_TILE = 16384  # elements of a program that adds up what these found
-_RETURNED = 64  # parts that one adds up at a time which hands them back to their rows
+_RETURNED_TILE, _RETURN_WARPS = 4096, 4  # of one that adds up half a sink's width and hands it back to its row
 _WARPS = 8
 
 
 @triton.jit
 def _merge(
-    q, scores, content, lse, sink_k, sink_v, out, merged, scale, n_tokens,
+    q, scores, content, lse, sink_k, sink_v, behind, out, merged, scale, n_tokens, n_behind,
     q_b, q_h, q_t, c_b, c_h, c_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
     n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
-    width_block: tl.constexpr, block: tl.constexpr, scored: tl.constexpr,
+    width_block: tl.constexpr, block: tl.constexpr, behind_block: tl.constexpr, scored: tl.constexpr,
 ):  # fmt: skip
     """Some tokens and a head; programs beside each other have the same tokens, whose heads lie beside each other in memory.
-    scored: the sinks' scores are given, and neither queries nor keys are read."""
+    scored: the sinks' scores are given, and neither queries nor keys are read; the first program of a head has the rows behind all
+    tokens, too."""
     b, h = tl.program_id(1).to(tl.int64), tl.program_id(0) % n_heads
     row = b * n_heads + h
     token, lane = tl.program_id(0) // n_heads * block + tl.arange(0, block), tl.arange(0, width_block)
@@ -44,7 +45,7 @@ def _merge(
     for s in tl.static_range(n_sinks):
         value = tl.load(sink_v + v_b * b + v_h * (h // group) + v_s * s + lane, wide, 0).to(tl.float32)
         if scored:
-            score = tl.load(scores + (row * n_tokens + token) * n_sinks + s, exists, 0)
+            score = tl.load(scores + ((b * n_tokens + token) * n_heads + h) * n_sinks + s, exists, 0)
         else:
             key = tl.load(sink_k + k_b * b + k_h * (h // group) + k_s * s + lane, wide, 0).to(tl.float32)
             score = tl.sum(queries * key[None, :], 1) * scale
@@ -56,38 +57,47 @@ def _merge(
     place = o_b * b + o_h * h + o_t * token[:, None] + lane[None, :]
     tl.store(out + place, (sum_ / total[:, None]).to(out.dtype.element_ty), inside)
     tl.store(merged + row * n_tokens + token, most + tl.log(total), exists)
+    if scored:  # noqa: SIM102  (a constant, which the other is not)
+        if (tl.program_id(0) < n_heads) & (tl.program_id(1) == 0):
+            line = tl.arange(0, behind_block)
+            there = (line < n_behind)[:, None] & wide[None, :]
+            given = tl.load(behind + (line[:, None] * n_heads + h) * width + lane[None, :], there, 0)
+            tl.store(out + o_b * tl.num_programs(1).to(tl.int64) + o_h * h + o_t * line[:, None] + lane[None, :], given, there)
 
 
 def merge_sinks(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """operators.merge_sinks."""
     content, q, sink_k = (_narrow(x) for x in (content, q, sink_k))
     out = torch.empty_like(content)
-    return out, _merge_into(out, q, None, content, lse, sink_k, sink_v, scale)
+    return out, _merge_into(out, q, None, None, content, lse, sink_k, sink_v, scale)
 
 
 def merge_rows(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
     """operators.merge_rows."""
     batch, heads, tokens, width = content.shape
     rows = content.new_empty(batch * tokens + behind.shape[0], heads, width)
-    rows[batch * tokens :] = behind
     content, sink_v = _narrow(content), _narrow(sink_v)
-    return rows, _merge_into(_by_row(rows, batch, tokens), content, scores.contiguous(), content, lse, sink_v, sink_v, 1.0)
+    into, scores, behind = _by_row(rows, batch, tokens), scores.contiguous(), behind.contiguous()
+    return rows, _merge_into(into, content, scores, behind, content, lse, sink_v, sink_v, 1.0)
 
 
 def _merge_into(
-    out: Tensor, q: Tensor, scores: Tensor | None, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
-) -> Tensor:
-    """scores: given in place of q and sink_k, which are then not read."""
+    out: Tensor, q: Tensor, scores: Tensor | None, behind: Tensor | None, content: Tensor, lse: Tensor, sink_k: Tensor,
+    sink_v: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    """scores: given in place of q and sink_k, which are then not read, with what goes behind the last row of out."""
     batch, heads, tokens, width = content.shape
     sink_v, lse = _narrow(sink_v), lse.contiguous()
     merged = torch.empty_like(lse)
     wide = triton.next_power_of_2(width)
     block = max(1, _MERGED_TILE // wide)
     _merge[(triton.cdiv(tokens, block) * heads, batch)](
-        q, lse if scores is None else scores, content, lse, sink_k, sink_v, out, merged, scale, tokens,
+        q, lse if scores is None else scores, content, lse, sink_k, sink_v, out if behind is None else behind, out, merged,
+        scale, tokens, 0 if behind is None else behind.shape[0],
         *q.stride()[:3], *content.stride()[:3], *out.stride()[:3], *_strides(sink_k, batch), *_strides(sink_v, batch),
         n_heads=heads, group=heads // sink_v.shape[1], n_sinks=sink_v.shape[2], width=width,
-        width_block=wide, block=block, scored=scores is not None, num_warps=_MERGE_WARPS,
+        width_block=wide, block=block, behind_block=triton.next_power_of_2(1 if behind is None else max(1, behind.shape[0])),
+        scored=scores is not None, num_warps=_MERGE_WARPS,
     )  # fmt: skip
     return merged
 
@@ -134,7 +144,7 @@ def _merge_backward(
         outs = tl.load(out + o_b * b + o_h * h + o_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
         queries = tl.load(q + q_b * b + q_h * h + q_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
         most = tl.load(lse + row * n_tokens + token, exists, 0)
-        known = scores + (row * n_tokens + token) * n_sinks + s
+        known = scores + ((b * n_tokens + token) * n_heads + h) * n_sinks + s
         score = tl.load(known, exists, 0) if scored else tl.sum(queries * key, 1) * scale
         weight = tl.where(exists, tl.exp(score - most), 0.0)
         turn = weight * tl.sum(grads * (value - outs), 1) * scale
@@ -278,7 +288,7 @@ def _turn_heads(
         product = turned_first.to(tl.float32) * tl.load(place, mine, 0).to(tl.float32)  # of queries as attention reads them
         product += turned_second.to(tl.float32) * tl.load(place + half, mine, 0).to(tl.float32)
         score = tl.sum(product, 1, keep_dims=True) * scale
-        tl.store(scores + ((b * n_heads + h) * n_tokens + t) * n_sinks + sink, score, h < n_heads)
+        tl.store(scores + ((b * n_tokens + t) * n_heads + h) * n_sinks + sink, score, h < n_heads)
     into += (n_heads + kv) * width
     tl.store(into, (key_first * c - key_second * s).to(turned.dtype.element_ty), inside)
     tl.store(into + half, (key_second * c + key_first * s).to(turned.dtype.element_ty), inside)
@@ -293,7 +303,7 @@ def turn_heads(
     sink_k, n_sinks = (None, 0) if sink_k is None else (_narrow(sink_k), sink_k.shape[2])
     cos, sin = cos.contiguous(), sin.contiguous()
     turned = heads.new_empty(batch, tokens, n_heads + n_kv, width)
-    scores = torch.empty(batch, n_heads, tokens, n_sinks, dtype=torch.float32, device=heads.device)
+    scores = torch.empty(batch, tokens, n_heads, n_sinks, dtype=torch.float32, device=heads.device)
     _turn_heads[(tokens, batch)](
         heads, cos, sin, heads if sink_k is None else sink_k, turned, scores, scale, tokens, heads.stride(0),
         cos.stride(0) if cos.shape[0] > 1 else 0, *((0, 0, 0) if sink_k is None else _strides(sink_k, batch)),
@@ -366,15 +376,17 @@ def _join_into(into: Tensor, grads: list[Tensor], cos: Tensor, sin: Tensor, turn
 
 
 @triton.jit
-def _sum_half(parts, n_all, n_each, n_between, kv, row, lane, wide, n_sinks, width: tl.constexpr, block: tl.constexpr,
-              half_block: tl.constexpr):  # fmt: skip
-    """One half of a sink's key (or value): n_all parts, n_each side by side, the next ones n_between further on."""
-    sum_ = tl.zeros([block, half_block], tl.float32)
+def _sum_halves(parts, n_all, n_each, n_between, kv, row, lane, wide, n_sinks, width: tl.constexpr, block: tl.constexpr,
+                half_block: tl.constexpr):  # fmt: skip
+    """Both halves of a sink's key (or value): n_all parts, n_each side by side, the next ones n_between further on."""
+    first, second = tl.zeros([block, half_block], tl.float32), tl.zeros([block, half_block], tl.float32)
     for begin in range(0, n_all, block):
         part = begin + tl.arange(0, block)
         place = (part // n_each * n_between + kv * n_each + part % n_each) * n_sinks + row
-        sum_ += tl.load(parts + place[:, None] * width + lane[None, :], (part < n_all)[:, None] & wide[None, :], 0)
-    return tl.sum(sum_, 0)
+        source, inside = parts + place[:, None] * width + lane[None, :], (part < n_all)[:, None] & wide[None, :]
+        first += tl.load(source, inside, 0)
+        second += tl.load(source + width // 2, inside, 0)
+    return tl.sum(first, 0), tl.sum(second, 0)
 
 
 @triton.jit
@@ -392,8 +404,7 @@ def _return_sinks(
     is_sink, is_key = (row < n_sinks) & (head >= n_heads), head < n_heads + n_kv
     n_all = tl.where(is_sink, n_all, 0)  # parts; the other rows and heads have none
     parts = from_k if is_key else from_v
-    first = _sum_half(parts, n_all, n_each, n_between, kv, row, lane, wide, n_sinks, width, block, half_block)
-    second = _sum_half(parts + half, n_all, n_each, n_between, kv, row, lane, wide, n_sinks, width, block, half_block)
+    first, second = _sum_halves(parts, n_all, n_each, n_between, kv, row, lane, wide, n_sinks, width, block, half_block)
     turns = lane < tl.where(is_sink & is_key, half, 0)
     c, s = tl.load(cos + row * half + lane, turns, 1).to(tl.float32), tl.load(sin + row * half + lane, turns, 0).to(tl.float32)
     left, right = first * c + second * s, second * c - first * s
@@ -420,11 +431,13 @@ def merge_rows_backward(
     turns, parts, n_parts = _flow_to_sinks(flowing, q, out, lse, sink_k, sink_v, scores, scale)
     heads = grad.new_empty(grad.shape[0], n_heads + 2 * n_kv, width)
     n_each, behind = n_heads // n_kv * n_parts, grad[batch * tokens :].contiguous()
+    half = triton.next_power_of_2(width // 2)
+    block = min(max(1, _RETURNED_TILE // half), triton.next_power_of_2(batch * n_each))
     _return_sinks[(behind.shape[0], n_heads + 2 * n_kv)](
         behind, *parts, sink_cos.contiguous(), sink_sin.contiguous(), heads[batch * tokens :],
         batch * n_each, n_each, n_heads * n_parts, n_sinks, n_heads,
-        n_kv=n_kv, group=n_heads // n_kv, width=width, half_block=triton.next_power_of_2(width // 2), zero_value=zero_value,
-        block=_RETURNED, num_warps=4,
+        n_kv=n_kv, group=n_heads // n_kv, width=width, half_block=half, zero_value=zero_value,
+        block=block, num_warps=_RETURN_WARPS,
     )  # fmt: skip
     _join_into(heads, grads, cos, sin, turns, sink_k)
     return heads

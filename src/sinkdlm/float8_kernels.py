@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sinkdlm.float8_operators import GRADIENTS, VALUES, gain_of, padded
+from sinkdlm.float8_operators import GRADIENTS, TOKENS, VALUES, gain_of, padded
 
 _ROWS, _COLUMNS = 128, 128  # of a tile that is rounded
 _TILE = 64  # sides of one of SwiGLU's backward, which holds more at a time
@@ -64,14 +64,15 @@ def _round(
         _store_turned(turned, (value * _load_again(gain)).to(rows.dtype.element_ty), m, k, n, n_padded)
 
 
-def round_float8(x: Tensor, gain: Tensor, dtype: torch.dtype, rows: bool, turned: bool) -> tuple[Tensor, Tensor]:
+def round_float8(x: Tensor, gain: Tensor, dtype: torch.dtype, rows: bool, turned: int) -> tuple[Tensor, Tensor]:
     """float8_operators.round_float8."""
     x = x.contiguous()
     m, k = x.shape
+    wide = padded(m, turned or 1)
     flat = x.new_empty((m, k) if rows else 0, dtype=dtype)
-    other = x.new_empty((k, padded(m)) if turned else 0, dtype=dtype)
-    _round[(triton.cdiv(padded(m), _ROWS), triton.cdiv(k, _COLUMNS))](
-        x, gain, flat, other, m, k, padded(m), has_rows=rows, has_turned=turned,
+    other = x.new_empty((k, wide) if turned else 0, dtype=dtype)
+    _round[(triton.cdiv(wide, _ROWS), triton.cdiv(k, _COLUMNS))](
+        x, gain, flat, other, m, k, wide, has_rows=rows, has_turned=turned > 0,
         block_m=_ROWS, block_k=_COLUMNS, num_warps=_WARPS,
     )  # fmt: skip
     return flat, other
@@ -138,7 +139,7 @@ def swiglu_float8_backward(gate_up: Tensor, grad: Tensor, hidden_gain: Tensor) -
     """float8_operators.swiglu_float8_backward."""
     gate_up, grad = gate_up.contiguous(), grad.contiguous()
     m, n = grad.shape
-    wide = padded(m)
+    wide = padded(m, TOKENS)
     grid = (triton.cdiv(wide, _TILE), triton.cdiv(n, _TILE))
     peaks = torch.empty(grid, dtype=torch.float32, device=grad.device)
     rows, turned = grad.new_empty(m, 2 * n, dtype=GRADIENTS), grad.new_empty(2 * n, wide, dtype=GRADIENTS)

@@ -2,7 +2,7 @@
 
 What an operator computes stands here in torch's own operations, which run wherever there is no GPU. Float8 products read both
 factors along the axis that is summed over, so a matrix is wanted row by row, for one product, and turned, for another: both come of
-one reading. A turned matrix is filled up with columns of zeros, which add nothing, to the multiple that products need.
+one reading. A turned matrix is filled up with columns of zeros, which add nothing, to a multiple by which products are fast.
 
 Values and weights are rounded to e4m3, gradients, whose sizes differ more, to e5m2. A gain is what a tensor is multiplied by before
 it is rounded, so that its largest magnitude comes just below the largest number of the type: a power of two, by which a number is
@@ -14,8 +14,13 @@ M tokens, N and K columns, F half the columns of a gate and its input.
 import torch
 from torch import Tensor
 
+from sinkdlm.opaque import operator
+
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of what a product sums over, and of its columns
+TOKENS = (
+    128  # and of tokens, where they are summed over: 131,088 of them take up to 1.6 times as long as 131,200 (H200, torch 2.11)
+)
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in (VALUES, GRADIENTS)}
 _TINY = 1e-24  # the least peak: a tensor of zeros has a gain too
 _EXPONENT = 0x7F800000  # bits of a float32
@@ -27,57 +32,58 @@ def gain_of(peak: Tensor, dtype: torch.dtype) -> Tensor:
     return (most.view(torch.int32) & _EXPONENT).view(torch.float32)
 
 
-def padded(count: int) -> int:
-    return -(-count // MULTIPLE) * MULTIPLE
+def padded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
-def _turn(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _turn(x: Tensor, dtype: torch.dtype, multiple: int) -> Tensor:
     """(M, K) float32 -> (K, M and zeros)."""
-    return torch.nn.functional.pad(x.T, (0, padded(x.shape[0]) - x.shape[0])).to(dtype).contiguous()
+    return torch.nn.functional.pad(x.T, (0, padded(x.shape[0], multiple) - x.shape[0])).to(dtype).contiguous()
 
 
-@torch.library.custom_op("sinkdlm::peak", mutates_args=())
+@operator("peak")
 def peak(x: Tensor) -> Tensor:
     """The largest magnitude, () in float32. Where x holds what is no number, that or the largest of the others: rounding by either
     leaves it no number."""
     return x.abs().amax().float()
 
 
-@peak.register_fake
+@peak.fake
 def _(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
 
 
-@peak.register_kernel("cuda")
+@peak.kernel
 def _(x: Tensor) -> Tensor:
     from sinkdlm import float8_kernels
 
     return float8_kernels.peak(x)
 
 
-@torch.library.custom_op("sinkdlm::round_float8", mutates_args=())
-def round_float8(x: Tensor, gain: Tensor, dtype: torch.dtype, rows: bool, turned: bool) -> tuple[Tensor, Tensor]:
-    """x (M, K) times gain in float8: as it lies, and turned (K, M and zeros). What is not wanted is empty."""
+@operator("round_float8")
+def round_float8(x: Tensor, gain: Tensor, dtype: torch.dtype, rows: bool, turned: int) -> tuple[Tensor, Tensor]:
+    """x (M, K) times gain in float8: as it lies, and turned (K, M and zeros), filled up to a multiple of `turned`. What is not
+    wanted is empty; 0: turned is not."""
     whole = x.float() * gain
     return (whole.to(dtype) if rows else whole.new_empty(0, dtype=dtype),
-            _turn(whole, dtype) if turned else whole.new_empty(0, dtype=dtype))  # fmt: skip
+            _turn(whole, dtype, turned) if turned else whole.new_empty(0, dtype=dtype))  # fmt: skip
 
 
-@round_float8.register_fake
-def _(x: Tensor, gain: Tensor, dtype: torch.dtype, rows: bool, turned: bool) -> tuple[Tensor, Tensor]:
+@round_float8.fake
+def _(x: Tensor, gain: Tensor, dtype: torch.dtype, rows: bool, turned: int) -> tuple[Tensor, Tensor]:
     (m, k), none = x.shape, x.new_empty(0, dtype=dtype)
     return (x.new_empty(m, k, dtype=dtype) if rows else none,
-            x.new_empty(k, padded(m), dtype=dtype) if turned else torch.empty_like(none))  # fmt: skip
+            x.new_empty(k, padded(m, turned), dtype=dtype) if turned else torch.empty_like(none))  # fmt: skip
 
 
-@round_float8.register_kernel("cuda")
-def _(x: Tensor, gain: Tensor, dtype: torch.dtype, rows: bool, turned: bool) -> tuple[Tensor, Tensor]:
+@round_float8.kernel
+def _(x: Tensor, gain: Tensor, dtype: torch.dtype, rows: bool, turned: int) -> tuple[Tensor, Tensor]:
     from sinkdlm import float8_kernels
 
     return float8_kernels.round_float8(x, gain, dtype, rows, turned)
 
 
-@torch.library.custom_op("sinkdlm::swiglu_float8", mutates_args=())
+@operator("swiglu_float8")
 def swiglu_float8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """(M, 2 F) -> silu of the first half times the second, (M, F), as values in float8; and their gain."""
     gate, up = (half.float() for half in gate_up.chunk(2, dim=-1))
@@ -86,20 +92,20 @@ def swiglu_float8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return (hidden * gain).to(VALUES), gain
 
 
-@swiglu_float8.register_fake
+@swiglu_float8.fake
 def _(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     m, both = gate_up.shape
     return gate_up.new_empty(m, both // 2, dtype=VALUES), gate_up.new_empty((), dtype=torch.float32)
 
 
-@swiglu_float8.register_kernel("cuda")
+@swiglu_float8.kernel
 def _(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     from sinkdlm import float8_kernels
 
     return float8_kernels.swiglu_float8(gate_up)
 
 
-@torch.library.custom_op("sinkdlm::swiglu_float8_backward", mutates_args=())
+@operator("swiglu_float8_backward")
 def swiglu_float8_backward(gate_up: Tensor, grad: Tensor, hidden_gain: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradient of gate_up as gradients in float8, (M, 2 F) and turned (2 F, M and zeros), and its gain; and once more what
     swiglu_float8 gave, with the gain that it gave, turned (F, M and zeros): cheaper to compute here than to keep."""
@@ -109,19 +115,19 @@ def swiglu_float8_backward(gate_up: Tensor, grad: Tensor, hidden_gain: Tensor) -
     whole = torch.cat([given * up * (chance * (1 + gate * (1 - chance))), given * silu], dim=-1)
     gain = gain_of(whole.abs().amax(), GRADIENTS)
     whole = whole * gain
-    return whole.to(GRADIENTS), _turn(whole, GRADIENTS), gain, _turn(silu * up * hidden_gain, VALUES)
+    return whole.to(GRADIENTS), _turn(whole, GRADIENTS, TOKENS), gain, _turn(silu * up * hidden_gain, VALUES, TOKENS)
 
 
-@swiglu_float8_backward.register_fake
+@swiglu_float8_backward.fake
 def _(gate_up: Tensor, grad: Tensor, hidden_gain: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     m, both = gate_up.shape
     rows = gate_up.new_empty(m, both, dtype=GRADIENTS)
-    turned = gate_up.new_empty(both, padded(m), dtype=GRADIENTS)
+    turned = gate_up.new_empty(both, padded(m, TOKENS), dtype=GRADIENTS)
     gain = gate_up.new_empty((), dtype=torch.float32)
-    return rows, turned, gain, gate_up.new_empty(both // 2, padded(m), dtype=VALUES)
+    return rows, turned, gain, gate_up.new_empty(both // 2, padded(m, TOKENS), dtype=VALUES)
 
 
-@swiglu_float8_backward.register_kernel("cuda")
+@swiglu_float8_backward.kernel
 def _(gate_up: Tensor, grad: Tensor, hidden_gain: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from sinkdlm import float8_kernels
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sinkdlm import float8_operators as operators
 from sinkdlm.errors import TrainError
-from sinkdlm.float8_operators import GRADIENTS, MULTIPLE, VALUES, gain_of
+from sinkdlm.float8_operators import GRADIENTS, MULTIPLE, TOKENS, VALUES, gain_of
 from sinkdlm.fusion import has_kernels
 
 CAPABILITY = (8, 9)  # of a GPU, from which on it has such products
@@ -55,7 +55,7 @@ def swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype) -> 
 def _round(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """(M, K) -> in float8, the same turned, their gain."""
     gain = _gain(x, dtype)
-    return *operators.round_float8(x, gain, dtype, True, True), gain
+    return *operators.round_float8(x, gain, dtype, True, TOKENS), gain
 
 
 def _gain(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -63,11 +63,11 @@ def _gain(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _round_weight(weight: Tensor, gain: Tensor) -> Tensor:
-    return operators.round_float8(weight, gain, VALUES, True, False)[0]
+    return operators.round_float8(weight, gain, VALUES, True, 0)[0]
 
 
 def _turn_weight(weight: Tensor, gain: Tensor) -> Tensor:
-    return operators.round_float8(weight, gain, VALUES, False, True)[1]
+    return operators.round_float8(weight, gain, VALUES, False, MULTIPLE)[1]
 
 
 def _multiply(left: Tensor, right: Tensor, gains: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool = False) -> Tensor:

@@ -7,6 +7,8 @@ attention.py and model.py call them from functions that have their own backward.
 import torch
 from torch import Tensor
 
+from sinkdlm.opaque import operator
+
 
 def _repeat(x: Tensor, heads: int) -> Tensor:
     return x.float().repeat_interleave(heads // x.shape[1], dim=1)
@@ -18,7 +20,7 @@ def _merge_scores(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor) 
     return out + torch.exp(scores - merged[..., None]) @ _repeat(sink_v, scores.shape[1]), merged.contiguous()
 
 
-@torch.library.custom_op("sinkdlm::merge_sinks", mutates_args=())
+@operator("merge_sinks")
 def merge_sinks(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention over content (B, H, T, D) and its log-sum-exp (B, H, T), with the sinks' keys and values joined to the softmax."""
     scores = (q.float() @ _repeat(sink_k, q.shape[1]).mT) * scale
@@ -26,19 +28,19 @@ def merge_sinks(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v:
     return torch.empty_like(content).copy_(out), merged
 
 
-@merge_sinks.register_fake
+@merge_sinks.fake
 def _(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(content), torch.empty_like(lse, memory_format=torch.contiguous_format)
 
 
-@merge_sinks.register_kernel("cuda")
+@merge_sinks.kernel
 def _(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     from sinkdlm import attention_kernels
 
     return attention_kernels.merge_sinks(q, content, lse, sink_k, sink_v, scale)
 
 
-@torch.library.custom_op("sinkdlm::place_sinks", mutates_args=())
+@operator("place_sinks")
 def place_sinks(
     heads: Tensor, cos: Tensor, sin: Tensor, n_tokens: int, n_heads: int, zero_value: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,45 +58,45 @@ def place_sinks(
     return key, value, own
 
 
-@place_sinks.register_fake
+@place_sinks.fake
 def _(heads: Tensor, cos: Tensor, sin: Tensor, n_tokens: int, n_heads: int, zero_value: bool) -> tuple[Tensor, Tensor, Tensor]:
     width, n_sinks, n_kv = heads.shape[2], cos.shape[1], (heads.shape[1] - n_heads) // 2
     key, value = (heads.new_empty(1, n_kv, n_sinks, width) for _ in range(2))
     return key, value, heads.new_empty(heads.shape[0] - n_tokens, n_heads, width)
 
 
-@place_sinks.register_kernel("cuda")
+@place_sinks.kernel
 def _(heads: Tensor, cos: Tensor, sin: Tensor, n_tokens: int, n_heads: int, zero_value: bool) -> tuple[Tensor, Tensor, Tensor]:
     from sinkdlm import attention_kernels
 
     return attention_kernels.place_sinks(heads, cos, sin, n_tokens, n_heads, zero_value)
 
 
-@torch.library.custom_op("sinkdlm::turn_heads", mutates_args=())
+@operator("turn_heads")
 def turn_heads(
     heads: Tensor, cos: Tensor, sin: Tensor, sink_k: Tensor | None, batch: int, n_heads: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys of heads (B T or more, H + 2K, D), rotated by cos and sin (1 or B, T, 1, D/2): (B, T, H + K, D); and the
-    queries' scores on the sinks (B, H, T, S), times scale; S = 0 where there are none."""
+    queries' scores on the sinks (B, T, H, S), times scale; S = 0 where there are none."""
     n_turned, tokens = (heads.shape[1] + n_heads) // 2, cos.shape[1]
     first, second = heads[: batch * tokens, :n_turned].unflatten(0, (batch, tokens)).to(cos.dtype).chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(heads.dtype)
     if sink_k is None:
-        return turned, heads.new_empty(batch, n_heads, tokens, 0, dtype=torch.float32)
+        return turned, heads.new_empty(batch, tokens, n_heads, 0, dtype=torch.float32)
     queries = turned[:, :, :n_heads].transpose(1, 2)
-    return turned, (queries.float() @ _repeat(sink_k, n_heads).mT) * scale
+    return turned, ((queries.float() @ _repeat(sink_k, n_heads).mT) * scale).transpose(1, 2).contiguous()
 
 
-@turn_heads.register_fake
+@turn_heads.fake
 def _(
     heads: Tensor, cos: Tensor, sin: Tensor, sink_k: Tensor | None, batch: int, n_heads: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     n_turned, tokens, n_sinks = (heads.shape[1] + n_heads) // 2, cos.shape[1], 0 if sink_k is None else sink_k.shape[2]
     turned = heads.new_empty(batch, tokens, n_turned, heads.shape[2])
-    return turned, heads.new_empty(batch, n_heads, tokens, n_sinks, dtype=torch.float32)
+    return turned, heads.new_empty(batch, tokens, n_heads, n_sinks, dtype=torch.float32)
 
 
-@turn_heads.register_kernel("cuda")
+@turn_heads.kernel
 def _(
     heads: Tensor, cos: Tensor, sin: Tensor, sink_k: Tensor | None, batch: int, n_heads: int, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -103,21 +105,21 @@ def _(
     return attention_kernels.turn_heads(heads, cos, sin, sink_k, batch, n_heads, scale)
 
 
-@torch.library.custom_op("sinkdlm::merge_rows", mutates_args=())
+@operator("merge_rows")
 def merge_rows(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
-    """merge_sinks by scores (B, H, T, S), laid out token by token (B T + N, H, D), with the rows `behind` (N, H, D) at its end."""
-    merged, lse = _merge_scores(scores, content, lse, sink_v)
+    """merge_sinks by scores (B, T, H, S), laid out token by token (B T + N, H, D), with the rows `behind` (N, H, D) at its end."""
+    merged, lse = _merge_scores(scores.transpose(1, 2), content, lse, sink_v)
     return torch.cat([merged.to(content.dtype).transpose(1, 2).flatten(0, 1), behind]), lse
 
 
-@merge_rows.register_fake
+@merge_rows.fake
 def _(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, tokens, width = content.shape
     rows = content.new_empty(batch * tokens + behind.shape[0], heads, width)
     return rows, torch.empty_like(lse, memory_format=torch.contiguous_format)
 
 
-@merge_rows.register_kernel("cuda")
+@merge_rows.kernel
 def _(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
     from sinkdlm import attention_kernels
 
@@ -137,7 +139,7 @@ def _flow_to_sinks(
     return turns, grad_k, grad_v
 
 
-@torch.library.custom_op("sinkdlm::merge_sinks_backward", mutates_args=())
+@operator("merge_sinks_backward")
 def merge_sinks_backward(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,7 +152,7 @@ def merge_sinks_backward(
     return turns, grad_k.to(sink_k.dtype), grad_v.to(sink_v.dtype)
 
 
-@merge_sinks_backward.register_fake
+@merge_sinks_backward.fake
 def _(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,7 +160,7 @@ def _(
     return turns, sink_k.new_empty(sink_k.shape), sink_v.new_empty(sink_v.shape)
 
 
-@merge_sinks_backward.register_kernel("cuda")
+@merge_sinks_backward.kernel
 def _(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,19 +169,19 @@ def _(
     return attention_kernels.merge_sinks_backward(grad, q, out, lse, sink_k, sink_v, scale)
 
 
-@torch.library.custom_op("sinkdlm::add_turns", mutates_args=())
+@operator("add_turns")
 def add_turns(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
     """grad_q + turns @ sink_k: what flows to q through content and sinks."""
     whole = grad_q.float() + turns @ _repeat(sink_k, grad_q.shape[1])
     return torch.empty_like(grad_q).copy_(whole)
 
 
-@add_turns.register_fake
+@add_turns.fake
 def _(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
     return torch.empty_like(grad_q)
 
 
-@add_turns.register_kernel("cuda")
+@add_turns.kernel
 def _(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
     from sinkdlm import attention_kernels
 
@@ -199,26 +201,26 @@ def _join(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tens
     return torch.cat([row.to(grad_k.dtype) for row in (*rows, grad_v.transpose(1, 2))], dim=2).flatten(0, 1)
 
 
-@torch.library.custom_op("sinkdlm::join_heads", mutates_args=())
+@operator("join_heads")
 def join_heads(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Gradients of q, k (rotated by cos and sin, (1 or B, T, 1, D/2)) and v, (B, heads, T, D) each, as one of (B T, H + 2K, D)."""
     return _join(grad_q, grad_k, grad_v, cos, sin)
 
 
-@join_heads.register_fake
+@join_heads.fake
 def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     batch, n_heads, tokens, width = grad_q.shape
     return grad_k.new_empty(batch * tokens, n_heads + 2 * grad_k.shape[1], width)
 
 
-@join_heads.register_kernel("cuda")
+@join_heads.kernel
 def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     from sinkdlm import attention_kernels
 
     return attention_kernels.join_heads(grad_q, grad_k, grad_v, cos, sin)
 
 
-@torch.library.custom_op("sinkdlm::merge_rows_backward", mutates_args=())
+@operator("merge_rows_backward")
 def merge_rows_backward(
     grad: Tensor, grads: list[Tensor], had: list[Tensor], sinks: list[Tensor], angles: list[Tensor], zero_value: bool, scale: float
 ) -> Tensor:
@@ -232,7 +234,7 @@ def merge_rows_backward(
     batch, n_heads, tokens, _ = q.shape
     n_kv, n_sinks = sink_k.shape[1:3]
     flowing, out = (by_row(x, batch, tokens) for x in (grad, rows))
-    turns, to_k, to_v = _flow_to_sinks(flowing, q, out, lse, sink_k, sink_v, scores, scale)
+    turns, to_k, to_v = _flow_to_sinks(flowing, q, out, lse, sink_k, sink_v, scores.transpose(1, 2), scale)
     joined = _join(grads[0].float() + turns @ _repeat(sink_k, n_heads), grads[1], grads[2], cos, sin)
     behind = grad[batch * tokens :]
     into = joined.new_zeros(behind.shape[0], *joined.shape[1:])
@@ -245,7 +247,7 @@ def merge_rows_backward(
     return torch.cat([joined, into])
 
 
-@merge_rows_backward.register_fake
+@merge_rows_backward.fake
 def _(
     grad: Tensor, grads: list[Tensor], had: list[Tensor], sinks: list[Tensor], angles: list[Tensor], zero_value: bool, scale: float
 ) -> Tensor:
@@ -253,7 +255,7 @@ def _(
     return grad.new_empty(grad.shape[0], q.shape[1] + 2 * n_kv, q.shape[3])
 
 
-@merge_rows_backward.register_kernel("cuda")
+@merge_rows_backward.kernel
 def _(
     grad: Tensor, grads: list[Tensor], had: list[Tensor], sinks: list[Tensor], angles: list[Tensor], zero_value: bool, scale: float
 ) -> Tensor:
@@ -262,26 +264,26 @@ def _(
     return attention_kernels.merge_rows_backward(grad, grads, had, sinks, angles, zero_value, scale)
 
 
-@torch.library.custom_op("sinkdlm::swiglu", mutates_args=())
+@operator("swiglu")
 def swiglu(gate_up: Tensor) -> Tensor:
     """(..., 2 F) -> (..., F): silu of the first half times the second."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
-@swiglu.register_fake
+@swiglu.fake
 def _(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-@swiglu.register_kernel("cuda")
+@swiglu.kernel
 def _(gate_up: Tensor) -> Tensor:
     from sinkdlm import kernels
 
     return kernels.swiglu(gate_up)
 
 
-@torch.library.custom_op("sinkdlm::swiglu_backward", mutates_args=())
+@operator("swiglu_backward")
 def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of gate_up, and once more what swiglu gave: cheaper to compute here than to keep."""
     gate, up = (half.float() for half in gate_up.chunk(2, dim=-1))
@@ -292,20 +294,20 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(halves, dim=-1).to(gate_up.dtype), (silu * up).to(gate_up.dtype)
 
 
-@swiglu_backward.register_fake
+@swiglu_backward.fake
 def _(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return (torch.empty_like(gate_up, memory_format=torch.contiguous_format),
             torch.empty_like(grad, memory_format=torch.contiguous_format))  # fmt: skip
 
 
-@swiglu_backward.register_kernel("cuda")
+@swiglu_backward.kernel
 def _(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     from sinkdlm import training_kernels
 
     return training_kernels.swiglu_backward(gate_up, grad)
 
 
-@torch.library.custom_op("sinkdlm::add_norm", mutates_args=())
+@operator("add_norm")
 def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x + update (empty where there is none), and rms_norm of that, or of x, times weight in `dtype`."""
     total = x if update is None else x + update
@@ -314,7 +316,7 @@ def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype
     return x.new_empty(0) if update is None else total, normed.to(dtype)
 
 
-@add_norm.register_fake
+@add_norm.fake
 def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     total = x.new_empty(0)
     if update is not None:
@@ -322,14 +324,14 @@ def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch
     return total, x.new_empty(x.shape, dtype=dtype)
 
 
-@add_norm.register_kernel("cuda")
+@add_norm.kernel
 def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     from sinkdlm import training_kernels
 
     return training_kernels.add_norm(x, update, weight, eps, dtype)
 
 
-@torch.library.custom_op("sinkdlm::add_norm_backward", mutates_args=())
+@operator("add_norm_backward")
 def add_norm_backward(
     grad_sum: Tensor | None, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -347,7 +349,7 @@ def add_norm_backward(
     return whole.to(x.dtype), update, grad_weight.to(weight.dtype)
 
 
-@add_norm_backward.register_fake
+@add_norm_backward.fake
 def _(
     grad_sum: Tensor | None, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -355,7 +357,7 @@ def _(
     return x.new_empty(x.shape), update, weight.new_empty(weight.shape)
 
 
-@add_norm_backward.register_kernel("cuda")
+@add_norm_backward.kernel
 def _(
     grad_sum: Tensor | None, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -364,17 +366,17 @@ def _(
     return training_kernels.add_norm_backward(grad_sum, grad_normed, x, weight, eps, update_dtype)
 
 
-@torch.library.custom_op("sinkdlm::weight_gradient", mutates_args=())
+@operator("weight_gradient")
 def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """grad (M, N) and x (M, K) of a product -> grad.T @ x, (N, K), in the weight's `dtype`: not rounded to theirs on the way."""
     return grad.to(dtype).mT @ x.to(dtype)
 
 
-@weight_gradient.register_fake
+@weight_gradient.fake
 def _(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return grad.new_empty(grad.shape[1], x.shape[1], dtype=dtype)
 
 
-@weight_gradient.register_kernel("cuda")
+@weight_gradient.kernel
 def _(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(grad.mT, x) if grad.dtype == dtype else torch.mm(grad.mT, x, out_dtype=dtype)

@@ -29,7 +29,7 @@ from sinkdlm.training.weights import FirstWeight
 
 LoadParent = Callable[[Recipe, torch.dtype], Loaded]
 Say = Callable[[str], None]
-_DRAWING = 8  # threads that draw first weights
+_DRAWING = 16  # threads that draw first weights
 
 
 class Data(NamedTuple):
@@ -39,8 +39,8 @@ class Data(NamedTuple):
 
 
 class DrawnAhead:
-    """A model's random first weights, drawn by several threads a few tensors ahead of whoever asks for them in order: one thread
-    would keep a GPU waiting for seconds. Which weights come does not depend on the order."""
+    """A model's random first weights, drawn by several threads a few tensors ahead of whoever asks for them in order, and from the
+    beginning on: one thread would keep a GPU waiting for seconds. Which weights come does not depend on the order."""
 
     def __init__(self, model: DiffusionLM, seed: int, n_threads: int) -> None:
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -50,15 +50,18 @@ class DrawnAhead:
         self._ahead = 2 * n_threads
         self._pool = ThreadPoolExecutor(n_threads)
         self._draw = lambda name: model.initial_weight(name, self._shapes[name], seed)
+        self._begin(0)
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        place = self._places[name]
+        self._begin(self._places[name])
+        drawn = self._drawn.pop(name, None)
+        return self._draw(name) if drawn is None else drawn.result()
+
+    def _begin(self, place: int) -> None:
         for following in itertools.islice(self._shapes, place, place + self._ahead):
             if following not in self._begun:
                 self._begun.add(following)
                 self._drawn[following] = self._pool.submit(self._draw, following)
-        drawn = self._drawn.pop(name, None)
-        return self._draw(name) if drawn is None else drawn.result()
 
 
 class RunTokenizer:
