@@ -9,7 +9,7 @@ Each start is `sinkdlm train` in a process of its own, ended after its first ste
 - installed: the bytecode is there, as after an installation by pip, and no kernel is;
 - warm: a start before it has filled both.
 
-Bytecode goes to a folder of the benchmark's own (PYTHONPYCACHEPREFIX), whatever the environment has. Beside the first step: when the
+Bytecode goes to a folder of its own (PYTHONPYCACHEPREFIX), whatever the environment has. Beside the first step: when the
 run's folder is there (packages are loaded, and the device is), and when the weights are. --profile makes one warm start more, under
 cProfile, and writes where its time went.
 """

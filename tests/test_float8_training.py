@@ -11,7 +11,7 @@ from sinkdlm import float8_operators as operators
 from sinkdlm import model as modelling
 from sinkdlm.diffusion import corrupt, denoising_loss
 from sinkdlm.float8_operators import GRADIENTS, VALUES
-from sinkdlm.float8_products import fits, product, swiglu_mlp
+from sinkdlm.float8_products import fits, guesses_of, product, swiglu_mlp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = {"vocab_size": 16, "n_layers": 2, "n_heads": 2, "d_model": 32, "d_ff": 48, "context_length": 32, "n_sinks": 1}
@@ -91,7 +91,7 @@ def test_swiglu_kernels():
 
     gate_up, grad = random(67, 160, dtype=torch.bfloat16), random(67, 80, seed=1, dtype=torch.bfloat16)
     hidden, gain = operators.swiglu_float8.plain(gate_up)
-    found, found_gain = float8_kernels.swiglu_float8(gate_up)
+    found, found_gain, _ = float8_kernels.swiglu_float8(gate_up)
     torch.testing.assert_close(found_gain, gain)
     assert_rounded_alike(found, hidden)
     wanted = operators.swiglu_float8_backward.plain(gate_up, grad, gain)
@@ -99,6 +99,52 @@ def test_swiglu_kernels():
     torch.testing.assert_close(found[2], wanted[2])
     for index in (0, 1, 3):
         assert_rounded_alike(found[index], wanted[index])
+
+
+def guesses(right):
+    """None yet, another gain, and the right one."""
+    for value in (0.0, 3.0, float(right)):
+        guess = operators.new_guesses(1, torch.device(DEVICE))[0]
+        guess[0] = value
+        yield guess, float(value != right)
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encountered:RuntimeWarning")  # by Triton's interpreter
+@pytest.mark.parametrize("kind", ["plain", "kernel"])
+@pytest.mark.parametrize("scaled", [1.0, 0.0, float("inf")])
+def test_a_guess_changes_nothing(kind, scaled):
+    """Bit for bit, right or wrong, by the same kernels."""
+    if kind == "kernel":
+        pytest.importorskip("triton", reason="needs Triton")
+        from sinkdlm import float8_kernels as kernels
+    elif DEVICE != "cpu":
+        pytest.skip("a GPU has kernels")
+    given = kernels if kind == "kernel" else None
+    x = random(131, 48, dtype=torch.bfloat16)
+    x[3, 5] *= scaled
+    x[4:] *= scaled != 0
+    gain = operators.gain_of(x.abs().amax(), GRADIENTS)
+    wanted = (given.round_float8 if given else operators.round_float8.plain)(x, gain, GRADIENTS, True, 16)
+    for guess, wrong in guesses(gain):
+        *found, found_gain, scale = (given or operators).round_by_guess(x, guess, GRADIENTS, 16)
+        assert all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(found, wanted, strict=True))
+        assert (float(found_gain), float(scale)) == (float(gain), float(gain.reciprocal()))
+        assert guess.tolist() == [float(gain), wrong, *[0.0] * operators.SLOTS]  # ready for the next time
+    gate_up, grad = random(67, 160, dtype=torch.bfloat16) * scaled, random(67, 80, seed=1, dtype=torch.bfloat16)
+    if scaled > 1:
+        return
+    hidden, gain = given.swiglu_float8(gate_up)[:2] if given else operators.swiglu_float8.plain(gate_up)
+    for guess, _ in guesses(gain):
+        found = given.swiglu_float8(gate_up, guess) if given else operators.swiglu_by_guess(gate_up, guess)
+        assert torch.equal(found[0].float(), hidden.float())
+        assert float(guess[0]) == float(found[1]) == float(gain)
+    back = given.swiglu_float8_backward if given else operators.swiglu_float8_backward.plain
+    by_guess = given.swiglu_float8_backward if given else operators.swiglu_backward_by_guess
+    wanted = back(gate_up, grad, gain)
+    for guess, _ in guesses(wanted[2]):
+        found = by_guess(gate_up, grad, gain, guess)
+        assert all(torch.equal(one.float(), other.float()) for one, other in zip(found[:4], wanted[:4], strict=True))
+        assert float(guess[0]) == float(wanted[2])
 
 
 @pytest.mark.parametrize("name", ["peak", "round_float8", "swiglu_float8", "swiglu_float8_backward"])
@@ -182,6 +228,19 @@ def test_zeros_and_what_is_not_finite_stay_so():
         x = random(3, 16)
         x[1, 2] = bad
         assert not torch.isfinite(product(x, weight, torch.float32)[1]).any()
+
+
+def test_what_layers_remember_changes_no_gradient():
+    layer, x, grads = nn.Linear(32, 48, bias=False, device=DEVICE), random(5, 32), []
+    for seed in range(3):  # of other sizes each time
+        leaves = [(x * 3**seed).requires_grad_(), layer.weight]
+        for guesses in (None, guesses_of(layer, layer.weight)):
+            out = product(*leaves, torch.float32, guesses)
+            grads.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
+        assert all(torch.equal(one, other) for one, other in zip(*grads[-2:], strict=True))
+    assert guesses_of(layer, layer.weight) is guesses
+    assert guesses[:3, 0].all()
+    assert not any("guess" in name for name in layer.state_dict())
 
 
 def test_layers_whose_sides_the_products_do_not_take_stay_as_they_are():

@@ -3,19 +3,25 @@
 Owns how, not what: float8_operators.py says what each computes, and the tests hold the two together. Imported only where it is
 used, because Triton is.
 
+A kernel that rounds by a gain which is to be found takes a guess (float8_operators.new_guesses) and goes through its matrix once:
+`seeks` and `writes`, it leaves the largest magnitude in the guess's slots and writes by the gain that was guessed; `_settle` finds
+the true one; and where that is another, the kernel writes `again`. Without a guess it seeks first and writes then.
+
 M tokens, K columns, F half the columns of a gate and its input.
 """
+
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sinkdlm.float8_operators import GRADIENTS, TOKENS, VALUES, gain_of, padded
+from sinkdlm.float8_operators import GRADIENTS, LARGEST, SLOTS, TINY, TOKENS, VALUES, new_guesses, padded
 
 _ROWS, _COLUMNS = 128, 128  # of a tile that is rounded
 _TILE = 64  # sides of one of SwiGLU's backward, which holds more at a time
-_WIDE = 1024  # columns of a program of SwiGLU
+_SWIGLU_ROWS, _SWIGLU_COLUMNS = 16, 256  # of one of SwiGLU
 _WARPS = 8
 _PEAK_BLOCK, _PEAK_WARPS = 32768, 16  # elements of a program that looks for the largest, 64 of each thread
 
@@ -50,69 +56,150 @@ def _store_turned(into, value, m, k, n_columns, n_padded):
 
 
 @triton.jit
-def _round(
+def _settle(guess, gain, scale, largest, tiny: tl.constexpr, slots: tl.constexpr):
+    """The gain by the largest that was seen, as float8_operators.gain_of has it, and whether it is another than was tried."""
+    place = guess + 2 + tl.arange(0, slots)
+    most = tl.div_rn(largest, tl.maximum(tl.max(tl.load(place), 0), tiny))
+    found = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    tl.store(guess + 1, (found != tl.load(guess)).to(tl.float32))
+    tl.store(guess, found)
+    tl.store(gain, found)
+    tl.store(scale, tl.div_rn(1.0, found))
+    tl.store(place, tl.zeros([slots], tl.float32))
+
+
+def _find_gain(
+    launch: Callable[..., None], guess: Tensor | None, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """launch: a kernel, given the guess and what it is to do. The gain and what undoes it."""
+    is_known = guess is not None
+    guess = new_guesses(1, device)[0] if guess is None else guess
+    launch(guess, seeks=True, writes=is_known, again=False)
+    gain, scale = (torch.empty((), dtype=torch.float32, device=device) for _ in range(2))
+    _settle[(1,)](guess, gain, scale, LARGEST[dtype], tiny=TINY, slots=SLOTS, num_warps=1)
+    launch(guess, seeks=False, writes=True, again=is_known)
+    return gain, scale
+
+
+@triton.jit
+def _note_peak(guess, value, slots: tl.constexpr):
+    """value: a program's largest magnitude. Which slot it goes to, and in what order, does not matter to the largest of all."""
+    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    tl.atomic_max(guess + 2 + program % slots, value, sem="relaxed")
+
+
+@triton.jit
+def _round_tile(
     x, gain, rows, turned, n_rows, n, n_padded,
-    has_rows: tl.constexpr, has_turned: tl.constexpr, block_m: tl.constexpr, block_k: tl.constexpr,
+    has_rows: tl.constexpr, has_turned: tl.constexpr, seeks: tl.constexpr, writes: tl.constexpr, slots: tl.constexpr,
+    block_m: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     m, k = tl.program_id(0) * block_m + tl.arange(0, block_m), tl.program_id(1) * block_k + tl.arange(0, block_k)
     inside = (m < n_rows)[:, None] & (k < n)[None, :]
     place = m.to(tl.int64)[:, None] * n + k[None, :]
     value = tl.load(x + place, inside, 0).to(tl.float32)
-    if has_rows:
+    if seeks:
+        _note_peak(gain, tl.max(tl.abs(value)), slots)
+    if writes and has_rows:
         tl.store(rows + place, (value * tl.load(gain)).to(rows.dtype.element_ty), inside)
-    if has_turned:
+    if writes and has_turned:
         _store_turned(turned, (value * _load_again(gain)).to(rows.dtype.element_ty), m, k, n, n_padded)
+
+
+@triton.jit
+def _round(
+    x, gain, rows, turned, n_rows, n, n_padded,
+    has_rows: tl.constexpr, has_turned: tl.constexpr, seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr,
+    slots: tl.constexpr, block_m: tl.constexpr, block_k: tl.constexpr,
+):  # fmt: skip
+    """gain: that, or a guess, which begins with one."""
+    if again:
+        if tl.load(gain + 1) != 0:
+            _round_tile(
+                x, gain, rows, turned, n_rows, n, n_padded, has_rows, has_turned, seeks, writes, slots, block_m, block_k
+            )  # fmt: skip
+    else:
+        _round_tile(x, gain, rows, turned, n_rows, n, n_padded, has_rows, has_turned, seeks, writes, slots, block_m, block_k)
 
 
 def round_float8(x: Tensor, gain: Tensor, dtype: torch.dtype, rows: bool, turned: int) -> tuple[Tensor, Tensor]:
     """float8_operators.round_float8."""
+    launch, flat, other = _rounding(x, dtype, rows, turned)
+    launch(gain, seeks=False, writes=True, again=False)
+    return flat, other
+
+
+def round_by_guess(x: Tensor, guess: Tensor, dtype: torch.dtype, turned: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """float8_operators.round_by_guess."""
+    launch, flat, other = _rounding(x, dtype, True, turned)
+    return flat, other, *_find_gain(launch, guess, dtype, x.device)
+
+
+def _rounding(x: Tensor, dtype: torch.dtype, rows: bool, turned: int) -> tuple[Callable[..., None], Tensor, Tensor]:
+    """What launches the kernel, and what it writes to."""
     x = x.contiguous()
     m, k = x.shape
     wide = padded(m, turned or 1)
     flat = x.new_empty((m, k) if rows else 0, dtype=dtype)
     other = x.new_empty((k, wide) if turned else 0, dtype=dtype)
-    _round[(triton.cdiv(wide, _ROWS), triton.cdiv(k, _COLUMNS))](
-        x, gain, flat, other, m, k, wide, has_rows=rows, has_turned=turned > 0,
-        block_m=_ROWS, block_k=_COLUMNS, num_warps=_WARPS,
-    )  # fmt: skip
-    return flat, other
+
+    def launch(gain: Tensor, **does: bool) -> None:
+        _round[(triton.cdiv(wide, _ROWS), triton.cdiv(k, _COLUMNS))](
+            x, gain, flat, other, m, k, wide, has_rows=rows, has_turned=turned > 0, **does, slots=SLOTS,
+            block_m=_ROWS, block_k=_COLUMNS, num_warps=_WARPS,
+        )  # fmt: skip
+
+    return launch, flat, other
 
 
 @triton.jit
-def _swiglu_round(gate_up, gain, rows, peaks, n, writes: tl.constexpr, block: tl.constexpr):
-    """First the largest magnitude of each program, then, by a gain of all, the values: reading twice is as much traffic as writing
-    them in between would be."""
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
-    inside = column < n
-    gate = tl.load(gate_up + row * 2 * n + column, inside, 0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * n + n + column, inside, 0).to(tl.float32)
+def _swiglu_tile(
+    gate_up, guess, rows, n_rows, n, seeks: tl.constexpr, writes: tl.constexpr, slots: tl.constexpr,
+    block_m: tl.constexpr, block_f: tl.constexpr,
+):  # fmt: skip
+    m, f = tl.program_id(0) * block_m + tl.arange(0, block_m), tl.program_id(1) * block_f + tl.arange(0, block_f)
+    inside = (m < n_rows)[:, None] & (f < n)[None, :]
+    row = m.to(tl.int64)[:, None]
+    gate = tl.load(gate_up + row * 2 * n + f[None, :], inside, 0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * n + n + f[None, :], inside, 0).to(tl.float32)
     hidden = gate * (1 / (1 + tl.exp(-gate))) * up
+    if seeks:
+        _note_peak(guess, tl.max(tl.abs(hidden)), slots)
     if writes:
-        tl.store(rows + row * n + column, (hidden * tl.load(gain)).to(rows.dtype.element_ty), inside)
+        tl.store(rows + row * n + f[None, :], (hidden * tl.load(guess)).to(rows.dtype.element_ty), inside)
+
+
+@triton.jit
+def _swiglu_round(
+    gate_up, guess, rows, n_rows, n, seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr, slots: tl.constexpr,
+    block_m: tl.constexpr, block_f: tl.constexpr,
+):  # fmt: skip
+    if again:
+        if tl.load(guess + 1) != 0:
+            _swiglu_tile(gate_up, guess, rows, n_rows, n, seeks, writes, slots, block_m, block_f)
     else:
-        tl.store(peaks + row * tl.num_programs(1) + tl.program_id(1), tl.max(tl.abs(hidden), 0))
+        _swiglu_tile(gate_up, guess, rows, n_rows, n, seeks, writes, slots, block_m, block_f)
 
 
-def swiglu_float8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """float8_operators.swiglu_float8."""
+def swiglu_float8(gate_up: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """float8_operators.swiglu_float8, and what undoes the gain."""
     gate_up = gate_up.contiguous()
     m, n = gate_up.shape[0], gate_up.shape[1] // 2
-    block = min(_WIDE, triton.next_power_of_2(n))
-    grid = (m, triton.cdiv(n, block))
-    peaks = torch.empty(grid, dtype=torch.float32, device=gate_up.device)
     rows = gate_up.new_empty(m, n, dtype=VALUES)
-    _swiglu_round[grid](gate_up, peaks, rows, peaks, n, writes=False, block=block)
-    gain = gain_of(peaks.amax(), VALUES)
-    _swiglu_round[grid](gate_up, gain, rows, peaks, n, writes=True, block=block)
-    return rows, gain
+
+    def launch(guess: Tensor, **does: bool) -> None:
+        _swiglu_round[(triton.cdiv(m, _SWIGLU_ROWS), triton.cdiv(n, _SWIGLU_COLUMNS))](
+            gate_up, guess, rows, m, n, **does, slots=SLOTS, block_m=_SWIGLU_ROWS, block_f=_SWIGLU_COLUMNS, num_warps=_WARPS
+        )
+
+    return rows, *_find_gain(launch, guess, VALUES, gate_up.device)
 
 
 @triton.jit
-def _swiglu_round_backward(
-    gate_up, grad, hidden_gain, gain, rows, gate_turned, up_turned, hidden, peaks, n_rows, n, n_padded,
-    writes: tl.constexpr, block: tl.constexpr,
+def _swiglu_tile_backward(
+    gate_up, grad, hidden_gain, guess, rows, gate_turned, up_turned, hidden, n_rows, n, n_padded,
+    seeks: tl.constexpr, writes: tl.constexpr, slots: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """First the largest magnitude of each tile, then the values, as _swiglu_round."""
     m, f = tl.program_id(0) * block + tl.arange(0, block), tl.program_id(1) * block + tl.arange(0, block)
     inside = (m < n_rows)[:, None] & (f < n)[None, :]
     row = m.to(tl.int64)[:, None]
@@ -123,29 +210,49 @@ def _swiglu_round_backward(
     chance = 1 / (1 + tl.exp(-gate))
     silu = gate * chance
     into_gate, into_up = given * up * (chance * (1 + gate * (1 - chance))), given * silu
+    if seeks:
+        _note_peak(guess, tl.max(tl.maximum(tl.abs(into_gate), tl.abs(into_up))), slots)
     if writes:
-        factor, again = tl.load(gain), _load_again(gain)
+        factor, again = tl.load(guess), _load_again(guess)
         tl.store(rows + place, (into_gate * factor).to(rows.dtype.element_ty), inside)
         tl.store(rows + place + n, (into_up * factor).to(rows.dtype.element_ty), inside)
         _store_turned(gate_turned, (into_gate * again).to(rows.dtype.element_ty), m, f, n, n_padded)
         _store_turned(up_turned, (into_up * again).to(rows.dtype.element_ty), m, f, n, n_padded)
         _store_turned(hidden, (silu * up * tl.load(hidden_gain)).to(hidden.dtype.element_ty), m, f, n, n_padded)
+
+
+@triton.jit
+def _swiglu_round_backward(
+    gate_up, grad, hidden_gain, guess, rows, gate_turned, up_turned, hidden, n_rows, n, n_padded,
+    seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr, slots: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    if again:
+        if tl.load(guess + 1) != 0:
+            _swiglu_tile_backward(
+                gate_up, grad, hidden_gain, guess, rows, gate_turned, up_turned, hidden, n_rows, n, n_padded,
+                seeks, writes, slots, block,
+            )  # fmt: skip
     else:
-        most = tl.max(tl.maximum(tl.abs(into_gate), tl.abs(into_up)))
-        tl.store(peaks + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), most)
+        _swiglu_tile_backward(
+            gate_up, grad, hidden_gain, guess, rows, gate_turned, up_turned, hidden, n_rows, n, n_padded,
+            seeks, writes, slots, block,
+        )  # fmt: skip
 
 
-def swiglu_float8_backward(gate_up: Tensor, grad: Tensor, hidden_gain: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """float8_operators.swiglu_float8_backward."""
+def swiglu_float8_backward(
+    gate_up: Tensor, grad: Tensor, hidden_gain: Tensor, guess: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """float8_operators.swiglu_float8_backward, and what undoes the gain."""
     gate_up, grad = gate_up.contiguous(), grad.contiguous()
     m, n = grad.shape
     wide = padded(m, TOKENS)
-    grid = (triton.cdiv(wide, _TILE), triton.cdiv(n, _TILE))
-    peaks = torch.empty(grid, dtype=torch.float32, device=grad.device)
     rows, turned = grad.new_empty(m, 2 * n, dtype=GRADIENTS), grad.new_empty(2 * n, wide, dtype=GRADIENTS)
     hidden = grad.new_empty(n, wide, dtype=VALUES)
-    into = (rows, turned[:n], turned[n:], hidden, peaks, m, n, wide)
-    _swiglu_round_backward[grid](gate_up, grad, hidden_gain, peaks, *into, writes=False, block=_TILE)
-    gain = gain_of(peaks.amax(), GRADIENTS)
-    _swiglu_round_backward[grid](gate_up, grad, hidden_gain, gain, *into, writes=True, block=_TILE)
-    return rows, turned, gain, hidden
+
+    def launch(guess: Tensor, **does: bool) -> None:
+        _swiglu_round_backward[(triton.cdiv(wide, _TILE), triton.cdiv(n, _TILE))](
+            gate_up, grad, hidden_gain, guess, rows, turned[:n], turned[n:], hidden, m, n, wide, **does, slots=SLOTS, block=_TILE
+        )
+
+    gain, scale = _find_gain(launch, guess, GRADIENTS, grad.device)
+    return rows, turned, gain, hidden, scale

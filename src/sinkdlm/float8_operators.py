@@ -8,6 +8,10 @@ Values and weights are rounded to e4m3, gradients, whose sizes differ more, to e
 it is rounded, so that its largest magnitude comes just below the largest number of the type: a power of two, by which a number is
 rounded alike whatever stands beside it. It is a tensor (), so that nobody waits for it.
 
+To find it, a matrix is read before it is rounded. A power of two is seldom another than it was a step before, so it can be guessed,
+and the matrix is read twice only where the guess was wrong: what comes is the same bit for bit, whatever was guessed. A guess is
+kept by whoever calls, outside the compiler, and belongs to one tensor of one layer.
+
 M tokens, N and K columns, F half the columns of a gate and its input.
 """
 
@@ -21,15 +25,21 @@ MULTIPLE = 16  # of what a product sums over, and of its columns
 TOKENS = (
     128  # and of tokens, where they are summed over: 131,088 of them take up to 1.6 times as long as 131,200 (H200, torch 2.11)
 )
-_LARGEST = {dtype: torch.finfo(dtype).max for dtype in (VALUES, GRADIENTS)}
-_TINY = 1e-24  # the least peak: a tensor of zeros has a gain too
+LARGEST = {dtype: torch.finfo(dtype).max for dtype in (VALUES, GRADIENTS)}
+TINY = 1e-24  # the least peak: a tensor of zeros has a gain too
+SLOTS = 64  # of a guess
 _EXPONENT = 0x7F800000  # bits of a float32
 
 
 def gain_of(peak: Tensor, dtype: torch.dtype) -> Tensor:
     """peak: the largest magnitude, ()."""
-    most = _LARGEST[dtype] / peak.float().clamp_min(_TINY)
+    most = LARGEST[dtype] / peak.float().clamp_min(TINY)
     return (most.view(torch.int32) & _EXPONENT).view(torch.float32)
+
+
+def new_guesses(count: int, device: torch.device) -> Tensor:
+    """Each the gain that was found last, whether it was another than before, and slots for the largest magnitudes."""
+    return torch.zeros(count, 2 + SLOTS, dtype=torch.float32, device=device)
 
 
 def padded(count: int, multiple: int) -> int:
@@ -102,7 +112,7 @@ def _(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 def _(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     from sinkdlm import float8_kernels
 
-    return float8_kernels.swiglu_float8(gate_up)
+    return float8_kernels.swiglu_float8(gate_up)[:2]
 
 
 @operator("swiglu_float8_backward")
@@ -131,4 +141,43 @@ def _(gate_up: Tensor, grad: Tensor, hidden_gain: Tensor) -> tuple[Tensor, Tenso
 def _(gate_up: Tensor, grad: Tensor, hidden_gain: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from sinkdlm import float8_kernels
 
-    return float8_kernels.swiglu_float8_backward(gate_up, grad, hidden_gain)
+    return float8_kernels.swiglu_float8_backward(gate_up, grad, hidden_gain)[:4]
+
+
+def round_by_guess(x: Tensor, guess: Tensor, dtype: torch.dtype, turned: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """round_float8, both ways, by the gain of x's peak; that gain, and what undoes it."""
+    if x.is_cuda:
+        from sinkdlm import float8_kernels
+
+        return float8_kernels.round_by_guess(x, guess, dtype, turned)
+    gain = gain_of(peak.plain(x), dtype)
+    return *round_float8.plain(x, gain, dtype, True, turned), *_note(gain, guess)
+
+
+def swiglu_by_guess(gate_up: Tensor, guess: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """swiglu_float8, and what undoes the gain."""
+    if gate_up.is_cuda:
+        from sinkdlm import float8_kernels
+
+        return float8_kernels.swiglu_float8(gate_up, guess)
+    rows, gain = swiglu_float8.plain(gate_up)
+    return rows, *_note(gain, guess)
+
+
+def swiglu_backward_by_guess(
+    gate_up: Tensor, grad: Tensor, hidden_gain: Tensor, guess: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """swiglu_float8_backward, and what undoes the gain."""
+    if gate_up.is_cuda:
+        from sinkdlm import float8_kernels
+
+        return float8_kernels.swiglu_float8_backward(gate_up, grad, hidden_gain, guess)
+    rows, turned, gain, hidden = swiglu_float8_backward.plain(gate_up, grad, hidden_gain)
+    gain, scale = _note(gain, guess)
+    return rows, turned, gain, hidden, scale
+
+
+def _note(gain: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
+    guess[1] = gain != guess[0]
+    guess[0] = gain
+    return gain, gain.reciprocal()

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from sinkdlm.attention import attend
 from sinkdlm.config import ModelConfig
-from sinkdlm.float8_products import fits, product, swiglu_mlp
+from sinkdlm.float8_products import fits, guesses_of, product, swiglu_mlp
 from sinkdlm.fused_layers import add_last_norm, add_norm, attend_rows, project, swiglu_product
 from sinkdlm.fusion import find_kernels
 from sinkdlm.lane import Lane
@@ -85,7 +85,7 @@ def _product(linear: nn.Linear, x: Tensor, around: Surroundings) -> Tensor:
     """linear(x), in float8 where the step has that and the layer's sides allow it."""
     if around.float8 is None or not fits(linear):
         return _plain_product(linear, x, around)
-    out = product(x, linear.weight, around.float8)
+    out = product(x, linear.weight, around.float8, guesses_of(linear, linear.weight))
     return out if linear.bias is None else out + linear.bias.to(out.dtype)
 
 
@@ -248,7 +248,8 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, *, fused: bool = False, float8: torch.dtype | None = None) -> Tensor:
         """fused: by an operator of its own, with gradients. float8: of the result, where products are in float8."""
         if float8 is not None and fits(self.gate_up, self.down):
-            return swiglu_mlp(x, self.gate_up.weight, self.down.weight, float8)
+            guesses = guesses_of(self, self.down.weight)
+            return swiglu_mlp(x, self.gate_up.weight, self.down.weight, float8, guesses)
         gate_up = project(x, self.gate_up.weight) if fused and type(self.gate_up) is nn.Linear else self.gate_up(x)
         if fused and type(self.down) is nn.Linear and gate_up.numel() >= _FUSED_SIZE:  # an adapter's has more to it than a weight
             return swiglu_product(gate_up, self.down.weight)

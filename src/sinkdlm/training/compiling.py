@@ -65,7 +65,7 @@ def settle_way(
 def _needs_no_compiler(recipe: Recipe, way: Way) -> bool:
     """Whether nothing is left to fuse, and nobody waits for the host: it is ahead, or its launches are recorded."""
     config, train, length = recipe.model, recipe.train, recipe.data.length
-    if config.gate != "none" or train.precision == "fp8" or train.anneal:
+    if config.gate != "none" or train.anneal:
         return False
     if way.micro_batch * length * training_flops(config, length) / config.n_layers >= _AHEAD:
         return True
