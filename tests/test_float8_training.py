@@ -123,13 +123,16 @@ def test_a_guess_changes_nothing(kind, scaled):
     x = random(131, 48, dtype=torch.bfloat16)
     x[3, 5] *= scaled
     x[4:] *= scaled != 0
-    gain = operators.gain_of(x.abs().amax(), GRADIENTS)
-    wanted = (given.round_float8 if given else operators.round_float8.plain)(x, gain, GRADIENTS, True, 16)
-    for guess, wrong in guesses(gain):
-        *found, found_gain, scale = (given or operators).round_by_guess(x, guess, GRADIENTS, 16)
-        assert all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(found, wanted, strict=True))
-        assert (float(found_gain), float(scale)) == (float(gain), float(gain.reciprocal()))
-        assert guess.tolist() == [float(gain), wrong, *[0.0] * operators.SLOTS]  # ready for the next time
+    for dtype in (VALUES, GRADIENTS):
+        gain = operators.gain_of(x.abs().amax(), dtype)
+        wanted = (given.round_float8 if given else operators.round_float8.plain)(x, gain, dtype, True, 16)
+        for guess, wrong in guesses(gain):
+            *found, found_gain, scale = (given or operators).round_by_guess(x, guess, dtype, 16)
+            assert all(
+                torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(found, wanted, strict=True)
+            )
+            assert (float(found_gain), float(scale)) == (float(gain), float(gain.reciprocal()))
+            assert guess.tolist() == [float(gain), wrong, *[0.0] * operators.SLOTS]  # ready for the next time
     gate_up, grad = random(67, 160, dtype=torch.bfloat16) * scaled, random(67, 80, seed=1, dtype=torch.bfloat16)
     if scaled > 1:
         return

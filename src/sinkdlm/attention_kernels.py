@@ -20,6 +20,7 @@ _BUSY = 4  # too few for each multiprocessor
 _SUM_TILE = 16384  # elements of a program that adds up what these found
 _RETURNED_TILE, _RETURN_WARPS = 4096, 4  # of one that adds up half a sink's width and hands it back to its row
 _WARPS = 8
+_TURN_WARPS = 4
 
 
 @triton.jit
@@ -309,7 +310,7 @@ def turn_heads(
         cos.stride(0) if cos.shape[0] > 1 else 0, *((0, 0, 0) if sink_k is None else _strides(sink_k, batch)),
         n_heads=n_heads, n_kv=n_kv, n_sinks=n_sinks, width=width,
         heads_block=triton.next_power_of_2(n_heads), kv_block=triton.next_power_of_2(n_kv),
-        half_block=triton.next_power_of_2(width // 2),
+        half_block=triton.next_power_of_2(width // 2), num_warps=_TURN_WARPS,
     )  # fmt: skip
     return turned, scores
 

@@ -3,9 +3,9 @@
 Owns how, not what: float8_operators.py says what each computes, and the tests hold the two together. Imported only where it is
 used, because Triton is.
 
-A kernel that rounds by a gain which is to be found takes a guess (float8_operators.new_guesses) and goes through its matrix once:
-`seeks` and `writes`, it leaves the largest magnitude in the guess's slots and writes by the gain that was guessed; `_settle` finds
-the true one; and where that is another, the kernel writes `again`. Without a guess it seeks first and writes then.
+A kernel that rounds by a gain which is to be found is launched twice, with a guess (float8_operators.new_guesses) and `_settle` in
+between, which makes the gain of the largest magnitude: first it `seeks` that, and leaves it in the guess's slots, then it `writes`.
+Where the gain is guessed, the first launch seeks and writes, and the second only where the guess was wrong (`again`).
 
 M tokens, K columns, F half the columns of a gate and its input.
 """
@@ -71,13 +71,14 @@ def _settle(guess, gain, scale, largest, tiny: tl.constexpr, slots: tl.constexpr
 def _find_gain(
     launch: Callable[..., None], guess: Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """launch: a kernel, given the guess and what it is to do. The gain and what undoes it."""
-    is_known = guess is not None
+    """launch: a kernel, given the guess and what it is to do. The gain and what undoes it. Values are guessed; gradients are not:
+    their largest is that of the row with the least noise, whose weight differs from step to step by more than a power of two."""
+    trusts = guess is not None and dtype == VALUES
     guess = new_guesses(1, device)[0] if guess is None else guess
-    launch(guess, seeks=True, writes=is_known, again=False)
+    launch(guess, seeks=True, writes=trusts, again=False)
     gain, scale = (torch.empty((), dtype=torch.float32, device=device) for _ in range(2))
     _settle[(1,)](guess, gain, scale, LARGEST[dtype], tiny=TINY, slots=SLOTS, num_warps=1)
-    launch(guess, seeks=False, writes=True, again=is_known)
+    launch(guess, seeks=False, writes=True, again=trusts)
     return gain, scale
 
 
@@ -196,10 +197,11 @@ def swiglu_float8(gate_up: Tensor, guess: Tensor | None = None) -> tuple[Tensor,
 
 
 @triton.jit
-def _swiglu_tile_backward(
+def _swiglu_round_backward(
     gate_up, grad, hidden_gain, guess, rows, gate_turned, up_turned, hidden, n_rows, n, n_padded,
-    seeks: tl.constexpr, writes: tl.constexpr, slots: tl.constexpr, block: tl.constexpr,
+    seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr, slots: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
+    tl.static_assert(not again, "gradients are not guessed")
     m, f = tl.program_id(0) * block + tl.arange(0, block), tl.program_id(1) * block + tl.arange(0, block)
     inside = (m < n_rows)[:, None] & (f < n)[None, :]
     row = m.to(tl.int64)[:, None]
@@ -213,30 +215,12 @@ def _swiglu_tile_backward(
     if seeks:
         _note_peak(guess, tl.max(tl.maximum(tl.abs(into_gate), tl.abs(into_up))), slots)
     if writes:
-        factor, again = tl.load(guess), _load_again(guess)
+        factor, twice = tl.load(guess), _load_again(guess)
         tl.store(rows + place, (into_gate * factor).to(rows.dtype.element_ty), inside)
         tl.store(rows + place + n, (into_up * factor).to(rows.dtype.element_ty), inside)
-        _store_turned(gate_turned, (into_gate * again).to(rows.dtype.element_ty), m, f, n, n_padded)
-        _store_turned(up_turned, (into_up * again).to(rows.dtype.element_ty), m, f, n, n_padded)
+        _store_turned(gate_turned, (into_gate * twice).to(rows.dtype.element_ty), m, f, n, n_padded)
+        _store_turned(up_turned, (into_up * twice).to(rows.dtype.element_ty), m, f, n, n_padded)
         _store_turned(hidden, (silu * up * tl.load(hidden_gain)).to(hidden.dtype.element_ty), m, f, n, n_padded)
-
-
-@triton.jit
-def _swiglu_round_backward(
-    gate_up, grad, hidden_gain, guess, rows, gate_turned, up_turned, hidden, n_rows, n, n_padded,
-    seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr, slots: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    if again:
-        if tl.load(guess + 1) != 0:
-            _swiglu_tile_backward(
-                gate_up, grad, hidden_gain, guess, rows, gate_turned, up_turned, hidden, n_rows, n, n_padded,
-                seeks, writes, slots, block,
-            )  # fmt: skip
-    else:
-        _swiglu_tile_backward(
-            gate_up, grad, hidden_gain, guess, rows, gate_turned, up_turned, hidden, n_rows, n, n_padded,
-            seeks, writes, slots, block,
-        )  # fmt: skip
 
 
 def swiglu_float8_backward(

@@ -8,9 +8,9 @@ Values and weights are rounded to e4m3, gradients, whose sizes differ more, to e
 it is rounded, so that its largest magnitude comes just below the largest number of the type: a power of two, by which a number is
 rounded alike whatever stands beside it. It is a tensor (), so that nobody waits for it.
 
-To find it, a matrix is read before it is rounded. A power of two is seldom another than it was a step before, so it can be guessed,
-and the matrix is read twice only where the guess was wrong: what comes is the same bit for bit, whatever was guessed. A guess is
-kept by whoever calls, outside the compiler, and belongs to one tensor of one layer.
+To find it, a matrix is read before it is rounded. The gain of values is seldom another than it was a step before, so it can be
+guessed, and they are read twice only where the guess was wrong: what comes is the same bit for bit, whatever was guessed. Guesses
+are kept by whoever calls, outside the compiler, one for each tensor of a layer.
 
 M tokens, N and K columns, F half the columns of a gate and its input.
 """
