@@ -67,8 +67,20 @@ def test_a_gpu_computes_what_a_cpu_computes(variant, form):
         assert (on_cpu - on_gpu).norm() <= 2e-3 * on_cpu.norm() + 1e-6
 
 
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiles(test):
+    return pytest.mark.filterwarnings("ignore")(pytest.mark.usefixtures("fresh_compiler")(test))
+
+
+@compiles
 @pytest.mark.parametrize("name", ["vanilla", "sink", "sinks-2-end-zero-gate", "logit"])
-@pytest.mark.filterwarnings("ignore")
 def test_inductor_gives_the_eager_loss_in_bf16(name):
     model = small_model(dtype=torch.bfloat16, d_model=96, n_heads=6, **VARIANTS[name]).cuda()
     tokens = small_tokens(4, 64).cuda()
@@ -83,18 +95,6 @@ def test_inductor_gives_the_eager_loss_in_bf16(name):
 
 
 # -- documents and openings ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh_compiler():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-def compiles(test):
-    return pytest.mark.filterwarnings("ignore")(pytest.mark.usefixtures("fresh_compiler")(test))
 
 
 def attended(inputs, grad, rule, form):
@@ -226,6 +226,7 @@ def test_pair_bits_are_the_same_in_a_compiled_kernel():
         assert torch.equal(random_rule(2, 300, share, device="cuda").dense().cpu(), random_rule(2, 300, share).dense())
 
 
+@compiles
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_sharded_model_on_one_gpu_trains_as_a_plain_one(tmp_path, compiled):
     """One rank of NCCL: gathered in bf16 block by block, its gradients reduced, its state copied aside and read back."""
@@ -280,6 +281,7 @@ def test_a_sharded_model_on_one_gpu_trains_as_a_plain_one(tmp_path, compiled):
         dist.destroy_process_group()
 
 
+@compiles
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("documents", [False, True])
 def test_recomputation_in_compiled_blocks_changes_gradients_by_rounding_alone(recompute, documents):
@@ -365,6 +367,7 @@ def test_engines_that_share_a_gpu_write_what_requests_write_alone():
     assert all(engine.close(60) for engine in engines)
 
 
+@compiles
 def test_a_run_on_a_gpu_that_is_known_says_its_plan(tmp_path):
     from benchmarks.kills import write_set
 

@@ -18,9 +18,9 @@ _BACK_TILE, _BACK_WARPS, _BACK_STAGES = 1024, 2, 3  # and of its backward, which
 _SPAN, _LEAST_SPAN = 512, 64  # so many tokens, whose sums for the sinks a program keeps; fewer where programs would be
 _BUSY = 4  # too few for each multiprocessor
 _SUM_TILE = 16384  # elements of a program that adds up what these found
-_RETURNED_TILE, _RETURN_WARPS = 4096, 4  # of one that adds up half a sink's width and hands it back to its row
+_RETURNED_TILE, _RETURN_WARPS = 8192, 4  # of one that adds up half a sink's width and hands it back to its row
 _WARPS = 8
-_TURN_WARPS = 4
+_TURNED, _SCORED_BY_WARP = 4, 1024  # warps that rotate a token, and elements of each that finds scores, too, within itself
 
 
 @triton.jit
@@ -304,13 +304,15 @@ def turn_heads(
     sink_k, n_sinks = (None, 0) if sink_k is None else (_narrow(sink_k), sink_k.shape[2])
     cos, sin = cos.contiguous(), sin.contiguous()
     turned = heads.new_empty(batch, tokens, n_heads + n_kv, width)
+    heads_block, half = triton.next_power_of_2(n_heads), triton.next_power_of_2(width // 2)
+    warps = _TURNED if sink_k is None else min(_WARPS, max(1, heads_block * half // _SCORED_BY_WARP))
     scores = torch.empty(batch, tokens, n_heads, n_sinks, dtype=torch.float32, device=heads.device)
     _turn_heads[(tokens, batch)](
         heads, cos, sin, heads if sink_k is None else sink_k, turned, scores, scale, tokens, heads.stride(0),
         cos.stride(0) if cos.shape[0] > 1 else 0, *((0, 0, 0) if sink_k is None else _strides(sink_k, batch)),
         n_heads=n_heads, n_kv=n_kv, n_sinks=n_sinks, width=width,
-        heads_block=triton.next_power_of_2(n_heads), kv_block=triton.next_power_of_2(n_kv),
-        half_block=triton.next_power_of_2(width // 2), num_warps=_TURN_WARPS,
+        heads_block=heads_block, kv_block=triton.next_power_of_2(n_kv),
+        half_block=half, num_warps=warps,
     )  # fmt: skip
     return turned, scores
 
