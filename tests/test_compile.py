@@ -184,7 +184,10 @@ def test_compiled_corruption_is_the_plain_one(times):
         ({"train": {"compile": "blocks"}}, "blocks", True),
         ({"model": {"gate": "elementwise"}}, "blocks", True),
         ({"model": {"n_sinks": 1, "sink_kind": "register"}}, "blocks", False),
-        ({"train": {"precision": "fp8"}}, "blocks", True),
+        ({"train": {"precision": "fp8"}}, "none", True),
+        ({"rows": 8, "train": {"precision": "fp8", "graphs": "off"}}, "blocks", True),  # more to launch, and done sooner
+        ({"rows": 8, "train": {"graphs": "off"}}, "none", True),
+        ({"train": {"precision": "fp8"}, "model": {"qkv_bias": True}}, "blocks", True),
         ({"train": {"precision": "float32"}}, "blocks", False),
         ({"train": {"precision": "float32", "compile": "none"}}, "none", False),
         ({"train": {"anneal": 0.1}}, "blocks", True),

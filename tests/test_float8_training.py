@@ -91,8 +91,8 @@ def test_swiglu_kernels():
 
     gate_up, grad = random(67, 160, dtype=torch.bfloat16), random(67, 80, seed=1, dtype=torch.bfloat16)
     hidden, gain = operators.swiglu_float8.plain(gate_up)
-    found, found_gain, _ = float8_kernels.swiglu_float8(gate_up)
-    torch.testing.assert_close(found_gain, gain)
+    found, found_gain, scale = float8_kernels.swiglu_float8(gate_up)
+    torch.testing.assert_close((found_gain, scale), (gain, gain.reciprocal()))
     assert_rounded_alike(found, hidden)
     wanted = operators.swiglu_float8_backward.plain(gate_up, grad, gain)
     found = float8_kernels.swiglu_float8_backward(gate_up, grad, gain)
@@ -113,7 +113,7 @@ def guesses(right):
 @pytest.mark.parametrize("kind", ["plain", "kernel"])
 @pytest.mark.parametrize("scaled", [1.0, 0.0, float("inf")])
 def test_a_guess_changes_nothing(kind, scaled):
-    """Bit for bit, right or wrong, by the same kernels."""
+    """Bit for bit, right or wrong, by the same kernels. (Off a GPU nothing is guessed, but for Triton's interpreter.)"""
     if kind == "kernel":
         pytest.importorskip("triton", reason="needs Triton")
         from sinkdlm import float8_kernels as kernels
@@ -122,7 +122,7 @@ def test_a_guess_changes_nothing(kind, scaled):
     given = kernels if kind == "kernel" else None
     x = random(131, 48, dtype=torch.bfloat16)
     x[3, 5] *= scaled
-    x[4:] *= scaled != 0
+    x *= scaled != 0
     for dtype in (VALUES, GRADIENTS):
         gain = operators.gain_of(x.abs().amax(), dtype)
         wanted = (given.round_float8 if given else operators.round_float8.plain)(x, gain, dtype, True, 16)

@@ -48,12 +48,14 @@ def token_set(tmp_path_factory) -> Path:
 
 
 def test_first_weights_drawn_ahead_are_those_of_the_model():
-    """In order, out of order, and asked for twice."""
+    """In order, out of order, and asked for twice; begun before or not."""
     model = DiffusionLM(ModelConfig.preset("nano", n_sinks=1), seed=3)
     wanted = {name: p.detach() for name, p in model.named_parameters()}
     for names in (list(wanted), list(reversed(wanted)), [*wanted, *wanted]):
-        drawn = opening.DrawnAhead(model, 3, n_threads=2)
-        assert all(torch.equal(drawn(name, tuple(wanted[name].shape)), wanted[name]) for name in names)
+        for at_once in (False, True):
+            drawn = opening.DrawnAhead(model, 3, n_threads=2, at_once=at_once)
+            assert bool(drawn._drawn) == at_once
+            assert all(torch.equal(drawn(name, tuple(wanted[name].shape)), wanted[name]) for name in names)
 
 
 @pytest.mark.parametrize("norm", [3.0, 0.2, float("nan")])

@@ -145,7 +145,8 @@ def _(gate_up: Tensor, grad: Tensor, hidden_gain: Tensor) -> tuple[Tensor, Tenso
 
 
 def round_by_guess(x: Tensor, guess: Tensor, dtype: torch.dtype, turned: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """round_float8, both ways, by the gain of x's peak; that gain, and what undoes it."""
+    """round_float8, both ways, by the gain of x's peak; that gain, and what undoes it. For gradients, which are not guessed, the
+    guess is where the gain is found."""
     if x.is_cuda:
         from sinkdlm import float8_kernels
 
@@ -167,7 +168,7 @@ def swiglu_by_guess(gate_up: Tensor, guess: Tensor) -> tuple[Tensor, Tensor, Ten
 def swiglu_backward_by_guess(
     gate_up: Tensor, grad: Tensor, hidden_gain: Tensor, guess: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """swiglu_float8_backward, and what undoes the gain."""
+    """swiglu_float8_backward, and what undoes the gain; as round_by_guess for gradients."""
     if gate_up.is_cuda:
         from sinkdlm import float8_kernels
 

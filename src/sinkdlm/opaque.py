@@ -37,7 +37,7 @@ class Operator(Generic[_P, _R]):
         # With gradients on, torch's own: it refuses a backward that nobody has written.
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return self.op(*args, **given)
-        if self._kernel is not None and next(x.is_cuda for x in args if isinstance(x, torch.Tensor)):
+        if self._kernel is not None and any(isinstance(x, torch.Tensor) and x.is_cuda for x in (*args, *given.values())):
             return self._kernel(*args, **given)
         return self.plain(*args, **given)
 

@@ -39,18 +39,21 @@ class Data(NamedTuple):
 
 
 class DrawnAhead:
-    """A model's random first weights, drawn by several threads a few tensors ahead of whoever asks for them in order, and from the
-    beginning on: one thread would keep a GPU waiting for seconds. Which weights come does not depend on the order."""
+    """A model's random first weights, drawn by several threads a few tensors ahead of whoever asks for them in order: one thread
+    would keep a GPU waiting for seconds. Which weights come does not depend on the order."""
 
-    def __init__(self, model: DiffusionLM, seed: int, n_threads: int) -> None:
+    def __init__(self, model: DiffusionLM, seed: int, n_threads: int, *, at_once: bool = False) -> None:
+        """at_once: begins with the first, before anybody asks."""
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._places = {name: place for place, name in enumerate(self._shapes)}
         self._drawn: dict[str, Future[Tensor]] = {}
         self._begun: set[str] = set()
         self._ahead = 2 * n_threads
         self._pool = ThreadPoolExecutor(n_threads)
-        self._draw = lambda name: model.initial_weight(name, self._shapes[name], seed)
-        self._begin(0)
+        shapes = self._shapes
+        self._draw = lambda name: model.initial_weight(name, shapes[name], seed)
+        if at_once:
+            self._begin(0)
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self._begin(self._places[name])
@@ -62,6 +65,8 @@ class DrawnAhead:
             if following not in self._begun:
                 self._begun.add(following)
                 self._drawn[following] = self._pool.submit(self._draw, following)
+        if len(self._begun) == len(self._shapes):
+            self._pool.shutdown(wait=False)
 
 
 class RunTokenizer:
@@ -176,8 +181,10 @@ def open_model(
     with torch.device("meta"):
         model = DiffusionLM(recipe.model)
     n_threads = max(1, min(_DRAWING, (os.cpu_count() or 1) // folder.world.local_size))
-    first = None if resumes else DrawnAhead(model, recipe.train.seed, n_threads)
-    return Start(model, first, _settle_tokenizer(recipe, folder, data.rows, None), facts)
+    tokenizer = _settle_tokenizer(recipe, folder, data.rows, None)
+    # Where blocks are sharded, they come first, and the embedding, which is large, need not wait on the host for them.
+    first = None if resumes else DrawnAhead(model, recipe.train.seed, n_threads, at_once=folder.world.alone)
+    return Start(model, first, tokenizer, facts)
 
 
 def _settle_tokenizer(recipe: Recipe, folder: RunFolder, rows: Rows, given: Any) -> RunTokenizer:
