@@ -194,7 +194,7 @@ def test_a_last_layer_ends_where_the_loss_looks_with_the_same_gradients(name, pl
 @pytest.mark.parametrize("graphs", ["on", "off"])
 def test_a_run_whose_blocks_are_left_to_kernels_is_the_compiled_one(runs, graphs, monkeypatch):
     """Validations, probes and the state of a resumed run among it."""
-    monkeypatch.setattr(compiling, "_AHEAD", 0.0)
+    monkeypatch.setattr(compiling, "_AHEAD", {"bf16": 0.0, "fp8": 0.0})
     given = {"precision": "bf16", "micro_batch": 2, "graphs": graphs, "data_more": {"length": 512}}
     given["model_more"] = {"d_model": 256, "n_heads": 4, "d_ff": 1024, "context_length": 512}
     ways, settle = [], loop.settle_way

@@ -5,7 +5,7 @@ used, because Triton is.
 
 A kernel that rounds by a gain which is to be found is launched twice, with a guess (float8_operators.new_guesses) and `_settle` in
 between, which makes the gain of the largest magnitude: first it `seeks` that, and leaves it in the guess's slots, then it `writes`.
-Where the gain is guessed, the first launch seeks and writes, and the second only where the guess was wrong (`again`).
+Where there is a guess of the gain, the first launch seeks and writes, and the second only where the guess was wrong (`again`).
 
 M tokens, K columns, F half the columns of a gate and its input.
 """
@@ -17,12 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sinkdlm.float8_operators import GRADIENTS, LARGEST, SLOTS, TINY, TOKENS, VALUES, new_guesses, padded
+from sinkdlm.float8_operators import EXPONENTS, GRADIENTS, LARGEST, ONE, SLOTS, TINY, TOKENS, VALUES, new_guesses, padded
 
 _ROWS, _COLUMNS = 128, 128  # of a tile that is rounded
-_TILE = 64  # sides of one of SwiGLU's backward, which holds more at a time
-_SWIGLU_ROWS, _SWIGLU_COLUMNS = 16, 256  # of one of SwiGLU
+_BACK_ROWS, _BACK_COLUMNS, _BACK_WARPS = 64, 64, 4  # of one of SwiGLU's backward, which holds more at a time
+_SWIGLU_ROWS, _SWIGLU_COLUMNS, _SWIGLU_WARPS = 16, 256, 4  # of one of SwiGLU
 _WARPS = 8
+_AGAIN = 1024  # programs that write again, where a guess was wrong
 _PEAK_BLOCK, _PEAK_WARPS = 32768, 16  # elements of a program that looks for the largest, 64 of each thread
 
 
@@ -49,18 +50,28 @@ def _load_again(gain):
 
 
 @triton.jit
-def _store_turned(into, value, m, k, n_columns, n_padded):
-    """A tile (tokens, columns) into (columns, tokens and zeros)."""
-    inside = (k < n_columns)[:, None] & (m < n_padded)[None, :]
-    tl.store(into + k.to(tl.int64)[:, None] * n_padded + m[None, :], tl.trans(value), inside)
+def _store_turned(into, first, second, third, fourth, gain, quad, k, n_columns, n_quads):
+    """Tiles (quads of tokens, columns), of each quad's first token, second and so on, times gain, into (columns, tokens and zeros).
+    A quad's four bytes go as one number: a fourth of what is exchanged between threads."""
+    kind: tl.constexpr = into.dtype.element_ty
+    packed = (first * gain).to(kind).to(tl.uint8, bitcast=True).to(tl.uint32)
+    packed |= (second * gain).to(kind).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
+    packed |= (third * gain).to(kind).to(tl.uint8, bitcast=True).to(tl.uint32) << 16
+    packed |= (fourth * gain).to(kind).to(tl.uint8, bitcast=True).to(tl.uint32) << 24
+    inside = (k < n_columns)[:, None] & (quad < n_quads)[None, :]
+    place = into.to(tl.pointer_type(tl.uint32), bitcast=True) + k.to(tl.int64)[:, None] * n_quads + quad[None, :]
+    tl.store(place, tl.trans(packed), inside)
 
 
 @triton.jit
-def _settle(guess, gain, scale, largest, tiny: tl.constexpr, slots: tl.constexpr):
+def _settle(
+    guess, gain, scale, largest, tiny: tl.constexpr, exponents: tl.constexpr, one: tl.constexpr, slots: tl.constexpr
+):  # fmt: skip
     """The gain by the largest that was seen, as float8_operators.gain_of has it, and whether it is another than was tried."""
     place = guess + 2 + tl.arange(0, slots)
     most = tl.div_rn(largest, tl.maximum(tl.max(tl.load(place), 0), tiny))
-    found = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    bits = ((most.to(tl.int32, bitcast=True) + one) & exponents) - one
+    found = tl.maximum(bits, 0).to(tl.float32, bitcast=True)
     tl.store(guess + 1, (found != tl.load(guess)).to(tl.float32))
     tl.store(guess, found)
     tl.store(gain, found)
@@ -68,16 +79,20 @@ def _settle(guess, gain, scale, largest, tiny: tl.constexpr, slots: tl.constexpr
     tl.store(place, tl.zeros([slots], tl.float32))
 
 
+def _programs(n_tiles: int, *, again: bool, **_: bool) -> tuple[int]:
+    """One for each tile; few where most likely nothing is left to do."""
+    return (min(n_tiles, _AGAIN) if again else n_tiles,)
+
+
 def _find_gain(
     launch: Callable[..., None], guess: Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """launch: a kernel, given the guess and what it is to do. The gain and what undoes it. Values are guessed; gradients are not:
-    their largest is that of the row with the least noise, whose weight differs from step to step by more than a power of two."""
-    trusts = guess is not None and dtype == VALUES
+    """launch: a kernel, given the guess and what it is to do. The gain and what undoes it."""
+    trusts = guess is not None
     guess = new_guesses(1, device)[0] if guess is None else guess
     launch(guess, seeks=True, writes=trusts, again=False)
     gain, scale = (torch.empty((), dtype=torch.float32, device=device) for _ in range(2))
-    _settle[(1,)](guess, gain, scale, LARGEST[dtype], tiny=TINY, slots=SLOTS, num_warps=1)
+    _settle[(1,)](guess, gain, scale, LARGEST[dtype], tiny=TINY, exponents=EXPONENTS[dtype], one=ONE, slots=SLOTS, num_warps=1)
     launch(guess, seeks=False, writes=True, again=trusts)
     return gain, scale
 
@@ -85,42 +100,64 @@ def _find_gain(
 @triton.jit
 def _note_peak(guess, value, slots: tl.constexpr):
     """value: a program's largest magnitude. Which slot it goes to, and in what order, does not matter to the largest of all."""
-    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    tl.atomic_max(guess + 2 + program % slots, value, sem="relaxed")
+    tl.atomic_max(guess + 2 + tl.program_id(0) % slots, value, sem="relaxed")
+
+
+@triton.jit
+def _largest(first, second, third, fourth):
+    """Magnitude of tiles."""
+    return tl.maximum(tl.maximum(tl.abs(first), tl.abs(second)), tl.maximum(tl.abs(third), tl.abs(fourth)))
+
+
+@triton.jit
+def _round_fourth(x, gain, rows, m, k, n_rows, n, writes: tl.constexpr):
+    """Every fourth token of a tile: their values, which are also rounded where rows are wanted."""
+    inside = (m < n_rows)[:, None] & (k < n)[None, :]
+    place = m.to(tl.int64)[:, None] * n + k[None, :]
+    value = tl.load(x + place, inside, 0).to(tl.float32)
+    if writes:
+        tl.store(rows + place, (value * tl.load(gain)).to(rows.dtype.element_ty), inside)
+    return value
 
 
 @triton.jit
 def _round_tile(
-    x, gain, rows, turned, n_rows, n, n_padded,
+    x, gain, rows, turned, tile, n_rows, n, n_quads,
     has_rows: tl.constexpr, has_turned: tl.constexpr, seeks: tl.constexpr, writes: tl.constexpr, slots: tl.constexpr,
     block_m: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    m, k = tl.program_id(0) * block_m + tl.arange(0, block_m), tl.program_id(1) * block_k + tl.arange(0, block_k)
-    inside = (m < n_rows)[:, None] & (k < n)[None, :]
-    place = m.to(tl.int64)[:, None] * n + k[None, :]
-    value = tl.load(x + place, inside, 0).to(tl.float32)
+    across = tl.cdiv(n, block_k)
+    quad, k = tile // across * (block_m // 4) + tl.arange(0, block_m // 4), tile % across * block_k + tl.arange(0, block_k)
+    m = 4 * quad
+    stores: tl.constexpr = writes and has_rows
+    first = _round_fourth(x, gain, rows, m, k, n_rows, n, stores)
+    second = _round_fourth(x, gain, rows, m + 1, k, n_rows, n, stores)
+    third = _round_fourth(x, gain, rows, m + 2, k, n_rows, n, stores)
+    fourth = _round_fourth(x, gain, rows, m + 3, k, n_rows, n, stores)
     if seeks:
-        _note_peak(gain, tl.max(tl.abs(value)), slots)
-    if writes and has_rows:
-        tl.store(rows + place, (value * tl.load(gain)).to(rows.dtype.element_ty), inside)
+        _note_peak(gain, tl.max(_largest(first, second, third, fourth)), slots)
     if writes and has_turned:
-        _store_turned(turned, (value * _load_again(gain)).to(rows.dtype.element_ty), m, k, n, n_padded)
+        _store_turned(turned, first, second, third, fourth, _load_again(gain), quad, k, n, n_quads)
 
 
 @triton.jit
 def _round(
-    x, gain, rows, turned, n_rows, n, n_padded,
+    x, gain, rows, turned, n_tiles, n_rows, n, n_quads,
     has_rows: tl.constexpr, has_turned: tl.constexpr, seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr,
     slots: tl.constexpr, block_m: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     """gain: that, or a guess, which begins with one."""
     if again:
         if tl.load(gain + 1) != 0:
-            _round_tile(
-                x, gain, rows, turned, n_rows, n, n_padded, has_rows, has_turned, seeks, writes, slots, block_m, block_k
-            )  # fmt: skip
+            for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+                _round_tile(
+                    x, gain, rows, turned, tile, n_rows, n, n_quads, has_rows, has_turned, seeks, writes, slots, block_m, block_k
+                )  # fmt: skip
     else:
-        _round_tile(x, gain, rows, turned, n_rows, n, n_padded, has_rows, has_turned, seeks, writes, slots, block_m, block_k)
+        _round_tile(
+            x, gain, rows, turned, tl.program_id(0), n_rows, n, n_quads,
+            has_rows, has_turned, seeks, writes, slots, block_m, block_k,
+        )  # fmt: skip
 
 
 def round_float8(x: Tensor, gain: Tensor, dtype: torch.dtype, rows: bool, turned: int) -> tuple[Tensor, Tensor]:
@@ -144,9 +181,11 @@ def _rounding(x: Tensor, dtype: torch.dtype, rows: bool, turned: int) -> tuple[C
     flat = x.new_empty((m, k) if rows else 0, dtype=dtype)
     other = x.new_empty((k, wide) if turned else 0, dtype=dtype)
 
+    n_tiles = triton.cdiv(wide, _ROWS) * triton.cdiv(k, _COLUMNS)
+
     def launch(gain: Tensor, **does: bool) -> None:
-        _round[(triton.cdiv(wide, _ROWS), triton.cdiv(k, _COLUMNS))](
-            x, gain, flat, other, m, k, wide, has_rows=rows, has_turned=turned > 0, **does, slots=SLOTS,
+        _round[_programs(n_tiles, **does)](
+            x, gain, flat, other, n_tiles, m, k, wide // 4, has_rows=rows, has_turned=turned > 0, **does, slots=SLOTS,
             block_m=_ROWS, block_k=_COLUMNS, num_warps=_WARPS,
         )  # fmt: skip
 
@@ -155,10 +194,11 @@ def _rounding(x: Tensor, dtype: torch.dtype, rows: bool, turned: int) -> tuple[C
 
 @triton.jit
 def _swiglu_tile(
-    gate_up, guess, rows, n_rows, n, seeks: tl.constexpr, writes: tl.constexpr, slots: tl.constexpr,
+    gate_up, guess, rows, tile, n_rows, n, seeks: tl.constexpr, writes: tl.constexpr, slots: tl.constexpr,
     block_m: tl.constexpr, block_f: tl.constexpr,
 ):  # fmt: skip
-    m, f = tl.program_id(0) * block_m + tl.arange(0, block_m), tl.program_id(1) * block_f + tl.arange(0, block_f)
+    across = tl.cdiv(n, block_f)
+    m, f = tile // across * block_m + tl.arange(0, block_m), tile % across * block_f + tl.arange(0, block_f)
     inside = (m < n_rows)[:, None] & (f < n)[None, :]
     row = m.to(tl.int64)[:, None]
     gate = tl.load(gate_up + row * 2 * n + f[None, :], inside, 0).to(tl.float32)
@@ -172,14 +212,15 @@ def _swiglu_tile(
 
 @triton.jit
 def _swiglu_round(
-    gate_up, guess, rows, n_rows, n, seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr, slots: tl.constexpr,
-    block_m: tl.constexpr, block_f: tl.constexpr,
+    gate_up, guess, rows, n_tiles, n_rows, n, seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr,
+    slots: tl.constexpr, block_m: tl.constexpr, block_f: tl.constexpr,
 ):  # fmt: skip
     if again:
         if tl.load(guess + 1) != 0:
-            _swiglu_tile(gate_up, guess, rows, n_rows, n, seeks, writes, slots, block_m, block_f)
+            for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+                _swiglu_tile(gate_up, guess, rows, tile, n_rows, n, seeks, writes, slots, block_m, block_f)
     else:
-        _swiglu_tile(gate_up, guess, rows, n_rows, n, seeks, writes, slots, block_m, block_f)
+        _swiglu_tile(gate_up, guess, rows, tl.program_id(0), n_rows, n, seeks, writes, slots, block_m, block_f)
 
 
 def swiglu_float8(gate_up: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,22 +228,20 @@ def swiglu_float8(gate_up: Tensor, guess: Tensor | None = None) -> tuple[Tensor,
     gate_up = gate_up.contiguous()
     m, n = gate_up.shape[0], gate_up.shape[1] // 2
     rows = gate_up.new_empty(m, n, dtype=VALUES)
+    n_tiles = triton.cdiv(m, _SWIGLU_ROWS) * triton.cdiv(n, _SWIGLU_COLUMNS)
 
     def launch(guess: Tensor, **does: bool) -> None:
-        _swiglu_round[(triton.cdiv(m, _SWIGLU_ROWS), triton.cdiv(n, _SWIGLU_COLUMNS))](
-            gate_up, guess, rows, m, n, **does, slots=SLOTS, block_m=_SWIGLU_ROWS, block_f=_SWIGLU_COLUMNS, num_warps=_WARPS
-        )
+        _swiglu_round[_programs(n_tiles, **does)](
+            gate_up, guess, rows, n_tiles, m, n, **does, slots=SLOTS,
+            block_m=_SWIGLU_ROWS, block_f=_SWIGLU_COLUMNS, num_warps=_SWIGLU_WARPS,
+        )  # fmt: skip
 
     return rows, *_find_gain(launch, guess, VALUES, gate_up.device)
 
 
 @triton.jit
-def _swiglu_round_backward(
-    gate_up, grad, hidden_gain, guess, rows, gate_turned, up_turned, hidden, n_rows, n, n_padded,
-    seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr, slots: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    tl.static_assert(not again, "gradients are not guessed")
-    m, f = tl.program_id(0) * block + tl.arange(0, block), tl.program_id(1) * block + tl.arange(0, block)
+def _swiglu_slopes(gate_up, grad, guess, rows, m, f, n_rows, n, writes: tl.constexpr):
+    """Every fourth token of a tile: the gradients of gate and up, which are also rounded as rows, and what swiglu gave."""
     inside = (m < n_rows)[:, None] & (f < n)[None, :]
     row = m.to(tl.int64)[:, None]
     place = row * 2 * n + f[None, :]
@@ -212,15 +251,53 @@ def _swiglu_round_backward(
     chance = 1 / (1 + tl.exp(-gate))
     silu = gate * chance
     into_gate, into_up = given * up * (chance * (1 + gate * (1 - chance))), given * silu
-    if seeks:
-        _note_peak(guess, tl.max(tl.maximum(tl.abs(into_gate), tl.abs(into_up))), slots)
     if writes:
-        factor, twice = tl.load(guess), _load_again(guess)
+        factor = tl.load(guess)
         tl.store(rows + place, (into_gate * factor).to(rows.dtype.element_ty), inside)
         tl.store(rows + place + n, (into_up * factor).to(rows.dtype.element_ty), inside)
-        _store_turned(gate_turned, (into_gate * twice).to(rows.dtype.element_ty), m, f, n, n_padded)
-        _store_turned(up_turned, (into_up * twice).to(rows.dtype.element_ty), m, f, n, n_padded)
-        _store_turned(hidden, (silu * up * tl.load(hidden_gain)).to(hidden.dtype.element_ty), m, f, n, n_padded)
+    return into_gate, into_up, silu * up
+
+
+@triton.jit
+def _swiglu_backward_tile(
+    gate_up, grad, hidden_gain, guess, rows, gate_turned, up_turned, hidden, tile, n_rows, n, n_quads,
+    seeks: tl.constexpr, writes: tl.constexpr, slots: tl.constexpr, block_m: tl.constexpr, block_f: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(n, block_f)
+    quad, f = tile // across * (block_m // 4) + tl.arange(0, block_m // 4), tile % across * block_f + tl.arange(0, block_f)
+    m = 4 * quad
+    gate0, up0, hidden0 = _swiglu_slopes(gate_up, grad, guess, rows, m, f, n_rows, n, writes)
+    gate1, up1, hidden1 = _swiglu_slopes(gate_up, grad, guess, rows, m + 1, f, n_rows, n, writes)
+    gate2, up2, hidden2 = _swiglu_slopes(gate_up, grad, guess, rows, m + 2, f, n_rows, n, writes)
+    gate3, up3, hidden3 = _swiglu_slopes(gate_up, grad, guess, rows, m + 3, f, n_rows, n, writes)
+    if seeks:
+        most = tl.maximum(_largest(gate0, gate1, gate2, gate3), _largest(up0, up1, up2, up3))
+        _note_peak(guess, tl.max(most), slots)
+    if writes:
+        twice = _load_again(guess)
+        _store_turned(gate_turned, gate0, gate1, gate2, gate3, twice, quad, f, n, n_quads)
+        _store_turned(up_turned, up0, up1, up2, up3, twice, quad, f, n, n_quads)
+        _store_turned(hidden, hidden0, hidden1, hidden2, hidden3, tl.load(hidden_gain), quad, f, n, n_quads)
+
+
+@triton.jit
+def _swiglu_round_backward(
+    gate_up, grad, hidden_gain, guess, rows, gate_turned, up_turned, hidden, n_tiles, n_rows, n, n_quads,
+    seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr, slots: tl.constexpr,
+    block_m: tl.constexpr, block_f: tl.constexpr,
+):  # fmt: skip
+    if again:
+        if tl.load(guess + 1) != 0:
+            for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+                _swiglu_backward_tile(
+                    gate_up, grad, hidden_gain, guess, rows, gate_turned, up_turned, hidden, tile, n_rows, n, n_quads,
+                    seeks, writes, slots, block_m, block_f,
+                )  # fmt: skip
+    else:
+        _swiglu_backward_tile(
+            gate_up, grad, hidden_gain, guess, rows, gate_turned, up_turned, hidden, tl.program_id(0), n_rows, n, n_quads,
+            seeks, writes, slots, block_m, block_f,
+        )  # fmt: skip
 
 
 def swiglu_float8_backward(
@@ -232,11 +309,13 @@ def swiglu_float8_backward(
     wide = padded(m, TOKENS)
     rows, turned = grad.new_empty(m, 2 * n, dtype=GRADIENTS), grad.new_empty(2 * n, wide, dtype=GRADIENTS)
     hidden = grad.new_empty(n, wide, dtype=VALUES)
+    n_tiles = triton.cdiv(wide, _BACK_ROWS) * triton.cdiv(n, _BACK_COLUMNS)
 
     def launch(guess: Tensor, **does: bool) -> None:
-        _swiglu_round_backward[(triton.cdiv(wide, _TILE), triton.cdiv(n, _TILE))](
-            gate_up, grad, hidden_gain, guess, rows, turned[:n], turned[n:], hidden, m, n, wide, **does, slots=SLOTS, block=_TILE
-        )
+        _swiglu_round_backward[_programs(n_tiles, **does)](
+            gate_up, grad, hidden_gain, guess, rows, turned[:n], turned[n:], hidden, n_tiles, m, n, wide // 4, **does, slots=SLOTS,
+            block_m=_BACK_ROWS, block_f=_BACK_COLUMNS, num_warps=_BACK_WARPS,
+        )  # fmt: skip
 
     gain, scale = _find_gain(launch, guess, GRADIENTS, grad.device)
     return rows, turned, gain, hidden, scale

@@ -5,12 +5,14 @@ factors along the axis that is summed over, so a matrix is wanted row by row, fo
 one reading. A turned matrix is filled up with columns of zeros, which add nothing, to a multiple by which products are fast.
 
 Values and weights are rounded to e4m3, gradients, whose sizes differ more, to e5m2. A gain is what a tensor is multiplied by before
-it is rounded, so that its largest magnitude comes just below the largest number of the type: a power of two, by which a number is
-rounded alike whatever stands beside it. It is a tensor (), so that nobody waits for it.
+it is rounded, so that its largest magnitude comes below the largest number of the type: a power of two, by which a number is
+rounded alike whatever stands beside it. It is a tensor (), so that nobody waits for it. Of values the largest comes just below. Of
+gradients it comes within a factor of 256 of it, and stays there while they grow or shrink by less: e5m2 rounds all numbers alike
+from its largest down to 2^-30 of it, so that this much of the range is to spare.
 
-To find it, a matrix is read before it is rounded. The gain of values is seldom another than it was a step before, so it can be
-guessed, and they are read twice only where the guess was wrong: what comes is the same bit for bit, whatever was guessed. Guesses
-are kept by whoever calls, outside the compiler, one for each tensor of a layer.
+To find a gain, a matrix is read before it is rounded. It is seldom another than it was a step before, so it can be guessed, and a
+matrix is read twice only where the guess was wrong: what comes is the same bit for bit, whatever was guessed. Guesses are kept by
+whoever calls, outside the compiler, one for each tensor of a layer.
 
 M tokens, N and K columns, F half the columns of a gate and its input.
 """
@@ -28,13 +30,15 @@ TOKENS = (
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in (VALUES, GRADIENTS)}
 TINY = 1e-24  # the least peak: a tensor of zeros has a gain too
 SLOTS = 64  # of a guess
-_EXPONENT = 0x7F800000  # bits of a float32
+ONE = 1 << 23  # of a float32's exponent, as it lies in its bits
+# Exponents of gains: every one, or every eighth, of which 0 is one.
+EXPONENTS = {VALUES: 0xFF * ONE, GRADIENTS: 0xF8 * ONE}
 
 
 def gain_of(peak: Tensor, dtype: torch.dtype) -> Tensor:
     """peak: the largest magnitude, ()."""
     most = LARGEST[dtype] / peak.float().clamp_min(TINY)
-    return (most.view(torch.int32) & _EXPONENT).view(torch.float32)
+    return ((((most.view(torch.int32) + ONE) & EXPONENTS[dtype]) - ONE).clamp_min(0)).view(torch.float32)
 
 
 def new_guesses(count: int, device: torch.device) -> Tensor:
@@ -145,8 +149,7 @@ def _(gate_up: Tensor, grad: Tensor, hidden_gain: Tensor) -> tuple[Tensor, Tenso
 
 
 def round_by_guess(x: Tensor, guess: Tensor, dtype: torch.dtype, turned: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """round_float8, both ways, by the gain of x's peak; that gain, and what undoes it. For gradients, which are not guessed, the
-    guess is where the gain is found."""
+    """round_float8, both ways, by the gain of x's peak; that gain, and what undoes it."""
     if x.is_cuda:
         from sinkdlm import float8_kernels
 
@@ -168,7 +171,7 @@ def swiglu_by_guess(gate_up: Tensor, guess: Tensor) -> tuple[Tensor, Tensor, Ten
 def swiglu_backward_by_guess(
     gate_up: Tensor, grad: Tensor, hidden_gain: Tensor, guess: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """swiglu_float8_backward, and what undoes the gain; as round_by_guess for gradients."""
+    """swiglu_float8_backward, and what undoes the gain."""
     if gate_up.is_cuda:
         from sinkdlm import float8_kernels
 
