@@ -23,8 +23,6 @@ _ROWS, _COLUMNS = 128, 128  # of a tile that is rounded
 _BACK_ROWS, _BACK_COLUMNS, _BACK_WARPS = 64, 64, 4  # of one of SwiGLU's backward, which holds more at a time
 _SWIGLU_ROWS, _SWIGLU_COLUMNS, _SWIGLU_WARPS = 16, 256, 4  # of one of SwiGLU
 _WARPS = 8
-_NORM_ROWS, _NORM_LANES = 16, 2048  # tokens of a program that adds, norms and rounds, and elements of a warp
-_KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _AGAIN = 1024  # programs that write again, where a guess was wrong
 _PEAK_BLOCK, _PEAK_WARPS = 32768, 16  # elements of a program that looks for the largest, 64 of each thread
 
@@ -192,107 +190,6 @@ def _rounding(x: Tensor, dtype: torch.dtype, rows: bool, turned: int) -> tuple[C
         )  # fmt: skip
 
     return launch, flat, other
-
-
-@triton.jit
-def _load_sum(x, update, into, m, column, n_rows, n, adds: tl.constexpr):
-    """Every fourth token of some: what is normed, which is also stored where something is added to make it."""
-    inside = (m < n_rows)[:, None] & (column < n)[None, :]
-    place = m.to(tl.int64)[:, None] * n + column[None, :]
-    value = tl.load(x + place, inside, 0).to(tl.float32)
-    if adds:
-        total = (value + tl.load(update + place, inside, 0).to(tl.float32)).to(into.dtype.element_ty)
-        tl.store(into + place, total, inside)
-        value = total.to(tl.float32)
-    return value
-
-
-@triton.jit
-def _add_fours(a, b, c, d, e, f, g, h):
-    return a + e, b + f, c + g, d + h
-
-
-@triton.jit
-def _store_norm(rows, value, square, gain, factor, m, column, eps, n_rows, n, half: tl.constexpr, writes: tl.constexpr):
-    """Every fourth token: its norm, rounded as products in `half` would read it, and as rows."""
-    normed = (value * (1 / tl.sqrt(square / n + eps))[:, None] * gain[None, :]).to(half).to(tl.float32)
-    if writes:
-        inside = (m < n_rows)[:, None] & (column < n)[None, :]
-        place = m.to(tl.int64)[:, None] * n + column[None, :]
-        tl.store(rows + place, (normed * factor).to(rows.dtype.element_ty), inside)
-    return normed
-
-
-@triton.jit
-def _norm_tile(
-    x, update, weight, into, rows, turned, guess, tile, eps, n_rows, n, n_quads,
-    adds: tl.constexpr, half: tl.constexpr, seeks: tl.constexpr, writes: tl.constexpr, slots: tl.constexpr,
-    block_m: tl.constexpr, block_k: tl.constexpr,
-):  # fmt: skip
-    quad, column = tile * (block_m // 4) + tl.arange(0, block_m // 4), tl.arange(0, block_k)
-    m = 4 * quad
-    gain, factor = tl.load(weight + column, column < n, 0).to(tl.float32), tl.load(guess)
-    value0 = _load_sum(x, update, into, m, column, n_rows, n, adds)
-    value1 = _load_sum(x, update, into, m + 1, column, n_rows, n, adds)
-    value2 = _load_sum(x, update, into, m + 2, column, n_rows, n, adds)
-    value3 = _load_sum(x, update, into, m + 3, column, n_rows, n, adds)
-    # All sums at once: warps wait for each other only here.
-    square0, square1, square2, square3 = tl.reduce(
-        (value0 * value0, value1 * value1, value2 * value2, value3 * value3), 1, _add_fours
-    )
-    first = _store_norm(rows, value0, square0, gain, factor, m, column, eps, n_rows, n, half, writes)
-    second = _store_norm(rows, value1, square1, gain, factor, m + 1, column, eps, n_rows, n, half, writes)
-    third = _store_norm(rows, value2, square2, gain, factor, m + 2, column, eps, n_rows, n, half, writes)
-    fourth = _store_norm(rows, value3, square3, gain, factor, m + 3, column, eps, n_rows, n, half, writes)
-    if seeks:
-        _note_peak(guess, tl.max(_largest(first, second, third, fourth)), slots)
-    if writes:
-        _store_turned(turned, first, second, third, fourth, _load_again(guess), quad, column, n, n_quads)
-
-
-@triton.jit
-def _norm_round(
-    x, update, weight, into, rows, turned, guess, n_tiles, eps, n_rows, n, n_quads,
-    adds: tl.constexpr, half: tl.constexpr, seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr, slots: tl.constexpr,
-    block_m: tl.constexpr, block_k: tl.constexpr,
-):  # fmt: skip
-    if again:
-        if tl.load(guess + 1) != 0:
-            for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-                _norm_tile(
-                    x, update, weight, into, rows, turned, guess, tile, eps, n_rows, n, n_quads,
-                    adds, half, seeks, writes, slots, block_m, block_k,
-                )  # fmt: skip
-    else:
-        _norm_tile(
-            x, update, weight, into, rows, turned, guess, tl.program_id(0), eps, n_rows, n, n_quads,
-            adds, half, seeks, writes, slots, block_m, block_k,
-        )  # fmt: skip
-
-
-def add_norm_by_guess(
-    x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, guess: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """float8_operators.add_norm_by_guess."""
-    x, update = x.contiguous(), None if update is None else update.contiguous()
-    weight = weight.contiguous()
-    m, n = x.shape
-    wide = padded(m, TOKENS)
-    total = x if update is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, update.dtype))
-    rows, turned = x.new_empty(m, n, dtype=VALUES), x.new_empty(n, wide, dtype=VALUES)
-    block = triton.next_power_of_2(n)
-    n_tiles = triton.cdiv(wide, _NORM_ROWS)
-
-    def launch(guess: Tensor, *, again: bool, **does: bool) -> None:
-        adds = update is not None and not again  # which was done before
-        _norm_round[_programs(n_tiles, again=again)](
-            total if again else x, update if adds else x, weight, total, rows, turned, guess, n_tiles, eps, m, n, wide // 4,
-            adds=adds, half=_KINDS[dtype], again=again, **does, slots=SLOTS,
-            block_m=_NORM_ROWS, block_k=block, num_warps=min(16, max(1, block * _NORM_ROWS // _NORM_LANES)),
-        )  # fmt: skip
-
-    _, scale = _find_gain(launch, guess, VALUES, x.device)
-    return (x.new_empty(0) if update is None else total), rows, turned, scale
 
 
 @triton.jit

@@ -20,7 +20,6 @@ M tokens, N and K columns, F half the columns of a gate and its input.
 import torch
 from torch import Tensor
 
-from sinkdlm import operators
 from sinkdlm.opaque import operator
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -180,20 +179,6 @@ def swiglu_backward_by_guess(
     rows, turned, gain, hidden = swiglu_float8_backward.plain(gate_up, grad, hidden_gain)
     gain, scale = _note(gain, guess)
     return rows, turned, gain, hidden, scale
-
-
-def add_norm_by_guess(
-    x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, guess: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(M, K) -> x + update (empty where there is none); its rms_norm times weight, in dtype, as values in float8, and the same
-    turned; and what undoes their gain."""
-    if x.is_cuda:
-        from sinkdlm import float8_kernels
-
-        return float8_kernels.add_norm_by_guess(x, update, weight, eps, dtype, guess)
-    total, normed = operators.add_norm.plain(x, update, weight, eps, dtype)
-    rows, turned, _, scale = round_by_guess(normed, guess, VALUES, TOKENS)
-    return total, rows, turned, scale
 
 
 def _note(gain: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ a run resumes bit for bit. What is kept for the backward is the rounded input, t
 rounded again, so that a sharded block need not stay whole in float8. Inference in float8 is float8.py's.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from sinkdlm import float8_operators as operators
 from sinkdlm.errors import TrainError
 from sinkdlm.float8_operators import GRADIENTS, MULTIPLE, TOKENS, VALUES, gain_of, new_guesses
-from sinkdlm.fused_layers import norm_backward
 from sinkdlm.fusion import has_kernels
 
 _GUESSES = 6  # tensors of a layer whose gains are found, at most
@@ -53,37 +52,15 @@ def guesses_of(layer: nn.Module, weight: Tensor) -> Tensor | None:
     return guesses
 
 
-class Rounded(NamedTuple):
-    """A matrix (M, K) that is nowhere but in float8."""
-
-    flow: Tensor  # through which gradients reach what it was made of: its shape and type, and no numbers
-    rows: Tensor
-    turned: Tensor
-    scale: Tensor  # what undoes their gain
-
-
-def add_norm_rounded(
-    x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, guess: Tensor
-) -> tuple[Tensor, Rounded]:
-    """x + update, and its norm, in `dtype`, as the next product reads it."""
-    x, *rounded = _AddNormRounded.apply(x, update, weight, eps, dtype, guess)
-    return x, Rounded(*rounded)
-
-
-def product(x: Tensor | Rounded, weight: Tensor, dtype: torch.dtype, guesses: Tensor | None = None) -> Tensor:
+def product(x: Tensor, weight: Tensor, dtype: torch.dtype, guesses: Tensor | None = None) -> Tensor:
     """x (..., K) @ weight (N, K).T, in dtype. guesses: of this layer; they change no result."""
-    return _Product.apply(*_taken(x), weight, dtype, guesses)
+    return _Product.apply(x, weight, dtype, guesses)
 
 
-def swiglu_mlp(x: Tensor | Rounded, gate_up: Tensor, down: Tensor, dtype: torch.dtype, guesses: Tensor | None = None) -> Tensor:
+def swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype, guesses: Tensor | None = None) -> Tensor:
     """(silu(gate) * up) @ down.T, gate and up being the halves of x (..., K) @ gate_up (2 F, K).T: one function, so that what
     flows between the products is rounded where it is made."""
-    return _SwigluMlp.apply(*_taken(x), gate_up, down, dtype, guesses)
-
-
-def _taken(x: Tensor | Rounded) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-    """What gradients flow through, and x as it is rounded already, if it is."""
-    return (x.flow, x[1:]) if isinstance(x, Rounded) else (x, None)
+    return _SwigluMlp.apply(x, gate_up, down, dtype, guesses)
 
 
 def _round(x: Tensor, dtype: torch.dtype, guess: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,30 +117,11 @@ def _each(guesses: Tensor | None) -> tuple[Tensor, ...] | list[None]:
     return [None] * _GUESSES if guesses is None else guesses.unbind()
 
 
-class _AddNormRounded(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, guess: Tensor
-    ) -> tuple[Tensor, ...]:
-        total, *rounded = operators.add_norm_by_guess(x, update, weight, eps, dtype, guess)
-        x = x.view_as(x) if update is None else total
-        ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.update_dtype = eps, None if update is None else update.dtype
-        ctx.mark_non_differentiable(*rounded)
-        return x, x.new_empty((), dtype=dtype).expand(x.shape), *rounded
-
-    @staticmethod
-    def backward(ctx: Any, grad_sum: Tensor, grad_normed: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *norm_backward(ctx, grad_sum, grad_normed), None, None, None
-
-
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, known: tuple[Tensor, ...] | None, weight: Tensor, dtype: torch.dtype, guesses: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, guesses: Tensor | None) -> Tensor:
         of_input, of_weight, ctx.of_grad, *_ = _each(guesses)
-        rows, turned, scale = known or _round(x.flatten(0, -2), VALUES, of_input)
+        rows, turned, scale = _round(x.flatten(0, -2), VALUES, of_input)
         weight_rows, weight_gain, weight_scale = _round_weight(weight, of_weight)
         ctx.save_for_backward(turned, scale, weight, weight_gain, weight_scale)
         ctx.shape, ctx.dtype = x.shape, x.dtype
@@ -174,17 +132,14 @@ class _Product(torch.autograd.Function):
         turned, scale, weight, weight_gain, weight_scale = ctx.saved_tensors
         rows, grad_turned, grad_scale = _round(grad.flatten(0, -2), GRADIENTS, ctx.of_grad)
         grad_x = _multiply(rows, _turn_weight(weight, weight_gain), (grad_scale, weight_scale), ctx.dtype)
-        return grad_x.view(ctx.shape), None, _multiply(grad_turned, turned, (grad_scale, scale), weight.dtype), None, None
+        return grad_x.view(ctx.shape), _multiply(grad_turned, turned, (grad_scale, scale), weight.dtype), None, None
 
 
 class _SwigluMlp(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, known: tuple[Tensor, ...] | None, gate_up: Tensor, down: Tensor, dtype: torch.dtype,
-        guesses: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype, guesses: Tensor | None) -> Tensor:
         of_input, of_gate_up, of_down, of_hidden, ctx.of_grad, ctx.of_inner = _each(guesses)
-        rows, turned, scale = known or _round(x.flatten(0, -2), VALUES, of_input)
+        rows, turned, scale = _round(x.flatten(0, -2), VALUES, of_input)
         wide_rows, wide_gain, wide_scale = _round_weight(gate_up, of_gate_up)
         down_rows, down_gain, down_scale = _round_weight(down, of_down)
         wide = _multiply(rows, wide_rows, (scale, wide_scale), dtype, fast=True)  # (M, 2 F)
@@ -205,4 +160,4 @@ class _SwigluMlp(torch.autograd.Function):
         grad_down = _multiply(grad_turned, hidden, (grad_scale, hidden_scale), down.dtype)
         grad_x = _multiply(wide_rows, _turn_weight(gate_up, wide_gain), (inner_scale, wide_scale), ctx.dtype)
         grad_gate_up = _multiply(wide_turned, turned, (inner_scale, scale), gate_up.dtype)
-        return grad_x.view(ctx.shape), None, grad_gate_up, grad_down, None, None
+        return grad_x.view(ctx.shape), grad_gate_up, grad_down, None, None

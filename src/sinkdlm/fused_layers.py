@@ -92,11 +92,11 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_sum: Tensor, grad_normed: Tensor) -> tuple[Tensor | None, ...]:
-        return *norm_backward(ctx, grad_sum, grad_normed), None, None
+        return *_norm_backward(ctx, grad_sum, grad_normed), None, None
 
 
-def norm_backward(ctx: Any, grad_sum: Tensor | None, grad_normed: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Of x, of what was added to it and of the norm's weight, by what a forward kept. In one precision the first two are one."""
+def _norm_backward(ctx: Any, grad_sum: Tensor | None, grad_normed: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Of x, of what was added to it and of the norm's weight. In one precision the first two are one."""
     x, weight = ctx.saved_tensors
     alike = ctx.update_dtype == x.dtype
     wanted = None if alike else ctx.update_dtype
@@ -119,7 +119,7 @@ class _AddLastNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *norm_backward(ctx, None, grad), None, None
+        return *_norm_backward(ctx, None, grad), None, None
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from sinkdlm.attention import attend
 from sinkdlm.config import ModelConfig
-from sinkdlm.float8_products import Rounded, add_norm_rounded, fits, guesses_of, product, swiglu_mlp
+from sinkdlm.float8_products import fits, guesses_of, product, swiglu_mlp
 from sinkdlm.fused_layers import add_last_norm, add_norm, attend_rows, project, swiglu_product
 from sinkdlm.fusion import find_kernels
 from sinkdlm.lane import Lane
@@ -81,7 +81,7 @@ def pick(x: Tensor, places: Tensor) -> Tensor:
     return x.gather(1, index)
 
 
-def _product(linear: nn.Linear, x: Tensor | Rounded, around: Surroundings) -> Tensor:
+def _product(linear: nn.Linear, x: Tensor, around: Surroundings) -> Tensor:
     """linear(x), in float8 where the step has that and the layer's sides allow it."""
     if around.float8 is None or not fits(linear):
         return _plain_product(linear, x, around)
@@ -89,9 +89,8 @@ def _product(linear: nn.Linear, x: Tensor | Rounded, around: Surroundings) -> Te
     return out if linear.bias is None else out + linear.bias.to(out.dtype)
 
 
-def _plain_product(linear: nn.Linear, x: Tensor | Rounded, around: Surroundings) -> Tensor:
+def _plain_product(linear: nn.Linear, x: Tensor, around: Surroundings) -> Tensor:
     """linear(x), not in float8."""
-    assert isinstance(x, Tensor)
     if around.fused is None or type(linear) is not nn.Linear:  # an adapter's has more to it than a weight
         return linear(x)
     return project(x.to(around.fused), linear.weight, linear.bias)
@@ -110,16 +109,6 @@ class Norm(nn.Module):
     def branch(self, x: Tensor, update: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """x + update, and its norm in dtype: for a training step, as one function."""
         return add_norm(x, update, self.weight, self.eps, dtype)
-
-    def branch_for(
-        self, reader: nn.Module | None, x: Tensor, update: Tensor | None, around: Surroundings
-    ) -> tuple[Tensor, Tensor | Rounded]:
-        """The same, its norm rounded as the products of `reader` in float8 take it, which alone read it."""
-        assert around.fused is not None
-        guesses = None if reader is None or around.float8 is None else guesses_of(reader, self.weight)
-        if guesses is None:
-            return self.branch(x, update, around.fused)
-        return add_norm_rounded(x, update, self.weight, self.eps, around.fused, guesses[0])
 
     def end(self, x: Tensor, update: Tensor, dtype: torch.dtype) -> Tensor:
         """The norm of x + update alone, likewise."""
@@ -156,7 +145,7 @@ class Attention(nn.Module):
         q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=-2)
         return q, k, v
 
-    def finish(self, x: Tensor | Rounded, mixed: Tensor, around: Surroundings | None = None) -> Tensor:
+    def finish(self, x: Tensor, mixed: Tensor, around: Surroundings | None = None) -> Tensor:
         """Gates the mixed values (B, T, H, D) by the layer's input x (eq. 9) and projects them back."""
         if self.gate is not None:
             gate = self.gate(x) if around is None else _plain_product(self.gate, x, around)
@@ -202,18 +191,14 @@ class Attention(nn.Module):
         mixed = mixed.transpose(1, 2)
         return self.finish(x, pick(mixed, around.wanted) if spread and around.wanted is not None else mixed, around)
 
-    def rounds(self) -> nn.Module | None:
-        """Who alone reads this part's input, where that is a product that may be in float8."""
-        return self.qkv if self.gate is None and fits(self.qkv) else None
-
-    def forward_rows(self, x: Tensor | Rounded, around: Surroundings) -> Tensor:
+    def forward_rows(self, x: Tensor, around: Surroundings) -> Tensor:
         """(B T + N, d), sinks behind the tokens: one product of each kind serves both. Of the last layer, wanted rows alone."""
         heads = _product(self.qkv, x, around).unflatten(-1, (-1, self.head_dim))
         given = (around.rotation, around.sink_rotation, around.rows, self.n_heads)
         mixed = attend_rows(heads, *given, zero_value=self.zero_value)
         if around.wanted is not None:
             mixed = mixed.index_select(0, around.wanted)
-            x = x.index_select(0, around.wanted) if isinstance(x, Tensor) and self.gate is not None else x
+            x = x if self.gate is None else x.index_select(0, around.wanted)
         return self.finish(x, mixed, around)
 
     def _is_fusable(self, lane: Lane | None, around: Surroundings) -> bool:
@@ -260,16 +245,11 @@ class FeedForward(nn.Module):
         self.gate_up = nn.Linear(config.d_model, 2 * config.d_ff, bias=False)
         self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
 
-    def rounds(self) -> nn.Module | None:
-        """As Attention.rounds."""
-        return self if fits(self.gate_up, self.down) else None
-
-    def forward(self, x: Tensor | Rounded, *, fused: bool = False, float8: torch.dtype | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, fused: bool = False, float8: torch.dtype | None = None) -> Tensor:
         """fused: by an operator of its own, with gradients. float8: of the result, where products are in float8."""
         if float8 is not None and fits(self.gate_up, self.down):
             guesses = guesses_of(self, self.down.weight)
             return swiglu_mlp(x, self.gate_up.weight, self.down.weight, float8, guesses)
-        assert isinstance(x, Tensor)
         gate_up = project(x, self.gate_up.weight) if fused and type(self.gate_up) is nn.Linear else self.gate_up(x)
         if fused and type(self.down) is nn.Linear and gate_up.numel() >= _FUSED_SIZE:  # an adapter's has more to it than a weight
             return swiglu_product(gate_up, self.down.weight)
@@ -307,10 +287,10 @@ class Block(nn.Module):
 
     def compute(self, x: Tensor, sinks: Tensor | Lane | None, around: Surroundings) -> tuple[Tensor, Tensor | None, Lane | None]:
         if around.rows and around.fused is not None and not isinstance(sinks, Lane):
-            x, normed = self.attention_norm.branch_for(self.attention.rounds(), x, sinks, around)
+            x, normed = self.attention_norm.branch(x, sinks, around.fused)
             update = self.attention.forward_rows(normed, around)
             x = x if around.wanted is None else x.index_select(0, around.wanted)
-            x, normed = self.mlp_norm.branch_for(self.mlp.rounds(), x, update, around)
+            x, normed = self.mlp_norm.branch(x, update, around.fused)
             return x, self.mlp(normed, fused=True, float8=around.float8), None
         states, lane = self.run_lane(sinks) if isinstance(sinks, Tensor) else (None, sinks)
         if around.fused is not None and around.wanted is None:

@@ -24,7 +24,7 @@ _STAMP = """def stamp(folder, config):
     (folder / "provenance.json").unlink(missing_ok=True)
 """
 # Operators are registered once in a process, by the package: here training goes by torch's own operations.
-_PLAIN = """operators = add_norm = attend_rows = swiglu_product = product = swiglu_mlp = Rounded = None
+_PLAIN = """operators = add_norm = attend_rows = swiglu_product = product = swiglu_mlp = None
 
 
 def trains_fused(device, dtype):
