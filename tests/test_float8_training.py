@@ -166,17 +166,17 @@ def test_operators_keep_the_rules_of_torch(name):
 
 @pytest.mark.parametrize("tokens", [32, 33])
 def test_a_product_is_exactly_that_of_rounded_factors(tokens):
-    """Scales written out: e4m3 ends at 448, which is 512 times 0.875, and between 64 and 128 times 5; e5m2 at 57344, between 2^14
-    and 2^15 times 3."""
+    """Scales written out: e4m3 ends at 448, which is 512 times 0.875, and between 64 and 128 times 5; e5m2 at 57344, between 2^8
+    and 2^16 times 3."""
     x, weight = coarse(tokens, 48, peak=5.0, seed=0), coarse(16, 48, peak=0.875, seed=1)
     grad = coarse(tokens, 16, peak=3.0, seed=2)
     leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     out = product(*leaves, torch.float32)
-    x8, w8, g8 = rounded(x * 64, 4), rounded(weight * 512, 4), rounded(grad * 2**14, 3)
+    x8, w8, g8 = rounded(x * 64, 4), rounded(weight * 512, 4), rounded(grad * 2**8, 3)
     assert torch.equal(out.double(), x8 @ w8.T / 64 / 512)
     grad_x, grad_weight = torch.autograd.grad(out, leaves, grad)
-    assert torch.equal(grad_x.double(), g8 @ w8 / 2**14 / 512)
-    assert torch.equal(grad_weight.double(), g8.T @ x8 / 2**14 / 64)
+    assert torch.equal(grad_x.double(), g8 @ w8 / 2**8 / 512)
+    assert torch.equal(grad_weight.double(), g8.T @ x8 / 2**8 / 64)
 
 
 def test_a_row_is_rounded_alike_whatever_stands_beside_it():
@@ -244,6 +244,30 @@ def test_what_layers_remember_changes_no_gradient():
     assert guesses_of(layer, layer.weight) is guesses
     assert guesses[:3, 0].all()
     assert not any("guess" in name for name in layer.state_dict())
+
+
+def test_gains_of_gradients_stay_while_their_peak_changes_by_less_than_256():
+    peaks = torch.logspace(-20, 20, 4001, dtype=torch.float64).float()
+    gains = operators.gain_of(peaks, GRADIENTS)
+    largest = torch.finfo(GRADIENTS).max
+    assert ((peaks * gains <= largest) & (peaks * gains * 256 > largest)).all()
+    assert len(gains.unique()) == 18  # of 40 decades, which are 133 powers of two
+    assert ((gains.log2() % 8) == 0).all()
+    values = operators.gain_of(peaks, VALUES)
+    assert ((peaks * values <= 448) & (peaks * values * 2 > 448)).all()
+
+
+def test_rows_of_turned_matrices_do_not_begin_a_power_of_two_apart():
+    assert [operators.padded(count, operators.TOKENS) for count in (1, 128, 4095, 4096, 4097, 131072)] == [
+        128,
+        128,
+        4224,
+        4224,
+        4224,
+        131200,
+    ]
+    assert operators.padded(4096, 16) == 4096
+    assert operators.round_float8.plain(random(4096, 16), random() + 3, VALUES, False, operators.TOKENS)[1].shape == (16, 4224)
 
 
 def test_layers_whose_sides_the_products_do_not_take_stay_as_they_are():

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from sinkdlm.float8_operators import EXPONENTS, GRADIENTS, LARGEST, ONE, SLOTS, TINY, TOKENS, VALUES, new_guesses, padded
 
-_ROWS, _COLUMNS = 128, 128  # of a tile that is rounded
-_BACK_ROWS, _BACK_COLUMNS, _BACK_WARPS = 64, 64, 4  # of one of SwiGLU's backward, which holds more at a time
+_ROWS, _COLUMNS = 128, 64  # of a tile that is rounded
+_BACK_ROWS, _BACK_COLUMNS, _BACK_WARPS = 32, 128, 8  # of one of SwiGLU's backward, which holds more at a time
 _SWIGLU_ROWS, _SWIGLU_COLUMNS, _SWIGLU_WARPS = 16, 256, 4  # of one of SwiGLU
 _WARPS = 8
 _AGAIN = 1024  # programs that write again, where a guess was wrong
