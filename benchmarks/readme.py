@@ -23,12 +23,12 @@ def expected() -> dict[str, list[str]]:
         f"train-smdm-34m-sink-{_GPU}": _training(figures[f"train-smdm-34m-sink-{_GPU}"]),
         f"train-smollm2-135m-sink-{_GPU}": _adapted(figures[f"train-smollm2-135m-sink-{_GPU}"]),
         f"train_step-smdm-472m-2048-{_GPU}": _step(figures[f"train_step-smdm-472m-2048-{_GPU}"]["forms"]),
-        f"train_step-smdm-472m-2048-residual-{_GPU}": _residual(figures[f"train_step-smdm-472m-2048-residual-{_GPU}"]["forms"]),
         f"train_step-smdm-472m-2048-compilers-{_GPU}": _compiled(figures[f"train_step-smdm-472m-2048-compilers-{_GPU}"]["forms"]),
         f"train_step-smdm-472m-2048-fp8-{_GPU}": _float8(figures[f"train_step-smdm-472m-2048-fp8-{_GPU}"]["forms"]),
         f"train_step-qwen2.5-0.5b-2048-{_GPU}": _against(figures[f"train_step-qwen2.5-0.5b-2048-{_GPU}"]["forms"]),
         f"train_step-smollm2-135m-512-{_GPU}": _twins(figures[f"train_step-smollm2-135m-512-{_GPU}"]["forms"]),
         f"train_step-smollm2-135m-512-rows256-{_GPU}": _halves(figures[f"train_step-smollm2-135m-512-rows256-{_GPU}"]["forms"]),
+        f"train_step-smollm2-135m-512-fp8-{_GPU}": _narrow(figures[f"train_step-smollm2-135m-512-fp8-{_GPU}"]["forms"]),
         f"sampling-{_GPU}": _sampling(figures[f"sampling-{_GPU}"]),
         f"likelihood-{_GPU}": _likelihood(figures[f"likelihood-{_GPU}"]),
         "serving-cpu-aarch64.json": _serving(figures["serving-cpu-aarch64.json"]),
@@ -74,13 +74,10 @@ def _thousands(row: Any) -> str:
 
 def _step(forms: Any) -> list[str]:
     return [
-        f"{_thousands(forms['sink'])} tokens/s, {100 * forms['sink']['mfu']:.1f} % MFU",
+        f"{_thousands(forms['sink'])} tokens/s, {100 * forms['sink']['mfu']:.1f} % MFU; "
+        f'`residual = "bf16"` {_thousands(forms["sink-residual"])}',
         f"{_thousands(forms['official'])} tokens/s (official form)",
     ]
-
-
-def _residual(forms: Any) -> list[str]:
-    return [f'`residual = "bf16"` {_thousands(forms["sink-residual"])} ({_thousands(forms["sink"])} without, in that run)']
 
 
 def _compiled(forms: Any) -> list[str]:
@@ -106,6 +103,11 @@ def _halves(forms: Any) -> list[str]:
     """By what layers add to."""
     rates = [_thousands(forms[f"{form}{half}"]) for half in ("", "-residual") for form in ("sink", "vanilla")]
     return ['256 rows: {}; {}, and {}; {} with `residual = "bf16"`'.format(*rates)]
+
+
+def _narrow(forms: Any) -> list[str]:
+    rates = [_thousands(forms[f"{form}-fp8-residual"]) for form in ("sink", "vanilla")]
+    return ['{}; {} with `precision = "fp8"` as well'.format(*rates)]
 
 
 def _sampling(figures: Any) -> list[str]:
