@@ -20,7 +20,7 @@ _BUSY = 4  # too few for each multiprocessor
 _SUM_TILE = 16384  # elements of a program that adds up what these found
 _RETURNED_TILE, _RETURN_WARPS = 8192, 4  # of one that adds up half a sink's width and hands it back to its row
 _WARPS = 8
-_JOINED_WARPS, _JOINED_BY_WARP = 4, 512  # at most, and elements of each that joins the gradients of a token
+_JOINED_WARPS, _JOINED_BY_WARP = 4, 768  # at most, and pairs of each that joins the gradients of a token
 _TURNED, _SCORED_BY_WARP = 4, 1024  # warps that rotate a token, and elements of each that finds scores, too, within itself
 
 
@@ -369,14 +369,14 @@ def _join_into(into: Tensor, grads: list[Tensor], cos: Tensor, sin: Tensor, turn
     n_kv = grad_k.shape[1]
     sink_k = None if sink_k is None else _narrow(sink_k)
     cos, sin = cos.contiguous(), sin.contiguous()
-    heads_block, half = triton.next_power_of_2(n_heads), triton.next_power_of_2(width // 2)
+    heads_block, kv_block, half = (triton.next_power_of_2(n) for n in (n_heads, n_kv, width // 2))
     _join_heads[(tokens, batch)](
         grad_q, grad_k, grad_v, grad_q if turns is None else turns, grad_q if sink_k is None else sink_k, cos, sin, into, tokens,
         *grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3], cos.stride(0) if cos.shape[0] > 1 else 0,
         *((0, 0, 0) if sink_k is None else _strides(sink_k, batch)),
         n_heads=n_heads, n_kv=n_kv, n_sinks=0 if turns is None else turns.shape[3], width=width,
-        heads_block=heads_block, kv_block=triton.next_power_of_2(n_kv), half_block=half,
-        num_warps=min(_JOINED_WARPS, max(1, heads_block * half // _JOINED_BY_WARP)),
+        heads_block=heads_block, kv_block=kv_block, half_block=half,
+        num_warps=min(_JOINED_WARPS, max(1, (heads_block + 2 * kv_block) * half // _JOINED_BY_WARP)),
     )  # fmt: skip
 
 

@@ -140,7 +140,7 @@ def _round_tile(
         _store_turned(turned, first, second, third, fourth, _load_again(gain), quad, k, n, n_quads)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tiles"])
 def _round(
     x, gain, rows, turned, n_tiles, n_rows, n, n_quads,
     has_rows: tl.constexpr, has_turned: tl.constexpr, seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr,
@@ -210,7 +210,7 @@ def _swiglu_tile(
         tl.store(rows + row * n + f[None, :], (hidden * tl.load(guess)).to(rows.dtype.element_ty), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tiles"])
 def _swiglu_round(
     gate_up, guess, rows, n_tiles, n_rows, n, seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr,
     slots: tl.constexpr, block_m: tl.constexpr, block_f: tl.constexpr,
@@ -280,7 +280,7 @@ def _swiglu_backward_tile(
         _store_turned(hidden, hidden0, hidden1, hidden2, hidden3, tl.load(hidden_gain), quad, f, n, n_quads)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tiles"])
 def _swiglu_round_backward(
     gate_up, grad, hidden_gain, guess, rows, gate_turned, up_turned, hidden, n_tiles, n_rows, n, n_quads,
     seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr, slots: tl.constexpr,

@@ -7,8 +7,8 @@ one reading. A turned matrix is filled up with columns of zeros, which add nothi
 Values and weights are rounded to e4m3, gradients, whose sizes differ more, to e5m2. A gain is what a tensor is multiplied by before
 it is rounded, so that its largest magnitude comes below the largest number of the type: a power of two, by which a number is
 rounded alike whatever stands beside it. It is a tensor (), so that nobody waits for it. Of values the largest comes just below. Of
-gradients it comes within a factor of 256 of it, and stays there while they grow or shrink by less: e5m2 rounds all numbers alike
-from its largest down to 2^-30 of it, so that this much of the range is to spare.
+gradients it comes within a factor of 256 of it, because theirs are powers of 2^8: the gain is then seldom another while peaks go up
+and down. e5m2 rounds all numbers alike over 29 powers of two, so that this much of its range is to spare.
 
 To find a gain, a matrix is read before it is rounded. It is seldom another than it was a step before, so it can be guessed, and a
 matrix is read twice only where the guess was wrong: what comes is the same bit for bit, whatever was guessed. Guesses are kept by
@@ -27,7 +27,7 @@ MULTIPLE = 16  # of what a product sums over, and of its columns
 TOKENS = (
     128  # and of tokens, where they are summed over: 131,088 of them take up to 1.6 times as long as 131,200 (H200, torch 2.11)
 )
-_FAR = 4096
+_FAR = 4096  # bytes, and multiples of it: so far apart rows should not begin
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in (VALUES, GRADIENTS)}
 TINY = 1e-24  # the least peak: a tensor of zeros has a gain too
 SLOTS = 64  # of a guess
@@ -48,7 +48,8 @@ def new_guesses(count: int, device: torch.device) -> Tensor:
 
 
 def padded(count: int, multiple: int) -> int:
-    """Of tokens, never a large power of two: rows that lie so far apart in memory go to the same few of its channels."""
+    """The next multiple. Of TOKENS one that is not among those of _FAR, too: rows that lie so far apart go to the same few channels
+    of memory. (Other sides must be as long as what they are multiplied with.)"""
     whole = -(-count // multiple) * multiple
     return whole + TOKENS if multiple == TOKENS and whole % _FAR == 0 else whole
 
@@ -79,8 +80,8 @@ def _(x: Tensor) -> Tensor:
 
 @operator("round_float8")
 def round_float8(x: Tensor, gain: Tensor, dtype: torch.dtype, rows: bool, turned: int) -> tuple[Tensor, Tensor]:
-    """x (M, K) times gain in float8: as it lies, and turned (K, M and zeros), filled up to a multiple of `turned`. What is not
-    wanted is empty; 0: turned is not."""
+    """x (M, K) times gain in float8: as it lies, and turned (K, M and zeros), `padded` to `turned`, a multiple of 4. What
+    is not wanted is empty; 0: turned is not."""
     whole = x.float() * gain
     return (whole.to(dtype) if rows else whole.new_empty(0, dtype=dtype),
             _turn(whole, dtype, turned) if turned else whole.new_empty(0, dtype=dtype))  # fmt: skip
