@@ -14,6 +14,7 @@ COMMAND_LINE = (
     "cli_recipes",
     "cli_reproduce",
     "cli_serving",
+    "early",
     "entry",
 )  # import everything else inside their subcommands
 CORE = (

@@ -48,14 +48,18 @@ def token_set(tmp_path_factory) -> Path:
 
 
 def test_first_weights_drawn_ahead_are_those_of_the_model():
-    """In order, out of order, and asked for twice; begun before or not."""
+    """In order, out of order, and asked for twice; all begun at once and brought to where they stay, or not."""
     model = DiffusionLM(ModelConfig.preset("nano", n_sinks=1), seed=3)
     wanted = {name: p.detach() for name, p in model.named_parameters()}
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     for names in (list(wanted), list(reversed(wanted)), [*wanted, *wanted]):
-        for at_once in (False, True):
-            drawn = opening.DrawnAhead(model, 3, n_threads=2, at_once=at_once)
-            assert bool(drawn._drawn) == at_once
-            assert all(torch.equal(drawn(name, tuple(wanted[name].shape)), wanted[name]) for name in names)
+        for to in (None, (device, torch.float32), (device, torch.float64)):
+            drawn = opening.DrawnAhead(model, 3, n_threads=2, to=to)
+            assert len(drawn._drawn) == (0 if to is None else len(wanted))
+            for name in names:
+                one = drawn(name, tuple(wanted[name].shape))
+                assert to is None or (one.device, one.dtype) == to
+                assert torch.equal(one.cpu().float(), wanted[name])
 
 
 @pytest.mark.parametrize("norm", [3.0, 0.2, float("nan")])

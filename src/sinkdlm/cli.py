@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from sinkdlm import cli_analysis, cli_data, cli_evals, cli_planning, cli_reproduce, cli_serving
+from sinkdlm import cli_analysis, cli_data, cli_evals, cli_planning, cli_reproduce, cli_serving, early
 from sinkdlm.cli_options import (
     Arithmetic,
     Bos,
@@ -199,6 +199,10 @@ def train(
     """Pretrain, adapt from an AR parent, or fine-tune: what the recipe says. The same command goes on where a run stopped."""
     folder = out or Path("runs") / recipe.stem
     resolved = load_recipe(recipe, overrides, folder)
+    opened = early.open_device(device)
+    import torch  # noqa: F401  (before the next line)
+
+    early.load_kernels(opened, device)
     from sinkdlm.training.kept import read_kept
     from sinkdlm.training.loop import train as run
     from sinkdlm.training.peaks import read_peaks

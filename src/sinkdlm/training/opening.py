@@ -39,20 +39,23 @@ class Data(NamedTuple):
 
 
 class DrawnAhead:
-    """A model's random first weights, drawn by several threads a few tensors ahead of whoever asks for them in order: one thread
-    would keep a GPU waiting for seconds. Which weights come does not depend on the order."""
+    """A model's random first weights, drawn by several threads ahead of whoever asks for them in order: one thread would keep a GPU
+    waiting for seconds. Which weights come does not depend on the order."""
 
-    def __init__(self, model: DiffusionLM, seed: int, n_threads: int, *, at_once: bool = False) -> None:
-        """at_once: begins with the first, before anybody asks."""
+    def __init__(
+        self, model: DiffusionLM, seed: int, n_threads: int, *, to: tuple[torch.device, torch.dtype] | None = None
+    ) -> None:
+        """to: where and as what all of them are going to stay. They are then begun at once, the largest first, and brought there by
+        the threads that draw them; else they wait on the host, a few at a time."""
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._places = {name: place for place, name in enumerate(self._shapes)}
         self._drawn: dict[str, Future[Tensor]] = {}
         self._begun: set[str] = set()
-        self._ahead = 2 * n_threads
+        self._ahead = len(self._shapes) if to is not None else 2 * n_threads
         self._pool = ThreadPoolExecutor(n_threads)
-        shapes = self._shapes
-        self._draw = lambda name: model.initial_weight(name, shapes[name], seed)
-        if at_once:
+        shapes, (device, dtype) = self._shapes, to or (None, None)
+        self._draw = lambda name: model.initial_weight(name, shapes[name], seed).to(device, dtype)
+        if to is not None:
             self._begin(0)
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -61,10 +64,11 @@ class DrawnAhead:
         return self._draw(name) if drawn is None else drawn.result()
 
     def _begin(self, place: int) -> None:
-        for following in itertools.islice(self._shapes, place, place + self._ahead):
-            if following not in self._begun:
-                self._begun.add(following)
-                self._drawn[following] = self._pool.submit(self._draw, following)
+        window = itertools.islice(self._shapes, place, place + self._ahead)
+        new = [name for name in window if name not in self._begun]
+        for name in sorted(new, key=lambda name: -math.prod(self._shapes[name])):
+            self._begun.add(name)
+            self._drawn[name] = self._pool.submit(self._draw, name)
         if len(self._begun) == len(self._shapes):
             self._pool.shutdown(wait=False)
 
@@ -182,8 +186,9 @@ def open_model(
         model = DiffusionLM(recipe.model)
     n_threads = max(1, min(_DRAWING, (os.cpu_count() or 1) // folder.world.local_size))
     tokenizer = _settle_tokenizer(recipe, folder, data.rows, None)
-    # Where blocks are sharded, they come first, and the embedding, which is large, need not wait on the host for them.
-    first = None if resumes else DrawnAhead(model, recipe.train.seed, n_threads, at_once=folder.world.alone)
+    # Where blocks are sharded, no rank has room for all of them whole.
+    place = (folder.world.device, dtype) if folder.world.alone else None
+    first = None if resumes else DrawnAhead(model, recipe.train.seed, n_threads, to=place)
     return Start(model, first, tokenizer, facts)
 
 

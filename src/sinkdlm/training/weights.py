@@ -164,8 +164,9 @@ def materialise(module: nn.Module, prefix: str, device: torch.device, dtype: tor
         for key, p in holder._parameters.items():
             if p is None or not p.is_meta:
                 continue
-            made = torch.empty(p.shape, dtype=dtype, device=device)
-            if first is not None:
-                made.copy_(first(f"{place}.{key}" if place else key, tuple(p.shape)))
+            if first is None:
+                made = torch.empty(p.shape, dtype=dtype, device=device)
+            else:
+                made = first(f"{place}.{key}" if place else key, tuple(p.shape)).to(device, dtype)
             holder._parameters[key] = nn.Parameter(made)
     module.to(device)
