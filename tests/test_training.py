@@ -105,7 +105,7 @@ def run(recipe: Recipe, out: Path, **more):
         def print(self, *objects, **_):
             lines.append(" ".join(map(str, objects)))
 
-    result = loop.train(recipe, out, console=Listening(), **more)
+    result = loop.train(recipe, out, console=Listening(), **{"device": "cpu", **more})
     return result, lines
 
 
