@@ -25,6 +25,7 @@ def expected() -> dict[str, list[str]]:
         f"train_step-smdm-472m-2048-{_GPU}": _step(figures[f"train_step-smdm-472m-2048-{_GPU}"]["forms"]),
         f"train_step-smdm-472m-2048-compilers-{_GPU}": _compiled(figures[f"train_step-smdm-472m-2048-compilers-{_GPU}"]["forms"]),
         f"train_step-smdm-472m-2048-fp8-{_GPU}": _float8(figures[f"train_step-smdm-472m-2048-fp8-{_GPU}"]["forms"]),
+        f"cold_start-smdm-472m-{_GPU}": _starts(figures[f"cold_start-smdm-472m-{_GPU}"]["seconds_to_first_step"]),
         f"train_step-qwen2.5-0.5b-2048-{_GPU}": _against(figures[f"train_step-qwen2.5-0.5b-2048-{_GPU}"]["forms"]),
         f"train_step-smollm2-135m-512-{_GPU}": _twins(figures[f"train_step-smollm2-135m-512-{_GPU}"]["forms"]),
         f"train_step-smollm2-135m-512-rows256-{_GPU}": _halves(figures[f"train_step-smollm2-135m-512-rows256-{_GPU}"]["forms"]),
@@ -88,6 +89,10 @@ def _compiled(forms: Any) -> list[str]:
 def _float8(forms: Any) -> list[str]:
     rates = [forms[form]["tokens_per_second"] for form in ("sink-fp8", "sink")]
     return [f'`precision = "fp8"` {_thousands(forms["sink-fp8"])}, {rates[0] / rates[1]:.2f} times bf16 in its run']
+
+
+def _starts(seconds: Any) -> list[str]:
+    return [f"{seconds['warm']['p50']:.1f} s, where kernels are to be built {seconds['installed']['p50']:.1f} s"]
 
 
 def _against(forms: Any) -> list[str]:
