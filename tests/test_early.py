@@ -2,11 +2,15 @@
 
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from sinkdlm import early, fusion
+from sinkdlm import cli, early
+from sinkdlm.errors import UserError
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -35,18 +39,89 @@ def test_it_is_the_device_that_training_chooses(device, rank, index, monkeypatch
 def test_without_a_driver_nothing_is_opened(monkeypatch):
     monkeypatch.setattr(early, "_DRIVER", "libno-such-driver.so.1")
     assert not early._retain(0)
+    early._release(0)
     opened = early.open_device(None)
     assert opened is not None
     opened.join(10)
     assert not opened.is_alive()
 
 
-def test_where_torch_has_no_gpu_nothing_is_loaded(monkeypatch):
+def done() -> threading.Thread:
+    return early._begin(lambda: None)
+
+
+def test_where_torch_has_no_gpu_the_device_is_given_back(monkeypatch):
+    released: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(fusion, "has_kernels", lambda: pytest.fail("loads kernels without a GPU"))
-    opened = early.open_device(None)
-    assert opened is not None
-    early._load(opened, 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(early, "_release", released.append)
+    early._load(done(), 2)
+    assert released == [2]
+
+
+def test_what_goes_wrong_is_left_to_who_needs_it(monkeypatch):
+    def fails():
+        raise AssertionError("a toolchain's own words")
+
+    monkeypatch.setattr(torch.cuda, "is_available", fails)
+    early._load(done(), 0)
+
+
+def test_training_begins_it_with_its_device(monkeypatch, tmp_path):
+    said: list[tuple] = []
+    monkeypatch.setattr(early, "open_device", lambda device: said.append(("open", device)) or "opened")
+    monkeypatch.setattr(early, "load_kernels", lambda opened, device: said.append((opened, device)))
+    with pytest.raises(UserError, match="nowhere"):
+        cli.train(missing(tmp_path), out=tmp_path / "run", device="cpu")
+    assert said == [("open", "cpu"), ("opened", "cpu")]
+
+
+def test_a_command_that_fails_waits_for_what_it_began(tmp_path):
+    """Python that ends while a thread is in torch aborts."""
+    code = f"""
+import sys, time
+from sinkdlm import early, entry
+def slow(opened, index):
+    import torch
+    x, end = torch.zeros(400, 400), time.monotonic() + 2.5
+    while time.monotonic() < end:
+        torch.mm(x, x)
+early._load = slow
+sys.argv = ["sinkdlm", "train", {str(missing(tmp_path))!r}, "--out", {str(tmp_path / "run")!r}]
+entry.main()
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (found.returncode, found.stderr.count("\n")) == (2, 1), found.stderr
+    assert "nowhere" in found.stderr
+
+
+def missing(folder: Path) -> Path:
+    """A recipe whose data is not there."""
+    recipe = folder / "recipe.toml"
+    recipe.write_text(
+        f"[model]\npreset = 'nano'\n[data]\nlength = 64\n[data.sets]\n'{folder}/nowhere' = 1\n[train]\nsteps = 1\nbatch = 2\n"
+    )
+    return recipe
+
+
+def test_kernels_are_built_by_one_at_a_time(monkeypatch):
+    pytest.importorskip("triton")
+    from sinkdlm import kernels
+
+    within, most = 0, 0
+
+    def build(_):
+        nonlocal within, most
+        within += 1
+        most = max(most, within)
+        time.sleep(0.05)
+        within -= 1
+
+    monkeypatch.setattr(kernels, "swiglu", build)
+    threads = [early._begin(kernels.build_one, "cpu") for _ in range(3)]
+    for thread in threads:
+        thread.join()
+    assert most == 1
 
 
 def test_the_command_line_does_not_load_torch_for_it():
@@ -66,9 +141,9 @@ flags, active = ctypes.c_uint(), ctypes.c_int()
 driver = ctypes.CDLL("libcuda.so.1")
 assert driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0 and active.value
 import torch
-from sinkdlm import fusion
+from sinkdlm import fusion, kernels
 early._load(opened, 0)
-assert fusion._load_kernels.cache_info().currsize == 1 and fusion.has_kernels()
+assert kernels._swiglu.device_caches[0][0] and fusion.has_kernels()
 assert torch.ones(3, device="cuda").sum().item() == 3
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -62,6 +62,39 @@ def test_first_weights_drawn_ahead_are_those_of_the_model():
                 assert torch.equal(one.cpu().float(), wanted[name])
 
 
+def test_first_weights_that_stay_are_begun_with_the_largest(monkeypatch):
+    model, order = DiffusionLM(ModelConfig.preset("nano", n_sinks=1), seed=3), []
+    plain = model.initial_weight
+    monkeypatch.setattr(model, "initial_weight", lambda name, *given: order.append(name) or plain(name, *given))
+    with opening.DrawnAhead(model, 3, n_threads=1, to=(torch.device("cpu"), torch.float32)) as drawn:
+        for name, p in model.named_parameters():
+            drawn(name, tuple(p.shape))
+    sizes = [dict(model.named_parameters())[name].numel() for name in order]
+    assert sizes == sorted(sizes, reverse=True)
+    assert order != [name for name, _ in model.named_parameters()]
+
+
+def test_a_failure_ends_the_drawing_of_first_weights(monkeypatch):
+    """What the first worker fails with is told, and the others' work is not done."""
+    model, order = DiffusionLM(ModelConfig.preset("nano", n_sinks=1), seed=3), []
+
+    def fails(name, *_):
+        order.append(name)
+        time.sleep(0.2)
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(model, "initial_weight", fails)
+    largest = max(dict(model.named_parameters()).items(), key=lambda item: item[1].numel())[0]
+    with (
+        pytest.raises(torch.OutOfMemoryError),
+        opening.DrawnAhead(model, 3, n_threads=1, to=(torch.device("cpu"), torch.float32)) as drawn,
+    ):
+        drawn(largest, ())
+    drawn._pool.shutdown(wait=True)
+    assert order[0] == largest
+    assert len(order) <= 2
+
+
 @pytest.mark.parametrize("norm", [3.0, 0.2, float("nan")])
 def test_clipping_within_the_update_is_clipping_before_it(norm, monkeypatch):
     """On a GPU by its own kernel. A gradient that is not finite changes nothing by either way."""

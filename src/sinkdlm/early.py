@@ -1,34 +1,36 @@
 """What a GPU's first step waits for, begun while Python loads torch and the package, which take longer: the device, Triton, cuBLAS.
 
-Nothing here can fail: what goes wrong, goes wrong again where it is needed, and is told there. Imports no torch by itself.
+Nothing here ends a command: what goes wrong, goes wrong again where it is needed, and is told there. Imports no torch by itself.
+The threads are no daemons: Python must not end while one of them is in torch or in the driver.
 """
 
 import ctypes
 import os
 import threading
+from typing import Any
 
 _DRIVER = "libcuda.so.1"
 
 
 def open_device(device: str | None) -> threading.Thread | None:
-    """Has the driver set up the GPU that this process is going to use, in a thread; nothing where that is none. For when torch is
-    going to be loaded in any case: a process should not end while its driver begins.
+    """Has the driver set up the GPU that this process is going to use, in a thread; nothing where that is none.
 
     device: as the command line has it; None: a GPU, if there is one.
     """
     index = _index(device)
-    if index is None:
-        return None
-    thread = threading.Thread(target=_retain, args=(index,), daemon=True)
-    thread.start()
-    return thread
+    return None if index is None else _begin(_retain, index)
 
 
-def load_kernels(opened: threading.Thread | None, device: str | None) -> None:
+def load_kernels(opened: threading.Thread | None, device: str | None) -> threading.Thread | None:
     """After torch is loaded: Triton's kernels are loaded in a thread, and cuBLAS is."""
     index = _index(device)
-    if opened is not None and index is not None:
-        threading.Thread(target=_load, args=(opened, index), daemon=True).start()
+    return None if opened is None or index is None else _begin(_load, opened, index)
+
+
+def _begin(work: Any, *given: Any) -> threading.Thread:
+    thread = threading.Thread(target=work, args=given)
+    thread.start()
+    return thread
 
 
 def _index(device: str | None) -> int | None:
@@ -38,28 +40,44 @@ def _index(device: str | None) -> int | None:
     return int(number) if kind == "cuda" and number.isdecimal() else None
 
 
-def _retain(index: int) -> bool:
-    """The context is the one that torch gets; it is kept as long as the process."""
+def _find(index: int) -> tuple[Any, ctypes.c_int] | None:
+    """The driver, and its name for the device."""
     try:
         driver = ctypes.CDLL(_DRIVER)
     except OSError:
+        return None
+    place = ctypes.c_int()
+    return None if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(place), index) else (driver, place)
+
+
+def _retain(index: int) -> bool:
+    """The context is the one that torch gets."""
+    found = _find(index)
+    if found is None:
         return False
-    place, context = ctypes.c_int(), ctypes.c_void_p()
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(place), index):
-        return False
-    return driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), place) == 0
+    driver, place = found
+    return driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), place) == 0
+
+
+def _release(index: int) -> None:
+    found = _find(index)
+    if found is not None:
+        driver, place = found
+        driver.cuDevicePrimaryCtxRelease(place)
 
 
 def _load(opened: threading.Thread, index: int) -> None:
-    import torch
-
-    from sinkdlm.fusion import has_kernels
-
     opened.join()
     try:
-        if torch.cuda.is_available() and index < torch.cuda.device_count():
+        import torch
+
+        if not torch.cuda.is_available():
+            _release(index)  # a CPU's torch beside a driver
+        elif index < torch.cuda.device_count():
+            from sinkdlm import kernels
+
             with torch.cuda.device(index):
-                has_kernels()
+                kernels.build_one()
                 torch.mm(*torch.zeros(2, 16, 16, dtype=torch.bfloat16, device="cuda"))
-    except RuntimeError:
+    except Exception:  # whatever the toolchain raises, and torch where a warning is an error
         return

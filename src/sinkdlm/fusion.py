@@ -1,25 +1,22 @@
 """Whether Triton kernels may stand in for torch's own operations, here and now."""
 
 import functools
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _HALF = (torch.bfloat16, torch.float16)
-_loading = threading.Lock()  # who comes second waits, instead of doing it again
 
 
 @functools.cache
 def _load_kernels() -> Any:
     """The package's Triton kernels; nothing where there is no Triton, or where this file stands alone."""
-    with _loading:
-        try:
-            from sinkdlm import kernels
-        except ImportError:
-            return None
-        return kernels if kernels.is_usable() else None
+    try:
+        from sinkdlm import kernels
+    except ImportError:
+        return None
+    return kernels if kernels.is_usable() else None
 
 
 def find_kernels(x: Tensor) -> Any:

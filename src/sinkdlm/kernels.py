@@ -8,6 +8,7 @@ B rows, T tokens, S sinks, H query heads, K key/value heads, D head width.
 """
 
 import functools
+import threading
 import warnings
 from typing import Any
 
@@ -18,13 +19,20 @@ from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SWIGLU_BLOCK = 1024
+_building = threading.Lock()
+
+
+def build_one(device: str = "cuda") -> None:
+    """Has Triton set itself up, which reads all of its own library. Who comes second waits, and has little to do."""
+    with _building:
+        swiglu(torch.zeros(2, device=device))
 
 
 @functools.cache
 def is_usable() -> bool:
     """Whether a kernel can be built here, which needs a C compiler beside Triton."""
     try:
-        swiglu(torch.zeros(2, device="cuda"))
+        build_one()
     except Exception as error:  # whatever the toolchain raises
         warnings.warn(f"Triton's kernels cannot be built here ({error}); plain operations are used, which are slower", stacklevel=2)
         return False

@@ -31,7 +31,7 @@ from sinkdlm.training.feed import batches
 from sinkdlm.training.gradients import Gradients, StepResult, Sums
 from sinkdlm.training.kept import Kept
 from sinkdlm.training.monitor import MakeMonitor, Monitor, SilentMonitor
-from sinkdlm.training.opening import Data, LoadParent, open_data, open_model, settle_facts
+from sinkdlm.training.opening import Data, LoadParent, Start, open_data, open_model, settle_facts
 from sinkdlm.training.optimizer import MOMENTS, Average, Optimizer, learning_rate
 from sinkdlm.training.parallel import World, joined
 from sinkdlm.training.recorded import find_recorder
@@ -116,6 +116,11 @@ class Trainer:
         dtype = torch.float64 if self.precision == "float64" else torch.float32
         resumes = self.world.from_first(lambda: bool(self.states.steps()))
         start = open_model(self.recipe, self.folder, data, facts, dtype, load_parent, resumes=resumes)
+        with start.first or nullcontext():
+            return self._place(start, dtype)
+
+    def _place(self, start: Start, dtype: torch.dtype) -> Weights:
+        """The model on its device or devices, with the way its steps are going to be made."""
         self.tokenizer, self.facts = start.tokenizer, start.facts
         section = self.recipe.parallel
         layout = None

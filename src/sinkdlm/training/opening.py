@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from sinkdlm.planning import budget_steps
 from sinkdlm.training.evaluate import VALIDATION_SEED, sample_head
 from sinkdlm.training.run import RunFolder
 from sinkdlm.training.sameness import check_parent, mark_sets
-from sinkdlm.training.weights import FirstWeight
 
 LoadParent = Callable[[Recipe, torch.dtype], Loaded]
 Say = Callable[[str], None]
@@ -62,6 +61,14 @@ class DrawnAhead:
         self._begin(self._places[name])
         drawn = self._drawn.pop(name, None)
         return self._draw(name) if drawn is None else drawn.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """What nobody is going to ask for, because something failed, is not drawn."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._drawn.clear()
 
     def _begin(self, place: int) -> None:
         window = itertools.islice(self._shapes, place, place + self._ahead)
@@ -107,7 +114,7 @@ class Start(NamedTuple):
     """A model on the host, or on the meta device with its first weights by name (None: a state will fill them)."""
 
     model: DiffusionLM
-    first: FirstWeight | None
+    first: DrawnAhead | None
     tokenizer: RunTokenizer
     facts: dict[str, Any]
 
@@ -186,7 +193,7 @@ def open_model(
         model = DiffusionLM(recipe.model)
     n_threads = max(1, min(_DRAWING, (os.cpu_count() or 1) // folder.world.local_size))
     tokenizer = _settle_tokenizer(recipe, folder, data.rows, None)
-    # Where blocks are sharded, no rank has room for all of them whole.
+    # Several ranks may have no room for all of them whole.
     place = (folder.world.device, dtype) if folder.world.alone else None
     first = None if resumes else DrawnAhead(model, recipe.train.seed, n_threads, to=place)
     return Start(model, first, tokenizer, facts)
