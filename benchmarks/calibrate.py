@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.measuring import RESULTS
-from sinkdlm.config import Recipe
+from sinkdlm.config.recipe import Recipe
 from sinkdlm.pace import CALIBRATION, Constants, fitted, head_seconds, step_seconds
 from sinkdlm.planning import Chip, Layout, find_chip, fitting_micro_batch, training_memory
 

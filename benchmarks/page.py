@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.calibrate import foretold, peaks, timed_steps
 from benchmarks.measuring import RESULTS
-from sinkdlm.config import Recipe
+from sinkdlm.config.recipe import Recipe
 from sinkdlm.pace import calibration
 from sinkdlm.plans import Machine, Plan, make_plan
 

@@ -8,8 +8,8 @@ import torch
 
 from conftest import small_config
 from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError
-from sinkdlm.config import preset_names
-from sinkdlm.tables import parse_override
+from sinkdlm.config.recipe import preset_names
+from sinkdlm.config.toml import parse_override
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 

@@ -17,11 +17,11 @@ from rich.console import Console
 
 from sinkdlm import DiffusionLM, cli, errors
 from sinkdlm.analysis.study import read_capture
-from sinkdlm.config import LogSection
+from sinkdlm.config.recipe import LogSection
+from sinkdlm.config.toml import flatten
 from sinkdlm.demo import language, run, words
 from sinkdlm.demo.scoring import compare_answers, exact_match, share_interval
 from sinkdlm.demo.screen import OPEN, Look, Part, Screen, has_room, spark
-from sinkdlm.tables import flatten
 
 STEPS, TRAJECTORIES = 4, 6
 

@@ -106,7 +106,7 @@ def missing(folder: Path) -> Path:
 
 def test_kernels_are_built_by_one_at_a_time(monkeypatch):
     pytest.importorskip("triton")
-    from sinkdlm import kernels
+    from sinkdlm.kernels import inference as kernels
 
     within, most = 0, 0
 
@@ -141,7 +141,8 @@ flags, active = ctypes.c_uint(), ctypes.c_int()
 driver = ctypes.CDLL("libcuda.so.1")
 assert driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0 and active.value
 import torch
-from sinkdlm import fusion, kernels
+from sinkdlm.kernels import available as fusion
+from sinkdlm.kernels import inference as kernels
 early._load(opened, 0)
 assert kernels._swiglu.device_caches[0][0] and fusion.has_kernels()
 assert torch.ones(3, device="cuda").sum().item() == 3

@@ -7,11 +7,11 @@ from torch.nn import functional
 
 from conftest import small_model, small_tokens
 from sinkdlm import DiffusionLM, ModelConfig, layers
-from sinkdlm import float8_operators as operators
 from sinkdlm import model as modelling
 from sinkdlm.diffusion import corrupt, denoising_loss
-from sinkdlm.float8_operators import GRADIENTS, VALUES
 from sinkdlm.float8_products import fits, guesses_of, product, swiglu_mlp
+from sinkdlm.kernels import float8_ops as operators
+from sinkdlm.kernels.float8_ops import GRADIENTS, VALUES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = {"vocab_size": 16, "n_layers": 2, "n_heads": 2, "d_model": 32, "d_ff": 48, "context_length": 32, "n_sinks": 1}
@@ -58,7 +58,7 @@ def assert_rounded_alike(found, wanted):
 @pytest.mark.parametrize(("rows", "turned"), [(True, 128), (True, 0), (False, 16)])
 def test_rounding_kernel(given, dtype, rows, turned):
     pytest.importorskip("triton", reason="needs Triton")
-    from sinkdlm import float8_kernels
+    from sinkdlm.kernels import float8 as float8_kernels
 
     x = random(131, 624, dtype=given)[:, ::3]  # several tiles either way
     given = (x, operators.gain_of(x.abs().amax(), dtype), dtype, rows, turned)
@@ -71,7 +71,7 @@ def test_rounding_kernel(given, dtype, rows, turned):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_kernel_that_finds_the_largest(dtype):
     pytest.importorskip("triton", reason="needs Triton")
-    from sinkdlm import float8_kernels
+    from sinkdlm.kernels import float8 as float8_kernels
 
     for x in (
         random(3, 7, dtype=dtype),
@@ -87,7 +87,7 @@ def test_the_kernel_that_finds_the_largest(dtype):
 
 def test_swiglu_kernels():
     pytest.importorskip("triton", reason="needs Triton")
-    from sinkdlm import float8_kernels
+    from sinkdlm.kernels import float8 as float8_kernels
 
     gate_up, grad = random(67, 800, dtype=torch.bfloat16), random(67, 400, seed=1, dtype=torch.bfloat16)  # several tiles
     hidden, gain = operators.swiglu_float8.plain(gate_up)
@@ -117,7 +117,7 @@ def test_a_guess_changes_nothing(kind, scaled, monkeypatch):
     but for Triton's interpreter.)"""
     if kind == "kernel":
         pytest.importorskip("triton", reason="needs Triton")
-        from sinkdlm import float8_kernels as kernels
+        from sinkdlm.kernels import float8 as kernels
 
         monkeypatch.setattr(kernels, "_AGAIN", 3)
     elif DEVICE != "cpu":

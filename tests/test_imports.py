@@ -28,11 +28,11 @@ def test_imports_point_one_way():
         ("noise.py", "from sinkdlm import config", "noise must not import config"),
         ("attention.py", "from .config import ModelConfig", "attention must not import config"),
         ("model.py", "def f():\n    from sinkdlm.checkpoint import load", "model must not import checkpoint"),
-        ("cli.py", "from sinkdlm.config import Recipe", "import it inside the subcommand"),
+        ("cli.py", "from sinkdlm.config.recipe import Recipe", "import it inside the subcommand"),
         ("interop/qwen2.py", "from ..evals import x", "interop must not import evals"),
         ("diffusion.py", "import sinkdlm", "imports the whole package"),
         ("noise.py", "x = importlib.import_module('sinkdlm.model')", "behind importlib"),
-        ("novel.py", "from sinkdlm.config import Recipe", "novel must not import config"),
+        ("novel.py", "from sinkdlm.config.recipe import Recipe", "novel must not import config"),
     ],
 )
 def test_a_planted_import_is_caught(tmp_path, file, line, complaint):
@@ -111,7 +111,7 @@ def use():  # as a library: a model is made and watched, and makes a step
     from sinkdlm.training.optimizer import Optimizer
     model = sinkdlm.DiffusionLM(sinkdlm.ModelConfig.preset("nano", n_sinks=1))
     model(torch.zeros(1, 2, dtype=torch.int64), observe=lambda *seen: None).sum().backward()
-    Optimizer(dict(model.named_parameters()), sinkdlm.config.TrainSection(steps=1, batch=1)).step(0.1)
+    Optimizer(dict(model.named_parameters()), sinkdlm.config.recipe.TrainSection(steps=1, batch=1)).step(0.1)
     return [name for name in json.loads(sys.argv[1]) if name in sys.modules]
 short = ["--length", "4", "--steps", "1"]
 found = {

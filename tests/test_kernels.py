@@ -13,8 +13,8 @@ from sinkdlm.sampling.block_cache import BlockCache
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from sinkdlm import kernels
-from sinkdlm.sampling import kernels as sampling_kernels
+from sinkdlm.kernels import inference as kernels
+from sinkdlm.kernels import sampling as sampling_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUSABLE = [name for name, flags in VARIANTS.items() if flags.get("sink_kind") != "register"]

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conftest import VARIANTS, grid, small_config, small_model, small_tokens
 from reference import hidden_states
 from sinkdlm import DiffusionLM, ModelConfig
-from sinkdlm.config import preset_names
+from sinkdlm.config.recipe import preset_names
 
 GRID = list(grid())
 

@@ -6,14 +6,15 @@ import sys
 import pytest
 import torch
 
-from sinkdlm import operators
-from sinkdlm.opaque import operator
+from sinkdlm.kernels import ops as operators
+from sinkdlm.kernels.operator import operator
 
 
 def test_a_call_does_not_load_the_compiler():
     code = """
 import sys, torch
-from sinkdlm import float8_operators, operators
+from sinkdlm.kernels import float8_ops as float8_operators
+from sinkdlm.kernels import ops as operators
 with torch.no_grad():
     operators.swiglu(torch.ones(2, 8))
     float8_operators.peak(torch.ones(2, 8))

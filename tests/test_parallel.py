@@ -13,7 +13,7 @@ import ranks
 from conftest import VARIANTS
 from launches import plain_ranks, starts
 from sinkdlm import UserError
-from sinkdlm.config import ParallelSection
+from sinkdlm.config.recipe import ParallelSection
 from sinkdlm.planning import Layout, choose_layout, training_memory
 
 SHAPE = {"vocab_size": 64, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "d_model": 24, "d_ff": 20, "context_length": 64}

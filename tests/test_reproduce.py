@@ -13,7 +13,8 @@ from scipy import stats
 from evaluated import small_lm
 from reproductions import ITEMS, TOKENS, matrix, record, trial
 from sinkdlm.cli import load_parent
-from sinkdlm.config import Recipe
+from sinkdlm.config.recipe import Recipe
+from sinkdlm.config.toml import flatten
 from sinkdlm.data.rows import open_rows
 from sinkdlm.data.shards import open_split
 from sinkdlm.data.synthetic import character_tokenizer, prepare_example
@@ -51,7 +52,6 @@ from sinkdlm.reproduce.records import MAX_BYTES, Outcome, read_record, read_reco
 from sinkdlm.reproduce.report import findings, verdicts, write_report
 from sinkdlm.reproduce.running import Bench, _asking_officially, recipe_of, stages_of
 from sinkdlm.reproduce.steadiness import NAME as STEADINESS
-from sinkdlm.tables import flatten
 
 ROOT = Path(__file__).parent.parent
 CLAIM = {claim.name: claim for claim in claims.CLAIMS}

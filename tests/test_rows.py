@@ -9,7 +9,7 @@ import torch
 from benchmarks.kills import write_set
 
 from sinkdlm import UserError
-from sinkdlm.config import DataSection
+from sinkdlm.config.recipe import DataSection
 from sinkdlm.data.order import deal, rows_of
 from sinkdlm.data.rows import Rows, open_rows
 from sinkdlm.data.shards import Shard, Split, open_split

@@ -24,7 +24,7 @@ from rich.console import Console
 from evaluated import tiny_tokenizer
 from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError, layers, load, save
 from sinkdlm.checkpoint import write_tokenizer
-from sinkdlm.config import LogSection, TrainSection
+from sinkdlm.config.recipe import LogSection, TrainSection
 from sinkdlm.data.rows import open_rows
 from sinkdlm.planning import budget_steps, training_flops
 from sinkdlm.sampling import policy_of

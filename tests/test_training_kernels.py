@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from conftest import VARIANTS, small_model, small_tokens
-from sinkdlm import diffusion, fused_layers, layers, operators
+from sinkdlm import diffusion, fused_layers, layers
 from sinkdlm import model as modelling
 from sinkdlm.attention import attend, attend_naive
-from sinkdlm.config import TrainSection
+from sinkdlm.config.recipe import TrainSection
 from sinkdlm.diffusion import corrupt, denoising_loss
+from sinkdlm.kernels import ops as operators
 from sinkdlm.rounded import rounded
 from sinkdlm.training import optimizer
 
@@ -41,7 +42,7 @@ SHAPES = [(2, 4, 4, 70, 16, 1, False), (1, 6, 2, 64, 24, 3, False), (2, 3, 1, 5,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merging_kernels(shape, dtype):
     pytest.importorskip("triton", reason="needs Triton")
-    from sinkdlm import attention_kernels
+    from sinkdlm.kernels import sink_attention as attention_kernels
 
     *sizes, by_row = shape
     q, content, lse, sink_k, sink_v, grad, grad_q = parts(*sizes, dtype=dtype, by_row=by_row)
@@ -72,7 +73,7 @@ def test_merging_kernels(shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_turning_kernel(shape, dtype):
     pytest.importorskip("triton", reason="needs Triton")
-    from sinkdlm import attention_kernels
+    from sinkdlm.kernels import sink_attention as attention_kernels
 
     batch, n_heads, n_kv, tokens, width, n_sinks, by_row = shape
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
@@ -89,7 +90,7 @@ def test_turning_kernel(shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_of_rows_behind_the_tokens(heads, n_kv, width, n_sinks, zero_value, dtype, monkeypatch):
     pytest.importorskip("triton", reason="needs Triton")
-    from sinkdlm import attention_kernels
+    from sinkdlm.kernels import sink_attention as attention_kernels
 
     monkeypatch.setattr(attention_kernels, "_SPAN", 1)  # many parts to add up
     monkeypatch.setattr(attention_kernels, "_RETURNED_TILE", 32)
@@ -132,7 +133,7 @@ def test_kernels_of_rows_behind_the_tokens(heads, n_kv, width, n_sinks, zero_val
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_swiglu_backward_kernel(dtype):
     pytest.importorskip("triton", reason="needs Triton")
-    from sinkdlm import training_kernels
+    from sinkdlm.kernels import dense as training_kernels
 
     gate_up, grad = 3 * random(3, 5, 2 * 1100, dtype=dtype), random(3, 5, 1100, seed=1, dtype=dtype)
     found = training_kernels.swiglu_backward(gate_up, grad)
@@ -146,7 +147,7 @@ NORMED = (torch.bfloat16, torch.float32)
 @pytest.mark.parametrize("added", [False, True])
 def test_norm_kernel(added, dtype):
     pytest.importorskip("triton", reason="needs Triton")
-    from sinkdlm import training_kernels
+    from sinkdlm.kernels import dense as training_kernels
 
     x, update = random(3, 5, 70, dtype=dtype), random(3, 5, 70, seed=1, dtype=torch.bfloat16) if added else None
     given = (x, update, random(70, seed=2), 1e-5)
@@ -160,7 +161,7 @@ def test_norm_kernel(added, dtype):
 @pytest.mark.parametrize("update", [None, torch.bfloat16])
 def test_norm_backward_kernel(update, dtype, monkeypatch):
     pytest.importorskip("triton", reason="needs Triton")
-    from sinkdlm import training_kernels
+    from sinkdlm.kernels import dense as training_kernels
 
     monkeypatch.setattr(training_kernels, "_SUM_ROWS", 8)  # fewer than programs
     x, grad_sum, grad_normed = (random(2, 45, 70, seed=i, dtype=dtype) for i in range(3))  # more rows than programs
@@ -266,7 +267,7 @@ def test_updates_by_the_kernel_are_those_of_torch(withheld, norm, monkeypatch):
 @pytest.mark.parametrize("sharp", [1, 40])
 def test_nll_kernel(exclude, sharp):
     pytest.importorskip("triton", reason="needs Triton")
-    from sinkdlm import training_kernels
+    from sinkdlm.kernels import dense as training_kernels
 
     logits, targets = sharp * random(7, 5000), torch.tensor([1, 2, 3, 4999, 4501, 70, 4095], device=DEVICE)
     logits[0, 1] = 60 * sharp  # a confident model: p - 1 is far below the precision of p

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from sinkdlm import attention, diffusion, likelihood, noise, sampling
     from sinkdlm.checkpoint import Loaded, load, save
-    from sinkdlm.config import ModelConfig, Recipe
+    from sinkdlm.config.recipe import ModelConfig, Recipe
     from sinkdlm.errors import UserError
     from sinkdlm.model import DiffusionLM
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from sinkdlm import operators
+from sinkdlm.kernels import ops as operators
 
 _ALIGNMENT = 8  # elements; the GPU kernels read heads in 16-byte pieces
 _HALF = (torch.bfloat16, torch.float16)

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sinkdlm import __version__
-from sinkdlm.config import MODEL_TYPE, ModelConfig
+from sinkdlm.config.recipe import MODEL_TYPE, ModelConfig
 from sinkdlm.durable import sync
 from sinkdlm.errors import CheckpointError, ConfigError
 from sinkdlm.model import DiffusionLM

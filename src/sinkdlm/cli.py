@@ -88,7 +88,7 @@ def _root(
 @app.command()
 def presets(as_json: Json = False) -> None:
     """List model presets with their parameter counts."""
-    from sinkdlm.config import ModelConfig, preset_names
+    from sinkdlm.config.recipe import ModelConfig, preset_names
 
     configs = {name: ModelConfig.preset(name) for name in preset_names()}
     if as_json:
@@ -122,7 +122,7 @@ def recipe_show(
 @recipe_app.command("schema")
 def recipe_schema() -> None:
     """Print the JSON schema of recipes, for editors that complete and check TOML."""
-    from sinkdlm.config import Recipe
+    from sinkdlm.config.recipe import Recipe
 
     typer.echo(json.dumps(Recipe.json_schema(), indent=2))
 
@@ -158,7 +158,7 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Read any supported model (its kind is detected) and write it as a checkpoint, in the official form or for transformers."""
-    from sinkdlm.tables import parse_override
+    from sinkdlm.config.toml import parse_override
 
     changes = dict(parse_override(override) for override in overrides or [])
     import torch
@@ -279,8 +279,8 @@ def sample(
     as_json: Json = False,
 ) -> None:
     """Write text with a model: after a prompt, into gaps, or as an answer."""
+    from sinkdlm.config.toml import parse_override
     from sinkdlm.sampling.unmasking import policy_of
-    from sinkdlm.tables import parse_override
 
     named: dict[str, Any] = {
         "steps": steps,

@@ -124,9 +124,9 @@ class _Asked:
 
     def __init__(self, given: dict[str, Any]) -> None:
         from sinkdlm.analysis.prompts import PROMPTS
+        from sinkdlm.config.toml import parse_override
         from sinkdlm.errors import AnalysisError
         from sinkdlm.sampling.unmasking import policy_of
-        from sinkdlm.tables import parse_override
 
         self._given = given
         unused = [key for key in ("prompts", "trajectories", "forwards", "length", "steps") if given[key] is not None]

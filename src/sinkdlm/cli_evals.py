@@ -136,9 +136,9 @@ class _Question:
     def __init__(
         self, plan: dict[str, Any], named: dict[str, Any], gen_kwargs: str | None, overrides: list[str], seed: int
     ) -> None:
+        from sinkdlm.config.toml import parse_override
         from sinkdlm.errors import EvalError
         from sinkdlm.evals.settings import settings_for
-        from sinkdlm.tables import parse_override
 
         self._changes = {name: value for name, value in named.items() if value is not None}
         settings_for("", self._changes)
@@ -182,8 +182,8 @@ def _read_fields(text: str) -> dict[str, Any]:
     """`a=1,b=[2, 3],c=word`: TOML's inline table, or pairs whose words have no quotes."""
     import tomllib
 
+    from sinkdlm.config.toml import parse_override
     from sinkdlm.errors import ConfigError, EvalError
-    from sinkdlm.tables import parse_override
 
     try:
         return tomllib.loads(f"fields = {{{text}}}")["fields"]

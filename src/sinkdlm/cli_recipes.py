@@ -12,7 +12,7 @@ from typing import Any
 
 def load_recipe(path: Path, overrides: Sequence[str] | None, out: Path | None = None) -> Any:
     """out: the run folder, which may hold a run that has begun."""
-    from sinkdlm.config import Recipe
+    from sinkdlm.config.recipe import Recipe
 
     return Recipe.load(path, overrides or [], fill=lambda table: fill_model(table, out))
 
@@ -29,7 +29,7 @@ def fill_model(table: Mapping[str, Any], out: Path | None = None) -> Mapping[str
 def _of_run(out: Path | None, parent: str) -> dict[str, Any] | None:
     if out is None or not (out / "recipe.toml").is_file():
         return None
-    from sinkdlm.config import Recipe
+    from sinkdlm.config.recipe import Recipe
     from sinkdlm.errors import ConfigError
     from sinkdlm.training.run import made_a_step
 
@@ -42,7 +42,7 @@ def _of_run(out: Path | None, parent: str) -> dict[str, Any] | None:
 
 def _of_parent(parent: str, model: Mapping[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
     """begun: [model] of the run that goes on, if there is one."""
-    from sinkdlm.config import ModelConfig
+    from sinkdlm.config.recipe import ModelConfig
     from sinkdlm.errors import ConfigError, UserError
 
     given = {"mask_id", "n_kv_heads", *model}  # these two follow from others

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sinkdlm.fusion import has_kernels
+from sinkdlm.kernels.available import has_kernels
 from sinkdlm.noise import Key, Stream, counter, fold, golden_words, hash_words, stream_state, top_bits, unit_interval
 
 _PROBABILITY_BITS = 32
@@ -339,7 +339,7 @@ class _ChunkedNLL(torch.autograd.Function):
 def _nll(logits: Tensor, targets: Tensor, exclude: int | None, grad_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
     """nll (N,) of logits (N, V), which may be overwritten, and d nll / d logits = p - onehot in grad_dtype."""
     if logits.dtype == torch.float32 and logits.is_cuda and has_kernels():
-        from sinkdlm import training_kernels
+        from sinkdlm.kernels import dense as training_kernels
 
         return training_kernels.nll_of_logits(logits, targets, exclude, grad_dtype)
     if exclude is not None:

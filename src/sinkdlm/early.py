@@ -74,7 +74,7 @@ def _load(opened: threading.Thread, index: int) -> None:
         if not torch.cuda.is_available():
             _release(index)  # a CPU's torch beside a driver
         elif index < torch.cuda.device_count():
-            from sinkdlm import kernels
+            from sinkdlm.kernels import inference as kernels
 
             with torch.cuda.device(index):
                 kernels.build_one()

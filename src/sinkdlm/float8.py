@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sinkdlm.errors import UserError
 from sinkdlm.float8_products import fits, why_not
-from sinkdlm.fusion import find_kernels
+from sinkdlm.kernels.available import find_kernels
 from sinkdlm.layers import Block
 from sinkdlm.model import DiffusionLM
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinkdlm import float8_operators as operators
 from sinkdlm.errors import TrainError
-from sinkdlm.float8_operators import GRADIENTS, MULTIPLE, TOKENS, VALUES, gain_of, new_guesses
-from sinkdlm.fusion import has_kernels
+from sinkdlm.kernels import float8_ops as operators
+from sinkdlm.kernels.available import has_kernels
+from sinkdlm.kernels.float8_ops import GRADIENTS, MULTIPLE, TOKENS, VALUES, gain_of, new_guesses
 
 _GUESSES = 6  # tensors of a layer whose gains are found, at most
 CAPABILITY = (8, 9)  # of a GPU, from which on it has such products

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sinkdlm import operators
 from sinkdlm.attention import content_backward, content_forward
+from sinkdlm.kernels import ops as operators
 from sinkdlm.positions import Rotation
 from sinkdlm.rounded import rounded
 

@@ -14,10 +14,10 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from sinkdlm.attention import attend
-from sinkdlm.config import ModelConfig
+from sinkdlm.config.recipe import ModelConfig
 from sinkdlm.float8_products import fits, guesses_of, product, swiglu_mlp
 from sinkdlm.fused_layers import add_last_norm, add_norm, attend_rows, project, swiglu_product
-from sinkdlm.fusion import find_kernels
+from sinkdlm.kernels.available import find_kernels
 from sinkdlm.lane import Lane
 from sinkdlm.positions import Rotation
 from sinkdlm.recompute import Recompute, run_again

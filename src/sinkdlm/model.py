@@ -17,9 +17,9 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from sinkdlm.attention import Choice, choose_form, merges_fast
-from sinkdlm.config import ModelConfig
+from sinkdlm.config.recipe import ModelConfig
 from sinkdlm.eager import uncompiled
-from sinkdlm.fusion import trains_fused
+from sinkdlm.kernels.available import trains_fused
 from sinkdlm.lane import LaneCache, arithmetic_of
 from sinkdlm.layers import Block, Embedding, Intervention, KeyValueCache, Norm, Observer, Surroundings, pick
 from sinkdlm.noise import Stream, hash_words, pair_words

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sinkdlm.config import Recipe
+from sinkdlm.config.recipe import Recipe
 from sinkdlm.planning import Chip, Layout, find_chip, kept_by_block
 
 CALIBRATION = Path(__file__).parent / "calibration.json"

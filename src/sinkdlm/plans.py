@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sinkdlm.config import Recipe
+from sinkdlm.config.recipe import Recipe
 from sinkdlm.errors import ConfigError, UserError
 from sinkdlm.pace import HOST_RANKS, knows, measured_on, scaled, step_seconds
 from sinkdlm.planning import (

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkdlm.config import DataSection
+from sinkdlm.config.recipe import DataSection
 from sinkdlm.data.order import Array, deal, rows_of
 from sinkdlm.data.shards import Split, open_split
 from sinkdlm.errors import DataError

@@ -24,7 +24,7 @@ from rich.console import Console
 from sinkdlm.analysis.report import metrics_of, to_json, write_report
 from sinkdlm.analysis.study import Plan, count_rows, read_capture, study, write_capture
 from sinkdlm.checkpoint import load
-from sinkdlm.config import Recipe
+from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.display import Bar
 from sinkdlm.demo import language, words
 from sinkdlm.demo.scoring import answer, attention_on_sums, compare_answers, exact_match, tell_story

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sinkdlm.config import LogSection
+from sinkdlm.config.recipe import LogSection
 from sinkdlm.demo.language import ANSWER, EOS, Problem
 from sinkdlm.sampling import policy_of, requests_of, start, stream
 from sinkdlm.training.monitor import Monitor

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm.checkpoint import RESERVED, Loaded, check_finite, check_vocabulary, highest_id, is_filler, load, read_provenance
-from sinkdlm.config import MODEL_TYPE, ModelConfig
+from sinkdlm.config.recipe import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConfigError, ConvertError
 from sinkdlm.interop.sources import DREAM_MASK_ID, Source, open_source
 from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of

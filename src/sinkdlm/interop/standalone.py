@@ -11,10 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sinkdlm import attention, fusion, lane, layers, model, noise, positions, recompute, visibility
+from sinkdlm import attention, lane, layers, model, noise, positions, recompute, visibility
 from sinkdlm.checkpoint import CONFIG, PROVENANCE
-from sinkdlm.config import ModelConfig
+from sinkdlm.config.recipe import ModelConfig
 from sinkdlm.interop import hf, hf_config
+from sinkdlm.kernels import available as fusion
 
 MODULE = "modeling_sinkdlm"
 _PROPERTIES = ("head_dim", "embedding_rows", "n_lane", "n_registers", "has_sink_logit")

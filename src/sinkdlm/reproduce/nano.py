@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from sinkdlm.checkpoint import save
-from sinkdlm.config import DataSection, ModelConfig
+from sinkdlm.config.recipe import DataSection, ModelConfig
 from sinkdlm.data.examples import MARK
 from sinkdlm.data.rows import Rows, open_rows
 from sinkdlm.demo import language

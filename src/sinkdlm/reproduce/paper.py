@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sinkdlm.config import Recipe
+from sinkdlm.config.recipe import Recipe
+from sinkdlm.config.toml import flatten
 from sinkdlm.errors import ReproduceError
 from sinkdlm.plans import Machine, make_plan
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, RATE_OF, SCRATCH, SFT, TARGETS, VARIANTS, Job, targets_of
 from sinkdlm.reproduce.records import write_text
-from sinkdlm.tables import flatten
 
 # Group -> the recipes of recipes/paper that its variants change.
 _RECIPES = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm.checkpoint import write_tokenizer, written_aside
-from sinkdlm.config import MODEL_TYPE, Recipe
+from sinkdlm.config.recipe import MODEL_TYPE, Recipe
 from sinkdlm.data.encoding import mark_tokenizer
 from sinkdlm.durable import held
 from sinkdlm.interop import Source, open_source

@@ -18,14 +18,14 @@ import torch
 from rich.console import Console
 
 from sinkdlm.checkpoint import load
-from sinkdlm.config import BUDGETS, Recipe
+from sinkdlm.config.recipe import BUDGETS, Recipe
+from sinkdlm.config.toml import nest, overlay, parse_override
 from sinkdlm.evals.requests import Sheet
 from sinkdlm.evals.settings import settings_for
 from sinkdlm.reproduce.inputs import Inputs
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, OFFICIAL, SFT, VARIANTS, Job, Scale
 from sinkdlm.reproduce.measuring import Found, Model, Stage, ask, score_answers, score_cuts, score_documents, watch
 from sinkdlm.reproduce.records import RUN, TRIAL, Outcome, Record, provenance, write_record, write_text
-from sinkdlm.tables import nest, overlay, parse_override
 from sinkdlm.training.loop import train
 from sinkdlm.training.opening import LoadParent
 from sinkdlm.training.peaks import read_lines, read_peaks

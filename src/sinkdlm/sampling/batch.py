@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm.errors import ModelError, SamplingError
-from sinkdlm.graphs import record_graph
+from sinkdlm.kernels.cuda_graph import record_graph
 from sinkdlm.noise import counter, fold
 from sinkdlm.sampling.block_cache import BlockCache
 from sinkdlm.sampling.drawing import guide, judge

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from sinkdlm.fusion import find_kernels
+from sinkdlm.kernels.available import find_kernels
 from sinkdlm.noise import Key, counter, fold
 from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 
@@ -106,7 +106,7 @@ def judge(policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, 
     """(tokens, score, probability) of (rows, n, V) logits, which are used up; keys (rows, n) where the temperature is above 0."""
     cuts = (keys is not None or policy.tempered) and (policy.top_k is not None or policy.top_p is not None)
     if not cuts and policy.order in ("confidence", *PLANNED_ORDERS) and find_kernels(logits) is not None:
-        from sinkdlm.sampling.kernels import choose
+        from sinkdlm.kernels.sampling import choose
 
         tokens, odds = choose(logits, keys, policy.temperature, policy.tempered)
         return tokens, odds, odds.sigmoid()

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError, core_schema
 
+from sinkdlm.config.toml import suggest
 from sinkdlm.sampling.unmasking import CACHES, NAMED, ORDERS, REMASKS, SCHEDULES
-from sinkdlm.tables import suggest
 
 UNKNOWN = "unknown_field"
 _LONGEST_NAME = 64  # characters of a field's name that are repeated

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sinkdlm.config import Compile, Recipe
+from sinkdlm.config.recipe import Compile, Recipe
 from sinkdlm.errors import TrainError
-from sinkdlm.fusion import has_kernels
+from sinkdlm.kernels.available import has_kernels
 from sinkdlm.model import DiffusionLM
 from sinkdlm.planning import Layout, fitting_micro_batch, settle_precision, training_flops
 from sinkdlm.training.parallel import World

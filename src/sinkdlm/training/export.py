@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkdlm.checkpoint import save_weights
-from sinkdlm.config import Recipe
+from sinkdlm.config.recipe import Recipe
 from sinkdlm.errors import CheckpointError
 
 

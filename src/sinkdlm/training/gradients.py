@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from sinkdlm.config import Recipe
+from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.rows import Batch
 from sinkdlm.diffusion import ROUNDED, Noisy, Schedule, corrupt, denoising_loss, round_places, scored_of
 from sinkdlm.noise import Stream, counter, stream_state

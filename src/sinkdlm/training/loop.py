@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from sinkdlm.config import Recipe
+from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.rows import Batch, Rows
 from sinkdlm.diffusion import Schedule, read_later
 from sinkdlm.errors import CheckpointError, DataError, TrainError, UserError

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from sinkdlm.config import LogSection
+from sinkdlm.config.recipe import LogSection
 from sinkdlm.errors import TrainError
 
 _PLAIN_SECONDS = 10.0  # between lines where there is no terminal

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from sinkdlm.config import TrainSection
-from sinkdlm.fusion import has_kernels
+from sinkdlm.config.recipe import TrainSection
+from sinkdlm.kernels.available import has_kernels
 from sinkdlm.rounded import copy_to_update, mark_updated
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -90,7 +90,7 @@ class Optimizer:
     def _step_large(
         self, names: list[str], gradients: Mapping[str, Tensor], lr: float, divisor: Tensor | None, withheld: Tensor | None
     ) -> None:
-        from sinkdlm import training_kernels
+        from sinkdlm.kernels import dense as training_kernels
 
         weights, updates = ([held[name] for name in names] for held in (self.named, self._updates))
         made = self._counts.double() + 1

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sinkdlm.config import ModelConfig, TrainSection
+from sinkdlm.config.recipe import ModelConfig, TrainSection
 from sinkdlm.diffusion import Schedule, times_of
 from sinkdlm.noise import golden_words, unit_interval
 from sinkdlm.planning import training_flops

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm.data.rows import Batch
-from sinkdlm.graphs import record_graph
+from sinkdlm.kernels.cuda_graph import record_graph
 
 _WARM = 2  # runs before a recording: one compiles and chooses kernels, the other, which adds to gradients, finds everything made
 

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from sinkdlm import __version__
-from sinkdlm.config import Recipe
+from sinkdlm.config.recipe import Recipe
 from sinkdlm.durable import replace_text
 from sinkdlm.errors import ConfigError, TrainError
 from sinkdlm.training.parallel import World

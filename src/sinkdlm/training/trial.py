@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from sinkdlm.config import Recipe
+from sinkdlm.config.recipe import Recipe
 from sinkdlm.diffusion import corrupt, denoising_loss
 from sinkdlm.model import DiffusionLM
 from sinkdlm.planning import training_flops

@@ -13,7 +13,7 @@ _HALF = (torch.bfloat16, torch.float16)
 def _load_kernels() -> Any:
     """The package's Triton kernels; nothing where there is no Triton, or where this file stands alone."""
     try:
-        from sinkdlm import kernels
+        from sinkdlm.kernels import inference as kernels
     except ImportError:
         return None
     return kernels if kernels.is_usable() else None

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from sinkdlm.config.presets import PRESETS
+from sinkdlm.config.toml import describe_mistake, flatten, nest, overlay, parse_override, read_table, suggest
 from sinkdlm.errors import ConfigError
-from sinkdlm.presets import PRESETS
-from sinkdlm.tables import describe_mistake, flatten, nest, overlay, parse_override, read_table, suggest
 
 MODEL_TYPE = "sinkdlm"
 

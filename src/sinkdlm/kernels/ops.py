@@ -7,7 +7,7 @@ attention.py and model.py call them from functions that have their own backward.
 import torch
 from torch import Tensor
 
-from sinkdlm.opaque import operator
+from sinkdlm.kernels.operator import operator
 
 
 def _repeat(x: Tensor, heads: int) -> Tensor:
@@ -35,7 +35,7 @@ def _(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, s
 
 @merge_sinks.kernel
 def _(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    from sinkdlm import attention_kernels
+    from sinkdlm.kernels import sink_attention as attention_kernels
 
     return attention_kernels.merge_sinks(q, content, lse, sink_k, sink_v, scale)
 
@@ -67,7 +67,7 @@ def _(heads: Tensor, cos: Tensor, sin: Tensor, n_tokens: int, n_heads: int, zero
 
 @place_sinks.kernel
 def _(heads: Tensor, cos: Tensor, sin: Tensor, n_tokens: int, n_heads: int, zero_value: bool) -> tuple[Tensor, Tensor, Tensor]:
-    from sinkdlm import attention_kernels
+    from sinkdlm.kernels import sink_attention as attention_kernels
 
     return attention_kernels.place_sinks(heads, cos, sin, n_tokens, n_heads, zero_value)
 
@@ -100,7 +100,7 @@ def _(
 def _(
     heads: Tensor, cos: Tensor, sin: Tensor, sink_k: Tensor | None, batch: int, n_heads: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    from sinkdlm import attention_kernels
+    from sinkdlm.kernels import sink_attention as attention_kernels
 
     return attention_kernels.turn_heads(heads, cos, sin, sink_k, batch, n_heads, scale)
 
@@ -121,7 +121,7 @@ def _(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tens
 
 @merge_rows.kernel
 def _(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
-    from sinkdlm import attention_kernels
+    from sinkdlm.kernels import sink_attention as attention_kernels
 
     return attention_kernels.merge_rows(scores, content, lse, sink_v, behind)
 
@@ -164,7 +164,7 @@ def _(
 def _(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from sinkdlm import attention_kernels
+    from sinkdlm.kernels import sink_attention as attention_kernels
 
     return attention_kernels.merge_sinks_backward(grad, q, out, lse, sink_k, sink_v, scale)
 
@@ -183,7 +183,7 @@ def _(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
 
 @add_turns.kernel
 def _(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
-    from sinkdlm import attention_kernels
+    from sinkdlm.kernels import sink_attention as attention_kernels
 
     return attention_kernels.add_turns(grad_q, turns, sink_k)
 
@@ -215,7 +215,7 @@ def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) 
 
 @join_heads.kernel
 def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    from sinkdlm import attention_kernels
+    from sinkdlm.kernels import sink_attention as attention_kernels
 
     return attention_kernels.join_heads(grad_q, grad_k, grad_v, cos, sin)
 
@@ -259,7 +259,7 @@ def _(
 def _(
     grad: Tensor, grads: list[Tensor], had: list[Tensor], sinks: list[Tensor], angles: list[Tensor], zero_value: bool, scale: float
 ) -> Tensor:
-    from sinkdlm import attention_kernels
+    from sinkdlm.kernels import sink_attention as attention_kernels
 
     return attention_kernels.merge_rows_backward(grad, grads, had, sinks, angles, zero_value, scale)
 
@@ -278,7 +278,7 @@ def _(gate_up: Tensor) -> Tensor:
 
 @swiglu.kernel
 def _(gate_up: Tensor) -> Tensor:
-    from sinkdlm import kernels
+    from sinkdlm.kernels import inference as kernels
 
     return kernels.swiglu(gate_up)
 
@@ -302,7 +302,7 @@ def _(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 @swiglu_backward.kernel
 def _(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    from sinkdlm import training_kernels
+    from sinkdlm.kernels import dense as training_kernels
 
     return training_kernels.swiglu_backward(gate_up, grad)
 
@@ -326,7 +326,7 @@ def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch
 
 @add_norm.kernel
 def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    from sinkdlm import training_kernels
+    from sinkdlm.kernels import dense as training_kernels
 
     return training_kernels.add_norm(x, update, weight, eps, dtype)
 
@@ -361,7 +361,7 @@ def _(
 def _(
     grad_sum: Tensor | None, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from sinkdlm import training_kernels
+    from sinkdlm.kernels import dense as training_kernels
 
     return training_kernels.add_norm_backward(grad_sum, grad_normed, x, weight, eps, update_dtype)
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sinkdlm.float8_operators import EXPONENTS, GRADIENTS, LARGEST, ONE, SLOTS, TINY, TOKENS, VALUES, new_guesses, padded
+from sinkdlm.kernels.float8_ops import EXPONENTS, GRADIENTS, LARGEST, ONE, SLOTS, TINY, TOKENS, VALUES, new_guesses, padded
 
 _ROWS, _COLUMNS = 128, 64  # of a tile that is rounded
 _BACK_ROWS, _BACK_COLUMNS, _BACK_WARPS = 32, 128, 8  # of one of SwiGLU's backward, which holds more at a time

@@ -20,7 +20,7 @@ M tokens, N and K columns, F half the columns of a gate and its input.
 import torch
 from torch import Tensor
 
-from sinkdlm.opaque import operator
+from sinkdlm.kernels.operator import operator
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of what a product sums over, and of its columns
@@ -73,7 +73,7 @@ def _(x: Tensor) -> Tensor:
 
 @peak.kernel
 def _(x: Tensor) -> Tensor:
-    from sinkdlm import float8_kernels
+    from sinkdlm.kernels import float8 as float8_kernels
 
     return float8_kernels.peak(x)
 
@@ -96,7 +96,7 @@ def _(x: Tensor, gain: Tensor, dtype: torch.dtype, rows: bool, turned: int) -> t
 
 @round_float8.kernel
 def _(x: Tensor, gain: Tensor, dtype: torch.dtype, rows: bool, turned: int) -> tuple[Tensor, Tensor]:
-    from sinkdlm import float8_kernels
+    from sinkdlm.kernels import float8 as float8_kernels
 
     return float8_kernels.round_float8(x, gain, dtype, rows, turned)
 
@@ -118,7 +118,7 @@ def _(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 @swiglu_float8.kernel
 def _(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    from sinkdlm import float8_kernels
+    from sinkdlm.kernels import float8 as float8_kernels
 
     return float8_kernels.swiglu_float8(gate_up)[:2]
 
@@ -147,7 +147,7 @@ def _(gate_up: Tensor, grad: Tensor, hidden_gain: Tensor) -> tuple[Tensor, Tenso
 
 @swiglu_float8_backward.kernel
 def _(gate_up: Tensor, grad: Tensor, hidden_gain: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from sinkdlm import float8_kernels
+    from sinkdlm.kernels import float8 as float8_kernels
 
     return float8_kernels.swiglu_float8_backward(gate_up, grad, hidden_gain)[:4]
 
@@ -155,7 +155,7 @@ def _(gate_up: Tensor, grad: Tensor, hidden_gain: Tensor) -> tuple[Tensor, Tenso
 def round_by_guess(x: Tensor, guess: Tensor, dtype: torch.dtype, turned: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """round_float8, both ways, by the gain of x's peak; that gain, and what undoes it."""
     if x.is_cuda:
-        from sinkdlm import float8_kernels
+        from sinkdlm.kernels import float8 as float8_kernels
 
         return float8_kernels.round_by_guess(x, guess, dtype, turned)
     gain = gain_of(peak.plain(x), dtype)
@@ -165,7 +165,7 @@ def round_by_guess(x: Tensor, guess: Tensor, dtype: torch.dtype, turned: int) ->
 def swiglu_by_guess(gate_up: Tensor, guess: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """swiglu_float8, and what undoes the gain."""
     if gate_up.is_cuda:
-        from sinkdlm import float8_kernels
+        from sinkdlm.kernels import float8 as float8_kernels
 
         return float8_kernels.swiglu_float8(gate_up, guess)
     rows, gain = swiglu_float8.plain(gate_up)
@@ -177,7 +177,7 @@ def swiglu_backward_by_guess(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """swiglu_float8_backward, and what undoes the gain."""
     if gate_up.is_cuda:
-        from sinkdlm import float8_kernels
+        from sinkdlm.kernels import float8 as float8_kernels
 
         return float8_kernels.swiglu_float8_backward(gate_up, grad, hidden_gain, guess)
     rows, turned, gain, hidden = swiglu_float8_backward.plain(gate_up, grad, hidden_gain)
