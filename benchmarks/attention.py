@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring import arguments, graphed, kernel_times, measure_together, record, write
-from sinkdlm.attention import attend
 from sinkdlm.fused_layers import attend_rows
-from sinkdlm.positions import Rotation
+from sinkdlm.model.attention import attend
+from sinkdlm.model.positions import Rotation
 
 # batch, tokens, query heads, key/value heads, head width. What training meets first; then a grid of lengths, widths and groups.
 CHECKED = {"cuda": [(2, 2048, 10, 10, 128), (2, 1000, 14, 2, 64)], "cpu": [(2, 257, 4, 4, 64), (2, 257, 14, 2, 64)]}

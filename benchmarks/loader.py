@@ -17,7 +17,7 @@ from benchmarks.measuring import arguments, measure, quantiles, record, write
 from sinkdlm.config.recipe import DataSection, ModelConfig
 from sinkdlm.data.rows import Rows, open_rows
 from sinkdlm.diffusion import corrupt, denoising_loss
-from sinkdlm.model import DiffusionLM
+from sinkdlm.model.model import DiffusionLM
 from sinkdlm.training.feed import batches
 
 LENGTH = 1024

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sinkdlm.attention import attend, attend_naive, choose_form
+from sinkdlm.model.attention import attend, attend_naive, choose_form
 
 FUSED = ("append", "merge")
 RATIOS = ((2, 2), (6, 2), (7, 1))

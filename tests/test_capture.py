@@ -14,7 +14,7 @@ from conftest import VARIANTS, small_model, small_tokens
 from sinkdlm import DiffusionLM, ModelConfig, UserError
 from sinkdlm.analysis.capture import Rules, Watched, attention_maps, capture, capture_noise, noisy, sink_logit_of
 from sinkdlm.analysis.metrics import measure, summarize
-from sinkdlm.attention import attend_naive
+from sinkdlm.model.attention import attend_naive
 from sinkdlm.sampling import Policy, generate, requests_of
 
 SOFT = Rules(threshold=0.15, margin=0.5)  # small random models spread their attention: so that there are sinks to find

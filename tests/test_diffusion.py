@@ -9,7 +9,7 @@ import torch
 from conftest import small_model, small_tokens
 from sinkdlm import diffusion
 from sinkdlm.diffusion import Noisy, Schedule, chunked_nll, corrupt, denoising_loss
-from sinkdlm.visibility import Opening
+from sinkdlm.model.visibility import Opening
 
 SCHEDULES = [Schedule("linear", 1e-3), Schedule("linear", 0.0), Schedule("cosine", 1e-3), Schedule("loglinear", 1e-3)]
 

@@ -6,12 +6,13 @@ from torch import nn
 from torch.nn import functional
 
 from conftest import small_model, small_tokens
-from sinkdlm import DiffusionLM, ModelConfig, layers
-from sinkdlm import model as modelling
+from sinkdlm import DiffusionLM, ModelConfig
 from sinkdlm.diffusion import corrupt, denoising_loss
 from sinkdlm.float8_products import fits, guesses_of, product, swiglu_mlp
 from sinkdlm.kernels import float8_ops as operators
 from sinkdlm.kernels.float8_ops import GRADIENTS, VALUES
+from sinkdlm.model import layers
+from sinkdlm.model import model as modelling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = {"vocab_size": 16, "n_layers": 2, "n_heads": 2, "d_model": 32, "d_ff": 48, "context_length": 32, "n_sinks": 1}

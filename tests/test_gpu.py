@@ -7,10 +7,10 @@ from benchmarks.noise import digest
 
 from conftest import VARIANTS, small_model, small_tokens
 from sinkdlm import DiffusionLM, ModelConfig
-from sinkdlm.attention import attend
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
+from sinkdlm.model.attention import attend
+from sinkdlm.model.visibility import Opening, pair_bits
 from sinkdlm.serving.engine import Engine, Turns
-from sinkdlm.visibility import Opening, pair_bits
 from test_engine import POLICIES, Owner, alone, request_of
 from test_visibility import random_rule
 

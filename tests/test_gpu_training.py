@@ -7,8 +7,9 @@ import torch
 from benchmarks.kills import read_metrics, write_set
 
 from conftest import VARIANTS
-from sinkdlm import DiffusionLM, ModelConfig, Recipe, layers, load
+from sinkdlm import DiffusionLM, ModelConfig, Recipe, load
 from sinkdlm.diffusion import corrupt, denoising_loss
+from sinkdlm.model import layers
 from sinkdlm.training import compiling, gradients, loop, places
 from sinkdlm.training.recorded import CudaRecorder
 from test_training import TINY, interrupted, run

@@ -8,7 +8,7 @@ from conftest import VARIANTS, small_model, small_tokens
 from sinkdlm import DiffusionLM
 from sinkdlm.analysis.capture import Rules, noisy
 from sinkdlm.analysis.interventions import Ground, find_changes, measure_changes
-from sinkdlm.attention import attend_naive
+from sinkdlm.model.attention import attend_naive
 from sinkdlm.sampling import requests_of
 
 TOKENS, LENGTHS = small_tokens(3, 9), torch.tensor([9, 6, 2])

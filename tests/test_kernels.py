@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from conftest import VARIANTS, small_config, small_model, small_tokens
-from sinkdlm import float8, layers
-from sinkdlm.lane import Lane
+from sinkdlm import float8
+from sinkdlm.model import layers
+from sinkdlm.model.lane import Lane
+from sinkdlm.model.positions import Rotation
 from sinkdlm.noise import Stream, counter, hash_words
-from sinkdlm.positions import Rotation
 from sinkdlm.sampling import drawing, generate, policy_of
 from sinkdlm.sampling.block_cache import BlockCache
 

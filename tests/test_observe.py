@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from conftest import small_model, small_tokens
-from sinkdlm import observe
-from sinkdlm.attention import attend_naive
-from sinkdlm.observe import Watcher, summarize
+from sinkdlm.model import observe
+from sinkdlm.model.attention import attend_naive
+from sinkdlm.model.observe import Watcher, summarize
 from test_attention import RATIOS, LargestTensor, random_inputs
 
 

@@ -22,10 +22,11 @@ from benchmarks import kills
 from rich.console import Console
 
 from evaluated import tiny_tokenizer
-from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError, layers, load, save
+from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError, load, save
 from sinkdlm.checkpoint import write_tokenizer
 from sinkdlm.config.recipe import LogSection, TrainSection
 from sinkdlm.data.rows import open_rows
+from sinkdlm.model import layers
 from sinkdlm.planning import budget_steps, training_flops
 from sinkdlm.sampling import policy_of
 from sinkdlm.training import export, gradients, loop, opening, optimizer, state

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from conftest import VARIANTS, small_model, small_tokens
-from sinkdlm import diffusion, fused_layers, layers
-from sinkdlm import model as modelling
-from sinkdlm.attention import attend, attend_naive
+from sinkdlm import diffusion, fused_layers
 from sinkdlm.config.recipe import TrainSection
 from sinkdlm.diffusion import corrupt, denoising_loss
 from sinkdlm.kernels import ops as operators
+from sinkdlm.model import layers
+from sinkdlm.model import model as modelling
+from sinkdlm.model.attention import attend, attend_naive
 from sinkdlm.rounded import rounded
 from sinkdlm.training import optimizer
 

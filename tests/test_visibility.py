@@ -10,9 +10,9 @@ from torch.nn.attention import flex_attention as flex
 import reference
 from conftest import VARIANTS, small_model, small_tokens
 from sinkdlm import noise
-from sinkdlm.attention import choose_form
 from sinkdlm.diffusion import Noisy, denoising_loss
-from sinkdlm.visibility import PADDING, SHARED, DrawnOpening, Opening, Visibility, pair_bits
+from sinkdlm.model.attention import choose_form
+from sinkdlm.model.visibility import PADDING, SHARED, DrawnOpening, Opening, Visibility, pair_bits
 from test_attention import LargestTensor
 
 LAYOUT = [[5, 1, 7], [13], [1, 2, 3, 7]]  # tokens of each document, row by row

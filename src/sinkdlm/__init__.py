@@ -7,11 +7,12 @@ TYPE_CHECKING = False  # typing's: to load it takes longer than all else before 
 if TYPE_CHECKING:
     from typing import Any
 
-    from sinkdlm import attention, diffusion, likelihood, noise, sampling
+    from sinkdlm import diffusion, likelihood, noise, sampling
     from sinkdlm.checkpoint import Loaded, load, save
     from sinkdlm.config.recipe import ModelConfig, Recipe
     from sinkdlm.errors import UserError
-    from sinkdlm.model import DiffusionLM
+    from sinkdlm.model import attention
+    from sinkdlm.model.model import DiffusionLM
 
 _HOME = {
     "ModelConfig": "config",

@@ -28,7 +28,7 @@ from sinkdlm import __version__
 from sinkdlm.config.recipe import MODEL_TYPE, ModelConfig
 from sinkdlm.durable import sync
 from sinkdlm.errors import CheckpointError, ConfigError
-from sinkdlm.model import DiffusionLM
+from sinkdlm.model.model import DiffusionLM
 
 CONFIG, WEIGHTS, INDEX, PROVENANCE = "config.json", "model.safetensors", "model.safetensors.index.json", "provenance.json"
 _TOKENIZER = "tokenizer.json"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from sinkdlm.errors import UserError
 from sinkdlm.float8_products import fits, why_not
 from sinkdlm.kernels.available import find_kernels
-from sinkdlm.layers import Block
-from sinkdlm.model import DiffusionLM
+from sinkdlm.model.layers import Block
+from sinkdlm.model.model import DiffusionLM
 
 DTYPE = torch.float8_e4m3fn
 _TINY = 1e-12

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sinkdlm.attention import content_backward, content_forward
 from sinkdlm.kernels import ops as operators
-from sinkdlm.positions import Rotation
+from sinkdlm.model.attention import content_backward, content_forward
+from sinkdlm.model.positions import Rotation
 from sinkdlm.rounded import rounded
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from sinkdlm.checkpoint import absent_ids
 from sinkdlm.errors import SamplingError
 from sinkdlm.messages import missing_text
-from sinkdlm.observe import Watcher
+from sinkdlm.model.observe import Watcher
 from sinkdlm.prompting import LENGTH, begin, chat_text, check_bos, check_room, encode, has_chat_template, piece_of
 from sinkdlm.sampling import Policy, Request, State, start, step
 

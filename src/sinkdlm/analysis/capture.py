@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from sinkdlm.analysis.trajectory import Trajectory
-from sinkdlm.attention import attend_naive
 from sinkdlm.errors import AnalysisError, ModelError
-from sinkdlm.layers import Block
-from sinkdlm.model import DiffusionLM
+from sinkdlm.model.attention import attend_naive
+from sinkdlm.model.layers import Block
+from sinkdlm.model.model import DiffusionLM
+from sinkdlm.model.observe import part_registers, share_on, summarize
 from sinkdlm.noise import Stream, fold, hash_words, unit_interval
-from sinkdlm.observe import part_registers, share_on, summarize
 from sinkdlm.sampling.loop import step
 from sinkdlm.sampling.requests import Request, State, start
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from sinkdlm.analysis.capture import RULES, Rules, noisy
 from sinkdlm.analysis.intervals import mean_interval
-from sinkdlm.layers import Intervention, Seen
 from sinkdlm.likelihood import log_likelihood
-from sinkdlm.model import DiffusionLM
-from sinkdlm.observe import summarize
-from sinkdlm.positions import Rotation
+from sinkdlm.model.layers import Intervention, Seen
+from sinkdlm.model.model import DiffusionLM
+from sinkdlm.model.observe import summarize
+from sinkdlm.model.positions import Rotation
 from sinkdlm.sampling.loop import gather, step
 from sinkdlm.sampling.requests import Request, start
 

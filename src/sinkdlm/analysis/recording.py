@@ -20,8 +20,8 @@ from sinkdlm.analysis.capture import RULES, Rules, attention_maps, sink_logit_of
 from sinkdlm.analysis.kinds import KINDS, MASK, SPECIAL, kind_of, special_ids, texts_of
 from sinkdlm.checkpoint import absent_ids
 from sinkdlm.errors import AnalysisError
-from sinkdlm.model import DiffusionLM
-from sinkdlm.observe import AttentionStatistics, part_registers, summarize
+from sinkdlm.model.model import DiffusionLM
+from sinkdlm.model.observe import AttentionStatistics, part_registers, summarize
 from sinkdlm.sampling.drawing import precise
 
 FORMAT, VERSION = "sinkdlm-recording", 1

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sinkdlm.demo.language import ANSWER, Problem
-from sinkdlm.observe import Watcher
+from sinkdlm.model.observe import Watcher
 from sinkdlm.sampling import generate
 
 LEVEL = 0.95

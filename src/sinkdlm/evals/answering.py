@@ -25,7 +25,7 @@ from sinkdlm.evals.responses import Journal, Response
 from sinkdlm.evals.settings import Settings
 from sinkdlm.likelihood import Adaptive, Estimates, document_likelihood, is_greedy, log_likelihood
 from sinkdlm.likelihood.mask_draws import MONTE_CARLO
-from sinkdlm.model import DiffusionLM
+from sinkdlm.model.model import DiffusionLM
 
 _LETTERS = 4  # about so many make a token: enough to say how much work a request is
 # Forwards of a batch: many fill up better, few are lost less and shown sooner.

@@ -16,7 +16,7 @@ from sinkdlm.config.recipe import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConfigError, ConvertError
 from sinkdlm.interop.sources import DREAM_MASK_ID, Source, open_source
 from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of
-from sinkdlm.model import DiffusionLM, draw_normal
+from sinkdlm.model.model import DiffusionLM, draw_normal
 
 SHAPE_KEYS = ("n_heads", "n_kv_heads")
 FREE_KEYS = ("mask_id", "context_length", "shift_logits", "n_sinks", "sink_kind", "sink_position", "sink_value", "gate")

@@ -14,8 +14,8 @@ from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
 from sinkdlm.interop.hf_config import SinkDLMConfig
-from sinkdlm.layers import Norm
-from sinkdlm.model import DiffusionLM
+from sinkdlm.model.layers import Norm
+from sinkdlm.model.model import DiffusionLM
 
 
 class SinkDLMForMaskedLM(PreTrainedModel):

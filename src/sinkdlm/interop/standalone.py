@@ -11,11 +11,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sinkdlm import attention, lane, layers, model, noise, positions, recompute, visibility
+from sinkdlm import noise, recompute
 from sinkdlm.checkpoint import CONFIG, PROVENANCE
 from sinkdlm.config.recipe import ModelConfig
 from sinkdlm.interop import hf, hf_config
 from sinkdlm.kernels import available as fusion
+from sinkdlm.model import attention, lane, layers, model, positions, visibility
 
 MODULE = "modeling_sinkdlm"
 _PROPERTIES = ("head_dim", "embedding_rows", "n_lane", "n_registers", "has_sink_logit")

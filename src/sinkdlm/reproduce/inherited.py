@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sinkdlm.attention import attend_naive
 from sinkdlm.errors import ReproduceError
+from sinkdlm.model.attention import attend_naive
 from sinkdlm.reproduce.blocks import Block, Heading, Paragraph, Table
 from sinkdlm.reproduce.inputs import NO_PARENT
 from sinkdlm.reproduce.matrix import ADAPT, LABELS, TRIAL_SEED, Job

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from sinkdlm.analysis.study import Plan, study
-from sinkdlm.attention import attend_naive
 from sinkdlm.data.examples import MARK
 from sinkdlm.evals.answering import Answerer, answer_sheet, forward_tokens
 from sinkdlm.evals.gsm8k import extract_answer, normalise
 from sinkdlm.evals.requests import GENERATE, Request, Sheet, by_question
 from sinkdlm.evals.responses import Journal, Response
 from sinkdlm.likelihood import log_likelihood
+from sinkdlm.model.attention import attend_naive
 from sinkdlm.reproduce.claims import ANSWERS, NELBO
 from sinkdlm.reproduce.inputs import GOLD, Inputs
 from sinkdlm.reproduce.matrix import Scale

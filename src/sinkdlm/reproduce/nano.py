@@ -18,7 +18,7 @@ from sinkdlm.data.rows import Rows, open_rows
 from sinkdlm.demo import language
 from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, Request, Sheet
 from sinkdlm.evals.settings import Settings
-from sinkdlm.model import DiffusionLM
+from sinkdlm.model.model import DiffusionLM
 from sinkdlm.noise import random_bits
 from sinkdlm.reproduce.inputs import GOLD, Example, Inputs
 from sinkdlm.reproduce.matrix import Scale

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sinkdlm.errors import ModelError
-from sinkdlm.model import DiffusionLM
+from sinkdlm.model.model import DiffusionLM
 from sinkdlm.sampling import Access, Request, State, start, step
 from sinkdlm.sampling.batch import many_shapes
 

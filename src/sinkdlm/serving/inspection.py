@@ -13,7 +13,7 @@ import torch
 from sinkdlm.analysis.capture import attention_maps
 from sinkdlm.analysis.recording import Seen, likeliest, look_at, statistics
 from sinkdlm.errors import AnalysisError
-from sinkdlm.model import DiffusionLM
+from sinkdlm.model.model import DiffusionLM
 
 _MOST_VALUES = 1 << 23  # numbers of one answer
 

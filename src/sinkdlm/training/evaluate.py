@@ -14,8 +14,8 @@ from torch import Tensor
 from sinkdlm.checkpoint import absent_ids
 from sinkdlm.data.rows import Batch, Rows
 from sinkdlm.diffusion import Loss, Noisy, Schedule, corrupt, denoising_loss
-from sinkdlm.model import DiffusionLM
-from sinkdlm.observe import Watcher
+from sinkdlm.model.model import DiffusionLM
+from sinkdlm.model.observe import Watcher
 from sinkdlm.prompting import begin, encode
 from sinkdlm.sampling import generate
 from sinkdlm.training.parallel import World

@@ -18,12 +18,12 @@ from torch import Tensor
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.rows import Batch
 from sinkdlm.diffusion import ROUNDED, Noisy, Schedule, corrupt, denoising_loss, round_places, scored_of
+from sinkdlm.model.visibility import Opening
 from sinkdlm.noise import Stream, counter, stream_state
 from sinkdlm.training.evaluate import BUCKETS, BucketedLoss
 from sinkdlm.training.places import Places, plan_places
 from sinkdlm.training.recorded import Recorded, Recorder
 from sinkdlm.training.weights import Weights
-from sinkdlm.visibility import Opening
 
 _Found = TypeVar("_Found")
 

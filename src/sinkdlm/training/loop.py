@@ -21,6 +21,7 @@ from sinkdlm.data.rows import Batch, Rows
 from sinkdlm.diffusion import Schedule, read_later
 from sinkdlm.errors import CheckpointError, DataError, TrainError, UserError
 from sinkdlm.float8_products import check_training
+from sinkdlm.model.visibility import Opening
 from sinkdlm.noise import hash_words
 from sinkdlm.planning import Layout, choose_layout, peak_flops, settle_precision, training_flops, training_memory
 from sinkdlm.plans import line_of_run
@@ -39,7 +40,6 @@ from sinkdlm.training.run import RunFolder
 from sinkdlm.training.signals import ENDING, Signals, Stopped, noted_signals
 from sinkdlm.training.state import States
 from sinkdlm.training.weights import Weights
-from sinkdlm.visibility import Opening
 
 _BAD_IN_A_ROW = 3  # steps without a finite loss that end a run
 _LIKE = 256  # rows that tell how many positions of the others may be masked

@@ -20,7 +20,7 @@ from sinkdlm.checkpoint import Loaded, check_vocabulary, read_tokenizer, write_t
 from sinkdlm.config.recipe import ModelConfig, Recipe
 from sinkdlm.data.rows import Rows, open_rows, tokenizer_folder
 from sinkdlm.errors import TrainError
-from sinkdlm.model import DiffusionLM
+from sinkdlm.model.model import DiffusionLM
 from sinkdlm.planning import budget_steps
 from sinkdlm.training.evaluate import VALIDATION_SEED, sample_head
 from sinkdlm.training.run import RunFolder

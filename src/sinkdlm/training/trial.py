@@ -6,7 +6,7 @@ import torch
 
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.diffusion import corrupt, denoising_loss
-from sinkdlm.model import DiffusionLM
+from sinkdlm.model.model import DiffusionLM
 from sinkdlm.planning import training_flops
 from sinkdlm.training.optimizer import Optimizer
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sinkdlm.model import DiffusionLM
+from sinkdlm.model.model import DiffusionLM
 from sinkdlm.planning import Layout
 from sinkdlm.training.parallel import World
 from sinkdlm.training.sharding import as_sharded, own_part

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sinkdlm.attention import attend_naive
+from sinkdlm.model.attention import attend_naive
 
 _CHUNK_WEIGHTS = 1 << 21  # attention weights held at once
 _CHUNK_WEIGHTS_GPU = 1 << 26

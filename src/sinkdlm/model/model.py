@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
-from sinkdlm.attention import Choice, choose_form, merges_fast
 from sinkdlm.config.recipe import ModelConfig
 from sinkdlm.eager import uncompiled
 from sinkdlm.kernels.available import trains_fused
-from sinkdlm.lane import LaneCache, arithmetic_of
-from sinkdlm.layers import Block, Embedding, Intervention, KeyValueCache, Norm, Observer, Surroundings, pick
+from sinkdlm.model.attention import Choice, choose_form, merges_fast
+from sinkdlm.model.lane import LaneCache, arithmetic_of
+from sinkdlm.model.layers import Block, Embedding, Intervention, KeyValueCache, Norm, Observer, Surroundings, pick
+from sinkdlm.model.positions import Documents, place
+from sinkdlm.model.visibility import PADDING, SHARED, DrawnOpening, Opening, Visibility
 from sinkdlm.noise import Stream, hash_words, pair_words
-from sinkdlm.positions import Documents, place
 from sinkdlm.recompute import Recompute
-from sinkdlm.visibility import PADDING, SHARED, DrawnOpening, Opening, Visibility
 
 _ROWS = 16  # the products of a training step like a multiple of rows
 
