@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring import arguments, graphed, kernel_times, measure_together, record, write
-from sinkdlm.fused_layers import attend_rows
+from sinkdlm.fast.functions import attend_rows
 from sinkdlm.model.attention import attend
 from sinkdlm.model.positions import Rotation
 

@@ -32,7 +32,7 @@ from sinkdlm.data.synthetic import corpus
 from sinkdlm.evals.encoding import TextEncoder
 from sinkdlm.evals.requests import Request, Sheet, by_question, number_of
 from sinkdlm.evals.settings import Settings
-from sinkdlm.float8 import to_float8
+from sinkdlm.fast.quantized import to_float8
 from sinkdlm.interop.tokenizer import read_tokenizer_at
 from sinkdlm.likelihood import Adaptive, Estimates, log_likelihood
 

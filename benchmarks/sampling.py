@@ -28,7 +28,7 @@ from benchmarks.measuring import measure, quantiles, record, write
 from benchmarks.official_loop import MaskedForm, official_greedy, official_origin
 from sinkdlm import DiffusionLM, ModelConfig, load
 from sinkdlm.data.synthetic import corpus
-from sinkdlm.float8 import to_float8
+from sinkdlm.fast.quantized import to_float8
 from sinkdlm.sampling import Sampled, generate
 
 _MADE_SEED = 1_000_003  # texts that no nano model was trained on

@@ -6,7 +6,7 @@ from torch import nn
 
 from conftest import small_model, small_tokens
 from sinkdlm import DiffusionLM, ModelConfig
-from sinkdlm.float8 import DTYPE, Float8Linear, round_rows, to_float8
+from sinkdlm.fast.quantized import DTYPE, Float8Linear, round_rows, to_float8
 from sinkdlm.sampling import generate
 
 SHAPE = {"vocab_size": 64, "n_layers": 2, "n_heads": 4, "d_model": 64, "d_ff": 96, "context_length": 64, "n_sinks": 1}

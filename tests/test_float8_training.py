@@ -8,7 +8,7 @@ from torch.nn import functional
 from conftest import small_model, small_tokens
 from sinkdlm import DiffusionLM, ModelConfig
 from sinkdlm.diffusion import corrupt, denoising_loss
-from sinkdlm.float8_products import fits, guesses_of, product, swiglu_mlp
+from sinkdlm.fast.float8_training import fits, guesses_of, product, swiglu_mlp
 from sinkdlm.kernels import float8_ops as operators
 from sinkdlm.kernels.float8_ops import GRADIENTS, VALUES
 from sinkdlm.model import layers

@@ -395,7 +395,7 @@ def needs_float8(test):
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1025, 256, 768), (4096, 320, 1280), (7, 16, 64)])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 def test_float8_products_are_those_of_a_cpu_and_near_the_exact_ones(tokens, inputs, outputs, weight_dtype):
-    from sinkdlm.float8_products import product, swiglu_mlp
+    from sinkdlm.fast.float8_training import product, swiglu_mlp
 
     generator = torch.Generator().manual_seed(0)
     x, grad = (torch.randn(1, tokens, size, generator=generator).bfloat16() for size in (inputs, inputs))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conftest import VARIANTS, small_config, small_model, small_tokens
-from sinkdlm import float8
+from sinkdlm.fast import quantized as float8
 from sinkdlm.model import layers
 from sinkdlm.model.lane import Lane
 from sinkdlm.model.positions import Rotation

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from conftest import VARIANTS, small_model, small_tokens
-from sinkdlm import diffusion, fused_layers
+from sinkdlm import diffusion
 from sinkdlm.config.recipe import TrainSection
 from sinkdlm.diffusion import corrupt, denoising_loss
+from sinkdlm.fast import functions as fused_layers
+from sinkdlm.fast.shadow_weights import rounded
 from sinkdlm.kernels import ops as operators
 from sinkdlm.model import layers
 from sinkdlm.model import model as modelling
 from sinkdlm.model.attention import attend, attend_naive
-from sinkdlm.rounded import rounded
 from sinkdlm.training import optimizer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

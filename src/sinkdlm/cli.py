@@ -322,7 +322,7 @@ def load_for_sampling(checkpoint: str, device: Any, dtype: Arithmetic) -> Any:
 
     if dtype is Arithmetic.FLOAT8:
         from sinkdlm.errors import UserError
-        from sinkdlm.float8_products import why_not
+        from sinkdlm.fast.float8_training import why_not
 
         if (missing := why_not(device)) is not None:
             raise UserError(f"--dtype float8: {missing}; leave it out")
@@ -330,7 +330,7 @@ def load_for_sampling(checkpoint: str, device: Any, dtype: Arithmetic) -> Any:
     named = {Arithmetic.AUTO: auto, Arithmetic.FLOAT8: "bfloat16"}.get(dtype, dtype.value)
     lm = load_with_tokenizer(checkpoint, device, getattr(torch, named))
     if dtype is Arithmetic.FLOAT8:
-        from sinkdlm.float8 import to_float8
+        from sinkdlm.fast.quantized import to_float8
 
         to_float8(lm.model)
     return lm

@@ -11,9 +11,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sinkdlm import noise, recompute
+from sinkdlm import noise
 from sinkdlm.checkpoint import CONFIG, PROVENANCE
 from sinkdlm.config.recipe import ModelConfig
+from sinkdlm.fast import checkpointing as recompute
 from sinkdlm.interop import hf, hf_config
 from sinkdlm.kernels import available as fusion
 from sinkdlm.model import attention, lane, layers, model, positions, visibility

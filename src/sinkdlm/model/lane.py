@@ -85,7 +85,7 @@ class LaneCache:
             self._lanes.clear()
             self._watch(model)
             # Adapters switch on and off without a trace: with modules of others in a block, the lane is computed every time.
-            own = (type(model.norm).__module__, "torch.nn.modules.linear", "sinkdlm.float8")
+            own = (type(model.norm).__module__, "torch.nn.modules.linear", "sinkdlm.fast.quantized")
             self._cacheable = all(type(module).__module__ in own for block in model.blocks for module in block.modules())
         return self._lanes.get(arithmetic_of(model))
 

@@ -14,13 +14,13 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from sinkdlm.config.recipe import ModelConfig
-from sinkdlm.float8_products import fits, guesses_of, product, swiglu_mlp
-from sinkdlm.fused_layers import add_last_norm, add_norm, attend_rows, project, swiglu_product
+from sinkdlm.fast.checkpointing import Recompute, run_again
+from sinkdlm.fast.float8_training import fits, guesses_of, product, swiglu_mlp
+from sinkdlm.fast.functions import add_last_norm, add_norm, attend_rows, project, swiglu_product
 from sinkdlm.kernels.available import find_kernels
 from sinkdlm.model.attention import attend
 from sinkdlm.model.lane import Lane
 from sinkdlm.model.positions import Rotation
-from sinkdlm.recompute import Recompute, run_again
 
 _FUSED_SIZE = 1 << 20  # elements from which on a kernel of its own pays
 

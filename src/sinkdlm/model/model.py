@@ -17,7 +17,8 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from sinkdlm.config.recipe import ModelConfig
-from sinkdlm.eager import uncompiled
+from sinkdlm.fast.checkpointing import Recompute
+from sinkdlm.fast.force_eager import uncompiled
 from sinkdlm.kernels.available import trains_fused
 from sinkdlm.model.attention import Choice, choose_form, merges_fast
 from sinkdlm.model.lane import LaneCache, arithmetic_of
@@ -25,7 +26,6 @@ from sinkdlm.model.layers import Block, Embedding, Intervention, KeyValueCache, 
 from sinkdlm.model.positions import Documents, place
 from sinkdlm.model.visibility import PADDING, SHARED, DrawnOpening, Opening, Visibility
 from sinkdlm.noise import Stream, hash_words, pair_words
-from sinkdlm.recompute import Recompute
 
 _ROWS = 16  # the products of a training step like a multiple of rows
 

@@ -20,7 +20,7 @@ from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.rows import Batch, Rows
 from sinkdlm.diffusion import Schedule, read_later
 from sinkdlm.errors import CheckpointError, DataError, TrainError, UserError
-from sinkdlm.float8_products import check_training
+from sinkdlm.fast.float8_training import check_training
 from sinkdlm.model.visibility import Opening
 from sinkdlm.noise import hash_words
 from sinkdlm.planning import Layout, choose_layout, peak_flops, settle_precision, training_flops, training_memory

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from sinkdlm.config.recipe import TrainSection
+from sinkdlm.fast.shadow_weights import copy_to_update, mark_updated
 from sinkdlm.kernels.available import has_kernels
-from sinkdlm.rounded import copy_to_update, mark_updated
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _LARGE = 1 << 20  # elements from which a tensor's update is a kernel of its own

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sinkdlm.fast.shadow_weights import rounded
 from sinkdlm.kernels import ops as operators
 from sinkdlm.model.attention import content_backward, content_forward
 from sinkdlm.model.positions import Rotation
-from sinkdlm.rounded import rounded
 
 
 def attend_rows(

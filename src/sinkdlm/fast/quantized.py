@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sinkdlm.errors import UserError
-from sinkdlm.float8_products import fits, why_not
+from sinkdlm.fast.float8_training import fits, why_not
 from sinkdlm.kernels.available import find_kernels
 from sinkdlm.model.layers import Block
 from sinkdlm.model.model import DiffusionLM
