@@ -7,7 +7,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from sinkdlm import DiffusionLM, ModelConfig, save
-from sinkdlm.checkpoint import Loaded
+from sinkdlm.checkpoint.directory import Loaded
 
 LETTERS = " \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;?!'\"#$%()-+=/<>_"
 TEXTS = ["the cat sat on the mat. ", "a dog ran home, fast. ", "why is it so cold? ", "count: 1 2 3 and 4. "]

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from evaluated import small_lm
 from sinkdlm import DiffusionLM, ModelConfig
-from sinkdlm.checkpoint import Loaded
+from sinkdlm.checkpoint.directory import Loaded
 from sinkdlm.serving.app import Settings, Site
 from sinkdlm.serving.engine import Capacity
 from sinkdlm.serving.served import Limits

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 import sinkdlm
 from conftest import small_config, small_model, small_tokens
 from sinkdlm import UserError
-from sinkdlm.checkpoint import CONFIG, INDEX, PROVENANCE, WEIGHTS, write_weights
+from sinkdlm.checkpoint.directory import CONFIG, INDEX, PROVENANCE, WEIGHTS, write_weights
 from sinkdlm.data.synthetic import character_tokenizer
 from sinkdlm.errors import CheckpointError
 from sinkdlm.interop import convert

@@ -18,7 +18,7 @@ import torch
 from tokenizers import processors
 
 from evaluated import TEXTS, save_model, small_lm, tiny_tokenizer
-from sinkdlm.checkpoint import save
+from sinkdlm.checkpoint.directory import save
 from sinkdlm.data import display as bar
 from sinkdlm.errors import EvalError, UserError
 from sinkdlm.evals import display, gsm8k

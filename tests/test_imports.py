@@ -23,11 +23,11 @@ def test_imports_point_one_way():
     ("file", "line", "complaint"),
     [
         ("diffusion.py", "from sinkdlm.model.model import DiffusionLM", "diffusion must not import model"),
-        ("diffusion.py", "import sinkdlm.checkpoint", "diffusion must not import checkpoint"),
+        ("diffusion.py", "import sinkdlm.checkpoint.directory", "diffusion must not import checkpoint"),
         ("diffusion.py", "import transformers", "diffusion must not import transformers"),
         ("noise.py", "from sinkdlm import config", "noise must not import config"),
         ("attention.py", "from .config import ModelConfig", "attention must not import config"),
-        ("model.py", "def f():\n    from sinkdlm.checkpoint import load", "model must not import checkpoint"),
+        ("model.py", "def f():\n    from sinkdlm.checkpoint.directory import load", "model must not import checkpoint"),
         ("cli.py", "from sinkdlm.config.recipe import Recipe", "import it inside the subcommand"),
         ("interop/qwen2.py", "from ..evals import x", "interop must not import evals"),
         ("diffusion.py", "import sinkdlm", "imports the whole package"),
@@ -178,7 +178,7 @@ def test_a_run_makes_its_steps_without_transformers(tmp_path):
     """Which takes more than a second to load, for a tokenizer that is not needed until the end."""
     from typer.testing import CliRunner
 
-    from sinkdlm.checkpoint import write_tokenizer
+    from sinkdlm.checkpoint.directory import write_tokenizer
     from sinkdlm.cli import app
     from sinkdlm.data.synthetic import character_tokenizer
 

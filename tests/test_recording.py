@@ -14,7 +14,7 @@ from evaluated import padded_lm, small_lm
 from sinkdlm.analysis import recording
 from sinkdlm.analysis.capture import Rules, capture
 from sinkdlm.analysis.recording import Recorder, join_sides, likeliest, look_at, pack, record, unpack
-from sinkdlm.checkpoint import absent_ids
+from sinkdlm.checkpoint.directory import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.sampling import requests_of
 from sinkdlm.viewer import PAGE

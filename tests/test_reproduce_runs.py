@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from sinkdlm import DiffusionLM, ModelConfig, cli, load, save
+from sinkdlm.checkpoint.durable import held
 from sinkdlm.data.synthetic import character_tokenizer, corpus, prepare_example
-from sinkdlm.durable import held
 from sinkdlm.evals.requests import LOGLIKELIHOOD, Request, Sheet
 from sinkdlm.evals.settings import Settings
 from sinkdlm.reproduce import command, nano, running, steadiness

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from evaluated import tiny_tokenizer
 from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError, load, save
-from sinkdlm.checkpoint import write_tokenizer
+from sinkdlm.checkpoint.directory import write_tokenizer
 from sinkdlm.config.recipe import LogSection, TrainSection
 from sinkdlm.data.rows import open_rows
 from sinkdlm.model import layers

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from sinkdlm import diffusion, likelihood, noise, sampling
-    from sinkdlm.checkpoint import Loaded, load, save
+    from sinkdlm.checkpoint.directory import Loaded, load, save
     from sinkdlm.config.recipe import ModelConfig, Recipe
     from sinkdlm.errors import UserError
     from sinkdlm.model import attention

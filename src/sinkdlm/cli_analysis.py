@@ -191,7 +191,7 @@ def _capture(model: str, name: str, asked: _Asked, device: str | None, dtype: Dt
     import torch
 
     from sinkdlm.analysis.study import count_rows, study
-    from sinkdlm.checkpoint import find_device
+    from sinkdlm.checkpoint.directory import find_device
     from sinkdlm.cli_evals import load_in
     from sinkdlm.evals.display import Display
     from sinkdlm.training.run import environment

@@ -57,7 +57,7 @@ def serve(
         raise UserError(f"{missing.name} is not installed; pip install 'sinkdlm[serve]'") from None
     import torch
 
-    from sinkdlm.checkpoint import find_device
+    from sinkdlm.checkpoint.directory import find_device
     from sinkdlm.cli import load_for_sampling
     from sinkdlm.cli_analysis import names_of
     from sinkdlm.serving.app import Settings

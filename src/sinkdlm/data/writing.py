@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from sinkdlm.checkpoint.durable import replace_text, sync
 from sinkdlm.data.shards import FORMAT, INDEX, SPLITS, VERSION
-from sinkdlm.durable import replace_text, sync
 from sinkdlm.errors import DataError
 
 PROGRESS = "progress.json"

@@ -23,13 +23,13 @@ from rich.console import Console
 
 from sinkdlm.analysis.report import metrics_of, to_json, write_report
 from sinkdlm.analysis.study import Plan, count_rows, read_capture, study, write_capture
-from sinkdlm.checkpoint import load
+from sinkdlm.checkpoint.directory import load
+from sinkdlm.checkpoint.durable import held, replace_text
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.display import Bar
 from sinkdlm.demo import language, words
 from sinkdlm.demo.scoring import answer, attention_on_sums, compare_answers, exact_match, tell_story
 from sinkdlm.demo.screen import Part, Screen
-from sinkdlm.durable import held, replace_text
 from sinkdlm.errors import AnalysisError, UserError
 from sinkdlm.sampling import policy_of
 from sinkdlm.training.loop import train

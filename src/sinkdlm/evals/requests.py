@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sinkdlm.durable import replace_text
+from sinkdlm.checkpoint.durable import replace_text
 from sinkdlm.errors import EvalError
 from sinkdlm.evals.settings import Settings
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sinkdlm.checkpoint import CONFIG, WEIGHTS, Loaded, read_provenance, save, write_weights, written_aside
+from sinkdlm.checkpoint.directory import CONFIG, WEIGHTS, Loaded, read_provenance, save, write_weights, written_aside
 from sinkdlm.config.recipe import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConvertError
 from sinkdlm.interop import layouts

@@ -113,7 +113,7 @@ class SinkDLMForMaskedLM(PreTrainedModel):
 
 def stamp(folder: Path, config: SinkDLMConfig) -> None:
     """Fingerprints for `sinkdlm.load`, replacing those of a checkpoint that was there before."""
-    from sinkdlm.checkpoint import fingerprint, write_provenance
+    from sinkdlm.checkpoint.directory import fingerprint, write_provenance
 
     files = sorted(folder.glob("*.safetensors"))
     write_provenance(

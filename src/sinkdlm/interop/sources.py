@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkdlm.checkpoint import CONFIG, read_config
+from sinkdlm.checkpoint.directory import CONFIG, read_config
 from sinkdlm.config.recipe import MODEL_TYPE, ModelConfig, preset_fields, preset_names
 from sinkdlm.errors import ConfigError, ConvertError
 from sinkdlm.interop import layouts

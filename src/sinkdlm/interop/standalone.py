@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkdlm import noise
-from sinkdlm.checkpoint import CONFIG, PROVENANCE
+from sinkdlm.checkpoint.directory import CONFIG, PROVENANCE
 from sinkdlm.config.recipe import ModelConfig
 from sinkdlm.fast import checkpointing as recompute
 from sinkdlm.interop import hf, hf_config

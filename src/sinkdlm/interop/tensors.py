@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sinkdlm.checkpoint import INDEX, WEIGHTS
+from sinkdlm.checkpoint.directory import INDEX, WEIGHTS
 from sinkdlm.errors import ConvertError
 
 

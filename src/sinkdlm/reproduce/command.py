@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sinkdlm.durable import held
+from sinkdlm.checkpoint.durable import held
 from sinkdlm.errors import BusyError, ReproduceError
 from sinkdlm.evals.requests import Sheet
 from sinkdlm.reproduce.claims import ANSWERS, NELBO

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sinkdlm.analysis.prompts import PROMPTS
-from sinkdlm.checkpoint import fingerprint
+from sinkdlm.checkpoint.directory import fingerprint
 from sinkdlm.data.inputs import find_sources
 from sinkdlm.data.prepare import Settings as Preparation
 from sinkdlm.data.prepare import prepare

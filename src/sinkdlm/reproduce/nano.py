@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from sinkdlm.checkpoint import save
+from sinkdlm.checkpoint.directory import save
 from sinkdlm.config.recipe import DataSection, ModelConfig
 from sinkdlm.data.examples import MARK
 from sinkdlm.data.rows import Rows, open_rows

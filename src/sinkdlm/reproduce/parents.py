@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkdlm.checkpoint import write_tokenizer, written_aside
+from sinkdlm.checkpoint.directory import write_tokenizer, written_aside
+from sinkdlm.checkpoint.durable import held
 from sinkdlm.config.recipe import MODEL_TYPE, Recipe
 from sinkdlm.data.encoding import mark_tokenizer
-from sinkdlm.durable import held
 from sinkdlm.interop import Source, open_source
 from sinkdlm.interop.tokenizer import tokenizer_of
 

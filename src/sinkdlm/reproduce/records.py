@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sinkdlm.durable import replace_text
+from sinkdlm.checkpoint.durable import replace_text
 from sinkdlm.errors import ReproduceError
 from sinkdlm.reproduce.matrix import Job, Scale
 from sinkdlm.training.run import environment

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from sinkdlm.checkpoint import load
+from sinkdlm.checkpoint.directory import load
 from sinkdlm.config.recipe import BUDGETS, Recipe
 from sinkdlm.config.toml import nest, overlay, parse_override
 from sinkdlm.evals.requests import Sheet

@@ -13,7 +13,7 @@ from datetime import datetime
 
 from sinkdlm import __version__
 from sinkdlm.analysis.recording import kind_finder
-from sinkdlm.checkpoint import Loaded
+from sinkdlm.checkpoint.directory import Loaded
 from sinkdlm.errors import SamplingError
 from sinkdlm.prompting import LENGTH, begin, chat_text, check_room, encode, has_chat_template, piece_of, policy_for
 from sinkdlm.sampling import NAMED, Policy, Request, policy_of

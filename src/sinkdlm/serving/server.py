@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from sinkdlm.checkpoint import Loaded, absent_ids
+from sinkdlm.checkpoint.directory import Loaded, absent_ids
 from sinkdlm.errors import UserError
 from sinkdlm.prompting import check_bos
 from sinkdlm.serving.app import Settings, Site, make_app

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sinkdlm.checkpoint import save_weights
+from sinkdlm.checkpoint.directory import save_weights
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.errors import CheckpointError
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from sinkdlm.checkpoint import Loaded, check_vocabulary, read_tokenizer, write_tokenizer, written_aside
+from sinkdlm.checkpoint.directory import Loaded, check_vocabulary, read_tokenizer, write_tokenizer, written_aside
 from sinkdlm.config.recipe import ModelConfig, Recipe
 from sinkdlm.data.rows import Rows, open_rows, tokenizer_folder
 from sinkdlm.errors import TrainError

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from sinkdlm.checkpoint import find_device
+from sinkdlm.checkpoint.directory import find_device
 from sinkdlm.errors import TrainError, UserError
 from sinkdlm.training.meeting import meet
 from sinkdlm.training.signals import Stopped

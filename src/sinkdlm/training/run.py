@@ -32,8 +32,8 @@ from typing import Any
 import torch
 
 from sinkdlm import __version__
+from sinkdlm.checkpoint.durable import replace_text
 from sinkdlm.config.recipe import Recipe
-from sinkdlm.durable import replace_text
 from sinkdlm.errors import ConfigError, TrainError
 from sinkdlm.training.parallel import World
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sinkdlm.checkpoint import Loaded
+from sinkdlm.checkpoint.directory import Loaded
 from sinkdlm.config.recipe import ModelConfig, Recipe, preset_fields, preset_names
 from sinkdlm.data.encoding import mark_tokenizer
 from sinkdlm.data.rows import Rows

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sinkdlm.checkpoint import fingerprint, written_aside
-from sinkdlm.durable import sync
+from sinkdlm.checkpoint.directory import fingerprint, written_aside
+from sinkdlm.checkpoint.durable import sync
 from sinkdlm.errors import CheckpointError, TrainError
 from sinkdlm.training.parallel import World
 from sinkdlm.training.sharding import as_sharded, own_part

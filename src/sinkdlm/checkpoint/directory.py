@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sinkdlm import __version__
+from sinkdlm.checkpoint.durable import sync
 from sinkdlm.config.recipe import MODEL_TYPE, ModelConfig
-from sinkdlm.durable import sync
 from sinkdlm.errors import CheckpointError, ConfigError
 from sinkdlm.model.model import DiffusionLM
 

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: weights, config, tokenizer and provenance, written so that a crash leaves no half."""
