@@ -18,8 +18,8 @@ import numpy as np
 
 from benchmarks.measuring import RESULTS
 from sinkdlm.config.recipe import Recipe
-from sinkdlm.pace import CALIBRATION, Constants, fitted, head_seconds, step_seconds
-from sinkdlm.planning import Chip, Layout, find_chip, fitting_micro_batch, training_memory
+from sinkdlm.planning.formulas import Chip, Layout, find_chip, fitting_micro_batch, training_memory
+from sinkdlm.planning.step_time import CALIBRATION, Constants, fitted, head_seconds, step_seconds
 
 # Where the fit begins, and how strongly it stays there: products as timed in log.md's profile of a forward; six passes: written and
 # read forward, read and written for gradients, and once more.

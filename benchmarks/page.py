@@ -14,8 +14,8 @@ from typing import Any
 from benchmarks.calibrate import foretold, peaks, timed_steps
 from benchmarks.measuring import RESULTS
 from sinkdlm.config.recipe import Recipe
-from sinkdlm.pace import calibration
-from sinkdlm.plans import Machine, Plan, make_plan
+from sinkdlm.planning.plan import Machine, Plan, make_plan
+from sinkdlm.planning.step_time import calibration
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"

@@ -11,7 +11,7 @@ from benchmarks.measuring import RESULTS, measure, measure_together, quantiles
 from benchmarks.page import page_text
 
 from sinkdlm.data.synthetic import prepare_example
-from sinkdlm.planning import training_flops
+from sinkdlm.planning.formulas import training_flops
 
 ROOT = Path(__file__).parent.parent
 

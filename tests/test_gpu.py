@@ -233,7 +233,7 @@ def test_a_sharded_model_on_one_gpu_trains_as_a_plain_one(tmp_path, compiled):
     import torch.distributed as dist
 
     from sinkdlm import Recipe
-    from sinkdlm.planning import Layout
+    from sinkdlm.planning.formulas import Layout
     from sinkdlm.training.optimizer import Optimizer
     from sinkdlm.training.parallel import World
     from sinkdlm.training.state import States
@@ -372,7 +372,7 @@ def test_a_run_on_a_gpu_that_is_known_says_its_plan(tmp_path):
     from benchmarks.kills import write_set
 
     from sinkdlm import Recipe
-    from sinkdlm.planning import find_chip
+    from sinkdlm.planning.formulas import find_chip
     from test_training import run
 
     data = {"sets": {str(write_set(tmp_path / "data")): 1.0}, "length": 64}

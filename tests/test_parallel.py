@@ -14,7 +14,7 @@ from conftest import VARIANTS
 from launches import plain_ranks, starts
 from sinkdlm import UserError
 from sinkdlm.config.recipe import ParallelSection
-from sinkdlm.planning import Layout, choose_layout, training_memory
+from sinkdlm.planning.formulas import Layout, choose_layout, training_memory
 
 SHAPE = {"vocab_size": 64, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "d_model": 24, "d_ff": 20, "context_length": 64}
 STEPS, VARIANT_STEPS = 32, 12  # of the run that is compared everywhere, and of a variant's

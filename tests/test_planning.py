@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from sinkdlm import Recipe
 from sinkdlm.cli import app
 from sinkdlm.errors import UserError
-from sinkdlm.pace import calibration, exchange_seconds, step_seconds
-from sinkdlm.planning import CHIPS, PEAK_FLOPS, Layout, find_chip, fitting_micro_batch, settle_precision, training_flops
-from sinkdlm.plans import Machine, changes_that_fit, describe, describe_all, line_of_run, make_plan, say_hours
+from sinkdlm.planning.formulas import CHIPS, PEAK_FLOPS, Layout, find_chip, fitting_micro_batch, settle_precision, training_flops
+from sinkdlm.planning.plan import Machine, changes_that_fit, describe, describe_all, line_of_run, make_plan, say_hours
+from sinkdlm.planning.step_time import calibration, exchange_seconds, step_seconds
 
 ROOT = Path(__file__).parent.parent
 PAPER = ROOT / "recipes" / "paper"
@@ -53,7 +53,8 @@ def test_planned_memory_is_within_ten_per_cent_of_the_measured_peaks():
 
 
 def test_a_plan_counts_logits_as_the_loss_makes_them():
-    from sinkdlm import diffusion, planning
+    from sinkdlm import diffusion
+    from sinkdlm.planning import formulas as planning
 
     for vocab in (16, 32000, 32001, 49152, 78125, 78126, 151936, 10**6):
         assert planning.head_chunk(vocab) == diffusion.head_chunk(vocab), vocab

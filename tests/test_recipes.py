@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sinkdlm import DiffusionLM, Recipe, load, save
-from sinkdlm.planning import budget_steps
+from sinkdlm.planning.formulas import budget_steps
 from test_training import load_parent, metrics, run, token_set  # noqa: F401  (token_set is a fixture)
 
 RECIPES = Path(__file__).parent.parent / "recipes"

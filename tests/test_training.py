@@ -27,7 +27,7 @@ from sinkdlm.checkpoint.directory import write_tokenizer
 from sinkdlm.config.recipe import LogSection, TrainSection
 from sinkdlm.data.rows import open_rows
 from sinkdlm.model import layers
-from sinkdlm.planning import budget_steps, training_flops
+from sinkdlm.planning.formulas import budget_steps, training_flops
 from sinkdlm.sampling import policy_of
 from sinkdlm.training import export, gradients, loop, opening, optimizer, state
 from sinkdlm.training.evaluate import VALIDATION_SEED, validate

@@ -35,7 +35,7 @@ def plan(
 ) -> None:
     """Say what a run takes before it is started: memory and whether it fits, tokens/s, hours, cost, disk."""
     from sinkdlm.errors import UserError
-    from sinkdlm.plans import describe, describe_all, make_plan
+    from sinkdlm.planning.plan import describe, describe_all, make_plan
 
     paths = [*(recipes or []), *(_papers() if paper else [])]
     if not paths:
@@ -79,7 +79,7 @@ def _rows_of(recipe: Any) -> int | None:
 
 
 def _machine(device: Hardware, gpus: int, recipe: Any) -> Any:
-    from sinkdlm.plans import Machine
+    from sinkdlm.planning.plan import Machine
 
     if device is not Hardware.CPU:
         return Machine(device.value, gpus)

@@ -13,7 +13,7 @@ from typing import Any
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.config.toml import flatten
 from sinkdlm.errors import ReproduceError
-from sinkdlm.plans import Machine, make_plan
+from sinkdlm.planning.plan import Machine, make_plan
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, RATE_OF, SCRATCH, SFT, TARGETS, VARIANTS, Job, targets_of
 from sinkdlm.reproduce.records import write_text
 

@@ -9,7 +9,7 @@ from sinkdlm.config.recipe import Compile, Recipe
 from sinkdlm.errors import TrainError
 from sinkdlm.kernels.available import has_kernels
 from sinkdlm.model.model import DiffusionLM
-from sinkdlm.planning import Layout, fitting_micro_batch, settle_precision, training_flops
+from sinkdlm.planning.formulas import Layout, fitting_micro_batch, settle_precision, training_flops
 from sinkdlm.training.parallel import World
 from sinkdlm.training.places import plan_places
 

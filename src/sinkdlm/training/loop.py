@@ -23,8 +23,8 @@ from sinkdlm.errors import CheckpointError, DataError, TrainError, UserError
 from sinkdlm.fast.float8_training import check_training
 from sinkdlm.model.visibility import Opening
 from sinkdlm.noise import hash_words
-from sinkdlm.planning import Layout, choose_layout, peak_flops, settle_precision, training_flops, training_memory
-from sinkdlm.plans import line_of_run
+from sinkdlm.planning.formulas import Layout, choose_layout, peak_flops, settle_precision, training_flops, training_memory
+from sinkdlm.planning.plan import line_of_run
 from sinkdlm.training.compiling import compile_model, settle_way
 from sinkdlm.training.evaluate import probe, sample_text, validate
 from sinkdlm.training.export import provenance_of, write_model

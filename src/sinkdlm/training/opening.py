@@ -21,7 +21,7 @@ from sinkdlm.config.recipe import ModelConfig, Recipe
 from sinkdlm.data.rows import Rows, open_rows, tokenizer_folder
 from sinkdlm.errors import TrainError
 from sinkdlm.model.model import DiffusionLM
-from sinkdlm.planning import budget_steps
+from sinkdlm.planning.formulas import budget_steps
 from sinkdlm.training.evaluate import VALIDATION_SEED, sample_head
 from sinkdlm.training.run import RunFolder
 from sinkdlm.training.sameness import check_parent, mark_sets

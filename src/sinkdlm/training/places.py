@@ -15,7 +15,7 @@ from torch import Tensor
 from sinkdlm.config.recipe import ModelConfig, TrainSection
 from sinkdlm.diffusion import Schedule, times_of
 from sinkdlm.noise import golden_words, unit_interval
-from sinkdlm.planning import training_flops
+from sinkdlm.planning.formulas import training_flops
 
 _SURE = 6.0  # standard deviations of what masks draw: no run is long enough to see more
 _LIKELY = 3.0  # of what rows differ by; those that need more go another way, known beforehand

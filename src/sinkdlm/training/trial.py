@@ -7,7 +7,7 @@ import torch
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.diffusion import corrupt, denoising_loss
 from sinkdlm.model.model import DiffusionLM
-from sinkdlm.planning import training_flops
+from sinkdlm.planning.formulas import training_flops
 from sinkdlm.training.optimizer import Optimizer
 
 _WANTED = 2e10  # FLOPs of a step that is long enough to time

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sinkdlm.model.model import DiffusionLM
-from sinkdlm.planning import Layout
+from sinkdlm.planning.formulas import Layout
 from sinkdlm.training.parallel import World
 from sinkdlm.training.sharding import as_sharded, own_part
 

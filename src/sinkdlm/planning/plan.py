@@ -11,8 +11,7 @@ from typing import Any
 
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.errors import ConfigError, UserError
-from sinkdlm.pace import HOST_RANKS, knows, measured_on, scaled, step_seconds
-from sinkdlm.planning import (
+from sinkdlm.planning.formulas import (
     CHIPS,
     USABLE,
     Layout,
@@ -25,6 +24,7 @@ from sinkdlm.planning import (
     training_flops,
     training_memory,
 )
+from sinkdlm.planning.step_time import HOST_RANKS, knows, measured_on, scaled, step_seconds
 
 _WEIGHT = {"float64": 8}  # bytes of a master weight; 4 in every other precision
 _MOST_RANKS = 1024  # that are proposed

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sinkdlm.config.recipe import Recipe
-from sinkdlm.planning import Chip, Layout, find_chip, kept_by_block
+from sinkdlm.planning.formulas import Chip, Layout, find_chip, kept_by_block
 
 CALIBRATION = Path(__file__).parent / "calibration.json"
 HOST_RANKS = 8  # devices of a host that are joined by the chip's own link
