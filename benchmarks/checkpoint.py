@@ -21,9 +21,9 @@ from rich.console import Console
 from benchmarks.kills import write_set
 from benchmarks.measuring import quantiles, record, write
 from sinkdlm import Recipe
+from sinkdlm.distributed.world import World, joined
 from sinkdlm.training import loop
 from sinkdlm.training.gradients import StepResult
-from sinkdlm.training.parallel import World, joined
 from sinkdlm.training.run import RunFolder
 
 _WARM = 5  # steps that are not timed: compilation, page-locked buffers

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from benchmarks.measuring import record, write
 from sinkdlm import DiffusionLM, Recipe
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
+from sinkdlm.distributed.world import World
 from sinkdlm.planning.formulas import Layout, training_memory
 from sinkdlm.training.compiling import compile_model, settle_way
 from sinkdlm.training.optimizer import Optimizer
-from sinkdlm.training.parallel import World
 from sinkdlm.training.weights import Weights
 
 _STEPS = 3

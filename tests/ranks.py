@@ -24,11 +24,11 @@ from rich.console import Console
 from sinkdlm import DiffusionLM, Recipe, diffusion, load
 from sinkdlm.data.rows import open_rows
 from sinkdlm.diffusion import Schedule
+from sinkdlm.distributed.world import joined
 from sinkdlm.planning.formulas import Layout
 from sinkdlm.training import evaluate, gradients, loop
 from sinkdlm.training.evaluate import VALIDATION_SEED
 from sinkdlm.training.optimizer import Optimizer
-from sinkdlm.training.parallel import joined
 from sinkdlm.training.weights import Weights
 
 

@@ -4,11 +4,11 @@ import torch
 from conftest import VARIANTS, small_model, small_tokens
 from sinkdlm import DiffusionLM, Recipe
 from sinkdlm.diffusion import corrupt, denoising_loss
+from sinkdlm.distributed.world import World
 from sinkdlm.errors import TrainError
 from sinkdlm.model import model as modelling
 from sinkdlm.training import compiling
 from sinkdlm.training.compiling import Way, compile_model, settle_way
-from sinkdlm.training.parallel import World
 
 # The compiler's own: it instantiates autograd functions, and reads .grad of block inputs.
 pytestmark = [

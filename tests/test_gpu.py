@@ -233,9 +233,9 @@ def test_a_sharded_model_on_one_gpu_trains_as_a_plain_one(tmp_path, compiled):
     import torch.distributed as dist
 
     from sinkdlm import Recipe
+    from sinkdlm.distributed.world import World
     from sinkdlm.planning.formulas import Layout
     from sinkdlm.training.optimizer import Optimizer
-    from sinkdlm.training.parallel import World
     from sinkdlm.training.state import States
     from sinkdlm.training.weights import Weights
 

@@ -26,6 +26,8 @@ from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError, load, save
 from sinkdlm.checkpoint.directory import write_tokenizer
 from sinkdlm.config.recipe import LogSection, TrainSection
 from sinkdlm.data.rows import open_rows
+from sinkdlm.distributed.shards import as_sharded, own_part
+from sinkdlm.distributed.world import World
 from sinkdlm.model import layers
 from sinkdlm.planning.formulas import budget_steps, training_flops
 from sinkdlm.sampling import policy_of
@@ -33,9 +35,7 @@ from sinkdlm.training import export, gradients, loop, opening, optimizer, state
 from sinkdlm.training.evaluate import VALIDATION_SEED, validate
 from sinkdlm.training.monitor import Metrics, Monitor, flat_numbers
 from sinkdlm.training.optimizer import learning_rate
-from sinkdlm.training.parallel import World
 from sinkdlm.training.peaks import read_lines
-from sinkdlm.training.sharding import as_sharded, own_part
 from sinkdlm.writer import Job, write
 
 ALONE = World(torch.device("cpu"))
@@ -187,7 +187,7 @@ def test_a_state_in_the_background_loads_its_packages_before_its_thread(tmp_path
     script = (
         "import sys, threading, torch\n"
         "from pathlib import Path\n"
-        "from sinkdlm.training.parallel import World\n"
+        "from sinkdlm.distributed.world import World\n"
         "from sinkdlm.training.state import States\n"
         "states = States(Path(sys.argv[1]), keep=1, warn=print, world=World(torch.device('cpu')))\n"
         "assert 'torch.distributed.checkpoint' not in sys.modules\n"
@@ -1151,7 +1151,7 @@ def test_a_rank_that_failed_is_not_ended_before_it_has_said_why(kept, status):
     """Its launcher asks it to end as soon as another one is lost, while its own failure is on its way up."""
     script = f"""
 import os, signal
-from sinkdlm.training.signals import noted_signals
+from sinkdlm.distributed.signals import noted_signals
 try:
     with noted_signals(after_failure={kept}):
         raise RuntimeError("Connection closed by peer")

@@ -15,15 +15,21 @@ if TYPE_CHECKING:
     from sinkdlm.model.model import DiffusionLM
 
 _HOME = {
-    "ModelConfig": "config",
-    "Recipe": "config",
-    "DiffusionLM": "model",
-    "Loaded": "checkpoint",
-    "load": "checkpoint",
-    "save": "checkpoint",
+    "ModelConfig": "config.recipe",
+    "Recipe": "config.recipe",
+    "DiffusionLM": "model.model",
+    "Loaded": "checkpoint.directory",
+    "load": "checkpoint.directory",
+    "save": "checkpoint.directory",
     "UserError": "errors",
 }
-_MODULES = ("attention", "diffusion", "likelihood", "noise", "sampling")
+_MODULES = {
+    "attention": "model.attention",
+    "diffusion": "diffusion",
+    "likelihood": "likelihood",
+    "noise": "noise",
+    "sampling": "sampling",
+}
 
 __all__ = [
     "DiffusionLM",
@@ -48,7 +54,7 @@ def __getattr__(name: str) -> "Any":
     if name in _HOME:
         return getattr(importlib.import_module(f"sinkdlm.{_HOME[name]}"), name)
     if name in _MODULES:
-        return importlib.import_module(f"sinkdlm.{name}")
+        return importlib.import_module(f"sinkdlm.{_MODULES[name]}")
     raise AttributeError(f"module 'sinkdlm' has no attribute {name!r}")
 
 

@@ -203,10 +203,10 @@ def train(
     import torch  # noqa: F401  (before the next line)
 
     early.load_kernels(opened, device)
+    from sinkdlm.distributed.signals import Stopped
     from sinkdlm.training.kept import read_kept
     from sinkdlm.training.loop import train as run
     from sinkdlm.training.peaks import read_peaks
-    from sinkdlm.training.signals import Stopped
 
     try:
         found = run(resolved, folder, load_parent=load_parent, device=device)
@@ -297,7 +297,7 @@ def sample(
 
     job = Job(prompt, prompts, infill, suffix, chat, length, gap, n, seed, until_eos, batch, deterministic, bos)
     check(job)  # a wrong file or gap is said before the model is read
-    from sinkdlm.training.parallel import joined
+    from sinkdlm.distributed.world import joined
 
     with joined(device) as world:  # under torchrun each rank writes its share
         lm = load_for_sampling(checkpoint, world.device, dtype)
@@ -365,7 +365,7 @@ def demo(
 ) -> None:
     """Train twins with and without a sink on a small language, score and watch them, and write a report: minutes on a CPU."""
     from sinkdlm.demo.run import run_demo
-    from sinkdlm.training.signals import Stopped
+    from sinkdlm.distributed.signals import Stopped
 
     try:
         found = run_demo(out, steps=steps, seed=seed, trajectories=trajectories, fresh=fresh, as_json=as_json)

@@ -109,7 +109,7 @@ def evaluate(
         typer.echo(json.dumps(found, indent=2) if as_json else f"wrote {len(sheet.requests):,} requests to {write_requests}")
         return
     assert checkpoint is not None
-    from sinkdlm.training.parallel import joined
+    from sinkdlm.distributed.world import joined
 
     with joined(device) as world:  # rank 0 has the harness; every rank answers its share
         lm = load_in(checkpoint, world.device, dtype, compile_)
@@ -209,7 +209,7 @@ def score_requests(
     from sinkdlm.evals.requests import Sheet
 
     sheet = Sheet.read(requests)
-    from sinkdlm.training.parallel import joined
+    from sinkdlm.distributed.world import joined
 
     with joined(device) as world:
         lm = load_in(checkpoint, world.device, dtype, compile_)
@@ -250,7 +250,7 @@ def score(
     settings = settings_for("", {name: value for name, value in named.items() if value is not None})
     read = texts.read_documents(file, field=field, documents=documents.value)
     found = read.texts[:limit]
-    from sinkdlm.training.parallel import joined
+    from sinkdlm.distributed.world import joined
 
     with joined(device) as world:
         lm = load_in(checkpoint, world.device, dtype)

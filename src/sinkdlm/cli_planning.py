@@ -85,7 +85,7 @@ def _machine(device: Hardware, gpus: int, recipe: Any) -> Any:
         return Machine(device.value, gpus)
     import torch
 
-    from sinkdlm.training.parallel import World
+    from sinkdlm.distributed.world import World
     from sinkdlm.training.trial import tokens_per_second
 
     return Machine("cpu", 1, World(torch.device("cpu")).memory, tokens_per_second(recipe))

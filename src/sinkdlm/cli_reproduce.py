@@ -71,10 +71,10 @@ def reproduce(
         typer.echo(json.dumps(found, indent=1) if as_json else found["said"])
         return
     from sinkdlm.cli import leave, load_parent
+    from sinkdlm.distributed.signals import Stopped
     from sinkdlm.reproduce.command import Asked, inherited, run_plan, steadiness
     from sinkdlm.reproduce.command import reproduce as work
     from sinkdlm.reproduce.inputs import Given
-    from sinkdlm.training.signals import Stopped
 
     given = Given(parent, corpus or [], sft, data, requests)
     chosen = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]

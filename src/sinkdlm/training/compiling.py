@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 
 from sinkdlm.config.recipe import Compile, Recipe
+from sinkdlm.distributed.world import World
 from sinkdlm.errors import TrainError
 from sinkdlm.kernels.available import has_kernels
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.planning.formulas import Layout, fitting_micro_batch, settle_precision, training_flops
-from sinkdlm.training.parallel import World
 from sinkdlm.training.places import plan_places
 
 # FLOPs of a layer in one micro-batch from which the host, launching each kernel by itself, is ahead of a device all the same: an

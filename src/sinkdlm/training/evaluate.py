@@ -14,11 +14,11 @@ from torch import Tensor
 from sinkdlm.checkpoint.directory import absent_ids
 from sinkdlm.data.rows import Batch, Rows
 from sinkdlm.diffusion import Loss, Noisy, Schedule, corrupt, denoising_loss
+from sinkdlm.distributed.world import World
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.model.observe import Watcher
 from sinkdlm.prompting import begin, encode
 from sinkdlm.sampling import generate
-from sinkdlm.training.parallel import World
 
 VALIDATION_SEED = 20_260_127  # of every run, so that runs are compared on the same rows and the same masks
 BUCKETS = 4  # of the masked ratio

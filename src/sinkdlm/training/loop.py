@@ -19,6 +19,8 @@ from torch import Tensor
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.rows import Batch, Rows
 from sinkdlm.diffusion import Schedule, read_later
+from sinkdlm.distributed.signals import ENDING, Signals, Stopped, noted_signals
+from sinkdlm.distributed.world import World, joined
 from sinkdlm.errors import CheckpointError, DataError, TrainError, UserError
 from sinkdlm.fast.float8_training import check_training
 from sinkdlm.model.visibility import Opening
@@ -34,10 +36,8 @@ from sinkdlm.training.kept import Kept
 from sinkdlm.training.monitor import MakeMonitor, Monitor, SilentMonitor
 from sinkdlm.training.opening import Data, LoadParent, Start, open_data, open_model, settle_facts
 from sinkdlm.training.optimizer import MOMENTS, Average, Optimizer, learning_rate
-from sinkdlm.training.parallel import World, joined
 from sinkdlm.training.recorded import find_recorder
 from sinkdlm.training.run import RunFolder
-from sinkdlm.training.signals import ENDING, Signals, Stopped, noted_signals
 from sinkdlm.training.state import States
 from sinkdlm.training.weights import Weights
 

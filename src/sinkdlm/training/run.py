@@ -34,8 +34,8 @@ import torch
 from sinkdlm import __version__
 from sinkdlm.checkpoint.durable import replace_text
 from sinkdlm.config.recipe import Recipe
+from sinkdlm.distributed.world import World
 from sinkdlm.errors import ConfigError, TrainError
-from sinkdlm.training.parallel import World
 
 _LOCK_SECONDS = 120.0  # that the ranks of a restarted run wait for those before them
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "tokenizers", "safetensors")

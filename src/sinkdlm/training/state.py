@@ -23,9 +23,9 @@ from torch import Tensor
 
 from sinkdlm.checkpoint.directory import fingerprint, written_aside
 from sinkdlm.checkpoint.durable import sync
+from sinkdlm.distributed.shards import as_sharded, own_part
+from sinkdlm.distributed.world import World
 from sinkdlm.errors import CheckpointError, TrainError
-from sinkdlm.training.parallel import World
-from sinkdlm.training.sharding import as_sharded, own_part
 
 SCALARS = "state.json"
 _FILE_BYTES = 16 << 20

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from sinkdlm.distributed.shards import as_sharded, own_part
+from sinkdlm.distributed.world import World
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.planning.formulas import Layout
-from sinkdlm.training.parallel import World
-from sinkdlm.training.sharding import as_sharded, own_part
 
 
 def _unsharded(block: nn.Module) -> set[nn.Parameter]:

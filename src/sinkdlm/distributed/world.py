@@ -20,10 +20,10 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from sinkdlm.checkpoint.directory import find_device
+from sinkdlm.distributed.heartbeat import Departure, Watch
+from sinkdlm.distributed.rendezvous import meet
+from sinkdlm.distributed.signals import Stopped
 from sinkdlm.errors import TrainError, UserError
-from sinkdlm.training.meeting import meet
-from sinkdlm.training.signals import Stopped
-from sinkdlm.training.watch import Departure, Watch
 
 _NAMING = 25.0  # seconds that a rank whose collective failed waits for the name of the one that is gone
 _Value = TypeVar("_Value")
