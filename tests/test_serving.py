@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from evaluated import padded_lm
-from sinkdlm.prompting import policy_for
 from sinkdlm.sampling import policy_of
 from sinkdlm.serving import app
 from sinkdlm.serving.engine import LONGEST_RETRY, Capacity
 from sinkdlm.serving.served import Limits
-from sinkdlm.writer import Job, write
+from sinkdlm.text.generate import Job, write
+from sinkdlm.text.prompts import policy_for
 from sites import PROMPT, SECONDS, bytes_lm, complete, letters_lm, ours, serving
 
 

@@ -31,12 +31,12 @@ from sinkdlm.distributed.world import World
 from sinkdlm.model import layers
 from sinkdlm.planning.formulas import budget_steps, training_flops
 from sinkdlm.sampling import policy_of
+from sinkdlm.text.generate import Job, write
 from sinkdlm.training import export, gradients, loop, opening, optimizer, state
 from sinkdlm.training.evaluate import VALIDATION_SEED, validate
 from sinkdlm.training.monitor import Metrics, Monitor, flat_numbers
 from sinkdlm.training.optimizer import learning_rate
 from sinkdlm.training.peaks import read_lines
-from sinkdlm.writer import Job, write
 
 ALONE = World(torch.device("cpu"))
 

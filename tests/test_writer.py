@@ -20,8 +20,8 @@ from sinkdlm.data.encoding import Encoder
 from sinkdlm.data.examples import drafts_of, encode_drafts
 from sinkdlm.data.synthetic import character_tokenizer
 from sinkdlm.errors import SamplingError
-from sinkdlm.prompting import piece_of
-from sinkdlm.writer import Piece, parse_gaps
+from sinkdlm.text.generate import Piece, parse_gaps
+from sinkdlm.text.prompts import piece_of
 
 
 @pytest.fixture(scope="module")

@@ -292,8 +292,8 @@ def sample(
     named |= {"guidance": guidance, "threshold": threshold, "cache": cache}
     options = {name: value for name, value in named.items() if value is not None}
     policy = policy_of(config, **options | dict(parse_override(override) for override in overrides or []))
-    from sinkdlm.prompting import policy_for
-    from sinkdlm.writer import Job, check, write
+    from sinkdlm.text.generate import Job, check, write
+    from sinkdlm.text.prompts import policy_for
 
     job = Job(prompt, prompts, infill, suffix, chat, length, gap, n, seed, until_eos, batch, deterministic, bos)
     check(job)  # a wrong file or gap is said before the model is read

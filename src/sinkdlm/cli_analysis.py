@@ -142,8 +142,8 @@ class _Asked:
         """For one model: the default length is what fits it."""
         from sinkdlm.analysis.capture import Rules
         from sinkdlm.analysis.study import Plan
-        from sinkdlm.prompting import LENGTH, begin, check_bos, encode
         from sinkdlm.sampling.unmasking import policy_of
+        from sinkdlm.text.prompts import LENGTH, begin, check_bos, encode
 
         given, room = self._given, lm.config.context_length
         check_bos(lm.tokenizer, given["bos"])
@@ -175,7 +175,7 @@ class _Asked:
 
     def _written(self, lm: Any, prompt: Any) -> str:
         from sinkdlm.errors import AnalysisError
-        from sinkdlm.prompting import chat_text, has_chat_template
+        from sinkdlm.text.prompts import chat_text, has_chat_template
 
         if not self._given["chat"]:
             return prompt
@@ -255,7 +255,7 @@ def _numbers(text: str, option: str, kind: Any) -> list[Any]:
 
 def _read_lines(path: Path, *, chat: bool = False) -> list[Any]:
     from sinkdlm.errors import AnalysisError
-    from sinkdlm.writer import read_prompts
+    from sinkdlm.text.generate import read_prompts
 
     found = read_prompts(path)
     if not chat and not all(isinstance(prompt, str) for prompt in found):

@@ -242,7 +242,7 @@ def score(
 
     from sinkdlm.evals import documents as texts
     from sinkdlm.evals.settings import settings_for
-    from sinkdlm.prompting import begin, check_bos
+    from sinkdlm.text.prompts import begin, check_bos
 
     chosen = _estimator(causal, estimator)
     _check_draws(draws, chosen)

@@ -15,11 +15,11 @@ from sinkdlm import __version__
 from sinkdlm.analysis.recording import kind_finder
 from sinkdlm.checkpoint.directory import Loaded
 from sinkdlm.errors import SamplingError
-from sinkdlm.prompting import LENGTH, begin, chat_text, check_room, encode, has_chat_template, piece_of, policy_for
 from sinkdlm.sampling import NAMED, Policy, Request, policy_of
 from sinkdlm.serving.engine import Engine
 from sinkdlm.serving.schemas import Card, ChatRequest, CompletionRequest
 from sinkdlm.serving.transcript import Transcript
+from sinkdlm.text.prompts import LENGTH, begin, chat_text, check_room, encode, has_chat_template, piece_of, policy_for
 
 
 @dataclass(frozen=True)

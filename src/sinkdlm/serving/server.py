@@ -12,11 +12,11 @@ import uvicorn
 
 from sinkdlm.checkpoint.directory import Loaded, absent_ids
 from sinkdlm.errors import UserError
-from sinkdlm.prompting import check_bos
 from sinkdlm.serving.app import Settings, Site, make_app
 from sinkdlm.serving.engine import LONGEST_RETRY, Capacity, Engine, Turns
 from sinkdlm.serving.metrics import Metrics
 from sinkdlm.serving.served import Limits, Served
+from sinkdlm.text.prompts import check_bos
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _GRACE = 15  # seconds

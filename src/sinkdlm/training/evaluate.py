@@ -17,8 +17,8 @@ from sinkdlm.diffusion import Loss, Noisy, Schedule, corrupt, denoising_loss
 from sinkdlm.distributed.world import World
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.model.observe import Watcher
-from sinkdlm.prompting import begin, encode
 from sinkdlm.sampling import generate
+from sinkdlm.text.prompts import begin, encode
 
 VALIDATION_SEED = 20_260_127  # of every run, so that runs are compared on the same rows and the same masks
 BUCKETS = 4  # of the masked ratio

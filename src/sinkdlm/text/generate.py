@@ -21,10 +21,10 @@ from torch import Tensor
 
 from sinkdlm.checkpoint.directory import absent_ids
 from sinkdlm.errors import SamplingError
-from sinkdlm.messages import missing_text
 from sinkdlm.model.observe import Watcher
-from sinkdlm.prompting import LENGTH, begin, chat_text, check_bos, check_room, encode, has_chat_template, piece_of
 from sinkdlm.sampling import Policy, Request, State, start, step
+from sinkdlm.text.chat import missing_text
+from sinkdlm.text.prompts import LENGTH, begin, chat_text, check_bos, check_room, encode, has_chat_template, piece_of
 
 _GAP = re.compile(r"\[(_*)(?::(\d+))?\]")  # [____] is four tokens, [_:12] twelve
 _OPEN = "░"

@@ -1,0 +1,1 @@
+"""Prompts and chats in, text out: between a tokenizer and the samplers."""
