@@ -27,8 +27,8 @@ from pages import (
 from sinkdlm.analysis.capture import attention_maps
 from sinkdlm.analysis.metrics import measure
 from sinkdlm.analysis.recording import look_at
+from sinkdlm.page.bundle import PAGE
 from sinkdlm.serving.engine import Capacity
-from sinkdlm.viewer import PAGE
 from sites import NASTY, PROMPT, SECONDS, serving, sharp_lm
 
 ADDRESSED = """() => {  // the address has been written for what is shown

@@ -13,7 +13,7 @@ import pytest
 
 from pages import address, finished, looked, open_file, opened, said_by, scrub, side, trajectory_of, until
 from sinkdlm.analysis.recording import join_sides, record
-from sinkdlm.viewer import build_viewer, join_modules
+from sinkdlm.page.bundle import build_viewer, join_modules
 from sites import PROMPT
 
 # -- recordings -------------------------------------------------------------------------------------------------------------------

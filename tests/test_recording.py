@@ -16,8 +16,8 @@ from sinkdlm.analysis.capture import Rules, capture
 from sinkdlm.analysis.recording import Recorder, join_sides, likeliest, look_at, pack, record, unpack
 from sinkdlm.checkpoint.directory import absent_ids
 from sinkdlm.errors import AnalysisError
+from sinkdlm.page.bundle import PAGE
 from sinkdlm.sampling import requests_of
-from sinkdlm.viewer import PAGE
 from sites import sharp_lm
 
 ROOT = Path(__file__).parents[1]

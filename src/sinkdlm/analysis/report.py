@@ -31,7 +31,7 @@ from sinkdlm.analysis.intervals import MIN_TRAJECTORIES
 from sinkdlm.analysis.recording import join_sides
 from sinkdlm.analysis.study import FORMAT, VERSION
 from sinkdlm.errors import AnalysisError
-from sinkdlm.viewer import build_viewer
+from sinkdlm.page.bundle import build_viewer
 
 REPORT_FORMAT, REPORT_VERSION = "sinkdlm-report", 1
 _PARTS = (
