@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.measuring import record, write
 from benchmarks.train import figures_of, reaches, run
-from sinkdlm.cli_recipes import load_recipe
+from sinkdlm.cli.loading import load_recipe
 
 _KEPT = ("train", "validation", "steps", "skipped", "tokens", "tokens_per_second", "mfu", "memory_gb")
 

@@ -17,8 +17,8 @@ def work(job: dict[str, Any]) -> None:
     """One rank, on whichever host Ray has put it."""
     os.chdir(job["folder"])  # paths of a recipe start where the command runs
     os.environ.update(_describe_rank())
-    from sinkdlm.cli import load_parent
-    from sinkdlm.cli_recipes import load_recipe
+    from sinkdlm.cli.app import load_parent
+    from sinkdlm.cli.loading import load_recipe
     from sinkdlm.training.loop import train
 
     out = Path(job["out"])
@@ -64,7 +64,7 @@ def main() -> None:
     given = parser.parse_args()
 
     from sinkdlm import UserError
-    from sinkdlm.cli_recipes import load_recipe
+    from sinkdlm.cli.loading import load_recipe
 
     try:
         load_recipe(given.recipe, given.overrides, given.out)  # what is wrong with it is better said here than by every worker

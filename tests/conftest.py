@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sinkdlm import DiffusionLM, ModelConfig, cli
+from sinkdlm import DiffusionLM, ModelConfig
+from sinkdlm.cli import app as cli
 
 pytest.register_assert_rewrite("launches", "pages", "sites")  # so that a failure there says what was found
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sinkdlm import Recipe, cli
-from sinkdlm.cli import SUMMARIES
+from sinkdlm import Recipe
+from sinkdlm.cli import app as cli
+from sinkdlm.cli.app import SUMMARIES
 
 
 def run(*args, cwd=None):
@@ -97,9 +98,9 @@ def test_ctrl_c_while_the_command_line_is_loaded_ends_at_once(tmp_path):
 
 def test_next_to_nothing_is_loaded_before_ctrl_c_is_answered():
     """Beside what Python itself loads to start a command."""
-    script = "import sys, enum, re, runpy\nbefore = set(sys.modules)\nimport sinkdlm.entry\nprint(*set(sys.modules) - before)"
+    script = "import sys, enum, re, runpy\nbefore = set(sys.modules)\nimport sinkdlm.cli.entry\nprint(*set(sys.modules) - before)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert {"sinkdlm", "sinkdlm.entry"} <= set(loaded.split()) <= {"sinkdlm", "sinkdlm.entry", "signal"}
+    assert {"sinkdlm", "sinkdlm.cli.entry"} <= set(loaded.split()) <= {"sinkdlm", "sinkdlm.cli.entry", "signal"}
 
 
 def test_ctrl_c_is_as_it_was_once_a_command_has_ended(command_line):

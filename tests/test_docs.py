@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from conftest import BROWSER, BROWSER_FLAGS, BROWSER_WAIT
 from sinkdlm import DiffusionLM, ModelConfig, Recipe, load, save
-from sinkdlm.cli import app
+from sinkdlm.cli.app import app
 from sinkdlm.data.synthetic import character_tokenizer, corpus
 
 ROOT = Path(__file__).parent.parent

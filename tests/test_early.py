@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sinkdlm import cli, early
+from sinkdlm.cli import app as cli
+from sinkdlm.cli import warm_up as early
 from sinkdlm.errors import UserError
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -80,7 +81,8 @@ def test_a_command_that_fails_waits_for_what_it_began(tmp_path):
     """Python that ends while a thread is in torch aborts."""
     code = f"""
 import sys, time
-from sinkdlm import early, entry
+from sinkdlm.cli import warm_up as early
+from sinkdlm.cli import entry
 def slow(opened, index):
     import torch
     x, end = torch.zeros(400, 400), time.monotonic() + 2.5
@@ -134,7 +136,7 @@ def test_on_a_gpu_torch_finds_its_context_there():
     """One context: what is opened early is what torch computes in. In a process of its own, which has none yet."""
     code = """
 import ctypes
-from sinkdlm import early
+from sinkdlm.cli import warm_up as early
 opened = early.open_device(None)
 opened.join()
 flags, active = ctypes.c_uint(), ctypes.c_int()

@@ -10,7 +10,7 @@ import pytest
 
 from benches import HUB, HUB_PATHS, lines, makers_files, plain_files, write_files, write_parquet
 from evaluated import save_model, small_lm, tiny_tokenizer
-from sinkdlm.cli import main
+from sinkdlm.cli.app import main
 from sinkdlm.errors import EvalError
 from sinkdlm.evals.offline import BENCHMARKS, find_splits, load_splits
 from sinkdlm.evals.requests import Sheet
@@ -364,7 +364,7 @@ def test_two_halves_are_one_go(tmp_path, checkpoint, bench, run, harness):
 
 
 def _judged(path, data):
-    from sinkdlm.cli_evals import Shown, _judge_responses
+    from sinkdlm.cli.evaluate import Shown, _judge_responses
 
     _judge_responses(None, path, data, Shown(None, False, None, False))
 

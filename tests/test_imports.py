@@ -75,7 +75,7 @@ HEAVY = ["torch", "numpy", "pydantic", "rich", "transformers", "safetensors", "t
 
 
 @pytest.mark.parametrize(
-    "code", ["import sinkdlm", "from sinkdlm.cli import app, main", "import sinkdlm; sinkdlm.__version__; dir(sinkdlm)"]
+    "code", ["import sinkdlm", "from sinkdlm.cli.app import app, main", "import sinkdlm; sinkdlm.__version__; dir(sinkdlm)"]
 )
 def test_import_is_light(code):
     script = f"import json, sys\n{code}\nprint(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
@@ -98,7 +98,7 @@ SINGLE = ["torch.distributed.tensor", "torch.distributed.checkpoint"]
 COMMANDS = """
 import io, json, sys
 from contextlib import redirect_stdout
-from sinkdlm.cli import app
+from sinkdlm.cli.app import app
 def loaded(*args):
     if args == ("serve",):  # it would not end
         import sinkdlm.serving.server
@@ -163,7 +163,7 @@ def test_commands_load_what_they_use(tmp_path):
 
 FIRST_STEP = """
 import sys
-from sinkdlm.cli import app
+from sinkdlm.cli.app import app
 from sinkdlm.training import loop
 made = loop.Trainer._loop
 def watched(self, signals):
@@ -179,7 +179,7 @@ def test_a_run_makes_its_steps_without_transformers(tmp_path):
     from typer.testing import CliRunner
 
     from sinkdlm.checkpoint.directory import write_tokenizer
-    from sinkdlm.cli import app
+    from sinkdlm.cli.app import app
     from sinkdlm.data.synthetic import character_tokenizer
 
     write_tokenizer(tmp_path / "tokenizer", character_tokenizer())

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from sinkdlm import DiffusionLM, ModelConfig, load, save
-from sinkdlm.cli import app
-from sinkdlm.cli_recipes import load_recipe
+from sinkdlm.cli.app import app
+from sinkdlm.cli.loading import load_recipe
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.synthetic import character_tokenizer
 from sinkdlm.errors import UserError

@@ -11,7 +11,7 @@ from benchmarks import calibrate
 from typer.testing import CliRunner
 
 from sinkdlm import Recipe
-from sinkdlm.cli import app
+from sinkdlm.cli.app import app
 from sinkdlm.errors import UserError
 from sinkdlm.planning.formulas import CHIPS, PEAK_FLOPS, Layout, find_chip, fitting_micro_batch, settle_precision, training_flops
 from sinkdlm.planning.plan import Machine, changes_that_fit, describe, describe_all, line_of_run, make_plan, say_hours

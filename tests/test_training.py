@@ -150,7 +150,7 @@ def metrics(out: Path, kind: str = "train") -> list[dict]:
 # The command, whose fifth step waits for a signal: it does not end before one has come.
 WAITING = """
 import time
-from sinkdlm import cli
+from sinkdlm.cli import app as cli
 from sinkdlm.training import loop
 make_step, begun = loop.Trainer._make_step, []
 def wait(self, batch, lr, signals):
@@ -1005,7 +1005,7 @@ def test_a_later_budget_replaces_an_earlier_one(tmp_path):
 
 
 def load_parent(recipe, dtype):
-    from sinkdlm.cli import load_parent
+    from sinkdlm.cli.app import load_parent
 
     return load_parent(recipe, dtype)
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sinkdlm import load
-from sinkdlm.cli import app
+from sinkdlm.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 import sinkdlm
 from conftest import small_model
 from evaluated import padded_lm, small_lm
-from sinkdlm.cli import app, load_for_sampling
-from sinkdlm.cli_options import Arithmetic
+from sinkdlm.cli.app import app, load_for_sampling
+from sinkdlm.cli.options import Arithmetic
 from sinkdlm.data.encoding import Encoder
 from sinkdlm.data.examples import drafts_of, encode_drafts
 from sinkdlm.data.synthetic import character_tokenizer

@@ -1,3 +1,3 @@
-from sinkdlm.entry import main
+from sinkdlm.cli.entry import main
 
 main()

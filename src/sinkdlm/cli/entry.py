@@ -41,6 +41,6 @@ class EndedWhileImporting:
 
 def main() -> None:
     with EndedWhileImporting():
-        from sinkdlm.cli import main as run
+        from sinkdlm.cli.app import main as run
 
         run()

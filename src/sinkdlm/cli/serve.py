@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from sinkdlm.cli_options import Arithmetic, Bos, Computing, Device
+from sinkdlm.cli.options import Arithmetic, Bos, Computing, Device
 
 _MODELS = typer.Argument(metavar="CKPT [CKPT2]", help="Checkpoints, or anything that `convert` reads.")
 
@@ -58,8 +58,8 @@ def serve(
     import torch
 
     from sinkdlm.checkpoint.directory import find_device
-    from sinkdlm.cli import load_for_sampling
-    from sinkdlm.cli_analysis import names_of
+    from sinkdlm.cli.analyze import names_of
+    from sinkdlm.cli.app import load_for_sampling
     from sinkdlm.serving.app import Settings
     from sinkdlm.serving.engine import Capacity
     from sinkdlm.serving.served import Limits

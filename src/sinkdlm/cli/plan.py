@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from sinkdlm.cli_options import Json, Overrides
-from sinkdlm.cli_recipes import load_recipe
+from sinkdlm.cli.loading import load_recipe
+from sinkdlm.cli.options import Json, Overrides
 
 _AUGMENTED_GSM8K = 769_240  # examples an epoch of the official SFT, which data of one's own need not have
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sinkdlm.cli_options import Device, Json, Overrides
+from sinkdlm.cli.options import Device, Json, Overrides
 
 
 class Scale(StrEnum):
@@ -70,7 +70,7 @@ def reproduce(
         found = lay_out(target, out, seeds or 1)
         typer.echo(json.dumps(found, indent=1) if as_json else found["said"])
         return
-    from sinkdlm.cli import leave, load_parent
+    from sinkdlm.cli.app import leave, load_parent
     from sinkdlm.distributed.signals import Stopped
     from sinkdlm.reproduce.command import Asked, inherited, run_plan, steadiness
     from sinkdlm.reproduce.command import reproduce as work

@@ -10,8 +10,16 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from sinkdlm import cli_analysis, cli_data, cli_evals, cli_planning, cli_reproduce, cli_serving, early
-from sinkdlm.cli_options import (
+from sinkdlm.cli import analyze as cli_analysis
+from sinkdlm.cli import data as cli_data
+from sinkdlm.cli import evaluate as cli_evals
+from sinkdlm.cli import plan as cli_planning
+from sinkdlm.cli import reproduce as cli_reproduce
+from sinkdlm.cli import serve as cli_serving
+from sinkdlm.cli import warm_up as early
+from sinkdlm.cli.entry import EndedWhileImporting
+from sinkdlm.cli.loading import load_recipe
+from sinkdlm.cli.options import (
     Arithmetic,
     Bos,
     Compile,
@@ -23,8 +31,6 @@ from sinkdlm.cli_options import (
     PolicyOverrides,
     Seed,
 )
-from sinkdlm.cli_recipes import load_recipe
-from sinkdlm.entry import EndedWhileImporting
 
 # In the order in which a newcomer meets them; a docstring's first line would be cut at the edge of the terminal.
 SUMMARIES = {

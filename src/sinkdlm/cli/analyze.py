@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sinkdlm.cli_options import Bos, Device, Dtype, Json, PolicyOverrides, Precision, Seed
+from sinkdlm.cli.options import Bos, Device, Dtype, Json, PolicyOverrides, Precision, Seed
 
 _DEFAULT = 32  # trajectories
 _SHARES = "0.9,0.7,0.5,0.3,0.1"
@@ -192,7 +192,7 @@ def _capture(model: str, name: str, asked: _Asked, device: str | None, dtype: Dt
 
     from sinkdlm.analysis.study import count_rows, study
     from sinkdlm.checkpoint.directory import find_device
-    from sinkdlm.cli_evals import load_in
+    from sinkdlm.cli.evaluate import load_in
     from sinkdlm.evals.display import Display
     from sinkdlm.training.run import environment
 

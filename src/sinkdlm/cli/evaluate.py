@@ -6,7 +6,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from sinkdlm.cli_options import Bos, Compile, Device, Documents, Dtype, Json, Precision, Seed
+from sinkdlm.cli.options import Bos, Compile, Device, Documents, Dtype, Json, Precision, Seed
 
 _CKPT = typer.Argument(metavar="CKPT", help="A checkpoint, or anything that `convert` reads.")
 Draws = Annotated[int | None, typer.Option(min=1, help="Monte Carlo masks of a request; by default 128.")]
@@ -284,7 +284,7 @@ def _check_draws(draws: int | None, estimator: str | None) -> None:
 def load_in(checkpoint: str, device: Any, dtype: Dtype | None, compile_: bool = False) -> Any:
     import torch
 
-    from sinkdlm.cli import load_with_tokenizer
+    from sinkdlm.cli.app import load_with_tokenizer
 
     chosen = dtype or (Dtype.BFLOAT16 if device.type == "cuda" else Dtype.FLOAT32)
     lm = load_with_tokenizer(checkpoint, device, getattr(torch, chosen.value))

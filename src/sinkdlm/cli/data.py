@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sinkdlm.cli_options import Documents, Json, Seed
+from sinkdlm.cli.options import Documents, Json, Seed
 
 
 class DataKind(StrEnum):
