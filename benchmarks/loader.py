@@ -18,7 +18,7 @@ from sinkdlm.config.recipe import DataSection, ModelConfig
 from sinkdlm.data.rows import Rows, open_rows
 from sinkdlm.diffusion import corrupt, denoising_loss
 from sinkdlm.model.model import DiffusionLM
-from sinkdlm.training.feed import batches
+from sinkdlm.training.prefetch import batches
 
 LENGTH = 1024
 TOKENS = 20_000_000

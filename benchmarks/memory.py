@@ -19,7 +19,7 @@ from sinkdlm import DiffusionLM, Recipe
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
 from sinkdlm.distributed.world import World
 from sinkdlm.planning.formulas import Layout, training_memory
-from sinkdlm.training.compiling import compile_model, settle_way
+from sinkdlm.training.choose import compile_model, settle_way
 from sinkdlm.training.optimizer import Optimizer
 from sinkdlm.training.weights import Weights
 

@@ -33,10 +33,10 @@ from sinkdlm.data.rows import Batch
 from sinkdlm.diffusion import Noisy, corrupt
 from sinkdlm.distributed.world import World
 from sinkdlm.planning.formulas import peak_flops, training_flops
-from sinkdlm.training.compiling import compile_model, settle_way
+from sinkdlm.training.captured import find_recorder
+from sinkdlm.training.choose import compile_model, settle_way
 from sinkdlm.training.gradients import Gradients
 from sinkdlm.training.optimizer import Optimizer
-from sinkdlm.training.recorded import find_recorder
 from sinkdlm.training.weights import Weights
 
 _MODELS: dict[str, dict[str, Any]] = {

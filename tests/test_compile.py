@@ -7,8 +7,8 @@ from sinkdlm.diffusion import corrupt, denoising_loss
 from sinkdlm.distributed.world import World
 from sinkdlm.errors import TrainError
 from sinkdlm.model import model as modelling
-from sinkdlm.training import compiling
-from sinkdlm.training.compiling import Way, compile_model, settle_way
+from sinkdlm.training import choose as compiling
+from sinkdlm.training.choose import Way, compile_model, settle_way
 
 # The compiler's own: it instantiates autograd functions, and reads .grad of block inputs.
 pytestmark = [

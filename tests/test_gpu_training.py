@@ -10,8 +10,10 @@ from conftest import VARIANTS
 from sinkdlm import DiffusionLM, ModelConfig, Recipe, load
 from sinkdlm.diffusion import corrupt, denoising_loss
 from sinkdlm.model import layers
-from sinkdlm.training import compiling, gradients, loop, places
-from sinkdlm.training.recorded import CudaRecorder
+from sinkdlm.training import choose as compiling
+from sinkdlm.training import gradients, loop
+from sinkdlm.training import head_slots as places
+from sinkdlm.training.captured import CudaRecorder
 from test_training import TINY, interrupted, run
 
 pytestmark = [

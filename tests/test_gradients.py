@@ -12,10 +12,11 @@ from sinkdlm.data.rows import Batch
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss, times_of
 from sinkdlm.distributed.world import World
 from sinkdlm.training import gradients as gradients_module
-from sinkdlm.training import loop, places
+from sinkdlm.training import head_slots as places
+from sinkdlm.training import loop
 from sinkdlm.training.evaluate import BucketedLoss
 from sinkdlm.training.gradients import Gradients, Sums
-from sinkdlm.training.places import plan_places
+from sinkdlm.training.head_slots import plan_places
 from sinkdlm.training.weights import Weights
 from test_training import interrupted, kills, metrics, recipe_of, run, token_set  # noqa: F401
 

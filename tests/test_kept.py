@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from sinkdlm.data.synthetic import prepare_example
-from sinkdlm.training.kept import Kept
+from sinkdlm.training.sink_health import Kept
 
 RECIPE = """
 [model]

@@ -8,7 +8,7 @@ import pytest
 from sinkdlm.data.synthetic import prepare_example
 from sinkdlm.reproduce.blocks import to_markdown
 from sinkdlm.reproduce.steadiness import line_of, steadiness_blocks, thirds_of
-from sinkdlm.training.peaks import peaks_of, read_peaks
+from sinkdlm.training.gradient_spikes import peaks_of, read_peaks
 
 RECIPE = """
 [model]

@@ -32,11 +32,12 @@ from sinkdlm.model import layers
 from sinkdlm.planning.formulas import budget_steps, training_flops
 from sinkdlm.sampling import policy_of
 from sinkdlm.text.generate import Job, write
-from sinkdlm.training import export, gradients, loop, opening, optimizer, state
+from sinkdlm.training import export, gradients, loop, optimizer, state
+from sinkdlm.training import setup as opening
 from sinkdlm.training.evaluate import VALIDATION_SEED, validate
+from sinkdlm.training.gradient_spikes import read_lines
 from sinkdlm.training.monitor import Metrics, Monitor, flat_numbers
 from sinkdlm.training.optimizer import learning_rate
-from sinkdlm.training.peaks import read_lines
 
 ALONE = World(torch.device("cpu"))
 

@@ -210,9 +210,9 @@ def train(
 
     early.load_kernels(opened, device)
     from sinkdlm.distributed.signals import Stopped
-    from sinkdlm.training.kept import read_kept
+    from sinkdlm.training.gradient_spikes import read_peaks
     from sinkdlm.training.loop import train as run
-    from sinkdlm.training.peaks import read_peaks
+    from sinkdlm.training.sink_health import read_kept
 
     try:
         found = run(resolved, folder, load_parent=load_parent, device=device)
@@ -231,7 +231,7 @@ def load_parent(recipe: Any, dtype: Any, source: Any = None, tokenizer: Any = No
     read before."""
     from sinkdlm import interop
     from sinkdlm.errors import ConvertError
-    from sinkdlm.training.sameness import check_shape
+    from sinkdlm.training.parent_check import check_shape
 
     source = source or interop.open_source(recipe.init.from_)
     check_shape(recipe, source.config, interop.fixed_keys(source))

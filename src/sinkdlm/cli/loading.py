@@ -52,7 +52,7 @@ def _of_parent(parent: str, model: Mapping[str, Any], begun: dict[str, Any] | No
     from sinkdlm import interop
     from sinkdlm.interop.adapt import check_mask, choose_mask
     from sinkdlm.interop.tokenizer import tokenizer_of
-    from sinkdlm.training.sameness import check_fields
+    from sinkdlm.training.parent_check import check_fields
 
     try:
         source = interop.open_source(parent)

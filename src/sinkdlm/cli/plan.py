@@ -86,6 +86,6 @@ def _machine(device: Hardware, gpus: int, recipe: Any) -> Any:
     import torch
 
     from sinkdlm.distributed.world import World
-    from sinkdlm.training.trial import tokens_per_second
+    from sinkdlm.training.cpu_trial import tokens_per_second
 
     return Machine("cpu", 1, World(torch.device("cpu")).memory, tokens_per_second(recipe))

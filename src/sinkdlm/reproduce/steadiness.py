@@ -18,8 +18,8 @@ from sinkdlm.reproduce.inputs import NO_PARENT
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, TRIAL_SEED, Job
 from sinkdlm.reproduce.records import Record, read_beside, write_beside
 from sinkdlm.reproduce.running import Bench, recipe_of, train_job
-from sinkdlm.training.kept import FEW, HELD, LOST, MANY, RESTS, Kept
-from sinkdlm.training.peaks import PEAK, SETTLED, peaks_of, read_lines
+from sinkdlm.training.gradient_spikes import PEAK, SETTLED, peaks_of, read_lines
+from sinkdlm.training.sink_health import FEW, HELD, LOST, MANY, RESTS, Kept
 
 NAME = "steadiness"
 _LOOKS = 75  # at attention, in a run

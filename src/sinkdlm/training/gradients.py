@@ -20,9 +20,9 @@ from sinkdlm.data.rows import Batch
 from sinkdlm.diffusion import ROUNDED, Noisy, Schedule, corrupt, denoising_loss, round_places, scored_of
 from sinkdlm.model.visibility import Opening
 from sinkdlm.noise import Stream, counter, stream_state
+from sinkdlm.training.captured import Recorded, Recorder
 from sinkdlm.training.evaluate import BUCKETS, BucketedLoss
-from sinkdlm.training.places import Places, plan_places
-from sinkdlm.training.recorded import Recorded, Recorder
+from sinkdlm.training.head_slots import Places, plan_places
 from sinkdlm.training.weights import Weights
 
 _Found = TypeVar("_Found")

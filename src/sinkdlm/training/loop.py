@@ -27,17 +27,17 @@ from sinkdlm.model.visibility import Opening
 from sinkdlm.noise import hash_words
 from sinkdlm.planning.formulas import Layout, choose_layout, peak_flops, settle_precision, training_flops, training_memory
 from sinkdlm.planning.plan import line_of_run
-from sinkdlm.training.compiling import compile_model, settle_way
+from sinkdlm.training.captured import find_recorder
+from sinkdlm.training.choose import compile_model, settle_way
 from sinkdlm.training.evaluate import probe, sample_text, validate
 from sinkdlm.training.export import provenance_of, write_model
-from sinkdlm.training.feed import batches
 from sinkdlm.training.gradients import Gradients, StepResult, Sums
-from sinkdlm.training.kept import Kept
 from sinkdlm.training.monitor import MakeMonitor, Monitor, SilentMonitor
-from sinkdlm.training.opening import Data, LoadParent, Start, open_data, open_model, settle_facts
 from sinkdlm.training.optimizer import MOMENTS, Average, Optimizer, learning_rate
-from sinkdlm.training.recorded import find_recorder
+from sinkdlm.training.prefetch import batches
 from sinkdlm.training.run import RunFolder
+from sinkdlm.training.setup import Data, LoadParent, Start, open_data, open_model, settle_facts
+from sinkdlm.training.sink_health import Kept
 from sinkdlm.training.state import States
 from sinkdlm.training.weights import Weights
 

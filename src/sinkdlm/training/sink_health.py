@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sinkdlm.training.peaks import read_lines
+from sinkdlm.training.gradient_spikes import read_lines
 
 RESTS = 0.1  # of a layer's attention: as much on its sink, and it rests there
 LOST = 0.1  # of the most that a layer had on its sink: with less it has lost it

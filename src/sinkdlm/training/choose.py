@@ -11,7 +11,7 @@ from sinkdlm.errors import TrainError
 from sinkdlm.kernels.available import has_kernels
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.planning.formulas import Layout, fitting_micro_batch, settle_precision, training_flops
-from sinkdlm.training.places import plan_places
+from sinkdlm.training.head_slots import plan_places
 
 # FLOPs of a layer in one micro-batch from which the host, launching each kernel by itself, is ahead of a device all the same: an
 # H200 takes 10 ms for them, and the host 3 to 5 to launch a layer forward and backward. In float8 there is more to launch, and a

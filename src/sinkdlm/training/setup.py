@@ -23,8 +23,8 @@ from sinkdlm.errors import TrainError
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.planning.formulas import budget_steps
 from sinkdlm.training.evaluate import VALIDATION_SEED, sample_head
+from sinkdlm.training.parent_check import check_parent, mark_sets
 from sinkdlm.training.run import RunFolder
-from sinkdlm.training.sameness import check_parent, mark_sets
 
 LoadParent = Callable[[Recipe, torch.dtype], Loaded]
 Say = Callable[[str], None]
