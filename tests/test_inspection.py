@@ -12,7 +12,7 @@ from evaluated import padded_lm
 from sinkdlm.analysis.capture import attention_maps
 from sinkdlm.analysis.recording import unpack
 from sinkdlm.serving import app as app_module
-from sinkdlm.serving.records import Record, Records, quantise
+from sinkdlm.serving.frames import Record, Records, quantise
 from sites import PROMPT, SECONDS, complete, letters_lm, ours, serving
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from sinkdlm.serving.engine import Event, Frame, Over, Ticket
 from sinkdlm.serving.engine import Written as Tokens
+from sinkdlm.serving.frames import Record
 from sinkdlm.serving.problems import api_error
-from sinkdlm.serving.records import Record
 from sinkdlm.serving.schemas import (
     ChatChoice,
     ChatCompletion,

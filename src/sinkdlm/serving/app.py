@@ -20,10 +20,10 @@ from sinkdlm import __version__
 from sinkdlm.errors import SamplingError
 from sinkdlm.serving import inspecting, problems
 from sinkdlm.serving.answers import Exchange
+from sinkdlm.serving.frames import Records, size_of
 from sinkdlm.serving.guard import Door, Guard
 from sinkdlm.serving.metrics import Metrics
 from sinkdlm.serving.problems import RESPONSES, ApiError
-from sinkdlm.serving.records import Records, size_of
 from sinkdlm.serving.schemas import Card, Cards, ChatCompletion, ChatRequest, Completion, CompletionRequest, Health
 from sinkdlm.serving.served import Order, Served
 

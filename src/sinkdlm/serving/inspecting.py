@@ -16,8 +16,8 @@ from fastapi.concurrency import run_in_threadpool
 from sinkdlm.analysis.capture import RULES
 from sinkdlm.analysis.recording import Recorder
 from sinkdlm.serving import inspection
+from sinkdlm.serving.frames import Record, Records, quantise
 from sinkdlm.serving.problems import ApiError
-from sinkdlm.serving.records import Record, Records, quantise
 from sinkdlm.serving.served import Served
 
 _MOST_FRAMES = 256  # in one answer
