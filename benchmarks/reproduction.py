@@ -21,7 +21,7 @@ from sinkdlm.reproduce.lengths import MIXED, PLAIN
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, SCALES, SFT
 from sinkdlm.reproduce.measuring import ROWS, WRITES
 from sinkdlm.reproduce.page import PICTURES, SCALE, VERDICTS, declared_records, write_page
-from sinkdlm.reproduce.records import Record, read_beside
+from sinkdlm.reproduce.results import Record, read_beside
 from sinkdlm.reproduce.statistics import LEVEL
 from sinkdlm.reproduce.steadiness import NAME as STEADINESS
 from sinkdlm.reproduce.steadiness import warmup_of

@@ -3,7 +3,7 @@
 import numpy as np
 
 from sinkdlm.reproduce.matrix import SCALES
-from sinkdlm.reproduce.records import RUN, TRIAL, Outcome, Record
+from sinkdlm.reproduce.results import RUN, TRIAL, Outcome, Record
 
 ITEMS = 200
 TOKENS = 10.0  # of an item

@@ -48,8 +48,8 @@ from sinkdlm.reproduce.matrix import (
 from sinkdlm.reproduce.measuring import Model
 from sinkdlm.reproduce.overlap import GRAM, corpus_texts, overlap
 from sinkdlm.reproduce.parents import Parents
-from sinkdlm.reproduce.records import MAX_BYTES, Outcome, read_record, read_records, write_beside, write_record
 from sinkdlm.reproduce.report import findings, verdicts, write_report
+from sinkdlm.reproduce.results import MAX_BYTES, Outcome, read_record, read_records, write_beside, write_record
 from sinkdlm.reproduce.running import Bench, _asking_officially, recipe_of, stages_of
 from sinkdlm.reproduce.steadiness import NAME as STEADINESS
 

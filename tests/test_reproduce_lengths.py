@@ -19,7 +19,7 @@ from sinkdlm.reproduce.inputs import GOLD, Inputs
 from sinkdlm.reproduce.lengths import BASE, MIXED, NAME, OTHER, PLAIN, conclude, lead_at, leads, lengths_blocks
 from sinkdlm.reproduce.matrix import ADAPT, SCALES
 from sinkdlm.reproduce.measuring import Model, _writes, score_cuts
-from sinkdlm.reproduce.records import Outcome, Record, read_beside
+from sinkdlm.reproduce.results import Outcome, Record, read_beside
 
 QUESTIONS = [("abc", " de", 0), ("abcdef", " g", 0), ("a" * 40, " bcd", 1), ("abcd ", "xyz", 0)]
 

@@ -22,7 +22,7 @@ from sinkdlm.reproduce import command, nano, running, steadiness
 from sinkdlm.reproduce.blocks import to_markdown
 from sinkdlm.reproduce.inherited import FORMS, NAME, inherited_blocks
 from sinkdlm.reproduce.matrix import SCALES, Job
-from sinkdlm.reproduce.records import find_made, read_beside, read_records
+from sinkdlm.reproduce.results import find_made, read_beside, read_records
 
 CUT = ("--set", "train.steps=4", "--seeds", "1")
 LESS = {"documents": 12, "trajectories": 2, "examples": 20, "tasks": {"lambada_openai": 8, "arc_easy": 5, "gsm8k_two_stage": 8}}

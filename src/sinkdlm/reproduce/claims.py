@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sinkdlm.reproduce.matrix import ADAPT, LABELS, SCRATCH, SFT
-from sinkdlm.reproduce.records import RUN, Outcome, Record
+from sinkdlm.reproduce.results import RUN, Outcome, Record
 from sinkdlm.reproduce.statistics import Equivalence, Paired, Spread, equivalence, over_seeds, pair_items
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told at this scale"

@@ -26,8 +26,8 @@ from sinkdlm.reproduce.inputs import NO_PARENT, Given, Inputs, given_inputs
 from sinkdlm.reproduce.matrix import SCALES, SFT, Job, Scale, jobs_of, select, targets_of, trials_of
 from sinkdlm.reproduce.nano import nano_inputs
 from sinkdlm.reproduce.parents import Load, Parents
-from sinkdlm.reproduce.records import RUN, TRIAL, Record, find_made, read_records, write_text
 from sinkdlm.reproduce.report import write_report
+from sinkdlm.reproduce.results import RUN, TRIAL, Record, find_made, read_records, write_text
 from sinkdlm.reproduce.running import Bench, TimeUp, clear, recipe_of, run_job, stages_of, train_job
 from sinkdlm.reproduce.steadiness import measure_steadiness
 

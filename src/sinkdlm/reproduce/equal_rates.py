@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sinkdlm.reproduce.blocks import Block, Heading, Paragraph, Table
 from sinkdlm.reproduce.claims import CLAIMS, PRIMARY, compare, outcome_name, runs_of, write_interval
 from sinkdlm.reproduce.matrix import ADAPT, LABELS, RATE_OF, VARIANTS
-from sinkdlm.reproduce.records import Record
+from sinkdlm.reproduce.results import Record
 
 # Variant -> the same at another's rate.
 TWINS = {

@@ -18,7 +18,7 @@ from sinkdlm.reproduce.blocks import Block, Heading, Paragraph, Table
 from sinkdlm.reproduce.inputs import NO_PARENT
 from sinkdlm.reproduce.matrix import ADAPT, LABELS, TRIAL_SEED, Job
 from sinkdlm.reproduce.measuring import middle_layers
-from sinkdlm.reproduce.records import write_beside
+from sinkdlm.reproduce.results import write_beside
 from sinkdlm.reproduce.running import Bench, recipe_of
 
 NAME = "inherited"

@@ -21,7 +21,7 @@ from sinkdlm.reproduce.claims import MARGIN, NELBO, pair, runs_of
 from sinkdlm.reproduce.inputs import GOLD, Given, parent_tokenizer, read_questions
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, VARIANTS, Scale
 from sinkdlm.reproduce.measuring import ENDS, ROWS, WRITES
-from sinkdlm.reproduce.records import Outcome, Record, write_beside
+from sinkdlm.reproduce.results import Outcome, Record, write_beside
 from sinkdlm.reproduce.statistics import LEVEL, Paired, over_seeds, pair_items
 
 NAME = "lengths"

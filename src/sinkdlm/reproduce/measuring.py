@@ -23,7 +23,7 @@ from sinkdlm.model.attention import attend_naive
 from sinkdlm.reproduce.claims import ANSWERS, NELBO
 from sinkdlm.reproduce.inputs import GOLD, Inputs
 from sinkdlm.reproduce.matrix import Scale
-from sinkdlm.reproduce.records import Outcome
+from sinkdlm.reproduce.results import Outcome
 from sinkdlm.sampling import policy_of
 
 SCORING_SEED = 20_260_127  # of every run: pairs share their masks

@@ -20,7 +20,7 @@ from sinkdlm.data.shards import INDEX, open_split
 from sinkdlm.errors import ReproduceError
 from sinkdlm.reproduce.inputs import Given, read_questions, texts_of
 from sinkdlm.reproduce.matrix import SCALES
-from sinkdlm.reproduce.records import write_beside
+from sinkdlm.reproduce.results import write_beside
 
 GRAM = 13  # words
 NAME = "overlap"

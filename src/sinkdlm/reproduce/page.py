@@ -33,8 +33,8 @@ from sinkdlm.reproduce.matrix import (
 )
 from sinkdlm.reproduce.overlap import GRAM
 from sinkdlm.reproduce.overlap import NAME as OVERLAP
-from sinkdlm.reproduce.records import Record, find_made, read_beside, read_records
 from sinkdlm.reproduce.report import findings, rate_blocks, target_blocks, verdicts, work_blocks
+from sinkdlm.reproduce.results import Record, find_made, read_beside, read_records
 from sinkdlm.reproduce.statistics import ALPHA, LEVEL, MIN_SEEDS
 from sinkdlm.reproduce.steadiness import NAME as STEADINESS
 from sinkdlm.reproduce.steadiness import steadiness_blocks

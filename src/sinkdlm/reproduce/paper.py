@@ -15,7 +15,7 @@ from sinkdlm.config.toml import flatten
 from sinkdlm.errors import ReproduceError
 from sinkdlm.planning.plan import Machine, make_plan
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, RATE_OF, SCRATCH, SFT, TARGETS, VARIANTS, Job, targets_of
-from sinkdlm.reproduce.records import write_text
+from sinkdlm.reproduce.results import write_text
 
 # Group -> the recipes of recipes/paper that its variants change.
 _RECIPES = {

@@ -27,7 +27,7 @@ from sinkdlm.reproduce.claims import (
     runs_of,
 )
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, RATE_OF, SCRATCH, SFT, TARGETS, Scale, jobs_of
-from sinkdlm.reproduce.records import TRIAL, Record, write_text
+from sinkdlm.reproduce.results import TRIAL, Record, write_text
 from sinkdlm.reproduce.statistics import ALPHA, MIN_SEEDS, holm, over_seeds
 
 _NANO = (

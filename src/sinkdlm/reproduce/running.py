@@ -25,7 +25,7 @@ from sinkdlm.evals.settings import settings_for
 from sinkdlm.reproduce.inputs import Inputs
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, OFFICIAL, SFT, VARIANTS, Job, Scale
 from sinkdlm.reproduce.measuring import Found, Model, Stage, ask, score_answers, score_cuts, score_documents, watch
-from sinkdlm.reproduce.records import RUN, TRIAL, Outcome, Record, provenance, write_record, write_text
+from sinkdlm.reproduce.results import RUN, TRIAL, Outcome, Record, provenance, write_record, write_text
 from sinkdlm.training.gradient_spikes import read_lines, read_peaks
 from sinkdlm.training.loop import train
 from sinkdlm.training.setup import LoadParent

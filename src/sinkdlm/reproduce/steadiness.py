@@ -16,7 +16,7 @@ from sinkdlm.errors import ReproduceError
 from sinkdlm.reproduce.blocks import Block, Bullets, Heading, Paragraph, Table
 from sinkdlm.reproduce.inputs import NO_PARENT
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, TRIAL_SEED, Job
-from sinkdlm.reproduce.records import Record, read_beside, write_beside
+from sinkdlm.reproduce.results import Record, read_beside, write_beside
 from sinkdlm.reproduce.running import Bench, recipe_of, train_job
 from sinkdlm.training.gradient_spikes import PEAK, SETTLED, peaks_of, read_lines
 from sinkdlm.training.sink_health import FEW, HELD, LOST, MANY, RESTS, Kept
