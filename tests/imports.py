@@ -1,120 +1,42 @@
-"""Who may import whom (docs/design.md). `breaches` reads sources and returns every import that points the wrong way."""
+"""Who may import whom: rooms and floors as data. `python -m tests.imports` prints the house and every breach.
+
+A room imports rooms on lower floors only; rooms on one floor do not import each other, and no two files import each other in a
+circle, not even from inside a function. The command line imports everything inside its functions, so that `--help` loads nothing.
+"""
 
 import ast
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-LEAVES = ("interop", "evals", "analysis", "serving", "reproduce", "demo", "writer")
-COMMAND_LINE = (
-    "cli",
-    "cli_analysis",
-    "cli_data",
-    "cli_evals",
-    "cli_options",
-    "cli_planning",
-    "cli_recipes",
-    "cli_reproduce",
-    "cli_serving",
-    "early",
-    "entry",
-)  # import everything else inside their subcommands
-CORE = (
-    "config",
-    "noise",
-    "attention",
-    "visibility",
-    "layers",
-    "lane",
-    "positions",
-    "fusion",
-    "opaque",
-    "operators",
-    "fused_layers",
-    "rounded",
-    "float8_products",
-    "recompute",
-    "eager",
-    "graphs",
-    "model",
-    "observe",
-    "diffusion",
-    "sampling",
-    "likelihood",
-    "checkpoint",
+PACKAGE = Path(__file__).parents[1] / "src" / "sinkdlm"
+FLOORS = (
+    ("errors", "noise", "page", "recipes"),
+    ("config", "kernels", "diffusion"),
+    ("model", "sampling"),
+    ("fast",),
+    ("checkpoint", "planning", "likelihood"),
+    ("distributed", "text"),
+    ("data", "analysis"),
+    ("training", "evals", "serving", "interop"),
+    ("demo",),
+    ("reproduce",),
+    ("cli",),
 )
-# Module -> the modules of the package it may import. `errors` and the package itself (its version) are open to all.
-ALLOWED = {
-    "errors": (),
-    "durable": (),
-    "presets": (),
-    "tables": (),
-    "config": ("presets", "tables"),
-    "noise": (),
-    "kernels": (),
-    "attention_kernels": (),
-    "training_kernels": (),
-    "opaque": (),
-    "operators": ("opaque", "kernels", "attention_kernels", "training_kernels"),
-    "float8_kernels": ("float8_operators",),
-    "float8_operators": ("opaque", "float8_kernels"),
-    "float8_products": ("float8_operators", "fusion"),
-    "visibility": (),
-    "attention": ("operators",),
-    "layers": ("fused_layers", "float8_products", "fusion", "recompute", "config", "attention", "lane", "positions"),
-    "fused_layers": ("operators", "attention", "positions", "rounded"),
-    "rounded": (),
-    "observe": ("attention",),
-    "lane": (),
-    "positions": ("config",),
-    "fusion": ("kernels",),
-    "recompute": (),
-    "eager": (),
-    "graphs": (),
-    "model": ("layers", "visibility", "eager", "fusion", "recompute", "config", "noise", "attention", "lane", "positions"),
-    "float8": ("model", "layers", "float8_products", "fusion"),
-    "diffusion": ("noise", "fusion", "training_kernels"),
-    "sampling": ("noise", "fusion", "graphs"),
-    "likelihood": ("noise", "sampling"),
-    "planning": ("config",),
-    "pace": ("config", "planning"),
-    "plans": ("config", "planning", "pace"),
-    "messages": (),
-    "data": ("config", "noise", "durable", "messages"),
-    "checkpoint": (*CORE, "durable"),
-    "training": (*CORE, "training_kernels", "data", "planning", "plans", "durable", "prompting"),
-    "interop": CORE,
-    "evals": (*CORE, "data", "durable"),
-    "viewer": (),
-    "analysis": (*CORE, "viewer"),
-    "prompting": ("sampling",),
-    "serving": (*CORE, "analysis", "prompting", "tables"),
-    "reproduce": (
-        *CORE,
-        "data",
-        "training",
-        "planning",
-        "pace",
-        "plans",
-        "interop",
-        "evals",
-        "analysis",
-        "demo",
-        "durable",
-        "tables",
-    ),
-    "writer": ("observe", "sampling", "prompting", "checkpoint", "messages"),
-    "demo": (*CORE, "data", "training", "analysis", "durable"),
-}
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+# The method knows nothing of its speed, although kernels lie below it.
+NEVER = {"model": ("kernels", "fast"), "diffusion": ("kernels", "fast")}
 # What the objective, the samplers and the estimators must not touch: they take a denoiser.
 FORBIDDEN_PACKAGES = dict.fromkeys(("diffusion", "sampling", "likelihood"), ("transformers", "tokenizers", "safetensors"))
 
 
-def part_of(path: Path, package: Path) -> str:
+def room_of(path: Path, package: Path) -> str:
     relative = path.relative_to(package)
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 
-def imports_of(tree: ast.AST, path: Path, package: Path):
-    """(imported dotted name, line, inside a function?) of every import, relative ones resolved."""
+def imports_of(tree: ast.AST, path: Path, package: Path) -> Iterator[tuple[str, int, bool]]:
+    """(imported dotted name, line, inside a function?) of every import, relative ones resolved, `from` imports by their names."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     inner = {id(node) for function in functions for node in ast.walk(function)}
     for node in ast.walk(tree):
@@ -126,38 +48,87 @@ def imports_of(tree: ast.AST, path: Path, package: Path):
             if node.level:
                 parents = ("sinkdlm", *path.relative_to(package).parts)[: -node.level]
                 base = ".".join([*parents, base] if base else parents)
-            if base == "sinkdlm":
-                for alias in node.names:
-                    yield f"sinkdlm.{alias.name}", node.lineno, id(node) in inner
-            else:
-                yield base, node.lineno, id(node) in inner
+            for alias in node.names:
+                yield f"{base}.{alias.name}", node.lineno, id(node) in inner
 
 
-def breaches(package: Path) -> tuple[list[str], int]:
-    found, files = [], 0
-    for path in sorted(package.rglob("*.py")):
-        part = part_of(path, package)
-        if part in ("__init__", "__main__") or (path.parent == package and path.name == "__init__.py"):
+def sources(package: Path) -> list[Path]:
+    tops = (package / "__init__.py", package / "__main__.py")
+    return [path for path in sorted(package.rglob("*.py")) if path not in tops]
+
+
+def breaches(package: Path = PACKAGE) -> tuple[list[str], int]:
+    """Every import that points the wrong way, and how many files were read."""
+    found, files = [], sources(package)
+    for path in files:
+        room, text = room_of(path, package), path.read_text()
+        if room not in FLOOR:
+            found.append(f"{path.relative_to(package)}: {room} is no room: add it to a floor of tests/imports.py")
             continue
-        files += 1
-        text = path.read_text()
         if "import_module(" in text:
-            found.append(f"{path.relative_to(package)}: {part} hides an import behind importlib")
+            found.append(f"{path.relative_to(package)}: {room} hides an import behind importlib")
         for name, line, inside in imports_of(ast.parse(text), path, package):
             where = f"{path.relative_to(package)}:{line}"
-            top, _, rest = name.partition(".")
-            if top in FORBIDDEN_PACKAGES.get(part, ()):
-                found.append(f"{where}: {part} must not import {top}")
-            if name == "sinkdlm" and part not in COMMAND_LINE:
-                found.append(f"{where}: {part} imports the whole package, whose names are exported lazily: name the module")
-            if top != "sinkdlm" or not rest:
+            top, *rest = name.split(".")
+            if top in FORBIDDEN_PACKAGES.get(room, ()):
+                found.append(f"{where}: {room} must not import {top}")
+            if name == "sinkdlm":
+                found.append(f"{where}: {room} imports the whole package, whose names are exported lazily: name the module")
+            if top != "sinkdlm" or not rest or rest[0] in (room, "__version__"):
                 continue
-            target = rest.partition(".")[0]
-            if target in (part, "errors", "__version__"):
-                continue
-            if part in COMMAND_LINE:
-                if not inside and target not in COMMAND_LINE:
-                    found.append(f"{where}: {part} imports {target} at its top: import it inside the subcommand")
-            elif target not in ALLOWED.get(part, ()):
-                found.append(f"{where}: {part} must not import {target}")
-    return found, files
+            target = rest[0]
+            if room == "cli" and not inside and target != "errors":
+                found.append(f"{where}: cli imports {target} at its top: import it inside the command")
+            if target in NEVER.get(room, ()) or FLOOR.get(target, len(FLOORS)) >= FLOOR[room]:
+                found.append(f"{where}: {room} must not import {target}")
+    return found, len(files)
+
+
+def circles(package: Path = PACKAGE) -> list[list[str]]:
+    """Files that import each other, directly or through others, at their top or inside functions."""
+    names = {}
+    for path in sources(package):
+        parts = path.relative_to(package).with_suffix("").parts
+        names[".".join(("sinkdlm", *parts)).removesuffix(".__init__")] = path
+    edges = {}
+    for name, path in names.items():
+        wanted = set()
+        for imported, _, _ in imports_of(ast.parse(path.read_text()), path, package):
+            home = imported if imported in names else imported.rpartition(".")[0]
+            if home in names and home != name:
+                wanted.add(home)
+        edges[name] = wanted
+    while True:  # what imports nothing that is left is in no circle
+        free = [name for name, wanted in edges.items() if not wanted & edges.keys()]
+        if not free:
+            break
+        for name in free:
+            del edges[name]
+    found, left = [], set(edges)
+    while left:
+        path = [min(left)]
+        while (after := min(edges[path[-1]] & edges.keys())) not in path:
+            path.append(after)
+        circle = path[path.index(after) :]
+        if set(circle) not in map(set, found):
+            found.append(circle)
+        left -= set(path)
+    return found
+
+
+def main() -> int:
+    files = sources(PACKAGE)
+    for number, rooms in reversed(list(enumerate(FLOORS, start=1))):
+        shown = []
+        for room in rooms:
+            count = [len(path.read_text().splitlines()) for path in files if room_of(path, PACKAGE) == room]
+            shown.append(f"{room} ({len(count)} files, {sum(count):,} lines)")
+        print(f"{number:2}  {', '.join(shown)}")  # noqa: T201
+    found, count = breaches()
+    found += [f"circle: {' -> '.join([*circle, circle[0]])}" for circle in circles()]
+    print("\n".join(found) if found else f"{count} files, {len(FLOORS)} floors, no breach, no circle")  # noqa: T201
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import small_model, small_tokens
 from sinkdlm import diffusion
 from sinkdlm.diffusion import Noisy, Schedule, chunked_nll, corrupt, denoising_loss
 from sinkdlm.model.visibility import Opening
+from small_models import small_model, small_tokens
 
 SCHEDULES = [Schedule("linear", 1e-3), Schedule("linear", 0.0), Schedule("cosine", 1e-3), Schedule("loglinear", 1e-3)]
 

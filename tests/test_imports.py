@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from imports import breaches
+from tests.imports import breaches
 
 PACKAGE = Path(__file__).parent.parent / "src" / "sinkdlm"
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from conftest import make_once
+from shared_folders import make_once
 
 
 def test_whoever_comes_second_waits_for_the_first(tmp_path):

@@ -7,7 +7,6 @@ is ever looked up on disk: the page's files are read once, at the start.
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -18,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from sinkdlm import __version__
 from sinkdlm.errors import SamplingError
+from sinkdlm.page.bundle import PAGE
 from sinkdlm.serving import inspecting, problems
 from sinkdlm.serving.answers import Exchange
 from sinkdlm.serving.frames import Records, size_of
@@ -27,7 +27,6 @@ from sinkdlm.serving.problems import RESPONSES, ApiError
 from sinkdlm.serving.schemas import Card, Cards, ChatCompletion, ChatRequest, Completion, CompletionRequest, Health
 from sinkdlm.serving.served import Order, Served
 
-PAGE = Path(__file__).parent / "page"
 _KINDS = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",

@@ -1,0 +1,166 @@
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from sinkdlm import Recipe
+from sinkdlm.cli import app as cli
+from sinkdlm.cli.app import SUMMARIES
+
+
+def run(*args, cwd=None):
+    # One thread: two that share a core with another test spin for each other most of the time.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "sinkdlm", *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
+
+
+def test_help_is_quick(tmp_path):
+    """With the bytecode that an installed package has. In time of the processor, which neighbours take less of than the clock's,
+    interleaved, and by the least of each."""
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+
+    def seconds(*command):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *command], capture_output=True, check=True, env=environment)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    def is_quick():
+        return min(ours[1:]) <= 1.5 * min(bare[1:])  # the first wrote the bytecode; the least is what a neighbour disturbed least
+
+    ours, bare = [], []
+    while len(ours) < 10 and not (len(ours) > 2 and is_quick()):  # a disturbed one is tried again
+        bare.append(seconds("-c", "import typer"))
+        ours.append(seconds("-m", "sinkdlm", "--help"))
+    assert any(tmp_path.rglob("cli.*.pyc"))
+    assert is_quick()
+
+
+def test_help_and_version(command_line):
+    shown = run("--help")
+    assert shown.returncode == 0
+    listed = shown.stdout.split("Commands:\n")[1].splitlines()
+    assert [line.split()[0] for line in listed] == list(SUMMARIES)  # in this order, each on one line of 80 columns, none cut
+    assert "..." not in "".join(listed)
+    assert command_line("--version")[1].startswith("sinkdlm 0.")
+    assert command_line("presets", "--help")[0] == 0
+
+
+def test_ctrl_c_is_one_line_and_status_130(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sinkdlm.config.recipe.preset_names", interrupted)
+    monkeypatch.setattr("sys.argv", ["sinkdlm", "presets"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.strip() == "sinkdlm: interrupted"
+
+
+def test_ctrl_c_within_an_import_ends_at_once(tmp_path):
+    """A package that tries imports would catch it, and the command go on with half of it."""
+    (tmp_path / "guarded.py").write_text(
+        "import os, signal, sys\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    print('went on')\n"
+    )
+    script = (
+        "import signal\nfrom sinkdlm import cli, config\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background ignore\n"
+        "config.preset_names = lambda: __import__('guarded') and []\ncli.main()\n"
+    )
+    command = [sys.executable, "-c", script, "presets"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "sinkdlm: interrupted\n")
+
+
+def test_ctrl_c_while_the_command_line_is_loaded_ends_at_once(tmp_path):
+    """As the installed command begins, and as `python -m sinkdlm` does."""
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")  # of all it loads, the first
+    module, _, name = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"][
+        "sinkdlm"
+    ].partition(":")
+    heard = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background ignore\n"
+    installed = f"from {module} import {name}\nsys.exit({name}())\n"
+    as_module = "import runpy\nrunpy.run_module('sinkdlm', run_name='__main__', alter_sys=True)\n"
+    for begins in (installed, as_module):
+        command = [sys.executable, "-c", heard + begins, "presets"]
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "sinkdlm: interrupted\n")
+
+
+def test_next_to_nothing_is_loaded_before_ctrl_c_is_answered():
+    """Beside what Python itself loads to start a command."""
+    script = "import sys, enum, re, runpy\nbefore = set(sys.modules)\nimport sinkdlm.cli.entry\nprint(*set(sys.modules) - before)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert {"sinkdlm", "sinkdlm.cli.entry"} <= set(loaded.split()) <= {"sinkdlm", "sinkdlm.cli.entry", "signal"}
+
+
+def test_ctrl_c_is_as_it_was_once_a_command_has_ended(command_line):
+    before = signal.getsignal(signal.SIGINT)
+    assert command_line("presets")[0] == 0
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_presets_are_listed_with_official_counts(command_line):
+    lines = command_line("presets")[1].splitlines()
+    assert len(lines) == 1 + 36
+    counts = {line.split()[0]: line.split()[-2] for line in lines[1:]}
+    assert counts["smdm-6m"] == "6.294784"
+    assert counts["smdm-472m"] == "471.906560"
+    assert counts["smdm-2121m"] == "2121.393280"
+    rows = json.loads(command_line("presets", "--json")[1])
+    assert rows["smdm-34m"]["non_embedding"] == 33563136
+    assert rows["smdm-34m"]["config"]["d_model"] == 512
+
+
+def test_recipe_show_resolves_and_reloads(tmp_path, command_line):
+    path = tmp_path / "a.toml"
+    path.write_text('[model]\npreset = "nano"\n')
+    _, shown, _ = command_line("recipe", "show", path, "--set", "model.n_sinks=2", "--set", "train.lr=5e-4")
+    (tmp_path / "b.toml").write_text(shown)
+    recipe = Recipe.load(tmp_path / "b.toml")
+    assert recipe == Recipe.load(path, ["model.n_sinks=2", "train.lr=5e-4"])
+    assert json.loads(command_line("recipe", "show", path, "--json")[1])["model"]["n_layers"] == 3
+    assert json.loads(command_line("recipe", "schema")[1])["title"] == "sinkdlm recipe"
+
+
+MISTAKES = [
+    (["recipe", "show", "none.toml"], ["none.toml", "No such file"]),
+    (["recipe", "show", "a.toml", "--set", "model.n_sink=1"], ["a.toml.model.n_sink = 1", "did you mean n_sinks?"]),
+    (["recipe", "show", "a.toml", "--set", "lr"], ["--set lr", "key=value"]),
+    (["demo", "--steps", "0"], ["--steps", "greater than or equal to 1"]),
+    (["nothing"], ["nothing", "--help"]),
+    (["presets", "more"], ["more", "presets --help"]),
+    (["demo", "--out", "a.toml"], ["a.toml", "choose another"]),
+]
+
+
+@pytest.mark.parametrize(("args", "words"), MISTAKES)
+def test_a_mistake_gets_one_line_and_status_2(tmp_path, monkeypatch, command_line, args, words):
+    (tmp_path / "a.toml").write_text('[model]\npreset = "nano"\n')
+    monkeypatch.chdir(tmp_path)
+    check_mistake(*command_line(*args), words)
+
+
+@pytest.mark.parametrize("which", [1, 4], ids=["ours", "typer's"])
+def test_a_mistake_gets_one_line_and_status_2_from_the_process(tmp_path, which):
+    (tmp_path / "a.toml").write_text('[model]\npreset = "nano"\n')
+    args, words = MISTAKES[which]
+    failed = run(*args, cwd=tmp_path)
+    check_mistake(failed.returncode, failed.stdout, failed.stderr, words)
+
+
+def check_mistake(status, out, err, words):
+    assert (status, out) == (2, ""), err
+    assert "Traceback" not in err
+    assert all(word in err for word in words), err
+    assert err.startswith("sinkdlm:")
+    assert err.count("\n") == 1

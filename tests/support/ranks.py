@@ -1,0 +1,111 @@
+"""What the tests run on several ranks: a list of trainings, one after the other, in one process group.
+
+    torchrun --nproc-per-node 2 tests/support/ranks.py JOBS.json
+
+Each job is {"recipe": tables, "out": folder} and, if wanted, "stop": {"rank", "step"}: a rank that is sent SIGTERM as it looks
+around after that step; "chunks": true: a chunk of the head for each position; "full": true: rank 0's disk is full at the first
+state. Or {"validate": file, "model": folder, "recipe": tables, "shard": whether}; or {"held": file, "recipe": tables}. Warnings are
+errors. Beside each run every rank writes down which samples it read, and how they were masked.
+"""
+
+import json
+import os
+import signal
+import sys
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from sinkdlm import DiffusionLM, Recipe, diffusion, load
+from sinkdlm.data.rows import open_rows
+from sinkdlm.diffusion import Schedule
+from sinkdlm.distributed.world import joined
+from sinkdlm.planning.formulas import Layout
+from sinkdlm.training import evaluate, gradients, loop
+from sinkdlm.training.evaluate import VALIDATION_SEED
+from sinkdlm.training.optimizer import Optimizer
+from sinkdlm.training.weights import Weights
+
+
+def run(job: dict) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    seen: dict[int, str] = {}
+    look, corrupt = loop.Trainer._look_around, gradients.corrupt
+
+    def note(tokens, samples, **settings):
+        noisy = corrupt(tokens, samples, **settings)
+        if settings["maskable"] is None or bool(settings["maskable"].any()):  # else it is nobody's row
+            for sample, masked, t in zip(samples.tolist(), noisy.masked.tolist(), noisy.t.tolist(), strict=True):
+                places = [str(place) for place, bit in enumerate(masked) if bit]  # however much padding lies behind the row
+                seen[sample] = " ".join([t.hex(), *places])
+        return noisy
+
+    def stop(self):
+        look(self)
+        if job.get("stop") == {"rank": rank, "step": self.step}:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    flush, full = loop.Trainer._flush_metrics, [rank == 0 and bool(job.get("full"))]
+
+    def flush_or_not(self):
+        return "No space left on device" if full and full.pop() else flush(self)
+
+    loop.Trainer._look_around, gradients.corrupt, loop.Trainer._flush_metrics = stop, note, flush_or_not
+    small = mock.patch.object(diffusion, "head_chunk", return_value=1) if job.get("chunks") else nullcontext()
+    try:
+        with warnings.catch_warnings(), small:
+            warnings.simplefilter("error" if job["recipe"]["train"].get("compile") != "blocks" else "ignore")  # torch's own, then
+            loop.train(Recipe.resolve(job["recipe"]), Path(job["out"]), console=Console(file=sys.stderr), device="cpu")
+    except loop.Stopped:
+        pass
+    finally:
+        loop.Trainer._look_around, gradients.corrupt, loop.Trainer._flush_metrics = look, corrupt, flush
+    record = Path(f"{job['out']}.seen") / f"{dist.get_world_size() if dist.is_initialized() else 1}-{rank}.json"
+    record.parent.mkdir(exist_ok=True)
+    before = json.loads(record.read_text()) if record.exists() else {}
+    record.write_text(json.dumps({**before, **seen}))
+
+
+def validate(job: dict) -> None:
+    """The validation loss of a checkpoint, its weights whole on every rank or sharded."""
+    recipe = Recipe.resolve(job["recipe"])
+    few = 2 * recipe.data.length  # tokens a forward: several forwards a rank, and one rank with fewer
+    with mock.patch.object(evaluate, "_VALIDATION_TOKENS", few), joined("cpu") as world:
+        ids = {"vocab_size": recipe.model.vocab_size, "mask_id": recipe.model.mask_id}
+        rows = open_rows(recipe.data, "validation", seed=VALIDATION_SEED, **ids)
+        layout = Layout(1, world.size) if job["shard"] else None
+        weights = Weights(load(job["model"]).model, world, dtype=torch.float64, layout=layout)
+        found = evaluate.validate(weights.model, rows, 13, Schedule(), nullcontext, world)
+        if world.first:
+            Path(job["validate"]).write_text(json.dumps(found))
+
+
+def held(job: dict) -> None:
+    """Bytes of weights and moments that each rank holds, sharded over all."""
+    recipe = Recipe.resolve(job["recipe"])
+    with joined("cpu") as world, torch.device("meta"):
+        model = DiffusionLM(recipe.model)
+    weights = Weights(model, world, dtype=torch.float32, layout=Layout(1, world.size))
+    moments = Optimizer(weights.local, recipe.train)
+    parts = [*weights.local.values(), *moments.moments("exp_avg").values(), *moments.moments("exp_avg_sq").values()]
+    found = world.gather(sum(part.numel() * part.element_size() for part in parts))
+    if world.first:
+        Path(job["held"]).write_text(json.dumps({"recipe": job["recipe"], "bytes": found}))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        validate(job) if "validate" in job else held(job) if "held" in job else run(job)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

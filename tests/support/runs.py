@@ -1,0 +1,62 @@
+"""Training runs of a second, interrupted ones too."""
+
+from pathlib import Path
+
+import pytest
+from benchmarks import kills
+from rich.console import Console
+
+from sinkdlm import Recipe
+from sinkdlm.training import loop
+
+TINY = {"preset": "nano", "n_layers": 2, "d_model": 16, "n_heads": 2, "d_ff": 24, "n_sinks": 1, "context_length": 64}
+
+
+def recipe_of(folder: Path, /, **sections) -> Recipe:
+    """A run of a second: sections are merged over small defaults."""
+    tables = {
+        "model": TINY,
+        "data": {"length": 16, "sets": {str(folder): 1.0}},
+        "train": {"steps": 6, "batch": 4, "lr": 1e-3, "min_lr": 1e-4, "precision": "float32"},
+        "eval": {"every": 3, "draws": 4},
+        "log": {"probe_every": 3},
+        "save": {"every": 2},
+    }
+    merged = {name: {**tables.get(name, {}), **sections.get(name, {})} for name in {*tables, *sections}}
+    return Recipe.resolve(merged)
+
+
+def run(recipe: Recipe, out: Path, **more):
+    lines: list[str] = []
+
+    class Listening(Console):
+        def print(self, *objects, **_):
+            lines.append(" ".join(map(str, objects)))
+
+    result = loop.train(recipe, out, console=Listening(), **{"device": "cpu", **more})
+    return result, lines
+
+
+def metrics(out: Path, kind: str = "train") -> list[dict]:
+    return [line for line in kills.read_metrics(out) if line["kind"] == kind]
+
+
+def interrupted(recipe: Recipe, out: Path, monkeypatch, after: int, **more) -> None:
+    """A run that crashes before its step after + 1."""
+    make_step = loop.Trainer._make_step
+
+    def die(self, batch, lr, signals):
+        if self.step == after:
+            raise RuntimeError("a crash")
+        return make_step(self, batch, lr, signals)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.Trainer, "_make_step", die)
+        with pytest.raises(RuntimeError, match="a crash"):
+            run(recipe, out, **more)
+
+
+def load_parent(recipe, dtype):
+    from sinkdlm.cli.app import load_parent
+
+    return load_parent(recipe, dtype)

@@ -1,0 +1,27 @@
+"""Folders that are made once for all processes of a test session."""
+
+import fcntl
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def make_once(folder: Path, make: Callable[[Path], object]) -> Path:
+    """make(folder) by the first process that asks; the others wait for it, and are told where it failed or was killed."""
+    done, failure = folder.with_name(f"{folder.name}.done"), folder.with_name(f"{folder.name}.failed")
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system takes it from a process that dies
+        if done.exists():
+            return folder
+        if folder.exists():
+            reason = failure.read_text() if failure.exists() else "its maker was killed"
+            pytest.fail(f"{folder.name}, which the tests share, could not be made: {reason}", pytrace=False)
+        folder.mkdir()
+        try:
+            make(folder)
+        except BaseException as problem:
+            failure.write_text(f"{type(problem).__name__}: {problem}")
+            raise
+        done.touch()
+    return folder

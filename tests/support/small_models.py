@@ -1,0 +1,70 @@
+"""Small models of every variant, with random weights of a size at which every term matters."""
+
+import copy
+import functools
+import itertools
+
+import torch
+
+from sinkdlm import DiffusionLM, ModelConfig
+
+SMALL = {"vocab_size": 11, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "d_model": 24, "d_ff": 20, "context_length": 64}
+
+# Every value of every flag, and the combinations that could trip each other.
+VARIANTS = {
+    "vanilla": {},
+    "sink": {"n_sinks": 1},
+    "sink-end": {"n_sinks": 1, "sink_position": "end"},
+    "sink-zero": {"n_sinks": 1, "sink_value": "zero", "qkv_bias": True},
+    "sinks-4": {"n_sinks": 4},
+    "sinks-2-end-zero-gate": {"n_sinks": 2, "sink_position": "end", "sink_value": "zero", "gate": "elementwise"},
+    "gate": {"gate": "elementwise"},
+    "gate-headwise-sink": {"gate": "headwise", "n_sinks": 1},
+    "register": {"n_sinks": 1, "sink_kind": "register"},
+    "register-2-end-zero": {"n_sinks": 2, "sink_kind": "register", "sink_position": "end", "sink_value": "zero"},
+    "logit": {"n_sinks": 1, "sink_kind": "logit"},
+    "logit-gate": {"n_sinks": 1, "sink_kind": "logit", "gate": "headwise"},
+    "parent": {"n_sinks": 1, "qkv_bias": True, "tie_embeddings": True, "mask_id": 10, "shift_logits": True},
+}
+
+
+def small_config(**flags) -> ModelConfig:
+    return ModelConfig(**{**SMALL, **flags})
+
+
+def small_model(seed: int = 0, dtype: torch.dtype = torch.float64, attention: str = "auto", **flags) -> DiffusionLM:
+    """Random weights of a size at which every term matters: biases and logits away from zero, norms away from one."""
+    return copy.deepcopy(_small_model(seed, dtype, attention, tuple(flags.items())))
+
+
+@functools.cache
+def _small_model(seed: int, dtype: torch.dtype, attention: str, given: tuple) -> DiffusionLM:
+    """Nobody's own: a copy takes less than half the time of making one."""
+    flags = dict(given)
+    model = DiffusionLM(small_config(**flags), seed=seed, attention=attention).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.2 * torch.randn(weight.shape, generator=generator, dtype=dtype)
+    return model
+
+
+def small_tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 10, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def grid():
+    """The grid of the paper's ablations: S x position x value x gate x grouped-query ratio."""
+    gates, ratios = ("none", "elementwise", "headwise"), ((2, 2), (6, 2), (7, 1))
+    for n_sinks, gate, heads in itertools.product((0, 1, 2, 4), gates, ratios):
+        for position, value in itertools.product(("front", "end"), ("learned", "zero")) if n_sinks else [("front", "learned")]:
+            yield {
+                "n_sinks": n_sinks,
+                "gate": gate,
+                "n_heads": heads[0],
+                "n_kv_heads": heads[1],
+                "d_model": heads[0] * 4,
+                "sink_position": position,
+                "sink_value": value,
+                "qkv_bias": True,
+            }

@@ -1,0 +1,220 @@
+"""Training steps recorded as CUDA graphs, on a GPU. Skipped elsewhere; test_gradients.py shows what needs none."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from benchmarks.kills import read_metrics, write_set
+
+from runs import TINY, interrupted, run
+from sinkdlm import DiffusionLM, ModelConfig, Recipe, load
+from sinkdlm.diffusion import corrupt, denoising_loss
+from sinkdlm.model import layers
+from sinkdlm.training import choose as compiling
+from sinkdlm.training import gradients, loop
+from sinkdlm.training import head_slots as places
+from sinkdlm.training.captured import CudaRecorder
+from small_models import VARIANTS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning"),
+]
+
+
+class Counted(CudaRecorder):
+    """Counts what is replayed."""
+
+    made: ClassVar[list["Counted"]] = []
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.n_replays = 0
+        self.made.append(self)
+
+    def record(self, run):
+        replay = super().record(run)
+
+        def counted():
+            self.n_replays += 1
+            replay()
+
+        return counted
+
+
+class Refusing(CudaRecorder):
+    """Nothing can be recorded: the same kernels are launched one by one."""
+
+    def record(self, run):
+        raise RuntimeError("refused")
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """runs(name, recorder, ...): the weights, losses and lines of a run of 20 steps, and how many micro-batches it replayed."""
+    data = write_set(tmp_path / "data")
+
+    def made(name, recorder=Counted, *, crash=None, data_more=None, model_more=None, **train):
+        train = {"steps": 20, "batch": 6, "lr": 1e-3, "precision": "float64", "compile": "none", "graphs": "on", **train}
+        sections = {"data": {"length": 32, "sets": {str(data): 1.0}, **(data_more or {})}, "eval": {"every": 7, "draws": 4}}
+        recipe = Recipe.resolve(
+            {"model": {**TINY, **(model_more or {})}, **sections, "train": train, "log": {"probe_every": 7}, "save": {"every": 7}}
+        )
+        Counted.made.clear()
+        monkeypatch.setattr(loop, "find_recorder", recorder)
+        if crash is not None:
+            interrupted(recipe, tmp_path / name, monkeypatch, after=crash, device="cuda")
+        _, said = run(recipe, tmp_path / name, device="cuda")
+        weights = load(tmp_path / name / "model").model.state_dict()
+        losses = [line["loss"] for line in read_metrics(tmp_path / name) if line["kind"] == "train"]
+        assert len(losses) == 20
+        return weights, losses, said, sum(one.n_replays for one in Counted.made)
+
+    return made
+
+
+def assert_same_bits(ours, theirs):
+    assert ours[1] == theirs[1]
+    assert ours[0].keys() == theirs[0].keys()
+    assert all(torch.equal(ours[0][name], theirs[0][name]) for name in ours[0])
+
+
+@pytest.mark.parametrize(("forwards", "recompute"), [(1, "none"), (3, "none"), (3, "full"), (1, "selective")])
+def test_recorded_steps_are_those_launched_one_by_one(runs, forwards, recompute):
+    """Float64, whose kernels give the same bits every time; without a fixed number of places the order of sums is another."""
+    given = {"micro_batch": 6 // forwards, "recompute": recompute}
+    recorded = runs("recorded", **given)
+    assert recorded[3] == 20 * forwards
+    assert not any("could not be recorded" in line for line in recorded[2])
+    launched = runs("launched", Refusing, **given)
+    assert sum("could not be recorded (RuntimeError: refused)" in line for line in launched[2]) == 1
+    assert_same_bits(recorded, launched)
+    plain = runs("plain", **given, graphs="off")
+    assert plain[3] == 0
+    assert recorded[1] == pytest.approx(plain[1], rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_blocks_are_recorded(runs, recompute):
+    """Large enough for every kernel that a training step in bf16 has."""
+    given = {"precision": "bf16", "compile": "blocks", "micro_batch": 2, "recompute": recompute, "data_more": {"length": 512}}
+    given["model_more"] = {"d_model": 256, "n_heads": 4, "d_ff": 1024, "context_length": 512}
+    found = []
+    for graphs in ("on", "off"):
+        torch._dynamo.reset()
+        found.append(runs(graphs, **given, graphs=graphs))
+    torch._dynamo.reset()
+    assert [one[3] for one in found] == [60, 0], found[0][2]
+    assert found[0][1] == pytest.approx(found[1][1], rel=0.02)
+
+
+def test_a_resumed_run_records_anew_and_ends_as_one_left_alone(runs):
+    alone, resumed = runs("alone", micro_batch=3), runs("resumed", micro_batch=3, crash=9)
+    assert resumed[3] == 2 * (9 + 13)  # it goes on from the state of step 7
+    assert_same_bits(alone, resumed)
+
+
+def test_short_rows_go_another_way_in_the_same_run(runs):
+    given = {"micro_batch": 2, "data_more": {"random_lengths": 0.1}}
+    recorded, plain = runs("recorded", **given), runs("plain", **given, graphs="off")
+    assert 20 < recorded[3] < 60
+    assert recorded[1] == pytest.approx(plain[1], rel=1e-9)
+
+
+def test_steps_that_lack_places_are_made_again(runs, monkeypatch):
+    plain = runs("plain", micro_batch=3, graphs="off")
+    monkeypatch.setattr(places, "_SURE", -1.0)
+    monkeypatch.setattr(places, "_MULTIPLE", 1)
+    lacking = runs("lacking", micro_batch=3)
+    assert lacking[3] > 0
+    assert lacking[1] == pytest.approx(plain[1], rel=1e-9)
+
+
+def test_a_recording_that_breaks_off_leaves_training_as_it_was(runs, monkeypatch):
+    whole = runs("whole", micro_batch=3)
+    loss = gradients.denoising_loss
+
+    def waits(*arguments, **options):
+        found = loss(*arguments, **options)
+        if torch.cuda.is_current_stream_capturing():
+            found.total.item()  # which no recording allows
+        return found
+
+    monkeypatch.setattr(gradients, "denoising_loss", waits)
+    broken = runs("broken", micro_batch=3)
+    assert broken[3] == 0
+    assert sum("could not be recorded" in line for line in broken[2]) == 1
+    assert_same_bits(whole, broken)
+
+
+needs_rows = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9, reason="elsewhere rows are not those of one matrix"
+)
+
+
+@needs_rows
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(("name", "places", "compiled"), [
+    ("vanilla", None, False), ("sink", None, False), ("sink", 1280, False), ("sink", None, True), ("parent", None, False),
+    ("sinks-2-end-zero-gate", None, False), ("sinks-2-end-zero-gate", 1280, True), ("sinks-4", 1280, False),
+])  # fmt: skip
+def test_a_last_layer_ends_where_the_loss_looks_with_the_same_gradients(name, places, compiled, recompute):
+    flags = {key: value for key, value in VARIANTS[name].items() if key != "mask_id"}
+    config = ModelConfig.preset("smdm-6m", **flags)
+    tokens = torch.randint(0, config.vocab_size - 1, (3, 512), generator=torch.Generator().manual_seed(0)).cuda()
+    noisy = corrupt(tokens, torch.arange(3), seed=0, mask_id=config.mask_id)
+    n_masked = int(noisy.masked[:, int(config.shift_logits) :].sum())
+    found, rows = {}, []
+    for form in ("float32", "whole", "early", *(["compiled"] if compiled else [])):
+        torch._dynamo.reset()
+        model = DiffusionLM(config).cuda()
+        model.recompute, model.picks_early = recompute, form == "early"
+        model.norm.end = lambda x, *given, end=model.norm.end: rows.append(len(x)) or end(x, *given)
+        # A last layer that ends early runs as it is written, and is compared with one that does: a compiled gate rounds less often.
+        for block in model.blocks[: None if form == "compiled" else -1] if compiled else []:
+            block.forward = torch.compile(block.forward)
+        with torch.autocast("cuda", torch.bfloat16, enabled=form != "float32"):
+            loss = denoising_loss(model, tokens, noisy, denominator=100.0, places=places)
+        loss.total.backward()
+        assert int(loss.nll.count_nonzero()) == n_masked
+        found[form] = torch.cat([p.grad.flatten() for p in model.parameters()]), loss.total.detach()
+    assert rows[0] >= 3 * 512
+    assert rows[1] == (places or -(-n_masked // 256) * 256)
+    exact = found.pop("float32")[0]
+    errors = {form: float((one - exact).norm()) for form, (one, _) in found.items()}
+    assert all(error <= 0.05 * exact.norm() for error in errors.values()), (errors, exact.norm())
+    assert errors["early"] <= 1.1 * errors["whole"] + 1e-6  # as far from it as rounding takes either
+    for _, loss in found.values():
+        assert loss.item() == pytest.approx(found["whole"][1].item(), rel=1e-3)
+
+
+@needs_rows
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_a_run_whose_blocks_are_left_to_kernels_is_the_compiled_one(runs, graphs, monkeypatch):
+    """Validations, probes and the state of a resumed run among it."""
+    monkeypatch.setattr(compiling, "_AHEAD", {"bf16": 0.0, "fp8": 0.0})
+    given = {"precision": "bf16", "micro_batch": 2, "graphs": graphs, "data_more": {"length": 512}}
+    given["model_more"] = {"d_model": 256, "n_heads": 4, "d_ff": 1024, "context_length": 512}
+    ways, settle = [], loop.settle_way
+    monkeypatch.setattr(loop, "settle_way", lambda *a, **b: ways.append(settle(*a, **b)) or ways[-1])
+    found = []
+    for how in ("blocks", "auto"):
+        torch._dynamo.reset()
+        found.append(runs(how, **given, compile=how))
+    resumed = runs("resumed", **given, compile="auto", crash=9)
+    added, compute = set(), layers.Block.compute
+    monkeypatch.setattr(layers.Block, "compute", lambda self, x, *rest: added.add(x.dtype) or compute(self, x, *rest))
+    thin = runs("thin", **given, compile="auto", residual="bf16")
+    assert added == {torch.bfloat16}
+    assert [way.compile for way in ways] == ["blocks", "none", "none", "none", "none"]
+    assert all(any(f"merge on fused (the plain kernel's tiles stay whole, and the sinks cost one pass); compiled: {how}" in line
+                   for line in one[2]) for one, how in zip(found, ("blocks", "none"), strict=True))  # fmt: skip
+    assert found[1][3] == (60 if graphs == "on" else 0)
+    assert found[0][1] == pytest.approx(found[1][1], rel=0.02)
+    assert resumed[1] == pytest.approx(found[1][1], rel=0.02)  # cuDNN's backward adds up in any order
+    assert thin[1] == pytest.approx(found[1][1], rel=0.02)  # layers that add in bf16
