@@ -19,8 +19,6 @@ from small_models import VARIANTS, small_tokens
 
 EOS = 3
 small_model = partial(small_models.small_model, n_layers=2)  # a forward is most of what a sampler spends
-    small_models.small_model, n_layers=2
-)  # a forward is most of a step's time, and what a sampler does ends with it
 POLICIES = {
     **{name: {"config": name, "steps": 9} for name in NAMED if name != "fast"},
     **{order: {"order": order, "steps": 7, "temperature": 0.9} for order in ORDERS},
