@@ -14,7 +14,8 @@ import torch
 
 from benchmarks.kills import write_set
 from benchmarks.measuring import arguments, measure, quantiles, record, write
-from sinkdlm.config.recipe import DataSection, ModelConfig
+from sinkdlm.config.model import ModelConfig
+from sinkdlm.config.recipe import DataSection
 from sinkdlm.data.rows import Rows, open_rows
 from sinkdlm.diffusion import corrupt, denoising_loss
 from sinkdlm.model.model import DiffusionLM

@@ -9,13 +9,14 @@ if TYPE_CHECKING:
 
     from sinkdlm import diffusion, likelihood, noise, sampling
     from sinkdlm.checkpoint.directory import Loaded, load, save
-    from sinkdlm.config.recipe import ModelConfig, Recipe
+    from sinkdlm.config.model import ModelConfig
+    from sinkdlm.config.recipe import Recipe
     from sinkdlm.errors import UserError
     from sinkdlm.model import attention
     from sinkdlm.model.model import DiffusionLM
 
 _HOME = {
-    "ModelConfig": "config.recipe",
+    "ModelConfig": "config.model",
     "Recipe": "config.recipe",
     "DiffusionLM": "model.model",
     "Loaded": "checkpoint.directory",

@@ -58,7 +58,7 @@ def test_ctrl_c_is_one_line_and_status_130(monkeypatch, capsys):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sinkdlm.config.recipe.preset_names", interrupted)
+    monkeypatch.setattr("sinkdlm.config.model.preset_names", interrupted)
     monkeypatch.setattr("sys.argv", ["sinkdlm", "presets"])
     with pytest.raises(SystemExit) as ended:
         cli.main()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError
-from sinkdlm.config.recipe import preset_names
+from sinkdlm.config.model import preset_names
 from sinkdlm.config.toml import parse_override
 from small_models import small_config
 

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference import hidden_states
 from sinkdlm import DiffusionLM, ModelConfig
-from sinkdlm.config.recipe import preset_names
+from sinkdlm.config.model import preset_names
 from small_models import VARIANTS, grid, small_config, small_model, small_tokens
 
 GRID = list(grid())

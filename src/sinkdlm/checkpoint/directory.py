@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sinkdlm import __version__
 from sinkdlm.checkpoint.durable import sync
-from sinkdlm.config.recipe import MODEL_TYPE, ModelConfig
+from sinkdlm.config.model import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import CheckpointError, ConfigError
 from sinkdlm.model.model import DiffusionLM
 

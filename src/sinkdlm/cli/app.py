@@ -94,7 +94,7 @@ def _root(
 @app.command()
 def presets(as_json: Json = False) -> None:
     """List model presets with their parameter counts."""
-    from sinkdlm.config.recipe import ModelConfig, preset_names
+    from sinkdlm.config.model import ModelConfig, preset_names
 
     configs = {name: ModelConfig.preset(name) for name in preset_names()}
     if as_json:

@@ -42,7 +42,7 @@ def _of_run(out: Path | None, parent: str) -> dict[str, Any] | None:
 
 def _of_parent(parent: str, model: Mapping[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
     """begun: [model] of the run that goes on, if there is one."""
-    from sinkdlm.config.recipe import ModelConfig
+    from sinkdlm.config.model import ModelConfig
     from sinkdlm.errors import ConfigError, UserError
 
     given = {"mask_id", "n_kv_heads", *model}  # these two follow from others

@@ -1,211 +1,25 @@
-"""What a model is and what a run does: ModelConfig and Recipe, frozen and validated once.
+"""What a run does: Recipe and its sections, frozen and validated once.
 
-Owns every default, every allowed value, the presets, and how a recipe changes its base. Knows nothing of torch.
+Owns every default and allowed value of a run, and how a recipe changes its base. Knows nothing of torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from sinkdlm.config.presets import PRESETS
-from sinkdlm.config.toml import describe_mistake, flatten, nest, overlay, parse_override, read_table, suggest
+from sinkdlm.config.model import Count, Frozen, ModelConfig, preset_fields, preset_names, with_changes
+from sinkdlm.config.toml import flatten, nest, overlay, parse_override, read_table
 from sinkdlm.errors import ConfigError
 
-MODEL_TYPE = "sinkdlm"
-
 Table = Mapping[str, Any]
-Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Compile = Literal["auto", "blocks", "whole", "none"]
 
 
-class _Frozen(BaseModel):
-    """A table of settings that refuses unknown keys and bad values with a ConfigError."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True, allow_inf_nan=False)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _name_the_mistake(cls, data: Any, handler: Any) -> Self:
-        if isinstance(data, Mapping):
-            keys = cls.keys()
-            for key in data:
-                if key not in keys and key not in cls.model_fields:
-                    raise ConfigError(f"{key} = {data[key]!r}: unknown key; {suggest(key, keys)}")
-        try:
-            return handler(data)
-        except ValidationError as failure:
-            # ConfigError is no ValueError, so pydantic lets it pass through enclosing tables, which add their name.
-            raise ConfigError(*(describe_mistake(error) for error in failure.errors())) from None
-
-    @field_validator("*", mode="wrap")
-    @classmethod
-    def _name_the_place(cls, value: Any, handler: Any, info: Any) -> Any:
-        kind = cls.model_fields[info.field_name].annotation
-        if isinstance(kind, type) and issubclass(kind, _Frozen) and not isinstance(value, Mapping | kind):
-            raise ConfigError(f"{info.field_name} = {value!r}: allowed is a table with the keys {', '.join(kind.keys())}")
-        try:
-            return handler(value)
-        except ConfigError as failure:
-            raise failure.within(info.field_name) from None
-
-    @classmethod
-    def keys(cls) -> list[str]:
-        """The keys as they are written in a file."""
-        return [field.alias or name for name, field in cls.model_fields.items()]
-
-    def to_dict(self) -> dict[str, Any]:
-        return self.model_dump(by_alias=True)
-
-    def replace(self, **changes: Any) -> Self:
-        """A validated copy with some fields changed."""
-        return type(self)(**{**self.to_dict(), **changes})
-
-
-class ParameterCount(NamedTuple):
-    """non_embedding is what model names count: everything but embedding rows (tokens, [MASK], sinks) and an untied head."""
-
-    embedding: int
-    non_embedding: int
-    head: int
-
-    @property
-    def total(self) -> int:
-        return self.embedding + self.non_embedding + self.head
-
-
-class ModelConfig(_Frozen):
-    """The shape of a model and its variant. Every field travels in a checkpoint's config.json."""
-
-    vocab_size: Count = Field(description="rows of the head: what can be predicted")
-    mask_id: int = Field(ge=0, description="[MASK]: vocab_size for an extra embedding row, or a row of the parent's vocabulary")
-    n_layers: Count
-    n_heads: Count
-    n_kv_heads: Count = Field(description="key/value heads; each serves n_heads / n_kv_heads query heads")
-    d_model: Count
-    d_ff: Count
-    context_length: Count = 2048
-    rope_base: float = Field(default=10000.0, gt=1)
-    norm_eps: float = Field(default=1e-5, gt=0)
-    qkv_bias: bool = False
-    tie_embeddings: bool = False
-    shift_logits: bool = Field(default=False, description="predict token i from position i-1, as Dream does")
-    n_sinks: int = Field(default=0, ge=0)
-    sink_kind: Literal["isolated", "register", "logit"] = Field(
-        default="isolated",
-        description="isolated: the paper's sink, which sees only itself; register: a token that sees everything; "
-        "logit: one learned logit per head, without key or value (position and value do not apply)",
-    )
-    sink_position: Literal["front", "end"] = "front"
-    sink_value: Literal["learned", "zero"] = "learned"
-    gate: Literal["none", "elementwise", "headwise"] = "none"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _derive(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        # Where n_heads or vocab_size itself is missing, any value will do: that is the mistake to report.
-        return {"n_kv_heads": data.get("n_heads", 1), "mask_id": data.get("vocab_size", 0), **data}
-
-    @model_validator(mode="after")
-    def _fit_together(self) -> Self:
-        if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
-            raise ConfigError(
-                f"n_heads = {self.n_heads}: must divide d_model = {self.d_model} into heads of even width (rotary pairs)"
-            )
-        if self.n_heads % self.n_kv_heads:
-            raise ConfigError(f"n_kv_heads = {self.n_kv_heads}: must divide n_heads = {self.n_heads}")
-        if self.mask_id > self.vocab_size:
-            raise ConfigError(
-                f"mask_id = {self.mask_id}: allowed is a row of the vocabulary (below {self.vocab_size}) "
-                f"or {self.vocab_size} for a row of its own"
-            )
-        if self.sink_kind == "logit" and self.n_sinks > 1:
-            raise ConfigError(
-                f"n_sinks = {self.n_sinks}: allowed with sink_kind = 'logit' is 0 or 1 (several logits add up to one)"
-            )
-        return self
-
-    @classmethod
-    def preset(cls, name: str, **flags: Any) -> "ModelConfig":
-        """A named shape with flags on top: `ModelConfig.preset("smdm-34m", n_sinks=1)`."""
-        return cls(**_with_changes(preset_fields(name), flags))
-
-    @property
-    def head_dim(self) -> int:
-        return self.d_model // self.n_heads
-
-    @property
-    def embedding_rows(self) -> int:
-        return max(self.vocab_size, self.mask_id + 1)
-
-    @property
-    def n_lane(self) -> int:
-        """Sinks that travel as a lane beside the tokens."""
-        return self.n_sinks if self.sink_kind == "isolated" else 0
-
-    @property
-    def n_registers(self) -> int:
-        """Sinks that join the sequence."""
-        return self.n_sinks if self.sink_kind == "register" else 0
-
-    @property
-    def has_sink_logit(self) -> bool:
-        return self.n_sinks > 0 and self.sink_kind == "logit"
-
-    def count_parameters(self) -> ParameterCount:
-        """Of the embedding, of the head, and of all else."""
-        kv_width = self.n_kv_heads * self.head_dim
-        qkv = (self.d_model + int(self.qkv_bias)) * (self.d_model + 2 * kv_width)
-        gate = {"none": 0, "elementwise": self.d_model**2, "headwise": self.d_model * self.n_heads}[self.gate]
-        mlp = 3 * self.d_model * self.d_ff
-        norms = 2 * self.d_model
-        logit = self.n_heads if self.has_sink_logit else 0
-        layer = qkv + self.d_model**2 + gate + mlp + norms + logit
-        return ParameterCount(
-            embedding=(self.embedding_rows + self.n_lane + self.n_registers) * self.d_model,
-            non_embedding=self.n_layers * layer + self.d_model,
-            head=0 if self.tie_embeddings else self.vocab_size * self.d_model,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """What config.json holds."""
-        return {"model_type": MODEL_TYPE, **super().to_dict()}
-
-    def replace(self, **changes: Any) -> "ModelConfig":
-        """A validated copy with some fields changed; [MASK] and key/value heads that followed from others follow them again."""
-        return ModelConfig(**_with_changes(self.model_dump(), changes))
-
-
-# What a preset leaves open.
-_FLAGS = ("n_sinks", "sink_kind", "sink_position", "sink_value", "gate")
-
-
-def _with_changes(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields with changes on top. A field that followed from another ([MASK] from the vocabulary, key/value heads from heads)
-    follows it again."""
-    derived = (("mask_id", "vocab_size"), ("n_kv_heads", "n_heads"))
-    stale = [field for field, source in derived if source in changes and fields.get(field) == fields.get(source)]
-    return {**{key: value for key, value in fields.items() if key not in stale}, **changes}
-
-
-def preset_names() -> list[str]:
-    return list(PRESETS)
-
-
-def preset_fields(name: Any) -> dict[str, Any]:
-    """Every field of a shape, defaults written out, so that a preset set later replaces one set earlier whole."""
-    if name not in PRESETS:
-        raise ConfigError(f"preset = {name!r}: unknown preset; {suggest(name, list(PRESETS))}")
-    shape = ModelConfig(**PRESETS[name]).model_dump()
-    return {key: value for key, value in shape.items() if key not in _FLAGS}
-
-
-class InitSection(_Frozen):
+class InitSection(Frozen):
     """Where the weights come from. Without `from`, the official random initialisation."""
 
     from_: str | None = Field(
@@ -220,7 +34,7 @@ class InitSection(_Frozen):
     )
 
 
-class DataSection(_Frozen):
+class DataSection(Frozen):
     """What is read: prepared sets with their weights, and how rows are cut."""
 
     sets: dict[str, Annotated[float, Field(gt=0)]] = Field(
@@ -256,7 +70,7 @@ class DataSection(_Frozen):
 BUDGETS = ("steps", "tokens", "epochs", "flops")
 
 
-class TrainSection(_Frozen):
+class TrainSection(Frozen):
     """Optimizer, budget, noise. Defaults are the paper's from-scratch run (A.1)."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 3407
@@ -333,7 +147,7 @@ class TrainSection(_Frozen):
         return self
 
 
-class ParallelSection(_Frozen):
+class ParallelSection(Frozen):
     """How a run spreads over the ranks that torchrun starts. Changes nothing that is computed."""
 
     mode: Literal["auto", "replicate", "shard", "hybrid"] = Field(
@@ -356,14 +170,14 @@ class ParallelSection(_Frozen):
         return self
 
 
-class EvalSection(_Frozen):
+class EvalSection(Frozen):
     """Validation while training, with the same rows and noise every time."""
 
     every: Annotated[int, Field(ge=0)] = Field(default=1000, description="steps between validations; 0: never")
     draws: Count = Field(default=128, description="Monte Carlo draws over the validation set, spread evenly over t")
 
 
-class LogSection(_Frozen):
+class LogSection(Frozen):
     """What a run says while it goes. Changes nothing that is computed."""
 
     every: Count = Field(default=1, description="steps between lines in metrics.jsonl")
@@ -378,7 +192,7 @@ class LogSection(_Frozen):
     project: str = Field(default="sinkdlm", description="project or experiment name for the trackers")
 
 
-class SaveSection(_Frozen):
+class SaveSection(Frozen):
     """When state is written. Changes nothing that is computed."""
 
     every: Count = Field(default=1000, description="steps between states to resume from; one is always written at the end")
@@ -393,7 +207,7 @@ class SaveSection(_Frozen):
 CHANGEABLE = ("log", "save", "parallel", "train.micro_batch", "train.compile", "train.recompute", "train.graphs")
 
 
-class Recipe(_Frozen):
+class Recipe(Frozen):
     """One run, whole: what the model is, where it starts, what it reads, how it trains."""
 
     model: ModelConfig
@@ -479,7 +293,7 @@ def _merge_model(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
             base = {**base, **preset_fields(changes["preset"])}
         except ConfigError as failure:
             raise failure.within("model") from None
-    return _with_changes(base, {key: value for key, value in changes.items() if key != "preset"})
+    return with_changes(base, {key: value for key, value in changes.items() if key != "preset"})
 
 
 def _read_with_base(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from sinkdlm.checkpoint.directory import (
     load,
     read_provenance,
 )
-from sinkdlm.config.recipe import MODEL_TYPE, ModelConfig
+from sinkdlm.config.model import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConfigError, ConvertError
 from sinkdlm.interop.sources import DREAM_MASK_ID, Source, open_source
 from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm.checkpoint.directory import CONFIG, WEIGHTS, Loaded, read_provenance, save, write_weights, written_aside
-from sinkdlm.config.recipe import MODEL_TYPE, ModelConfig
+from sinkdlm.config.model import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConvertError
 from sinkdlm.interop import layouts
 from sinkdlm.interop.adapt import SHAPE_KEYS, family_of, load_any, notes_of, own_history

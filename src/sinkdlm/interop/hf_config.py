@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from sinkdlm.config.recipe import ModelConfig
+from sinkdlm.config.model import ModelConfig
 
 MODEL_FIELDS = tuple(ModelConfig.model_fields)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sinkdlm.config.recipe import ModelConfig
+from sinkdlm.config.model import ModelConfig
 from sinkdlm.errors import ConvertError
 
 Get = Callable[[str], Tensor]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm.checkpoint.directory import CONFIG, read_config
-from sinkdlm.config.recipe import MODEL_TYPE, ModelConfig, preset_fields, preset_names
+from sinkdlm.config.model import MODEL_TYPE, ModelConfig, preset_fields, preset_names
 from sinkdlm.errors import ConfigError, ConvertError
 from sinkdlm.interop import layouts
 from sinkdlm.interop.layouts import Layout, check_shape

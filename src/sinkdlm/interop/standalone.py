@@ -13,7 +13,7 @@ from typing import Any
 
 from sinkdlm import noise
 from sinkdlm.checkpoint.directory import CONFIG, PROVENANCE
-from sinkdlm.config.recipe import ModelConfig
+from sinkdlm.config.model import ModelConfig
 from sinkdlm.fast import checkpointing as recompute
 from sinkdlm.interop import hf, hf_config
 from sinkdlm.kernels import available as fusion

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
-from sinkdlm.config.recipe import ModelConfig
+from sinkdlm.config.model import ModelConfig
 from sinkdlm.fast.checkpointing import Recompute, run_again
 from sinkdlm.fast.float8_training import fits, guesses_of, product, swiglu_mlp
 from sinkdlm.fast.functions import add_last_norm, add_norm, attend_rows, project, swiglu_product

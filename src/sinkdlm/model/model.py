@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
-from sinkdlm.config.recipe import ModelConfig
+from sinkdlm.config.model import ModelConfig
 from sinkdlm.fast.checkpointing import Recompute
 from sinkdlm.fast.force_eager import uncompiled
 from sinkdlm.kernels.available import trains_fused

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sinkdlm.config.recipe import ModelConfig
+from sinkdlm.config.model import ModelConfig
 
 
 class Rotation(NamedTuple):

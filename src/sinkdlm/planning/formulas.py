@@ -8,7 +8,8 @@ ends at the positions that reach the head, what it does not compute behind its a
 
 from typing import NamedTuple
 
-from sinkdlm.config.recipe import ModelConfig, ParallelSection, Recipe, TrainSection
+from sinkdlm.config.model import ModelConfig
+from sinkdlm.config.recipe import ParallelSection, Recipe, TrainSection
 from sinkdlm.errors import ConfigError
 
 # Dense bf16 matrix FLOP/s from the makers' data sheets, by a word of the device's name.

@@ -12,7 +12,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from sinkdlm.checkpoint.directory import save
-from sinkdlm.config.recipe import DataSection, ModelConfig
+from sinkdlm.config.model import ModelConfig
+from sinkdlm.config.recipe import DataSection
 from sinkdlm.data.examples import MARK
 from sinkdlm.data.rows import Rows, open_rows
 from sinkdlm.demo import language

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from sinkdlm.checkpoint.directory import write_tokenizer, written_aside
 from sinkdlm.checkpoint.durable import held
-from sinkdlm.config.recipe import MODEL_TYPE, Recipe
+from sinkdlm.config.model import MODEL_TYPE
+from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.encoding import mark_tokenizer
 from sinkdlm.interop import Source, open_source
 from sinkdlm.interop.tokenizer import tokenizer_of

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sinkdlm.config.recipe import ModelConfig, TrainSection
+from sinkdlm.config.model import ModelConfig
+from sinkdlm.config.recipe import TrainSection
 from sinkdlm.diffusion import Schedule, times_of
 from sinkdlm.noise import golden_words, unit_interval
 from sinkdlm.planning.formulas import training_flops

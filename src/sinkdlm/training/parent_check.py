@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sinkdlm.checkpoint.directory import Loaded
-from sinkdlm.config.recipe import ModelConfig, Recipe, preset_fields, preset_names
+from sinkdlm.config.model import ModelConfig, preset_fields, preset_names
+from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.encoding import mark_tokenizer
 from sinkdlm.data.rows import Rows
 from sinkdlm.errors import TrainError

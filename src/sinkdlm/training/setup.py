@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from sinkdlm.checkpoint.directory import Loaded, check_vocabulary, read_tokenizer, write_tokenizer, written_aside
-from sinkdlm.config.recipe import ModelConfig, Recipe
+from sinkdlm.config.model import ModelConfig
+from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.rows import Rows, open_rows, tokenizer_folder
 from sinkdlm.errors import TrainError
 from sinkdlm.model.model import DiffusionLM
