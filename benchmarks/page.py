@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.calibrate import foretold, peaks, timed_steps
 from benchmarks.measuring import RESULTS
 from sinkdlm.config.recipe import Recipe
+from sinkdlm.config.shipped import RECIPES
 from sinkdlm.planning.plan import Machine, Plan, make_plan
 from sinkdlm.planning.step_time import calibration
 
@@ -374,7 +375,7 @@ def page_text(folder: Path = RESULTS) -> str:
 
 def paper_plans(device: str, ranks: int) -> list[Plan]:
     found = []
-    for path in sorted((ROOT / "recipes" / "paper").glob("*.toml")):
+    for path in sorted((RECIPES / "paper").glob("*.toml")):
         recipe = Recipe.load(path)
         found.append(make_plan(recipe, path.stem, Machine(device, ranks), None if recipe.train.epochs is None else _SFT_ROWS))
     return found

@@ -1,6 +1,6 @@
 """The same run in several precisions: losses, validation and tokens a second beside each other.
 
-    python -m benchmarks.precision recipes/paper/smdm-472m-sink.toml --precisions bf16,fp8 --subject smdm-472m \\
+    python -m benchmarks.precision smdm-472m-sink --precisions bf16,fp8 --subject smdm-472m \\
         --set 'data.sets={"data/corpus"=1}' --set train.tokens=40e6 --set train.batch=32 --out benchmarks/results
 
 Each is a `sinkdlm train` of its own with the same rows, noise and first weights: what differs is what products are computed in.
@@ -22,6 +22,7 @@ import torch
 from benchmarks.measuring import record, write
 from benchmarks.train import figures_of, reaches, run
 from sinkdlm.cli.loading import load_recipe
+from sinkdlm.config.shipped import find_recipe
 
 _KEPT = ("train", "validation", "steps", "skipped", "tokens", "tokens_per_second", "mfu", "memory_gb")
 
@@ -59,7 +60,7 @@ def compare(base: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path)
+    parser.add_argument("recipe", type=find_recipe)
     parser.add_argument("--precisions", default="bf16,fp8", help="the first is what others are compared with")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--start", type=float, default=0, help="tokens that have trained the weights that all begin with")

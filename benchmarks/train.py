@@ -1,6 +1,6 @@
 """A recipe trained for real, killed once in the middle and resumed, as a record: loss curve, tokens a second, MFU, sinks.
 
-    python -m benchmarks.train recipes/small/smdm-34m-sink.toml --kill-at 450 --out benchmarks/results \\
+    python -m benchmarks.train smdm-34m-sink --kill-at 450 --out benchmarks/results \\
         --set 'data.sets={"data/small-llama2"=1}'
 
 The run is the `sinkdlm train` that a user starts. The steps between the last state and the kill are made twice; their losses are
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.measuring import quantiles, record, write
+from sinkdlm.config.shipped import find_recipe
 
 _SETTLED = 20  # steps after a start that are not timed: compilation, caches
 _POINTS = 200  # of a curve that are kept
@@ -86,7 +87,7 @@ def figures_of(out: Path, before: list[dict[str, Any]], starts: list[int], secon
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("recipe", type=Path)
+    parser.add_argument("recipe", type=find_recipe)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--kill-at", type=int, default=None, help="step after which the run is killed once")
     parser.add_argument("--subject", default=None, help="of the record's name; by default the recipe's")

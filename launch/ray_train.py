@@ -1,6 +1,6 @@
 """Trains a recipe on the workers of a Ray cluster, each of them one rank. Needs ray beside sinkdlm: pip install 'ray[train]'.
 
-    python launch/ray_train.py RECIPE.toml --out /shared/runs/x --workers 16 [--cpu] [--set train.lr=1e-4 ...]
+    python launch/ray_train.py RECIPE --out /shared/runs/x --workers 16 [--cpu] [--set train.lr=1e-4 ...]
 
 Ray places the workers, and starts all of them anew where one is lost; they go on from the last state.
 """
@@ -17,8 +17,7 @@ def work(job: dict[str, Any]) -> None:
     """One rank, on whichever host Ray has put it."""
     os.chdir(job["folder"])  # paths of a recipe start where the command runs
     os.environ.update(_describe_rank())
-    from sinkdlm.cli.app import load_parent
-    from sinkdlm.cli.loading import load_recipe
+    from sinkdlm.cli.loading import load_parent, load_recipe
     from sinkdlm.training.loop import train
 
     out = Path(job["out"])
@@ -54,7 +53,7 @@ def _free_port() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path, metavar="RECIPE.toml")
+    parser.add_argument("recipe", help="a recipe's file, or a name of `sinkdlm recipe list`")
     parser.add_argument("--out", type=Path, required=True, help="the run folder, on a file system that all hosts share")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--workers", type=int, required=True, help="ranks")
@@ -65,9 +64,11 @@ def main() -> None:
 
     from sinkdlm import UserError
     from sinkdlm.cli.loading import load_recipe
+    from sinkdlm.config.shipped import find_recipe
 
     try:
-        load_recipe(given.recipe, given.overrides, given.out)  # what is wrong with it is better said here than by every worker
+        recipe = find_recipe(given.recipe)
+        load_recipe(recipe, given.overrides, given.out)  # what is wrong with it is better said here than by every worker
     except UserError as failure:
         sys.exit(f"sinkdlm: {failure}")
     try:
@@ -78,7 +79,7 @@ def main() -> None:
 
     out = given.out.resolve()
     job = {
-        "recipe": str(given.recipe.resolve()),
+        "recipe": str(recipe.resolve()),
         "overrides": given.overrides,
         "out": str(out),
         "folder": str(Path.cwd()),

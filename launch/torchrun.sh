@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a recipe on every GPU of this host, or as one of several hosts. All arguments go to `sinkdlm train`:
 #
-#     launch/torchrun.sh recipes/small/smdm-34m-sink.toml --out runs/x --set train.lr=1e-4
+#     launch/torchrun.sh smdm-34m-sink --out runs/x --set train.lr=1e-4
 #     NPROC=2 launch/torchrun.sh ...                                      two ranks, on a CPU too
 #     NNODES=2 RDZV=10.0.0.1:29400 ADDRESS=10.0.0.1 launch/torchrun.sh ...  on each of two hosts, with its own ADDRESS
 #     NNODES=2:4 RDZV=... ADDRESS=... launch/torchrun.sh ...               on two to four hosts, which may come and go

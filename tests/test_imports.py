@@ -177,7 +177,7 @@ def test_a_run_makes_its_steps_without_transformers(tmp_path):
     """Which takes more than a second to load, for a tokenizer that is not needed until the end."""
     from typer.testing import CliRunner
 
-    from sinkdlm.checkpoint.directory import write_tokenizer
+    from sinkdlm.checkpoint.tokenizer import write_tokenizer
     from sinkdlm.cli.app import app
     from sinkdlm.data.synthetic import character_tokenizer
 

@@ -11,7 +11,7 @@ from sinkdlm import UserError, load, save
 from sinkdlm.analysis import interventions
 from sinkdlm.analysis.prompts import PROMPTS
 from sinkdlm.analysis.study import Plan, read_capture
-from sinkdlm.checkpoint.directory import absent_ids
+from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.sampling import Policy, requests_of
 
 QUICK = ("--length", 6, "--steps", 3, "--device", "cpu", "--dtype", "float64")

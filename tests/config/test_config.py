@@ -8,10 +8,9 @@ import torch
 
 from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError
 from sinkdlm.config.model import preset_names
+from sinkdlm.config.shipped import RECIPES
 from sinkdlm.config.toml import parse_override
 from small_models import small_config
-
-RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @pytest.mark.parametrize(

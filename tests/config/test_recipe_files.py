@@ -6,9 +6,9 @@ import torch
 
 from runs import load_parent, metrics, run
 from sinkdlm import DiffusionLM, Recipe, load, save
+from sinkdlm.config.shipped import RECIPES
 from sinkdlm.planning.formulas import budget_steps
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 PATHS = sorted(path for path in RECIPES.glob("*/*.toml") if path.parent.name != "parts")
 SCALES = {"paper": 22, "small": 16, "nano": 10}
 

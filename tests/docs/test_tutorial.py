@@ -24,7 +24,6 @@ def commands() -> list[list[str]]:
 
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     texts = tmp_path / "my-texts"
     texts.mkdir()
     for number in range(30):

@@ -630,7 +630,7 @@ def test_a_vocabulary_with_merges_is_read_without_foreign_code(tmp_path):
 
 
 def test_unused_and_surplus_tokens(parents, tmp_path):
-    from sinkdlm.checkpoint.directory import highest_id
+    from sinkdlm.checkpoint.tokenizer import highest_id
 
     path, _ = parents["llama"]
     inner = Tokenizer(

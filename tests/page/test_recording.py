@@ -13,7 +13,7 @@ from evaluated import padded_lm, small_lm
 from sinkdlm.analysis import recording
 from sinkdlm.analysis.capture import Rules, capture
 from sinkdlm.analysis.recording import Recorder, join_sides, likeliest, look_at, pack, record, unpack
-from sinkdlm.checkpoint.directory import absent_ids
+from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.page.bundle import PAGE
 from sinkdlm.sampling import requests_of

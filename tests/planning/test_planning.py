@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from benchmarks import calibrate
@@ -12,13 +11,13 @@ from typer.testing import CliRunner
 
 from sinkdlm import Recipe
 from sinkdlm.cli.app import app
+from sinkdlm.config.shipped import RECIPES
 from sinkdlm.errors import UserError
 from sinkdlm.planning.formulas import CHIPS, PEAK_FLOPS, Layout, find_chip, fitting_micro_batch, settle_precision, training_flops
 from sinkdlm.planning.plan import Machine, changes_that_fit, describe, describe_all, line_of_run, make_plan, say_hours
 from sinkdlm.planning.step_time import calibration, exchange_seconds, step_seconds
 
-ROOT = Path(__file__).parents[2]
-PAPER = ROOT / "recipes" / "paper"
+PAPER = RECIPES / "paper"
 SINK = PAPER / "smdm-472m-sink.toml"
 NARROW = ("--set", "train.residual=bf16")
 
@@ -279,7 +278,7 @@ def test_mistakes_are_named(words, complaint):
 
 
 def test_a_cpu_is_measured_and_large_models_are_not_tried_on_it():
-    found = json.loads(run(ROOT / "recipes" / "nano" / "nano-sink.toml", "--device", "cpu", "--json").stdout)[0]
+    found = json.loads(run("nano-sink", "--device", "cpu", "--json").stdout)[0]
     assert found["tokens_per_second"] > 100
     assert found["rate"].startswith("measured here")
     assert found["mfu"] is None

@@ -14,6 +14,7 @@ from evaluated import small_lm
 from reproductions import ITEMS, TOKENS, matrix, record, trial
 from sinkdlm.cli.app import load_parent
 from sinkdlm.config.recipe import Recipe
+from sinkdlm.config.shipped import RECIPES
 from sinkdlm.config.toml import flatten
 from sinkdlm.data.rows import open_rows
 from sinkdlm.data.shards import open_split
@@ -426,7 +427,7 @@ def test_the_papers_recipes_are_those_of_the_project(tmp_path):
     checked = 0
     for base, group in (("qwen2.5-0.5b", ADAPT), ("smdm-472m", SCRATCH), ("sft-gsm8k-qwen2.5-0.5b", SFT)):
         for variant, suffix in names.items():
-            path = ROOT / "recipes" / "paper" / f"{base}{suffix}.toml"
+            path = RECIPES / "paper" / f"{base}{suffix}.toml"
             if path.exists():
                 odd = paper.paper_recipe(base, Job(group, variant, 1), tmp_path).differences(Recipe.load(path))
                 assert [one.split(" ")[0] for one in odd] == ["init.from"] * (group == SFT)

@@ -24,7 +24,7 @@ from rich.console import Console
 from evaluated import tiny_tokenizer
 from runs import TINY, interrupted, load_parent, metrics, recipe_of, run
 from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError, load, save
-from sinkdlm.checkpoint.directory import write_tokenizer
+from sinkdlm.checkpoint.tokenizer import write_tokenizer
 from sinkdlm.config.recipe import LogSection, TrainSection
 from sinkdlm.data.rows import open_rows
 from sinkdlm.distributed.shards import as_sharded, own_part

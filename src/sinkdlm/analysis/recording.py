@@ -18,7 +18,7 @@ from torch import Tensor
 from sinkdlm import __version__
 from sinkdlm.analysis.capture import RULES, Rules, attention_maps, sink_logit_of, stands_out
 from sinkdlm.analysis.kinds import KINDS, MASK, SPECIAL, kind_of, special_ids, texts_of
-from sinkdlm.checkpoint.directory import absent_ids
+from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.model.observe import AttentionStatistics, part_registers, summarize

@@ -19,7 +19,7 @@ from sinkdlm.analysis.kinds import classify, labels
 from sinkdlm.analysis.metrics import Measured, measure, paths_of, summarize
 from sinkdlm.analysis.recording import record
 from sinkdlm.analysis.trajectory import Trajectory
-from sinkdlm.checkpoint.directory import absent_ids
+from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.sampling import Policy, Request
 

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from sinkdlm import __version__
 from sinkdlm.checkpoint.durable import sync
+from sinkdlm.checkpoint.tokenizer import check_vocabulary, read_tokenizer, write_tokenizer
 from sinkdlm.config.model import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import CheckpointError, ConfigError
 from sinkdlm.model.model import DiffusionLM
@@ -110,15 +110,6 @@ def save_weights(
         own = {"tokenizer_sha256": fingerprint(spelling)["sha256"]} if spelling.exists() else {}
         write_provenance(aside, config, fingerprints, {**(provenance or {}), **own})
     return path
-
-
-def write_tokenizer(folder: Path, tokenizer: Any) -> None:
-    try:
-        tokenizer.save_pretrained(folder)
-    except OSError:
-        raise
-    except Exception as failure:  # tokenizers raises a bare one, also where the disk is full
-        raise OSError(f"tokenizer: {str(failure).splitlines()[0]}") from None
 
 
 def write_provenance(folder: Path, config: ModelConfig, fingerprints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -321,67 +312,6 @@ def read_config(path: str | Path) -> ModelConfig:
 
 def read_provenance(path: Path) -> dict[str, Any]:
     return _read_json(path / PROVENANCE) if (path / PROVENANCE).exists() else {}
-
-
-def highest_id(tokenizer: Any) -> int:
-    """The last id in use."""
-    return max(index for token, index in tokenizer.get_vocab().items() if not is_filler(token))
-
-
-def absent_ids(tokenizer: Any, vocab_size: int) -> list[int]:
-    """Rows of the head that no token of the tokenizer has: where a vocabulary was rounded up, a model may still predict them."""
-    there = {index for token, index in tokenizer.get_vocab().items() if not is_filler(token)}
-    return [index for index in range(vocab_size) if index not in there]
-
-
-def is_filler(token: str) -> bool:
-    """GGUF files fill a vocabulary up with [PADn] tokens, which nobody uses."""
-    return re.fullmatch(r"\[PAD\d+\]", token) is not None
-
-
-def check_vocabulary(tokenizer: Any, config: ModelConfig, place: Path | str, cure: str = "") -> None:
-    """Every id has a row of its own. [MASK] as a row after the vocabulary may have a name in the tokenizer."""
-    highest = highest_id(tokenizer)
-    named_mask = highest == config.mask_id and getattr(tokenizer, "mask_token_id", None) == config.mask_id
-    if highest >= config.vocab_size and not named_mask:
-        rows = f"the model has {config.vocab_size} vocabulary rows"
-        raise CheckpointError(f"{place}: the tokenizer's ids go up to {highest}, {rows}{cure}")
-
-
-def read_tokenizer(path: Path) -> Any:
-    """The tokenizer saved with a checkpoint, or None."""
-    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        return None
-    try:
-        # AutoTokenizer asks config.json which class to take, and our model type has none of its own.
-        if (path / "tokenizer.json").exists():
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(path)
-        from transformers import AutoTokenizer
-
-        with hushed():
-            return AutoTokenizer.from_pretrained(path)
-    except Exception as failure:  # transformers raises whatever its parsers raise
-        if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-            what = "tokenizer_config.json and no tokenizer.json; put that back"
-        else:
-            reason = (str(failure).splitlines() or [type(failure).__name__])[0]
-            what = f"tokenizer files cannot be read: {reason}; put whole ones there"
-        raise CheckpointError(f"{path}: {what}, or remove tokenizer*: the model is read without") from failure
-
-
-@contextmanager
-def hushed() -> Iterator[None]:
-    """transformers without its warnings: of a model type that it does not know, of settings that it takes for another's."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

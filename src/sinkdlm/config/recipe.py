@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from sinkdlm.config.model import Count, Frozen, ModelConfig, preset_fields, preset_names, with_changes
+from sinkdlm.config.shipped import find_recipe
 from sinkdlm.config.toml import flatten, nest, overlay, parse_override, read_table
 from sinkdlm.errors import ConfigError
 
@@ -106,6 +107,11 @@ class TrainSection(Frozen):
     residual: Literal["float32", "bf16"] = Field(
         default="float32",
         description="what layers add to, and its gradient, where precision is bf16 or fp8; bf16 takes less traffic and memory",
+    )
+    runner: Literal["auto", "plain"] = Field(
+        default="auto",
+        description="auto: the fastest way that this device and model have; plain: the readable model alone, without kernels or "
+        "compiler",
     )
     compile: Compile = Field(
         default="auto",
@@ -204,7 +210,7 @@ class SaveSection(Frozen):
 
 
 # How a run goes on may change between its parts; what it computes may not.
-CHANGEABLE = ("log", "save", "parallel", "train.micro_batch", "train.compile", "train.recompute", "train.graphs")
+CHANGEABLE = ("log", "save", "parallel", "train.micro_batch", "train.runner", "train.compile", "train.recompute", "train.graphs")
 
 
 class Recipe(Frozen):
@@ -221,10 +227,10 @@ class Recipe(Frozen):
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = (), fill: Callable[[Table], Table] = dict) -> "Recipe":
-        """Reads a TOML recipe, its base first, then `a.b=c` overrides.
+        """Read a recipe, its base first, then `a.b=c` overrides. path: a TOML file, or the name of a shipped recipe.
 
-        fill: what is left out, where somebody knows it. Without it nobody is asked, not even the parent of init.from."""
-        table = _read_with_base(Path(path), ())
+        fill: adds what the table leaves out. Without it nothing is added, not even from the parent of init.from."""
+        table = _read_with_base(find_recipe(path), ())
         changes: dict[str, Any] = {}
         for override in overrides:  # together: two shares of a mixture are one change
             changes = overlay(changes, nest(*parse_override(override)))
@@ -260,7 +266,7 @@ class Recipe(Frozen):
         schema.pop("required", None)
         schema["properties"]["base"] = {
             "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
-            "description": "other recipes, relative to this file, that this one changes; later ones change earlier ones",
+            "description": "recipes that this one changes: paths from this file, or shipped names; later ones change earlier ones",
         }
         model = schema["$defs"]["ModelConfig"]
         model.pop("required", None)
@@ -300,12 +306,12 @@ def _read_with_base(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     path = path.resolve()
     if path in readers:
         raise ConfigError(f"base = {path.name!r}: a recipe cannot be its own base", place=str(readers[-1]))
-    table = read_table(path, f" (base of {readers[-1]})" if readers else "")
+    table = read_table(path)
     bases = table.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(f"base = {bases!r}: allowed is a path or a list of paths, relative to this file", place=str(path))
     merged: dict[str, Any] = {}
     for base in bases:
-        merged = _merge(merged, _read_with_base(path.parent / base, (*readers, path)))
+        merged = _merge(merged, _read_with_base(find_recipe(base, path.parent, f" (base of {path})"), (*readers, path)))
     return _merge(merged, table)

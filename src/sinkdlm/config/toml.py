@@ -14,13 +14,13 @@ from typing import Any
 from sinkdlm.errors import ConfigError
 
 
-def read_table(path: Path, whose: str = "") -> dict[str, Any]:
-    """The table of a recipe's file; `whose` ends the message where it cannot be read."""
+def read_table(path: Path) -> dict[str, Any]:
+    """Read a recipe's file."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as failure:
         reason = failure.strerror if isinstance(failure, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{path}: cannot read recipe: {reason}{whose}") from None
+        raise ConfigError(f"{path}: cannot read recipe: {reason}") from None
     except tomllib.TOMLDecodeError as failure:
         raise ConfigError(f"{path}: not valid TOML: {failure}") from None
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sinkdlm.checkpoint.directory import absent_ids
+from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.evals.display import Display
 from sinkdlm.evals.encoding import TextEncoder
 from sinkdlm.evals.generating import Generator, check_room

@@ -11,16 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sinkdlm.checkpoint.directory import (
-    RESERVED,
-    Loaded,
-    check_finite,
-    check_vocabulary,
-    highest_id,
-    is_filler,
-    load,
-    read_provenance,
-)
+from sinkdlm.checkpoint.directory import RESERVED, Loaded, check_finite, load, read_provenance
+from sinkdlm.checkpoint.tokenizer import check_vocabulary, highest_id, is_filler
 from sinkdlm.config.model import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConfigError, ConvertError
 from sinkdlm.interop.sources import DREAM_MASK_ID, Source, open_source

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sinkdlm.checkpoint.directory import hushed
+from sinkdlm.checkpoint.tokenizer import hushed
 from sinkdlm.errors import ConvertError
 from sinkdlm.interop.sources import GGUF_MARK, Source, model_in, open_source
 from sinkdlm.interop.tensors import GGUFFile

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkdlm.checkpoint.directory import read_tokenizer
+from sinkdlm.checkpoint.tokenizer import read_tokenizer
 from sinkdlm.data.inputs import Reader, Source, find_sources
 from sinkdlm.data.shards import INDEX, open_split
 from sinkdlm.errors import ReproduceError

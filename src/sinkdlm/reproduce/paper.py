@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sinkdlm.config.recipe import Recipe
+from sinkdlm.config.shipped import RECIPES
 from sinkdlm.config.toml import flatten
-from sinkdlm.errors import ReproduceError
 from sinkdlm.planning.plan import Machine, make_plan
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, RATE_OF, SCRATCH, SFT, TARGETS, VARIANTS, Job, targets_of
 from sinkdlm.reproduce.results import write_text
@@ -30,13 +30,6 @@ _EXAMPLES = 769_240  # of an epoch of the augmented GSM8K, as the authors count 
 MACHINE = Machine("h100", 8)
 
 
-def find_recipes() -> Path:
-    for folder in (Path("recipes/paper"), Path(__file__).parents[3] / "recipes" / "paper"):
-        if folder.is_dir():
-            return folder
-    raise ReproduceError("recipes/paper: not found; run this in a checkout of the project")
-
-
 def paper_recipe(base: str, job: Job, out: Path) -> Recipe:
     changes = VARIANTS[job.variant]
     if "data" in changes:
@@ -46,7 +39,7 @@ def paper_recipe(base: str, job: Job, out: Path) -> Recipe:
         parent = run_name(base.removeprefix("sft-gsm8k-"), job._replace(group=ADAPT))
         overrides.append(f"init.from={_toml(str(out / 'runs' / parent / 'model'))}")
     # The paper's own seed is the first one; others count on from it.
-    recipe = Recipe.load(find_recipes() / f"{base}.toml", overrides)
+    recipe = Recipe.load(RECIPES / "paper" / f"{base}.toml", overrides)
     return recipe.replace(train={**recipe.train.to_dict(), "seed": recipe.train.seed + job.seed - FIRST_SEED})
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkdlm.checkpoint.directory import write_tokenizer, written_aside
+from sinkdlm.checkpoint.directory import written_aside
 from sinkdlm.checkpoint.durable import held
+from sinkdlm.checkpoint.tokenizer import write_tokenizer
 from sinkdlm.config.model import MODEL_TYPE
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.encoding import mark_tokenizer

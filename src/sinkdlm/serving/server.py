@@ -10,7 +10,8 @@ from typing import Any
 
 import uvicorn
 
-from sinkdlm.checkpoint.directory import Loaded, absent_ids
+from sinkdlm.checkpoint.directory import Loaded
+from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import UserError
 from sinkdlm.serving.app import Settings, Site, make_app
 from sinkdlm.serving.engine import LONGEST_RETRY, Capacity, Engine, Turns

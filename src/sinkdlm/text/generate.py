@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.text import Text
 from torch import Tensor
 
-from sinkdlm.checkpoint.directory import absent_ids
+from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import SamplingError
 from sinkdlm.model.observe import Watcher
 from sinkdlm.sampling import Policy, Request, State, start, step

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkdlm.checkpoint.directory import absent_ids
+from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.data.rows import Batch, Rows
 from sinkdlm.diffusion import Loss, Noisy, Schedule, corrupt, denoising_loss
 from sinkdlm.distributed.world import World

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from sinkdlm.checkpoint.directory import Loaded, check_vocabulary, read_tokenizer, write_tokenizer, written_aside
+from sinkdlm.checkpoint.directory import Loaded, written_aside
+from sinkdlm.checkpoint.tokenizer import check_vocabulary, read_tokenizer, write_tokenizer
 from sinkdlm.config.model import ModelConfig
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.rows import Rows, open_rows, tokenizer_folder
