@@ -35,7 +35,7 @@ class Stream(IntEnum):
     SAMPLING = 5  # denoising
     LIKELIHOOD = 6  # Monte Carlo masks
     LENGTH = 7  # rows cut short
-    OPENING = 8  # which tokens to come are seen while attention opens
+    ANNEALING = 8  # which later tokens are seen while attention is annealed
     ANALYSIS = 9  # resampled trajectories, and which of many values a figure shows
 
 

@@ -1,8 +1,8 @@
-"""A block's products in a training step in float8, each as one function with its own backward.
+"""Matmuls of a training step in float8, each one autograd function with its own backward.
 
-Every tensor has one scale, found anew at each product: what is remembered from step to step is a guess, which changes no result, so
-a run resumes bit for bit. What is kept for the backward is the rounded input, turned, half of what bfloat16 keeps; weights are
-rounded again, so that a sharded block need not stay whole in float8. Inference in float8 is float8.py's.
+Every tensor has one scale, found anew at each matmul: predictions from step to step change no result, so a run resumes bit for bit.
+What is kept for the backward is the rounded input, transposed, half of what bfloat16 keeps; weights are rounded again, so that a
+sharded block need not stay whole in float8. Inference in float8 is quantized.py's.
 """
 
 from typing import Any
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from sinkdlm.errors import TrainError
-from sinkdlm.kernels import float8_ops as operators
+from sinkdlm.kernels import float8_ops as ops
 from sinkdlm.kernels.available import has_kernels
-from sinkdlm.kernels.float8_ops import GRADIENTS, MULTIPLE, TOKENS, VALUES, gain_of, new_guesses
+from sinkdlm.kernels.float8_format import GRADIENTS, MULTIPLE, TOKENS, VALUES, new_predictions
 
-_GUESSES = 6  # tensors of a layer whose gains are found, at most
-CAPABILITY = (8, 9)  # of a GPU, from which on it has such products
+_TENSORS = 6  # of a layer whose scales are found, at most
+CAPABILITY = (8, 9)  # of a GPU, from which on it has such matmuls
 
 
 def why_not(device: torch.device) -> str | None:
-    """What is missing for products in float8; None where they run."""
+    """What is missing for matmuls in float8; None where they run."""
     if device.type != "cuda":
-        return "a CPU has no float8 products"
+        return "a CPU has no float8 matmuls"
     if torch.cuda.get_device_capability(device) < CAPABILITY:
-        return f"{torch.cuda.get_device_name(device)} has no float8 products (they come with compute capability 8.9)"
+        return f"{torch.cuda.get_device_name(device)} has no float8 matmuls (they come with compute capability 8.9)"
     return None
 
 
@@ -38,126 +38,105 @@ def check_training(device: torch.device) -> None:
 
 
 def fits(*layers: nn.Module) -> bool:
-    """Whether float8 products take these layers' weights."""
-    return all(type(layer) is nn.Linear and not (layer.in_features | layer.out_features) % MULTIPLE for layer in layers)
+    """Whether float8 matmuls take these layers' weights."""
+    return all(type(layer) in (nn.Linear, Linear) and not (layer.in_features | layer.out_features) % MULTIPLE for layer in layers)
 
 
-def guesses_of(layer: nn.Module, weight: Tensor) -> Tensor | None:
-    """What a layer remembers of its tensors' gains, made when it is first asked for; None in the compiler, which does not guess."""
+class Linear(nn.Linear):
+    """A linear layer whose matmuls are in float8 while it trains. `fast.prepare` makes one of an nn.Linear by its class alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(x)
+        kind = x.device.type
+        return linear(self, x, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype)
+
+
+def linear(layer: nn.Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """layer(x) in dtype, by a float8 matmul."""
+    out = matmul(x, layer.weight, dtype, predictions_of(layer, layer.weight))
+    return out if layer.bias is None else out + layer.bias.to(out.dtype)
+
+
+def predictions_of(layer: nn.Module, weight: Tensor) -> Tensor | None:
+    """A layer's predicted scales, made when they are first asked for; None under the compiler, which does not predict."""
     if torch.compiler.is_compiling():
         return None
-    guesses: Tensor | None = getattr(layer, "float8_guesses", None)
-    if guesses is None or guesses.device != weight.device:
-        guesses = layer.float8_guesses = new_guesses(_GUESSES, weight.device)
-    return guesses
+    found: Tensor | None = getattr(layer, "float8_predictions", None)
+    if found is None or found.device != weight.device:
+        found = layer.float8_predictions = new_predictions(_TENSORS, weight.device)
+    return found
 
 
-def product(x: Tensor, weight: Tensor, dtype: torch.dtype, guesses: Tensor | None = None) -> Tensor:
-    """x (..., K) @ weight (N, K).T, in dtype. guesses: of this layer; they change no result."""
-    return _Product.apply(x, weight, dtype, guesses)
+def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype, predictions: Tensor | None = None) -> Tensor:
+    """x (..., K) @ weight (N, K).T, in dtype."""
+    return _Matmul.apply(x, weight, dtype, predictions)
 
 
-def swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype, guesses: Tensor | None = None) -> Tensor:
+def swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype, predictions: Tensor | None = None) -> Tensor:
     """(silu(gate) * up) @ down.T, gate and up being the halves of x (..., K) @ gate_up (2 F, K).T: one function, so that what
-    flows between the products is rounded where it is made."""
-    return _SwigluMlp.apply(x, gate_up, down, dtype, guesses)
+    flows between the matmuls is rounded where it is made."""
+    return _SwigluMlp.apply(x, gate_up, down, dtype, predictions)
 
 
-def _round(x: Tensor, dtype: torch.dtype, guess: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(M, K) -> in float8, the same turned, and what undoes their gain."""
-    if guess is None:
-        gain = gain_of(operators.peak(x), dtype)
-        return *operators.round_float8(x, gain, dtype, True, TOKENS), gain.reciprocal()
-    rows, turned, _, scale = operators.round_by_guess(x, guess, dtype, TOKENS)
-    return rows, turned, scale
+def _transpose_weight(weight: Tensor, scale: Tensor) -> Tensor:
+    return ops.round_float8(weight, scale, VALUES, False, MULTIPLE)[1]
 
 
-def _round_weight(weight: Tensor, guess: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """In float8, by which gain, and what undoes it."""
-    if guess is None:
-        gain = gain_of(operators.peak(weight), VALUES)
-        return operators.round_float8(weight, gain, VALUES, True, 0)[0], gain, gain.reciprocal()
-    rows, _, gain, scale = operators.round_by_guess(weight, guess, VALUES, 0)
-    return rows, gain, scale
-
-
-def _turn_weight(weight: Tensor, gain: Tensor) -> Tensor:
-    return operators.round_float8(weight, gain, VALUES, False, MULTIPLE)[1]
-
-
-def _swiglu(wide: Tensor, guess: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(M, F) in float8, by which gain, and what undoes it."""
-    if guess is not None:
-        return operators.swiglu_by_guess(wide, guess)
-    hidden, gain = operators.swiglu_float8(wide)
-    return hidden, gain, gain.reciprocal()
-
-
-def _swiglu_backward(
-    wide: Tensor, grad: Tensor, hidden_gain: Tensor, guess: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradient of wide in float8, turned, what undoes its gain; and what _swiglu gave, turned."""
-    if guess is not None:
-        rows, turned, _, hidden, scale = operators.swiglu_backward_by_guess(wide, grad, hidden_gain, guess)
-        return rows, turned, scale, hidden
-    rows, turned, gain, hidden = operators.swiglu_float8_backward(wide, grad, hidden_gain)
-    return rows, turned, gain.reciprocal(), hidden
-
-
-def _multiply(left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """left @ right.T, both float8, with what undoes their gains. fast: sums with fewer bits, as is usual for a forward and not for
+def _multiply(left: Tensor, right: Tensor, inverses: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """left @ right.T, both float8, with their inverse scales. fast: sums with fewer bits, as is usual for a forward and not for
     gradients, which are small beside what they are added to."""
     if left.is_cuda:
-        return torch._scaled_mm(left, right.T, scale_a=scales[0], scale_b=scales[1], out_dtype=dtype, use_fast_accum=fast)
-    with torch.autocast(left.device.type, enabled=False):  # which would take the factors' product to half precision
-        return ((left.float() @ right.float().T) * (scales[0] * scales[1])).to(dtype)
+        return torch._scaled_mm(left, right.T, scale_a=inverses[0], scale_b=inverses[1], out_dtype=dtype, use_fast_accum=fast)
+    with torch.autocast(left.device.type, enabled=False):  # which would take the factors' matmul to half precision
+        return ((left.float() @ right.float().T) * (inverses[0] * inverses[1])).to(dtype)
 
 
-def _each(guesses: Tensor | None) -> tuple[Tensor, ...] | list[None]:
-    return [None] * _GUESSES if guesses is None else guesses.unbind()
+def _each(predictions: Tensor | None) -> tuple[Tensor, ...] | list[None]:
+    return [None] * _TENSORS if predictions is None else predictions.unbind()
 
 
-class _Product(torch.autograd.Function):
+class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, guesses: Tensor | None) -> Tensor:
-        of_input, of_weight, ctx.of_grad, *_ = _each(guesses)
-        rows, turned, scale = _round(x.flatten(0, -2), VALUES, of_input)
-        weight_rows, weight_gain, weight_scale = _round_weight(weight, of_weight)
-        ctx.save_for_backward(turned, scale, weight, weight_gain, weight_scale)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, predictions: Tensor | None) -> Tensor:
+        of_input, of_weight, ctx.of_grad, *_ = _each(predictions)
+        rows, transposed, _, inverse = ops.quantize(x.flatten(0, -2), of_input, VALUES, TOKENS)
+        weight_rows, _, weight_scale, weight_inverse = ops.quantize(weight, of_weight, VALUES, 0)
+        ctx.save_for_backward(transposed, inverse, weight, weight_scale, weight_inverse)
         ctx.shape, ctx.dtype = x.shape, x.dtype
-        return _multiply(rows, weight_rows, (scale, weight_scale), dtype, fast=True).view(*x.shape[:-1], -1)
+        return _multiply(rows, weight_rows, (inverse, weight_inverse), dtype, fast=True).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        turned, scale, weight, weight_gain, weight_scale = ctx.saved_tensors
-        rows, grad_turned, grad_scale = _round(grad.flatten(0, -2), GRADIENTS, ctx.of_grad)
-        grad_x = _multiply(rows, _turn_weight(weight, weight_gain), (grad_scale, weight_scale), ctx.dtype)
-        return grad_x.view(ctx.shape), _multiply(grad_turned, turned, (grad_scale, scale), weight.dtype), None, None
+        transposed, inverse, weight, weight_scale, weight_inverse = ctx.saved_tensors
+        rows, grad_transposed, _, grad_inverse = ops.quantize(grad.flatten(0, -2), ctx.of_grad, GRADIENTS, TOKENS)
+        grad_x = _multiply(rows, _transpose_weight(weight, weight_scale), (grad_inverse, weight_inverse), ctx.dtype)
+        grad_weight = _multiply(grad_transposed, transposed, (grad_inverse, inverse), weight.dtype)
+        return grad_x.view(ctx.shape), grad_weight, None, None
 
 
 class _SwigluMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype, guesses: Tensor | None) -> Tensor:
-        of_input, of_gate_up, of_down, of_hidden, ctx.of_grad, ctx.of_inner = _each(guesses)
-        rows, turned, scale = _round(x.flatten(0, -2), VALUES, of_input)
-        wide_rows, wide_gain, wide_scale = _round_weight(gate_up, of_gate_up)
-        down_rows, down_gain, down_scale = _round_weight(down, of_down)
-        wide = _multiply(rows, wide_rows, (scale, wide_scale), dtype, fast=True)  # (M, 2 F)
-        hidden, hidden_gain, hidden_scale = _swiglu(wide, of_hidden)
-        kept = (turned, scale, wide, hidden_gain, hidden_scale, gate_up, wide_gain, wide_scale, down, down_gain, down_scale)
-        ctx.save_for_backward(*kept)
+    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype, predictions: Tensor | None) -> Tensor:
+        of_input, of_gate_up, of_down, of_hidden, ctx.of_grad, ctx.of_inner = _each(predictions)
+        rows, transposed, _, inverse = ops.quantize(x.flatten(0, -2), of_input, VALUES, TOKENS)
+        wide_rows, _, wide_scale, wide_inverse = ops.quantize(gate_up, of_gate_up, VALUES, 0)
+        down_rows, _, down_scale, down_inverse = ops.quantize(down, of_down, VALUES, 0)
+        wide = _multiply(rows, wide_rows, (inverse, wide_inverse), dtype, fast=True)  # (M, 2 F)
+        hidden, hidden_scale, hidden_inverse = ops.swiglu_float8(wide, of_hidden)
+        scales = (wide_scale, wide_inverse, down_scale, down_inverse, hidden_scale, hidden_inverse)
+        ctx.save_for_backward(transposed, inverse, wide, gate_up, down, *scales)
         ctx.shape, ctx.dtype = x.shape, x.dtype
-        return _multiply(hidden, down_rows, (hidden_scale, down_scale), dtype, fast=True).view(*x.shape[:-1], -1)
+        return _multiply(hidden, down_rows, (hidden_inverse, down_inverse), dtype, fast=True).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        turned, scale, wide, hidden_gain, hidden_scale, gate_up, wide_gain, wide_scale, down, down_gain, down_scale = (
-            ctx.saved_tensors
-        )
-        rows, grad_turned, grad_scale = _round(grad.flatten(0, -2), GRADIENTS, ctx.of_grad)
-        inner = _multiply(rows, _turn_weight(down, down_gain), (grad_scale, down_scale), wide.dtype)  # (M, F)
-        wide_rows, wide_turned, inner_scale, hidden = _swiglu_backward(wide, inner, hidden_gain, ctx.of_inner)
-        grad_down = _multiply(grad_turned, hidden, (grad_scale, hidden_scale), down.dtype)
-        grad_x = _multiply(wide_rows, _turn_weight(gate_up, wide_gain), (inner_scale, wide_scale), ctx.dtype)
-        grad_gate_up = _multiply(wide_turned, turned, (inner_scale, scale), gate_up.dtype)
+        transposed, inverse, wide, gate_up, down, *scales = ctx.saved_tensors
+        wide_scale, wide_inverse, down_scale, down_inverse, hidden_scale, hidden_inverse = scales
+        rows, grad_transposed, _, grad_inverse = ops.quantize(grad.flatten(0, -2), ctx.of_grad, GRADIENTS, TOKENS)
+        inner = _multiply(rows, _transpose_weight(down, down_scale), (grad_inverse, down_inverse), wide.dtype)  # (M, F)
+        wide_rows, wide_transposed, inner_inverse, hidden = ops.swiglu_float8_backward(wide, inner, hidden_scale, ctx.of_inner)
+        grad_down = _multiply(grad_transposed, hidden, (grad_inverse, hidden_inverse), down.dtype)
+        grad_x = _multiply(wide_rows, _transpose_weight(gate_up, wide_scale), (inner_inverse, wide_inverse), ctx.dtype)
+        grad_gate_up = _multiply(wide_transposed, transposed, (inner_inverse, inverse), gate_up.dtype)
         return grad_x.view(ctx.shape), grad_gate_up, grad_down, None, None

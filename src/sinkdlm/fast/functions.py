@@ -1,9 +1,7 @@
-"""Parts of a layer in a training step on a GPU, each as one function with its own backward, in as few passes over memory as can be.
+"""Parts of a layer in a training step, each one autograd function with its own backward, in few passes over memory.
 
-Attention from projected heads to mixed values (the content's is the plain kernel's; rotary and sinks are joined to it), for tokens
-and sinks as rows of one matrix; the norm with the addition before it; products, whose weights get gradients in their own
-precision; and SwiGLU with the product after it. What the operators under them compute says operators.py. The model computes the
-same by torch's own operations, which the tests hold this to, wherever anything is hidden, cached, watched or changed.
+Attention over tokens and sinks as flat tokens of one matrix; the norm with the addition before it; matmuls, whose weights get
+gradients in their own precision; and SwiGLU with the matmul after it. kernels/ops.py says what the operators under them compute.
 """
 
 import math
@@ -13,20 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sinkdlm.fast.shadow_weights import rounded
-from sinkdlm.kernels import ops as operators
-from sinkdlm.model.attention import content_backward, content_forward
+from sinkdlm.fast.attention import content_backward, content_forward
+from sinkdlm.kernels import ops
 from sinkdlm.model.positions import Rotation
 
 
-def attend_rows(
+def attend_flat(
     heads: Tensor, rotation: Rotation, sink_rotation: Rotation | None, batch: int, n_heads: int, *, zero_value: bool = False
 ) -> Tensor:
     """heads (B T + N, H + 2K, D): queries, keys, values before rotary, of all tokens and, behind them, of the sinks that they see
     and that see only themselves. -> (B T + N, H, D). Rows behind the sinks' fill up and count for nothing."""
-    turned = (rotation.cos, rotation.sin, *(sink_rotation or (None, None)))
+    angles = (rotation.cos, rotation.sin, *(sink_rotation or (None, None)))
     with torch.autocast(heads.device.type, enabled=False):
-        return _Attend.apply(heads, *turned, batch, n_heads, zero_value)
+        return _Attend.apply(heads, *angles, batch, n_heads, zero_value)
 
 
 class _Attend(torch.autograd.Function):
@@ -46,15 +43,15 @@ class _Attend(torch.autograd.Function):
         sink_k = sink_v = own = None
         if sink_cos is not None and sink_sin is not None:
             # A sink sees only itself: its output is its value (eq. 6).
-            sink_k, sink_v, own = operators.place_sinks(heads, sink_cos, sink_sin, n_tokens, n_heads, zero_value)
-        turned, scores = operators.turn_heads(heads, cos, sin, sink_k, batch, n_heads, scale)
-        q, k = (x.transpose(1, 2) for x in turned.split([n_heads, n_kv], dim=-2))
+            sink_k, sink_v, own = ops.rotate_sinks(heads, sink_cos, sink_sin, n_tokens, n_heads, zero_value)
+        rotated, scores = ops.rotate_heads(heads, cos, sin, sink_k, batch, n_heads, scale)
+        q, k = (x.transpose(1, 2) for x in rotated.split([n_heads, n_kv], dim=-2))
         v = heads[:n_tokens, n_heads + n_kv :].unflatten(0, (batch, -1)).transpose(1, 2)
-        out, lse, rest = content_forward("fused", q, k, v, None)
+        out, lse, rest = content_forward(q, k, v)
         if sink_v is None or own is None:
             rows = out.transpose(1, 2).flatten(0, 1)
         else:
-            rows, lse = operators.merge_rows(scores, out, lse, sink_v, own)
+            rows, lse = ops.merge_flat(scores, out, lse, sink_v, own)
         ctx.save_for_backward(q, k, v, scores, rows, lse, cos, sin, sink_cos, sink_sin, sink_k, sink_v, *rest)
         ctx.zero_value = zero_value
         return rows
@@ -63,19 +60,19 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, scores, rows, lse, cos, sin, sink_cos, sink_sin, sink_k, sink_v, *rest = ctx.saved_tensors
         batch, _, tokens, width = q.shape
-        out, flowing = (operators.by_row(x, batch, tokens) for x in (rows, grad))
-        grads = content_backward("fused", flowing, q, k, v, None, out, lse, rest)
+        out, flowing = (ops.by_sample(x, batch, tokens) for x in (rows, grad))
+        grads = content_backward(flowing, q, k, v, out, lse, rest)
         if sink_k is None:
-            grad_heads = operators.join_heads(*grads, cos, sin)
+            grad_heads = ops.join_heads(*grads, cos, sin)
         else:
             had, angles = [q, rows, lse, scores], [cos, sin, sink_cos, sink_sin]
             given = (list(grads), had, [sink_k, sink_v], angles, ctx.zero_value, 1 / math.sqrt(width))
-            grad_heads = operators.merge_rows_backward(grad, *given)
+            grad_heads = ops.merge_flat_backward(grad, *given)
         return grad_heads, None, None, None, None, None, None, None
 
 
 def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x + update, and its norm in `dtype`, the products' precision."""
+    """x + update, and its norm in `dtype`, the matmuls' precision."""
     return _AddNorm.apply(x, update, weight, eps, dtype)
 
 
@@ -84,7 +81,7 @@ class _AddNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        total, normed = operators.add_norm(x, update, weight, eps, dtype)
+        total, normed = ops.add_norm(x, update, weight, eps, dtype)
         x = x.view_as(x) if update is None else total
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.update_dtype = eps, None if update is None else update.dtype
@@ -99,9 +96,9 @@ def _norm_backward(ctx: Any, grad_sum: Tensor | None, grad_normed: Tensor) -> tu
     """Of x, of what was added to it and of the norm's weight. In one precision the first two are one."""
     x, weight = ctx.saved_tensors
     alike = ctx.update_dtype == x.dtype
-    wanted = None if alike else ctx.update_dtype
-    grad_x, grad_update, grad_weight = operators.add_norm_backward(grad_sum, grad_normed, x, weight, ctx.eps, wanted)
-    return grad_x, grad_x if alike else None if wanted is None else grad_update, grad_weight
+    update_dtype = None if alike else ctx.update_dtype
+    grad_x, grad_update, grad_weight = ops.add_norm_backward(grad_sum, grad_normed, x, weight, ctx.eps, update_dtype)
+    return grad_x, grad_x if alike else None if update_dtype is None else grad_update, grad_weight
 
 
 def add_last_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -112,7 +109,7 @@ def add_last_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, dtype: 
 class _AddLastNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, update: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        total, normed = operators.add_norm(x, update, weight, eps, dtype)
+        total, normed = ops.add_norm(x, update, weight, eps, dtype)
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.update_dtype = eps, update.dtype
         return normed
@@ -130,7 +127,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        matrix = rounded(weight, x.dtype)
+        matrix = weight.to(x.dtype)
         ctx.save_for_backward(x, matrix)
         ctx.dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         return functional.linear(x, matrix, None if bias is None else bias.to(x.dtype))
@@ -139,24 +136,24 @@ class _Project(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         x, matrix = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        grad_weight = operators.weight_gradient(rows, x.flatten(0, -2), ctx.dtype)
+        grad_weight = ops.weight_gradient(rows, x.flatten(0, -2), ctx.dtype)
         grad_bias = None if ctx.bias_dtype is None else rows.sum(0, dtype=ctx.bias_dtype)
         return grad @ matrix, grad_weight, grad_bias
 
 
-def swiglu_product(gate_up: Tensor, weight: Tensor) -> Tensor:
+def swiglu_matmul(gate_up: Tensor, weight: Tensor) -> Tensor:
     """(silu(gate) * up) @ weight.T. Keeps gate_up alone, and goes over it once in the backward."""
-    return _SwigluProduct.apply(gate_up, weight)
+    return _SwigluMatmul.apply(gate_up, weight)
 
 
-class _SwigluProduct(torch.autograd.Function):
+class _SwigluMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up, weight)
-        return functional.linear(operators.swiglu(gate_up), rounded(weight, gate_up.dtype))
+        return functional.linear(ops.swiglu(gate_up), weight.to(gate_up.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate_up, weight = ctx.saved_tensors
-        grad_gate_up, hidden = operators.swiglu_backward(gate_up, grad @ rounded(weight, grad.dtype))
-        return grad_gate_up, operators.weight_gradient(grad.flatten(0, -2), hidden.flatten(0, -2), weight.dtype)
+        grad_gate_up, hidden = ops.swiglu_backward(gate_up, grad @ weight.to(grad.dtype))
+        return grad_gate_up, ops.weight_gradient(grad.flatten(0, -2), hidden.flatten(0, -2), weight.dtype)

@@ -1,6 +1,6 @@
-"""Products in float8, for inference: about half the time of bfloat16's on GPUs that have them, and less precision.
+"""Matmuls in float8, for inference: about half the time of bfloat16's on GPUs that have them, and less precision.
 
-Weights are rounded once, a scale for each output; inputs at every product, a scale for each token. Embedding, norms, attention,
+Weights are rounded once, a scale for each output; inputs at every matmul, a scale for each token. Embedding, norms, attention,
 head and the residual stream stay as they are. Takes a model by its blocks; knows no sampler.
 """
 
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from sinkdlm.errors import UserError
 from sinkdlm.fast.float8_training import fits, why_not
-from sinkdlm.kernels.available import find_kernels
-from sinkdlm.model.layers import Block
-from sinkdlm.model.model import DiffusionLM
+from sinkdlm.kernels.available import load_kernels
+from sinkdlm.model.model import Block, DiffusionLM
 
 DTYPE = torch.float8_e4m3fn
 _TINY = 1e-12
@@ -21,8 +20,7 @@ _TINY = 1e-12
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """(M, N) -> the same in float8, and what each row is to be multiplied by (M, 1)."""
-    kernels = find_kernels(x)
-    if kernels is not None:
+    if x.is_cuda and not torch.compiler.is_compiling() and (kernels := load_kernels()) is not None and x.dtype in kernels.DTYPES:
         return kernels.to_float8(x, DTYPE)
     scale = x.float().abs().amax(1, keepdim=True).clamp_min(_TINY) / torch.finfo(DTYPE).max
     return (x.float() / scale).to(DTYPE), scale
@@ -54,7 +52,7 @@ class Float8Linear(nn.Module):
 
 @torch.no_grad()
 def to_float8(model: DiffusionLM) -> DiffusionLM:
-    """Replaces the products of the model's blocks, in place. Its weights are rounded: load them again to have them back."""
+    """Replaces the matmuls of the model's blocks, in place. Its weights are rounded: load them again to have them back."""
     weight = model.embed.weight
     missing = why_not(weight.device) if weight.is_cuda else None
     if missing is not None:

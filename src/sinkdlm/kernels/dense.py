@@ -1,7 +1,7 @@
-"""Triton kernels of a training step: norms, SwiGLU, the loss, the update. What torch does in several passes over memory, in one.
+"""Triton kernels of a training step: norms, SwiGLU and the loss, each in one pass over memory.
 
-Owns how, not what: operators.py says what each computes, in torch's own operations, and the tests hold the two together. Sums in
-float32. Imported only where it is used, because Triton is.
+ops.py says what each function computes, in torch's own operations. Sums in float32. Imported only where it is used, because Triton
+is.
 """
 
 import torch
@@ -20,7 +20,6 @@ _NORM_STAGES = {4: 2, 2: 3}  # and rows on their way, by bytes of an element
 _SUM_ROWS, _SUM_COLUMNS = 256, 16  # of a program that adds up what its programs found
 _VOCABULARY = 4096  # logits that a program holds at a time,
 _NLL_WARPS = 16  # so many that few programs run at once, whose rows are still in the cache when they are read again
-_UPDATED = 1024  # weights that a program updates
 
 
 @triton.jit
@@ -40,7 +39,6 @@ def _swiglu_backward(gate_up, grad, into, out, n, block: tl.constexpr):
 
 
 def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """operators.swiglu_backward."""
     gate_up, grad = gate_up.contiguous(), grad.contiguous()
     n = grad.shape[-1]
     into, out = torch.empty_like(gate_up), torch.empty_like(grad)
@@ -66,7 +64,6 @@ def _add_norm(x, update, weight, into, normed, eps, n, block: tl.constexpr, adds
 
 
 def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """operators.add_norm."""
     x, update = x.contiguous(), None if update is None else update.contiguous()
     n = x.shape[-1]
     into = x.new_empty(0) if update is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, update.dtype))
@@ -126,7 +123,6 @@ def _sum_rows(rows, into, n_rows, n, block: tl.constexpr, columns: tl.constexpr)
 def add_norm_backward(
     grad_sum: Tensor | None, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """operators.add_norm_backward."""
     grad_normed, x = grad_normed.contiguous(), x.contiguous()
     given = x if grad_sum is None else grad_sum.contiguous()
     n = x.shape[-1]
@@ -198,60 +194,5 @@ def nll_of_logits(
     return nll, grad
 
 
-@triton.jit(do_not_specialize=["number"])
-def _adamw(
-    weight, grad, mean, square, copy, bias, divisor, withheld, number, n_bias, lr, kept, new_mean, new_square, eps, n,
-    block: tl.constexpr, divides: tl.constexpr, may_withhold: tl.constexpr, copies: tl.constexpr,
-):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    if may_withhold:
-        n = tl.where(tl.load(withheld) == 0, n, 0)
-    inside = place < n
-    given = tl.load(grad + place, inside, 0)
-    if divides:
-        given = given / tl.load(divisor)
-    first, second, value = (
-        tl.load(mean + place, inside, 0),
-        tl.load(square + place, inside, 0),
-        tl.load(weight + place, inside, 0),
-    )
-    first += new_mean * (given - first)
-    second += new_square * (given * given - second)
-    width = tl.sqrt(second) / tl.sqrt(tl.load(bias + n_bias + number)) + eps
-    value = value * kept - lr / tl.load(bias + number) * first / width
-    tl.store(mean + place, first, inside)
-    tl.store(square + place, second, inside)
-    tl.store(weight + place, value, inside)
-    if copies:
-        tl.store(copy + place, value.to(copy.dtype.element_ty), inside)
-
-
-def adamw(
-    weight: Tensor,
-    grad: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    bias: Tensor,
-    number: int,
-    *,
-    copy: Tensor | None,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    divisor: Tensor | None,
-    withheld: Tensor | None,
-) -> None:
-    """One update in place, as torch's fused AdamW makes it, of float32 tensors that are contiguous. The gradient stays as it is.
-    copy: becomes the weight as updated, in its own precision.
-
-    bias (2, n): what the first and the second moment of parameter `number` are to be divided by. divisor (): of the gradient.
-    withheld (): 1 where nothing is to change.
-    """
-    n = weight.numel()
-    _adamw[(triton.cdiv(n, _UPDATED),)](
-        weight, grad, mean, square, weight if copy is None else copy,
-        bias, bias if divisor is None else divisor, bias if withheld is None else withheld,
-        number, bias.shape[1], lr, 1 - lr * weight_decay, 1 - betas[0], 1 - betas[1], eps, n,
-        block=_UPDATED, divides=divisor is not None, may_withhold=withheld is not None, copies=copy is not None, num_warps=4,
-    )  # fmt: skip
+def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.mm(grad.mT, x) if grad.dtype == dtype else torch.mm(grad.mT, x, out_dtype=dtype)

@@ -1,11 +1,10 @@
-"""Triton kernels for training in float8: a matrix is read once and written in both layouts that products want.
+"""Triton kernels of training in float8: a matrix is read once and written in both layouts that matmuls read.
 
-Owns how, not what: float8_operators.py says what each computes, and the tests hold the two together. Imported only where it is
-used, because Triton is.
+float8_ops.py says what each function computes. Imported only where it is used, because Triton is.
 
-A kernel that rounds by a gain which is to be found is launched twice, with a guess (float8_operators.new_guesses) and `_settle` in
-between, which makes the gain of the largest magnitude: first it `seeks` that, and leaves it in the guess's slots, then it `writes`.
-Where there is a guess of the gain, the first launch seeks and writes, and the second only where the guess was wrong (`again`).
+A kernel that rounds by a scale which is still to be found is launched twice: first it `seeks` the largest magnitude, and leaves it
+in the prediction's slots; `_settle` makes the scale of it; then the kernel `writes`. With a predicted scale the first launch seeks
+and writes, and the second writes only where the prediction missed (`again`).
 
 M tokens, K columns, F half the columns of a gate and its input.
 """
@@ -17,47 +16,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sinkdlm.kernels.float8_ops import EXPONENTS, GRADIENTS, LARGEST, ONE, SLOTS, TINY, TOKENS, VALUES, new_guesses, padded
+from sinkdlm.kernels.float8_format import EXPONENTS, GRADIENTS, LARGEST, ONE, SLOTS, TINY, TOKENS, VALUES, new_predictions, padded
 
 _ROWS, _COLUMNS = 128, 64  # of a tile that is rounded
 _BACK_ROWS, _BACK_COLUMNS, _BACK_WARPS = 32, 128, 8  # of one of SwiGLU's backward, which holds more at a time
 _SWIGLU_ROWS, _SWIGLU_COLUMNS, _SWIGLU_WARPS = 16, 256, 4  # of one of SwiGLU
 _WARPS = 8
-_AGAIN = 1024  # programs that write again, where a guess was wrong
-_PEAK_BLOCK, _PEAK_WARPS = 32768, 16  # elements of a program that looks for the largest, 64 of each thread
+_AGAIN = 1024  # programs that write again, where a prediction missed
 
 
 @triton.jit
-def _peak(x, peaks, n, block: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    value = tl.load(x + place, place < n, 0).to(tl.float32)
-    tl.store(peaks + tl.program_id(0), tl.max(tl.abs(value), 0))
-
-
-def peak(x: Tensor) -> Tensor:
-    """float8_operators.peak."""
-    x, n = x.contiguous(), x.numel()
-    peaks = torch.empty(triton.cdiv(n, _PEAK_BLOCK), dtype=torch.float32, device=x.device)
-    _peak[(peaks.numel(),)](x, peaks, n, block=_PEAK_BLOCK, num_warps=_PEAK_WARPS)
-    return peaks.amax()
-
-
-@triton.jit
-def _load_again(gain):
-    """So that what is turned is rounded by itself: where bytes are taken out of numbers that are also stored as they are, CUDA
+def _load_again(scale):
+    """So that what is transposed is rounded by itself: where bytes are taken out of numbers that are also stored as they are, CUDA
     12.8's assembler for Hopper (Triton 3.6's) reads registers that nothing has written."""
-    return tl.load(gain, volatile=True)
+    return tl.load(scale, volatile=True)
 
 
 @triton.jit
-def _store_turned(into, first, second, third, fourth, gain, quad, k, n_columns, n_quads):
-    """Tiles (quads of tokens, columns), of each quad's first token, second and so on, times gain, into (columns, tokens and zeros).
+def _store_transposed(into, first, second, third, fourth, scale, quad, k, n_columns, n_quads):
+    """Tiles (quads of tokens, columns), of each quad's first to fourth token, times scale, into (columns, tokens and zeros).
     A quad's four bytes go as one number: a fourth of what is exchanged between threads."""
     kind: tl.constexpr = into.dtype.element_ty
-    packed = (first * gain).to(kind).to(tl.uint8, bitcast=True).to(tl.uint32)
-    packed |= (second * gain).to(kind).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
-    packed |= (third * gain).to(kind).to(tl.uint8, bitcast=True).to(tl.uint32) << 16
-    packed |= (fourth * gain).to(kind).to(tl.uint8, bitcast=True).to(tl.uint32) << 24
+    packed = (first * scale).to(kind).to(tl.uint8, bitcast=True).to(tl.uint32)
+    packed |= (second * scale).to(kind).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
+    packed |= (third * scale).to(kind).to(tl.uint8, bitcast=True).to(tl.uint32) << 16
+    packed |= (fourth * scale).to(kind).to(tl.uint8, bitcast=True).to(tl.uint32) << 24
     inside = (k < n_columns)[:, None] & (quad < n_quads)[None, :]
     place = into.to(tl.pointer_type(tl.uint32), bitcast=True) + k.to(tl.int64)[:, None] * n_quads + quad[None, :]
     tl.store(place, tl.trans(packed), inside)
@@ -65,17 +48,17 @@ def _store_turned(into, first, second, third, fourth, gain, quad, k, n_columns, 
 
 @triton.jit
 def _settle(
-    guess, gain, scale, largest, tiny: tl.constexpr, exponents: tl.constexpr, one: tl.constexpr, slots: tl.constexpr
+    predicted, scale, inverse, largest, tiny: tl.constexpr, exponents: tl.constexpr, one: tl.constexpr, slots: tl.constexpr
 ):  # fmt: skip
-    """The gain by the largest that was seen, as float8_operators.gain_of has it, and whether it is another than was tried."""
-    place = guess + 2 + tl.arange(0, slots)
+    """The scale by the largest that was seen, as float8_format.scale_of has it, and whether it is another than was tried."""
+    place = predicted + 2 + tl.arange(0, slots)
     most = tl.div_rn(largest, tl.maximum(tl.max(tl.load(place), 0), tiny))
     bits = ((most.to(tl.int32, bitcast=True) + one) & exponents) - one
     found = tl.maximum(bits, 0).to(tl.float32, bitcast=True)
-    tl.store(guess + 1, (found != tl.load(guess)).to(tl.float32))
-    tl.store(guess, found)
-    tl.store(gain, found)
-    tl.store(scale, tl.div_rn(1.0, found))
+    tl.store(predicted + 1, (found != tl.load(predicted)).to(tl.float32))
+    tl.store(predicted, found)
+    tl.store(scale, found)
+    tl.store(inverse, tl.div_rn(1.0, found))
     tl.store(place, tl.zeros([slots], tl.float32))
 
 
@@ -84,23 +67,25 @@ def _programs(n_tiles: int, *, again: bool, **_: bool) -> tuple[int]:
     return (min(n_tiles, _AGAIN) if again else n_tiles,)
 
 
-def _find_gain(
-    launch: Callable[..., None], guess: Tensor | None, dtype: torch.dtype, device: torch.device
+def _find_scale(
+    launch: Callable[..., None], predicted: Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """launch: a kernel, given the guess and what it is to do. The gain and what undoes it."""
-    trusts = guess is not None
-    guess = new_guesses(1, device)[0] if guess is None else guess
-    launch(guess, seeks=True, writes=trusts, again=False)
-    gain, scale = (torch.empty((), dtype=torch.float32, device=device) for _ in range(2))
-    _settle[(1,)](guess, gain, scale, LARGEST[dtype], tiny=TINY, exponents=EXPONENTS[dtype], one=ONE, slots=SLOTS, num_warps=1)
-    launch(guess, seeks=False, writes=True, again=trusts)
-    return gain, scale
+    """launch: a kernel, given the prediction and what it is to do. The scale and its inverse."""
+    trusts = predicted is not None
+    predicted = new_predictions(1, device)[0] if predicted is None else predicted
+    launch(predicted, seeks=True, writes=trusts, again=False)
+    scale, inverse = (torch.empty((), dtype=torch.float32, device=device) for _ in range(2))
+    _settle[(1,)](
+        predicted, scale, inverse, LARGEST[dtype], tiny=TINY, exponents=EXPONENTS[dtype], one=ONE, slots=SLOTS, num_warps=1
+    )
+    launch(predicted, seeks=False, writes=True, again=trusts)
+    return scale, inverse
 
 
 @triton.jit
-def _note_peak(guess, value, slots: tl.constexpr):
+def _note_amax(predicted, value, slots: tl.constexpr):
     """value: a program's largest magnitude. Which slot it goes to, and in what order, does not matter to the largest of all."""
-    tl.atomic_max(guess + 2 + tl.program_id(0) % slots, value, sem="relaxed")
+    tl.atomic_max(predicted + 2 + tl.program_id(0) % slots, value, sem="relaxed")
 
 
 @triton.jit
@@ -110,82 +95,81 @@ def _largest(first, second, third, fourth):
 
 
 @triton.jit
-def _round_fourth(x, gain, rows, m, k, n_rows, n, writes: tl.constexpr):
+def _round_fourth(x, scale, rows, m, k, n_rows, n, writes: tl.constexpr):
     """Every fourth token of a tile: their values, which are also rounded where rows are wanted."""
     inside = (m < n_rows)[:, None] & (k < n)[None, :]
     place = m.to(tl.int64)[:, None] * n + k[None, :]
     value = tl.load(x + place, inside, 0).to(tl.float32)
     if writes:
-        tl.store(rows + place, (value * tl.load(gain)).to(rows.dtype.element_ty), inside)
+        tl.store(rows + place, (value * tl.load(scale)).to(rows.dtype.element_ty), inside)
     return value
 
 
 @triton.jit
 def _round_tile(
-    x, gain, rows, turned, tile, n_rows, n, n_quads,
-    has_rows: tl.constexpr, has_turned: tl.constexpr, seeks: tl.constexpr, writes: tl.constexpr, slots: tl.constexpr,
+    x, scale, rows, transposed, tile, n_rows, n, n_quads,
+    has_rows: tl.constexpr, has_transposed: tl.constexpr, seeks: tl.constexpr, writes: tl.constexpr, slots: tl.constexpr,
     block_m: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(n, block_k)
     quad, k = tile // across * (block_m // 4) + tl.arange(0, block_m // 4), tile % across * block_k + tl.arange(0, block_k)
     m = 4 * quad
     stores: tl.constexpr = writes and has_rows
-    first = _round_fourth(x, gain, rows, m, k, n_rows, n, stores)
-    second = _round_fourth(x, gain, rows, m + 1, k, n_rows, n, stores)
-    third = _round_fourth(x, gain, rows, m + 2, k, n_rows, n, stores)
-    fourth = _round_fourth(x, gain, rows, m + 3, k, n_rows, n, stores)
+    first = _round_fourth(x, scale, rows, m, k, n_rows, n, stores)
+    second = _round_fourth(x, scale, rows, m + 1, k, n_rows, n, stores)
+    third = _round_fourth(x, scale, rows, m + 2, k, n_rows, n, stores)
+    fourth = _round_fourth(x, scale, rows, m + 3, k, n_rows, n, stores)
     if seeks:
-        _note_peak(gain, tl.max(_largest(first, second, third, fourth)), slots)
-    if writes and has_turned:
-        _store_turned(turned, first, second, third, fourth, _load_again(gain), quad, k, n, n_quads)
+        _note_amax(scale, tl.max(_largest(first, second, third, fourth)), slots)
+    if writes and has_transposed:
+        _store_transposed(transposed, first, second, third, fourth, _load_again(scale), quad, k, n, n_quads)
 
 
 @triton.jit(do_not_specialize=["n_tiles"])
 def _round(
-    x, gain, rows, turned, n_tiles, n_rows, n, n_quads,
-    has_rows: tl.constexpr, has_turned: tl.constexpr, seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr,
+    x, scale, rows, transposed, n_tiles, n_rows, n, n_quads,
+    has_rows: tl.constexpr, has_transposed: tl.constexpr, seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr,
     slots: tl.constexpr, block_m: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """gain: that, or a guess, which begins with one."""
+    """scale: that, or a predicted, which begins with one."""
     if again:
-        if tl.load(gain + 1) != 0:
+        if tl.load(scale + 1) != 0:
             for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
                 _round_tile(
-                    x, gain, rows, turned, tile, n_rows, n, n_quads, has_rows, has_turned, seeks, writes, slots, block_m, block_k
+                    x, scale, rows, transposed, tile, n_rows, n, n_quads,
+                    has_rows, has_transposed, seeks, writes, slots, block_m, block_k,
                 )  # fmt: skip
     else:
         _round_tile(
-            x, gain, rows, turned, tl.program_id(0), n_rows, n, n_quads,
-            has_rows, has_turned, seeks, writes, slots, block_m, block_k,
+            x, scale, rows, transposed, tl.program_id(0), n_rows, n, n_quads,
+            has_rows, has_transposed, seeks, writes, slots, block_m, block_k,
         )  # fmt: skip
 
 
-def round_float8(x: Tensor, gain: Tensor, dtype: torch.dtype, rows: bool, turned: int) -> tuple[Tensor, Tensor]:
-    """float8_operators.round_float8."""
-    launch, flat, other = _rounding(x, dtype, rows, turned)
-    launch(gain, seeks=False, writes=True, again=False)
+def round_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, transposed: int) -> tuple[Tensor, Tensor]:
+    launch, flat, other = _rounding(x, dtype, rows, transposed)
+    launch(scale, seeks=False, writes=True, again=False)
     return flat, other
 
 
-def round_by_guess(x: Tensor, guess: Tensor, dtype: torch.dtype, turned: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """float8_operators.round_by_guess."""
-    launch, flat, other = _rounding(x, dtype, True, turned)
-    return flat, other, *_find_gain(launch, guess, dtype, x.device)
+def quantize(x: Tensor, predicted: Tensor | None, dtype: torch.dtype, transposed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    launch, flat, other = _rounding(x, dtype, True, transposed)
+    return flat, other, *_find_scale(launch, predicted, dtype, x.device)
 
 
-def _rounding(x: Tensor, dtype: torch.dtype, rows: bool, turned: int) -> tuple[Callable[..., None], Tensor, Tensor]:
+def _rounding(x: Tensor, dtype: torch.dtype, rows: bool, transposed: int) -> tuple[Callable[..., None], Tensor, Tensor]:
     """What launches the kernel, and what it writes to."""
     x = x.contiguous()
     m, k = x.shape
-    wide = padded(m, turned or 1)
+    wide = padded(m, transposed or 1)
     flat = x.new_empty((m, k) if rows else 0, dtype=dtype)
-    other = x.new_empty((k, wide) if turned else 0, dtype=dtype)
+    other = x.new_empty((k, wide) if transposed else 0, dtype=dtype)
 
     n_tiles = triton.cdiv(wide, _ROWS) * triton.cdiv(k, _COLUMNS)
 
-    def launch(gain: Tensor, **does: bool) -> None:
+    def launch(scale: Tensor, **does: bool) -> None:
         _round[_programs(n_tiles, **does)](
-            x, gain, flat, other, n_tiles, m, k, wide // 4, has_rows=rows, has_turned=turned > 0, **does, slots=SLOTS,
+            x, scale, flat, other, n_tiles, m, k, wide // 4, has_rows=rows, has_transposed=transposed > 0, **does, slots=SLOTS,
             block_m=_ROWS, block_k=_COLUMNS, num_warps=_WARPS,
         )  # fmt: skip
 
@@ -194,7 +178,7 @@ def _rounding(x: Tensor, dtype: torch.dtype, rows: bool, turned: int) -> tuple[C
 
 @triton.jit
 def _swiglu_tile(
-    gate_up, guess, rows, tile, n_rows, n, seeks: tl.constexpr, writes: tl.constexpr, slots: tl.constexpr,
+    gate_up, predicted, rows, tile, n_rows, n, seeks: tl.constexpr, writes: tl.constexpr, slots: tl.constexpr,
     block_m: tl.constexpr, block_f: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(n, block_f)
@@ -205,42 +189,41 @@ def _swiglu_tile(
     up = tl.load(gate_up + row * 2 * n + n + f[None, :], inside, 0).to(tl.float32)
     hidden = gate * (1 / (1 + tl.exp(-gate))) * up
     if seeks:
-        _note_peak(guess, tl.max(tl.abs(hidden)), slots)
+        _note_amax(predicted, tl.max(tl.abs(hidden)), slots)
     if writes:
-        tl.store(rows + row * n + f[None, :], (hidden * tl.load(guess)).to(rows.dtype.element_ty), inside)
+        tl.store(rows + row * n + f[None, :], (hidden * tl.load(predicted)).to(rows.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["n_tiles"])
 def _swiglu_round(
-    gate_up, guess, rows, n_tiles, n_rows, n, seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr,
+    gate_up, predicted, rows, n_tiles, n_rows, n, seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr,
     slots: tl.constexpr, block_m: tl.constexpr, block_f: tl.constexpr,
 ):  # fmt: skip
     if again:
-        if tl.load(guess + 1) != 0:
+        if tl.load(predicted + 1) != 0:
             for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-                _swiglu_tile(gate_up, guess, rows, tile, n_rows, n, seeks, writes, slots, block_m, block_f)
+                _swiglu_tile(gate_up, predicted, rows, tile, n_rows, n, seeks, writes, slots, block_m, block_f)
     else:
-        _swiglu_tile(gate_up, guess, rows, tl.program_id(0), n_rows, n, seeks, writes, slots, block_m, block_f)
+        _swiglu_tile(gate_up, predicted, rows, tl.program_id(0), n_rows, n, seeks, writes, slots, block_m, block_f)
 
 
-def swiglu_float8(gate_up: Tensor, guess: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """float8_operators.swiglu_float8, and what undoes the gain."""
+def swiglu_float8(gate_up: Tensor, predicted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     gate_up = gate_up.contiguous()
     m, n = gate_up.shape[0], gate_up.shape[1] // 2
     rows = gate_up.new_empty(m, n, dtype=VALUES)
     n_tiles = triton.cdiv(m, _SWIGLU_ROWS) * triton.cdiv(n, _SWIGLU_COLUMNS)
 
-    def launch(guess: Tensor, **does: bool) -> None:
+    def launch(predicted: Tensor, **does: bool) -> None:
         _swiglu_round[_programs(n_tiles, **does)](
-            gate_up, guess, rows, n_tiles, m, n, **does, slots=SLOTS,
+            gate_up, predicted, rows, n_tiles, m, n, **does, slots=SLOTS,
             block_m=_SWIGLU_ROWS, block_f=_SWIGLU_COLUMNS, num_warps=_SWIGLU_WARPS,
         )  # fmt: skip
 
-    return rows, *_find_gain(launch, guess, VALUES, gate_up.device)
+    return rows, *_find_scale(launch, predicted, VALUES, gate_up.device)
 
 
 @triton.jit
-def _swiglu_slopes(gate_up, grad, guess, rows, m, f, n_rows, n, writes: tl.constexpr):
+def _swiglu_slopes(gate_up, grad, predicted, rows, m, f, n_rows, n, writes: tl.constexpr):
     """Every fourth token of a tile: the gradients of gate and up, which are also rounded as rows, and what swiglu gave."""
     inside = (m < n_rows)[:, None] & (f < n)[None, :]
     row = m.to(tl.int64)[:, None]
@@ -252,7 +235,7 @@ def _swiglu_slopes(gate_up, grad, guess, rows, m, f, n_rows, n, writes: tl.const
     silu = gate * chance
     into_gate, into_up = given * up * (chance * (1 + gate * (1 - chance))), given * silu
     if writes:
-        factor = tl.load(guess)
+        factor = tl.load(predicted)
         tl.store(rows + place, (into_gate * factor).to(rows.dtype.element_ty), inside)
         tl.store(rows + place + n, (into_up * factor).to(rows.dtype.element_ty), inside)
     return into_gate, into_up, silu * up
@@ -260,62 +243,61 @@ def _swiglu_slopes(gate_up, grad, guess, rows, m, f, n_rows, n, writes: tl.const
 
 @triton.jit
 def _swiglu_backward_tile(
-    gate_up, grad, hidden_gain, guess, rows, gate_turned, up_turned, hidden, tile, n_rows, n, n_quads,
+    gate_up, grad, hidden_scale, predicted, rows, gate_transposed, up_transposed, hidden, tile, n_rows, n, n_quads,
     seeks: tl.constexpr, writes: tl.constexpr, slots: tl.constexpr, block_m: tl.constexpr, block_f: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(n, block_f)
     quad, f = tile // across * (block_m // 4) + tl.arange(0, block_m // 4), tile % across * block_f + tl.arange(0, block_f)
     m = 4 * quad
-    gate0, up0, hidden0 = _swiglu_slopes(gate_up, grad, guess, rows, m, f, n_rows, n, writes)
-    gate1, up1, hidden1 = _swiglu_slopes(gate_up, grad, guess, rows, m + 1, f, n_rows, n, writes)
-    gate2, up2, hidden2 = _swiglu_slopes(gate_up, grad, guess, rows, m + 2, f, n_rows, n, writes)
-    gate3, up3, hidden3 = _swiglu_slopes(gate_up, grad, guess, rows, m + 3, f, n_rows, n, writes)
+    gate0, up0, hidden0 = _swiglu_slopes(gate_up, grad, predicted, rows, m, f, n_rows, n, writes)
+    gate1, up1, hidden1 = _swiglu_slopes(gate_up, grad, predicted, rows, m + 1, f, n_rows, n, writes)
+    gate2, up2, hidden2 = _swiglu_slopes(gate_up, grad, predicted, rows, m + 2, f, n_rows, n, writes)
+    gate3, up3, hidden3 = _swiglu_slopes(gate_up, grad, predicted, rows, m + 3, f, n_rows, n, writes)
     if seeks:
         most = tl.maximum(_largest(gate0, gate1, gate2, gate3), _largest(up0, up1, up2, up3))
-        _note_peak(guess, tl.max(most), slots)
+        _note_amax(predicted, tl.max(most), slots)
     if writes:
-        twice = _load_again(guess)
-        _store_turned(gate_turned, gate0, gate1, gate2, gate3, twice, quad, f, n, n_quads)
-        _store_turned(up_turned, up0, up1, up2, up3, twice, quad, f, n, n_quads)
-        _store_turned(hidden, hidden0, hidden1, hidden2, hidden3, tl.load(hidden_gain), quad, f, n, n_quads)
+        twice = _load_again(predicted)
+        _store_transposed(gate_transposed, gate0, gate1, gate2, gate3, twice, quad, f, n, n_quads)
+        _store_transposed(up_transposed, up0, up1, up2, up3, twice, quad, f, n, n_quads)
+        _store_transposed(hidden, hidden0, hidden1, hidden2, hidden3, tl.load(hidden_scale), quad, f, n, n_quads)
 
 
 @triton.jit(do_not_specialize=["n_tiles"])
 def _swiglu_round_backward(
-    gate_up, grad, hidden_gain, guess, rows, gate_turned, up_turned, hidden, n_tiles, n_rows, n, n_quads,
+    gate_up, grad, hidden_scale, predicted, rows, gate_transposed, up_transposed, hidden, n_tiles, n_rows, n, n_quads,
     seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr, slots: tl.constexpr,
     block_m: tl.constexpr, block_f: tl.constexpr,
 ):  # fmt: skip
     if again:
-        if tl.load(guess + 1) != 0:
+        if tl.load(predicted + 1) != 0:
             for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
                 _swiglu_backward_tile(
-                    gate_up, grad, hidden_gain, guess, rows, gate_turned, up_turned, hidden, tile, n_rows, n, n_quads,
+                    gate_up, grad, hidden_scale, predicted, rows, gate_transposed, up_transposed, hidden, tile, n_rows, n, n_quads,
                     seeks, writes, slots, block_m, block_f,
                 )  # fmt: skip
     else:
         _swiglu_backward_tile(
-            gate_up, grad, hidden_gain, guess, rows, gate_turned, up_turned, hidden, tl.program_id(0), n_rows, n, n_quads,
-            seeks, writes, slots, block_m, block_f,
+            gate_up, grad, hidden_scale, predicted, rows, gate_transposed, up_transposed, hidden, tl.program_id(0),
+            n_rows, n, n_quads, seeks, writes, slots, block_m, block_f,
         )  # fmt: skip
 
 
 def swiglu_float8_backward(
-    gate_up: Tensor, grad: Tensor, hidden_gain: Tensor, guess: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """float8_operators.swiglu_float8_backward, and what undoes the gain."""
+    gate_up: Tensor, grad: Tensor, hidden_scale: Tensor, predicted: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     gate_up, grad = gate_up.contiguous(), grad.contiguous()
     m, n = grad.shape
     wide = padded(m, TOKENS)
-    rows, turned = grad.new_empty(m, 2 * n, dtype=GRADIENTS), grad.new_empty(2 * n, wide, dtype=GRADIENTS)
+    rows, transposed = grad.new_empty(m, 2 * n, dtype=GRADIENTS), grad.new_empty(2 * n, wide, dtype=GRADIENTS)
     hidden = grad.new_empty(n, wide, dtype=VALUES)
     n_tiles = triton.cdiv(wide, _BACK_ROWS) * triton.cdiv(n, _BACK_COLUMNS)
 
-    def launch(guess: Tensor, **does: bool) -> None:
+    def launch(predicted: Tensor, **does: bool) -> None:
         _swiglu_round_backward[_programs(n_tiles, **does)](
-            gate_up, grad, hidden_gain, guess, rows, turned[:n], turned[n:], hidden, n_tiles, m, n, wide // 4, **does, slots=SLOTS,
-            block_m=_BACK_ROWS, block_f=_BACK_COLUMNS, num_warps=_BACK_WARPS,
+            gate_up, grad, hidden_scale, predicted, rows, transposed[:n], transposed[n:], hidden, n_tiles,
+            m, n, wide // 4, **does, slots=SLOTS, block_m=_BACK_ROWS, block_f=_BACK_COLUMNS, num_warps=_BACK_WARPS,
         )  # fmt: skip
 
-    gain, scale = _find_gain(launch, guess, GRADIENTS, grad.device)
-    return rows, turned, gain, hidden, scale
+    _, inverse = _find_scale(launch, predicted, GRADIENTS, grad.device)
+    return rows, transposed, inverse, hidden

@@ -5,7 +5,8 @@ to find out what to call. Outside the compiler the function is therefore called 
 """
 
 from collections.abc import Callable
-from typing import Generic, ParamSpec, TypeVar
+from types import ModuleType
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -14,36 +15,31 @@ _R = TypeVar("_R")
 
 
 class Operator(Generic[_P, _R]):
-    """`plain` in torch's own operations, and a kernel for tensors on a GPU. Without gradients: those are the callers', which call
-    from functions with a backward of their own."""
+    """`plain` in torch's own operations, and on a GPU the kernel of the same name in the module that `home` imports.
 
-    def __init__(self, name: str, plain: Callable[_P, _R]) -> None:
-        self.plain = plain
-        self.op = torch.library.custom_op(f"sinkdlm::{name}", plain, mutates_args=())
-        self._kernel: Callable[_P, _R] | None = None
+    Without gradients: those are the callers', which call from functions with a backward of their own."""
+
+    def __init__(self, plain: Callable[_P, _R], home: Callable[[], ModuleType]) -> None:
+        self.plain, self._home, self._name = plain, home, plain.__name__
+        self.op = torch.library.custom_op(f"sinkdlm::{self._name}", plain, mutates_args=())
+        self.op.register_kernel("cuda")(self.kernel)
 
     def fake(self, shapes: Callable[_P, _R]) -> Callable[_P, _R]:
         """Decorates what tells the compiler shapes, strides and types."""
         self.op.register_fake(shapes)
         return shapes
 
-    def kernel(self, compute: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Decorates what computes on a GPU."""
-        self.op.register_kernel("cuda")(compute)
-        self._kernel = compute
-        return compute
+    def kernel(self, *args: Any, **given: Any) -> Any:
+        return getattr(self._home(), self._name)(*args, **given)
 
     def __call__(self, *args: _P.args, **given: _P.kwargs) -> _R:
         # With gradients on, torch's own: it refuses a backward that nobody has written.
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return self.op(*args, **given)
-        if self._kernel is not None and any(isinstance(x, torch.Tensor) and x.is_cuda for x in (*args, *given.values())):
-            return self._kernel(*args, **given)
-        return self.plain(*args, **given)
+        on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in (*args, *given.values()))
+        return self.kernel(*args, **given) if on_gpu else self.plain(*args, **given)
 
 
-def operator(name: str) -> Callable[[Callable[_P, _R]], Operator[_P, _R]]:
-    def decorate(plain: Callable[_P, _R]) -> Operator[_P, _R]:
-        return Operator(name, plain)
-
-    return decorate
+def operator(home: Callable[[], ModuleType]) -> Callable[[Callable[_P, _R]], Operator[_P, _R]]:
+    """Decorates the plain form. home: imports the module of its kernel, and with it Triton, when it is first needed."""
+    return lambda plain: Operator(plain, home)

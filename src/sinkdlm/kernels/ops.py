@@ -1,8 +1,13 @@
-"""Operators for training that torch's compiler takes as they are, with a Triton kernel each on a GPU.
+"""Operators of a training step: what each computes, in torch's own operations, and the Triton kernel that does it on a GPU.
 
-What an operator computes stands here in torch's own operations, which run wherever there is no kernel. Gradients are the callers':
-attention.py and model.py call them from functions that have their own backward.
+The plain forms run wherever there is no GPU, and are what the tests hold the kernels to. Gradients are the callers':
+fast/functions.py calls these from functions that have their own backward.
+
+B batch, T tokens, S sinks, N flat tokens behind the others (the sinks, and zeros that fill up), H query heads, K key/value heads,
+D head width, F columns of SwiGLU's result.
 """
+
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -10,38 +15,35 @@ from torch import Tensor
 from sinkdlm.kernels.operator import operator
 
 
+def _sink_attention() -> ModuleType:
+    from sinkdlm.kernels import sink_attention
+
+    return sink_attention
+
+
+def _dense() -> ModuleType:
+    from sinkdlm.kernels import dense
+
+    return dense
+
+
+def _inference() -> ModuleType:
+    from sinkdlm.kernels import inference
+
+    return inference
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 or better."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _repeat(x: Tensor, heads: int) -> Tensor:
-    return x.float().repeat_interleave(heads // x.shape[1], dim=1)
+    return _wide(x).repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def _merge_scores(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor) -> tuple[Tensor, Tensor]:
-    merged = torch.logaddexp(lse, scores.logsumexp(-1))
-    out = content.float() * torch.exp(lse - merged)[..., None]
-    return out + torch.exp(scores - merged[..., None]) @ _repeat(sink_v, scores.shape[1]), merged.contiguous()
-
-
-@operator("merge_sinks")
-def merge_sinks(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention over content (B, H, T, D) and its log-sum-exp (B, H, T), with the sinks' keys and values joined to the softmax."""
-    scores = (q.float() @ _repeat(sink_k, q.shape[1]).mT) * scale
-    out, merged = _merge_scores(scores, content, lse, sink_v)
-    return torch.empty_like(content).copy_(out), merged
-
-
-@merge_sinks.fake
-def _(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(content), torch.empty_like(lse, memory_format=torch.contiguous_format)
-
-
-@merge_sinks.kernel
-def _(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    from sinkdlm.kernels import sink_attention as attention_kernels
-
-    return attention_kernels.merge_sinks(q, content, lse, sink_k, sink_v, scale)
-
-
-@operator("place_sinks")
-def place_sinks(
+@operator(_sink_attention)
+def rotate_sinks(
     heads: Tensor, cos: Tensor, sin: Tensor, n_tokens: int, n_heads: int, zero_value: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of the sinks, whose rows lie behind n_tokens of heads (n_tokens + N, H + 2K, D): their keys, rotated by cos and sin
@@ -50,145 +52,76 @@ def place_sinks(
     n_sinks, n_kv = cos.shape[1], (heads.shape[1] - n_heads) // 2
     k, v = heads[n_tokens : n_tokens + n_sinks, n_heads:].split([n_kv, n_kv], dim=1)
     first, second = k.to(cos.dtype).chunk(2, dim=-1)
-    turned = torch.cat([first * cos[0] - second * sin[0], second * cos[0] + first * sin[0]], dim=-1).to(heads.dtype)
+    rotated = torch.cat([first * cos[0] - second * sin[0], second * cos[0] + first * sin[0]], dim=-1).to(heads.dtype)
     v = torch.zeros_like(v) if zero_value else v
     own = v.repeat_interleave(n_heads // n_kv, dim=1)
     own = torch.nn.functional.pad(own, (0, 0, 0, 0, 0, heads.shape[0] - n_tokens - n_sinks))
-    key, value = (x.transpose(0, 1)[None].clone(memory_format=torch.contiguous_format) for x in (turned, v))
+    key, value = (x.transpose(0, 1)[None].clone(memory_format=torch.contiguous_format) for x in (rotated, v))
     return key, value, own
 
 
-@place_sinks.fake
+@rotate_sinks.fake
 def _(heads: Tensor, cos: Tensor, sin: Tensor, n_tokens: int, n_heads: int, zero_value: bool) -> tuple[Tensor, Tensor, Tensor]:
     width, n_sinks, n_kv = heads.shape[2], cos.shape[1], (heads.shape[1] - n_heads) // 2
     key, value = (heads.new_empty(1, n_kv, n_sinks, width) for _ in range(2))
     return key, value, heads.new_empty(heads.shape[0] - n_tokens, n_heads, width)
 
 
-@place_sinks.kernel
-def _(heads: Tensor, cos: Tensor, sin: Tensor, n_tokens: int, n_heads: int, zero_value: bool) -> tuple[Tensor, Tensor, Tensor]:
-    from sinkdlm.kernels import sink_attention as attention_kernels
-
-    return attention_kernels.place_sinks(heads, cos, sin, n_tokens, n_heads, zero_value)
-
-
-@operator("turn_heads")
-def turn_heads(
+@operator(_sink_attention)
+def rotate_heads(
     heads: Tensor, cos: Tensor, sin: Tensor, sink_k: Tensor | None, batch: int, n_heads: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys of heads (B T or more, H + 2K, D), rotated by cos and sin (1 or B, T, 1, D/2): (B, T, H + K, D); and the
     queries' scores on the sinks (B, T, H, S), times scale; S = 0 where there are none."""
-    n_turned, tokens = (heads.shape[1] + n_heads) // 2, cos.shape[1]
-    first, second = heads[: batch * tokens, :n_turned].unflatten(0, (batch, tokens)).to(cos.dtype).chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(heads.dtype)
+    n_rotated, tokens = (heads.shape[1] + n_heads) // 2, cos.shape[1]
+    first, second = heads[: batch * tokens, :n_rotated].unflatten(0, (batch, tokens)).to(cos.dtype).chunk(2, dim=-1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(heads.dtype)
     if sink_k is None:
-        return turned, heads.new_empty(batch, tokens, n_heads, 0, dtype=torch.float32)
-    queries = turned[:, :, :n_heads].transpose(1, 2)
-    return turned, ((queries.float() @ _repeat(sink_k, n_heads).mT) * scale).transpose(1, 2).contiguous()
+        return rotated, heads.new_empty(batch, tokens, n_heads, 0, dtype=torch.promote_types(heads.dtype, torch.float32))
+    queries = rotated[:, :, :n_heads].transpose(1, 2)
+    return rotated, ((_wide(queries) @ _repeat(sink_k, n_heads).mT) * scale).transpose(1, 2).contiguous()
 
 
-@turn_heads.fake
+@rotate_heads.fake
 def _(
     heads: Tensor, cos: Tensor, sin: Tensor, sink_k: Tensor | None, batch: int, n_heads: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    n_turned, tokens, n_sinks = (heads.shape[1] + n_heads) // 2, cos.shape[1], 0 if sink_k is None else sink_k.shape[2]
-    turned = heads.new_empty(batch, tokens, n_turned, heads.shape[2])
-    return turned, heads.new_empty(batch, tokens, n_heads, n_sinks, dtype=torch.float32)
+    n_rotated, tokens, n_sinks = (heads.shape[1] + n_heads) // 2, cos.shape[1], 0 if sink_k is None else sink_k.shape[2]
+    rotated = heads.new_empty(batch, tokens, n_rotated, heads.shape[2])
+    return rotated, heads.new_empty(batch, tokens, n_heads, n_sinks, dtype=torch.promote_types(heads.dtype, torch.float32))
 
 
-@turn_heads.kernel
-def _(
-    heads: Tensor, cos: Tensor, sin: Tensor, sink_k: Tensor | None, batch: int, n_heads: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    from sinkdlm.kernels import sink_attention as attention_kernels
-
-    return attention_kernels.turn_heads(heads, cos, sin, sink_k, batch, n_heads, scale)
-
-
-@operator("merge_rows")
-def merge_rows(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
-    """merge_sinks by scores (B, T, H, S), laid out token by token (B T + N, H, D), with the rows `behind` (N, H, D) at its end."""
-    merged, lse = _merge_scores(scores.transpose(1, 2), content, lse, sink_v)
-    return torch.cat([merged.to(content.dtype).transpose(1, 2).flatten(0, 1), behind]), lse
+@operator(_sink_attention)
+def merge_flat(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
+    """Joins the sinks, by their scores (B, T, H, S), to the softmax of attention over content (B, H, T, D) with its log-sum-exp
+    (B, H, T): the whole as flat tokens (B T + N, H, D), with `behind` (N, H, D) at its end, and the new log-sum-exp."""
+    scores = scores.transpose(1, 2)
+    merged = torch.logaddexp(lse, scores.logsumexp(-1))
+    out = _wide(content) * torch.exp(lse - merged)[..., None]
+    out = out + torch.exp(scores - merged[..., None]) @ _repeat(sink_v, scores.shape[1])
+    return torch.cat([out.to(content.dtype).transpose(1, 2).flatten(0, 1), behind]), merged.contiguous()
 
 
-@merge_rows.fake
+@merge_flat.fake
 def _(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, tokens, width = content.shape
     rows = content.new_empty(batch * tokens + behind.shape[0], heads, width)
     return rows, torch.empty_like(lse, memory_format=torch.contiguous_format)
 
 
-@merge_rows.kernel
-def _(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
-    from sinkdlm.kernels import sink_attention as attention_kernels
-
-    return attention_kernels.merge_rows(scores, content, lse, sink_v, behind)
-
-
-def _flow_to_sinks(
+def _sink_backward(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scores: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the sinks' scores, times scale, (B, H, T, S), of their keys and of their values."""
     heads, n_kv = q.shape[1], sink_k.shape[1]
     weights = torch.exp(scores - lse[..., None])  # (B, H, T, S)
-    mean = (grad.float() * out.float()).sum(-1, keepdim=True)
-    turns = weights * (grad.float() @ _repeat(sink_v, heads).mT - mean) * scale
-    grad_k, grad_v = ((x.mT @ y.float()).unflatten(1, (n_kv, -1)).sum(2) for x, y in ((turns, q), (weights, grad)))
-    if sink_k.shape[0] == 1:
-        grad_k, grad_v = grad_k.sum(0, keepdim=True), grad_v.sum(0, keepdim=True)
-    return turns, grad_k, grad_v
+    mean = (_wide(grad) * _wide(out)).sum(-1, keepdim=True)
+    score_grads = weights * (_wide(grad) @ _repeat(sink_v, heads).mT - mean) * scale
+    grad_k, grad_v = ((x.mT @ _wide(y)).unflatten(1, (n_kv, -1)).sum(2) for x, y in ((score_grads, q), (weights, grad)))
+    return score_grads, grad_k.sum(0, keepdim=True), grad_v.sum(0, keepdim=True)
 
 
-@operator("merge_sinks_backward")
-def merge_sinks_backward(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What merging adds to the backward: turns (B, H, T, S), of which turns @ sink_k flows to q; gradients of sink_k and sink_v.
-
-    out, lse: what merge_sinks gave, and what the content's own backward is given too.
-    """
-    scores = (q.float() @ _repeat(sink_k, q.shape[1]).mT) * scale
-    turns, grad_k, grad_v = _flow_to_sinks(grad, q, out, lse, sink_k, sink_v, scores, scale)
-    return turns, grad_k.to(sink_k.dtype), grad_v.to(sink_v.dtype)
-
-
-@merge_sinks_backward.fake
-def _(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    turns = lse.new_empty(*q.shape[:3], sink_k.shape[2])
-    return turns, sink_k.new_empty(sink_k.shape), sink_v.new_empty(sink_v.shape)
-
-
-@merge_sinks_backward.kernel
-def _(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    from sinkdlm.kernels import sink_attention as attention_kernels
-
-    return attention_kernels.merge_sinks_backward(grad, q, out, lse, sink_k, sink_v, scale)
-
-
-@operator("add_turns")
-def add_turns(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
-    """grad_q + turns @ sink_k: what flows to q through content and sinks."""
-    whole = grad_q.float() + turns @ _repeat(sink_k, grad_q.shape[1])
-    return torch.empty_like(grad_q).copy_(whole)
-
-
-@add_turns.fake
-def _(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
-    return torch.empty_like(grad_q)
-
-
-@add_turns.kernel
-def _(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
-    from sinkdlm.kernels import sink_attention as attention_kernels
-
-    return attention_kernels.add_turns(grad_q, turns, sink_k)
-
-
-def by_row(rows: Tensor, batch: int, tokens: int) -> Tensor:
+def by_sample(rows: Tensor, batch: int, tokens: int) -> Tensor:
     """The tokens' (B T or more, H, D) as (B, H, T, D)."""
     return rows[: batch * tokens].unflatten(0, (batch, tokens)).transpose(1, 2)
 
@@ -201,7 +134,7 @@ def _join(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tens
     return torch.cat([row.to(grad_k.dtype) for row in (*rows, grad_v.transpose(1, 2))], dim=2).flatten(0, 1)
 
 
-@operator("join_heads")
+@operator(_sink_attention)
 def join_heads(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Gradients of q, k (rotated by cos and sin, (1 or B, T, 1, D/2)) and v, (B, heads, T, D) each, as one of (B T, H + 2K, D)."""
     return _join(grad_q, grad_k, grad_v, cos, sin)
@@ -213,18 +146,11 @@ def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) 
     return grad_k.new_empty(batch * tokens, n_heads + 2 * grad_k.shape[1], width)
 
 
-@join_heads.kernel
-def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    from sinkdlm.kernels import sink_attention as attention_kernels
-
-    return attention_kernels.join_heads(grad_q, grad_k, grad_v, cos, sin)
-
-
-@operator("merge_rows_backward")
-def merge_rows_backward(
+@operator(_sink_attention)
+def merge_flat_backward(
     grad: Tensor, grads: list[Tensor], had: list[Tensor], sinks: list[Tensor], angles: list[Tensor], zero_value: bool, scale: float
 ) -> Tensor:
-    """The backward of place_sinks, turn_heads and merge_rows, (B T + N, H + 2K, D): as join_heads, with what flows to q through
+    """The backward of rotate_sinks, rotate_heads and merge_flat, (B T + N, H + 2K, D): as join_heads, with what flows to q through
     sinks, and the sinks' own rows behind the tokens'.
 
     grad: of rows. grads: what the content's own backward gave for q, k and v. had: q, rows, lse and scores. sinks: their keys and
@@ -233,21 +159,21 @@ def merge_rows_backward(
     (q, rows, lse, scores), (sink_k, sink_v), (cos, sin, sink_cos, sink_sin) = had, sinks, angles
     batch, n_heads, tokens, _ = q.shape
     n_kv, n_sinks = sink_k.shape[1:3]
-    flowing, out = (by_row(x, batch, tokens) for x in (grad, rows))
-    turns, to_k, to_v = _flow_to_sinks(flowing, q, out, lse, sink_k, sink_v, scores.transpose(1, 2), scale)
-    joined = _join(grads[0].float() + turns @ _repeat(sink_k, n_heads), grads[1], grads[2], cos, sin)
+    flowing, out = (by_sample(x, batch, tokens) for x in (grad, rows))
+    score_grads, to_k, to_v = _sink_backward(flowing, q, out, lse, sink_k, sink_v, scores.transpose(1, 2), scale)
+    joined = _join(_wide(grads[0]) + score_grads @ _repeat(sink_k, n_heads), grads[1], grads[2], cos, sin)
     behind = grad[batch * tokens :]
     into = joined.new_zeros(behind.shape[0], *joined.shape[1:])
     first, second = to_k[0].transpose(0, 1).to(sink_cos.dtype).chunk(2, dim=-1)
-    turned = torch.cat([first * sink_cos[0] + second * sink_sin[0], second * sink_cos[0] - first * sink_sin[0]], dim=-1)
-    into[:n_sinks, n_heads : n_heads + n_kv] = turned.to(into.dtype)
+    rotated = torch.cat([first * sink_cos[0] + second * sink_sin[0], second * sink_cos[0] - first * sink_sin[0]], dim=-1)
+    into[:n_sinks, n_heads : n_heads + n_kv] = rotated.to(into.dtype)
     if not zero_value:
-        own = behind[:n_sinks].unflatten(1, (n_kv, -1)).float().sum(2)
+        own = _wide(behind[:n_sinks]).unflatten(1, (n_kv, -1)).sum(2)
         into[:n_sinks, n_heads + n_kv :] = (own + to_v[0].transpose(0, 1)).to(into.dtype)
     return torch.cat([joined, into])
 
 
-@merge_rows_backward.fake
+@merge_flat_backward.fake
 def _(
     grad: Tensor, grads: list[Tensor], had: list[Tensor], sinks: list[Tensor], angles: list[Tensor], zero_value: bool, scale: float
 ) -> Tensor:
@@ -255,16 +181,7 @@ def _(
     return grad.new_empty(grad.shape[0], q.shape[1] + 2 * n_kv, q.shape[3])
 
 
-@merge_rows_backward.kernel
-def _(
-    grad: Tensor, grads: list[Tensor], had: list[Tensor], sinks: list[Tensor], angles: list[Tensor], zero_value: bool, scale: float
-) -> Tensor:
-    from sinkdlm.kernels import sink_attention as attention_kernels
-
-    return attention_kernels.merge_rows_backward(grad, grads, had, sinks, angles, zero_value, scale)
-
-
-@operator("swiglu")
+@operator(_inference)
 def swiglu(gate_up: Tensor) -> Tensor:
     """(..., 2 F) -> (..., F): silu of the first half times the second."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -276,21 +193,14 @@ def _(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-@swiglu.kernel
-def _(gate_up: Tensor) -> Tensor:
-    from sinkdlm.kernels import inference as kernels
-
-    return kernels.swiglu(gate_up)
-
-
-@operator("swiglu_backward")
+@operator(_dense)
 def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of gate_up, and once more what swiglu gave: cheaper to compute here than to keep."""
-    gate, up = (half.float() for half in gate_up.chunk(2, dim=-1))
+    gate, up = (_wide(half) for half in gate_up.chunk(2, dim=-1))
     chance = torch.sigmoid(gate)
-    silu = (gate * chance).to(gate_up.dtype).float()
+    silu = _wide((gate * chance).to(gate_up.dtype))
     slope = chance * (1 + gate * (1 - chance))
-    halves = [grad.float() * up * slope, grad.float() * silu]
+    halves = [_wide(grad) * up * slope, _wide(grad) * silu]
     return torch.cat(halves, dim=-1).to(gate_up.dtype), (silu * up).to(gate_up.dtype)
 
 
@@ -300,14 +210,7 @@ def _(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
             torch.empty_like(grad, memory_format=torch.contiguous_format))  # fmt: skip
 
 
-@swiglu_backward.kernel
-def _(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    from sinkdlm.kernels import dense as training_kernels
-
-    return training_kernels.swiglu_backward(gate_up, grad)
-
-
-@operator("add_norm")
+@operator(_dense)
 def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x + update (empty where there is none), and rms_norm of that, or of x, times weight in `dtype`."""
     total = x if update is None else x + update
@@ -324,14 +227,7 @@ def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch
     return total, x.new_empty(x.shape, dtype=dtype)
 
 
-@add_norm.kernel
-def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    from sinkdlm.kernels import dense as training_kernels
-
-    return training_kernels.add_norm(x, update, weight, eps, dtype)
-
-
-@operator("add_norm_backward")
+@operator(_dense)
 def add_norm_backward(
     grad_sum: Tensor | None, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -357,16 +253,7 @@ def _(
     return x.new_empty(x.shape), update, weight.new_empty(weight.shape)
 
 
-@add_norm_backward.kernel
-def _(
-    grad_sum: Tensor | None, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    from sinkdlm.kernels import dense as training_kernels
-
-    return training_kernels.add_norm_backward(grad_sum, grad_normed, x, weight, eps, update_dtype)
-
-
-@operator("weight_gradient")
+@operator(_dense)
 def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """grad (M, N) and x (M, K) of a product -> grad.T @ x, (N, K), in the weight's `dtype`: not rounded to theirs on the way."""
     return grad.to(dtype).mT @ x.to(dtype)
@@ -375,8 +262,3 @@ def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 @weight_gradient.fake
 def _(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return grad.new_empty(grad.shape[1], x.shape[1], dtype=dtype)
-
-
-@weight_gradient.kernel
-def _(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.mm(grad.mT, x) if grad.dtype == dtype else torch.mm(grad.mT, x, out_dtype=dtype)

@@ -1,8 +1,8 @@
-"""Triton kernels for attention in training: rotary with the sinks' scores, sinks merged into what a kernel made of the content,
-and the backwards of both, each in one pass over memory.
+"""Triton kernels for attention in training: rotary with the sinks' scores, sinks merged into attention over content, and the
+backwards of both, each in one pass over memory.
 
-Owns how, not what: operators.py says what each computes, in torch's own operations, and the tests hold the two together. Sums in
-float32. Imported only where it is used, because Triton is.
+ops.py says what each function computes, in torch's own operations. Sums in float32. Imported only where it is used, because Triton
+is.
 
 B rows, T tokens, S sinks, H query heads, K key/value heads, D head width.
 """
@@ -12,45 +12,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 4096  # elements of a program that adds to queries, tokens times head width
-_MERGED_TILE, _MERGE_WARPS = 1024, 2  # of one that merges,
+_MERGED_TILE, _MERGE_WARPS = 1024, 2  # elements of a program that merges,
 _BACK_TILE, _BACK_WARPS, _BACK_STAGES = 1024, 2, 3  # and of its backward, which goes through several tiles, read ahead,
 _SPAN, _LEAST_SPAN = 512, 64  # so many tokens, whose sums for the sinks a program keeps; fewer where programs would be
 _BUSY = 4  # too few for each multiprocessor
-_SUM_TILE = 16384  # elements of a program that adds up what these found
 _RETURNED_TILE, _RETURN_WARPS = 8192, 4  # of one that adds up half a sink's width and hands it back to its row
 _WARPS = 8
 _JOINED_WARPS, _JOINED_BY_WARP = 4, 768  # at most, and pairs of each that joins the gradients of a token
-_TURNED, _SCORED_BY_WARP = 4, 1024  # warps that rotate a token, and elements of each that finds scores, too, within itself
+_ROTATE_WARPS, _SCORED_BY_WARP = 4, 1024  # warps that rotate a token, and elements of each that finds scores, too, within itself
 
 
 @triton.jit
 def _merge(
-    q, scores, content, lse, sink_k, sink_v, behind, out, merged, scale, n_tokens, n_behind,
-    q_b, q_h, q_t, c_b, c_h, c_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
+    scores, content, lse, sink_v, behind, out, merged, n_tokens, n_behind, c_b, c_h, c_t, o_b, o_h, o_t, v_h, v_s,
     n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
-    width_block: tl.constexpr, block: tl.constexpr, behind_block: tl.constexpr, scored: tl.constexpr,
+    width_block: tl.constexpr, block: tl.constexpr, behind_block: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens and a head; programs beside each other have the same tokens, whose heads lie beside each other in memory.
-    scored: the sinks' scores are given, and neither queries nor keys are read; the first program of a head has the rows behind all
-    tokens, too."""
+    """Some tokens and a head; programs beside each other have the same tokens, whose heads lie beside each other in memory. The
+    first program of a head has what lies behind all tokens, too."""
     b, h = tl.program_id(1).to(tl.int64), tl.program_id(0) % n_heads
     row = b * n_heads + h
     token, lane = tl.program_id(0) // n_heads * block + tl.arange(0, block), tl.arange(0, width_block)
     exists, wide = token < n_tokens, lane < width
     inside = exists[:, None] & wide[None, :]
-    if not scored:
-        queries = tl.load(q + q_b * b + q_h * h + q_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
     sum_ = tl.load(content + c_b * b + c_h * h + c_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
     most = tl.load(lse + row * n_tokens + token, exists, 0)
     total = tl.full([block], 1.0, tl.float32)  # of all weights, as multiples of exp(most)
     for s in tl.static_range(n_sinks):
-        value = tl.load(sink_v + v_b * b + v_h * (h // group) + v_s * s + lane, wide, 0).to(tl.float32)
-        if scored:
-            score = tl.load(scores + ((b * n_tokens + token) * n_heads + h) * n_sinks + s, exists, 0)
-        else:
-            key = tl.load(sink_k + k_b * b + k_h * (h // group) + k_s * s + lane, wide, 0).to(tl.float32)
-            score = tl.sum(queries * key[None, :], 1) * scale
+        value = tl.load(sink_v + v_h * (h // group) + v_s * s + lane, wide, 0).to(tl.float32)
+        score = tl.load(scores + ((b * n_tokens + token) * n_heads + h) * n_sinks + s, exists, 0)
         higher = tl.maximum(most, score)
         kept, weight = tl.exp(most - higher), tl.exp(score - higher)
         sum_ = sum_ * kept[:, None] + weight[:, None] * value[None, :]
@@ -59,52 +49,30 @@ def _merge(
     place = o_b * b + o_h * h + o_t * token[:, None] + lane[None, :]
     tl.store(out + place, (sum_ / total[:, None]).to(out.dtype.element_ty), inside)
     tl.store(merged + row * n_tokens + token, most + tl.log(total), exists)
-    if scored:  # noqa: SIM102  (a constant, which the other is not)
-        if (tl.program_id(0) < n_heads) & (tl.program_id(1) == 0):
-            line = tl.arange(0, behind_block)
-            there = (line < n_behind)[:, None] & wide[None, :]
-            given = tl.load(behind + (line[:, None] * n_heads + h) * width + lane[None, :], there, 0)
-            tl.store(out + o_b * tl.num_programs(1).to(tl.int64) + o_h * h + o_t * line[:, None] + lane[None, :], given, there)
+    if (tl.program_id(0) < n_heads) & (tl.program_id(1) == 0):
+        line = tl.arange(0, behind_block)
+        there = (line < n_behind)[:, None] & wide[None, :]
+        given = tl.load(behind + (line[:, None] * n_heads + h) * width + lane[None, :], there, 0)
+        tl.store(out + o_b * tl.num_programs(1).to(tl.int64) + o_h * h + o_t * line[:, None] + lane[None, :], given, there)
 
 
-def merge_sinks(q: Tensor, content: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """operators.merge_sinks."""
-    content, q, sink_k = (_narrow(x) for x in (content, q, sink_k))
-    out = torch.empty_like(content)
-    return out, _merge_into(out, q, None, None, content, lse, sink_k, sink_v, scale)
-
-
-def merge_rows(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
-    """operators.merge_rows."""
+def merge_flat(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, tokens, width = content.shape
-    rows = content.new_empty(batch * tokens + behind.shape[0], heads, width)
-    content, sink_v = _narrow(content), _narrow(sink_v)
-    into, scores, behind = _by_row(rows, batch, tokens), scores.contiguous(), behind.contiguous()
-    return rows, _merge_into(into, content, scores, behind, content, lse, sink_v, sink_v, 1.0)
-
-
-def _merge_into(
-    out: Tensor, q: Tensor, scores: Tensor | None, behind: Tensor | None, content: Tensor, lse: Tensor, sink_k: Tensor,
-    sink_v: Tensor, scale: float,
-) -> Tensor:  # fmt: skip
-    """scores: given in place of q and sink_k, which are then not read, with what goes behind the last row of out."""
-    batch, heads, tokens, width = content.shape
-    sink_v, lse = _narrow(sink_v), lse.contiguous()
+    flat = content.new_empty(batch * tokens + behind.shape[0], heads, width)
+    content, sink_v, lse, into = _narrow(content), _narrow(sink_v), lse.contiguous(), _by_sample(flat, batch, tokens)
     merged = torch.empty_like(lse)
     wide = triton.next_power_of_2(width)
     block = max(1, _MERGED_TILE // wide)
     _merge[(triton.cdiv(tokens, block) * heads, batch)](
-        q, lse if scores is None else scores, content, lse, sink_k, sink_v, out if behind is None else behind, out, merged,
-        scale, tokens, 0 if behind is None else behind.shape[0],
-        *q.stride()[:3], *content.stride()[:3], *out.stride()[:3], *_strides(sink_k, batch), *_strides(sink_v, batch),
+        scores.contiguous(), content, lse, sink_v, behind.contiguous(), into, merged, tokens, behind.shape[0],
+        *content.stride()[:3], *into.stride()[:3], *sink_v.stride()[1:3],
         n_heads=heads, group=heads // sink_v.shape[1], n_sinks=sink_v.shape[2], width=width,
-        width_block=wide, block=block, behind_block=triton.next_power_of_2(1 if behind is None else max(1, behind.shape[0])),
-        scored=scores is not None, num_warps=_MERGE_WARPS,
+        width_block=wide, block=block, behind_block=triton.next_power_of_2(max(1, behind.shape[0])), num_warps=_MERGE_WARPS,
     )  # fmt: skip
-    return merged
+    return flat, merged
 
 
-def _by_row(rows: Tensor, batch: int, tokens: int) -> Tensor:
+def _by_sample(rows: Tensor, batch: int, tokens: int) -> Tensor:
     """The tokens' (B T or more, H, D) as (B, H, T, D)."""
     return rows[: batch * tokens].unflatten(0, (batch, tokens)).transpose(1, 2)
 
@@ -114,29 +82,20 @@ def _narrow(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _strides(sinks: Tensor, batch: int) -> tuple[int, int, int]:
-    """Of rows, heads and sinks. What all rows share has one row."""
-    by_row, by_head, by_sink, _ = sinks.stride()
-    return (by_row if sinks.shape[0] == batch else 0), by_head, by_sink
-
-
 @triton.jit
 def _merge_backward(
-    grad, q, scores, out, lse, sink_k, sink_v, turns, into_k, into_v, scale, n_tokens,
-    g_b, g_h, g_t, q_b, q_h, q_t, o_b, o_h, o_t, k_b, k_h, k_s, v_b, v_h, v_s,
+    grad, q, scores, out, lse, sink_v, score_grads, into_k, into_v, scale, n_tokens,
+    g_b, g_h, g_t, q_b, q_h, q_t, o_b, o_h, o_t, v_h, v_s,
     n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
-    width_block: tl.constexpr, block: tl.constexpr, n_blocks: tl.constexpr, stages: tl.constexpr, scored: tl.constexpr,
+    width_block: tl.constexpr, block: tl.constexpr, n_blocks: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
-    """One sink, a head and some blocks of tokens. What flows to the sink is summed token by token and across tokens only at the
-    end. scored: the sinks' scores are given, and keys are not read."""
+    """One sink, a head and some blocks of tokens. The sink's gradients are summed block by block, and across tokens at the end."""
     part, b, s = tl.program_id(0) // n_heads, tl.program_id(1).to(tl.int64), tl.program_id(2)
     h = tl.program_id(0) % n_heads
     row = b * n_heads + h
     lane = tl.arange(0, width_block)
     wide = lane < width
-    if not scored:
-        key = tl.load(sink_k + k_b * b + k_h * (h // group) + k_s * s + lane, wide, 0).to(tl.float32)[None, :]
-    value = tl.load(sink_v + v_b * b + v_h * (h // group) + v_s * s + lane, wide, 0).to(tl.float32)[None, :]
+    value = tl.load(sink_v + v_h * (h // group) + v_s * s + lane, wide, 0).to(tl.float32)[None, :]
     to_key, to_value = tl.zeros([block, width_block], tl.float32), tl.zeros([block, width_block], tl.float32)
     for step in tl.range(n_blocks, num_stages=stages):
         token = (part * n_blocks + step) * block + tl.arange(0, block)
@@ -146,60 +105,38 @@ def _merge_backward(
         outs = tl.load(out + o_b * b + o_h * h + o_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
         queries = tl.load(q + q_b * b + q_h * h + q_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
         most = tl.load(lse + row * n_tokens + token, exists, 0)
-        known = scores + ((b * n_tokens + token) * n_heads + h) * n_sinks + s
-        score = tl.load(known, exists, 0) if scored else tl.sum(queries * key, 1) * scale
+        score = tl.load(scores + ((b * n_tokens + token) * n_heads + h) * n_sinks + s, exists, 0)
         weight = tl.where(exists, tl.exp(score - most), 0.0)
-        turn = weight * tl.sum(grads * (value - outs), 1) * scale
-        tl.store(turns + (row * n_tokens + token) * n_sinks + s, turn, exists)
-        to_key += turn[:, None] * queries
+        score_grad = weight * tl.sum(grads * (value - outs), 1) * scale
+        tl.store(score_grads + (row * n_tokens + token) * n_sinks + s, score_grad, exists)
+        to_key += score_grad[:, None] * queries
         to_value += weight[:, None] * grads
     spot = ((row * (tl.num_programs(0) // n_heads) + part) * n_sinks + s) * width + lane
     tl.store(into_k + spot, tl.sum(to_key, 0), wide)
     tl.store(into_v + spot, tl.sum(to_value, 0), wide)
 
 
-@triton.jit
-def _sum_parts(
-    from_k, from_v, into_k, into_v, n_all, n_each, n_between, n_kv,
-    n_sinks: tl.constexpr, width: tl.constexpr, width_block: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """One row's, head's and sink's key (or value): n_all parts, n_each side by side, the next ones n_between further on."""
-    row, kv, sink = tl.program_id(0).to(tl.int64) // n_kv, tl.program_id(0) % n_kv, tl.program_id(1)
-    lane = tl.arange(0, width_block)
-    sum_ = tl.zeros([block, width_block], tl.float32)
-    is_key = tl.program_id(2) == 0
-    source = (from_k if is_key else from_v) + lane[None, :]
-    for begin in range(0, n_all, block):
-        part = begin + tl.arange(0, block)
-        place = ((row + part // n_each) * n_between + kv * n_each + part % n_each) * n_sinks + sink
-        sum_ += tl.load(source + place[:, None] * width, (part < n_all)[:, None] & (lane < width)[None, :], 0)
-    spot = ((row * n_kv + kv) * n_sinks + sink) * width + lane
-    into = into_k if is_key else into_v
-    tl.store(into + spot, tl.sum(sum_, 0).to(into.dtype.element_ty), lane < width)
-
-
-def _flow_to_sinks(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scores: Tensor | None, scale: float
+def _sink_backward(
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_v: Tensor, scores: Tensor, scale: float
 ) -> tuple[Tensor, list[Tensor], int]:
-    """Turns; what flows to keys and to values (B, H, parts, S, D), part by part; and how many parts a head has."""
+    """Gradients of the sinks' scores; of keys and values (B, H, parts, S, D), part by part; and how many parts a head has."""
     batch, heads, tokens, width = q.shape
-    grad, q, out, sink_k, sink_v = (_narrow(x) for x in (grad, q, out, sink_k, sink_v))
-    lse, scores = lse.contiguous(), None if scores is None else scores.contiguous()
-    n_kv, n_sinks = sink_k.shape[1:3]
+    grad, q, out, sink_v = (_narrow(x) for x in (grad, q, out, sink_v))
+    n_kv, n_sinks = sink_v.shape[1:3]
     wide = triton.next_power_of_2(width)
     block = max(1, _BACK_TILE // wide)
     n_blocks = max(1, _choose_span(batch * heads * n_sinks, tokens, q.device) // block)
     n_parts = triton.cdiv(tokens, block * n_blocks)
-    turns = torch.empty(batch, heads, tokens, n_sinks, dtype=torch.float32, device=q.device)
+    score_grads = torch.empty(batch, heads, tokens, n_sinks, dtype=torch.float32, device=q.device)
     # Each program's own sums, added up in a fixed order afterwards: no atomics, the same bits every time.
     parts = [torch.empty(batch, heads, n_parts, n_sinks, width, dtype=torch.float32, device=q.device) for _ in range(2)]
     _merge_backward[(n_parts * heads, batch, n_sinks)](
-        grad, q, lse if scores is None else scores, out, lse, sink_k, sink_v, turns, *parts, scale, tokens,
-        *grad.stride()[:3], *q.stride()[:3], *out.stride()[:3], *_strides(sink_k, batch), *_strides(sink_v, batch),
+        grad, q, scores.contiguous(), out, lse.contiguous(), sink_v, score_grads, *parts, scale, tokens,
+        *grad.stride()[:3], *q.stride()[:3], *out.stride()[:3], *sink_v.stride()[1:3],
         n_heads=heads, group=heads // n_kv, n_sinks=n_sinks, width=width,
-        width_block=wide, block=block, n_blocks=n_blocks, stages=_BACK_STAGES, scored=scores is not None, num_warps=_BACK_WARPS,
+        width_block=wide, block=block, n_blocks=n_blocks, stages=_BACK_STAGES, num_warps=_BACK_WARPS,
     )  # fmt: skip
-    return turns, parts, n_parts
+    return score_grads, parts, n_parts
 
 
 def _choose_span(n_heads: int, tokens: int, device: torch.device) -> int:
@@ -211,60 +148,9 @@ def _choose_span(n_heads: int, tokens: int, device: torch.device) -> int:
     return span
 
 
-def merge_sinks_backward(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """operators.merge_sinks_backward."""
-    batch, heads, _, width = q.shape
-    turns, parts, n_parts = _flow_to_sinks(grad, q, out, lse, sink_k, sink_v, None, scale)
-    grad_k, grad_v = (torch.empty(sink.shape, dtype=sink.dtype, device=sink.device) for sink in (sink_k, sink_v))
-    n_rows, n_kv, n_sinks, _ = sink_k.shape
-    n_each, wide = heads // n_kv * n_parts, triton.next_power_of_2(width)
-    _sum_parts[(n_rows * n_kv, n_sinks, 2)](
-        *parts, grad_k, grad_v, batch // n_rows * n_each, n_each, heads * n_parts, n_kv,
-        n_sinks=n_sinks, width=width, width_block=wide, block=max(1, _SUM_TILE // wide), num_warps=_WARPS,
-    )  # fmt: skip
-    return turns, grad_k, grad_v
-
-
 @triton.jit
-def _add_turns(
-    grad_q, turns, sink_k, into, n_tokens, q_b, q_h, q_t, k_b, k_h, k_s,
-    n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
-    width_block: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    b, h = tl.program_id(1).to(tl.int64), tl.program_id(0) % n_heads
-    row = b * n_heads + h
-    token, lane = tl.program_id(0) // n_heads * block + tl.arange(0, block), tl.arange(0, width_block)
-    exists, wide = token < n_tokens, lane < width
-    inside = exists[:, None] & wide[None, :]
-    place = q_b * b + q_h * h + q_t * token[:, None] + lane[None, :]
-    total = tl.load(grad_q + place, inside, 0).to(tl.float32)
-    for s in tl.static_range(n_sinks):
-        turn = tl.load(turns + (row * n_tokens + token) * n_sinks + s, exists, 0)
-        key = tl.load(sink_k + k_b * b + k_h * (h // group) + k_s * s + lane, wide, 0).to(tl.float32)
-        total += turn[:, None] * key[None, :]
-    tl.store(into + place, total.to(into.dtype.element_ty), inside)
-
-
-def add_turns(grad_q: Tensor, turns: Tensor, sink_k: Tensor) -> Tensor:
-    """operators.add_turns."""
-    batch, heads, tokens, width = grad_q.shape
-    grad_q, sink_k = _narrow(grad_q), _narrow(sink_k)
-    into = torch.empty_like(grad_q)
-    wide = triton.next_power_of_2(width)
-    block = max(1, _TILE // wide)
-    _add_turns[(triton.cdiv(tokens, block) * heads, batch)](
-        grad_q, turns.contiguous(), sink_k, into, tokens, *grad_q.stride()[:3], *_strides(sink_k, batch),
-        n_heads=heads, group=heads // sink_k.shape[1], n_sinks=sink_k.shape[2], width=width,
-        width_block=wide, block=block, num_warps=_WARPS,
-    )  # fmt: skip
-    return into
-
-
-@triton.jit
-def _turn_heads(
-    heads, cos, sin, sink_k, turned, scores, scale, n_tokens, heads_t, cos_b, sk_b, sk_h, sk_s,
+def _rotate_heads(
+    heads, cos, sin, sink_k, rotated, scores, scale, n_tokens, heads_t, cos_b, sk_h, sk_s,
     n_heads: tl.constexpr, n_kv: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
     heads_block: tl.constexpr, kv_block: tl.constexpr, half_block: tl.constexpr,
 ):  # fmt: skip
@@ -274,54 +160,53 @@ def _turn_heads(
     lane = tl.arange(0, half_block)[None, :]
     angle = cos_b * b + t * half + lane
     c, s = tl.load(cos + angle, lane < half).to(tl.float32), tl.load(sin + angle, lane < half).to(tl.float32)
-    source, into = heads + (b * n_tokens + t) * heads_t + lane, turned + (b * n_tokens + t) * (n_heads + n_kv) * width + lane
+    source, into = heads + (b * n_tokens + t) * heads_t + lane, rotated + (b * n_tokens + t) * (n_heads + n_kv) * width + lane
     h, kv = tl.arange(0, heads_block)[:, None], tl.arange(0, kv_block)[:, None]
     mine, inside = (h < n_heads) & (lane < half), (kv < n_kv) & (lane < half)
     first = tl.load(source + h * width, mine, 0).to(tl.float32)
     second = tl.load(source + h * width + half, mine, 0).to(tl.float32)
     key_first = tl.load(source + (n_heads + kv) * width, inside, 0).to(tl.float32)
     key_second = tl.load(source + (n_heads + kv) * width + half, inside, 0).to(tl.float32)
-    turned_first = (first * c - second * s).to(turned.dtype.element_ty)
-    turned_second = (second * c + first * s).to(turned.dtype.element_ty)
-    tl.store(into + h * width, turned_first, mine)
-    tl.store(into + h * width + half, turned_second, mine)
+    rotated_first = (first * c - second * s).to(rotated.dtype.element_ty)
+    rotated_second = (second * c + first * s).to(rotated.dtype.element_ty)
+    tl.store(into + h * width, rotated_first, mine)
+    tl.store(into + h * width + half, rotated_second, mine)
     for sink in tl.static_range(n_sinks):
-        place = sink_k + sk_b * b + sk_h * (h // (n_heads // n_kv)) + sk_s * sink + lane
-        product = turned_first.to(tl.float32) * tl.load(place, mine, 0).to(tl.float32)  # of queries as attention reads them
-        product += turned_second.to(tl.float32) * tl.load(place + half, mine, 0).to(tl.float32)
+        place = sink_k + sk_h * (h // (n_heads // n_kv)) + sk_s * sink + lane
+        product = rotated_first.to(tl.float32) * tl.load(place, mine, 0).to(tl.float32)  # of queries as attention reads them
+        product += rotated_second.to(tl.float32) * tl.load(place + half, mine, 0).to(tl.float32)
         score = tl.sum(product, 1, keep_dims=True) * scale
         tl.store(scores + ((b * n_tokens + t) * n_heads + h) * n_sinks + sink, score, h < n_heads)
     into += (n_heads + kv) * width
-    tl.store(into, (key_first * c - key_second * s).to(turned.dtype.element_ty), inside)
-    tl.store(into + half, (key_second * c + key_first * s).to(turned.dtype.element_ty), inside)
+    tl.store(into, (key_first * c - key_second * s).to(rotated.dtype.element_ty), inside)
+    tl.store(into + half, (key_second * c + key_first * s).to(rotated.dtype.element_ty), inside)
 
 
-def turn_heads(
+def rotate_heads(
     heads: Tensor, cos: Tensor, sin: Tensor, sink_k: Tensor | None, batch: int, n_heads: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """operators.turn_heads."""
     tokens, width, n_kv = cos.shape[1], heads.shape[2], (heads.shape[1] - n_heads) // 2
     heads = heads if heads.stride()[1:] == (width, 1) else heads.contiguous()
     sink_k, n_sinks = (None, 0) if sink_k is None else (_narrow(sink_k), sink_k.shape[2])
     cos, sin = cos.contiguous(), sin.contiguous()
-    turned = heads.new_empty(batch, tokens, n_heads + n_kv, width)
+    rotated = heads.new_empty(batch, tokens, n_heads + n_kv, width)
     heads_block, half = triton.next_power_of_2(n_heads), triton.next_power_of_2(width // 2)
-    warps = _TURNED if sink_k is None else min(_WARPS, max(1, heads_block * half // _SCORED_BY_WARP))
+    warps = _ROTATE_WARPS if sink_k is None else min(_WARPS, max(1, heads_block * half // _SCORED_BY_WARP))
     scores = torch.empty(batch, tokens, n_heads, n_sinks, dtype=torch.float32, device=heads.device)
-    _turn_heads[(tokens, batch)](
-        heads, cos, sin, heads if sink_k is None else sink_k, turned, scores, scale, tokens, heads.stride(0),
-        cos.stride(0) if cos.shape[0] > 1 else 0, *((0, 0, 0) if sink_k is None else _strides(sink_k, batch)),
+    _rotate_heads[(tokens, batch)](
+        heads, cos, sin, heads if sink_k is None else sink_k, rotated, scores, scale, tokens, heads.stride(0),
+        cos.stride(0) if cos.shape[0] > 1 else 0, *((0, 0) if sink_k is None else sink_k.stride()[1:3]),
         n_heads=n_heads, n_kv=n_kv, n_sinks=n_sinks, width=width,
         heads_block=heads_block, kv_block=triton.next_power_of_2(n_kv),
         half_block=half, num_warps=warps,
     )  # fmt: skip
-    return turned, scores
+    return rotated, scores
 
 
 @triton.jit
 def _join_heads(
-    grad_q, grad_k, grad_v, turns, sink_k, cos, sin, heads, n_tokens,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, cos_b, sk_b, sk_h, sk_s,
+    grad_q, grad_k, grad_v, score_grads, sink_k, cos, sin, heads, n_tokens,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, cos_b, sk_h, sk_s,
     n_heads: tl.constexpr, n_kv: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
     heads_block: tl.constexpr, kv_block: tl.constexpr, half_block: tl.constexpr,
 ):  # fmt: skip
@@ -337,10 +222,10 @@ def _join_heads(
     source = grad_q + q_b * b + q_h * h + q_t * t + lane
     first, second = tl.load(source, mine, 0).to(tl.float32), tl.load(source + half, mine, 0).to(tl.float32)
     for sink in tl.static_range(n_sinks):
-        turn = tl.load(turns + ((b * n_heads + h) * n_tokens + t) * n_sinks + sink, h < n_heads, 0)
-        key = sink_k + sk_b * b + sk_h * (h // (n_heads // n_kv)) + sk_s * sink + lane
-        first += turn * tl.load(key, mine, 0).to(tl.float32)
-        second += turn * tl.load(key + half, mine, 0).to(tl.float32)
+        score_grad = tl.load(score_grads + ((b * n_heads + h) * n_tokens + t) * n_sinks + sink, h < n_heads, 0)
+        key = sink_k + sk_h * (h // (n_heads // n_kv)) + sk_s * sink + lane
+        first += score_grad * tl.load(key, mine, 0).to(tl.float32)
+        second += score_grad * tl.load(key + half, mine, 0).to(tl.float32)
     tl.store(row + h * width, (first * c + second * s).to(heads.dtype.element_ty), mine)
     tl.store(row + h * width + half, (second * c - first * s).to(heads.dtype.element_ty), mine)
     source = grad_k + k_b * b + k_h * kv + k_t * t + lane
@@ -355,14 +240,15 @@ def _join_heads(
 
 
 def join_heads(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """operators.join_heads."""
     batch, n_heads, tokens, width = grad_q.shape
     heads = grad_k.new_empty(batch * tokens, n_heads + 2 * grad_k.shape[1], width)
     _join_into(heads, [grad_q, grad_k, grad_v], cos, sin, None, None)
     return heads
 
 
-def _join_into(into: Tensor, grads: list[Tensor], cos: Tensor, sin: Tensor, turns: Tensor | None, sink_k: Tensor | None) -> None:
+def _join_into(
+    into: Tensor, grads: list[Tensor], cos: Tensor, sin: Tensor, score_grads: Tensor | None, sink_k: Tensor | None
+) -> None:
     """Into the first rows, as many as there are tokens. grads: of q, k and v."""
     grad_q, grad_k, grad_v = (_narrow(x) for x in grads)
     batch, n_heads, tokens, width = grad_q.shape
@@ -371,10 +257,11 @@ def _join_into(into: Tensor, grads: list[Tensor], cos: Tensor, sin: Tensor, turn
     cos, sin = cos.contiguous(), sin.contiguous()
     heads_block, kv_block, half = (triton.next_power_of_2(n) for n in (n_heads, n_kv, width // 2))
     _join_heads[(tokens, batch)](
-        grad_q, grad_k, grad_v, grad_q if turns is None else turns, grad_q if sink_k is None else sink_k, cos, sin, into, tokens,
+        grad_q, grad_k, grad_v, grad_q if score_grads is None else score_grads, grad_q if sink_k is None else sink_k,
+        cos, sin, into, tokens,
         *grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3], cos.stride(0) if cos.shape[0] > 1 else 0,
-        *((0, 0, 0) if sink_k is None else _strides(sink_k, batch)),
-        n_heads=n_heads, n_kv=n_kv, n_sinks=0 if turns is None else turns.shape[3], width=width,
+        *((0, 0) if sink_k is None else sink_k.stride()[1:3]),
+        n_heads=n_heads, n_kv=n_kv, n_sinks=0 if score_grads is None else score_grads.shape[3], width=width,
         heads_block=heads_block, kv_block=kv_block, half_block=half,
         num_warps=min(_JOINED_WARPS, max(1, (heads_block + 2 * kv_block) * half // _JOINED_BY_WARP)),
     )  # fmt: skip
@@ -410,8 +297,8 @@ def _return_sinks(
     n_all = tl.where(is_sink, n_all, 0)  # parts; the other rows and heads have none
     parts = from_k if is_key else from_v
     first, second = _sum_halves(parts, n_all, n_each, n_between, kv, row, lane, wide, n_sinks, width, block, half_block)
-    turns = lane < tl.where(is_sink & is_key, half, 0)
-    c, s = tl.load(cos + row * half + lane, turns, 1).to(tl.float32), tl.load(sin + row * half + lane, turns, 0).to(tl.float32)
+    rotates = lane < tl.where(is_sink & is_key, half, 0)
+    c, s = tl.load(cos + row * half + lane, rotates, 1).to(tl.float32), tl.load(sin + row * half + lane, rotates, 0).to(tl.float32)
     left, right = first * c + second * s, second * c - first * s
     keeps = lane < tl.where(is_sink & (head >= n_heads + n_kv), half, 0)
     for member in tl.static_range(group):
@@ -425,15 +312,14 @@ def _return_sinks(
     tl.store(place + half, right.to(into.dtype.element_ty), wide)
 
 
-def merge_rows_backward(
+def merge_flat_backward(
     grad: Tensor, grads: list[Tensor], had: list[Tensor], sinks: list[Tensor], angles: list[Tensor], zero_value: bool, scale: float
 ) -> Tensor:
-    """operators.merge_rows_backward."""
     (q, rows, lse, scores), (sink_k, sink_v), (cos, sin, sink_cos, sink_sin) = had, sinks, angles
     batch, n_heads, tokens, width = q.shape
     n_kv, n_sinks = sink_k.shape[1:3]
-    flowing, out = (_by_row(x, batch, tokens) for x in (grad, rows))
-    turns, parts, n_parts = _flow_to_sinks(flowing, q, out, lse, sink_k, sink_v, scores, scale)
+    flowing, out = (_by_sample(x, batch, tokens) for x in (grad, rows))
+    score_grads, parts, n_parts = _sink_backward(flowing, q, out, lse, sink_v, scores, scale)
     heads = grad.new_empty(grad.shape[0], n_heads + 2 * n_kv, width)
     n_each, behind = n_heads // n_kv * n_parts, grad[batch * tokens :].contiguous()
     half = triton.next_power_of_2(width // 2)
@@ -444,12 +330,12 @@ def merge_rows_backward(
         n_kv=n_kv, group=n_heads // n_kv, width=width, half_block=half, zero_value=zero_value,
         block=block, num_warps=_RETURN_WARPS,
     )  # fmt: skip
-    _join_into(heads, grads, cos, sin, turns, sink_k)
+    _join_into(heads, grads, cos, sin, score_grads, sink_k)
     return heads
 
 
 @triton.jit
-def _place_sinks(
+def _rotate_sinks(
     heads, cos, sin, sink_k, sink_v, own, n_sinks, n_heads, heads_t,
     n_kv: tl.constexpr, group: tl.constexpr, width: tl.constexpr, half_block: tl.constexpr, zero_value: tl.constexpr,
 ):  # fmt: skip
@@ -474,15 +360,14 @@ def _place_sinks(
         tl.store(own + (row * n_heads + h) * width + part * half + lane, value, wide)
 
 
-def place_sinks(
+def rotate_sinks(
     heads: Tensor, cos: Tensor, sin: Tensor, n_tokens: int, n_heads: int, zero_value: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """operators.place_sinks."""
     width, n_sinks, n_kv = heads.shape[2], cos.shape[1], (heads.shape[1] - n_heads) // 2
     heads = heads if heads.stride()[1:] == (width, 1) else heads.contiguous()
     sink_k, sink_v = (heads.new_empty(1, n_kv, n_sinks, width) for _ in range(2))
     own = heads.new_empty(heads.shape[0] - n_tokens, n_heads, width)
-    _place_sinks[(own.shape[0], n_heads)](
+    _rotate_sinks[(own.shape[0], n_heads)](
         heads[n_tokens:], cos.contiguous(), sin.contiguous(), sink_k, sink_v, own, n_sinks, n_heads, heads.stride(0),
         n_kv=n_kv, group=n_heads // n_kv, width=width, half_block=triton.next_power_of_2(width // 2), zero_value=zero_value,
         num_warps=1,

@@ -144,7 +144,7 @@ def _look_at_queries(
         visible = (torch.arange(k.shape[2], device=k.device) < lengths[:, None])[:, None, None]
         counted = torch.arange(queries, device=q.device) < lengths[:, None]  # (B, T)
     values = v.to(precise)
-    room = _CHUNK_WEIGHTS_GPU if q.is_cuda else _CHUNK_WEIGHTS
+    room = _CHUNK_WEIGHTS if q.device.type == "cpu" else _CHUNK_WEIGHTS_GPU
     chunk = max(1, room // (batch * heads * n_keys))
     for start in range(0, queries, chunk):
         part = slice(start, start + chunk)

@@ -59,14 +59,15 @@ class Documents(NamedTuple):
 
 def place(
     config: ModelConfig,
-    tokens: Tensor,
+    n_tokens: int,
+    device: torch.device,
     dtype: torch.dtype,
     span: tuple[int | Tensor, int],
     lengths: Tensor | None,
     packed: Documents | None,
     causal: bool,
 ) -> tuple[Rotation, Rotation | None]:
-    """Rotations of the tokens (B, T), registers included, and of the lane.
+    """Rotations of the tokens, registers included, and of the lane.
 
     Sinks in front sit at 0..S-1 and content after them, or content comes first and sinks sit at each row's end. `span`: index of
     the first token in its row, tokens of the whole row.
@@ -78,10 +79,10 @@ def place(
     in_front = config.sink_position == "front"
     start, length = span
     row_end = length if lengths is None else lengths[:, None]
-    content = torch.arange(tokens.shape[1], device=tokens.device) + start + (n_sinks if in_front else 0)
+    content = torch.arange(n_tokens, device=device) + start + (n_sinks if in_front else 0)
     if packed is not None:
         content = content - packed.start if in_front else content + (row_end - packed.end)
-    sinks = torch.arange(n_sinks, device=tokens.device)
+    sinks = torch.arange(n_sinks, device=device)
     if not in_front and n_sinks:
         sinks = sinks + row_end
     if n_sinks and config.n_registers:

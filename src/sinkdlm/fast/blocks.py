@@ -1,0 +1,138 @@
+"""A block of the model that also runs fast: same parameters, same results, other arithmetic where a `FastContext` says so.
+
+`prepare` of runner.py makes one of a model's Block by its class alone. With any other context it is the plain block.
+
+B batch, T tokens, S sinks, N flat tokens behind the others (the sinks, and zeros that fill up), d model width.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sinkdlm.fast import float8_training as float8
+from sinkdlm.fast.checkpointing import Recompute, run_again
+from sinkdlm.fast.functions import add_norm, attend_flat, project, swiglu_matmul
+from sinkdlm.model import model as plain
+from sinkdlm.model.context import View
+from sinkdlm.model.lane import Lane
+
+_FUSED_SIZE = 1 << 20  # elements from which on SwiGLU pays as a kernel of its own
+
+
+class FastContext(NamedTuple):
+    """What a runner decided for one forward, the same for every layer but the last."""
+
+    view: View
+    batch: int = 0  # of a forward whose tokens and, behind them, sinks go as flat tokens of one matrix (B T + N, d)
+    dtype: torch.dtype = torch.float32  # of its matmuls
+    float8: bool = False  # whether those are in float8
+    kernels: Any = None  # of inference, where nothing needs gradients
+    recompute: Recompute = "none"
+    select: Tensor | None = None  # (M,), for the last layer: the only tokens whose output is needed
+    per_row: int = 0  # how many of each row, where that is the same for all
+    keeps_lane: bool = False  # whether layers hand back their lane, for a cache
+
+
+Result = tuple[Tensor, Tensor | None, Lane | None]
+
+
+class Block(plain.Block):
+    """Named as the plain one, which is what wrappers look for."""
+
+    def forward(self, x: Tensor, sinks: Tensor | Lane | None, ctx: View | FastContext) -> Result:
+        """With ctx.batch, x is all flat tokens, and the second argument the pending residual update."""
+        if not isinstance(ctx, FastContext):
+            return super().forward(x, sinks, ctx)
+        if ctx.recompute != "none":
+            # In here, so that hooks which gather a sharded block's weights, and the compiler, lie around it.
+            return run_again(self.compute, ctx.recompute, x, sinks, ctx)
+        return self.compute(x, sinks, ctx)
+
+    def compute(self, x: Tensor, sinks: Tensor | Lane | None, ctx: FastContext) -> Result:
+        if ctx.batch:
+            assert not isinstance(sinks, Lane)
+            return self._flat(x, sinks, ctx)
+        if ctx.kernels is None and ctx.select is None:
+            x, states, lane = super().forward(x, sinks, ctx.view)
+            return x, states, lane if ctx.keeps_lane else None
+        states, lane = self.run_lane(sinks) if isinstance(sinks, Tensor) else (None, sinks)
+        normed = self.attention_norm(x)
+        if ctx.kernels is None:
+            seen = self.attention.see(normed, lane, ctx.view)
+            q, seen_rest, visible, logit = seen.q, seen[1:5], seen.visible, seen.sink_logit
+        else:
+            q, k, v, visible = self._place_heads(normed, lane, ctx)
+            seen_rest, logit = (k, v, None, None), None if ctx.view.causal else self.attention.sink_logit
+        if ctx.select is not None and ctx.per_row:
+            q = pick(q.transpose(1, 2), ctx).transpose(1, 2)
+        mixed = ctx.view.attend(q, *seen_rest, sink_logit=logit, visible=visible, causal=ctx.view.causal).transpose(1, 2)
+        if ctx.select is not None:
+            mixed = mixed if ctx.per_row else pick(mixed, ctx)
+            x, normed = pick(x, ctx), pick(normed, ctx)
+        x = x + self.attention.finish(normed, mixed)
+        return x + self._feed_forward(self.mlp_norm(x), ctx), states, lane if ctx.keeps_lane else None
+
+    def _place_heads(self, x: Tensor, lane: Lane | None, ctx: FastContext) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """Attention.see in one pass over memory, the sinks' keys and values in front of the tokens'."""
+        attention, view = self.attention, ctx.view
+        heads = attention.qkv(x).unflatten(-1, (-1, attention.head_dim))
+        lane = None if lane is None or view.sink_rotation is None else Lane(lane.k.to(heads.dtype), lane.v.to(heads.dtype))
+        n_sinks = 0 if lane is None else lane.k.shape[1]
+        visible = view.visible if view.visible is None else functional.pad(view.visible, (n_sinks, 0), value=True)
+        given = (heads, attention.n_heads, view.rotation, lane, view.sink_rotation)
+        if view.cache is None:
+            return *ctx.kernels.place_heads(*given), visible
+        whole = view.cache.rows(attention.layer, heads[:, :, : attention.n_kv_heads].transpose(1, 2), n_sinks)
+        start = view.cache.start
+        start = start if isinstance(start, Tensor) else heads.new_full((), start, dtype=torch.int64)
+        return *ctx.kernels.place_heads(*given, whole, start), visible
+
+    def _feed_forward(self, x: Tensor, ctx: FastContext) -> Tensor:
+        return self.mlp(x) if ctx.kernels is None else self.mlp.down(ctx.kernels.swiglu(self.mlp.gate_up(x)))
+
+    def _flat(self, x: Tensor, update: Tensor | None, ctx: FastContext) -> Result:
+        """Tokens and sinks share every matmul, so the lane costs none of its own; a layer's update is added in the next norm."""
+        attention, view = self.attention, ctx.view
+        x, normed = add_norm(x, update, self.attention_norm.weight, self.attention_norm.eps, ctx.dtype)
+        heads = _matmul(attention.qkv, normed, ctx).unflatten(-1, (-1, attention.head_dim))
+        mixed = attend_flat(heads, view.rotation, view.sink_rotation, ctx.batch, attention.n_heads, zero_value=attention.zero_value)
+        if ctx.select is not None:
+            x, mixed = x.index_select(0, ctx.select), mixed.index_select(0, ctx.select)
+            normed = normed if attention.gate is None else normed.index_select(0, ctx.select)
+        if attention.gate is not None:
+            gate = _matmul(attention.gate, normed, ctx._replace(float8=False))
+            mixed = mixed * torch.sigmoid(gate).unflatten(-1, (attention.n_heads, -1))
+        update = _matmul(attention.out, mixed.flatten(-2), ctx)
+        x, normed = add_norm(x, update, self.mlp_norm.weight, self.mlp_norm.eps, ctx.dtype)
+        return x, self._flat_feed_forward(normed, ctx), None
+
+    def _flat_feed_forward(self, x: Tensor, ctx: FastContext) -> Tensor:
+        gate_up, down = self.mlp.gate_up, self.mlp.down
+        if ctx.float8 and float8.fits(gate_up, down):
+            predictions = float8.predictions_of(self.mlp, down.weight)
+            return float8.swiglu_mlp(x, gate_up.weight, down.weight, ctx.dtype, predictions)
+        wide = _matmul(gate_up, x, ctx)
+        if is_linear(down) and wide.numel() >= _FUSED_SIZE:
+            return swiglu_matmul(wide, down.weight)
+        gate, up = wide.chunk(2, dim=-1)
+        return down(functional.silu(gate) * up)
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether there is no more to a layer than its weight and bias, as there is to an adapter's."""
+    return type(layer) in (nn.Linear, float8.Linear)
+
+
+def _matmul(layer: nn.Linear, x: Tensor, ctx: FastContext) -> Tensor:
+    if ctx.float8 and float8.fits(layer):
+        return float8.linear(layer, x, ctx.dtype)
+    return project(x.to(ctx.dtype), layer.weight, layer.bias) if is_linear(layer) else layer(x)
+
+
+def pick(x: Tensor, ctx: FastContext) -> Tensor:
+    """(B, T, ...) at the selected tokens: (B, per_row, ...), or (M, ...) where rows select unequally many."""
+    assert ctx.select is not None
+    found = x.flatten(0, 1).index_select(0, ctx.select)
+    return found.unflatten(0, (-1, ctx.per_row)) if ctx.per_row else found

@@ -1,0 +1,226 @@
+"""Who decides how a model runs: `prepare` or `accelerate` once, then a `FastRunner` once per forward.
+
+The only place that asks about gradients, autocast, device and compiler before a forward. Three ways, all equal to `run_plain`:
+flat (a training step in half precision on a GPU: tokens and sinks as flat tokens of one matrix), kernels (inference on a GPU) and
+plain blocks, whose last layer ends where a caller looks.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from sinkdlm.config.model import ModelConfig
+from sinkdlm.fast import blocks, float8_training
+from sinkdlm.fast.attention import attend_flex, attend_grouped, block_mask
+from sinkdlm.fast.blocks import FastContext
+from sinkdlm.fast.checkpointing import Recompute
+from sinkdlm.fast.force_eager import uncompiled
+from sinkdlm.fast.functions import add_last_norm
+from sinkdlm.fast.lane_cache import LaneCache
+from sinkdlm.kernels.available import has_kernels, load_kernels
+from sinkdlm.model import model as plain
+from sinkdlm.model.context import Context, View, padding_mask, rotations, visibility
+from sinkdlm.model.lane import Lane
+from sinkdlm.model.model import DiffusionLM, run_plain
+
+_HALF = (torch.bfloat16, torch.float16)
+_ALIGNMENT = 8  # elements; GPU kernels read heads in 16-byte pieces
+_CUDNN_WIDTH = 128  # the widest head of its backward
+_FLAT_TOKENS = 512  # of rows from which on merging sinks pays
+_FLEX_WIDTH = 16  # the narrowest head its GPU kernel takes
+_MULTIPLE = 16  # of flat tokens, which matmuls like
+
+Path = Literal["plain", "flat", "kernels", "flex"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decided for a whole run, before weights are on their device."""
+
+    float8: bool = False  # matmuls of blocks, while they train
+    residual: torch.dtype | None = None  # of the residual stream under autocast; None: the weights'
+    recompute: Recompute = "none"  # activation checkpointing: what the backward computes again
+    compile: Literal["none", "blocks", "whole"] = "none"
+
+
+def prepare(model: DiffusionLM, plan: Plan) -> list[str]:
+    """Gives a model a fast runner and fast blocks, in place; before it is materialised, sharded, compiled and captured.
+
+    Only the shipped Block is exchanged: a subclass of somebody else's runs plain. Returns what is to be said about that.
+    """
+    foreign = [type(block).__name__ for block in model.blocks if type(block) not in (plain.Block, blocks.Block)]
+    if foreign:
+        model.runner = run_plain
+        return [f"blocks of class {foreign[0]}: not the package's own, so the plain runner runs them"]
+    for block in model.blocks:
+        block.__class__ = blocks.Block
+        for layer in block.modules() if plan.float8 else ():
+            if type(layer) is nn.Linear and float8_training.fits(layer) and layer is not block.get_submodule("attention").gate:
+                layer.__class__ = float8_training.Linear
+    model.runner = FastRunner(plan)
+    return []
+
+
+def accelerate(model: DiffusionLM) -> DiffusionLM:
+    """The model with a fast runner, for inference: what `sinkdlm.load` returns."""
+    prepare(model, Plan())
+    return model
+
+
+def compile_blocks(model: DiffusionLM) -> None:
+    """Has torch's compiler take each block's arithmetic; hooks that gather its weights stay outside."""
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward)
+
+
+def supports_flat(config: ModelConfig, device: str, dtype: torch.dtype, tokens: int) -> bool:
+    """Whether full rows of so many tokens train as flat tokens: where cuDNN's attention runs, which is slower for T + 1 keys than
+    for T, and where Triton's kernels can be built."""
+    if device != "cuda" or dtype not in _HALF or tokens < _FLAT_TOKENS or config.has_sink_logit or config.n_registers:
+        return False
+    if config.head_dim > _CUDNN_WIDTH or config.head_dim % _ALIGNMENT:
+        return False
+    has_cudnn = torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability()[0] >= 9
+    return has_cudnn and has_kernels()
+
+
+def supports_flex(config: ModelConfig, device: str, dtype: torch.dtype) -> bool:
+    """Whether FlexAttention's GPU kernel takes these heads."""
+    width = config.head_dim
+    return device == "cuda" and dtype != torch.float64 and width >= _FLEX_WIDTH and width & (width - 1) == 0
+
+
+def dtype_of(x: Tensor) -> torch.dtype:
+    """In which matmuls of x are computed here and now."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class FastRunner:
+    """Runs a prepared model. Holds a plan, and no model.
+
+    force: a path for every forward that can take it, for tests."""
+
+    def __init__(self, plan: Plan, *, force: Path | None = None) -> None:
+        self.plan, self._force = plan, force
+        self._blocks: Callable[..., Tensor] = run_blocks
+        if plan.compile == "whole":  # all blocks as one function without Python inside, in which a small model spends its time
+            self._blocks = torch.compile(run_blocks, dynamic=True, options={"cpp_wrapper": True})
+
+    def choose(self, config: ModelConfig, x: Tensor, ctx: Context) -> Path:
+        """The one decision of a forward."""
+        trains, kind, dtype = torch.is_grad_enabled(), x.device.type, dtype_of(x)
+        if ctx.observe is not None or ctx.intervene is not None or torch.compiler.is_compiling():
+            return "plain"
+        pairwise = ctx.documents is not None or ctx.annealing is not None
+        if pairwise:
+            asked = ctx.form == "flex" or self._force == "flex"
+            return "flex" if asked or (ctx.form == "auto" and supports_flex(config, kind, dtype)) else "plain"
+        if ctx.causal or ctx.form not in ("auto", "append") or config.n_registers:
+            return "plain"
+        if trains:
+            full = ctx.lengths is None and ctx.cache is None and ctx.form == "auto"
+            flat = supports_flat(config, kind, dtype, x.shape[1]) or (self._force == "flat" and not config.has_sink_logit)
+            return "flat" if full and flat else "plain"
+        kernels = load_kernels() if kind == "cuda" else None
+        return "kernels" if kernels is not None and x.dtype in kernels.DTYPES else "plain"
+
+    def __call__(self, model: DiffusionLM, x: Tensor, ctx: Context, select: Tensor | None = None) -> Tensor:
+        trains, path = torch.is_grad_enabled(), self.choose(model.config, x, ctx)
+        if self.plan.residual is not None and torch.is_autocast_enabled(x.device.type):
+            x = x.to(self.plan.residual)
+        watched = ctx.observe is not None or ctx.intervene is not None
+        scope = None if trains or model.scope is None or torch.compiler.is_compiling() else model.scope
+        if scope is not None and scope.kept is None:
+            scope.kept = LaneCache()
+        kept: LaneCache | None = None if scope is None else scope.kept
+        fast = FastContext(self._view(model.config, x, ctx, path, kept), recompute=self.plan.recompute if trains else "none")
+        if path == "flat":
+            return self._run_flat(model, x, fast._replace(batch=x.shape[0], dtype=dtype_of(x), float8=self.plan.float8), select)
+        if path == "kernels":
+            fast = fast._replace(kernels=load_kernels())
+        # Whom a token sees causally depends on where it stands among all; and compiled blocks want few shapes.
+        ends_early = select is not None and not ctx.causal and not watched and (self.plan.compile != "blocks" or not trains)
+        if path == "kernels" and not ctx.per_row:
+            ends_early = False
+        last = (select, ctx.per_row) if ends_early else (None, 0)
+        sinks = model.first_lane(x, ctx)
+        run = self._blocks if trains and not watched else run_blocks
+        lanes: list[Lane] | None = None
+        if kept is not None and sinks is not None:
+            lanes = kept.find(model)
+            fast = fast._replace(keeps_lane=lanes is None)
+        found: list[Lane] = []
+        with uncompiled() if watched and not torch.compiler.is_compiling() else nullcontext():
+            x = run(model, x, sinks if lanes is None else lanes, fast, last, found)
+        if kept is not None and sinks is not None and lanes is None:
+            kept.keep(model, found)
+        x = model.norm(x)
+        if select is None:
+            return x
+        return x.flatten(0, -2) if ends_early else x.flatten(0, 1).index_select(0, select)
+
+    def _view(self, config: ModelConfig, x: Tensor, ctx: Context, path: Path, kept: LaneCache | None) -> View:
+        if ctx.form == "naive":
+            return ctx.view(config, x)
+        by_shape = ctx.lengths is None and ctx.documents is None and isinstance(ctx.span[0], int)
+        if by_shape and kept is not None:
+            key = (x.dtype, x.device, ctx.causal, x.shape[1], ctx.span)
+            rotated = kept.table(key, lambda: rotations(config, x, ctx))
+        else:
+            rotated = rotations(config, x, ctx)
+        rule = visibility(config, x, ctx)
+        watchers = (ctx.observe, ctx.intervene, ctx.cache)
+        if path == "flex" and rule is not None:
+            return View(*rotated, block_mask(rule, x.shape[0], config.n_lane), ctx.causal, attend_flex, *watchers)
+        visible = padding_mask(config, x, ctx) if rule is None else rule.dense()
+        attend = attend_grouped if x.device.type == "cuda" else View._field_defaults["attend"]
+        return View(*rotated, visible, ctx.causal, attend, *watchers)
+
+    def _run_flat(self, model: DiffusionLM, x: Tensor, fast: FastContext, select: Tensor | None) -> Tensor:
+        """The result is of the matmuls' precision."""
+        n_tokens = x.shape[0] * x.shape[1]
+        flat = x.flatten(0, 1)
+        if fast.view.sink_rotation is not None and model.sinks is not None:
+            filling = x.new_zeros(-(n_tokens + len(model.sinks)) % _MULTIPLE, x.shape[2])
+            flat = torch.cat([flat, model.sinks.to(x), filling])
+        # Nothing to add yet, in a form that lets the first block run what the others run.
+        update = torch.zeros_like(flat, dtype=fast.dtype, requires_grad=True)
+        *others, last = model.blocks
+        for block in others:
+            flat, update, _ = block(flat, update, fast)
+        own = type(last) is blocks.Block  # not sharded
+        early = select is not None and (own or self.plan.compile == "none")
+        fast = fast._replace(select=select if early else None)
+        if early and own:  # as it is written, not as it is compiled: its shapes are new in every step
+            flat, update, _ = blocks.Block.forward(last, flat, cast(Tensor, update), fast)  # type: ignore[assignment]
+        else:
+            flat, update, _ = last(flat, update, fast)
+        out = add_last_norm(flat, update, model.norm.weight, model.norm.eps, fast.dtype)
+        if early:
+            return out
+        return out[:n_tokens].view_as(x) if select is None else out.index_select(0, select)
+
+
+def run_blocks(
+    model: DiffusionLM,
+    x: Tensor,
+    sinks: Tensor | list[Lane] | None,
+    fast: FastContext,
+    last: tuple[Tensor | None, int],
+    found: list[Lane],
+) -> Tensor:
+    """All layers with the lane beside them: its states, or the Lane of each layer from before. found: where new ones go."""
+    cached = sinks if isinstance(sinks, list) else None
+    states: Any = None if cached is not None else sinks
+    for layer, block in enumerate(model.blocks):
+        if layer == len(model.blocks) - 1:
+            fast = fast._replace(select=last[0], per_row=last[1])
+        x, states, lane = block(x, states if cached is None else cached[layer], fast)
+        if lane is not None:
+            found.append(lane)
+    return x
