@@ -8,7 +8,7 @@ import torch
 
 from sinkdlm import diffusion
 from sinkdlm.diffusion import Noisy, Schedule, chunked_nll, corrupt, denoising_loss
-from sinkdlm.model.visibility import Opening
+from sinkdlm.model.visibility import Annealing
 from small_models import small_model, small_tokens
 
 SCHEDULES = [Schedule("linear", 1e-3), Schedule("linear", 0.0), Schedule("cosine", 1e-3), Schedule("loglinear", 1e-3)]
@@ -281,7 +281,7 @@ def test_a_batch_without_masked_positions_has_zero_loss_and_gradients():
     assert all(weight.grad is not None and not weight.grad.any() for weight in model.parameters())
 
 
-@pytest.mark.parametrize("which", ["whole rows", "padded", "opening", "none masked"])
+@pytest.mark.parametrize("which", ["whole rows", "padded", "annealing", "none masked"])
 @pytest.mark.parametrize("rounded", [False, True])
 def test_a_model_that_is_told_where_the_loss_looks_ends_there_with_the_same_loss_and_gradients(
     variant, which, rounded, monkeypatch
@@ -301,8 +301,8 @@ def test_a_model_that_is_told_where_the_loss_looks_ends_there_with_the_same_loss
     for early in (False, True):
         model.picks_early = early
         model.zero_grad()
-        opening = Opening(0.5, 7) if which == "opening" else None
-        loss = denoising_loss(model, tokens, noisy, denominator=45.0, lengths=lengths, opening=opening)
+        annealing = Annealing(0.5, 7) if which == "annealing" else None
+        loss = denoising_loss(model, tokens, noisy, denominator=45.0, lengths=lengths, annealing=annealing)
         loss.total.backward()
         nll = loss.nll if loss.used is None else loss.nll[loss.used]
         found.append([loss.total.detach(), nll, *(p.grad.clone() for p in model.parameters())])
@@ -313,7 +313,7 @@ def test_a_model_that_is_told_where_the_loss_looks_ends_there_with_the_same_loss
     for told, plain in zip(*reversed(found), strict=True):
         torch.testing.assert_close(told, plain, rtol=1e-10, atol=1e-12)
     with torch.no_grad():
-        loss = denoising_loss(model, tokens, noisy, denominator=45.0, lengths=lengths, opening=opening)
+        loss = denoising_loss(model, tokens, noisy, denominator=45.0, lengths=lengths, annealing=annealing)
     assert loss.used is None
     assert len(loss.nll) == n_scored
 

@@ -9,7 +9,7 @@ from engines import POLICIES, Owner, alone, request_of
 from sinkdlm import DiffusionLM, ModelConfig
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
 from sinkdlm.model.attention import attend
-from sinkdlm.model.visibility import Opening, pair_bits
+from sinkdlm.model.visibility import Annealing, pair_bits
 from sinkdlm.serving.engine import Engine, Turns
 from small_models import VARIANTS, small_model, small_tokens
 from visibility_rules import random_rule
@@ -135,7 +135,7 @@ def test_flex_is_as_exact_as_the_dense_mask(dtype, floor, shape, share, has_logi
 def options(batch, n_tokens, step=0, lengths=None):
     generator = torch.Generator().manual_seed(step)
     ids = (torch.rand(batch, n_tokens, generator=generator) < 0.01).cumsum(1).cuda()
-    opening = Opening(0.1 + 0.2 * step, step)
+    opening = Annealing(0.1 + 0.2 * step, step)
     inside = {} if lengths is None else {"lengths": lengths}
     return {
         "documents": {"documents": ids, **inside},

@@ -130,7 +130,7 @@ def test_a_model_with_kernels_is_the_model(name, fused):
         fused(on)
         cache = BlockCache(9)
         with model.inference():
-            found = [model(tokens), model(tokens, lengths=lengths)[1, :6], model(tokens, wanted=wanted), model(tokens, cache=cache)]
+            found = [model(tokens), model(tokens, lengths=lengths)[1, :6], model(tokens, select=wanted), model(tokens, cache=cache)]
             cache.start = torch.tensor(2, device=DEVICE)
             return [*found, model(changed[:, 2:7], cache=cache)]
 

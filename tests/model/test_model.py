@@ -529,13 +529,13 @@ def test_wanted_positions_are_those_of_the_whole(variant, padded):
     lengths = torch.tensor([9, 6, 9]) if padded else None
     with model.inference():
         whole = model(tokens, lengths=lengths)
-        some = model(tokens, lengths=lengths, wanted=wanted)
+        some = model(tokens, lengths=lengths, select=wanted)
         expected = torch.stack([row[places] for row, places in zip(whole, wanted, strict=True)])
         assert (some - expected).abs().max() <= 1e-12
         assert torch.equal(model.denoiser()(tokens, lengths=lengths, where=wanted), model.head(some))
         spread = torch.tensor([0, 8, 9, 11, 26])  # unequally many of each row
-        some = model(tokens, lengths=lengths, wanted=spread)
+        some = model(tokens, lengths=lengths, select=spread)
         assert (some - whole.flatten(0, 1)[spread]).abs().max() <= 1e-12
-        whole, some = (model(tokens, lengths=lengths, causal=True, wanted=places) for places in (None, wanted))
+        whole, some = (model(tokens, lengths=lengths, causal=True, select=places) for places in (None, wanted))
         expected = torch.stack([row[places] for row, places in zip(whole, wanted, strict=True)])
         assert (some - expected).abs().max() <= 1e-12

@@ -1,4 +1,4 @@
-"""Packed documents and opening attention: each document is as if alone, and an opening shows what its draw says."""
+"""Packed documents and annealing attention: each document is as if alone, and an annealing shows what its draw says."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from attention_inputs import LargestTensor
 from sinkdlm import noise
 from sinkdlm.diffusion import Noisy, denoising_loss
 from sinkdlm.model.attention import choose_form
-from sinkdlm.model.visibility import DrawnOpening, Opening, Visibility, pair_bits
+from sinkdlm.model.visibility import Annealing, DrawnAnnealing, Visibility, pair_bits
 from small_models import VARIANTS, small_model, small_tokens
 from visibility_rules import random_rule
 
@@ -140,13 +140,13 @@ def test_recomputing_and_cached_lanes_change_nothing(flags):
     runs = []
     for model.recompute in ("none", "selective", "full"):
         model.zero_grad()
-        out = model(tokens, documents=ids, opening=Opening(0.5, 1))
+        out = model(tokens, documents=ids, annealing=Annealing(0.5, 1))
         out.square().sum().backward()
         runs.append([out.detach(), *gradients(model).values()])
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*runs, strict=True))
     with model.inference():
         for _ in range(2):
-            assert torch.equal(model(tokens, documents=ids, opening=Opening(0.5, 1)), runs[0][0])
+            assert torch.equal(model(tokens, documents=ids, annealing=Annealing(0.5, 1)), runs[0][0])
 
 
 @pytest.mark.parametrize("name", ["sink", "logit", "parent", "end-shift"])
@@ -191,11 +191,11 @@ def test_loss_hands_options_to_the_model_only_where_given():
     plain = Plain()
     denoising_loss(plain, tokens, noisy, denominator=1.0)
     assert plain.seen == {}
-    denoising_loss(plain, tokens, noisy, denominator=1.0, documents=tokens, opening=Opening(0.5, 0))
-    assert plain.seen.keys() == {"documents", "opening"}
+    denoising_loss(plain, tokens, noisy, denominator=1.0, documents=tokens, annealing=Annealing(0.5, 0))
+    assert plain.seen.keys() == {"documents", "annealing"}
 
 
-# -- opening --------------------------------------------------------------------------------------------------------------
+# -- annealing --------------------------------------------------------------------------------------------------------------
 
 
 def mix32(word):
@@ -204,14 +204,14 @@ def mix32(word):
     return word ^ (word >> 16)
 
 
-def drawn_in_python(opening, n_tokens):
+def drawn_in_python(annealing, n_tokens):
     """Visible pairs, from Python's integers."""
 
     def words(side):
-        return [noise.hash_words(opening.key, int(noise.Stream.OPENING), side, i) >> 32 for i in range(n_tokens)]
+        return [noise.hash_words(annealing.key, int(noise.Stream.ANNEALING), side, i) >> 32 for i in range(n_tokens)]
 
     rows, columns = words(0), words(1)
-    limit = opening.share * 2**32
+    limit = annealing.share * 2**32
     return torch.tensor(
         [[j <= i or ((mix32(rows[i] ^ columns[j]) + 2**31) % 2**32) < limit for j in range(n_tokens)] for i in range(n_tokens)]
     )
@@ -234,14 +234,14 @@ def opened_by_reference(model, tokens, visible, monkeypatch):
 @pytest.mark.parametrize("share", [0.0, 0.4])
 @pytest.mark.parametrize(("name", "form"), FORM_OF)
 def test_opening_equals_masked_reference(name, form, share, monkeypatch):
-    model, tokens, opening = small_model(attention=form, **VARIANTS[name]), small_tokens(2, 9), Opening(share, 77)
-    visible = drawn_in_python(opening, 9)
+    model, tokens, annealing = small_model(attention=form, **VARIANTS[name]), small_tokens(2, 9), Annealing(share, 77)
+    visible = drawn_in_python(annealing, 9)
     assert visible.tril().sum() == 45
     assert (visible.sum() > 45) == (share > 0)
     expected, weights = opened_by_reference(model, tokens, visible, monkeypatch)
     grad = cotangent(tokens, model)
     (expected * grad).sum().backward()
-    out = model(tokens, opening=opening)
+    out = model(tokens, annealing=annealing)
     (out * grad).sum().backward()
     assert (out - expected).abs().max() <= 1e-10
     assert_same_gradients(gradients(model), {n: w.grad for n, w in weights.items() if w.grad is not None}, 1e-10)
@@ -251,16 +251,16 @@ def test_opening_equals_masked_reference(name, form, share, monkeypatch):
 @pytest.mark.parametrize("name", ["vanilla", "sinks-2-end-zero-gate", "logit", "parent"])
 def test_opening_and_documents_and_lengths_combine(name, lengths, monkeypatch):
     """A document sees what its own part of the draw shows: i and j count along the row."""
-    model, tokens, opening = small_model(**PACKABLE[name]), small_tokens(3, 13), Opening(0.3, 5)
-    visible = drawn_in_python(opening, 13)
+    model, tokens, annealing = small_model(**PACKABLE[name]), small_tokens(3, 13), Annealing(0.3, 5)
+    visible = drawn_in_python(annealing, 13)
     with torch.no_grad():
         given = {"lengths": None if lengths is None else torch.tensor(lengths)}
-        packed = model(tokens, documents=ids_of(LAYOUT), opening=opening, **given)
+        packed = model(tokens, documents=ids_of(LAYOUT), annealing=annealing, **given)
         for row, start, end in spans_of(LAYOUT, lengths):
             part = visible[start:end, start:end]
             alone, _ = opened_by_reference(model, tokens[row : row + 1, start:end], part, monkeypatch)
             assert (packed[row, start:end] - alone[0]).abs().max() <= 1e-10
-        whole = model(tokens, opening=opening, **given)
+        whole = model(tokens, annealing=annealing, **given)
         for row, length in enumerate(lengths or [13] * 3):
             alone, _ = opened_by_reference(model, tokens[row : row + 1, :length], visible[:length, :length], monkeypatch)
             assert (whole[row, :length] - alone[0]).abs().max() <= 1e-10
@@ -268,11 +268,11 @@ def test_opening_and_documents_and_lengths_combine(name, lengths, monkeypatch):
 
 @pytest.mark.parametrize("name", ["register", "register-2-end-zero"])
 def test_registers_see_no_padding_while_attention_opens(name):
-    model, tokens, opening = small_model(**VARIANTS[name]), small_tokens(3, 13), Opening(0.3, 5)
+    model, tokens, annealing = small_model(**VARIANTS[name]), small_tokens(3, 13), Annealing(0.3, 5)
     with torch.no_grad():
-        together = model(tokens, opening=opening, lengths=torch.tensor(LENGTHS))
+        together = model(tokens, annealing=annealing, lengths=torch.tensor(LENGTHS))
         for row, length in enumerate(LENGTHS):
-            alone = model(tokens[row : row + 1, :length], opening=opening)[0]
+            alone = model(tokens[row : row + 1, :length], annealing=annealing)[0]
             assert (together[row, :length] - alone).abs().max() <= 1e-12
 
 
@@ -280,10 +280,10 @@ def test_the_ends_of_the_opening(variant):
     model, tokens = small_model(dtype=torch.float32, **variant), small_tokens(2, 9)
     with torch.no_grad():
         for share in (1.0, 1, 1.5):
-            assert torch.equal(model(tokens, opening=Opening(share, 3)), model(tokens))
-        closed = model(tokens, opening=Opening(0.0, 3))
-        for other in (Opening(0.0, 4), Opening(-1.0, 3)):
-            assert torch.equal(model(tokens, opening=other), closed)
+            assert torch.equal(model(tokens, annealing=Annealing(share, 3)), model(tokens))
+        closed = model(tokens, annealing=Annealing(0.0, 3))
+        for other in (Annealing(0.0, 4), Annealing(-1.0, 3)):
+            assert torch.equal(model(tokens, annealing=other), closed)
         if variant.get("n_sinks", 0) == 0:  # and then it is the parent's attention
             torch.testing.assert_close(closed, model(tokens, causal=True))
 
@@ -291,25 +291,25 @@ def test_the_ends_of_the_opening(variant):
 def test_an_open_opening_may_go_with_anything():
     model, tokens = small_model(n_sinks=1), small_tokens(2, 9)
     seen = []
-    assert torch.equal(model(tokens, opening=Opening(1.0, 0), observe=lambda layer, *_: seen.append(layer)), model(tokens))
+    assert torch.equal(model(tokens, annealing=Annealing(1.0, 0), observe=lambda layer, *_: seen.append(layer)), model(tokens))
     assert seen == [0, 1, 2]
 
 
 def drawn(share, key, n):
-    words = noise.pair_words(key, noise.Stream.OPENING, n, torch.device("cpu"))
-    return Visibility(torch.zeros(1, n, dtype=torch.int32), DrawnOpening.draw(share, words)).dense()
+    words = noise.pair_words(key, noise.Stream.ANNEALING, n, torch.device("cpu"))
+    return Visibility(torch.zeros(1, n, dtype=torch.int32), DrawnAnnealing.draw(share, words)).dense()
 
 
 def test_one_draw_is_shared_by_all_rows():
     visible = drawn(0.3, 5, 64)
     assert visible.shape == (1, 1, 64, 64)
-    assert torch.equal(visible[0, 0], drawn_in_python(Opening(0.3, 5), 64))
+    assert torch.equal(visible[0, 0], drawn_in_python(Annealing(0.3, 5), 64))
     model, tokens = small_model(n_sinks=1), small_tokens(3, 13)
     with torch.no_grad():
-        together = model(tokens, opening=Opening(0.3, 5))
+        together = model(tokens, annealing=Annealing(0.3, 5))
         for row in range(3):
-            assert (model(tokens[row : row + 1], opening=Opening(0.3, 5))[0] - together[row]).abs().max() <= 1e-12
-        assert (model(tokens, opening=Opening(0.3, 6)) - together).abs().max() > 1e-3
+            assert (model(tokens[row : row + 1], annealing=Annealing(0.3, 5))[0] - together[row]).abs().max() <= 1e-12
+        assert (model(tokens, annealing=Annealing(0.3, 6)) - together).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 0.9])
@@ -411,8 +411,8 @@ def test_blocks_hold_no_tokens_by_tokens_tensor(share):
 
 GIVEN = {
     "documents": {"documents": ids_of(LAYOUT)},
-    "opening": {"opening": Opening(0.3, 5)},
-    "all": {"documents": ids_of(LAYOUT), "opening": Opening(0.3, 5), "lengths": torch.tensor(LENGTHS)},
+    "annealing": {"annealing": Annealing(0.3, 5)},
+    "all": {"documents": ids_of(LAYOUT), "annealing": Annealing(0.3, 5), "lengths": torch.tensor(LENGTHS)},
 }
 
 
@@ -421,11 +421,11 @@ GIVEN = {
     ("name", "given"),
     [
         ("vanilla", "documents"),
-        ("sink", "opening"),
+        ("sink", "annealing"),
         ("sinks-2-end-zero-gate", "all"),
         ("logit", "all"),
         ("parent", "all"),
-        ("register-2-end-zero", "opening"),
+        ("register-2-end-zero", "annealing"),
     ],
 )
 def test_flex_equals_the_dense_form(name, given):
@@ -451,7 +451,7 @@ def test_compiled_blocks_take_new_documents_and_draws_without_compiling_anew(for
     tokens = small_tokens(3, 13)
     torch._dynamo.utils.counters.clear()
     for step in range(3):
-        given = {"documents": ids_of(LAYOUT[step:] + LAYOUT[:step]), "opening": Opening(0.1 + 0.3 * step, step)}
+        given = {"documents": ids_of(LAYOUT[step:] + LAYOUT[:step]), "annealing": Annealing(0.1 + 0.3 * step, step)}
         out, expected = model(tokens, **given), plain(tokens, **given)
         assert (out - expected).abs().max() <= 1e-10
         out.square().sum().backward()
@@ -491,13 +491,13 @@ def test_model_says_which_attention_it_takes():
     model = small_model(n_sinks=1, attention="flex")
     assert model.attention_choice().form == "append"
     assert model.attention_choice(documents=True)[:2] == ("flex", "flex_attention")
-    assert model.attention_choice(opening=True).reason == "asked for"
-    assert small_model(n_sinks=1).attention_choice(documents=True, opening=True).form == "append"
+    assert model.attention_choice(annealing=True).reason == "asked for"
+    assert small_model(n_sinks=1).attention_choice(documents=True, annealing=True).form == "append"
 
 
 def test_what_cannot_be_is_refused():
     model, tokens, ids = small_model(n_sinks=1), small_tokens(3, 13), ids_of(LAYOUT)
-    for options, given in (({"documents": ids}, "documents"), ({"opening": Opening(0.5, 0)}, "opening")):
+    for options, given in (({"documents": ids}, "documents"), ({"annealing": Annealing(0.5, 0)}, "annealing")):
         for flag, value in (("causal", True), ("cache", object()), ("observe", lambda *_: None)):
             with pytest.raises(ValueError, match=f"{given}= and {flag}= do not go together"):
                 model(tokens, **options, **{flag: value})
@@ -508,4 +508,4 @@ def test_what_cannot_be_is_refused():
         with pytest.raises(ValueError, match="a register sees every document"):
             small_model(**VARIANTS[name])(tokens, documents=ids)
     with pytest.raises(ValueError, match="NaN"):
-        model(tokens, opening=Opening(math.nan, 0))
+        model(tokens, annealing=Annealing(math.nan, 0))

@@ -3,7 +3,7 @@
 import torch
 
 from sinkdlm import noise
-from sinkdlm.model.visibility import PADDING, SHARED, DrawnOpening, Visibility
+from sinkdlm.model.visibility import PADDING, SHARED, DrawnAnnealing, Visibility
 
 
 def random_rule(batch, n_tokens, share, n_registers=0, padded=False, seed=0, device="cpu"):
@@ -13,5 +13,5 @@ def random_rule(batch, n_tokens, share, n_registers=0, padded=False, seed=0, dev
         lengths = torch.randint(1, n_tokens, (batch,), generator=generator)
         numbers = torch.where(torch.arange(n_tokens) < lengths[:, None], numbers, PADDING)
     numbers = torch.nn.functional.pad(numbers, (n_registers, 0), value=SHARED).to(device)
-    words = noise.pair_words(3, noise.Stream.OPENING, n_tokens + n_registers, torch.device(device))
-    return Visibility(numbers, None if share is None else DrawnOpening.draw(share, words))
+    words = noise.pair_words(3, noise.Stream.ANNEALING, n_tokens + n_registers, torch.device(device))
+    return Visibility(numbers, None if share is None else DrawnAnnealing.draw(share, words))

@@ -17,8 +17,7 @@ from torch import Tensor
 from sinkdlm.analysis.trajectory import Trajectory
 from sinkdlm.errors import AnalysisError, ModelError
 from sinkdlm.model.attention import attend_naive
-from sinkdlm.model.layers import Block
-from sinkdlm.model.model import DiffusionLM
+from sinkdlm.model.model import Block, DiffusionLM
 from sinkdlm.model.observe import part_registers, share_on, summarize
 from sinkdlm.noise import Stream, fold, hash_words, unit_interval
 from sinkdlm.sampling.loop import step
@@ -115,11 +114,7 @@ class Watched:
 
     def _leave(self, attention: Any, given: tuple[Any, ...], update: Tensor) -> None:
         """|z| / |h| of each token."""
-        x, lane, around = given
         assert self._states is not None
-        if around.wanted is not None:
-            # The last layer computed only what the batch asked for; all of it is computed here, beside the model's own way.
-            update = attention.forward(x, lane, around._replace(wanted=None, observe=None))
         self._updates.append((_norms(update) / self._states)[:, self._n_registers :])
 
     def _collect(self, tokens: Tensor) -> list[dict[str, np.ndarray]]:

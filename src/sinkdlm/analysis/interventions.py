@@ -18,7 +18,7 @@ from torch import Tensor
 from sinkdlm.analysis.capture import RULES, Rules, noisy
 from sinkdlm.analysis.intervals import mean_interval
 from sinkdlm.likelihood import log_likelihood
-from sinkdlm.model.layers import Intervention, Seen
+from sinkdlm.model.context import Intervention, Seen
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.model.observe import summarize
 from sinkdlm.model.positions import Rotation

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -28,6 +28,7 @@ from sinkdlm.checkpoint.durable import sync
 from sinkdlm.checkpoint.tokenizer import check_vocabulary, read_tokenizer, write_tokenizer
 from sinkdlm.config.model import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import CheckpointError, ConfigError
+from sinkdlm.fast import accelerate
 from sinkdlm.model.model import DiffusionLM
 
 CONFIG, WEIGHTS, INDEX, PROVENANCE = "config.json", "model.safetensors", "model.safetensors.index.json", "provenance.json"
@@ -262,11 +263,12 @@ def load(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     verify: bool = True,
+    runner: Literal["auto", "plain"] = "auto",
 ) -> Loaded:
     """Reads a checkpoint directory. dtype: convert the weights; by default they stay as they were saved.
 
     verify: compare weights, config and tokenizer with the fingerprints in provenance.json (reads each file once more), and
-    refuse weights that are not finite.
+    refuse weights that are not finite. runner: "plain" runs the readable model alone, without kernels.
     """
     path = Path(path)
     place = _check_place(device, dtype)
@@ -277,6 +279,8 @@ def load(
         _verify(path, provenance, files)
     with torch.device("meta"):
         model = DiffusionLM(config)
+    if runner == "auto":
+        accelerate(model)
     _fill(model, path, files, place, dtype)
     if verify:
         for name, weight in model.state_dict().items():

@@ -78,7 +78,7 @@ class CausalDenoiser:
 
     def __call__(self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None) -> Tensor:
         with torch.no_grad():
-            return self.model.head(self.model(tokens, lengths=lengths, causal=True, wanted=where))
+            return self.model.head(self.model(tokens, lengths=lengths, causal=True, select=where))
 
 
 def forward_tokens(device: torch.device, vocab: int) -> int:

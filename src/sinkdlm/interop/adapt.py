@@ -15,6 +15,7 @@ from sinkdlm.checkpoint.directory import RESERVED, Loaded, check_finite, load, r
 from sinkdlm.checkpoint.tokenizer import check_vocabulary, highest_id, is_filler
 from sinkdlm.config.model import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConfigError, ConvertError
+from sinkdlm.fast import accelerate
 from sinkdlm.interop.sources import DREAM_MASK_ID, Source, open_source
 from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of
 from sinkdlm.model.model import DiffusionLM, draw_normal
@@ -53,7 +54,7 @@ def load_any(
         check_vocabulary(given, config, Path(tokenizer) if tokenizer is not None else source.path)
     state, made = _assemble(source, config, sink_init, gate_init, seed, dtype)
     with torch.device("meta"):
-        model = DiffusionLM(config)
+        model = accelerate(DiffusionLM(config))
     model.load_state_dict(state, assign=True)
     parent = {"kind": source.kind, "form": source.form, "path": str(source.path), "found": source.describe(), "changes": changes}
     before: dict[str, Any] = {}

@@ -10,12 +10,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
+from sinkdlm.fast import accelerate
 from sinkdlm.interop.hf_config import SinkDLMConfig
-from sinkdlm.model.layers import Norm
-from sinkdlm.model.model import DiffusionLM
+from sinkdlm.model.context import Context
+from sinkdlm.model.model import DiffusionLM, Norm, run_plain
+
+
+def run_again(model: DiffusionLM, x: Tensor, ctx: Context, select: Tensor | None = None) -> Tensor:
+    """`run_plain` with activation checkpointing: the backward computes each block again."""
+    if not torch.is_grad_enabled():
+        return run_plain(model, x, ctx, select)
+    view, sinks = ctx.view(model.config, x), model.first_lane(x, ctx)
+    for block in model.blocks:
+        x, sinks, _ = checkpoint(block, x, sinks, view, use_reentrant=False, preserve_rng_state=False)
+    x = model.norm(x)
+    return x if select is None else x.flatten(0, 1)[select]
 
 
 class SinkDLMForMaskedLM(PreTrainedModel):
@@ -31,6 +44,7 @@ class SinkDLMForMaskedLM(PreTrainedModel):
     def __init__(self, config: SinkDLMConfig) -> None:
         super().__init__(config)
         self.model = DiffusionLM(config.model_config())
+        accelerate(self.model)
         self.post_init()
 
     @classmethod
@@ -58,11 +72,12 @@ class SinkDLMForMaskedLM(PreTrainedModel):
         pass  # post_init would draw again, from the global generator
 
     def _set_gradient_checkpointing(self, enable: bool = True, **_: Any) -> None:
-        self.model.recompute = "full" if enable else "none"
+        self._plain_runner = getattr(self, "_plain_runner", self.model.runner)
+        self.model.runner = run_again if enable else self._plain_runner
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        return self.model.recompute != "none"
+        return self.model.runner is run_again
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed

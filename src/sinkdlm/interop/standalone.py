@@ -1,8 +1,7 @@
 """A modelling file that needs transformers and torch alone, generated from this package's own sources.
 
-`trust_remote_code=True` loads it where sinkdlm is not installed. It is the same code: noise, visibility, attention, lane,
-positions, fusion, recompute, layers, model and the transformers classes, with the package's imports taken out and a plain dataclass
-in place of the validated config.
+`trust_remote_code=True` loads it where sinkdlm is not installed. It is the same code: noise, the room model/ and the transformers
+classes, with the package's imports taken out and a plain dataclass in place of the validated config.
 """
 
 import ast
@@ -14,30 +13,15 @@ from typing import Any
 from sinkdlm import noise
 from sinkdlm.checkpoint.directory import CONFIG, PROVENANCE
 from sinkdlm.config.model import ModelConfig
-from sinkdlm.fast import checkpointing as recompute
 from sinkdlm.interop import hf, hf_config
-from sinkdlm.kernels import available as fusion
-from sinkdlm.model import attention, lane, layers, model, positions, visibility
+from sinkdlm.model import attention, context, lane, model, positions, visibility
 
 MODULE = "modeling_sinkdlm"
 _PROPERTIES = ("head_dim", "embedding_rows", "n_lane", "n_registers", "has_sink_logit")
-_DROPPED = {"stamp", "MODEL_FIELDS", "trains_fused", "register", "__new__"}
+_DROPPED = {"stamp", "MODEL_FIELDS", "register", "__new__"}
 # Without the package there is nobody to compute fingerprints: those of the weights that were there go.
 _STAMP = """def stamp(folder, config):
     (folder / "provenance.json").unlink(missing_ok=True)
-"""
-# Operators are registered once in a process, by the package: here training goes by torch's own operations.
-_PLAIN = """operators = add_norm = attend_rows = swiglu_product = product = swiglu_mlp = None
-
-
-def trains_fused(device, dtype):
-    return False
-
-
-def fits(*layers):
-    return False
-
-
 """
 
 
@@ -54,12 +38,11 @@ def make_standalone(folder: Path) -> None:
 def source_text() -> str:
     parts = ['"""sinkdlm, self-contained: generated from the sources of the package sinkdlm. Apache-2.0."""', ""]
     bodies, imports = [], {"import dataclasses"}
-    for module in (noise, visibility, attention, lane, positions, fusion, recompute, layers, model, hf_config, hf):
+    for module in (noise, visibility, attention, lane, positions, context, model, hf_config, hf):
         found, body = _split_imports(inspect.getsource(module))
         imports |= found
         bodies.append(body)
     bodies.insert(0, _config_source())
-    bodies.insert(1, _PLAIN)
     bodies.append(_STAMP)
     return "\n".join([*parts, *sorted(imports), "", "", *bodies])
 
@@ -67,9 +50,11 @@ def source_text() -> str:
 def _split_imports(text: str) -> tuple[set[str], str]:
     """(top-level imports of other packages, the rest without docstring, package imports and what needs the package)."""
     tree = ast.parse(text)
-    imports, body = set(), []
+    imports, body, fast = set(), [], set()
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sinkdlm.fast"):
+                fast |= {alias.name for alias in node.names}  # speed, which stays with the package
             if not ast.unparse(node).startswith(("from sinkdlm", "import sinkdlm")):
                 imports.add(ast.unparse(node))
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -77,8 +62,19 @@ def _split_imports(text: str) -> tuple[set[str], str]:
         elif _name_of(node) not in _DROPPED:
             if isinstance(node, ast.ClassDef):
                 node.body = [inner for inner in node.body if _name_of(inner) not in _DROPPED]
-            body.append(ast.unparse(node))
+            body.append(ast.unparse(_Without(fast).visit(node)))
     return imports, "\n\n\n".join(body) + "\n\n"
+
+
+class _Without(ast.NodeTransformer):
+    """Leaves out statements that call one of these names."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        called = node.value.func if isinstance(node.value, ast.Call) else None
+        return None if isinstance(called, ast.Name) and called.id in self._names else node
 
 
 def _name_of(node: ast.stmt) -> str:

@@ -23,6 +23,12 @@ from sinkdlm.model.visibility import Annealing
 from sinkdlm.noise import Stream, hash_words
 
 
+def draw_normal(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
+    """Standard normal values for the tensor of this name: float32, on the CPU, whatever the defaults are."""
+    key = hash_words(seed, int(Stream.WEIGHTS), *name.encode())
+    return torch.randn(shape, generator=torch.Generator().manual_seed(int(key) >> 1), dtype=torch.float32, device="cpu")
+
+
 class Norm(nn.Module):
     """RMSNorm."""
 
@@ -192,9 +198,7 @@ class DiffusionLM(nn.Module):
         if kind in ("attention_norm", "mlp_norm", "norm", "bias", "sink_logit"):
             return torch.full(shape, 0.0 if kind in ("bias", "sink_logit") else 1.0, dtype=torch.float32, device="cpu")
         std = 1 / math.sqrt(width) / self.config.n_layers if kind in ("out", "down") else math.sqrt(2 / (5 * width))
-        key = hash_words(seed, int(Stream.WEIGHTS), *name.encode())
-        generator = torch.Generator().manual_seed(int(key) >> 1)
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").mul_(std)
+        return draw_normal(shape, seed, name).mul_(std)
 
     def forward(
         self,

@@ -1,15 +1,16 @@
-"""What of a model torch's compiler takes for training, and how it is asked to."""
+"""How the steps of a run are computed: the recipe's "auto", as it is read on this machine."""
 
 import importlib.util
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 
+from sinkdlm import fast
 from sinkdlm.config.recipe import Compile, Recipe
 from sinkdlm.distributed.world import World
 from sinkdlm.errors import TrainError
-from sinkdlm.kernels.available import has_kernels
-from sinkdlm.model.model import DiffusionLM
+from sinkdlm.model.model import DiffusionLM, run_plain
 from sinkdlm.planning.formulas import Layout, fitting_micro_batch, settle_precision, training_flops
 from sinkdlm.training.head_slots import plan_places
 
@@ -20,53 +21,68 @@ _AHEAD = {"bf16": 3e12, "fp8": 6e12}
 
 
 class Way(NamedTuple):
-    """How the steps of a run are computed: the recipe's "auto" as it is read on this machine."""
+    """compile: what torch's compiler takes. flat: rows are full, and train as flat tokens of one matrix."""
 
-    compile: Compile
+    compile: Literal["none", "blocks", "whole"]
     micro_batch: int
-    as_rows: bool  # rows are full, and go through operators.py as those of one matrix, whose last layer ends where the loss looks
-    keeps_rounded: bool = False  # from the forward to the backward each weight is held in bf16 as well, in a process of its own
+    flat: bool
+    ends_early: bool = False  # whether the last layer ends where the loss looks, which counts in FLOPs
 
     @property
     def compiled(self) -> bool:
         return self.compile != "none"
 
     @property
-    def rounds(self) -> torch.dtype | None:
-        """What updates round weights to, for the products of the next step; compiled blocks round for themselves."""
-        return torch.bfloat16 if self.keeps_rounded and not self.compiled else None
-
-    @property
     def frugal(self) -> bool:
         """Whether blocks keep for the backward no more than they need."""
-        return self.compiled or self.as_rows
+        return self.compiled or self.flat
 
 
-def settle_way(
-    model: DiffusionLM, recipe: Recipe, world: World, layout: Layout | None = None, *, full_rows: bool, share: int | None = None
-) -> Way:
+def settle_runner(model: DiffusionLM, way: Way, recipe: Recipe, precision: str, say: Callable[[str], None]) -> None:
+    """Gives a model the runner of its run, before its weights are on their device. precision: with "auto" settled."""
+    train = recipe.train
+    if train.runner == "plain":
+        model.runner = run_plain
+        return
+    residual = torch.bfloat16 if train.residual == "bf16" else None
+    plan = fast.Plan(float8=precision == "fp8", residual=residual, recompute=train.recompute, compile=way.compile)
+    for line in fast.prepare(model, plan):
+        say(line)
+
+
+def settle_way(recipe: Recipe, world: World, layout: Layout | None = None, *, full_rows: bool, share: int | None = None) -> Way:
     """full_rows: every row is full and sees all of itself. share: rows of a step on the rank that has most."""
     device = world.device
     recipe = settle_precision(recipe, on_gpu=device.type == "cuda")
-    train = recipe.train
-    by_kernels = full_rows and has_kernels() and train.precision in ("bf16", "fp8")
-    as_rows = by_kernels and model.trains_as_rows(device.type, torch.bfloat16, recipe.data.length)
-    keeps_rounded = as_rows and world.alone and train.precision == "bf16" and train.recompute == "none"
-    way = Way("blocks" if train.compile == "auto" else train.compile, 0, as_rows, keeps_rounded)
-    if not compiles(train.compile, device):
-        way = way._replace(compile="none")
+    train, plain = recipe.train, recipe.train.runner == "plain"
+    _check(recipe, world)
+    half = train.precision in ("bf16", "fp8")
+    flat = full_rows and half and not plain and fast.supports_flat(recipe.model, device.type, torch.bfloat16, recipe.data.length)
+    compiles = _compiles(train.compile, device) and not plain
+    way = Way("whole" if compiles and train.compile == "whole" else "blocks" if compiles else "none", 0, flat)
     rows = share or world.largest_share(train.batch)
-    fitting = train.micro_batch or fitting_micro_batch(recipe, world.memory, rows, layout, compiled=way.frugal)
-    way = way._replace(micro_batch=fitting)
-    if train.compile == "auto" and way.as_rows and world.alone and _needs_no_compiler(recipe, way):
-        return way._replace(compile="none")
-    return way
+    way = way._replace(
+        micro_batch=train.micro_batch or fitting_micro_batch(recipe, world.memory, rows, layout, compiled=way.frugal)
+    )
+    if train.compile == "auto" and flat and world.alone and _needs_no_compiler(recipe, way):
+        way = way._replace(compile="none")
+    return way._replace(ends_early=not plain and (flat and world.alone if device.type != "cpu" else way.compile != "blocks"))
+
+
+def _check(recipe: Recipe, world: World) -> None:
+    train = recipe.train
+    if train.compile == "whole" and not (world.device.type == "cpu" and world.alone):
+        raise TrainError("train.compile = 'whole': for one process on a CPU; 'blocks' is the cure")
+    if train.runner == "plain" and (train.precision == "fp8" or train.recompute != "none" or train.residual == "bf16"):
+        raise TrainError(
+            "train.runner = 'plain': knows no fp8, no recomputation and no bf16 residual stream; train.runner = 'auto' is the cure"
+        )
 
 
 def _needs_no_compiler(recipe: Recipe, way: Way) -> bool:
-    """Whether nothing is left to fuse, and nobody waits for the host: it is ahead, or its launches are recorded."""
+    """Whether nothing is left to fuse, and nobody waits for the host: it is ahead, or its launches are captured."""
     config, train, length = recipe.model, recipe.train, recipe.data.length
-    if config.gate != "none" or train.anneal or (train.precision == "fp8" and config.qkv_bias):  # which float8 products leave
+    if config.gate != "none" or train.anneal or (train.precision == "fp8" and config.qkv_bias):  # which float8 matmuls leave
         return False
     if way.micro_batch * length * training_flops(config, length) / config.n_layers >= _AHEAD[train.precision]:
         return True
@@ -74,33 +90,7 @@ def _needs_no_compiler(recipe: Recipe, way: Way) -> bool:
     return train.graphs == "on" or (train.graphs == "auto" and places.pay(config))
 
 
-def compiles(wanted: Compile, device: torch.device) -> bool:
+def _compiles(wanted: Compile, device: torch.device) -> bool:
     if wanted == "auto":
         return device.type == "cuda" and importlib.util.find_spec("triton") is not None
     return wanted != "none"
-
-
-def compile_model(model: DiffusionLM, wanted: Compile, world: World, *, as_rows: bool = False) -> None:
-    """In place. Also says whether the last layer ends where the loss looks: on a GPU where full rows go as rows of one matrix, on a
-    CPU unless blocks are compiled, which want few shapes."""
-    on_cpu = world.device.type == "cpu"
-    model.picks_early = wanted != "blocks" if on_cpu else as_rows and world.alone
-    if wanted == "whole":
-        if not (on_cpu and world.alone):
-            raise TrainError("train.compile = 'whole': for one process on a CPU; 'blocks' is the cure")
-        _compile_whole(model)
-    elif compiles(wanted, world.device):
-        for block in model.blocks:
-            block.forward = torch.compile(block.forward)  # its arithmetic: hooks that gather its weights stay outside
-
-
-def _compile_whole(model: DiffusionLM) -> None:
-    """All blocks as one function without Python inside, which a small model spends much of its time in."""
-    plain = model.run_blocks
-    compiled = torch.compile(plain, dynamic=True, options={"cpp_wrapper": True})
-
-    def run_blocks(*args: Any, **given: Any) -> Any:
-        # Validation and probes would be compiled once more, and are short.
-        return (compiled if torch.is_grad_enabled() else plain)(*args, **given)
-
-    model.run_blocks = run_blocks  # type: ignore[method-assign]

@@ -6,6 +6,8 @@ import torch
 
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.diffusion import corrupt, denoising_loss
+from sinkdlm.fast import accelerate
+from sinkdlm.fast.objective import chunked_nll
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.planning.formulas import training_flops
 from sinkdlm.training.optimizer import Optimizer
@@ -23,14 +25,14 @@ def tokens_per_second(recipe: Recipe) -> float | None:
     if of_row > _MOST:
         return None
     rows = max(1, min(recipe.train.batch, int(_WANTED / of_row)))
-    model = DiffusionLM(recipe.model)
+    model = accelerate(DiffusionLM(recipe.model))
     optimizer = Optimizer(dict(model.named_parameters()), recipe.train)
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     seconds = []
     for step in range(1 + _STEPS):  # the first warms up
         began = time.perf_counter()
         noisy = corrupt(tokens, torch.arange(step * rows, (step + 1) * rows), seed=0, mask_id=recipe.model.mask_id)
-        denoising_loss(model, tokens, noisy, denominator=float(tokens.numel())).total.backward()
+        denoising_loss(model, tokens, noisy, denominator=float(tokens.numel()), nll=chunked_nll).total.backward()
         optimizer.step(recipe.train.lr)
         for weight in model.parameters():
             weight.grad = None

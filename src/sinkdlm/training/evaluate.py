@@ -15,6 +15,7 @@ from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.data.rows import Batch, Rows
 from sinkdlm.diffusion import Loss, Noisy, Schedule, corrupt, denoising_loss
 from sinkdlm.distributed.world import World
+from sinkdlm.fast.objective import chunked_nll, mask_compiled
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.model.observe import Watcher
 from sinkdlm.sampling import generate
@@ -65,7 +66,13 @@ def draws(rows: Rows, n_draws: int, world: World) -> Iterator[tuple[slice, Batch
 
 def corrupt_fixed(batch: Batch, model: DiffusionLM, schedule: Schedule) -> Noisy:
     return corrupt(
-        batch.tokens, batch.samples, seed=VALIDATION_SEED, mask_id=model.config.mask_id, schedule=schedule, maskable=batch.maskable
+        batch.tokens,
+        batch.samples,
+        seed=VALIDATION_SEED,
+        mask_id=model.config.mask_id,
+        schedule=schedule,
+        maskable=batch.maskable,
+        mask=mask_compiled,
     )
 
 
@@ -84,7 +91,8 @@ def validate(
         batch = host_batch.to(device)
         noisy = corrupt_fixed(batch, model, schedule)
         with precision():
-            loss = denoising_loss(model, batch.tokens, noisy, denominator=1.0, lengths=batch.lengths, documents=batch.documents)
+            packed = {"lengths": batch.lengths, "documents": batch.documents}
+            loss = denoising_loss(model, batch.tokens, noisy, denominator=1.0, **packed, nll=chunked_nll)
         if part.start >= n_draws:
             continue
         per_position = torch.zeros(batch.tokens.shape, dtype=torch.float64, device=device)

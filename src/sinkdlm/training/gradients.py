@@ -17,8 +17,9 @@ from torch import Tensor
 
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.rows import Batch
-from sinkdlm.diffusion import ROUNDED, Noisy, Schedule, corrupt, denoising_loss, round_places, scored_of
-from sinkdlm.model.visibility import Opening
+from sinkdlm.diffusion import Noisy, Schedule, corrupt, denoising_loss, scored_of
+from sinkdlm.fast.objective import chunked_nll, mask_compiled, round_slots
+from sinkdlm.model.visibility import Annealing
 from sinkdlm.noise import Stream, counter, stream_state
 from sinkdlm.training.captured import Recorded, Recorder
 from sinkdlm.training.evaluate import BUCKETS, BucketedLoss
@@ -120,14 +121,14 @@ class Gradients:
 
     # -- a step -----------------------------------------------------------------------------------------------------------------
 
-    def add(self, batch: Batch, denominator: Tensor | float, opening: Opening | None = None, *, fixed: bool = True) -> Tensor:
+    def add(self, batch: Batch, denominator: Tensor | float, opening: Annealing | None = None, *, fixed: bool = True) -> Tensor:
         """This rank's part of the step's gradient, and of its sums (`Sums.read` reads them). Gradients are clear before it.
 
         fixed: micro-batches may go the fixed way; if the sums say that a position was missed, the step is to be made without.
         """
         return self.with_room(lambda: self._add_all(batch, denominator, opening, fixed))
 
-    def _add_all(self, batch: Batch, denominator: Tensor | float, opening: Opening | None, fixed: bool) -> Tensor:
+    def _add_all(self, batch: Batch, denominator: Tensor | float, opening: Annealing | None, fixed: bool) -> Tensor:
         self._sums.clear()
         forwards = self._forwards(batch)
         for part in forwards:
@@ -141,11 +142,12 @@ class Gradients:
         return self._sums.flat()
 
     def _count_places(self, piece: Batch) -> int | None:
-        """Those that a piece needs whose last layer ends where the loss looks: the host draws its masks as well, and need not wait
-        until the device has. None where it does not matter."""
-        if self.device.type not in ROUNDED or not self.model.picks_early or piece.documents is not None:
+        """Head slots that a piece needs: the host draws its masks as well, and need not wait until the device has. None on a CPU,
+        which never waits."""
+        if self.device.type == "cpu":
             return None
-        return round_places(int(scored_of(self._corrupt(piece), shifted=self.recipe.model.shift_logits).sum()))
+        shifted = self.recipe.model.shift_logits
+        return round_slots(int(scored_of(self._corrupt(piece), shifted=shifted, documents=piece.documents).sum()))
 
     def _corrupt(self, piece: Batch) -> Noisy:
         return corrupt(
@@ -156,6 +158,7 @@ class Gradients:
             schedule=self.schedule,
             times=self.plan.times,
             maskable=piece.maskable,
+            mask=mask_compiled,
         )
 
     def _is_fixed(self, piece: Batch) -> bool:
@@ -175,7 +178,7 @@ class Gradients:
         self,
         piece: Batch,
         denominator: Tensor | float,
-        opening: Opening | None = None,
+        opening: Annealing | None = None,
         *,
         last: bool = True,
         places: int | None = None,
@@ -190,8 +193,9 @@ class Gradients:
                 denominator=denominator,
                 lengths=piece.lengths,
                 documents=piece.documents,
-                opening=opening,
-                places=places,
+                annealing=opening,
+                slots=places,
+                nll=chunked_nll,
             )
         self.weights.before_backward(last=last)
         loss.total.backward()

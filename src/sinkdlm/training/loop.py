@@ -18,17 +18,20 @@ from torch import Tensor
 
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.rows import Batch, Rows
-from sinkdlm.diffusion import Schedule, read_later
+from sinkdlm.diffusion import Schedule
 from sinkdlm.distributed.signals import ENDING, Signals, Stopped, noted_signals
 from sinkdlm.distributed.world import World, joined
 from sinkdlm.errors import CheckpointError, DataError, TrainError, UserError
+from sinkdlm.fast import compile_blocks
+from sinkdlm.fast.explain import explain
 from sinkdlm.fast.float8_training import check_training
-from sinkdlm.model.visibility import Opening
+from sinkdlm.fast.objective import read_later
+from sinkdlm.model.visibility import Annealing
 from sinkdlm.noise import hash_words
 from sinkdlm.planning.formulas import Layout, choose_layout, peak_flops, settle_precision, training_flops, training_memory
 from sinkdlm.planning.plan import line_of_run
 from sinkdlm.training.captured import find_recorder
-from sinkdlm.training.choose import compile_model, settle_way
+from sinkdlm.training.choose import settle_runner, settle_way
 from sinkdlm.training.evaluate import probe, sample_text, validate
 from sinkdlm.training.export import provenance_of, write_model
 from sinkdlm.training.gradients import Gradients, StepResult, Sums
@@ -100,7 +103,7 @@ class Trainer:
         self.step, self.updates, self.skipped, self.bad_in_a_row = 0, 0, 0, 0
         self.weights = self._build(load_parent)
         self.model = self.weights.model
-        self.optimizer = Optimizer(self.weights.local, self.plan, rounds=self.way.rounds)
+        self.optimizer = Optimizer(self.weights.local, self.plan)
         self.average = Average(self.weights.local, self.plan.ema) if self.plan.ema is not None else None
         self._resume()
         self.kept = Kept.read(folder.path) if world.first else Kept()
@@ -128,16 +131,13 @@ class Trainer:
             whole = training_memory(self.recipe, 1).state
             world = self.world
             layout = world.from_first(lambda: choose_layout(section, world.size, world.local_size, whole, world.memory))
-        start.model.recompute = self.plan.recompute
-        start.model.float8 = self.precision == "fp8"
-        start.model.residual = torch.bfloat16 if self.plan.residual == "bf16" else None
-        self.way = settle_way(start.model, self.recipe, self.world, layout, full_rows=not self.rows.counts_vary)
+        self.way = settle_way(self.recipe, self.world, layout, full_rows=not self.rows.counts_vary)
         self.micro_batch = self.way.micro_batch
-        compile_model(start.model, self.way.compile, self.world, as_rows=self.way.as_rows)
+        settle_runner(start.model, self.way, self.recipe, self.precision, self.monitor.say)
         if section.gather == "bf16" and not self.autocasts:
             raise TrainError(f"parallel.gather = 'bf16': goes with train.precision = 'bf16' or 'fp8', not {self.precision!r}")
         gathers_bf16 = self.autocasts and section.gather != "float32"
-        return Weights(
+        weights = Weights(
             start.model,
             self.world,
             dtype=dtype,
@@ -146,6 +146,9 @@ class Trainer:
             reshard=section.reshard,
             travels_as=torch.bfloat16 if gathers_bf16 else None,
         )
+        if self.way.compile == "blocks":
+            compile_blocks(start.model)
+        return weights
 
     def _resume(self) -> None:
         scalars = self.states.load(self._tensors())
@@ -203,13 +206,13 @@ class Trainer:
         state = f"resumed at step {self.step}" if self.step else "from the beginning"
         tokens = self.steps * self.plan.batch * self.recipe.data.length
         sets = ", ".join(f"{split.folder} ({share:g})" for split, share in zip(self.rows.splits, self.rows.shares, strict=True))
-        with self._precision():
-            attention = self.model.attention_choice()
+        dtype = torch.bfloat16 if self.autocasts else next(iter(self.weights.local.values())).dtype
+        path = explain(self.model, self.device, dtype, trains=True, tokens=self.recipe.data.length)
         precision = self.precision + (", where layers add in bf16," if self.plan.residual == "bf16" else "")
         self.monitor.say(
             f"{self.folder.path}: {state}, {self.steps} steps of {self.plan.batch} rows ({self.micro_batch} a forward), "
             f"{tokens:,} tokens; {self.rows.n_rows} rows in {sets}; {precision} on {self.device.type}, {layout}; "
-            f"attention: {attention}" + (f"; compiled: {self.way.compile}" if self.device.type == "cuda" else "")
+            f"runs {path}" + (f"; compiled: {self.way.compile}" if self.device.type == "cuda" else "")
         )
         if self.device.type == "cuda" and self.way.frugal:
             name, left = torch.cuda.get_device_name(self.device), self.steps - self.step
@@ -311,12 +314,12 @@ class Trainer:
     def _precision(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocasts else nullcontext()
 
-    def _opening(self) -> Opening | None:
+    def _opening(self) -> Annealing | None:
         """How far attention has opened from causal to full at this step; None when it is open."""
         last = self.plan.anneal * self.steps
         if self.step >= last:
             return None
-        return Opening(self.step / last, int(hash_words(self.plan.seed, self.step)) & 0x7FFFFFFF)
+        return Annealing(self.step / last, int(hash_words(self.plan.seed, self.step)) & 0x7FFFFFFF)
 
     # -- what is said and kept --------------------------------------------------------------------------------------------------
 
@@ -324,7 +327,7 @@ class Trainer:
         """seconds: of the whole step, the wait for its rows included."""
         tokens = self.plan.batch * self.recipe.data.length
         given = (self.recipe.model, self.recipe.data.length, result.n_masked / tokens)
-        flops = tokens * training_flops(*given, ends_early=self.model.picks_early) / self.world.size
+        flops = tokens * training_flops(*given, ends_early=self.way.ends_early) / self.world.size
         timing: dict[str, Any] = {
             "seconds": seconds,
             "data_seconds": waited,
