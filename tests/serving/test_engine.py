@@ -13,8 +13,8 @@ import torch
 
 from engines import MASK, POLICIES, SECONDS, Owner, alone, request_of
 from sinkdlm.errors import ModelError
+from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.sampling import Request, policy_of
-from sinkdlm.sampling.batch import many_shapes
 from sinkdlm.serving.engine import (
     Capacity,
     ClosedError,

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sinkdlm.errors import ModelError
+from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.model.model import DiffusionLM
-from sinkdlm.sampling import Access, Request, State, start, step
-from sinkdlm.sampling.batch import many_shapes
+from sinkdlm.sampling import DenoiserAdapter, Request, State, start, step
 
 _RECENT = 32  # finished requests from which the rate is taken
 _FORWARD_TOKENS = 512  # that a forward costs as much as, however few it has; a rough figure, for small models and large ones
@@ -186,7 +186,7 @@ class Engine:
         self._model, self._turns, self._stepped = model, turns or Turns(), stepped
         denoiser = model.denoiser(barred)
         self.barred: Sequence[int] = denoiser.barred
-        self._device, self._access = denoiser.device, Access.of(denoiser)
+        self._device, self._adapter = denoiser.device, DenoiserAdapter.of(denoiser)
         self._changed = threading.Condition()
         self._waiting: deque[Ticket] = deque()
         self._running: list[_Row] = []
@@ -347,20 +347,20 @@ class Engine:
     def _step(self, rows: Sequence[_Row]) -> None:
         """Where it fails, those it has not reached step alone, and who fails alone ends with its failure. Rows for which the model
         had no numbers are known, and end with that; the others of their forward have taken the step."""
-        before = [row.state.turn for row in rows]
+        before = [row.state.plan for row in rows]
         given: dict[str, Any] = {"device": self._device, "deterministic": self.deterministic}
         try:
-            step([row.state for row in rows], self._access, **given)
+            step([row.state for row in rows], self._adapter, **given)
         except Exception as broken:
             lost = broken.rows if isinstance(broken, ModelError) else ()
             if not lost:
                 _log.exception("a step of %d rows failed; each is tried alone", len(rows))
-            for row, turn in zip(rows, before, strict=True):
+            for row, plan in zip(rows, before, strict=True):
                 if any(row.state is state for state in lost):
                     self._end(row.ticket, ModelError())  # without the states, which hold their batch
-                elif row.state.turn is turn and not row.ticket.over:
+                elif row.state.plan is plan and not (row.state.done or row.ticket.over):
                     try:
-                        step([row.state], self._access, **given)
+                        step([row.state], self._adapter, **given)
                     except Exception as failure:
                         self._end(row.ticket, failure)
 
@@ -430,7 +430,6 @@ def _views(rows: list[_Row]) -> Iterable[tuple[_Row, list[int], int, list[float]
 def _n_final(row: _Row, still_open: list[bool]) -> int:
     """Written tokens that stay: those before the first open one; where tokens may be masked again, those before the block."""
     stop = min(row.stop, len(still_open))
-    turn = row.state.turn
-    if turn is not None and row.state.policy.remask != "none":
-        return min(stop, turn.start) - row.first
+    if not row.state.done and row.state.policy.remask != "none":
+        return min(stop, row.state.plan.start) - row.first
     return next((place for place in range(row.first, stop) if still_open[place]), stop) - row.first
