@@ -14,6 +14,7 @@ from small_models import VARIANTS, small_config, small_model, small_tokens
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from sinkdlm.kernels import draw
 from sinkdlm.kernels import inference as kernels
 from sinkdlm.kernels import sampling as sampling_kernels
 
@@ -33,7 +34,7 @@ def fused(monkeypatch):
     def switch(on):
         monkeypatch.setattr(layers, "find_kernels", lambda _: kernels if on else None)
         monkeypatch.setattr(float8, "find_kernels", lambda _: kernels if on else None)
-        monkeypatch.setattr(drawing, "find_kernels", lambda _: kernels if on else None)
+        monkeypatch.setattr(sampling_kernels, "find_kernels", lambda _: kernels if on else None)
 
     return switch
 
@@ -96,7 +97,7 @@ def test_tokens_are_chosen_as_by_plain_operations(rows, vocab, dtype, temperatur
     logits = 3 * random(rows, vocab, dtype=dtype)
     logits[:, 2] = -torch.inf
     keys = hash_words(1, int(Stream.SAMPLING), torch.arange(rows, device=DEVICE)) if temperature else None
-    tokens, odds = sampling_kernels.choose(logits, keys, temperature, tempered)
+    tokens, odds = draw.choose(logits, keys, temperature, tempered)
     judged = logits.float()
     drawn = judged / temperature if temperature else judged
     expected = drawing._pick(drawn, keys, counter(vocab, logits.device)) if temperature else drawn.argmax(-1)
@@ -107,7 +108,7 @@ def test_tokens_are_chosen_as_by_plain_operations(rows, vocab, dtype, temperatur
 def test_one_possible_token_is_certain():
     logits = torch.full((2, 1100), -torch.inf, device=DEVICE)
     logits[:, 1030] = 1.0
-    tokens, odds = sampling_kernels.choose(logits, None, 0.0, False)
+    tokens, odds = draw.choose(logits, None, 0.0, False)
     assert tokens.tolist() == [1030, 1030]
     assert (odds == torch.inf).all()
 
@@ -115,7 +116,7 @@ def test_one_possible_token_is_certain():
 def test_equal_logits_go_to_the_first():
     logits = torch.zeros(2, 1100, device=DEVICE)
     logits[1, [3, 1050]] = 1.0
-    assert sampling_kernels.choose(logits, None, 0.0, False)[0].tolist() == [0, 3]
+    assert draw.choose(logits, None, 0.0, False)[0].tolist() == [0, 3]
 
 
 @pytest.mark.parametrize("name", FUSABLE)
@@ -174,6 +175,6 @@ def test_what_the_kernel_does_not_know_is_left_to_plain_operations(options, fuse
     fused(True)
     logits = random(2, 3, 50)
     keys = hash_words(1, torch.arange(6, device=DEVICE).view(2, 3)) if "temperature" in options else None
-    expected = drawing.judge(policy_of("llada", **options), logits.double(), keys)
-    for mine, plain in zip(drawing.judge(policy_of("llada", **options), logits, keys), expected, strict=True):
+    expected = drawing.score_candidates(policy_of("llada", **options), logits.double(), keys)
+    for mine, plain in zip(drawing.score_candidates(policy_of("llada", **options), logits, keys), expected, strict=True):
         torch.testing.assert_close(mine.double(), plain.double(), rtol=1e-4, atol=1e-4)

@@ -17,7 +17,7 @@ from sinkdlm.likelihood.estimators import roll
 from sinkdlm.likelihood.mask_draws import MaskDraws, draw_masks, noise_keys
 from sinkdlm.likelihood.ranking import expected_loss, is_settled, plan_looks
 from sinkdlm.likelihood.scoring import Look, Scorer, plan_batches, read_rows
-from sinkdlm.sampling.batch import Access
+from sinkdlm.sampling.batch import DenoiserAdapter
 from small_models import VARIANTS, small_model, small_tokens
 
 MASK = 3
@@ -72,7 +72,7 @@ def test_all_masks_weighed_by_exact_k_are_all_orders():
         (row,) = read_rows([tokens], [scored], MASK)
         n = len(row.targets)
         masks = [np.array(mask, dtype=bool) for mask in itertools.product([0, 1], repeat=n) if any(mask)]
-        scorer = Scorer(Access(denoiser), mask_id=MASK, guidance=0.0, budget=64, shift=False, device=None)
+        scorer = Scorer(DenoiserAdapter(denoiser), mask_id=MASK, guidance=0.0, budget=64, shift=False, device=None)
         sums = scorer.sums([Look(row, row.targets[mask], row.targets[mask]) for mask in masks])
         parts = [value * n / mask.sum() / n / math.comb(n, int(mask.sum())) for mask, value in zip(masks, sums, strict=True)]
         assert sum(parts) == pytest.approx(any_order(denoiser, tokens, row.targets.tolist(), MASK), abs=1e-12)

@@ -12,6 +12,7 @@ import torch
 import small_models
 from plain_samplers import dream, llada, smdm_greedy
 from sinkdlm.errors import ModelError, SamplingError
+from sinkdlm.kernels import cuda_graph
 from sinkdlm.sampling import batch, gather, generate, requests_of, step, stream
 from sinkdlm.sampling.requests import Request, start
 from sinkdlm.sampling.unmasking import NAMED, ORDERS, REMASKS, policy_of
@@ -132,31 +133,31 @@ def test_deterministic_float32_is_bit_equal_in_any_batch(name):
 @pytest.mark.parametrize("small_batch", [0, 4096])
 @pytest.mark.parametrize("name", ["llada", "threshold", "eos", "blocks", "guided", "smdm-origin", "remask-cap"])
 def test_replayed_steps_are_the_steps(name, small_batch, monkeypatch):
-    """What a GPU does with recorded steps, with the recording played by a function: same buffers, same widths of prediction."""
+    """What a GPU does with captured steps, with the capture played by a function: same buffers, same widths of prediction."""
     model = small_model(n_sinks=1)
     long = Request([1] + [11] * 24, policy_of(**{**POLICIES[name], "steps": None}), 11)
     batches = [mixed_requests(model, POLICIES[name], 5), [long]]
     expected = [run(model, requests) for requests in batches]
     replays = []
 
-    def record(_, compute):
+    def capture(_, compute):
         return lambda: replays.append(compute())
 
-    monkeypatch.setattr(batch, "_SMALL_BATCH", small_batch)
-    monkeypatch.setattr(batch.Batch, "_is_static", lambda *_: True)
-    monkeypatch.setattr(batch.Batch, "_record", record)
+    monkeypatch.setattr(cuda_graph, "_SMALL_BATCH", small_batch)
+    monkeypatch.setattr(batch, "can_capture", lambda _: True)
+    monkeypatch.setattr(cuda_graph.StepGraphs, "_capture", capture)
     assert [run(model, requests) for requests in batches] == expected
     assert name not in ("llada", "blocks", "smdm-greedy") or len(replays) >= 10
 
 
 @pytest.mark.parametrize("most", [2, 5, 32, 252, 1000])
-def test_widths_of_recorded_steps(most):
+def test_widths_of_captured_steps(most):
     """Wide enough for what is asked, at most twice that, and few."""
-    widths = [batch._round_up(count, most, rows=5000) for count in range(1, most + 1)]
+    widths = [cuda_graph.round_width(count, most, rows=5000) for count in range(1, most + 1)]
     for count, width in enumerate(widths, start=1):
-        assert count <= width <= min(most, max(2 * count, batch._LEAST_WIDTH))
+        assert count <= width <= min(most, max(2 * count, cuda_graph._LEAST_WIDTH))
     assert len(set(widths)) <= 4 + math.log2(max(most, 2))
-    assert batch._round_up(1, most, rows=4096 // most) == most
+    assert cuda_graph.round_width(1, most, rows=4096 // most) == most
 
 
 def test_a_plain_callable_is_enough():

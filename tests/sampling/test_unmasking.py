@@ -42,20 +42,20 @@ def test_quotas_add_up_to_the_canvas(schedule):
     {"block": 64, "config": "smdm-origin"}, {"config": "smdm-origin", "block": 6, "schedule": "cosine"},
 ])  # fmt: skip
 def test_every_plan_commits_every_position_once(options):
-    """The turns of a request, without a denoiser: within its block, in time, and adding up, for all lengths and steps to 64."""
+    """The steps of a request, without a denoiser: within its block, in time, and adding up, for all lengths and steps to 64."""
     for n in range(1, 65):
         for steps in (None, *range(max(1, -(-n // options.get("block", 64))), 65, 7)):
             policy = policy_of(**{**options, "steps": steps})
             (state,) = start([Request([0] + [MASK] * n, policy, MASK, number=n)])
             per_block, last = {}, -1
-            while state.turn is not None:
-                turn = state.turn
-                per_block[turn.start] = per_block.get(turn.start, 0) + turn.quota
-                assert last < turn.step < (steps or n) * len(state.request.blocks)
-                assert turn.first == (per_block[turn.start] == turn.quota)
-                assert 0 < turn.quota <= turn.n_places
-                last = turn.step
-                state.advance(turn.quota)
+            while not state.done:
+                plan = state.plan
+                per_block[plan.start] = per_block.get(plan.start, 0) + plan.quota
+                assert last < plan.step < (steps or n) * len(state.request.blocks)
+                assert plan.first == (per_block[plan.start] == plan.quota)
+                assert 0 < plan.quota <= plan.n_predicted
+                last = plan.step
+                state.advance(plan.quota)
             assert per_block == {start: stop - start for start, stop in state.request.blocks}
 
 

@@ -13,8 +13,8 @@ import torch
 
 from engines import MASK, POLICIES, SECONDS, Owner, alone, request_of
 from sinkdlm.errors import ModelError
+from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.sampling import Request, policy_of
-from sinkdlm.sampling.batch import many_shapes
 from sinkdlm.serving.engine import (
     Capacity,
     ClosedError,
@@ -148,8 +148,8 @@ def test_plans_come_back_when_the_last_one_has_left():
 
 def test_rows_share_a_forward_unless_padding_costs_more_than_another():
     def cut(*lengths):
-        rows = [SimpleNamespace(length=length) for length in lengths]
-        return [[row.length for row in part] for part in share_forwards(rows, 4096)]
+        rows = [SimpleNamespace(state=SimpleNamespace(length=length)) for length in lengths]
+        return [[row.state.length for row in part] for part in share_forwards(rows, 4096)]
 
     assert cut(7) == [[7]]
     assert cut(20, 10, 30) == [[10, 20, 30]]

@@ -12,7 +12,7 @@ from evaluated import padded_lm
 from sinkdlm.analysis.capture import attention_maps
 from sinkdlm.analysis.recording import unpack
 from sinkdlm.serving import app as app_module
-from sinkdlm.serving.frames import Record, Records, quantise
+from sinkdlm.serving.frames import FrameStore, RequestFrames, quantise
 from sites import PROMPT, SECONDS, complete, letters_lm, ours, serving
 
 
@@ -141,7 +141,7 @@ def test_a_finished_request_can_be_looked_into(flags):
 
 def test_what_was_not_asked_for_is_not_kept_and_what_is_too_large_is_refused():
     with (
-        serving({"letters": letters_lm(seed=3)}, record_bytes=8000) as found,
+        serving({"letters": letters_lm(seed=3)}, frame_bytes=8000) as found,
         httpx.Client(base_url=found.url, timeout=SECONDS) as http,
     ):
         body = {"model": "letters", "prompt": PROMPT, "max_tokens": 6}
@@ -155,26 +155,26 @@ def test_what_was_not_asked_for_is_not_kept_and_what_is_too_large_is_refused():
         kept = [http.get(f"/v1/inspect/{name}").status_code for name in ids]
         assert kept[-1] == 200
         assert kept[0] == 404
-        assert found.site.records.n_bytes <= 8000
+        assert found.site.frames.n_bytes <= 8000
         refused = http.post("/v1/completions", json={**body, "max_tokens": 60, "sinkdlm": {"inspect": True}})
         assert refused.status_code == 400
         assert "inspect" in refused.json()["error"]["message"]
 
 
-def test_records_go_after_a_while_and_before_they_are_too_many():
+def test_frames_go_after_a_while_and_before_they_are_too_many():
     now = [0.0]
-    records = Records(100, seconds=10, clock=lambda: now[0])
+    store = FrameStore(100, seconds=10, clock=lambda: now[0])
     for number in range(3):
-        records.add(Record(str(number), "m", 0, [], [], n_bytes=40))
+        store.add(RequestFrames(str(number), "m", 0, [], [], n_bytes=40))
         now[0] += 1
-    assert [records.find(name) is not None for name in "012"] == [False, True, True]
-    records.add(Record("big", "m", 0, [], [], n_bytes=101))
-    assert records.find("big") is None
-    records.add(Record("3", "m", 0, [], [], n_bytes=100))
-    assert records.n_bytes == 100
+    assert [store.find(name) is not None for name in "012"] == [False, True, True]
+    store.add(RequestFrames("big", "m", 0, [], [], n_bytes=101))
+    assert store.find("big") is None
+    store.add(RequestFrames("3", "m", 0, [], [], n_bytes=100))
+    assert store.n_bytes == 100
     now[0] += 10.5
-    assert records.find("3") is None
-    assert records.n_bytes == 0
+    assert store.find("3") is None
+    assert store.n_bytes == 0
 
 
 def test_bytes_are_within_half_a_step_of_the_numbers():

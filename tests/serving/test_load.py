@@ -36,7 +36,7 @@ def tell(*_):
     os.write(1, f"{found.uordblks + found.hblkhd}\\n".encode())
 
 signal.signal(signal.SIGUSR1, tell)
-app.Settings = functools.partial(app.Settings, record_bytes=1 << 16)
+app.Settings = functools.partial(app.Settings, frame_bytes=1 << 16)
 cli.main()
 """
 # The command, whose steps take so long on any machine that there is time to ask something while texts are written.

@@ -444,9 +444,9 @@ def test_when_all_places_are_taken_a_client_is_told_when_to_come_back(narrow):
         threads = [threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body))) for _ in range(2)]
         with narrow.watch.held():
             threads[0].start()
-            until(lambda: narrow.engine.n_running == 1)
+            until(lambda: len(narrow.engine.running) == 1)
             threads[1].start()
-            until(lambda: narrow.engine.n_waiting == 1)
+            until(lambda: len(narrow.engine.waiting) == 1)
             told = http.post("/v1/completions", json=body)
         for thread in threads:
             thread.join()
@@ -472,7 +472,7 @@ def ask_and_leave(narrow, **more):
             client.sendall(head.encode() + sent)
             until(lambda: narrow.watch.forwards == before + 1)
         until(lambda: narrow.site.door.n_inside == 0)  # the server knows
-    until(lambda: narrow.engine.n_running == 0)
+    until(lambda: len(narrow.engine.running) == 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -573,7 +573,7 @@ def test_while_it_drains_what_runs_is_finished_and_nothing_is_begun():
         answers = []
         thread = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body)))
         thread.start()
-        until(lambda: found.site.models["letters"].engine.n_running)
+        until(lambda: len(found.site.models["letters"].engine.running))
         found.site.door.draining = True
         refused = http.post("/v1/completions", json=body)
         assert refused.status_code == 503

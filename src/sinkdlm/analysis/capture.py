@@ -192,15 +192,15 @@ def _check(request: Request) -> None:
 
 def _advance(states: list[State], watched: Watched, seen: list[list[dict[str, np.ndarray]]]) -> int:
     """One step of all that are not done. A row that only masks again has no forward, even where others of its batch have one."""
-    turns = [(number, state.turn) for number, state in enumerate(states) if state.turn is not None]
+    plans = [(number, state.plan) for number, state in enumerate(states) if not state.done]
     watched.last = []
     step(states, watched, device=watched.device)
     if not watched.last:
         return 0
-    for (number, turn), row in zip(turns, watched.last, strict=True):
-        if turn.n_places:
+    for (number, plan), row in zip(plans, watched.last, strict=True):
+        if plan.n_predicted:
             seen[number].append(row)
-    return len(turns)
+    return len(plans)
 
 
 def _join(steps: list[dict[str, np.ndarray]], number: int, n_prompt: int, mask_id: int, final: np.ndarray) -> Trajectory:

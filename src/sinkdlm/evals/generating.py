@@ -12,9 +12,9 @@ from sinkdlm.errors import EvalError
 from sinkdlm.evals.encoding import TextEncoder
 from sinkdlm.evals.requests import Request, number_of
 from sinkdlm.evals.settings import Settings
-from sinkdlm.sampling import Access, Denoise, Policy, State, policy_of, start, step
+from sinkdlm.kernels.cuda_graph import many_shapes
+from sinkdlm.sampling import Denoise, DenoiserAdapter, Policy, State, policy_of, start, step
 from sinkdlm.sampling import Request as Canvas
-from sinkdlm.sampling.batch import many_shapes
 
 _TOKENS = 256  # to write, where a task does not say: the harness's own default
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -126,7 +126,7 @@ class Generator:
     """A denoiser that writes. room: tokens that the model reads; budget: tokens in a forward."""
 
     def __init__(self, denoiser: Denoise, encoder: TextEncoder, *, mask_id: int, room: int, budget: int, seed: int) -> None:
-        self.access, self.encoder, self.mask_id = Access.of(denoiser), encoder, mask_id
+        self.access, self.encoder, self.mask_id = DenoiserAdapter.of(denoiser), encoder, mask_id
         self.room, self.budget, self.seed = room, budget, seed
         self.device: Any = getattr(denoiser, "device", None)
 
@@ -170,13 +170,13 @@ class Generator:
         while running or waiting:
             free = at_once - len(running)
             running, waiting = running + waiting[:free], waiting[free:]
-            before = [state.turn.start if state.turn else -1 for state, _ in running]
+            before = [-1 if state.done else state.plan.start for state, _ in running]
             with many_shapes:
                 step([state for state, _ in running], self.access, device=self.device)
             for (state, manner), began in zip(running, before, strict=True):
                 # Only what lies before the block is final; a stop string there ends the text.
-                turn = state.turn
-                if turn is not None and turn.start != began and self.encoder.stops(_written(state, turn.start), manner.until):
+                begins = state.plan.start
+                if not state.done and begins != began and self.encoder.stops(_written(state, begins), manner.until):
                     state.end()
             running = [pair for pair in running if not pair[0].done]
 

@@ -1,39 +1,45 @@
-"""One CUDA graph: the kernels of a run, recorded and launched all at once.
+"""CUDA graphs: capture the kernels of a run once, then launch them all at once.
 
-Owns what a recording must be kept from, and what is put right after one that failed. Training and sampling record by it.
+Owns what a capture must be shielded from, and the cleanup after one that failed. Training and sampling capture by it.
 """
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-Pool = Any  # of torch.cuda.graph_pool_handle(): the memory that recordings share
+Pool = Any  # of torch.cuda.graph_pool_handle(): the memory that captures share
+
+_CAPTURE_AFTER = 2  # steps of one shape before its kernels are captured
+_SMALL_BATCH = 4096  # positions up to which a GPU gains nothing from narrower predictions
+_LEAST_WIDTH = 8  # positions of a row that are predicted at least, in larger batches
 
 
-def record_graph(
+def capture_graph(
     run: Callable[[], None], device: torch.device, pool: Pool, stream: torch.cuda.Stream | None = None
 ) -> torch.cuda.CUDAGraph:
-    """What `run` launches, on tensors that must stay where they are. After a failure the pool is not used again."""
+    """Capture what `run` launches, on tensors that must stay where they are. After a failure the pool is not used again."""
     graph = torch.cuda.CUDAGraph()
     now = torch.cuda.current_stream(device)
     try:
-        # Other threads go on meanwhile, pin memory, wait for results and let graphs go: none of it may end the recording.
+        # Other threads go on meanwhile, pin memory, wait for results and free graphs: none of it may end the capture.
         with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             run()
     except BaseException:
         _end_broken(device, pool)
         raise
     finally:
-        torch.cuda.set_stream(now)  # a recording that fails leaves its own behind
+        torch.cuda.set_stream(now)  # a failed capture leaves its own stream behind
     return graph
 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """This thread must let go of no graph while it records one, and whatever waits for the collector may hold some."""
+    """Keep the collector off: this thread must free no graph during a capture, and garbage may hold some."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -44,8 +50,80 @@ def _no_collection() -> Iterator[None]:
 
 
 def _end_broken(device: torch.device, pool: Pool) -> None:
-    """Torch does not tell its allocator of a recording that broke off, which would keep the memory for it, and look for its end
-    at every allocation. Where it did, the first line fails, and the second has no business."""
+    """Tell torch's allocator that a capture broke off; else it keeps the memory and looks for its end at every allocation.
+
+    Where torch told it already, the first line fails, and the second must not run."""
     with contextlib.suppress(RuntimeError, AttributeError):
         torch._C._cuda_endAllocateToPool(device.index or 0, pool)
         torch._C._cuda_releasePool(device.index or 0, pool)
+
+
+# -- steps of a sampler -----------------------------------------------------------------------------------------------------------
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether kernels can be captured here and now. Autocast keeps copies of its own, which a graph would not refresh."""
+    return device.type == "cuda" and not torch.is_autocast_enabled("cuda")
+
+
+class StepGraphs:
+    """Run steps of repeating shapes, as CUDA graphs once a shape was seen often enough. The graphs share one pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, None
+        self._seen: dict[Hashable, int] = {}
+        self._graphs: dict[Hashable, tuple[Tensor, Callable[[], None]]] = {}
+
+    def run(self, shape: Hashable, control: Tensor, compute: Callable[[Tensor], None]) -> None:
+        """Run compute(control), which may read nothing else that changes between steps except tensors that stay in place."""
+        self._seen[shape] = self._seen.get(shape, 0) + 1
+        if self._seen[shape] <= _CAPTURE_AFTER:
+            compute(control)
+            return
+        if shape not in self._graphs:
+            self._graphs[shape] = (control, self._capture(lambda: compute(control)))
+        fixed, replay = self._graphs[shape]
+        fixed.copy_(control)
+        replay()
+
+    def _capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None
+        graph = capture_graph(run, self._device, pool)
+        self._pool = pool
+        return graph.replay
+
+
+def round_width(count: int, most: int, rows: int) -> int:
+    """Round a count of predicted positions up to one of few widths, so that few graphs are captured.
+
+    Widths are quarters of the block and halves of the first quarter; a small batch takes the whole block."""
+    if rows * most <= _SMALL_BATCH:
+        return most
+    unit = -(-most // 4)
+    while count <= unit // 2 and unit > _LEAST_WIDTH:
+        unit = -(-unit // 2)
+    return min(most, -(-count // unit) * unit)
+
+
+class _CudnnAttentionOff:
+    """Turn cuDNN's attention off while any thread is inside: the switch belongs to the process."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before = torch.backends.cuda.cudnn_sdp_enabled()
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                torch.backends.cuda.enable_cudnn_sdp(self._before)
+
+
+# Where shapes hardly repeat: cuDNN's attention makes a plan for every new one, about 80 ms on an H200, longer than most forwards.
+many_shapes = _CudnnAttentionOff()

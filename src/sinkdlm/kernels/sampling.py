@@ -1,99 +1,24 @@
-"""A Triton kernel that reads logits once: draws a token for each row and says how sure the model is of it.
+"""Decides which fused operations a sampler's step may use. Imports Triton only where a kernel runs."""
 
-drawing.py computes the same in several passes, on any device, and is what the tests compare with. Imported only where it is used,
-because Triton is. The noise is the same function of the same keys.
-
-N rows of logits, V vocabulary.
-"""
+import sys
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from sinkdlm.noise import mixed_counter
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_BLOCK = 1024
-# noise.py's mixer, SplitMix64.
-_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-_FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
-_SECOND = tl.constexpr(0x94D049BB133111EB)
-_NONE = tl.constexpr(-1e38)  # below every logit, and unlike -inf it can be subtracted from itself
+from sinkdlm.kernels.available import find_kernels
 
 
-@triton.jit
-def _mix(word):
-    word += _GOLDEN
-    word = (word ^ (word >> 30)) * _FIRST
-    word = (word ^ (word >> 27)) * _SECOND
-    return word ^ (word >> 31)
+def draw_candidates(logits: Tensor, keys: Tensor | None, temperature: float, tempered: bool) -> tuple[Tensor, Tensor] | None:
+    """Draw a token for each row of (..., V) logits in one pass; returns tokens and their log-odds, or None without a kernel."""
+    if find_kernels(logits) is None:
+        return None
+    from sinkdlm.kernels.draw import choose
+
+    return choose(logits, keys, temperature, tempered)
 
 
-@triton.jit
-def _gumbel(word):
-    """-log(-log(1 - x)), x from the upper 63 bits. Below 1/8 the inner logarithm is a series: 1 - x would round x away."""
-    x = (word >> 1).to(tl.int64).to(tl.float32) * 1.0842021724855044e-19  # 2^-63
-    x = tl.minimum(tl.maximum(x, 5.421010862427522e-20), 0.99999988079071045)
-    series = 1 / 8 + x / 9
-    for n in tl.static_range(7, 0, -1):
-        series = 1 / n + x * series
-    return -tl.log(tl.where(x < 0.125, x * series, -tl.log(1 - x)))
-
-
-@triton.jit
-def _choose(
-    logits, keys, words, tokens, odds, stride, vocab, temperature,
-    is_drawn: tl.constexpr, is_tempered: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """Each lane keeps the best of its columns and the log-sum-exp of the others; at the end the lanes are joined likewise."""
-    row = tl.program_id(0).to(tl.int64)
-    if is_drawn:
-        key = tl.load(keys + row).to(tl.uint64, bitcast=True)
-    best = tl.full([block], -float("inf"), tl.float32)
-    own = best  # the logit of a lane's best
-    chosen = tl.arange(0, block)
-    most = tl.full([block], _NONE, tl.float32)
-    total = tl.zeros([block], tl.float32)
-    for begin in range(0, vocab, block):
-        column = begin + tl.arange(0, block)
-        judged = tl.load(logits + row * stride + column, column < vocab, -float("inf")).to(tl.float32)
-        value = judged
-        if is_drawn:
-            value = judged / temperature
-            if is_tempered:
-                judged = value
-            word = tl.load(words + column, column < vocab).to(tl.uint64, bitcast=True)
-            value += _gumbel(_mix(key + word))
-        better = value > best
-        other = tl.where(better, own, judged)
-        own, chosen, best = tl.where(better, judged, own), tl.where(better, column, chosen), tl.where(better, value, best)
-        now = tl.maximum(most, other)
-        total = total * tl.exp(most - now) + tl.exp(other - now)
-        most = now
-    token = tl.min(tl.where(best == tl.max(best), chosen, vocab))
-    wins = chosen == token
-    other = tl.where(wins, -float("inf"), own)
-    top = tl.maximum(tl.max(most), tl.max(other))
-    rest = tl.sum(total * tl.exp(most - top)) + tl.sum(tl.exp(other - top))
-    tl.store(tokens + row, token.to(tl.int64))
-    tl.store(odds + row, tl.max(tl.where(wins, own, -float("inf"))) - (top + tl.log(rest)))
-
-
-def choose(logits: Tensor, keys: Tensor | None, temperature: float, tempered: bool) -> tuple[Tensor, Tensor]:
-    """(..., V) -> a token for each row, and its log-odds in the softmax of the logits, or of those that were drawn from.
-
-    keys (...): 64 random bits of each row; None takes the likeliest.
-    """
-    shape, vocab = logits.shape[:-1], logits.shape[-1]
-    flat = logits.reshape(-1, vocab)
-    assert flat.stride(1) == 1
-    tokens = torch.empty(shape, dtype=torch.int64, device=logits.device)
-    odds = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    drawn = keys is not None
-    own, words = (tokens, tokens) if keys is None else (keys.contiguous(), mixed_counter(vocab, logits.device))
-    block = min(_BLOCK, triton.next_power_of_2(vocab))
-    _choose[(flat.shape[0],)](
-        flat, own, words, tokens, odds, flat.stride(0), vocab, temperature if drawn else 1.0, drawn, tempered, block=block
-    )
-    return tokens, odds
+def keep_eager(owner: Any, method: str) -> None:
+    """Keep the compiler out of a method of this object that it would compile again for every value of an argument."""
+    if "torch._dynamo" in sys.modules:  # whoever compiles has imported it; importing it here would take seconds
+        setattr(owner, method, torch.compiler.disable(getattr(owner, method)))

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from sinkdlm.errors import LikelihoodError
+from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.likelihood.estimates import MIN_SETS, Estimates
 from sinkdlm.likelihood.mask_draws import MONTE_CARLO, content_key, draw_masks, noise_keys
 from sinkdlm.likelihood.ranking import Adaptive, expected_loss, is_settled, plan_looks
 from sinkdlm.likelihood.scoring import Look, Row, Rows, Scorer, read_rows
-from sinkdlm.sampling.batch import Access, Denoise, many_shapes
+from sinkdlm.sampling.batch import Denoise, DenoiserAdapter
 from sinkdlm.sampling.loop import step
 from sinkdlm.sampling.requests import Request, start
 from sinkdlm.sampling.unmasking import policy_of
@@ -68,7 +69,9 @@ def log_likelihood(
     if device is None and isinstance(tokens, Tensor):
         device = tokens.device
     causal = estimator == "causal"
-    scorer = Scorer(Access.of(denoiser), mask_id=mask_id, guidance=guidance, budget=budget, shift=shift or causal, device=device)
+    scorer = Scorer(
+        DenoiserAdapter.of(denoiser), mask_id=mask_id, guidance=guidance, budget=budget, shift=shift or causal, device=device
+    )
     if estimator not in MONTE_CARLO:
         return _add_up(scorer, rows, causal)
     numbers = _default_groups(rows) if groups is None else list(groups)
@@ -341,12 +344,12 @@ def is_greedy(
     if causal:
         _check_causal(rows, guidance)
         home = tokens.device if device is None and isinstance(tokens, Tensor) else device
-        scorer = Scorer(Access.of(denoiser), mask_id=mask_id, guidance=0.0, budget=budget, shift=True, device=home)
+        scorer = Scorer(DenoiserAdapter.of(denoiser), mask_id=mask_id, guidance=0.0, budget=budget, shift=True, device=home)
         hits = scorer.hits([look for row in rows for look in _causal_looks(row)])
         return [int(n) == len(row.targets) for n, row in zip(hits, rows, strict=True)]
     policy = policy_of("llada", guidance=guidance, shift=shift)
     device = device or (tokens.device if isinstance(tokens, Tensor) else getattr(denoiser, "device", None))
-    access = Access.of(denoiser)
+    access = DenoiserAdapter.of(denoiser)
     found = [True] * len(rows)
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
     while order:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from sinkdlm.errors import LikelihoodError, ModelError
-from sinkdlm.sampling.batch import Access, many_shapes
+from sinkdlm.kernels.cuda_graph import many_shapes
+from sinkdlm.sampling.batch import DenoiserAdapter
 from sinkdlm.sampling.drawing import guide, precise
 
 _HEAD_SHARE = 4  # of the tokens in a forward, one in so many may reach the head: logits take most of the memory
@@ -79,7 +80,7 @@ class Scorer:
     """A denoiser and how it is asked. shift: its row i is for token i + 1."""
 
     def __init__(
-        self, access: Access, *, mask_id: int, guidance: float, budget: int, shift: bool, device: torch.device | str | None
+        self, access: DenoiserAdapter, *, mask_id: int, guidance: float, budget: int, shift: bool, device: torch.device | str | None
     ) -> None:
         self.access, self.mask_id, self.guidance, self.shift = access, mask_id, guidance, shift
         self.branches = 2 if guidance else 1

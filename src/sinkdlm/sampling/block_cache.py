@@ -1,16 +1,17 @@
 """Approximate caches of sampling: keys and values of whole rows, kept from a block's first step while its others run.
 
-What is outside the span that a step computes stays as it was when the block began, though tokens written since would change it
+Outside the span that a step computes they stay as they were when the block began, though tokens written since would change them
 (Fast-dLLM). The sink lane is no part of it: it is exact, with or without a cache. Takes what attention hands over; knows no model.
 
 B rows, K key/value heads, T tokens, D head width.
 """
 
-import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from sinkdlm.kernels.sampling import keep_eager
 
 
 class BlockCache:
@@ -20,14 +21,12 @@ class BlockCache:
         self.start: int | Tensor = 0
         self.length = length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values (B, K, S + T, D)
-        if "torch._dynamo" in sys.modules:  # imported by whoever compiles, and by nobody else: it takes seconds
-            # Compiled into a block, it would be compiled again for every start.
-            self.join = torch.compiler.disable(self.join)  # type: ignore[method-assign]
+        keep_eager(self, "join")  # compiled into a block, it would be compiled again for every start
 
     def rows(self, layer: int, k: Tensor, n_sinks: int) -> tuple[Tensor, Tensor]:
-        """Where a layer's keys and values lie, shaped for keys like k (B, K, any, D), with room for the sinks' in front.
+        """Buffers of a layer's keys and values, shaped for keys like k (B, K, any, D), with room for the sinks' in front.
 
-        They stay where they are as long as the cache lives: recorded steps write to these places.
+        They stay in place as long as the cache lives: captured steps write to them.
         """
         if layer not in self._layers:
             shape = (*k.shape[:2], n_sinks + self.length, k.shape[3])
@@ -35,10 +34,10 @@ class BlockCache:
         return self._layers[layer]
 
     def join(self, layer: int, k: Tensor, v: Tensor, n_sinks: int) -> tuple[Tensor, Tensor]:
-        places = torch.arange(n_sinks, n_sinks + k.shape[2], device=k.device) + self.start
+        positions = torch.arange(n_sinks, n_sinks + k.shape[2], device=k.device) + self.start
         whole = self.rows(layer, k, n_sinks)
         for mine, span in zip(whole, (k, v), strict=True):
-            mine.index_copy_(2, places, span)
+            mine.index_copy_(2, positions, span)
         return whole[0][:, :, n_sinks:], whole[1][:, :, n_sinks:]
 
     @classmethod

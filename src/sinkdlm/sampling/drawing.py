@@ -1,4 +1,4 @@
-"""From logits to tokens: guidance, forbidden tokens, temperature, and how sure a prediction is.
+"""From logits to tokens: guidance, temperature, and how sure a prediction is.
 
 Owns what happens to logits between denoiser and canvas. Works row by row: no number depends on another row. Half-precision logits
 are read as float32; nothing is computed in float64 unless the logits are.
@@ -7,13 +7,14 @@ N rows of logits, V vocabulary.
 """
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from sinkdlm.kernels.available import find_kernels
-from sinkdlm.noise import Key, counter, fold
-from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
+from sinkdlm.kernels.sampling import draw_candidates
+from sinkdlm.noise import counter, fold
+from sinkdlm.sampling.unmasking import Policy
 
 _CHUNK = 1 << 25  # elements of noise held at once
 _WORD_BITS = 63
@@ -38,8 +39,8 @@ def cut(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
     if top_k is not None and top_k < logits.shape[-1]:
         ordered = ordered.index_fill(-1, counter(logits.shape[-1], logits.device)[top_k:], -math.inf)
     if top_p is not None:
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        beyond = before >= top_p
+        chances = ordered.softmax(-1)
+        beyond = chances.cumsum(-1) - chances >= top_p
         beyond[..., 0] = False
         ordered = ordered.masked_fill(beyond, -math.inf)
     return torch.empty_like(logits).scatter_(-1, ids, ordered)
@@ -62,19 +63,14 @@ def gumbel(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _pick(logits: Tensor, keys: Tensor, words: Tensor) -> Tensor:
     """(N, V), keys (N,), words (V,) -> (N,): the argmax of logits + Gumbel noise is a draw from their softmax."""
-    noise = fold(keys[:, None], words)
-    assert isinstance(noise, Tensor)
-    return (logits + gumbel(noise, logits.dtype)).argmax(-1)
+    return (logits + gumbel(cast(Tensor, fold(keys[:, None], words)), logits.dtype)).argmax(-1)
 
 
-def draw(logits: Tensor, keys: Key) -> Tensor:
+def draw(logits: Tensor, keys: Tensor) -> Tensor:
     """A token for each row of (N, V), from the softmax of its logits; keys (N,): 64 random bits that are the row's own."""
-    assert isinstance(keys, Tensor)
-    n_rows, vocab = logits.shape
-    words = counter(vocab, logits.device)
-    size = max(1, _CHUNK // vocab)
-    parts = [_pick(logits[start : start + size], keys[start : start + size], words) for start in range(0, n_rows, size)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    words = counter(logits.shape[-1], logits.device)
+    size = max(1, _CHUNK // logits.shape[-1])
+    return torch.cat([_pick(rows, own, words) for rows, own in zip(logits.split(size), keys.split(size), strict=True)])
 
 
 # -- how sure -------------------------------------------------------------------------------------------------------------------
@@ -102,20 +98,18 @@ def negative_entropy(logits: Tensor) -> Tensor:
 # -- both -----------------------------------------------------------------------------------------------------------------------
 
 
-def judge(policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def score_candidates(policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens, score, probability) of (rows, n, V) logits, which are used up; keys (rows, n) where the temperature is above 0."""
     cuts = (keys is not None or policy.tempered) and (policy.top_k is not None or policy.top_p is not None)
-    if not cuts and policy.order in ("confidence", *PLANNED_ORDERS) and find_kernels(logits) is not None:
-        from sinkdlm.kernels.sampling import choose
-
-        tokens, odds = choose(logits, keys, policy.temperature, policy.tempered)
-        return tokens, odds, odds.sigmoid()
+    by_odds = policy.order not in ("margin", "entropy")
+    if not cuts and by_odds and (fused := draw_candidates(logits, keys, policy.temperature, policy.tempered)):
+        return *fused, fused[1].sigmoid()
     logits = precise(logits)
     drawn = logits if keys is None else logits / policy.temperature
     if cuts:
         drawn = cut(drawn, policy.top_k, policy.top_p)
     tokens = drawn.argmax(-1) if keys is None else draw(drawn.flatten(0, 1), keys.flatten()).view(keys.shape)
-    judged = drawn if policy.tempered else logits
-    score = {"margin": margin, "entropy": negative_entropy}.get(policy.order, lambda _: None)(judged)
-    odds = log_odds_(judged, tokens)
+    scored = drawn if policy.tempered else logits
+    score = None if by_odds else (margin if policy.order == "margin" else negative_entropy)(scored)
+    odds = log_odds_(scored, tokens)  # the last to read the logits
     return tokens, odds if score is None else score, odds.sigmoid()

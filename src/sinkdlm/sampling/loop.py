@@ -9,14 +9,14 @@ B requests, T canvas, V vocabulary.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sinkdlm.errors import SamplingError
-from sinkdlm.sampling.batch import Access, Batch, Denoise, judging
-from sinkdlm.sampling.requests import Request, State, Turn, start
+from sinkdlm.sampling.batch import Batch, Denoise, DenoiserAdapter, scoring_policy
+from sinkdlm.sampling.requests import Request, State, start
 from sinkdlm.sampling.unmasking import Policy, policy_of
 
 _PADDING = -1  # beyond a row's end, where rows of a result differ in length
@@ -27,7 +27,7 @@ Rows = Tensor | Sequence[Sequence[int] | Tensor]
 @torch.no_grad()
 def step(
     states: Sequence[State],
-    denoiser: Denoise | Access,
+    denoiser: Denoise | DenoiserAdapter,
     *,
     device: torch.device | str | None = None,
     deterministic: bool = False,
@@ -40,41 +40,41 @@ def step(
     together: rows with a cache wait at the end of a block for those that are still in it, so that they go on in one forward. It
     changes no token; a batch to which others are added all the time had better not wait.
     """
-    access = Access.of(denoiser)
-    active = [state for state in states if state.turn is not None]
+    adapter = DenoiserAdapter.of(denoiser)
+    active = [state for state in states if not state.done]
     if together and not deterministic:
-        active = _those_who_go(active)
+        active = _without_waiting(active)
     groups: dict[Any, list[State]] = {}
     for state in active:
-        groups.setdefault(id(state) if deterministic else _forward_key(state, access), []).append(state)
+        groups.setdefault(id(state) if deterministic else _forward_key(state, adapter), []).append(state)
     for group in groups.values():
         home = group[0].home
-        Batch.of(group, torch.device(device or ("cpu" if home is None else home.device))).advance(group, access)
+        Batch.of(group, torch.device(device or ("cpu" if home is None else home.device))).advance(group, adapter)
     return active
 
 
-def _those_who_go(active: list[State]) -> list[State]:
-    """All but rows that would open a block of which others, alike in all that a forward shares, have the one before still open."""
-    cached = [(state, cast(Turn, state.turn)) for state in active if state.policy.cache != "none"]
-    open_until = {_block_key(state, turn.stop) for state, turn in cached}
-    waiting = {id(state) for state, turn in cached if turn.first and _block_key(state, turn.start) in open_until}
+def _without_waiting(active: list[State]) -> list[State]:
+    """All but rows about to begin a block while others, alike in all that a forward shares, are still in the one before."""
+    cached = [state for state in active if state.policy.cache != "none"]
+    open_until = {(_shared(state), state.plan.stop) for state in cached}
+    waiting = {id(state) for state in cached if state.plan.first and (_shared(state), state.plan.start) in open_until}
     return [state for state in active if id(state) not in waiting]
 
 
-def _block_key(state: State, place: int) -> Any:
-    return state.request.mask_id, state.policy.shift, judging(state.policy), cast(Turn, state.turn).length, place
+def _shared(state: State) -> Any:
+    """What rows with a cache have in common in one forward, apart from the block."""
+    return state.request.mask_id, scoring_policy(state.policy), state.length
 
 
-def _forward_key(state: State, access: Access) -> Any:
+def _forward_key(state: State, adapter: DenoiserAdapter) -> Any:
     """What rows of one forward have in common."""
-    policy, turn = state.policy, cast(Turn, state.turn)
-    shared = (state.request.mask_id, policy.shift)
-    if policy.cache != "none":
-        if not access.takes_cache:
-            why = "this denoiser keeps none, as where a register sink sees every token"
-            raise SamplingError(f"cache = {policy.cache!r}: {why}; use cache = 'none'")
-        return (*shared, judging(policy), turn.length, turn.start, turn.stop, turn.first)
-    return shared if access.takes_lengths else (*shared, turn.length)
+    policy, plan = state.policy, state.plan
+    if policy.cache == "none":
+        return state.request.mask_id, policy.shift, None if adapter.takes_lengths else plan.length
+    if not adapter.takes_cache:
+        why = "this denoiser keeps none, as where a register sink sees every token"
+        raise SamplingError(f"cache = {policy.cache!r}: {why}; use cache = 'none'")
+    return _shared(state), plan.start, plan.stop, plan.first
 
 
 class Sampled(NamedTuple):
@@ -104,19 +104,16 @@ class Step(NamedTuple):
 
 def stream(denoiser: Denoise, states: Sequence[State], *, device: Any = None, deterministic: bool = False) -> Iterator[Step]:
     """Steps until every request is done, and yields each."""
-    access = Access.of(denoiser)
+    adapter = DenoiserAdapter.of(denoiser)
     while any(not state.done for state in states):
-        moved = {id(state) for state in step(states, access, device=device, deterministic=deterministic, together=True)}
-        columns = [
-            [state.tokens for state in states],
-            [state.committed if id(state) in moved else torch.zeros_like(state.committed) for state in states],
-            [state.confidence for state in states],
-        ]
-        yield Step(*(_stack(rows, fill) for rows, fill in zip(columns, (_PADDING, False, math.nan), strict=True)))
+        moved = {id(state) for state in step(states, adapter, device=device, deterministic=deterministic, together=True)}
+        committed = [state.committed if id(state) in moved else torch.zeros_like(state.committed) for state in states]
+        now = gather(states)
+        yield Step(now.tokens, _stack(committed, False), now.confidence)
 
 
-def _stack(rows: Sequence[Tensor], fill: float) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=fill)
+def _stack(rows: list[Tensor], fill: float) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
 
 
 def requests_of(
@@ -137,22 +134,23 @@ def requests_of(
     tails = [[]] * len(heads) if suffix is None else _as_rows(suffix)
     if (length is None) == (limit is None):
         raise SamplingError("give length= (the whole canvas, prompt included) or limit= (an open end, at most so long)")
-    given = length if length is not None else limit
-    sizes = [given] * len(heads) if isinstance(given, int) else list(given or [])
+    given: Any = limit if length is None else length
+    sizes = [given] * len(heads) if isinstance(given, int) else list(given)
     if not len(heads) == len(tails) == len(sizes):
         raise SamplingError(f"{len(heads)} prompts, {len(tails)} suffixes, {len(sizes)} lengths: one for each row")
     found = []
     for number, head, tail, size in zip(numbers or range(len(heads)), heads, tails, sizes, strict=True):
-        gap = size - len(head) - len(tail)
-        if gap < 0 or (gap == 0 and mask_id not in head + tail):
-            alone = len(head) + len(tail)
-            raise SamplingError(f"length = {size}: counts the whole canvas, prompt included, and what is given has {alone} tokens")
-        found.append(Request([*head, *[mask_id] * gap, *tail], policy, mask_id, seed, number, grow=limit is not None))
+        n_given = len(head) + len(tail)
+        if size < n_given or (size == n_given and mask_id not in head + tail):
+            why = f"counts the whole canvas, prompt included, and what is given has {n_given} tokens"
+            raise SamplingError(f"length = {size}: {why}")
+        canvas = [*head, *[mask_id] * (size - n_given), *tail]
+        found.append(Request(canvas, policy, mask_id, seed, number, grow=limit is not None))
     return found
 
 
 def _as_rows(rows: Rows) -> list[list[int]]:
-    return rows.tolist() if isinstance(rows, Tensor) else [row.tolist() if isinstance(row, Tensor) else list(row) for row in rows]
+    return [row.tolist() if isinstance(row, Tensor) else list(row) for row in rows]
 
 
 def generate(
@@ -174,14 +172,14 @@ def generate(
     states = start(requests_of(prompt, mask_id=mask_id, length=length, **given))
     if device is None:
         device = prompt.device if isinstance(prompt, Tensor) else getattr(denoiser, "device", None)
-    access = Access.of(denoiser)
+    adapter = DenoiserAdapter.of(denoiser)
     while any(not state.done for state in states):
-        step(states, access, device=device, deterministic=deterministic, together=True)
+        step(states, adapter, device=device, deterministic=deterministic, together=True)
     return gather(states)
 
 
 def gather(states: Sequence[State]) -> Sampled:
-    """What finished requests have come to."""
+    """What requests have come to."""
     tokens = _stack([state.tokens for state in states], _PADDING)
     confidence = _stack([state.confidence for state in states], math.nan)
     steps = [state.steps for state in states]

@@ -4,10 +4,9 @@ Owns the plan of a request, on the host: which block it is in, how many position
 no denoiser and no batch; the tokens themselves lie with the batch that a request is in (batch.py).
 """
 
-import functools
-import itertools
 import math
-from bisect import bisect_left
+import operator
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -50,165 +49,140 @@ class Request:
         if self.grow and open_at != list(range(open_at[0], len(self.canvas))):
             raise SamplingError("an open end and text after a gap do not go together: give a length")
         blocks = cut_blocks(open_at[0], len(self.canvas), self.policy.block)
-        kept = [(a, b) for a, b in blocks if any(token == self.mask_id for token in self.canvas[a:b])]
+        kept = [(a, b) for a, b in blocks if self.mask_id in self.canvas[a:b]]
         object.__setattr__(self, "blocks", kept)
 
 
-class Turn(NamedTuple):
+class StepPlan(NamedTuple):
     """What one step may do to one row."""
 
     step: int  # a key of the step's noise
     start: int  # of the block
     stop: int
     length: int  # of the row now
-    n_places: int  # positions whose prediction is needed
+    n_predicted: int  # positions whose prediction is needed
     quota: int  # of them to commit; more where a threshold says so
-    first: bool  # of its block: caches are filled anew
-    reveal: tuple[int, ...] | None = None  # ReMDM: the positions, instead of the first `n_places` by the order
+    first: bool = True  # of its block: caches are filled anew
+    reveal: tuple[int, ...] | None = None  # ReMDM: the positions, instead of the first `n_predicted` by the order
     remask: tuple[int, ...] = ()
-
-    def control(self) -> tuple[int, ...]:
-        return self[:6]
-
-
-def row_keys(requests: Sequence[Request]) -> Tensor:
-    """(B,): the hash of (seed, request) from which all noise of a row goes on."""
-    seeds, numbers = (torch.tensor([getattr(request, name) for request in requests]) for name in ("seed", "number"))
-    keys = hash_words(seeds, int(Stream.SAMPLING), numbers)
-    assert isinstance(keys, Tensor)
-    return keys
 
 
 def reveal_times(keys: Key, length: int) -> Tensor:
-    """(B, length) in (0, 1): when each position would be revealed, as time runs from 1 to 0.
+    """(..., length) in (0, 1) of keys (..., 1): when each position would be revealed, as time runs from 1 to 0.
 
     Revealing a masked token with probability 1 - s/t in each step is the same as drawing its time evenly once. So the steps of an
     ancestral sampler in which nothing happens need no forward.
     """
-    assert isinstance(keys, Tensor)
-    return unit_interval(fold(keys[:, None], _EVERY_STEP, torch.arange(length, device=keys.device), _REVEAL))
-
-
-@functools.lru_cache(maxsize=64)
-def _rising_shares(steps: int, schedule: str, last_time: float) -> tuple[float, ...]:
-    return masked_shares(steps, schedule, last_time)[steps - 1 : 0 : -1]
+    device = keys.device if isinstance(keys, Tensor) else None
+    return unit_interval(fold(keys, _EVERY_STEP, torch.arange(length, device=device), _REVEAL))
 
 
 class State:
-    """A request on its way. `turn` is its next step, None once it is done."""
+    """A request on its way. `plan` is its next step, or its last one once it is done."""
 
-    def __init__(self, request: Request, key: Tensor, times: Sequence[float] | None) -> None:
-        self.request = request
+    plan: StepPlan
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.policy = request, request.policy
         self.steps = 0  # steps with a forward
-        self.turn: Turn | None = None
-        self.key = key  # ()
+        self.done = False
+        self.key = hash_words(request.seed, int(Stream.SAMPLING), request.number)  # from which all its noise goes on
         self.home: Any = None  # the batch that holds its tokens, and the row there
         self.row = 0
-        self._times = times
-        self._open = {a: [p for p in range(a, b) if request.canvas[p] == request.mask_id] for a, b in request.blocks}
-        self._block_steps = self._split()
-        self._turns = self._plan()
-        self._committed = 0  # in the last step
+        self._plans = self._plan_steps()
         self.advance(0)
-
-    @property
-    def done(self) -> bool:
-        return self.turn is None
-
-    @property
-    def policy(self) -> Policy:
-        return self.request.policy
 
     @property
     def length(self) -> int:
         """Tokens of the row now."""
-        return self._length
+        return self.plan.length
 
     @property
     def tokens(self) -> Tensor:
         """(length,)."""
-        if self.home is None:
-            return torch.tensor(self.request.canvas[: self.length])
-        tokens: Tensor = self.home.tokens
-        return tokens[self.row, : self.length]
+        return torch.tensor(self.request.canvas[: self.length]) if self.home is None else self._view("tokens")
 
     @property
     def confidence(self) -> Tensor:
         """(length,): how sure the model was of each token when it was committed; not a number elsewhere."""
-        confidence: Tensor = self.home.confidence
-        return confidence[self.row, : self.length]
+        return self._view("confidence")
 
     @property
     def committed(self) -> Tensor:
         """(length,): what the last step wrote."""
-        committed: Tensor = self.home.committed
-        return committed[self.row, : self.length]
+        return self._view("committed")
+
+    def _view(self, name: str) -> Tensor:
+        rows: Tensor = getattr(self.home, name)
+        return rows[self.row, : self.length]
 
     def advance(self, committed: int) -> None:
-        """The turn was taken and wrote so many tokens: on to the next."""
+        """Go on to the next step; the last one wrote so many tokens."""
         self._committed = committed
-        self.turn = next(self._turns, None)
-        if self.turn is not None:
-            self._length = self.turn.length
+        plan = next(self._plans, None)
+        if plan is None:
+            self.done = True
+        else:
+            self.plan = plan
 
     def end(self) -> None:
         """Nothing more is to be written: EOS stands, or nobody waits for it any longer."""
-        self.turn = None
-        self._turns = iter(())  # the plan holds the state, and would keep it and its batch in memory
+        self.done = True
+        self._plans = iter(())  # the generator holds the state, and would keep it and its batch in memory
 
     # -- the plan -----------------------------------------------------------------------------------------------------------------
 
-    def _split(self) -> list[int]:
-        sizes = [len(self._open[start]) for start, _ in self.request.blocks]
-        given = split_steps(sizes, self.policy.steps)
-        if self.policy.order == "ancestral":  # its steps may be empty, so there may be more than positions
-            return given
-        return [min(steps, size) if self.policy.schedule == "linear" else steps for steps, size in zip(given, sizes, strict=True)]
-
-    def _plan(self) -> Iterator[Turn]:
+    def _plan_steps(self) -> Iterator[StepPlan]:
+        policy, canvas, mask_id = self.policy, self.request.canvas, self.request.mask_id
+        open_at = [[p for p in range(start, stop) if canvas[p] == mask_id] for start, stop in self.request.blocks]
         base = 0
-        for (start, stop), steps in zip(self.request.blocks, self._block_steps, strict=True):
-            here = self._open[start]
-            length = stop if self.request.grow else len(self.request.canvas)
-            turn = Turn(base, start, stop, length, n_places=len(here), quota=0, first=True)
-            if self.policy.remask != "none":
-                yield from self._exchange(turn, here, steps)
-            elif self.policy.threshold is not None:
-                yield from self._by_threshold(turn, steps)
+        for (start, stop), here, steps in zip(self.request.blocks, open_at, self._split([*map(len, open_at)]), strict=True):
+            plan = StepPlan(base, start, stop, stop if self.request.grow else len(canvas), n_predicted=len(here), quota=0)
+            if policy.remask != "none":
+                yield from self._exchange(plan, here, steps)
+            elif policy.threshold is not None:
+                yield from self._by_threshold(plan, steps)
             else:
-                yield from self._by_quota(turn, here, steps)
+                yield from self._by_quota(plan, here, steps)
             base += steps
 
-    def _by_quota(self, turn: Turn, here: list[int], steps: int) -> Iterator[Turn]:
+    def _split(self, sizes: list[int]) -> list[int]:
+        """Steps of each block. Those of an ancestral sampler may be empty, so there may be more than positions."""
+        given = split_steps(sizes, self.policy.steps)
+        if self.policy.order == "ancestral" or self.policy.schedule != "linear":
+            return given
+        return [min(pair) for pair in zip(given, sizes, strict=True)]
+
+    def _by_quota(self, plan: StepPlan, here: list[int], steps: int) -> Iterator[StepPlan]:
         left, planned = len(here), self.policy.order in PLANNED_ORDERS
         for step, quota in self._quotas(here, steps):
-            yield turn._replace(step=turn.step + step, n_places=quota if planned else left, quota=quota, first=left == len(here))
+            first = left == len(here)
+            yield plan._replace(step=plan.step + step, n_predicted=quota if planned else left, quota=quota, first=first)
             left -= quota
 
     def _quotas(self, here: list[int], steps: int) -> list[tuple[int, int]]:
         """The steps that commit something, and how much."""
-        if self._times is None:
-            found = quotas(len(here), steps, self.policy.schedule, self.policy.last_time)
-            return [(step, quota) for step, quota in enumerate(found) if quota]
+        schedule = (steps, self.policy.schedule, self.policy.last_time)
+        if self.policy.order != "ancestral":
+            return [(step, quota) for step, quota in enumerate(quotas(len(here), *schedule)) if quota]
         # Step i reveals what has its time between shares i + 1 and i; the last step whatever is left.
-        shares = _rising_shares(steps, self.policy.schedule, self.policy.last_time)
-        counts = Counter(steps - 1 - bisect_left(shares, self._times[position]) for position in here)
-        return sorted(counts.items())
+        shares, times = masked_shares(*schedule), reveal_times(self.key, here[-1] + 1).tolist()
+        return sorted(Counter(bisect_right(shares, -times[p], 1, steps, key=operator.neg) - 1 for p in here).items())
 
-    def _by_threshold(self, turn: Turn, steps: int) -> Iterator[Turn]:
+    def _by_threshold(self, plan: StepPlan, steps: int) -> Iterator[StepPlan]:
         """At least one position a step, or as many as finish in time if the number of steps was given."""
-        left = turn.n_places
+        left = plan.n_predicted
         for step in range(steps):
             quota = 1 if self.policy.steps is None else math.ceil(left / (steps - step))
-            yield turn._replace(step=turn.step + step, n_places=left, quota=quota, first=step == 0)
+            yield plan._replace(step=plan.step + step, n_predicted=left, quota=quota, first=step == 0)
             left -= self._committed
             if not left:
                 return
 
-    def _exchange(self, turn: Turn, here: list[int], steps: int) -> Iterator[Turn]:
+    def _exchange(self, plan: StepPlan, here: list[int], steps: int) -> Iterator[StepPlan]:
         """ReMDM: what is revealed and what is masked again is drawn here, before the forward."""
         masked, first = dict.fromkeys(here, True), True
-        numbers, purposes = torch.arange(turn.step, turn.step + steps), torch.tensor([_REVEAL, _REMASK])
+        numbers, purposes = torch.arange(plan.step, plan.step + steps), torch.tensor([_REVEAL, _REMASK])
         drawn = unit_interval(fold(self.key, numbers[:, None, None], torch.tensor(here), purposes[:, None])).tolist()
         for step, (chance, noise) in enumerate(zip(exchanges(self.policy, steps), drawn, strict=True)):
             rates = self._remask_rates(here, masked, chance.remask)
@@ -217,8 +191,8 @@ class State:
             remask = tuple(p for p, u, rate in zip(here, noise[1], rates, strict=True) if not masked[p] and u < rate)
             masked |= dict.fromkeys(reveal, False) | dict.fromkeys(remask, True)
             if reveal or remask:
-                count = len(reveal)
-                yield turn._replace(step=turn.step + step, n_places=count, quota=count, first=first, reveal=reveal, remask=remask)
+                n = len(reveal)
+                yield plan._replace(step=plan.step + step, n_predicted=n, quota=n, first=first, reveal=reveal, remask=remask)
                 first = False
 
     def _remask_rates(self, here: list[int], masked: dict[int, bool], sigma: float) -> list[float]:
@@ -233,13 +207,4 @@ class State:
 
 def start(requests: Sequence[Request]) -> list[State]:
     """States at their first step."""
-    if not requests:
-        return []
-    keys = row_keys(requests)
-    timed = [request.policy.order == "ancestral" and request.policy.remask == "none" for request in requests]
-    times: Sequence[Sequence[float] | None] = [None] * len(requests)
-    if any(timed):
-        longest = max(len(request.canvas) for request in itertools.compress(requests, timed))
-        rows = reveal_times(keys, longest).tolist()
-        times = [row if wanted else None for row, wanted in zip(rows, timed, strict=True)]
-    return [State(request, key, row) for request, key, row in zip(requests, keys, times, strict=True)]
+    return [State(request) for request in requests]

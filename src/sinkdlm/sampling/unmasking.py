@@ -21,6 +21,10 @@ PLANNED_ORDERS = ("random", "ancestral")  # decided by noise alone, before the f
 SCHEDULES = ("linear", "cosine", "timesteps")
 REMASKS = ("none", "cap", "rescale", "conf", "loop")
 CACHES = ("none", "prefix", "dual")
+_CHOICES = {"order": ORDERS, "schedule": SCHEDULES, "remask": REMASKS, "cache": CACHES}
+_WHOLE = ("steps", "block", "top_k", "eos_id")
+_LEAST = {"steps": 1, "block": 1, "top_k": 1, "temperature": 0, "guidance": -1}
+_SHARES = ("threshold", "top_p", "remask_rate", "last_time")
 
 # ReMDM's loop: tokens are revealed up to a share, kept there and exchanged, and then the rest is revealed.
 _LOOP_FROM, _LOOP_TO, _LOOP_REVEALED = 0.55, 0.05, 0.9
@@ -44,43 +48,23 @@ class Policy:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
-    tempered: bool = False  # judge by the distribution that is drawn from (Dream), not by the model's own
+    tempered: bool = False  # score by the distribution that is drawn from (Dream), not by the model's own
     guidance: float = 0.0
     shift: bool = False  # the denoiser's row i is for token i + 1 (a foreign one; our models align their rows)
     suppressed: tuple[int, ...] = ()
     eos_id: int | None = None  # a row ends where everything up to its first EOS is committed
 
     def __post_init__(self) -> None:
-        for name, allowed in (("order", ORDERS), ("schedule", SCHEDULES), ("remask", REMASKS), ("cache", CACHES)):
-            if getattr(self, name) not in allowed:
-                raise SamplingError(f"{name} = {getattr(self, name)!r}: allowed: {', '.join(allowed)}")
-        for name in ("steps", "block", "top_k", "eos_id"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise SamplingError(f"{name} = {value!r}: a whole number")
-        for name in ("temperature", "guidance", "threshold", "top_p", "remask_rate", "last_time"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise SamplingError(f"{name} = {value!r}: a number")
-        if not all(isinstance(token, int) for token in self.suppressed):
-            raise SamplingError(f"suppressed = {list(self.suppressed)}: ids, as in [3, 5]")
-        for name, least in (("steps", 1), ("block", 1), ("top_k", 1), ("temperature", 0), ("guidance", -1)):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= least):
-                raise SamplingError(f"{name} = {value}: allowed is {least} or more")
-        for name in ("threshold", "top_p", "remask_rate", "last_time"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise SamplingError(f"{name} = {value}: allowed is above 0 and at most 1")
+        for name, value in vars(self).items():
+            _check_value(name, value)
         if self.remask != "none" and self.order != "ancestral":
             raise SamplingError(f"remask = {self.remask!r}: goes with order = 'ancestral', not {self.order!r}")
         if self.threshold is not None and self.order in PLANNED_ORDERS:
             raise SamplingError(f"threshold: goes with an order that looks at the prediction, not {self.order!r}")
         if self.remask_rate is not None and self.remask == "none":
             raise SamplingError(f"remask_rate = {self.remask_rate}: goes with remask, as in remask='cap'; leave it out")
-        for name in ("top_k", "top_p"):
-            value = getattr(self, name)
-            if value is not None and self.temperature == 0 and not self.tempered and (name, value) != ("top_p", 1):
+        for name, value in (("top_k", self.top_k), ("top_p", None if self.top_p == 1 else self.top_p)):
+            if value is not None and self.temperature == 0 and not self.tempered:
                 why = "at temperature 0 the likeliest token is taken, among however many"
                 raise SamplingError(f"{name} = {value}: {why}; give a temperature above 0, or leave it out")
         if self.cache != "none" and self.block is None:
@@ -94,6 +78,22 @@ class Policy:
     @property
     def eta(self) -> float:
         return _RATES.get(self.remask, 0.0) if self.remask_rate is None else self.remask_rate
+
+
+def _check_value(name: str, value: Any) -> None:
+    """Refuse a field of a policy that is wrong by itself."""
+    if name in _CHOICES and value not in _CHOICES[name]:
+        raise SamplingError(f"{name} = {value!r}: allowed: {', '.join(_CHOICES[name])}")
+    if name == "suppressed" and not all(isinstance(token, int) for token in value):
+        raise SamplingError(f"suppressed = {list(value)}: ids, as in [3, 5]")
+    if value is None or name not in (*_WHOLE, *_LEAST, *_SHARES):
+        return
+    if isinstance(value, bool) or not isinstance(value, int if name in _WHOLE else int | float):
+        raise SamplingError(f"{name} = {value!r}: a {'whole ' if name in _WHOLE else ''}number")
+    if name in _LEAST and not (math.isfinite(value) and value >= _LEAST[name]):
+        raise SamplingError(f"{name} = {value}: allowed is {_LEAST[name]} or more")
+    if name in _SHARES and not 0 < value <= 1:
+        raise SamplingError(f"{name} = {value}: allowed is above 0 and at most 1")
 
 
 NAMED = {
@@ -110,9 +110,8 @@ def policy_of(config: "str | Policy" = "llada", **options: Any) -> Policy:
     if isinstance(config, str) and config not in NAMED:
         raise SamplingError(f"policy {config!r}: unknown; there are {', '.join(NAMED)}")
     names = [field.name for field in fields(Policy)]
-    for name in options:
-        if name not in names:
-            raise SamplingError(f"option {name!r}: unknown; a policy has {', '.join(names)}")
+    if unknown := [name for name in options if name not in names]:
+        raise SamplingError(f"option {unknown[0]!r}: unknown; a policy has {', '.join(names)}")
     if "suppressed" in options:
         ids = options["suppressed"]
         options["suppressed"] = tuple(ids) if isinstance(ids, list | tuple | set) else (ids,)
@@ -186,12 +185,9 @@ def exchanges(policy: Policy, steps: int) -> tuple[Exchange, ...]:
     found = []
     for now, then in itertools.pairwise(revealed):
         most = min(1.0, (1 - then) / now) if now > 0 else 1.0
-        if loop:
-            sigma = min(policy.eta, most) if now == then else 0.0
-        elif policy.remask == "cap":
-            sigma = min(policy.eta, most)
-        else:
-            sigma = policy.eta * most
+        sigma = min(policy.eta, most) if policy.remask in ("cap", "loop") else policy.eta * most
+        if loop and now != then:
+            sigma = 0.0
         drained = 0.0 if policy.remask == "conf" else sigma  # there sigma is shared out among committed positions alone
         found.append(Exchange(min(1.0, max(0.0, (then - (1 - drained) * now) / (1 - now))) if now < 1 else 1.0, sigma))
     return (*found[:-1], Exchange(1.0, 0.0))

@@ -1,7 +1,6 @@
-"""From what an engine tells to what a client reads: whole answers, and streams of pieces and frames.
+"""Turn an engine's events into what a client reads: whole answers, and streams of pieces and frames.
 
-Owns the shapes of OpenAI's answers and the event loop's side of a request. An exchange is one request on its way; its events come
-from the engine's thread.
+Owns the shapes of OpenAI's answers and the event loop's side of a request. Events come from the engine's thread.
 """
 
 import asyncio
@@ -16,55 +15,36 @@ from typing import Any
 
 from sinkdlm.serving.engine import Event, Frame, Over, Ticket
 from sinkdlm.serving.engine import Written as Tokens
-from sinkdlm.serving.frames import Record
+from sinkdlm.serving.frames import RequestFrames
 from sinkdlm.serving.problems import api_error
-from sinkdlm.serving.schemas import (
-    ChatChoice,
-    ChatCompletion,
-    ChatMessage,
-    Completion,
-    CompletionChoice,
-    FinishReason,
-    Usage,
-    Written,
-)
+from sinkdlm.serving.schemas import Answer, ChatCompletion, Completion, FinishReason, Usage, Written
 from sinkdlm.serving.served import Order, Served
 
 _QUIET = 15.0  # seconds after which a stream shows that it lives
 _DIGITS = 4  # of a confidence
 
 
-def _tell(loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[Event]", events: list[Event]) -> None:
-    """In the engine's thread."""
-    loop.call_soon_threadsafe(_put, queue, events)
-
-
-def _put(queue: "asyncio.Queue[Event]", events: list[Event]) -> None:
-    for event in events:
-        queue.put_nowait(event)
-
-
 class Exchange:
-    """finished: called once, when all rows are done."""
+    """One request on its way. finished: called once, when all rows are done."""
 
     def __init__(self, served: Served, order: Order, *, chat: bool, inspect: bool, finished: Callable[["Exchange"], None]) -> None:
         self.served, self.order, self.chat, self._finished = served, order, chat, finished
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.steps = [0] * len(order.rows)
-        self.record = None
+        self.frames = None
         if inspect:
             given = [row.canvas.index(row.mask_id) for row in order.rows]
-            self.record = Record(self.id, served.name, served.lm.config.mask_id, given, [[] for _ in order.rows])
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+            self.frames = RequestFrames(self.id, served.name, served.lm.config.mask_id, given, [[] for _ in order.rows])
+        self._events: asyncio.Queue[list[Event]] = asyncio.Queue()
         # The ticket is told of this queue alone: one that held the exchange, which holds it, would stay until cycles are collected.
-        self._tell = partial(_tell, asyncio.get_running_loop(), self._events)
+        self._tell = partial(asyncio.get_running_loop().call_soon_threadsafe, self._events.put_nowait)
         self.ticket: Ticket | None = None
 
     def submit(self, *, progress: bool, frames: bool) -> None:
-        """May be called in another thread: it lays out the plan of every row."""
-        ends = self.order.ends if self.order.transcripts[0].has_stops else None
-        frames = frames or self.record is not None
+        """Queue the request. May be called in another thread: it lays out the plan of every row."""
+        ends = self.order.ends if self.order.transcripts[0].stops else None
+        frames = frames or self.frames is not None
         ticket = Ticket(self.order.rows, self._tell, ends=ends, progress=progress, frames=frames)
         self.served.engine.submit(ticket)
         self.ticket = ticket
@@ -77,53 +57,48 @@ class Exchange:
         """Until all rows are done. None: nothing has happened for a while."""
         while True:
             try:
-                event = await asyncio.wait_for(self._events.get(), _QUIET)
+                told = await asyncio.wait_for(self._events.get(), _QUIET)
             except TimeoutError:
                 yield None
                 continue
-            if isinstance(event, Over):
-                if event.failure is not None:
-                    raise api_error(event.failure)
-                self._finished(self)
-                return
-            if isinstance(event, Frame) and self.record is not None:
-                self.record.add(event)
-            if isinstance(event, Tokens):
-                self.steps[event.row] = event.steps
-            yield event
+            for event in told:
+                if isinstance(event, Over):
+                    if event.failure is not None:
+                        raise api_error(event.failure)
+                    self._finished(self)
+                    return
+                if isinstance(event, Tokens):
+                    self.steps[event.row] = event.steps
+                elif self.frames is not None:
+                    self.frames.add(event)
+                yield event
 
     # -- whole --------------------------------------------------------------------------------------------------------------------
 
-    async def answer(self) -> Completion | ChatCompletion:
+    async def answer(self) -> Answer:
         transcripts = self.order.transcripts
         async for event in self.events():
             if isinstance(event, Tokens) and event.done:
                 transcripts[event.row].read(event.tokens, done=True)
-        texts = [before + transcript.text for before, transcript in zip(self.order.echo, transcripts, strict=True)]
-        if self.chat:
-            return ChatCompletion(
-                **self._head(),
-                choices=[
-                    ChatChoice(index=index, message=ChatMessage(content=text), finish_reason=self._reason(index))
-                    for index, text in enumerate(texts)
-                ],
-                usage=self.usage(),
-                sinkdlm=self._written(),
-            )
-        choices = [CompletionChoice(index=index, text=text, finish_reason=self._reason(index)) for index, text in enumerate(texts)]
-        return Completion(**self._head(), choices=choices, usage=self.usage(), sinkdlm=self._written())
+        choices = []
+        for index, (before, transcript) in enumerate(zip(self.order.echo, transcripts, strict=True)):
+            text = before + transcript.text
+            written = {"message": {"content": text}} if self.chat else {"text": text}
+            choices.append({"index": index, "finish_reason": self._reason(index), **written})
+        kind: type[Answer] = ChatCompletion if self.chat else Completion
+        return kind.model_validate({**self._head(), "choices": choices, "usage": self.usage(), "sinkdlm": self._written()})
 
     def usage(self) -> Usage:
         given, written = self.order.n_prompt_tokens, sum(transcript.n_tokens for transcript in self.order.transcripts)
         return Usage(prompt_tokens=given, completion_tokens=written, total_tokens=given + written)
 
     def _head(self) -> dict[str, Any]:
-        names = {"model": self.served.name, "system_fingerprint": self.served.fingerprint}
-        return {"id": self.id, "created": self.created, **names}
+        served = self.served
+        return {"id": self.id, "created": self.created, "model": served.name, "system_fingerprint": served.fingerprint}
 
     def _written(self) -> Written:
         policy = asdict(self.order.policy)
-        return Written(seed=self.order.seed, steps=self.steps, policy=policy, inspect=self.record is not None)
+        return Written(seed=self.order.seed, steps=self.steps, policy=policy, inspect=self.frames is not None)
 
     def _reason(self, row: int) -> FinishReason:
         return "stop" if self.order.transcripts[row].stopped else "length"
@@ -135,7 +110,7 @@ class Exchange:
         try:
             for row, before in enumerate(self.order.echo):
                 if self.chat or before:
-                    yield self._line([self._piece(row, before, opening=True)], with_usage)
+                    yield self._line([self._piece(row, before, first=True)], with_usage)
             async for event in self.events():
                 if event is None:
                     yield ": still writing\n\n"
@@ -164,12 +139,12 @@ class Exchange:
             body["sinkdlm"] = ours
         return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
 
-    def _piece(self, row: int, text: str, *, opening: bool = False, reason: FinishReason | None = None) -> dict[str, Any]:
-        found: dict[str, Any] = {"index": row, "logprobs": None, "finish_reason": reason}
-        if not self.chat:
-            return {**found, "text": text}
-        delta = {} if reason is not None else {"content": text}
-        return {**found, "delta": {"role": "assistant", **delta} if opening else delta}
+    def _piece(self, row: int, text: str, *, first: bool = False, reason: FinishReason | None = None) -> dict[str, Any]:
+        written: dict[str, Any] = {"text": text}
+        if self.chat:
+            delta = {} if reason is not None else {"content": text}
+            written = {"delta": {"role": "assistant", **delta} if first else delta}
+        return {"index": row, "logprobs": None, "finish_reason": reason, **written}
 
     def _frame(self, frame: Frame) -> dict[str, Any]:
         """The whole canvas: ids and pieces of text, null where a token is still to be written."""

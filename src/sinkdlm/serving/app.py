@@ -20,7 +20,7 @@ from sinkdlm.errors import SamplingError
 from sinkdlm.page.bundle import PAGE
 from sinkdlm.serving import inspecting, problems
 from sinkdlm.serving.answers import Exchange
-from sinkdlm.serving.frames import Records, size_of
+from sinkdlm.serving.frames import FrameStore, size_of
 from sinkdlm.serving.guard import Door, Guard
 from sinkdlm.serving.metrics import Metrics
 from sinkdlm.serving.problems import RESPONSES, ApiError
@@ -52,8 +52,8 @@ class Settings:
     hosts: frozenset[str] | None = None  # names under which the server may be called; None: any
     origins: Sequence[str] = ()  # CORS: pages that may read answers
     most_bytes: int = 1 << 20  # of a body
-    record_bytes: int = 64 << 20
-    record_seconds: float = 600.0
+    frame_bytes: int = 64 << 20  # kept of finished requests
+    frame_seconds: float = 600.0
 
 
 @dataclass
@@ -66,9 +66,7 @@ class Site:
     door: Door = field(default_factory=Door)
 
     def __post_init__(self) -> None:
-        self.records = Records(self.settings.record_bytes, self.settings.record_seconds)
-        engines = [(name, served.engine) for name, served in self.models.items()]
-        self.metrics.watch(lambda: [(name, engine.n_waiting, engine.n_running) for name, engine in engines])
+        self.frames = FrameStore(self.settings.frame_bytes, self.settings.frame_seconds)
 
     def find(self, name: str) -> Served:
         if name not in self.models:
@@ -83,16 +81,17 @@ class Site:
         if ticket is not None:
             self.metrics.seconds.labels(name).observe(ticket.ended - ticket.submitted)
             self.metrics.queued.labels(name).observe(ticket.began - ticket.submitted)
-        if exchange.record is not None:
-            self.records.add(exchange.record)
+        if exchange.frames is not None:
+            self.frames.add(exchange.frames)
 
 
 def make_app(site: Site) -> FastAPI:
     app = FastAPI(title="sinkdlm", version=__version__, docs_url=None, redoc_url=None, responses=RESPONSES)
+    app.state.site = site
     problems.register(app)
     _serve_facts(app, site)
     _serve_answers(app, site)
-    inspecting.register(app, site.records, site.find)
+    app.include_router(inspecting.router)
     _serve_page(app)
     guarded: dict[str, Any] = {"door": site.door, "metrics": site.metrics}
     settings = site.settings
@@ -139,10 +138,11 @@ async def _answer(site: Site, asked: CompletionRequest | ChatRequest, request: R
     served.engine.check_room()
     prepare: Any = served.chat if isinstance(asked, ChatRequest) else served.complete
     order: Order = await run_in_threadpool(prepare, asked)
-    if asked.sinkdlm.inspect:
-        _check_record(site, order)
-    is_chat, frames = isinstance(asked, ChatRequest), asked.sinkdlm.frames
-    exchange = Exchange(served, order, chat=is_chat, inspect=asked.sinkdlm.inspect, finished=site.finish)
+    inspect, frames, is_chat = asked.sinkdlm.inspect, asked.sinkdlm.frames, isinstance(asked, ChatRequest)
+    size, most = size_of(((row.policy.steps or len(row.canvas)) + 1, len(row.canvas)) for row in order.rows), site.frames.most_bytes
+    if inspect and size > most:
+        raise SamplingError(f"sinkdlm.inspect: {size} bytes of frames, and this server keeps {most}; ask for fewer texts or steps")
+    exchange = Exchange(served, order, chat=is_chat, inspect=inspect, finished=site.finish)
     try:
         await run_in_threadpool(exchange.submit, progress=bool(asked.stream), frames=frames)
         if asked.stream:
@@ -151,13 +151,6 @@ async def _answer(site: Site, asked: CompletionRequest | ChatRequest, request: R
     except BaseException:
         exchange.cancel()
         raise
-
-
-def _check_record(site: Site, order: Order) -> None:
-    rows = [((row.policy.steps or len(row.canvas)) + 1, len(row.canvas)) for row in order.rows]
-    size, most = size_of(rows), site.settings.record_bytes
-    if size > most:
-        raise SamplingError(f"sinkdlm.inspect: {size} bytes of frames, and this server keeps {most}; ask for fewer texts or steps")
 
 
 async def _unless_client_leaves(request: Request, exchange: Exchange) -> Response:

@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from sinkdlm.errors import ModelError
+from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.model.model import DiffusionLM
-from sinkdlm.sampling import Access, Request, State, start, step
-from sinkdlm.sampling.batch import many_shapes
+from sinkdlm.sampling import DenoiserAdapter, Request, State, start, step
 
 _RECENT = 32  # finished requests from which the rate is taken
 _FORWARD_TOKENS = 512  # that a forward costs as much as, however few it has; a rough figure, for small models and large ones
@@ -83,17 +84,12 @@ Event = Written | Frame | Over
 class _Row:
     """A canvas on its way. Written tokens lie in one gap of it, from `first` to `stop`."""
 
-    def __init__(self, ticket: "Ticket", number: int, state: State) -> None:
+    def __init__(self, ticket: "Ticket", index: int, state: State) -> None:
         canvas, mask_id = state.request.canvas, state.request.mask_id
-        self.ticket, self.number, self.state = ticket, number, state
+        self.ticket, self.index, self.state = ticket, index, state
         self.first = canvas.index(mask_id)
-        self.stop = self.first + sum(token == mask_id for token in canvas)
+        self.stop = self.first + list(canvas).count(mask_id)
         self.told = 0  # final tokens that the owner knows of
-
-    @property
-    def length(self) -> int:
-        """Tokens now."""
-        return self.state.length
 
 
 class Ticket:
@@ -113,40 +109,36 @@ class Ticket:
         frames: bool = False,
     ) -> None:
         self.tell, self.ends, self.progress, self.frames = tell, ends, progress, frames
-        self.pending = deque(_Row(self, number, state) for number, state in enumerate(start(requests)))
+        self.pending = deque(_Row(self, index, state) for index, state in enumerate(start(requests)))
         self.n_left = len(self.pending)
         self.submitted = self.began = self.ended = 0.0
         self.deadline = math.inf
-        self.watched = progress or frames or ends is not None
-        self.left = False  # nobody waits for it any longer
-        self.over = False
+        self.over = False  # finished, failed, or nobody waits for it any longer
 
-    def drop_pending(self) -> None:
-        """Rows that will never begin. They hold the ticket, and would keep it in memory."""
+    def close(self) -> None:
+        """Tell nothing more, and drop rows that will never begin: they hold the ticket, and would keep it in memory."""
+        self.over = True
         for row in self.pending:
             row.state.end()
         self.pending.clear()
 
 
 def share_forwards(rows: Sequence[_Row], most_tokens: int) -> list[Sequence[_Row]]:
-    """Rows of about one length share a forward: padding the short ones to the longest must not cost more than a forward more."""
-    ordered = sorted(rows, key=lambda row: row.length)  # stable, so that rows stay together from step to step
+    """Group rows of about one length: padding the short ones to the longest must not cost more than another forward."""
+    ordered = sorted(rows, key=lambda row: row.state.length)  # stable, so that rows stay together from step to step
     found: list[Sequence[_Row]] = []
     for part in _cut(ordered):
-        stop = len(part)
-        while stop > 0:
-            start = max(0, stop - max(1, most_tokens // part[stop - 1].length))
-            found.append(part[start:stop])
-            stop = start
+        while part:
+            begin = max(0, len(part) - max(1, most_tokens // part[-1].state.length))
+            found.append(part[begin:])
+            part = part[:begin]
     return found
 
 
 def _cut(ordered: Sequence[_Row]) -> list[Sequence[_Row]]:
-    longest = ordered[-1].length
-    saved, place = max((place * (longest - ordered[place - 1].length), place) for place in range(len(ordered)))
-    if saved <= _FORWARD_TOKENS:
-        return [ordered]
-    return _cut(ordered[:place]) + _cut(ordered[place:])
+    longest = ordered[-1].state.length
+    saved, place = max((place * (longest - ordered[place - 1].state.length), place) for place in range(len(ordered)))
+    return [ordered] if saved <= _FORWARD_TOKENS else _cut(ordered[:place]) + _cut(ordered[place:])
 
 
 class Turns:
@@ -186,10 +178,10 @@ class Engine:
         self._model, self._turns, self._stepped = model, turns or Turns(), stepped
         denoiser = model.denoiser(barred)
         self.barred: Sequence[int] = denoiser.barred
-        self._device, self._access = denoiser.device, Access.of(denoiser)
+        self._device, self._adapter = denoiser.device, DenoiserAdapter.of(denoiser)
         self._changed = threading.Condition()
-        self._waiting: deque[Ticket] = deque()
-        self._running: list[_Row] = []
+        self.waiting: deque[Ticket] = deque()
+        self.running: list[_Row] = []
         self._looks: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._finished: deque[float] = deque(maxlen=_RECENT)
         self._closed = False
@@ -199,47 +191,40 @@ class Engine:
     # -- for those who ask (any thread) -------------------------------------------------------------------------------------------
 
     @property
-    def n_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def n_running(self) -> int:
-        return len(self._running)
-
-    @property
     def alive(self) -> bool:
         return self._thread.is_alive()
 
     def check_room(self) -> None:
-        """Raises what `submit` would raise now: to be asked before a request costs anything."""
+        """Raise what `submit` would raise now: to be called before a request costs anything."""
+        self._check_open()
+        if len(self.waiting) >= self.capacity.waiting:
+            raise QueueFullError(self._retry_after())
+
+    def _check_open(self) -> None:
         if self._closed or not self.alive:
             raise ClosedError("shutting down")
-        if len(self._waiting) >= self.capacity.waiting:
-            raise QueueFullError(self._retry_after())
 
     def submit(self, ticket: Ticket) -> None:
         with self._changed:
             self.check_room()
             ticket.submitted = time.monotonic()
             ticket.deadline = ticket.submitted + self.capacity.seconds
-            self._waiting.append(ticket)
+            self.waiting.append(ticket)
             self._changed.notify()
 
     def cancel(self, ticket: Ticket) -> None:
-        """Its rows leave before the next step, and nothing more is told."""
+        """Its rows leave before the next step, and nothing more is told. Its place in the queue is free at once."""
         with self._changed:
-            ticket.left = True
-            if ticket in self._waiting:  # its place in the queue is free at once
-                self._waiting.remove(ticket)
-                ticket.drop_pending()
+            ticket.close()
+            if ticket in self.waiting:
+                self.waiting.remove(ticket)
             self._changed.notify()
 
     def look(self, compute: Callable[[], Any]) -> "Future[Any]":
-        """Runs something with the model between two steps: the model is only ever used by the engine's thread."""
+        """Run something with the model between two steps: the model is only ever used by the engine's thread."""
         future: Future[Any] = Future()
         with self._changed:
-            if self._closed or not self.alive:
-                raise ClosedError("shutting down")
+            self._check_open()
             if len(self._looks) >= self.capacity.looks:
                 raise QueueFullError(1)
             self._looks.append((future, compute))
@@ -259,7 +244,7 @@ class Engine:
         if len(self._finished) < 2:
             return 1
         pace = (self._finished[-1] - self._finished[0]) / (len(self._finished) - 1)
-        return min(LONGEST_RETRY, max(1, math.ceil(pace * len(self._waiting))))
+        return min(LONGEST_RETRY, max(1, math.ceil(pace * len(self.waiting))))
 
     # -- the thread ---------------------------------------------------------------------------------------------------------------
 
@@ -281,45 +266,49 @@ class Engine:
 
     def _abandon(self, failure: Exception) -> None:
         """Nobody waits for an answer that will never come."""
-        for ticket in {**dict.fromkeys(self._waiting), **{row.ticket: None for row in self._running}}:
+        for ticket in self._tickets():
             self._end(ticket, failure)
         for future, _ in self._looks:
             if future.set_running_or_notify_cancel():
                 future.set_exception(failure)
 
+    def _tickets(self) -> dict[Ticket, None]:
+        return dict.fromkeys([*self.waiting, *(row.ticket for row in self.running)])
+
     def _wait(self) -> bool:
         """Until there is something to do; False once there never will be."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._waiting or self._running or self._looks)
-            return bool(self._waiting or self._running or self._looks)
+            self._changed.wait_for(lambda: self._closed or self.waiting or self.running or self._looks)
+            return bool(self.waiting or self.running or self._looks)
 
     def _admit(self) -> None:
-        """Lets go of what nobody waits for or what took too long, then fills free places in the order of arrival."""
+        """Let go of what nobody waits for or what took too long, then fill free places in the order of arrival."""
         now = time.monotonic()
+        begun = []
         with self._changed:
-            tickets = {**dict.fromkeys(self._waiting), **{row.ticket: None for row in self._running}}
-            gone = {ticket for ticket in tickets if ticket.left or ticket.over or ticket.deadline < now}
-            for ticket in gone:
-                ticket.drop_pending()
-            for row in self._running:
-                if row.ticket in gone:
-                    row.state.end()
-            self._running = [row for row in self._running if row.ticket not in gone]
-            self._waiting = deque(ticket for ticket in self._waiting if ticket not in gone)
-            begun = []
-            while self._waiting and len(self._running) < self.capacity.rows:
-                ticket = self._waiting[0]
+            for ticket in self._tickets():
+                if ticket.deadline < now:
+                    self._end(ticket, ExpiredError(f"not done within {self.capacity.seconds:g} s"))
+            self._let_go()
+            self.waiting = deque(ticket for ticket in self.waiting if not ticket.over)
+            while self.waiting and len(self.running) < self.capacity.rows:
+                ticket = self.waiting[0]
                 begun.append(ticket.pending.popleft())
-                self._running.append(begun[-1])
+                self.running.append(begun[-1])
                 ticket.began = ticket.began or now
                 if not ticket.pending:
-                    self._waiting.popleft()
-        for ticket in gone:
-            self._end(ticket, ExpiredError(f"not done within {self.capacity.seconds:g} s"))
+                    self.waiting.popleft()
         for row in begun:
             if row.ticket.frames:
                 tokens = row.state.tokens.tolist()
-                self._tell(row.ticket, [Frame(row.number, 0, tokens, [math.nan] * len(tokens))])
+                self._tell(row.ticket, [Frame(row.index, 0, tokens, [math.nan] * len(tokens))])
+
+    def _let_go(self) -> None:
+        """Forget rows that are done or whose ticket is over: a state holds the batch it was in."""
+        for row in self.running:
+            if row.ticket.over:
+                row.state.end()
+        self.running = [row for row in self.running if not row.state.done]
 
     def _answer_look(self) -> None:
         """One a step, so that those who look do not hold up those who write."""
@@ -334,46 +323,44 @@ class Engine:
                 future.set_exception(failure)
 
     def _advance(self) -> None:
-        """One step of all rows, in as many forwards as their lengths ask for."""
-        if not self._running:
+        """Take one step of all rows, in as many forwards as their lengths ask for."""
+        if not self.running:
             return
-        began, n_rows = time.perf_counter(), len(self._running)
+        began, n_rows = time.perf_counter(), len(self.running)
         with many_shapes:
-            for rows in share_forwards(self._running, self.capacity.tokens):
+            for rows in share_forwards(self.running, self.capacity.tokens):
                 self._step(rows)
-        self._running = [row for row in self._running if not row.ticket.over]
         self._stepped(n_rows, time.perf_counter() - began)
 
     def _step(self, rows: Sequence[_Row]) -> None:
-        """Where it fails, those it has not reached step alone, and who fails alone ends with its failure. Rows for which the model
-        had no numbers are known, and end with that; the others of their forward have taken the step."""
-        before = [row.state.turn for row in rows]
-        given: dict[str, Any] = {"device": self._device, "deterministic": self.deterministic}
+        """Step rows together. Where that fails, those it has not reached step alone, and who fails alone ends with its failure.
+
+        Rows for which the model had no numbers are known, and end with that; the others of their forward have taken the step."""
+        plans = [row.state.plan for row in rows]
+        take = partial(step, denoiser=self._adapter, device=self._device, deterministic=self.deterministic)
         try:
-            step([row.state for row in rows], self._access, **given)
+            take([row.state for row in rows])
         except Exception as broken:
             lost = broken.rows if isinstance(broken, ModelError) else ()
             if not lost:
                 _log.exception("a step of %d rows failed; each is tried alone", len(rows))
-            for row, turn in zip(rows, before, strict=True):
+            for row, plan in zip(rows, plans, strict=True):
                 if any(row.state is state for state in lost):
                     self._end(row.ticket, ModelError())  # without the states, which hold their batch
-                elif row.state.turn is turn and not row.ticket.over:
+                elif row.state.plan is plan and not (row.state.done or row.ticket.over):
                     try:
-                        step([row.state], self._access, **given)
+                        take([row.state])
                     except Exception as failure:
                         self._end(row.ticket, failure)
 
     # -- telling ------------------------------------------------------------------------------------------------------------------
 
     def _report(self) -> None:
-        """Tells owners what the step did, and lets finished rows go: a state holds the batch it was in."""
-        wanted = [row for row in self._running if row.state.done or row.ticket.watched]
+        """Tell owners what the step did, and let finished rows go."""
         events: dict[Ticket, list[Event]] = {}
-        for row, tokens, n_final, confidence in _views(wanted):
-            if not (row.ticket.over or row.ticket.left):
-                events.setdefault(row.ticket, []).extend(self._events(row, tokens, n_final, confidence))
-        self._running = [row for row in self._running if not (row.state.done or row.ticket.over)]  # whoever is told, finds it so
+        for row, tokens, n_final, confidence in _views(self.running):
+            events.setdefault(row.ticket, []).extend(self._events(row, tokens, n_final, confidence))
+        self._let_go()  # whoever is told, finds it so
         for ticket, told in events.items():
             self._tell(ticket, told)
             if not ticket.n_left:
@@ -385,52 +372,51 @@ class Engine:
         written = tokens[row.first : row.first + n_final]
         if ticket.ends is not None and not state.done and n_final > row.told:
             try:
-                if ticket.ends(row.number, written):
+                if ticket.ends(row.index, written):
                     state.end()
             except Exception as failure:
                 self._end(ticket, failure)
                 return
         if ticket.frames:
-            yield Frame(row.number, state.steps, tokens, confidence)
+            yield Frame(row.index, state.steps, tokens, confidence)
         if state.done or (ticket.progress and n_final > row.told):
-            yield Written(row.number, written, state.done, state.steps)
+            yield Written(row.index, written, state.done, state.steps)
         row.told = n_final
         ticket.n_left -= state.done
 
     def _end(self, ticket: Ticket, failure: Exception | None) -> None:
-        if not ticket.over:
+        with self._changed:
             ticket.ended = time.monotonic()
             self._tell(ticket, [Over(failure)])
-            ticket.over = True
+            ticket.close()
 
     def _tell(self, ticket: Ticket, events: list[Event]) -> None:
-        if ticket.left or ticket.over or not events:
-            return
-        try:
-            ticket.tell(events)
-        except Exception:  # whoever asked is gone
-            ticket.left = True
+        if events and not ticket.over:
+            try:
+                ticket.tell(events)
+            except Exception:  # whoever asked is gone
+                self.cancel(ticket)
 
 
 def _views(rows: list[_Row]) -> Iterable[tuple[_Row, list[int], int, list[float]]]:
-    """Tokens of each row, how many of its written ones are final, and confidences. One transfer for all rows of a batch."""
-    homes: dict[int, list[_Row]] = {}
+    """Of rows with news: tokens, how many of the written ones are final, and confidences. One transfer for all of a batch."""
+    homes: dict[int, list[list[list[Any]]]] = {}
+    with_frames = any(row.ticket.frames for row in rows)
     for row in rows:
-        homes.setdefault(id(row.state.home), []).append(row)
-    for group in homes.values():
-        home, places = group[0].state.home, [row.state.row for row in group]
-        tokens, open_ = home.tokens[places].tolist(), home.open[places].tolist()
-        with_frames = any(row.ticket.frames for row in group)
-        confidence = home.confidence[places].tolist() if with_frames else [[]] * len(group)
-        for row, mine, still_open, sure in zip(group, tokens, open_, confidence, strict=True):
-            length = row.state.length
-            yield row, mine[:length], _n_final(row, still_open[:length]), sure[:length]
+        state, ticket = row.state, row.ticket
+        if ticket.over or not (state.done or ticket.progress or ticket.frames or ticket.ends):
+            continue
+        home = state.home
+        if id(home) not in homes:
+            values = (home.tokens, home.open, home.confidence if with_frames else home.confidence[:, :0])
+            homes[id(home)] = [value.tolist() for value in values]
+        tokens, still_open, sure = (value[state.row][: state.length] for value in homes[id(home)])
+        yield row, tokens, _n_final(row, still_open), sure
 
 
 def _n_final(row: _Row, still_open: list[bool]) -> int:
     """Written tokens that stay: those before the first open one; where tokens may be masked again, those before the block."""
     stop = min(row.stop, len(still_open))
-    turn = row.state.turn
-    if turn is not None and row.state.policy.remask != "none":
-        return min(stop, turn.start) - row.first
+    if not row.state.done and row.state.policy.remask != "none":
+        return min(stop, row.state.plan.start) - row.first
     return next((place for place in range(row.first, stop) if still_open[place]), stop) - row.first

@@ -1,17 +1,16 @@
-"""What finished requests looked like on their way, kept for a while and within a number of bytes.
+"""Frames of finished requests, kept for a while and within a number of bytes.
 
 A frame is a canvas and its confidences as the next step saw them. Numpy alone; knows no model and no HTTP.
 
-N frames of a row, T tokens.
+T tokens of a frame.
 """
 
 import base64
 import math
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,24 +24,19 @@ _BYTES_PER_FRAME = 320  # two arrays without their contents, and what holds them
 
 def quantise(values: np.ndarray) -> dict[str, Any]:
     """Numbers from 0 up as bytes: value = byte * scale. data: base64, the last dimension first to change."""
-    top = float(values.max(initial=0.0))
-    scale = top / 255 or 1.0
+    scale = float(values.max(initial=0.0)) / 255 or 1.0
     levels = np.rint(values.astype(np.float64) / scale).astype(np.uint8)
     return {"shape": list(values.shape), "scale": scale, "data": base64.b64encode(levels.tobytes()).decode()}
 
 
-def byte_of(sure: float) -> int:
-    return 0 if math.isnan(sure) else 1 + round(min(1.0, max(0.0, sure)) * _LEVELS)
-
-
-def size_of(rows: Sequence[tuple[int, int]]) -> int:
+def size_of(rows: Iterable[tuple[int, int]]) -> int:
     """Bytes that rows of (frames, tokens) come to at most."""
     return sum(frames * (tokens * _BYTES_PER_TOKEN + _BYTES_PER_FRAME) for frames, tokens in rows)
 
 
 @dataclass
-class Record:
-    """One request. frames: of each row, (ids int32 (T,), confidences uint8 (T,))."""
+class RequestFrames:
+    """Frames of one request. frames: of each row, (ids int32 (T,), confidences uint8 (T,))."""
 
     id: str
     model: str
@@ -50,45 +44,42 @@ class Record:
     n_given: list[int]  # tokens before the gap of each row
     frames: list[list[tuple[np.ndarray, np.ndarray]]]
     n_bytes: int = 0
-    expires: float = field(default=math.inf)
+    expires: float = math.inf
 
     def add(self, frame: Frame) -> None:
-        sure = np.array([byte_of(value) for value in frame.confidence], dtype=np.uint8)
-        tokens = np.array(frame.tokens, dtype=np.int32)
-        self.frames[frame.row].append((tokens, sure))
-        self.n_bytes += size_of([(1, len(tokens))])
+        sure = np.array(frame.confidence)
+        levels = np.where(np.isnan(sure), 0, 1 + np.rint(np.nan_to_num(sure).clip(0, 1) * _LEVELS)).astype(np.uint8)
+        self.frames[frame.row].append((np.array(frame.tokens, dtype=np.int32), levels))
+        self.n_bytes += size_of([(1, len(levels))])
 
 
-class Records:
+class FrameStore:
     def __init__(self, most_bytes: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.most_bytes, self.seconds, self._clock = most_bytes, seconds, clock
-        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._kept: dict[str, RequestFrames] = {}  # the oldest first
         self._lock = threading.Lock()  # routes look them up in threads of their own
         self.n_bytes = 0
 
-    def add(self, record: Record) -> None:
-        """Keeps it; the oldest go where there is no room, and it is not kept where there never was."""
+    def add(self, new: RequestFrames) -> None:
+        """Keep a request's frames; the oldest go where there is no room, and they are not kept where there never was."""
+        with self._lock:
+            self._forget(room=new.n_bytes)
+            if new.n_bytes <= self.most_bytes:
+                new.expires = self._clock() + self.seconds
+                self._kept[new.id] = new
+                self.n_bytes += new.n_bytes
+
+    def find(self, name: str) -> RequestFrames | None:
         with self._lock:
             self._forget()
-            while self._records and self.n_bytes + record.n_bytes > self.most_bytes:
-                self._drop()
-            if record.n_bytes <= self.most_bytes:
-                record.expires = self._clock() + self.seconds
-                self._records[record.id] = record
-                self.n_bytes += record.n_bytes
+            return self._kept.get(name)
 
-    def find(self, name: str) -> Record | None:
-        with self._lock:
-            self._forget()
-            return self._records.get(name)
+    def left(self, found: RequestFrames) -> float:
+        """Seconds for which it is still kept."""
+        return max(0.0, found.expires - self._clock())
 
-    def left(self, record: Record) -> float:
-        return max(0.0, record.expires - self._clock())
-
-    def _forget(self) -> None:
-        while self._records and next(iter(self._records.values())).expires < self._clock():
-            self._drop()
-
-    def _drop(self) -> None:
-        _, record = self._records.popitem(last=False)
-        self.n_bytes -= record.n_bytes
+    def _forget(self, room: int = 0) -> None:
+        for oldest in list(self._kept.values()):
+            if oldest.expires >= self._clock() and self.n_bytes + room <= self.most_bytes:
+                return
+            self.n_bytes -= self._kept.pop(oldest.id).n_bytes

@@ -1,11 +1,12 @@
-"""What every request meets before it is read: whom it asks, who asks, how much it sends, and whether the server is ending.
+"""Check every request before it is read: its host, key and size, and whether the server is ending.
 
-A plain ASGI layer, so that nothing lies between a handler and the news that its client has left.
+A plain ASGI layer, so that a handler hears at once that its client has left.
 """
 
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -17,18 +18,17 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-_OPEN = ("/", "/health")  # without a key; and the page, which asks for it
-_PAGE = "/page/"
+_OPEN = ("/", "/health")  # without a key; and /page/, which asks for it
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/inspect", "/metrics", "/health", "/page")
 _SLOW = 30.0  # seconds between two parts of a body
 
 
+@dataclass
 class Door:
-    """Whether the server takes requests, and how many of those it took to write something are inside."""
+    """Whether the server takes requests, and how many POST requests are inside."""
 
-    def __init__(self) -> None:
-        self.draining = False
-        self.n_inside = 0
+    draining: bool = False
+    n_inside: int = 0
 
 
 class Guard:
@@ -68,7 +68,7 @@ class Guard:
         if self._hosts is not None and _host(headers) not in self._hosts:
             return ApiError(403, "this server answers to its own address only; start it with --api-key to serve under other names")
         path = scope["path"]
-        is_open = path in _OPEN or path.startswith(_PAGE)
+        is_open = path in _OPEN or path.startswith("/page/")
         if self._key is not None and not is_open and not hmac.compare_digest(headers.get(b"authorization", b""), self._key):
             return ApiError(401, "no API key, or a wrong one; send it as Authorization: Bearer KEY")
         if self._door.draining and scope["method"] == "POST":

@@ -1,151 +1,186 @@
 """Routes that look at finished requests: frames as they were, and what the model saw in them, computed when asked.
 
-Numbers come as bytes with a scale (records.py). A record is gone after a while; so are its answers.
+A look is one more forward of the canvas that a step saw, in the engine's thread. Numbers come as bytes with a scale (frames.py).
+Frames are gone after a while; so are their answers.
+
+E layers, H heads, S sinks (in front), T tokens.
 """
 
 import asyncio
 import base64
 from collections.abc import Callable
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
-from fastapi import FastAPI, Query
+import torch
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi import Path as InPath
 from fastapi.concurrency import run_in_threadpool
 
-from sinkdlm.analysis.capture import RULES
-from sinkdlm.analysis.recording import Recorder
-from sinkdlm.serving import inspection
-from sinkdlm.serving.frames import Record, Records, quantise
+from sinkdlm.analysis.capture import RULES, attention_maps
+from sinkdlm.analysis.recording import Recorder, likeliest, look_at
+from sinkdlm.errors import AnalysisError
+from sinkdlm.serving.frames import RequestFrames, quantise
 from sinkdlm.serving.problems import ApiError
 from sinkdlm.serving.served import Served
 
 _MOST_FRAMES = 256  # in one answer
+_MOST_VALUES = 1 << 23  # numbers of one answer
 _MOST_CANDIDATES = 100
 _MOST = 2**31 - 1
 
 Id = Annotated[str, InPath(max_length=64)]
 Index = Annotated[int, InPath(ge=0, le=_MOST)]
 Number = Annotated[int, Query(ge=0, le=_MOST)]
+_T = TypeVar("_T")
+router = APIRouter(prefix="/v1/inspect/{request_id}")
 
 
-def register(app: FastAPI, records: Records, find_model: Callable[[str], Served]) -> None:
-    def find(name: str) -> Record:
-        record = records.find(name)
-        if record is None:
-            raise ApiError(404, f"{name}: no such request, or it is gone; ask with sinkdlm.inspect = true to keep one for a while")
-        return record
+class _Kept:
+    """A finished request and its model, by the path."""
 
-    def find_canvas(name: str, choice: int, step: int) -> tuple[Served, list[int]]:
-        record = find(name)
-        frames = _of(record.frames, choice, "choice")
-        return find_model(record.model), _of(frames, step, "step")[0].tolist()
+    def __init__(self, request: Request, request_id: Id) -> None:
+        site = request.app.state.site
+        found: RequestFrames | None = site.frames.find(request_id)
+        if found is None:
+            cure = "ask with sinkdlm.inspect = true to keep one for a while"
+            raise ApiError(404, f"{request_id}: no such request, or it is gone; {cure}")
+        self.request, self.seconds_left = found, site.frames.left(found)
+        self.served: Served = site.find(found.model)
 
-    async def compute(served: Served, look: Callable[[], Any]) -> Any:
-        return await asyncio.wrap_future(served.engine.look(look))
+    def frames(self, choice: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        return _of(self.request.frames, choice, "choice")
 
-    @app.get("/v1/inspect/{request_id}")
-    def describe(request_id: Id) -> dict[str, Any]:
-        """What there is to see: a frame is a canvas as a step saw it, the last one the finished text."""
-        record = find(request_id)
-        config = find_model(record.model).lm.config
-        choices = [
-            {"index": index, "frames": len(frames), "length": len(frames[-1][0]), "n_given": given}
-            for index, (frames, given) in enumerate(zip(record.frames, record.n_given, strict=True))
-        ]
-        shape: dict[str, Any] = {"n_layers": config.n_layers, "n_heads": config.n_heads, "n_sinks": config.n_sinks}
-        shape |= {"sink_kind": config.sink_kind if config.n_sinks else None}
-        return {"id": record.id, "model": record.model, "choices": choices, "seconds_left": records.left(record), **shape}
-
-    @app.get("/v1/inspect/{request_id}/{choice}/frames")
-    def frames(
-        request_id: Id, choice: Index, start: Number = 0, count: Annotated[int, Query(ge=1, le=_MOST_FRAMES)] = _MOST_FRAMES
-    ) -> dict[str, Any]:
-        """Canvases and confidences. ids: null where a token is still to be written; confidence: bytes, 0 for none, else
-        (byte - 1) / 254. pieces, kinds: the text and kind of every id that occurs."""
-        record = find(request_id)
-        served, chosen = find_model(record.model), _of(record.frames, choice, "choice")[start : start + count]
-        ids = sorted({token for tokens, _ in chosen for token in np.unique(tokens).tolist()} - {record.mask_id})
-        shown = [
-            {
-                "tokens": [None if token == record.mask_id else token for token in tokens.tolist()],
-                "confidence": base64.b64encode(sure.tobytes()).decode(),
-            }
-            for tokens, sure in chosen
-        ]
-        named = {
-            name: {str(token): find(token) for token in ids} for name, find in (("pieces", served.piece), ("kinds", served.kind))
-        }
-        return {"start": start, "frames": shown, **named}
-
-    @app.get("/v1/inspect/{request_id}/{choice}/recording")
-    async def recording(request_id: Id, choice: Index) -> dict[str, Any]:
-        """All there is to see, for a file: one model's side of a recording, a frame computed at a time."""
-        record = find(request_id)
-        served, frames = find_model(record.model), _of(record.frames, choice, "choice")
-        recorder = Recorder(
-            served.lm.model,
-            served.name,
-            [tokens.tolist() for tokens, _ in frames],
-            record.n_given[choice],
-            piece=served.piece,
-            kind=served.kind,
-            confidence=[sure.tobytes() for _, sure in frames],
-            barred=served.engine.barred,
-        )
-        for _ in range(recorder.n_frames):
-            await compute(served, recorder.take)
-        return await run_in_threadpool(recorder.side)
-
-    @app.get("/v1/inspect/{request_id}/{choice}/{step}/look")
-    async def look(request_id: Id, choice: Index, step: Index) -> dict[str, Any]:
-        """Received attention (layers, heads, sinks + tokens) and norms of values (layers, sinks + tokens); found before anything is
-        rounded: content sinks by either rule as places in (layers, heads, tokens), and each head's most received token."""
-        served, tokens = find_canvas(request_id, choice, step)
-        seen = await compute(served, lambda: inspection.look(served.lm.model, tokens))
-        sinks = {"absolute": seen.absolute, "relative": seen.relative, "top": seen.top, "rules": RULES._asdict()}
-        return {"received": quantise(seen.received), "values": quantise(seen.values), **sinks}
-
-    @app.get("/v1/inspect/{request_id}/{choice}/{step}/received")
-    async def received(request_id: Id, choice: Index, step: Index, layer: Number | None = None) -> dict[str, Any]:
-        """Received attention, (layers, heads, sinks + tokens)."""
-        served, tokens = find_canvas(request_id, choice, step)
-        model = served.lm.model
-        return quantise(await compute(served, lambda: inspection.received_attention(model, tokens, layer)))
-
-    @app.get("/v1/inspect/{request_id}/{choice}/{step}/row")
-    async def row(
-        request_id: Id, choice: Index, step: Index, position: Number, layer: Number | None = None, head: Number | None = None
-    ) -> dict[str, Any]:
-        """What one token attends to, (sinks + tokens); mean over all layers, or heads, where none is given."""
-        served, tokens = find_canvas(request_id, choice, step)
-        model = served.lm.model
-        return quantise(await compute(served, lambda: inspection.attention_row(model, tokens, layer, head, position)))
-
-    @app.get("/v1/inspect/{request_id}/{choice}/{step}/values")
-    async def values(request_id: Id, choice: Index, step: Index) -> dict[str, Any]:
-        """Norms of values, (layers, sinks + tokens)."""
-        served, tokens = find_canvas(request_id, choice, step)
-        model = served.lm.model
-        return quantise(await compute(served, lambda: inspection.value_norms(model, tokens)))
-
-    @app.get("/v1/inspect/{request_id}/{choice}/{step}/candidates")
-    async def candidates(
-        request_id: Id,
-        choice: Index,
-        step: Index,
-        position: Number,
-        k: Annotated[int, Query(ge=1, le=_MOST_CANDIDATES)] = 10,
-    ) -> dict[str, Any]:
-        """The likeliest tokens of a position."""
-        served, tokens = find_canvas(request_id, choice, step)
-        model, barred = served.lm.model, served.engine.barred
-        found = await compute(served, lambda: inspection.candidates(model, tokens, position, k, barred))
-        shown = [{"token": token, "piece": served.piece(token), "probability": chance} for token, chance in found]
-        return {"position": position, "candidates": shown}
+    async def compute(self, look: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self.served.engine.look(look))
 
 
-def _of(rows: list[Any], index: int, name: str) -> Any:
+Kept = Annotated[_Kept, Depends()]
+
+
+class _Canvas:
+    """What a step saw, by the path."""
+
+    def __init__(self, kept: Kept, choice: Index, step: Index) -> None:
+        self.kept, self.served, self.model = kept, kept.served, kept.served.lm.model
+        self.tokens: list[int] = _of(kept.frames(choice), step, "step")[0].tolist()
+
+    def check(self, *, position: int = 0, layer: int = 0, n_layers: int = 0, cure: str = "") -> None:
+        """Refuse a place outside the model or the canvas, and received attention of more layers than one answer holds."""
+        config, length = self.model.config, len(self.tokens)
+        if layer >= config.n_layers:
+            raise AnalysisError(f"layer {layer}: this model has {config.n_layers}, from 0 on")
+        if position >= length:
+            raise AnalysisError(f"position {position}: this canvas has {length} tokens, from 0 on")
+        if n_layers * config.n_heads * (config.n_sinks + length) > _MOST_VALUES:
+            raise AnalysisError(f"received attention of all layers is too much for one answer; {cure}")
+
+    async def compute(self, look: Callable[..., Any], *given: Any, **more: Any) -> Any:
+        """Run look(model, tokens, ...) in the engine's thread."""
+        return await self.kept.compute(partial(look, self.model, self.tokens, *given, **more))
+
+
+Canvas = Annotated[_Canvas, Depends()]
+
+
+def _of(rows: list[_T], index: int, name: str) -> _T:
     if index >= len(rows):
         raise ApiError(404, f"{name} {index}: there are {len(rows)}, from 0 on", param=name)
     return rows[index]
+
+
+@router.get("")
+def describe(kept: Kept) -> dict[str, Any]:
+    """What there is to see: a frame is a canvas as a step saw it, the last one the finished text."""
+    found, config = kept.request, kept.served.lm.config
+    choices = [
+        {"index": index, "frames": len(frames), "length": len(frames[-1][0]), "n_given": given}
+        for index, (frames, given) in enumerate(zip(found.frames, found.n_given, strict=True))
+    ]
+    shape: dict[str, Any] = {"n_layers": config.n_layers, "n_heads": config.n_heads, "n_sinks": config.n_sinks}
+    shape |= {"sink_kind": config.sink_kind if config.n_sinks else None}
+    return {"id": found.id, "model": found.model, "choices": choices, "seconds_left": kept.seconds_left, **shape}
+
+
+@router.get("/{choice}/frames")
+def frames(
+    kept: Kept, choice: Index, start: Number = 0, count: Annotated[int, Query(ge=1, le=_MOST_FRAMES)] = _MOST_FRAMES
+) -> dict[str, Any]:
+    """Canvases and confidences. ids: null where a token is still to be written; confidence: bytes, 0 for none, else
+    (byte - 1) / 254. pieces, kinds: the text and kind of every id that occurs."""
+    chosen, mask_id = kept.frames(choice)[start : start + count], kept.request.mask_id
+    ids = sorted({token for tokens, _ in chosen for token in np.unique(tokens).tolist()} - {mask_id})
+    shown = [
+        {
+            "tokens": [None if token == mask_id else token for token in tokens.tolist()],
+            "confidence": base64.b64encode(sure.tobytes()).decode(),
+        }
+        for tokens, sure in chosen
+    ]
+    named = (("pieces", kept.served.piece), ("kinds", kept.served.kind))
+    return {"start": start, "frames": shown, **{name: {str(token): find(token) for token in ids} for name, find in named}}
+
+
+@router.get("/{choice}/recording")
+async def recording(kept: Kept, choice: Index) -> dict[str, Any]:
+    """All there is to see, for a file: one model's side of a recording, a frame computed at a time."""
+    served, frames = kept.served, kept.frames(choice)
+    recorder = Recorder(
+        served.lm.model,
+        served.name,
+        [tokens.tolist() for tokens, _ in frames],
+        kept.request.n_given[choice],
+        piece=served.piece,
+        kind=served.kind,
+        confidence=[sure.tobytes() for _, sure in frames],
+        barred=served.engine.barred,
+    )
+    for _ in range(recorder.n_frames):
+        await kept.compute(recorder.take)
+    return await run_in_threadpool(recorder.side)
+
+
+@router.get("/{choice}/{step}/look")
+async def look(canvas: Canvas) -> dict[str, Any]:
+    """Received attention (layers, heads, sinks + tokens) and norms of values (layers, sinks + tokens); found before anything is
+    rounded: content sinks by either rule as places in (layers, heads, tokens), and each head's most received token."""
+    canvas.check(n_layers=canvas.model.config.n_layers, cure="ask for one layer's")
+    seen = await canvas.compute(look_at)
+    sinks = {"absolute": seen.absolute, "relative": seen.relative, "top": seen.top, "rules": RULES._asdict()}
+    return {"received": quantise(seen.received), "values": quantise(seen.values), **sinks}
+
+
+@router.get("/{choice}/{step}/received")
+async def received(canvas: Canvas, layer: Number | None = None) -> dict[str, Any]:
+    """Received attention, (layers, heads, sinks + tokens)."""
+    canvas.check(layer=layer or 0, n_layers=canvas.model.config.n_layers if layer is None else 1, cure="give a layer")
+    seen = await canvas.compute(look_at)
+    return quantise(seen.received[layer : None if layer is None else layer + 1])
+
+
+@router.get("/{choice}/{step}/row")
+async def row(canvas: Canvas, position: Number, layer: Number | None = None, head: Number | None = None) -> dict[str, Any]:
+    """What one token attends to, (sinks + tokens); mean over all layers, or heads, where none is given."""
+    canvas.check(position=position, layer=layer or 0)
+    config = canvas.model.config
+    layers = range(config.n_layers) if layer is None else [layer]
+    heads = range(config.n_heads) if head is None else [head]
+    found = await canvas.compute(attention_maps, [(one, other) for one in layers for other in heads], query=position)
+    return quantise(torch.stack([one[0].float() for one in found.values()]).mean(0).numpy())
+
+
+@router.get("/{choice}/{step}/values")
+async def values(canvas: Canvas) -> dict[str, Any]:
+    """Norms of values, (layers, sinks + tokens)."""
+    return quantise((await canvas.compute(look_at)).values)
+
+
+@router.get("/{choice}/{step}/candidates")
+async def candidates(canvas: Canvas, position: Number, k: Annotated[int, Query(ge=1, le=_MOST_CANDIDATES)] = 10) -> dict[str, Any]:
+    """The likeliest tokens of a position."""
+    canvas.check(position=position)
+    served = canvas.served
+    (found,) = await canvas.compute(likeliest, [position], k, served.engine.barred)
+    shown = [{"token": token, "piece": served.piece(token), "probability": chance} for token, chance in found]
+    return {"position": position, "candidates": shown}

@@ -33,9 +33,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        # A client's own words may come back in a message, and hold what UTF-8 cannot.
-        message = str(self)[:_LONGEST].encode("utf-8", "replace").decode()
-        param = None if self.param is None else self.param[:_LONGEST].encode("utf-8", "replace").decode()
+        # A client's own words may come back, and hold what UTF-8 cannot.
+        message, param = (text and text[:_LONGEST].encode("utf-8", "replace").decode() for text in (str(self), self.param))
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code or _CODES.get(self.status)}}
 
     def response(self) -> JSONResponse:
@@ -53,6 +52,8 @@ def api_error(failure: BaseException) -> ApiError:
     """What a failure is to a client. Of one that is our own fault only the kind is told; the log has the rest."""
     if isinstance(failure, ApiError):
         return failure
+    if isinstance(failure, RequestValidationError):
+        return _invalid(failure)
     if isinstance(failure, ModelError):
         _log.error("a request failed: %s", failure)
         return ApiError(500, f"{failure}, as in sinkdlm serve --dtype float32", code="model_failed")
@@ -78,22 +79,15 @@ def _invalid(failure: RequestValidationError) -> ApiError:
     if first["loc"] == ("body",) and first["type"] in ("model_attributes_type", "dict_type"):
         return ApiError(400, "the body is no JSON object, or was not sent as one: Content-Type: application/json")
     # Of a field that may be of several kinds the place names the kind, too: that is no field.
-    place = [str(part) for part in first["loc"][1:] if _is_field(part)]
+    kinds = ("str", "int", "list")
+    place = [str(part) for part in first["loc"][1:] if isinstance(part, int) or (part.isidentifier() and part not in kinds)]
     if first["type"] == UNKNOWN:
         place.append(first["ctx"]["field"])
     param = ".".join(place) or None
     return ApiError(400, f"{param or 'the request'}: {first['msg']}", param=param)
 
 
-def _is_field(part: str | int) -> bool:
-    return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int", "list"))
-
-
 def register(app: FastAPI) -> None:
-    @app.exception_handler(RequestValidationError)
-    async def _(request: Request, failure: RequestValidationError) -> JSONResponse:
-        return _invalid(failure).response()
-
     @app.exception_handler(HTTPException)
     async def _(request: Request, failure: HTTPException) -> JSONResponse:
         told = ApiError(failure.status_code, f"{request.method} {request.url.path}: {failure.detail}").response()
@@ -103,5 +97,5 @@ def register(app: FastAPI) -> None:
     async def fail(request: Request, failure: Exception) -> JSONResponse:
         return api_error(failure).response()
 
-    for kind in (ApiError, UserError, QueueFullError, ClosedError, ExpiredError, Exception):
+    for kind in (ApiError, RequestValidationError, UserError, QueueFullError, ClosedError, ExpiredError, Exception):
         app.add_exception_handler(kind, fail)

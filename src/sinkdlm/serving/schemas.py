@@ -63,17 +63,12 @@ class Strict(BaseModel):
         for given in data if isinstance(data, Mapping) else ():
             if given not in cls.model_fields:
                 name = str(given)[:_LONGEST_NAME].encode("utf-8", "replace").decode()
-                raise PydanticCustomError(UNKNOWN, "unknown field; {cure}", {"field": name, "cure": cls._suggest(name)})
+                # Suggested are fields that change something.
+                heard = [key for key, field in cls.model_fields.items() if not any(isinstance(one, Only) for one in field.metadata)]
+                ours = "sinkdlm" in heard and name in Extras.model_fields
+                cure = f"did you mean sinkdlm.{name}? allowed: {', '.join(heard)}" if ours else suggest(name, heard)
+                raise PydanticCustomError(UNKNOWN, "unknown field; {cure}", {"field": name, "cure": cure})
         return data
-
-    @classmethod
-    def _suggest(cls, given: str) -> str:
-        return suggest(given, cls._heard())
-
-    @classmethod
-    def _heard(cls) -> list[str]:
-        """Fields that change something."""
-        return [name for name, field in cls.model_fields.items() if not any(isinstance(one, Only) for one in field.metadata)]
 
 
 class Extras(Strict):
@@ -126,12 +121,6 @@ class _Asked(Strict):
     presence_penalty: Annotated[Any, Only(0)] = None
     logit_bias: Annotated[Any, Only({})] = None
     sinkdlm: Extras = Field(default_factory=Extras)
-
-    @classmethod
-    def _suggest(cls, given: str) -> str:
-        if given in Extras.model_fields:
-            return f"did you mean sinkdlm.{given}? allowed: {', '.join(cls._heard())}"
-        return super()._suggest(given)
 
     @property
     def stops(self) -> list[str]:
@@ -265,15 +254,22 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishReason
 
 
-class Completion(BaseModel):
+class Answer(BaseModel):
+    """What completions and chat answer alike."""
+
     id: str
-    object: Literal["text_completion"] = "text_completion"
+    object: str
     created: int
     model: str
     system_fingerprint: str
-    choices: list[CompletionChoice]
+    choices: list[Any]
     usage: Usage
     sinkdlm: Written
+
+
+class Completion(Answer):
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
 
 
 class ChatMessage(BaseModel):
@@ -289,15 +285,9 @@ class ChatChoice(BaseModel):
     finish_reason: FinishReason
 
 
-class ChatCompletion(BaseModel):
-    id: str
+class ChatCompletion(Answer):
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
-    usage: Usage
-    sinkdlm: Written
 
 
 class Card(BaseModel):

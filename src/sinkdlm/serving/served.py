@@ -3,11 +3,13 @@
 Owns the way from a checked request to canvases, and every refusal that depends on the model. Knows no HTTP.
 """
 
+import functools
 import hashlib
+import itertools
 import json
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 
@@ -55,8 +57,9 @@ class Served:
         self.name, self.lm, self.engine, self.limits, self.bos = name, lm, engine, limits, bos
         self.room = min(lm.config.context_length, limits.length or lm.config.context_length)
         self.fingerprint = _fingerprint(lm)
-        self._pieces: dict[int, str] = {}  # never more than the vocabulary has
-        self._kind = kind_finder(lm.tokenizer, lm.config.mask_id)
+        # A token as it reads within a text, and what sort of token it is, as the analysis has it.
+        self.piece: Callable[[int], str] = functools.cache(functools.partial(piece_of, lm.tokenizer))
+        self.kind = kind_finder(lm.tokenizer, lm.config.mask_id)
         self._tokenizing = threading.Lock()  # fast tokenizers may not be entered by two threads at once
 
     # -- what it is ---------------------------------------------------------------------------------------------------------------
@@ -82,24 +85,12 @@ class Served:
         }
         return Card(id=self.name, created=_created(self.lm), sinkdlm=facts)
 
-    def piece(self, token: int) -> str:
-        """A token as it reads within a text."""
-        if token not in self._pieces:
-            self._pieces[token] = piece_of(self.lm.tokenizer, token)
-        return self._pieces[token]
-
-    def kind(self, token: int) -> str:
-        """What sort of token it is, as the analysis has it."""
-        return self._kind(token)
-
     # -- what it is asked ---------------------------------------------------------------------------------------------------------
 
     def complete(self, asked: CompletionRequest) -> Order:
         with self._tokenizing:
             heads = [prompt if isinstance(prompt, list) else self._begin(prompt) for prompt in asked.prompts]
-            tail = self._encode(asked.suffix or "")
-        for tokens in (*heads, tail):
-            self._check_tokens(tokens)
+            tail = encode(self.lm.tokenizer, asked.suffix or "")
         return self._order(asked, heads, tail, asked.max_tokens, echo=bool(asked.echo))
 
     def chat(self, asked: ChatRequest) -> Order:
@@ -107,27 +98,21 @@ class Served:
             raise SamplingError(f"{self.name}: its tokenizer has no chat template; use /v1/completions")
         with self._tokenizing:
             head = self._begin(chat_text(self.lm.tokenizer, [message.plain() for message in asked.messages]), chat=True)
-        self._check_tokens(head)
         return self._order(asked, [head], [], asked.max_completion_tokens or asked.max_tokens, echo=False)
 
-    def _encode(self, text: str) -> list[int]:
-        return encode(self.lm.tokenizer, text)
-
     def _begin(self, text: str, *, chat: bool = False) -> list[int]:
-        return begin(self.lm.tokenizer, self._encode(text), self.bos, chat=chat)
-
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        config = self.lm.config
-        for token in tokens:
-            if token == config.mask_id:
-                raise SamplingError("the prompt holds the mask token; give prompt and suffix, and the gap lies between them")
-            if not 0 <= token < config.vocab_size:
-                raise SamplingError(f"token {token}: this model has {config.vocab_size}, from 0 on")
+        return begin(self.lm.tokenizer, encode(self.lm.tokenizer, text), self.bos, chat=chat)
 
     def _order(
         self, asked: CompletionRequest | ChatRequest, heads: list[list[int]], tail: list[int], n_tokens: int | None, *, echo: bool
     ) -> Order:
-        n, mask_id, tokenizer = asked.n or 1, self.lm.config.mask_id, self.lm.tokenizer
+        config, tokenizer = self.lm.config, self.lm.tokenizer
+        n, mask_id = asked.n or 1, config.mask_id
+        for token in itertools.chain(*heads, tail):
+            if token == mask_id:
+                raise SamplingError("the prompt holds the mask token; give prompt and suffix, and the gap lies between them")
+            if not 0 <= token < config.vocab_size:
+                raise SamplingError(f"token {token}: this model has {config.vocab_size}, from 0 on")
         if n > self.limits.n or n * len(heads) > self.limits.rows:
             raise SamplingError(f"n = {n}: this server writes at most {self.limits.n} texts a prompt and {self.limits.rows} in all")
         policy = self._policy(asked)

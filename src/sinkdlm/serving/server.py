@@ -75,6 +75,7 @@ def make_site(
             name=f"engine {name}",
             barred=absent_ids(lm.tokenizer, lm.config.vocab_size),
         )
+        metrics.watch(name, engine)
         served[name] = Served(name, lm, engine, limits, bos)
     return Site(served, metrics, settings)
 

@@ -1,7 +1,7 @@
 """The text of a row that is being written: what of it can be shown, and where it ends.
 
-A diffusion model does not write from left to right. Shown is what can no longer change: the tokens before the first open one, less
-a character that is not whole and a beginning of what may become a stop string. Piece by piece or at once, it is the same text.
+A diffusion model does not write from left to right. A transcript shows what can no longer change: the tokens before the first open
+one, less a character that is not whole and the beginning of a possible stop string. Piece by piece or at once, the text is the same.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ class Transcript:
     """given: the tokens before the gap. stops: strings before which the text ends."""
 
     def __init__(self, tokenizer: Any, given: Sequence[int], eos_id: int | None, stops: Sequence[str] = ()) -> None:
-        self._tokenizer, self._eos_id, self._stops = tokenizer, eos_id, tuple(stops)
+        self._tokenizer, self._eos_id, self.stops = tokenizer, eos_id, tuple(stops)
         self._given = list(given[-_CONTEXT:])
         self._before = self._decode(self._given)
         self.text = ""  # all that may be shown
@@ -33,10 +33,9 @@ class Transcript:
             self.stopped = True
         self.n_tokens = len(kept)
         text = self._wording(kept)
-        end = first_stop(text, self._stops)
-        if end is not None:
-            self.stopped = True
-        text = text[:end] if end is not None or done or self.stopped else _settled(text, self._stops)
+        end = first_stop(text, self.stops)
+        self.stopped |= end is not None
+        text = text[:end] if done or self.stopped else _settled(text, self.stops)
         if not text.startswith(self.text):  # a decoder that changes its mind: what was shown stays
             text = self.text
         new, self.text = text[len(self.text) :], text
@@ -44,11 +43,7 @@ class Transcript:
 
     def stops_in(self, tokens: Sequence[int]) -> bool:
         """Whether these tokens hold a stop string. Changes nothing: another thread may read at the same time."""
-        return bool(self._stops) and first_stop(self._wording(list(tokens)), self._stops) is not None
-
-    @property
-    def has_stops(self) -> bool:
-        return bool(self._stops)
+        return bool(self.stops) and first_stop(self._wording(list(tokens)), self.stops) is not None
 
     def _wording(self, tokens: list[int]) -> str:
         whole = self._decode([*self._given, *tokens])

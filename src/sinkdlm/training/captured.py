@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm.data.rows import Batch
-from sinkdlm.kernels.cuda_graph import record_graph
+from sinkdlm.kernels.cuda_graph import capture_graph
 
 _WARM = 2  # runs before a recording: one compiles and chooses kernels, the other, which adds to gradients, finds everything made
 
@@ -51,7 +51,7 @@ class CudaRecorder:
 
     def record(self, run: Replay) -> Replay:
         gc.collect()  # a graph of autograd's that waits for it would hold nodes of another stream
-        self._graphs.append(record_graph(run, self._device, self._pool, self._stream))
+        self._graphs.append(capture_graph(run, self._device, self._pool, self._stream))
         return self._graphs[-1].replay
 
     def close(self) -> None:
