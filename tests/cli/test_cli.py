@@ -11,7 +11,7 @@ import pytest
 
 from sinkdlm import Recipe
 from sinkdlm.cli import app as cli
-from sinkdlm.cli.app import SUMMARIES
+from sinkdlm.cli.app import COMMANDS
 
 
 def run(*args, cwd=None):
@@ -40,7 +40,7 @@ def test_help_is_quick(tmp_path):
     while len(ours) < 10 and not (len(ours) > 2 and is_quick()):  # a disturbed one is tried again
         bare.append(seconds("-c", "import typer"))
         ours.append(seconds("-m", "sinkdlm", "--help"))
-    assert any(tmp_path.rglob("cli.*.pyc"))
+    assert any(tmp_path.rglob("app.*.pyc"))
     assert is_quick()
 
 
@@ -48,7 +48,7 @@ def test_help_and_version(command_line):
     shown = run("--help")
     assert shown.returncode == 0
     listed = shown.stdout.split("Commands:\n")[1].splitlines()
-    assert [line.split()[0] for line in listed] == list(SUMMARIES)  # in this order, each on one line of 80 columns, none cut
+    assert [line.split()[0] for line in listed] == list(COMMANDS)  # in this order, each on one line of 80 columns, none cut
     assert "..." not in "".join(listed)
     assert command_line("--version")[1].startswith("sinkdlm 0.")
     assert command_line("presets", "--help")[0] == 0
@@ -72,9 +72,9 @@ def test_ctrl_c_within_an_import_ends_at_once(tmp_path):
         "import os, signal, sys\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    print('went on')\n"
     )
     script = (
-        "import signal\nfrom sinkdlm import cli, config\n"
+        "import signal\nfrom sinkdlm.cli import app\nfrom sinkdlm.config import model\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background ignore\n"
-        "config.preset_names = lambda: __import__('guarded') and []\ncli.main()\n"
+        "model.preset_names = lambda: __import__('guarded') and []\napp.main()\n"
     )
     command = [sys.executable, "-c", script, "presets"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
@@ -100,7 +100,11 @@ def test_next_to_nothing_is_loaded_before_ctrl_c_is_answered():
     """Beside what Python itself loads to start a command."""
     script = "import sys, enum, re, runpy\nbefore = set(sys.modules)\nimport sinkdlm.cli.entry\nprint(*set(sys.modules) - before)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert {"sinkdlm", "sinkdlm.cli.entry"} <= set(loaded.split()) <= {"sinkdlm", "sinkdlm.cli.entry", "signal"}
+    assert (
+        {"sinkdlm", "sinkdlm.cli", "sinkdlm.cli.entry"}
+        <= set(loaded.split())
+        <= {"sinkdlm", "sinkdlm.cli", "sinkdlm.cli.entry", "signal"}
+    )
 
 
 def test_ctrl_c_is_as_it_was_once_a_command_has_ended(command_line):

@@ -1,41 +1,69 @@
-"""Options that several subcommands have in common."""
+"""Options that several commands share, and how a command prints its result."""
 
-from enum import StrEnum
-from typing import Annotated
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 
+from sinkdlm.errors import AnalysisError
+
+
+def find_recipe(given: str) -> Path:
+    from sinkdlm.config import shipped
+
+    return shipped.find_recipe(given)
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    from sinkdlm.config import toml
+
+    return toml.parse_override(text)
+
+
+_RECIPE = typer.Argument(metavar="RECIPE", parser=find_recipe, help="A recipe's file, or a name of `sinkdlm recipe list`.")
+RecipeFile = Annotated[Path, _RECIPE]
+RecipeFiles = Annotated[list[Path] | None, _RECIPE]
+Checkpoint = Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint, or anything that `convert` reads.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the blocks: pays on a CPU, for long work.")]
 Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="BOS before what is given; by default what the tokenizer does.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1)]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in train.lr=1e-4.")]
-ModelOverrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the model, as in n_sinks=1.")
-]
+Sampler = Annotated[str, typer.Option("--config", "--policy", help="smdm-origin, smdm-greedy, llada, dream or fast.")]
+# Pairs of a key and its value.
 PolicyOverrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the sampler, as in order=entropy.")
+    list[Any] | None,
+    typer.Option("--set", metavar="KEY=VALUE", parser=parse_override, help="A field of the sampler, as in order=entropy."),
 ]
-
-
-class Dtype(StrEnum):
-    FLOAT64, FLOAT32, BFLOAT16, FLOAT16 = "float64", "float32", "bfloat16", "float16"
-
-
-Precision = Annotated[Dtype | None, typer.Option(help="Of the weights; by default bfloat16 on a GPU, float32 elsewhere.")]
-
-
-class Documents(StrEnum):
-    """What one document is in a text file."""
-
-    FILE, LINE, PARAGRAPH = "file", "line", "paragraph"
-
-
-class Arithmetic(StrEnum):
-    AUTO, FLOAT32, BFLOAT16, FLOAT16, FLOAT8 = "auto", "float32", "bfloat16", "float16", "float8"
-
-
+Documents = Annotated[Literal["file", "line", "paragraph"], typer.Option(help="What one document is in a .txt or .md file.")]
+Precision = Annotated[
+    Literal["float64", "float32", "bfloat16", "float16"] | None,
+    typer.Option(help="Of the weights; by default bfloat16 on a GPU, float32 elsewhere."),
+]
 Computing = Annotated[
-    Arithmetic, typer.Option(help="auto: bfloat16 on a GPU, float32 elsewhere; float8 (GPU) is faster and less precise.")
+    Literal["auto", "float32", "bfloat16", "float16", "float8"],
+    typer.Option(help="auto: bfloat16 on a GPU, float32 elsewhere; float8 (GPU) is faster and less precise."),
 ]
+
+
+def say(found: Any, text: str, as_json: bool) -> None:
+    """Print what a command found: as JSON, or as text."""
+    typer.echo(json.dumps(found, indent=2) if as_json else text)
+
+
+def name_models(models: list[str], given: str | None = None) -> list[str]:
+    """A short and different name for each model: those given, with commas, or their folders' names."""
+    if given is not None:
+        names = [name.strip() for name in given.split(",")]
+    else:
+        paths = [Path(model).resolve() for model in models]
+        names = [path.parent.name if path.name == "model" else path.stem if path.is_file() else path.name for path in paths]
+        names = [name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names, start=1)]
+    if len(names) != len(models) or len(set(names)) != len(names) or not all(names):
+        raise AnalysisError(f"--names {','.join(names)}: give a different name for each of the {len(models)} models")
+    for name in names:
+        if "/" in name or name.startswith("."):
+            raise AnalysisError(f"--names: {name!r} becomes a file's name; leave out slashes and a dot in front")
+    return names

@@ -1,17 +1,14 @@
-"""The subcommands that serve models: `serve`, and `inspect`, which opens the page. Like cli.py, they import when they run."""
+"""The commands that serve models: `serve`, and `inspect`, which opens the page."""
 
 from typing import Annotated
 
 import typer
 
-from sinkdlm.cli.options import Arithmetic, Bos, Computing, Device
+from sinkdlm.cli.loading import choose_device, load_model
+from sinkdlm.cli.options import Bos, Computing, Device, name_models
+from sinkdlm.errors import UserError
 
 _MODELS = typer.Argument(metavar="CKPT [CKPT2]", help="Checkpoints, or anything that `convert` reads.")
-
-
-def register(app: typer.Typer) -> None:
-    app.command("serve")(serve)
-    app.command("inspect", help="Serve one or two models and open the page that shows them writing.")(serve)
 
 
 def serve(
@@ -42,11 +39,9 @@ def serve(
         bool | None, typer.Option("--browser/--no-browser", help="Open the page in a browser; by default `inspect` does.")
     ] = None,
     device: Device = None,
-    dtype: Computing = Arithmetic.AUTO,
+    dtype: Computing = "auto",
 ) -> None:
     """Serve one or two models over HTTP, in OpenAI's manner: completions, chat, streams, metrics."""
-    from sinkdlm.errors import UserError
-
     if len(models) > 2:
         raise UserError(f"{len(models)} checkpoints: one process serves one or two")
     if api_key == "":
@@ -55,24 +50,19 @@ def serve(
         from sinkdlm.serving.server import LOOPBACK, address_of, bind, make_site, run
     except ModuleNotFoundError as missing:
         raise UserError(f"{missing.name} is not installed; pip install 'sinkdlm[serve]'") from None
-    import torch
-
-    from sinkdlm.checkpoint.directory import find_device
-    from sinkdlm.cli.analyze import names_of
-    from sinkdlm.cli.app import load_for_sampling
     from sinkdlm.serving.app import Settings
     from sinkdlm.serving.engine import Capacity
     from sinkdlm.serving.served import Limits
 
-    names = names_of(models, None)
+    names = name_models(models)
     local = host in LOOPBACK
     hosts = frozenset(LOOPBACK) if local and api_key is None else None
     with bind(host, port) as bound:  # a port that is taken is said before models are read
         if not local and api_key is None:
             typer.echo(f"sinkdlm: warning: anybody who reaches {host} can use this server; set --api-key", err=True)
-        place = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        place = choose_device(device)
         site = make_site(
-            {name: load_for_sampling(path, place, dtype) for name, path in zip(names, models, strict=True)},
+            {name: load_model(path, place, dtype) for name, path in zip(names, models, strict=True)},
             Capacity(rows=max_batch, tokens=batch_tokens, waiting=max_queue, seconds=timeout),
             Limits(length=max_length, steps=max_steps, n=max_n),
             Settings(api_key=api_key, hosts=hosts, origins=tuple(cors or ())),
