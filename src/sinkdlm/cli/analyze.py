@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from sinkdlm.cli.loading import choose_device, load_model
 from sinkdlm.cli.options import Bos, Device, Json, PolicyOverrides, Precision, Sampler, Seed, name_models, say
@@ -11,45 +12,39 @@ from sinkdlm.errors import AnalysisError
 
 _DEFAULT = 32  # trajectories
 _SHARES = "0.9,0.7,0.5,0.3,0.1"
-_MODELS = typer.Argument(metavar="CKPT...", help="Checkpoints, anything that `convert` reads, or captures (.json) made before.")
+_MODELS = Argument(metavar="CKPT...", help="Checkpoints, anything that `convert` reads, or captures (.json) made before.")
 
 
 def analyze(
     models: Annotated[list[str], _MODELS],
-    out: Annotated[Path, typer.Option(help="A folder for report.html, figures, metrics.json, summary.md and captures.")],
+    out: Annotated[Path, Option(help="A folder for report.html, figures, metrics.json, summary.md and captures.")],
     prompts: Annotated[
-        Path | None, typer.Option(help="A file of prompts: a line each, or .jsonl with prompt or question; else built-in ones.")
+        Path | None, Option(help="A file of prompts: a line each, or .jsonl with prompt or question; else built-in ones.")
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's turn in the tokenizer's chat template.")] = False,
+    chat: Annotated[bool, Option("--chat", help="Each prompt is a user's turn in the tokenizer's chat template.")] = False,
     bos: Bos = None,
-    names: Annotated[
-        str | None, typer.Option(help="What to call the models, with commas; by default their folders' names.")
-    ] = None,
+    names: Annotated[str | None, Option(help="What to call the models, with commas; by default their folders' names.")] = None,
     trajectories: Annotated[
         int | None,
-        typer.Option(min=1, help="Denoising trajectories of each model; by default 32, or fewer if there are fewer prompts."),
+        Option(min=1, help="Denoising trajectories of each model; by default 32, or fewer if there are fewer prompts."),
     ] = None,
-    forwards: Annotated[
-        int | None, typer.Option(min=1, help="Instead: as many trajectories as give so many inference steps.")
-    ] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens to write after a prompt; by default 64, if they fit.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; by default one for two tokens.")] = None,
+    forwards: Annotated[int | None, Option(min=1, help="Instead: as many trajectories as give so many inference steps.")] = None,
+    length: Annotated[int | None, Option(min=1, help="Tokens to write after a prompt; by default 64, if they fit.")] = None,
+    steps: Annotated[int | None, Option(min=1, help="Denoising steps; by default one for two tokens.")] = None,
     config: Sampler = "llada",
     overrides: PolicyOverrides = None,
-    texts: Annotated[Path | None, typer.Option(help="Instead of writing: texts, a line each, with a part of them masked.")] = None,
-    shares: Annotated[str | None, typer.Option(help=f"With --texts: the masked shares; by default {_SHARES}.")] = None,
-    threshold: Annotated[float, typer.Option(min=0, max=1, help="Received attention above which a token is a sink.")] = 0.3,
-    margin: Annotated[float, typer.Option(min=0, help="Column sum above the others' mean: a sink by the relative rule.")] = 3.0,
+    texts: Annotated[Path | None, Option(help="Instead of writing: texts, a line each, with a part of them masked.")] = None,
+    shares: Annotated[str | None, Option(help=f"With --texts: the masked shares; by default {_SHARES}.")] = None,
+    threshold: Annotated[float, Option(min=0, max=1, help="Received attention above which a token is a sink.")] = 0.3,
+    margin: Annotated[float, Option(min=0, help="Column sum above the others' mean: a sink by the relative rule.")] = 3.0,
     maps: Annotated[
-        list[str] | None, typer.Option("--map", metavar="STEP,LAYER,HEAD", help="An attention map of the first trajectory.")
+        list[str] | None, Option("--map", metavar="STEP,LAYER,HEAD", help="An attention map of the first trajectory.")
     ] = None,
     interventions: Annotated[
-        bool, typer.Option("--interventions/--no-interventions", help="Measure what removing or moving sinks does.")
+        bool, Option("--interventions/--no-interventions", help="Measure what removing or moving sinks does.")
     ] = True,
-    capture_only: Annotated[
-        bool, typer.Option("--capture-only", help="Write captures and no report: needs no matplotlib.")
-    ] = False,
-    batch: Annotated[int, typer.Option(min=1, help="Trajectories at the same time.")] = 8,
+    capture_only: Annotated[bool, Option("--capture-only", help="Write captures and no report: needs no matplotlib.")] = False,
+    batch: Annotated[int, Option(min=1, help="Trajectories at the same time.")] = 8,
     seed: Seed = 0,
     device: Device = None,
     dtype: Precision = None,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
 from sinkdlm.cli.options import Documents, Json, Seed, say
 
@@ -38,25 +39,25 @@ def _say_prepared(found: dict[str, Any], as_json: bool) -> None:
 
 @app.command("prepare")
 def data_prepare(
-    inputs: Annotated[list[str], typer.Argument(metavar="IN...", help="Files, folders, or data sets of the Hugging Face hub.")],
-    tokenizer: Annotated[Path, typer.Option(help="A checkpoint, folder, tokenizer.json, SentencePiece .model or GGUF.")],
-    out: Annotated[Path, typer.Option(help="The folder of token shards to write, or to go on with.")],
-    kind: Annotated[Kind, typer.Option(help="Running text, or examples of prompt and response.")] = "text",
-    field: Annotated[str, typer.Option(help="The field of jsonl, parquet or hub rows that holds the text.")] = "text",
+    inputs: Annotated[list[str], Argument(metavar="IN...", help="Files, folders, or data sets of the Hugging Face hub.")],
+    tokenizer: Annotated[Path, Option(help="A checkpoint, folder, tokenizer.json, SentencePiece .model or GGUF.")],
+    out: Annotated[Path, Option(help="The folder of token shards to write, or to go on with.")],
+    kind: Annotated[Kind, Option(help="Running text, or examples of prompt and response.")] = "text",
+    field: Annotated[str, Option(help="The field of jsonl, parquet or hub rows that holds the text.")] = "text",
     documents: Documents = "file",
-    validation: Annotated[float, typer.Option(min=0.0, max=0.999, help="Share of documents held out.")] = 0.01,
-    shard_tokens: Annotated[Any, typer.Option(parser=_count, metavar="N", help="Tokens in a shard.")] = "100M",
-    length: Annotated[int | None, typer.Option(min=2, help="Examples of more tokens are left out.")] = None,
-    eos: Annotated[int | None, typer.Option(min=0, help="Id that ends a document; by default the tokenizer's own.")] = None,
-    bos: Annotated[bool | None, typer.Option("--bos/--no-bos", help="Examples: BOS or not; by default as the tokenizer.")] = None,
-    split: Annotated[str, typer.Option(help="Of a hub data set.")] = "train",
-    config: Annotated[str | None, typer.Option(help="Of a hub data set.")] = None,
-    executor: Annotated[Executor, typer.Option(help="This process, or datatrove's: local, Slurm, Ray.")] = "local",
-    tasks: Annotated[int, typer.Option(min=1, help="datatrove: parts that the files are dealt to.")] = 1,
-    workers: Annotated[int, typer.Option(min=-1, help="datatrove: tasks at a time, -1 for all.")] = -1,
-    partition: Annotated[str | None, typer.Option(help="Slurm: the partition.")] = None,
-    time: Annotated[str, typer.Option(help="Slurm: time limit of a task.")] = "24:00:00",
-    logging_dir: Annotated[Path | None, typer.Option(help="datatrove: its logs; by default logs/ in the output.")] = None,
+    validation: Annotated[float, Option(min=0.0, max=0.999, help="Share of documents held out.")] = 0.01,
+    shard_tokens: Annotated[Any, Option(parser=_count, metavar="N", help="Tokens in a shard.")] = "100M",
+    length: Annotated[int | None, Option(min=2, help="Examples of more tokens are left out.")] = None,
+    eos: Annotated[int | None, Option(min=0, help="Id that ends a document; by default the tokenizer's own.")] = None,
+    bos: Annotated[bool | None, Option("--bos/--no-bos", help="Examples: BOS or not; by default as the tokenizer.")] = None,
+    split: Annotated[str, Option(help="Of a hub data set.")] = "train",
+    config: Annotated[str | None, Option(help="Of a hub data set.")] = None,
+    executor: Annotated[Executor, Option(help="This process, or datatrove's: local, Slurm, Ray.")] = "local",
+    tasks: Annotated[int, Option(min=1, help="datatrove: parts that the files are dealt to.")] = 1,
+    workers: Annotated[int, Option(min=-1, help="datatrove: tasks at a time, -1 for all.")] = -1,
+    partition: Annotated[str | None, Option(help="Slurm: the partition.")] = None,
+    time: Annotated[str, Option(help="Slurm: time limit of a task.")] = "24:00:00",
+    logging_dir: Annotated[Path | None, Option(help="datatrove: its logs; by default logs/ in the output.")] = None,
     as_json: Json = False,
 ) -> None:
     """Turn text into token shards: text, jsonl, parquet or a hub data set. The same command goes on where it was interrupted."""
@@ -101,9 +102,9 @@ def data_prepare(
 
 @app.command("info")
 def data_info(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Our shards, datatrove's *.ds, or SMDM's packed *.bin.")],
-    samples: Annotated[int, typer.Option(min=0, help="Documents or examples to show.")] = 2,
-    tokenizer: Annotated[Path | None, typer.Option(help="To decode samples; by default the one in DIR.")] = None,
+    folder: Annotated[Path, Argument(metavar="DIR", help="Our shards, datatrove's *.ds, or SMDM's packed *.bin.")],
+    samples: Annotated[int, Option(min=0, help="Documents or examples to show.")] = 2,
+    tokenizer: Annotated[Path | None, Option(help="To decode samples; by default the one in DIR.")] = None,
     as_json: Json = False,
 ) -> None:
     """Check every size and checksum of a set, count it, and show some of it as text."""
@@ -116,9 +117,9 @@ def data_info(
 
 @app.command("example")
 def data_example(
-    out: Annotated[Path, typer.Option(help="The folder of token shards to write.")],
-    documents: Annotated[int, typer.Option(min=2, help="Documents, or question and answer pairs.")] = 20_000,
-    kind: Annotated[Literal["text", "sft"], typer.Option(help="Running text, or questions with answers.")] = "text",
+    out: Annotated[Path, Option(help="The folder of token shards to write.")],
+    documents: Annotated[int, Option(min=2, help="Documents, or question and answer pairs.")] = 20_000,
+    kind: Annotated[Literal["text", "sft"], Option(help="Running text, or questions with answers.")] = "text",
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:

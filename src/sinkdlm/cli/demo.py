@@ -5,16 +5,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from sinkdlm.cli.options import Json, Seed
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="A folder for the twins, the report and what was measured.")] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each twin.")] = 1000,
-    trajectories: Annotated[int, typer.Option(min=1, help="Stories of each twin that are watched as they are written.")] = 32,
+    out: Annotated[Path, Option(help="A folder for the twins, the report and what was measured.")] = Path("runs/demo"),
+    steps: Annotated[int, Option(min=1, help="Training steps of each twin.")] = 1000,
+    trajectories: Annotated[int, Option(min=1, help="Stories of each twin that are watched as they are written.")] = 32,
     seed: Seed = 0,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over, whatever an earlier demo left.")] = False,
+    fresh: Annotated[bool, Option("--fresh", help="Start over, whatever an earlier demo left.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train twins with and without a sink on a small language, score and watch them, and write a report: minutes on a CPU."""

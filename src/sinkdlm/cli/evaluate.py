@@ -4,14 +4,15 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer import Argument, Option
 
 from sinkdlm.cli.loading import check_tokenizer, load_model
 from sinkdlm.cli.options import Bos, Checkpoint, Compile, Device, Documents, Json, Precision, Seed, parse_override, say
 from sinkdlm.errors import ConfigError, EvalError
 
-Draws = Annotated[int | None, typer.Option(min=1, help="Monte Carlo masks of a request; by default 128.")]
-Causal = Annotated[bool, typer.Option("--causal", help="Score the AR parent: causal attention, no [MASK], no sink.")]
-BatchTokens = Annotated[int | None, typer.Option(min=1, help="Tokens in a forward.")]
+Draws = Annotated[int | None, Option(min=1, help="Monte Carlo masks of a request; by default 128.")]
+Causal = Annotated[bool, Option("--causal", help="Score the AR parent: causal attention, no [MASK], no sink.")]
+BatchTokens = Annotated[int | None, Option(min=1, help="Tokens in a forward.")]
 # Options of eval that go with --responses; the others are in its file.
 _WITH_RESPONSES = {"checkpoint", "responses", "data", "out", "log_samples", "paper", "as_json"}
 _WITH_RESPONSES |= {"batch_tokens", "compile_", "device", "dtype"}
@@ -19,46 +20,38 @@ _WITH_RESPONSES |= {"batch_tokens", "compile_", "device", "dtype"}
 
 def evaluate(
     context: typer.Context,
-    checkpoint: Annotated[
-        str | None, typer.Argument(metavar="CKPT", help="A checkpoint, or anything that `convert` reads.")
-    ] = None,
-    tasks: Annotated[
-        str, typer.Option(help="Names of the harness's tasks, with commas; also lambada, siqa, gsm8k_two_stage.")
-    ] = "",
-    data: Annotated[
-        Path | None, typer.Option(help="A folder of the benchmarks' files; without it the harness asks the hub.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="The first so many documents of each task.")] = None,
-    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in a prompt; by default what the task says.")] = None,
+    checkpoint: Annotated[str | None, Argument(metavar="CKPT", help="A checkpoint, or anything that `convert` reads.")] = None,
+    tasks: Annotated[str, Option(help="Names of the harness's tasks, with commas; also lambada, siqa, gsm8k_two_stage.")] = "",
+    data: Annotated[Path | None, Option(help="A folder of the benchmarks' files; without it the harness asks the hub.")] = None,
+    limit: Annotated[int | None, Option(min=1, help="The first so many documents of each task.")] = None,
+    num_fewshot: Annotated[int | None, Option(min=0, help="Examples in a prompt; by default what the task says.")] = None,
     estimator: Annotated[
-        str | None, typer.Option(help="exact_k, official, chain or causal; by default the official choice for the task.")
+        str | None, Option(help="exact_k, official, chain or causal; by default the official choice for the task.")
     ] = None,
     draws: Draws = None,
-    guidance: Annotated[float | None, typer.Option(help="Of all tasks; by default the official choice for each.")] = None,
-    adaptive: Annotated[bool, typer.Option("--adaptive", help="Draw no more once a question's ranking is settled.")] = False,
-    error: Annotated[float | None, typer.Option(help="With --adaptive: the chance of a wrong ranking; by default 0.05.")] = None,
+    guidance: Annotated[float | None, Option(help="Of all tasks; by default the official choice for each.")] = None,
+    adaptive: Annotated[bool, Option("--adaptive", help="Draw no more once a question's ranking is settled.")] = False,
+    error: Annotated[float | None, Option(help="With --adaptive: the chance of a wrong ranking; by default 0.05.")] = None,
     tolerance: Annotated[
-        float | None, typer.Option(help="With --adaptive: the agreement with another full run that a question may give up.")
+        float | None, Option(help="With --adaptive: the agreement with another full run that a question may give up.")
     ] = None,
     causal: Causal = False,
     bos: Bos = None,
-    policy: Annotated[str | None, typer.Option(help="Of generated answers: the sampler; by default llada.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Of generated answers: denoising steps.")] = None,
-    block: Annotated[int | None, typer.Option(min=1, help="Of generated answers: tokens of a block.")] = None,
-    gen_kwargs: Annotated[str | None, typer.Option(help="Of generated answers: as in max_gen_toks=128,temperature=0.5.")] = None,
+    policy: Annotated[str | None, Option(help="Of generated answers: the sampler; by default llada.")] = None,
+    steps: Annotated[int | None, Option(min=1, help="Of generated answers: denoising steps.")] = None,
+    block: Annotated[int | None, Option(min=1, help="Of generated answers: tokens of a block.")] = None,
+    gen_kwargs: Annotated[str | None, Option(help="Of generated answers: as in max_gen_toks=128,temperature=0.5.")] = None,
     overrides: Annotated[
-        list[Any] | None, typer.Option("--set", metavar="TASK.KEY=VALUE", parser=parse_override, help="A setting of one task.")
+        list[Any] | None, Option("--set", metavar="TASK.KEY=VALUE", parser=parse_override, help="A setting of one task.")
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Prompts go through the tokenizer's chat template.")] = False,
+    chat: Annotated[bool, Option("--chat", help="Prompts go through the tokenizer's chat template.")] = False,
     seed: Seed = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="A folder for results.json and responses; the same command goes on there.")
-    ] = None,
-    log_samples: Annotated[bool, typer.Option("--log-samples", help="With --out: write every document with its answers.")] = False,
-    paper: Annotated[str | None, typer.Option(help="A row of the paper to stand beside, as in table1:0.5b:sink.")] = None,
-    write_requests: Annotated[Path | None, typer.Option(help="Only write down what would be asked. Needs no CKPT.")] = None,
-    responses: Annotated[Path | None, typer.Option(help="Score what score-requests has answered.")] = None,
-    use_cache: Annotated[bool, typer.Option("--use-cache", help="Keep the harness's own (pickled) cache of requests.")] = False,
+    out: Annotated[Path | None, Option(help="A folder for results.json and responses; the same command goes on there.")] = None,
+    log_samples: Annotated[bool, Option("--log-samples", help="With --out: write every document with its answers.")] = False,
+    paper: Annotated[str | None, Option(help="A row of the paper to stand beside, as in table1:0.5b:sink.")] = None,
+    write_requests: Annotated[Path | None, Option(help="Only write down what would be asked. Needs no CKPT.")] = None,
+    responses: Annotated[Path | None, Option(help="Score what score-requests has answered.")] = None,
+    use_cache: Annotated[bool, Option("--use-cache", help="Keep the harness's own (pickled) cache of requests.")] = False,
     batch_tokens: BatchTokens = None,
     compile_: Compile = False,
     device: Device = None,
@@ -170,8 +163,8 @@ def _generation_fields(text: str) -> dict[str, Any] | None:
 
 def score_requests(
     checkpoint: Checkpoint,
-    requests: Annotated[Path, typer.Argument(metavar="FILE", help="What `eval --write-requests` wrote.")],
-    out: Annotated[Path, typer.Option(help="The file of responses to write, or to go on with.")],
+    requests: Annotated[Path, Argument(metavar="FILE", help="What `eval --write-requests` wrote.")],
+    out: Annotated[Path, Option(help="The file of responses to write, or to go on with.")],
     batch_tokens: BatchTokens = None,
     compile_: Compile = False,
     device: Device = None,
@@ -195,16 +188,16 @@ def score_requests(
 
 def score(
     checkpoint: Checkpoint,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="txt, md, jsonl (also .gz, .zst), parquet, or a folder of these.")],
-    field: Annotated[str, typer.Option(help="The field of jsonl or parquet rows that holds the text.")] = "text",
+    file: Annotated[Path, Argument(metavar="FILE", help="txt, md, jsonl (also .gz, .zst), parquet, or a folder of these.")],
+    field: Annotated[str, Option(help="The field of jsonl or parquet rows that holds the text.")] = "text",
     documents: Documents = "file",
-    limit: Annotated[int | None, typer.Option(min=1, help="The first so many documents.")] = None,
-    estimator: Annotated[str | None, typer.Option(help="exact_k, official, chain or causal; by default exact_k.")] = None,
-    draws: Annotated[int | None, typer.Option(min=1, help="Monte Carlo masks of each window; by default 128.")] = None,
+    limit: Annotated[int | None, Option(min=1, help="The first so many documents.")] = None,
+    estimator: Annotated[str | None, Option(help="exact_k, official, chain or causal; by default exact_k.")] = None,
+    draws: Annotated[int | None, Option(min=1, help="Monte Carlo masks of each window; by default 128.")] = None,
     causal: Causal = False,
     bos: Bos = None,
     seed: Seed = 0,
-    out: Annotated[Path | None, typer.Option(help="A file of responses: the same command goes on there.")] = None,
+    out: Annotated[Path | None, Option(help="A file of responses: the same command goes on there.")] = None,
     batch_tokens: BatchTokens = None,
     device: Device = None,
     dtype: Precision = None,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
 from sinkdlm.errors import AnalysisError
 
@@ -21,30 +22,30 @@ def parse_override(text: str) -> tuple[str, Any]:
     return toml.parse_override(text)
 
 
-_RECIPE = typer.Argument(metavar="RECIPE", parser=find_recipe, help="A recipe's file, or a name of `sinkdlm recipe list`.")
+_RECIPE = Argument(metavar="RECIPE", parser=find_recipe, help="A recipe's file, or a name of `sinkdlm recipe list`.")
 RecipeFile = Annotated[Path, _RECIPE]
 RecipeFiles = Annotated[list[Path] | None, _RECIPE]
-Checkpoint = Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint, or anything that `convert` reads.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")]
-Compile = Annotated[bool, typer.Option("--compile", help="Compile the blocks: pays on a CPU, for long work.")]
-Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="BOS before what is given; by default what the tokenizer does.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1)]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in train.lr=1e-4.")]
-Sampler = Annotated[str, typer.Option("--config", "--policy", help="smdm-origin, smdm-greedy, llada, dream or fast.")]
+Checkpoint = Annotated[str, Argument(metavar="CKPT", help="A checkpoint, or anything that `convert` reads.")]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
+Device = Annotated[str | None, Option(help="cuda or cpu; by default cuda where there is one.")]
+Compile = Annotated[bool, Option("--compile", help="Compile the blocks: pays on a CPU, for long work.")]
+Bos = Annotated[bool | None, Option("--bos/--no-bos", help="BOS before what is given; by default what the tokenizer does.")]
+Seed = Annotated[int, Option(min=0, max=2**63 - 1)]
+Overrides = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a key, as in train.lr=1e-4.")]
+Sampler = Annotated[str, Option("--config", "--policy", help="smdm-origin, smdm-greedy, llada, dream or fast.")]
 # Pairs of a key and its value.
 PolicyOverrides = Annotated[
     list[Any] | None,
-    typer.Option("--set", metavar="KEY=VALUE", parser=parse_override, help="A field of the sampler, as in order=entropy."),
+    Option("--set", metavar="KEY=VALUE", parser=parse_override, help="A field of the sampler, as in order=entropy."),
 ]
-Documents = Annotated[Literal["file", "line", "paragraph"], typer.Option(help="What one document is in a .txt or .md file.")]
+Documents = Annotated[Literal["file", "line", "paragraph"], Option(help="What one document is in a .txt or .md file.")]
 Precision = Annotated[
     Literal["float64", "float32", "bfloat16", "float16"] | None,
-    typer.Option(help="Of the weights; by default bfloat16 on a GPU, float32 elsewhere."),
+    Option(help="Of the weights; by default bfloat16 on a GPU, float32 elsewhere."),
 ]
 Computing = Annotated[
     Literal["auto", "float32", "bfloat16", "float16", "float8"],
-    typer.Option(help="auto: bfloat16 on a GPU, float32 elsewhere; float8 (GPU) is faster and less precise."),
+    Option(help="auto: bfloat16 on a GPU, float32 elsewhere; float8 (GPU) is faster and less precise."),
 ]
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Option
 
 from sinkdlm.cli.loading import load_recipe
 from sinkdlm.cli.options import Json, Overrides, RecipeFiles, say
@@ -14,14 +14,14 @@ _AUGMENTED_GSM8K = 769_240  # examples an epoch of the official SFT, which data 
 
 def plan(
     recipes: RecipeFiles = None,
-    paper: Annotated[bool, typer.Option("--paper", help="All runs of the paper.")] = False,
-    gpus: Annotated[int, typer.Option(min=1, help="How many devices; from 9 on, 8 on each host.")] = 1,
+    paper: Annotated[bool, Option("--paper", help="All runs of the paper.")] = False,
+    gpus: Annotated[int, Option(min=1, help="How many devices; from 9 on, 8 on each host.")] = 1,
     device: Annotated[
-        Literal["a100", "h100", "h200", "b200", "cpu"], typer.Option(help="Of the data sheets, or this machine's CPU.")
+        Literal["a100", "h100", "h200", "b200", "cpu"], Option(help="Of the data sheets, or this machine's CPU.")
     ] = "h100",
-    price: Annotated[float | None, typer.Option(min=0, help="Of one GPU-hour, in any currency.")] = None,
+    price: Annotated[float | None, Option(min=0, help="Of one GPU-hour, in any currency.")] = None,
     rows: Annotated[
-        int | None, typer.Option(min=1, help="Rows of the data, for budgets in epochs; by default those of the data, if here.")
+        int | None, Option(min=1, help="Rows of the data, for budgets in epochs; by default those of the data, if here.")
     ] = None,
     overrides: Overrides = None,
     as_json: Json = False,

@@ -3,40 +3,37 @@
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from sinkdlm.cli.loading import choose_device, load_model
 from sinkdlm.cli.options import Bos, Computing, Device, name_models
 from sinkdlm.errors import UserError
 
-_MODELS = typer.Argument(metavar="CKPT [CKPT2]", help="Checkpoints, or anything that `convert` reads.")
+_MODELS = Argument(metavar="CKPT [CKPT2]", help="Checkpoints, or anything that `convert` reads.")
 
 
 def serve(
     context: typer.Context,
     models: Annotated[list[str], _MODELS],
-    host: Annotated[str, typer.Option(help="The address to listen on; by default this machine alone.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free; it is printed.")] = 8000,
+    host: Annotated[str, Option(help="The address to listen on; by default this machine alone.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free; it is printed.")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option(envvar="SINKDLM_API_KEY", help="What clients must send; better given in the environment.")
+        str | None, Option(envvar="SINKDLM_API_KEY", help="What clients must send; better given in the environment.")
     ] = None,
     cors: Annotated[
-        list[str] | None, typer.Option(metavar="ORIGIN", help="A page's origin that may read answers, as in https://example.org.")
+        list[str] | None, Option(metavar="ORIGIN", help="A page's origin that may read answers, as in https://example.org.")
     ] = None,
-    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 256,
-    max_batch: Annotated[int, typer.Option(min=1, help="Texts that are written at the same time.")] = 64,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a forward: texts times the longest.")] = 16_384,
-    max_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a text with its prompt; by default all it reads.")
-    ] = None,
-    max_steps: Annotated[int, typer.Option(min=1, help="Denoising steps that a request may ask for.")] = 1024,
-    max_n: Annotated[int, typer.Option(min=1, max=64, help="Texts for one prompt.")] = 16,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take, waiting included.")] = 300.0,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="The same tokens whoever else is being served; slower.")
-    ] = False,
+    max_queue: Annotated[int, Option(min=1, help="Requests that may wait; more get 429.")] = 256,
+    max_batch: Annotated[int, Option(min=1, help="Texts that are written at the same time.")] = 64,
+    batch_tokens: Annotated[int, Option(min=1, help="Tokens in a forward: texts times the longest.")] = 16_384,
+    max_length: Annotated[int | None, Option(min=1, help="Tokens of a text with its prompt; by default all it reads.")] = None,
+    max_steps: Annotated[int, Option(min=1, help="Denoising steps that a request may ask for.")] = 1024,
+    max_n: Annotated[int, Option(min=1, max=64, help="Texts for one prompt.")] = 16,
+    timeout: Annotated[float, Option(min=0.1, help="Seconds that a request may take, waiting included.")] = 300.0,
+    deterministic: Annotated[bool, Option("--deterministic", help="The same tokens whoever else is being served; slower.")] = False,
     bos: Bos = None,
     browser: Annotated[
-        bool | None, typer.Option("--browser/--no-browser", help="Open the page in a browser; by default `inspect` does.")
+        bool | None, Option("--browser/--no-browser", help="Open the page in a browser; by default `inspect` does.")
     ] = None,
     device: Device = None,
     dtype: Computing = "auto",

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from sinkdlm.cli import warm_up
 from sinkdlm.cli.loading import load_parent, load_recipe
@@ -13,7 +13,7 @@ from sinkdlm.cli.options import Device, Json, Overrides, RecipeFile, say
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="The run folder; by default runs/ and the recipe's name.")] = None,
+    out: Annotated[Path | None, Option(help="The run folder; by default runs/ and the recipe's name.")] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:

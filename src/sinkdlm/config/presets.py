@@ -41,67 +41,31 @@ _SMDM = {
 }
 
 
-def _smdm(layers: int, heads: int, width: int, ff: int) -> dict[str, Any]:
-    return {"vocab_size": 32000, "n_layers": layers, "n_heads": heads, "d_model": width, "d_ff": ff}
-
-
-_QWEN = {"rope_base": 1e6, "norm_eps": 1e-6, "qkv_bias": True, "mask_id": 151666}
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "nano": {"vocab_size": 64, "n_layers": 3, "n_heads": 4, "d_model": 64, "d_ff": 192, "context_length": 128},
-    **{f"smdm-{name}m": _smdm(*shape) for name, shape in _SMDM.items()},
-    "qwen2.5-0.5b": {
-        **_QWEN,
-        "vocab_size": 151936,
-        "n_layers": 24,
-        "n_heads": 14,
-        "n_kv_heads": 2,
-        "d_model": 896,
-        "d_ff": 4864,
-        "context_length": 32768,
-        "tie_embeddings": True,
-    },
-    "qwen2.5-1.5b": {
-        **_QWEN,
-        "vocab_size": 151936,
-        "n_layers": 28,
-        "n_heads": 12,
-        "n_kv_heads": 2,
-        "d_model": 1536,
-        "d_ff": 8960,
-        "context_length": 131072,
-        "tie_embeddings": True,
-    },
-    "smollm2-135m": {
-        "vocab_size": 49152,
-        "n_layers": 30,
-        "n_heads": 9,
-        "n_kv_heads": 3,
-        "d_model": 576,
-        "d_ff": 1536,
-        "context_length": 8192,
-        "rope_base": 1e5,
-        "tie_embeddings": True,
-    },
-    "llada-8b": {
-        "vocab_size": 126464,
-        "mask_id": 126336,
-        "n_layers": 32,
-        "n_heads": 32,
-        "d_model": 4096,
-        "d_ff": 12288,
-        "context_length": 4096,
-        "rope_base": 5e5,
-    },
-    "dream-7b": {
-        **_QWEN,
-        "vocab_size": 152064,
-        "n_layers": 28,
-        "n_heads": 28,
-        "n_kv_heads": 4,
-        "d_model": 3584,
-        "d_ff": 18944,
-        "context_length": 131072,
-        "shift_logits": True,
-    },
+# name: (vocabulary, layers, heads, key/value heads, width, feed-forward width, context)
+_OTHERS = {
+    "nano": (64, 3, 4, 4, 64, 192, 128),
+    "qwen2.5-0.5b": (151936, 24, 14, 2, 896, 4864, 32768),
+    "qwen2.5-1.5b": (151936, 28, 12, 2, 1536, 8960, 131072),
+    "smollm2-135m": (49152, 30, 9, 3, 576, 1536, 8192),
+    "llada-8b": (126464, 32, 32, 32, 4096, 12288, 4096),
+    "dream-7b": (152064, 28, 28, 4, 3584, 18944, 131072),
 }
+_QWEN = {"rope_base": 1e6, "norm_eps": 1e-6, "qkv_bias": True, "mask_id": 151666}
+_REST: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {**_QWEN, "tie_embeddings": True},
+    "qwen2.5-1.5b": {**_QWEN, "tie_embeddings": True},
+    "smollm2-135m": {"rope_base": 1e5, "tie_embeddings": True},
+    "llada-8b": {"rope_base": 5e5, "mask_id": 126336},
+    "dream-7b": {**_QWEN, "shift_logits": True},
+}
+_FIELDS = ("vocab_size", "n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff", "context_length")
+
+
+def _all_presets() -> dict[str, dict[str, Any]]:
+    """The nano model, the SMDM family, then the others: the order in which they are listed."""
+    smdm = {f"smdm-{name}m": (32000, layers, heads, heads, width, ff, 2048) for name, (layers, heads, width, ff) in _SMDM.items()}
+    shapes = {"nano": _OTHERS["nano"], **smdm, **_OTHERS}
+    return {name: {**dict(zip(_FIELDS, shape, strict=True)), **_REST.get(name, {})} for name, shape in shapes.items()}
+
+
+PRESETS = _all_presets()
