@@ -347,9 +347,9 @@ def _verify(path: Path, provenance: Mapping[str, Any], files: list[Path]) -> Non
     spelling, mark = path / _TOKENIZER, provenance.get("tokenizer_sha256")
     if mark is not None and spelling.exists() and fingerprint(spelling)["sha256"] != mark:
         raise CheckpointError(f"{spelling}: {changed}; put the former one back, or {_OTHER_TOKENIZER.format(path)}")
-    expected = provenance.get("weights")
-    for file in files if isinstance(expected, dict) else []:
-        mark = expected.get(file.name)
+    weights: Any = provenance.get("weights")
+    for file in files if isinstance(weights, dict) else []:
+        mark = weights.get(file.name)
         if not isinstance(mark, dict) or not {"bytes", "sha256"} <= set(mark):
             raise CheckpointError(f"{file}: not among the weights recorded in {PROVENANCE}")
         size = file.stat().st_size

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from sinkdlm.cli.loading import choose_device, load_model
-from sinkdlm.cli.options import Bos, Device, Json, PolicyOverrides, Precision, Sampler, Seed, name_models, say
+from sinkdlm.cli.options import Bos, Chat, Device, Json, PolicySet, Precision, Sampler, Seed, option
+from sinkdlm.cli.output import name_models, say
 from sinkdlm.errors import AnalysisError
 
 _DEFAULT = 32  # trajectories
@@ -17,34 +18,25 @@ _MODELS = Argument(metavar="CKPT...", help="Checkpoints, anything that `convert`
 
 def analyze(
     models: Annotated[list[str], _MODELS],
-    out: Annotated[Path, Option(help="A folder for report.html, figures, metrics.json, summary.md and captures.")],
-    prompts: Annotated[
-        Path | None, Option(help="A file of prompts: a line each, or .jsonl with prompt or question; else built-in ones.")
-    ] = None,
-    chat: Annotated[bool, Option("--chat", help="Each prompt is a user's turn in the tokenizer's chat template.")] = False,
+    out: Annotated[Path, option("A folder for report.html, figures, metrics.json, summary.md and captures.")],
+    prompts: Annotated[Path | None, option("Prompts: lines, or .jsonl with prompt or question; else built-in ones.")] = None,
+    chat: Chat = False,
     bos: Bos = None,
-    names: Annotated[str | None, Option(help="What to call the models, with commas; by default their folders' names.")] = None,
-    trajectories: Annotated[
-        int | None,
-        Option(min=1, help="Denoising trajectories of each model; by default 32, or fewer if there are fewer prompts."),
-    ] = None,
-    forwards: Annotated[int | None, Option(min=1, help="Instead: as many trajectories as give so many inference steps.")] = None,
-    length: Annotated[int | None, Option(min=1, help="Tokens to write after a prompt; by default 64, if they fit.")] = None,
-    steps: Annotated[int | None, Option(min=1, help="Denoising steps; by default one for two tokens.")] = None,
+    names: Annotated[str | None, option("What to call the models, with commas; by default their folders' names.")] = None,
+    trajectories: Annotated[int | None, option("Trajectories of each model; by default 32, or one a prompt.", min=1)] = None,
+    forwards: Annotated[int | None, option("Instead: as many trajectories as give so many inference steps.", min=1)] = None,
+    length: Annotated[int | None, option("Tokens to write after a prompt; by default 64, if they fit.", min=1)] = None,
+    steps: Annotated[int | None, option("Denoising steps; by default one for two tokens.", min=1)] = None,
     config: Sampler = "llada",
-    overrides: PolicyOverrides = None,
-    texts: Annotated[Path | None, Option(help="Instead of writing: texts, a line each, with a part of them masked.")] = None,
-    shares: Annotated[str | None, Option(help=f"With --texts: the masked shares; by default {_SHARES}.")] = None,
-    threshold: Annotated[float, Option(min=0, max=1, help="Received attention above which a token is a sink.")] = 0.3,
-    margin: Annotated[float, Option(min=0, help="Column sum above the others' mean: a sink by the relative rule.")] = 3.0,
-    maps: Annotated[
-        list[str] | None, Option("--map", metavar="STEP,LAYER,HEAD", help="An attention map of the first trajectory.")
-    ] = None,
-    interventions: Annotated[
-        bool, Option("--interventions/--no-interventions", help="Measure what removing or moving sinks does.")
-    ] = True,
-    capture_only: Annotated[bool, Option("--capture-only", help="Write captures and no report: needs no matplotlib.")] = False,
-    batch: Annotated[int, Option(min=1, help="Trajectories at the same time.")] = 8,
+    overrides: PolicySet = None,
+    texts: Annotated[Path | None, option("Instead of writing: texts, a line each, with a part of them masked.")] = None,
+    shares: Annotated[str | None, option(f"With --texts: the masked shares; by default {_SHARES}.")] = None,
+    threshold: Annotated[float, option("Received attention above which a token is a sink.", min=0, max=1)] = 0.3,
+    margin: Annotated[float, option("Column sum above the others' mean: a sink by the relative rule.", min=0)] = 3.0,
+    maps: Annotated[list[str] | None, option("A map of the first trajectory.", "--map", metavar="STEP,LAYER,HEAD")] = None,
+    interventions: Annotated[bool, option("Measure what removing sinks does.", "--interventions/--no-interventions")] = True,
+    capture_only: Annotated[bool, option("Write captures and no report: needs no matplotlib.", "--capture-only")] = False,
+    batch: Annotated[int, option("Trajectories at the same time.", min=1)] = 8,
     seed: Seed = 0,
     device: Device = None,
     dtype: Precision = None,

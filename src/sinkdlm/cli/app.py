@@ -8,7 +8,6 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer import Option
 from typer.core import TyperGroup
 
 from sinkdlm.cli import data, recipe
@@ -17,6 +16,7 @@ from sinkdlm.cli.convert import convert
 from sinkdlm.cli.demo import demo
 from sinkdlm.cli.entry import EndedWhileImporting
 from sinkdlm.cli.evaluate import evaluate, score, score_requests
+from sinkdlm.cli.options import option
 from sinkdlm.cli.plan import plan
 from sinkdlm.cli.reproduce import reproduce
 from sinkdlm.cli.sample import sample
@@ -25,7 +25,7 @@ from sinkdlm.cli.train import train
 from sinkdlm.errors import UserError
 
 # In the order in which a newcomer meets them; a docstring's first line would be cut at the edge of the terminal.
-COMMANDS = {
+COMMANDS: dict[str, tuple[Any, str]] = {
     "demo": (demo, "Twins with and without a sink, trained in minutes; a report."),
     "data": (data.app, "Prepare training data, and look at it."),
     "recipe": (recipe.app, "Look at recipes."),
@@ -76,7 +76,7 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[bool, option("Print the version.", "--version", callback=_version, is_eager=True)] = False,
 ) -> None:
     pass
 

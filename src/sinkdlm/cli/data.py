@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
-from sinkdlm.cli.options import Documents, Json, Seed, say
+from sinkdlm.cli.options import Documents, Field, Json, Seed, option
+from sinkdlm.cli.output import say
 
 app = typer.Typer(help="Prepare training data, and look at it.", rich_markup_mode=None, no_args_is_help=True)
 Kind = Literal["text", "sft", "gsm8k-two-stage", "gsm8k-one-stage"]
@@ -40,24 +41,24 @@ def _say_prepared(found: dict[str, Any], as_json: bool) -> None:
 @app.command("prepare")
 def data_prepare(
     inputs: Annotated[list[str], Argument(metavar="IN...", help="Files, folders, or data sets of the Hugging Face hub.")],
-    tokenizer: Annotated[Path, Option(help="A checkpoint, folder, tokenizer.json, SentencePiece .model or GGUF.")],
-    out: Annotated[Path, Option(help="The folder of token shards to write, or to go on with.")],
-    kind: Annotated[Kind, Option(help="Running text, or examples of prompt and response.")] = "text",
-    field: Annotated[str, Option(help="The field of jsonl, parquet or hub rows that holds the text.")] = "text",
+    tokenizer: Annotated[Path, option("A checkpoint, folder, tokenizer.json, SentencePiece .model or GGUF.")],
+    out: Annotated[Path, option("The folder of token shards to write, or to go on with.")],
+    kind: Annotated[Kind, option("Running text, or examples of prompt and response.")] = "text",
+    field: Field = "text",
     documents: Documents = "file",
-    validation: Annotated[float, Option(min=0.0, max=0.999, help="Share of documents held out.")] = 0.01,
-    shard_tokens: Annotated[Any, Option(parser=_count, metavar="N", help="Tokens in a shard.")] = "100M",
-    length: Annotated[int | None, Option(min=2, help="Examples of more tokens are left out.")] = None,
-    eos: Annotated[int | None, Option(min=0, help="Id that ends a document; by default the tokenizer's own.")] = None,
-    bos: Annotated[bool | None, Option("--bos/--no-bos", help="Examples: BOS or not; by default as the tokenizer.")] = None,
-    split: Annotated[str, Option(help="Of a hub data set.")] = "train",
-    config: Annotated[str | None, Option(help="Of a hub data set.")] = None,
-    executor: Annotated[Executor, Option(help="This process, or datatrove's: local, Slurm, Ray.")] = "local",
-    tasks: Annotated[int, Option(min=1, help="datatrove: parts that the files are dealt to.")] = 1,
-    workers: Annotated[int, Option(min=-1, help="datatrove: tasks at a time, -1 for all.")] = -1,
-    partition: Annotated[str | None, Option(help="Slurm: the partition.")] = None,
-    time: Annotated[str, Option(help="Slurm: time limit of a task.")] = "24:00:00",
-    logging_dir: Annotated[Path | None, Option(help="datatrove: its logs; by default logs/ in the output.")] = None,
+    validation: Annotated[float, option("Share of documents held out.", min=0.0, max=0.999)] = 0.01,
+    shard_tokens: Annotated[Any, option("Tokens in a shard.", parser=_count, metavar="N")] = "100M",
+    length: Annotated[int | None, option("Examples of more tokens are left out.", min=2)] = None,
+    eos: Annotated[int | None, option("Id that ends a document; by default the tokenizer's own.", min=0)] = None,
+    bos: Annotated[bool | None, option("Examples: BOS or not; by default as the tokenizer.", "--bos/--no-bos")] = None,
+    split: Annotated[str, option("Of a hub data set.")] = "train",
+    config: Annotated[str | None, option("Of a hub data set.")] = None,
+    executor: Annotated[Executor, option("This process, or datatrove's: local, Slurm, Ray.")] = "local",
+    tasks: Annotated[int, option("datatrove: parts that the files are dealt to.", min=1)] = 1,
+    workers: Annotated[int, option("datatrove: tasks at a time, -1 for all.", min=-1)] = -1,
+    partition: Annotated[str | None, option("Slurm: the partition.")] = None,
+    time: Annotated[str, option("Slurm: time limit of a task.")] = "24:00:00",
+    logging_dir: Annotated[Path | None, option("datatrove: its logs; by default logs/ in the output.")] = None,
     as_json: Json = False,
 ) -> None:
     """Turn text into token shards: text, jsonl, parquet or a hub data set. The same command goes on where it was interrupted."""
@@ -103,8 +104,8 @@ def data_prepare(
 @app.command("info")
 def data_info(
     folder: Annotated[Path, Argument(metavar="DIR", help="Our shards, datatrove's *.ds, or SMDM's packed *.bin.")],
-    samples: Annotated[int, Option(min=0, help="Documents or examples to show.")] = 2,
-    tokenizer: Annotated[Path | None, Option(help="To decode samples; by default the one in DIR.")] = None,
+    samples: Annotated[int, option("Documents or examples to show.", min=0)] = 2,
+    tokenizer: Annotated[Path | None, option("To decode samples; by default the one in DIR.")] = None,
     as_json: Json = False,
 ) -> None:
     """Check every size and checksum of a set, count it, and show some of it as text."""
@@ -117,9 +118,9 @@ def data_info(
 
 @app.command("example")
 def data_example(
-    out: Annotated[Path, Option(help="The folder of token shards to write.")],
-    documents: Annotated[int, Option(min=2, help="Documents, or question and answer pairs.")] = 20_000,
-    kind: Annotated[Literal["text", "sft"], Option(help="Running text, or questions with answers.")] = "text",
+    out: Annotated[Path, option("The folder of token shards to write.")],
+    documents: Annotated[int, option("Documents, or question and answer pairs.", min=2)] = 20_000,
+    kind: Annotated[Literal["text", "sft"], option("Running text, or questions with answers.")] = "text",
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:

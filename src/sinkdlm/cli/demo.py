@@ -5,17 +5,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Option
 
-from sinkdlm.cli.options import Json, Seed
+from sinkdlm.cli.options import Json, Seed, option
 
 
 def demo(
-    out: Annotated[Path, Option(help="A folder for the twins, the report and what was measured.")] = Path("runs/demo"),
-    steps: Annotated[int, Option(min=1, help="Training steps of each twin.")] = 1000,
-    trajectories: Annotated[int, Option(min=1, help="Stories of each twin that are watched as they are written.")] = 32,
+    out: Annotated[Path, option("A folder for the twins, the report and what was measured.")] = Path("runs/demo"),
+    steps: Annotated[int, option("Training steps of each twin.", min=1)] = 1000,
+    trajectories: Annotated[int, option("Stories of each twin that are watched as they are written.", min=1)] = 32,
     seed: Seed = 0,
-    fresh: Annotated[bool, Option("--fresh", help="Start over, whatever an earlier demo left.")] = False,
+    fresh: Annotated[bool, option("Start over, whatever an earlier demo left.", "--fresh")] = False,
     as_json: Json = False,
 ) -> None:
     """Train twins with and without a sink on a small language, score and watch them, and write a report: minutes on a CPU."""

@@ -1,18 +1,20 @@
 """The commands that measure: eval, score-requests, score."""
 
+import functools
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from sinkdlm.cli.loading import check_tokenizer, load_model
-from sinkdlm.cli.options import Bos, Checkpoint, Compile, Device, Documents, Json, Precision, Seed, parse_override, say
+from sinkdlm.cli.options import Bos, Chat, Checkpoint, Compile, Device, Documents, Field, Json, Precision, Seed, TaskSet, option
+from sinkdlm.cli.output import say
 from sinkdlm.errors import ConfigError, EvalError
 
-Draws = Annotated[int | None, Option(min=1, help="Monte Carlo masks of a request; by default 128.")]
-Causal = Annotated[bool, Option("--causal", help="Score the AR parent: causal attention, no [MASK], no sink.")]
-BatchTokens = Annotated[int | None, Option(min=1, help="Tokens in a forward.")]
+Draws = Annotated[int | None, option("Monte Carlo masks of a request or window; by default 128.", min=1)]
+Causal = Annotated[bool, option("Score the AR parent: causal attention, no [MASK], no sink.", "--causal")]
+BatchTokens = Annotated[int | None, option("Tokens in a forward.", min=1)]
 # Options of eval that go with --responses; the others are in its file.
 _WITH_RESPONSES = {"checkpoint", "responses", "data", "out", "log_samples", "paper", "as_json"}
 _WITH_RESPONSES |= {"batch_tokens", "compile_", "device", "dtype"}
@@ -21,37 +23,31 @@ _WITH_RESPONSES |= {"batch_tokens", "compile_", "device", "dtype"}
 def evaluate(
     context: typer.Context,
     checkpoint: Annotated[str | None, Argument(metavar="CKPT", help="A checkpoint, or anything that `convert` reads.")] = None,
-    tasks: Annotated[str, Option(help="Names of the harness's tasks, with commas; also lambada, siqa, gsm8k_two_stage.")] = "",
-    data: Annotated[Path | None, Option(help="A folder of the benchmarks' files; without it the harness asks the hub.")] = None,
-    limit: Annotated[int | None, Option(min=1, help="The first so many documents of each task.")] = None,
-    num_fewshot: Annotated[int | None, Option(min=0, help="Examples in a prompt; by default what the task says.")] = None,
-    estimator: Annotated[
-        str | None, Option(help="exact_k, official, chain or causal; by default the official choice for the task.")
-    ] = None,
+    tasks: Annotated[str, option("Names of the harness's tasks, with commas; also lambada, siqa, gsm8k_two_stage.")] = "",
+    data: Annotated[Path | None, option("A folder of the benchmarks' files; without it the harness asks the hub.")] = None,
+    limit: Annotated[int | None, option("The first so many documents of each task.", min=1)] = None,
+    num_fewshot: Annotated[int | None, option("Examples in a prompt; by default what the task says.", min=0)] = None,
+    estimator: Annotated[str | None, option("exact_k, official, chain or causal; by default the official choice.")] = None,
     draws: Draws = None,
-    guidance: Annotated[float | None, Option(help="Of all tasks; by default the official choice for each.")] = None,
-    adaptive: Annotated[bool, Option("--adaptive", help="Draw no more once a question's ranking is settled.")] = False,
-    error: Annotated[float | None, Option(help="With --adaptive: the chance of a wrong ranking; by default 0.05.")] = None,
-    tolerance: Annotated[
-        float | None, Option(help="With --adaptive: the agreement with another full run that a question may give up.")
-    ] = None,
+    guidance: Annotated[float | None, option("Of all tasks; by default the official choice for each.")] = None,
+    adaptive: Annotated[bool, option("Draw no more once a question's ranking is settled.", "--adaptive")] = False,
+    error: Annotated[float | None, option("With --adaptive: the chance of a wrong ranking; by default 0.05.")] = None,
+    tolerance: Annotated[float | None, option("With --adaptive: the agreement with a full run that may be lost.")] = None,
     causal: Causal = False,
     bos: Bos = None,
-    policy: Annotated[str | None, Option(help="Of generated answers: the sampler; by default llada.")] = None,
-    steps: Annotated[int | None, Option(min=1, help="Of generated answers: denoising steps.")] = None,
-    block: Annotated[int | None, Option(min=1, help="Of generated answers: tokens of a block.")] = None,
-    gen_kwargs: Annotated[str | None, Option(help="Of generated answers: as in max_gen_toks=128,temperature=0.5.")] = None,
-    overrides: Annotated[
-        list[Any] | None, Option("--set", metavar="TASK.KEY=VALUE", parser=parse_override, help="A setting of one task.")
-    ] = None,
-    chat: Annotated[bool, Option("--chat", help="Prompts go through the tokenizer's chat template.")] = False,
+    policy: Annotated[str | None, option("Of generated answers: the sampler; by default llada.")] = None,
+    steps: Annotated[int | None, option("Of generated answers: denoising steps.", min=1)] = None,
+    block: Annotated[int | None, option("Of generated answers: tokens of a block.", min=1)] = None,
+    gen_kwargs: Annotated[str | None, option("Of generated answers: as in max_gen_toks=128,temperature=0.5.")] = None,
+    overrides: TaskSet = None,
+    chat: Chat = False,
     seed: Seed = 0,
-    out: Annotated[Path | None, Option(help="A folder for results.json and responses; the same command goes on there.")] = None,
-    log_samples: Annotated[bool, Option("--log-samples", help="With --out: write every document with its answers.")] = False,
-    paper: Annotated[str | None, Option(help="A row of the paper to stand beside, as in table1:0.5b:sink.")] = None,
-    write_requests: Annotated[Path | None, Option(help="Only write down what would be asked. Needs no CKPT.")] = None,
-    responses: Annotated[Path | None, Option(help="Score what score-requests has answered.")] = None,
-    use_cache: Annotated[bool, Option("--use-cache", help="Keep the harness's own (pickled) cache of requests.")] = False,
+    out: Annotated[Path | None, option("A folder for results.json and responses; the same command goes on there.")] = None,
+    log_samples: Annotated[bool, option("With --out: write every document with its answers.", "--log-samples")] = False,
+    paper: Annotated[str | None, option("A row of the paper to stand beside, as in table1:0.5b:sink.")] = None,
+    write_requests: Annotated[Path | None, option("Only write down what would be asked. Needs no CKPT.")] = None,
+    responses: Annotated[Path | None, option("Score what score-requests has answered.")] = None,
+    use_cache: Annotated[bool, option("Keep the harness's own (pickled) cache of requests.", "--use-cache")] = False,
     batch_tokens: BatchTokens = None,
     compile_: Compile = False,
     device: Device = None,
@@ -79,9 +75,12 @@ def evaluate(
     named |= {"steps": steps, "block": block, "adaptive": adaptive or None, "error": error, "tolerance": tolerance, "bos": bos}
     plan: dict[str, Any] = {"tasks": tuple(name.strip() for name in tasks.split(",") if name.strip()), "limit": limit, "chat": chat}
     plan |= {"data": None if data is None else str(data), "num_fewshot": num_fewshot, "use_cache": use_cache}
-    query = _Query(plan | {"gen_kwargs": _generation_fields(gen_kwargs or "")}, named, overrides or [], seed)
+    plan["gen_kwargs"] = _generation_fields(gen_kwargs or "")
+    changes = {name: value for name, value in named.items() if value is not None}
+    _check_changes(changes, overrides or [])
+    ask = functools.partial(_ask, plan, changes, overrides or [], seed)
     if write_requests is not None:
-        sheet = query.ask(_read_tokenizer(checkpoint) if chat and checkpoint else None)[1]
+        sheet = ask(_read_tokenizer(checkpoint) if chat and checkpoint else None)[1]
         sheet.write(write_requests)
         found = {"wrote": str(write_requests), "requests": len(sheet.requests), "tasks": sorted(sheet.settings)}
         say(found, f"wrote {len(sheet.requests):,} requests to {write_requests}", as_json)
@@ -91,7 +90,7 @@ def evaluate(
 
     with joined(device) as world:  # rank 0 has the harness; every rank answers its share
         lm = load_model(checkpoint, world.device, dtype, compiled=compile_)
-        evaluation, sheet = query.ask(lm.tokenizer) if world.first else (None, None)
+        evaluation, sheet = ask(lm.tokenizer) if world.first else (None, None)
         sheet = world.from_first(lambda: sheet)
         answers = _answer(lm, sheet, checkpoint, world, batch_tokens, None if out is None else out / "responses.jsonl")
     if world.first:
@@ -108,46 +107,45 @@ class Shown(NamedTuple):
     as_json: bool
 
 
-class _Query:
-    """What a command line asks, checked as far as that can be done before the harness and the model are loaded."""
+def _check_changes(changes: dict[str, Any], overrides: list[tuple[str, Any]]) -> None:
+    """Check what can be checked before the harness and the model are loaded."""
+    from sinkdlm.evals.settings import settings_for
 
-    def __init__(self, plan: dict[str, Any], named: dict[str, Any], overrides: list[tuple[str, Any]], seed: int) -> None:
-        from sinkdlm.evals.settings import settings_for
+    settings_for("", changes)
+    if not any(name.rpartition(".")[2] == "adaptive" for name in (*changes, *dict(overrides))):
+        for name in ("error", "tolerance"):
+            if name in changes:
+                raise EvalError(f"--{name} goes with --adaptive")
 
-        self._plan, self._overrides, self._seed = plan, overrides, seed
-        self._changes = {name: value for name, value in named.items() if value is not None}
-        settings_for("", self._changes)
-        if not any(name.rpartition(".")[2] == "adaptive" for name in (*self._changes, *dict(overrides))):
-            for name in ("error", "tolerance"):
-                if name in self._changes:
-                    raise EvalError(f"--{name} goes with --adaptive")
 
-    def ask(self, tokenizer: Any) -> tuple[Any, Any]:
-        """The evaluation, and the sheet of its requests."""
-        from sinkdlm.evals import harness
-        from sinkdlm.evals.generating import ignored_cuts
-        from sinkdlm.evals.requests import GENERATE
-        from sinkdlm.likelihood.mask_draws import MONTE_CARLO
+def _ask(plan: dict[str, Any], changes: dict[str, Any], overrides: list[Any], seed: int, tokenizer: Any) -> tuple[Any, Any]:
+    """The evaluation, and the sheet of its requests."""
+    from sinkdlm.evals import harness
+    from sinkdlm.evals.generating import ignored_cuts
+    from sinkdlm.evals.requests import GENERATE
+    from sinkdlm.likelihood.mask_draws import MONTE_CARLO
 
-        evaluation = harness.Evaluation(harness.Plan(**self._plan), tokenizer)
-        sheet = evaluation.ask(changes=self._changes, overrides=self._overrides, seed=self._seed)
-        fields = self._plan["gen_kwargs"] or {}
-        generated = [request for request in sheet.requests if request.kind == GENERATE]
-        given = [name for name in ("policy", "steps", "block") if name in self._changes] + ["gen-kwargs"] * bool(fields)
-        if given and not generated:
-            raise EvalError(f"--{given[0]}: of generated answers, and {', '.join(sheet.settings)} ask for none; leave it out")
-        if "draws" in self._changes and not any(settings.estimator in MONTE_CARLO for settings in sheet.settings.values()):
-            why = ", ".join(f"{task} is scored by {settings.estimator}" for task, settings in sheet.settings.items())
-            raise EvalError(f"--draws: {why}, which draws nothing; leave it out, or give --estimator exact_k")
-        cuts = [name for name in ("top_k", "top_p") if name in fields]
-        if cuts and all(ignored_cuts(request, sheet.settings[request.task]) for request in generated):
-            raise EvalError(f"--gen-kwargs {cuts[0]}: means nothing at temperature 0; give temperature=0.7 too, or leave it out")
-        return evaluation, sheet
+    evaluation = harness.Evaluation(harness.Plan(**plan), tokenizer)
+    sheet = evaluation.ask(changes=changes, overrides=overrides, seed=seed)
+    fields = plan["gen_kwargs"] or {}
+    generated = [request for request in sheet.requests if request.kind == GENERATE]
+    given = [name for name in ("policy", "steps", "block") if name in changes] + ["gen-kwargs"] * bool(fields)
+    if given and not generated:
+        raise EvalError(f"--{given[0]}: of generated answers, and {', '.join(sheet.settings)} ask for none; leave it out")
+    if "draws" in changes and not any(settings.estimator in MONTE_CARLO for settings in sheet.settings.values()):
+        why = ", ".join(f"{task} is scored by {settings.estimator}" for task, settings in sheet.settings.items())
+        raise EvalError(f"--draws: {why}, which draws nothing; leave it out, or give --estimator exact_k")
+    cuts = [name for name in ("top_k", "top_p") if name in fields]
+    if cuts and all(ignored_cuts(request, sheet.settings[request.task]) for request in generated):
+        raise EvalError(f"--gen-kwargs {cuts[0]}: means nothing at temperature 0; give temperature=0.7 too, or leave it out")
+    return evaluation, sheet
 
 
 def _generation_fields(text: str) -> dict[str, Any] | None:
     """Read `a=1,b=[2, 3],c=word`: TOML's inline table, or pairs whose words have no quotes."""
     import tomllib
+
+    from sinkdlm.config.toml import parse_override
 
     try:
         fields = tomllib.loads(f"fields = {{{text}}}")["fields"]
@@ -164,7 +162,7 @@ def _generation_fields(text: str) -> dict[str, Any] | None:
 def score_requests(
     checkpoint: Checkpoint,
     requests: Annotated[Path, Argument(metavar="FILE", help="What `eval --write-requests` wrote.")],
-    out: Annotated[Path, Option(help="The file of responses to write, or to go on with.")],
+    out: Annotated[Path, option("The file of responses to write, or to go on with.")],
     batch_tokens: BatchTokens = None,
     compile_: Compile = False,
     device: Device = None,
@@ -189,15 +187,15 @@ def score_requests(
 def score(
     checkpoint: Checkpoint,
     file: Annotated[Path, Argument(metavar="FILE", help="txt, md, jsonl (also .gz, .zst), parquet, or a folder of these.")],
-    field: Annotated[str, Option(help="The field of jsonl or parquet rows that holds the text.")] = "text",
+    field: Field = "text",
     documents: Documents = "file",
-    limit: Annotated[int | None, Option(min=1, help="The first so many documents.")] = None,
-    estimator: Annotated[str | None, Option(help="exact_k, official, chain or causal; by default exact_k.")] = None,
-    draws: Annotated[int | None, Option(min=1, help="Monte Carlo masks of each window; by default 128.")] = None,
+    limit: Annotated[int | None, option("The first so many documents.", min=1)] = None,
+    estimator: Annotated[str | None, option("exact_k, official, chain or causal; by default exact_k.")] = None,
+    draws: Draws = None,
     causal: Causal = False,
     bos: Bos = None,
     seed: Seed = 0,
-    out: Annotated[Path | None, Option(help="A file of responses: the same command goes on there.")] = None,
+    out: Annotated[Path | None, option("A file of responses: the same command goes on there.")] = None,
     batch_tokens: BatchTokens = None,
     device: Device = None,
     dtype: Precision = None,
@@ -306,10 +304,7 @@ def _report(evaluation: Any, settings: Any, answers: Any, facts: dict[str, Any],
         kept = {task: rows for task, rows in samples.items() if shown.log_samples or task in gsm8k.STAGES}
         report.write_results(shown.out, {**found, "sinkdlm": {**own, "table": lines, "notes": notes}}, kept)
     if shown.as_json:
-        typer.echo(
-            report.to_json({"table": lines, "notes": notes, "paper": shown.paper, "results": found["results"], "sinkdlm": own})
-        )
-        return
-    typer.echo(report.draw_table(lines, shown.paper))
-    for note in notes:
-        typer.echo(f"note  {note}")
+        results = {"table": lines, "notes": notes, "paper": shown.paper, "results": found["results"], "sinkdlm": own}
+        typer.echo(report.to_json(results))
+    else:
+        typer.echo("\n".join([report.draw_table(lines, shown.paper), *(f"note  {note}" for note in notes)]))

@@ -3,26 +3,22 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from typer import Option
-
 from sinkdlm.cli.loading import load_recipe
-from sinkdlm.cli.options import Json, Overrides, RecipeFiles, say
+from sinkdlm.cli.options import Json, Overrides, RecipeFiles, option
+from sinkdlm.cli.output import say
 from sinkdlm.errors import UserError
 
 _AUGMENTED_GSM8K = 769_240  # examples an epoch of the official SFT, which data of one's own need not have
+Hardware = Literal["a100", "h100", "h200", "b200", "cpu"]
 
 
 def plan(
     recipes: RecipeFiles = None,
-    paper: Annotated[bool, Option("--paper", help="All runs of the paper.")] = False,
-    gpus: Annotated[int, Option(min=1, help="How many devices; from 9 on, 8 on each host.")] = 1,
-    device: Annotated[
-        Literal["a100", "h100", "h200", "b200", "cpu"], Option(help="Of the data sheets, or this machine's CPU.")
-    ] = "h100",
-    price: Annotated[float | None, Option(min=0, help="Of one GPU-hour, in any currency.")] = None,
-    rows: Annotated[
-        int | None, Option(min=1, help="Rows of the data, for budgets in epochs; by default those of the data, if here.")
-    ] = None,
+    paper: Annotated[bool, option("All runs of the paper.", "--paper")] = False,
+    gpus: Annotated[int, option("How many devices; from 9 on, 8 on each host.", min=1)] = 1,
+    device: Annotated[Hardware, option("Of the data sheets, or this machine's CPU.")] = "h100",
+    price: Annotated[float | None, option("Of one GPU-hour, in any currency.", min=0)] = None,
+    rows: Annotated[int | None, option("Rows, for budgets in epochs; by default those of the data, if here.", min=1)] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:

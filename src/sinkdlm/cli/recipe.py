@@ -4,7 +4,8 @@ import json
 
 import typer
 
-from sinkdlm.cli.options import Json, Overrides, RecipeFile, say
+from sinkdlm.cli.options import Json, Overrides, RecipeFile
+from sinkdlm.cli.output import say
 
 app = typer.Typer(help="Look at recipes.", rich_markup_mode=None, no_args_is_help=True)
 
@@ -46,7 +47,7 @@ def presets(as_json: Json = False) -> None:
     from sinkdlm.config.model import ModelConfig, preset_names
 
     found = {}
-    table = [("preset", "layers", "heads", "kv", "width", "ffn", "vocab", "non-embedding M", "total M")]
+    table: list[tuple[str, ...]] = [("preset", "layers", "heads", "kv", "width", "ffn", "vocab", "non-embedding M", "total M")]
     for name in preset_names():
         config = ModelConfig.preset(name)
         count = config.count_parameters()

@@ -3,10 +3,11 @@
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from sinkdlm.cli.loading import choose_device, load_model
-from sinkdlm.cli.options import Bos, Computing, Device, name_models
+from sinkdlm.cli.options import Bos, Computing, Device, Exact, option
+from sinkdlm.cli.output import name_models
 from sinkdlm.errors import UserError
 
 _MODELS = Argument(metavar="CKPT [CKPT2]", help="Checkpoints, or anything that `convert` reads.")
@@ -15,26 +16,20 @@ _MODELS = Argument(metavar="CKPT [CKPT2]", help="Checkpoints, or anything that `
 def serve(
     context: typer.Context,
     models: Annotated[list[str], _MODELS],
-    host: Annotated[str, Option(help="The address to listen on; by default this machine alone.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free; it is printed.")] = 8000,
-    api_key: Annotated[
-        str | None, Option(envvar="SINKDLM_API_KEY", help="What clients must send; better given in the environment.")
-    ] = None,
-    cors: Annotated[
-        list[str] | None, Option(metavar="ORIGIN", help="A page's origin that may read answers, as in https://example.org.")
-    ] = None,
-    max_queue: Annotated[int, Option(min=1, help="Requests that may wait; more get 429.")] = 256,
-    max_batch: Annotated[int, Option(min=1, help="Texts that are written at the same time.")] = 64,
-    batch_tokens: Annotated[int, Option(min=1, help="Tokens in a forward: texts times the longest.")] = 16_384,
-    max_length: Annotated[int | None, Option(min=1, help="Tokens of a text with its prompt; by default all it reads.")] = None,
-    max_steps: Annotated[int, Option(min=1, help="Denoising steps that a request may ask for.")] = 1024,
-    max_n: Annotated[int, Option(min=1, max=64, help="Texts for one prompt.")] = 16,
-    timeout: Annotated[float, Option(min=0.1, help="Seconds that a request may take, waiting included.")] = 300.0,
-    deterministic: Annotated[bool, Option("--deterministic", help="The same tokens whoever else is being served; slower.")] = False,
+    host: Annotated[str, option("The address to listen on; by default this machine alone.")] = "127.0.0.1",
+    port: Annotated[int, option("0: any that is free; it is printed.", min=0, max=65535)] = 8000,
+    api_key: Annotated[str | None, option("What clients must send.", envvar="SINKDLM_API_KEY")] = None,
+    cors: Annotated[list[str] | None, option("An origin that may read answers: https://example.org.", metavar="ORIGIN")] = None,
+    max_queue: Annotated[int, option("Requests that may wait; more get 429.", min=1)] = 256,
+    max_batch: Annotated[int, option("Texts that are written at the same time.", min=1)] = 64,
+    batch_tokens: Annotated[int, option("Tokens in a forward: texts times the longest.", min=1)] = 16_384,
+    max_length: Annotated[int | None, option("Tokens of a text with its prompt; by default all it reads.", min=1)] = None,
+    max_steps: Annotated[int, option("Denoising steps that a request may ask for.", min=1)] = 1024,
+    max_n: Annotated[int, option("Texts for one prompt.", min=1, max=64)] = 16,
+    timeout: Annotated[float, option("Seconds that a request may take, waiting included.", min=0.1)] = 300.0,
+    deterministic: Exact = False,
     bos: Bos = None,
-    browser: Annotated[
-        bool | None, Option("--browser/--no-browser", help="Open the page in a browser; by default `inspect` does.")
-    ] = None,
+    browser: Annotated[bool | None, option("Open the page; by default `inspect` does.", "--browser/--no-browser")] = None,
     device: Device = None,
     dtype: Computing = "auto",
 ) -> None:

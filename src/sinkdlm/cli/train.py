@@ -3,17 +3,16 @@
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option
-
 from sinkdlm.cli import warm_up
 from sinkdlm.cli.loading import load_parent, load_recipe
-from sinkdlm.cli.options import Device, Json, Overrides, RecipeFile, say
+from sinkdlm.cli.options import Device, Json, Overrides, RecipeFile, option
+from sinkdlm.cli.output import say
 
 
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    out: Annotated[Path | None, Option(help="The run folder; by default runs/ and the recipe's name.")] = None,
+    out: Annotated[Path | None, option("The run folder; by default runs/ and the recipe's name.")] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
