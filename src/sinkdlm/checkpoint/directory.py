@@ -52,9 +52,6 @@ class Loaded:
     provenance: dict[str, Any] = field(default_factory=dict)
 
 
-# -- writing --------------------------------------------------------------------------------------------------------------
-
-
 def save(
     path: str | Path,
     model: DiffusionLM,
@@ -122,11 +119,10 @@ def _check_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
     odd = sorted(set(found) ^ set(wanted)) or [name for name in wanted if found[name] != wanted[name]]
     if odd:
         raise CheckpointError(f"model: tensor {odd[0]} does not fit its config; merge adapters and unwrap modules before saving")
-    dtypes = sorted({_short(weight.dtype) for weight in weights.values()})
-    if len(dtypes) > 1 or getattr(torch, dtypes[0]) not in _WEIGHT_DTYPES.values():
-        raise CheckpointError(
-            f"model: weights are {' and '.join(dtypes)}; a checkpoint has one floating dtype: model.to(torch.float32)"
-        )
+    dtypes = {weight.dtype for weight in weights.values()}
+    if len(dtypes) > 1 or not dtypes <= set(_WEIGHT_DTYPES.values()):
+        names = " and ".join(sorted(map(_short, dtypes)))
+        raise CheckpointError(f"model: weights are {names}; a checkpoint has one floating dtype: model.to(torch.float32)")
     if any(weight.is_meta for weight in weights.values()):
         raise CheckpointError("model: weights on the meta device have no values to save")
     for name, weight in weights.items():
@@ -155,9 +151,7 @@ def check_destination(path: Path) -> None:
         raise CheckpointError(f"{path}: exists and is no sinkdlm checkpoint; choose another folder or remove it")
     other = sorted(file.name for file in path.iterdir() if not file.name.startswith(_OWN_FILES))
     if other:
-        raise CheckpointError(
-            f"{path}: holds {other[0]} beside a checkpoint, which replacing it would delete; choose another folder"
-        )
+        raise CheckpointError(f"{path}: holds {other[0]}, which replacing the checkpoint would delete; choose another folder")
 
 
 @contextmanager
@@ -237,9 +231,6 @@ def _config_fingerprint(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
 
 
-# -- reading --------------------------------------------------------------------------------------------------------------
-
-
 def load(
     path: str | Path,
     *,
@@ -284,9 +275,8 @@ def read_config(path: str | Path) -> ModelConfig:
     fields = _read_json(path / CONFIG)
     kind = fields.pop("model_type", None)
     if kind != MODEL_TYPE:
-        raise CheckpointError(
-            f"{path / CONFIG}: model_type is {kind!r}, not {MODEL_TYPE!r}: convert it first: sinkdlm convert {path} DST"
-        )
+        other = f"model_type is {kind!r}, not {MODEL_TYPE!r}"
+        raise CheckpointError(f"{path / CONFIG}: {other}: convert it first: sinkdlm convert {path} DST")
     try:
         return ModelConfig(**{key: value for key, value in fields.items() if key not in _TRANSFORMERS_KEYS})
     except ConfigError as failure:
@@ -340,9 +330,7 @@ def _verify(path: Path, provenance: Mapping[str, Any], files: list[Path]) -> Non
     """Compare files with provenance.json, as far as it has fingerprints: other tools write none."""
     expected = provenance.get("config_sha256")
     if expected is not None and expected != _config_fingerprint(_read_json(path / CONFIG)):
-        raise CheckpointError(
-            f"{path / CONFIG}: does not match {PROVENANCE}: the config was changed after the checkpoint was written"
-        )
+        raise CheckpointError(f"{path / CONFIG}: does not match {PROVENANCE}: the config was changed after it was written")
     changed = f"changed since it was written: its SHA-256 is not the one in {PROVENANCE}"
     spelling, mark = path / _TOKENIZER, provenance.get("tokenizer_sha256")
     if mark is not None and spelling.exists() and fingerprint(spelling)["sha256"] != mark:

@@ -45,7 +45,9 @@ def analyze(
     """Watch models denoise: where attention sinks are, how they move, what they do; as a report with figures."""
     from sinkdlm.analysis import study
     from sinkdlm.analysis.capture import Rules
+    from sinkdlm.analysis.prompts import PROMPTS
     from sinkdlm.sampling.unmasking import policy_of
+    from sinkdlm.text.prompts import check_bos, encode_prompt
 
     called = name_models(models, names)
     if capture_only and any(Path(model).suffix == ".json" for model in models):
@@ -86,7 +88,9 @@ def analyze(
         path, place = out / "captures" / f"{name}.json", choose_device(device)
         lm = load_model(model, place, dtype)
         n_used = None if forwards is not None else trajectories or _DEFAULT
-        fitted = _fit(plan, lm, asked, n_used, chat, bos, length, steps)
+        check_bos(lm.tokenizer, bos)
+        encoded = [encode_prompt(lm.tokenizer, prompt, bos, chat=chat) for prompt in asked or PROMPTS]  # as `sample` does
+        fitted = _fit(plan, encoded, lm.config.context_length, asked is None, n_used, length, steps)
         count = trajectories if forwards is None else -(-forwards // fitted.n_steps)
         fitted = fitted.with_trajectories(count or min(_DEFAULT, fitted.n_different or _DEFAULT))
         study.write_capture(path, _capture(lm, fitted, name, model, place))
@@ -106,34 +110,22 @@ def analyze(
     typer.echo(f"wrote {files['report']}, {', '.join(others)} and figures/")
 
 
-def _fit(
-    plan: Any,
-    lm: Any,
-    prompts: list[Any] | None,
-    n_used: int | None,
-    chat: bool,
-    bos: bool | None,
-    length: int | None,
-    steps: int | None,
-) -> Any:
-    """The plan for one model: prompts in its tokens, begun as `sample` begins them, and by default a length that fits.
+def _fit(plan: Any, prompts: Any, room: int, own: bool, n_used: int | None, length: int | None, steps: int | None) -> Any:
+    """The plan with prompts in a model's tokens, and by default with a length that leaves them room.
 
-    n_used: how many prompts the length must fit; None: all."""
+    own: the prompts are the built-in ones, which may be cut. n_used: how many prompts the length must fit; None: all."""
     from dataclasses import replace
 
-    from sinkdlm.analysis.prompts import PROMPTS
     from sinkdlm.sampling.unmasking import policy_of
-    from sinkdlm.text.prompts import LENGTH, check_bos, encode_prompt
+    from sinkdlm.text.prompts import LENGTH
 
-    room, policy = lm.config.context_length, plan.policy
-    check_bos(lm.tokenizer, bos)
-    encoded = [encode_prompt(lm.tokenizer, prompt, bos, chat=chat) for prompt in (PROMPTS if prompts is None else prompts)]
-    if prompts is None:  # our own are cut to what leaves room
+    if own:
         length = length or min(LENGTH, -(-room // 2))
-        encoded = [row[: max(0, room - length)] for row in encoded]
-    length = length or max(1, min(LENGTH, room - max(map(len, encoded[:n_used]))))
+        prompts = [prompt[: max(0, room - length)] for prompt in prompts]
+    length = length or max(1, min(LENGTH, room - max(map(len, prompts[:n_used]))))
+    policy = plan.policy
     steps = steps or policy.steps or (None if policy.threshold is not None else max(1, length // 2))
-    return replace(plan, prompts=encoded, length=length, policy=policy if steps is None else policy_of(policy, steps=steps))
+    return replace(plan, prompts=prompts, length=length, policy=policy if steps is None else policy_of(policy, steps=steps))
 
 
 def _capture(lm: Any, plan: Any, name: str, source: str, device: Any) -> dict[str, Any]:

@@ -224,9 +224,6 @@ def score(
         say(report, texts.draw_table(report), as_json)
 
 
-# -- shared ---------------------------------------------------------------------------------------------------------------------
-
-
 def _estimator(causal: bool, estimator: str | None, draws: int | None) -> str | None:
     """The estimator of --causal and --estimator, which must go with --draws."""
     if causal and estimator not in (None, "causal"):

@@ -31,9 +31,7 @@ class InitSection(Frozen):
 
     from_: str | None = key(None, "what `convert` reads: a checkpoint, an AR parent", alias="from", min_length=1)
     sink_init: Literal["mean", "normal"] = key("mean", "sinks added to a parent: the mean of its embeddings plus noise, or normal")
-    gate_init: Literal["normal", "keep"] = key(
-        "normal", "a gate added to a parent: normal (gates near 0.5, as the paper), or keep: the parent's function is kept"
-    )
+    gate_init: Literal["normal", "keep"] = key("normal", "a gate added to a parent: near 0.5 (paper), or keep its function")
 
 
 class DataSection(Frozen):
@@ -44,12 +42,8 @@ class DataSection(Frozen):
     length: Count = key(2048, "tokens in a row")
     stride: Count | None = key(None, "tokens from the start of one row to the next; by default length (SMDM: length + 1)")
     random_lengths: Fraction = key(0.0, "share of rows cut to a random length (LLaDA: 0.01); rows of examples are not cut")
-    documents: Literal["joined", "confined"] = key(
-        "joined", "joined: attention crosses the documents of a row, as SMDM; confined: each document sees itself and the sinks"
-    )
-    padding: Literal["train", "ignore"] = key(
-        "train", "EOS that fills rows of examples up: trained on, as the official SFT, or out of sight and out of the loss"
-    )
+    documents: Literal["joined", "confined"] = key("joined", "attention crosses a row's documents (SMDM), or stays within each")
+    padding: Literal["train", "ignore"] = key("train", "EOS after an example: trained on (official SFT), or out of sight and loss")
     eos: Natural | None = key(None, "id that ends documents, for sets that do not say (datatrove's, SMDM's)")
     first: Natural | None = key(None, "id that replaces the first token of rows of text, never masked: a control")
 
@@ -82,30 +76,19 @@ class TrainSection(Frozen):
         "bf16: autocast over float32 weights; fp8: the same, with the matmuls of each block in float8, on GPUs that have them; "
         "auto: bf16 on a GPU, float32 on a CPU; float64: for tests",
     )
-    residual: Literal["float32", "bf16"] = key(
-        "float32", "dtype of the residual stream where precision is bf16 or fp8; bf16 takes less traffic and memory"
-    )
-    runner: Literal["auto", "plain"] = key(
-        "auto", "auto: the fastest way here; plain: trains by the readable model alone, without kernels or compiler"
-    )
+    residual: Literal["float32", "bf16"] = key("float32", "residual stream, where precision is bf16 or fp8; bf16 takes less memory")
+    runner: Literal["auto", "plain"] = key("auto", "plain: train by the readable model alone, without kernels or compiler")
     compile: Compile = key(
         "auto",
-        "torch.compile of each block; whole: of all as one, on a CPU; auto: each, on a GPU with Triton, where our own kernels "
-        "leave anything to fuse or the host would be too slow to launch them",
+        "torch.compile of each block; whole: of all as one, on a CPU; auto: each, on a GPU, where kernels leave work to fuse",
     )
     recompute: Literal["none", "selective", "full"] = key(
-        "none",
-        "activation checkpointing of each block: full keeps its input alone and runs it again in the backward; selective keeps "
-        "the results of matmuls and attention, and runs the rest again",
+        "none", "activation checkpointing: full keeps each block's input alone; selective the results of matmuls and attention too"
     )
-    graphs: Literal["auto", "on", "off"] = key(
-        "auto", "CUDA graphs of a forward and its backward, on one GPU, wherever rows are full; auto: where that may gain something"
-    )
+    graphs: Literal["auto", "on", "off"] = key("auto", "CUDA graphs of a micro-batch, on one GPU; auto: where they may gain")
     schedule: Literal["linear", "cosine", "loglinear"] = "linear"
     eps: Decay = 1e-3
-    times: Literal["golden", "independent"] = key(
-        "golden", "t of consecutive samples: spread by the golden ratio, or drawn independently (official)"
-    )
+    times: Literal["golden", "independent"] = key("golden", "t of samples: spread by the golden ratio, or independent (official)")
 
     @field_validator("recompute", mode="before")
     @classmethod
@@ -130,9 +113,7 @@ class ParallelSection(Frozen):
     """How a run spreads over the ranks that torchrun starts. Changes nothing that is computed."""
 
     mode: Literal["auto", "replicate", "shard", "hybrid"] = key(
-        "auto",
-        "replicate: every rank holds everything; shard: each a part (FSDP2); hybrid: copies, each sharded over some ranks; "
-        "auto: what fits, with the least traffic",
+        "auto", "every rank holds all, or a part (FSDP2), or copies are sharded over some ranks; auto: fits, with the least traffic"
     )
     shard_ranks: Count | None = key(None, "hybrid: ranks that share one copy; by default those of one node")
     reshard: bool = key(True, "sharded blocks drop their gathered weights after the forward and gather them again")

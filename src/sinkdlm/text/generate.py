@@ -122,9 +122,7 @@ def check(job: Job) -> None:
         if job.suffix or job.until_eos or job.chat:
             raise SamplingError("--infill has its own end: leave out --suffix, --until-eos and --chat")
         if job.length is not None:
-            raise SamplingError(
-                "--length: of what follows a prompt; gaps of --infill have their own, as in [_:12], or --gap for all"
-            )
+            raise SamplingError("--length: of what follows a prompt; gaps of --infill have their own: [_:12], or --gap for all")
         parse_gaps(job.infill, job.gap)
     elif job.gap is not None:
         raise SamplingError("--gap goes with --infill")
@@ -154,9 +152,6 @@ def canvases(lm: Any, job: Job) -> list[list[int]]:
 
 def _denoiser_of(lm: Any) -> Any:
     return lm.model.denoiser(absent_ids(lm.tokenizer, lm.config.vocab_size))
-
-
-# -- watching -------------------------------------------------------------------------------------------------------------------
 
 
 class Watched:
@@ -216,9 +211,6 @@ def _watch(lm: Any, state: State, job: Job, console: Console) -> None:
             else:
                 body, _, facts = text.plain.rpartition("\n")
                 console.print(f"{facts}  {body!r}", markup=False, highlight=False, soft_wrap=True)
-
-
-# -- writing --------------------------------------------------------------------------------------------------------------------
 
 
 def write(
