@@ -11,7 +11,7 @@ import pytest
 
 from sinkdlm import Recipe
 from sinkdlm.cli import app as cli
-from sinkdlm.cli.app import SUMMARIES
+from sinkdlm.cli.app import COMMANDS
 
 
 def run(*args, cwd=None):
@@ -40,7 +40,7 @@ def test_help_is_quick(tmp_path):
     while len(ours) < 10 and not (len(ours) > 2 and is_quick()):  # a disturbed one is tried again
         bare.append(seconds("-c", "import typer"))
         ours.append(seconds("-m", "sinkdlm", "--help"))
-    assert any(tmp_path.rglob("cli.*.pyc"))
+    assert any(tmp_path.rglob("app.*.pyc"))
     assert is_quick()
 
 
@@ -48,7 +48,7 @@ def test_help_and_version(command_line):
     shown = run("--help")
     assert shown.returncode == 0
     listed = shown.stdout.split("Commands:\n")[1].splitlines()
-    assert [line.split()[0] for line in listed] == list(SUMMARIES)  # in this order, each on one line of 80 columns, none cut
+    assert [line.split()[0] for line in listed] == list(COMMANDS)  # in this order, each on one line of 80 columns, none cut
     assert "..." not in "".join(listed)
     assert command_line("--version")[1].startswith("sinkdlm 0.")
     assert command_line("presets", "--help")[0] == 0
@@ -72,9 +72,9 @@ def test_ctrl_c_within_an_import_ends_at_once(tmp_path):
         "import os, signal, sys\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    print('went on')\n"
     )
     script = (
-        "import signal\nfrom sinkdlm import cli, config\n"
+        "import signal\nfrom sinkdlm.cli import app\nfrom sinkdlm.config import model\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background ignore\n"
-        "config.preset_names = lambda: __import__('guarded') and []\ncli.main()\n"
+        "model.preset_names = lambda: __import__('guarded') and []\napp.main()\n"
     )
     command = [sys.executable, "-c", script, "presets"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
@@ -100,7 +100,8 @@ def test_next_to_nothing_is_loaded_before_ctrl_c_is_answered():
     """Beside what Python itself loads to start a command."""
     script = "import sys, enum, re, runpy\nbefore = set(sys.modules)\nimport sinkdlm.cli.entry\nprint(*set(sys.modules) - before)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert {"sinkdlm", "sinkdlm.cli.entry"} <= set(loaded.split()) <= {"sinkdlm", "sinkdlm.cli.entry", "signal"}
+    ours = {"sinkdlm", "sinkdlm.cli", "sinkdlm.cli.entry"}
+    assert ours <= set(loaded.split()) <= ours | {"signal"}
 
 
 def test_ctrl_c_is_as_it_was_once_a_command_has_ended(command_line):
@@ -132,8 +133,34 @@ def test_recipe_show_resolves_and_reloads(tmp_path, command_line):
     assert json.loads(command_line("recipe", "schema")[1])["title"] == "sinkdlm recipe"
 
 
+def test_every_shipped_recipe_is_listed_with_a_description(command_line):
+    status, shown, _ = command_line("recipe", "list")
+    found = json.loads(command_line("recipe", "list", "--json")[1])
+    assert status == 0
+    assert len(found) == len({one["name"] for one in found}) == 52
+    heads = [line for line in shown.splitlines() if not line.startswith(" ")]
+    assert heads == ["nano", "small", "paper", "parts: for `base` alone"]
+    for one in found:
+        assert Path(one["path"]).read_text().startswith(f"# {one['description']}"), one["name"]
+        assert f"  {one['name']} " in shown
+        assert Path(one["path"]).parent.name == one["group"]
+
+
+def test_a_shipped_recipe_is_found_by_name_and_a_file_of_that_name_wins(tmp_path, monkeypatch, command_line):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nano-sink").mkdir()  # a run's folder does not hide the recipe
+    assert json.loads(command_line("recipe", "show", "nano-sink", "--json")[1])["model"]["n_sinks"] == 1
+    assert command_line("plan", "qwen2.5-0.5b")[1].startswith("qwen2.5-0.5b on 1 x h100")
+    (tmp_path / "nano").write_text('base = ["nano-sink", "parts/sft-nano"]\n[model]\nn_sinks = 3\n')
+    shown = json.loads(command_line("recipe", "show", "nano", "--json")[1])
+    assert (shown["model"]["n_sinks"], shown["data"]["length"]) == (3, 96)
+
+
 MISTAKES = [
-    (["recipe", "show", "none.toml"], ["none.toml", "No such file"]),
+    (["recipe", "show", "none.toml"], ["none.toml", "No such file", "`sinkdlm recipe list`"]),
+    (["recipe", "show", "nano-snk"], ["nano-snk: ", "did you mean nano-sink or ", "`sinkdlm recipe list`"]),
+    (["train", "recipes/nano/nano-gate.toml"], ["nano/nano-gate.toml: ", "did you mean nano-gate", "`sinkdlm recipe list`"]),
+    (["plan", "nano", "smdm-34"], ["smdm-34: ", "did you mean smdm-34m"]),
     (["recipe", "show", "a.toml", "--set", "model.n_sink=1"], ["a.toml.model.n_sink = 1", "did you mean n_sinks?"]),
     (["recipe", "show", "a.toml", "--set", "lr"], ["--set lr", "key=value"]),
     (["demo", "--steps", "0"], ["--steps", "greater than or equal to 1"]),
@@ -150,7 +177,7 @@ def test_a_mistake_gets_one_line_and_status_2(tmp_path, monkeypatch, command_lin
     check_mistake(*command_line(*args), words)
 
 
-@pytest.mark.parametrize("which", [1, 4], ids=["ours", "typer's"])
+@pytest.mark.parametrize("which", [4, 7], ids=["ours", "typer's"])
 def test_a_mistake_gets_one_line_and_status_2_from_the_process(tmp_path, which):
     (tmp_path / "a.toml").write_text('[model]\npreset = "nano"\n')
     args, words = MISTAKES[which]

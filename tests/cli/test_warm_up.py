@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sinkdlm.cli import app as cli
 from sinkdlm.cli import warm_up as early
+from sinkdlm.cli.train import train
 from sinkdlm.errors import UserError
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -73,7 +73,7 @@ def test_training_begins_it_with_its_device(monkeypatch, tmp_path):
     monkeypatch.setattr(early, "open_device", lambda device: said.append(("open", device)) or "opened")
     monkeypatch.setattr(early, "load_kernels", lambda opened, device: said.append((opened, device)))
     with pytest.raises(UserError, match="nowhere"):
-        cli.train(missing(tmp_path), out=tmp_path / "run", device="cpu")
+        train(missing(tmp_path), out=tmp_path / "run", device="cpu")
     assert said == [("open", "cpu"), ("opened", "cpu")]
 
 
@@ -127,7 +127,7 @@ def test_kernels_are_built_by_one_at_a_time(monkeypatch):
 
 
 def test_the_command_line_does_not_load_torch_for_it():
-    code = "import sys; from sinkdlm import early; early.open_device('cpu'); sys.exit('torch' in sys.modules)"
+    code = "import sys; from sinkdlm.cli import warm_up as early; early.open_device('cpu'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

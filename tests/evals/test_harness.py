@@ -364,9 +364,9 @@ def test_two_halves_are_one_go(tmp_path, checkpoint, bench, run, harness):
 
 
 def _judged(path, data):
-    from sinkdlm.cli.evaluate import Shown, _judge_responses
+    from sinkdlm.cli.evaluate import Shown, _score_responses
 
-    _judge_responses(None, path, data, Shown(None, False, None, False))
+    _score_responses(None, path, data, Shown(None, False, None, False))
 
 
 def _check_results(folder, whole):

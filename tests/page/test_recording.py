@@ -1,10 +1,6 @@
 """Recordings: what a file of a trajectory holds, that it is the analysis's own, and how large it may be."""
 
-import subprocess
-import sys
-import zipfile
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,12 +11,9 @@ from sinkdlm.analysis.capture import Rules, capture
 from sinkdlm.analysis.recording import Recorder, join_sides, likeliest, look_at, pack, record, unpack
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
-from sinkdlm.page.bundle import PAGE
 from sinkdlm.sampling import requests_of
 from sites import sharp_lm
 from small_models import small_model
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module", params=[{"n_sinks": 0}, {}, {"sink_kind": "register"}, {"sink_kind": "logit"}])
@@ -122,13 +115,3 @@ def test_looking_changes_nothing_and_needs_one_forward(monkeypatch):
     first, second = look_at(lm.model, canvases[2]), look_at(lm.model, canvases[2])
     assert len(calls) == 2
     np.testing.assert_array_equal(first.received, second.received)
-
-
-@pytest.mark.slow
-def test_an_installed_package_has_the_page(tmp_path):
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if "/sinkdlm/page/" in f"/{name}"}
-    assert names == {path.name for path in PAGE.iterdir()}
-    assert {"index.html", "style.css", "main.js"} <= names

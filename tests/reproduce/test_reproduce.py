@@ -12,7 +12,7 @@ from scipy import stats
 
 from evaluated import small_lm
 from reproductions import ITEMS, TOKENS, matrix, record, trial
-from sinkdlm.cli.app import load_parent
+from sinkdlm.cli.loading import load_parent
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.config.shipped import RECIPES
 from sinkdlm.config.toml import flatten

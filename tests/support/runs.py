@@ -57,6 +57,6 @@ def interrupted(recipe: Recipe, out: Path, monkeypatch, after: int, **more) -> N
 
 
 def load_parent(recipe, dtype):
-    from sinkdlm.cli.app import load_parent
+    from sinkdlm.cli.loading import load_parent
 
     return load_parent(recipe, dtype)

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import sinkdlm
 from evaluated import padded_lm, small_lm
-from sinkdlm.cli.app import app, load_for_sampling
-from sinkdlm.cli.options import Arithmetic
+from sinkdlm.cli.app import app
+from sinkdlm.cli.loading import load_model
 from sinkdlm.data.encoding import Encoder
 from sinkdlm.data.examples import drafts_of, encode_drafts
 from sinkdlm.data.synthetic import character_tokenizer
@@ -160,8 +160,8 @@ def test_copies_are_told(checkpoint):
 def test_on_a_cpu_weights_in_half_precision_compute_in_float32(tmp_path):
     lm = small_lm(context_length=32)
     path = sinkdlm.save(tmp_path / "half", lm.model.to(torch.bfloat16), lm.tokenizer)
-    for asked, kind in ((Arithmetic.AUTO, torch.float32), (Arithmetic.BFLOAT16, torch.bfloat16)):
-        assert load_for_sampling(str(path), torch.device("cpu"), asked).model.embed.weight.dtype == kind
+    for asked, kind in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
+        assert load_model(str(path), torch.device("cpu"), asked).model.embed.weight.dtype == kind
 
 
 @pytest.mark.parametrize("config", ["smdm-origin", "smdm-greedy", "llada", "dream", "fast"])

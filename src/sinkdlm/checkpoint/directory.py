@@ -1,7 +1,6 @@
-"""The checkpoint directory: config.json, model.safetensors (sharded when large), tokenizer files, provenance.json.
+"""Read and write checkpoint directories: config.json, model.safetensors (sharded when large), tokenizer files, provenance.json.
 
-Owns what is on disk: atomic writes, fingerprints, and the refusal of anything that is not what it says. Knows no foreign format:
-those are converted first. No pickle is written or read.
+Owns atomic writes, fingerprints, and the refusal of damaged or foreign files. Knows no other format. No pickle is written or read.
 """
 
 import functools
@@ -39,18 +38,8 @@ _WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bflo
 # What transformers adds to a config.json that it writes; none of it describes the model beyond our own fields.
 _TRANSFORMERS_KEYS = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
 # Beginnings of the names that a checkpoint directory may hold.
-_OWN_FILES = (
-    CONFIG,
-    "model",
-    PROVENANCE,
-    "tokenizer",
-    "special_tokens",
-    "added_tokens",
-    "vocab",
-    "merges",
-    "chat_template",
-    "generation",
-)
+_TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template")
+_OWN_FILES = (CONFIG, "model", PROVENANCE, "generation", *_TOKENIZER_FILES)
 RESERVED = ("sinkdlm_version", "torch_version", "created", "config_sha256", "weights", "tokenizer_sha256")
 
 
@@ -64,9 +53,6 @@ class Loaded:
     provenance: dict[str, Any] = field(default_factory=dict)
 
 
-# -- writing --------------------------------------------------------------------------------------------------------------
-
-
 def save(
     path: str | Path,
     model: DiffusionLM,
@@ -75,10 +61,9 @@ def save(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Writes a checkpoint directory, whole or not at all. An existing checkpoint is replaced; anything else is left alone.
+    """Write a checkpoint directory, whole or not at all. An existing checkpoint is replaced; anything else is left alone.
 
-    tokenizer: a transformers tokenizer (anything with save_pretrained). provenance: JSON values; versions, time and fingerprints
-    are added.
+    tokenizer: anything with save_pretrained. provenance: JSON values; versions, time and fingerprints are added.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     return save_weights(path, model.config, model.state_dict(), tokenizer, provenance, shard_bytes=shard_bytes)
@@ -128,18 +113,17 @@ def write_provenance(folder: Path, config: ModelConfig, fingerprints: Mapping[st
 
 
 def _check_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
-    """What would be refused on loading is refused before it is written."""
+    """Refuse to write what loading would refuse."""
     with torch.device("meta"):
         wanted = {name: tuple(weight.shape) for name, weight in DiffusionLM(config).state_dict().items()}
     found = {name: tuple(weight.shape) for name, weight in weights.items()}
     odd = sorted(set(found) ^ set(wanted)) or [name for name in wanted if found[name] != wanted[name]]
     if odd:
         raise CheckpointError(f"model: tensor {odd[0]} does not fit its config; merge adapters and unwrap modules before saving")
-    dtypes = sorted({_short(weight.dtype) for weight in weights.values()})
-    if len(dtypes) > 1 or getattr(torch, dtypes[0]) not in _WEIGHT_DTYPES.values():
-        raise CheckpointError(
-            f"model: weights are {' and '.join(dtypes)}; a checkpoint has one floating dtype: model.to(torch.float32)"
-        )
+    dtypes = {weight.dtype for weight in weights.values()}
+    if len(dtypes) > 1 or not dtypes <= set(_WEIGHT_DTYPES.values()):
+        names = " and ".join(sorted(map(_short, dtypes)))
+        raise CheckpointError(f"model: weights are {names}; a checkpoint has one floating dtype: model.to(torch.float32)")
     if any(weight.is_meta for weight in weights.values()):
         raise CheckpointError("model: weights on the meta device have no values to save")
     for name, weight in weights.items():
@@ -147,7 +131,7 @@ def _check_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
 
 
 def check_finite(weight: Tensor, place: str) -> None:
-    """One value that is no number makes every output none, and what is chosen by such outputs looks like an answer."""
+    """Refuse NaN and infinity: one such value spoils every output, and what is sampled from it still looks like an answer."""
     if weight.numel() and not bool(torch.stack(weight.detach().aminmax()).isfinite().all()):  # a pass without a copy
         raise CheckpointError(f"{place} holds NaN or infinity: the weights are broken, or too large for {_short(weight.dtype)}")
 
@@ -157,28 +141,23 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def check_destination(path: Path) -> None:
-    """Only a checkpoint is replaced, and only one with nothing else in its folder."""
-    if not path.exists():
-        return
-    files = sorted(file.name for file in path.iterdir()) if path.is_dir() else None
-    if files == []:
+    """Refuse to replace anything but a checkpoint with nothing else in its folder."""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     try:
         own = json.loads((path / CONFIG).read_text()).get("model_type") == MODEL_TYPE
     except (OSError, ValueError, AttributeError):
         own = False
-    if files is None or not own:
+    if not own:
         raise CheckpointError(f"{path}: exists and is no sinkdlm checkpoint; choose another folder or remove it")
-    other = [name for name in files if not name.startswith(_OWN_FILES)]
+    other = sorted(file.name for file in path.iterdir() if not file.name.startswith(_OWN_FILES))
     if other:
-        raise CheckpointError(
-            f"{path}: holds {other[0]} beside a checkpoint, which replacing it would delete; choose another folder"
-        )
+        raise CheckpointError(f"{path}: holds {other[0]}, which replacing the checkpoint would delete; choose another folder")
 
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """A temporary sibling that takes the place of `path` once it is complete and on disk."""
+    """A temporary sibling folder, which replaces `path` once it is complete and on disk."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
@@ -192,17 +171,16 @@ def written_aside(path: Path) -> Iterator[Path]:
                 file.chmod(0o666 & ~_umask())
                 sync(file)
         sync(aside)
+        retired = aside.with_suffix(".replaced")
         if path.exists():
-            retired = aside.with_suffix(".replaced")
             path.rename(retired)
-            try:
-                aside.rename(path)
-            except OSError:
-                retired.rename(path)
-                raise
-            shutil.rmtree(retired, ignore_errors=True)
-        else:
+        try:
             aside.rename(path)
+        except OSError:
+            if retired.exists():
+                retired.rename(path)
+            raise
+        shutil.rmtree(retired, ignore_errors=True)
         sync(path.parent)
     except (OSError, SafetensorError) as failure:
         reason = getattr(failure, "strerror", None) or failure
@@ -213,7 +191,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 @functools.cache
 def _umask() -> int:
-    """Read once: to read it is to change it for a moment, for every thread."""
+    """The umask, read once: reading it changes it for a moment, for every thread."""
     current = os.umask(0)
     os.umask(current)
     return current
@@ -249,12 +227,9 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _config_fingerprint(fields: Mapping[str, Any]) -> str:
-    """Of the fields as the file has them: a field that ModelConfig gains later does not change an old checkpoint's."""
+    """Hash the fields as the file has them: a field that ModelConfig gains later does not change an old checkpoint's hash."""
     own = {key: value for key, value in fields.items() if key not in _TRANSFORMERS_KEYS}
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
-
-
-# -- reading --------------------------------------------------------------------------------------------------------------
 
 
 def load(
@@ -265,16 +240,15 @@ def load(
     verify: bool = True,
     runner: Literal["auto", "plain"] = "auto",
 ) -> Loaded:
-    """Reads a checkpoint directory. dtype: convert the weights; by default they stay as they were saved.
+    """Read a checkpoint directory. dtype: convert the weights; by default they stay as they were saved.
 
     verify: compare weights, config and tokenizer with the fingerprints in provenance.json (reads each file once more), and
     refuse weights that are not finite. runner: "plain" runs the readable model alone, without kernels.
     """
-    path = Path(path)
-    place = _check_place(device, dtype)
-    config = read_config(path)
-    provenance = read_provenance(path)
-    files = _weight_files(path)
+    if dtype is not None and dtype not in _WEIGHT_DTYPES.values():
+        raise CheckpointError(f"dtype = {dtype!r}: allowed are {', '.join(map(str, _WEIGHT_DTYPES.values()))}")
+    path, place = Path(path), find_device(device)
+    config, provenance, files = read_config(path), read_provenance(path), _weight_files(path)
     if verify:
         _verify(path, provenance, files)
     with torch.device("meta"):
@@ -305,9 +279,8 @@ def read_config(path: str | Path) -> ModelConfig:
     fields = _read_json(path / CONFIG)
     kind = fields.pop("model_type", None)
     if kind != MODEL_TYPE:
-        raise CheckpointError(
-            f"{path / CONFIG}: model_type is {kind!r}, not {MODEL_TYPE!r}: convert it first: sinkdlm convert {path} DST"
-        )
+        other = f"model_type is {kind!r}, not {MODEL_TYPE!r}"
+        raise CheckpointError(f"{path / CONFIG}: {other}: convert it first: sinkdlm convert {path} DST")
     try:
         return ModelConfig(**{key: value for key, value in fields.items() if key not in _TRANSFORMERS_KEYS})
     except ConfigError as failure:
@@ -345,14 +318,8 @@ def _weight_files(path: Path) -> list[Path]:
     return files
 
 
-def _check_place(device: str | torch.device, dtype: torch.dtype | None) -> torch.device:
-    if dtype is not None and dtype not in _WEIGHT_DTYPES.values():
-        raise CheckpointError(f"dtype = {dtype!r}: allowed are {', '.join(map(str, _WEIGHT_DTYPES.values()))}")
-    return find_device(device)
-
-
 def find_device(device: str | torch.device) -> torch.device:
-    """The device of this name, if it is here and has room for values."""
+    """The device of this name; an error if this machine does not have it, or it holds no values."""
     try:
         place = torch.device(device)
         torch.empty(0, device=place)
@@ -364,21 +331,17 @@ def find_device(device: str | torch.device) -> torch.device:
 
 
 def _verify(path: Path, provenance: Mapping[str, Any], files: list[Path]) -> None:
-    """Directories written by other tools carry no fingerprints: there is nothing to compare then."""
+    """Compare files with provenance.json, as far as it has fingerprints: other tools write none."""
     expected = provenance.get("config_sha256")
     if expected is not None and expected != _config_fingerprint(_read_json(path / CONFIG)):
-        raise CheckpointError(
-            f"{path / CONFIG}: does not match {PROVENANCE}: the config was changed after the checkpoint was written"
-        )
+        raise CheckpointError(f"{path / CONFIG}: does not match {PROVENANCE}: the config was changed after it was written")
+    changed = f"changed since it was written: its SHA-256 is not the one in {PROVENANCE}"
     spelling, mark = path / _TOKENIZER, provenance.get("tokenizer_sha256")
     if mark is not None and spelling.exists() and fingerprint(spelling)["sha256"] != mark:
-        changed = f"changed since it was written: its SHA-256 is not the one in {PROVENANCE}"
         raise CheckpointError(f"{spelling}: {changed}; put the former one back, or {_OTHER_TOKENIZER.format(path)}")
-    recorded = provenance.get("weights")
-    if not isinstance(recorded, dict):
-        return
-    for file in files:
-        mark = recorded.get(file.name)
+    weights: Any = provenance.get("weights")
+    for file in files if isinstance(weights, dict) else []:
+        mark = weights.get(file.name)
         if not isinstance(mark, dict) or not {"bytes", "sha256"} <= set(mark):
             raise CheckpointError(f"{file}: not among the weights recorded in {PROVENANCE}")
         size = file.stat().st_size
@@ -386,12 +349,12 @@ def _verify(path: Path, provenance: Mapping[str, Any], files: list[Path]) -> Non
             kind = "truncated" if size < mark["bytes"] else "too long"
             raise CheckpointError(f"{file}: {kind}: {size} bytes, {PROVENANCE} says {mark['bytes']}")
         if fingerprint(file)["sha256"] != mark["sha256"]:
-            raise CheckpointError(f"{file}: changed since it was written: its SHA-256 is not the one in {PROVENANCE}")
+            raise CheckpointError(f"{file}: {changed}")
 
 
 def _fill(model: DiffusionLM, path: Path, files: list[Path], device: torch.device, dtype: torch.dtype | None) -> None:
-    """Puts the files' tensors into a model on the meta device, checking each key, shape and dtype before it is read."""
-    wanted = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    """Put the files' tensors into a model on the meta device; check each key, shape and dtype before reading it."""
+    shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     state: dict[str, Tensor] = {}
     common: tuple[str, str] | None = None  # the first tensor's name and dtype
     for file in files:
@@ -400,23 +363,24 @@ def _fill(model: DiffusionLM, path: Path, files: list[Path], device: torch.devic
                 for name in tensors.keys():  # noqa: SIM118  (not a mapping)
                     view = tensors.get_slice(name)
                     shape, kind = tuple(view.get_shape()), view.get_dtype()
-                    if name not in wanted:
-                        raise CheckpointError(f"{file}: unexpected tensor {name}: config.json describes a model without it")
-                    if name in state:
-                        raise CheckpointError(f"{file}: tensor {name} is in another shard too")
-                    if shape != wanted[name]:
-                        raise CheckpointError(f"{file}: {name} has shape {shape}, config.json asks for {wanted[name]}")
-                    if kind not in _WEIGHT_DTYPES:
-                        raise CheckpointError(f"{file}: {name} is {kind}; allowed are {', '.join(_WEIGHT_DTYPES)}")
                     common = common or (name, kind)
-                    if dtype is None and kind != common[1]:
-                        raise CheckpointError(
-                            f"{file}: {name} is {kind} but {common[0]} is {common[1]}; pass dtype= to convert all"
-                        )
-                    state[name] = tensors.get_tensor(name).to(dtype or _WEIGHT_DTYPES[kind])
+                    if name not in shapes:
+                        problem = f"unexpected tensor {name}: config.json describes a model without it"
+                    elif name in state:
+                        problem = f"tensor {name} is in another shard too"
+                    elif shape != shapes[name]:
+                        problem = f"{name} has shape {shape}, config.json asks for {shapes[name]}"
+                    elif kind not in _WEIGHT_DTYPES:
+                        problem = f"{name} is {kind}; allowed are {', '.join(_WEIGHT_DTYPES)}"
+                    elif dtype is None and kind != common[1]:
+                        problem = f"{name} is {kind} but {common[0]} is {common[1]}; pass dtype= to convert all"
+                    else:
+                        state[name] = tensors.get_tensor(name).to(dtype or _WEIGHT_DTYPES[kind])
+                        continue
+                    raise CheckpointError(f"{file}: {problem}")
         except (SafetensorError, OSError) as failure:
             raise CheckpointError(f"{file}: not a whole safetensors file: {failure}") from None
-    missing = [name for name in wanted if name not in state]
+    missing = [name for name in shapes if name not in state]
     if missing:
         where = files[0] if len(files) == 1 else path
         raise CheckpointError(f"{where}: missing {len(missing)} tensors, first {missing[0]}")

@@ -1,6 +1,6 @@
-"""What is on disk is whole and stays there, whatever happens to the process or the machine.
+"""Write files so that a crash of the process or the machine leaves the old content or the new one; lock folders.
 
-Knows files and folders, and nothing of what they hold.
+Knows nothing of what the files hold.
 """
 
 import fcntl
@@ -13,7 +13,7 @@ from sinkdlm.errors import BusyError, UserError
 
 
 def sync(path: Path) -> None:
-    """Until a file, or a folder's entries, are on disk."""
+    """Wait until a file, or a folder's entries, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -22,7 +22,7 @@ def sync(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str, aside: Path) -> None:
-    """The old content or the new one, whatever happens in between. `aside`, in the same folder, is where it is written first."""
+    """Replace a file's content at once. `aside`, in the same folder, is written first."""
     with aside.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -33,7 +33,7 @@ def replace_text(path: Path, text: str, aside: Path) -> None:
 
 @contextmanager
 def held(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
-    """The folder, made if need be, for one user at a time; `what` is the name of such a user. Another one waits, or BusyError."""
+    """Lock a folder, made if need be, for one process. Another one waits, or gets a BusyError that calls it a `what`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)

@@ -22,29 +22,32 @@ def write_tokenizer(folder: Path, tokenizer: Any) -> None:
         raise OSError(f"tokenizer: {str(failure).splitlines()[0]}") from None
 
 
-def highest_id(tokenizer: Any) -> int:
-    """The last id in use."""
-    return max(index for token, index in tokenizer.get_vocab().items() if not is_filler(token))
-
-
-def absent_ids(tokenizer: Any, vocab_size: int) -> list[int]:
-    """Rows of the head that no token of the tokenizer has: where a vocabulary was rounded up, a model may still predict them."""
-    there = {index for token, index in tokenizer.get_vocab().items() if not is_filler(token)}
-    return [index for index in range(vocab_size) if index not in there]
-
-
 def is_filler(token: str) -> bool:
-    """GGUF files fill a vocabulary up with [PADn] tokens, which nobody uses."""
+    """Whether this is one of the unused [PADn] tokens that fill up the vocabulary of a GGUF file."""
     return re.fullmatch(r"\[PAD\d+\]", token) is not None
 
 
+def _used_ids(tokenizer: Any) -> set[int]:
+    return {index for token, index in tokenizer.get_vocab().items() if not is_filler(token)}
+
+
+def highest_id(tokenizer: Any) -> int:
+    """The last id in use."""
+    return max(_used_ids(tokenizer))
+
+
+def absent_ids(tokenizer: Any, vocab_size: int) -> list[int]:
+    """The ids below vocab_size that no token has. A model whose vocabulary was rounded up may still predict them."""
+    return sorted(set(range(vocab_size)) - _used_ids(tokenizer))
+
+
 def check_vocabulary(tokenizer: Any, config: ModelConfig, place: Path | str, cure: str = "") -> None:
-    """Every id has a row of its own. [MASK] as a row after the vocabulary may have a name in the tokenizer."""
+    """Refuse a tokenizer whose ids go beyond the model's vocabulary; [MASK], in a row after it, may have a name."""
     highest = highest_id(tokenizer)
     named_mask = highest == config.mask_id and getattr(tokenizer, "mask_token_id", None) == config.mask_id
     if highest >= config.vocab_size and not named_mask:
-        rows = f"the model has {config.vocab_size} vocabulary rows"
-        raise CheckpointError(f"{place}: the tokenizer's ids go up to {highest}, {rows}{cure}")
+        ids = f"the tokenizer's ids go up to {highest}, the model has {config.vocab_size} vocabulary rows"
+        raise CheckpointError(f"{place}: {ids}{cure}")
 
 
 def read_tokenizer(path: Path) -> Any:
@@ -72,7 +75,7 @@ def read_tokenizer(path: Path) -> Any:
 
 @contextmanager
 def hushed() -> Iterator[None]:
-    """transformers without its warnings: of a model type that it does not know, of settings that it takes for another's."""
+    """Silence transformers' warnings about a model type that it does not know."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

@@ -1,58 +1,42 @@
-"""The subcommand that looks inside: analyze. Like cli.py, it imports what it needs when it runs."""
+"""The command `analyze`."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument
 
-from sinkdlm.cli.options import Bos, Device, Dtype, Json, PolicyOverrides, Precision, Seed
+from sinkdlm.cli.loading import choose_device, load_model
+from sinkdlm.cli.options import Bos, Chat, Device, Json, PolicySet, Precision, Sampler, Seed, option
+from sinkdlm.cli.output import name_models, say
+from sinkdlm.errors import AnalysisError
 
 _DEFAULT = 32  # trajectories
 _SHARES = "0.9,0.7,0.5,0.3,0.1"
-_MODELS = typer.Argument(metavar="CKPT...", help="Checkpoints, anything that `convert` reads, or captures (.json) made before.")
-
-
-def register(app: typer.Typer) -> None:
-    app.command("analyze")(analyze)
+_MODELS = Argument(metavar="CKPT...", help="Checkpoints, anything that `convert` reads, or captures (.json) made before.")
 
 
 def analyze(
     models: Annotated[list[str], _MODELS],
-    out: Annotated[Path, typer.Option(help="A folder for report.html, figures, metrics.json, summary.md and captures.")],
-    prompts: Annotated[
-        Path | None, typer.Option(help="A file of prompts: a line each, or .jsonl with prompt or question; else built-in ones.")
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's turn in the tokenizer's chat template.")] = False,
+    out: Annotated[Path, option("A folder for report.html, figures, metrics.json, summary.md and captures.")],
+    prompts: Annotated[Path | None, option("Prompts: lines, or .jsonl with prompt or question; else built-in ones.")] = None,
+    chat: Chat = False,
     bos: Bos = None,
-    names: Annotated[
-        str | None, typer.Option(help="What to call the models, with commas; by default their folders' names.")
-    ] = None,
-    trajectories: Annotated[
-        int | None,
-        typer.Option(min=1, help="Denoising trajectories of each model; by default 32, or fewer if there are fewer prompts."),
-    ] = None,
-    forwards: Annotated[
-        int | None, typer.Option(min=1, help="Instead: as many trajectories as give so many inference steps.")
-    ] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens to write after a prompt; by default 64, if they fit.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; by default one for two tokens.")] = None,
-    config: Annotated[str, typer.Option("--config", "--policy", help="smdm-origin, smdm-greedy, llada, dream or fast.")] = "llada",
-    overrides: PolicyOverrides = None,
-    texts: Annotated[Path | None, typer.Option(help="Instead of writing: texts, a line each, with a part of them masked.")] = None,
-    shares: Annotated[str | None, typer.Option(help=f"With --texts: the masked shares; by default {_SHARES}.")] = None,
-    threshold: Annotated[float, typer.Option(min=0, max=1, help="Received attention above which a token is a sink.")] = 0.3,
-    margin: Annotated[float, typer.Option(min=0, help="Column sum above the others' mean: a sink by the relative rule.")] = 3.0,
-    maps: Annotated[
-        list[str] | None, typer.Option("--map", metavar="STEP,LAYER,HEAD", help="An attention map of the first trajectory.")
-    ] = None,
-    interventions: Annotated[
-        bool, typer.Option("--interventions/--no-interventions", help="Measure what removing or moving sinks does.")
-    ] = True,
-    capture_only: Annotated[
-        bool, typer.Option("--capture-only", help="Write captures and no report: needs no matplotlib.")
-    ] = False,
-    batch: Annotated[int, typer.Option(min=1, help="Trajectories at the same time.")] = 8,
+    names: Annotated[str | None, option("What to call the models, with commas; by default their folders' names.")] = None,
+    trajectories: Annotated[int | None, option("Trajectories of each model; by default 32, or one a prompt.", min=1)] = None,
+    forwards: Annotated[int | None, option("Instead: as many trajectories as give so many inference steps.", min=1)] = None,
+    length: Annotated[int | None, option("Tokens to write after a prompt; by default 64, if they fit.", min=1)] = None,
+    steps: Annotated[int | None, option("Denoising steps; by default one for two tokens.", min=1)] = None,
+    config: Sampler = "llada",
+    overrides: PolicySet = None,
+    texts: Annotated[Path | None, option("Instead of writing: texts, a line each, with a part of them masked.")] = None,
+    shares: Annotated[str | None, option(f"With --texts: the masked shares; by default {_SHARES}.")] = None,
+    threshold: Annotated[float, option("Received attention above which a token is a sink.", min=0, max=1)] = 0.3,
+    margin: Annotated[float, option("Column sum above the others' mean: a sink by the relative rule.", min=0)] = 3.0,
+    maps: Annotated[list[str] | None, option("A map of the first trajectory.", "--map", metavar="STEP,LAYER,HEAD")] = None,
+    interventions: Annotated[bool, option("Measure what removing sinks does.", "--interventions/--no-interventions")] = True,
+    capture_only: Annotated[bool, option("Write captures and no report: needs no matplotlib.", "--capture-only")] = False,
+    batch: Annotated[int, option("Trajectories at the same time.", min=1)] = 8,
     seed: Seed = 0,
     device: Device = None,
     dtype: Precision = None,
@@ -60,9 +44,12 @@ def analyze(
 ) -> None:
     """Watch models denoise: where attention sinks are, how they move, what they do; as a report with figures."""
     from sinkdlm.analysis import study
-    from sinkdlm.errors import AnalysisError
+    from sinkdlm.analysis.capture import Rules
+    from sinkdlm.analysis.prompts import PROMPTS
+    from sinkdlm.sampling.unmasking import policy_of
+    from sinkdlm.text.prompts import check_bos, encode_prompt
 
-    called = names_of(models, names)
+    called = name_models(models, names)
     if capture_only and any(Path(model).suffix == ".json" for model in models):
         raise AnalysisError("--capture-only with a capture: it is made already; leave it out")
     if shares is not None and texts is None:
@@ -71,25 +58,24 @@ def analyze(
         from sinkdlm.analysis.plates import check_drawing
 
         check_drawing()  # before hours of capture, not after them
-    given = {
-        "trajectories": trajectories,
-        "forwards": forwards,
-        "length": length,
-        "steps": steps,
-        "config": config,
-        "overrides": overrides or [],
-        "prompts": prompts,
-        "chat": chat,
-        "bos": bos,
-        "texts": texts,
-        "shares": _numbers(shares or _SHARES, "--shares", float) if texts is not None else [],
-        "rules": (threshold, margin),
-        "maps": [_place(text) for text in maps or []],
-        "interventions": interventions,
-        "batch": batch,
-        "seed": seed,
-    }
-    asked = _Asked(given)
+    written = {"prompts": prompts, "trajectories": trajectories, "forwards": forwards, "length": length, "steps": steps}
+    unused = [name for name, value in written.items() if value is not None]
+    if texts is not None and unused:
+        raise AnalysisError(f"--texts: each is looked at as it is, and nothing is written; leave out --{unused[0]}")
+    if texts is not None and bos is not None:
+        raise AnalysisError("--texts: each is looked at as it is; leave out --bos and --no-bos, which are of prompts")
+    plan = study.Plan(
+        prompts=[],
+        policy=policy_of(config, **dict(overrides or [])),
+        texts=[] if texts is None else _read_lines(texts),
+        shares=[] if texts is None else _numbers(shares or _SHARES, "--shares", float),
+        seed=seed,
+        batch=batch,
+        rules=Rules(threshold, margin),
+        interventions=interventions,
+        maps=[_step_layer_head(text) for text in maps or []],
+    )
+    asked = None if prompts is None else _read_lines(prompts, chat=chat)
     try:
         (out / "captures").mkdir(parents=True, exist_ok=True)
     except OSError as failure:
@@ -99,107 +85,57 @@ def analyze(
         if Path(model).suffix == ".json":
             captures.append(study.read_capture(Path(model)) | {"name": name})
             continue
-        path = out / "captures" / f"{name}.json"
-        study.write_capture(path, _capture(model, name, asked, device, dtype))
+        path, place = out / "captures" / f"{name}.json", choose_device(device)
+        lm = load_model(model, place, dtype)
+        n_used = None if forwards is not None else trajectories or _DEFAULT
+        check_bos(lm.tokenizer, bos)
+        encoded = [encode_prompt(lm.tokenizer, prompt, bos, chat=chat) for prompt in asked or PROMPTS]  # as `sample` does
+        fitted = _fit(plan, encoded, lm.config.context_length, asked is None, n_used, length, steps)
+        count = trajectories if forwards is None else -(-forwards // fitted.n_steps)
+        fitted = fitted.with_trajectories(count or min(_DEFAULT, fitted.n_different or _DEFAULT))
+        study.write_capture(path, _capture(lm, fitted, name, model, place))
         captures.append(study.read_capture(path))
     if capture_only:
-        written = {name: str(out / "captures" / f"{name}.json") for name in called}
-        typer.echo(
-            json.dumps({"captures": written}, indent=2) if as_json else "\n".join(f"wrote {path}" for path in written.values())
-        )
+        paths = {name: str(out / "captures" / f"{name}.json") for name in called}
+        say({"captures": paths}, "\n".join(f"wrote {path}" for path in paths.values()), as_json)
         return
     from sinkdlm.analysis.report import render_short, write_report
 
-    paths = write_report(captures, out)
+    files = write_report(captures, out)
     if as_json:
         typer.echo((out / "metrics.json").read_text(encoding="utf-8"), nl=False)
         return
     typer.echo(render_short(captures))
-    others = [paths[name].name for name in ("summary", "metrics", "inspect") if name in paths]
-    typer.echo(f"wrote {paths['report']}, {', '.join(others)} and figures/")
+    others = [files[name].name for name in ("summary", "metrics", "inspect") if name in files]
+    typer.echo(f"wrote {files['report']}, {', '.join(others)} and figures/")
 
 
-class _Asked:
-    """What the command line asks, checked as far as that can be done before a model is loaded."""
+def _fit(plan: Any, prompts: Any, room: int, own: bool, n_used: int | None, length: int | None, steps: int | None) -> Any:
+    """The plan with prompts in a model's tokens, and by default with a length that leaves them room.
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        from sinkdlm.analysis.prompts import PROMPTS
-        from sinkdlm.config.toml import parse_override
-        from sinkdlm.errors import AnalysisError
-        from sinkdlm.sampling.unmasking import policy_of
+    own: the prompts are the built-in ones, which may be cut. n_used: how many prompts the length must fit; None: all."""
+    from dataclasses import replace
 
-        self._given = given
-        unused = [key for key in ("prompts", "trajectories", "forwards", "length", "steps") if given[key] is not None]
-        if given["texts"] is not None and unused:
-            raise AnalysisError(f"--texts: each is looked at as it is, and nothing is written; leave out --{unused[0]}")
-        if given["texts"] is not None and given["bos"] is not None:
-            raise AnalysisError("--texts: each is looked at as it is; leave out --bos and --no-bos, which are of prompts")
-        self._policy = policy_of(given["config"], **dict(parse_override(override) for override in given["overrides"]))
-        self.texts = [] if given["texts"] is None else _read_lines(given["texts"])
-        self.prompts = list(PROMPTS) if given["prompts"] is None else _read_lines(given["prompts"], chat=given["chat"])
+    from sinkdlm.sampling.unmasking import policy_of
+    from sinkdlm.text.prompts import LENGTH
 
-    def plan(self, lm: Any) -> Any:
-        """For one model: the default length is what fits it."""
-        from sinkdlm.analysis.capture import Rules
-        from sinkdlm.analysis.study import Plan
-        from sinkdlm.sampling.unmasking import policy_of
-        from sinkdlm.text.prompts import LENGTH, begin, check_bos, encode
-
-        given, room = self._given, lm.config.context_length
-        check_bos(lm.tokenizer, given["bos"])
-        bare = [encode(lm.tokenizer, self._written(lm, prompt)) for prompt in self.prompts]
-        encoded = [begin(lm.tokenizer, row, given["bos"], chat=given["chat"]) for row in bare]  # as `sample` would
-        length = given["length"]
-        if given["prompts"] is None:  # our own are cut to what leaves room
-            length = length or min(LENGTH, -(-room // 2))
-            encoded = [row[: max(0, room - length)] for row in encoded]
-        used = encoded if given["forwards"] is not None else encoded[: given["trajectories"] or _DEFAULT]
-        length = length or max(1, min(LENGTH, room - max(map(len, used))))
-        steps = given["steps"] or self._policy.steps or (None if self._policy.threshold is not None else max(1, length // 2))
-        plan = Plan(
-            prompts=encoded,
-            policy=policy_of(self._policy, steps=steps) if steps is not None else self._policy,
-            length=length,
-            texts=self.texts,
-            shares=given["shares"],
-            seed=given["seed"],
-            batch=given["batch"],
-            rules=Rules(*given["rules"]),
-            interventions=given["interventions"],
-            maps=given["maps"],
-        )
-        wanted = given["trajectories"]
-        if given["forwards"] is not None:
-            wanted = -(-given["forwards"] // plan.n_steps)
-        return plan.with_trajectories(wanted or min(_DEFAULT, plan.n_different or _DEFAULT))
-
-    def _written(self, lm: Any, prompt: Any) -> str:
-        from sinkdlm.errors import AnalysisError
-        from sinkdlm.text.prompts import chat_text, has_chat_template
-
-        if not self._given["chat"]:
-            return prompt
-        if not has_chat_template(lm.tokenizer):
-            raise AnalysisError("--chat: this tokenizer has no chat template; leave --chat out")
-        turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        return chat_text(lm.tokenizer, turns)
+    if own:
+        length = length or min(LENGTH, -(-room // 2))
+        prompts = [prompt[: max(0, room - length)] for prompt in prompts]
+    length = length or max(1, min(LENGTH, room - max(map(len, prompts[:n_used]))))
+    policy = plan.policy
+    steps = steps or policy.steps or (None if policy.threshold is not None else max(1, length // 2))
+    return replace(plan, prompts=prompts, length=length, policy=policy if steps is None else policy_of(policy, steps=steps))
 
 
-def _capture(model: str, name: str, asked: _Asked, device: str | None, dtype: Dtype | None) -> dict[str, Any]:
+def _capture(lm: Any, plan: Any, name: str, source: str, device: Any) -> dict[str, Any]:
     import time
 
-    import torch
-
     from sinkdlm.analysis.study import count_rows, study
-    from sinkdlm.checkpoint.directory import find_device
-    from sinkdlm.cli.evaluate import load_in
     from sinkdlm.evals.display import Display
     from sinkdlm.training.run import environment
 
-    place = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    lm = load_in(model, place, dtype)
-    plan = asked.plan(lm)
-    made = {**environment(place), "dtype": str(lm.model.embed.weight.dtype).removeprefix("torch.")}
+    made = {**environment(device), "dtype": str(lm.model.embed.weight.dtype).removeprefix("torch.")}
     began, done = time.monotonic(), 0
     with Display(f"rows through {name}", count_rows(lm, plan)) as display:
 
@@ -208,36 +144,12 @@ def _capture(model: str, name: str, asked: _Asked, device: str | None, dtype: Dt
             done += rows
             display.update(done)
 
-        found = study(lm, plan, name=name, source=model, made=made, tick=tick)
+        found = study(lm, plan, name=name, source=source, made=made, tick=tick)
     made["seconds"] = round(time.monotonic() - began, 3)
     return found
 
 
-def names_of(models: list[str], given: str | None) -> list[str]:
-    """Short and different: a folder's name, with its parent's where that says more."""
-    from sinkdlm.errors import AnalysisError
-
-    if given is not None:
-        found = [name.strip() for name in given.split(",")]
-    else:
-        found = [_short(model) for model in models]
-        found = [name if found.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(found, start=1)]
-    if len(found) != len(models) or len(set(found)) != len(found) or not all(found):
-        raise AnalysisError(f"--names {','.join(found)}: give a different name for each of the {len(models)} models")
-    for name in found:
-        if "/" in name or name.startswith("."):
-            raise AnalysisError(f"--names: {name!r} becomes a file's name; leave out slashes and a dot in front")
-    return found
-
-
-def _short(model: str) -> str:
-    path = Path(model).resolve()
-    return path.parent.name if path.name == "model" else path.stem if path.is_file() else path.name
-
-
-def _place(text: str) -> tuple[int, int, int]:
-    from sinkdlm.errors import AnalysisError
-
+def _step_layer_head(text: str) -> tuple[int, int, int]:
     found = _numbers(text, "--map", int)
     if len(found) != 3:
         raise AnalysisError(f"--map {text}: expected step, layer and head, as in 0,3,1")
@@ -245,8 +157,6 @@ def _place(text: str) -> tuple[int, int, int]:
 
 
 def _numbers(text: str, option: str, kind: Any) -> list[Any]:
-    from sinkdlm.errors import AnalysisError
-
     try:
         return [kind(part) for part in text.split(",")]
     except ValueError:
@@ -254,7 +164,6 @@ def _numbers(text: str, option: str, kind: Any) -> list[Any]:
 
 
 def _read_lines(path: Path, *, chat: bool = False) -> list[Any]:
-    from sinkdlm.errors import AnalysisError
     from sinkdlm.text.generate import read_prompts
 
     found = read_prompts(path)

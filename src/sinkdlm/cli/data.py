@@ -1,33 +1,18 @@
-"""The subcommands of `data`: prepare, info, example. Like cli.py, they import what they need when they run."""
+"""The commands `data prepare`, `data info` and `data example`."""
 
 import json
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
+from typer import Argument
 
-from sinkdlm.cli.options import Documents, Json, Seed
+from sinkdlm.cli.options import Documents, Field, Json, Seed, option
+from sinkdlm.cli.output import say
 
-
-class DataKind(StrEnum):
-    TEXT, SFT, GSM8K_TWO_STAGE, GSM8K_ONE_STAGE = "text", "sft", "gsm8k-two-stage", "gsm8k-one-stage"
-
-
-class Executor(StrEnum):
-    LOCAL, DATATROVE, SLURM, RAY = "local", "datatrove", "slurm", "ray"
-
-
-class ExampleKind(StrEnum):
-    TEXT, SFT = "text", "sft"
-
-
-def register(app: typer.Typer) -> None:
-    own = typer.Typer(help="Prepare training data, and look at it.", rich_markup_mode=None, no_args_is_help=True)
-    own.command("prepare")(data_prepare)
-    own.command("info")(data_info)
-    own.command("example")(data_example)
-    app.add_typer(own, name="data")
+app = typer.Typer(help="Prepare training data, and look at it.", rich_markup_mode=None, no_args_is_help=True)
+Kind = Literal["text", "sft", "gsm8k-two-stage", "gsm8k-one-stage"]
+Executor = Literal["local", "datatrove", "slurm", "ray"]
 
 
 def _count(text: str) -> int:
@@ -42,50 +27,47 @@ def _count(text: str) -> int:
 def _say_prepared(found: dict[str, Any], as_json: bool) -> None:
     from sinkdlm.data.display import counted
 
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-        return
-    if found["already"]:
-        typer.echo(f"{found['out']}: already prepared, with these settings and inputs")
+    lines = [f"{found['out']}: already prepared, with these settings and inputs"] if found["already"] else []
     for split, part in found["splits"].items():
         documents = counted(part["documents"], "document" if found["kind"] == "text" else "example")
-        typer.echo(f"{split:11s}{part['tokens']:,} tokens in {documents}, {counted(part['shards'], 'shard')} of {found['dtype']}")
-    for note in found["notes"]:
-        typer.echo(f"note       {note}")
+        lines.append(f"{split:11s}{part['tokens']:,} tokens in {documents}, {counted(part['shards'], 'shard')} of {found['dtype']}")
+    lines += [f"note       {note}" for note in found["notes"]]
     if "seconds" in found:
         rate = f"{found['bytes'] / found['seconds'] / 1e6:.1f} MB/s, {found['tokens_per_second'] / 1e6:.2f}M tokens/s"
-        typer.echo(f"wrote      {found['out']} in {found['seconds']:.1f} s ({rate})")
+        lines.append(f"wrote      {found['out']} in {found['seconds']:.1f} s ({rate})")
+    say(found, "\n".join(lines), as_json)
 
 
+@app.command("prepare")
 def data_prepare(
-    inputs: Annotated[list[str], typer.Argument(metavar="IN...", help="Files, folders, or data sets of the Hugging Face hub.")],
-    tokenizer: Annotated[Path, typer.Option(help="A checkpoint, folder, tokenizer.json, SentencePiece .model or GGUF.")],
-    out: Annotated[Path, typer.Option(help="The folder of token shards to write, or to go on with.")],
-    kind: Annotated[DataKind, typer.Option(help="Running text, or examples of prompt and response.")] = DataKind.TEXT,
-    field: Annotated[str, typer.Option(help="The field of jsonl, parquet or hub rows that holds the text.")] = "text",
-    documents: Annotated[Documents, typer.Option(help="What one document is in a .txt or .md file.")] = Documents.FILE,
-    validation: Annotated[float, typer.Option(min=0.0, max=0.999, help="Share of documents held out.")] = 0.01,
-    shard_tokens: Annotated[Any, typer.Option(parser=_count, metavar="N", help="Tokens in a shard.")] = "100M",
-    length: Annotated[int | None, typer.Option(min=2, help="Examples of more tokens are left out.")] = None,
-    eos: Annotated[int | None, typer.Option(min=0, help="Id that ends a document; by default the tokenizer's own.")] = None,
-    bos: Annotated[bool | None, typer.Option("--bos/--no-bos", help="Examples: BOS or not; by default as the tokenizer.")] = None,
-    split: Annotated[str, typer.Option(help="Of a hub data set.")] = "train",
-    config: Annotated[str | None, typer.Option(help="Of a hub data set.")] = None,
-    executor: Annotated[Executor, typer.Option(help="This process, or datatrove's: local, Slurm, Ray.")] = Executor.LOCAL,
-    tasks: Annotated[int, typer.Option(min=1, help="datatrove: parts that the files are dealt to.")] = 1,
-    workers: Annotated[int, typer.Option(min=-1, help="datatrove: tasks at a time, -1 for all.")] = -1,
-    partition: Annotated[str | None, typer.Option(help="Slurm: the partition.")] = None,
-    time: Annotated[str, typer.Option(help="Slurm: time limit of a task.")] = "24:00:00",
-    logging_dir: Annotated[Path | None, typer.Option(help="datatrove: its logs; by default logs/ in the output.")] = None,
+    inputs: Annotated[list[str], Argument(metavar="IN...", help="Files, folders, or data sets of the Hugging Face hub.")],
+    tokenizer: Annotated[Path, option("A checkpoint, folder, tokenizer.json, SentencePiece .model or GGUF.")],
+    out: Annotated[Path, option("The folder of token shards to write, or to go on with.")],
+    kind: Annotated[Kind, option("Running text, or examples of prompt and response.")] = "text",
+    field: Field = "text",
+    documents: Documents = "file",
+    validation: Annotated[float, option("Share of documents held out.", min=0.0, max=0.999)] = 0.01,
+    shard_tokens: Annotated[Any, option("Tokens in a shard.", parser=_count, metavar="N")] = "100M",
+    length: Annotated[int | None, option("Examples of more tokens are left out.", min=2)] = None,
+    eos: Annotated[int | None, option("Id that ends a document; by default the tokenizer's own.", min=0)] = None,
+    bos: Annotated[bool | None, option("Examples: BOS or not; by default as the tokenizer.", "--bos/--no-bos")] = None,
+    split: Annotated[str, option("Of a hub data set.")] = "train",
+    config: Annotated[str | None, option("Of a hub data set.")] = None,
+    executor: Annotated[Executor, option("This process, or datatrove's: local, Slurm, Ray.")] = "local",
+    tasks: Annotated[int, option("datatrove: parts that the files are dealt to.", min=1)] = 1,
+    workers: Annotated[int, option("datatrove: tasks at a time, -1 for all.", min=-1)] = -1,
+    partition: Annotated[str | None, option("Slurm: the partition.")] = None,
+    time: Annotated[str, option("Slurm: time limit of a task.")] = "24:00:00",
+    logging_dir: Annotated[Path | None, option("datatrove: its logs; by default logs/ in the output.")] = None,
     as_json: Json = False,
 ) -> None:
     """Turn text into token shards: text, jsonl, parquet or a hub data set. The same command goes on where it was interrupted."""
     from sinkdlm.data.prepare import Settings, prepare
 
     settings = Settings(
-        kind=kind.value,
+        kind=kind,
         field=field,
-        documents=documents.value,
+        documents=documents,
         validation=validation,
         shard_tokens=shard_tokens,
         length=length,
@@ -99,7 +81,7 @@ def data_prepare(
 
     find_sources(inputs, split=split, config=config)  # a wrong name is said before the tokenizer is read
     loaded = read_tokenizer_at(tokenizer)
-    if executor is Executor.LOCAL:
+    if executor == "local":
         _say_prepared(prepare(inputs, loaded, out, settings, source=str(tokenizer)), as_json)
         return
     from sinkdlm.data.scale import prepare_at_scale
@@ -109,20 +91,21 @@ def data_prepare(
         loaded,
         out,
         settings,
-        executor=executor.value,
+        executor=executor,
         tasks=tasks,
         workers=workers,
         partition=partition,
         time=time,
         logging_dir=logging_dir,
     )
-    typer.echo(json.dumps(found, indent=2) if as_json else found["said"])
+    say(found, found["said"], as_json)
 
 
+@app.command("info")
 def data_info(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Our shards, datatrove's *.ds, or SMDM's packed *.bin.")],
-    samples: Annotated[int, typer.Option(min=0, help="Documents or examples to show.")] = 2,
-    tokenizer: Annotated[Path | None, typer.Option(help="To decode samples; by default the one in DIR.")] = None,
+    folder: Annotated[Path, Argument(metavar="DIR", help="Our shards, datatrove's *.ds, or SMDM's packed *.bin.")],
+    samples: Annotated[int, option("Documents or examples to show.", min=0)] = 2,
+    tokenizer: Annotated[Path | None, option("To decode samples; by default the one in DIR.")] = None,
     as_json: Json = False,
 ) -> None:
     """Check every size and checksum of a set, count it, and show some of it as text."""
@@ -133,14 +116,15 @@ def data_info(
     typer.echo(json.dumps(found, indent=2, ensure_ascii=False) if as_json else describe(found))
 
 
+@app.command("example")
 def data_example(
-    out: Annotated[Path, typer.Option(help="The folder of token shards to write.")],
-    documents: Annotated[int, typer.Option(min=2, help="Documents, or question and answer pairs.")] = 20_000,
-    kind: Annotated[ExampleKind, typer.Option(help="Running text, or questions with answers.")] = ExampleKind.TEXT,
+    out: Annotated[Path, option("The folder of token shards to write.")],
+    documents: Annotated[int, option("Documents, or question and answer pairs.", min=2)] = 20_000,
+    kind: Annotated[Literal["text", "sft"], option("Running text, or questions with answers.")] = "text",
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Write a small made-up corpus with its own character-level tokenizer: sums, word problems, patterns, sentences."""
     from sinkdlm.data.synthetic import prepare_example
 
-    _say_prepared(prepare_example(out, documents=documents, kind=kind.value, seed=seed), as_json)
+    _say_prepared(prepare_example(out, documents=documents, kind=kind, seed=seed), as_json)

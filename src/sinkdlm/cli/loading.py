@@ -1,36 +1,37 @@
-"""Recipes as commands read them: what [model] leaves out of a run that starts from a parent is the parent's.
+"""What several commands load: recipes, the parents of runs, models with their tokenizers.
 
-Only where the parent is here: a recipe that says everything can be shown and planned anywhere. A run that has begun keeps its
-recipe whole, and needs the parent no more; where the parent is still here it is asked all the same, so that a line taken out of a
-recipe is not made up for by the run that had it. Like cli.py, it imports what it needs when it runs.
+A recipe that starts from a parent may leave [model] fields out: the parent fills them in. A recipe that gives all fields can be
+shown and planned without the parent. A run that has begun keeps its whole recipe and no longer needs the parent; where the parent
+is still here, it is read all the same, so that a line taken out of a recipe counts. Commands import what they need when they run.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sinkdlm.errors import ConfigError, ConvertError, UserError
+
 
 def load_recipe(path: Path, overrides: Sequence[str] | None, out: Path | None = None) -> Any:
-    """out: the run folder, which may hold a run that has begun."""
+    """Read a recipe, its [model] filled in from its parent. out: the run folder, which may hold a run that has begun."""
     from sinkdlm.config.recipe import Recipe
 
-    return Recipe.load(path, overrides or [], fill=lambda table: fill_model(table, out))
+    return Recipe.load(path, overrides or [], fill=lambda table: _fill_model(table, out))
 
 
-def fill_model(table: Mapping[str, Any], out: Path | None = None) -> Mapping[str, Any]:
-    """A recipe's table, presets written out, with what [model] leaves open."""
+def _fill_model(table: Mapping[str, Any], out: Path | None) -> Mapping[str, Any]:
     init, model = table.get("init"), table.get("model", {})
     parent = init.get("from") if isinstance(init, Mapping) else None
     if not isinstance(parent, str) or not isinstance(model, Mapping):
-        return table  # a parent is not asked for, or a mistake that is told elsewhere
-    return {**table, "model": {**_of_parent(parent, model, _of_run(out, parent)), **model}}
+        return table  # there is no parent; or a mistake, which Recipe reports
+    return {**table, "model": {**_fields_of_parent(parent, model, _fields_of_run(out, parent)), **model}}
 
 
-def _of_run(out: Path | None, parent: str) -> dict[str, Any] | None:
+def _fields_of_run(out: Path | None, parent: str) -> dict[str, Any] | None:
+    """[model] of the run in this folder, if it has begun from this parent."""
     if out is None or not (out / "recipe.toml").is_file():
         return None
     from sinkdlm.config.recipe import Recipe
-    from sinkdlm.errors import ConfigError
     from sinkdlm.training.run import made_a_step
 
     try:
@@ -40,10 +41,9 @@ def _of_run(out: Path | None, parent: str) -> dict[str, Any] | None:
     return kept.model.model_dump() if kept.init.from_ == parent and made_a_step(out) else None
 
 
-def _of_parent(parent: str, model: Mapping[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
+def _fields_of_parent(parent: str, model: Mapping[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
     """begun: [model] of the run that goes on, if there is one."""
     from sinkdlm.config.model import ModelConfig
-    from sinkdlm.errors import ConfigError, UserError
 
     given = {"mask_id", "n_kv_heads", *model}  # these two follow from others
     missing = [name for name, field in ModelConfig.model_fields.items() if field.is_required() and name not in given]
@@ -58,7 +58,7 @@ def _of_parent(parent: str, model: Mapping[str, Any], begun: dict[str, Any] | No
         source = interop.open_source(parent)
     except UserError as failure:
         if begun is not None or not missing:
-            return begun or {}  # whoever trains anew is told; a plan needs no parent
+            return begun or {}  # a new run reports it; a plan needs no parent
         why = f"[model] leaves out {', '.join(missing)}, and the parent cannot be asked: {failure}"
         raise ConfigError(f"init.from = {parent!r}: {why}; give it where it can be read, or a preset") from None
     try:
@@ -70,11 +70,75 @@ def _of_parent(parent: str, model: Mapping[str, Any], begun: dict[str, Any] | No
     found = source.config.model_dump()
     if not source.has_mask:
         del found["mask_id"]
-        given_mask = model.get("mask_id")
-        if given_mask is None and "vocab_size" not in model:  # where that is given, [MASK] follows it
+        mask_id = model.get("mask_id")
+        if mask_id is None and "vocab_size" not in model:  # with a vocab_size, [MASK] follows it
             found["mask_id"] = choose_mask(source, tokenizer_of(source))[0]
-        elif isinstance(given_mask, int) and 0 <= given_mask < source.config.vocab_size and begun is None:
+        elif isinstance(mask_id, int) and 0 <= mask_id < source.config.vocab_size and begun is None:
             tokenizer = tokenizer_of(source)
             if tokenizer is not None:
-                check_mask(given_mask, tokenizer, "model.mask_id")
+                check_mask(mask_id, tokenizer, "model.mask_id")
     return found
+
+
+def load_parent(recipe: Any, dtype: Any, source: Any = None, tokenizer: Any = None) -> Any:
+    """Load init.from of a recipe, whatever `convert` reads, as the variant that [model] describes.
+
+    source, tokenizer: given where they have been read before."""
+    from sinkdlm import interop
+    from sinkdlm.training.parent_check import check_shape
+
+    source = source or interop.open_source(recipe.init.from_)
+    check_shape(recipe, source.config, interop.fixed_keys(source))
+    fields = recipe.model.to_dict()
+    try:
+        return interop.load_any(
+            source,
+            {key: fields[key] for key in interop.FREE_KEYS},
+            sink_init=recipe.init.sink_init,
+            gate_init=recipe.init.gate_init,
+            seed=recipe.train.seed,
+            dtype=dtype,
+            tokenizer=tokenizer,
+        )
+    except ConvertError as failure:  # a field is called model.x in a recipe
+        option, told = "--set ", str(failure)
+        raise ConvertError(f"model.{told.removeprefix(option)}" if told.startswith(option) else told) from None
+
+
+def choose_device(name: str | None) -> Any:
+    """The device of this name; by default a GPU where there is one."""
+    import torch
+
+    from sinkdlm.checkpoint.directory import find_device
+
+    return find_device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def load_model(checkpoint: str, device: Any, dtype: str | None, *, compiled: bool = False) -> Any:
+    """Load a model with its tokenizer. dtype: None or auto for bfloat16 on a GPU and float32 elsewhere; float8 on a GPU."""
+    import torch
+
+    from sinkdlm import interop
+
+    if dtype == "float8":
+        from sinkdlm.fast.float8_training import why_not
+
+        if (missing := why_not(device)) is not None:
+            raise UserError(f"--dtype float8: {missing}; leave it out")
+    if dtype in (None, "auto"):
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    lm = interop.load_any(checkpoint, device=device, dtype=torch.bfloat16 if dtype == "float8" else getattr(torch, str(dtype)))
+    check_tokenizer(lm.tokenizer, checkpoint)
+    if dtype == "float8":
+        from sinkdlm.fast.quantized import to_float8
+
+        to_float8(lm.model)
+    if compiled:
+        for block in lm.model.blocks:
+            block.compile()
+    return lm
+
+
+def check_tokenizer(tokenizer: Any, checkpoint: str) -> None:
+    if tokenizer is None:
+        raise UserError(f"{checkpoint}: has no tokenizer; add one with: sinkdlm convert {checkpoint} DST --tokenizer T")

@@ -1,46 +1,35 @@
-"""The subcommand `plan`. Like cli.py, it imports what it needs when it runs; only plans for a CPU load torch."""
+"""The command `plan`. Only plans for a CPU load torch."""
 
-import json
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Annotated, Any, Literal
 
 from sinkdlm.cli.loading import load_recipe
-from sinkdlm.cli.options import Json, Overrides
+from sinkdlm.cli.options import Json, Overrides, RecipeFiles, option
+from sinkdlm.cli.output import say
+from sinkdlm.errors import UserError
 
 _AUGMENTED_GSM8K = 769_240  # examples an epoch of the official SFT, which data of one's own need not have
-
-
-class Hardware(StrEnum):
-    A100, H100, H200, B200, CPU = "a100", "h100", "h200", "b200", "cpu"
-
-
-def register(app: typer.Typer) -> None:
-    app.command("plan")(plan)
+Hardware = Literal["a100", "h100", "h200", "b200", "cpu"]
 
 
 def plan(
-    recipes: Annotated[list[Path] | None, typer.Argument(metavar="RECIPE.toml...")] = None,
-    paper: Annotated[bool, typer.Option("--paper", help="All runs of the paper: recipes/paper.")] = False,
-    gpus: Annotated[int, typer.Option(min=1, help="How many devices; from 9 on, 8 on each host.")] = 1,
-    device: Annotated[Hardware, typer.Option(help="Of the data sheets, or this machine's CPU.")] = Hardware.H100,
-    price: Annotated[float | None, typer.Option(min=0, help="Of one GPU-hour, in any currency.")] = None,
-    rows: Annotated[
-        int | None, typer.Option(min=1, help="Rows of the data, for budgets in epochs; by default those of the data, if here.")
-    ] = None,
+    recipes: RecipeFiles = None,
+    paper: Annotated[bool, option("All runs of the paper.", "--paper")] = False,
+    gpus: Annotated[int, option("How many devices; from 9 on, 8 on each host.", min=1)] = 1,
+    device: Annotated[Hardware, option("Of the data sheets, or this machine's CPU.")] = "h100",
+    price: Annotated[float | None, option("Of one GPU-hour, in any currency.", min=0)] = None,
+    rows: Annotated[int | None, option("Rows, for budgets in epochs; by default those of the data, if here.", min=1)] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
     """Say what a run takes before it is started: memory and whether it fits, tokens/s, hours, cost, disk."""
-    from sinkdlm.errors import UserError
+    from sinkdlm.config.shipped import RECIPES
     from sinkdlm.planning.plan import describe, describe_all, make_plan
 
-    paths = [*(recipes or []), *(_papers() if paper else [])]
+    paths = [*(recipes or []), *(sorted((RECIPES / "paper").glob("*.toml")) if paper else [])]
     if not paths:
         raise UserError("plan: no recipe; name some, or say --paper")
-    if device is Hardware.CPU and gpus > 1:
+    if device == "cpu" and gpus > 1:
         raise UserError("--gpus: goes with a GPU; a CPU is planned for one process")
     found = []
     for path in paths:
@@ -49,25 +38,12 @@ def plan(
         if n_rows is None and paper:
             n_rows = _AUGMENTED_GSM8K
         found.append(make_plan(recipe, path.stem, _machine(device, gpus, recipe), n_rows))
-    if as_json:
-        typer.echo(json.dumps([one.to_dict(price) for one in found], indent=2))
-    else:
-        typer.echo(describe(found[0], price) if len(found) == 1 else describe_all(found, price))
-
-
-def _papers() -> list[Path]:
-    """Beside where the command runs, or in the checkout that this file lies in."""
-    from sinkdlm.errors import UserError
-
-    for root in (Path(), Path(__file__).parents[2]):
-        found = sorted((root / "recipes" / "paper").glob("*.toml"))
-        if found:
-            return found
-    raise UserError("--paper: no recipes/paper here; run it in a checkout of sinkdlm, or name recipes")
+    text = describe(found[0], price) if len(found) == 1 else describe_all(found, price)
+    say([one.to_dict(price) for one in found], text, as_json)
 
 
 def _rows_of(recipe: Any) -> int | None:
-    """Of the recipe's data, where it is here."""
+    """Count the rows of the recipe's data, where it is here."""
     if not recipe.data.sets or not all(Path(folder).is_dir() for folder in recipe.data.sets):
         return None
     from sinkdlm.data.rows import open_rows
@@ -78,11 +54,11 @@ def _rows_of(recipe: Any) -> int | None:
     return None if opened is None else opened.n_rows
 
 
-def _machine(device: Hardware, gpus: int, recipe: Any) -> Any:
+def _machine(device: str, gpus: int, recipe: Any) -> Any:
     from sinkdlm.planning.plan import Machine
 
-    if device is not Hardware.CPU:
-        return Machine(device.value, gpus)
+    if device != "cpu":
+        return Machine(device, gpus)
     import torch
 
     from sinkdlm.distributed.world import World

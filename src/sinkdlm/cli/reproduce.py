@@ -14,10 +14,6 @@ class Scale(StrEnum):
     NANO, SMALL, PAPER = "nano", "small", "paper"
 
 
-def register(app: typer.Typer) -> None:
-    app.command("reproduce")(reproduce)
-
-
 def reproduce(
     target: Annotated[
         str,
@@ -70,8 +66,7 @@ def reproduce(
         found = lay_out(target, out, seeds or 1)
         typer.echo(json.dumps(found, indent=1) if as_json else found["said"])
         return
-    from sinkdlm.cli.app import leave, load_parent
-    from sinkdlm.distributed.signals import Stopped
+    from sinkdlm.cli.loading import load_parent
     from sinkdlm.reproduce.command import Asked, inherited, run_plan, steadiness
     from sinkdlm.reproduce.command import reproduce as work
     from sinkdlm.reproduce.inputs import Given
@@ -101,11 +96,7 @@ def reproduce(
         return
     if target != "steadiness" and scale is Scale.SMALL and data is None and requests is None and chosen != []:
         raise ReproduceError("--data or --requests: which questions? --tasks '' leaves them out")
-    try:
-        found = (steadiness if target == "steadiness" else work)(asked, load_parent, _tell)
-    except Stopped as stopped:
-        typer.echo(f"sinkdlm: {stopped}", err=True)
-        leave(128 + stopped.number)
+    found = (steadiness if target == "steadiness" else work)(asked, load_parent, _tell)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:

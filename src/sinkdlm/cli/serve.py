@@ -1,52 +1,39 @@
-"""The subcommands that serve models: `serve`, and `inspect`, which opens the page. Like cli.py, they import when they run."""
+"""The commands that serve models: `serve`, and `inspect`, which opens the page."""
 
 from typing import Annotated
 
 import typer
+from typer import Argument
 
-from sinkdlm.cli.options import Arithmetic, Bos, Computing, Device
+from sinkdlm.cli.loading import choose_device, load_model
+from sinkdlm.cli.options import Bos, Computing, Device, Exact, option
+from sinkdlm.cli.output import name_models
+from sinkdlm.errors import UserError
 
-_MODELS = typer.Argument(metavar="CKPT [CKPT2]", help="Checkpoints, or anything that `convert` reads.")
-
-
-def register(app: typer.Typer) -> None:
-    app.command("serve")(serve)
-    app.command("inspect", help="Serve one or two models and open the page that shows them writing.")(serve)
+_MODELS = Argument(metavar="CKPT [CKPT2]", help="Checkpoints, or anything that `convert` reads.")
 
 
 def serve(
     context: typer.Context,
     models: Annotated[list[str], _MODELS],
-    host: Annotated[str, typer.Option(help="The address to listen on; by default this machine alone.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free; it is printed.")] = 8000,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="SINKDLM_API_KEY", help="What clients must send; better given in the environment.")
-    ] = None,
-    cors: Annotated[
-        list[str] | None, typer.Option(metavar="ORIGIN", help="A page's origin that may read answers, as in https://example.org.")
-    ] = None,
-    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 256,
-    max_batch: Annotated[int, typer.Option(min=1, help="Texts that are written at the same time.")] = 64,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a forward: texts times the longest.")] = 16_384,
-    max_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a text with its prompt; by default all it reads.")
-    ] = None,
-    max_steps: Annotated[int, typer.Option(min=1, help="Denoising steps that a request may ask for.")] = 1024,
-    max_n: Annotated[int, typer.Option(min=1, max=64, help="Texts for one prompt.")] = 16,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take, waiting included.")] = 300.0,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="The same tokens whoever else is being served; slower.")
-    ] = False,
+    host: Annotated[str, option("The address to listen on; by default this machine alone.")] = "127.0.0.1",
+    port: Annotated[int, option("0: any that is free; it is printed.", min=0, max=65535)] = 8000,
+    api_key: Annotated[str | None, option("What clients must send.", envvar="SINKDLM_API_KEY")] = None,
+    cors: Annotated[list[str] | None, option("An origin that may read answers: https://example.org.", metavar="ORIGIN")] = None,
+    max_queue: Annotated[int, option("Requests that may wait; more get 429.", min=1)] = 256,
+    max_batch: Annotated[int, option("Texts that are written at the same time.", min=1)] = 64,
+    batch_tokens: Annotated[int, option("Tokens in a forward: texts times the longest.", min=1)] = 16_384,
+    max_length: Annotated[int | None, option("Tokens of a text with its prompt; by default all it reads.", min=1)] = None,
+    max_steps: Annotated[int, option("Denoising steps that a request may ask for.", min=1)] = 1024,
+    max_n: Annotated[int, option("Texts for one prompt.", min=1, max=64)] = 16,
+    timeout: Annotated[float, option("Seconds that a request may take, waiting included.", min=0.1)] = 300.0,
+    deterministic: Exact = False,
     bos: Bos = None,
-    browser: Annotated[
-        bool | None, typer.Option("--browser/--no-browser", help="Open the page in a browser; by default `inspect` does.")
-    ] = None,
+    browser: Annotated[bool | None, option("Open the page; by default `inspect` does.", "--browser/--no-browser")] = None,
     device: Device = None,
-    dtype: Computing = Arithmetic.AUTO,
+    dtype: Computing = "auto",
 ) -> None:
     """Serve one or two models over HTTP, in OpenAI's manner: completions, chat, streams, metrics."""
-    from sinkdlm.errors import UserError
-
     if len(models) > 2:
         raise UserError(f"{len(models)} checkpoints: one process serves one or two")
     if api_key == "":
@@ -55,24 +42,19 @@ def serve(
         from sinkdlm.serving.server import LOOPBACK, address_of, bind, make_site, run
     except ModuleNotFoundError as missing:
         raise UserError(f"{missing.name} is not installed; pip install 'sinkdlm[serve]'") from None
-    import torch
-
-    from sinkdlm.checkpoint.directory import find_device
-    from sinkdlm.cli.analyze import names_of
-    from sinkdlm.cli.app import load_for_sampling
     from sinkdlm.serving.app import Settings
     from sinkdlm.serving.engine import Capacity
     from sinkdlm.serving.served import Limits
 
-    names = names_of(models, None)
+    names = name_models(models)
     local = host in LOOPBACK
     hosts = frozenset(LOOPBACK) if local and api_key is None else None
     with bind(host, port) as bound:  # a port that is taken is said before models are read
         if not local and api_key is None:
             typer.echo(f"sinkdlm: warning: anybody who reaches {host} can use this server; set --api-key", err=True)
-        place = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        place = choose_device(device)
         site = make_site(
-            {name: load_for_sampling(path, place, dtype) for name, path in zip(names, models, strict=True)},
+            {name: load_model(path, place, dtype) for name, path in zip(names, models, strict=True)},
             Capacity(rows=max_batch, tokens=batch_tokens, waiting=max_queue, seconds=timeout),
             Limits(length=max_length, steps=max_steps, n=max_n),
             Settings(api_key=api_key, hosts=hosts, origins=tuple(cors or ())),

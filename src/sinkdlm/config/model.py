@@ -107,21 +107,16 @@ class ModelConfig(Frozen):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
-        if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
-            raise ConfigError(
-                f"n_heads = {self.n_heads}: must divide d_model = {self.d_model} into heads of even width (rotary pairs)"
-            )
-        if self.n_heads % self.n_kv_heads:
-            raise ConfigError(f"n_kv_heads = {self.n_kv_heads}: must divide n_heads = {self.n_heads}")
-        if self.mask_id > self.vocab_size:
-            raise ConfigError(
-                f"mask_id = {self.mask_id}: allowed is a row of the vocabulary (below {self.vocab_size}) "
-                f"or {self.vocab_size} for a row of its own"
-            )
+        width, heads, vocabulary = self.d_model, self.n_heads, self.vocab_size
+        if width % heads or (width // heads) % 2:
+            raise ConfigError(f"n_heads = {heads}: must divide d_model = {width} into heads of even width (rotary pairs)")
+        if heads % self.n_kv_heads:
+            raise ConfigError(f"n_kv_heads = {self.n_kv_heads}: must divide n_heads = {heads}")
+        if self.mask_id > vocabulary:
+            rows = f"a row of the vocabulary (below {vocabulary}) or {vocabulary} for a row of its own"
+            raise ConfigError(f"mask_id = {self.mask_id}: allowed is {rows}")
         if self.sink_kind == "logit" and self.n_sinks > 1:
-            raise ConfigError(
-                f"n_sinks = {self.n_sinks}: allowed with sink_kind = 'logit' is 0 or 1 (several logits add up to one)"
-            )
+            raise ConfigError(f"n_sinks = {self.n_sinks}: allowed with sink_kind = 'logit' is 0 or 1 (several add up to one)")
         return self
 
     @classmethod

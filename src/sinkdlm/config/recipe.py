@@ -14,58 +14,38 @@ from sinkdlm.config.shipped import find_recipe
 from sinkdlm.config.toml import flatten, nest, overlay, parse_override, read_table
 from sinkdlm.errors import ConfigError
 
-Table = Mapping[str, Any]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Compile = Literal["auto", "blocks", "whole", "none"]
 
 
+def key(default: Any, description: str, **limits: Any) -> Any:
+    """A key of a section, with the description that the JSON schema shows."""
+    return Field(default=default, description=description, **limits)
+
+
 class InitSection(Frozen):
     """Where the weights come from. Without `from`, the official random initialisation."""
 
-    from_: str | None = Field(
-        default=None, alias="from", min_length=1, description="what `convert` reads: a checkpoint, an AR parent"
-    )
-    sink_init: Literal["mean", "normal"] = Field(
-        default="mean", description="sinks added to a parent: the mean of its embedding table plus a little noise, or normal"
-    )
-    gate_init: Literal["normal", "keep"] = Field(
-        default="normal",
-        description="a gate added to a parent: normal (gates near 0.5, as the paper), or keep: the parent's function is kept",
-    )
+    from_: str | None = key(None, "what `convert` reads: a checkpoint, an AR parent", alias="from", min_length=1)
+    sink_init: Literal["mean", "normal"] = key("mean", "sinks added to a parent: the mean of its embeddings plus noise, or normal")
+    gate_init: Literal["normal", "keep"] = key("normal", "a gate added to a parent: near 0.5 (paper), or keep its function")
 
 
 class DataSection(Frozen):
     """What is read: prepared sets with their weights, and how rows are cut."""
 
-    sets: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default={}, description="folder of a prepared set -> its share; relative paths start where the command runs"
-    )
-    validation: str | None = Field(
-        default=None, min_length=1, description="folder to validate on; by default the validation splits of the sets"
-    )
-    length: Count = Field(default=2048, description="tokens in a row")
-    stride: Count | None = Field(
-        default=None, description="tokens from the start of one row to the next; by default length (SMDM: length + 1)"
-    )
-    random_lengths: Fraction = Field(
-        default=0.0, description="share of rows cut to a random length (LLaDA: 0.01); rows of examples are not cut"
-    )
-    documents: Literal["joined", "confined"] = Field(
-        default="joined",
-        description="joined: attention crosses the documents of a row, as SMDM; confined: each document sees itself and the sinks",
-    )
-    padding: Literal["train", "ignore"] = Field(
-        default="train",
-        description="EOS that fills rows of examples up: trained on, as the official SFT, or out of sight and out of the loss",
-    )
-    eos: Annotated[int, Field(ge=0)] | None = Field(
-        default=None, description="id that ends documents, for sets that do not say (datatrove's, SMDM's)"
-    )
-    first: Annotated[int, Field(ge=0)] | None = Field(
-        default=None,
-        description="id that replaces the first token of rows of text, never masked: the always visible first token, a control",
-    )
+    sets: dict[str, Positive] = key({}, "folder of a prepared set -> its share; relative paths start where the command runs")
+    validation: str | None = key(None, "folder to validate on; by default the validation splits of the sets", min_length=1)
+    length: Count = key(2048, "tokens in a row")
+    stride: Count | None = key(None, "tokens from the start of one row to the next; by default length (SMDM: length + 1)")
+    random_lengths: Fraction = key(0.0, "share of rows cut to a random length (LLaDA: 0.01); rows of examples are not cut")
+    documents: Literal["joined", "confined"] = key("joined", "attention crosses a row's documents (SMDM), or stays within each")
+    padding: Literal["train", "ignore"] = key("train", "EOS after an example: trained on (official SFT), or out of sight and loss")
+    eos: Natural | None = key(None, "id that ends documents, for sets that do not say (datatrove's, SMDM's)")
+    first: Natural | None = key(None, "id that replaces the first token of rows of text, never masked: a control")
 
 
 BUDGETS = ("steps", "tokens", "epochs", "flops")
@@ -75,64 +55,40 @@ class TrainSection(Frozen):
     """Optimizer, budget, noise. Defaults are the paper's from-scratch run (A.1)."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 3407
-    steps: Count | None = Field(default=None, description="the budget, in optimizer steps; or as tokens, epochs or flops")
-    tokens: Annotated[float, Field(gt=0)] | None = Field(default=None, description="the budget, in tokens read")
-    epochs: Annotated[float, Field(gt=0)] | None = Field(default=None, description="the budget, in passes over all the rows")
-    flops: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="the budget, as SMDM counts it: 6 * non-embedding parameters * tokens"
-    )
-    batch: Count = Field(default=256, description="sequences in one optimizer step, over all devices")
-    micro_batch: Count | None = Field(
-        default=None, description="sequences in one forward on one device; by default what fits (planning.py)"
-    )
-    lr: float = Field(default=2e-4, gt=0)
+    steps: Count | None = key(None, "the budget, in optimizer steps; or as tokens, epochs or flops")
+    tokens: Positive | None = key(None, "the budget, in tokens read")
+    epochs: Positive | None = key(None, "the budget, in passes over all the rows")
+    flops: Positive | None = key(None, "the budget, as SMDM counts it: 6 * non-embedding parameters * tokens")
+    batch: Count = key(256, "sequences in one optimizer step, over all devices")
+    micro_batch: Count | None = key(None, "sequences in one forward on one device; by default what fits")
+    lr: Positive = 2e-4
     min_lr: float = Field(default=2e-5, ge=0)
-    warmup: Fraction = Field(default=0.01, description="share of the budget spent on linear warmup")
-    min_warmup: Annotated[int, Field(ge=0)] = Field(default=0, description="steps of warmup at least (official: 100)")
+    warmup: Fraction = key(0.01, "share of the budget spent on linear warmup")
+    min_warmup: Natural = key(0, "steps of warmup at least (official: 100)")
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), strict=False)
-    adam_eps: float = Field(default=1e-8, gt=0)
+    adam_eps: Positive = 1e-8
     weight_decay: float = Field(default=0.1, ge=0)
-    clip: float = Field(default=1.0, gt=0, description="gradient norm limit")
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        default=None, description="decay of an exponential average of the weights, kept and exported beside them"
+    clip: Positive = key(1.0, "gradient norm limit")
+    ema: float | None = key(None, "decay of an exponential average of the weights, exported beside them", gt=0, lt=1)
+    anneal: Fraction = key(0.0, "attention annealing: share of the budget from causal to full (DiffuLLaMA); 0: full at once")
+    precision: Literal["auto", "float64", "float32", "bf16", "fp8"] = key(
+        "auto",
+        "bf16: autocast over float32 weights; fp8: the same, with the matmuls of each block in float8, on GPUs that have them; "
+        "auto: bf16 on a GPU, float32 on a CPU; float64: for tests",
     )
-    anneal: Fraction = Field(
-        default=0.0, description="share of the budget over which attention opens from causal to full (DiffuLLaMA); 0: full at once"
+    residual: Literal["float32", "bf16"] = key("float32", "residual stream, where precision is bf16 or fp8; bf16 takes less memory")
+    runner: Literal["auto", "plain"] = key("auto", "plain: train by the readable model alone, without kernels or compiler")
+    compile: Compile = key(
+        "auto",
+        "torch.compile of each block; whole: of all as one, on a CPU; auto: each, on a GPU, where kernels leave work to fuse",
     )
-    precision: Literal["auto", "float64", "float32", "bf16", "fp8"] = Field(
-        default="auto",
-        description="bf16: autocast over float32 weights; fp8: the same, with the products of each block in float8, on GPUs that "
-        "have them; auto: bf16 on a GPU, float32 on a CPU; float64: for tests",
+    recompute: Literal["none", "selective", "full"] = key(
+        "none", "activation checkpointing: full keeps each block's input alone; selective the results of matmuls and attention too"
     )
-    residual: Literal["float32", "bf16"] = Field(
-        default="float32",
-        description="what layers add to, and its gradient, where precision is bf16 or fp8; bf16 takes less traffic and memory",
-    )
-    runner: Literal["auto", "plain"] = Field(
-        default="auto",
-        description="auto: the fastest way that this device and model have; plain: the readable model alone, without kernels or "
-        "compiler",
-    )
-    compile: Compile = Field(
-        default="auto",
-        description="torch.compile of each block; whole: of all as one, on a CPU; auto: each, on a GPU with Triton, where our own "
-        "kernels leave anything to fuse or the host would be too slow to launch them",
-    )
-    recompute: Literal["none", "selective", "full"] = Field(
-        default="none",
-        description="activation checkpointing of each block: full keeps its input alone and runs it again in the backward; "
-        "selective keeps the results of matrix products and attention, and runs the rest again",
-    )
-    graphs: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="a forward and its backward are recorded as CUDA graphs and replayed, on one GPU, wherever rows are full; "
-        "auto: where that may gain something",
-    )
+    graphs: Literal["auto", "on", "off"] = key("auto", "CUDA graphs of a micro-batch, on one GPU; auto: where they may gain")
     schedule: Literal["linear", "cosine", "loglinear"] = "linear"
-    eps: float = Field(default=1e-3, ge=0, lt=1)
-    times: Literal["golden", "independent"] = Field(
-        default="golden", description="t of consecutive samples: spread by the golden ratio, or drawn independently (official)"
-    )
+    eps: Decay = 1e-3
+    times: Literal["golden", "independent"] = key("golden", "t of samples: spread by the golden ratio, or independent (official)")
 
     @field_validator("recompute", mode="before")
     @classmethod
@@ -156,18 +112,12 @@ class TrainSection(Frozen):
 class ParallelSection(Frozen):
     """How a run spreads over the ranks that torchrun starts. Changes nothing that is computed."""
 
-    mode: Literal["auto", "replicate", "shard", "hybrid"] = Field(
-        default="auto",
-        description="replicate: every rank holds everything; shard: each a part (FSDP2); hybrid: copies, each sharded over some "
-        "ranks; auto: what fits, with the least traffic",
+    mode: Literal["auto", "replicate", "shard", "hybrid"] = key(
+        "auto", "every rank holds all, or a part (FSDP2), or copies are sharded over some ranks; auto: fits, with the least traffic"
     )
-    shard_ranks: Count | None = Field(default=None, description="hybrid: ranks that share one copy; by default those of one node")
-    reshard: bool = Field(
-        default=True, description="sharded blocks drop their gathered weights after the forward and gather them again"
-    )
-    gather: Literal["auto", "bf16", "float32"] = Field(
-        default="auto", description="what sharded weights travel as; auto: what the products are computed in"
-    )
+    shard_ranks: Count | None = key(None, "hybrid: ranks that share one copy; by default those of one node")
+    reshard: bool = key(True, "sharded blocks drop their gathered weights after the forward and gather them again")
+    gather: Literal["auto", "bf16", "float32"] = key("auto", "dtype of sharded weights on the way; auto: that of the matmuls")
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
@@ -179,34 +129,30 @@ class ParallelSection(Frozen):
 class EvalSection(Frozen):
     """Validation while training, with the same rows and noise every time."""
 
-    every: Annotated[int, Field(ge=0)] = Field(default=1000, description="steps between validations; 0: never")
-    draws: Count = Field(default=128, description="Monte Carlo draws over the validation set, spread evenly over t")
+    every: Natural = key(1000, "steps between validations; 0: never")
+    draws: Count = key(128, "Monte Carlo draws over the validation set, spread evenly over t")
 
 
 class LogSection(Frozen):
     """What a run says while it goes. Changes nothing that is computed."""
 
-    every: Count = Field(default=1, description="steps between lines in metrics.jsonl")
-    probe_every: Annotated[int, Field(ge=0)] = Field(
-        default=1000, description="steps between looks at attention (share on the sink, top content column, value norms); 0: never"
-    )
-    probe_rows: Count = Field(default=2, description="validation rows a look reads")
-    sample_every: Annotated[int, Field(ge=0)] = Field(default=0, description="steps between sampled texts; 0: never")
-    sample_length: Count = Field(default=64, description="tokens of a sampled text")
-    sample_prompt: str = Field(default="", description="what a sampled text begins with")
+    every: Count = key(1, "steps between lines in metrics.jsonl")
+    probe_every: Natural = key(1000, "steps between looks at attention (sink share, top content column, value norms); 0: never")
+    probe_rows: Count = key(2, "validation rows a look reads")
+    sample_every: Natural = key(0, "steps between sampled texts; 0: never")
+    sample_length: Count = key(64, "tokens of a sampled text")
+    sample_prompt: str = key("", "what a sampled text begins with")
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(default=(), strict=False)
-    project: str = Field(default="sinkdlm", description="project or experiment name for the trackers")
+    project: str = key("sinkdlm", "project or experiment name for the trackers")
 
 
 class SaveSection(Frozen):
     """When state is written. Changes nothing that is computed."""
 
-    every: Count = Field(default=1000, description="steps between states to resume from; one is always written at the end")
-    keep: Count = Field(default=2, description="states kept, the newest")
-    background: bool = Field(default=False, description="write while training goes on, from a copy in memory")
-    milestones: tuple[Count, ...] = Field(
-        default=(), strict=False, description="steps after which a checkpoint is exported as well"
-    )
+    every: Count = key(1000, "steps between states to resume from; one is always written at the end")
+    keep: Count = key(2, "states kept, the newest")
+    background: bool = key(False, "write while training goes on, from a copy in memory")
+    milestones: tuple[Count, ...] = key((), "steps after which a checkpoint is exported as well", strict=False)
 
 
 # How a run goes on may change between its parts; what it computes may not.
@@ -226,7 +172,9 @@ class Recipe(Frozen):
     save: SaveSection = SaveSection()
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Sequence[str] = (), fill: Callable[[Table], Table] = dict) -> "Recipe":
+    def load(
+        cls, path: str | Path, overrides: Sequence[str] = (), fill: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    ) -> "Recipe":
         """Read a recipe, its base first, then `a.b=c` overrides. path: a TOML file, or the name of a shipped recipe.
 
         fill: adds what the table leaves out. Without it nothing is added, not even from the parent of init.from."""

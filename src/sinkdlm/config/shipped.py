@@ -14,7 +14,7 @@ GROUPS = ("nano", "small", "paper", "parts")
 
 def shipped_recipes() -> dict[str, Path]:
     """Every shipped recipe's file by its name, group by group."""
-    paths = [path for group in GROUPS for path in sorted((RECIPES / group).glob("*.toml"))]
+    paths = [path for group in GROUPS for path in sorted((RECIPES / group).glob("*.toml"), key=lambda path: path.stem)]
     return {f"parts/{path.stem}" if path.parent.name == "parts" else path.stem: path for path in paths}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sinkdlm.errors import UserError
 from sinkdlm.fast.float8_training import fits, why_not
-from sinkdlm.kernels.available import load_kernels
+from sinkdlm.kernels.available import find_kernels
 from sinkdlm.model.model import Block, DiffusionLM
 
 DTYPE = torch.float8_e4m3fn
@@ -20,7 +20,8 @@ _TINY = 1e-12
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """(M, N) -> the same in float8, and what each row is to be multiplied by (M, 1)."""
-    if x.is_cuda and not torch.compiler.is_compiling() and (kernels := load_kernels()) is not None and x.dtype in kernels.DTYPES:
+    kernels = find_kernels(x)
+    if kernels is not None:
         return kernels.to_float8(x, DTYPE)
     scale = x.float().abs().amax(1, keepdim=True).clamp_min(_TINY) / torch.finfo(DTYPE).max
     return (x.float() / scale).to(DTYPE), scale

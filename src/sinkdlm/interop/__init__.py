@@ -12,7 +12,7 @@ from sinkdlm.interop.sources import Source, open_source
 if TYPE_CHECKING:
     from sinkdlm.interop.hf import SinkDLMForMaskedLM
 
-AutoConfig.register("sinkdlm", SinkDLMConfig, exist_ok=True)  # and a config registers its models
+AutoConfig.register("sinkdlm", SinkDLMConfig, exist_ok=True)
 
 __all__ = ["FREE_KEYS", "SinkDLMConfig", "SinkDLMForMaskedLM", "Source", "convert", "fixed_keys", "load_any", "open_source"]
 
@@ -24,3 +24,12 @@ def __getattr__(name: str) -> Any:
 
         return SinkDLMForMaskedLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _register_models() -> None:
+    from sinkdlm.interop.hf import register
+
+    register()
+
+
+SinkDLMConfig.register_models = staticmethod(_register_models)

@@ -1,6 +1,7 @@
 """The config that transformers knows our models by. Apart from their classes, which take seconds to load: see SinkDLMConfig."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
@@ -19,10 +20,10 @@ class SinkDLMConfig(PretrainedConfig):
     model_type = "sinkdlm"
     attribute_map = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}  # noqa: RUF012
 
-    def __new__(cls, *_: Any, **__: Any) -> "SinkDLMConfig":
-        from sinkdlm.interop.hf import register
+    register_models: ClassVar[Callable[[], None]] = staticmethod(lambda: None)  # interop/__init__.py has it
 
-        register()
+    def __new__(cls, *_: Any, **__: Any) -> "SinkDLMConfig":
+        cls.register_models()
         return super().__new__(cls)
 
     def __init__(self, **kwargs: Any) -> None:

@@ -18,7 +18,7 @@ from sinkdlm.model import attention, context, lane, model, positions, visibility
 
 MODULE = "modeling_sinkdlm"
 _PROPERTIES = ("head_dim", "embedding_rows", "n_lane", "n_registers", "has_sink_logit")
-_DROPPED = {"stamp", "MODEL_FIELDS", "register", "__new__"}
+_DROPPED = {"stamp", "MODEL_FIELDS", "register", "register_models", "__new__"}
 # Without the package there is nobody to compute fingerprints: those of the weights that were there go.
 _STAMP = """def stamp(folder, config):
     (folder / "provenance.json").unlink(missing_ok=True)
@@ -80,8 +80,9 @@ class _Without(ast.NodeTransformer):
 def _name_of(node: ast.stmt) -> str:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return node.name
-    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-        return node.targets[0].id
+    target = node.targets[0] if isinstance(node, ast.Assign) else node.target if isinstance(node, ast.AnnAssign) else None
+    if isinstance(target, ast.Name):
+        return target.id
     return ""
 
 

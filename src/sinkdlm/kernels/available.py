@@ -1,9 +1,10 @@
-"""Whether Triton kernels can run here. Asks nothing about gradients or the compiler: that is for runners."""
+"""Whether Triton kernels can run, here and now."""
 
 import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @functools.cache
@@ -20,3 +21,11 @@ def load_kernels() -> Any:
 
 def has_kernels() -> bool:
     return load_kernels() is not None
+
+
+def find_kernels(x: Tensor) -> Any:
+    """Kernels for what is computed with x: on a GPU, without gradients, and outside the compiler, which fuses by itself."""
+    if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    kernels = load_kernels()
+    return kernels if kernels is not None and x.dtype in kernels.DTYPES else None

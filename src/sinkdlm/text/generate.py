@@ -1,17 +1,18 @@
-"""Text in, text out: what `sinkdlm sample` does between a loaded model and the terminal.
+"""Turn prompts into canvases, run the sampler, show text as it appears, and describe the result as JSON.
 
-Owns prompts (a text, a file, gaps, chat), what is shown while text appears, and the JSON of what came of it. Uses the sampler as
-any user would. Takes a loaded model with its tokenizer; does not know where it came from.
+Reads prompts from a text, a file, gaps or a chat. Takes a loaded model with its tokenizer; does not know where it came from.
 """
 
 import json
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -24,7 +25,7 @@ from sinkdlm.errors import SamplingError
 from sinkdlm.model.observe import Watcher
 from sinkdlm.sampling import Policy, Request, State, start, step
 from sinkdlm.text.chat import missing_text
-from sinkdlm.text.prompts import LENGTH, begin, chat_text, check_bos, check_room, encode, has_chat_template, piece_of
+from sinkdlm.text.prompts import LENGTH, begin, check_bos, check_room, encode, encode_prompt, piece_of
 
 _GAP = re.compile(r"\[(_*)(?::(\d+))?\]")  # [____] is four tokens, [_:12] twelve
 _OPEN = "░"
@@ -57,8 +58,9 @@ class Piece(NamedTuple):
 
 
 def read_prompts(path: Path) -> list[Any]:
-    """Lines of a text file, or of a .jsonl file: a string, {"prompt": ...}, {"question": ...} or {"messages": [...]}. A field
-    that is null is not there."""
+    """Read a line of text for each prompt; or a line of .jsonl: a string, {"prompt": ...}, {"question": ...}, {"messages": [...]}.
+
+    A field that is null counts as absent."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as failure:
@@ -68,34 +70,34 @@ def read_prompts(path: Path) -> list[Any]:
         raise SamplingError(f"{path}: holds no prompt; give a line of text for each, or a .jsonl with prompt or messages")
     if path.suffix != ".jsonl":
         return lines
-    found = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            value = json.loads(line)
-        except ValueError:
-            raise SamplingError(f"{path}: line {number} is no JSON") from None
-        if isinstance(value, dict):
-            name = next((name for name in ("prompt", "messages", "question") if value.get(name) is not None), "prompt")
-            value = value.get(name)
-            if name == "messages" and not isinstance(value, list):
-                raise SamplingError(f"{path}: line {number}: messages is no list of objects with role and content")
-            if not isinstance(value, str | list | None):
-                raise SamplingError(f"{path}: line {number}: {name} is {type(value).__name__}, expected text")
-        if not isinstance(value, str | list):
-            raise SamplingError(f"{path}: line {number} has neither prompt nor question nor messages")
-        if isinstance(value, list):
-            _check_messages(value, f"{path}: line {number}")
-        found.append(value)
-    return found
+    return [_read_prompt(line, f"{path}: line {number}") for number, line in enumerate(lines, start=1)]
 
 
-def _check_messages(messages: list[Any], place: str) -> None:
-    for turn, message in enumerate(messages, start=1):
+def _read_prompt(line: str, place: str) -> str | list[Any]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        raise SamplingError(f"{place} is no JSON") from None
+    name = None
+    if isinstance(value, dict):
+        name = next((name for name in ("prompt", "messages", "question") if value.get(name) is not None), "prompt")
+        value = value.get(name)
+    if isinstance(value, list) or name == "messages":
+        _check_messages(value, place)
+    elif name is not None and not isinstance(value, str | None):
+        raise SamplingError(f"{place}: {name} is {type(value).__name__}, expected text")
+    elif not isinstance(value, str):
+        raise SamplingError(f"{place} has neither prompt nor question nor messages")
+    return value
+
+
+def _check_messages(messages: Any, place: str) -> None:
+    for number, message in enumerate(messages if isinstance(messages, list) else [None], start=1):
         if not isinstance(message, dict) or "role" not in message:
             raise SamplingError(f"{place}: messages is no list of objects with role and content")
         missing = missing_text(message)
         if missing is not None:
-            raise SamplingError(f"{place}: message {turn} ({message['role']}): content is {missing}, expected text")
+            raise SamplingError(f"{place}: message {number} ({message['role']}): content is {missing}, expected text")
 
 
 def parse_gaps(text: str, gap: int | None = None) -> list[Piece]:
@@ -120,9 +122,7 @@ def check(job: Job) -> None:
         if job.suffix or job.until_eos or job.chat:
             raise SamplingError("--infill has its own end: leave out --suffix, --until-eos and --chat")
         if job.length is not None:
-            raise SamplingError(
-                "--length: of what follows a prompt; gaps of --infill have their own, as in [_:12], or --gap for all"
-            )
+            raise SamplingError("--length: of what follows a prompt; gaps of --infill have their own: [_:12], or --gap for all")
         parse_gaps(job.infill, job.gap)
     elif job.gap is not None:
         raise SamplingError("--gap goes with --infill")
@@ -132,9 +132,8 @@ def check(job: Job) -> None:
 
 def canvases(lm: Any, job: Job) -> list[list[int]]:
     """The canvas of each prompt, [MASK] where there is something to write."""
-    tokenizer, mask_id = lm.tokenizer, lm.config.mask_id
+    tokenizer, mask_id, room = lm.tokenizer, lm.config.mask_id, lm.config.context_length
     check_bos(tokenizer, job.bos)
-    room = lm.config.context_length
     if job.infill is not None:
         pieces = parse_gaps(job.infill, job.gap)
         row = [token for piece in pieces for token in ([mask_id] * piece.gap or encode(tokenizer, piece.text))]
@@ -143,7 +142,7 @@ def canvases(lm: Any, job: Job) -> list[list[int]]:
     else:
         tail, rows = encode(tokenizer, job.suffix), []
         for prompt in [job.prompt] if job.prompts is None else read_prompts(job.prompts):
-            head = _head_of(tokenizer, prompt, job)
+            head = encode_prompt(tokenizer, prompt, job.bos, chat=job.chat, source=job.prompts)
             rows.append([*head, *[mask_id] * (job.length or max(1, min(LENGTH, room - len(head) - len(tail)))), *tail])
         cure = "the prompt" if job.length is None else "the prompt or --length"
     for row in rows:
@@ -151,25 +150,8 @@ def canvases(lm: Any, job: Job) -> list[list[int]]:
     return rows
 
 
-def _head_of(tokenizer: Any, prompt: Any, job: Job) -> list[int]:
-    """What stands before the text to write. Messages go through the template by themselves, and with --chat every prompt does."""
-    is_chat = job.chat or isinstance(prompt, list)
-    if is_chat:
-        if not has_chat_template(tokenizer):
-            raise SamplingError(
-                "--chat: this tokenizer has no chat template; leave --chat out, or convert with another --tokenizer"
-                if job.chat
-                else f"{job.prompts}: has chat messages, and this tokenizer has no chat template; give prompts in text"
-            )
-        prompt = chat_text(tokenizer, prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])
-    return begin(tokenizer, encode(tokenizer, prompt), job.bos, chat=is_chat)
-
-
 def _denoiser_of(lm: Any) -> Any:
     return lm.model.denoiser(absent_ids(lm.tokenizer, lm.config.vocab_size))
-
-
-# -- watching -------------------------------------------------------------------------------------------------------------------
 
 
 class Watched:
@@ -214,59 +196,35 @@ def _shown(lm: Any, state: State, attention: tuple[float | None, int, float]) ->
 
 
 def _watch(lm: Any, state: State, job: Job, console: Console) -> None:
-    """Text that appears in place on a terminal; elsewhere a line for each step."""
+    """Show text as it appears: in place on a terminal, elsewhere as a line for each step."""
     denoiser = Watched(lm)
-    with Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else _Lines(console) as live:
+    live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+    with live or nullcontext():
         while not state.done:
             denoiser.seen = None
             step([state], denoiser, device=denoiser.device, deterministic=job.deterministic)
-            if denoiser.seen is not None:
-                live.update(_shown(lm, state, denoiser.attention()), refresh=True)
-
-
-class _Lines:
-    """What Live is where there is no terminal: every update is a line of its own."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def __enter__(self) -> "_Lines":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def update(self, text: Text, *, refresh: bool) -> None:
-        body, _, facts = text.plain.rpartition("\n")
-        self._console.print(f"{facts}  {body!r}", markup=False, highlight=False, soft_wrap=True)
-
-
-# -- writing --------------------------------------------------------------------------------------------------------------------
-
-
-class Sharing(Protocol):
-    """Processes that write together; training's World is one."""
-
-    @property
-    def alone(self) -> bool: ...
-
-    def share(self, n: int) -> slice: ...
-
-    def gather(self, value: Any) -> list[Any]: ...
+            if denoiser.seen is None:
+                continue
+            text = _shown(lm, state, denoiser.attention())
+            if live is not None:
+                live.update(text, refresh=True)
+            else:
+                body, _, facts = text.plain.rpartition("\n")
+                console.print(f"{facts}  {body!r}", markup=False, highlight=False, soft_wrap=True)
 
 
 def write(
-    lm: Any, job: Job, policy: Policy, *, watch: bool = False, console: Console | None = None, world: Sharing | None = None
+    lm: Any, job: Job, policy: Policy, *, watch: bool = False, console: Console | None = None, world: Any = None
 ) -> dict[str, Any]:
-    """Samples what the job asks for. The dictionary is what --json prints.
+    """Sample what the job asks for. The dictionary is what --json prints.
 
-    world: each of its processes writes its share of the texts. A text's noise is keyed by its number, so that it is the same
+    world: a World whose ranks each write a share of the texts. Noise is keyed by the sample index, so that a text is the same
     whoever writes it.
     """
     if job.until_eos and policy.eos_id is None:
         raise SamplingError("--until-eos: the tokenizer names no EOS; give a --length alone")
     rows = [row for row in canvases(lm, job) for _ in range(job.n)]
-    requests = [Request(row, policy, lm.config.mask_id, job.seed, number, grow=job.until_eos) for number, row in enumerate(rows)]
+    requests = [Request(row, policy, lm.config.mask_id, job.seed, index, grow=job.until_eos) for index, row in enumerate(rows)]
     if watch and world is not None and not world.alone:
         raise SamplingError("--watch: shows one text, in one process; leave torchrun out")
     if watch and len(requests) > 1:
@@ -279,7 +237,7 @@ def write(
         else:
             _run(lm, states, job)
     seconds = time.perf_counter() - began
-    own = [(_sample(lm, state), state.length - len(_given(state))) for state in states]
+    own = [(_sample(lm, state), state.request.canvas[: state.length].count(lm.config.mask_id)) for state in states]
     parts = [(own, seconds)] if world is None else world.gather((own, seconds))
     found = [pair for part, _ in parts for pair in part]
     seconds = max(taken for _, taken in parts)
@@ -294,34 +252,27 @@ def write(
 
 
 def _run(lm: Any, states: Sequence[State], job: Job) -> None:
-    """At most job.batch rows at a time: when one is done, the next takes its place."""
+    """At most job.batch samples at a time: when one is done, the next takes its slot."""
     waiting, denoiser = iter(states), _denoiser_of(lm)
-    running = list(_take(waiting, job.batch))
+    running = list(islice(waiting, job.batch))
     while running:
         step(running, denoiser, device=denoiser.device, deterministic=job.deterministic)
         running = [state for state in running if not state.done]
-        running += _take(waiting, job.batch - len(running))
-
-
-def _take(states: Iterator[State], n: int) -> list[State]:
-    return [state for _, state in zip(range(n), states, strict=False)]
-
-
-def _given(state: State) -> list[int]:
-    return [token for token in state.request.canvas[: state.length] if token != state.request.mask_id]
+        running += islice(waiting, job.batch - len(running))
 
 
 def _sample(lm: Any, state: State) -> dict[str, Any]:
-    tokens, eos_id = state.tokens.tolist(), state.policy.eos_id
-    head = int(state.request.canvas[0] == getattr(lm.tokenizer, "bos_token_id", None))  # BOS begins a text, and is no part of it
-    written = [place for place, token in enumerate(state.request.canvas[: state.length]) if token == state.request.mask_id]
-    ends = [place for place in written if tokens[place] == eos_id]
+    tokens, canvas, eos_id = state.tokens.tolist(), state.request.canvas[: state.length], state.policy.eos_id
+    first = int(canvas[0] == getattr(lm.tokenizer, "bos_token_id", None))  # BOS begins a text, and is no part of it
+    written = [position for position, token in enumerate(canvas) if token == state.request.mask_id]
+    ends = [position for position in written if tokens[position] == eos_id]
     # What follows an EOS that ends the text is no part of it, unless something given stands there.
-    cut = ends and len(written) and written[-1] == state.length - 1
+    if ends and written[-1] == state.length - 1:
+        shown = tokens[first : ends[0]]
+    else:
+        shown = [token for token in tokens[first:] if token != eos_id or not ends]
     return {
-        "text": lm.tokenizer.decode(
-            tokens[head : ends[0]] if cut else [token for token in tokens[head:] if token != eos_id or not ends]
-        ),
+        "text": lm.tokenizer.decode(shown),
         "tokens": tokens,
         "steps": state.steps,
         "confidences": [None if math.isnan(sure) else sure for sure in state.confidence.tolist()],

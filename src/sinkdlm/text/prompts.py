@@ -1,7 +1,6 @@
-"""Prompts in tokens: what a text or a chat becomes, whether a canvas fits, and what a tokenizer says about a policy.
+"""Turn prompts and chats into tokens, check that a canvas fits, and let the tokenizer complete a policy.
 
-Shared by all who write text for somebody: the command line and the server. Takes a tokenizer by its methods; knows no model, file
-or option.
+The command line and the server share it. Takes a tokenizer by its methods; knows no model, file or option.
 """
 
 from collections.abc import Sequence
@@ -12,12 +11,12 @@ from sinkdlm.sampling.unmasking import Policy
 
 LENGTH = 64  # tokens to write, where nobody says
 _BLOCK = 32  # appended at a time where the end is open and no block was given
-_PROBE = "a"
 
 
 def piece_of(tokenizer: Any, token: int) -> str:
-    """A token as it reads within a text, its space included, which some tokenizers drop at a text's beginning; a part of a
-    character is a replacement sign."""
+    """A token as it reads within a text, with the space that some tokenizers drop at a text's beginning.
+
+    A part of a character is a replacement sign."""
     once, twice = (str(tokenizer.decode([token] * n, clean_up_tokenization_spaces=False)) for n in (1, 2))
     return twice[len(once) :] if twice.startswith(once) else once
 
@@ -37,16 +36,16 @@ def check_bos(tokenizer: Any, bos: bool | None) -> None:
 
 
 def begin(tokenizer: Any, ids: Sequence[int], bos: bool | None = None, *, chat: bool = False) -> list[int]:
-    """A text's ids as fine-tuning examples begin: with BOS where the tokenizer puts it by itself, and never with two.
+    """Begin a text as fine-tuning examples begin: with one BOS where the tokenizer puts it by itself.
 
-    bos: whether BOS is to stand there, whatever the tokenizer does. chat: a template has written all that belongs there."""
+    bos: overrides the tokenizer. chat: a template has written all that belongs there."""
     bos_id = getattr(tokenizer, "bos_token_id", None)
     if bos_id is None or (bos is None and chat):
         return list(ids)
-    has, wanted = list(ids[:1]) == [bos_id], bos
-    if wanted is None:
-        wanted = has or tokenizer.encode(_PROBE)[:1] == [bos_id]
-    return [*[bos_id][: int(wanted)], *ids[int(has) :]]
+    has_bos = list(ids[:1]) == [bos_id]
+    if bos is None:
+        bos = has_bos or tokenizer.encode("a")[:1] == [bos_id]
+    return [*([bos_id] if bos else []), *ids[int(has_bos) :]]
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -61,6 +60,22 @@ def chat_text(tokenizer: Any, messages: list[Any]) -> str:
         raise SamplingError(f"the tokenizer's chat template fails: {(str(failure).splitlines() or [''])[0]}") from None
 
 
+def encode_prompt(tokenizer: Any, prompt: str | list[Any], bos: bool | None, *, chat: bool, source: object = None) -> list[int]:
+    """The tokens before the text to write. Messages go through the chat template, and with `chat` every prompt does.
+
+    source: where messages were read, for the error."""
+    is_chat = chat or isinstance(prompt, list)
+    if is_chat:
+        if not has_chat_template(tokenizer):
+            raise SamplingError(
+                "--chat: this tokenizer has no chat template; leave --chat out, or convert with another --tokenizer"
+                if chat
+                else f"{source}: has chat messages, and this tokenizer has no chat template; give prompts in text"
+            )
+        prompt = chat_text(tokenizer, prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])
+    return begin(tokenizer, encode(tokenizer, str(prompt)), bos, chat=is_chat)
+
+
 def check_room(canvas: Sequence[int], mask_id: int, room: int, cure: str) -> None:
     if len(canvas) > room:
         n_open = sum(token == mask_id for token in canvas)
@@ -69,7 +84,7 @@ def check_room(canvas: Sequence[int], mask_id: int, room: int, cure: str) -> Non
 
 
 def policy_for(tokenizer: Any, policy: Policy, *, stop: bool, until_eos: bool) -> dict[str, Any]:
-    """What a tokenizer says about a policy: which token ends a text. An open end is written in blocks."""
+    """The policy fields that a tokenizer decides: which token ends a text. Text until EOS is written in blocks."""
     eos_id = getattr(tokenizer, "eos_token_id", None) if stop else None
     if until_eos and policy.eos_id is None and eos_id is None:
         why = "the tokenizer names no EOS; give a length alone" if stop else "and EOS is not to end it; leave one of them out"

@@ -1,0 +1,25 @@
+"""The command `demo`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sinkdlm.cli.options import Json, Seed, option
+
+
+def demo(
+    out: Annotated[Path, option("A folder for the twins, the report and what was measured.")] = Path("runs/demo"),
+    steps: Annotated[int, option("Training steps of each twin.", min=1)] = 1000,
+    trajectories: Annotated[int, option("Stories of each twin that are watched as they are written.", min=1)] = 32,
+    seed: Seed = 0,
+    fresh: Annotated[bool, option("Start over, whatever an earlier demo left.", "--fresh")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train twins with and without a sink on a small language, score and watch them, and write a report: minutes on a CPU."""
+    from sinkdlm.demo.run import run_demo
+
+    found = run_demo(out, steps=steps, seed=seed, trajectories=trajectories, fresh=fresh, as_json=as_json)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
