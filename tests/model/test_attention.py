@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from attention_inputs import RATIOS, LargestTensor, random_inputs
-from sinkdlm.model.attention import attend, attend_naive, choose_form
+from sinkdlm.fast.attention import attend_grouped
+from sinkdlm.model.attention import attend, attend_naive
 
-FUSED = ("append", "merge")
+FORMS = {"naive": lambda *x, **how: attend_naive(*x, **how)[0], "append": attend, "grouped": attend_grouped}
 
 
 def masked_form(q, k, v, sink_k, sink_v, visible=None):
@@ -31,7 +32,7 @@ def max_difference(left, right):
     return max((a.double() - b.double()).abs().max().item() for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("form", ["naive", *FUSED])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("sink_rows", [1, 3])
 @pytest.mark.parametrize("n_sinks", [1, 2, 4])
@@ -40,9 +41,9 @@ def test_lane_equals_masked_form(heads, kv_heads, n_sinks, sink_rows, padded, fo
     inputs = random_inputs(heads, kv_heads, n_sinks, sink_rows=sink_rows)
     visible = (torch.arange(33) < torch.tensor([33, 20, 1])[:, None])[:, None, None] if padded else None
     expected = with_gradients(masked_form, inputs, visible=visible)
-    assert max_difference(with_gradients(attend, inputs, visible=visible, form=form), expected) <= 1e-10
+    assert max_difference(with_gradients(FORMS[form], inputs, visible=visible), expected) <= 1e-10
     single = [x.detach().float().requires_grad_() for x in inputs]
-    assert max_difference(with_gradients(attend, single, visible=visible, form=form), expected) <= 1e-4
+    assert max_difference(with_gradients(FORMS[form], single, visible=visible), expected) <= 1e-4
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), RATIOS)
@@ -50,8 +51,8 @@ def test_sink_logit_equals_a_column_that_is_dropped(heads, kv_heads):
     q, k, v, _, _ = random_inputs(heads, kv_heads, 1)
     logit = torch.linspace(-2, 3, heads, dtype=torch.float64).requires_grad_()
     results = []
-    for form in ("naive", "merge", "auto"):
-        results.append(with_gradients(lambda *x, f=form: attend(*x[:3], sink_logit=x[3], form=f), [q, k, v, logit]))
+    for form in FORMS.values():
+        results.append(with_gradients(lambda *x, f=form: f(*x[:3], sink_logit=x[3]), [q, k, v, logit]))
     # gpt-oss: out = o * sigmoid(lse - logit)
     repeat = heads // kv_heads
     scores = q @ k.repeat_interleave(repeat, 1).mT / math.sqrt(8)
@@ -73,49 +74,44 @@ def test_naive_weights_are_a_distribution_with_sinks_first():
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("form", ["naive", *FUSED])
+@pytest.mark.parametrize("form", FORMS)
 def test_fused_forms_hold_no_tokens_by_tokens_tensor(form, padded):
     tokens = 512
     inputs = random_inputs(6, 2, 1, tokens=tokens, batch=1, width=4)
     visible = torch.ones(1, 1, 1, tokens, dtype=torch.bool) if padded else None
     with LargestTensor() as largest:
-        with_gradients(attend, inputs, visible=visible, form=form)
+        with_gradients(FORMS[form], inputs, visible=visible)
     assert (largest.numel >= tokens * tokens) == (form == "naive")
 
 
-def test_choice_is_named_and_can_be_overridden():
-    assert choose_form("cpu", torch.float32).form == "plain"
-    assert choose_form("cpu", torch.float32, n_sinks=1)[:2] == ("append", "sdpa")
-    assert choose_form("cpu", torch.float32, n_sinks=1, form="merge")[:2] == ("merge", "cpu")
-    assert choose_form("cuda", torch.bfloat16, n_sinks=1, form="merge")[:2] == ("merge", "flash")
-    assert choose_form("cuda", torch.bfloat16, n_sinks=1, form="merge:cudnn")[:2] == ("merge", "cudnn")
-    assert choose_form("cuda", torch.bfloat16, n_sinks=1, masked_keys=True, form="merge")[:2] == ("merge", "efficient")
-    assert choose_form("cuda", torch.float64, n_sinks=1).form == "naive"
-    assert choose_form("cuda", torch.float32, has_logit=True).form == "merge"
-    assert "append" in str(choose_form("cpu", torch.float32, n_sinks=1))
-    with pytest.raises(ValueError, match="allowed: auto, naive, append, merge"):
-        choose_form("cpu", torch.float32, form="fast")
-    with pytest.raises(ValueError, match="no key to append"):
-        choose_form("cpu", torch.float32, has_logit=True, form="append")
+def test_a_sink_logit_keeps_its_digits_in_half_precision():
+    """bf16 has 8 bits: a logit that were rounded to it would be off by 2 %."""
+    q, k, v, _, _ = (x.detach().bfloat16() for x in random_inputs(6, 2, 1))
+    logit = torch.linspace(3.001, 4.999, 6)
+    exact = attend_naive(*(x.double() for x in (q, k, v)), sink_logit=logit.double())[0]
+    rounded = attend_naive(*(x.double() for x in (q, k, v)), sink_logit=logit.bfloat16().double())[0]
+    error, lost = ((out.double() - exact).norm() for out in (attend(q, k, v, sink_logit=logit), rounded))
+    noise = (attend_naive(q, k, v, sink_logit=logit)[0].double() - exact).norm()
+    assert error <= 1.5 * noise
+    assert lost > noise
 
 
-@pytest.mark.parametrize("form", ["naive", "merge"])
-def test_autocast_does_not_lower_the_precision_of_scores(form):
+def test_autocast_does_not_lower_the_precision_of_scores():
     """Inputs are in bf16 already; what follows is not rounded on the way."""
     inputs = [x.detach().bfloat16().requires_grad_() for x in random_inputs(6, 2, 2)]
-    plain = with_gradients(attend, inputs, form=form)
+    plain = with_gradients(FORMS["naive"], inputs)
 
-    def under_autocast(*inputs, form):
+    def under_autocast(*inputs):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert attend_naive(*inputs)[1].dtype == torch.float32
-            return attend(*inputs, form=form)
+            out, weights = attend_naive(*inputs)
+            assert weights.dtype == torch.float32
+            return out
 
-    cast = with_gradients(under_autocast, inputs, form=form)
-    assert max_difference(plain, cast) == 0
+    assert max_difference(plain, with_gradients(under_autocast, inputs)) == 0
 
 
 def test_causal_attention_takes_no_sinks():
     q, k, v, sink_k, sink_v = random_inputs(6, 2, 1)
-    torch.testing.assert_close(attend(q, k, v, causal=True), attend(q, k, v, causal=True, form="naive"))
+    torch.testing.assert_close(attend(q, k, v, causal=True), attend_naive(q, k, v, causal=True)[0])
     with pytest.raises(ValueError, match="without sinks"):
         attend(q, k, v, sink_k, sink_v, causal=True)

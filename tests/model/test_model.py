@@ -6,8 +6,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference import hidden_states
-from sinkdlm import DiffusionLM, ModelConfig
+from sinkdlm import DiffusionLM, ModelConfig, fast
 from sinkdlm.config.model import preset_names
+from sinkdlm.model.model import run_plain
 from small_models import VARIANTS, grid, small_config, small_model, small_tokens
 
 GRID = list(grid())
@@ -52,7 +53,8 @@ def test_whole_model_equals_masked_reference(part):
     tokens = small_tokens(2, 7)
     for flags in GRID[part::27]:
         grad = torch.randn(2, 7, flags["d_model"], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-        models = [small_model(attention=form, **flags) for form in ("append", "merge", "naive")]
+        models = [small_model(attention=form, **flags) for form in ("auto", "naive")]
+        models.append(small_model(plan=None, **flags))
         expected = reference_run(models[0], tokens, grad)
         for model in models:
             assert_gives(model, tokens, grad, *expected, 1e-10)
@@ -251,7 +253,8 @@ def test_a_copy_made_inside_a_scope_is_outside_it():
         copied = copy.deepcopy(model)
         edit_data(copied)
         assert torch.equal(copied(small_tokens(2, 5)), copy.deepcopy(copied)(small_tokens(2, 5)))
-    assert copied._lanes is None
+    assert copied.scope is None
+    assert copied.runner is run_plain
 
 
 def test_adapters_that_switch_inside_a_scope_are_seen():
@@ -273,7 +276,7 @@ def test_adapters_that_switch_inside_a_scope_are_seen():
 # -- lengths, shift, causal, cache, denoiser --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["auto", "naive", "merge"])
+@pytest.mark.parametrize("form", ["auto", "naive"])
 def test_padded_row_equals_the_row_alone(variant, form):
     model = small_model(attention=form, **variant)
     lengths = torch.tensor([11, 1, 6, 10])
@@ -451,10 +454,9 @@ def test_initial_weights_do_not_depend_on_defaults():
 
 
 def test_recomputing_blocks_changes_nothing(variant):
-    model, tokens = small_model(**variant), small_tokens(2, 7)
-    results = []
-    for model.recompute in ("none", "selective", "full"):
-        model.zero_grad()
+    tokens, results = small_tokens(2, 7), []
+    for how in ("none", "selective", "full"):
+        model = small_model(plan=fast.Plan(recompute=how), **variant)
         out = model(tokens)
         out.square().sum().backward()
         results.append([out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
@@ -464,9 +466,9 @@ def test_recomputing_blocks_changes_nothing(variant):
 
 
 def test_selective_recomputation_keeps_products_and_runs_the_rest_again():
-    model, tokens = small_model(n_sinks=1), small_tokens(2, 7)
-    counts = []
-    for model.recompute in ("none", "selective", "full"):
+    tokens, counts = small_tokens(2, 7), []
+    for how in ("none", "selective", "full"):
+        model = small_model(plan=fast.Plan(recompute=how), n_sinks=1)
         with CountOperations() as counted:
             model(tokens).square().sum().backward()
         counts.append((counted.of("aten.mm"), counted.of("aten.silu.")))
@@ -502,15 +504,9 @@ def test_weights_can_be_made_after_building_on_meta():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), built.parameters(), strict=True))
 
 
-def test_model_says_which_attention_it_takes():
-    assert small_model(n_sinks=1).attention_choice().form == "append"
-    assert small_model(n_sinks=1, attention="merge").attention_choice(padded=True).form == "merge"
-    assert small_model().attention_choice().form == "plain"
-    assert small_model(**VARIANTS["logit"]).attention_choice().form == "merge"
-    for attention in ("auto", "merge"):
-        assert small_model(attention=attention).attention_choice().reason.startswith("no sinks")
-        register = small_model(attention=attention, **VARIANTS["register"]).attention_choice()
-        assert str(register) == "plain on sdpa (registers are tokens of the row)"
+def test_a_form_of_attention_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="attention form 'merge': allowed: auto, naive, append, flex"):
+        small_model(attention="merge")
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

@@ -9,11 +9,12 @@ from torch.nn.attention import flex_attention as flex
 
 import reference
 from attention_inputs import LargestTensor
-from sinkdlm import noise
+from sinkdlm import fast, noise
 from sinkdlm.diffusion import Noisy, denoising_loss
-from sinkdlm.model.attention import choose_form
+from sinkdlm.fast.attention import block_mask
+from sinkdlm.fast.runner import supports_flex
 from sinkdlm.model.visibility import Annealing, DrawnAnnealing, Visibility, pair_bits
-from small_models import VARIANTS, small_model, small_tokens
+from small_models import VARIANTS, small_config, small_model, small_tokens
 from visibility_rules import random_rule
 
 LAYOUT = [[5, 1, 7], [13], [1, 2, 3, 7]]  # tokens of each document, row by row
@@ -87,14 +88,12 @@ def uses_flex(test):
 
 FORM_OF = [
     *((name, "auto") for name in VARIANTS),
-    ("sinks-4", "merge"),
-    ("parent", "merge"),
     ("sink-end", "naive"),
     ("logit", "naive"),
 ]
 PACKED = [(*pair, True) for pair in FORM_OF if pair[0] in PACKABLE]
 PACKED += [(name, "auto", padded) for name in ("end-shift", "end-shift-zero") for padded in (False, True)]
-PACKED += [("vanilla", "auto", False), ("sinks-4", "auto", False), ("parent", "merge", False), ("logit", "auto", False)]
+PACKED += [("vanilla", "auto", False), ("sinks-4", "auto", False), ("parent", "naive", False), ("logit", "auto", False)]
 
 
 @pytest.mark.parametrize(("name", "form", "padded"), PACKED)
@@ -136,10 +135,9 @@ def test_one_document_is_the_whole_row(variant):
 
 @pytest.mark.parametrize("flags", [PACKABLE["sink"], PACKABLE["end-shift"]])
 def test_recomputing_and_cached_lanes_change_nothing(flags):
-    model, tokens, ids = small_model(**flags), small_tokens(3, 13), ids_of(LAYOUT)
-    runs = []
-    for model.recompute in ("none", "selective", "full"):
-        model.zero_grad()
+    tokens, ids, runs = small_tokens(3, 13), ids_of(LAYOUT), []
+    for how in ("none", "selective", "full"):
+        model = small_model(plan=fast.Plan(recompute=how), **flags)
         out = model(tokens, documents=ids, annealing=Annealing(0.5, 1))
         out.square().sum().backward()
         runs.append([out.detach(), *gradients(model).values()])
@@ -184,9 +182,9 @@ def test_loss_hands_options_to_the_model_only_where_given():
     class Plain:
         config, head_weight, seen = model.config, model.head_weight, None
 
-        def __call__(self, tokens, *, lengths=None, **options):
+        def __call__(self, tokens, *, lengths=None, select, **options):
             self.seen = options
-            return model(tokens, lengths=lengths)
+            return model(tokens, lengths=lengths, select=select)
 
     plain = Plain()
     denoising_loss(plain, tokens, noisy, denominator=1.0)
@@ -383,7 +381,7 @@ def computed_by(blocks):
 )
 def test_blocks_compute_the_dense_rule(n_tokens, n_sinks, n_registers, share, padded):
     rule = random_rule(2, n_tokens, share, n_registers, padded)
-    found, partial, whole = computed_by(rule.blocks(2, n_sinks))
+    found, partial, whole = computed_by(block_mask(rule, 2, n_sinks))
     expected = rule.dense()[:, 0]
     assert torch.equal(found[..., : expected.shape[2]], expected)
     assert found[..., expected.shape[2] :].all()
@@ -395,14 +393,14 @@ def test_blocks_compute_the_dense_rule(n_tokens, n_sinks, n_registers, share, pa
 
 def test_one_row_of_documents_serves_a_batch():
     rule = random_rule(1, 300, 0.3)
-    assert torch.equal(computed_by(rule.blocks(3, 1))[0][2, :, :300], rule.dense()[0, 0])
+    assert torch.equal(computed_by(block_mask(rule, 3, 1))[0][2, :, :300], rule.dense()[0, 0])
 
 
 @pytest.mark.parametrize("share", [None, 0.3])
 def test_blocks_hold_no_tokens_by_tokens_tensor(share):
     rule = random_rule(2, 2048, share)
     with LargestTensor() as largest:
-        rule.blocks(2, 1)
+        block_mask(rule, 2, 1)
     assert largest.numel <= 8 * 2048
     with LargestTensor() as largest:
         rule.dense()
@@ -433,7 +431,6 @@ def test_flex_equals_the_dense_form(name, given):
     inside = torch.arange(13) < GIVEN[given].get("lengths", torch.tensor([13]))[..., None]
     for form in ("naive", "flex"):
         model = small_model(attention=form, n_layers=2, **VARIANTS[name])
-        assert model.attention_choice(documents=True).form == form
         out = model(tokens, **GIVEN[given])[inside.expand(3, 13)]
         (out * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)).sum().backward()
         results.append((out.detach(), gradients(model)))
@@ -469,30 +466,11 @@ def test_whole_model_has_no_graph_break():
 # -- choice and refusals --------------------------------------------------------------------------------------------------
 
 
-def test_choice_of_form_for_pairs():
-    bf16 = torch.bfloat16
-    assert choose_form("cuda", bf16, n_sinks=1, pairwise=True).form == "flex"
-    assert choose_form("cuda", torch.float32, has_logit=True, pairwise=True, width=16).form == "flex"
-    assert choose_form("cuda", bf16, pairwise=True, width=96).form == "plain"
-    assert choose_form("cuda", bf16, n_sinks=1, pairwise=True, width=8).form == "append"
-    assert choose_form("cuda", bf16, has_logit=True, pairwise=True, width=96)[:2] == ("merge", "efficient")
-    assert choose_form("cuda", bf16, n_sinks=1, pairwise=True, form="merge")[:2] == ("merge", "efficient")
-    assert choose_form("cuda", torch.float64, n_sinks=1, pairwise=True).form == "naive"
-    assert choose_form("cpu", torch.float32, n_sinks=1, pairwise=True).form == "append"
-    assert choose_form("cpu", torch.float64, n_sinks=1, pairwise=True, form="flex").form == "flex"
-    assert choose_form("cpu", torch.float32, n_sinks=1, form="flex").form == "append"
-    assert choose_form("cuda", bf16, form="flex").form == "plain"
-    for dtype, width in ((torch.float64, 64), (bf16, 96), (bf16, 8)):
-        with pytest.raises(ValueError, match="form 'flex': on a GPU it takes"):
-            choose_form("cuda", dtype, pairwise=True, width=width, form="flex")
-
-
-def test_model_says_which_attention_it_takes():
-    model = small_model(n_sinks=1, attention="flex")
-    assert model.attention_choice().form == "append"
-    assert model.attention_choice(documents=True)[:2] == ("flex", "flex_attention")
-    assert model.attention_choice(annealing=True).reason == "asked for"
-    assert small_model(n_sinks=1).attention_choice(documents=True, annealing=True).form == "append"
+def test_flex_takes_heads_of_a_power_of_two_on_a_gpu():
+    taken = {width: supports_flex(small_config(d_model=6 * width), "cuda", torch.bfloat16) for width in (8, 16, 64, 96)}
+    assert taken == {8: False, 16: True, 64: True, 96: False}
+    assert not supports_flex(small_config(d_model=6 * 64), "cuda", torch.float64)
+    assert not supports_flex(small_config(d_model=6 * 64), "cpu", torch.float32)
 
 
 def test_what_cannot_be_is_refused():

@@ -6,7 +6,9 @@ import itertools
 
 import torch
 
-from sinkdlm import DiffusionLM, ModelConfig
+from sinkdlm import DiffusionLM, ModelConfig, fast
+
+PLAN = fast.Plan()
 
 SMALL = {"vocab_size": 11, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "d_model": 24, "d_ff": 20, "context_length": 64}
 
@@ -32,9 +34,16 @@ def small_config(**flags) -> ModelConfig:
     return ModelConfig(**{**SMALL, **flags})
 
 
-def small_model(seed: int = 0, dtype: torch.dtype = torch.float64, attention: str = "auto", **flags) -> DiffusionLM:
-    """Random weights of a size at which every term matters: biases and logits away from zero, norms away from one."""
-    return copy.deepcopy(_small_model(seed, dtype, attention, tuple(flags.items())))
+def small_model(
+    seed: int = 0, dtype: torch.dtype = torch.float64, attention: str = "auto", plan: fast.Plan | None = PLAN, **flags
+) -> DiffusionLM:
+    """Random weights of a size at which every term matters: biases and logits away from zero, norms away from one.
+
+    plan: of its fast runner, which is what `load` gives; None: the plain one."""
+    model = copy.deepcopy(_small_model(seed, dtype, attention, tuple(flags.items())))
+    if plan is not None:
+        fast.prepare(model, plan)
+    return model
 
 
 @functools.cache

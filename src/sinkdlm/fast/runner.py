@@ -118,8 +118,14 @@ class FastRunner:
             return "plain"
         pairwise = ctx.documents is not None or ctx.annealing is not None
         if pairwise:
+            runs = supports_flex(config, kind, dtype)
             asked = ctx.form == "flex" or self._force == "flex"
-            return "flex" if asked or (ctx.form == "auto" and supports_flex(config, kind, dtype)) else "plain"
+            if asked and kind != "cpu" and not runs:
+                raise ValueError(
+                    f"attention form 'flex': on a GPU it takes float32 or half precision and heads of a power of two from "
+                    f"{_FLEX_WIDTH}, not {dtype}, heads of {config.head_dim}; use 'auto'"
+                )
+            return "flex" if asked or (ctx.form == "auto" and runs) else "plain"
         if ctx.causal or ctx.form not in ("auto", "append") or config.n_registers:
             return "plain"
         if trains:
