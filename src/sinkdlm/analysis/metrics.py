@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sinkdlm.analysis.glossary import QUANTITIES
 from sinkdlm.analysis.intervals import Interval, difference_interval, finite, mean_interval
 from sinkdlm.analysis.kinds import KINDS
 from sinkdlm.analysis.trajectory import Trajectory
@@ -27,31 +28,6 @@ _ANCHOR_STEPS = (1, 2)  # an anchored head has a sink in at least this share of 
 _ANCHOR_SAME = (9, 10)  # and its top sink is the same token in at least this share of those
 _REST_SPREAD = 0.01  # quarters of queries that differ by less in the attention they rest on sinks say nothing about resting
 _DIGITS = 6  # significant, of sampled norms in a file
-
-QUANTITIES = {
-    "sink_mass": "attention on the model's own sinks, mean over steps and heads",
-    "content_sinks": "content sinks (absolute rule) of a head at a step",
-    "relative_sinks": "content sinks (relative rule) of a head at a step",
-    "sink_heads": "share of heads and steps with at least one content sink (absolute)",
-    "turnover": "Jaccard distance of a head's content sinks (absolute) at consecutive steps, over pairs with a sink in either",
-    "turnover_null": "the same over all pairs of different steps: what shuffled steps give on average",
-    "relative_turnover": "turnover by the relative rule",
-    "relative_turnover_null": "turnover_null by the relative rule",
-    "moved": "tokens between a head's top content sinks (absolute) at consecutive steps that both have one",
-    "move_rate": "share of those pairs in which the top content sink moved",
-    "lifetime": "consecutive steps that a token stays a content sink (absolute) of a head; the trajectory's ends cut runs short",
-    "anchored": "share of heads with a content sink (absolute) in half of the steps or more, the top one the same in 90 % of them",
-    "lane_heads": "share of heads and steps in which the model's own sinks receive more than the threshold",
-    "sink_value_norm": "value norm (eq. 16) of the model's own sinks",
-    "content_sink_norm": "value norm of tokens that are a content sink (absolute) of any head of the layer",
-    "normal_norm": "value norm of all other tokens",
-    "norm_ratio": "content_sink_norm / normal_norm",
-    "lane_norm_ratio": "sink_value_norm / normal_norm",
-    "entropy": "entropy of attention weights, nats",
-    "bound_ratio": "mean output norm / mean bound (eq. 20)",
-    "update_ratio": "size of a layer's update against its input, |z| / |h| (eq. 21, 22)",
-    "noop": "update_ratio of the quarter of queries that rest most on sinks, less that of the quarter that rest least",
-}
 
 
 @dataclass(frozen=True)
