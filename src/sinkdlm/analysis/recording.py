@@ -9,6 +9,7 @@ N frames (frame i is what step i saw, the last one the finished text), E layers,
 import base64
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -74,6 +75,7 @@ def likeliest(
 # -- recordings -----------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Recorder:
     """Takes frames one by one, so that others may use the model in between; `side` is then one model's half of a recording.
 
@@ -81,66 +83,57 @@ class Recorder:
     barred: ids that are no candidates, because they are never written.
     """
 
-    def __init__(
-        self,
-        model: DiffusionLM,
-        name: str,
-        canvases: Sequence[Sequence[int]],
-        n_given: int,
-        *,
-        piece: Callable[[int], str],
-        kind: Callable[[int], str],
-        confidence: Sequence[bytes] = (),
-        rules: Rules = RULES,
-        barred: Sequence[int] = (),
-    ) -> None:
-        self._model, self._name, self._canvases, self._n_given = model, name, [list(map(int, one)) for one in canvases], n_given
-        self._piece, self._kind, self._confidence, self._rules, self._barred = piece, kind, confidence, rules, barred
+    model: DiffusionLM
+    name: str
+    canvases: Sequence[Sequence[int]]
+    n_given: int
+    piece: Callable[[int], str]
+    kind: Callable[[int], str]
+    confidence: Sequence[bytes] = ()
+    rules: Rules = RULES
+    barred: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self.n_frames, config, length = len(self.canvases), self.model.config, len(self.canvases[0])
         self._seen: list[Seen] = []
         self._rows: list[np.ndarray] = []
         self._candidates: list[list[list[tuple[int, float]]]] = []
-        config, length = model.config, len(self._canvases[0])
-        if any(len(canvas) != length for canvas in self._canvases):
+        if any(len(canvas) != length for canvas in self.canvases):
             raise AnalysisError("a text that grew as it was written: frames of one length can be recorded, and these differ")
         per_frame = config.n_layers * config.n_heads * (config.n_sinks + length)
-        if per_frame * len(self._canvases) > MOST_VALUES:
+        if per_frame * self.n_frames > MOST_VALUES:
             raise AnalysisError(
-                f"{len(self._canvases)} frames of {length} tokens in {config.n_layers} x {config.n_heads} heads: more than the "
+                f"{self.n_frames} frames of {length} tokens in {config.n_layers} x {config.n_heads} heads: more than the "
                 f"{MOST_VALUES} numbers of a recording; take fewer steps or tokens"
             )
-        self._with_rows = per_frame * length * len(self._canvases) <= MOST_ROWS
-
-    @property
-    def n_frames(self) -> int:
-        return len(self._canvases)
+        self._with_rows = per_frame * length * self.n_frames <= MOST_ROWS
 
     def take(self) -> None:
         """The next frame."""
-        canvas, config = self._canvases[len(self._seen)], self._model.config
-        self._seen.append(look_at(self._model, canvas, self._rules))
-        self._candidates.append(likeliest(self._model, canvas, range(len(canvas)), N_CANDIDATES, self._barred))
+        canvas, config = self.canvases[len(self._seen)], self.model.config
+        self._seen.append(look_at(self.model, canvas, self.rules))
+        self._candidates.append(likeliest(self.model, canvas, range(len(canvas)), N_CANDIDATES, self.barred))
         if self._with_rows:
-            places = [(layer, head) for layer in range(config.n_layers) for head in range(config.n_heads)]
-            maps = attention_maps(self._model, canvas, places)
-            rows = np.stack([maps[place].float().numpy() for place in places])
+            maps = attention_maps(self.model, canvas, list(np.ndindex(config.n_layers, config.n_heads)))  # in this order
+            rows = np.stack([one.float().numpy() for one in maps.values()])
             self._rows.append(rows.reshape(config.n_layers, config.n_heads, *rows.shape[1:]))
 
     def side(self) -> dict[str, Any]:
-        config, seen = self._model.config, self._seen
+        config, seen = self.model.config, self._seen
         candidates = {token for frame in self._candidates for place in frame for token, _ in place}
-        ids = sorted(({token for canvas in self._canvases for token in canvas} | candidates) - {config.mask_id})
+        ids = sorted(({token for canvas in self.canvases for token in canvas} | candidates) - {config.mask_id})
         return {
-            "model": self._name,
+            "model": self.name,
             "n_layers": config.n_layers,
             "n_heads": config.n_heads,
             "n_sinks": config.n_sinks,
             "sink_kind": config.sink_kind if config.n_sinks else None,
-            "n_given": self._n_given,
-            "rules": self._rules._asdict(),
-            "tokens": [[None if token == config.mask_id else token for token in canvas] for canvas in self._canvases],
-            "confidence": [base64.b64encode(sure).decode() for sure in self._confidence] or None,
-            "pieces": {str(token): self._piece(token) for token in ids},
-            "kinds": {str(token): self._kind(token) for token in ids},
+            "n_given": self.n_given,
+            "rules": self.rules._asdict(),
+            "tokens": [[None if token == config.mask_id else token for token in canvas] for canvas in self.canvases],
+            "confidence": [base64.b64encode(sure).decode() for sure in self.confidence] or None,
+            "pieces": {str(token): self.piece(token) for token in ids},
+            "kinds": {str(token): self.kind(token) for token in ids},
             "received": pack([one.received for one in seen]),
             "values": pack([one.values for one in seen]),
             "absolute": [one.absolute for one in seen],
