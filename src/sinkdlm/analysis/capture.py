@@ -48,15 +48,11 @@ class Watched:
         self.model, self.rules = model, rules
         self.last: list[dict[str, np.ndarray]] = []
         self._denoiser = model.denoiser(barred)
-        self.reach, self.barred = self._denoiser.reach, self._denoiser.barred
+        self.reach, self.barred, self.device = self._denoiser.reach, self._denoiser.barred, self._denoiser.device
         self._n_registers = model.config.n_registers
         self._layers: list[dict[str, Tensor]] = []  # what each showed, rows first, named as in Trajectory
         self._states: Tensor | None = None  # |h| of the layer that is being computed, (B, R + T)
         self._lengths: Tensor | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self._denoiser.device
 
     def __call__(self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None) -> Tensor:
         self._layers, self._lengths = [], lengths
@@ -164,12 +160,13 @@ def capture(
 
 def _check(request: Request) -> None:
     policy = request.policy
-    if policy.guidance:
-        raise AnalysisError("guidance: a step then has two forwards, one without the prompt; analyse without it")
-    if policy.cache != "none":
-        raise AnalysisError(f"cache = {policy.cache!r}: its forwards see only a part of the row; analyse with cache = 'none'")
-    if request.grow:
-        raise AnalysisError("an open end: positions of a row that grows cannot be compared; give a length")
+    for refused, why in (
+        (policy.guidance, "guidance: a step then has two forwards, one without the prompt; analyse without it"),
+        (policy.cache != "none", f"cache = {policy.cache!r}: its forwards see a part of the row; analyse with cache = 'none'"),
+        (request.grow, "an open end: positions of a row that grows cannot be compared; give a length"),
+    ):
+        if refused:
+            raise AnalysisError(why)
 
 
 def _advance(states: list[State], watched: Watched, seen: list[list[dict[str, np.ndarray]]]) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sinkdlm.analysis.findings import Capture, layers_of
 from sinkdlm.analysis.glossary import QUANTITIES, defined, write_count, write_interval, write_number
 from sinkdlm.analysis.plates import (
     COLOURS,
@@ -32,8 +33,6 @@ from sinkdlm.analysis.plates import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Capture = Mapping[str, Any]
 
 _GROUPS = {"sink": ("content sinks", SINK), "normal": ("other tokens", NORMAL), "lane": ("sink token", LANE)}  # of value norms
 _NORMS = {  # quantity -> name, line and marker
@@ -115,13 +114,12 @@ def _draw_map(axis: "Axes", one: Mapping[str, Any], limit: float) -> Any:
     above = axis.get_xaxis_transform()
     marks = [(float(-(n_sinks + 1) / 2), "sink token" if n_sinks == 1 else "sink tokens", LANE)] if n_sinks else []
     marks += [(float(place), shown(one["labels"][place]), SINK) for place in one["sinks"]]
+    upright: dict[str, Any] = {"rotation": 90, "ha": "center", "va": "bottom", "size": 7, "parse_math": False}
     last = -length
     for place, label, colour in marks:
-        axis.plot([place], [1.02], marker="v", markersize=4, color=colour, transform=above, clip_on=False, linestyle="none")
+        axis.plot([place], [1.02], "v", markersize=4, color=colour, transform=above, clip_on=False)
         if place - last >= 0.05 * length:  # names that would run into each other are left out
-            axis.text(
-                place, 1.05, label, rotation=90, ha="center", va="bottom", size=7, color=colour, transform=above, parse_math=False
-            )
+            axis.text(place, 1.05, label, color=colour, transform=above, **upright)
             last = place
     name_axes(axis, f"step {one['step']}: key", "query", most=5)
     axis.set_xlim(-n_sinks - 0.5, length - 0.5)
@@ -131,17 +129,8 @@ def _draw_map(axis: "Axes", one: Mapping[str, Any], limit: float) -> Any:
 def _draw_norms(axis: "Axes", groups: Sequence[tuple[str, str, list[float], float | None, int]]) -> None:
     for place, (_, colour, values, mean, _) in enumerate(groups):
         across = place + 0.7 * ((np.arange(len(values)) * 0.6180339887) % 1 - 0.5)  # spread evenly, the same each time
-        axis.plot(
-            across,
-            values,
-            marker=".",
-            markersize=2.2,
-            markeredgewidth=0,
-            linestyle="none",
-            color=colour,
-            alpha=min(0.5, max(0.1, 400 / len(values))),
-            rasterized=True,
-        )
+        faint = min(0.5, max(0.1, 400 / len(values)))
+        axis.plot(across, values, ".", markersize=2.2, markeredgewidth=0, color=colour, alpha=faint, rasterized=True)
         if mean is not None:
             axis.plot([place - 0.42, place + 0.42], [mean, mean], color=INK, linewidth=1.2)
             box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
@@ -154,8 +143,8 @@ def _draw_norms(axis: "Axes", groups: Sequence[tuple[str, str, list[float], floa
 @drawn
 def figure3(captures: Sequence[Capture]) -> Plate:
     """Per layer: value norms of sinks and other tokens; share of attention on the model's own sinks."""
-    norms = [(c, name) for c in captures for name in _NORMS if _has_layers(c, name)]
-    shares = [c for c in captures if c["model"]["n_sinks"] and _has_layers(c, "sink_mass")]
+    norms = [(c, name) for c in captures for name in _NORMS if layers_of(c, name)]
+    shares = [c for c in captures if c["model"]["n_sinks"] and layers_of(c, "sink_mass")]
     if not norms:
         return Plate(None, "Figure 3: no value norm was measured.")
     figure, axes = panels(["plot"] * (1 + bool(shares)), 2.9)
@@ -177,10 +166,6 @@ def figure3(captures: Sequence[Capture]) -> Plate:
     return Plate(figure, caption)
 
 
-def _has_layers(capture: Capture, name: str) -> bool:
-    return any(defined(one["mean"]) for one in capture["quantities"].get(name, {}).get("layers", []))
-
-
 def _draw_layers(axis: "Axes", layers: Sequence[Mapping[str, Any]], colour: str, line: str, marker: str) -> None:
     mean, low, high = (np.array([np.nan if one[part] is None else one[part] for one in layers]) for part in ("mean", "low", "high"))
     axis.fill_between(range(len(layers)), low, high, color=colour, alpha=0.18, linewidth=0)
@@ -191,12 +176,12 @@ def _draw_layers(axis: "Axes", layers: Sequence[Mapping[str, Any]], colour: str,
 
 
 @drawn
-def trajectory(capture: Capture, which: int = 0) -> Plate:
+def trajectory(capture: Capture) -> Plate:
     """The most-received token of each layer at each step, over what is still [MASK]."""
     name = f"Paths of sinks of {capture['name']}"
-    if which >= len(capture["paths"]):
+    if not capture["paths"]:
         return Plate(None, f"{name}: no path was captured.")
-    path = capture["paths"][which]
+    path = capture["paths"][0]
     top, received = (np.asarray(path[part], dtype=float) for part in ("top", "received"))  # (E, N); null is not a number
     n_layers, n_steps = top.shape
     if n_steps < 2:

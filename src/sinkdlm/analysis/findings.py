@@ -247,13 +247,13 @@ def _facts(capture: Capture) -> dict[str, str]:
         of_all = {kind: write_number(share, "share") for kind, share in capture["kinds"]["all"].items()}
         facts["kinds"] = ", ".join(f"{KIND_NAMES[kind]} {write_number(share, 'share')} ({of_all[kind]})" for kind, share in among)
     if "norm_ratio" in facts:
-        having = len(_layers(capture, "norm_ratio"))
+        having = len(layers_of(capture, "norm_ratio"))
         facts["with_sinks"] = f" in the {having} of {n_layers} layers that have them" if having < n_layers else ""
         facts["norm_ratio_verdict"] = _word(_LOW_NORM, totals["norm_ratio"], 1.0)
     return facts | {"noop_verdict": _word(_RESTING, totals["noop"])}
 
 
-def _layers(capture: Capture, name: str) -> dict[int, float]:
+def layers_of(capture: Capture, name: str) -> dict[int, float]:
     """Means of the layers that have a quantity."""
     layers = capture["quantities"].get(name, {}).get("layers", [])
     return {layer: one["mean"] for layer, one in enumerate(layers) if defined(one["mean"])}
@@ -267,7 +267,7 @@ def even_share(capture: Capture) -> float:
 
 def _range(capture: Capture, name: str) -> str:
     """From the weakest to the strongest layer."""
-    means = _layers(capture, name)
+    means = layers_of(capture, name)
     if len(means) < 2 or not any(means.values()):
         return ""
     ends = [
@@ -303,7 +303,7 @@ def claims(capture: Capture, comparison: Comparison | None = None) -> list[Claim
     facts = _facts(capture)
     facts |= {f"new_{name}": text for name, text in facts.items()} | {f"old_{name}": text for name, text in _facts(old).items()}
     facts |= {f"gap_{name}": tell(one, name, signed=True) for name, one in gaps.items() if defined(one["mean"])}
-    without = [one["name"] for one in (old, capture) if not _layers(one, "turnover")]
+    without = [one["name"] for one in (old, capture) if not layers_of(one, "turnover")]
     facts |= {"without": f" in {without[0]}" if len(without) == 1 else "", "other_layers": _other_layers(old, capture, "turnover")}
     found = []
     for one in _RULES:
@@ -330,7 +330,7 @@ def _absorbs(capture: Capture) -> str:
 
 def _other_layers(old: Capture, new: Capture, name: str) -> str:
     """Each total is over the layers that have content sinks, and those may be others in the other model."""
-    layers = [set(_layers(one, name)) for one in (old, new)]
+    layers = [set(layers_of(one, name)) for one in (old, new)]
     if layers[0] == layers[1]:
         return ""
     told = " and ".join(f"{len(own)} in {one['name']}" for own, one in zip(layers, (old, new), strict=True))
@@ -339,7 +339,7 @@ def _other_layers(old: Capture, new: Capture, name: str) -> str:
 
 def _higher(capture: Capture, name: str) -> str:
     """A mean over layers may hide some that say otherwise."""
-    means = _layers(capture, name).values()
+    means = layers_of(capture, name).values()
     above = sum(mean > 1 for mean in means)
     return f" It is above 1 in {above} of {len(means)} layers." if above else ""
 

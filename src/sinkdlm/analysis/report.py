@@ -22,10 +22,6 @@ from sinkdlm.page.bundle import build_viewer
 
 REPORT_FORMAT, REPORT_VERSION = "sinkdlm-report", 1
 _KEPT = ("name", "source", "model", "made", "settings", "n", "quantities", "kinds", "heads", "interventions", "omitted")
-_LAYER_COLUMNS = (
-    *("sink_mass", "lane_heads", "content_sinks", "turnover", "turnover_null"),
-    *("sink_value_norm", "content_sink_norm", "normal_norm", "entropy"),
-)
 _GLOSSARY = {
     **{one.label: one.meaning for one in QUANTITIES.values()},
     "pp": "Percentage points: the difference of two shares.",
@@ -137,7 +133,7 @@ class Report:
             ],
             findings=[(capture["name"], findings(capture)) for capture in self.captures],
             plates=[(name, plate, Markup(_inline(name, plate))) for name, plate in drawn.items()],
-            tables=[*self._grids(), *map(_layer_grid, self.captures)],
+            tables=self._grids(),
             texts=[(capture["name"], capture["n"]["trajectories"], _texts(capture)) for capture in self.captures],
             glossary=_GLOSSARY,
             provenance=[(capture["name"], _facts(capture)) for capture in self.captures],
@@ -222,17 +218,6 @@ def _inline(name: str, plate: plates.Plate) -> str:
     prefix = re.sub(r"[^\w.-]", "_", name)
     rest = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}-", rest)
     return f'{head} role="img" aria-label="{escape(plate.caption)}">{rest}'
-
-
-def _layer_grid(capture: Capture) -> Grid:
-    found = {name: capture["quantities"].get(name, {}).get("layers", []) for name in _LAYER_COLUMNS if _has(capture, name)}
-    found = {name: layers for name, layers in found.items() if any(defined(one["mean"]) for one in layers)}
-    rows = [
-        [str(layer), *(write_number(layers[layer]["mean"], QUANTITIES[name].unit) for name, layers in found.items())]
-        for layer in range(capture["model"]["n_layers"])
-    ]
-    head = ["layer", *(QUANTITIES[name].label for name in found)]
-    return Grid(f"{capture['name']}: by layer (intervals are in metrics.json)", head, rows)
 
 
 def _intervention_grid(capture: Capture) -> Grid:

@@ -68,15 +68,11 @@ class Plan:
 
     def check_maps(self, n_layers: int, n_heads: int) -> None:
         """Before anything is captured."""
-        for step, layer, head in self.maps:
-            if not (0 <= layer < n_layers and 0 <= head < n_heads and 0 <= step < self.n_steps):
-                most = f"{self.n_steps - 1},{n_layers - 1},{n_heads - 1}"
-                raise AnalysisError(f"--map {step},{layer},{head}: steps, layers and heads are from 0,0,0 to {most} here")
-
-    @property
-    def n_forwards(self) -> int:
-        """Of rows; policies that stop by themselves make fewer."""
-        return self.n_steps * (len(self.texts) if self.shares else self.trajectories)
+        ends = (self.n_steps - 1, n_layers - 1, n_heads - 1)
+        for place in self.maps:
+            if not all(0 <= index <= end for index, end in zip(place, ends, strict=True)):
+                asked, most = (",".join(map(str, one)) for one in (place, ends))
+                raise AnalysisError(f"--map {asked}: steps, layers and heads are from 0,0,0 to {most} here")
 
 
 class _Seen:
@@ -228,7 +224,7 @@ def _rows_of_look(plan: Plan) -> int:
 def count_rows(lm: Any, plan: Plan) -> int:
     """That go through the model, about: for a time estimate."""
     looks = 1 + len(find_changes(lm.model, plan.rules)[0]) if plan.interventions else 0
-    return plan.n_forwards + looks * _rows_of_look(plan) + plan.n_steps + 1
+    return plan.n_steps * (len(plan.texts) if plan.shares else plan.trajectories) + looks * _rows_of_look(plan) + plan.n_steps + 1
 
 
 # -- files ------------------------------------------------------------------------------------------------------------------------

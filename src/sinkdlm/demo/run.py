@@ -121,21 +121,13 @@ def _settle(out: Path, steps: int, seed: int, fresh: bool, console: Console) -> 
             console.print(f"{out}: goes on with the demo that is there; --fresh starts over")
         else:
             console.print(f"{out}: starts over" + ("" if same else ": the demo that is there has other settings"))
-            _clear(out)
+            for name in _OWN:
+                shutil.rmtree(out / name) if (out / name).is_dir() else (out / name).unlink(missing_ok=True)
     replace_text(note, json.dumps(settings), out / ".demo.partial")
     language.write_sets(place / "data", seed)
     for twin, recipe in recipes.items():
         (out / f"{twin}.toml").write_text(recipe.to_toml())
     return recipes
-
-
-def _clear(out: Path) -> None:
-    for name in _OWN:
-        path = out / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
 
 # -- its parts ------------------------------------------------------------------------------------------------------------------

@@ -120,11 +120,9 @@ class Screen(Monitor):
         requests = requests_of([ids], length=len(ids) + length, mask_id=mask_id, steps=steps, temperature=0.0)
         frames = [[*ids, *[mask_id] * length]]
         frames += [step.tokens[0].tolist() for step in stream(self._model.denoiser(), start(requests))]
-        return [self._write(frame, mask_id) for frame in frames]
-
-    def _write(self, frame: Sequence[int], mask_id: int) -> str:
-        text = "".join(OPEN if token == mask_id else self._tokenizer.decode([token]) for token in frame)
-        return text.replace(EOS, END)
+        decode = self._tokenizer.decode
+        texts = ("".join(OPEN if token == mask_id else decode([token]) for token in frame) for frame in frames)
+        return [text.replace(EOS, END) for text in texts]
 
     @property
     def loss(self) -> float:
