@@ -55,7 +55,7 @@ _TRAINED = {  # what may follow a form of ours, and what it sets of a recipe's t
     "whole": {"compile": "whole"},
     "blocks": {"compile": "blocks"},
     "plain": {"runner": "plain"},
-    **dict.fromkeys(_TORCHAO, {"compile": "blocks"}),
+    **{change: {"compile": "blocks"} for change in _TORCHAO},
 }
 _STEPS = 4  # that are timed together
 # Kernels by a word of their name, in this order.
