@@ -80,7 +80,7 @@ def compile_blocks(model: DiffusionLM) -> None:
 def supports_flat(config: ModelConfig, device: str, dtype: torch.dtype, tokens: int) -> bool:
     """Whether full rows of so many tokens train as flat tokens: where cuDNN's attention runs, which is slower for T + 1 keys than
     for T, and where Triton's kernels can be built."""
-    if device != "cuda" or dtype not in _HALF or tokens < _FLAT_TOKENS or config.has_sink_logit or config.n_registers:
+    if device != "cuda" or dtype not in _HALF or tokens < _FLAT_TOKENS or config.n_registers:
         return False
     if config.head_dim > _CUDNN_WIDTH or config.head_dim % _ALIGNMENT:
         return False
@@ -130,7 +130,7 @@ class FastRunner:
             return "plain"
         if trains:
             full = ctx.lengths is None and ctx.cache is None and ctx.form == "auto"
-            flat = supports_flat(config, kind, dtype, x.shape[1]) or (self._force == "flat" and not config.has_sink_logit)
+            flat = supports_flat(config, kind, dtype, x.shape[1]) or self._force == "flat"
             return "flat" if full and flat else "plain"
         kernels = load_kernels() if kind == "cuda" else None
         return "kernels" if kernels is not None and x.dtype in kernels.DTYPES else "plain"
