@@ -153,7 +153,9 @@ class FastRunner:
         ends_early = select is not None and not ctx.causal and not watched and (self.plan.compile != "blocks" or not trains)
         if path == "kernels" and not ctx.per_row:
             ends_early = False
-        last = (select, ctx.per_row) if ends_early else (None, 0)
+        # A rule of who sees whom holds all queries: those of a row are not picked before attention.
+        picks_queries = ctx.documents is None and ctx.annealing is None
+        last = (select, ctx.per_row if picks_queries else 0) if ends_early else (None, 0)
         sinks = model.first_lane(x, ctx)
         run = self._blocks if trains and not watched else run_blocks
         lanes: list[Lane] | None = None
