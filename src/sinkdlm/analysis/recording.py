@@ -167,7 +167,7 @@ def join_sides(sides: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]) -> 
     return {"format": FORMAT, "version": VERSION, "made": {"sinkdlm": __version__}, "asked": dict(asked), "sides": list(sides)}
 
 
-def record(
+def record_side(
     lm: Any,
     name: str,
     canvases: Sequence[Sequence[int]],

@@ -17,7 +17,7 @@ from sinkdlm.analysis.capture import RULES, Rules, attention_maps, capture, capt
 from sinkdlm.analysis.interventions import Ground, find_changes, measure_changes
 from sinkdlm.analysis.kinds import classify, labels
 from sinkdlm.analysis.metrics import Measured, measure, paths_of, summarize
-from sinkdlm.analysis.recording import record as record_side
+from sinkdlm.analysis.recording import record_side
 from sinkdlm.analysis.trajectory import Trajectory
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
