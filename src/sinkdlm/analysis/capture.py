@@ -60,9 +60,11 @@ class Watched:
             for block in cast(list[Block], self.model.blocks):
                 stack.callback(block.register_forward_pre_hook(self._enter).remove)
                 stack.callback(block.attention.register_forward_hook(self._leave).remove)
-            logits = self._denoiser(tokens, lengths=lengths, where=where, observe=self._look)
+            with torch.no_grad():
+                self.model(tokens, lengths=lengths, observe=self._look)
         self.last = self._collect(tokens)
-        return logits
+        # A watched forward runs plain and whole, so it rounds otherwise: the sampler gets what it would get unwatched.
+        return self._denoiser(tokens, lengths=lengths, where=where)
 
     def _look(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
         given, logit = part_registers(self._n_registers, q, k, v, sink_k, sink_v), sink_logit_of(self.model, layer)
