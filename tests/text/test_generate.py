@@ -309,7 +309,7 @@ MISTAKES = [
     (["--prompt", "a", "--infill", "[_]"], ["give one of them"]),
     (["--watch", "--n", "2"], ["shows one text"]),
     (["--cache", "dual"], ["needs a block length"]),
-    (["--dtype", "float8", "--device", "cpu"], ["a CPU has no float8 products", "leave it out"]),
+    (["--dtype", "float8", "--device", "cpu"], ["a CPU has no float8 matmuls", "leave it out"]),
     (["--set", "colour=red"], ["option 'colour'"]),
     (["--set", "order"], ["--set order: expected key=value; give order a value\n"]),
 ]
