@@ -21,7 +21,7 @@ from sinkdlm.sampling import NAMED, Policy, Request, policy_of
 from sinkdlm.serving.engine import Engine
 from sinkdlm.serving.schemas import Card, ChatRequest, CompletionRequest
 from sinkdlm.serving.transcript import Transcript
-from sinkdlm.text.prompts import LENGTH, begin, chat_text, check_room, encode, has_chat_template, piece_of, policy_for
+from sinkdlm.text.prompts import LENGTH, begin, chat_text, encode, has_chat_template, lay_out, piece_of, policy_for
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,7 @@ class Served:
         rows: list[Request] = []
         transcripts, before = [], []
         for head in heads:
-            size = n_tokens or max(1, min(LENGTH, self.room - len(head) - len(tail)))
-            if size > self.room:  # before a list of that size is made
-                raise SamplingError(f"max_tokens = {size}: this server reads at most {self.room} tokens, prompt included")
-            canvas = [*head, *[mask_id] * size, *tail]
-            check_room(canvas, mask_id, self.room, "the prompt or max_tokens")
+            canvas = lay_out(head, tail, n_tokens, mask_id, self.room, "the prompt or max_tokens")
             text = tokenizer.decode(head, skip_special_tokens=True) if echo else ""
             for _ in range(n):
                 rows.append(Request(canvas, policy, mask_id, seed, len(rows), grow=asked.sinkdlm.until_eos))

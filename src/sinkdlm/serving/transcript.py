@@ -1,7 +1,7 @@
 """The text of a row that is being written: what of it can be shown, and where it ends.
 
-A diffusion model does not write from left to right. A transcript shows what can no longer change: the tokens before the first open
-one, less a character that is not whole and the beginning of a possible stop string. Piece by piece or at once, the text is the same.
+A diffusion model does not write left to right. A transcript shows what can no longer change: the tokens before the first open
+one, less a broken character and the beginning of a possible stop string. Piece by piece or at once, the text is the same.
 """
 
 from collections.abc import Sequence
