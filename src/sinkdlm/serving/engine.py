@@ -400,17 +400,17 @@ class Engine:
 
 def _views(rows: list[_Row]) -> Iterable[tuple[_Row, list[int], int, list[float]]]:
     """Of rows with news: tokens, how many of the written ones are final, and confidences. One transfer for all of a batch."""
-    homes: dict[int, list[list[list[Any]]]] = {}
+    batches: dict[int, list[list[list[Any]]]] = {}
     with_frames = any(row.ticket.frames for row in rows)
     for row in rows:
         state, ticket = row.state, row.ticket
         if ticket.over or not (state.done or ticket.progress or ticket.frames or ticket.ends):
             continue
-        home = state.home
-        if id(home) not in homes:
-            values = (home.tokens, home.open, home.confidence if with_frames else home.confidence[:, :0])
-            homes[id(home)] = [value.tolist() for value in values]
-        tokens, still_open, sure = (value[state.row][: state.length] for value in homes[id(home)])
+        batch = state.batch
+        if id(batch) not in batches:
+            values = (batch.tokens, batch.open, batch.confidence if with_frames else batch.confidence[:, :0])
+            batches[id(batch)] = [value.tolist() for value in values]
+        tokens, still_open, sure = (value[state.row][: state.length] for value in batches[id(batch)])
         yield row, tokens, _n_final(row, still_open), sure
 
 
