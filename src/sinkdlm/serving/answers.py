@@ -81,8 +81,8 @@ class Exchange:
             if isinstance(event, Tokens) and event.done:
                 transcripts[event.row].read(event.tokens, done=True)
         choices = []
-        for index, (before, transcript) in enumerate(zip(self.order.echo, transcripts, strict=True)):
-            text = before + transcript.text
+        for index, transcript in enumerate(transcripts):
+            text = transcript.echo + transcript.text
             written = {"message": {"content": text}} if self.chat else {"text": text}
             choices.append({"index": index, "finish_reason": self._reason(index), **written})
         kind: type[Answer] = ChatCompletion if self.chat else Completion
@@ -108,9 +108,9 @@ class Exchange:
     async def stream(self, *, with_usage: bool, frames: bool) -> AsyncIterator[str]:
         """Lines of server-sent events. An error comes as an event of its own, since the status is sent by then."""
         try:
-            for row, before in enumerate(self.order.echo):
-                if self.chat or before:
-                    yield self._line([self._piece(row, before, first=True)], with_usage)
+            for row, transcript in enumerate(self.order.transcripts):
+                if self.chat or transcript.echo:
+                    yield self._line([self._piece(row, transcript.echo, first=True)], with_usage)
             async for event in self.events():
                 if event is None:
                     yield ": still writing\n\n"

@@ -36,11 +36,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Order:
-    """A request in tokens: a row for each text. echo: what stands before each."""
+    """A request in tokens: a row for each text."""
 
     rows: list[Request]
     transcripts: list[Transcript]
-    echo: list[str]
     policy: Policy
     seed: int
     n_prompt_tokens: int
@@ -118,15 +117,14 @@ class Served:
         policy = self._policy(asked)
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         rows: list[Request] = []
-        transcripts, before = [], []
+        transcripts: list[Transcript] = []
         for head in heads:
             canvas = lay_out(head, tail, n_tokens, mask_id, self.room, "the prompt or max_tokens")
             text = tokenizer.decode(head, skip_special_tokens=True) if echo else ""
             for _ in range(n):
                 rows.append(Request(canvas, policy, mask_id, seed, len(rows), grow=asked.sinkdlm.until_eos))
-                transcripts.append(Transcript(tokenizer, head, policy.eos_id, asked.stops))
-                before.append(text)
-        return Order(rows, transcripts, before, policy, seed, sum(len(head) + len(tail) for head in heads))
+                transcripts.append(Transcript(tokenizer, head, policy.eos_id, asked.stops, text))
+        return Order(rows, transcripts, policy, seed, sum(len(head) + len(tail) for head in heads))
 
     def _policy(self, asked: CompletionRequest | ChatRequest) -> Policy:
         extras = asked.sinkdlm

@@ -12,10 +12,10 @@ _BROKEN = "\ufffd"
 
 
 class Transcript:
-    """given: the tokens before the gap. stops: strings before which the text ends."""
+    """given: the tokens before the gap. stops: strings before which the text ends. echo: text that stands before the answer."""
 
-    def __init__(self, tokenizer: Any, given: Sequence[int], eos_id: int | None, stops: Sequence[str] = ()) -> None:
-        self._tokenizer, self._eos_id, self.stops = tokenizer, eos_id, tuple(stops)
+    def __init__(self, tokenizer: Any, given: Sequence[int], eos_id: int | None, stops: Sequence[str] = (), echo: str = "") -> None:
+        self._tokenizer, self._eos_id, self.stops, self.echo = tokenizer, eos_id, tuple(stops), echo
         self._given = list(given[-_CONTEXT:])
         self._before = self._decode(self._given)
         self.text = ""  # all that may be shown
