@@ -88,7 +88,8 @@ class Scorer:
         self.adapter, self.mask_id, self.guidance, self.shift = DenoiserAdapter.of(denoiser), mask_id, guidance, shift
         self.branches = 2 if guidance else 1
         self.room = budget // self.branches
-        self.device = torch.device(device or getattr(self.adapter.call, "device", "cpu"))
+        home: Any = device or getattr(self.adapter.call, "device", "cpu")
+        self.device = torch.device(home)
 
     def sums(self, queries: Sequence[Query]) -> np.ndarray:
         """(queries,) float64: the sum of the log-probabilities of the tokens that each reads."""
@@ -121,7 +122,8 @@ class Scorer:
         sources = (positions - 1).clamp_min(0) if self.shift else positions
         logits = self.adapter.logits(tokens, sources.repeat(self.branches, 1), lengths, None)
         if self.guidance:
-            logits = guide(*logits.chunk(2), self.guidance)
+            conditional, unconditional = logits.chunk(2)
+            logits = guide(conditional, unconditional, self.guidance)
         logits = precise(logits)
         vocab, most = logits.shape[-1], max(int(query.row.tokens[query.row.targets].max()) for query in queries)
         if most >= vocab:

@@ -62,7 +62,7 @@ class DenoiserAdapter:
 class _Shape(NamedTuple):
     """What decides the shapes of a step's tensors, known to the host."""
 
-    count: int  # positions of each row that are predicted
+    n: int  # positions of each row that are predicted
     width: int  # tokens of the longest row
     padded: bool  # whether rows differ in length
     span: int  # tokens that the forward computes; fewer than all with a cache, after a block's first step
@@ -186,8 +186,8 @@ class Batch:
         everywhere = counter(shape.width, self.device)
         eligible = self.open[:, : shape.width] & (everywhere >= begin) & (everywhere < stop)
         ranks = self.priority[:, : shape.width].masked_fill(~eligible, math.inf)
-        positions = ranks.argsort(dim=1, stable=True)[:, : shape.count]  # (B, n)
-        valid = counter(shape.count, self.device) < counts
+        positions = ranks.argsort(dim=1, stable=True)[:, : shape.n]  # (B, n)
+        valid = counter(shape.n, self.device) < counts
         queried = (positions - 1).clamp_min(0) if self.shift else positions
         query = _Query(self.tokens[:, : shape.width], queried, length[:, 0] if shape.padded else None, shape.span, low[0, 0])
         proposal, score, sure = self._propose(adapter, query, positions, step)

@@ -102,7 +102,7 @@ class Ticket:
     def __init__(
         self,
         requests: Sequence[Request],
-        tell: Callable[[list[Event]], None],
+        tell: Callable[[list[Event]], object],
         *,
         ends: Callable[[int, list[int]], bool] | None = None,
         progress: bool = False,

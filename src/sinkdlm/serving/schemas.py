@@ -1,7 +1,7 @@
-"""What clients send and get, as data: OpenAI's fields, checked, and ours under `sinkdlm`.
+"""Bodies of requests and answers: OpenAI's fields, checked by pydantic, and ours under `sinkdlm`.
 
-Every field that OpenAI defines is known. One that cannot be honoured is refused unless it has the value that asks for nothing; one
-that OpenAI does not know is refused too, because it is a typing mistake or a wish that would go unheard.
+Every field that OpenAI defines is known. A field that this server cannot honour is refused unless its value asks for nothing. A
+field that OpenAI does not define is refused too: it is a typing mistake, or an option that would be ignored.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ _INT64 = 2**63
 
 
 def only(*neutral: Any) -> Any:
-    """A field of OpenAI's that this server cannot honour: only values that ask for nothing pass. `exclude` marks it."""
+    """Declare a field that this server cannot honour: only values that ask for nothing pass. `exclude` marks it."""
     return Field(default=None, exclude=True, json_schema_extra={"enum": [None, *neutral]})
 
 
@@ -50,9 +50,9 @@ class Strict(BaseModel):
         for given in data if isinstance(data, Mapping) else ():
             if given not in fields:
                 name = str(given)[:_LONGEST_NAME].encode("utf-8", "replace").decode()
-                heard = [key for key, field in fields.items() if not field.exclude]
-                ours = "sinkdlm" in heard and name in Extras.model_fields
-                cure = f"did you mean sinkdlm.{name}? allowed: {', '.join(heard)}" if ours else suggest(name, heard)
+                allowed = [key for key, field in fields.items() if not field.exclude]
+                ours = "sinkdlm" in allowed and name in Extras.model_fields
+                cure = f"did you mean sinkdlm.{name}? allowed: {', '.join(allowed)}" if ours else suggest(name, allowed)
                 raise PydanticCustomError(UNKNOWN, "unknown field; {cure}", {"field": name, "cure": cure})
         return data
 
@@ -99,7 +99,7 @@ class StreamOptions(Strict):
 Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
-class _Asked(Strict):
+class _Body(Strict):
     """What completions and chat have in common."""
 
     model: str = Field(max_length=256)
@@ -127,7 +127,7 @@ class _Asked(Strict):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @model_validator(mode="after")
-    def _check_together(self) -> "_Asked":
+    def _check_together(self) -> "_Body":
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("together", "stream_options: only with stream = true")
         if self.sinkdlm.frames and not self.stream:
@@ -138,7 +138,7 @@ class _Asked(Strict):
 Ids = Annotated[list[Annotated[int, Field(ge=0, le=_INT64 - 1)]], Field(min_length=1)]
 
 
-class CompletionRequest(_Asked):
+class CompletionRequest(_Body):
     prompt: (
         Text
         | Ids
@@ -165,7 +165,7 @@ class TextPart(Strict):
 
 
 class Message(BaseModel):
-    """Clients send back what they were given, with fields that are empty; a field that is not is refused."""
+    """Clients send answers back with empty fields of OpenAI's; a field that is not empty is refused."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": {"enum": [None, [], {}]}})
 
@@ -181,13 +181,13 @@ class Message(BaseModel):
         return self
 
     def plain(self) -> dict[str, str]:
-        """As chat templates know it."""
+        """The message as chat templates take it."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         found = {"role": "system" if self.role == "developer" else self.role, "content": text}
         return found if self.name is None else {**found, "name": self.name}
 
 
-class ChatRequest(_Asked):
+class ChatRequest(_Body):
     messages: list[Message] = Field(min_length=1, max_length=1024)
     max_completion_tokens: int | None = Field(default=None, ge=1, description="Tokens to write; by default 64, or what fits.")
     max_tokens: int | None = Field(default=None, ge=1, description="The older name of max_completion_tokens.")
@@ -230,7 +230,7 @@ class Usage(BaseModel):
 
 
 class Written(BaseModel):
-    """How an answer came about: what is needed to get it again."""
+    """What is needed to get the same answer again."""
 
     seed: int
     steps: list[int] = Field(description="Forwards of each choice.")
@@ -285,7 +285,7 @@ class ChatCompletion(Answer):
 
 
 class Card(BaseModel):
-    """A model. sinkdlm: its shape, what it can be asked, and this server's limits."""
+    """A model. sinkdlm: its shape, its policies, and this server's limits."""
 
     id: str
     object: Literal["model"] = "model"

@@ -1,7 +1,7 @@
-"""The process that serves: a socket, a server on it, and an end that loses nothing.
+"""The process that serves: engines for the models, a socket, a uvicorn server, and an orderly shutdown.
 
-On SIGTERM or SIGINT new requests get 503 while those inside are finished; then it ends, with status 0. A second signal ends it at
-once.
+On SIGTERM or SIGINT new requests get 503 while those inside are finished; then the process ends with status 0. A second signal ends
+it at once.
 """
 
 import socket
@@ -94,7 +94,7 @@ def address_of(bound: socket.socket) -> str:
 
 
 def run(site: Site, bound: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
-    """Serves until it is asked to end, and finishes what it has."""
+    """Serve until a signal, and finish the requests inside."""
     Server(site, ready).run(sockets=[bound])
     for served in site.models.values():
         served.engine.close()
