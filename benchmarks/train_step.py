@@ -3,7 +3,7 @@
     python -m benchmarks.train_step --model smdm-472m --rows 16 --out benchmarks/results
 
 official: the sink is a token in front under a dense (T+1)^2 mask, every position has logits in float32, blocks run eagerly, as the
-authors' code trains, by torch's own norm and AdamW; official-compiled: the same, compiled whole. vanilla, sink, gate: what
+authors' code trains, by torch's own norm and AdamW; official-compiled: the same, compiled whole. vanilla, sink, gate, logit: what
 `sinkdlm train` does, its micro-batches recorded as CUDA graphs where train.graphs = "auto" records them (--graphs: wherever they
 can be, --no-graphs: nowhere). Ours may have more in their names, and then train by it: sink-fp8 is sink with train.precision =
 "fp8", whose matmuls need a GPU that has them (a CPU emulates them); -whole is train.compile = "whole", which is for a CPU; -blocks
@@ -46,6 +46,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "sink": {"n_sinks": 1},
     "gate": {"gate": "elementwise"},
+    "logit": {"n_sinks": 1, "sink_kind": "logit"},
     "official": {"n_sinks": 1},
 }
 _TORCHAO = {"torchao": "tensorwise", "torchaorows": "rowwise"}  # the toolkit's names of its recipes
@@ -86,7 +87,7 @@ def split_form(form: str) -> tuple[dict[str, Any], dict[str, str]]:
     if base not in _MODELS or any(change not in allowed for change in changes):
         ours = " or ".join(f"-{change}" for change in _TRAINED)
         raise argparse.ArgumentTypeError(
-            f"no form {form!r}: official, official-compiled, or one of vanilla, sink and gate, then any of {ours}"
+            f"no form {form!r}: official, official-compiled, or one of vanilla, sink, gate and logit, then any of {ours}"
         )
     trained: dict[str, str] = {}
     for change in changes:

@@ -22,8 +22,8 @@ import torch
 from benchmarks.measuring import record, write
 
 SUBJECTS = (
-    "step:smdm-472m:2048:16",  # training steps: preset, tokens, rows
-    "step:smollm2-135m:512:256",
+    "sink:smdm-472m:2048:16",  # training steps: form of benchmarks.train_step, preset, tokens, rows
+    "sink:smollm2-135m:512:256",
     "sampling:64",  # smdm-472m, 256 tokens: rows
     "sampling:1",
     "start:smdm-472m",
@@ -32,10 +32,10 @@ _HERE = Path(__file__).parents[1]
 _READY = "ready"
 
 
-def training_step(preset: str, length: int, rows: int) -> Callable[[], Any]:
+def training_step(form: str, preset: str, length: int, rows: int) -> Callable[[], Any]:
     from benchmarks.train_step import Step, recipe_of, split_form
 
-    step = Step(recipe_of(preset, length, **split_form("sink")[0]), "sink", rows, torch.device("cuda"))
+    step = Step(recipe_of(preset, length, **split_form(form)[0]), form, rows, torch.device("cuda"))
     for _ in range(3):
         step()
     return step.several
@@ -69,7 +69,7 @@ def work(subject: str) -> None:
     from benchmarks.measuring import measure
 
     kind, *words = subject.split(":")
-    run = sampling(int(words[0])) if kind == "sampling" else training_step(words[0], int(words[1]), int(words[2]))
+    run = sampling(int(words[0])) if kind == "sampling" else training_step(kind, words[0], *map(int, words[1:]))
     print(_READY, flush=True)
     for _ in sys.stdin:
         print(measure(run, "cuda", warmup=0, repeats=1)["p50"], flush=True)
