@@ -142,13 +142,16 @@ class Layout(NamedTuple):
         return "replicate" if self.shards == 1 else "shard" if self.copies == 1 else "hybrid"
 
     @property
+    def ranks(self) -> int:
+        return self.copies * self.shards
+
+    @property
     def text(self) -> str:
-        ranks = self.copies * self.shards
-        if ranks == 1:
+        if self.ranks == 1:
             return "one process"
-        if self.name == "hybrid":
-            return f"{ranks} ranks, {self.copies} copies sharded over {self.shards} ranks each"
-        return f"{ranks} ranks, " + ("a copy on each" if self.shards == 1 else "sharded")
+        hybrid = f"{self.copies} copies sharded over {self.shards} ranks each"
+        held = {"replicate": "a copy on each", "shard": "sharded", "hybrid": hybrid}[self.name]
+        return f"{self.ranks} ranks, {held}"
 
 
 def choose_layout(section: ParallelSection, ranks: int, node_ranks: int, state: int, memory: int | None) -> Layout:
@@ -236,14 +239,14 @@ def _copies(recipe: Recipe, layout: Layout, weight: int, unit: int) -> int:
     """Alone, autocast keeps every block's weights in its own precision for the backward, unless the backward casts them again.
     Sharded, the root is gathered whole."""
     count = recipe.model.count_parameters()
-    if layout.copies * layout.shards == 1:
+    if layout.ranks == 1:
         return unit * count.non_embedding if unit < weight and recipe.train.recompute == "none" else 0
     return weight * (count.embedding + count.head) if layout.shards > 1 else 0
 
 
 def _travelling(config: ModelConfig, layout: Layout, weight: int, unit: int) -> int:
     """Two gathered blocks and the buffer of a third, one's gradient and its sum over ranks."""
-    if layout.copies * layout.shards == 1:
+    if layout.ranks == 1:
         return 0
     return config.count_parameters().non_embedding // config.n_layers * (4 * unit + weight)
 

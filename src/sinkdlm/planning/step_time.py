@@ -121,7 +121,7 @@ def exchange_seconds(recipe: Recipe, forwards: int, chip: Chip, layout: Layout) 
         seconds += forwards * share * (gathered + 4 * count.total) / _link(chip, layout.shards)
     if layout.copies > 1:
         part = 4 * count.total / layout.shards
-        seconds += 2 * (layout.copies - 1) / layout.copies * part / _link(chip, layout.copies * layout.shards)
+        seconds += 2 * (layout.copies - 1) / layout.copies * part / _link(chip, layout.ranks)
     return seconds
 
 

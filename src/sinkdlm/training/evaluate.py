@@ -118,16 +118,13 @@ def probe(
         model(tokens, lengths=lengths, observe=watcher)
     found = []
     for layer in watcher.layers:
-        facts = {
-            "top_content_share": float(layer.received.mean(1).amax(-1).mean()),
-            "content_value_norm": float(layer.value_norm[own].mean()),
-            "entropy": float(layer.entropy.mean()),
-        }
+        top = layer.received.mean(1).amax(-1)
+        facts = {"top_content_share": top, "content_value_norm": layer.value_norm[own], "entropy": layer.entropy}
         if layer.sink_received.shape[-1]:
-            facts["sink_share"] = float(layer.sink_share.mean())
+            facts["sink_share"] = layer.sink_share
         if layer.sink_value_norm.shape[-1]:
-            facts["sink_value_norm"] = float(layer.sink_value_norm.mean())
-        found.append(facts)
+            facts["sink_value_norm"] = layer.sink_value_norm
+        found.append({name: float(values.mean()) for name, values in facts.items()})
     return found
 
 

@@ -66,12 +66,12 @@ class RunFolder:
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as failure:
             raise TrainError(f"{path}: cannot write there: {failure.strerror}; choose another --out") from None
-        self._take_lock(self._lock)
-        for left in [*path.glob(".*.partial"), *path.glob("milestones/.*.partial")]:  # of exports that a kill cut off
-            shutil.rmtree(left, ignore_errors=True)
-        for left in path.glob(".*.here"):
-            left.unlink(missing_ok=True)
         try:
+            self._take_lock(self._lock)
+            for left in [*path.glob(".*.partial"), *path.glob("milestones/.*.partial")]:  # of exports that a kill cut off
+                shutil.rmtree(left, ignore_errors=True)
+            for left in path.glob(".*.here"):
+                left.unlink(missing_ok=True)
             self._check_recipe(recipe)
         except BaseException:
             self.close()
@@ -84,18 +84,13 @@ class RunFolder:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
-            except OSError as failure:
-                if not isinstance(failure, BlockingIOError):
-                    self.close()
-                    raise TrainError(
-                        f"{self.path}: cannot be locked: {failure.strerror}; mount it with locks (Lustre: -o flock), "
-                        "or choose another --out"
-                    ) from None
+            except BlockingIOError:
                 if patience <= 0:
-                    self.close()
-                    raise TrainError(
-                        f"{self.path}: another process trains there; choose another --out, or wait for it to end"
-                    ) from None
+                    reason = "another process trains there; choose another --out, or wait for it to end"
+                    raise TrainError(f"{self.path}: {reason}") from None
+            except OSError as failure:
+                cure = "mount it with locks (Lustre: -o flock), or choose another --out"
+                raise TrainError(f"{self.path}: cannot be locked: {failure.strerror}; {cure}") from None
             time.sleep(0.5)
             patience -= 0.5
 
@@ -172,9 +167,9 @@ class RunFolder:
 
     def note_start(self, step: int, device: torch.device, layout: str) -> None:
         hosts = self.world.gather(socket.gethostname())
+        ranks = {"ranks": self.world.size, "hosts": sorted(set(hosts)), "layout": layout}
         if not self.world.first:
             return
-        ranks = {"ranks": self.world.size, "hosts": sorted(set(hosts)), "layout": layout}
         file = self.path / "environment.json"
         try:
             starts = json.loads(file.read_text())["starts"] if file.exists() else []

@@ -1,7 +1,7 @@
 """A model's weights as one rank holds them: whole, or its rows of each (FSDP2). Optimizer, average and states work on these.
 
 fully_shard per block; embedding, final norm and head in the root group, gathered until the backward, so that no collective runs per
-chunk of the head and a rank may have no masked position at all. What a block does not hand to a matrix product (the norms' gains,
+chunk of the head and a rank may have no masked position at all. What a block does not hand to a matmul (the norms' gains,
 sink logits) stays whole on every rank: it is tiny, and it keeps its precision where the rest of the block travels as bf16.
 """
 
@@ -119,8 +119,7 @@ class Weights:
         counted = self.local
         if self.layout is not None and self.mesh is not None:
             first_copy = self.layout.copies == 1 or self.mesh.get_local_rank("copy") == 0
-            whole = set(self._copied)
-            counted = {name: part for name, part in self.local.items() if (self.world.first if name in whole else first_copy)}
+            counted = {n: part for n, part in self.local.items() if (self.world.first if n in self._copied else first_copy)}
         gradients = [part.grad for part in counted.values() if part.grad is not None and part.grad.numel()]
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self.world.device)
