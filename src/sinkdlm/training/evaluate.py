@@ -77,7 +77,7 @@ def validate(
         batch = host_batch.to(device)
         noisy = corrupt_fixed(batch, model, schedule)
         with precision():
-            packed = {"lengths": batch.lengths, "documents": batch.documents}
+            packed: dict[str, Any] = {"lengths": batch.lengths, "documents": batch.documents}
             loss = denoising_loss(model, batch.tokens, noisy, denominator=1.0, **packed, nll=chunked_nll)
         if first >= n_draws:
             continue

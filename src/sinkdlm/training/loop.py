@@ -157,12 +157,7 @@ class Trainer:
 
     def _prepare_gradients(self) -> Gradients:
         found = Gradients(
-            self.recipe,
-            self.weights,
-            self._precision(),
-            micro_batch=self.micro_batch,
-            compiled=self.way.compiled,
-            say=self.say,
+            self.recipe, self.weights, self._precision(), micro_batch=self.micro_batch, compiled=self.way.compiled, say=self.say
         )
         capturer = find_capturer(self.device) if self.world.alone and self.plan.graphs != "off" else None
         if capturer is not None:

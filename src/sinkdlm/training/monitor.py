@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,11 @@ def flat_numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
             yield name, float(value)
 
 
+Settings = Mapping[str, Any]
 Tracker = tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]  # what writes a step's numbers, and what closes
 
 
-def _tensorboard(folder: Path, log: LogSection, settings: Mapping[str, Any], step: int) -> Tracker:
+def _tensorboard(folder: Path, log: LogSection, settings: Settings, step: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
     # purge_step hides what a killed run logged after the state that is resumed.
@@ -102,7 +104,7 @@ def _tensorboard(folder: Path, log: LogSection, settings: Mapping[str, Any], ste
     return write, writer.close
 
 
-def _wandb(folder: Path, log: LogSection, settings: Mapping[str, Any], step: int) -> Tracker:
+def _wandb(folder: Path, log: LogSection, settings: Settings, step: int) -> Tracker:
     import wandb
 
     identity = _identity(folder, "wandb", lambda: secrets.token_hex(4))
@@ -110,7 +112,7 @@ def _wandb(folder: Path, log: LogSection, settings: Mapping[str, Any], step: int
     return lambda step, numbers: run.log(dict(numbers), step=step), run.finish
 
 
-def _mlflow(folder: Path, log: LogSection, settings: Mapping[str, Any], step: int) -> Tracker:
+def _mlflow(folder: Path, log: LogSection, settings: Settings, step: int) -> Tracker:
     import mlflow
 
     client = mlflow.MlflowClient()
@@ -172,7 +174,7 @@ class Monitor:
     def meet(self, model: Any, tokenizer: Callable[[], Any]) -> None:
         """Before the run begins: whom it is about, for monitors that look for themselves. tokenizer(): loaded when first called."""
 
-    def begin(self, step: int, steps: int, settings: Mapping[str, Any]) -> None:
+    def begin(self, step: int, steps: int, settings: Settings) -> None:
         for name in self._log.trackers:
             try:
                 self._trackers[name] = TRACKERS[name](self.folder, self._log, settings, step)
@@ -196,7 +198,7 @@ class Monitor:
         self.metrics.write(line)
         numbers = {f"{line['kind']}/{name}": value for name, value in flat_numbers(line) if name != "step"}
         for name, (write, _) in list(self._trackers.items()):
-            self._guarded(name, lambda write=write: write(line["step"], numbers))
+            self._guarded(name, partial(write, line["step"], numbers))
 
     def progress(self, step: int, steps: int, seen: str) -> None:
         if self._bar is not None:

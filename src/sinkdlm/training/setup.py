@@ -145,9 +145,9 @@ def settle_facts(folder: RunFolder, data: Data) -> dict[str, Any]:
     """What the first start found, kept: a resumed run on other data would be another run, and so would a rank that reads other."""
     parts = (("data", data.rows), ("validation", data.validation))
     marks = {part: mark_sets(rows) for part, rows in parts if rows is not None}
-    facts: dict[str, Any] | None = folder.world.from_first(folder.facts)
-    if facts is None:
-        facts = folder.world.from_first(lambda: {"steps": data.steps, **marks})
+    kept = folder.world.from_first(folder.facts)
+    facts: dict[str, Any] = kept or folder.world.from_first(lambda: {"steps": data.steps, **marks})
+    if kept is None:
         folder.write_facts(facts)
     for part in ("data", "validation"):
         for name, mark in facts.get(part, {}).items():
@@ -159,13 +159,7 @@ def settle_facts(folder: RunFolder, data: Data) -> dict[str, Any]:
 
 
 def open_model(
-    recipe: Recipe,
-    folder: RunFolder,
-    data: Data,
-    dtype: torch.dtype,
-    load_parent: LoadParent | None,
-    *,
-    resumes: bool,
+    recipe: Recipe, folder: RunFolder, data: Data, dtype: torch.dtype, load_parent: LoadParent | None, *, resumes: bool
 ) -> Start:
     """The model with its first weights: the parent's, the official random ones, or empty ones that a state will fill."""
     facts = settle_facts(folder, data)

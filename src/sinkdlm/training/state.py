@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ _NAME = re.compile(r"step-(\d{10})")
 Say = Callable[[str], None]
 Tensors = Mapping[str, Tensor]
 Scalars = Mapping[str, Any]
-_Made = TypeVar("_Made")
 
 
 class States:
@@ -115,7 +114,8 @@ class States:
     def _write(self, step: int, tensors: Tensors, scalars: Scalars) -> None:
         """Rank 0 makes the folder aside and, once every rank's part is in it and on disk, gives it its name."""
         with ExitStack() as aside:
-            folder = Path(self._attempt(lambda: str(aside.enter_context(written_aside(self.place(step))))))
+            written = written_aside(self.place(step))
+            folder = self.world.attempt_first(lambda: aside.enter_context(written), self.world.files)
             marks = self._write_part(folder, tensors)
 
             def finish() -> None:
@@ -124,13 +124,10 @@ class States:
                 (folder / SCALARS).write_text(json.dumps({**content, "sha256": _digest(content)}, indent=2) + "\n")
                 aside.close()
 
-            self._attempt(finish)
+            self.world.attempt_first(finish, self.world.files)
         self.whole.add(step)
         if self.world.first:
             self._retire()
-
-    def _attempt(self, make: Callable[[], _Made]) -> _Made:
-        return self.world.attempt_first(make, self.world.files)
 
     def _write_part(self, folder: Path, tensors: Tensors) -> dict[str, Any]:
         """This rank's files, synced; the marks of everybody's. Where one rank fails, all raise."""

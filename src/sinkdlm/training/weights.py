@@ -48,8 +48,10 @@ class Weights:
         layout: None for a process alone. travels_as: the dtype in which blocks are gathered; None: the weights' own.
         """
         self.model, self.world, self.layout = model, world, layout
-        self.mesh = None if layout is None else self._make_mesh(layout)
-        if self.mesh is not None:
+        self.mesh: DeviceMesh | None = None
+        if layout is not None:
+            names = ("shard",) if layout.copies == 1 else ("copy", "shard")
+            self.mesh = init_device_mesh(world.device.type, tuple(layout)[-len(names) :], mesh_dim_names=names)
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
             # Inputs are not cast: the residual stream keeps the precision that it has in one process.
@@ -69,23 +71,15 @@ class Weights:
                 group.set_gradient_divide_factor(1.0)  # losses are divided by the global count: gradients add up
                 group.set_force_sum_reduction_for_comms(True)  # a plain sum, which every backend has
         self._named: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self.local: dict[str, Tensor] = {name: self._storage(p) for name, p in self._named.items()}
+        self.local: dict[str, Tensor] = {
+            name: p if as_sharded(p) is None else own_part(p).detach() for name, p in self._named.items()
+        }
         self._copied = [name for name, p in self._named.items() if layout is not None and as_sharded(p) is None]
-
-    def _make_mesh(self, layout: Layout) -> DeviceMesh:
-        kind = self.world.device.type
-        if layout.copies == 1:
-            return init_device_mesh(kind, (layout.shards,), mesh_dim_names=("shard",))
-        return init_device_mesh(kind, tuple(layout), mesh_dim_names=("copy", "shard"))
 
     def _groups(self) -> Iterator[Any]:
         """What fully_shard made of the model and its blocks."""
         if self.layout is not None:
             yield from (self.model, *self.model.blocks)
-
-    @staticmethod
-    def _storage(p: nn.Parameter) -> Tensor:
-        return p if as_sharded(p) is None else own_part(p).detach()
 
     # -- gradients --------------------------------------------------------------------------------------------------------------
 
