@@ -79,7 +79,7 @@ def assert_same_bits(ours, theirs):
     assert all(torch.equal(ours[0][name], theirs[0][name]) for name in ours[0])
 
 
-@pytest.mark.parametrize(("forwards", "recompute"), [(1, "none"), (3, "none"), (3, "full"), (1, "selective")])
+@pytest.mark.parametrize(("forwards", "recompute"), [(3, "none"), (3, "full"), (1, "selective")])
 def test_captured_steps_are_those_launched_one_by_one(runs, forwards, recompute):
     """Float64, whose kernels give the same bits every time; without a fixed number of slots the order of sums is another."""
     given = {"micro_batch": 6 // forwards, "recompute": recompute}
@@ -155,10 +155,9 @@ needs_flat = pytest.mark.skipif(
 
 @needs_flat
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize(("name", "slots", "compiled"), [
-    ("vanilla", None, False), ("sink", None, False), ("sink", 1280, False), ("sink", None, True), ("parent", None, False),
-    ("sinks-2-end-zero-gate", None, False), ("sinks-2-end-zero-gate", 1280, True), ("sinks-4", 1280, False),
+@pytest.mark.parametrize(("name", "slots", "compiled", "recompute"), [
+    ("vanilla", None, False, "none"), ("sink", None, False, "selective"), ("sink", 1280, True, "none"),
+    ("parent", None, False, "full"), ("sinks-2-end-zero-gate", 1280, True, "full"), ("sinks-4", 1280, False, "selective"),
 ])  # fmt: skip
 def test_a_last_layer_ends_where_the_loss_looks_with_the_same_gradients(name, slots, compiled, recompute, monkeypatch):
     flags = {key: value for key, value in VARIANTS[name].items() if key != "mask_id"}
