@@ -470,7 +470,7 @@ def test_no_space_is_named(tmp_path, tokenizer, monkeypatch):
 
     write_rows(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}])
     with monkeypatch.context() as patch:
-        patch.setattr(writing.GrowingFile, "flush", full)
+        patch.setattr(writing.GrowingFile, "sync", full)
         assert "No space left on device" in fails([str(tmp_path / "a.jsonl")], tokenizer, tmp_path / "out")
     assert prepare.prepare([str(tmp_path / "a.jsonl")], tokenizer, tmp_path / "out")["splits"]["train"]["documents"] == 1
 

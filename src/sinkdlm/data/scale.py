@@ -3,7 +3,6 @@
 Writes datatrove's own `*.ds` files, which training reads as they are. Files are dealt to tasks; finished tasks are not done again.
 """
 
-import dataclasses
 import json
 import shutil
 import sys
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from sinkdlm.data.encoding import Encoder, literal_content, mark_tokenizer
-from sinkdlm.data.inputs import EXTRA, Reader, Source, find_sources, place_of, text_of
+from sinkdlm.data.inputs import EXTRA, Reader, Source, find_sources, whole_text_of
 from sinkdlm.data.prepare import Settings
 from sinkdlm.data.writing import compare, read_json, write_json
-from sinkdlm.errors import DataError
+from sinkdlm.errors import DataError, first_line
 
 _TOKENIZER, _RECORD = "tokenizer", "settings.json"
 
@@ -53,8 +52,9 @@ def prepare_at_scale(
     except DataError:
         raise
     except Exception as failure:  # whatever a step or the cluster's commands raise
-        reason = (str(failure).splitlines() or [type(failure).__name__])[0]
-        raise DataError(f"{executor}: {reason}; see {logs}, then run the same command: finished tasks are kept") from failure
+        raise DataError(
+            f"{executor}: {first_line(failure)}; see {logs}, then run the same command: finished tasks are kept"
+        ) from failure
     found: dict[str, Any] = {"out": str(folder), "executor": executor, "tasks": tasks, "logs": logs}
     if executor != "datatrove":
         return {**found, "said": f"handed {tasks} tasks to {executor}; logs in {logs}; then: sinkdlm data info {folder}"}
@@ -70,7 +70,7 @@ def prepare_at_scale(
 def _remember(folder: Path, settings: Settings, encoder: Encoder, mark: dict[str, Any], sources: list[Source], tasks: int) -> None:
     """datatrove skips the tasks that it finds done, whatever they did: other settings belong in another folder."""
     now = {
-        **dataclasses.asdict(settings),
+        **settings.to_dict(),
         "eos_id": encoder.eos_id,
         "tokenizer": mark,
         "tasks": tasks,
@@ -150,8 +150,6 @@ class _Texts:
         yield from data or ()
         reader = Reader(self.sources[rank::world_size], documents=self.settings.documents)
         for index, taken, row in reader.rows([self.settings.field]):
-            source = reader.sources[index]
-            text = text_of(row, self.settings.field, place_of(source, row))
+            text = whole_text_of(row, self.settings.field)
             if text is not None:
-                whole = text if isinstance(text, str) else "".join(text.pieces)
-                yield Document(text=whole, id=f"{source.name}/{taken}")
+                yield Document(text=text, id=f"{reader.sources[index].name}/{taken}")

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sinkdlm.data.inputs import Reader, count_bytes, find_sources, place_of, text_of
+from sinkdlm.data.inputs import Reader, count_bytes, find_sources, whole_text_of
 from sinkdlm.errors import EvalError
 from sinkdlm.evals.requests import ROLLING, Key, Request, Sheet
 from sinkdlm.evals.responses import Response
@@ -27,14 +27,13 @@ def read_documents(path: Path, *, field: str = "text", documents: str = "file") 
         raise EvalError(f"{path}: no such file or folder")
     sources = find_sources([str(path)])
     found, n_left_out = [], 0
-    for source, _, row in Reader(sources, documents=documents).rows([field]):
-        place = place_of(sources[source], row)
-        text = text_of(row, field, place)
+    for _, _, row in Reader(sources, documents=documents).rows([field]):
+        text = whole_text_of(row, field)
         if text is None:
             n_left_out += 1
             continue
-        found.append(text if isinstance(text, str) else "".join(text.pieces))
-        count_bytes(found[-1], place)
+        count_bytes(text, row.place)
+        found.append(text)
     if not found:
         raise EvalError(f"{path}: holds no text to score")
     return Documents(found, n_left_out)

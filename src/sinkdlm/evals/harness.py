@@ -12,7 +12,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ except ImportError as failure:
 
     raise EvalError(f"evaluation needs: pip install 'sinkdlm[eval]' ({failure})") from None
 
-from sinkdlm.errors import EvalError
+from sinkdlm.errors import EvalError, first_line
 from sinkdlm.evals import gsm8k
 from sinkdlm.evals.answering import Answerer, answer_sheet
 from sinkdlm.evals.encoding import TextEncoder
@@ -86,7 +86,7 @@ def load_tasks(plan: Plan) -> dict[str, Any]:
             raise
         except Exception as failure:  # whatever data sets and the network raise
             cure = "" if plan.data else "; --data DIR reads the benchmarks from files"
-            raise EvalError(f"{', '.join(plan.tasks)}: the harness cannot load it: {_first_line(failure)}{cure}") from failure
+            raise EvalError(f"{', '.join(plan.tasks)}: the harness cannot load it: {first_line(failure)}{cure}") from failure
         for name, task in loaded["tasks"].items():
             _set_examples(plan, name, task)
             if plan.gen_kwargs and task.OUTPUT_TYPE == GENERATE:
@@ -370,7 +370,7 @@ def _settings(name: str, task: Any, changes: Mapping[str, Any], own: Mapping[str
     """Greedy prediction costs a forward a token: it is made where a metric reads it."""
     found = settings_for(name, changes, own)
     reads = task.OUTPUT_TYPE == LOGLIKELIHOOD or "exact_match" in getattr(task, "_metric_fn_list", {})
-    return replace(found, greedy=found.greedy and reads)
+    return found.replace(greedy=found.greedy and reads)
 
 
 def version() -> str:
@@ -392,7 +392,3 @@ def _quiet() -> Iterator[None]:
         if not before[2]:
             datasets.enable_progress_bars()
         os.environ.pop("DISABLE_MULTIPROC") if before[0] is None else os.environ.update(DISABLE_MULTIPROC=before[0])
-
-
-def _first_line(failure: Exception) -> str:
-    return (str(failure).strip().splitlines() or [type(failure).__name__])[0].rstrip(".")
