@@ -132,12 +132,12 @@ def _capture(lm: Any, plan: Any, name: str, source: str, device: Any) -> dict[st
     import time
 
     from sinkdlm.analysis.study import count_rows, study
-    from sinkdlm.evals.display import Display
+    from sinkdlm.data.display import ItemBar
     from sinkdlm.training.run import environment
 
     made = {**environment(device), "dtype": str(lm.model.embed.weight.dtype).removeprefix("torch.")}
     began, done = time.monotonic(), 0
-    with Display(f"rows through {name}", count_rows(lm, plan)) as display:
+    with ItemBar(f"rows through {name}", count_rows(lm, plan)) as display:
 
         def tick(rows: int) -> None:
             nonlocal done

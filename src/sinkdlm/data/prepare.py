@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from sinkdlm.config.model import Frozen
 from sinkdlm.data import examples
-from sinkdlm.data.display import Display
+from sinkdlm.data.display import ByteBar
 from sinkdlm.data.encoding import Encoder, mark_tokenizer
 from sinkdlm.data.inputs import Pieces, Reader, Row, Source, count_bytes, cut, find_sources, text_digest, text_of
 from sinkdlm.data.shards import INDEX, SPLITS
@@ -217,7 +217,7 @@ class _Run:
 
     def run(self) -> None:
         noted = time.monotonic()
-        with Display("preparing", self.total, self.reader.bytes_done) as display, closing(self._encoded()) as found:
+        with ByteBar("preparing", self.total, self.reader.bytes_done) as display, closing(self._encoded()) as found:
             for batch, encoded in found:
                 if self._write(batch, encoded, time.monotonic() - noted > _NOTE_SECONDS):
                     noted = time.monotonic()

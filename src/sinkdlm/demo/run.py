@@ -26,7 +26,7 @@ from sinkdlm.analysis.study import Plan, count_rows, read_capture, study, write_
 from sinkdlm.checkpoint.directory import load
 from sinkdlm.checkpoint.durable import held, replace_text
 from sinkdlm.config.recipe import Recipe
-from sinkdlm.data.display import Bar
+from sinkdlm.data.display import ItemBar
 from sinkdlm.demo import language, words
 from sinkdlm.demo.scoring import answer, attention_on_sums, compare_answers, exact_match, tell_story
 from sinkdlm.demo.screen import Part, Screen
@@ -213,13 +213,12 @@ def _capture(lm: Any, twin: str, out: Path, trajectories: int, seed: int) -> dic
     ).with_trajectories(trajectories)
     made = environment(torch.device("cpu"))
     began, done = time.monotonic(), 0
-    with Bar(f"rows through {twin}", count_rows(lm, plan), counts=True) as bar:
+    with ItemBar(f"rows through {twin}", count_rows(lm, plan)) as bar:
 
         def tick(rows: int) -> None:
             nonlocal done
             done += rows
-            rate = f"{done / bar.seconds:.0f}/s"
-            bar.show(done, rate, f"{done:,} of {bar.total:,} {bar.what}  {rate}")
+            bar.update(done)
 
         found = study(lm, plan, name=twin, source=str(out / twin / "model"), made=made, tick=tick)
     made["seconds"] = round(time.monotonic() - began, 3)

@@ -3,7 +3,7 @@
 Knows no harness, model or file.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -32,6 +32,7 @@ OFFICIAL: dict[str, dict[str, Any]] = {
     "lambada_openai": {"estimator": "chain", "guidance": 1.1},
     "lambada_standard": {"estimator": "chain", "guidance": 1.1},
 }
+ALIASES = {"lambada": "lambada_openai", "siqa": "social_iqa"}
 
 
 class Settings(Frozen):
@@ -86,13 +87,13 @@ def settings_for(task: str, changes: Mapping[str, Any], own: Mapping[str, Any] |
     return Settings.of({**official, **given}, task)
 
 
-def read_changes(overrides: Iterable[tuple[str, Any]], tasks: Iterable[str]) -> dict[str, dict[str, Any]]:
+def read_changes(overrides: Iterable[tuple[str, Any]], tasks: Collection[str]) -> dict[str, dict[str, Any]]:
     """`task.key = value` pairs by task."""
-    known = list(tasks)
     found: dict[str, dict[str, Any]] = {}
     for name, value in overrides:
-        task, _, key = name.rpartition(".")
-        if task not in known:
-            raise EvalError(f"--set {name}: there is no task {task!r} among {', '.join(known)}; say TASK.KEY=VALUE")
+        given, _, key = name.rpartition(".")
+        task = ALIASES.get(given, given)
+        if task not in tasks:
+            raise EvalError(f"--set {name}: there is no task {task!r} among {', '.join(tasks)}; say TASK.KEY=VALUE")
         found.setdefault(task, {})[key] = value
     return found
