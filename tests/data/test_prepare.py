@@ -312,11 +312,11 @@ import sinkdlm.interop, sinkdlm.cli.app
 from sinkdlm.data import prepare
 prepare._BATCH_BYTES, prepare._NOTE_SECONDS = 20_000, 0.02
 pipe = os.pipe()
-work = prepare._Run.run
+work = prepare._Run._run
 def run(self):
     os.write(pipe[1], b"!")
-    work(self)
-prepare._Run.run = run
+    return work(self)
+prepare._Run._run = run
 def started(seconds):
     if select.select([pipe[0]], [], [], seconds)[0]:
         os.read(pipe[0], 1)

@@ -97,66 +97,36 @@ def prepare_sources(
     folder = Path(out)
     encoder = Encoder(tokenizer, settings.eos_id, settings.bos)
     mark = mark_tokenizer(tokenizer, source)
-    recorded = {
-        **settings.to_dict(),
-        "eos_id": encoder.eos_id,
-        "tokenizer": mark["sha256"],
-        "inputs": {
-            "names": list(names),
-            "sources": len(sources),
-            "bytes": sum(one.size for one in sources),
-            "sha256": hashlib.sha256("\n\n".join(one.stamp for one in sources).encode()).hexdigest(),
-        },
+    inputs = {
+        "names": list(names),
+        "sources": len(sources),
+        "bytes": sum(one.size for one in sources),
+        "sha256": hashlib.sha256("\n\n".join(one.stamp for one in sources).encode()).hexdigest(),
     }
+    recorded = {**settings.to_dict(), "eos_id": encoder.eos_id, "tokenizer": mark["sha256"], "inputs": inputs}
     if (folder / INDEX).exists():
         index = read_json(folder / INDEX)
         compare(folder, index.get("settings", {}), recorded, "prepared")
-        return {**_summary(folder, index, []), "already": True}
+        return {**_summary(folder, index), "notes": [], "already": True}
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
         raise DataError(f"{folder}: cannot write there: {failure.strerror}; choose another --out") from None
     try:
         with locked(folder):
-            return _fill(Store(folder, recorded, encoder.dtype), sources, settings, tokenizer, encoder, mark)
+            store = Store(folder, recorded, encoder.dtype)
+            return _Run(sources, settings, tokenizer, encoder, store).fill(mark)
     except OSError as failure:
         where, why = failure.filename or folder, failure.strerror or failure
         raise DataError(f"{where}: {why}; what is finished is safe: the same command goes on from there") from failure
 
 
-def _fill(
-    store: Store, sources: Sequence[Source], settings: Settings, tokenizer: Any, encoder: Encoder, mark: dict[str, Any]
-) -> dict[str, Any]:
-    try:
-        _check_marks(encoder, settings.kind)
-        run = _Run(sources, settings, tokenizer, encoder, store)
-        run.run()
-        notes = _settle(store, settings)
-        name = {2: "uint16", 4: "uint32"}[encoder.dtype.itemsize]
-        kind = "text" if settings.kind == "text" else "examples"
-        index = store.finish({"kind": kind, "dtype": name, "eos_id": encoder.eos_id, "tokenizer": mark}, tokenizer)
-    except DataError:
-        if not store.noted:  # nothing to go on with, so the next attempt may use other settings
-            store.abandon()
-        raise
-    finally:
-        store.close()
-    speed = {"seconds": run.seconds, "bytes": run.n_bytes, "tokens_per_second": run.n_tokens / run.seconds}
-    return {**_summary(store.folder, index, notes), **speed, "resumed": store.resumed}
-
-
-def _check_marks(encoder: Encoder, kind: str) -> None:
-    if kind.startswith("gsm8k") and encoder.count_unknown(encoder.encode([examples.MARK])[0]):
-        raise DataError(f"--kind {kind}: answers begin with {examples.MARK}, which the tokenizer cannot write; take another one")
-
-
-def _summary(folder: Path, index: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+def _summary(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
     splits = {
         split: {"tokens": part["tokens"], "documents": part["documents"], "shards": len(part["shards"])}
         for split, part in index["splits"].items()
     }
-    facts = {key: index[key] for key in ("kind", "dtype", "eos_id")}
-    return {"out": str(folder), **facts, "splits": splits, "notes": notes, "already": False}
+    return {"out": str(folder), **{key: index[key] for key in ("kind", "dtype", "eos_id")}, "splits": splits}
 
 
 def _finer(settings: Settings) -> str | None:
@@ -207,7 +177,7 @@ class _Run:
         documents = settings.documents if settings.kind == "text" else "line-with-break"
         self.reader = Reader(sources, documents=documents, start=store.position)
         self.total = 0 if any(source.form == "hub" for source in sources) else sum(source.size for source in sources)
-        self.seconds, self.n_bytes, self.n_tokens = 0.0, 0, 0
+        self.n_bytes, self.n_tokens = 0, 0
         text = settings.kind == "text"
         self._units_of, self._encode = (
             (self._text_units, self._encode_texts) if text else (self._example_units, self._encode_examples)
@@ -215,14 +185,35 @@ class _Run:
         self._fields = (settings.field,) if text else examples.FIELDS[settings.kind]
         self._stopped = False
 
-    def run(self) -> None:
+    def fill(self, mark: dict[str, Any]) -> dict[str, Any]:
+        """Do all that is left, write the index, and return a summary. mark: the tokenizer's."""
+        store, encoder, kind = self.store, self.encoder, self.settings.kind
+        try:
+            if kind.startswith("gsm8k") and encoder.count_unknown(encoder.encode([examples.MARK])[0]):
+                told = f"answers begin with {examples.MARK}, which the tokenizer cannot write; take another one"
+                raise DataError(f"--kind {kind}: {told}")
+            seconds = self._run()
+            notes = _settle(store, self.settings)
+            facts = {"kind": "text" if kind == "text" else "examples", "dtype": encoder.dtype.name}
+            index = store.finish({**facts, "eos_id": encoder.eos_id, "tokenizer": mark}, self.tokenizer)
+        except DataError:
+            if not store.noted:  # nothing to go on with, so the next attempt may use other settings
+                store.abandon()
+            raise
+        finally:
+            store.close()
+        speed = {"seconds": seconds, "bytes": self.n_bytes, "tokens_per_second": self.n_tokens / seconds}
+        return {**_summary(store.folder, index), "notes": notes, "already": False, **speed, "resumed": store.resumed}
+
+    def _run(self) -> float:
+        """Read, encode and write; the seconds that it took."""
         noted = time.monotonic()
         with ByteBar("preparing", self.total, self.reader.bytes_done) as display, closing(self._encoded()) as found:
             for batch, encoded in found:
                 if self._write(batch, encoded, time.monotonic() - noted > _NOTE_SECONDS):
                     noted = time.monotonic()
                 display.update(batch.bytes_done, self.n_bytes, self.n_tokens)
-            self.seconds = display.seconds
+            return display.seconds
 
     # -- reading ----------------------------------------------------------------------------------------------------------
 

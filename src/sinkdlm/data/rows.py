@@ -8,6 +8,7 @@ B rows, T tokens.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +80,8 @@ class Batch:
         return self._each(lambda x: x.pin_memory())
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        return Batch(**{name: None if x is None else change(x) for name, x in vars(self).items()})
+        changed: dict[str, Any] = {name: None if x is None else change(x) for name, x in vars(self).items()}
+        return Batch(**changed)
 
     def _without_full_lengths(self) -> "Batch":
         return replace(self, lengths=None) if self.lengths is not None and self.n_full == self.tokens.shape[0] else self

@@ -1,7 +1,7 @@
 """Token shards as they are written: whole or not at all, and resumable after the process or the machine dies at any moment.
 
-Owns the files of a prepared folder while it is unfinished. Both splits grow as `.partial` files; progress.json, replaced as a
-whole, says how long each was when a row was last finished. Going on cuts them back to it. index.json comes last.
+Owns the files of a prepared folder while it is unfinished: until index.json, which comes last, nobody reads them. progress.json,
+replaced as a whole, says how long each file was when a row was last finished. Going on cuts them back to it.
 """
 
 import fcntl
@@ -22,33 +22,27 @@ from sinkdlm.data.shards import FORMAT, INDEX, SPLITS, VERSION
 from sinkdlm.errors import DataError, first_line
 
 PROGRESS = "progress.json"
-_PARTIAL = ".partial"
 _BUFFER = 1 << 22  # bytes held before they are written
 _ROW_BYTES = 8  # of an example in a .rows file: prompt tokens and tokens in all
 Array = np.ndarray[Any, Any]
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    replace_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n", path.with_name(path.name + _PARTIAL))
+    replace_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n", path.with_name(path.name + ".partial"))
 
 
 class GrowingFile:
     """A file written from its start, that can be cut back to an earlier length."""
 
     def __init__(self, path: Path, size: int) -> None:
-        self.path, self.partial = path, path.with_name(path.name + _PARTIAL)
-        if size and not self.partial.exists() and path.exists():  # finished, but that was not yet noted
-            path.rename(self.partial)
-        path.unlink(missing_ok=True)
-        if size and (not self.partial.exists() or self.partial.stat().st_size < size):
-            raise DataError(f"{self.partial}: shorter than {PROGRESS} says; remove {path.parent} and prepare again")
-        self.partial.touch()
-        self._file = io.BufferedRandom(io.FileIO(self.partial, "r+"), _BUFFER)
+        self.path = path
+        if size and (not path.exists() or path.stat().st_size < size):
+            raise DataError(f"{path}: shorter than {PROGRESS} says; remove {path.parent} and prepare again")
+        path.touch()
+        self._file = io.BufferedRandom(io.FileIO(path, "r+"), _BUFFER)
         self._file.truncate(size)
+        self.write, self.close = self._file.write, self._file.close
         self._file.seek(size)
-
-    def write(self, content: bytes) -> None:
-        self._file.write(content)
 
     def sync(self) -> None:
         self._file.flush()
@@ -64,20 +58,16 @@ class GrowingFile:
         self._file.seek(size)
 
     def finish(self) -> str:
-        """Close the file under its own name; its SHA-256."""
+        """Close the file; its SHA-256."""
         self.sync()
         self._file.seek(0)
         digest = hashlib.file_digest(self._file, "sha256").hexdigest()
-        self._file.close()
-        self.partial.rename(self.path)
+        self.close()
         return digest
 
-    def close(self) -> None:
-        self._file.close()
-
     def discard(self) -> None:
-        self._file.close()
-        self.partial.unlink(missing_ok=True)
+        self.close()
+        self.path.unlink(missing_ok=True)
 
 
 class SplitWriter:
@@ -167,7 +157,7 @@ class Store:
         path = self.folder / PROGRESS
         noted = read_json(path) if path.exists() else None
         if noted is None:
-            other = sorted(file.name for file in self.folder.iterdir() if file.name != PROGRESS + _PARTIAL)
+            other = sorted(file.name for file in self.folder.iterdir() if file.name != f"{PROGRESS}.partial")
             if other:
                 raise DataError(f"{self.folder}: holds {other[0]} and is no unfinished set; choose another --out or remove it")
         if noted is None or noted["position"] == [0, 0]:

@@ -101,15 +101,14 @@ class Answerer:
                 own = list(part)
                 # Ranked by the same metrics: a test that allows for those of others would depend on the batch.
                 metrics = tuple(sorted(own[0].divisors)) if _has_ranking(own) else ()
-                key = (kind, self.sheet.settings[own[0].task], metrics)
-                alike.setdefault(key, []).append(own)
+                alike.setdefault((kind, self.sheet.settings[own[0].task], metrics), []).append(own)
         most = self.budget * _FORWARDS.get(self.device.type, _FORWARDS["cpu"])
         for questions in alike.values():
             batch: list[Request] = []
             work = 0
             for question in questions:
                 batch += question
-                work += sum(self._work(request) for request in question)
+                work += sum(map(self._work, question))
                 if work >= most:
                     yield batch
                     batch, work = [], 0
