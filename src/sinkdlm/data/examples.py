@@ -115,12 +115,12 @@ def encode_drafts(encoder: Encoder, drafts: Sequence[Draft], places: Callable[[i
         prompts = encoder.encode([drafts[index].prompt for index in chosen], add_special=not parse, parse=parse)
         rests = encoder.encode([drafts[index].rest for index in chosen], add_special=style == "segments", parse=parse)
         for index, prompt, rest in zip(chosen, prompts, rests, strict=True):
+            if parse and rest[: len(prompt)] != prompt:
+                raise DataError(
+                    f"{places(index)}: the chat template with its generation prompt is no beginning of the whole conversation, "
+                    "so prompt and response cannot be told apart; use a template that keeps it, or give prompt and response"
+                )
             if parse:
-                if rest[: len(prompt)] != prompt:
-                    raise DataError(
-                        f"{places(index)}: the chat template with its generation prompt is no beginning of the whole conversation, "
-                        "so prompt and response cannot be told apart; use a template that keeps it, or give prompt and response"
-                    )
                 rest = rest[len(prompt) :]
             elif prompt[-1:] == [encoder.eos_id]:
                 prompt = prompt[:-1]  # a tokenizer that closes every text by itself

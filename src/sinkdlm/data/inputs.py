@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 from sinkdlm.errors import DataError, first_line
 
 Form = Literal["text", "jsonl", "parquet", "hub", "memory"]
-_FORMS: dict[str, Form] = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+_FORMS: dict[str, Form] = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".json": "jsonl"}
 _PACKED = (".gz", ".zst")
 _TABLES = (".csv", ".tsv", ".ndjson", ".arrow", ".xml")  # of a folder that is left to datasets
 SUPPORTED = ".txt, .md, .jsonl, .json (each also .gz or .zst), .parquet, a folder of these, or a data set of the Hugging Face hub"
@@ -81,10 +81,9 @@ def find_sources(names: Sequence[str], *, split: str = "train", config: str | No
             found += _folder(path, split, config)
         elif path.exists():
             found.append(_file(path))
-        elif not _may_be_hub(name):
-            raise DataError(f"{name}: no such file or folder")
-        elif path.parent.is_dir() and "/" in name:  # meant to be a file of a folder that is here
-            raise DataError(f"{name}: no such file or folder; hf:{name} names a data set of the hub")
+        elif not _may_be_hub(name) or ("/" in name and path.parent.is_dir()):  # meant to be a file of a folder that is here
+            hint = f"; hf:{name} names a data set of the hub" if _may_be_hub(name) else ""
+            raise DataError(f"{name}: no such file or folder{hint}")
         else:
             found.append(_hub(name, split, config))
     if not found:
@@ -103,8 +102,7 @@ def _ending(path: Path) -> str:
 
 def form_of(path: Path) -> Form | None:
     """By the ending."""
-    form = _FORMS.get(_ending(path))
-    return None if form == "parquet" and path.suffix in _PACKED else form
+    return "parquet" if path.suffix == ".parquet" else _FORMS.get(_ending(path))
 
 
 def _file(path: Path) -> Source:

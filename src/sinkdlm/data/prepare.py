@@ -5,6 +5,7 @@ alone: not on batch sizes, timing, or how often the work was interrupted.
 """
 
 import hashlib
+import itertools
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -259,11 +260,11 @@ class _Run:
         if isinstance(value, str):
             count_bytes(value, row.place)
             value = Pieces(text_digest(value).digest(), cut([value]))
-        split, held, first = self._split(value.digest), next(value.pieces), True
-        for piece in value.pieces:
-            yield Unit(held, split, first, False, position, row.place, count_bytes(held, row.place))
-            held, first = piece, False
-        yield Unit(held, split, first, True, position, row.place, count_bytes(held, row.place))
+        split, first = self._split(value.digest), True
+        for piece, following in itertools.pairwise(itertools.chain(value.pieces, [None])):
+            n_bytes = count_bytes(str(piece), row.place)
+            yield Unit(piece, split, first, following is None, position, row.place, n_bytes)
+            first = False
 
     def _example_units(self, row: Row, position: tuple[int, int]) -> Iterator[Unit]:
         drafts = examples.drafts_of(self.settings.kind, row.value, self.tokenizer, row.place)
