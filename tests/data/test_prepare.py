@@ -312,11 +312,11 @@ import sinkdlm.interop, sinkdlm.cli.app
 from sinkdlm.data import prepare
 prepare._BATCH_BYTES, prepare._NOTE_SECONDS = 20_000, 0.02
 pipe = os.pipe()
-work = prepare._Run.run
+work = prepare._Run._run
 def run(self):
     os.write(pipe[1], b"!")
-    work(self)
-prepare._Run.run = run
+    return work(self)
+prepare._Run._run = run
 def started(seconds):
     if select.select([pipe[0]], [], [], seconds)[0]:
         os.read(pipe[0], 1)
@@ -470,7 +470,7 @@ def test_no_space_is_named(tmp_path, tokenizer, monkeypatch):
 
     write_rows(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}])
     with monkeypatch.context() as patch:
-        patch.setattr(writing.GrowingFile, "flush", full)
+        patch.setattr(writing.GrowingFile, "sync", full)
         assert "No space left on device" in fails([str(tmp_path / "a.jsonl")], tokenizer, tmp_path / "out")
     assert prepare.prepare([str(tmp_path / "a.jsonl")], tokenizer, tmp_path / "out")["splits"]["train"]["documents"] == 1
 

@@ -202,8 +202,6 @@ def score(
     as_json: Json = False,
 ) -> None:
     """Nats, bits per byte and perplexity of documents, with standard errors; upper bounds, unless by chain or causal."""
-    from dataclasses import replace
-
     from sinkdlm.evals import documents as texts
     from sinkdlm.evals.settings import settings_for
     from sinkdlm.text.prompts import begin, check_bos
@@ -217,7 +215,7 @@ def score(
     with joined(device) as world:
         lm = load_model(checkpoint, world.device, dtype)
         check_bos(lm.tokenizer, bos)
-        settings = replace(settings, bos=bool(begin(lm.tokenizer, [], bos)))  # documents begin as prompts of `sample`
+        settings = settings.replace(bos=bool(begin(lm.tokenizer, [], bos)))  # documents begin as prompts of `sample`
         answers = _answer(lm, texts.sheet_of(found, settings, seed), checkpoint, world, batch_tokens, out)
     if world.first:
         report = texts.report(found, answers, read.n_left_out)

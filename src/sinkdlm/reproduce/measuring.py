@@ -145,7 +145,7 @@ def score_answers(model: Model, inputs: Inputs, scale: Scale) -> Found:
 def ask(model: Model, sheet: Sheet, task: str) -> Found:
     if model.first is not None:  # prompts begin with what rows began with
         model.lm.tokenizer.bos_token = model.lm.tokenizer.convert_ids_to_tokens(model.first)
-        sheet = replace(sheet, settings={task: replace(sheet.settings[task], bos=True)})
+        sheet = replace(sheet, settings={task: sheet.settings[task].replace(bos=True)})
     with Journal(None, {}) as journal:
         answers = answer_sheet(Answerer(model.lm, sheet), journal, quiet=True)
     if sheet.requests[0].kind == GENERATE:

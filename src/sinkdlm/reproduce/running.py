@@ -124,7 +124,7 @@ def _asking(sheet: Sheet, task: str) -> Stage:
 
 def _asking_officially(sheet: Sheet, task: str, most: int) -> Stage:
     """The first questions with the official estimator and guidance. Guided values are scores: what they rank is kept, not they."""
-    settings = {task: replace(settings_for(task, {}), greedy=sheet.settings[task].greedy)}
+    settings = {task: settings_for(task, {}).replace(greedy=sheet.settings[task].greedy)}
     official = replace(sheet, requests=[request for request in sheet.requests if request.doc < most], settings=settings)
 
     def stage(model: Model) -> Found:
