@@ -74,7 +74,7 @@ HEAVY = ["torch", "numpy", "pydantic", "rich", "transformers", "safetensors", "t
 
 
 @pytest.mark.parametrize(
-    "code", ["import sinkdlm", "from sinkdlm.cli.app import app, main", "import sinkdlm; sinkdlm.__version__; dir(sinkdlm)"]
+    "code", ["import sinkdlm", "from sinkdlm.cli.app import app", "import sinkdlm; sinkdlm.__version__; dir(sinkdlm)"]
 )
 def test_import_is_light(code):
     script = f"import json, sys\n{code}\nprint(json.dumps([name for name in {HEAVY} if name in sys.modules]))"

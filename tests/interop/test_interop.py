@@ -1028,7 +1028,7 @@ def test_convert_on_the_command_line(tmp_path, parents, command_line):
     flags = ["--set", "n_sinks=1", "--set", "sink_position=end", "--dtype", "bfloat16", "--json"]
     commands = [[tmp_path / "evil.pth", tmp_path / "dst"], [parents["qwen2"][0], tmp_path / "x", *flags]]
     script = (
-        "import json, sys; from sinkdlm.cli.app import main\n"
+        "import json, sys; from sinkdlm.cli.entry import main\n"
         "def status(words):\n"
         "    sys.argv = ['sinkdlm', 'convert', *words]\n"
         "    try: main()\n"
