@@ -156,7 +156,8 @@ def _assemble(
     for name, tensor in source.read():
         if not tensor.is_floating_point():
             raise ConvertError(f"{source.path}: {name} is {tensor.dtype}, not floating point")
-        state[name] = _owned(tensor, dtype)
+        # A copy: no view into a file that is mapped into memory, or into a larger tensor.
+        state[name] = tensor.to(dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
         check_finite(state[name], f"{source.path}: {name}")
     odd = [name for name in state if name not in wanted]
     if odd or "embed.weight" not in state:
@@ -167,7 +168,7 @@ def _assemble(
     made = []
     table = state["embed.weight"]
     if table.shape[0] == wanted["embed.weight"][0] - 1:
-        state["embed.weight"] = torch.cat([table, _near_mean(table, 1, seed, "embed.weight")])
+        state["embed.weight"] = torch.cat([table, _new_rows(table, 1, seed, "embed.weight")])
         made.append("new [MASK] embedding row: the mean of the table plus a little noise")
     if config.gate != "none" and source.config.gate == "none":
         made.append(_add_gate(state, wanted, config, gate_init, seed))
@@ -178,8 +179,7 @@ def _assemble(
                     f"{source.path}: {name} has shape {tuple(state[name].shape)}, the model it belongs to has {shape}"
                 )
         elif name == "sinks":
-            rows = _near_mean if sink_init == "mean" else _normal_rows
-            state[name] = rows(table, shape[0], seed, name)
+            state[name] = _new_rows(table, shape[0], seed, name, sink_init)
             made.append(f"{shape[0]} new sink row(s), init {sink_init}")
         elif name.endswith("sink_logit"):
             state[name] = torch.zeros(shape, dtype=table.dtype)
@@ -188,23 +188,10 @@ def _assemble(
     return {name: state[name] for name in wanted}, made
 
 
-def _owned(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """In the dtype asked for, in storage of its own: no view into a file that is mapped into memory, or into a larger tensor."""
-    converted = tensor.to(dtype or tensor.dtype)
-    return (
-        converted.clone(memory_format=torch.contiguous_format)
-        if converted.data_ptr() == tensor.data_ptr()
-        else converted.contiguous()
-    )
-
-
-def _near_mean(table: Tensor, rows: int, seed: int, name: str) -> Tensor:
-    noise = draw_normal((rows, table.shape[1]), seed, name) * (_LITTLE * table.float().std())
-    return (table.float().mean(0) + noise).to(table.dtype)
-
-
-def _normal_rows(table: Tensor, rows: int, seed: int, name: str) -> Tensor:
-    return (draw_normal((rows, table.shape[1]), seed, name) * table.float().std()).to(table.dtype)
+def _new_rows(table: Tensor, rows: int, seed: int, name: str, init: SinkInit = "mean") -> Tensor:
+    """Rows for an embedding table: its mean plus a little noise, or normal with its spread."""
+    center, share = (table.float().mean(0), _LITTLE) if init == "mean" else (0.0, 1.0)
+    return (center + draw_normal((rows, table.shape[1]), seed, name) * (share * table.float().std())).to(table.dtype)
 
 
 def _add_gate(
