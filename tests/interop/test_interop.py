@@ -1021,7 +1021,7 @@ def test_what_cannot_be_read_gets_one_line(tmp_path, parents, case):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"n_layers": 2}, ["--set n_layers", "fixed by the weights", "n_sinks"]),
+        ({"n_layers": 2}, ["--set n_layers=2", "trained with n_layers = 3", "n_sinks"]),
         ({"n_snks": 1}, ["n_snks", "did you mean n_sinks"]),
         ({"n_sinks": -1}, ["n_sinks = -1"]),
         ({"n_heads": 3}, ["n_heads", "says them itself"]),
@@ -1039,9 +1039,9 @@ def test_wrong_changes_are_named(parents, changes, words):
 def test_trained_parts_are_not_taken_away(tmp_path):
     sinkdlm.save(tmp_path / "x", small_model(dtype=torch.float32, n_sinks=1, gate="headwise"))
     for changes, word in (
-        ({"n_sinks": 0}, "sinks are added"),
-        ({"gate": "none"}, "trained with gate"),
-        ({"mask_id": 3}, "trained with 11"),
+        ({"n_sinks": 0}, "trained with n_sinks = 1"),
+        ({"gate": "none"}, "trained with gate = headwise"),
+        ({"mask_id": 3}, "trained with mask_id = 11"),
     ):
         with pytest.raises(UserError, match=word):
             load_any(tmp_path / "x", changes)

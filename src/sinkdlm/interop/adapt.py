@@ -84,11 +84,12 @@ def family_of(provenance: Mapping[str, Any]) -> str | None:
 
 def target_config(source: Source, changes: Mapping[str, Any], tokenizer: Any) -> tuple[ModelConfig, list[str]]:
     """The config of the diffusion model, and what was decided on the way."""
-    found = source.config
-    for key in changes:
-        if key in ModelConfig.keys() and key not in FREE_KEYS:  # noqa: SIM118  (a method)
-            free = (*FREE_KEYS, *(SHAPE_KEYS if source.kind == "official" else ()))
-            raise ConvertError(f"--set {key}: fixed by the weights; free are {', '.join(free)}")
+    found, fixed = source.config, fixed_keys(source)
+    for key, value in changes.items():
+        if key in fixed and value != getattr(found, key):
+            free = [name for name in FREE_KEYS if name not in fixed] + list(SHAPE_KEYS) * (source.kind == "official")
+            trained = f"the model was trained with {key} = {getattr(found, key)}"
+            raise ConvertError(f"--set {key}={value}: {trained}; free are {', '.join(free)}")
     notes = list(source.notes)
     if source.kind == "official" and "context_length" not in changes:
         notes.append(f"context_length is {found.context_length}, as the authors': weights do not tell it; --set context_length=N")
@@ -102,14 +103,6 @@ def target_config(source: Source, changes: Mapping[str, Any], tokenizer: Any) ->
         raise ConvertError(f"--set {failure}") from None
     if not source.has_mask and tokenizer is not None and config.mask_id < config.vocab_size:
         check_mask(config.mask_id, tokenizer)
-    if source.has_mask and config.mask_id != found.mask_id:
-        raise ConvertError(f"--set mask_id={config.mask_id}: this model was trained with {found.mask_id}")
-    if found.n_sinks and (found.n_sinks, found.sink_kind) != (config.n_sinks, config.sink_kind):
-        raise ConvertError(
-            f"--set n_sinks, sink_kind: the model has {found.n_sinks} ({found.sink_kind}); sinks are added to a model without"
-        )
-    if found.gate not in ("none", config.gate):
-        raise ConvertError(f"--set gate={config.gate}: the model was trained with gate = {found.gate}")
     return config, notes
 
 
@@ -126,13 +119,8 @@ def check_mask(mask_id: int, tokenizer: Any, option: str = "--set mask_id") -> N
 
 def fixed_keys(source: Source) -> list[str]:
     """The fields that a source's weights decide: a model made of it cannot have others."""
-    found = source.config
-    decided = {
-        "mask_id": source.has_mask,
-        "n_sinks": found.n_sinks > 0,
-        "sink_kind": found.n_sinks > 0,
-        "gate": found.gate != "none",
-    }
+    has_sinks = source.config.n_sinks > 0
+    decided = {"mask_id": source.has_mask, "n_sinks": has_sinks, "sink_kind": has_sinks, "gate": source.config.gate != "none"}
     return [key for key in ModelConfig.keys() if key not in FREE_KEYS or decided.get(key, False)]  # noqa: SIM118  (a method)
 
 
