@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sinkdlm import DiffusionLM
-from sinkdlm.model.layers import Block, Norm
+from sinkdlm.model.model import Block, Norm
 
 
 class MaskedForm:
