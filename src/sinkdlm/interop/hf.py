@@ -46,7 +46,7 @@ class SinkDLMForMaskedLM(PreTrainedModel):
     def __init__(self, config: SinkDLMConfig) -> None:
         super().__init__(config)
         self.model = DiffusionLM(config.model_config())
-        self.accelerate(self.model)
+        type(self).accelerate(self.model)
         self.post_init()
 
     @classmethod
@@ -125,4 +125,4 @@ class SinkDLMForMaskedLM(PreTrainedModel):
                 stale.unlink()  # of another number of shards, which loading would prefer
         super().save_pretrained(save_directory, state_dict={k.removeprefix("model."): v for k, v in state.items()}, **kwargs)
         if kwargs.get("is_main_process", True):
-            self.stamp(Path(save_directory), self.config)
+            type(self).stamp(Path(save_directory), self.config)
