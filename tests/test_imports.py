@@ -190,11 +190,11 @@ FIRST_STEP = """
 import sys
 from sinkdlm.cli.app import app
 from sinkdlm.training import loop
-made = loop.Trainer._loop
+made = loop.Trainer._make_steps
 def watched(self, signals):
     self.optimizer.step, step = lambda *given: print("transformers" in sys.modules) or step(*given), self.optimizer.step
     made(self, signals)
-loop.Trainer._loop = watched
+loop.Trainer._make_steps = watched
 app(["train", "recipe.toml", "--out", "run"], standalone_mode=False)
 """
 
