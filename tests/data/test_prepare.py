@@ -308,7 +308,7 @@ def test_the_last_document_is_held_out_where_chance_chose_none(tmp_path, tokeniz
 # Loads the command line once and runs each job in a fork of itself: a process of its own, killed and limited like any other.
 SERVER = """
 import json, os, resource, select, signal, sys, time
-import sinkdlm.interop, sinkdlm.cli.app
+import sinkdlm.interop, sinkdlm.cli.app, sinkdlm.cli.entry
 from sinkdlm.data import prepare
 prepare._BATCH_BYTES, prepare._NOTE_SECONDS = 20_000, 0.02
 pipe = os.pipe()
@@ -332,7 +332,7 @@ for line in sys.stdin:
         sys.argv = ["sinkdlm", *job["args"]]
         status = 70
         try:
-            sinkdlm.cli.app.main()
+            sinkdlm.cli.entry.main()
         except SystemExit as left:
             status = left.code or 0
         finally:

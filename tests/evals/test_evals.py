@@ -709,7 +709,7 @@ def test_requests_are_answered_without_the_harness(tmp_path, checkpoint):
     sheet = mixed_sheet()
     sheet.write(tmp_path / "q.jsonl")
     script = (
-        "import sys; from sinkdlm.cli.app import main\n"
+        "import sys; from sinkdlm.cli.entry import main\n"
         f"sys.argv = ['sinkdlm', 'score-requests', {str(checkpoint)!r}, {str(tmp_path / 'q.jsonl')!r}, '--out', "
         f"{str(tmp_path / 'r.jsonl')!r}, '--dtype', 'float64', '--device', 'cpu', '--json']\n"
         "try: main()\n"

@@ -14,7 +14,7 @@ import torch
 
 from sinkdlm import DiffusionLM, ModelConfig, load, save
 from sinkdlm.checkpoint.durable import held
-from sinkdlm.cli import app as cli
+from sinkdlm.cli import entry as cli
 from sinkdlm.data.synthetic import character_tokenizer, corpus, prepare_example
 from sinkdlm.evals.requests import LOGLIKELIHOOD, Request, Sheet
 from sinkdlm.evals.settings import Settings
@@ -371,7 +371,7 @@ def test_small_runs_on_what_it_is_given(tmp_path):
 # The command, killed after a step of a run.
 KILLED = """
 import os, signal
-from sinkdlm.cli import app as cli
+from sinkdlm.cli import entry as cli
 from sinkdlm.training import loop
 look = loop.Trainer._look_around
 def die(self):
@@ -385,7 +385,7 @@ cli.main()
 HELD = """
 import sys
 import sinkdlm.reproduce.command
-from sinkdlm.cli import app as cli
+from sinkdlm.cli import entry as cli
 print("ready", flush=True)
 sys.stdin.readline()
 cli.main()

@@ -115,7 +115,7 @@ def test_clipping_within_the_update_is_clipping_before_it(norm, monkeypatch):
 # The command, whose fifth step waits for a signal: it does not end before one has come.
 WAITING = """
 import time
-from sinkdlm.cli import app as cli
+from sinkdlm.cli import entry as cli
 from sinkdlm.training import loop
 make_step, begun = loop.Trainer._make_step, []
 def wait(self, batch, lr, signals):
