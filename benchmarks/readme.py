@@ -4,9 +4,9 @@ from typing import Any
 
 from benchmarks.measuring import RESULTS
 from benchmarks.page import read_records
+from benchmarks.reproduction_page import declared_records
 from sinkdlm.reproduce.claims import HEADS, LAMBADA, NELBO, compare, measured
 from sinkdlm.reproduce.matrix import ADAPT
-from sinkdlm.reproduce.page import declared_records
 from sinkdlm.reproduce.statistics import over_seeds
 
 _GPU = "nvidia-h200.json"

@@ -14,17 +14,18 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from studies.asking import read_beside
+from studies.lengths import MIXED, PLAIN
+from studies.steadiness import NAME as STEADINESS
+from studies.steadiness import warmup_of
 
 from benchmarks.measuring import RESULTS
+from benchmarks.reproduction_page import PICTURES, SCALE, VERDICTS, declared_records, write_page
 from sinkdlm.reproduce.claims import ANSWERS, CLAIMS, MARGIN, NELBO, PRIMARY, SAME, judge, outcome_name, runs_of
-from sinkdlm.reproduce.lengths import MIXED, PLAIN
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, SCALES, SFT
 from sinkdlm.reproduce.measuring import ROWS, WRITES
-from sinkdlm.reproduce.page import PICTURES, SCALE, VERDICTS, declared_records, write_page
-from sinkdlm.reproduce.results import Record, read_beside
+from sinkdlm.reproduce.results import Record
 from sinkdlm.reproduce.statistics import LEVEL
-from sinkdlm.reproduce.steadiness import NAME as STEADINESS
-from sinkdlm.reproduce.steadiness import warmup_of
 
 RECORDS = RESULTS / "reproduction"
 DOCS = Path(__file__).parents[1] / "docs"

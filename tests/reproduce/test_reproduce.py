@@ -8,7 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmarks import reproduction_page as page
 from scipy import stats
+from studies.asking import write_beside
+from studies.lengths import PLAIN
+from studies.steadiness import NAME as STEADINESS
 
 from evaluated import small_lm
 from reproductions import ITEMS, TOKENS, matrix, record, trial
@@ -17,18 +21,15 @@ from sinkdlm.config.recipe import Recipe
 from sinkdlm.config.shipped import RECIPES
 from sinkdlm.config.toml import flatten
 from sinkdlm.data.rows import open_rows
-from sinkdlm.data.shards import open_split
 from sinkdlm.data.synthetic import character_tokenizer, prepare_example
 from sinkdlm.errors import ReproduceError
 from sinkdlm.evals.paper import PAPER_ROWS
 from sinkdlm.evals.requests import LOGLIKELIHOOD, Request, Sheet
 from sinkdlm.evals.settings import Settings
 from sinkdlm.interop import open_source
-from sinkdlm.reproduce import claims, page, paper, statistics
+from sinkdlm.reproduce import claims, paper, statistics
 from sinkdlm.reproduce.blocks import Code, Heading, Paragraph, Table, to_html, to_markdown
-from sinkdlm.reproduce.equal_rates import equal_rate_blocks
 from sinkdlm.reproduce.inputs import GOLD, Inputs
-from sinkdlm.reproduce.lengths import PLAIN
 from sinkdlm.reproduce.matrix import (
     ADAPT,
     LATE,
@@ -39,7 +40,6 @@ from sinkdlm.reproduce.matrix import (
     SFT,
     TARGETS,
     VARIANTS,
-    WITHOUT_RUNS,
     Job,
     jobs_of,
     select,
@@ -47,12 +47,10 @@ from sinkdlm.reproduce.matrix import (
     trials_of,
 )
 from sinkdlm.reproduce.measuring import Model
-from sinkdlm.reproduce.overlap import GRAM, corpus_texts, overlap
 from sinkdlm.reproduce.parents import Parents
 from sinkdlm.reproduce.report import findings, verdicts, write_report
-from sinkdlm.reproduce.results import MAX_BYTES, Outcome, read_record, read_records, write_beside, write_record
+from sinkdlm.reproduce.results import MAX_BYTES, Outcome, read_record, read_records, write_record
 from sinkdlm.reproduce.running import Bench, _asking_officially, recipe_of, stages_of
-from sinkdlm.reproduce.steadiness import NAME as STEADINESS
 
 ROOT = Path(__file__).parents[2]
 CLAIM = {claim.name: claim for claim in claims.CLAIMS}
@@ -166,28 +164,6 @@ def test_equivalence_needs_the_margin():
     assert judged("position", far)["nelbo"].verdict == claims.FAILS
     noisy = matrix({(ADAPT, "sink"): 0.0, (ADAPT, "sink-end"): 0.0}, seeds=0.05)
     assert judged("position", noisy)["nelbo"].verdict == claims.OPEN
-
-
-def test_what_was_compared_at_two_rates_is_compared_at_one():
-    """The sink's lead over the DLM and the gate, -0.02 and -0.05, is the rate's: at theirs it has none."""
-    effects = {"vanilla": 0.0, "sink": -0.02, "gate": 0.03, "vanilla-sink-rate": -0.02, "sink-dlm-rate": 0.03, "sinks-2": -0.02}
-    slow = ("sink", "vanilla-sink-rate", "sinks-2")
-    records = {
-        name: replace(one, lr=4e-4 if one.variant in slow else 8e-4)
-        for name, one in matrix({(ADAPT, variant): effect for variant, effect in effects.items()}, seeds=1e-5).items()
-    }
-    *_, table = equal_rate_blocks(records, level=3)
-    found = [(label, rates, round(float(nelbo.split()[0]), 2), seeds) for label, rates, nelbo, *_, seeds in table.rows]
-    assert found == [
-        ("DLM + sink \N{MINUS SIGN} DLM", "0.0004 and 0.0008", -0.02, "5"),
-        ("the same", "0.0008", 0.03, "5"),
-        ("the same", "0.0004", 0.0, "5"),
-        ("DLM + sink \N{MINUS SIGN} DLM + gate", "0.0004 and 0.0008", -0.05, "5"),
-        ("the same", "0.0008", 0.0, "5"),
-        ("DLM: the larger rate \N{MINUS SIGN} the smaller", "0.0008 and 0.0004", 0.02, "5"),
-        ("DLM + sink: the larger rate \N{MINUS SIGN} the smaller", "0.0008 and 0.0004", 0.05, "5"),
-    ]
-    assert equal_rate_blocks(matrix({(ADAPT, variant): 0.0 for variant in effects}), level=3) == []  # all at one rate
 
 
 def test_few_seeds_give_no_verdict():
@@ -435,15 +411,6 @@ def test_the_papers_recipes_are_those_of_the_project(tmp_path):
     assert checked == 13
 
 
-@pytest.mark.parametrize("target", WITHOUT_RUNS)
-def test_what_is_no_table_has_no_plan_and_no_recipes(target, tmp_path, command_line):
-    status, said, heard = command_line("reproduce", target, "--plan", "--out", tmp_path / "p")
-    assert (status, said, heard) == (2, "", f"sinkdlm: --plan: of tables and figures; with {target} leave it out\n")
-    with pytest.raises(ReproduceError, match=f"^{target}: is no table or figure, and has no recipes to lay out"):
-        paper.lay_out(target, tmp_path / "p", 1)
-    assert not (tmp_path / "p").exists()
-
-
 def test_the_papers_scale_is_laid_out(tmp_path, command_line):
     status, said, _ = command_line("reproduce", "all", "--scale", "paper", "--out", tmp_path / "p")
     assert status == 0
@@ -475,30 +442,6 @@ def test_the_first_token_is_there_and_never_masked(tmp_path):
     assert not bool(batch.maskable[:, 0].any())
     assert bool(batch.maskable[:, 1:].all())
     assert batch.count_scored() == 6 * 15
-
-
-# -- overlap ----------------------------------------------------------------------------------------------------------------------
-
-
-def words(start: int, count: int) -> str:
-    return " ".join(f"word{number}" for number in range(start, start + count))
-
-
-def test_a_planted_gram_is_found_whatever_its_punctuation():
-    tasks = {"a": [words(0, 30), words(100, 30)], "b": [words(200, GRAM - 1), words(300, GRAM)]}
-    corpus = [f"Some text. {words(5, GRAM).upper().replace(' ', ', ')}! More.", words(100, GRAM - 1), words(300, GRAM)]
-    found = overlap(iter(corpus), tasks)["tasks"]
-    assert (found["a"]["documents_hit"], found["a"]["short"], found["a"]["documents_half"]) == (1, 0, 0)
-    assert (found["b"]["documents_hit"], found["b"]["short"], found["b"]["documents_half"]) == (1, 1, 1)
-
-
-def test_a_prepared_corpus_is_read_as_its_texts(tmp_path):
-    prepare_example(tmp_path / "set", documents=60)
-    texts = list(corpus_texts([str(tmp_path / "set")]))
-    assert len(texts) == open_split(tmp_path / "set").n_documents
-    lines = tmp_path / "texts.jsonl"
-    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    assert list(corpus_texts([str(lines)])) == texts
 
 
 # -- reports ----------------------------------------------------------------------------------------------------------------------

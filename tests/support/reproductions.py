@@ -1,7 +1,17 @@
-"""Records made up for tests: variants with planted effects, on items that scatter far more than the effects do."""
+"""Records made up for tests: variants with planted effects, on items that scatter far more. And a cut of nano."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pytest
 
+from sinkdlm.cli import app as cli
+from sinkdlm.reproduce import nano, running
 from sinkdlm.reproduce.matrix import SCALES
 from sinkdlm.reproduce.results import RUN, TRIAL, Outcome, Record
 
@@ -56,3 +66,49 @@ def matrix(effects: dict[tuple[str, str], float], n_seeds: int = 5, **options: f
         for seed in range(1, n_seeds + 1)
     ]
     return {one.name: one for one in made}
+
+
+CUT = ("--set", "train.steps=4", "--seeds", "1")
+LESS = {"documents": 12, "trajectories": 2, "examples": 20, "tasks": {"lambada_openai": 8, "arc_easy": 5, "gsm8k_two_stage": 8}}
+TIMES = ("seconds", "made", "command")
+
+
+def told(found: dict) -> dict:
+    """A report without how long things took."""
+    if isinstance(found, dict):
+        return {key: told(value) for key, value in found.items() if key not in TIMES}
+    return [told(value) for value in found] if isinstance(found, list) else found
+
+
+@contextmanager
+def less_of_nano() -> Iterator[None]:
+    """Fewer questions, and a parent that hardly learned."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nano, "_STEPS", 4)
+        patch.setitem(SCALES, "nano", replace(SCALES["nano"], **LESS))
+        yield
+
+
+def reproduce(*words: object, whole: bool = False) -> int:
+    """whole: nano as it is."""
+    with pytest.MonkeyPatch.context() as patch, nullcontext() if whole else less_of_nano():
+        patch.setattr(sys, "argv", ["sinkdlm", "reproduce", *map(str, words)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+    return left.value.code or 0
+
+
+def make_cut(folder: Path) -> None:
+    """Figure 3 in small: trials, an adapted run and its fine-tuning. Stopped by Ctrl-C in the middle of the run, then run again."""
+    watch = running.watch
+
+    def interrupt(*given: object) -> object:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "watch", interrupt)
+        assert reproduce("figure3", "--out", folder / "cut", *CUT) == 130
+    parts = sorted(path.stem for path in (folder / "cut" / "parts" / "adapt-sink-s1").glob("*.json"))
+    (folder / "parts").write_text(json.dumps(parts))
+    assert running.watch is watch
+    assert reproduce("figure3", "--out", folder / "cut", *CUT) == 0

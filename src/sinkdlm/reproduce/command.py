@@ -21,7 +21,6 @@ from sinkdlm.checkpoint.durable import held
 from sinkdlm.errors import BusyError, ReproduceError
 from sinkdlm.evals.requests import Sheet
 from sinkdlm.reproduce.claims import ANSWERS, NELBO
-from sinkdlm.reproduce.inherited import measure_inherited
 from sinkdlm.reproduce.inputs import NO_PARENT, Given, Inputs, given_inputs
 from sinkdlm.reproduce.matrix import SCALES, SFT, Job, Scale, jobs_of, select, targets_of, trials_of
 from sinkdlm.reproduce.nano import nano_inputs
@@ -29,7 +28,6 @@ from sinkdlm.reproduce.parents import Load, Parents
 from sinkdlm.reproduce.report import write_report
 from sinkdlm.reproduce.results import RUN, TRIAL, Record, find_made, read_records, write_text
 from sinkdlm.reproduce.running import Bench, TimeUp, clear, recipe_of, run_job, stages_of, train_job
-from sinkdlm.reproduce.steadiness import measure_steadiness
 
 Say = Callable[[str], None]
 _PAUSE = 1.0  # seconds between looks at what others have made
@@ -52,6 +50,11 @@ class Asked(NamedTuple):
     official: bool = False
     device: str | None = None
 
+    @property
+    def folder(self) -> Path:
+        """Of results."""
+        return self.records or self.out / "records"
+
 
 class Tried(Enum):
     """What came of looking for a run to make. WAIT: what others make now is needed for the rest."""
@@ -69,7 +72,9 @@ class Planned(NamedTuple):
 
 def reproduce(asked: Asked, load_parent: Load, say: Say) -> dict[str, Any]:
     """Works through the matrix, and writes the report of the records that are there then."""
-    targets, scale = targets_of(asked.target), SCALES[asked.scale]
+    targets, scale, given = targets_of(asked.target), SCALES[asked.scale], asked.given
+    if scale.name == "small" and given.data is None and given.requests is None and asked.tasks != []:
+        raise ReproduceError("--data or --requests: which questions? --tasks '' leaves them out")
     with _threads(asked.scale):
         work = _Work(asked, scale, targets, load_parent, say)
         work.run()
@@ -84,16 +89,11 @@ def run_plan(asked: Asked, load_parent: Load) -> list[Planned]:
         return _Work(asked, SCALES[asked.scale], targets_of(asked.target), load_parent, lambda _: None).missing()
 
 
-def inherited(asked: Asked, load_parent: Load, say: Say) -> dict[str, Any]:
-    """What sinks are before training. Makes no run; nano's data and parent are made."""
+@contextmanager
+def open_bench(asked: Asked, load_parent: Load) -> Iterator[Bench]:
+    """For studies. Makes no run; nano's data and parent are made."""
     with _threads(asked.scale):
-        return measure_inherited(_Work(asked, SCALES[asked.scale], [], load_parent, say).bench, say)
-
-
-def steadiness(asked: Asked, load_parent: Load, say: Say) -> dict[str, Any]:
-    """Trainings made again to watch sinks and gradients. Makes no run of the matrix; nano's data and parent are made."""
-    with _threads(asked.scale):
-        return measure_steadiness(_Work(asked, SCALES[asked.scale], [], load_parent, say).bench, say)
+        yield _Work(asked, SCALES[asked.scale], [], load_parent, lambda _: None).bench
 
 
 class _Work:
@@ -102,14 +102,13 @@ class _Work:
         self.began = time.monotonic()
         jobs = jobs_of(targets, scale, asked.seeds or scale.seeds)
         self.jobs = select(jobs, asked.only)
-        folder = asked.records or asked.out / "records"
         with held(asked.out, "reproduction", wait=True):
             inputs = self._inputs()
         self.bench = Bench(
             scale,
             inputs,
             asked.out,
-            folder,
+            asked.folder,
             Parents(load_parent, asked.out / "data" / "tokenizer"),
             asked.device,
             tuple(asked.overrides),

@@ -117,7 +117,7 @@ TARGETS: dict[str, Target] = {
     ),
 }
 ALL = "all"
-WITHOUT_RUNS = ("overlap", "inherited", "lengths", "steadiness")  # what the command also takes, and answers before it asks for runs
+STUDIES = ("overlap", "inherited", "lengths", "steadiness")  # what gives no verdict: modules of the project's checkout
 
 
 @dataclass(frozen=True)
@@ -269,10 +269,10 @@ class Job(NamedTuple):
 def targets_of(name: str) -> list[str]:
     if name == ALL:
         return list(TARGETS)
-    if name in WITHOUT_RUNS:
-        raise ReproduceError(f"{name}: is no table or figure, and has no recipes to lay out; give --scale nano or small")
+    if name in STUDIES:
+        raise ReproduceError(f"{name}: is a study, which gives no verdict; in the project's checkout run: python -m studies.{name}")
     if name not in TARGETS:
-        raise ReproduceError(f"{name}: no such target; there are {', '.join((*TARGETS, ALL, *WITHOUT_RUNS))}")
+        raise ReproduceError(f"{name}: no such target; there are {', '.join((*TARGETS, ALL))}")
     return [name]
 
 

@@ -179,36 +179,18 @@ def provenance(where: torch.device) -> dict[str, Any]:
     made = environment(where)
     return {
         "made": made["time"],
-        "command": " ".join(["sinkdlm", *sys.argv[1:]]),
+        "command": " ".join([_program(), *sys.argv[1:]]),
         "environment": {name: made[name] for name in _FACTS if name in made},
     }
 
 
+def _program() -> str:
+    """A study is a module of its own."""
+    started = getattr(sys.modules["__main__"], "__spec__", None)
+    return "sinkdlm" if started is None or started.name.startswith("sinkdlm") else f"python -m {started.name}"
+
+
 _FACTS = ("commit", "device", "torch", "triton", "transformers", "cuda", "python", "sinkdlm", "threads", "platform")
-
-
-# -- beside the records: what is not of one run ------------------------------------------------------------------------------------
-
-
-def write_beside(records: Path, name: str, scale: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    """What was written: with how it came to be, unless that is said."""
-    told = {**provenance(torch.device("cpu")), **found}
-    write_text(_beside(records, name, scale), json.dumps(told, indent=1) + "\n")
-    return told
-
-
-def read_beside(records: Path, name: str, scale: str) -> dict[str, Any] | None:
-    path = _beside(records, name, scale)
-    if not path.exists():
-        return None
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as failure:
-        raise ReproduceError(f"{path}: cannot be read ({failure}); make it anew with: sinkdlm reproduce {name}") from None
-
-
-def _beside(records: Path, name: str, scale: str) -> Path:
-    return records / name / f"{scale}.json"
 
 
 def find_made(job: Job, records: Mapping[str, Record], scale: Scale) -> Record | None:

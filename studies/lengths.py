@@ -19,10 +19,11 @@ from sinkdlm.evals.requests import by_question
 from sinkdlm.reproduce.blocks import Block, Heading, Paragraph, Table
 from sinkdlm.reproduce.claims import MARGIN, NELBO, pair, runs_of
 from sinkdlm.reproduce.inputs import GOLD, Given, parent_tokenizer, read_questions
-from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, VARIANTS, Scale
+from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, SCALES, VARIANTS, Scale
 from sinkdlm.reproduce.measuring import ENDS, ROWS, WRITES
-from sinkdlm.reproduce.results import Outcome, Record, write_beside
+from sinkdlm.reproduce.results import Outcome, Record
 from sinkdlm.reproduce.statistics import LEVEL, Paired, over_seeds, pair_items
+from studies.asking import run_study, write_beside
 
 NAME = "lengths"
 Pair = tuple[str, str]  # variants without and with a sink
@@ -87,7 +88,7 @@ def _check_questions(records: Mapping[str, Record], counted: Mapping[str, Any]) 
     for record in records.values():
         if "requests" in counted and record.data.get("requests", counted["requests"]) != counted["requests"]:
             raise ReproduceError(
-                f"{NAME}: counted of other questions than those of {record.name}; count again with: sinkdlm reproduce {NAME}"
+                f"{NAME}: counted of other questions than those of {record.name}; count again with: python -m studies.{NAME}"
             )
 
 
@@ -328,3 +329,11 @@ def said(found: Mapping[str, Any]) -> Sequence[str]:
             f"{task:16s}{len(tokens):6d} questions, {low:.0f} to {high:.0f} tokens with the right option, median {middle:.0f}"
         )
     return lines
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    run_study(__doc__ or "", lambda asked: count_lengths(asked.given, asked.folder, SCALES[asked.scale]), said, words)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,21 +5,23 @@ the causal mask no token is alone any more; an isolated sink is. So a sink may b
 form: the share of attention on the first token or the sink, and the norm of its value beside other tokens', layer by layer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median_high
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sinkdlm.cli.loading import load_parent
 from sinkdlm.errors import ReproduceError
 from sinkdlm.model.attention import attend_naive
 from sinkdlm.reproduce.blocks import Block, Heading, Paragraph, Table
+from sinkdlm.reproduce.command import Asked, open_bench
 from sinkdlm.reproduce.inputs import NO_PARENT
 from sinkdlm.reproduce.matrix import ADAPT, LABELS, TRIAL_SEED, Job
 from sinkdlm.reproduce.measuring import middle_layers
-from sinkdlm.reproduce.results import write_beside
 from sinkdlm.reproduce.running import Bench, recipe_of
+from studies.asking import run_study, say, write_beside
 
 NAME = "inherited"
 _ROWS = 8
@@ -77,7 +79,7 @@ def look(form: Form, bench: Bench, rows: Tensor) -> dict[str, list[float]]:
     return {name: [float(f"{value:.4g}") for value in line] for name, line in zip(("share", "norm", "other"), layers, strict=True)}
 
 
-def measure_inherited(bench: Bench, say: Callable[[str], None]) -> dict[str, Any]:
+def measure_inherited(bench: Bench) -> dict[str, Any]:
     """Every form on the same rows of held-out text; kept beside the records."""
     if bench.inputs.parent is None:
         raise ReproduceError(NO_PARENT)
@@ -139,3 +141,21 @@ def inherited_blocks(found: Mapping[str, Any], level: int) -> list[Block]:
         ),
         Table(head, rows),
     ]
+
+
+def _study(asked: Asked) -> dict[str, Any]:
+    with open_bench(asked, load_parent) as bench:
+        return measure_inherited(bench)
+
+
+def said(found: Mapping[str, Any]) -> Iterator[str]:
+    for line in summary(found):
+        yield f"{line.share:7.1%} of attention on it, value norm {line.beside:.2f} of others': {line.label}"
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    run_study(__doc__ or "", _study, said, words)
+
+
+if __name__ == "__main__":
+    main()

@@ -18,9 +18,10 @@ from sinkdlm.checkpoint.tokenizer import read_tokenizer
 from sinkdlm.data.inputs import Reader, Source, find_sources
 from sinkdlm.data.shards import INDEX, open_split
 from sinkdlm.errors import ReproduceError
-from sinkdlm.reproduce.inputs import Given, read_questions, texts_of
-from sinkdlm.reproduce.matrix import SCALES
-from sinkdlm.reproduce.results import write_beside
+from sinkdlm.evals.requests import Request
+from sinkdlm.reproduce.inputs import Given, read_questions
+from sinkdlm.reproduce.matrix import SCALES, Scale
+from studies.asking import run_study, write_beside
 
 GRAM = 13  # words
 NAME = "overlap"
@@ -120,14 +121,36 @@ def _decoded(folder: Path) -> Iterator[str]:
         yield tokenizer.decode(left)
 
 
-def count_overlap(corpus: Sequence[str], data: Path | None, requests: Path | None, records: Path, scale: str) -> dict[str, Any]:
+def texts_of(requests: Sequence[Request]) -> dict[str, list[str]]:
+    """Task -> one text a document: its prompt and every option."""
+    found: dict[str, dict[int, list[str]]] = {}
+    for request in requests:
+        own = found.setdefault(request.task, {}).setdefault(request.doc, [request.context])
+        own.append(request.continuation)
+    return {task: [" ".join(parts) for parts in docs.values()] for task, docs in found.items()}
+
+
+def count_overlap(given: Given, records: Path, scale: Scale) -> dict[str, Any]:
     """Counts, and keeps what was found beside the records."""
-    if not corpus:
+    if not given.corpus:
         raise ReproduceError("--corpus: which text? give files or folders of texts, or a prepared set")
-    sheet = read_questions(Given(data=data, requests=requests), SCALES.get(scale, SCALES["small"]))
+    sheet = read_questions(given, scale)
     if sheet is None:
         raise ReproduceError(
             "--data or --requests: overlap with what? give the benchmarks' files, or what eval --write-requests wrote"
         )
-    found = overlap(corpus_texts(corpus), texts_of(sheet.requests))
-    return write_beside(records, NAME, scale, found)
+    found = overlap(corpus_texts(given.corpus), texts_of(sheet.requests))
+    return write_beside(records, NAME, scale.name, found)
+
+
+def said(found: Mapping[str, Any]) -> Iterator[str]:
+    for task, row in found["tasks"].items():
+        yield f"{task:16s}{row['documents_hit']:6d} of {row['documents']:6d} documents share a {GRAM}-gram with the corpus"
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    run_study(__doc__ or "", lambda asked: count_overlap(asked.given, asked.folder, SCALES[asked.scale]), said, words)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,19 +7,22 @@ the gradient is the loss of that state. Their weights are not kept.
 
 import shutil
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from sinkdlm.cli.loading import load_parent
 from sinkdlm.errors import ReproduceError
 from sinkdlm.reproduce.blocks import Block, Bullets, Heading, Paragraph, Table
+from sinkdlm.reproduce.command import Asked, open_bench
 from sinkdlm.reproduce.inputs import NO_PARENT
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, TRIAL_SEED, Job
-from sinkdlm.reproduce.results import Record, read_beside, write_beside
+from sinkdlm.reproduce.results import Record
 from sinkdlm.reproduce.running import Bench, recipe_of, train_job
 from sinkdlm.training.gradient_spikes import PEAK, SETTLED, peaks_of, read_lines
 from sinkdlm.training.sink_health import FEW, HELD, LOST, MANY, RESTS, Kept
+from studies.asking import read_beside, run_study, say, write_beside
 
 NAME = "steadiness"
 _LOOKS = 75  # at attention, in a run
@@ -53,7 +56,7 @@ FORMS = {
 }
 
 
-def measure_steadiness(bench: Bench, say: Callable[[str], None]) -> dict[str, Any]:
+def measure_steadiness(bench: Bench) -> dict[str, Any]:
     """Each form is kept beside the records as it ends; those that are there, of the same recipe, are not made again."""
     if bench.inputs.parent is None:
         raise ReproduceError(NO_PARENT)
@@ -237,3 +240,16 @@ def _lost(form: Mapping[str, Any]) -> str:
 def _course(looks: list[list[float | None]], part: int, style: str) -> str:
     first, last = thirds_of(looks[0]), thirds_of(looks[-1])
     return "" if first is None or last is None else f"{first[part]:{style}} \N{RIGHTWARDS ARROW} {last[part]:{style}}"
+
+
+def _study(asked: Asked) -> dict[str, Any]:
+    with open_bench(asked, load_parent) as bench:
+        return measure_steadiness(bench)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    run_study(__doc__ or "", _study, lambda found: map(line_of, found["forms"].values()), words)
+
+
+if __name__ == "__main__":
+    main()

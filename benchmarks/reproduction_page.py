@@ -7,13 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from studies.asking import read_beside
+from studies.equal_rates import equal_rate_blocks
+from studies.inherited import NAME as INHERITED
+from studies.inherited import inherited_blocks
+from studies.lengths import NAME as LENGTHS
+from studies.lengths import lengths_blocks
+from studies.overlap import GRAM
+from studies.overlap import NAME as OVERLAP
+from studies.steadiness import NAME as STEADINESS
+from studies.steadiness import steadiness_blocks
+
 from sinkdlm.reproduce.blocks import Block, Bullets, Code, Heading, Paragraph, Picture, Table, to_markdown
 from sinkdlm.reproduce.claims import CLAIMS, FAILS, FEW, MARGIN, OPEN, OUTCOMES, PRIMARY, SAME, outcome_name
-from sinkdlm.reproduce.equal_rates import equal_rate_blocks
-from sinkdlm.reproduce.inherited import NAME as INHERITED
-from sinkdlm.reproduce.inherited import inherited_blocks
-from sinkdlm.reproduce.lengths import NAME as LENGTHS
-from sinkdlm.reproduce.lengths import lengths_blocks
 from sinkdlm.reproduce.matrix import (
     ADAPT,
     FIRST_SEED,
@@ -31,13 +37,9 @@ from sinkdlm.reproduce.matrix import (
     seeds_of,
     stages_declared,
 )
-from sinkdlm.reproduce.overlap import GRAM
-from sinkdlm.reproduce.overlap import NAME as OVERLAP
 from sinkdlm.reproduce.report import findings, rate_blocks, target_blocks, verdicts, work_blocks
-from sinkdlm.reproduce.results import Record, find_made, read_beside, read_records
+from sinkdlm.reproduce.results import Record, find_made, read_records
 from sinkdlm.reproduce.statistics import ALPHA, LEVEL, MIN_SEEDS
-from sinkdlm.reproduce.steadiness import NAME as STEADINESS
-from sinkdlm.reproduce.steadiness import steadiness_blocks
 
 SCALE = "small"
 VERDICTS = "verdicts"
@@ -263,14 +265,14 @@ def _commands() -> list[Block]:
                     f"sinkdlm data prepare corpus/ {tokens} --validation 0.05 --out data/corpus",
                     f"sinkdlm data prepare gsm8k_cot_train.txt --kind gsm8k-two-stage {tokens} --validation 0.05 --out data/gsm8k",
                     f"sinkdlm eval --write-requests requests.jsonl {asked}",
-                    f"sinkdlm reproduce overlap --scale small --corpus corpus/ --requests requests.jsonl {kept}",
-                    f"sinkdlm reproduce inherited --scale small --parent SmolLM2-135M.gguf --corpus data/corpus {kept}",
-                    f"sinkdlm reproduce lengths --scale small --parent SmolLM2-135M.gguf --requests requests.jsonl {kept}",
+                    f"python -m studies.overlap --scale small --corpus corpus/ --requests requests.jsonl {kept}",
+                    f"python -m studies.inherited --scale small --parent SmolLM2-135M.gguf --corpus data/corpus {kept}",
+                    f"python -m studies.lengths --scale small --parent SmolLM2-135M.gguf --requests requests.jsonl {kept}",
                     "# on the GPU, as often as needed: finished runs are skipped. Started several times at once, on one GPU or",
                     "# on several, processes with the same --out share the runs among themselves (three trials fit on an H200)",
                     f"sinkdlm reproduce all {common} {kept} --official --time-limit 540",
                     f"sinkdlm reproduce all {common} {kept} --official --plan",
-                    f"sinkdlm reproduce steadiness --scale small --parent SmolLM2-135M.gguf --corpus data/corpus {kept}",
+                    f"python -m studies.steadiness --scale small --parent SmolLM2-135M.gguf --corpus data/corpus {kept}",
                     "# this page",
                     "python -m benchmarks.reproduction",
                 ]

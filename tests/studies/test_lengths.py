@@ -6,6 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from studies.asking import read_beside
+from studies.lengths import BASE, MIXED, NAME, OTHER, PLAIN, conclude, lead_at, leads, lengths_blocks, main
 
 from evaluated import small_lm, tiny_tokenizer
 from reproductions import matrix
@@ -16,10 +18,9 @@ from sinkdlm.evals.settings import Settings
 from sinkdlm.reproduce.blocks import to_markdown
 from sinkdlm.reproduce.claims import pair
 from sinkdlm.reproduce.inputs import GOLD, Inputs
-from sinkdlm.reproduce.lengths import BASE, MIXED, NAME, OTHER, PLAIN, conclude, lead_at, leads, lengths_blocks
 from sinkdlm.reproduce.matrix import ADAPT, SCALES
 from sinkdlm.reproduce.measuring import Model, _writes, score_cuts
-from sinkdlm.reproduce.results import Outcome, Record, read_beside
+from sinkdlm.reproduce.results import Outcome, Record
 
 QUESTIONS = [("abc", " de", 0), ("abcdef", " g", 0), ("a" * 40, " bcd", 1), ("abcd ", "xyz", 0)]
 
@@ -34,20 +35,22 @@ def sheet() -> Sheet:
     return Sheet(requests, {"arc_easy": Settings()}, seed=0, about={GOLD: {"arc_easy": [gold for _, _, gold in QUESTIONS]}})
 
 
-def test_tokens_are_counted_of_prompt_and_right_option(tmp_path, command_line):
+def test_tokens_are_counted_of_prompt_and_right_option(tmp_path, capsys):
     sheet().write(tmp_path / "requests.jsonl")
     tiny_tokenizer().save_pretrained(tmp_path / "parent")
-    given = ("--parent", tmp_path / "parent" / "tokenizer.json", "--scale", "small", "--records", tmp_path / "records")
-    status, said, _ = command_line("reproduce", "lengths", *given, "--requests", tmp_path / "requests.jsonl", "--json")
-    assert status == 0
-    found = json.loads(said)
+    given = [f"--parent={tmp_path / 'parent' / 'tokenizer.json'}", "--scale=small", f"--records={tmp_path / 'records'}"]
+    main([*given, f"--requests={tmp_path / 'requests.jsonl'}", "--json"])
+    found = json.loads(capsys.readouterr().out)
     assert read_beside(tmp_path / "records", NAME, "small") == found
     counted = found["tasks"]["arc_easy"]
     assert Outcome.from_json(counted["tokens"]).values.tolist() == [len(context + right) for context, right, _ in QUESTIONS]
     assert Outcome.from_json(counted["scored"]).values.tolist() == [3, 2, 4, 4]  # a prompt's last blank goes with the option
-    status, _, said = command_line("reproduce", "lengths", *given)
-    assert status == 2
+    with pytest.raises(SystemExit) as left:
+        main(given)
+    assert left.value.code == 2
+    said = capsys.readouterr().err
     assert "--requests" in said
+    assert len(said.splitlines()) == 1
 
 
 def test_a_lead_is_shown_at_the_lengths_where_it_is():
