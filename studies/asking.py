@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
+from sinkdlm.cli.loading import load_parent
 from sinkdlm.errors import ReproduceError, UserError
-from sinkdlm.reproduce.command import Asked
-from sinkdlm.reproduce.inputs import Given
+from sinkdlm.evals.requests import Sheet
+from sinkdlm.reproduce.command import open_bench
+from sinkdlm.reproduce.inputs import NO_PARENT, Given, read_questions
 from sinkdlm.reproduce.matrix import SCALES
 from sinkdlm.reproduce.results import provenance, write_text
+from sinkdlm.reproduce.running import Asked, Bench
 
 
 def run_study(
@@ -33,34 +36,51 @@ def run_study(
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(words)
     given = Given(options.parent, options.corpus, None, options.data, options.requests)
-    asked = Asked("", options.scale, options.out, records=options.records or options.out / "records", given=given)
+    asked = Asked("", options.scale, options.out, None, options.records, given, overrides=options.overrides, device=options.device)
     try:
-        found = study(asked._replace(overrides=options.overrides, device=options.device))
+        found = study(asked)
     except UserError as failure:
         parser.exit(2, f"{parser.prog}: {failure}\n")
     print(json.dumps(found, indent=1) if options.json else "\n".join(tell(found)))
+
+
+def on_bench(measure: Callable[[Bench], dict[str, Any]]) -> Callable[[Asked], dict[str, Any]]:
+    """A study of a parent and its data."""
+
+    def study(asked: Asked) -> dict[str, Any]:
+        with open_bench(asked, load_parent) as bench:
+            if bench.inputs.parent is None:
+                raise ReproduceError(NO_PARENT)
+            return measure(bench)
+
+    return study
+
+
+def questions(asked: Asked) -> Sheet:
+    sheet = read_questions(asked.given, SCALES[asked.scale])
+    if sheet is None:
+        told = "give the benchmarks' files, or what eval --write-requests wrote"
+        raise ReproduceError(f"--data or --requests: which questions? {told}")
+    return sheet
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def write_beside(records: Path, name: str, scale: str, found: Mapping[str, Any]) -> dict[str, Any]:
+def write_beside(asked: Asked, name: str, found: Mapping[str, Any]) -> dict[str, Any]:
     """What was written: with how it came to be, unless that is said."""
     told = {**provenance(torch.device("cpu")), **found}
-    write_text(_beside(records, name, scale), json.dumps(told, indent=1) + "\n")
+    write_text(asked.folder / name / f"{asked.scale}.json", json.dumps(told, indent=1) + "\n")
     return told
 
 
-def read_beside(records: Path, name: str, scale: str) -> dict[str, Any] | None:
-    path = _beside(records, name, scale)
+def read_beside(folder: Path, name: str, scale: str) -> dict[str, Any] | None:
+    """folder: of results."""
+    path = folder / name / f"{scale}.json"
     if not path.exists():
         return None
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as failure:
         raise ReproduceError(f"{path}: cannot be read ({failure}); make it anew with: python -m studies.{name}") from None
-
-
-def _beside(records: Path, name: str, scale: str) -> Path:
-    return records / name / f"{scale}.json"

@@ -3,65 +3,74 @@
 Exploratory: which variants have runs at a second rate was decided after runs had been seen. Gives no verdicts.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
-from sinkdlm.reproduce.blocks import Block, Heading, Paragraph, Table
 from sinkdlm.reproduce.claims import CLAIMS, PRIMARY, compare, outcome_name, runs_of, write_interval
-from sinkdlm.reproduce.matrix import ADAPT, LABELS, RATE_OF, VARIANTS
-from sinkdlm.reproduce.results import Record
+from sinkdlm.reproduce.markdown import table
+from sinkdlm.reproduce.matrix import ADAPT, LABELS, VARIANTS
+from sinkdlm.reproduce.results import RunResult, read_results
+from studies.asking import run_study
 
+Pair = tuple[str, str]  # a variant, and what it is compared with
 # Variant -> the same at another's rate.
 TWINS = {
-    variant: twin for twin in RATE_OF for variant in VARIANTS if variant not in RATE_OF and VARIANTS[variant] == VARIANTS[twin]
+    name: twin
+    for twin, late in VARIANTS.items()
+    for name, variant in VARIANTS.items()
+    if late.rate_of and not variant.rate_of and variant.changes == late.changes
 }
-
-
-class Pair(NamedTuple):
-    variant: str
-    against: str
-
-
-def rates_of(records: Mapping[str, Record]) -> dict[str, float]:
-    """Of adapted variants that have runs."""
-    found = {variant: runs_of(records, ADAPT, variant) for variant in VARIANTS}
-    return {variant: next(iter(runs.values())).lr for variant, runs in found.items() if runs}
 
 
 def at_one_rate(pair: Pair, rates: Mapping[str, float]) -> Iterator[Pair]:
     """The same comparison with one side's twin, where that has the other's rate."""
-    for one in (pair._replace(variant=TWINS.get(pair.variant, "")), pair._replace(against=TWINS.get(pair.against, ""))):
-        if rates.keys() >= set(one) and rates[one.variant] == rates[one.against]:
+    for one in ((TWINS.get(pair[0], ""), pair[1]), (pair[0], TWINS.get(pair[1], ""))):
+        if rates.keys() >= set(one) and rates[one[0]] == rates[one[1]]:
             yield one
 
 
-def equal_rate_blocks(records: Mapping[str, Record], level: int) -> list[Block]:
-    rates = rates_of(records)
+def equal_rate_rows(results: Mapping[str, RunResult]) -> list[list[str]]:
+    runs = {variant: runs_of(results, ADAPT, variant) for variant in VARIANTS}
+    rates = {variant: next(iter(own.values())).lr for variant, own in runs.items() if own}
     rows = []
-    for pair in dict.fromkeys(Pair(claim.variant, claim.against) for claim in CLAIMS if claim.against and claim.group == ADAPT):
-        if not rates.keys() >= set(pair) or rates[pair.variant] == rates[pair.against]:
+    for pair in dict.fromkeys((claim.variant, claim.against) for claim in CLAIMS if claim.against and claim.group == ADAPT):
+        if not rates.keys() >= set(pair) or rates[pair[0]] == rates[pair[1]]:
             continue
         again = list(at_one_rate(pair, rates))
         if again:
-            told = f"{LABELS[pair.variant]} \N{MINUS SIGN} {LABELS[pair.against]}"
-            rows += [_row(told, pair, rates, records), *(_row("", one, rates, records) for one in again)]
+            rows.append(_row(f"{LABELS[pair[0]]} \N{MINUS SIGN} {LABELS[pair[1]]}", pair, rates, results))
+            rows += [_row("the same", one, rates, results) for one in again]
     for variant, twin in TWINS.items():
         if rates.keys() >= {variant, twin} and rates[variant] != rates[twin]:
-            larger = Pair(*sorted((variant, twin), key=lambda one: -rates[one]))
-            rows.append(_row(f"{LABELS[variant]}: the larger rate \N{MINUS SIGN} the smaller", larger, rates, records))
-    if not rows:
-        return []
+            larger, smaller = sorted((variant, twin), key=lambda one: -rates[one])
+            rows.append(_row(f"{LABELS[variant]}: the larger rate \N{MINUS SIGN} the smaller", (larger, smaller), rates, results))
+    return rows
+
+
+def _row(label: str, pair: Pair, rates: Mapping[str, float], results: Mapping[str, RunResult]) -> list[str]:
+    found = [compare(results, ADAPT, *pair, name).spread for name in PRIMARY]
+    cells = [write_interval(spread) if spread.n else "" for spread in found]
+    return [label, " and ".join(dict.fromkeys(f"{rates[one]:g}" for one in pair)), *cells, str(min(spread.n for spread in found))]
+
+
+def equal_rate_blocks(results: Mapping[str, RunResult]) -> list[str]:
+    rows = equal_rate_rows(results)
     told = (
         "Comparisons of variants whose trials chose different rates, and under each the same where both have one rate; at the end "
         "what the rate alone does. Exploratory, without verdicts: that some variants were trained at a second rate was decided "
         "after runs had been seen, and intervals of two seeds say little:"
     )
     head = ["", "rates", *map(outcome_name, PRIMARY), "seeds"]
-    return [Heading(level, "Examined: what of it is the learning rate's"), Paragraph(told), Table(head, rows)]
+    return ["### Examined: what of it is the learning rate's", told, table(head, rows)] if rows else []
 
 
-def _row(label: str, pair: Pair, rates: Mapping[str, float], records: Mapping[str, Record]) -> list[str]:
-    found = [compare(records, ADAPT, pair.variant, pair.against, name).spread for name in PRIMARY]
-    both = " and ".join(dict.fromkeys(f"{rates[one]:g}" for one in pair))
-    cells = [write_interval(spread) if spread.n else "" for spread in found]
-    return [label or "the same", both, *cells, str(min(spread.n for spread in found))]
+def main(words: Sequence[str] | None = None) -> None:
+    run_study(
+        __doc__ or "",
+        lambda asked: {"rows": equal_rate_rows(read_results(asked.folder, asked.scale))},
+        lambda found: map("  ".join, found["rows"]),
+        words,
+    )
+
+
+if __name__ == "__main__":
+    main()

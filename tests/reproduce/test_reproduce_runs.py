@@ -19,7 +19,7 @@ from sinkdlm.evals.requests import LOGLIKELIHOOD, Request, Sheet
 from sinkdlm.evals.settings import Settings
 from sinkdlm.reproduce import command
 from sinkdlm.reproduce.matrix import SCALES, STUDIES, Job
-from sinkdlm.reproduce.results import find_made, read_records
+from sinkdlm.reproduce.results import find_made, read_results
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def made(made_once) -> Path:
 
 def test_a_cut_of_nano_writes_records_and_a_report(made):
     out = made / "cut"
-    records = read_records(out / "records", "nano")
+    records = read_results(out / "records", "nano")
     assert set(records) == {"adapt-sink-lr0", "adapt-sink-lr1", "adapt-sink-lr2", "adapt-sink-s1", "sft-sink-s1"}
     run, tuned = records["adapt-sink-s1"], records["sft-sink-s1"]
     tried = {one.lr: one.outcomes["nelbo"].value for one in records.values() if one.kind == "trial"}
@@ -117,7 +117,7 @@ def test_trials_of_other_rates_and_what_they_chose_are_made_again(made, command_
 
 
 def test_a_fine_tuning_of_another_base_is_made_again(made):
-    records, scale = read_records(made / "cut" / "records", "nano"), SCALES["nano"]
+    records, scale = read_results(made / "cut" / "records", "nano"), SCALES["nano"]
     base, tuned = Job("adapt", "sink", 1), Job("sft", "sink", 1)
     assert find_made(tuned, records, scale) is records["sft-sink-s1"]
     again = replace(records[base.name], lr=1e-5)
@@ -265,7 +265,7 @@ def test_small_runs_on_what_it_is_given(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SCALES, "small", replace(SCALES["small"], **less))
         assert reproduce(*words) == 0
-    records = read_records(tmp_path / "out" / "records", "small")
+    records = read_results(tmp_path / "out" / "records", "small")
     assert set(records) == {"adapt-sink-lr0", "adapt-sink-lr1", "adapt-sink-lr2", "adapt-sink-s1", "sft-sink-s1"}
     assert len(records["adapt-sink-s1"].outcomes["piqa.nll"].values) == 12
     assert {"official.piqa.acc", "official.lambada_openai.greedy"} <= set(records["adapt-sink-s1"].outcomes)

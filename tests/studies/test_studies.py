@@ -9,7 +9,7 @@ import pytest
 import torch
 from studies import inherited, steadiness
 from studies.asking import read_beside
-from studies.equal_rates import equal_rate_blocks
+from studies.equal_rates import equal_rate_blocks, equal_rate_rows
 from studies.inherited import FORMS, NAME, inherited_blocks
 from studies.overlap import GRAM, corpus_texts, overlap
 from studies.steadiness import line_of, steadiness_blocks, thirds_of
@@ -19,9 +19,9 @@ from sinkdlm import load
 from sinkdlm.data.shards import open_split
 from sinkdlm.data.synthetic import prepare_example
 from sinkdlm.reproduce import nano
-from sinkdlm.reproduce.blocks import to_markdown
+from sinkdlm.reproduce.markdown import to_markdown
 from sinkdlm.reproduce.matrix import ADAPT, SCALES
-from sinkdlm.reproduce.results import read_records
+from sinkdlm.reproduce.results import read_results
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,9 @@ def test_what_was_compared_at_two_rates_is_compared_at_one():
         name: replace(one, lr=4e-4 if one.variant in slow else 8e-4)
         for name, one in matrix({(ADAPT, variant): effect for variant, effect in effects.items()}, seeds=1e-5).items()
     }
-    *_, table = equal_rate_blocks(records, level=3)
-    found = [(label, rates, round(float(nelbo.split()[0]), 2), seeds) for label, rates, nelbo, *_, seeds in table.rows]
+    found = [
+        (label, rates, round(float(nelbo.split()[0]), 2), seeds) for label, rates, nelbo, *_, seeds in equal_rate_rows(records)
+    ]
     assert found == [
         ("DLM + sink \N{MINUS SIGN} DLM", "0.0004 and 0.0008", -0.02, "5"),
         ("the same", "0.0008", 0.03, "5"),
@@ -72,7 +73,7 @@ def test_what_was_compared_at_two_rates_is_compared_at_one():
         ("DLM: the larger rate \N{MINUS SIGN} the smaller", "0.0008 and 0.0004", 0.02, "5"),
         ("DLM + sink: the larger rate \N{MINUS SIGN} the smaller", "0.0008 and 0.0004", 0.05, "5"),
     ]
-    assert equal_rate_blocks(matrix({(ADAPT, variant): 0.0 for variant in effects}), level=3) == []  # all at one rate
+    assert equal_rate_blocks(matrix({(ADAPT, variant): 0.0 for variant in effects})) == []  # all at one rate
 
 
 def test_what_sinks_are_before_training(made, tmp_path, capsys):
@@ -102,7 +103,7 @@ def test_what_sinks_are_before_training(made, tmp_path, capsys):
     shares = {name: sum(form["share"]) for name, form in found["forms"].items()}
     assert set(shares) == set(FORMS)
     assert len({round(share, 6) for share in shares.values()}) == len(shares)  # each is a form of its own
-    said = to_markdown(inherited_blocks(found, level=3))
+    said = to_markdown(inherited_blocks(found))
     assert all(form.label in said for form in FORMS.values())
 
 
@@ -122,9 +123,9 @@ def test_trainings_are_watched_and_not_made_again(made, tmp_path, capsys):
     assert (len(plain["loss"]), len(sink["loss"]), sink["looks"]) == (1, 4, [0, 1, 2, 3, 4])  # a trial, and a run
     assert all(len(layers) == 3 and min(layers) > 0 for name in ("share", "norm") for layers in sink[name])
     assert plain["share"] == plain["norm"] == [[None] * 3] * 2  # before the only step, and after it
-    said = to_markdown(steadiness_blocks(found, read_records(made / "cut" / "records", "nano"), [], level=3))
+    said = to_markdown(steadiness_blocks(found, read_results(made / "cut" / "records", "nano"), []))
     assert "| sink at the end | 0.002 | 4 | 0 |" in said
-    assert "5 records of the matrix have them counted" in said
+    assert "5 results of the matrix have them counted" in said
 
 
 def test_layers_are_summed_up_by_thirds():
@@ -154,12 +155,12 @@ def test_the_page_says_which_warm_up_kept_a_sink():
     }
     short, long = ({**form, "recipe": f"[train]\nwarmup = {share}\nmin_warmup = 0\n"} for share in (0.1, 0.4))
     forms = {"short": short | {"share": [[0.3] * 3, [0.0] * 3]}, "long": long | {"share": [[0.3] * 3, [0.4] * 3]}}
-    said = to_markdown(steadiness_blocks({"forms": forms}, {}, [], level=3))
+    said = to_markdown(steadiness_blocks({"forms": forms}, {}, []))
     told = ("1: lost at step 5: 3 of 3 layers (lowest layers 30% → 0%)", "4: not lost by this rule (lowest layers 30% → 40%)")
     assert f"DLM + sink at 0.004, by how many of its 10 steps warm up: {'; '.join(told)}\n" in said
-    alone = to_markdown(steadiness_blocks({"forms": {"short": forms["short"]}}, {}, [], level=3))
+    alone = to_markdown(steadiness_blocks({"forms": {"short": forms["short"]}}, {}, []))
     assert "by how many" not in alone
 
 
 def test_nothing_is_said_where_nothing_was_measured():
-    assert steadiness_blocks(None, {}, [], level=3) == []
+    assert steadiness_blocks(None, {}, []) == []

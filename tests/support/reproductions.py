@@ -1,4 +1,4 @@
-"""Records made up for tests: variants with planted effects, on items that scatter far more. And a cut of nano."""
+"""Results made up for tests: variants with planted effects, on items that scatter far more. And a cut of nano."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ import pytest
 from sinkdlm.cli import app as cli
 from sinkdlm.reproduce import nano, running
 from sinkdlm.reproduce.matrix import SCALES
-from sinkdlm.reproduce.results import RUN, TRIAL, Outcome, Record
+from sinkdlm.reproduce.results import RUN, TRIAL, Outcome, RunResult
 
 ITEMS = 200
 TOKENS = 10.0  # of an item
@@ -29,7 +29,7 @@ FACTS = {
 }
 
 
-def record(group: str, variant: str, seed: int, effect: float, *, scale: str = "small", seeds: float = 0.001) -> Record:
+def result(group: str, variant: str, seed: int, effect: float, *, scale: str = "small", seeds: float = 0.001) -> RunResult:
     """effect: nats a token that the variant has more than nothing; seeds: how far it scatters from seed to seed."""
     items = np.random.default_rng([seed, 7]).gamma(4.0, 12.0, ITEMS)  # shared by variants: hard items are hard for all
     own = np.random.default_rng([seed, *map(ord, group + variant)])
@@ -48,20 +48,20 @@ def record(group: str, variant: str, seed: int, effect: float, *, scale: str = "
     layers: dict[str, list[float | None]] = {name: [0.1, 0.2, 0.3] for name in ("sink_mass", "sink_value_norm", "normal_norm")}
     tried = {"trials": {f"{rate:g}": 1.0 for rate in SCALES[scale].lrs[group]}} if group in SCALES[scale].lrs else {}
     facts = {**FACTS, **tried, "seconds": {"train": 1.0, "validation": 1.0, "answers": 1.0, "capture": 1.0}}
-    return Record(f"{group}-{variant}-s{seed}", RUN, scale, group, variant, seed, 4e-4, outcomes, layers, facts)
+    return RunResult(f"{group}-{variant}-s{seed}", RUN, scale, group, variant, seed, 4e-4, outcomes, layers, facts)
 
 
-def trial(group: str, variant: str, number: int, lr: float, nelbo: float, *, scale: str = "small") -> Record:
+def trial(group: str, variant: str, number: int, lr: float, nelbo: float, *, scale: str = "small") -> RunResult:
     outcomes = {"nelbo": Outcome.of_items([nelbo] * 4, 4)}
-    return Record(
+    return RunResult(
         f"{group}-{variant}-lr{number}", TRIAL, scale, group, variant, 0, lr, outcomes, {}, {**FACTS, "seconds": {"train": 1.0}}
     )
 
 
-def matrix(effects: dict[tuple[str, str], float], n_seeds: int = 5, **options: float) -> dict[str, Record]:
+def matrix(effects: dict[tuple[str, str], float], n_seeds: int = 5, **options: float) -> dict[str, RunResult]:
     """(group, variant) -> effect, for each seed."""
     made = [
-        record(group, variant, seed, effect, **options)
+        result(group, variant, seed, effect, **options)
         for (group, variant), effect in effects.items()
         for seed in range(1, n_seeds + 1)
     ]

@@ -26,7 +26,7 @@ def reproduce(
     out: Annotated[
         Path, typer.Option(help="The folder to work in; the same command goes on there, and several at once share the work.")
     ] = Path("runs/reproduce"),
-    records: Annotated[Path | None, typer.Option(help="Where records are kept; by default records/ in OUT.")] = None,
+    records: Annotated[Path | None, typer.Option(help="Where results are kept; by default records/ in OUT.")] = None,
     parent: Annotated[str | None, typer.Option(help="small: the autoregressive model, as `convert` reads it.")] = None,
     corpus: Annotated[list[str] | None, typer.Option(help="small: a prepared set, or texts; may be given several times.")] = None,
     sft: Annotated[Path | None, typer.Option(help="small: GSM8K's chain-of-thought file, or a set prepared from it.")] = None,
@@ -39,7 +39,7 @@ def reproduce(
     official: Annotated[
         bool, typer.Option("--official", help="Score table 1's twins of seed 1 with the official settings too.")
     ] = False,
-    keep_weights: Annotated[bool, typer.Option("--keep-weights", help="Keep the models after their records are written.")] = False,
+    keep_weights: Annotated[bool, typer.Option("--keep-weights", help="Keep the models after their results are written.")] = False,
     overrides: Overrides = None,
     device: Device = None,
     as_json: Json = False,
@@ -52,9 +52,10 @@ def reproduce(
         typer.echo(json.dumps(found, indent=1) if as_json else found["said"])
         return
     from sinkdlm.cli.loading import load_parent
-    from sinkdlm.reproduce.command import Asked, run_plan
     from sinkdlm.reproduce.command import reproduce as work
+    from sinkdlm.reproduce.command import run_plan
     from sinkdlm.reproduce.inputs import Given
+    from sinkdlm.reproduce.running import Asked
 
     given = Given(parent, corpus or [], sft, data, requests)
     chosen = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
@@ -92,7 +93,7 @@ def _say_plan(planned: list[Any], as_json: bool) -> None:
         typer.echo(json.dumps(rows, indent=1))
         return
     for one in planned:
-        typer.echo(f"{one.job.name:28s}{'' if one.seconds is None else f'about {one.seconds:.0f} s'}")
+        typer.echo(f"{one.job.name:28s}about {one.seconds:.0f} s")
     typer.echo(f"{len(planned)} runs are missing{about(planned)}")
 
 

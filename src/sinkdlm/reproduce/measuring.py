@@ -1,10 +1,10 @@
-"""What is measured of a trained model: documents, questions, held-out answers, attention. Each a stage that yields outcomes.
+"""What is measured of a trained model: documents, questions, held-out answers, attention. Each is a stage of a run.
 
 Variants are scored on the same items under the same noise. Needs the core packages alone: a machine with a GPU has no harness.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from sinkdlm.evals.answering import Answerer, answer_sheet, forward_tokens
 from sinkdlm.evals.gsm8k import extract_answer, normalise
 from sinkdlm.evals.requests import GENERATE, Request, Sheet, by_question
 from sinkdlm.evals.responses import Journal, Response
+from sinkdlm.evals.settings import settings_for
 from sinkdlm.likelihood import log_likelihood
 from sinkdlm.model.attention import attend_naive
 from sinkdlm.reproduce.claims import ANSWERS, NELBO
@@ -153,6 +154,14 @@ def ask(model: Model, sheet: Sheet, task: str) -> Found:
     return _judge_options(sheet, answers, task)
 
 
+def ask_officially(model: Model, sheet: Sheet, task: str, most: int) -> Found:
+    """The first questions with the official estimator and guidance. Guided values are scores: what they rank is kept, not they."""
+    settings = {task: replace(settings_for(task, {}), greedy=sheet.settings[task].greedy)}
+    first = [request for request in sheet.requests if request.doc < most]
+    kept = ask(model, replace(sheet, requests=first, settings=settings), task).outcomes
+    return Found({f"official.{name}": one for name, one in kept.items() if not name.endswith(".nll")})
+
+
 def _judge_options(sheet: Sheet, answers: Mapping[Any, Response], task: str) -> Found:
     """NLL of the right option; where there are several, whether it wins, plain and by length as the harness divides."""
     nll, n_tokens, right = [], 0, dict[str, list[float]]()
@@ -215,7 +224,7 @@ def watch(model: Model, inputs: Inputs, scale: Scale) -> Found:
     absent = () if lm.config.n_sinks else _OF_SINKS  # what a model has none of is not 0 of it
     known = {name: value for name, value in values.items() if value is not None and name not in absent}
     outcomes = {f"attention.{name}": Outcome.of_value(value) for name, value in known.items()}
-    layers = {name: [_short(layer["mean"]) for layer in quantities[name]["layers"]] for name in _LAYERS}
+    layers = {name: [short(layer["mean"]) for layer in quantities[name]["layers"]] for name in _LAYERS}
     return Found(outcomes, layers, {"norms": _histogram(found["scatter"]), "path": _path(found["paths"])})
 
 
@@ -223,7 +232,7 @@ def _ignore(_: int) -> None:
     pass
 
 
-def _short(value: float | None) -> float | None:
+def short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
@@ -251,10 +260,10 @@ def _histogram(scatter: Mapping[str, Any]) -> dict[str, Any]:
     """Figure 1's value norms, as shares of each group in equal bins."""
     groups = {name: np.array(scatter[name]) for name in ("sink", "normal", "lane") if len(scatter[name])}
     top = max((float(values.max()) for values in groups.values()), default=1.0)
-    told: dict[str, Any] = {"top": _short(top)}
+    told: dict[str, Any] = {"top": short(top)}
     for name, values in groups.items():
         counts, _ = np.histogram(values, bins=_BINS, range=(0, top))
-        told[name] = {"mean": _short(scatter[f"{name}_mean"]), "n": scatter[f"n_{name}"], "counts": counts.tolist()}
+        told[name] = {"mean": short(scatter[f"{name}_mean"]), "n": scatter[f"n_{name}"], "counts": counts.tolist()}
     return told
 
 
@@ -263,7 +272,4 @@ def _path(paths: list[dict[str, Any]]) -> dict[str, Any]:
     first = paths[0]
     heights = [np.nanmean([math.nan if value is None else value for value in row]) for row in first["received"]]
     layer = int(np.nanargmax(heights))
-    return {"layer": layer, "top": first["top"][layer], "received": [_short(value) for value in first["received"][layer]]}
-
-
-Stage = Callable[[Model], Found]
+    return {"layer": layer, "top": first["top"][layer], "received": [short(value) for value in first["received"][layer]]}

@@ -14,7 +14,7 @@ from sinkdlm.config.recipe import Recipe
 from sinkdlm.config.shipped import RECIPES
 from sinkdlm.config.toml import flatten
 from sinkdlm.planning.plan import Machine, make_plan
-from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, RATE_OF, SCRATCH, SFT, TARGETS, VARIANTS, Job, targets_of
+from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, SCRATCH, SFT, TARGETS, VARIANTS, Job, targets_of
 from sinkdlm.reproduce.results import write_text
 
 # Group -> the recipes of recipes/paper that its variants change.
@@ -31,7 +31,7 @@ MACHINE = Machine("h100", 8)
 
 
 def paper_recipe(base: str, job: Job, out: Path) -> Recipe:
-    changes = VARIANTS[job.variant]
+    changes = VARIANTS[job.variant].changes
     if "data" in changes:
         changes = {} if job.group == SFT else {"data": {"first": _EOS}}
     overrides = [f"{key}={_toml(value)}" for key, value in flatten(changes).items()]
@@ -60,7 +60,7 @@ def _runs(targets: list[str], seeds: int) -> Iterator[tuple[str, Job]]:
                     continue
                 for seed in range(FIRST_SEED, FIRST_SEED + seeds):
                     for variant in variants:
-                        if variant in RATE_OF:  # the paper has one rate for all
+                        if VARIANTS[variant].rate_of:  # the paper has one rate for all
                             continue
                         if group == SFT:
                             seen[base.removeprefix("sft-gsm8k-"), Job(ADAPT, variant, seed)] = None
