@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from studies.asking import read_beside
-from studies.equal_rates import equal_rate_blocks
+from studies.equal_rates import equal_rate_blocks, equal_rate_rows
 from studies.inherited import NAME as INHERITED
 from studies.inherited import inherited_blocks
 from studies.lengths import NAME as LENGTHS
 from studies.lengths import lengths_blocks
-from studies.overlap import GRAM
+from studies.overlap import GRAM, overlap_blocks
 from studies.overlap import NAME as OVERLAP
 from studies.steadiness import NAME as STEADINESS
 from studies.steadiness import steadiness_blocks
@@ -276,14 +276,14 @@ def outcome(scale: Scale, results: Mapping[str, RunResult], folder: Path, assets
     missing = [job.name for job in jobs if job.name not in results]
     found = findings(list(TARGETS), scale, results, missing)
     blocks = ["## Results", *_missing(jobs, missing, _unmeasured(jobs, results, scale))]
-    blocks += ["### Contamination", *_contamination(read_beside(folder, OVERLAP, scale.name))]
+    blocks += overlap_blocks(read_beside(folder, OVERLAP, scale.name))
     if not results:
         return blocks
     blocks += ["### Verdicts", verdicts(found), *_negative(found), *_picture(VERDICTS, assets)]
     for target, one in found["targets"].items():
         if any(row["seeds"] for row in one["rows"]):
             blocks += [*_deeper(target_blocks(target, one)), *_picture(target, assets)]
-    blocks += equal_rate_blocks(results)
+    blocks += equal_rate_blocks(equal_rate_rows(results))
     before = read_beside(folder, INHERITED, scale.name)
     if before is not None:
         blocks += inherited_blocks(before)
@@ -330,19 +330,6 @@ def _missing(jobs: Sequence[Job], missing: list[str], unmeasured: list[str]) -> 
             f"Of {len(late)} later ones these are missing (s: seeds):"
         )
     return [told, bullets(lines), *lacks]
-
-
-def _contamination(found: Mapping[str, Any] | None) -> list[str]:
-    if found is None:
-        return ["Not counted yet."]
-    rows = [
-        [task, f"{row['documents']:,}", f"{row['short']:,}", f"{row['documents_hit']:,}", f"{row['documents_half']:,}"]
-        for task, row in found["tasks"].items()
-    ]
-    told = (
-        f"Of {found['corpus']['documents']:,} documents of the corpus with {found['corpus']['grams']:,} grams of {found['gram']}:"
-    )
-    return [told, table(["benchmark", "documents", "too short", "share a gram", "share half of theirs"], rows)]
 
 
 _NAMED = 3  # claims without a verdict: more are seen in the table

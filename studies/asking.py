@@ -14,15 +14,19 @@ from sinkdlm.errors import ReproduceError, UserError
 from sinkdlm.evals.requests import Sheet
 from sinkdlm.reproduce.command import open_bench
 from sinkdlm.reproduce.inputs import NO_PARENT, Given, read_questions
+from sinkdlm.reproduce.markdown import to_markdown
 from sinkdlm.reproduce.matrix import SCALES
 from sinkdlm.reproduce.results import provenance, write_text
 from sinkdlm.reproduce.running import Asked, Bench
 
 
 def run_study(
-    doc: str, study: Callable[[Asked], dict[str, Any]], tell: Callable[[dict[str, Any]], Iterable[str]], words: Sequence[str] | None
+    doc: str,
+    study: Callable[[Asked], dict[str, Any]],
+    blocks: Callable[[Asked, dict[str, Any]], Iterable[str]],
+    words: Sequence[str] | None,
 ) -> None:
-    """Parse the options, make the study, print what it found. A user's mistake is one line and exit status 2."""
+    """Parse the options, make the study, print its section of the page. A user's mistake is one line and exit status 2."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--scale", choices=list(SCALES), default="nano")
     parser.add_argument("--out", type=Path, default=Path("runs/reproduce"), help="the folder of the reproduction")
@@ -41,7 +45,7 @@ def run_study(
         found = study(asked)
     except UserError as failure:
         parser.exit(2, f"{parser.prog}: {failure}\n")
-    print(json.dumps(found, indent=1) if options.json else "\n".join(tell(found)))
+    print(json.dumps(found, indent=1) if options.json else to_markdown(blocks(asked, found)))
 
 
 def on_bench(measure: Callable[[Bench], dict[str, Any]]) -> Callable[[Asked], dict[str, Any]]:

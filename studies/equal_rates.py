@@ -4,11 +4,13 @@ Exploratory: which variants have runs at a second rate was decided after runs ha
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from sinkdlm.reproduce.claims import CLAIMS, PRIMARY, compare, outcome_name, runs_of, write_interval
 from sinkdlm.reproduce.markdown import table
 from sinkdlm.reproduce.matrix import ADAPT, LABELS, VARIANTS
 from sinkdlm.reproduce.results import RunResult, read_results
+from sinkdlm.reproduce.running import Asked
 from studies.asking import run_study
 
 Pair = tuple[str, str]  # a variant, and what it is compared with
@@ -52,8 +54,7 @@ def _row(label: str, pair: Pair, rates: Mapping[str, float], results: Mapping[st
     return [label, " and ".join(dict.fromkeys(f"{rates[one]:g}" for one in pair)), *cells, str(min(spread.n for spread in found))]
 
 
-def equal_rate_blocks(results: Mapping[str, RunResult]) -> list[str]:
-    rows = equal_rate_rows(results)
+def equal_rate_blocks(rows: Sequence[Sequence[str]]) -> list[str]:
     told = (
         "Comparisons of variants whose trials chose different rates, and under each the same where both have one rate; at the end "
         "what the rate alone does. Exploratory, without verdicts: that some variants were trained at a second rate was decided "
@@ -63,13 +64,12 @@ def equal_rate_blocks(results: Mapping[str, RunResult]) -> list[str]:
     return ["### Examined: what of it is the learning rate's", told, table(head, rows)] if rows else []
 
 
+def _study(asked: Asked) -> dict[str, Any]:
+    return {"rows": equal_rate_rows(read_results(asked.folder, asked.scale))}
+
+
 def main(words: Sequence[str] | None = None) -> None:
-    run_study(
-        __doc__ or "",
-        lambda asked: {"rows": equal_rate_rows(read_results(asked.folder, asked.scale))},
-        lambda found: map("  ".join, found["rows"]),
-        words,
-    )
+    run_study(__doc__ or "", _study, lambda _, found: equal_rate_blocks(found["rows"]), words)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ the causal mask no token is alone any more; an isolated sink is. So a sink may b
 form: the share of attention on the first token or the sink, and the norm of its value beside other tokens', layer by layer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median_high
 from typing import Any, NamedTuple
 
@@ -89,58 +89,31 @@ def measure_inherited(bench: Bench) -> dict[str, Any]:
     return write_beside(bench.asked, NAME, found)
 
 
-class Line(NamedTuple):
-    """share, middle: of attention, over all layers and over the middle half, where the paper looks. There also: beside, the norm
-    of its value over that of others; as_parent, over that of the parent's first token."""
-
-    label: str
-    share: float
-    middle: float
-    beside: float
-    as_parent: float
-
-
-def summary(found: Mapping[str, Any]) -> list[Line]:
-    lines = []
-    parent = found["forms"]["parent"]["norm"]
-    middle = middle_layers(len(parent))
-    for form in found["forms"].values():
-        share, norm, other = (form[name] for name in ("share", "norm", "other"))
-        beside = [mine / others for mine, others in zip(norm[middle], other[middle], strict=True)]
-        as_parent = [mine / theirs for mine, theirs in zip(norm[middle], parent[middle], strict=True)]
-        lines.append(Line(form["label"], fmean(share), fmean(share[middle]), fmean(beside), median_high(as_parent)))
-    return lines
-
-
-def _even_causal(length: int) -> float:
-    """Of attention on the first token, the mean over all later ones: token i shares it among i + 1."""
-    return fmean(1 / (place + 1) for place in range(1, length))
-
-
 def inherited_blocks(found: Mapping[str, Any]) -> list[str]:
+    # Of attention on the first token, the mean over all later ones: token i shares it among i + 1.
+    even_causal = fmean(1 / (place + 1) for place in range(1, found["length"]))
     told = (
         "In a causal parent the first token sees only itself, whatever it is, and heads that have nothing to attend to rest on "
         "it. Without the causal mask every token sees the others, and this place is gone. An isolated sink sees only itself "
         f"again. Measured before any training, on {found['rows']} rows of {found['length']} tokens of held-out text, half of "
         "them masked (the parent reads them whole). An even share of attention would be "
-        f"{1 / (found['length'] + 1):.1%}, and {_even_causal(found['length']):.1%} in the parent, whose tokens see only those "
+        f"{1 / (found['length'] + 1):.1%}, and {even_causal:.1%} in the parent, whose tokens see only those "
         "before them; the last column is the median over the middle layers:"
     )
+    parent = found["forms"]["parent"]["norm"]
+    middle = middle_layers(len(parent))
+    rows = []
+    for form in found["forms"].values():
+        share, norm, other = form["share"], form["norm"][middle], form["other"][middle]
+        beside, as_parent = ([mine / of for mine, of in zip(norm, norms, strict=True)] for norms in (other, parent[middle]))
+        shares = (f"{fmean(share):.1%}", f"{fmean(share[middle]):.1%}")
+        rows.append([form["label"], *shares, f"{fmean(beside):.2f}", f"{median_high(as_parent):.2f}"])
     head = ["before any training", "attention on it", "in the middle layers", "its value norm, of others'", "of the parent's"]
-    rows = [
-        [line.label, f"{line.share:.1%}", f"{line.middle:.1%}", f"{line.beside:.2f}", f"{line.as_parent:.2f}"]
-        for line in summary(found)
-    ]
     return ["### Examined: where an adapted sink comes from", told, table(head, rows)]
 
 
-def said(found: Mapping[str, Any]) -> Iterator[str]:
-    for line in summary(found):
-        yield f"{line.share:7.1%} of attention on it, value norm {line.beside:.2f} of others': {line.label}"
-
-
 def main(words: Sequence[str] | None = None) -> None:
-    run_study(__doc__ or "", on_bench(measure_inherited), said, words)
+    run_study(__doc__ or "", on_bench(measure_inherited), lambda _, found: inherited_blocks(found), words)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ short rows. Explains; no claim rests on it.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import correlation
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from sinkdlm.reproduce.inputs import GOLD, parent_tokenizer
 from sinkdlm.reproduce.markdown import table
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, SCALES, VARIANTS, Scale
 from sinkdlm.reproduce.measuring import ENDS, ROWS, WRITES
-from sinkdlm.reproduce.results import Outcome, RunResult
+from sinkdlm.reproduce.results import Outcome, RunResult, read_results
 from sinkdlm.reproduce.running import Asked
 from sinkdlm.reproduce.statistics import LEVEL, Paired, over_seeds, pair_items
 from studies.asking import questions, run_study, write_beside
@@ -58,14 +58,6 @@ def count_lengths(asked: Asked) -> dict[str, Any]:
             counts = {"tokens": [len(row.tokens) for row in rows], "scored": [len(row.tokens) - row.n_given for row in rows]}
             tasks[task] = {name: Outcome.of_items(values, len(rows)).to_json() for name, values in counts.items()}
     return write_beside(asked, NAME, {"requests": sheet.digest, "tasks": tasks})
-
-
-def said(found: Mapping[str, Any]) -> Iterator[str]:
-    """For the terminal: how long each task's questions are."""
-    for task, one in found["tasks"].items():
-        tokens = Outcome.from_json(one["tokens"]).values
-        low, middle, high = np.percentile(tokens, (5, 50, 95))
-        yield f"{task:16s}{len(tokens):6d} questions, {low:.0f} to {high:.0f} tokens with the right option, median {middle:.0f}"
 
 
 # -- leads by length --------------------------------------------------------------------------------------------------------------
@@ -279,8 +271,12 @@ def _tested(results: Results, scale: Scale) -> list[str]:
     return blocks
 
 
+def _section(asked: Asked, counted: Mapping[str, Any]) -> list[str]:
+    return lengths_blocks(read_results(asked.folder, asked.scale), counted, SCALES[asked.scale])
+
+
 def main(words: Sequence[str] | None = None) -> None:
-    run_study(__doc__ or "", count_lengths, said, words)
+    run_study(__doc__ or "", count_lengths, _section, words)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from sinkdlm.data.inputs import Reader, Source, find_sources
 from sinkdlm.data.shards import INDEX, open_split
 from sinkdlm.errors import ReproduceError
 from sinkdlm.evals.requests import Request
+from sinkdlm.reproduce.markdown import table
 from sinkdlm.reproduce.running import Asked
 from studies.asking import questions, run_study, write_beside
 
@@ -124,13 +125,18 @@ def count_overlap(asked: Asked) -> dict[str, Any]:
     return write_beside(asked, NAME, overlap(corpus_texts(asked.given.corpus), texts))
 
 
-def said(found: Mapping[str, Any]) -> Iterator[str]:
-    for task, row in found["tasks"].items():
-        yield f"{task:16s}{row['documents_hit']:6d} of {row['documents']:6d} documents share a {GRAM}-gram with the corpus"
+def overlap_blocks(found: Mapping[str, Any] | None) -> list[str]:
+    if found is None:
+        return ["### Contamination", "Not counted yet."]
+    corpus, shown = found["corpus"], ("documents", "short", "documents_hit", "documents_half")
+    told = f"Of {corpus['documents']:,} documents of the corpus with {corpus['grams']:,} grams of {found['gram']}:"
+    rows = [[task, *(f"{row[name]:,}" for name in shown)] for task, row in found["tasks"].items()]
+    head = ["benchmark", "documents", "too short", "share a gram", "share half of theirs"]
+    return ["### Contamination", told, table(head, rows)]
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    run_study(__doc__ or "", count_overlap, said, words)
+    run_study(__doc__ or "", count_overlap, lambda _, found: overlap_blocks(found), words)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ the gradient is the loss of that state. Their weights are not kept.
 
 import shutil
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ def measure_steadiness(bench: Bench) -> dict[str, Any]:
         found["forms"][name] = {"label": LABELS[form.variant], "lr": lr, "recipe": told, **made, **_read(folder)}
         shutil.rmtree(folder)
         write_beside(bench.asked, NAME, {**found, "forms": {**known, **found["forms"]}})
-        say(f"{len(found['forms'])} of {len(FORMS)} trainings: {line_of(found['forms'][name])}")
+        say(f"{len(found['forms'])} of {len(FORMS)} trainings: {name}")
     return write_beside(bench.asked, NAME, found)
 
 
@@ -93,29 +93,11 @@ def _beside(layer: Mapping[str, float]) -> float | None:
     return layer["sink_value_norm"] / layer["content_value_norm"] if "sink_value_norm" in layer else None
 
 
-class Thirds(NamedTuple):
-    """Means over the lowest third of layers, and over the others."""
-
-    low: float
-    rest: float
-
-
-def thirds_of(layers: list[float | None]) -> Thirds | None:
-    """None without a sink."""
+def thirds_of(layers: list[float | None]) -> tuple[float, float] | None:
+    """Means over the lowest third of layers, and over the others; None without a sink."""
     known = [value for value in layers if value is not None]
-    if not known:
-        return None
     third = max(1, len(known) // 3)
-    return Thirds(fmean(known[:third]), fmean(known[third:]))
-
-
-def line_of(form: Mapping[str, Any]) -> str:
-    peaks, lost = peaks_of(form["gradient"]), _lost(form)
-    return (
-        f"{form['label']}, lr {form['lr']:g}, {len(form['loss'])} steps, {warmup_of(form)} to warm up: gradient norm "
-        f"{peaks.median:.2f}, {len(peaks.steps)} peaks, the largest {peaks.largest:.1f} times that at step {peaks.at}"
-        + (f"; sink lost at {lost}" if lost else "")
-    )
+    return (fmean(known[:third]), fmean(known[third:])) if known else None
 
 
 def steadiness_blocks(found: Mapping[str, Any] | None, results: Mapping[str, RunResult], picture: Sequence[str]) -> list[str]:
@@ -169,26 +151,7 @@ def _watched(found: Mapping[str, Any]) -> list[str]:
         f"all layers together have less than {HELD:.0%} of the most they had:"
     )
     head = ["", *_OF_TRAINING, "the largest, in medians (step)", "peaks", *_OF_SINK]
-    return [told, table(head, rows), *_by_warmup(found["forms"].values())]
-
-
-def _by_warmup(forms: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Of trainings that differ in their warm-up alone, which have lost their sink."""
-    groups: dict[tuple[str, float, int], list[Mapping[str, Any]]] = {}
-    for form in forms:
-        groups.setdefault((form["label"], form["lr"], len(form["loss"])), []).append(form)
-    lines = [
-        f"{label} at {lr:g}, by how many of its {steps} steps warm up: "
-        + "; ".join(f"{warmup_of(form)}: {_outcome(form)}" for form in group)
-        for (label, lr, steps), group in groups.items()
-        if len(group) > 1
-    ]
-    return [bullets(lines)] if lines else []
-
-
-def _outcome(form: Mapping[str, Any]) -> str:
-    lost, low = _lost(form), _course(form["share"], 0, ".0%")
-    return (f"lost at {lost}" if lost else "not lost by this rule") + (f" (lowest layers {low})" if low else "")
+    return [told, table(head, rows)]
 
 
 _OF_TRAINING = ("learning rate", "steps", "to warm up", "loss, last tenth", "gradient norm, median")
@@ -220,7 +183,7 @@ def _course(looks: list[list[float | None]], part: int, style: str) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    run_study(__doc__ or "", on_bench(measure_steadiness), lambda found: map(line_of, found["forms"].values()), words)
+    run_study(__doc__ or "", on_bench(measure_steadiness), lambda _, found: steadiness_blocks(found, {}, []), words)
 
 
 if __name__ == "__main__":

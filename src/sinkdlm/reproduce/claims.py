@@ -136,7 +136,7 @@ def outcome_name(outcome: str) -> str:
 class Difference(NamedTuple):
     """Two variants on one outcome: within each seed, over seeds, and over seeds at the level of two one-sided tests."""
 
-    seeds: Mapping[int, Paired]
+    seeds: dict[int, Paired]
     spread: Spread
     one_sided: Spread
 
@@ -223,8 +223,7 @@ def verdict_of(kind: str, spread: Spread, one_sided: Spread | None = None) -> st
 def judge(claim: Claim, results: Mapping[str, RunResult]) -> list[Judged]:
     """A verdict on each of its outcomes, also on those that no run has yet: a part of them cannot speak for all. Where nothing was
     measured, the first one says so."""
-    judge_one = _judge_difference if claim.against else _judge_quantity
-    found = [judge_one(claim, results, outcome) for outcome in claim.outcomes]
+    found = [_judge(claim, results, outcome) for outcome in claim.outcomes]
     return found if any(one.spread.n for one in found) else found[:1]
 
 
@@ -234,36 +233,29 @@ def overall(judged: Sequence[Judged]) -> str:
     return next(one for one in (FAILS, FEW, OPEN, HOLDS) if one in verdicts)
 
 
-def _judge_difference(claim: Claim, results: Mapping[str, RunResult], outcome: str) -> Judged:
-    seeds, spread, one_sided = compare(results, claim.group, claim.variant, claim.against, outcome)
+def _judge(claim: Claim, results: Mapping[str, RunResult], outcome: str) -> Judged:
+    label, seeds, one_sided = LABELS[claim.variant], dict[int, Paired](), None
+    if claim.against:
+        seeds, spread, one_sided = compare(results, claim.group, claim.variant, claim.against, outcome)
+        figures = write_interval(spread)
+        subject = f"{label} \N{MINUS SIGN} {LABELS[claim.against]}, {OUTCOMES.get(outcome, outcome)}"
+    else:
+        values = measured(results, claim.group, claim.variant, outcome)
+        spread = over_seeds([value - claim.bound for value in values])
+        figures, subject = write_interval(over_seeds(values), ""), f"{label}, {outcome_name(outcome)}"
     verdict = verdict_of(claim.kind, spread, one_sided)
-    subject = f"{LABELS[claim.variant]} \N{MINUS SIGN} {LABELS[claim.against]}, {OUTCOMES.get(outcome, outcome)}: "
     if not spread.n:
-        return Judged(outcome, verdict, spread, subject + "not measured yet.")
-    text = subject + _with_seeds(spread)
-    if claim.kind == SAME and spread.n > 1:
+        return Judged(outcome, verdict, spread, f"{subject}: not measured yet.")
+    text = f"{subject}: {figures} ({spread.n} seed{'s' if spread.n > 1 else ''})"
+    if not claim.against:
+        text, figures = (f"{told} against {claim.bound:g}" for told in (text, figures))
+    if claim.kind == SAME and one_sided is not None and spread.n > 1:
         inside = "inside" if one_sided.within(MARGIN) else "not inside"
         text += f"; 90 % interval [{one_sided.low:+.4f}, {one_sided.high:+.4f}] {inside} \N{PLUS-MINUS SIGN}{MARGIN}"
     errors = [one.stderr for one in seeds.values() if not math.isnan(one.stderr)]
     if errors:
         text += f"; standard error over a seed's items {fmean(errors):.4f}"
-    return Judged(outcome, verdict, spread, f"{text}. {verdict.capitalize()}.", write_interval(spread), seeds)
-
-
-def _judge_quantity(claim: Claim, results: Mapping[str, RunResult], outcome: str) -> Judged:
-    values = measured(results, claim.group, claim.variant, outcome)
-    spread, own = over_seeds([value - claim.bound for value in values]), over_seeds(values)
-    verdict = verdict_of(claim.kind, spread)
-    subject = f"{LABELS[claim.variant]}, {outcome_name(outcome)}: "
-    if not values:
-        return Judged(outcome, verdict, spread, subject + "not measured yet.")
-    bound = f" against {claim.bound:g}"
-    text = f"{subject}{_with_seeds(own, '')}{bound}. {verdict.capitalize()}."
-    return Judged(outcome, verdict, spread, text, write_interval(own, "") + bound)
-
-
-def _with_seeds(spread: Spread, sign: str = "+") -> str:
-    return f"{write_interval(spread, sign)} ({spread.n} seed{'s' if spread.n > 1 else ''})"
+    return Judged(outcome, verdict, spread, f"{text}. {verdict.capitalize()}.", figures, seeds)
 
 
 def write_interval(spread: Spread, sign: str = "+") -> str:
