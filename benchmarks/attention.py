@@ -1,9 +1,9 @@
 """Attention with a sink lane against float64, and its time beside the plain kernel.
 
-For each shape: the relative error of the plain kernel (no sink), of `append` and of each `merge`, forward and every gradient,
-against the naive form in float64 on the same inputs; and milliseconds of forward plus backward, on a GPU of its kernels alone
-(replayed as a graph: in training, the host is ahead). trained, trained-plain: from projected heads to mixed values as a training
-step computes it, rotary included, with and without the lane, and their kernels one by one.
+For each shape: the relative error of torch's kernel without a sink (plain) and with the sinks as more keys (append), forward and
+every gradient, against the naive form in float64 on the same inputs; and milliseconds of forward plus backward, on a GPU of its
+kernels alone (replayed as a graph: in training, the host is ahead). trained, trained-plain: from projected heads to mixed values
+as a training step computes it, rotary included, with and without the lane, and their kernels one by one.
 """
 
 import sys
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring import arguments, graphed, kernel_times, measure_together, record, write
-from sinkdlm.fast.functions import attend_rows
-from sinkdlm.model.attention import attend
+from sinkdlm.fast.attention import attend_grouped
+from sinkdlm.fast.functions import attend_flat
+from sinkdlm.model.attention import attend_naive
 from sinkdlm.model.positions import Rotation
 
 # batch, tokens, query heads, key/value heads, head width. What training meets first; then a grid of lengths, widths and groups.
 CHECKED = {"cuda": [(2, 2048, 10, 10, 128), (2, 1000, 14, 2, 64)], "cpu": [(2, 257, 4, 4, 64), (2, 257, 14, 2, 64)]}
 _HEADS = [(10, 10, 128), (20, 20, 64), (16, 4, 128), (14, 2, 64)]
 TIMED = {"cuda": [(32768 // tokens, tokens, *heads) for tokens in (1024, 2048, 4096) for heads in _HEADS], "cpu": []}
-FORMS = {"cuda": ["append", "merge:fused", "merge:flash", "merge:cudnn", "merge:efficient"], "cpu": ["append", "merge:cpu"]}
-_FAST = ["plain", "append", "merge:fused"]
+FORMS = ["plain", "append"]
 N_SINKS = 1
 
 
@@ -37,7 +37,7 @@ def make_inputs(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> list
 
 def run(form: str, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
     used = inputs[:3] if form == "plain" else inputs
-    out = attend(*used) if form == "plain" else attend(*used, form=form)
+    out = attend_grouped(*used)
     return [out.detach(), *torch.autograd.grad(out, used, grad)]
 
 
@@ -55,7 +55,7 @@ def trained(shape: tuple[int, ...], n_sinks: int) -> Callable[[], list[Tensor]]:
     given.requires_grad_()
 
     def call() -> list[Tensor]:
-        out = attend_rows(given, rotation, sink_rotation, batch, heads)
+        out = attend_flat(given, rotation, sink_rotation, batch, heads)
         return [out.detach(), *torch.autograd.grad(out, given, grad)]
 
     return call
@@ -65,7 +65,7 @@ def relative_errors(form: str, inputs: list[Tensor], grad: Tensor) -> dict[str, 
     """Errors of one form against its own float64 reference (the plain kernel's has no sink)."""
     precise = [x.detach().double().requires_grad_() for x in inputs]
     used = precise[:3] if form == "plain" else precise
-    out = attend(*used, form="naive")
+    out, _ = attend_naive(*used)
     reference = [out.detach(), *torch.autograd.grad(out, used, grad.double())]
     names = ["out", "dq", "dk", "dv", "dsink_k", "dsink_v"]
     got = run(form, inputs, grad)
@@ -80,11 +80,10 @@ def main() -> None:
         inputs = make_inputs(shape, args.device, dtype)
         grad = torch.randn(inputs[0].shape, generator=torch.Generator(args.device).manual_seed(1), device=args.device).to(dtype)
         checked = shape in CHECKED[args.device]
-        forms = ["plain", *FORMS[args.device]] if checked else _FAST
         row: dict[str, Any] = {}
         if checked:
-            row["relative_error"] = {form: relative_errors(form, inputs, grad) for form in forms}
-        calls: dict[str, Callable[[], Any]] = {form: partial(run, form, inputs, grad) for form in forms}
+            row["relative_error"] = {form: relative_errors(form, inputs, grad) for form in FORMS}
+        calls: dict[str, Callable[[], Any]] = {form: partial(run, form, inputs, grad) for form in FORMS}
         if args.device == "cuda":
             calls |= {"trained-plain": trained(shape, 0), "trained": trained(shape, N_SINKS)}
             calls = {form: graphed(call) for form, call in calls.items()}

@@ -11,11 +11,11 @@ from functools import partial
 from typing import cast
 
 import torch
-from sinkdlm.model.layers import Block, Norm
 from torch import Tensor
 from torch.nn import functional
 
 from sinkdlm import DiffusionLM
+from sinkdlm.model.model import Block, Norm
 
 
 class MaskedForm:

@@ -3,11 +3,12 @@
     python -m benchmarks.train_step --model smdm-472m --rows 16 --out benchmarks/results
 
 official: the sink is a token in front under a dense (T+1)^2 mask, every position has logits in float32, blocks run eagerly, as the
-authors' code trains, by torch's own norm and AdamW; official-compiled: the same, compiled whole. vanilla, sink, gate: what
+authors' code trains, by torch's own norm and AdamW; official-compiled: the same, compiled whole. vanilla, sink, gate, logit: what
 `sinkdlm train` does, its micro-batches recorded as CUDA graphs where train.graphs = "auto" records them (--graphs: wherever they
 can be, --no-graphs: nowhere). Ours may have more in their names, and then train by it: sink-fp8 is sink with train.precision =
-"fp8", whose products need a GPU that has them (a CPU emulates them); -whole is train.compile = "whole", which is for a CPU; -blocks
-is train.compile = "blocks", where "auto" leaves blocks to kernels of their own; -residual is train.residual = "bf16"; and
+"fp8", whose matmuls need a GPU that has them (a CPU emulates them); -whole is train.compile = "whole", which is for a CPU; -blocks
+is train.compile = "blocks", where "auto" leaves blocks to kernels of their own; -residual is train.residual = "bf16"; -torchao and
+-torchaorows have torchao's float8 layers, scaled by tensor or by row, in compiled blocks; -plain is train.runner = "plain"; and
 sink-fp8-residual has two of these.
 Forms take turns, so that a ratio does not depend on when each was measured. --profile NAME: the kernels of one step of that form,
 by kind.
@@ -32,9 +33,11 @@ from sinkdlm import DiffusionLM, Recipe
 from sinkdlm.data.rows import Batch
 from sinkdlm.diffusion import Noisy, corrupt
 from sinkdlm.distributed.world import World
+from sinkdlm.fast import compile_blocks
+from sinkdlm.fast.float8_training import fits
 from sinkdlm.planning.formulas import peak_flops, training_flops
 from sinkdlm.training.captured import find_recorder
-from sinkdlm.training.choose import compile_model, settle_way
+from sinkdlm.training.choose import settle_runner, settle_way
 from sinkdlm.training.gradients import Gradients
 from sinkdlm.training.optimizer import Optimizer
 from sinkdlm.training.weights import Weights
@@ -43,13 +46,17 @@ _MODELS: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "sink": {"n_sinks": 1},
     "gate": {"gate": "elementwise"},
+    "logit": {"n_sinks": 1, "sink_kind": "logit"},
     "official": {"n_sinks": 1},
 }
+_TORCHAO = {"torchao": "tensorwise", "torchaorows": "rowwise"}  # the toolkit's names of its recipes
 _TRAINED = {  # what may follow a form of ours, and what it sets of a recipe's train
     "fp8": {"precision": "fp8"},
     "residual": {"residual": "bf16"},
     "whole": {"compile": "whole"},
     "blocks": {"compile": "blocks"},
+    "plain": {"runner": "plain"},
+    **{change: {"compile": "blocks"} for change in _TORCHAO},
 }
 _STEPS = 4  # that are timed together
 # Kernels by a word of their name, in this order.
@@ -63,7 +70,7 @@ _KINDS = {
         "_round",
         "_norm_backward",
         "_add_norm",
-        "_turn_heads",
+        "_rotate_heads",
         "_join_heads",
         "_sum_rows",
         "_sum_parts",
@@ -80,7 +87,7 @@ def split_form(form: str) -> tuple[dict[str, Any], dict[str, str]]:
     if base not in _MODELS or any(change not in allowed for change in changes):
         ours = " or ".join(f"-{change}" for change in _TRAINED)
         raise argparse.ArgumentTypeError(
-            f"no form {form!r}: official, official-compiled, or one of vanilla, sink and gate, then any of {ours}"
+            f"no form {form!r}: official, official-compiled, or one of vanilla, sink, gate and logit, then any of {ours}"
         )
     trained: dict[str, str] = {}
     for change in changes:
@@ -109,6 +116,18 @@ def check_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             parser.error(f"form {form!r} needs --device cuda: a CPU's steps are timed in float32")
 
 
+def to_torchao(model: DiffusionLM, scaling: str) -> None:
+    """Gives the matmuls of the blocks to torchao's float8 layers: those that train.precision = "fp8" would compute."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    for block in model.blocks:
+        convert_to_float8_training(
+            block,
+            config=Float8LinearConfig.from_recipe_name(scaling),
+            module_filter_fn=lambda layer, name: fits(layer) and not name.endswith("gate"),
+        )
+
+
 class Step:
     """A model that makes training steps on rows of random tokens, each with noise of its own."""
 
@@ -119,16 +138,18 @@ class Step:
         with torch.device("meta"):
             model = DiffusionLM(recipe.model)
         trained = self._as_trained()
-        model.float8 = trained.train.precision == "fp8"
-        model.residual = torch.bfloat16 if trained.train.residual == "bf16" else None
-        way = settle_way(model, trained, world, full_rows=True)
+        way = settle_way(trained, world, full_rows=True)
+        self.ends_early = way.ends_early and not self._official
         if not self._official:
-            compile_model(model, way.compile, world, as_rows=way.as_rows)
+            settle_runner(model, way, trained, trained.train.precision, print)
+        for change in form.split("-"):
+            if change in _TORCHAO:
+                to_torchao(model, _TORCHAO[change])
         first = model.initial_weight
         self.weights = Weights(model, world, dtype=torch.float32, first=lambda name, shape: first(name, shape, 0))
-        self.update = (
-            self._plain_update() if self._official else Optimizer(self.weights.local, recipe.train, rounds=way.rounds).step
-        )
+        if way.compile == "blocks" and not self._official:
+            compile_blocks(model)
+        self.update = self._plain_update() if self._official else Optimizer(self.weights.local, recipe.train).step
         self._logits: Callable[[Tensor], Tensor] = MaskedForm(model) if self._official else model
         if form == "official-compiled":
             self._logits = torch.compile(self._logits.__call__)
@@ -235,8 +256,8 @@ def recipe_of(preset: str, length: int, *, graphs: str = "auto", **model: Any) -
 
 def flops_of(step: Step) -> float:
     """Head, and what a last layer that ends early has behind attention, are counted where they are computed: at the masked half."""
-    length, ends_early = step.recipe.data.length, step.weights.model.picks_early
-    return step.rows * length * training_flops(step.recipe.model, length, ends_early=ends_early)
+    length = step.recipe.data.length
+    return step.rows * length * training_flops(step.recipe.model, length, ends_early=step.ends_early)
 
 
 def rates(step: Step, timed: dict[str, float], device: str) -> dict[str, Any]:
@@ -249,7 +270,7 @@ def rates(step: Step, timed: dict[str, float], device: str) -> dict[str, Any]:
     timed = {name: value if name == "repeats" else value / _STEPS for name, value in timed.items()}
     found: dict[str, Any] = {"ms_step": timed, "tokens_per_second": 1000 * tokens / timed["p50"]}
     peak = peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
-    if peak and "fp8" not in step.form.split("-"):  # the peak is bf16's
+    if peak and not {"fp8", *_TORCHAO} & set(step.form.split("-")):  # the peak is bf16's
         found["mfu"] = flops_of(step) / (timed["p50"] / 1000) / peak
     return found
 

@@ -18,7 +18,7 @@ from sinkdlm.reproduce.measuring import short
 from sinkdlm.reproduce.results import RunResult
 from sinkdlm.reproduce.running import Bench, recipe_of, train_job
 from sinkdlm.training.gradient_spikes import PEAK, SETTLED, peaks_of, read_lines
-from sinkdlm.training.sink_health import FEW, HELD, LOST, MANY, RESTS, Kept
+from sinkdlm.training.sink_health import FEW, HELD, LOST, MANY, RESTS, SinkHealth
 from studies.asking import on_bench, read_beside, run_study, say, write_beside
 
 NAME = "steadiness"
@@ -170,7 +170,7 @@ def _last(values: list[float | None]) -> list[float]:
 
 
 def _lost(form: Mapping[str, Any]) -> str:
-    kept = Kept()
+    kept = SinkHealth()
     for step, shares in zip(form["looks"], form["share"], strict=True):
         kept.look(step, shares)
     loss = kept.loss
