@@ -110,13 +110,13 @@ class Claim(NamedTuple):
     variant: str
     against: str
     bound: float
-    outcomes: Sequence[str]
+    outcomes: tuple[str, ...]  # hashable: claims are keys
     late: bool
 
     @classmethod
     def of(cls, target: str, name: str, test: str, text: str) -> "Claim":
         group, variant, sign, other, *outcomes = test.split()
-        late, chosen = name in _LATE, outcomes or PRIMARY
+        late, chosen = name in _LATE, tuple(outcomes) or PRIMARY
         if other in LABELS:
             return cls(name, target, text, SAME if sign == "=" else LOWER, group, variant, other, 0.0, chosen, late)
         return cls(name, target, text, BELOW if sign == "<" else ABOVE, group, variant, "", float(other), chosen, late)
