@@ -32,6 +32,7 @@ from sinkdlm.data.synthetic import corpus
 from sinkdlm.evals.encoding import TextEncoder
 from sinkdlm.evals.requests import Request, Sheet, by_question, number_of
 from sinkdlm.evals.settings import Settings
+from sinkdlm.fast import accelerate
 from sinkdlm.fast.quantized import to_float8
 from sinkdlm.interop.tokenizer import read_tokenizer_at
 from sinkdlm.likelihood import Adaptive, Estimates, log_likelihood
@@ -235,7 +236,7 @@ def open_model(given: argparse.Namespace) -> DiffusionLM:
     dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
     if given.checkpoint is not None:
         return load(given.checkpoint).model.to(given.device, dtype)
-    return DiffusionLM(ModelConfig.preset(given.preset, n_sinks=1), seed=0).to(given.device, dtype)
+    return accelerate(DiffusionLM(ModelConfig.preset(given.preset, n_sinks=1), seed=0).to(given.device, dtype))
 
 
 def arguments() -> argparse.Namespace:

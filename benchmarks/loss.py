@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from benchmarks.measuring import arguments, measure_together, peak_bytes, record, write
-from sinkdlm.diffusion import chunked_nll
+from sinkdlm.fast.objective import chunked_nll
 
 # masked tokens, width, vocabulary
 SHAPES = {"cuda": [(8192, 896, 151936), (16384, 1280, 32000)], "cpu": [(512, 64, 4096)]}

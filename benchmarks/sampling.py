@@ -9,7 +9,7 @@ the official one, where the official loop draws with float64 noise; `origin` at 
 temperatures. Random weights do
 for timing; what depends on the model's predictions (steps of a threshold, agreement of caches) needs --checkpoint.
 On a GPU the official loop is timed over evenly spaced steps of its run, put at the right number of masked tokens, and scaled to
-all steps; our loops run whole, recording of graphs included, after one run that builds kernels and warms up.
+all steps; our loops run whole, capture of graphs included, after one run that builds kernels and warms up.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from benchmarks.measuring import measure, quantiles, record, write
 from benchmarks.official_loop import MaskedForm, official_greedy, official_origin
 from sinkdlm import DiffusionLM, ModelConfig, load
 from sinkdlm.data.synthetic import corpus
+from sinkdlm.fast import accelerate, compile_blocks
 from sinkdlm.fast.quantized import to_float8
 from sinkdlm.sampling import Sampled, generate
 
@@ -216,7 +217,7 @@ def open_model(given: argparse.Namespace) -> DiffusionLM:
     if given.checkpoint is not None:
         return load(given.checkpoint).model.to(given.device, dtype)
     config = ModelConfig.preset(given.preset, n_sinks=1)
-    return DiffusionLM(config, seed=0).to(given.device, dtype)
+    return accelerate(DiffusionLM(config, seed=0).to(given.device, dtype))
 
 
 def case_of(model: DiffusionLM, given: argparse.Namespace, rows: int) -> Case:
@@ -273,8 +274,7 @@ def main() -> None:
             figures[name]["alone_and_together"] = alone_and_together(case, min(8, case.prompt.shape[0]))
     if given.device == "cuda" and not given.agreement_only:
         if given.compile:
-            for block in model.blocks:
-                block.compile()
+            compile_blocks(model)
             for name, case in cases.items():
                 figures[name] |= speed_exact(case, given.repeats, "ours_compiled")
         to_float8(model := open_model(given))
