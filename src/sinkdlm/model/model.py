@@ -311,7 +311,7 @@ class Denoiser:
         cache: KeyValueCache | None = None,
         **watchers: Any,
     ) -> Tensor:
-        """lengths and cache by name, since samplers look for them. watchers: observe and intervene, as the model's forward has them."""
+        """watchers: observe and intervene. Samplers look for lengths and cache by name."""
         with torch.no_grad():
             chosen = where is not None and where.dtype == torch.bool
             hidden = self.model(tokens, lengths=lengths, cache=cache, select=None if chosen else where, **watchers)
