@@ -5,13 +5,14 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS   ?= 2
 
-.PHONY: demo test test-slow lint bench docs docs-benchmarks format clean
+.PHONY: demo test test-slow test-gpu lint bench docs docs-benchmarks format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train twins with and without a sink for a few minutes, and write a report"
 	@echo "make test       lint and the fast tests"
 	@echo "make test-slow  the long tests"
+	@echo "make test-gpu   the tests for a GPU, six at a time; PART=1/3 runs a third of them"
 	@echo "make lint       ruff, mypy, types of the page, docs"
 	@echo "make bench      benchmarks that this machine can run"
 	@echo "make docs       serve the documentation, on http://127.0.0.1:8000"
@@ -55,6 +56,9 @@ test: lint
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m slow
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/pytest -n 6 --dist worksteal -m gpu $(if $(PART),--part $(PART))
 
 bench: $(VENV)/.core
 	$(BIN)/python -m benchmarks.all

@@ -19,7 +19,7 @@ from sinkdlm.config.recipe import DataSection
 from sinkdlm.data.rows import Rows, open_rows
 from sinkdlm.diffusion import corrupt, denoising_loss
 from sinkdlm.model.model import DiffusionLM
-from sinkdlm.training.prefetch import batches
+from sinkdlm.training.prefetch import prefetch
 
 LENGTH = 1024
 TOKENS = 20_000_000
@@ -30,7 +30,7 @@ def loader_rates(rows: Rows, batch: int, device: torch.device, repeats: int) -> 
     per_stretch = max(4, 2_000_000 // (batch * LENGTH))
     rates = []
     for number in range(repeats + 1):
-        feed = batches(rows, number * per_stretch, (number + 1) * per_stretch, batch, slice(0, batch), device)
+        feed = prefetch(rows, number * per_stretch, (number + 1) * per_stretch, batch, slice(0, batch), device)
         began = time.perf_counter()
         for item in feed:
             assert item.to(device).tokens.shape == (batch, LENGTH)

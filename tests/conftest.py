@@ -16,8 +16,33 @@ pytest.register_assert_rewrite("launches", "pages", "sites")  # so that a failur
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: two threads each would wait for one another
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # where Triton is installed, its kernels then run on a CPU
+if torch.cuda.is_available():
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # else each test process starts one for every core
+else:
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels then run on a CPU; its functions read this as they are defined
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--part", metavar="I/N", help="run every N-th test, from the I-th on: `-m gpu --part 1/3`")
+
+
+def pytest_configure(config) -> None:
+    if config.option.markexpr == "gpu":
+        config.addinivalue_line("filterwarnings", "default")  # a GPU machine's torch is another than that of the lock
+
+
+@pytest.hookimpl(trylast=True)  # when marks have chosen
+def pytest_collection_modifyitems(config, items) -> None:
+    """Every N-th test, so that the cases of one test, which take about as long, are spread over all parts."""
+    if config.option.part is None:
+        return
+    part, of = map(int, config.option.part.split("/"))
+    if not 1 <= part <= of:
+        raise pytest.UsageError(f"--part {config.option.part}: the first number is 1 to the second; write --part 1/{of}")
+    chosen = items[part - 1 :: of]
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = chosen
 
 
 @pytest.fixture(scope="session")

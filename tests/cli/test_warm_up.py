@@ -13,7 +13,10 @@ from sinkdlm.cli import warm_up as early
 from sinkdlm.cli.train import train
 from sinkdlm.errors import UserError
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def on_gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,6 @@ def missing(folder: Path) -> Path:
 
 
 def test_kernels_are_built_by_one_at_a_time(monkeypatch):
-    pytest.importorskip("triton")
     from sinkdlm.kernels import inference as kernels
 
     within, most = 0, 0

@@ -258,7 +258,7 @@ def test_updates_by_the_kernel_are_those_of_torch(withheld, norm, monkeypatch):
             if by_kernel and step == 0:
                 assert torch.equal(weights["a"].grad, kept["a"])
         assert not by_kernel or all(weights[name]._version > versions[name] for name in ("a", "c"))
-        found.append([*weights.values(), *(part for moment in optimizer.MOMENTS for part in adamw.moments(moment).values())])
+        found.append([*weights.values(), *(part for moment in optimizer.MOMENTS for part in adamw.moments[moment].values())])
         found[-1].append(torch.stack(list(adamw._updates.values())))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)

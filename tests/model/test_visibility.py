@@ -415,30 +415,6 @@ GIVEN = {
 
 
 @uses_flex
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        ("vanilla", "documents"),
-        ("sink", "annealing"),
-        ("sinks-2-end-zero-gate", "all"),
-        ("logit", "all"),
-        ("parent", "all"),
-        ("register-2-end-zero", "annealing"),
-    ],
-)
-def test_flex_equals_the_dense_form(name, given):
-    tokens, results = small_tokens(3, 13), []
-    inside = torch.arange(13) < GIVEN[given].get("lengths", torch.tensor([13]))[..., None]
-    for form in ("naive", "flex"):
-        model = small_model(attention=form, n_layers=2, **VARIANTS[name])
-        out = model(tokens, **GIVEN[given])[inside.expand(3, 13)]
-        (out * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)).sum().backward()
-        results.append((out.detach(), gradients(model)))
-    assert (results[0][0] - results[1][0]).abs().max() <= 1e-10
-    assert_same_gradients(results[1][1], results[0][1], 1e-10)
-
-
-@uses_flex
 @pytest.mark.parametrize("form", ["auto", "flex"])
 def test_compiled_blocks_take_new_documents_and_draws_without_compiling_anew(form):
     flags = {**PACKABLE["end-shift"], "n_layers": 2}

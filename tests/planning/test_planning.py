@@ -52,11 +52,11 @@ def test_planned_memory_is_within_ten_per_cent_of_the_measured_peaks():
 
 
 def test_a_plan_counts_logits_as_the_loss_makes_them():
-    from sinkdlm import diffusion
-    from sinkdlm.planning import formulas as planning
+    from sinkdlm.fast.objective import head_chunk
+    from sinkdlm.planning import formulas
 
     for vocab in (16, 32000, 32001, 49152, 78125, 78126, 151936, 10**6):
-        assert planning.head_chunk(vocab) == diffusion.head_chunk(vocab), vocab
+        assert formulas.head_chunk(vocab) == head_chunk(vocab), vocab
 
 
 def test_the_constants_are_those_that_the_records_give():
@@ -170,7 +170,7 @@ def test_a_last_forward_that_is_smaller_costs_less():
 
 
 def test_a_step_is_never_faster_than_its_host_can_start_it():
-    """Unless its kernels are recorded, and no host has to start them."""
+    """Unless its kernels are captured, and no host has to start them."""
     train = {"steps": 1, "batch": 1, "graphs": "off"}
     recipe = Recipe.resolve({"model": {"preset": "smdm-6m"}, "data": {"length": 8}, "train": train})
     seconds = step_seconds(recipe, 1, 1, CHIPS["b200"])
@@ -300,8 +300,10 @@ def test_a_run_says_its_plan_on_devices_that_are_known():
         Recipe.load(SINK, ["train.steps=1000", "train.micro_batch=32"]), "x", dataclasses.replace(Machine("h200"), memory=given[0])
     )
     rate = f"{plan.tokens_per_second:,.0f} tokens/s"
-    assert said == f"plan: {plan.memory.total / 1e9:.1f} of 150 GB, about {rate}, {say_hours(plan.hours)} of steps"
+    assert said == f"plan: {plan.memory.total / 1e9:.1f} of 150 GB, about {rate} ({plan.source}), {say_hours(plan.hours)} of steps"
     assert "scaled from H200 records, not measured" in line_of_run(recipe, "NVIDIA A100-SXM4-80GB", *given, 1, 1000)
-    assert "several GPUs: not measured" in line_of_run(recipe, "NVIDIA H200", given[0], Layout(8, 1), 32, 8, 1000)
+    assert "exchange between GPUs by data sheets, not measured" in line_of_run(
+        recipe, "NVIDIA H200", given[0], Layout(8, 1), 32, 8, 1000
+    )
     assert line_of_run(recipe, "NVIDIA GeForce RTX 4090", *given, 1, 1000) is None
     assert line_of_run(Recipe.load(SINK, ["train.compile=none"]), "NVIDIA H200", *given, 1, 1000) is None

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from sinkdlm import DiffusionLM, Recipe, diffusion, load
+from sinkdlm import DiffusionLM, Recipe, load
 from sinkdlm.data.rows import open_rows
 from sinkdlm.diffusion import Schedule
 from sinkdlm.distributed.world import joined
+from sinkdlm.fast import objective
 from sinkdlm.planning.formulas import Layout
 from sinkdlm.training import evaluate, gradients, loop
 from sinkdlm.training.evaluate import VALIDATION_SEED
@@ -50,13 +51,15 @@ def run(job: dict) -> None:
         if job.get("stop") == {"rank": rank, "step": self.step}:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    flush, full = loop.Trainer._flush_metrics, [rank == 0 and bool(job.get("full"))]
+    scalars, full = loop.Trainer._scalars, [rank == 0 and bool(job.get("full"))]
 
-    def flush_or_not(self):
-        return "No space left on device" if full and full.pop() else flush(self)
+    def scalars_or_not(self):
+        no_room = mock.patch.object(self.monitor.metrics, "flush", side_effect=OSError("No space left on device"))
+        with no_room if full and full.pop() else nullcontext():
+            return scalars(self)
 
-    loop.Trainer._look_around, gradients.corrupt, loop.Trainer._flush_metrics = stop, note, flush_or_not
-    small = mock.patch.object(diffusion, "head_chunk", return_value=1) if job.get("chunks") else nullcontext()
+    loop.Trainer._look_around, gradients.corrupt, loop.Trainer._scalars = stop, note, scalars_or_not
+    small = mock.patch.object(objective, "head_chunk", return_value=1) if job.get("chunks") else nullcontext()
     try:
         with warnings.catch_warnings(), small:
             warnings.simplefilter("error" if job["recipe"]["train"].get("compile") != "blocks" else "ignore")  # torch's own, then
@@ -64,7 +67,7 @@ def run(job: dict) -> None:
     except loop.Stopped:
         pass
     finally:
-        loop.Trainer._look_around, gradients.corrupt, loop.Trainer._flush_metrics = look, corrupt, flush
+        loop.Trainer._look_around, gradients.corrupt, loop.Trainer._scalars = look, corrupt, scalars
     record = Path(f"{job['out']}.seen") / f"{dist.get_world_size() if dist.is_initialized() else 1}-{rank}.json"
     record.parent.mkdir(exist_ok=True)
     before = json.loads(record.read_text()) if record.exists() else {}
@@ -92,7 +95,7 @@ def held(job: dict) -> None:
         model = DiffusionLM(recipe.model)
     weights = Weights(model, world, dtype=torch.float32, layout=Layout(1, world.size))
     moments = Optimizer(weights.local, recipe.train)
-    parts = [*weights.local.values(), *moments.moments("exp_avg").values(), *moments.moments("exp_avg_sq").values()]
+    parts = [*weights.local.values(), *moments.moments["exp_avg"].values(), *moments.moments["exp_avg_sq"].values()]
     found = world.gather(sum(part.numel() * part.element_size() for part in parts))
     if world.first:
         Path(job["held"]).write_text(json.dumps({"recipe": job["recipe"], "bytes": found}))

@@ -1,4 +1,4 @@
-"""A step's gradient by the fixed way: a head with a given number of places, and micro-batches that are recorded and replayed."""
+"""A step's gradient by the fixed way: a given number of head slots, and micro-batches that are captured and replayed."""
 
 from contextlib import nullcontext
 
@@ -8,23 +8,24 @@ import torch
 from benchmarks import kills
 
 from runs import interrupted, metrics, recipe_of, run
-from sinkdlm import ModelConfig, Recipe, diffusion
+from sinkdlm import ModelConfig, Recipe
 from sinkdlm.data.rows import Batch
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss, times_of
 from sinkdlm.distributed.world import World
+from sinkdlm.fast import objective
 from sinkdlm.training import gradients as gradients_module
-from sinkdlm.training import head_slots as places
+from sinkdlm.training import head_slots
 from sinkdlm.training import loop
-from sinkdlm.training.evaluate import BucketedLoss
-from sinkdlm.training.gradients import Gradients, Sums
-from sinkdlm.training.head_slots import plan_places
+from sinkdlm.training.evaluate import BUCKETS, add_by_ratio
+from sinkdlm.training.gradients import Gradients
+from sinkdlm.training.head_slots import plan_slots
 from sinkdlm.training.weights import Weights
 from small_models import VARIANTS, small_model, small_tokens
 
 CPU = torch.device("cpu")
 QUIET = {"eval": {"every": 0}, "log": {"probe_every": 0}, "save": {"every": 1000}}
 
-# -- places -------------------------------------------------------------------------------------------------------------------
+# -- head slots ---------------------------------------------------------------------------------------------------------------
 
 
 def losses_of(model, noisy, tokens, **more):
@@ -35,33 +36,33 @@ def losses_of(model, noisy, tokens, **more):
 
 
 @pytest.mark.parametrize("name", ["sink", "parent"])
-def test_places_to_spare_change_nothing(name):
+def test_spare_head_slots_change_nothing(name):
     model, tokens = small_model(**VARIANTS[name]), small_tokens(5, 16)
     noisy = corrupt(tokens, torch.arange(5), seed=0, mask_id=model.config.mask_id)
     probability = Schedule().probability(noisy.t)
     plain, expected = losses_of(model, noisy, tokens)
-    sums = BucketedLoss(CPU)
-    sums.add(probability, plain)
+    sums = torch.zeros(2, BUCKETS, dtype=torch.float64)
+    add_by_ratio(sums, probability, plain)
     count = len(plain.nll)
-    assert int(sums.sums[1].sum()) == count == int(plain.scored.sum())
+    assert int(sums[1].sum()) == count == int(plain.scored.sum())
     for spare in (0, 3, 80 - count):
-        loss, grads = losses_of(model, noisy, tokens, places=count + spare)
+        loss, grads = losses_of(model, noisy, tokens, slots=count + spare)
         assert loss.nll.shape == (count + spare,)
         assert int(loss.missed) == 0
         torch.testing.assert_close(loss.total, plain.total, rtol=1e-13, atol=0)
         torch.testing.assert_close(loss.nll[loss.used], plain.nll, rtol=1e-13, atol=0)
         torch.testing.assert_close(grads, expected, rtol=1e-11, atol=1e-13)
-        found = BucketedLoss(CPU)
-        found.add(probability, loss)
-        torch.testing.assert_close(found.sums, sums.sums, rtol=1e-13, atol=0)
-    loss, _ = losses_of(model, noisy, tokens, places=count - 3)
+        found = torch.zeros_like(sums)
+        add_by_ratio(found, probability, loss)
+        torch.testing.assert_close(found, sums, rtol=1e-13, atol=0)
+    loss, _ = losses_of(model, noisy, tokens, slots=count - 3)
     assert int(loss.missed) == 3
 
 
 def test_a_batch_without_masks_has_no_loss_and_no_gradient():
     model, tokens = small_model(n_sinks=1), small_tokens(2, 8)
     noisy = corrupt(tokens, torch.arange(2), seed=0, mask_id=11, maskable=torch.zeros(2, 8, dtype=torch.bool))
-    loss, grads = losses_of(model, noisy, tokens, places=4)
+    loss, grads = losses_of(model, noisy, tokens, slots=4)
     assert (float(loss.total.detach()), int(loss.missed), int(loss.used.sum())) == (0.0, 0, 0)
     assert all(bool((grad == 0).all()) for grad in grads)
 
@@ -72,11 +73,11 @@ def train_section(**train):
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 @pytest.mark.parametrize("n_rows", [5, 64])
-def test_consecutive_samples_always_find_places(schedule, n_rows, monkeypatch):
+def test_consecutive_samples_always_find_slots(schedule, n_rows, monkeypatch):
     """Golden times: every stretch of samples fits, and those with most masked fill nearly all that their times can ask for."""
-    monkeypatch.setattr(places, "_TOGETHER", 40)
+    monkeypatch.setattr(head_slots, "_TOGETHER", 40)
     train, length = train_section(schedule=schedule, seed=3), 128
-    found = plan_places(train, n_rows, length, torch.tensor([length]))
+    found = plan_slots(train, n_rows, length, torch.tensor([length]))
     assert found.size % 256 == 0
     assert found.size < n_rows * length
     tokens, counts = torch.zeros(n_rows, length, dtype=torch.int64), torch.full((n_rows,), length)
@@ -97,7 +98,7 @@ def test_samples_that_do_not_fit_are_known_beforehand():
     """Independent times, rows that differ: some micro-batches are refused, and no other is masked at more positions."""
     train, length, n_rows = train_section(times="independent", seed=1), 256, 16
     counts = torch.randint(20, 257, (4000, n_rows), generator=torch.Generator().manual_seed(0))
-    found = plan_places(train, n_rows, length, counts.flatten())
+    found = plan_slots(train, n_rows, length, counts.flatten())
     assert found.expected < found.size < 0.8 * n_rows * length
     fits, tokens = [], torch.zeros(n_rows, length, dtype=torch.int64)
     for number in range(300):
@@ -116,20 +117,20 @@ def test_samples_that_do_not_fit_are_known_beforehand():
         ("smollm2-135m", 64, 512, True),
         ("qwen2.5-0.5b", 8, 2048, True),
         ("smdm-6m", 64, 512, True),
-        ("smdm-6m", 4, 64, False),  # few rows: twice the places, and nearly all of such a model is its head
+        ("smdm-6m", 4, 64, False),  # few rows: twice the slots, and nearly all of such a model is its head
         ("smdm-472m", 16, 2048, False),  # the device is busy for long with each layer
     ],
 )
-def test_whether_recording_pays_is_arithmetic(preset, n_rows, length, pays):
-    found = plan_places(train_section(), n_rows, length, torch.tensor([length]))
+def test_whether_capturing_pays_is_arithmetic(preset, n_rows, length, pays):
+    found = plan_slots(train_section(), n_rows, length, torch.tensor([length]))
     assert found.pay(ModelConfig.preset(preset)) is pays
 
 
-# -- recording ----------------------------------------------------------------------------------------------------------------
+# -- capturing ----------------------------------------------------------------------------------------------------------------
 
 
 class Again:
-    """Records by keeping what to call. As a graph does, a recording writes the gradients' memory that it was made with, whatever
+    """Captures by keeping what to call. As a graph does, a capture writes the gradients' memory that it was made with, whatever
     the parameters hold now: from nothing, where there was none, or adding to it."""
 
     def __init__(self, failure: Exception | None = None) -> None:
@@ -138,7 +139,7 @@ class Again:
     def warm_up(self, run):
         run()
 
-    def record(self, run):
+    def capture(self, run):
         if self.failure is not None:
             raise self.failure
         parameters = self.parameters
@@ -161,19 +162,19 @@ class Again:
         self.closed = True
 
 
-def gradients_of(recorder=None, *, micro_batch, share=6, say=print, **train):
+def gradients_of(capturer=None, *, micro_batch, share=6, say=print, **train):
     model = {"preset": "nano", "n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 24, "n_sinks": 1}
     recipe = Recipe.resolve({"model": model, "data": {"length": 16}, "train": {"steps": 1, "graphs": "on", **train}})
     weights = Weights(small_model(vocab_size=64, n_sinks=1, n_layers=1), World(CPU), dtype=torch.float64)
     found = Gradients(recipe, weights, nullcontext(), micro_batch=micro_batch, share=share, compiled=True, say=say)
-    if recorder is not None:
-        fix(found, recorder, rows_of(0))
+    if capturer is not None:
+        fix(found, capturer, rows_of(0))
     return found
 
 
-def fix(gradients, recorder, like):
-    recorder.parameters = list(gradients.model.parameters())
-    gradients.fix(like, recorder)
+def fix(gradients, capturer, like):
+    capturer.parameters = list(gradients.model.parameters())
+    gradients.fix(like, capturer)
 
 
 def rows_of(step, n_rows=6, lengths=None, prompt=0):
@@ -199,58 +200,56 @@ def steps_of(gradients, batches):
 @pytest.mark.parametrize(("micro_batch", "replays"), [(6, ["write"]), (2, ["write", "add", "add"]), (4, ["write"]), (5, ["write"])])
 def test_replayed_steps_are_the_plain_ones(micro_batch, replays):
     batches = [rows_of(step) for step in range(4)]
-    recorder = Again()
-    recorded = steps_of(gradients_of(recorder, micro_batch=micro_batch), batches)
+    capturer = Again()
+    captured = steps_of(gradients_of(capturer, micro_batch=micro_batch), batches)
     plain = steps_of(gradients_of(micro_batch=micro_batch), batches)
-    torch.testing.assert_close(recorded, plain, rtol=1e-10, atol=1e-13)
-    assert recorder.replays == 4 * replays  # rows that are left over go the plain way, and add to what was recorded
-    assert Sums.read(recorded[0][0].tolist())[1] > 0
+    torch.testing.assert_close(captured, plain, rtol=1e-10, atol=1e-13)
+    assert capturer.replays == 4 * replays  # rows that are left over go the plain way, and add to what was captured
+    assert captured[0][0][1] > 0
     eager = gradients_of(Again(RuntimeError("no")), micro_batch=micro_batch)
-    for ours, theirs in zip(steps_of(eager, batches), recorded, strict=True):
+    for ours, theirs in zip(steps_of(eager, batches), captured, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))  # launched one by one: the same bits
 
 
-def test_the_host_counts_places_as_the_device_does(monkeypatch):
+def test_the_host_counts_slots_as_the_device_does(monkeypatch):
     """Where a last layer ends early on a GPU: masks are drawn on the host as well. A step made again asks the device."""
     batches = [rows_of(step) for step in range(3)] + [rows_of(3, lengths=[16, 16, 3, 9, 1, 16]), rows_of(4, prompt=9)]
     plain = steps_of(gradients_of(micro_batch=3), batches)
-    for module in (diffusion, gradients_module):
-        monkeypatch.setattr(module, "ROUNDED", ("cpu",))
-    monkeypatch.setattr(diffusion, "_ROWS", 4)
+    monkeypatch.setattr(objective, "_MULTIPLE", 4)
     ours, asked = gradients_of(micro_batch=3), []
-    ours.model.picks_early = True
+    ours._counts_slots = True
     loss = gradients_module.denoising_loss
 
-    def noted(model, tokens, noisy, *, places, **more):
-        asked.append((places, int(noisy.masked.sum())))
-        return loss(model, tokens, noisy, places=places, **more)
+    def noted(model, tokens, noisy, *, slots, **more):
+        asked.append((slots, int(noisy.masked.sum())))
+        return loss(model, tokens, noisy, slots=slots, **more)
 
     monkeypatch.setattr(gradients_module, "denoising_loss", noted)
     torch.testing.assert_close(steps_of(ours, batches), plain, rtol=1e-10, atol=1e-13)
-    assert [places for places, _ in asked] == [max(1, -(-masked // 4)) * 4 for _, masked in asked]
-    assert len({places for places, _ in asked}) > 3
+    assert [slots for slots, _ in asked] == [max(1, -(-masked // 4)) * 4 for _, masked in asked]
+    assert len({slots for slots, _ in asked}) > 3
     ours.add(batches[0], 1.0, fixed=False)
-    assert [places for places, _ in asked[-2:]] == [None, None]
+    assert [slots for slots, _ in asked[-2:]] == [None, None]
 
 
 def test_other_micro_batches_go_the_plain_way_within_the_same_step():
     """A short row in the second of three forwards, or in the first; then rows with prompts, which are never masked."""
     batches = [rows_of(0), rows_of(1, lengths=[16, 16, 16, 9, 16, 16]), rows_of(2, lengths=[7, 16, 16, 16, 16, 16])]
     batches += [rows_of(3, prompt=9), rows_of(4)]
-    recorder = Again()
+    capturer = Again()
     maskable = Batch(torch.zeros(1, 16, dtype=torch.int64), torch.zeros(1), torch.ones(1, 16, dtype=torch.bool))
     ours = gradients_of(micro_batch=2)
-    fix(ours, recorder, maskable)
+    fix(ours, capturer, maskable)
     torch.testing.assert_close(steps_of(ours, batches), steps_of(gradients_of(micro_batch=2), batches), rtol=1e-10, atol=1e-13)
     whole, short, late = ["write", "add", "add"], ["write", "add"], ["write", "add"]
-    assert recorder.replays == [*whole, *short, *late, *whole, *whole]
+    assert capturer.replays == [*whole, *short, *late, *whole, *whole]
     without = Again()
-    strict = gradients_of(without, micro_batch=2)  # recorded without maskable: rows that have it go the plain way
+    strict = gradients_of(without, micro_batch=2)  # captured without maskable: rows that have it go the plain way
     torch.testing.assert_close(steps_of(strict, batches), steps_of(gradients_of(micro_batch=2), batches), rtol=1e-10, atol=1e-13)
     assert without.replays == 2 * whole
 
 
-def test_what_cannot_be_recorded_is_said_and_computed_all_the_same():
+def test_what_cannot_be_captured_is_said_and_computed_all_the_same():
     said = []
     broken = Again(RuntimeError("operation not permitted when stream is capturing\nmore"))
     ours = gradients_of(broken, micro_batch=3, say=said.append)
@@ -259,47 +258,47 @@ def test_what_cannot_be_recorded_is_said_and_computed_all_the_same():
     assert broken.closed
     (line,) = said
     assert line.startswith(
-        "the kernels of a step could not be recorded (RuntimeError: operation not permitted when stream is capturing)"
+        "the kernels of a step could not be captured (RuntimeError: operation not permitted when stream is capturing)"
     )
 
 
-def test_recordings_give_way_where_memory_runs_out():
-    said, recorder = [], Again()
-    ours = gradients_of(recorder, micro_batch=4, say=said.append)
+def test_captures_give_way_where_memory_runs_out():
+    said, capturer = [], Again()
+    ours = gradients_of(capturer, micro_batch=4, say=said.append)
     batches = [rows_of(step) for step in range(3)]
     first = steps_of(ours, batches[:1])
     calls = []
 
     def look():
-        calls.append(recorder.closed)
-        if not recorder.closed:
+        calls.append(capturer.closed)
+        if not capturer.closed:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return "seen"
 
     assert ours.with_room(look) == "seen"
     assert calls == [False, True]
-    assert ["no room beside the recorded kernels" in line for line in said] == [True]
+    assert ["no room beside the captured kernels" in line for line in said] == [True]
     plain = steps_of(gradients_of(micro_batch=4), batches)
-    assert recorder.replays == ["write"]
+    assert capturer.replays == ["write"]
     rest = [ours.add(batch, 51.0 + number) for number, batch in enumerate(batches[1:])]
     torch.testing.assert_close([first[0][0], *rest], [sums for sums, *_ in plain], rtol=1e-10, atol=1e-13)
-    recorder.closed = False
+    capturer.closed = False
     with pytest.raises(torch.OutOfMemoryError):
         ours.with_room(look)
 
 
 @pytest.mark.parametrize("off", [{"graphs": "off"}, {"graphs": "auto"}])
-def test_a_recipe_says_whether_steps_are_recorded(off, monkeypatch):
-    monkeypatch.setattr(places, "_DEAREST", -1.0)
-    assert gradients_of(Again(), micro_batch=2, **off).recorded is None
-    assert gradients_of(Again(), micro_batch=2).recorded is not None
+def test_a_recipe_says_whether_steps_are_captured(off, monkeypatch):
+    monkeypatch.setattr(head_slots, "_DEAREST", -1.0)
+    assert gradients_of(Again(), micro_batch=2, **off).captured is None
+    assert gradients_of(Again(), micro_batch=2).captured is not None
 
 
 # -- runs ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def recorder(monkeypatch):
+def capturer(monkeypatch):
     found, build = Again(), loop.Trainer._build
 
     def note(self, load_parent):
@@ -308,33 +307,33 @@ def recorder(monkeypatch):
         return weights
 
     monkeypatch.setattr(loop.Trainer, "_build", note)
-    monkeypatch.setattr(loop, "find_recorder", lambda device: found)
+    monkeypatch.setattr(loop, "find_capturer", lambda device: found)
     return found
 
 
-def test_a_run_with_recorded_steps_ends_as_one_without(tmp_path, token_set, recorder, monkeypatch):
+def test_a_run_with_captured_steps_ends_as_one_without(tmp_path, token_set, capturer, monkeypatch):
     """Float64, three forwards a step, random lengths; and resumed, to the bit."""
     train = {"steps": 8, "batch": 6, "micro_batch": 2, "precision": "float64", "ema": 0.9, "graphs": "on"}
     recipe = recipe_of(token_set, data={"random_lengths": 0.1}, train=train, **QUIET)
     plain = recipe_of(token_set, data={"random_lengths": 0.1}, train={**train, "graphs": "off"}, **QUIET)
-    run(recipe, tmp_path / "recorded")
-    replays = len(recorder.replays)
+    run(recipe, tmp_path / "captured")
+    replays = len(capturer.replays)
     assert 8 < replays < 24
     run(plain, tmp_path / "plain")
-    assert len(recorder.replays) == replays
-    losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("recorded", "plain")]
+    assert len(capturer.replays) == replays
+    losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("captured", "plain")]
     np.testing.assert_allclose(*losses, rtol=1e-10)
     saving = recipe_of(token_set, data={"random_lengths": 0.1}, train=train, **{**QUIET, "save": {"every": 3}})
     interrupted(saving, tmp_path / "resumed", monkeypatch, after=5)
     run(saving, tmp_path / "resumed")
-    assert kills.differences(tmp_path / "recorded", tmp_path / "resumed") == []
+    assert kills.differences(tmp_path / "captured", tmp_path / "resumed") == []
 
 
-def test_a_step_that_lacked_places_is_made_again_before_anything_changes(tmp_path, token_set, recorder, monkeypatch):
+def test_a_step_that_lacked_slots_is_made_again_before_anything_changes(tmp_path, token_set, capturer, monkeypatch):
     train = {"steps": 5, "batch": 4, "micro_batch": 2, "precision": "float64", "graphs": "on"}
     run(recipe_of(token_set, train={**train, "graphs": "off"}, **QUIET), tmp_path / "plain")
-    monkeypatch.setattr(places, "_SURE", -1.0)
-    monkeypatch.setattr(places, "_MULTIPLE", 1)
+    monkeypatch.setattr(head_slots, "_SURE", -1.0)
+    monkeypatch.setattr(head_slots, "_MULTIPLE", 1)
     missed, try_step = [], loop.Trainer._try_step
 
     def note(self, *given, **more):
@@ -351,6 +350,6 @@ def test_a_step_that_lacked_places_is_made_again_before_anything_changes(tmp_pat
         np.testing.assert_allclose([line[key] for line in first], [line[key] for line in second], rtol=1e-10)
 
 
-def test_a_machine_that_records_nothing_says_so_where_it_was_asked_to(tmp_path, token_set):
+def test_a_machine_that_captures_nothing_says_so_where_it_was_asked_to(tmp_path, token_set):
     _, said = run(recipe_of(token_set, train={"steps": 1, "graphs": "on"}, **QUIET), tmp_path / "run")
-    assert sum("only a process alone on a GPU records its steps" in line for line in said) == (not torch.cuda.is_available())
+    assert sum("only a process alone on a GPU captures its steps" in line for line in said) == (not torch.cuda.is_available())

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from sinkdlm.data.synthetic import prepare_example
-from sinkdlm.training.sink_health import Kept
+from sinkdlm.training.sink_health import SinkHealth
 
 RECIPE = """
 [model]
@@ -33,34 +33,34 @@ keep = 3
 
 
 def test_a_sink_is_lost_where_over_a_quarter_of_the_layers_have_a_tenth_of_what_they_had():
-    kept = Kept()
-    assert kept.look(0, [0.01, 0.2, 0.3, 0.5, 0.2]) is None  # the first layer never rested on it
-    assert kept.look(2, [0.0, 0.019, 0.029, 0.5, 0.2]) is None  # two layers are few
-    assert kept.look(4, [0.0, 0.3, 0.4, 0.6, 0.2]) is None
-    found = kept.look(6, [0.0, 0.029, 0.039, 0.059, 0.2])  # of the most they had, not of the first
-    assert found == kept.loss == (6, 4, 3, 5)
-    assert kept.look(8, [0.0] * 5) is None  # told once
+    health = SinkHealth()
+    assert health.look(0, [0.01, 0.2, 0.3, 0.5, 0.2]) is None  # the first layer never rested on it
+    assert health.look(2, [0.0, 0.019, 0.029, 0.5, 0.2]) is None  # two layers are few
+    assert health.look(4, [0.0, 0.3, 0.4, 0.6, 0.2]) is None
+    found = health.look(6, [0.0, 0.029, 0.039, 0.059, 0.2])  # of the most they had, not of the first
+    assert found == health.loss == (6, 4, 3, 5)
+    assert health.look(8, [0.0] * 5) is None  # told once
 
 
 def test_a_few_layers_of_many_may_leave_a_sink():
     for n_lost, expected in ((4, None), (5, (1, 0, 5, 16))):
-        kept = Kept()
-        assert kept.look(0, [0.4] * 16) is None
-        assert kept.look(1, [0.03] * n_lost + [0.4] * (16 - n_lost)) == expected
+        health = SinkHealth()
+        assert health.look(0, [0.4] * 16) is None
+        assert health.look(1, [0.03] * n_lost + [0.4] * (16 - n_lost)) == expected
 
 
 def test_layers_that_leave_a_sink_while_others_rest_on_it_have_not_lost_it():
     """A nano run from scratch, with shifted logits and a sink of zero value, whose loss goes on falling."""
-    kept = Kept()
+    health = SinkHealth()
     looks = [[0.030, 0.029, 0.043], [0.032, 0.168, 0.042], [0.049, 0.071, 0.107], [0.277, 0.018, 0.037], [0.265, 0.016, 0.004]]
-    assert [kept.look(step, shares) for step, shares in enumerate(looks)] == [None] * 5
-    assert kept.look(5, [0.02, 0.016, 0.004]) == (5, 4, 3, 3)  # the last one has left it too
+    assert [health.look(step, shares) for step, shares in enumerate(looks)] == [None] * 5
+    assert health.look(5, [0.02, 0.016, 0.004]) == (5, 4, 3, 3)  # the last one has left it too
 
 
 @pytest.mark.parametrize("shares", [[], [None, None], [0.01, 0.02]])
 def test_without_a_sink_that_is_rested_on_nothing_is_lost(shares):
-    kept = Kept()
-    assert [kept.look(step, [share and share / (step + 1) for share in shares]) for step in (0, 50, 100)] == [None] * 3
+    health = SinkHealth()
+    assert [health.look(step, [share and share / (step + 1) for share in shares]) for step in (0, 50, 100)] == [None] * 3
 
 
 def test_a_run_says_that_it_lost_its_sink(tmp_path, command_line):

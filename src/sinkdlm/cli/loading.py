@@ -52,7 +52,7 @@ def _fields_of_parent(parent: str, model: Mapping[str, Any], begun: dict[str, An
     from sinkdlm import interop
     from sinkdlm.interop.adapt import check_mask, choose_mask
     from sinkdlm.interop.tokenizer import tokenizer_of
-    from sinkdlm.training.parent_check import check_fields
+    from sinkdlm.training.parent_check import check_shape
 
     try:
         source = interop.open_source(parent)
@@ -62,7 +62,7 @@ def _fields_of_parent(parent: str, model: Mapping[str, Any], begun: dict[str, An
         why = f"[model] leaves out {', '.join(missing)}, and the parent cannot be asked: {failure}"
         raise ConfigError(f"init.from = {parent!r}: {why}; give it where it can be read, or a preset") from None
     try:
-        check_fields(parent, model, source.config, interop.fixed_keys(source))
+        check_shape(parent, model, source.config, interop.fixed_keys(source))
     except UserError:
         if begun is None:
             raise
@@ -88,8 +88,8 @@ def load_parent(recipe: Any, dtype: Any, source: Any = None, tokenizer: Any = No
     from sinkdlm.training.parent_check import check_shape
 
     source = source or interop.open_source(recipe.init.from_)
-    check_shape(recipe, source.config, interop.fixed_keys(source))
     fields = recipe.model.to_dict()
+    check_shape(recipe.init.from_, fields, source.config, interop.fixed_keys(source))
     try:
         return interop.load_any(
             source,

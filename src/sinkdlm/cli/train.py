@@ -25,10 +25,10 @@ def train(
     warm_up.load_kernels(opened, device)
     from sinkdlm.training.gradient_spikes import read_peaks
     from sinkdlm.training.loop import train as run
-    from sinkdlm.training.sink_health import read_kept
+    from sinkdlm.training.sink_health import read_sink_loss
 
     found = run(resolved, folder, load_parent=load_parent, device=device)
     if found["rank"]:
         return
-    found |= {"gradient_peaks": read_peaks(folder), "sink_lost": read_kept(folder)}
+    found |= {"gradient_peaks": read_peaks(folder), "sink_lost": read_sink_loss(folder)}
     say(found, f"{found['model']}: {found['tokens']:,} tokens, {found['steps']} steps", as_json)

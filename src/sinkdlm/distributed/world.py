@@ -23,7 +23,7 @@ from sinkdlm.checkpoint.directory import find_device
 from sinkdlm.distributed.heartbeat import Departure, Watch
 from sinkdlm.distributed.rendezvous import meet
 from sinkdlm.distributed.signals import Stopped
-from sinkdlm.errors import TrainError, UserError
+from sinkdlm.errors import CheckpointError, TrainError, UserError
 
 _NAMING = 25.0  # seconds that a rank whose collective failed waits for the name of the one that is gone
 _Value = TypeVar("_Value")
@@ -60,13 +60,27 @@ class World:
     def alone(self) -> bool:
         return self.size == 1
 
-    def from_first(self, make: Callable[[], _Value]) -> _Value:
+    def from_first(self, make: Callable[[], _Value], group: Any = None) -> _Value:
         """What rank 0 makes, on every rank."""
         if self.alone:
             return make()
-        held = [make() if self.first else None]
-        dist.broadcast_object_list(held, src=0, group=self.words)
-        return held[0]  # type: ignore[return-value]
+        held: list[Any] = [make() if self.first else None]
+        dist.broadcast_object_list(held, src=0, group=group or self.words)
+        return held[0]
+
+    def attempt_first(self, make: Callable[[], _Value], group: Any = None) -> _Value:
+        """What rank 0 makes, on every rank. Where it cannot write, all raise a CheckpointError."""
+
+        def attempt() -> tuple[_Value | None, str | None]:
+            try:
+                return make(), None
+            except (CheckpointError, OSError) as failure:
+                return None, str(failure)
+
+        made, problem = self.from_first(attempt, group)
+        if problem is not None:
+            raise CheckpointError(problem)
+        return made  # type: ignore[return-value]
 
     def gather(self, value: _Value, group: Any = None) -> list[_Value]:
         """What each rank has, in their order."""

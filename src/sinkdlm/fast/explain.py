@@ -50,8 +50,8 @@ def explain(
 def _why_not_flat(config: ModelConfig, dtype: torch.dtype, tokens: int) -> str:
     if dtype not in (torch.bfloat16, torch.float16):
         return f"flat tokens are for half precision, not {dtype}"
-    if config.has_sink_logit or config.n_registers:
-        return f"flat tokens do not go with sink_kind = {config.sink_kind!r}"
+    if config.n_registers:
+        return "register sinks are tokens of the row, which attend to all others"
     if not has_kernels():
         return "Triton's kernels cannot be built here"
     if supports_flat(config, "cuda", dtype, 1 << 20):

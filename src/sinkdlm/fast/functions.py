@@ -17,13 +17,22 @@ from sinkdlm.model.positions import Rotation
 
 
 def attend_flat(
-    heads: Tensor, rotation: Rotation, sink_rotation: Rotation | None, batch: int, n_heads: int, *, zero_value: bool = False
+    heads: Tensor,
+    rotation: Rotation,
+    sink_rotation: Rotation | None,
+    batch: int,
+    n_heads: int,
+    *,
+    zero_value: bool = False,
+    sink_logit: Tensor | None = None,
 ) -> Tensor:
     """heads (B T + N, H + 2K, D): queries, keys, values before rotary, of all tokens and, behind them, of the sinks that they see
-    and that see only themselves. -> (B T + N, H, D). Rows behind the sinks' fill up and count for nothing."""
+    and that see only themselves. -> (B T + N, H, D). Rows behind the sinks' fill up and count for nothing.
+
+    sink_logit (H,): joins each head's softmax without a value; there are no sinks then."""
     angles = (rotation.cos, rotation.sin, *(sink_rotation or (None, None)))
     with torch.autocast(heads.device.type, enabled=False):
-        return _Attend.apply(heads, *angles, batch, n_heads, zero_value)
+        return _Attend.apply(heads, *angles, sink_logit, batch, n_heads, zero_value)
 
 
 class _Attend(torch.autograd.Function):
@@ -35,6 +44,7 @@ class _Attend(torch.autograd.Function):
         sin: Tensor,
         sink_cos: Tensor | None,
         sink_sin: Tensor | None,
+        sink_logit: Tensor | None,
         batch: int,
         n_heads: int,
         zero_value: bool,
@@ -48,27 +58,34 @@ class _Attend(torch.autograd.Function):
         q, k = (x.transpose(1, 2) for x in rotated.split([n_heads, n_kv], dim=-2))
         v = heads[:n_tokens, n_heads + n_kv :].unflatten(0, (batch, -1)).transpose(1, 2)
         out, lse, rest = content_forward(q, k, v)
-        if sink_v is None or own is None:
-            rows = out.transpose(1, 2).flatten(0, 1)
-        else:
+        if sink_v is not None and own is not None:
             rows, lse = ops.merge_flat(scores, out, lse, sink_v, own)
-        ctx.save_for_backward(q, k, v, scores, rows, lse, cos, sin, sink_cos, sink_sin, sink_k, sink_v, *rest)
+        else:
+            if sink_logit is not None:
+                merged = torch.logaddexp(lse, sink_logit.to(lse.dtype)[:, None])
+                out, lse = (out * torch.exp(lse - merged)[..., None]).to(out.dtype), merged
+            rows = out.transpose(1, 2).flatten(0, 1)
+        ctx.save_for_backward(q, k, v, scores, rows, lse, cos, sin, sink_cos, sink_sin, sink_logit, sink_k, sink_v, *rest)
         ctx.zero_value = zero_value
         return rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, scores, rows, lse, cos, sin, sink_cos, sink_sin, sink_k, sink_v, *rest = ctx.saved_tensors
+        q, k, v, scores, rows, lse, cos, sin, sink_cos, sink_sin, sink_logit, sink_k, sink_v, *rest = ctx.saved_tensors
         batch, _, tokens, width = q.shape
         out, flowing = (ops.by_sample(x, batch, tokens) for x in (rows, grad))
         grads = content_backward(flowing, q, k, v, out, lse, rest)
+        grad_logit = None
+        if sink_logit is not None:  # its weight times what its value, zero, lies below the mean
+            weights = torch.exp(sink_logit.to(lse.dtype)[:, None] - lse)
+            grad_logit = -(weights * (flowing * out).sum(-1, dtype=lse.dtype)).sum((0, 2)).to(sink_logit.dtype)
         if sink_k is None:
             grad_heads = ops.join_heads(*grads, cos, sin)
         else:
             had, angles = [q, rows, lse, scores], [cos, sin, sink_cos, sink_sin]
             given = (list(grads), had, [sink_k, sink_v], angles, ctx.zero_value, 1 / math.sqrt(width))
             grad_heads = ops.merge_flat_backward(grad, *given)
-        return grad_heads, None, None, None, None, None, None, None
+        return grad_heads, None, None, None, None, grad_logit, None, None, None
 
 
 def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

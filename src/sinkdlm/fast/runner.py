@@ -80,7 +80,7 @@ def compile_blocks(model: DiffusionLM) -> None:
 def supports_flat(config: ModelConfig, device: str, dtype: torch.dtype, tokens: int) -> bool:
     """Whether full rows of so many tokens train as flat tokens: where cuDNN's attention runs, which is slower for T + 1 keys than
     for T, and where Triton's kernels can be built."""
-    if device != "cuda" or dtype not in _HALF or tokens < _FLAT_TOKENS or config.has_sink_logit or config.n_registers:
+    if device != "cuda" or dtype not in _HALF or tokens < _FLAT_TOKENS or config.n_registers:
         return False
     if config.head_dim > _CUDNN_WIDTH or config.head_dim % _ALIGNMENT:
         return False
@@ -130,7 +130,7 @@ class FastRunner:
             return "plain"
         if trains:
             full = ctx.lengths is None and ctx.cache is None and ctx.form == "auto"
-            flat = supports_flat(config, kind, dtype, x.shape[1]) or (self._force == "flat" and not config.has_sink_logit)
+            flat = supports_flat(config, kind, dtype, x.shape[1]) or self._force == "flat"
             return "flat" if full and flat else "plain"
         kernels = load_kernels() if kind == "cuda" else None
         return "kernels" if kernels is not None and x.dtype in kernels.DTYPES else "plain"
@@ -153,7 +153,9 @@ class FastRunner:
         ends_early = select is not None and not ctx.causal and not watched and (self.plan.compile != "blocks" or not trains)
         if path == "kernels" and not ctx.per_row:
             ends_early = False
-        last = (select, ctx.per_row) if ends_early else (None, 0)
+        # A rule of who sees whom holds all queries: those of a row are not picked before attention.
+        picks_queries = ctx.documents is None and ctx.annealing is None
+        last = (select, ctx.per_row if picks_queries else 0) if ends_early else (None, 0)
         sinks = model.first_lane(x, ctx)
         run = self._blocks if trains and not watched else run_blocks
         lanes: list[Lane] | None = None
@@ -176,16 +178,16 @@ class FastRunner:
         by_shape = ctx.lengths is None and ctx.documents is None and isinstance(ctx.span[0], int)
         if by_shape and kept is not None:
             key = (x.dtype, x.device, ctx.causal, x.shape[1], ctx.span)
-            rotated = kept.table(key, lambda: rotations(config, x, ctx))
+            rotation, of_sinks = kept.table(key, lambda: rotations(config, x, ctx))
         else:
-            rotated = rotations(config, x, ctx)
+            rotation, of_sinks = rotations(config, x, ctx)
         rule = visibility(config, x, ctx)
         watchers = (ctx.observe, ctx.intervene, ctx.cache)
         if path == "flex" and rule is not None:
-            return View(*rotated, block_mask(rule, x.shape[0], config.n_lane), ctx.causal, attend_flex, *watchers)
+            return View(rotation, of_sinks, block_mask(rule, x.shape[0], config.n_lane), ctx.causal, attend_flex, *watchers)
         visible = padding_mask(config, x, ctx) if rule is None else rule.dense()
         attend = attend_grouped if x.device.type == "cuda" else View._field_defaults["attend"]
-        return View(*rotated, visible, ctx.causal, attend, *watchers)
+        return View(rotation, of_sinks, visible, ctx.causal, attend, *watchers)
 
     def _run_flat(self, model: DiffusionLM, x: Tensor, fast: FastContext, select: Tensor | None) -> Tensor:
         """The result is of the matmuls' precision."""
@@ -203,7 +205,7 @@ class FastRunner:
         early = select is not None and (own or self.plan.compile == "none")
         fast = fast._replace(select=select if early else None)
         if early and own:  # as it is written, not as it is compiled: its shapes are new in every step
-            flat, update, _ = blocks.Block.forward(last, flat, cast(Tensor, update), fast)  # type: ignore[assignment]
+            flat, update, _ = blocks.Block.forward(cast(blocks.Block, last), flat, update, fast)  # type: ignore[assignment]
         else:
             flat, update, _ = last(flat, update, fast)
         out = add_last_norm(flat, update, model.norm.weight, model.norm.eps, fast.dtype)

@@ -1,7 +1,7 @@
 """FLOPs and memory of a recipe, by formula. Knows nothing of torch or of what is installed.
 
 FLOPs of training one token: 6 (N + share * H) + 12 layers width T, where N counts the non-embedding parameters, H the head's, share
-the positions that reach the head (the masked ones: logits exist nowhere else), and the last term is attention's two products over T
+the positions that reach the head (the masked ones: logits exist nowhere else), and the last term is attention's two matmuls over T
 keys, forward and backward. The lane's S tokens a forward, norms, rotary and softmax are left out, as is usual. Where the last layer
 ends at the positions that reach the head, what it does not compute behind its attention is not counted.
 """
@@ -33,7 +33,7 @@ class Chip(NamedTuple):
     bandwidth: float  # bytes of memory a second
     memory: int
     link: float  # bytes a second to the others of its host, one way
-    float8: bool = True  # whether it has products in float8
+    float8: bool = True  # whether it has float8 matmuls
 
 
 # The data sheets of NVIDIA A100 80GB (SXM), H100 (SXM), H200 and HGX B200, NVLink halved for one direction.
@@ -43,7 +43,7 @@ CHIPS = {
     "h200": Chip("H200", PEAK_FLOPS["H200"], 4.8e12, 141 * 10**9, 450e9),
     "b200": Chip("B200", PEAK_FLOPS["B200"], 8.0e12, 180 * 10**9, 900e9),
 }
-# float8 is counted as bf16, and takes less: inputs of products are kept rounded, results and attention as in bf16.
+# float8 is counted as bf16, and takes less: inputs of matmuls are kept rounded, results and attention as in bf16.
 _BYTES = {"float64": 8, "float32": 4, "bf16": 2, "fp8": 2, "auto": 2}
 USABLE = 0.85  # of a device's memory: the rest is fragments, workspaces and the context
 
@@ -82,7 +82,7 @@ def training_flops(config: ModelConfig, length: int, scored_share: float = 0.5, 
 
 
 def _behind_attention(config: ModelConfig) -> int:
-    """Parameters of one layer's products that come after attention, the gate's among them."""
+    """Parameters of one layer's matmuls that come after attention, the gate's among them."""
     gate = {"none": 0, "elementwise": config.d_model, "headwise": config.n_heads}[config.gate]
     return config.d_model * (config.d_model + gate + 3 * config.d_ff)
 
@@ -221,7 +221,7 @@ def kept_by_block(config: ModelConfig, unit: int, compiled: bool, residual: str 
 
     none: both residuals, both normed inputs, q, k and v before rotary, q and k after it, attention's output, gate and up;
     and where blocks are not compiled the sinks beside keys and values, silu(gate), its product and the norms before rounding.
-    selective: the block's input and the results of its matrix products and of attention. full: its input.
+    selective: the block's input and the results of its matmuls and of attention. full: its input.
     """
     d, ff, kv = config.d_model, config.d_ff, config.n_kv_heads * config.head_dim
     wide = 8 if unit == 8 else 2 if residual == "bf16" else 4

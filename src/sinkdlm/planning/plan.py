@@ -1,6 +1,6 @@
 """What a recipe takes on given hardware: memory, and what to change where it does not fit; tokens a second, hours, cost, disk.
 
-Puts planning.py's formulas and pace.py's seconds together, and into words. Knows nothing of torch: what a CPU does is measured by
+Puts formulas.py's bytes and step_time.py's seconds together, and into words. Knows nothing of torch: what a CPU does is measured by
 others and handed in.
 """
 
@@ -24,9 +24,8 @@ from sinkdlm.planning.formulas import (
     training_flops,
     training_memory,
 )
-from sinkdlm.planning.step_time import HOST_RANKS, knows, measured_on, scaled, step_seconds
+from sinkdlm.planning.step_time import HOST_RANKS, knows, source_of, step_seconds
 
-_WEIGHT = {"float64": 8}  # bytes of a master weight; 4 in every other precision
 _MOST_RANKS = 1024  # that are proposed
 _SHARD = {"mode": "shard", "shard_ranks": None}
 _SHARDED = "--set parallel.mode=shard"
@@ -99,7 +98,7 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        return self.recipe.model.count_parameters().total * _WEIGHT.get(self.recipe.train.precision, 4)
+        return self.recipe.model.count_parameters().total * (8 if self.recipe.train.precision == "float64" else 4)
 
     @property
     def state_bytes(self) -> int:
@@ -143,7 +142,7 @@ def make_plan(recipe: Recipe, name: str, machine: Machine, n_rows: int | None = 
         most = recipe.model.context_length
         raise UserError(f"{name}: data.length = {recipe.data.length}: allowed is at most model.context_length = {most}")
     if train.precision == "fp8" and (machine.device == "cpu" or not CHIPS[machine.device].float8):
-        raise UserError(f'{name}: train.precision = "fp8": {machine.device} has no float8 products; set train.precision = "bf16"')
+        raise UserError(f'{name}: train.precision = "fp8": {machine.device} has no float8 matmuls; set train.precision = "bf16"')
     if machine.device == "cpu":
         try:
             recipe = settle_precision(recipe, on_gpu=False)
@@ -158,10 +157,12 @@ def make_plan(recipe: Recipe, name: str, machine: Machine, n_rows: int | None = 
     return Plan(name, recipe, machine, layout or Layout(), rows, forwards, memory, steps, rate, source)
 
 
-def _cut(recipe: Recipe, machine: Machine, layout: Layout | None) -> tuple[int, int, Memory]:
-    """Rows of a forward and forwards of a step as `train` would choose them, and what they take."""
+def _cut(recipe: Recipe, machine: Machine, layout: Layout | None, rows: int | None = None) -> tuple[int, int, Memory]:
+    """Rows of a forward and forwards of a step, and what they take. rows: by default as `train` would choose them."""
     share = -(-recipe.train.batch // machine.ranks)
-    rows = recipe.train.micro_batch or fitting_micro_batch(recipe, machine.capacity, share, layout, compiled=machine.compiles)
+    rows = (
+        rows or recipe.train.micro_batch or fitting_micro_batch(recipe, machine.capacity, share, layout, compiled=machine.compiles)
+    )
     rows = min(rows, share)
     forwards = -(-share // rows)
     return rows, forwards, training_memory(recipe, rows, layout, accumulates=forwards > 1, compiled=machine.compiles)
@@ -187,63 +188,49 @@ def _rate(recipe: Recipe, machine: Machine, layout: Layout | None, forwards: int
     if not knows(recipe, chip.name):
         return None, "not known: records are of bf16 with compiled blocks"
     seconds = step_seconds(recipe, -(-recipe.train.batch // machine.ranks), forwards, chip, layout)
-    source = "calibrated on its records" if measured_on(chip) else scaled()
-    if machine.ranks > 1:
-        source += "; exchange between GPUs by data sheets, not measured"
-    return recipe.train.batch * recipe.data.length / seconds.total, source
+    exchange = "; exchange between GPUs by data sheets, not measured" if machine.ranks > 1 else ""
+    return recipe.train.batch * recipe.data.length / seconds.total, source_of(chip) + exchange
 
 
 def changes_that_fit(plan: Plan) -> list[str]:
     """What to say on the command line where a plan does not fit: each alone is enough, the gentlest first."""
     if plan.fits:
         return []
-    here = [words for words, recipe, machine in _changes(plan) if _fitting_rows(recipe, machine)]
-    more = (words for words, recipe, machine in _more_devices(plan) if _fitting_rows(recipe, machine))
+    here = [words for change in _here(plan) if (words := _try(plan, *change))]
+    more = (words for change in _elsewhere(plan) if (words := _try(plan, *change)))
     return [*here, *itertools.islice(more, 1)]
 
 
-def _fitting_rows(recipe: Recipe, machine: Machine) -> int | None:
-    """Of a forward, where any number fits."""
-    rows, _, memory = _cut(recipe, machine, lay_out(recipe, machine))
-    return rows if fits_in(memory, machine) else None
-
-
-def _changed(recipe: Recipe, **tables: dict[str, Any]) -> Recipe:
-    """With as many rows a forward as fit."""
-    whole = recipe.to_dict()
+def _try(plan: Plan, words: str, machine: Machine, tables: dict[str, Any]) -> str | None:
+    """The words of a change that is enough, with as many rows a forward as fit: who forces their number must be told another."""
+    whole = plan.recipe.to_dict()
     whole["train"] |= {"micro_batch": None}
-    return Recipe.resolve({**whole, **{name: {**whole[name], **table} for name, table in tables.items()}})
+    recipe = Recipe.resolve({**whole, **{name: {**whole[name], **table} for name, table in tables.items()}})
+    rows, _, memory = _cut(recipe, machine, lay_out(recipe, machine))
+    if not fits_in(memory, machine):
+        return None
+    return words if plan.recipe.train.micro_batch in (None, rows) else f"{words} --set train.micro_batch={rows}".strip()
 
 
-def _worded(words: str, recipe: Recipe, machine: Machine, forced: int | None) -> tuple[str, Recipe, Machine]:
-    """A recipe that forces its rows a forward must be told others."""
-    rows = _fitting_rows(recipe, machine)
-    return (words if forced in (None, rows) else f"{words} --set train.micro_batch={rows}".strip()), recipe, machine
-
-
-def _changes(plan: Plan) -> Iterator[tuple[str, Recipe, Machine]]:
-    """On the same devices."""
-    recipe, machine = plan.recipe, plan.machine
-    forced = recipe.train.micro_batch
-    if forced is not None:
-        yield _worded("", _changed(recipe), machine, forced)
+def _here(plan: Plan) -> Iterator[tuple[str, Machine, dict[str, Any]]]:
+    """Changes on the same devices."""
+    machine = plan.machine
+    yield "", machine, {}
     for how in ("selective", "full"):
-        if how != recipe.train.recompute:
-            yield _worded(f"--set train.recompute={how}", _changed(recipe, train={"recompute": how}), machine, forced)
+        if how != plan.recipe.train.recompute:
+            yield f"--set train.recompute={how}", machine, {"train": {"recompute": how}}
     if machine.ranks > 1 and plan.layout.name != "shard":
-        yield _worded(_SHARDED, _changed(recipe, parallel=_SHARD), machine, forced)
-        both = _changed(recipe, parallel=_SHARD, train={"recompute": "full"})
-        yield _worded(f"{_SHARDED} --set train.recompute=full", both, machine, forced)
+        yield _SHARDED, machine, {"parallel": _SHARD}
+        yield f"{_SHARDED} --set train.recompute=full", machine, {"parallel": _SHARD, "train": {"recompute": "full"}}
 
 
-def _more_devices(plan: Plan) -> Iterator[tuple[str, Recipe, Machine]]:
-    recipe, machine = plan.recipe, plan.machine
-    ranks = 2 * machine.ranks
-    while machine.device != "cpu" and ranks <= min(_MOST_RANKS, recipe.train.batch):
-        more = replace(machine, ranks=ranks)
-        for how, words in ((recipe.train.recompute, ""), ("full", " --set train.recompute=full")):
-            changed = _changed(recipe, parallel=_SHARD, train={"recompute": how})
-            yield _worded(f"--gpus {ranks} {_SHARDED}{words}", changed, more, recipe.train.micro_batch)
+def _elsewhere(plan: Plan) -> Iterator[tuple[str, Machine, dict[str, Any]]]:
+    """On more devices."""
+    ranks, how = 2 * plan.machine.ranks, plan.recipe.train.recompute
+    while plan.machine.device != "cpu" and ranks <= min(_MOST_RANKS, plan.recipe.train.batch):
+        more, words = replace(plan.machine, ranks=ranks), f"--gpus {ranks} {_SHARDED}"
+        yield words, more, {"parallel": _SHARD, "train": {"recompute": how}}
+        yield f"{words} --set train.recompute=full", more, {"parallel": _SHARD, "train": {"recompute": "full"}}
         ranks *= 2
 
 
@@ -251,71 +238,41 @@ def _more_devices(plan: Plan) -> Iterator[tuple[str, Recipe, Machine]]:
 
 
 def describe(plan: Plan, price: float | None = None) -> str:
-    count, recipe = plan.recipe.model.count_parameters(), plan.recipe
+    count, train, length = plan.recipe.model.count_parameters(), plan.recipe.train, plan.recipe.data.length
+    memory, capacity = plan.memory, plan.machine.capacity
     untied = f" + head {_big(count.head)}" if count.head else ""
+    budget, flops = f"{train.epochs or 0:g} passes over data that is not here; --rows says how many rows it has", ""
+    if plan.tokens is not None:
+        budget = f"{plan.tokens:,} tokens, {plan.steps:,} steps of {train.batch} rows of {length}"
+        flops = f", {plan.flops_per_token * plan.tokens:.3g} in all"
+    verdict = "fits" if plan.fits else f"does not fit in the {USABLE:.0%} that can be used"
+    room = "" if capacity is None else f" of {_bytes(capacity)} on each device: {verdict}"
+    # Gradients come as activations go, so parts add up to more than the peak.
+    names = {"ema": "average", "backward": "a block's backward"}
+    parts = [f"{names.get(name, name)} {_bytes(size)}" for name, size in memory._asdict().items() if name != "accumulates" and size]
+    speed = plan.source
+    if plan.tokens_per_second is not None:
+        mfu = f", {plan.mfu:.0%} MFU" if plan.mfu is not None else ""
+        speed = f"{plan.tokens_per_second:,.0f} tokens/s{mfu} ({plan.source})"
     lines = [
         f"{plan.name} on {plan.machine.text}",
         f"parameters  {_big(count.total)}: {_big(count.non_embedding)} + embedding {_big(count.embedding)}{untied}",
-        f"budget      {_budget(plan)}",
-        f"FLOPs       {_big(plan.flops_per_token)} a token" + (f", {_total(plan):.3g} in all" if plan.tokens else ""),
-        f"memory      {_memory_line(plan)}",
-        f"            {_memory_parts(plan.memory)}",
-        f"            {plan.rows} rows of {recipe.data.length} a forward, {plan.forwards} a step; {plan.layout.text}; "
-        f"recompute {recipe.train.recompute}",
+        f"budget      {budget}",
+        f"FLOPs       {_big(plan.flops_per_token)} a token{flops}",
+        f"memory      {_bytes(memory.total)}{room}",
+        f"            {', '.join(parts)}",
+        f"            {plan.rows} rows of {length} a forward, {plan.forwards} a step; {plan.layout.text}; recompute {train.recompute}",
     ]
     if not plan.fits:
         enough = changes_that_fit(plan) or ["nothing that was tried is enough: a device with more memory, or a smaller model"]
         lines += [f"{'change' if number == 0 else '    or':12s}{words}" for number, words in enumerate(enough)]
-    lines.append(f"speed       {_speed_line(plan)}")
+    lines.append(f"speed       {speed}")
     if plan.hours is not None and plan.gpu_hours is not None:
         cost = "" if price is None else f", {_few(price * plan.gpu_hours)} at {price:g} each"
         unit = "device" if plan.machine.device == "cpu" else "GPU"
         lines.append(f"time        {say_hours(plan.hours)} of steps, {_few(plan.gpu_hours)} {unit}-hours{cost}")
-    lines.append(
-        f"disk        checkpoint {_bytes(plan.checkpoint_bytes)}; a state {_bytes(plan.state_bytes)}, {recipe.save.keep} kept"
-    )
-    return "\n".join(lines)
-
-
-def _budget(plan: Plan) -> str:
-    train, length = plan.recipe.train, plan.recipe.data.length
-    if plan.steps is None:
-        return f"{train.epochs:g} passes over data that is not here; --rows says how many rows it has"
-    return f"{plan.tokens:,} tokens, {plan.steps:,} steps of {train.batch} rows of {length}"
-
-
-def _total(plan: Plan) -> float:
-    return plan.flops_per_token * (plan.tokens or 0)
-
-
-def _memory_line(plan: Plan) -> str:
-    capacity = plan.machine.capacity
-    if capacity is None:
-        return _bytes(plan.memory.total)
-    verdict = "fits" if plan.fits else f"does not fit in the {USABLE:.0%} that can be used"
-    return f"{_bytes(plan.memory.total)} of {_bytes(capacity)} on each device: {verdict}"
-
-
-def _memory_parts(memory: Memory) -> str:
-    """Gradients come as activations go, so parts add up to more than the peak."""
-    parts = {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "average": memory.ema,
-        "copies": memory.copies,
-        "activations": memory.activations,
-        "head": memory.head,
-        "a block's backward": memory.backward,
-    }
-    return ", ".join(f"{name} {_bytes(size)}" for name, size in parts.items() if size)
-
-
-def _speed_line(plan: Plan) -> str:
-    if plan.tokens_per_second is None:
-        return plan.source
-    mfu = f", {plan.mfu:.0%} MFU" if plan.mfu is not None else ""
-    return f"{plan.tokens_per_second:,.0f} tokens/s{mfu} ({plan.source})"
+    state = f"a state {_bytes(plan.state_bytes)}, {plan.recipe.save.keep} kept"
+    return "\n".join([*lines, f"disk        checkpoint {_bytes(plan.checkpoint_bytes)}; {state}"])
 
 
 def say_hours(hours: float) -> str:
@@ -373,14 +330,13 @@ def line_of_run(
 ) -> str | None:
     """What `train` says before it starts, of the steps that are left; None where nothing is known of the device."""
     chip = find_chip(device)
-    if chip is None or not knows(recipe, device):
+    if chip is None:
         return None
-    share = -(-recipe.train.batch // ranks)
-    forwards = -(-share // rows)
-    plan = training_memory(recipe, rows, layout, accumulates=forwards > 1, compiled=True)
-    seconds = step_seconds(recipe, share, forwards, chip, layout).total
-    rate = recipe.train.batch * recipe.data.length / seconds
+    machine = Machine(chip.name.lower(), ranks, memory)
+    _, forwards, held = _cut(recipe, machine, layout, rows)
+    rate, source = _rate(recipe, machine, layout, forwards)
+    if rate is None:
+        return None
+    hours = steps * recipe.train.batch * recipe.data.length / rate / 3600
     of = f" of {memory / 1e9:.0f}" if memory is not None else ""
-    several = " (several GPUs: not measured)" if ranks > 1 else ""
-    source = several if measured_on(chip) else f" ({scaled()})"
-    return f"plan: {plan.total / 1e9:.1f}{of} GB, about {rate:,.0f} tokens/s{source}, {say_hours(steps * seconds / 3600)} of steps"
+    return f"plan: {held.total / 1e9:.1f}{of} GB, about {rate:,.0f} tokens/s ({source}), {say_hours(hours)} of steps"

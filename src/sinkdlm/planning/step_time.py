@@ -1,6 +1,6 @@
 """How long a training step takes, by a small physical model. Knows nothing of torch or of what is installed.
 
-A step is matrix products at a share of the device's peak, attention's at another, the traffic of everything else at the speed of
+A step is matmuls at a share of the device's peak, attention's at another, the traffic of everything else at the speed of
 its memory, and what small kernels and the host cost. The constants are fitted to records of an H200 by `python -m
 benchmarks.calibrate`, which writes calibration.json beside this file and names the records there. Other devices are scaled by their
 data sheets. Of several devices nothing has been measured: what ranks exchange is counted at the links' own rates, and hidden behind
@@ -34,7 +34,7 @@ class Constants(NamedTuple):
     logit: float  # bytes of traffic for each logit
     lane: float  # bytes of traffic for each token and query channel, to join a sink to attention
     block: float  # seconds that a block's small kernels add to a forward and its backward
-    launch: float  # seconds in which the host can start a block, forward and backward: no step is faster, unless it is recorded
+    launch: float  # seconds in which the host can start a block, forward and backward: no step is faster, unless it is captured
     step: float  # seconds of a step outside of its blocks and head
 
 
@@ -70,13 +70,10 @@ def knows(recipe: Recipe, device: str) -> bool:
     return find_chip(device) is not None and recipe.train.precision in ("bf16", "auto") and recipe.train.compile != "none"
 
 
-def measured_on(chip: Chip) -> bool:
-    return chip.name in calibration()["device"]
-
-
-def scaled() -> str:
-    """What is to be said of a rate on another device."""
-    return f"scaled from {' and '.join(calibration()['device'])} records, not measured"
+def source_of(chip: Chip) -> str:
+    """What a device's rate rests on, in words."""
+    names = calibration()["device"]
+    return "calibrated on its records" if chip.name in names else f"scaled from {' and '.join(names)} records, not measured"
 
 
 def step_seconds(
@@ -96,7 +93,7 @@ def step_seconds(
     joined = fit.lane * tokens * config.n_layers * config.d_model * config.n_lane
     rounded = _ROUNDING_BYTES * forwards * count.non_embedding
     scored = _SCORED * tokens
-    recorded = layout == Layout() and recipe.train.graphs != "off"  # where the host would be the slow one
+    captured = layout == Layout() and recipe.train.graphs != "off"  # where the host would be the slow one
     return Seconds(
         products=products * (1 + again) / (fit.products * chip.flops),
         attention=attention * (1 + again) / (fit.attention * chip.flops),
@@ -105,7 +102,7 @@ def step_seconds(
         update=_UPDATE_BYTES * count.total / layout.shards / chip.bandwidth,
         small=fit.block * config.n_layers * forwards + fit.step,
         exchange=exchange_seconds(recipe, forwards, chip, layout),
-        launch=0.0 if recorded else fit.launch * config.n_layers * forwards + fit.step,
+        launch=0.0 if captured else fit.launch * config.n_layers * forwards + fit.step,
     )
 
 

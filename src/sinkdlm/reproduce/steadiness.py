@@ -19,7 +19,7 @@ from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, TRIAL_SEED, Job
 from sinkdlm.reproduce.results import Record, read_beside, write_beside
 from sinkdlm.reproduce.running import Bench, recipe_of, train_job
 from sinkdlm.training.gradient_spikes import PEAK, SETTLED, peaks_of, read_lines
-from sinkdlm.training.sink_health import FEW, HELD, LOST, MANY, RESTS, Kept
+from sinkdlm.training.sink_health import FEW, HELD, LOST, MANY, RESTS, SinkHealth
 
 NAME = "steadiness"
 _LOOKS = 75  # at attention, in a run
@@ -227,7 +227,7 @@ def _last(values: list[float | None]) -> list[float]:
 
 
 def _lost(form: Mapping[str, Any]) -> str:
-    kept = Kept()
+    kept = SinkHealth()
     for step, shares in zip(form["looks"], form["share"], strict=True):
         kept.look(step, shares)
     loss = kept.loss

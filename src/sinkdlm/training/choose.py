@@ -12,7 +12,7 @@ from sinkdlm.distributed.world import World
 from sinkdlm.errors import TrainError
 from sinkdlm.model.model import DiffusionLM, run_plain
 from sinkdlm.planning.formulas import Layout, fitting_micro_batch, settle_precision, training_flops
-from sinkdlm.training.head_slots import plan_places
+from sinkdlm.training.head_slots import plan_slots
 
 # FLOPs of a layer in one micro-batch from which the host, launching each kernel by itself, is ahead of a device all the same: an
 # H200 takes 10 ms for them, and the host 3 to 5 to launch a layer forward and backward. In float8 there is more to launch, and a
@@ -86,8 +86,8 @@ def _needs_no_compiler(recipe: Recipe, way: Way) -> bool:
         return False
     if way.micro_batch * length * training_flops(config, length) / config.n_layers >= _AHEAD[train.precision]:
         return True
-    places = plan_places(train, way.micro_batch, length, torch.tensor([length - config.shift_logits]))
-    return train.graphs == "on" or (train.graphs == "auto" and places.pay(config))
+    slots = plan_slots(train, way.micro_batch, length, torch.tensor([length - config.shift_logits]))
+    return train.graphs == "on" or (train.graphs == "auto" and slots.pay(config))
 
 
 def _compiles(wanted: Compile, device: torch.device) -> bool:

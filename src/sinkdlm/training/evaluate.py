@@ -3,7 +3,7 @@
 Nothing here changes weights or draws on global randomness, so a run with and without it is the same run.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,35 +33,18 @@ def bucket_of(probability: Tensor) -> Tensor:
     return (probability * BUCKETS).long().clamp_max(BUCKETS - 1)
 
 
-class BucketedLoss:
-    """Sums of per-token NLL by the masked ratio of the row: easy rows and hard ones move differently."""
+def add_by_ratio(sums: Tensor, probability: Tensor, loss: Loss) -> None:
+    """Adds per-token NLL and counts to sums (2, BUCKETS) by the row's masked ratio: easy rows and hard ones move differently.
 
-    def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(2, BUCKETS, dtype=torch.float64, device=device)  # NLL and counts
-
-    def add(self, probability: Tensor, loss: Loss) -> None:
-        """probability (B,): of masking, of each row of the loss."""
-        index = bucket_of(probability)[loss.rows]
-        counted = torch.ones_like(index, dtype=torch.float64) if loss.used is None else loss.used.double()
-        self.sums[0].index_add_(0, index, loss.nll.double())
-        self.sums[1].index_add_(0, index, counted)
-
-    @staticmethod
-    def means(sums: list[list[float]]) -> list[float | None]:
-        return [total / count if count else None for total, count in zip(*sums, strict=True)]
+    probability (B,): of masking, of each row of the loss."""
+    index = bucket_of(probability)[loss.rows]
+    counted = torch.ones_like(index, dtype=torch.float64) if loss.used is None else loss.used.double()
+    sums[0].index_add_(0, index, loss.nll.double())
+    sums[1].index_add_(0, index, counted)
 
 
-def draws(rows: Rows, n_draws: int, world: World) -> Iterator[tuple[slice, Batch]]:
-    """This rank's validation batches and the numbers of their draws: draw i reads a fixed row and is masked at a fixed t.
-
-    Batches are the same however many ranks deal them out, so what is computed is too. Ranks that have none left compute nothing, to
-    keep step with those that have.
-    """
-    size = max(1, _VALIDATION_TOKENS // rows.section.length)
-    for first in range(0, n_draws, size * world.size):
-        start = first + size * world.rank
-        part = slice(start, min(n_draws, start + size))
-        yield part, rows.batch(np.arange(part.start, part.stop)).rows(slice(0, size))
+def means_by_ratio(sums: list[list[float]]) -> list[float | None]:
+    return [total / count if count else None for total, count in zip(*sums, strict=True)]
 
 
 def corrupt_fixed(batch: Batch, model: DiffusionLM, schedule: Schedule) -> Noisy:
@@ -82,18 +65,21 @@ def validate(
 ) -> dict[str, Any]:
     """The bound on nats per token over `n_draws` draws, with its standard error, and the mean NLL by masked ratio.
 
-    t is spread evenly over the draws, which the standard error, taken as if they were independent, does not credit: it is an upper
-    estimate. The draws are dealt to the ranks; the result does not depend on their number.
+    Draw i reads a fixed row and is masked at a fixed t. The t are spread evenly, which the standard error, taken as if draws were
+    independent, does not credit: it is an upper estimate. Batches are dealt to the ranks and are the same on any number of them, so
+    the result is too. Ranks that have none left compute nothing, to keep step with those that have.
     """
-    device = world.device
+    device, size = world.device, max(1, _VALIDATION_TOKENS // rows.section.length)
     found = torch.zeros(5, n_draws, dtype=torch.float64, device=device)  # of each draw: loss, NLL, scored, maskable, ratio
-    for part, host_batch in draws(rows, n_draws, world):
+    for first in range(size * world.rank, n_draws + size * world.rank, size * world.size):
+        part = slice(first, min(n_draws, first + size))
+        host_batch = rows.batch(np.arange(part.start, part.stop)).rows(slice(0, size))
         batch = host_batch.to(device)
         noisy = corrupt_fixed(batch, model, schedule)
         with precision():
             packed = {"lengths": batch.lengths, "documents": batch.documents}
             loss = denoising_loss(model, batch.tokens, noisy, denominator=1.0, **packed, nll=chunked_nll)
-        if part.start >= n_draws:
+        if first >= n_draws:
             continue
         per_position = torch.zeros(batch.tokens.shape, dtype=torch.float64, device=device)
         per_position[loss.scored] = loss.nll.double()
@@ -109,7 +95,7 @@ def validate(
         "loss": float(losses.sum()) / scored,
         "stderr": stderr,
         "draws": n_draws,
-        "nll_by_ratio": BucketedLoss.means(buckets.tolist()),
+        "nll_by_ratio": means_by_ratio(buckets.tolist()),
     }
 
 

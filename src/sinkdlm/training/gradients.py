@@ -1,8 +1,8 @@
 """A step's gradient, micro-batch by micro-batch: which rows share a forward, and by which way each goes.
 
-Owns the arithmetic of a micro-batch from its rows to gradients and sums. Where it can, one goes the fixed way: a head of as many
-places as the recipe says, on tensors that stay, recorded as CUDA graphs and replayed. Any other goes the plain way. Knows nothing
-of learning rates, updates or files.
+Owns the arithmetic of a micro-batch from its rows to gradients and sums. Where it can, one goes the fixed way: a given number of
+head slots, on tensors that stay, captured as CUDA graphs and replayed. Any other goes the plain way. Knows nothing of learning
+rates, updates or files.
 """
 
 import functools
@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,46 +18,37 @@ from torch import Tensor
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.rows import Batch
 from sinkdlm.diffusion import Noisy, Schedule, corrupt, denoising_loss, scored_of
+from sinkdlm.distributed.signals import ENDING
 from sinkdlm.fast.objective import chunked_nll, mask_compiled, round_slots
 from sinkdlm.model.visibility import Annealing
 from sinkdlm.noise import Stream, counter, stream_state
-from sinkdlm.training.captured import Recorded, Recorder
-from sinkdlm.training.evaluate import BUCKETS, BucketedLoss
-from sinkdlm.training.head_slots import Places, plan_places
+from sinkdlm.training.captured import Captured, Capturer
+from sinkdlm.training.evaluate import BUCKETS, add_by_ratio, means_by_ratio
+from sinkdlm.training.head_slots import HeadSlots, plan_slots
 from sinkdlm.training.weights import Weights
 
 _Found = TypeVar("_Found")
-
-
-class Sums:
-    """What is said of a step, of this rank's rows: float64, on the device. missed: masked positions that found no place."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss, masked, missed
-        self.buckets = BucketedLoss(device)
-
-    def clear(self) -> None:
-        self.totals.zero_()
-        self.buckets.sums.zero_()
-
-    def flat(self) -> Tensor:
-        return torch.cat([self.totals, self.buckets.sums.flatten()])
-
-    @staticmethod
-    def read(values: list[float]) -> tuple[float, int, int, list[float | None], list[float]]:
-        """Loss, masked, missed, mean NLL by masked ratio, and what comes behind them."""
-        total, masked, missed, *rest = values
-        means = BucketedLoss.means([rest[:BUCKETS], rest[BUCKETS : 2 * BUCKETS]])
-        return total, int(masked), int(missed), means, rest[2 * BUCKETS :]
+_N_TOTALS = 3  # loss, masked, missed
 
 
 class StepResult(NamedTuple):
-    loss: float
+    """What a step found, over all ranks."""
+
     grad_norm: float
+    loss: float
     n_masked: int
-    n_missed: int  # masked positions that found no place in a head of fixed size: such a step is made again before anything changes
+    n_missed: int  # masked positions without a head slot: such a step is made again before anything changes
     nll_by_ratio: list[float | None]
     signal: int  # the number of one that asks some rank to end, or 0
+
+    @classmethod
+    def read(cls, values: list[float]) -> Self:
+        """values: the norm, the sums that `Gradients.add` returns, and behind them how many ranks each signal reached."""
+        norm, loss, masked, missed, *rest = values
+        flags = rest[2 * BUCKETS :]
+        asked = [number for number, count in zip(ENDING, flags, strict=False) if count]
+        means = means_by_ratio([rest[:BUCKETS], rest[BUCKETS : 2 * BUCKETS]])
+        return cls(norm, loss, int(masked), int(missed), means, asked[0] if asked else 0)
 
     @property
     def finite(self) -> bool:
@@ -83,21 +74,23 @@ class Gradients:
         self.world, self.device, self.model = weights.world, weights.world.device, weights.model
         self.schedule = Schedule(self.plan.schedule, self.plan.eps)
         self.micro_batch, self.share, self._compiled = micro_batch, share, compiled
+        self._counts_slots = self.device.type != "cpu"  # which never waits
         self._precision, self._say = precision, say
-        self._sums = Sums(self.device)
-        self.places: Places | None = None
-        self.recorded: Recorded | None = None
+        self._sums = torch.zeros(_N_TOTALS + 2 * BUCKETS, dtype=torch.float64, device=self.device)  # of this rank's rows
+        self._by_ratio = self._sums[_N_TOTALS:].view(2, BUCKETS)
+        self.slots: HeadSlots | None = None
+        self.captured: Captured | None = None
         self._held: list[Tensor] = []
 
-    def fix(self, like: Batch, recorder: Recorder) -> None:
+    def fix(self, like: Batch, capturer: Capturer) -> None:
         """From here on, full micro-batches go the fixed way, where the recipe lets them and their rows are like these."""
         length = like.tokens.shape[1]
         full = torch.ones(1, dtype=torch.bool) if like.lengths is None else like.lengths == length
         counts = self._counts(like)[full.expand(len(like.samples))]
         if self.plan.graphs == "off" or not self.world.alone or like.documents is not None or not len(counts):
             return
-        places = plan_places(self.plan, self.micro_batch, length, counts)
-        if self.plan.graphs == "auto" and not places.pay(self.recipe.model):
+        slots = plan_slots(self.plan, self.micro_batch, length, counts)
+        if self.plan.graphs == "auto" and not slots.pay(self.recipe.model):
             return
         shape = (self.micro_batch, length)
         inputs = Batch(
@@ -105,47 +98,41 @@ class Gradients:
             torch.zeros(self.micro_batch, dtype=torch.int64, device=self.device),
             None if like.maskable is None else torch.ones(shape, dtype=torch.bool, device=self.device),
         )
-        # Tables that a recording reads: caches that make them may forget them, and their memory would go to others.
+        # Tables that a capture reads: caches that make them may forget them, and their memory would go to others.
         states = (stream_state(self.plan.seed, stream, self.device) for stream in (Stream.TIME, Stream.MASK))
         self._held = [counter(length, self.device), *states]
-        self.places = places
+        self.slots = slots
         dtype = torch.float64 if next(self.model.parameters()).dtype == torch.float64 else torch.float32
-        self.recorded = Recorded(self.model.parameters(), inputs, recorder, dtype=dtype, say=self._say)
+        self.captured = Captured(self.model.parameters(), inputs, capturer, dtype=dtype, say=self._say)
 
     def _counts(self, piece: Batch) -> Tensor:
         """Positions of each row (B,) that may be scored."""
-        shifted = self.recipe.model.shift_logits
-        if piece.maskable is None:
-            return torch.full(piece.samples.shape, piece.tokens.shape[1] - shifted)
-        return piece.scored(shifted=shifted).sum(1)
+        return piece.scored(shifted=self.recipe.model.shift_logits).sum(1)
 
     # -- a step -----------------------------------------------------------------------------------------------------------------
 
-    def add(self, batch: Batch, denominator: Tensor | float, opening: Annealing | None = None, *, fixed: bool = True) -> Tensor:
-        """This rank's part of the step's gradient, and of its sums (`Sums.read` reads them). Gradients are clear before it.
+    def add(self, batch: Batch, denominator: Tensor | float, annealing: Annealing | None = None, *, fixed: bool = True) -> Tensor:
+        """This rank's part of the step's gradient, and of its sums (`StepResult.read`). Gradients are clear before it.
 
         fixed: micro-batches may go the fixed way; if the sums say that a position was missed, the step is to be made without.
         """
-        return self.with_room(lambda: self._add_all(batch, denominator, opening, fixed))
+        return self.with_room(lambda: self._add_all(batch, denominator, annealing, fixed))
 
-    def _add_all(self, batch: Batch, denominator: Tensor | float, opening: Annealing | None, fixed: bool) -> Tensor:
-        self._sums.clear()
+    def _add_all(self, batch: Batch, denominator: Tensor | float, annealing: Annealing | None, fixed: bool) -> Tensor:
+        self._sums.zero_()
         forwards = self._forwards(batch)
         for part in forwards:
             piece = batch.rows(part)  # cut and counted on the host: no wait
             piece = piece.trimmed() if self._trims() else piece
-            if fixed and opening is None and self._is_fixed(piece):
-                self._add_fixed(piece, denominator, first=part is forwards[0])
+            if fixed and annealing is None and self._fits(piece):
+                self._add_fixed(piece, float(denominator), first=part is forwards[0])
             else:
-                places = self._count_places(piece) if fixed else None
-                self._add(piece.to(self.device), denominator, opening, last=part is forwards[-1], places=places)
-        return self._sums.flat()
+                slots = self._count_slots(piece) if fixed and self._counts_slots else None
+                self._add(piece.to(self.device), denominator, annealing, last=part is forwards[-1], slots=slots)
+        return self._sums.clone()
 
-    def _count_places(self, piece: Batch) -> int | None:
-        """Head slots that a piece needs: the host draws its masks as well, and need not wait until the device has. None on a CPU,
-        which never waits."""
-        if self.device.type == "cpu":
-            return None
+    def _count_slots(self, piece: Batch) -> int:
+        """Head slots that a piece needs: the host draws its masks as well, and need not wait until the device has."""
         shifted = self.recipe.model.shift_logits
         return round_slots(int(scored_of(self._corrupt(piece), shifted=shifted, documents=piece.documents).sum()))
 
@@ -161,27 +148,28 @@ class Gradients:
             mask=mask_compiled,
         )
 
-    def _is_fixed(self, piece: Batch) -> bool:
-        if self.recorded is None or self.places is None or not self.recorded.takes(piece):
+    def _fits(self, piece: Batch) -> bool:
+        """Whether a micro-batch can go the fixed way."""
+        if self.captured is None or self.slots is None or not self.captured.takes(piece):
             return False
-        return self.places.fit(piece.samples, self._counts(piece))
+        return self.slots.fit(piece.samples, self._counts(piece))
 
-    def _add_fixed(self, piece: Batch, denominator: Tensor | float, *, first: bool) -> None:
-        assert self.recorded is not None
-        assert self.places is not None
-        compute = functools.partial(self._add, places=self.places.size)
-        if first and self.recorded.prepare(piece, float(denominator), compute):
-            self._sums.clear()
-        self.recorded.add(piece, float(denominator), compute)
+    def _add_fixed(self, piece: Batch, denominator: float, *, first: bool) -> None:
+        assert self.captured is not None
+        assert self.slots is not None
+        compute = functools.partial(self._add, slots=self.slots.size)
+        if first and self.captured.prepare(piece, denominator, compute):
+            self._sums.zero_()
+        self.captured.add(piece, denominator, compute)
 
     def _add(
         self,
         piece: Batch,
         denominator: Tensor | float,
-        opening: Annealing | None = None,
+        annealing: Annealing | None = None,
         *,
         last: bool = True,
-        places: int | None = None,
+        slots: int | None = None,
     ) -> None:
         """One micro-batch, on the device."""
         noisy = self._corrupt(piece)
@@ -193,35 +181,32 @@ class Gradients:
                 denominator=denominator,
                 lengths=piece.lengths,
                 documents=piece.documents,
-                annealing=opening,
-                slots=places,
+                annealing=annealing,
+                slots=slots,
                 nll=chunked_nll,
             )
         self.weights.before_backward(last=last)
         loss.total.backward()
         masked = noisy.masked.sum()
         missed = torch.zeros_like(masked) if loss.missed is None else loss.missed
-        self._sums.totals += torch.stack([loss.total.detach().double(), masked.double(), missed.double()])
-        self._sums.buckets.add(self.schedule.probability(noisy.t), loss)
+        self._sums[:_N_TOTALS] += torch.stack([loss.total.detach().double(), masked.double(), missed.double()])
+        add_by_ratio(self._by_ratio, self.schedule.probability(noisy.t), loss)
 
     def with_room(self, call: Callable[[], _Found]) -> _Found:
-        """call(), and once more without what recordings hold, where memory runs out beside them."""
+        """call(), and once more without what captures hold, where memory runs out beside them."""
         try:
             return call()
         except torch.OutOfMemoryError:
-            if self.recorded is None or not self.recorded.release():
+            if self.captured is None or not self.captured.release():
                 raise
         return call()
 
-    # -- which rows ---------------------------------------------------------------------------------------------------------------
-
     def _trims(self) -> bool:
-        """Whether short rows go through the model without their padding. Ranks need equal numbers of forwards, and compiled blocks
-        few shapes."""
+        """Whether short rows go apart, without their padding. Ranks need equal numbers of forwards, and compiled blocks few shapes."""
         return self.world.alone and not self._compiled
 
     def _forwards(self, batch: Batch) -> list[slice]:
-        """Which rows share a forward: as many as fit, and where it pays, full rows and short ones apart."""
+        """Which rows share a forward: as many as fit."""
         size, end = self.micro_batch, self.share
         edges = [0, batch.n_full, end] if self._trims() else [0, end]
         return [

@@ -1,7 +1,7 @@
-"""How many places of the head a micro-batch needs, said before its masks are drawn: arithmetic on the host, no device.
+"""How many head slots a micro-batch needs, said before its masks are drawn: arithmetic on the host, no device.
 
-A recorded step has shapes of its own that no mask may change, so its head takes a fixed number of positions. Which samples fit in
-is a function of their numbers and of the recipe, like everything else of them: a resumed run decides as one left alone.
+A captured step has shapes of its own that no mask may change, so its head takes a fixed number of positions. Which samples fit in
+is a function of their indices and of the recipe, like everything else of them: a resumed run decides as one left alone.
 
 n rows, T tokens of each; p the probability of masking, a function of t.
 """
@@ -23,13 +23,13 @@ _LIKELY = 3.0  # of what rows differ by; those that need more go another way, kn
 _MULTIPLE = 256  # which the matrix units like
 _TOGETHER = 512  # rows whose spread over t is computed exactly
 _CELLS = 4096  # of (0, 1), for integrals over t
-_DEAREST = 0.05  # share of a step's arithmetic that places to spare may add
+_DEAREST = 0.05  # share of a step's arithmetic that spare slots may add
 # FLOPs of a layer in one micro-batch. On an H200, which computes about 3e14 of them a second, the host takes 3 to 5 ms to launch a
-# layer's kernels: from 20 ms of work on, it is so far ahead that recording gains nothing.
+# layer's kernels: from 20 ms of work on, it is so far ahead that capturing gains nothing.
 _BUSY = 6e12
 
 
-class Places(NamedTuple):
+class HeadSlots(NamedTuple):
     """size: of the head, in positions. expected: those that are masked of a micro-batch, on average."""
 
     size: int
@@ -39,7 +39,7 @@ class Places(NamedTuple):
     train: TrainSection
 
     def fit(self, samples: Tensor, counts: Tensor) -> bool:
-        """Whether these samples (n,) find places, of whose positions `counts` (n,) may be masked. Both on the host."""
+        """Whether these samples (n,) find slots, of whose positions `counts` (n,) may be masked. Both on the host."""
         if self.size >= self.n_rows * self.length:
             return True
         schedule = Schedule(self.train.schedule, self.train.eps)
@@ -48,18 +48,14 @@ class Places(NamedTuple):
         return float(mean + _SURE * variance.sqrt()) <= self.size
 
     def pay(self, config: ModelConfig) -> bool:
-        """Whether replaying may gain more than places to spare cost."""
+        """Whether replaying may gain more than spare slots cost."""
         flops = self.n_rows * self.length * training_flops(config, self.length)
-        return self.extra(config) <= _DEAREST and flops / config.n_layers <= _BUSY
-
-    def extra(self, config: ModelConfig) -> float:
-        """What places to spare add to the arithmetic of a step, as a share of it."""
         positions = self.n_rows * self.length
-        needed, whole = (training_flops(config, self.length, places / positions) for places in (self.expected, self.size))
-        return whole / needed - 1
+        needed, whole = (training_flops(config, self.length, slots / positions) for slots in (self.expected, self.size))
+        return whole / needed - 1 <= _DEAREST and flops / config.n_layers <= _BUSY
 
 
-def plan_places(train: TrainSection, n_rows: int, length: int, counts: Tensor) -> Places:
+def plan_slots(train: TrainSection, n_rows: int, length: int, counts: Tensor) -> HeadSlots:
     """For micro-batches of n_rows, whose rows may be masked at as many positions as these (any number of rows) may be."""
     schedule = Schedule(train.schedule, train.eps)
     p = schedule.probability((torch.arange(_CELLS, dtype=torch.float64) + 0.5) / _CELLS)
@@ -72,7 +68,7 @@ def plan_places(train: TrainSection, n_rows: int, length: int, counts: Tensor) -
         shares = n_rows * mean + _LIKELY * math.sqrt(n_rows * (square - mean**2))
     needed = typical * shares + _LIKELY * math.sqrt(n_rows * spread * square) + _SURE * math.sqrt(n_rows * typical / 4)
     size = min(n_rows * length, max(1, math.ceil(needed / _MULTIPLE)) * _MULTIPLE)
-    return Places(size, n_rows * typical * mean, n_rows, length, train)
+    return HeadSlots(size, n_rows * typical * mean, n_rows, length, train)
 
 
 def _golden_shares(schedule: Schedule, n_rows: int) -> float:

@@ -1,4 +1,4 @@
-"""The loop: one for pretraining, adaptation and SFT. Everything random is keyed by the sample's number, everything else is state.
+"""The loop: one for pretraining, adaptation and SFT. Everything random is keyed by the sample index, everything else is state.
 
 Owns the order of things in a step and what happens when something goes wrong. A resumed run makes the steps that an uninterrupted
 one would have made, bit for bit on the same number of threads.
@@ -7,9 +7,10 @@ one would have made, bit for bit on the same number of threads.
 import math
 import signal
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,22 +31,23 @@ from sinkdlm.model.visibility import Annealing
 from sinkdlm.noise import hash_words
 from sinkdlm.planning.formulas import Layout, choose_layout, peak_flops, settle_precision, training_flops, training_memory
 from sinkdlm.planning.plan import line_of_run
-from sinkdlm.training.captured import find_recorder
+from sinkdlm.training.captured import find_capturer
 from sinkdlm.training.choose import settle_runner, settle_way
 from sinkdlm.training.evaluate import probe, sample_text, validate
 from sinkdlm.training.export import provenance_of, write_model
-from sinkdlm.training.gradients import Gradients, StepResult, Sums
-from sinkdlm.training.monitor import MakeMonitor, Monitor, SilentMonitor
+from sinkdlm.training.gradients import Gradients, StepResult
+from sinkdlm.training.monitor import MakeMonitor, Monitor, Silent
 from sinkdlm.training.optimizer import MOMENTS, Average, Optimizer, learning_rate
-from sinkdlm.training.prefetch import batches
+from sinkdlm.training.prefetch import prefetch
 from sinkdlm.training.run import RunFolder
-from sinkdlm.training.setup import Data, LoadParent, Start, open_data, open_model, settle_facts
-from sinkdlm.training.sink_health import Kept
+from sinkdlm.training.setup import LoadParent, open_data, open_model, settle_facts
+from sinkdlm.training.sink_health import SinkHealth
 from sinkdlm.training.state import States
 from sinkdlm.training.weights import Weights
 
 _BAD_IN_A_ROW = 3  # steps without a finite loss that end a run
-_LIKE = 256  # rows that tell how many positions of the others may be masked
+_SAMPLED_ROWS = 256  # that tell how many positions of the others may be masked
+_Found = TypeVar("_Found")
 
 
 def train(
@@ -63,23 +65,18 @@ def train(
     the run.
     """
     console = console or Console(highlight=False, soft_wrap=True, markup=False, stderr=True)
-    with joined(device) as world:
-        folder = RunFolder(Path(out), recipe, world)
+    with joined(device) as world, closing(RunFolder(Path(out), recipe, world)) as folder:
         try:
-            try:
-                trainer = Trainer(
-                    recipe, folder, load_parent, world, monitor(folder.path, recipe.log, console) if world.first else None
-                )
-            except UserError:
-                folder.discard_if_new()
-                raise
-            return trainer.run()
-        finally:
-            folder.close()
+            speaker = monitor(folder.path, recipe.log, console) if world.first else None
+            trainer = Trainer(recipe, folder, load_parent, world, speaker)
+        except UserError:
+            folder.discard_if_new()
+            raise
+        return trainer.run()
 
 
 class Trainer:
-    """One run, from its opening to its export: the same steps on every rank, each with its share of the rows."""
+    """One run, from its setup to its export: the same steps on every rank, each with its share of the rows."""
 
     def __init__(
         self, recipe: Recipe, folder: RunFolder, load_parent: LoadParent | None, world: World, monitor: Monitor | None
@@ -89,14 +86,16 @@ class Trainer:
         self.plan = recipe.train
         self.precision = settle_precision(recipe, on_gpu=self.device.type == "cuda").train.precision
         self.autocasts = self.precision in ("bf16", "fp8")
+        self.dtype = torch.float64 if self.precision == "float64" else torch.float32  # of the weights
         if self.precision == "fp8":
             check_training(self.device)
         self.schedule = Schedule(self.plan.schedule, self.plan.eps)
-        self.monitor = monitor or SilentMonitor()
-        self.rows, self.validation, self.steps = open_data(recipe, self.monitor.say)
-        metrics = self.monitor.metrics
+        self.monitor: Any = monitor or Silent()
+        self.say = self.monitor.say
+        self.data = open_data(recipe, self.say)
+        self.rows, self.validation, self.steps = self.data
         self.states = States(
-            folder.path / "checkpoints", keep=recipe.save.keep, warn=self.monitor.say, world=world, before=metrics.sync
+            folder.path / "checkpoints", keep=recipe.save.keep, warn=self.say, world=world, before=self.monitor.metrics.sync
         )
         if world.first:
             self.states.clean()
@@ -106,62 +105,57 @@ class Trainer:
         self.optimizer = Optimizer(self.weights.local, self.plan)
         self.average = Average(self.weights.local, self.plan.ema) if self.plan.ema is not None else None
         self._resume()
-        self.kept = Kept.read(folder.path) if world.first else Kept()
+        self.sinks = SinkHealth.read(folder.path) if world.first else SinkHealth()
         if recipe.save.background:
             self.states.prepare(self._tensors())
-        self.gradients = self._gradients()
+        self.gradients = self._prepare_gradients()
 
-    # -- the start ------------------------------------------------------------------------------------------------------------
+    # -- setup ----------------------------------------------------------------------------------------------------------------
 
     def _build(self, load_parent: LoadParent | None) -> Weights:
-        data = Data(self.rows, self.validation, self.steps)
-        facts = settle_facts(self.folder, data)
-        dtype = torch.float64 if self.precision == "float64" else torch.float32
-        resumes = self.world.from_first(lambda: bool(self.states.steps()))
-        start = open_model(self.recipe, self.folder, data, facts, dtype, load_parent, resumes=resumes)
-        with start.first or nullcontext():
-            return self._place(start, dtype)
-
-    def _place(self, start: Start, dtype: torch.dtype) -> Weights:
         """The model on its device or devices, with the way its steps are going to be made."""
+        facts = settle_facts(self.folder, self.data)
+        resumes = self.world.from_first(lambda: bool(self.states.steps()))
+        start = open_model(self.recipe, self.folder, self.data, facts, self.dtype, load_parent, resumes=resumes)
         self.tokenizer, self.facts = start.tokenizer, start.facts
-        section = self.recipe.parallel
-        layout = None
-        if not self.world.alone:
-            whole = training_memory(self.recipe, 1).state
-            world = self.world
-            layout = world.from_first(lambda: choose_layout(section, world.size, world.local_size, whole, world.memory))
-        self.way = settle_way(self.recipe, self.world, layout, full_rows=not self.rows.counts_vary)
-        self.micro_batch = self.way.micro_batch
-        settle_runner(start.model, self.way, self.recipe, self.precision, self.monitor.say)
-        if section.gather == "bf16" and not self.autocasts:
-            raise TrainError(f"parallel.gather = 'bf16': goes with train.precision = 'bf16' or 'fp8', not {self.precision!r}")
-        gathers_bf16 = self.autocasts and section.gather != "float32"
-        weights = Weights(
-            start.model,
-            self.world,
-            dtype=dtype,
-            first=start.first,
-            layout=layout,
-            reshard=section.reshard,
-            travels_as=torch.bfloat16 if gathers_bf16 else None,
-        )
+        with start.first or nullcontext():
+            layout, section = self._choose_layout(), self.recipe.parallel
+            self.way = settle_way(self.recipe, self.world, layout, full_rows=not self.rows.counts_vary)
+            self.micro_batch = self.way.micro_batch
+            settle_runner(start.model, self.way, self.recipe, self.precision, self.say)
+            if section.gather == "bf16" and not self.autocasts:
+                raise TrainError(f"parallel.gather = 'bf16': goes with train.precision = 'bf16' or 'fp8', not {self.precision!r}")
+            weights = Weights(
+                start.model,
+                self.world,
+                dtype=self.dtype,
+                first=start.first,
+                layout=layout,
+                reshard=section.reshard,
+                travels_as=torch.bfloat16 if self.autocasts and section.gather != "float32" else None,
+            )
         if self.way.compile == "blocks":
             compile_blocks(start.model)
         return weights
 
+    def _choose_layout(self) -> Layout | None:
+        if self.world.alone:
+            return None
+        world, whole = self.world, training_memory(self.recipe, 1).state
+        return world.from_first(lambda: choose_layout(self.recipe.parallel, world.size, world.local_size, whole, world.memory))
+
     def _resume(self) -> None:
-        scalars = self.states.load(self._tensors())
+        scalars, metrics = self.states.load(self._tensors()), self.monitor.metrics
         if scalars is None:
-            self.monitor.metrics.cut(0)
+            metrics.cut(0)
             return
         self.step, self.updates = scalars["step"], scalars["updates"]
         self.skipped, self.bad_in_a_row = scalars["skipped"], scalars["bad_in_a_row"]
         self.optimizer.set_updates(self.updates)
-        if not self.monitor.metrics.cut(scalars["metrics_bytes"]):
-            self.monitor.say(f"{self.monitor.metrics.path}: shorter than when the state was saved; earlier lines are missing")
+        if not metrics.cut(scalars["metrics_bytes"]):
+            self.say(f"{metrics.path}: shorter than when the state was saved; earlier lines are missing")
 
-    def _gradients(self) -> Gradients:
+    def _prepare_gradients(self) -> Gradients:
         found = Gradients(
             self.recipe,
             self.weights,
@@ -169,21 +163,21 @@ class Trainer:
             micro_batch=self.micro_batch,
             share=self.world.largest_share(self.plan.batch),
             compiled=self.way.compiled,
-            say=self.monitor.say,
+            say=self.say,
         )
-        recorder = find_recorder(self.device) if self.world.alone and self.plan.graphs != "off" else None
-        if recorder is not None:
+        capturer = find_capturer(self.device) if self.world.alone and self.plan.graphs != "off" else None
+        if capturer is not None:
             # The first samples of the run, whatever step it goes on from: what they say of the rest must not change in between.
-            found.fix(self.rows.batch(np.arange(min(self.plan.batch, _LIKE))), recorder)
+            found.fix(self.rows.batch(np.arange(min(self.plan.batch, _SAMPLED_ROWS))), capturer)
         elif self.plan.graphs == "on":
-            self.monitor.say('train.graphs = "on": only a process alone on a GPU records its steps; goes on without')
+            self.say('train.graphs = "on": only a process alone on a GPU captures its steps; goes on without')
         return found
 
-    # -- the loop -------------------------------------------------------------------------------------------------------------
+    # -- the run --------------------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
         if self.step >= self.steps and self.world.from_first((self.folder.path / "model").is_dir):
-            self.monitor.say(f"finished before, after {self.step} steps: {self.folder.path / 'model'}")
+            self.say(f"finished before, after {self.step} steps: {self.folder.path / 'model'}")
             self.monitor.close()
             return self._summary()
         layout = (self.weights.layout or Layout()).text
@@ -194,7 +188,7 @@ class Trainer:
         try:
             # To the very end: a signal after the last step finds the state and the model written.
             with noted_signals(after_failure=not self.world.alone) as signals:
-                self._loop(signals)
+                self._make_steps(signals)
                 self._save_state(final=True)
                 self._export(self.folder.path / "model", final=True)
         finally:
@@ -206,46 +200,41 @@ class Trainer:
         state = f"resumed at step {self.step}" if self.step else "from the beginning"
         tokens = self.steps * self.plan.batch * self.recipe.data.length
         sets = ", ".join(f"{split.folder} ({share:g})" for split, share in zip(self.rows.splits, self.rows.shares, strict=True))
-        dtype = torch.bfloat16 if self.autocasts else next(iter(self.weights.local.values())).dtype
+        dtype = torch.bfloat16 if self.autocasts else self.dtype
         path = explain(self.model, self.device, dtype, trains=True, tokens=self.recipe.data.length)
-        precision = self.precision + (", where layers add in bf16," if self.plan.residual == "bf16" else "")
-        self.monitor.say(
+        precision = self.precision + (" with a bf16 residual stream" if self.plan.residual == "bf16" else "")
+        on_gpu = self.device.type == "cuda"
+        self.say(
             f"{self.folder.path}: {state}, {self.steps} steps of {self.plan.batch} rows ({self.micro_batch} a forward), "
             f"{tokens:,} tokens; {self.rows.n_rows} rows in {sets}; {precision} on {self.device.type}, {layout}; "
-            f"runs {path}" + (f"; compiled: {self.way.compile}" if self.device.type == "cuda" else "")
+            f"runs {path}" + (f"; compiled: {self.way.compile}" if on_gpu else "")
         )
-        if self.device.type == "cuda" and self.way.frugal:
+        if on_gpu and self.way.frugal:
             name, left = torch.cuda.get_device_name(self.device), self.steps - self.step
             plan = line_of_run(self.recipe, name, self.world.memory, self.weights.layout, self.micro_batch, self.world.size, left)
             if plan is not None:
-                self.monitor.say(plan)
-        if self.precision == "bf16" and self.device.type == "cpu":
-            self.monitor.say('train.precision = "bf16" is slow on most CPUs; "float32" or "auto" is the cure')
+                self.say(plan)
+        if self.precision == "bf16" and not on_gpu:
+            self.say('train.precision = "bf16" is slow on most CPUs; "float32" or "auto" is the cure')
 
-    def _loop(self, signals: Signals) -> None:
+    # -- steps ----------------------------------------------------------------------------------------------------------------
+
+    def _make_steps(self, signals: Signals) -> None:
         share = self.world.share(self.plan.batch)
-        feed = batches(self.rows, self.step, self.steps, self.plan.batch, share, self.device)
         try:
             if self.step == 0:
                 self._look_at_attention()
-            began = time.perf_counter()
-            for batch in feed:
-                waited = time.perf_counter() - began
-                lr = learning_rate(self.step, self.steps, self.plan)
-                result = self._make_step(batch, lr, signals)
-                self.step += 1
-                self._report(result, lr, time.perf_counter() - began, waited)
-                self._look_around()
-                if self.bad_in_a_row >= _BAD_IN_A_ROW:
-                    self._give_up()
-                if self.step in self.recipe.save.milestones and self.step < self.steps:
-                    self._export(self.folder.path / "milestones" / f"step-{self.step}")  # before the state: a kill here repeats it
-                if self.step % self.recipe.save.every == 0 and self.step < self.steps:
-                    self._save_state()
-                caught = (signals.caught or 0) if self.world.alone else result.signal  # ranks stop after the same step
-                if caught and self.step < self.steps:
-                    self._stop(caught)
+            with closing(prefetch(self.rows, self.step, self.steps, self.plan.batch, share, self.device)) as batches:
                 began = time.perf_counter()
+                for batch in batches:
+                    waited = time.perf_counter() - began
+                    lr = learning_rate(self.step, self.steps, self.plan)
+                    result = self._make_step(batch, lr, signals)
+                    self.step += 1
+                    self._report(result, lr, time.perf_counter() - began, waited)
+                    self._look_around()
+                    self._save_or_stop((signals.caught or 0) if self.world.alone else result.signal)
+                    began = time.perf_counter()
         except DataError:
             if self.world.alone:  # the steps made so far are good; ranks save together or not at all
                 self._save_state(final=True)
@@ -255,13 +244,11 @@ class Trainer:
                 f"out of memory on {self.device} with {self.micro_batch} rows of {self.recipe.data.length} tokens a forward; "
                 'lower train.micro_batch, or set train.recompute = "full", and run again: both may change within a run'
             ) from None
-        finally:
-            feed.close()  # type: ignore[attr-defined]
 
     def _make_step(self, batch: Batch, lr: float, signals: Signals) -> StepResult:
         """Forward and backward of every micro-batch, then one update, unless something is not finite."""
         result = self._try_step(batch, lr, signals.caught or 0)
-        if result.n_missed:  # more masked than there were places for: nothing is lost yet
+        if result.n_missed:  # more masked than there were head slots for: nothing is lost yet
             result = self._try_step(batch, lr, signals.caught or 0, fixed=False)
         if result.finite:
             self.updates += 1
@@ -276,16 +263,13 @@ class Trainer:
     def _try_step(self, batch: Batch, lr: float, caught: int, *, fixed: bool = True) -> StepResult:
         """The device itself withholds an update that is not to be made, so that the host asks only once the update is on its way:
         the only time in a step that it waits."""
-        found = self._gather(self.gradients.add(batch, self._denominator(batch), self._opening(), fixed=fixed), caught)
+        found = self._gather(self.gradients.add(batch, self._denominator(batch), self._annealing(), fixed=fixed), caught)
         read = read_later(found)
         norm, loss, _, missed = found[:4]
         withheld = ~(norm.isfinite() & loss.isfinite() & (missed == 0))
         self.optimizer.step(lr, norm, withheld.float())
         self.weights.clear_gradients()
-        norm_value, *values = read()
-        total, masked, n_missed, means, counts = Sums.read(values)
-        asked = [number for number, count in zip(ENDING, counts, strict=False) if count]
-        return StepResult(total, norm_value, masked, n_missed, means, asked[0] if asked else 0)
+        return StepResult.read(read())
 
     def _denominator(self, batch: Batch) -> Tensor | float:
         """Positions that the whole batch, over all ranks, may be scored on."""
@@ -295,33 +279,28 @@ class Trainer:
         if not self.rows.counts_vary:
             return float(self.plan.batch * max(1, self.recipe.data.length - shifted))
         own = torch.tensor(batch.count_scored(shifted=shifted), dtype=torch.float64).to(self.device, non_blocking=True)
-        dtype = torch.float64 if self.precision == "float64" else torch.float32
-        return self.world.sum_(own).clamp_min(1).to(dtype)
+        return self.world.sum_(own).clamp_min(1).to(self.dtype)
 
     def _gather(self, sums: Tensor, caught: int) -> Tensor:
-        """Sums everything over the ranks in one collective: the gradient's norm and the sums, on the device."""
+        """The gradient's norm, the sums and the ranks that each signal reached, over all ranks in one collective, on the device."""
         gradients = self.weights.take_gradients()
         if self.world.alone:
-            norm = torch.nn.utils.get_total_norm(gradients)
-        else:
-            flags = torch.tensor([caught == number for number in ENDING], dtype=torch.float64).to(self.device, non_blocking=True)
-            sums = self.world.sum_(torch.cat([sums, self.weights.square_norm()[None], flags]))
-            sums, square, flags = sums.split([len(sums) - 1 - len(ENDING), 1, len(ENDING)])
-            norm = square[0].sqrt().to(gradients[0].dtype)
-            sums = torch.cat([sums, flags])
-        return torch.cat([norm.double()[None], sums])
+            return torch.cat([torch.nn.utils.get_total_norm(gradients).double()[None], sums])
+        flags = torch.tensor([caught == number for number in ENDING], dtype=torch.float64).to(self.device, non_blocking=True)
+        end = len(sums)
+        found = self.world.sum_(torch.cat([sums, self.weights.square_norm()[None], flags]))
+        norm = found[end].sqrt().to(gradients[0].dtype)
+        return torch.cat([norm.double()[None], found[:end], found[end + 1 :]])
 
-    def _precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.autocasts else nullcontext()
-
-    def _opening(self) -> Annealing | None:
+    def _annealing(self) -> Annealing | None:
         """How far attention has opened from causal to full at this step; None when it is open."""
         last = self.plan.anneal * self.steps
         if self.step >= last:
             return None
         return Annealing(self.step / last, int(hash_words(self.plan.seed, self.step)) & 0x7FFFFFFF)
 
-    # -- what is said and kept --------------------------------------------------------------------------------------------------
+    def _precision(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16) if self.autocasts else nullcontext()
 
     def _report(self, result: StepResult, lr: float, seconds: float, waited: float) -> None:
         """seconds: of the whole step, the wait for its rows included."""
@@ -336,12 +315,10 @@ class Trainer:
         }
         if self.device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(self.device))
-            timing |= {
-                "mfu": flops / seconds / peak if peak and self.precision == "bf16" else None,
-                "memory_gb": torch.cuda.max_memory_allocated(self.device) / 1e9,
-            }
+            timing["mfu"] = flops / seconds / peak if peak and self.precision == "bf16" else None
+            timing["memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
         if not result.finite:
-            self.monitor.say(
+            self.say(
                 f"step {self.step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite, no update "
                 f"({self.bad_in_a_row} in a row, {self.skipped} in all)"
             )
@@ -352,11 +329,11 @@ class Trainer:
                     "step": self.step,
                     "samples": self.step * self.plan.batch,
                     "tokens": self.step * tokens,
-                    "loss": result.loss if math.isfinite(result.loss) else None,
+                    "loss": _finite(result.loss),
                     "lr": lr,
-                    "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
+                    "grad_norm": _finite(result.grad_norm),
                     "masked": result.n_masked,
-                    "nll_by_ratio": [value if value is None or math.isfinite(value) else None for value in result.nll_by_ratio],
+                    "nll_by_ratio": [_finite(value) for value in result.nll_by_ratio],
                     "updates": self.updates,
                     "skipped": self.skipped,
                     "timing": timing,
@@ -365,6 +342,8 @@ class Trainer:
         mfu = f"  MFU {timing['mfu']:.1%}" if timing.get("mfu") else ""
         rate = f"{timing['tokens_per_second']:,.0f} tokens/s{mfu}"
         self.monitor.progress(self.step, self.steps, f"loss {result.loss:.4f}  grad {result.grad_norm:.2f}  lr {lr:.2e}  {rate}")
+
+    # -- looks on the way -----------------------------------------------------------------------------------------------------
 
     def _look_around(self) -> None:
         """Validation, attention and samples, where they are due. Every rank takes part."""
@@ -377,60 +356,49 @@ class Trainer:
                     line["ema"] = self._validate(self.validation)
             self.monitor.line(line)
             error = "" if line["stderr"] is None else f" ± {line['stderr']:.4f}"
-            self.monitor.say(f"step {self.step}: validation loss {line['loss']:.4f}{error}")
+            self.say(f"step {self.step}: validation loss {line['loss']:.4f}{error}")
         if self.step % max(1, log.probe_every) == 0 or last:
             self._look_at_attention()
         if log.sample_every and (self.step % log.sample_every == 0 or last):
             chosen = (log.sample_prompt, log.sample_length, self.plan.seed, self._precision, self.device)
-            text = self.gradients.with_room(lambda: sample_text(self.model, self.tokenizer(), *chosen))
-            self.weights.settle()
+            text = self._look(lambda: sample_text(self.model, self.tokenizer(), *chosen))
             self.monitor.line({"kind": "sample", "step": self.step, "text": text})
-            self.monitor.say(f"step {self.step}: {text!r}")
+            self.say(f"step {self.step}: {text!r}")
+
+    def _validate(self, rows: Rows) -> dict[str, Any]:
+        chosen = (self.recipe.eval.draws, self.schedule, self._precision, self.world)
+        return self._look(lambda: validate(self.model, rows, *chosen))
 
     def _look_at_attention(self) -> None:
         log = self.recipe.log
         if not log.probe_every:
             return
         seen = (self.validation or self.rows, log.probe_rows, self.schedule, self._precision, self.device)
-        layers = self.gradients.with_room(lambda: probe(self.model, *seen))
-        self.weights.settle()
+        layers = self._look(lambda: probe(self.model, *seen))
         self.monitor.line({"kind": "probe", "step": self.step, "layers": layers})
-        lost = self.kept.look(self.step, [layer.get("sink_share") for layer in layers])
+        lost = self.sinks.look(self.step, [layer.get("sink_share") for layer in layers])
         if lost is not None:
-            self.monitor.say(f"step {self.step}: {lost.text}")
+            self.say(f"step {self.step}: {lost.text}")
 
-    def _validate(self, rows: Rows) -> dict[str, Any]:
-        chosen = (self.recipe.eval.draws, self.schedule, self._precision, self.world)
-        found = self.gradients.with_room(lambda: validate(self.model, rows, *chosen))
+    def _look(self, forward: Callable[[], _Found]) -> _Found:
+        found = self.gradients.with_room(forward)
         self.weights.settle()
         return found
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the run's state, by name; a load fills these in place."""
-        kinds = {"model": self.weights.local, **{moment: self.optimizer.moments(moment) for moment in MOMENTS}}
-        if self.average is not None:
-            kinds["ema"] = self.average.weights
-        return {f"{kind}.{name}": self.weights.spread(name, part) for kind, parts in kinds.items() for name, part in parts.items()}
+    # -- saving ---------------------------------------------------------------------------------------------------------------
 
-    def _scalars(self) -> dict[str, Any]:
-        """Raises CheckpointError, on every rank, where rank 0 cannot write its metrics."""
-        length = self.world.from_first(self._flush_metrics)
-        if isinstance(length, str):
-            raise CheckpointError(length)
-        return {
-            "step": self.step,
-            "updates": self.updates,
-            "skipped": self.skipped,
-            "bad_in_a_row": self.bad_in_a_row,
-            "samples": self.step * self.plan.batch,
-            "metrics_bytes": length,
-        }
-
-    def _flush_metrics(self) -> int | str:
-        try:
-            return self.monitor.metrics.flush()
-        except OSError as failure:
-            return f"{self.monitor.metrics.path}: {failure.strerror}"
+    def _save_or_stop(self, caught: int) -> None:
+        """caught: the signal that asks to end, after the same step on all ranks; or 0."""
+        if self.bad_in_a_row >= _BAD_IN_A_ROW:
+            self._give_up()
+        if self.step == self.steps:
+            return
+        if self.step in self.recipe.save.milestones:
+            self._export(self.folder.path / "milestones" / f"step-{self.step}")  # before the state: a kill here repeats it
+        if self.step % self.recipe.save.every == 0:
+            self._save_state()
+        if caught:
+            self._stop(caught)
 
     def _save_state(self, *, final: bool = False) -> None:
         """A failure in the middle of a run is said and tried again at the next turn; at the end it is an error."""
@@ -442,19 +410,51 @@ class Trainer:
             if final or not self.recipe.save.background:
                 self.states.save(self.step, self._tensors(), self._scalars())
             elif not self.states.save_behind(self.step, self._tensors(), self._scalars()):
-                self.monitor.say(f"step {self.step}: no state: the one before is still being written; save.every may be larger")
+                self.say(f"step {self.step}: no state: the one before is still being written; save.every may be larger")
         except (CheckpointError, OSError) as failure:
             if final:
                 kept = self.states.steps()
                 last = f"the last whole state is of step {kept[0]}" if kept else "no state was written yet"
                 raise TrainError(f"{failure}; {last}; make room and run the same command again") from None
-            self.monitor.say(f"step {self.step}: state not saved: {failure}; next try after {self.recipe.save.every} steps")
+            self.say(f"step {self.step}: state not saved: {failure}; next try after {self.recipe.save.every} steps")
 
     def _finish_writing(self) -> None:
         try:
             self.states.wait()
         except CheckpointError as failure:
-            self.monitor.say(f"a state could not be saved: {failure}")
+            self.say(f"a state could not be saved: {failure}")
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the run's state, by name; a load fills these in place."""
+        kinds = {"model": self.weights.local, **{moment: self.optimizer.moments[moment] for moment in MOMENTS}}
+        if self.average is not None:
+            kinds["ema"] = self.average.weights
+        return {f"{kind}.{name}": self.weights.spread(name, part) for kind, parts in kinds.items() for name, part in parts.items()}
+
+    def _scalars(self) -> dict[str, Any]:
+        """Raises CheckpointError, on every rank, where rank 0 cannot write its metrics."""
+        return {
+            "step": self.step,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "bad_in_a_row": self.bad_in_a_row,
+            "samples": self.step * self.plan.batch,
+            "metrics_bytes": self.world.attempt_first(self.monitor.metrics.flush),
+        }
+
+    def _export(self, path: Path, *, final: bool = False) -> None:
+        provenance = provenance_of(self.recipe, self.facts, self.folder.path.name, self.step, self.updates)
+        weights = self.weights.collect(self.weights.local)
+        average = self.weights.collect(self.average.weights) if self.average is not None else None
+        beside = path.with_name("ema" if final else f"{path.name}-ema")
+        try:
+            self.world.attempt_first(lambda: write_model(path, weights, beside, average, self.recipe, self.tokenizer, provenance))
+        except CheckpointError as failure:
+            if final:
+                raise TrainError(f"{failure}; the state is saved: make room and run the same command again") from None
+            self.say(f"step {self.step}: milestone not exported: {failure}")
+
+    # -- the end --------------------------------------------------------------------------------------------------------------
 
     def _stop(self, number: int) -> None:
         self._save_state(final=True)
@@ -473,18 +473,6 @@ class Trainer:
             f"in {self.states.place(self.step)}; lower train.lr or train.clip in a new run, or run again to go on behind them"
         )
 
-    def _export(self, path: Path, *, final: bool = False) -> None:
-        provenance = provenance_of(self.recipe, self.facts, self.folder.path.name, self.step, self.updates)
-        weights = self.weights.collect(self.weights.local)
-        average = self.weights.collect(self.average.weights) if self.average is not None else None
-        beside = path.with_name("ema" if final else f"{path.name}-ema")
-        given = (self.recipe, self.tokenizer, provenance)
-        problem = self.world.from_first(lambda: write_model(path, weights, beside, average, *given))
-        if problem is not None and final:
-            raise TrainError(f"{problem}; the state is saved: make room and run the same command again")
-        if problem is not None:
-            self.monitor.say(f"step {self.step}: milestone not exported: {problem}")
-
     def _summary(self) -> dict[str, Any]:
         return {
             "run": str(self.folder.path),
@@ -495,3 +483,7 @@ class Trainer:
             "skipped": self.skipped,
             "tokens": self.step * self.plan.batch * self.recipe.data.length,
         }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sinkdlm.config.recipe import LogSection
-from sinkdlm.errors import TrainError
+from sinkdlm.errors import CheckpointError, TrainError
 
 _PLAIN_SECONDS = 10.0  # between lines where there is no terminal
 _FIRST_SECONDS = 1.0  # before the first of them, which shall know what a step takes
@@ -56,19 +56,19 @@ class Metrics:
 
     def write(self, line: Mapping[str, Any]) -> None:
         self._waiting += json.dumps(line).encode() + b"\n"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(CheckpointError):
             self.flush()
 
     def flush(self) -> int:
-        """The file's length with everything in it. Raises OSError where the disk does not take it; the file then ends with a whole
-        line all the same."""
+        """The file's length with everything in it. Raises CheckpointError where the disk does not take it; the file then ends with a
+        whole line all the same."""
         done = 0
         try:
             while done < len(self._waiting):
                 done += os.pwrite(self._file, self._waiting[done:], self._length + done)
-        except OSError:
+        except OSError as failure:
             os.ftruncate(self._file, self._length)
-            raise
+            raise CheckpointError(f"{self.path}: {failure.strerror}") from None
         self._length += done
         self._waiting = b""
         return self._length
@@ -78,7 +78,7 @@ class Metrics:
         os.fsync(self._file)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(CheckpointError):
             self.flush()
         os.close(self._file)
 
@@ -97,10 +97,8 @@ def flat_numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 class TensorBoard:
     def __init__(self, folder: Path, log: LogSection, settings: Mapping[str, Any], step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise TrainError("log.trackers: tensorboard needs: pip install 'sinkdlm[track]'") from None
+        from torch.utils.tensorboard import SummaryWriter
+
         # purge_step hides what a killed run logged after the state that is resumed.
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
@@ -114,10 +112,8 @@ class TensorBoard:
 
 class WeightsAndBiases:
     def __init__(self, folder: Path, log: LogSection, settings: Mapping[str, Any], step: int) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise TrainError("log.trackers: wandb needs: pip install 'sinkdlm[track]'") from None
+        import wandb
+
         identity = _identity(folder, "wandb", lambda: secrets.token_hex(4))
         self._run = wandb.init(
             project=log.project, name=folder.name, id=identity, resume="allow", dir=str(folder), config=dict(settings)
@@ -132,10 +128,8 @@ class WeightsAndBiases:
 
 class MLflow:
     def __init__(self, folder: Path, log: LogSection, settings: Mapping[str, Any], step: int) -> None:
-        try:
-            import mlflow
-        except ImportError:
-            raise TrainError("log.trackers: mlflow needs: pip install 'sinkdlm[track]'") from None
+        import mlflow
+
         self._client = mlflow.MlflowClient()
         found = self._client.get_experiment_by_name(log.project)
         experiment = found.experiment_id if found else self._client.create_experiment(log.project)
@@ -189,7 +183,6 @@ class Monitor:
         self.metrics = Metrics(folder / "metrics.jsonl")
         self._trackers: dict[str, Any] = {}
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
         self._bar_width = max(4, min(40, console.width // 8))
         self._due = 0.0
         self._set_out = (0.0, 0)  # the time and step from which steps are timed
@@ -202,8 +195,8 @@ class Monitor:
         for name in self._log.trackers:
             try:
                 self._trackers[name] = TRACKERS[name](self.folder, self._log, settings, step)
-            except TrainError:
-                raise
+            except ImportError:
+                raise TrainError(f"log.trackers: {name} needs: pip install 'sinkdlm[track]'") from None
             except Exception as failure:  # whatever the tracker's package raises
                 raise TrainError(f"log.trackers: {name} cannot start: {_first_line(failure)}") from None
         now = time.monotonic()
@@ -211,7 +204,7 @@ class Monitor:
         if self.console.is_terminal:
             texts = (TextColumn("{task.description}", markup=False), TextColumn("{task.fields[seen]}", markup=False))
             self._bar = Progress(texts[0], BarColumn(self._bar_width), TimeRemainingColumn(), texts[1], console=self.console)
-            self._task = self._bar.add_task(self._name(), total=steps, completed=step, seen="")
+            self._bar.add_task(self._name(), total=steps, completed=step, seen="")
             self._bar.start()
 
     def say(self, text: str) -> None:
@@ -225,9 +218,9 @@ class Monitor:
             self._guarded(name, lambda tracker: tracker.write(line["step"], numbers))
 
     def progress(self, step: int, steps: int, seen: str) -> None:
-        if self._bar is not None and self._task is not None:
+        if self._bar is not None:
             room = self.console.width - len(self._name()) - self._bar_width - _CLOCK - 3  # a space between columns
-            self._bar.update(self._task, completed=step, seen=fitted(f"{step}/{steps}  {seen}", room))
+            self._bar.update(self._bar.task_ids[0], completed=step, seen=fitted(f"{step}/{steps}  {seen}", room))
             return
         now = time.monotonic()
         if now >= self._due or step == steps:
@@ -264,38 +257,12 @@ class Monitor:
 MakeMonitor = Callable[[Path, LogSection, Console], Monitor]
 
 
-class SilentMonitor:
-    """Of the ranks that do not speak."""
+class Silent:
+    """The monitor, and its metrics, of ranks that do not speak: takes every call and does nothing."""
 
-    class _NoMetrics:
-        path = Path()
+    path = Path()
 
-        def cut(self, length: int) -> bool:
-            return True
+    def __getattr__(self, name: str) -> "Silent":
+        return self
 
-        def flush(self) -> int:
-            return 0
-
-        def sync(self) -> None:
-            pass
-
-    def __init__(self) -> None:
-        self.metrics = self._NoMetrics()
-
-    def meet(self, model: Any, tokenizer: Callable[[], Any]) -> None:
-        pass
-
-    def begin(self, step: int, steps: int, settings: Mapping[str, Any]) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def line(self, line: dict[str, Any]) -> None:
-        pass
-
-    def progress(self, step: int, steps: int, seen: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def __call__(self, *_: Any) -> None: ...

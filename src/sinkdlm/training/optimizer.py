@@ -33,7 +33,7 @@ class Optimizer:
     def __init__(self, weights: Mapping[str, Tensor], train: TrainSection) -> None:
         """weights: by name, as this process holds them: parameters, or its rows of them with their gradients beside them."""
         self.named, self._train = dict(weights), train
-        self._moments = {
+        self.moments = {
             moment: {name: torch.zeros_like(p, memory_format=torch.preserve_format) for name, p in self.named.items()}
             for moment in MOMENTS
         }
@@ -55,7 +55,7 @@ class Optimizer:
         if not moving:
             return
         divisor = None if norm is None else self._clip(norm, list(moving.values()))
-        mean, square = ([self._moments[moment][name] for name in moving] for moment in MOMENTS)
+        mean, square = ([self.moments[moment][name] for name in moving] for moment in MOMENTS)
         adamw(
             [self.named[name] for name in moving],
             list(moving.values()),
@@ -81,9 +81,6 @@ class Optimizer:
             torch.nn.utils.clip_grads_with_norm_(list(self.named.values()), self._train.clip, norm.to(gradients[0].dtype))
             return None
         return ((norm + _CLIP_EPS) / self._train.clip).clamp(min=1.0).float()
-
-    def moments(self, moment: str) -> dict[str, Tensor]:
-        return self._moments[moment]
 
 
 def _divides(gradients: list[Tensor]) -> bool:

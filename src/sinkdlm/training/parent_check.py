@@ -1,4 +1,4 @@
-"""Is it the same thing? The marks of a run's data, and whether a parent fits its recipe and its data."""
+"""Whether a parent fits its recipe and its data, and what marks a run's data."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _SHAPE = ("vocab_size", "n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")
 
 def check_parent(recipe: Recipe, rows: Rows, loaded: Loaded) -> None:
     """The parent has the shape that [model] names, and its tokenizer made the data."""
-    check_shape(recipe, loaded.config, ModelConfig.keys())
+    check_shape(recipe.init.from_, recipe.model.to_dict(), loaded.config, ModelConfig.keys())
     marks = [split.tokenizer for split in rows.splits if split.tokenizer is not None]
     if loaded.tokenizer is None or not marks:
         return
@@ -26,13 +26,8 @@ def check_parent(recipe: Recipe, rows: Rows, loaded: Loaded) -> None:
         )
 
 
-def check_shape(recipe: Recipe, parent: ModelConfig, fixed: Sequence[str]) -> None:
-    """[model] says of a parent what its weights do. fixed: the keys that they decide."""
-    check_fields(recipe.init.from_, recipe.model.to_dict(), parent, fixed)
-
-
-def check_fields(name: str | None, given: Mapping[str, Any], parent: ModelConfig, fixed: Sequence[str]) -> None:
-    """The same of some fields, before there is a recipe."""
+def check_shape(name: str | None, given: Mapping[str, Any], parent: ModelConfig, fixed: Sequence[str]) -> None:
+    """[model], or as much of it as is given, says of a parent what its weights do. fixed: the keys that they decide."""
     found = parent.to_dict()
     wanted = {**found, **given}
     odd = [f"{key} = {found[key]!r}, model.{key} is {wanted[key]!r}" for key in fixed if found[key] != wanted[key]]

@@ -2,50 +2,44 @@
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import numpy as np
 import torch
 
 from sinkdlm.data.rows import Batch, Rows
 
-_AHEAD = 2  # batches
+_AHEAD = 3  # batches that are read before they are asked for
 
 
-def batches(rows: Rows, first: int, last: int, batch: int, share: slice, device: torch.device) -> Iterator[Batch]:
+def prefetch(rows: Rows, first: int, last: int, batch: int, share: slice, device: torch.device) -> Generator[Batch, None, None]:
     """This rank's share (slots of the batch) of each step first..last-1, in memory from which the device copies fast. Sample
-    numbers are step * batch + slot, whoever reads them."""
-    ready: queue.Queue[Batch | Exception] = queue.Queue(maxsize=_AHEAD)
-    stop = threading.Event()
-
-    def put(item: Batch | Exception) -> bool:
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
+    indices are step * batch + slot, whoever reads them."""
+    ready: queue.Queue[Batch | Exception] = queue.Queue()
+    room, stopped = threading.Semaphore(_AHEAD), threading.Event()
 
     def read() -> None:
         for step in range(first, last):
-            try:
-                item = rows.batch(step * batch + np.arange(share.start, share.stop))
-                item = item.pinned() if device.type == "cuda" else item
-            except Exception as failure:  # handed over: raised where the batch was wanted
-                put(failure)
+            room.acquire()
+            if stopped.is_set():
                 return
-            if not put(item):
+            try:
+                found = rows.batch(step * batch + np.arange(share.start, share.stop))
+                ready.put(found.pinned() if device.type == "cuda" else found)
+            except Exception as failure:  # handed over: raised where the batch was wanted
+                ready.put(failure)
                 return
 
     reader = threading.Thread(target=read, name="sinkdlm-rows", daemon=True)
     reader.start()
     try:
         for _ in range(first, last):
-            item = ready.get()
-            if isinstance(item, Exception):
-                raise item
-            yield item
+            found = ready.get()
+            room.release()
+            if isinstance(found, Exception):
+                raise found
+            yield found
     finally:
-        stop.set()
+        stopped.set()
+        room.release()
         reader.join()

@@ -48,21 +48,20 @@ class DrawnAhead:
     ) -> None:
         """to: where and as what all of them are going to stay. They are then begun at once, the largest first, and brought there by
         the threads that draw them; else they wait on the host, a few at a time."""
-        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        self._places = {name: place for place, name in enumerate(self._shapes)}
-        self._drawn: dict[str, Future[Tensor]] = {}
-        self._begun: set[str] = set()
-        self._ahead = len(self._shapes) if to is not None else 2 * n_threads
-        self._pool = ThreadPoolExecutor(n_threads)
-        shapes, (device, dtype) = self._shapes, to or (None, None)
+        shapes, (device, dtype) = {name: tuple(p.shape) for name, p in model.named_parameters()}, to or (None, None)
         self._draw = lambda name: model.initial_weight(name, shapes[name], seed).to(device, dtype)
-        if to is not None:
-            self._begin(0)
+        self._drawn: dict[str, Future[Tensor]] = {}
+        self._pool = ThreadPoolExecutor(n_threads)
+        self._rest = iter(shapes if to is None else sorted(shapes, key=lambda name: -math.prod(shapes[name])))
+        for name in itertools.islice(self._rest, 2 * n_threads if to is None else len(shapes)):
+            self._begin(name)
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        self._begin(self._places[name])
-        drawn = self._drawn.pop(name, None)
-        return self._draw(name) if drawn is None else drawn.result()
+        while name not in self._drawn:
+            self._begin(next(self._rest))
+        for following in itertools.islice(self._rest, 1):
+            self._begin(following)
+        return self._drawn.pop(name).result()
 
     def __enter__(self) -> Self:
         return self
@@ -70,16 +69,9 @@ class DrawnAhead:
     def __exit__(self, *_: object) -> None:
         """What nobody is going to ask for, because something failed, is not drawn."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._drawn.clear()
 
-    def _begin(self, place: int) -> None:
-        window = itertools.islice(self._shapes, place, place + self._ahead)
-        new = [name for name in window if name not in self._begun]
-        for name in sorted(new, key=lambda name: -math.prod(self._shapes[name])):
-            self._begun.add(name)
-            self._drawn[name] = self._pool.submit(self._draw, name)
-        if len(self._begun) == len(self._shapes):
-            self._pool.shutdown(wait=False)
+    def _begin(self, name: str) -> None:
+        self._drawn[name] = self._pool.submit(self._draw, name)
 
 
 class RunTokenizer:

@@ -1,4 +1,4 @@
-"""Whether layers still rest on their sink: looks at attention along a run, from before its first step on.
+"""Track attention on the sink from step 0 and tell when layers lose it.
 
 An adapted sink is a place that the parent's weights make. Steps that are too large destroy it within a few of them, and it does not
 come back (docs/log.md).
@@ -13,12 +13,11 @@ from sinkdlm.training.gradient_spikes import read_lines
 RESTS = 0.1  # of a layer's attention: as much on its sink, and it rests there
 LOST = 0.1  # of the most that a layer had on its sink: with less it has lost it
 MANY, FEW = 0.25, 2  # of a model's layers, and layers at least: where more have lost their sink, the run is told to have
-HELD = (
-    0.75  # of the most that all layers had on it together: with more, some have left it while others came, as from scratch they do
-)
+# Of the most that all layers had on it together: with more, some have left it while others came, as from scratch they do.
+HELD = 0.75
 
 
-class Loss(NamedTuple):
+class SinkLoss(NamedTuple):
     """Of the first look that found many layers without what they had on their sink."""
 
     step: int
@@ -34,24 +33,24 @@ class Loss(NamedTuple):
         )
 
 
-class Kept:
+class SinkHealth:
     """Told look after look. loss: stays as it was found first."""
 
     def __init__(self) -> None:
-        self.loss: Loss | None = None
+        self.loss: SinkLoss | None = None
         self._most: list[float] = []  # by layer
         self._most_of_all = 0.0  # at one look
         self._before = 0
 
     @classmethod
-    def read(cls, folder: Path) -> "Kept":
+    def read(cls, folder: Path) -> "SinkHealth":
         """As the looks that a run folder has kept tell it."""
         found = cls()
         for line in read_lines(folder, "probe"):
             found.look(line["step"], [layer.get("sink_share") for layer in line["layers"]])
         return found
 
-    def look(self, step: int, shares: Sequence[float | None]) -> Loss | None:
+    def look(self, step: int, shares: Sequence[float | None]) -> SinkLoss | None:
         """shares: of attention on sinks, by layer. The loss, where this look is the one that finds it."""
         known = [share for share in shares if share is not None]
         self._most = [max(pair) for pair in zip(self._most or known, known, strict=True)]
@@ -60,11 +59,11 @@ class Kept:
         before, self._before = self._before, step
         if self.loss is not None or lost <= max(FEW, MANY * len(known)) or sum(known) > HELD * self._most_of_all:
             return None
-        self.loss = Loss(step, before, lost, len(known))
+        self.loss = SinkLoss(step, before, lost, len(known))
         return self.loss
 
 
-def read_kept(folder: Path) -> Mapping[str, Any]:
+def read_sink_loss(folder: Path) -> Mapping[str, Any]:
     """For `train --json`; empty where nothing was lost."""
-    loss = Kept.read(folder).loss
+    loss = SinkHealth.read(folder).loss
     return {} if loss is None else {"step": loss.step, "layers": loss.layers, "of": loss.of}

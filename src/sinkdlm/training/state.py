@@ -13,12 +13,11 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sinkdlm.checkpoint.directory import fingerprint, written_aside
@@ -32,6 +31,7 @@ _FILE_BYTES = 16 << 20
 _MOST_FILES = 1000
 _NAME = re.compile(r"step-(\d{10})")
 Say = Callable[[str], None]
+_Made = TypeVar("_Made")
 
 
 class States:
@@ -43,6 +43,7 @@ class States:
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._staged: dict[str, Tensor] = {}
+        self._on_gpu = world.device.type == "cuda"
         self.whole: set[int] = set()  # steps whose state this process has written, or read, to the end
 
     def clean(self) -> None:
@@ -84,7 +85,7 @@ class States:
         _load_packages()
         for name, tensor in tensors.items():
             part = own_part(tensor).detach()
-            self._staged[name] = torch.zeros_like(part, device="cpu", pin_memory=part.is_cuda)  # touched, so that it is there
+            self._staged[name] = torch.zeros_like(part, device="cpu", pin_memory=self._on_gpu)  # touched, so that it is there
 
     def wait(self) -> None:
         """Until nothing is being written. Raises what went wrong with it."""
@@ -110,7 +111,7 @@ class States:
             part = own_part(tensor).detach()
             self._staged[name].copy_(part, non_blocking=True)
             found[name] = _like(tensor, self._staged[name])
-        if any(tensor.is_cuda for tensor in tensors.values()):
+        if self._on_gpu:
             torch.cuda.synchronize()
         return found
 
@@ -121,69 +122,40 @@ class States:
             self._failure = CheckpointError(str(failure))
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """Rank 0 makes the folder aside and, once every part is in it and on disk, gives it its name."""
-        if self.world.alone:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with written_aside(self.place(step)) as aside:
-                _save_tensors(aside, tensors, None)
-                self._seal(aside, scalars, {file.name: fingerprint(file) for file in sorted(aside.iterdir())})
-        elif self.world.first:
-            with self._told(), written_aside(self.place(step)) as aside:
-                self._tell(str(aside))
-                self._seal(aside, scalars, self._write_parts(aside, tensors))
-        else:
-            aside, problem = Path(self._hear()), None
-            try:
-                self._write_parts(aside, tensors)
-            except OSError as failure:
-                problem = failure
-            self._hear()  # of rank 0, which failed too
-            if problem is not None:
-                raise CheckpointError(str(problem))
+        """Rank 0 makes the folder aside and, once every rank's part is in it and on disk, gives it its name."""
+        with ExitStack() as aside:
+            folder = Path(self._attempt(lambda: str(aside.enter_context(written_aside(self.place(step))))))
+            marks = self._write_part(folder, tensors)
+
+            def finish() -> None:
+                self._before()
+                content = {**scalars, "files": marks}
+                (folder / SCALARS).write_text(json.dumps({**content, "sha256": _digest(content)}, indent=2) + "\n")
+                aside.close()
+
+            self._attempt(finish)
         self.whole.add(step)
         if self.world.first:
             self._retire()
 
-    def _write_parts(self, aside: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """This rank's files, synced; the marks of everybody's."""
-        _save_tensors(aside, tensors, self.world.files)
+    def _attempt(self, make: Callable[[], _Made]) -> _Made:
+        return self.world.attempt_first(make, self.world.files)
+
+    def _write_part(self, folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """This rank's files, synced; the marks of everybody's. Where one rank fails, all raise."""
+        _save_tensors(folder, tensors, self.world.files)
         marks, problem = {}, None
         try:
-            for file in sorted(aside.glob(f"shard-{self.world.rank + 1:05d}-*")):
+            for file in sorted(folder.glob("*" if self.world.alone else f"shard-{self.world.rank + 1:05d}-*")):
                 sync(file)
                 marks[file.name] = fingerprint(file)
         except OSError as failure:
             problem = failure.strerror or str(failure)
         everyone = self.world.gather((marks, problem), self.world.files)
-        bad = [(rank, reason) for rank, (_, reason) in enumerate(everyone) if reason is not None]
-        if bad:
-            raise OSError(0, f"rank {bad[0][0]}: {bad[0][1]}")
+        for rank, (_, reason) in enumerate(everyone):
+            if reason is not None:
+                raise CheckpointError(f"rank {rank}: {reason}")
         return {name: mark for found, _ in everyone for name, mark in found.items()}
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """On rank 0: however the scope ends, the other ranks hear of it."""
-        try:
-            yield
-        except (CheckpointError, OSError) as failure:
-            self._tell(CheckpointError(str(failure)))
-            raise
-        self._tell("")
-
-    def _tell(self, word: Any) -> None:
-        dist.broadcast_object_list([word], src=0, group=self.world.files)
-
-    def _hear(self) -> str:
-        held: list[Any] = [None]
-        dist.broadcast_object_list(held, src=0, group=self.world.files)
-        if isinstance(held[0], CheckpointError):
-            raise held[0]
-        return held[0]
-
-    def _seal(self, aside: Path, scalars: Mapping[str, Any], marks: Mapping[str, Any]) -> None:
-        self._before()
-        content = {**scalars, "files": dict(marks)}
-        (aside / SCALARS).write_text(json.dumps({**content, "sha256": _digest(content)}, indent=2) + "\n")
 
     def _retire(self) -> None:
         """Removes what is older than the newest few. A failure here costs room, not work."""
@@ -293,18 +265,11 @@ def _torchs_failures() -> Iterator[None]:
     """As what went wrong with a file, whichever rank's it was; and without what torch says about being alone."""
     from torch.distributed.checkpoint.api import CheckpointException
 
+    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
     try:
-        with _quiet_torch():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as failure:
         cause = next((error for error, _ in failure.failures.values()), failure)
         raise OSError(getattr(cause, "errno", None) or 0, getattr(cause, "strerror", None) or str(cause)) from failure
-
-
-@contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """Without what torch says about being alone."""
-    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

@@ -1,0 +1,298 @@
+"""One law for every runner: on every path, outputs and gradients are those of `run_plain`, for every variant.
+
+On a GPU where there is one: it has the path of kernels, and the flat one in half precision alone.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as flex
+
+from sinkdlm import fast
+from sinkdlm.fast.runner import FastRunner
+from sinkdlm.model import model as plain
+from sinkdlm.model.model import run_plain
+from sinkdlm.model.visibility import Annealing
+from sinkdlm.sampling.block_cache import BlockCache
+from small_models import VARIANTS, small_model, small_tokens
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),  # a CPU without bf16 units says so
+]
+
+SIZES = {"d_model": 96} if ON_GPU else {}  # a GPU's kernels want heads of 16
+BATCH, TOKENS = 3, 160 if ON_GPU else 13
+EXACT = [(torch.float32, 1e-4)] if ON_GPU else [(torch.float64, 1e-12), (torch.float32, 1e-5)]
+
+# Name -> how a path is asked for, and whether it is the flat one.
+PATHS = {
+    "default": ({}, None),
+    "selective": ({"recompute": "selective"}, None),
+    "full": ({"recompute": "full"}, None),
+    "flat": ({}, "flat"),
+    "flat-selective": ({"recompute": "selective"}, "flat"),
+    "flat-full": ({"recompute": "full"}, "flat"),
+}
+FLAT = [name for name, flags in VARIANTS.items() if flags.get("sink_kind", "isolated") == "isolated"]
+
+
+def runs_of(config) -> dict[str, dict]:
+    """What forwards are told, one after the other."""
+    index = torch.arange(TOKENS)
+    lengths = torch.tensor([TOKENS, 4, TOKENS - 4])
+    each = torch.tensor([[0, 5, 3], [2, 2, 1], [4, 0, TOKENS - 5]])
+    some = torch.tensor([0, 8, TOKENS - 1, TOKENS, TOKENS + 2, 3 * TOKENS - 5])  # unequally many of each row
+    documents = torch.stack([index // 5, index // 100, (index > 2) * 7])
+    annealing = Annealing(0.4, 7)
+    found = {
+        "whole": {},
+        "each": {"select": each},
+        "some": {"select": some},
+        "lengths": {"lengths": lengths},
+        "lengths each": {"lengths": lengths, "select": each},
+        "causal": {"causal": True, "select": some},
+        "annealing": {"annealing": annealing, "select": each},
+        "annealing lengths": {"annealing": annealing, "lengths": lengths},
+    }
+    if config.sink_kind != "register":
+        found |= {"documents": {"documents": documents}, "all": {"documents": documents, "annealing": annealing, "select": each}}
+    return found
+
+
+def on_device(given: dict) -> dict:
+    return {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+
+
+def forward(model, given: dict, seed: int = 0):
+    """The output, without padding."""
+    out = model(small_tokens(BATCH, TOKENS, seed).to(DEVICE), **on_device(given))
+    if "lengths" in given and "select" not in given:
+        out = out[torch.arange(TOKENS, device=DEVICE) < given["lengths"][:, None].to(DEVICE)]
+    return out
+
+
+def step(model, given: dict, seed: int = 0) -> dict[str, torch.Tensor]:
+    """The output and each weight's gradient."""
+    model.zero_grad()
+    out = forward(model, given, seed)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+    (out * cotangent.to(out)).sum().backward()
+    return {"out": out.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found: dict, wanted: dict, tolerance: float, where: object) -> None:
+    assert found.keys() == wanted.keys()
+    for name, right in wanted.items():
+        far = (found[name].double() - right.double()).abs().max()
+        assert far <= tolerance * max(1.0, float(right.abs().max())), (where, name, float(far))
+
+
+def with_runner(path: str, dtype: torch.dtype, **flags):
+    given, force = PATHS[path]
+    model = small_model(dtype=dtype, plan=fast.Plan(**given), **SIZES, **flags).to(DEVICE)
+    model.runner = FastRunner(fast.Plan(**given), force=force)
+    return model
+
+
+@pytest.fixture
+def paths(monkeypatch) -> list[str]:
+    """The path of each fast forward."""
+    taken: list[str] = []
+    choose = FastRunner.choose
+    monkeypatch.setattr(FastRunner, "choose", lambda self, *given: taken.append(choose(self, *given)) or taken[-1])
+    return taken
+
+
+def assert_every_step_is_the_plain_one(path, dtype, tolerance, variant) -> None:
+    model, exact = with_runner(path, dtype, **variant), small_model(dtype=dtype, plan=None, **SIZES, **variant).to(DEVICE)
+    for name, given in runs_of(model.config).items():
+        assert_same(step(model, given), step(exact, given), tolerance, name)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), EXACT)
+@pytest.mark.parametrize("path", ["default"] if ON_GPU else PATHS)
+def test_every_path_is_the_plain_one(path, dtype, tolerance, variant, paths):
+    assert_every_step_is_the_plain_one(path, dtype, tolerance, variant)
+    if not ON_GPU:
+        flat = path.startswith("flat") and variant in [VARIANTS[name] for name in FLAT]
+        assert ("flat" in paths) == flat
+        assert paths.count("flat") == 3 * flat  # whole rows, whatever is selected of them
+
+
+@pytest.fixture
+def trainable_flex(monkeypatch):
+    """torch's front door refuses to train FlexAttention on a CPU; its reference arithmetic behind the door does it exactly."""
+    if not ON_GPU:
+        monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# What FlexAttention sees of a variant is in these; for each it is compiled anew.
+FLEX = ("vanilla", "sink", "sinks-2-end-zero-gate", "logit", "parent", "register-2-end-zero")
+
+
+@pytest.mark.usefixtures("trainable_flex")
+@pytest.mark.parametrize("name", [name if name in FLEX else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS])
+def test_flex_is_the_plain_one(name, paths):
+    """Where a rule hides more than padding."""
+    (dtype, tolerance), flags = EXACT[0], {**SIZES, **VARIANTS[name], "n_layers": 2}
+    if ON_GPU and name not in FLEX:
+        pytest.skip("compiled anew for the same kernel")
+    model, exact = (small_model(dtype=dtype, plan=None, **flags).to(DEVICE) for _ in range(2))
+    fast.prepare(model, fast.Plan())
+    model.runner = FastRunner(fast.Plan(), force="flex")
+    for told, given in runs_of(model.config).items():
+        if "annealing" in given or (told == "documents" and name == "sink"):
+            assert_same(step(model, given), step(exact, given), tolerance, told)
+    assert set(paths) == {"flex"}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), EXACT)
+def test_inference_is_the_plain_one(dtype, tolerance, variant, paths):
+    """Twice in a scope, of which the second forward takes the lane from the first; cached spans among it."""
+    model, exact = (small_model(dtype=dtype, plan=plan, **SIZES, **variant).to(DEVICE) for plan in (fast.Plan(), None))
+    tokens = small_tokens(BATCH, TOKENS).to(DEVICE)
+    changed = tokens.clone()
+    changed[:, 4:9] = 1
+    with torch.no_grad():
+        wanted = {name: forward(exact, given) for name, given in runs_of(model.config).items()}
+    with model.inference():
+        for _ in range(2):
+            for name, given in runs_of(model.config).items():
+                assert_same({"out": forward(model, given)}, {"out": wanted[name]}, tolerance, name)
+    assert ("kernels" in paths) == (ON_GPU and not model.config.n_registers)
+    if model.config.n_registers:
+        return
+    with model.inference(), exact.inference():
+        of_model, of_exact = BlockCache(TOKENS), BlockCache(TOKENS)
+        found = model(tokens, cache=of_model)
+        assert_same({"out": found}, {"out": exact(tokens, cache=of_exact)}, tolerance, "cache")
+        for start in (3, torch.tensor(3, device=DEVICE)):
+            of_model.start = of_exact.start = start
+            span, plain_span = model(changed[:, 3:10], cache=of_model), exact(changed[:, 3:10], cache=of_exact)
+            assert_same({"out": span}, {"out": plain_span}, tolerance, "span")
+
+
+# -- half precision ---------------------------------------------------------------------------------------------------------------
+
+
+def errors_of(model, exact, runs: list[dict]) -> dict[str, float]:
+    """Of outputs, of all gradients, and of the sinks': how far they are off, over several samples of each forward."""
+    totals = dict.fromkeys(("out", "gradients", "sinks"), 0.0)
+    for seed in range(4):
+        for given in runs:
+            with torch.autocast(DEVICE, torch.bfloat16):
+                found = step(model, given, seed)
+            wanted = step(exact, given, seed)
+            whole = ["out"], [name for name in wanted if name != "out"], [name for name in wanted if name == "sinks"]
+            for part, names in zip(totals, whole, strict=True):
+                if names:
+                    one, other = (torch.cat([x[name].double().flatten() for name in names]) for x in (found, wanted))
+                    totals[part] += float((one - other).square().sum() / other.square().sum())
+    return {part: total**0.5 for part, total in totals.items()}
+
+
+@pytest.mark.parametrize("path", ["default", "flat", "flat-full"] if ON_GPU else ["flat"])
+def test_half_precision_is_as_exact_as_the_plain_ones(path, variant, paths):
+    """Against float64, at most 1.5 times as far off."""
+    model = with_runner(path, torch.float32, **variant)
+    rounded, exact = (small_model(dtype=torch.float32, plan=None, **SIZES, **variant).to(DEVICE) for _ in range(2))
+    runs = runs_of(model.config)
+    chosen = [runs[name] for name in (("whole", "some", "each") if path.startswith("flat") else ("some", "lengths"))]
+    theirs = errors_of(rounded, exact.double(), chosen)
+    for part, error in errors_of(model, exact, chosen).items():
+        assert error <= 1.5 * theirs[part], (part, error, theirs[part])
+    if path.startswith("flat"):
+        assert set(paths) == ({"flat"} if variant in [VARIANTS[name] for name in FLAT] else {"plain"})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_inference_in_half_precision_is_as_exact_as_the_plain_one(dtype, variant):
+    models = [small_model(dtype=torch.float32, plan=plan, **SIZES, **variant).to(dtype).to(DEVICE) for plan in (fast.Plan(), None)]
+    exact = copy.deepcopy(models[1]).double()
+    for name, given in runs_of(exact.config).items():
+        with torch.no_grad():
+            wanted = forward(exact, given)
+            errors = [float((forward(model, given).double() - wanted).norm() / wanted.norm()) for model in models]
+        assert errors[0] <= 1.5 * errors[1], (name, errors)
+
+
+# -- the law itself ---------------------------------------------------------------------------------------------------------------
+
+
+def other_lane(self, x):
+    out, lane = RUN_LANE(self, x)
+    return out * 1.01, lane
+
+
+def other_swiglu(self, x):
+    gate, up = self.gate_up(x).chunk(2, dim=-1)
+    return self.down(torch.sigmoid(gate) * up)
+
+
+def other_gate(self, x, mixed):
+    return FINISH(self, x, mixed.transpose(-1, -2).contiguous().view(mixed.shape))
+
+
+RUN_LANE, FINISH = plain.Attention.run_lane, plain.Attention.finish
+EDITS = [
+    (plain.Attention, "run_lane", other_lane),
+    (plain.FeedForward, "forward", other_swiglu),
+    (plain.Attention, "finish", other_gate),
+    (plain.Norm, "forward", lambda self, x: x * self.weight),
+    (plain.DiffusionLM, "first_lane", lambda self, x, ctx: self.sinks[None].to(x) * 1.01),
+]
+
+
+@pytest.mark.skipif(ON_GPU, reason="the same on a CPU")
+@pytest.mark.parametrize(("owner", "name", "edit"), EDITS, ids=[name for _, name, _ in EDITS])
+def test_an_edit_of_a_formula_breaks_the_law(owner, name, edit, monkeypatch):
+    monkeypatch.setattr(owner, name, edit)
+    with pytest.raises(AssertionError):
+        assert_every_step_is_the_plain_one("flat", torch.float64, 1e-12, VARIANTS["gate-headwise-sink"])
+
+
+# -- who is given a fast runner ---------------------------------------------------------------------------------------------------
+
+
+class Block(plain.Block):
+    """Somebody else's."""
+
+    def forward(self, x, sinks, view):
+        x, sinks, lane = super().forward(x, sinks, view)
+        return 2 * x, sinks, lane
+
+
+def test_blocks_of_somebody_else_run_plain_and_it_is_said():
+    model, tokens = small_model(plan=None, n_sinks=1), small_tokens(2, 7)
+    unlike = model(tokens)
+    model.blocks[1].__class__ = Block
+    said = fast.prepare(model, fast.Plan())
+    assert said == ["blocks of class Block: not the package's own, so the plain runner runs them"]
+    assert model.runner is run_plain
+    assert type(model.blocks[1]) is Block
+    assert not torch.equal(model(tokens), unlike)
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_plain_and_may_be_prepared_anew(again):
+    model, tokens = small_model(n_sinks=1), small_tokens(2, 7)
+    assert isinstance(model.runner, FastRunner)
+    copied = again(model)
+    assert copied.runner is run_plain
+    assert copied.scope is None
+    wanted = model(tokens)
+    assert (copied(tokens) - wanted).abs().max() <= 1e-12
+    assert fast.prepare(copied, fast.Plan()) == []
+    assert torch.equal(copied(tokens), wanted)
