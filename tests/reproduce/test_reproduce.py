@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -54,7 +53,6 @@ from sinkdlm.reproduce.results import MAX_BYTES, Outcome, read_record, read_reco
 from sinkdlm.reproduce.running import Bench, _asking_officially, recipe_of, stages_of
 from sinkdlm.reproduce.steadiness import NAME as STEADINESS
 
-ROOT = Path(__file__).parents[2]
 CLAIM = {claim.name: claim for claim in claims.CLAIMS}
 
 
@@ -620,12 +618,6 @@ def test_blocks_are_written_safely():
     assert "<code>x&lt;y</code> <strong>z</strong>" in site
     assert "<td>&lt;b&gt;</td>" in site
     assert "| h\\| |" in to_markdown(blocks)
-
-
-def test_the_page_is_what_the_records_say():
-    """python -m benchmarks.reproduction writes it anew."""
-    written = page.write_page(ROOT / "benchmarks" / "results" / "reproduction", ROOT / "docs" / "assets")
-    assert (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8") == written
 
 
 def test_the_method_does_not_depend_on_results(tmp_path):
