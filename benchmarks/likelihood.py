@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.measuring import record, write
+from benchmarks.measuring import result, write
 from benchmarks.official_loop import MaskedForm
 from sinkdlm import DiffusionLM, ModelConfig, load
 from sinkdlm.data.synthetic import corpus
@@ -252,7 +252,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=1 << 15, help="tokens in a forward")
     parser.add_argument("--adaptive", action="store_true", help="adaptive draws against full runs, instead of speed")
     parser.add_argument("--subject", default="")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     given = parser.parse_args()
     if (given.sheet is None) == (given.made == 0):
         parser.error("give a sheet of requests, or --made")
@@ -270,7 +270,7 @@ def main() -> None:
     figures = {"requests": len(work.requests), "mean_tokens": sum(map(len, work.tokens)) / len(work.tokens), **figures}
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(given).items() if key != "out"}
     settings |= {"guidance": work.guidance, "task": work.requests[0].task}
-    write(record("likelihood", figures, device=given.device, settings=settings), given.out, subject=given.subject)
+    write(result("likelihood", figures, device=given.device, settings=settings), given.out, subject=given.subject)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measuring import arguments, measure, record, write
+from benchmarks.measuring import arguments, measure, result, write
 from sinkdlm.diffusion import Schedule, corrupt
 from sinkdlm.fast.objective import mask_compiled
 from sinkdlm.noise import permute
@@ -40,7 +40,7 @@ def main() -> None:
         "digest_on_cpu": digest("cpu"),
     }
     figures["equal_to_cpu"] = figures["digest"] == figures["digest_on_cpu"]
-    write(record("noise", figures, device=args.device, settings={"positions": BATCH * LENGTH, "seed": SEED}), args.out)
+    write(result("noise", figures, device=args.device, settings={"positions": BATCH * LENGTH, "seed": SEED}), args.out)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measuring import measure, quantiles, record, write
+from benchmarks.measuring import measure, quantiles, result, write
 from benchmarks.official_loop import MaskedForm, official_greedy, official_origin
 from sinkdlm import DiffusionLM, ModelConfig, load
 from sinkdlm.data.synthetic import corpus
@@ -249,7 +249,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--agreement-only", action="store_true", help="with --checkpoint: only what caches and thresholds do to it")
     parser.add_argument("--compile", action="store_true", help="time compiled blocks too")
     parser.add_argument("--subject", default="")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     given = parser.parse_args()
     gpu = given.device == "cuda"
     given.preset = given.preset or ("smdm-472m" if gpu else "nano")
@@ -287,7 +287,7 @@ def main() -> None:
         if "official" in found:
             found["times_as_fast"] = compare(found)
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(given).items() if key != "out"}
-    write(record("sampling", figures, device=given.device, settings=settings), given.out, subject=given.subject)
+    write(result("sampling", figures, device=given.device, settings=settings), given.out, subject=given.subject)
 
 
 if __name__ == "__main__":

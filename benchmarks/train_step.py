@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.measuring import kernel_times, measure, measure_together, record, write
+from benchmarks.measuring import kernel_times, measure, measure_together, result, write
 from benchmarks.official_loop import MaskedForm
 from sinkdlm import DiffusionLM, Recipe
 from sinkdlm.data.rows import Batch
@@ -36,7 +36,7 @@ from sinkdlm.distributed.world import World
 from sinkdlm.fast import compile_blocks
 from sinkdlm.fast.float8_training import fits
 from sinkdlm.planning.formulas import peak_flops, training_flops
-from sinkdlm.training.captured import find_recorder
+from sinkdlm.training.captured import find_capturer
 from sinkdlm.training.choose import settle_runner, settle_way
 from sinkdlm.training.gradients import Gradients
 from sinkdlm.training.optimizer import Optimizer
@@ -168,9 +168,9 @@ class Step:
             compiled=self.compiled,
             say=print,
         )
-        recorder = None if self._official else find_recorder(device)
-        if recorder is not None:
-            self.gradients.fix(self._batch(), recorder)
+        capturer = None if self._official else find_capturer(device)
+        if capturer is not None:
+            self.gradients.fix(self._batch(), capturer)
 
     def _as_trained(self) -> Recipe:
         """What `train` would be given to make these steps."""
@@ -205,7 +205,7 @@ class Step:
 
     @property
     def recorded(self) -> bool:
-        return self.gradients.recorded is not None and self.gradients.recorded.replays
+        return self.gradients.captured is not None and self.gradients.captured.replays
 
     def precision(self) -> AbstractContextManager[Any]:
         half = torch.bfloat16 if self.device.type == "cuda" else None
@@ -381,8 +381,8 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--sweep-rows", default="4,8,16,32")
     parser.add_argument("--sweep-lengths", default="512,1024,4096")
-    parser.add_argument("--subject", default=None, help="of the record's name; by default model and length")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    parser.add_argument("--subject", default=None, help="of the result's name; by default model and length")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     args = parser.parse_args()
     check_device(parser, args)
     if args.threads is not None:
@@ -399,7 +399,7 @@ def main() -> None:
     settings = {key: value for key, value in vars(args).items() if key not in ("out", "device", "subject")}
     settings["precision"] = "bf16" if args.device == "cuda" else "float32"
     write(
-        record("train_step", figures, device=args.device, settings=settings),
+        result("train_step", figures, device=args.device, settings=settings),
         args.out,
         subject=args.subject or f"{args.model}-{args.length}",
     )

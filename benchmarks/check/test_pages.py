@@ -3,6 +3,7 @@
 import json
 
 from benchmarks import page, readme
+from benchmarks.measuring import RESULTS
 from benchmarks.reproduction import DOCS, RECORDS
 from sinkdlm.reproduce.page import write_page
 
@@ -13,7 +14,7 @@ _REMAKE = "run: make docs-benchmarks"
 def test_the_benchmark_page_says_what_the_results_say() -> None:
     made = page.page_text()
     assert page.PAGE.read_text() == made, _REMAKE
-    for path in page.RESULTS.glob("*.json"):
+    for path in RESULTS.glob("*.json"):
         entry = json.loads(path.read_text())
         for words in (f"`{path.name}`", f"`{entry['command']}`", entry["commit"][:10]):
             assert words in made
