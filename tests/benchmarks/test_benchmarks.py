@@ -65,7 +65,7 @@ def test_a_timed_step_is_a_training_step_in_every_form():
     assert {name: train_step.kind_of(name) for name in kinds} == kinds
 
 
-_NO_FORM = "official, official-compiled, or one of vanilla, sink and gate"
+_NO_FORM = "official, official-compiled, or one of vanilla, sink, gate and logit"
 
 
 @pytest.mark.parametrize(
