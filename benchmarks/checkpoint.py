@@ -46,7 +46,8 @@ class Timed(loop.Trainer):
 
 def run_way(recipe: Recipe, out: Path, world: World) -> dict[str, Any]:
     folder = RunFolder(out, recipe, world)
-    trainer = Timed(recipe, folder, None, world, Monitor(out, recipe.log, Console(stderr=True)) if world.first else None)
+    monitor = Monitor(out, recipe.log, Console(stderr=True)) if world.first else None
+    trainer = Timed(recipe, folder, None, world, monitor)
     try:
         trainer.run()
     finally:

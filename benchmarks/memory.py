@@ -43,7 +43,7 @@ def pretend(ranks: int, device: torch.device) -> World:
 
 def measure_rank(recipe: Recipe, rows: int, layout: Layout | None, forwards: int, device: torch.device) -> dict[str, int]:
     """Peak bytes of a training step, and what is held between steps."""
-    ranks = 1 if layout is None else layout.copies * layout.shards
+    ranks = 1 if layout is None else layout.ranks
     world = pretend(ranks, device)
     gc.collect()
     torch.cuda.empty_cache()
@@ -51,7 +51,7 @@ def measure_rank(recipe: Recipe, rows: int, layout: Layout | None, forwards: int
     with torch.device("meta"):
         model = DiffusionLM(recipe.model)
     way = settle_way(recipe, world, layout, full_rows=True)
-    settle_runner(model, way, recipe, recipe.train.precision, print)
+    settle_runner(model, way, recipe, "bf16", print)
     weights = Weights(
         model,
         world,

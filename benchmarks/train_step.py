@@ -164,7 +164,6 @@ class Step:
             self.weights,
             self.precision(),
             micro_batch=rows,
-            share=rows,
             compiled=self.compiled,
             say=print,
         )

@@ -9,7 +9,7 @@ from benchmarks import kills
 
 from browsers import BROWSER, BROWSER_FLAGS, BROWSER_WAIT
 from shared_folders import make_once
-from sinkdlm.cli import app as cli
+from sinkdlm.cli import entry as cli
 from small_models import VARIANTS
 
 pytest.register_assert_rewrite("launches", "pages", "sites")  # so that a failure there says what was found
@@ -77,15 +77,6 @@ def command_line(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
 def unrendered(monkeypatch) -> None:
     """Figures are drawn, and no SVG is made of them, which is most of a report's time: for those who look at something else."""
     monkeypatch.setattr("sinkdlm.analysis.plates._to_svg", lambda figure: "<svg></svg>")
-
-
-@pytest.fixture
-def half_rendered(monkeypatch) -> None:
-    """SVGs of wide figures, and none of those for phones, which take as long."""
-    from sinkdlm.analysis import plates
-
-    render = plates._to_svg
-    monkeypatch.setattr(plates, "_to_svg", lambda figure: render(figure) if figure.get_figwidth() > 4 else "<svg></svg>")
 
 
 @pytest.fixture(scope="module")

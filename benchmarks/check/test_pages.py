@@ -5,7 +5,7 @@ import json
 from benchmarks import page, readme
 from benchmarks.measuring import RESULTS
 from benchmarks.reproduction import DOCS, RECORDS
-from sinkdlm.reproduce.page import write_page
+from benchmarks.reproduction_page import write_page
 
 _PICTURES = ("benchmarks-training", "benchmarks-sampling", "benchmarks-memory", "benchmarks-steps", "sinks")
 _REMAKE = "run: make docs-benchmarks"

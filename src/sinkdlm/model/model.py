@@ -238,7 +238,8 @@ class DiffusionLM(nn.Module):
         shifted = config.shift_logits and not causal
         if select is not None:
             ctx, source = ctx.select(select, tokens.shape[1], n_registers, shifted=shifted)
-            return self.runner(self, x, ctx, source).unflatten(0, select.shape)
+            states = self.runner(self, x, ctx, source)
+            return states if select.ndim == 1 else states.unflatten(0, select.shape)  # FSDP warns of a view
         x = self.runner(self, x, ctx, None)[:, n_registers:]
         return ctx.shift(x) if shifted else x
 
@@ -309,10 +310,10 @@ class Denoiser:
         lengths: Tensor | None = None,
         where: Tensor | None = None,
         cache: KeyValueCache | None = None,
-        **watchers: Any,
+        **facts: Any,
     ) -> Tensor:
-        """watchers: observe and intervene. Samplers look for lengths and cache by name."""
+        """facts: observe and intervene, as the model's forward takes them. Samplers look for the names of the others."""
         with torch.no_grad():
             chosen = where is not None and where.dtype == torch.bool
-            hidden = self.model(tokens, lengths=lengths, cache=cache, select=None if chosen else where, **watchers)
+            hidden = self.model(tokens, lengths=lengths, cache=cache, select=None if chosen else where, **facts)
             return self.model.head(hidden[where] if chosen else hidden)
