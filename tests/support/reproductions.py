@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sinkdlm.cli import app as cli
+from sinkdlm.cli import entry as cli
 from sinkdlm.reproduce import nano, running
 from sinkdlm.reproduce.matrix import SCALES
 from sinkdlm.reproduce.results import RUN, TRIAL, Outcome, RunResult
