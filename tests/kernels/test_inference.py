@@ -1,10 +1,13 @@
-"""Each kernel against the operations it stands for: on a GPU, or by Triton's interpreter where that is installed."""
+"""Each kernel of inference against the operations it stands for: on a GPU, or by Triton's interpreter."""
 
 import pytest
 import torch
 
+from sinkdlm.fast import Plan, runner
 from sinkdlm.fast import quantized as float8
-from sinkdlm.model import layers
+from sinkdlm.kernels import draw
+from sinkdlm.kernels import inference as kernels
+from sinkdlm.kernels import sampling as sampling_kernels
 from sinkdlm.model.lane import Lane
 from sinkdlm.model.positions import Rotation
 from sinkdlm.noise import Stream, counter, hash_words
@@ -12,15 +15,12 @@ from sinkdlm.sampling import drawing, generate, policy_of
 from sinkdlm.sampling.block_cache import BlockCache
 from small_models import VARIANTS, small_config, small_model, small_tokens
 
-pytest.importorskip("triton", reason="needs Triton")
-
-from sinkdlm.kernels import draw
-from sinkdlm.kernels import inference as kernels
-from sinkdlm.kernels import sampling as sampling_kernels
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUSABLE = [name for name, flags in VARIANTS.items() if flags.get("sink_kind") != "register"]
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the interpreter's log of 0
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),  # the interpreter's log of 0
+]
 
 
 def random(*shape, seed=0, dtype=torch.float32):
@@ -32,7 +32,7 @@ def fused(monkeypatch):
     """Switches between kernels and plain operations, wherever the tensors are."""
 
     def switch(on):
-        monkeypatch.setattr(layers, "find_kernels", lambda _: kernels if on else None)
+        monkeypatch.setattr(runner, "load_kernels", lambda: kernels if on else None)
         monkeypatch.setattr(float8, "find_kernels", lambda _: kernels if on else None)
         monkeypatch.setattr(sampling_kernels, "find_kernels", lambda _: kernels if on else None)
 
@@ -119,10 +119,17 @@ def test_equal_logits_go_to_the_first():
     assert draw.choose(logits, None, 0.0, False)[0].tolist() == [0, 3]
 
 
+def forced_model(**flags):
+    """Runs by kernels, wherever its tensors are."""
+    model = small_model(dtype=torch.float32, **flags).to(DEVICE)
+    model.runner = runner.FastRunner(Plan(), force="kernels")
+    return model
+
+
 @pytest.mark.parametrize("name", FUSABLE)
 def test_a_model_with_kernels_is_the_model(name, fused):
     """Whole rows, rows of different lengths, chosen positions, and a span of a cached row."""
-    model, tokens = small_model(dtype=torch.float32, **VARIANTS[name]).to(DEVICE), small_tokens(2, 9).to(DEVICE)
+    model, tokens = forced_model(**VARIANTS[name]), small_tokens(2, 9).to(DEVICE)
     lengths, wanted = torch.tensor([9, 6], device=DEVICE), torch.tensor([[0, 4], [5, 1]], device=DEVICE)
     changed = tokens.clone()
     changed[:, 3:7] = 1
@@ -139,28 +146,8 @@ def test_a_model_with_kernels_is_the_model(name, fused):
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", FUSABLE)
-def test_an_observer_changes_nothing_and_sees_the_same(name, fused):
-    model, tokens = small_model(dtype=torch.float32, **VARIANTS[name]).to(DEVICE), small_tokens(3, 9).to(DEVICE)
-    lengths = torch.tensor([9, 5, 2], device=DEVICE)
-    seen: dict[bool, list] = {True: [], False: []}
-    with torch.no_grad():
-        for on in (True, False):
-            fused(on)
-            plain = model(tokens, lengths=lengths)
-            watched = model(tokens, lengths=lengths, observe=lambda *given, on=on: seen[on].append(given))
-            assert torch.equal(watched, plain)
-    for here, there in zip(seen[True], seen[False], strict=True):
-        assert here[0] == there[0]
-        for one, other in zip(here[1:], there[1:], strict=True):
-            if other is None:
-                assert one is None
-            else:
-                torch.testing.assert_close(one, other.expand_as(one), rtol=1e-4, atol=1e-4)
-
-
 def test_samples_are_the_same_with_kernels(fused):
-    model, prompt = small_model(dtype=torch.float32, n_sinks=1).to(DEVICE), small_tokens(2, 3).to(DEVICE)
+    model, prompt = forced_model(n_sinks=1), small_tokens(2, 3).to(DEVICE)
     for options in ({"temperature": 0.7}, {"config": "fast", "block": 4}, {"guidance": 0.5}):
         found = []
         for on in (True, False):

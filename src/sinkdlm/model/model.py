@@ -302,9 +302,17 @@ class Denoiser:
     def device(self) -> torch.device:
         return self.model.embed.weight.device
 
-    def __call__(self, tokens: Tensor, *, where: Tensor | None = None, **facts: Any) -> Tensor:
-        """facts: lengths, cache, observe and intervene, as the model's forward takes them."""
+    def __call__(
+        self,
+        tokens: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        where: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        **facts: Any,
+    ) -> Tensor:
+        """facts: observe and intervene, as the model's forward takes them. Samplers look for the names of the others."""
         with torch.no_grad():
             chosen = where is not None and where.dtype == torch.bool
-            hidden = self.model(tokens, select=None if chosen else where, **facts)
+            hidden = self.model(tokens, lengths=lengths, cache=cache, select=None if chosen else where, **facts)
             return self.model.head(hidden[where] if chosen else hidden)
