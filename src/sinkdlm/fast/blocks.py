@@ -97,8 +97,8 @@ class Block(plain.Block):
         attention, view = self.attention, ctx.view
         x, normed = add_norm(x, update, self.attention_norm.weight, self.attention_norm.eps, ctx.dtype)
         heads = _matmul(attention.qkv, normed, ctx).unflatten(-1, (-1, attention.head_dim))
-        sinks = {"zero_value": attention.zero_value, "sink_logit": attention.sink_logit}
-        mixed = attend_flat(heads, view.rotation, view.sink_rotation, ctx.batch, attention.n_heads, **sinks)
+        given = (heads, view.rotation, view.sink_rotation, ctx.batch, attention.n_heads)
+        mixed = attend_flat(*given, zero_value=attention.zero_value, sink_logit=attention.sink_logit)
         if ctx.select is not None:
             x, mixed = x.index_select(0, ctx.select), mixed.index_select(0, ctx.select)
             normed = normed if attention.gate is None else normed.index_select(0, ctx.select)

@@ -39,7 +39,8 @@ def check_training(device: torch.device) -> None:
 
 def fits(*layers: nn.Module) -> bool:
     """Whether float8 matmuls take these layers' weights."""
-    return all(type(layer) in (nn.Linear, Linear) and not (layer.in_features | layer.out_features) % MULTIPLE for layer in layers)
+    linear = [layer for layer in layers if isinstance(layer, nn.Linear) and type(layer) in (nn.Linear, Linear)]
+    return len(linear) == len(layers) and not any(size % MULTIPLE for layer in linear for size in layer.weight.shape)
 
 
 class Linear(nn.Linear):

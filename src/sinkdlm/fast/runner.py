@@ -178,16 +178,16 @@ class FastRunner:
         by_shape = ctx.lengths is None and ctx.documents is None and isinstance(ctx.span[0], int)
         if by_shape and kept is not None:
             key = (x.dtype, x.device, ctx.causal, x.shape[1], ctx.span)
-            rotated = kept.table(key, lambda: rotations(config, x, ctx))
+            rotation, of_sinks = kept.table(key, lambda: rotations(config, x, ctx))
         else:
-            rotated = rotations(config, x, ctx)
+            rotation, of_sinks = rotations(config, x, ctx)
         rule = visibility(config, x, ctx)
         watchers = (ctx.observe, ctx.intervene, ctx.cache)
         if path == "flex" and rule is not None:
-            return View(*rotated, block_mask(rule, x.shape[0], config.n_lane), ctx.causal, attend_flex, *watchers)
+            return View(rotation, of_sinks, block_mask(rule, x.shape[0], config.n_lane), ctx.causal, attend_flex, *watchers)
         visible = padding_mask(config, x, ctx) if rule is None else rule.dense()
         attend = attend_grouped if x.device.type == "cuda" else View._field_defaults["attend"]
-        return View(*rotated, visible, ctx.causal, attend, *watchers)
+        return View(rotation, of_sinks, visible, ctx.causal, attend, *watchers)
 
     def _run_flat(self, model: DiffusionLM, x: Tensor, fast: FastContext, select: Tensor | None) -> Tensor:
         """The result is of the matmuls' precision."""
@@ -205,7 +205,7 @@ class FastRunner:
         early = select is not None and (own or self.plan.compile == "none")
         fast = fast._replace(select=select if early else None)
         if early and own:  # as it is written, not as it is compiled: its shapes are new in every step
-            flat, update, _ = blocks.Block.forward(last, flat, cast(Tensor, update), fast)  # type: ignore[assignment]
+            flat, update, _ = blocks.Block.forward(cast(blocks.Block, last), flat, update, fast)  # type: ignore[assignment]
         else:
             flat, update, _ = last(flat, update, fast)
         out = add_last_norm(flat, update, model.norm.weight, model.norm.eps, fast.dtype)

@@ -70,7 +70,8 @@ class StepGraphs:
     """Run steps of repeating shapes, as CUDA graphs once a shape was seen often enough. The graphs share one pool."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pool = device, None
+        self._device = device
+        self._pool: Pool = None
         self._seen: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, tuple[Tensor, Callable[[], None]]] = {}
 

@@ -48,26 +48,11 @@ def round_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, multi
     return whole.to(dtype) if rows else none, _transpose(whole, dtype, multiple) if multiple else none.clone()
 
 
-@round_float8.fake
-def _(x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, multiple: int) -> tuple[Tensor, Tensor]:
-    m, k = x.shape
-    shape = (k, padded(m, multiple)) if multiple else (0,)
-    return x.new_empty((m, k) if rows else (0,), dtype=dtype), x.new_empty(shape, dtype=dtype)
-
-
 @operator(_float8)
 def quantize(x: Tensor, predicted: Tensor | None, dtype: torch.dtype, multiple: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """round_float8 both ways by the scale of x's amax; that scale, and its inverse. What is no number stays none."""
     scale = scale_of(x.abs().amax(), dtype)
     return *round_float8.plain(x, scale, dtype, True, multiple), *_note(scale, predicted)
-
-
-@quantize.fake
-def _(x: Tensor, predicted: Tensor | None, dtype: torch.dtype, multiple: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    m, k = x.shape
-    scale, inverse = (x.new_empty((), dtype=torch.float32) for _ in range(2))
-    transposed = x.new_empty((k, padded(m, multiple)) if multiple else (0,), dtype=dtype)
-    return x.new_empty(m, k, dtype=dtype), transposed, scale, inverse
 
 
 @operator(_float8)
@@ -77,13 +62,6 @@ def swiglu_float8(gate_up: Tensor, predicted: Tensor | None) -> tuple[Tensor, Te
     hidden = gate * torch.sigmoid(gate) * up
     scale = scale_of(hidden.abs().amax(), VALUES)
     return (hidden * scale).to(VALUES), *_note(scale, predicted)
-
-
-@swiglu_float8.fake
-def _(gate_up: Tensor, predicted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    m, both = gate_up.shape
-    scale, inverse = (gate_up.new_empty((), dtype=torch.float32) for _ in range(2))
-    return gate_up.new_empty(m, both // 2, dtype=VALUES), scale, inverse
 
 
 @operator(_float8)
@@ -100,12 +78,3 @@ def swiglu_float8_backward(
     whole = whole * scale
     hidden = _transpose(silu * up * hidden_scale, VALUES, TOKENS)
     return whole.to(GRADIENTS), _transpose(whole, GRADIENTS, TOKENS), inverse, hidden
-
-
-@swiglu_float8_backward.fake
-def _(gate_up: Tensor, grad: Tensor, hidden_scale: Tensor, predicted: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    m, both = gate_up.shape
-    rows = gate_up.new_empty(m, both, dtype=GRADIENTS)
-    transposed = gate_up.new_empty(both, padded(m, TOKENS), dtype=GRADIENTS)
-    inverse = gate_up.new_empty((), dtype=torch.float32)
-    return rows, transposed, inverse, gate_up.new_empty(both // 2, padded(m, TOKENS), dtype=VALUES)

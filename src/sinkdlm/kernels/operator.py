@@ -23,11 +23,7 @@ class Operator(Generic[_P, _R]):
         self.plain, self._home, self._name = plain, home, plain.__name__
         self.op = torch.library.custom_op(f"sinkdlm::{self._name}", plain, mutates_args=())
         self.op.register_kernel("cuda")(self.kernel)
-
-    def fake(self, shapes: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Decorates what tells the compiler shapes, strides and types."""
-        self.op.register_fake(shapes)
-        return shapes
+        self.op.register_fake(plain)  # shapes, strides and types are those of the plain form
 
     def kernel(self, *args: Any, **given: Any) -> Any:
         return getattr(self._home(), self._name)(*args, **given)

@@ -42,6 +42,12 @@ def _repeat(x: Tensor, heads: int) -> Tensor:
     return _wide(x).repeat_interleave(heads // x.shape[1], dim=1)
 
 
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """In the angles' precision; by -sin it rotates back."""
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
 @operator(_sink_attention)
 def rotate_sinks(
     heads: Tensor, cos: Tensor, sin: Tensor, n_tokens: int, n_heads: int, zero_value: bool
@@ -51,20 +57,12 @@ def rotate_sinks(
     (N, H, D), zeros behind the last sink's."""
     n_sinks, n_kv = cos.shape[1], (heads.shape[1] - n_heads) // 2
     k, v = heads[n_tokens : n_tokens + n_sinks, n_heads:].split([n_kv, n_kv], dim=1)
-    first, second = k.to(cos.dtype).chunk(2, dim=-1)
-    rotated = torch.cat([first * cos[0] - second * sin[0], second * cos[0] + first * sin[0]], dim=-1).to(heads.dtype)
+    rotated = _rotate(k, cos[0], sin[0]).to(heads.dtype)
     v = torch.zeros_like(v) if zero_value else v
     own = v.repeat_interleave(n_heads // n_kv, dim=1)
     own = torch.nn.functional.pad(own, (0, 0, 0, 0, 0, heads.shape[0] - n_tokens - n_sinks))
     key, value = (x.transpose(0, 1)[None].clone(memory_format=torch.contiguous_format) for x in (rotated, v))
     return key, value, own
-
-
-@rotate_sinks.fake
-def _(heads: Tensor, cos: Tensor, sin: Tensor, n_tokens: int, n_heads: int, zero_value: bool) -> tuple[Tensor, Tensor, Tensor]:
-    width, n_sinks, n_kv = heads.shape[2], cos.shape[1], (heads.shape[1] - n_heads) // 2
-    key, value = (heads.new_empty(1, n_kv, n_sinks, width) for _ in range(2))
-    return key, value, heads.new_empty(heads.shape[0] - n_tokens, n_heads, width)
 
 
 @operator(_sink_attention)
@@ -74,21 +72,11 @@ def rotate_heads(
     """Queries and keys of heads (B T or more, H + 2K, D), rotated by cos and sin (1 or B, T, 1, D/2): (B, T, H + K, D); and the
     queries' scores on the sinks (B, T, H, S), times scale; S = 0 where there are none."""
     n_rotated, tokens = (heads.shape[1] + n_heads) // 2, cos.shape[1]
-    first, second = heads[: batch * tokens, :n_rotated].unflatten(0, (batch, tokens)).to(cos.dtype).chunk(2, dim=-1)
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(heads.dtype)
+    rotated = _rotate(heads[: batch * tokens, :n_rotated].unflatten(0, (batch, tokens)), cos, sin).to(heads.dtype)
     if sink_k is None:
         return rotated, heads.new_empty(batch, tokens, n_heads, 0, dtype=torch.promote_types(heads.dtype, torch.float32))
     queries = rotated[:, :, :n_heads].transpose(1, 2)
     return rotated, ((_wide(queries) @ _repeat(sink_k, n_heads).mT) * scale).transpose(1, 2).contiguous()
-
-
-@rotate_heads.fake
-def _(
-    heads: Tensor, cos: Tensor, sin: Tensor, sink_k: Tensor | None, batch: int, n_heads: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    n_rotated, tokens, n_sinks = (heads.shape[1] + n_heads) // 2, cos.shape[1], 0 if sink_k is None else sink_k.shape[2]
-    rotated = heads.new_empty(batch, tokens, n_rotated, heads.shape[2])
-    return rotated, heads.new_empty(batch, tokens, n_heads, n_sinks, dtype=torch.promote_types(heads.dtype, torch.float32))
 
 
 @operator(_sink_attention)
@@ -100,13 +88,6 @@ def merge_flat(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, beh
     out = _wide(content) * torch.exp(lse - merged)[..., None]
     out = out + torch.exp(scores - merged[..., None]) @ _repeat(sink_v, scores.shape[1])
     return torch.cat([out.to(content.dtype).transpose(1, 2).flatten(0, 1), behind]), merged.contiguous()
-
-
-@merge_flat.fake
-def _(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
-    batch, heads, tokens, width = content.shape
-    rows = content.new_empty(batch * tokens + behind.shape[0], heads, width)
-    return rows, torch.empty_like(lse, memory_format=torch.contiguous_format)
 
 
 def _sink_backward(
@@ -127,10 +108,7 @@ def by_sample(rows: Tensor, batch: int, tokens: int) -> Tensor:
 
 
 def _join(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    rows = []
-    for grad in (grad_q, grad_k):
-        first, second = grad.transpose(1, 2).to(cos.dtype).chunk(2, dim=-1)
-        rows.append(torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1))
+    rows = [_rotate(grad.transpose(1, 2), cos, -sin) for grad in (grad_q, grad_k)]
     return torch.cat([row.to(grad_k.dtype) for row in (*rows, grad_v.transpose(1, 2))], dim=2).flatten(0, 1)
 
 
@@ -138,12 +116,6 @@ def _join(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tens
 def join_heads(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Gradients of q, k (rotated by cos and sin, (1 or B, T, 1, D/2)) and v, (B, heads, T, D) each, as one of (B T, H + 2K, D)."""
     return _join(grad_q, grad_k, grad_v, cos, sin)
-
-
-@join_heads.fake
-def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    batch, n_heads, tokens, width = grad_q.shape
-    return grad_k.new_empty(batch * tokens, n_heads + 2 * grad_k.shape[1], width)
 
 
 @operator(_sink_attention)
@@ -164,21 +136,12 @@ def merge_flat_backward(
     joined = _join(_wide(grads[0]) + score_grads @ _repeat(sink_k, n_heads), grads[1], grads[2], cos, sin)
     behind = grad[batch * tokens :]
     into = joined.new_zeros(behind.shape[0], *joined.shape[1:])
-    first, second = to_k[0].transpose(0, 1).to(sink_cos.dtype).chunk(2, dim=-1)
-    rotated = torch.cat([first * sink_cos[0] + second * sink_sin[0], second * sink_cos[0] - first * sink_sin[0]], dim=-1)
-    into[:n_sinks, n_heads : n_heads + n_kv] = rotated.to(into.dtype)
+    rotated_back = _rotate(to_k[0].transpose(0, 1), sink_cos[0], -sink_sin[0])
+    into[:n_sinks, n_heads : n_heads + n_kv] = rotated_back.to(into.dtype)
     if not zero_value:
         own = _wide(behind[:n_sinks]).unflatten(1, (n_kv, -1)).sum(2)
         into[:n_sinks, n_heads + n_kv :] = (own + to_v[0].transpose(0, 1)).to(into.dtype)
     return torch.cat([joined, into])
-
-
-@merge_flat_backward.fake
-def _(
-    grad: Tensor, grads: list[Tensor], had: list[Tensor], sinks: list[Tensor], angles: list[Tensor], zero_value: bool, scale: float
-) -> Tensor:
-    q, n_kv = had[0], sinks[0].shape[1]
-    return grad.new_empty(grad.shape[0], q.shape[1] + 2 * n_kv, q.shape[3])
 
 
 @operator(_inference)
@@ -186,11 +149,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """(..., 2 F) -> (..., F): silu of the first half times the second."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
-
-
-@swiglu.fake
-def _(gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
 @operator(_dense)
@@ -204,12 +162,6 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(halves, dim=-1).to(gate_up.dtype), (silu * up).to(gate_up.dtype)
 
 
-@swiglu_backward.fake
-def _(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return (torch.empty_like(gate_up, memory_format=torch.contiguous_format),
-            torch.empty_like(grad, memory_format=torch.contiguous_format))  # fmt: skip
-
-
 @operator(_dense)
 def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x + update (empty where there is none), and rms_norm of that, or of x, times weight in `dtype`."""
@@ -217,14 +169,6 @@ def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype
     wide = torch.promote_types(total.dtype, weight.dtype)
     normed = torch.nn.functional.rms_norm(total.to(wide), weight.shape, weight.to(wide), eps)
     return x.new_empty(0) if update is None else total, normed.to(dtype)
-
-
-@add_norm.fake
-def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    total = x.new_empty(0)
-    if update is not None:
-        total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, update.dtype))
-    return total, x.new_empty(x.shape, dtype=dtype)
 
 
 @operator(_dense)
@@ -245,20 +189,7 @@ def add_norm_backward(
     return whole.to(x.dtype), update, grad_weight.to(weight.dtype)
 
 
-@add_norm_backward.fake
-def _(
-    grad_sum: Tensor | None, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    update = x.new_empty(0) if update_dtype is None else x.new_empty(x.shape, dtype=update_dtype)
-    return x.new_empty(x.shape), update, weight.new_empty(weight.shape)
-
-
 @operator(_dense)
 def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """grad (M, N) and x (M, K) of a product -> grad.T @ x, (N, K), in the weight's `dtype`: not rounded to theirs on the way."""
     return grad.to(dtype).mT @ x.to(dtype)
-
-
-@weight_gradient.fake
-def _(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    return grad.new_empty(grad.shape[1], x.shape[1], dtype=dtype)
