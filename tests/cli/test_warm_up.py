@@ -14,7 +14,6 @@ from sinkdlm.cli.train import train
 from sinkdlm.errors import UserError
 
 
-
 def on_gpu(test):
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from comparing import DEVICE, assert_like, random
+from comparing import assert_like, random
 from sinkdlm.kernels import ops
 from sinkdlm.kernels import sink_attention as kernels
 
