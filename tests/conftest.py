@@ -86,15 +86,6 @@ def unrendered(monkeypatch) -> None:
     monkeypatch.setattr("sinkdlm.analysis.plates._to_svg", lambda figure: "<svg></svg>")
 
 
-@pytest.fixture
-def half_rendered(monkeypatch) -> None:
-    """SVGs of wide figures, and none of those for phones, which take as long."""
-    from sinkdlm.analysis import plates
-
-    render = plates._to_svg
-    monkeypatch.setattr(plates, "_to_svg", lambda figure: render(figure) if figure.get_figwidth() > 4 else "<svg></svg>")
-
-
 @pytest.fixture(scope="module")
 def browser():
     """A real one, where there is one. Of a module: a driver that stays open would be in the way of event loops of other tests."""

@@ -32,7 +32,6 @@ def analyze(command_line, models):
     return lambda *words: command_line("analyze", *words)
 
 
-@pytest.mark.usefixtures("half_rendered")
 def test_two_models_side_by_side(analyze, models, tmp_path):
     out = tmp_path / "report"
     status, said, shown = analyze(models / "vanilla", models / "sink", "--prompts", models / "prompts.txt", "--out", out, *QUICK)

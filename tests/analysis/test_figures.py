@@ -89,11 +89,10 @@ def drawn_texts(figure):
         return [(one.get_text(), one.get_window_extent()) for one in shown]
 
 
-@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
 @pytest.mark.parametrize("which", [pytest.param(name, marks=pytest.mark.slow) for name in AWKWARD])
-def test_no_text_of_a_figure_is_cut_or_runs_into_another(which, narrow):
+def test_no_text_of_a_figure_is_cut_or_runs_into_another(which):
     captures = AWKWARD[which]()
-    plates = figures.draw_all(captures, [one[:3] for one in findings.compare(captures)], narrow=narrow)
+    plates = figures.draw_all(captures, [one[:3] for one in findings.compare(captures)])
     n_drawn = 0
     for name, (figure, _, _) in plates.items():
         if figure is None:

@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 
+from sinkdlm.analysis import intervals
 from sinkdlm.analysis.intervals import MAX_DRAWS, N_RESAMPLES, Interval, _resamples, difference_interval, mean_interval
 
 NAN = math.nan
@@ -63,10 +64,16 @@ def test_intervals_depend_on_the_seed_alone():
     assert (-mirrored.high, -mirrored.low) == pytest.approx(mean_interval(values)[1:3])
 
 
-def test_thousands_of_trajectories_take_bounded_memory():
+def test_thousands_of_trajectories_take_bounded_memory(monkeypatch):
     values = np.random.default_rng(0).gamma(2, 1, 4000)
     found = mean_interval(values)
     half = 1.96 * values.std(ddof=1) / math.sqrt(4000)
     assert (found.low, found.high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.15 * half)
-    assert max(_resamples(0, 0, n).nbytes for n in (6, 32, 800, 1000, 4000)) <= 8 * MAX_DRAWS
-    assert _resamples(0, 0, 800).shape[0] == N_RESAMPLES
+    asked = []
+    monkeypatch.setattr(intervals, "_resamples", lambda *given: asked.append(given[2:]) or _resamples(*given))
+    for n in (6, 32, 800, 1000, 4000):
+        mean_interval(values[:n])
+    assert all(n * count <= MAX_DRAWS for n, count in asked)
+    assert (800, N_RESAMPLES) in asked
+    apart = difference_interval(values[:32], values)  # as many resamples of both
+    assert apart.low < apart.mean < apart.high

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from captures import AWKWARD, KINDS, NASTY, VANILLA, make_capture
-from sinkdlm.analysis import figures, findings, glossary, metrics, report
+from sinkdlm.analysis import figures, findings, glossary, metrics
 from sinkdlm.analysis.kinds import KINDS as MEASURED_KINDS
+from sinkdlm.analysis.report import Grid, Report
 from sinkdlm.analysis.trajectory import Trajectory
 from sinkdlm.errors import AnalysisError
 
@@ -24,10 +25,9 @@ def pair():
 # -- what it says ---------------------------------------------------------------------------------------------------------------
 
 
-def test_every_quantity_and_kind_has_a_name():
-    assert sorted(glossary.QUANTITIES) == sorted(metrics.QUANTITIES)
+def test_every_kind_has_a_name():
     assert set(findings.KIND_NAMES) == set(MEASURED_KINDS) == set(KINDS)
-    assert set(figures.FOREST) < set(metrics.QUANTITIES)
+    assert set(figures.FOREST) < set(glossary.QUANTITIES)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_each_claim_follows_its_number_alone(claim, quantity, where, values):
         found = verdicts(*captures)
         assert found.pop(claim) == expected
         assert set(found.values()) == {findings.SHOWS}
-        title = report._title(captures, report._judge(captures, findings.compare(captures)))
+        title = Report(captures).title
         assert title.startswith("c1: of 5 claims of the paper, ")
         assert ("all 5 show" in title) == (expected == findings.SHOWS)
 
@@ -143,7 +143,7 @@ def test_a_weak_sink_is_not_glossed_over():
     weak = make_capture(means={"sink_mass": 0.08, "lane_heads": 0.0})
     told = findings.claims(weak)[0]
     assert told.verdict == findings.FAILS
-    assert "stays below 0.3" in told.evidence
+    assert "more than 0.3 in 0.0 % [0.0, 0.0] of heads" in told.evidence
 
 
 def test_layers_that_say_otherwise_are_told():
@@ -188,7 +188,7 @@ def test_totals_over_different_layers_are_told():
 def test_texts_under_noise_are_given_not_written(tmp_path):
     capture = make_capture()
     capture["settings"]["inputs"] = "noise"
-    page = report.write_report([capture], tmp_path)["report"].read_text()
+    page = Report([capture]).write(tmp_path)["report"].read_text()
     assert "Text 0, given" in page
     assert "Prompt of trajectory" not in page
 
@@ -204,7 +204,7 @@ def test_an_intervention_says_what_it_was_measured_on():
 def test_the_command_can_be_copied():
     capture = make_capture()
     capture["made"]["command"] = ["sinkdlm", "analyze", "runs/a b", "--out", "x"]
-    assert "command: sinkdlm analyze 'runs/a b' --out x" in report.render_summary([capture], [], [])
+    assert "command: sinkdlm analyze 'runs/a b' --out x" in Report([capture]).summary()
 
 
 # -- the files ------------------------------------------------------------------------------------------------------------------
@@ -212,12 +212,12 @@ def test_the_command_can_be_copied():
 
 @pytest.fixture(scope="module")
 def written(made_once, pair):
-    return made_once("report", lambda folder: report.write_report(pair, folder))
+    return made_once("report", lambda folder: Report(pair).write(folder))
 
 
 @pytest.mark.slow
 def test_the_same_captures_give_the_same_bytes(written, pair, tmp_path):
-    paths = report.write_report(json.loads(json.dumps(pair)), tmp_path / "new" / "folder")
+    paths = Report(json.loads(json.dumps(pair))).write(tmp_path / "new" / "folder")
     assert [path.name for path in (paths["report"], paths["metrics"], paths["summary"])] == [
         "report.html",
         "metrics.json",
@@ -265,14 +265,13 @@ def test_page_and_summary_say_the_same(written):
         assert re.search(rf">{verdict}</span> <b>{claim}</b>", page)
 
 
-@pytest.mark.usefixtures("half_rendered")
 def test_names_and_texts_are_shown_never_run(tmp_path):
     capture = make_capture(NASTY, 1, n=6)
     capture["trajectories"][0] |= {"prompt": NASTY, "text": f"{NASTY}</main>"}
     capture["omitted"] = {NASTY: NASTY}
     capture["interventions"][0]["label"] = NASTY
     capture["made"]["command"] = NASTY
-    paths = report.write_report([capture], tmp_path)
+    paths = Report([capture]).write(tmp_path)
     page, summary = paths["report"].read_text(), paths["summary"].read_text()
     assert "<script" not in page
     assert page.count("</main>") == 1
@@ -295,7 +294,7 @@ def test_a_report_of_measured_trajectories(tmp_path):
         capture["paths"] = [metrics.paths_of(row, ["a"] * length)]
         for one in capture["trajectories"]:
             one |= {"prompt": "", "text": "a"}
-        paths = report.write_report([json.loads(json.dumps(capture, allow_nan=False))], tmp_path / str(steps))
+        paths = Report([json.loads(json.dumps(capture, allow_nan=False))]).write(tmp_path / str(steps))
         assert "95 % intervals" in paths["report"].read_text()
 
 
@@ -329,21 +328,19 @@ def _trajectory(draw, steps, length, layers=2, heads=3) -> Trajectory:
 
 
 def test_mistakes_are_told_in_one_line(tmp_path, pair, monkeypatch):
-    plain, lane = pair
+    plain, _ = pair
     (tmp_path / "file").write_text("{")
     old = {"format": "sinkdlm-capture", "version": 7}
-    less = {part: value for part, value in lane.items() if part != "heads"}
     drawn = []  # what is drawn in vain takes seconds
     monkeypatch.setattr(figures, "draw_all", lambda *given, **_: drawn.append(given) or {})
     for make, words in [
-        (lambda: report.write_report([], tmp_path / "x"), "no capture"),
-        (lambda: report.write_report([plain, {"format": "else"}], tmp_path / "x"), "capture 2: not a capture"),
-        (lambda: report.write_report([plain, less], tmp_path / "x"), "capture 2: a capture without heads"),
-        (lambda: report.write_report([plain, plain], tmp_path / "x"), "two captures are called plain"),
-        (lambda: report.write_report([plain], tmp_path / "file"), "file: cannot be written: File exists; choose another folder"),
-        (lambda: report.write_report([plain], tmp_path / "file" / "in"), "cannot be written: Not a directory"),
-        (lambda: report.write_report([old], tmp_path / "x"), "capture 1: a capture of version 7, but this sinkdlm reads version 1"),
-        (lambda: report.write_report([[]], tmp_path / "x"), "capture 1: not a capture"),
+        (lambda: Report([]).write(tmp_path / "x"), "no capture"),
+        (lambda: Report([plain, {"format": "else"}]).write(tmp_path / "x"), "capture 2: not a capture"),
+        (lambda: Report([plain, plain]).write(tmp_path / "x"), "two captures are called plain"),
+        (lambda: Report([plain]).write(tmp_path / "file"), "file: cannot be written: File exists; choose another folder"),
+        (lambda: Report([plain]).write(tmp_path / "file" / "in"), "cannot be written: Not a directory"),
+        (lambda: Report([old]).write(tmp_path / "x"), "capture 1: a capture of version 7, but this sinkdlm reads version 1"),
+        (lambda: Report([[]]).write(tmp_path / "x"), "capture 1: not a capture"),
     ]:
         with pytest.raises(AnalysisError, match=re.escape(words)) as told:
             make()
@@ -354,7 +351,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, pair, monkeypatch):
         with monkeypatch.context() as without:
             without.setitem(sys.modules, module, None)
             with pytest.raises(AnalysisError, match=rf"need {module}: pip install 'sinkdlm\[viz\]'"):
-                report.write_report([plain], tmp_path / "x")
+                Report([plain]).write(tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
@@ -373,7 +370,7 @@ OVERLAPS = """() => {
     }
   return [blocks.length, found];
 }"""
-CUT = """() => [...document.querySelectorAll('h1, h2, h3, p, dt, dd, figcaption, figure > div')]
+CUT = """() => [...document.querySelectorAll('h1, h2, h3, p, dt, dd, figcaption')]
   .filter(one => one.scrollWidth > one.clientWidth + 1 && one.clientWidth).map(one => one.textContent.slice(0, 60))"""
 SCALES = """() => [...document.querySelectorAll('figure svg')].filter(one => one.getClientRects().length)
   .map(one => one.getBoundingClientRect().width / (one.viewBox.baseVal.width * 96 / 72))"""
@@ -384,7 +381,7 @@ SMALLEST = """() => Math.min(...[...document.querySelectorAll('h1, h2, h3, p, dt
 @pytest.mark.slow
 @pytest.mark.parametrize("which", AWKWARD)
 def test_an_awkward_page_reads_well_too(browser, which, tmp_path):
-    report.write_report(AWKWARD[which](), tmp_path)
+    Report(AWKWARD[which]()).write(tmp_path)
     check_page(browser, tmp_path / "report.html", tmp_path)
 
 
@@ -432,6 +429,6 @@ def test_a_sentence_in_a_table_may_wrap_and_numbers_may_not():
 
     source = (resources.files("sinkdlm.analysis") / "report.html.jinja").read_text(encoding="utf-8")
     macro = source[source.index("{% macro table") : source.index("{% macro picture")]
-    grid = report.Grid("t", ["", "a", "b"], [["a story", "word " * 20, "0.635"]])
+    grid = Grid("t", ["", "a", "b"], [["a story", "word " * 20, "0.635"]])
     drawn = Environment(autoescape=True).from_string(macro + "{{ table(grid) }}").render(grid=grid)
     assert f'<td class="prose">{"word " * 20}</td><td>0.635</td>' in drawn

@@ -21,7 +21,7 @@ from sinkdlm.cli import app as cli
 from sinkdlm.config.recipe import LogSection
 from sinkdlm.config.toml import flatten
 from sinkdlm.demo import language, run, words
-from sinkdlm.demo.scoring import compare_answers, exact_match, share_interval
+from sinkdlm.demo.scoring import compare_answers, compare_losses, exact_match, share_interval
 from sinkdlm.demo.screen import OPEN, Look, Part, Screen, has_room, spark
 
 STEPS, TRAJECTORIES = 4, 6
@@ -149,7 +149,7 @@ def test_words_say_who_is_ahead_or_that_nobody_is():
     assert "--seed 5" in words.sums_text(facts | {"sums": compare_answers(right, wrong, problems)})
     losses = [{"loss": loss, "stderr": 0.01} for loss in (1.0, 0.5, 1.01)]
     for other, said in ((1, "sink has the lower loss"), (2, "do not differ")):
-        assert said in words.stories_text(facts | {"stories": words.compare_losses(losses[0], losses[other])})
+        assert said in words.stories_text(facts | {"stories": compare_losses(losses[0], losses[other])})
 
 
 # -- what is seen ---------------------------------------------------------------------------------------------------------------

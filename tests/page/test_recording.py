@@ -8,7 +8,7 @@ import pytest
 from evaluated import padded_lm, small_lm
 from sinkdlm.analysis import recording
 from sinkdlm.analysis.capture import Rules, capture
-from sinkdlm.analysis.recording import Recorder, join_sides, likeliest, look_at, pack, record, unpack
+from sinkdlm.analysis.recording import Recorder, join_sides, likeliest, look_at, pack, record_side, unpack
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.sampling import requests_of
@@ -31,7 +31,7 @@ def frames_of(lm, rules=None):
 def test_a_recording_holds_what_the_analysis_saw(lm):
     rules = Rules(threshold=0.2, margin=2.0)
     trajectory, canvases = frames_of(lm, rules)
-    side = record(lm, "m", canvases, trajectory.n_prompt, rules=rules)
+    side = record_side(lm, "m", canvases, trajectory.n_prompt, rules=rules)
     steps, shape = trajectory.n_steps, (trajectory.n_layers, trajectory.n_heads, 28)
     for rule in ("absolute", "relative"):
         expected = getattr(trajectory, rule)
@@ -68,8 +68,8 @@ def test_what_is_too_large_is_refused_and_rows_go_first(monkeypatch):
     given = {"piece": str, "kind": lambda token: "word"}
     n_values = len(canvases) * 2 * 2 * 29
     monkeypatch.setattr(recording, "MOST_ROWS", n_values * 28 - 1)
-    assert record(lm, "m", canvases[:2], 8)["rows"] is not None
-    side = record(lm, "m", canvases, 8)
+    assert record_side(lm, "m", canvases[:2], 8)["rows"] is not None
+    side = record_side(lm, "m", canvases, 8)
     assert side["rows"] is None
     assert len(side["candidates"]) == len(canvases)
     monkeypatch.setattr(recording, "MOST_VALUES", n_values)
@@ -88,7 +88,7 @@ def test_candidates_are_what_could_be_written():
     canvas = [3, 4, *[mask_id] * 6]
     bare = likeliest(lm.model, canvas, range(8), 5)
     assert all({token for token, _ in place} - known for place in bare)
-    for frame in record(lm, "m", [canvas], 2)["candidates"]:
+    for frame in record_side(lm, "m", [canvas], 2)["candidates"]:
         assert {token for place in frame for token, _ in place} <= known
         assert all(len(place) == 5 and place[0][1] > 0 for place in frame)
     barred = absent_ids(lm.tokenizer, lm.config.vocab_size)
@@ -101,7 +101,7 @@ def test_candidates_are_what_could_be_written():
 
 def test_without_a_tokenizer_tokens_are_their_ids():
     lm = replace(small_lm(), tokenizer=None)
-    side = record(lm, "m", [[3, 4, lm.config.mask_id], [3, 4, 5]], 2)
+    side = record_side(lm, "m", [[3, 4, lm.config.mask_id], [3, 4, 5]], 2)
     assert side["pieces"]["4"] == "#4"
     assert side["tokens"][0] == [3, 4, None]
     assert join_sides([side], {"prompt": ""})["format"] == "sinkdlm-recording"

@@ -18,7 +18,7 @@ from sinkdlm.analysis.trajectory import Trajectory
 from sinkdlm.errors import AnalysisError, ModelError
 from sinkdlm.model.attention import attend_naive
 from sinkdlm.model.model import Block, DiffusionLM
-from sinkdlm.model.observe import part_registers, share_on, summarize
+from sinkdlm.model.observe import AttentionStatistics, Watcher, part_registers, share_on, summarize
 from sinkdlm.noise import Stream, fold, hash_words, unit_interval
 from sinkdlm.sampling.loop import step
 from sinkdlm.sampling.requests import Request, State, start
@@ -36,23 +36,6 @@ class Rules(NamedTuple):
 RULES = Rules()
 
 
-class _Layer(NamedTuple):
-    """What one layer showed, rows first. Fields are named as in Trajectory."""
-
-    absolute: Tensor
-    relative: Tensor
-    top: Tensor
-    top_received: Tensor
-    received: Tensor
-    sink_received: Tensor
-    entropy: Tensor
-    value_norm: Tensor
-    sink_value_norm: Tensor
-    output_norm: Tensor
-    bound: Tensor
-    resting: Tensor
-
-
 _PER_TOKEN = {"absolute", "relative", "received", "value_norm", "resting", "update_ratio"}  # their last dimension is T
 
 
@@ -65,48 +48,39 @@ class Watched:
         self.model, self.rules = model, rules
         self.last: list[dict[str, np.ndarray]] = []
         self._denoiser = model.denoiser(barred)
-        self.reach, self.barred = self._denoiser.reach, self._denoiser.barred
+        self.reach, self.barred, self.device = self._denoiser.reach, self._denoiser.barred, self._denoiser.device
         self._n_registers = model.config.n_registers
-        self._layers: list[_Layer] = []
-        self._updates: list[Tensor] = []
+        self._layers: list[dict[str, Tensor]] = []  # what each showed, rows first, named as in Trajectory
         self._states: Tensor | None = None  # |h| of the layer that is being computed, (B, R + T)
         self._lengths: Tensor | None = None
 
-    @property
-    def device(self) -> torch.device:
-        return self._denoiser.device
-
     def __call__(self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None) -> Tensor:
-        self._layers, self._updates, self._lengths = [], [], lengths
+        self._layers, self._lengths = [], lengths
         with ExitStack() as stack:
             for block in cast(list[Block], self.model.blocks):
                 stack.callback(block.register_forward_pre_hook(self._enter).remove)
                 stack.callback(block.attention.register_forward_hook(self._leave).remove)
-            logits = self._denoiser(tokens, lengths=lengths, where=where, observe=self._look)
+            with torch.no_grad():
+                self.model(tokens, lengths=lengths, observe=self._look)
         self.last = self._collect(tokens)
-        return logits
+        # A watched forward runs plain and whole, so it rounds otherwise: the sampler gets what it would get unwatched.
+        return self._denoiser(tokens, lengths=lengths, where=where)
 
     def _look(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
         given, logit = part_registers(self._n_registers, q, k, v, sink_k, sink_v), sink_logit_of(self.model, layer)
         found = summarize(*given, sink_logit=logit, lengths=self._lengths)
         absolute = found.received > self.rules.threshold
-        relative = stands_out(found.received, self._lengths, self.rules.margin)
         most = found.received.max(-1)
         self._layers.append(
-            _Layer(
-                absolute,
-                relative,
-                most.indices,
-                most.values,
-                found.received.mean(1),
-                found.sink_received,
-                found.entropy,
-                found.value_norm,
-                found.sink_value_norm,
-                found.output_norm,
-                found.bound,
-                share_on(absolute, *given, sink_logit=logit, lengths=self._lengths),
-            )
+            {
+                "absolute": absolute,
+                "relative": stands_out(found.received, self._lengths, self.rules.margin),
+                "top": most.indices,
+                "top_received": most.values,
+                "resting": share_on(absolute, *given, sink_logit=logit, lengths=self._lengths),
+                **found._asdict(),
+                "received": found.received.mean(1),
+            }
         )
 
     def _enter(self, _: Any, given: tuple[Any, ...]) -> None:
@@ -115,14 +89,11 @@ class Watched:
     def _leave(self, attention: Any, given: tuple[Any, ...], update: Tensor) -> None:
         """|z| / |h| of each token."""
         assert self._states is not None
-        self._updates.append((_norms(update) / self._states)[:, self._n_registers :])
+        self._layers[-1]["update_ratio"] = (_norms(update) / self._states)[:, self._n_registers :]
 
     def _collect(self, tokens: Tensor) -> list[dict[str, np.ndarray]]:
         """One transfer for each statistic, then rows apart, at their own lengths."""
-        columns = {
-            name: torch.stack([getattr(layer, name) for layer in self._layers], dim=1).cpu().numpy() for name in _Layer._fields
-        }
-        columns["update_ratio"] = torch.stack(self._updates, dim=1).cpu().numpy()
+        columns = {name: torch.stack([one[name] for one in self._layers], dim=1).cpu().numpy() for name in self._layers[0]}
         seen = tokens.cpu().numpy()
         sizes = [tokens.shape[1]] * tokens.shape[0] if self._lengths is None else self._lengths.tolist()
         rows = []
@@ -134,6 +105,15 @@ class Watched:
 
 def _norms(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).norm(dim=-1)
+
+
+def look_once(model: DiffusionLM, tokens: Sequence[int]) -> list[AttentionStatistics]:
+    """Of every layer, when the model sees this row."""
+    logits = [sink_logit_of(model, layer) for layer in range(model.config.n_layers)]
+    watcher = Watcher(sink_logits=cast(list[Tensor], logits), n_registers=model.config.n_registers)
+    with model.inference():
+        model(torch.tensor([list(tokens)], device=model.embed.weight.device), observe=watcher)
+    return watcher.layers
 
 
 def sink_logit_of(model: DiffusionLM, layer: int) -> Tensor | None:
@@ -182,12 +162,13 @@ def capture(
 
 def _check(request: Request) -> None:
     policy = request.policy
-    if policy.guidance:
-        raise AnalysisError("guidance: a step then has two forwards, one without the prompt; analyse without it")
-    if policy.cache != "none":
-        raise AnalysisError(f"cache = {policy.cache!r}: its forwards see only a part of the row; analyse with cache = 'none'")
-    if request.grow:
-        raise AnalysisError("an open end: positions of a row that grows cannot be compared; give a length")
+    for refused, why in (
+        (policy.guidance, "guidance: a step then has two forwards, one without the prompt; analyse without it"),
+        (policy.cache != "none", f"cache = {policy.cache!r}: its forwards see a part of the row; analyse with cache = 'none'"),
+        (request.grow, "an open end: positions of a row that grows cannot be compared; give a length"),
+    ):
+        if refused:
+            raise AnalysisError(why)
 
 
 def _advance(states: list[State], watched: Watched, seen: list[list[dict[str, np.ndarray]]]) -> int:

@@ -7,11 +7,14 @@ N steps, E layers, H heads, T tokens, S sinks of the model.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sinkdlm.analysis.glossary import defined, label_of, unit_of, write_count, write_interval, write_number
+from sinkdlm.analysis.findings import Capture, layers_of
+from sinkdlm.analysis.glossary import QUANTITIES, defined, write_count, write_interval, write_number
 from sinkdlm.analysis.plates import (
     COLOURS,
     FAINT,
@@ -23,16 +26,21 @@ from sinkdlm.analysis.plates import (
     add_bar,
     add_legend,
     drawn,
+    name_axes,
     panels,
     shown,
-    whole_numbers,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Capture = Mapping[str, Any]
-
+_GROUPS = {"sink": ("content sinks", SINK), "normal": ("other tokens", NORMAL), "lane": ("sink token", LANE)}  # of value norms
+_NORMS = {  # quantity -> name, line and marker
+    "sink_value_norm": ("sink token", "-", "o"),
+    "content_sink_norm": ("content sinks", "--", "^"),
+    "normal_norm": ("other tokens", ":", "s"),
+}
+_BELOW: dict[str, Any] = {"orientation": "horizontal", "format": "{x:g}", "shrink": 0.6}
 FOREST = (
     *("sink_mass", "content_sinks", "relative_sinks", "sink_heads", "turnover", "relative_turnover", "move_rate", "lifetime"),
     *("anchored", "norm_ratio", "entropy", "bound_ratio", "update_ratio", "noop"),
@@ -44,30 +52,31 @@ FOREST = (
 
 def pair_maps(capture: Capture) -> list[list[dict[str, Any]]]:
     """All maps, for figures of two: those of one head beside each other, in the order of steps."""
-    places: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
-    for one in capture["maps"]:
-        places.setdefault((one["number"], one["layer"], one["head"]), []).append(one)
-    ordered = [sorted(own, key=lambda one: one["step"]) for own in places.values()]
-    return [own[begin : begin + 2] for own in ordered for begin in range(0, len(own), 2)]
+    ordered = sorted(capture["maps"], key=itemgetter("number", "layer", "head", "step"))
+    of_heads = [list(own) for _, own in groupby(ordered, key=itemgetter("number", "layer", "head"))]
+    return [own[begin : begin + 2] for own in of_heads for begin in range(0, len(own), 2)]
 
 
 @drawn
-def figure1(capture: Capture, maps: Sequence[Mapping[str, Any]], *, norms: bool = True, narrow: bool = False) -> Plate:
+def figure1(capture: Capture, maps: Sequence[Mapping[str, Any]], *, norms: bool = True) -> Plate:
     """Attention maps at one or two steps with their sink columns, and value norms of sinks and other tokens."""
+    scatter = capture["scatter"]
     groups = [
-        (label, colour, values, mean, n) for label, colour, values, mean, n in _norm_groups(capture["scatter"]) if norms and values
+        (label, colour, scatter[group], scatter[f"{group}_mean"], scatter[f"n_{group}"])
+        for group, (label, colour) in _GROUPS.items()
+        if norms and scatter[group]
     ]
     if not maps and not groups:
         return Plate(None, f"Figure 1 of {capture['name']}: no attention map and no value norms were captured.")
     kinds = ["map"] * len(maps) + ["plot"] * bool(groups)
-    figure, axes = panels(kinds, 3.5, narrow or kinds == ["map"])  # a map alone stays square
+    figure, axes = panels(kinds, 3.5, small=kinds == ["map"])
     captions = []
     if maps:
         limit = max(np.max(one["weights"]) for one in maps)
         for axis, one in zip(axes, maps, strict=False):
             image = _draw_map(axis, one, limit)
-        marks = [mark for mark in ((0, 0.05, 0.2, 0.5, 1) if narrow else (0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.7, 1)) if mark <= limit]
-        add_bar(figure, image, list(axes[: len(maps)]), "attention", marks)
+        marks = [mark for mark in (0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.7, 1) if mark <= limit]
+        add_bar(figure, image, axes[: len(maps)], "attention", ticks=marks, **_BELOW)
         first = maps[0]
         captions.append(
             f"Attention of layer {first['layer']}, head {first['head']} in trajectory {first['number']} at "
@@ -80,10 +89,9 @@ def figure1(capture: Capture, maps: Sequence[Mapping[str, Any]], *, norms: bool 
         _draw_norms(axes[-1], groups)
         means = "; ".join(f"{label} {write_number(mean)} (n = {n:,})" for label, _, _, mean, n in groups)
         captions.append(f"Value norms (eq. 16), mean: {means}.")
-        most = max(len(values) for _, _, values, _, _ in groups)
         if any(n > len(values) for _, _, values, _, n in groups):
-            captions.append(f"At most {most:,} points of each kind are drawn.")
-    if norms and not capture["scatter"]["sink"]:
+            captions.append(f"At most {max(len(values) for _, _, values, _, _ in groups):,} points of each kind are drawn.")
+    if norms and not scatter["sink"]:
         captions.append(f"No token of the text is a sink by the threshold of {_threshold(capture)}.")
     return Plate(figure, f"{capture['name']}. {' '.join(captions)}")
 
@@ -106,92 +114,56 @@ def _draw_map(axis: "Axes", one: Mapping[str, Any], limit: float) -> Any:
     above = axis.get_xaxis_transform()
     marks = [(float(-(n_sinks + 1) / 2), "sink token" if n_sinks == 1 else "sink tokens", LANE)] if n_sinks else []
     marks += [(float(place), shown(one["labels"][place]), SINK) for place in one["sinks"]]
+    upright: dict[str, Any] = {"rotation": 90, "ha": "center", "va": "bottom", "size": 7, "parse_math": False}
     last = -length
     for place, label, colour in marks:
-        axis.plot([place], [1.02], marker="v", markersize=4, color=colour, transform=above, clip_on=False, linestyle="none")
+        axis.plot([place], [1.02], "v", markersize=4, color=colour, transform=above, clip_on=False)
         if place - last >= 0.05 * length:  # names that would run into each other are left out
-            axis.text(
-                place, 1.05, label, rotation=90, ha="center", va="bottom", size=7, color=colour, transform=above, parse_math=False
-            )
+            axis.text(place, 1.05, label, color=colour, transform=above, **upright)
             last = place
-    axis.set_xlabel(f"step {one['step']}: key")
-    axis.set_ylabel("query", labelpad=1)
-    axis.xaxis.set_major_locator(whole_numbers(5))
-    axis.yaxis.set_major_locator(whole_numbers(5))
+    name_axes(axis, f"step {one['step']}: key", "query", most=5)
     axis.set_xlim(-n_sinks - 0.5, length - 0.5)
     return image
-
-
-def _norm_groups(scatter: Mapping[str, Any]) -> list[tuple[str, str, list[float], float | None, int]]:
-    return [
-        ("content sinks", SINK, scatter["sink"], scatter["sink_mean"], scatter["n_sink"]),
-        ("other tokens", NORMAL, scatter["normal"], scatter["normal_mean"], scatter["n_normal"]),
-        ("sink token", LANE, scatter["lane"], scatter["lane_mean"], scatter["n_lane"]),
-    ]
 
 
 def _draw_norms(axis: "Axes", groups: Sequence[tuple[str, str, list[float], float | None, int]]) -> None:
     for place, (_, colour, values, mean, _) in enumerate(groups):
         across = place + 0.7 * ((np.arange(len(values)) * 0.6180339887) % 1 - 0.5)  # spread evenly, the same each time
-        axis.plot(
-            across,
-            values,
-            marker=".",
-            markersize=2.2,
-            markeredgewidth=0,
-            linestyle="none",
-            color=colour,
-            alpha=min(0.5, max(0.1, 400 / len(values))),
-            rasterized=True,
-        )
-        if defined(mean) and mean is not None:
+        faint = min(0.5, max(0.1, 400 / len(values)))
+        axis.plot(across, values, ".", markersize=2.2, markeredgewidth=0, color=colour, alpha=faint, rasterized=True)
+        if mean is not None:
             axis.plot([place - 0.42, place + 0.42], [mean, mean], color=INK, linewidth=1.2)
             box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
             above: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "va": "bottom"}
             axis.annotate(write_number(mean), (place, mean), size=8, weight="bold", bbox=box, **above)
     axis.set_xticks(range(len(groups)), [f"{label.replace(' ', chr(10))}\nn =\n{n:,}" for label, _, _, _, n in groups])
-    axis.set_ylabel("value norm")
-    axis.set_ylim(bottom=0)
-    axis.set_xlim(-0.55, len(groups) - 0.45)
+    axis.set(ylabel="value norm", ylim=(0, None), xlim=(-0.55, len(groups) - 0.45))
 
 
 @drawn
-def figure3(captures: Sequence[Capture], *, narrow: bool = False) -> Plate:
+def figure3(captures: Sequence[Capture]) -> Plate:
     """Per layer: value norms of sinks and other tokens; share of attention on the model's own sinks."""
-    kinds = {"sink_value_norm": ("-", "o"), "content_sink_norm": ("--", "^"), "normal_norm": (":", "s")}
-    norms = [(c, name) for c in captures for name in kinds if _has_layers(c, name)]
-    shares = [c for c in captures if c["model"]["n_sinks"] and _has_layers(c, "sink_mass")]
+    norms = [(c, name) for c in captures for name in _NORMS if layers_of(c, name)]
+    shares = [c for c in captures if c["model"]["n_sinks"] and layers_of(c, "sink_mass")]
     if not norms:
         return Plate(None, "Figure 3: no value norm was measured.")
-    figure, axes = panels(["plot"] * (1 + bool(shares)), 2.9, narrow)
+    figure, axes = panels(["plot"] * (1 + bool(shares)), 2.9)
     colours = {c["name"]: COLOURS[place % len(COLOURS)] for place, c in enumerate(captures)}
-    for capture, name in norms:
-        line, marker = kinds[name]
-        _draw_layers(axes[0], capture["quantities"][name]["layers"], colours[capture["name"]], line, marker)
-    for capture in shares:
-        _draw_layers(axes[1], capture["quantities"]["sink_mass"]["layers"], colours[capture["name"]], "-", "o")
-    axes[0].set_ylabel("value norm")
-    axes[0].set_ylim(bottom=0)
-    if shares:
-        axes[1].set_ylabel("attention on the sink token")
-        axes[1].set_ylim(0, 1)
-    for axis in axes:
-        axis.set_xlabel("layer")
-        axis.xaxis.set_major_locator(whole_numbers())
-    used = [name for name in kinds if any(name == own for _, own in norms)]
+    for c, name in norms:
+        _draw_layers(axes[0], c["quantities"][name]["layers"], colours[c["name"]], *_NORMS[name][1:])
+    for c in shares:
+        _draw_layers(axes[1], c["quantities"]["sink_mass"]["layers"], colours[c["name"]], "-", "o")
+    for axis, label, top in zip(axes, ("value norm", "attention on the sink token"), (None, 1), strict=False):
+        name_axes(axis, "layer", label, whole="x")
+        axis.set_ylim(0, top)
     keys = [(c["name"], {"color": colours[c["name"]], "linewidth": 3}) for c in captures]
-    names = {"sink_value_norm": "sink token", "content_sink_norm": "content sinks", "normal_norm": "other tokens"}
-    keys += [(names[name], {"color": FAINT, "linestyle": kinds[name][0], "marker": kinds[name][1]}) for name in used]
-    add_legend(figure, keys, narrow)
+    looks = [look for name, look in _NORMS.items() if any(name == own for _, own in norms)]
+    keys += [(label, {"color": FAINT, "linestyle": line, "marker": marker}) for label, line, marker in looks]
+    add_legend(figure, keys)
     caption = f"Value norms (eq. 16) per layer, and the share of attention on the sink token. {_sizes(captures)}"
     caption += "" if shares else " No checkpoint has a sink token, so no share of attention is drawn."
-    return Plate(
-        figure, f"{caption} Bands are 95 % intervals over trajectories; content sinks receive more than {_threshold(captures[0])}."
-    )
-
-
-def _has_layers(capture: Capture, name: str) -> bool:
-    return any(defined(one["mean"]) for one in capture["quantities"].get(name, {}).get("layers", []))
+    caption += f" Bands are 95 % intervals over trajectories; content sinks receive more than {_threshold(captures[0])}."
+    return Plate(figure, caption)
 
 
 def _draw_layers(axis: "Axes", layers: Sequence[Mapping[str, Any]], colour: str, line: str, marker: str) -> None:
@@ -204,12 +176,12 @@ def _draw_layers(axis: "Axes", layers: Sequence[Mapping[str, Any]], colour: str,
 
 
 @drawn
-def trajectory(capture: Capture, which: int = 0, *, narrow: bool = False) -> Plate:
+def trajectory(capture: Capture) -> Plate:
     """The most-received token of each layer at each step, over what is still [MASK]."""
     name = f"Paths of sinks of {capture['name']}"
-    if which >= len(capture["paths"]):
+    if not capture["paths"]:
         return Plate(None, f"{name}: no path was captured.")
-    path = capture["paths"][which]
+    path = capture["paths"][0]
     top, received = (np.asarray(path[part], dtype=float) for part in ("top", "received"))  # (E, N); null is not a number
     n_layers, n_steps = top.shape
     if n_steps < 2:
@@ -223,7 +195,7 @@ def trajectory(capture: Capture, which: int = 0, *, narrow: bool = False) -> Pla
     grounds = {"given": "#d7e6f2", clear: "#ffffff", "[MASK]": "#dcdcdc"}
     ground = np.where(masked, 2, 1)
     ground[: path["n_prompt"]] = 0
-    figure, (axis,) = panels(["plot"], 4.0 if not narrow else 4.4, narrow)
+    figure, (axis,) = panels(["plot"], 4.0)
     axis.imshow(
         ground, cmap=ListedColormap(list(grounds.values())), vmin=0, vmax=2, aspect="auto", interpolation="nearest", rasterized=True
     )
@@ -234,23 +206,12 @@ def trajectory(capture: Capture, which: int = 0, *, narrow: bool = False) -> Pla
         axis.plot(steps, top[layer] + offsets[layer], color=colours(layer), linewidth=0.8, alpha=0.8)
         axis.scatter(steps, top[layer] + offsets[layer], s=90 * np.nan_to_num(received[layer]), color=colours(layer), linewidths=0)
     norm = BoundaryNorm(np.arange(n_layers + 1) - 0.5, n_layers)
-    bar = figure.colorbar(
-        ScalarMappable(norm, colours),
-        ax=axis,
-        fraction=0.05,
-        pad=0.02,
-        aspect=35,
-        ticks=np.unique(np.linspace(0, n_layers - 1, 9).round()),
-    )
-    bar.set_label("layer")
-    bar.outline.set_visible(False)
-    axis.set_xlabel("step")
-    axis.set_ylabel("token of the row")
-    axis.xaxis.set_major_locator(whole_numbers())
-    axis.yaxis.set_major_locator(whole_numbers())
+    ticks = np.unique(np.linspace(0, n_layers - 1, 9).round())
+    add_bar(figure, ScalarMappable(norm, colours), [axis], "layer", aspect=35, ticks=ticks)
+    name_axes(axis, "step", "token of the row")
     there = [label for place, label in enumerate(grounds) if (ground == place).any()]
     patch = {"marker": "s", "markersize": 8, "markeredgecolor": FAINT, "markeredgewidth": 0.5, "linestyle": "none"}
-    add_legend(figure, [(label, {"color": grounds[label], **patch}) for label in there], narrow)
+    add_legend(figure, [(label, {"color": grounds[label], **patch}) for label in there])
     return Plate(
         figure,
         f"{capture['name']}. The token that receives most attention in each layer (mean over heads) at each of {n_steps} steps of "
@@ -260,7 +221,7 @@ def trajectory(capture: Capture, which: int = 0, *, narrow: bool = False) -> Pla
 
 
 @drawn
-def heads(capture: Capture, *, narrow: bool = False) -> Plate:
+def heads(capture: Capture) -> Plate:
     """Which heads rest on the model's own sinks, and which on tokens of the text."""
     titles = {"lane": "attention on the sink token", "content": "share of steps with a content sink"}
     found = {kind: np.asarray(capture["heads"][kind], dtype=float) for kind in titles if capture["heads"].get(kind)}
@@ -269,18 +230,15 @@ def heads(capture: Capture, *, narrow: bool = False) -> Plate:
     if not found:
         return Plate(None, f"Heads of {capture['name']}: no head was measured.")
     n_layers, n_heads = next(iter(found.values())).shape
-    figure, axes = panels(["plot"] * len(found), min(5.0, max(2.2, 0.2 * n_layers + 1.2)), narrow or len(found) == 1)
+    figure, axes = panels(["plot"] * len(found), min(5.0, max(2.2, 0.2 * n_layers + 1.2)), small=len(found) == 1)
     for axis, (kind, shares) in zip(axes, found.items(), strict=True):
         image = axis.imshow(shares, vmin=0, vmax=1, cmap="cividis", aspect="auto", origin="lower", interpolation="none")
         axis.set_title(titles[kind])
-        axis.set_xlabel("head")
-        axis.set_ylabel("layer")
-        axis.xaxis.set_major_locator(whole_numbers())
-        axis.yaxis.set_major_locator(whole_numbers())
+        name_axes(axis, "head", "layer")
         for (layer, head), share in np.ndenumerate(shares) if n_heads <= 8 and n_layers <= 16 else ():
             colour = "white" if share < 0.55 else "black"
             axis.text(head, layer, f"{share:.2f}", ha="center", va="center", size=6.5, color=colour)
-    add_bar(figure, image, list(axes), "share", [0, 0.2, 0.4, 0.6, 0.8, 1])
+    add_bar(figure, image, axes, "share", ticks=[0, 0.2, 0.4, 0.6, 0.8, 1], **_BELOW)
     seen = f"{write_count(capture['n']['forwards'], 'forward')} of "
     seen += write_count(capture["n"]["trajectories"], "trajectory", "trajectories")
     caption = f"{capture['name']}. Every head of every layer, mean over {seen}. "
@@ -289,32 +247,25 @@ def heads(capture: Capture, *, narrow: bool = False) -> Plate:
 
 
 @drawn
-def forest(first: Capture, second: Capture, difference: Mapping[str, Any], *, narrow: bool = False) -> Plate:
+def forest(first: Capture, second: Capture, difference: Mapping[str, Any]) -> Plate:
     """Second minus first, quantity by quantity, with 95 % intervals."""
     totals = {name: difference["quantities"].get(name, {}).get("total", {}) for name in FOREST}
     totals = {name: one for name, one in totals.items() if all(defined(one.get(part)) for part in ("mean", "low", "high"))}
     title = f"{second['name']} minus {first['name']}"
     if not totals:
         return Plate(None, f"{title}: no quantity has an interval in both.")
-    figure, (axis,) = panels(["plot"], 0.24 * len(totals) * (1.7 if narrow else 1) + 0.7, narrow)
+    figure, (axis,) = panels(["plot"], 0.24 * len(totals) + 0.7)
     axis.axvline(0, color=FAINT, linewidth=0.8)
     for place, (name, one) in enumerate(totals.items()):
         scale = max(abs(one["low"]), abs(one["high"])) or 1.0
         sure = one["low"] > 0 or one["high"] < 0
         colour = NORMAL if sure else FAINT
         axis.plot([one["low"] / scale, one["high"] / scale], [place, place], color=colour, linewidth=2, solid_capstyle="butt")
-        axis.plot(
-            [one["mean"] / scale], [place], marker="o", markersize=5, color=colour, markerfacecolor=colour if sure else "white"
-        )
-        value = write_interval(one, unit_of(name), signed=True)
-        beside: dict[str, Any] = {"transform": axis.get_yaxis_transform(), "size": 7.5}
-        if narrow:
-            text = axis.text(0, place - 0.42, f"{label_of(name)}: {value}", ha="left", va="center", **beside)
-            text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
-        else:
-            axis.text(1.02, place, value, ha="left", va="center", **beside)
-    axis.set_ylim(len(totals) - 0.5, -0.8 if narrow else -0.5)
-    axis.set_yticks([] if narrow else range(len(totals)), [] if narrow else [label_of(name) for name in totals])
+        axis.plot([one["mean"] / scale], [place], "o", markersize=5, color=colour, markerfacecolor=colour if sure else "white")
+        value = write_interval(one, QUANTITIES[name].unit, signed=True)
+        axis.text(1.02, place, value, ha="left", va="center", transform=axis.get_yaxis_transform(), size=7.5)
+    axis.set_ylim(len(totals) - 0.5, -0.5)
+    axis.set_yticks(range(len(totals)), [QUANTITIES[name].label for name in totals])
     axis.set_xticks([-1, 0, 1], ["less", "no difference", "more"])
     axis.set_xlim(-1.1, 1.1)
     axis.spines[["left"]].set_visible(False)
@@ -330,20 +281,18 @@ def forest(first: Capture, second: Capture, difference: Mapping[str, Any], *, na
 # -- all of them, and files -----------------------------------------------------------------------------------------------------
 
 
-def draw_all(
-    captures: Sequence[Capture], compared: Sequence[tuple[Capture, Capture, Mapping[str, Any]]], *, narrow: bool = False
-) -> dict[str, Plate]:
+def draw_all(captures: Sequence[Capture], compared: Sequence[tuple[Capture, Capture, Mapping[str, Any]]]) -> dict[str, Plate]:
     """Name -> plate. compared: (first, second, their difference)."""
-    plates = {f"difference-{file_name(b['name'])}": forest(a, b, change, narrow=narrow) for a, b, change in compared}
-    plates["layers"] = figure3(captures, narrow=narrow)
+    plates = {f"difference-{file_name(b['name'])}": forest(a, b, change) for a, b, change in compared}
+    plates["layers"] = figure3(captures)
     for capture in captures:
         own = file_name(capture["name"])
         first, *more = pair_maps(capture) or [[]]
-        plates[f"maps-{own}"] = figure1(capture, first, narrow=narrow)
+        plates[f"maps-{own}"] = figure1(capture, first)
         for place, maps in enumerate(more, start=2):
-            plates[f"maps-{own}~{place}"] = figure1(capture, maps, norms=False, narrow=narrow)
-        plates[f"paths-{own}"] = trajectory(capture, narrow=narrow)
-        plates[f"heads-{own}"] = heads(capture, narrow=narrow)
+            plates[f"maps-{own}~{place}"] = figure1(capture, maps, norms=False)
+        plates[f"paths-{own}"] = trajectory(capture)
+        plates[f"heads-{own}"] = heads(capture)
     return plates
 
 
@@ -360,8 +309,5 @@ def _threshold(capture: Capture) -> str:
 
 
 def _sizes(captures: Sequence[Capture]) -> str:
-    return (
-        "n = "
-        + ", ".join(f"{write_count(c['n']['trajectories'], 'trajectory', 'trajectories')} ({c['name']})" for c in captures)
-        + "."
-    )
+    counts = [f"{write_count(c['n']['trajectories'], 'trajectory', 'trajectories')} ({c['name']})" for c in captures]
+    return f"n = {', '.join(counts)}."

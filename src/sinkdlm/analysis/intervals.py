@@ -68,16 +68,17 @@ def _bounds(samples: list[np.ndarray], seed: int) -> tuple[float, float, float]:
     """Mean, low, high of the first sample, less the second where there is one."""
     if min(map(len, samples)) == 0:
         return math.nan, math.nan, math.nan
-    # Relative to its first value, so that values that are all the same have exactly that mean and no width.
-    apart = [sample - sample[0] for sample in samples]
-    signs = (1.0, -1.0)[: len(samples)]
-    start = sum(sign * float(sample[0]) for sign, sample in zip(signs, samples, strict=True))
-    mean = start + sum(sign * float(part.mean()) for sign, part in zip(signs, apart, strict=True))
-    if min(map(len, samples)) < MIN_TRAJECTORIES:
+    count = max(MIN_RESAMPLES, min(N_RESAMPLES, MAX_DRAWS // max(map(len, samples))))
+    mean, means = 0.0, np.zeros(count)
+    enough = min(map(len, samples)) >= MIN_TRAJECTORIES
+    for place, (sign, sample) in enumerate(zip((1.0, -1.0), samples, strict=False)):
+        # Relative to its first value, so that values that are all the same have exactly that mean and no width.
+        start, apart = float(sample[0]), sample - sample[0]
+        mean += sign * (start + float(apart.mean()))
+        if enough:
+            means += sign * (start + _resamples(seed, place, len(apart), count) @ apart)
+    if not enough:
         return mean, math.nan, math.nan
-    means = start + sum(
-        sign * (_resamples(seed, place, len(part)) @ part) for place, (sign, part) in enumerate(zip(signs, apart, strict=True))
-    )
     tail = _tail(samples)
     low, high = np.quantile(means, [tail, 1 - tail])
     return mean, float(low), float(high)
@@ -96,9 +97,8 @@ def _tail(samples: list[np.ndarray]) -> float:
 
 
 @functools.lru_cache(maxsize=8)
-def _resamples(seed: int, place: int, n: int) -> np.ndarray:
-    """(resamples, n): how often each trajectory was drawn, as shares. The same for every quantity and layer."""
-    count = max(MIN_RESAMPLES, min(N_RESAMPLES, MAX_DRAWS // n))
+def _resamples(seed: int, place: int, n: int, count: int) -> np.ndarray:
+    """(count, n): how often each trajectory was drawn, as shares. The same for every quantity and layer."""
     draws = random_bits(32, seed, int(Stream.ANALYSIS), place, n, torch.arange(count * n)).numpy() % n
     rows = np.repeat(np.arange(count), n)
     return np.bincount(rows * n + draws, minlength=count * n).reshape(count, n) / n

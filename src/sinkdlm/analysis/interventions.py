@@ -162,18 +162,11 @@ def _look(model: DiffusionLM, ground: Ground, intervene: Intervention | None) ->
     denoiser.barred = tuple(ground.barred)  # a partial has none of what it wraps
     texts = [list(row) for row in ground.texts]
     scored = [[position > 0 or not model.config.shift_logits for position in range(len(row))] for row in texts]
-    found = log_likelihood(
-        denoiser,
-        texts,
-        scored,
-        draws=ground.draws,
-        mask_id=model.config.mask_id,
-        seed=ground.seed,
-        device=model.embed.weight.device,
-    )
+    device, mask_id = model.embed.weight.device, model.config.mask_id
+    found = log_likelihood(denoiser, texts, scored, draws=ground.draws, mask_id=mask_id, seed=ground.seed, device=device)
     counts = np.array([sum(row) for row in scored])
     nelbo = -np.asarray(found.mean, dtype=np.float64) / counts
-    return _Facts(nelbo, _write(denoiser, ground, model.embed.weight.device))
+    return _Facts(nelbo, _write(denoiser, ground, device))
 
 
 def _divergences(model: DiffusionLM, ground: Ground, intervene: Intervention) -> np.ndarray:
@@ -214,15 +207,9 @@ def _write(denoiser: Any, ground: Ground, device: torch.device) -> list[Tensor]:
 
 
 def _compare(before: _Facts, after: _Facts, divergences: np.ndarray, seed: int) -> dict[str, Any]:
-    changed = [float((a != b).double().mean()) for a, b in zip(before.written, after.written, strict=True)]
-    changed_by = mean_interval(after.nelbo - before.nelbo, seed=seed).as_json()
-    return {
-        "nelbo": {
-            "before": float(before.nelbo.mean()),
-            "after": float(after.nelbo.mean()),
-            "change": changed_by.pop("mean"),
-            **changed_by,
-        },
-        "kl": mean_interval(divergences, seed=seed).as_json(),
-        "changed": mean_interval(np.array(changed), seed=seed).as_json(),
-    }
+    changed = np.array([float((a != b).double().mean()) for a, b in zip(before.written, after.written, strict=True)])
+    nelbo, kl, differ = (
+        mean_interval(values, seed=seed).as_json() for values in (after.nelbo - before.nelbo, divergences, changed)
+    )
+    means = {"before": float(before.nelbo.mean()), "after": float(after.nelbo.mean()), "change": nelbo.pop("mean")}
+    return {"nelbo": means | nelbo, "kl": kl, "changed": differ}

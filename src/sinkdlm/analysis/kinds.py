@@ -1,12 +1,13 @@
-"""What a token is: [MASK], special, white space, punctuation, or a word; and how to write it on an axis.
+"""What a token is: [MASK], special, white space, punctuation, or a word; and its text.
 
 Read from each token's own text, which a vocabulary writes in one of three ways: bytes as printable letters (byte-level BPE, where
 "Ġthe" is " the"), spaces as "▁" with single bytes as "<0x0A>" (SentencePiece), or plainly. Knows tokenizers, not models.
 """
 
+import functools
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,6 @@ KINDS = ("mask", "special", "space", "punctuation", "word")
 MASK, SPECIAL, SPACE, PUNCTUATION, WORD = range(len(KINDS))
 
 MASK_LABEL = "[M]"
-_LABEL_LENGTH = 12
-_MARKS = {" ": "␣", "\n": "↵", "\t": "⇥", "\r": "↵"}
 _SPACE_MARK = "▁"  # of SentencePiece
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MARKER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")  # <|im_start|>, </tool_call>, [PAD7]: what tokenizers add to a vocabulary
@@ -35,6 +34,18 @@ def classify(tokenizer: Any, n_ids: int, mask_id: int) -> np.ndarray | None:
     kinds = np.array([SPECIAL if index in special else kind_of(text) for index, text in enumerate(texts)], dtype=np.uint8)
     kinds[mask_id] = MASK
     return kinds
+
+
+def kind_finder(tokenizer: Any, mask_id: int) -> Callable[[int], str]:
+    """The name of a token's kind, by its id: one at a time, where a whole vocabulary need not be read."""
+    special = set() if tokenizer is None else special_ids(tokenizer)
+
+    def find(token: int) -> str:
+        if token == mask_id:
+            return KINDS[MASK]
+        return KINDS[SPECIAL if tokenizer is None or token in special else kind_of(texts_of(tokenizer, [token])[0])]
+
+    return find
 
 
 def kind_of(text: bytes | None) -> int:
@@ -65,11 +76,9 @@ def texts_of(tokenizer: Any, ids: Sequence[int] | range) -> list[bytes | None]:
 
     Not by `decode`, which drops the space in front of a single token of SentencePiece and cannot show parts of characters.
     """
-    names = tokenizer.convert_ids_to_tokens(list(ids))
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    read = _reader(tokenizer)
+    added, read = getattr(tokenizer, "added_tokens_decoder", {}), _reader(tokenizer)
     found: list[bytes | None] = []
-    for index, name in zip(ids, names, strict=True):
+    for index, name in zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True):
         if index in added:
             found.append(added[index].content.encode())  # added tokens are written plainly
         else:
@@ -89,19 +98,17 @@ def _reader(tokenizer: Any) -> Any:
     return str.encode
 
 
+@functools.cache
 def _byte_letters() -> dict[str, int]:
-    """The letter for each byte in byte-level BPE: itself where Latin-1 shows it, otherwise the next one from 256 on."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = sorted(set(range(256)) - set(shown))
-    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    """The letter for each byte in byte-level BPE."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-
-_BYTE_LETTERS = _byte_letters()
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def _read_byte_letters(name: str) -> bytes:
     try:
-        return bytes(_BYTE_LETTERS[letter] for letter in name)
+        return bytes(map(_byte_letters().__getitem__, name))
     except KeyError:  # not written in that way after all: a name of its own
         return name.encode()
 
@@ -112,32 +119,10 @@ def _read_sentencepiece(name: str) -> bytes:
 
 
 def labels(tokenizer: Any, ids: Sequence[int] | np.ndarray, mask_id: int) -> list[str]:
-    """A few printable letters for each token: spaces as marks, [MASK] as [M], bytes that are no text as escapes.
-
-    Without a tokenizer, the ids themselves.
-    """
-    plain = [int(index) for index in ids]
-    if tokenizer is None:
-        return [MASK_LABEL if index == mask_id else str(index) for index in plain]
-    texts = texts_of(tokenizer, plain)
-    return [MASK_LABEL if index == mask_id else _label(index, text) for index, text in zip(plain, texts, strict=True)]
+    return [MASK_LABEL if index == mask_id else piece_of(tokenizer, int(index)) for index in ids]
 
 
-def _label(index: int, text: bytes | None) -> str:
-    if not text:
-        return f"#{index}"
-    shown = [_shown(letter) for letter in text.decode(errors="surrogateescape")]
-    if len(shown) > _LABEL_LENGTH:
-        shown = [*shown[: _LABEL_LENGTH - 1], "…"]
-    return "".join(shown)
-
-
-def _shown(letter: str) -> str:
-    if letter in _MARKS:
-        return _MARKS[letter]
-    code = ord(letter)
-    if 0xDC80 <= code <= 0xDCFF:  # a byte that is no text by itself
-        return f"\\x{code - 0xDC00:02x}"
-    if letter.isprintable():
-        return letter
-    return f"\\x{code:02x}" if code <= 0xFF else f"\\u{code:04x}"
+def piece_of(tokenizer: Any, token: int) -> str:
+    """A token's own text, a leading space included; what is no text by itself is a replacement sign. Without one, the id."""
+    text = None if tokenizer is None else texts_of(tokenizer, [token])[0]
+    return text.decode(errors="replace") if text else f"#{token}"

@@ -11,11 +11,12 @@ N steps, E layers, H heads, T tokens of the row, S sinks of the model.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from sinkdlm.analysis.glossary import QUANTITIES
 from sinkdlm.analysis.intervals import Interval, difference_interval, finite, mean_interval
 from sinkdlm.analysis.kinds import KINDS
 from sinkdlm.analysis.trajectory import Trajectory
@@ -26,36 +27,11 @@ SAMPLE = 10_000  # value norms that a figure shows of each group
 _ANCHOR_STEPS = (1, 2)  # an anchored head has a sink in at least this share of steps,
 _ANCHOR_SAME = (9, 10)  # and its top sink is the same token in at least this share of those
 _REST_SPREAD = 0.01  # quarters of queries that differ by less in the attention they rest on sinks say nothing about resting
+GROUPS = ("sink", "normal", "lane")  # of value norms
 _DIGITS = 6  # significant, of sampled norms in a file
 
-QUANTITIES = {
-    "sink_mass": "attention on the model's own sinks, mean over steps and heads",
-    "content_sinks": "content sinks (absolute rule) of a head at a step",
-    "relative_sinks": "content sinks (relative rule) of a head at a step",
-    "sink_heads": "share of heads and steps with at least one content sink (absolute)",
-    "turnover": "Jaccard distance of a head's content sinks (absolute) at consecutive steps, over pairs with a sink in either",
-    "turnover_null": "the same over all pairs of different steps: what shuffled steps give on average",
-    "relative_turnover": "turnover by the relative rule",
-    "relative_turnover_null": "turnover_null by the relative rule",
-    "moved": "tokens between a head's top content sinks (absolute) at consecutive steps that both have one",
-    "move_rate": "share of those pairs in which the top content sink moved",
-    "lifetime": "consecutive steps that a token stays a content sink (absolute) of a head; the trajectory's ends cut runs short",
-    "anchored": "share of heads with a content sink (absolute) in half of the steps or more, the top one the same in 90 % of them",
-    "lane_heads": "share of heads and steps in which the model's own sinks receive more than the threshold",
-    "sink_value_norm": "value norm (eq. 16) of the model's own sinks",
-    "content_sink_norm": "value norm of tokens that are a content sink (absolute) of any head of the layer",
-    "normal_norm": "value norm of all other tokens",
-    "norm_ratio": "content_sink_norm / normal_norm",
-    "lane_norm_ratio": "sink_value_norm / normal_norm",
-    "entropy": "entropy of attention weights, nats",
-    "bound_ratio": "mean output norm / mean bound (eq. 20)",
-    "update_ratio": "size of a layer's update against its input, |z| / |h| (eq. 21, 22)",
-    "noop": "update_ratio of the quarter of queries that rest most on sinks, less that of the quarter that rest least",
-}
 
-
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """At most SAMPLE of many values: those with the smallest keys, whatever the order they came in; sum and count of all."""
 
     keys: np.ndarray  # int64, ascending
@@ -65,23 +41,18 @@ class Sample:
 
     @classmethod
     def of(cls, keys: np.ndarray, values: np.ndarray) -> "Sample":
-        return cls(*_smallest(keys, values), float(values.sum(dtype=np.float64)), values.size)
+        return cls.merged([cls(keys, values, float(values.sum(dtype=np.float64)), values.size)])
 
     @classmethod
     def merged(cls, samples: Sequence["Sample"]) -> "Sample":
-        keys, values = (np.concatenate([getattr(sample, part) for sample in samples]) for part in ("keys", "values"))
-        total = math.fsum(sample.total for sample in samples)  # rounded once: no order
-        return cls(*_smallest(keys, values), total, sum(sample.n for sample in samples))
+        keys, values, totals, counts = zip(*samples, strict=True)
+        order = np.concatenate(keys).argsort(kind="stable")[:SAMPLE]
+        total = math.fsum(totals)  # rounded once: no order
+        return cls(np.concatenate(keys)[order], np.concatenate(values)[order], total, sum(counts))
 
     @property
     def mean(self) -> float:
         return self.total / self.n if self.n else math.nan
-
-
-def _smallest(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    chosen = np.argpartition(keys, SAMPLE)[:SAMPLE] if keys.size > SAMPLE else np.arange(keys.size)
-    chosen = chosen[np.argsort(keys[chosen])]
-    return keys[chosen], values[chosen]
 
 
 @dataclass(frozen=True)
@@ -107,23 +78,17 @@ def measure(trajectory: Trajectory, kinds: np.ndarray | None, *, threshold: floa
     """kinds: of every token id, as kinds.classify gives them. threshold: the one the trajectory's sinks were found with."""
     layers, samples = [], []
     seen = None if kinds is None else kinds[trajectory.tokens].ravel()
-    counted = {"all": [_count(seen)], "absolute": [], "relative": []}
+    counted: dict[str, Any] = {"all": _count(seen), "absolute": 0, "relative": 0}
     content = np.empty((trajectory.n_layers, trajectory.n_heads))
     for layer in range(trajectory.n_layers):  # one at a time: all sets of a long trajectory at once would need gigabytes
         absolute, relative = (np.ascontiguousarray(sets[:, layer]) for sets in (trajectory.absolute, trajectory.relative))
         sinks = absolute.sum(1, dtype=np.int32)  # (N, T): heads whose sink it is
-        counted["absolute"].append(_count(seen, sinks))
-        counted["relative"].append(_count(seen, relative.sum(1, dtype=np.int32)))
+        counted["absolute"] += _count(seen, sinks)
+        counted["relative"] += _count(seen, relative.sum(1, dtype=np.int32))
         held = np.asarray(absolute.any(-1))  # (N, H)
         content[layer] = held.mean(0)
-        layers.append(
-            {
-                **_sets(absolute, relative),
-                **_moves(held, trajectory.top[:, layer]),
-                **_norms(trajectory, layer, sinks > 0),
-                **_flow(trajectory, layer, threshold),
-            }
-        )
+        found = _sets(absolute, relative) | _moves(held, trajectory.top[:, layer]) | _norms(trajectory, layer, sinks > 0)
+        layers.append(found | _flow(trajectory, layer, threshold))
         samples.append(_sampled(trajectory, layer, sinks > 0, seed))
     values = {name: [float(layer[name]) for layer in layers] for name in QUANTITIES}
     return Measured(
@@ -131,8 +96,8 @@ def measure(trajectory: Trajectory, kinds: np.ndarray | None, *, threshold: floa
         n_steps=trajectory.n_steps,
         length=trajectory.tokens.shape[1],
         values={name: (_mean(np.array(per_layer)), per_layer) for name, per_layer in values.items()},
-        counted=None if kinds is None else {among: np.sum(counts, axis=0) for among, counts in counted.items()},
-        norms={group: Sample.merged([sample[group] for sample in samples]) for group in ("sink", "normal", "lane")},
+        counted=None if kinds is None else counted,
+        norms={group: Sample.merged([sample[group] for sample in samples]) for group in GROUPS},
         lane=trajectory.sink_share.astype(np.float64).mean(0),
         content=content,
     )
@@ -159,15 +124,13 @@ def _count(seen: np.ndarray | None, times: np.ndarray | None = None) -> np.ndarr
 
 def _sets(absolute: np.ndarray, relative: np.ndarray) -> dict[str, float]:
     """Of one layer's sets of sinks, (N, H, T): their sizes and how they change."""
-    steps, heads, _ = absolute.shape
     sizes, shared = _overlaps(absolute)
     relative_sizes, relative_shared = _overlaps(relative)
-    # A run starts with each member of a set that was not in the one before.
-    runs = sizes.sum() - shared.sum()
+    runs = sizes.sum() - shared.sum()  # a run starts with each member of a set that was not in the one before
     return {
-        "content_sinks": sizes.sum() / (steps * heads),
-        "relative_sinks": relative_sizes.sum() / (steps * heads),
-        "sink_heads": np.count_nonzero(sizes) / (steps * heads),
+        "content_sinks": sizes.mean(dtype=np.float64),
+        "relative_sinks": relative_sizes.mean(dtype=np.float64),
+        "sink_heads": np.count_nonzero(sizes) / sizes.size,
         "turnover": _turnover(sizes, shared),
         "turnover_null": _turnover_null(absolute, sizes),
         "relative_turnover": _turnover(relative_sizes, relative_shared),
@@ -203,19 +166,15 @@ def _turnover_null(sets: np.ndarray, sizes: np.ndarray) -> float:
 
 def _moves(held: np.ndarray, top: np.ndarray) -> dict[str, float]:
     """Of one layer's heads: whether they have a content sink (N, H), and which token receives most (N, H)."""
-    steps, heads = top.shape
-    both = held[1:] & held[:-1]
     distance = np.abs(np.diff(top.astype(np.int64), axis=0)).astype(np.float64)
-    n_held = held.sum(0)
-    same = np.zeros(heads, dtype=np.int64)
-    for head in range(heads):
-        same[head] = np.bincount(top[held[:, head], head], minlength=1).max()
-    often = n_held * _ANCHOR_STEPS[1] >= steps * _ANCHOR_STEPS[0]
+    both, n_held = held[1:] & held[:-1], held.sum(0)
+    same = np.array([np.bincount(top[held[:, head], head], minlength=1).max() for head in range(top.shape[1])])
+    often = n_held * _ANCHOR_STEPS[1] >= len(top) * _ANCHOR_STEPS[0]
     anchored = often & (n_held > 0) & (same * _ANCHOR_SAME[1] >= n_held * _ANCHOR_SAME[0])
     return {
         "moved": _mean(distance, both),
         "move_rate": _mean((distance > 0).astype(np.float64), both),
-        "anchored": float(anchored.mean()) if steps > 1 else math.nan,  # one step would anchor every sink
+        "anchored": float(anchored.mean()) if len(top) > 1 else math.nan,  # one step would anchor every sink
     }
 
 
@@ -282,15 +241,11 @@ def summarize(measured: Iterable[Measured], seed: int = 0) -> dict[str, Any]:
     if len({one.number for one in ordered}) < len(ordered):
         raise ValueError("two trajectories have the same number")
     tables = {name: np.array([[one.values[name][0], *one.values[name][1]] for one in ordered]) for name in QUANTITIES}
+    counts = {"trajectories": len(ordered), "forwards": sum(one.n_steps for one in ordered)}
+    intervals = {name: [mean_interval(column, seed=seed).as_json() for column in table.T] for name, table in tables.items()}
     return {
-        "n": {
-            "trajectories": len(ordered),
-            "forwards": sum(one.n_steps for one in ordered),
-            "tokens_seen": sum(one.n_steps * one.length for one in ordered),
-        },
-        "quantities": {
-            name: _by_layer([mean_interval(column, seed=seed).as_json() for column in table.T]) for name, table in tables.items()
-        },
+        "n": {**counts, "tokens_seen": sum(one.n_steps * one.length for one in ordered)},
+        "quantities": {name: _by_layer(columns) for name, columns in intervals.items()},
         "trajectories": [
             {
                 "number": one.number,
@@ -303,8 +258,7 @@ def summarize(measured: Iterable[Measured], seed: int = 0) -> dict[str, Any]:
         "kinds": _kind_shares([one.counted for one in ordered]),
         "scatter": _scatter([one.norms for one in ordered if one.norms]),
         "heads": {
-            "lane": [_plain(row) for row in np.mean([one.lane for one in ordered], axis=0)],
-            "content": [_plain(row) for row in np.mean([one.content for one in ordered], axis=0)],
+            name: [_plain(row) for row in np.mean([getattr(one, name) for one in ordered], axis=0)] for name in ("lane", "content")
         },
     }
 
@@ -320,9 +274,9 @@ def _by_layer(columns: list[Any]) -> dict[str, Any]:
 def _kind_shares(counted: Sequence[dict[str, np.ndarray] | None]) -> dict[str, dict[str, float] | None] | None:
     """Shares over all trajectories together; None where the kinds are not known, and for a rule that found no sink."""
     known = [counts for counts in counted if counts is not None]
-    if len(known) < len(counted):
+    if not known:
         return None
-    totals = {among: np.sum([counts[among] for counts in known], axis=0) for among in ("all", "absolute", "relative")}
+    totals = {among: np.sum([counts[among] for counts in known], axis=0) for among in known[0]}
     return {
         among: dict(zip(KINDS, (counts / counts.sum()).tolist(), strict=True)) if counts.any() else None
         for among, counts in totals.items()
@@ -330,10 +284,10 @@ def _kind_shares(counted: Sequence[dict[str, np.ndarray] | None]) -> dict[str, d
 
 
 def _scatter(norms: Sequence[dict[str, Sample]]) -> dict[str, Any]:
-    merged = {group: Sample.merged([one[group] for one in norms]) for group in ("sink", "normal", "lane")}
+    merged = {group: Sample.merged([one[group] for one in norms]) for group in GROUPS}
     points = {group: [float(f"{value:.{_DIGITS}g}") for value in sample.values.tolist()] for group, sample in merged.items()}
-    counts = {f"n_{group}": sample.n for group, sample in merged.items()}
-    return {**points, **{f"{group}_mean": finite(sample.mean) for group, sample in merged.items()}, **counts}
+    means = {f"{group}_mean": finite(sample.mean) for group, sample in merged.items()}
+    return points | means | {f"n_{group}": sample.n for group, sample in merged.items()}
 
 
 def difference(a: Mapping[str, Any], b: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
@@ -366,14 +320,15 @@ def _gap(values: np.ndarray, others: np.ndarray, paired: bool, seed: int) -> Int
 def paths_of(trajectory: Trajectory, labels: Sequence[str]) -> dict[str, Any]:
     """Where each layer's attention goes at each step, as JSON values; null where a forward did not say."""
     received = trajectory.received.swapaxes(0, 1)  # (E, N, T)
-    known = ~np.isnan(received)
-    top = np.where(known, received, -np.inf).argmax(-1)
-    height = np.take_along_axis(received, top[..., None], -1)[..., 0]
-    said = known.any(-1)
+    top = np.where(np.isnan(received), -np.inf, received).argmax(-1)
+    height = [_plain(row) for row in np.take_along_axis(received, top[..., None], -1)[..., 0]]
     return {
         "number": trajectory.number,
-        "top": [[int(place) if there else None for place, there in zip(*row, strict=True)] for row in zip(top, said, strict=True)],
-        "received": [_plain(row) for row in height],
+        "top": [
+            [None if there is None else place for place, there in zip(*row, strict=True)]
+            for row in zip(top.tolist(), height, strict=True)
+        ],
+        "received": height,
         "masked": (trajectory.tokens == trajectory.mask_id).astype(int).tolist(),
         "labels": list(labels),
         "n_prompt": trajectory.n_prompt,

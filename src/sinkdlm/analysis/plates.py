@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _P = ParamSpec("_P")
 
-_WIDTH, _NARROW = 7.2, 3.7  # inches: a page's column, and a phone held upright
+_WIDTH, _SMALL = 7.2, 3.7  # inches: a page's column, and half of it
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
 SINK, NORMAL, LANE = "#D55E00", "#0072B2", "#009E73"
 INK, FAINT = "#222222", "#8a8a8a"
@@ -27,22 +27,10 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "sinkdlm",  # names inside a file depend on its content alone
     "font.size": 8.0,
     "axes.titlesize": 8.5,
-    "axes.labelsize": 8.0,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 7.5,
-    "legend.fontsize": 7.5,
-    "axes.linewidth": 0.6,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "axes.edgecolor": INK,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "figure.facecolor": "white",
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 7.5),
+    **dict.fromkeys(("axes.linewidth", "xtick.major.width", "ytick.major.width"), 0.6),
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
 }
 
 
@@ -82,10 +70,9 @@ def drawn(draw: Callable[_P, Plate]) -> Callable[_P, Plate]:
             plate = draw(*args, **kwargs)
             if plate.figure is None:
                 return plate
-            plate = plate._replace(svg=_to_svg(plate.figure))
-            assert plate.figure is not None
+            svg = _to_svg(plate.figure)
             plate.figure.set_layout_engine(None)  # found, and kept: whatever engine there is has a file drawn twice
-            return plate
+            return plate._replace(svg=svg)
 
     return in_style
 
@@ -114,40 +101,36 @@ def write(plates: Mapping[str, Plate], folder: Path) -> dict[str, dict[str, Path
 # -- parts ----------------------------------------------------------------------------------------------------------------------
 
 
-def panels(kinds: Sequence[str], height: float, narrow: bool) -> tuple["Figure", list["Axes"]]:
-    """Panels in a row, or one under the other. A map is square; a plot has the height given."""
+def panels(kinds: Sequence[str], height: float, *, small: bool = False) -> tuple["Figure", list["Axes"]]:
+    """Panels in a row; a map is wider than a plot. small: of one panel, which would be stretched over the page."""
     from matplotlib.figure import Figure
 
-    if narrow:
-        heights = [_NARROW * 1.15 if kind == "map" else min(height, 3.4) if len(kinds) > 1 else height for kind in kinds]
-        figure = Figure(figsize=(_NARROW, sum(heights)), layout="constrained")
-        axes = figure.subplots(len(kinds), 1, height_ratios=heights, squeeze=False)
-    else:
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        axes = figure.subplots(1, len(kinds), width_ratios=[1.0 if kind == "map" else 0.8 for kind in kinds], squeeze=False)
-    return figure, list(axes.flat)
+    figure = Figure(figsize=(_SMALL if small else _WIDTH, height), layout="constrained")
+    ratios = [1.0 if kind == "map" else 0.8 for kind in kinds]
+    return figure, list(figure.subplots(1, len(kinds), width_ratios=ratios, squeeze=False).flat)
 
 
-def whole_numbers(most: int = 8) -> Any:
+def name_axes(axis: "Axes", across: str, up: str, whole: str = "xy", most: int = 8) -> None:
+    """whole: axes whose marks are whole numbers, at most so many."""
     from matplotlib.ticker import MaxNLocator
 
-    return MaxNLocator(nbins=most, integer=True, min_n_ticks=1)
+    axis.set(xlabel=across, ylabel=up)
+    for which in whole:
+        getattr(axis, f"{which}axis").set_major_locator(MaxNLocator(nbins=most, integer=True, min_n_ticks=1))
 
 
-def add_bar(figure: "Figure", image: Any, axes: list["Axes"], label: str, marks: list[float]) -> None:
-    bar = figure.colorbar(
-        image, ax=axes, ticks=marks, format="{x:g}", orientation="horizontal", fraction=0.05, shrink=0.6, aspect=30, pad=0.02
-    )
+def add_bar(figure: "Figure", image: Any, axes: list["Axes"], label: str, **look: Any) -> None:
+    bar = figure.colorbar(image, ax=axes, **{"pad": 0.02, "fraction": 0.05, "aspect": 30, **look})
     bar.set_label(label)
     bar.outline.set_visible(False)
 
 
-def add_legend(figure: "Figure", keys: Sequence[tuple[str, dict[str, Any]]], narrow: bool) -> None:
+def add_legend(figure: "Figure", keys: Sequence[tuple[str, dict[str, Any]]]) -> None:
     """Under the axes. Labels are set afterwards, because a legend leaves out names that begin with _ and reads $ as mathematics."""
     from matplotlib.lines import Line2D
 
     names = [shown(name, 30) for name, _ in keys]
-    columns = max(1, min(len(keys), (44 if narrow else 96) // (max(map(len, names)) + 7)))  # letters that fit beside each other
+    columns = max(1, min(len(keys), 96 // (max(map(len, names)) + 7)))  # letters that fit beside each other
     handles = [Line2D([], [], **look) for _, look in keys]
     legend = figure.legend(handles, ["x"] * len(keys), loc="outside lower center", ncols=columns, handlelength=2.4)
     for text, name in zip(legend.get_texts(), names, strict=True):

@@ -9,19 +9,19 @@ N frames (frame i is what step i saw, the last one the finished text), E layers,
 import base64
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from sinkdlm import __version__
-from sinkdlm.analysis.capture import RULES, Rules, attention_maps, sink_logit_of, stands_out
-from sinkdlm.analysis.kinds import KINDS, MASK, SPECIAL, kind_of, special_ids, texts_of
+from sinkdlm.analysis.capture import RULES, Rules, attention_maps, look_once, stands_out
+from sinkdlm.analysis.kinds import kind_finder, piece_of
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.model.model import DiffusionLM
-from sinkdlm.model.observe import AttentionStatistics, part_registers, summarize
 from sinkdlm.sampling.drawing import precise
 
 FORMAT, VERSION = "sinkdlm-recording", 1
@@ -31,23 +31,6 @@ N_CANDIDATES = 5
 _LEVELS = 255
 _CHUNK_LOGITS = 1 << 24
 _DIGITS = 4  # of a probability
-
-
-def statistics(model: DiffusionLM, tokens: Sequence[int]) -> list[AttentionStatistics]:
-    """Of every layer, when the model sees this row."""
-    found: list[AttentionStatistics] = []
-
-    def look(layer: int, *given: Any) -> None:
-        parted = part_registers(model.config.n_registers, *given)
-        found.append(summarize(*parted, sink_logit=sink_logit_of(model, layer)))
-
-    with model.inference():
-        model(row_of(model, tokens), observe=look)
-    return found
-
-
-def row_of(model: DiffusionLM, tokens: Sequence[int]) -> Tensor:
-    return torch.tensor([list(tokens)], device=model.embed.weight.device)
 
 
 class Seen(NamedTuple):
@@ -61,7 +44,7 @@ class Seen(NamedTuple):
 
 
 def look_at(model: DiffusionLM, tokens: Sequence[int], rules: Rules = RULES) -> Seen:
-    layers = statistics(model, tokens)
+    layers = look_once(model, tokens)
     received = torch.stack([torch.cat([one.sink_received, one.received], dim=-1)[0] for one in layers])
     values = torch.stack([torch.cat([one.sink_value_norm, one.value_norm], dim=-1)[0] for one in layers])
     content = torch.stack([one.received[0] for one in layers])
@@ -76,47 +59,23 @@ def likeliest(
     """Of each position the k most likely tokens and their probabilities, [MASK] left out. barred: ids that are never written, as
     `model.denoiser` has them."""
     config, device = model.config, model.embed.weight.device
-    no_outcome = sorted({*barred, config.mask_id} & set(range(config.vocab_size)))
-    forbidden = torch.tensor(no_outcome, dtype=torch.int64, device=device)
+    forbidden = sorted({*barred, config.mask_id} & set(range(config.vocab_size)))
     found: list[list[tuple[int, float]]] = []
     with model.inference():
-        hidden = model(row_of(model, tokens))
+        hidden = model(torch.tensor([list(tokens)], device=device))
         size = max(1, _CHUNK_LOGITS // config.vocab_size)
         for begin in range(0, len(positions), size):
-            logits = precise(model.head(hidden[:, list(positions[begin : begin + size])]))
-            logits = logits.index_fill_(-1, forbidden, -torch.inf)
-            best = logits[0].softmax(-1).topk(min(k, config.vocab_size - len(no_outcome)))
-            found += [
-                list(zip(ids, chances, strict=True))
-                for ids, chances in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            ]
+            logits = precise(model.head(hidden[0, list(positions[begin : begin + size])]))
+            logits[:, forbidden] = -torch.inf
+            best = logits.softmax(-1).topk(min(k, config.vocab_size - len(forbidden)))
+            found += [list(zip(*one, strict=True)) for one in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
     return found
-
-
-def kind_finder(tokenizer: Any, mask_id: int) -> Callable[[int], str]:
-    """The name of a token's kind, by its id: one at a time, where a whole vocabulary need not be read."""
-    if tokenizer is None:
-        return lambda token: KINDS[MASK if token == mask_id else SPECIAL]
-    special = special_ids(tokenizer)
-
-    def find(token: int) -> str:
-        if token == mask_id:
-            return KINDS[MASK]
-        return KINDS[SPECIAL if token in special else kind_of(texts_of(tokenizer, [token])[0])]
-
-    return find
-
-
-def piece_finder(tokenizer: Any) -> Callable[[int], str]:
-    """A token's own text, a leading space included; what is no text by itself is a replacement sign. Without one, the id."""
-    if tokenizer is None:
-        return lambda token: f"#{token}"
-    return lambda token: (texts_of(tokenizer, [token])[0] or b"").decode(errors="replace")
 
 
 # -- recordings -----------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Recorder:
     """Takes frames one by one, so that others may use the model in between; `side` is then one model's half of a recording.
 
@@ -124,71 +83,62 @@ class Recorder:
     barred: ids that are no candidates, because they are never written.
     """
 
-    def __init__(
-        self,
-        model: DiffusionLM,
-        name: str,
-        canvases: Sequence[Sequence[int]],
-        n_given: int,
-        *,
-        piece: Callable[[int], str],
-        kind: Callable[[int], str],
-        confidence: Sequence[bytes] = (),
-        rules: Rules = RULES,
-        barred: Sequence[int] = (),
-    ) -> None:
-        self._model, self._name, self._canvases, self._n_given = model, name, [list(map(int, one)) for one in canvases], n_given
-        self._piece, self._kind, self._confidence, self._rules, self._barred = piece, kind, confidence, rules, barred
+    model: DiffusionLM
+    name: str
+    canvases: Sequence[Sequence[int]]
+    n_given: int
+    piece: Callable[[int], str]
+    kind: Callable[[int], str]
+    confidence: Sequence[bytes] = ()
+    rules: Rules = RULES
+    barred: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self.n_frames, config, length = len(self.canvases), self.model.config, len(self.canvases[0])
         self._seen: list[Seen] = []
         self._rows: list[np.ndarray] = []
         self._candidates: list[list[list[tuple[int, float]]]] = []
-        config, length = model.config, len(self._canvases[0])
-        if any(len(canvas) != length for canvas in self._canvases):
+        if any(len(canvas) != length for canvas in self.canvases):
             raise AnalysisError("a text that grew as it was written: frames of one length can be recorded, and these differ")
         per_frame = config.n_layers * config.n_heads * (config.n_sinks + length)
-        if per_frame * len(self._canvases) > MOST_VALUES:
+        if per_frame * self.n_frames > MOST_VALUES:
             raise AnalysisError(
-                f"{len(self._canvases)} frames of {length} tokens in {config.n_layers} x {config.n_heads} heads: more than the "
+                f"{self.n_frames} frames of {length} tokens in {config.n_layers} x {config.n_heads} heads: more than the "
                 f"{MOST_VALUES} numbers of a recording; take fewer steps or tokens"
             )
-        self._with_rows = per_frame * length * len(self._canvases) <= MOST_ROWS
-
-    @property
-    def n_frames(self) -> int:
-        return len(self._canvases)
+        self._with_rows = per_frame * length * self.n_frames <= MOST_ROWS
 
     def take(self) -> None:
         """The next frame."""
-        canvas, config = self._canvases[len(self._seen)], self._model.config
-        self._seen.append(look_at(self._model, canvas, self._rules))
-        self._candidates.append(likeliest(self._model, canvas, range(len(canvas)), N_CANDIDATES, self._barred))
+        canvas, config = self.canvases[len(self._seen)], self.model.config
+        self._seen.append(look_at(self.model, canvas, self.rules))
+        self._candidates.append(likeliest(self.model, canvas, range(len(canvas)), N_CANDIDATES, self.barred))
         if self._with_rows:
-            places = [(layer, head) for layer in range(config.n_layers) for head in range(config.n_heads)]
-            maps = attention_maps(self._model, canvas, places)
-            rows = np.stack([maps[place].float().numpy() for place in places])
+            maps = attention_maps(self.model, canvas, list(np.ndindex(config.n_layers, config.n_heads)))  # in this order
+            rows = np.stack([one.float().numpy() for one in maps.values()])
             self._rows.append(rows.reshape(config.n_layers, config.n_heads, *rows.shape[1:]))
 
     def side(self) -> dict[str, Any]:
-        config = self._model.config
+        config, seen = self.model.config, self._seen
         candidates = {token for frame in self._candidates for place in frame for token, _ in place}
-        ids = sorted({token for canvas in self._canvases for token in canvas} | candidates)
+        ids = sorted(({token for canvas in self.canvases for token in canvas} | candidates) - {config.mask_id})
         return {
-            "model": self._name,
+            "model": self.name,
             "n_layers": config.n_layers,
             "n_heads": config.n_heads,
             "n_sinks": config.n_sinks,
             "sink_kind": config.sink_kind if config.n_sinks else None,
-            "n_given": self._n_given,
-            "rules": self._rules._asdict(),
-            "tokens": [[None if token == config.mask_id else token for token in canvas] for canvas in self._canvases],
-            "confidence": [base64.b64encode(sure).decode() for sure in self._confidence] or None,
-            "pieces": {str(token): self._piece(token) for token in ids if token != config.mask_id},
-            "kinds": {str(token): self._kind(token) for token in ids if token != config.mask_id},
-            "received": pack([one.received for one in self._seen]),
-            "values": pack([one.values for one in self._seen]),
-            "absolute": [one.absolute for one in self._seen],
-            "relative": [one.relative for one in self._seen],
-            "top": [one.top for one in self._seen],
+            "n_given": self.n_given,
+            "rules": self.rules._asdict(),
+            "tokens": [[None if token == config.mask_id else token for token in canvas] for canvas in self.canvases],
+            "confidence": [base64.b64encode(sure).decode() for sure in self.confidence] or None,
+            "pieces": {str(token): self.piece(token) for token in ids},
+            "kinds": {str(token): self.kind(token) for token in ids},
+            "received": pack([one.received for one in seen]),
+            "values": pack([one.values for one in seen]),
+            "absolute": [one.absolute for one in seen],
+            "relative": [one.relative for one in seen],
+            "top": [one.top for one in seen],
             "rows": pack(self._rows) if self._with_rows else None,
             "candidates": [
                 [[[token, round(chance, _DIGITS)] for token, chance in place] for place in frame] for frame in self._candidates
@@ -199,9 +149,7 @@ class Recorder:
 def pack(frames: Sequence[np.ndarray]) -> dict[str, Any]:
     """Numbers from 0 up: value = byte * scale of its frame. data: base64 of zlib, frames first, the last dimension fastest."""
     scales = [float(frame.max(initial=0.0)) / _LEVELS or 1.0 for frame in frames]
-    levels = np.stack(
-        [np.rint(frame.astype(np.float64) / scale).astype(np.uint8) for frame, scale in zip(frames, scales, strict=True)]
-    )
+    levels = np.stack([np.rint(frame / scale) for frame, scale in zip(frames, scales, strict=True)]).astype(np.uint8)
     data = base64.b64encode(zlib.compress(levels.tobytes(), 9)).decode()
     return {"shape": list(levels.shape), "scales": scales, "data": data}
 
@@ -219,7 +167,7 @@ def join_sides(sides: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]) -> 
     return {"format": FORMAT, "version": VERSION, "made": {"sinkdlm": __version__}, "asked": dict(asked), "sides": list(sides)}
 
 
-def record(
+def record_side(
     lm: Any,
     name: str,
     canvases: Sequence[Sequence[int]],
@@ -231,11 +179,8 @@ def record(
     """One side at once, for whoever has the model alone."""
     tokenizer, config = lm.tokenizer, lm.config
     recorder = Recorder(
-        lm.model,
-        name,
-        canvases,
-        n_given,
-        piece=piece_finder(tokenizer),
+        *(lm.model, name, canvases, n_given),
+        piece=partial(piece_of, tokenizer),
         kind=kind_finder(tokenizer, config.mask_id),
         rules=rules,
         barred=() if tokenizer is None else absent_ids(tokenizer, config.vocab_size),

@@ -5,8 +5,8 @@ time, so that memory does not grow with their number. Core packages alone; knows
 """
 
 import json
-import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from sinkdlm.analysis.capture import RULES, Rules, attention_maps, capture, capt
 from sinkdlm.analysis.interventions import Ground, find_changes, measure_changes
 from sinkdlm.analysis.kinds import classify, labels
 from sinkdlm.analysis.metrics import Measured, measure, paths_of, summarize
-from sinkdlm.analysis.recording import record
+from sinkdlm.analysis.recording import record_side
 from sinkdlm.analysis.trajectory import Trajectory
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
@@ -68,15 +68,11 @@ class Plan:
 
     def check_maps(self, n_layers: int, n_heads: int) -> None:
         """Before anything is captured."""
-        for step, layer, head in self.maps:
-            if not (0 <= layer < n_layers and 0 <= head < n_heads and 0 <= step < self.n_steps):
-                most = f"{self.n_steps - 1},{n_layers - 1},{n_heads - 1}"
-                raise AnalysisError(f"--map {step},{layer},{head}: steps, layers and heads are from 0,0,0 to {most} here")
-
-    @property
-    def n_forwards(self) -> int:
-        """Of rows; policies that stop by themselves make fewer."""
-        return self.n_steps * (len(self.texts) if self.shares else self.trajectories)
+        ends = (self.n_steps - 1, n_layers - 1, n_heads - 1)
+        for place in self.maps:
+            if not all(0 <= index <= end for index, end in zip(place, ends, strict=True)):
+                asked, most = (",".join(map(str, one)) for one in (place, ends))
+                raise AnalysisError(f"--map {asked}: steps, layers and heads are from 0,0,0 to {most} here")
 
 
 class _Seen:
@@ -85,23 +81,21 @@ class _Seen:
     def __init__(self, lm: Any, plan: Plan) -> None:
         config = lm.config
         self.lm, self.plan = lm, plan
-        n_ids = max(config.embedding_rows, config.mask_id + 1)
-        self.kinds = classify(lm.tokenizer, n_ids, config.mask_id)
+        self.kinds = classify(lm.tokenizer, max(config.embedding_rows, config.mask_id + 1), config.mask_id)
         self.measured: list[Measured] = []
         self.paths: list[dict[str, Any]] = []
         self.finals: dict[int, list[int]] = {}
-        self.first: Trajectory | None = None
         self.top = np.zeros((config.n_layers, config.n_heads))  # what the most received token receives, summed over trajectories
 
     def take(self, trajectory: Trajectory) -> None:
         measured = measure(trajectory, self.kinds, threshold=self.plan.rules.threshold, seed=self.plan.seed)
         if self.measured:
             measured, self.measured[0] = measured.hand_norms_to(self.measured[0])
+        else:
+            self.first = trajectory
         self.measured.append(measured)
         self.finals[trajectory.number] = trajectory.final.tolist()
         self.top += trajectory.top_received.mean(0)
-        if self.first is None:
-            self.first = trajectory
         if len(self.paths) < self.plan.n_paths:
             self.paths.append(paths_of(trajectory, labels(self.lm.tokenizer, trajectory.final, trajectory.mask_id)))
 
@@ -110,42 +104,57 @@ class _Seen:
 
         One that stopped by itself may have fewer steps than were chosen from.
         """
-        first = self.first
-        assert first is not None
-        layer, head = np.unravel_index(int(self.top.argmax()), self.top.shape)
-        wanted = list(self.plan.maps) or [(step, int(layer), int(head)) for step in sorted({0, first.n_steps // 2})]
-        found = []
-        for step, at_layer, at_head in wanted:
-            if step >= first.n_steps:
-                continue
-            tokens = first.tokens[step]
-            weights = attention_maps(self.lm.model, tokens.tolist(), [(at_layer, at_head)])[at_layer, at_head]
-            found.append(
-                {
-                    "number": first.number,
-                    "step": step,
-                    "layer": at_layer,
-                    "head": at_head,
-                    "labels": labels(self.lm.tokenizer, tokens, first.mask_id),
-                    "n_sinks": weights.shape[1] - weights.shape[0],
-                    "sinks": np.flatnonzero(first.absolute[step, at_layer, at_head]).tolist(),
-                    "weights": [[round(value, _DIGITS) for value in row] for row in weights.double().tolist()],
-                }
-            )
-        return found
+        first, (layer, head) = self.first, np.unravel_index(int(self.top.argmax()), self.top.shape)
+        asked = list(self.plan.maps) or [(step, int(layer), int(head)) for step in sorted({0, first.n_steps // 2})]
+        return [self._draw_map(*place) for place in asked if place[0] < first.n_steps]
+
+    def _draw_map(self, step: int, layer: int, head: int) -> dict[str, Any]:
+        first, tokens = self.first, self.first.tokens[step]
+        weights = attention_maps(self.lm.model, tokens.tolist(), [(layer, head)])[layer, head]
+        return {"number": first.number, "step": step, "layer": layer, "head": head} | {
+            "labels": labels(self.lm.tokenizer, tokens, first.mask_id),
+            "n_sinks": weights.shape[1] - weights.shape[0],
+            "sinks": np.flatnonzero(first.absolute[step, layer, head]).tolist(),
+            "weights": [[round(value, _DIGITS) for value in row] for row in weights.double().tolist()],
+        }
+
+    def record(self, name: str, prompt: str, tick: Callable[[int], None]) -> dict[str, Any]:
+        """The first trajectory, for the page: what was asked, and what was seen."""
+        first, plan = self.first, self.plan
+        asked: dict[str, Any] = {
+            "prompt": prompt,
+            "seed": str(plan.seed),
+            "policy": None,
+            "steps": first.n_steps,
+            "length": plan.length,
+        }
+        if plan.shares:
+            asked |= {"shares": list(plan.shares), "length": len(first.final)}
+        canvases = [*first.tokens.tolist(), first.final.tolist()]
+        return {"asked": asked, "side": record_side(self.lm, name, canvases, first.n_prompt, rules=plan.rules, tick=tick)}
 
 
-def study(lm: Any, plan: Plan, *, name: str, source: str, made: dict[str, Any], tick: Callable[[int], None]) -> dict[str, Any]:
-    """The capture of a loaded model with its tokenizer, as JSON values. tick: called with rows that went through the model."""
+def study(
+    lm: Any, plan: Plan, *, name: str, source: str, made: Mapping[str, Any], show: Callable[[int], None] = lambda rows: None
+) -> dict[str, Any]:
+    """The capture of a loaded model with its tokenizer, as JSON values. show: called with the rows that have gone through the
+    model so far, of about `count_rows`."""
     plan.check_maps(lm.config.n_layers, lm.config.n_heads)
-    seen = _Seen(lm, plan)
+    began, done, seen = time.monotonic(), 0, _Seen(lm, plan)
+
+    def tick(rows: int) -> None:
+        nonlocal done
+        done += rows
+        show(done)
+
+    how: dict[str, Any] = {"rules": plan.rules, "batch": plan.batch, "tick": tick}
     if plan.shares:
         texts, requests = _encode_texts(lm, plan.texts), list[Request]()
-        trajectories = capture_noise(lm.model, texts, plan.shares, seed=plan.seed, rules=plan.rules, batch=plan.batch, tick=tick)
+        trajectories = capture_noise(lm.model, texts, plan.shares, seed=plan.seed, **how)
     else:
         requests = _requests(lm, plan)
         texts = [list(prompt)[: lm.config.context_length] for prompt in plan.prompts if prompt]
-        trajectories = capture(lm.model, requests, rules=plan.rules, batch=plan.batch, tick=tick, barred=_barred(lm))
+        trajectories = capture(lm.model, requests, barred=_barred(lm), **how)
     for trajectory in trajectories:
         seen.take(trajectory)
     found = summarize(seen.measured, plan.seed)
@@ -154,52 +163,19 @@ def study(lm: Any, plan: Plan, *, name: str, source: str, made: dict[str, Any], 
         row |= {"prompt": begin, "text": lm.tokenizer.decode(seen.finals[row["number"]])}
     maps = seen.draw_maps()
     changes, omitted = _intervene(lm, plan, requests, texts, tick)
-    recording = _record(seen, name, found["trajectories"][0]["prompt"], omitted, tick)
+    try:
+        recording = seen.record(name, found["trajectories"][0]["prompt"], tick)
+    except AnalysisError as refused:
+        recording, omitted["a recording"] = None, str(refused)
     if len(maps) < len(plan.maps):
-        omitted["maps of later steps"] = (
-            f"the first trajectory ended by itself, with step {found['trajectories'][0]['n_steps'] - 1}"
-        )
+        omitted["maps of later steps"] = f"the first trajectory ended by itself, with step {seen.first.n_steps - 1}"
     policy = {key: value for key, value in asdict(plan.policy).items() if value is not None}
     inputs = {"shares": list(plan.shares)} if plan.shares else {"policy": policy, "length": plan.length}
     settings = {"inputs": "noise" if plan.shares else "trajectories", **inputs, "steps": plan.n_steps, "seed": plan.seed}
-    settings |= {"batch": plan.batch, **plan.rules._asdict()}
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "name": name,
-        "source": source,
-        "model": lm.config.to_dict(),
-        "made": made,
-        "settings": settings,
-        **found,
-        "paths": seen.paths,
-        "maps": maps,
-        "interventions": changes,
-        "recording": recording,
-        "omitted": omitted,
-    }
-
-
-def _record(seen: _Seen, name: str, prompt: str, omitted: dict[str, str], tick: Callable[[int], None]) -> dict[str, Any] | None:
-    """The first trajectory, for the page: what was asked, and what was seen."""
-    first, plan = seen.first, seen.plan
-    assert first is not None
-    asked: dict[str, Any] = {
-        "prompt": prompt,
-        "seed": str(plan.seed),
-        "policy": None,
-        "steps": first.n_steps,
-        "length": plan.length,
-    }
-    if plan.shares:
-        asked |= {"shares": list(plan.shares), "length": len(first.final)}
-    try:
-        canvases = [*first.tokens.tolist(), first.final.tolist()]
-        side = record(seen.lm, name, canvases, first.n_prompt, rules=plan.rules, tick=tick)
-    except AnalysisError as refused:
-        omitted["a recording"] = str(refused)
-        return None
-    return {"asked": asked, "side": side}
+    about = {"format": FORMAT, "version": VERSION, "name": name, "source": source, "model": lm.config.to_dict()}
+    about |= {"made": {**made, "seconds": round(time.monotonic() - began, 3)}}
+    about |= {"settings": {**settings, "batch": plan.batch, **plan.rules._asdict()}}
+    return about | found | {"paths": seen.paths, "maps": maps, "interventions": changes, "recording": recording, "omitted": omitted}
 
 
 def _barred(lm: Any) -> list[int]:
@@ -236,8 +212,7 @@ def _intervene(
     if not texts:
         return [], {"interventions": "the prompts hold no token to score; give --prompts or --texts"}
     ground = Ground(texts[:_N_TEXTS], requests[:_N_SAMPLES], plan.draws, plan.batch, plan.seed, _barred(lm))
-    rows = _rows_of_look(plan)
-    return measure_changes(lm.model, ground, plan.rules, tick=lambda looks: tick(looks * rows))
+    return measure_changes(lm.model, ground, plan.rules, tick=lambda looks: tick(looks * _rows_of_look(plan)))
 
 
 def _rows_of_look(plan: Plan) -> int:
@@ -249,7 +224,7 @@ def _rows_of_look(plan: Plan) -> int:
 def count_rows(lm: Any, plan: Plan) -> int:
     """That go through the model, about: for a time estimate."""
     looks = 1 + len(find_changes(lm.model, plan.rules)[0]) if plan.interventions else 0
-    return plan.n_forwards + looks * _rows_of_look(plan) + plan.n_steps + 1
+    return plan.n_steps * (len(plan.texts) if plan.shares else plan.trajectories) + looks * _rows_of_look(plan) + plan.n_steps + 1
 
 
 # -- files ------------------------------------------------------------------------------------------------------------------------
@@ -260,17 +235,22 @@ def write_capture(path: Path, found: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as failure:
-        raise AnalysisError(f"{path}: cannot be written: {failure.strerror}") from None
+        raise AnalysisError(f"{path}: cannot be written: {failure.strerror}; give another --out") from None
 
 
 def read_capture(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: math.nan)
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as failure:
         reason = getattr(failure, "strerror", None) or "it is no JSON"
         raise AnalysisError(f"{path}: cannot be read: {reason}") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise AnalysisError(f"{path}: is no capture; `sinkdlm analyze` writes them into captures/")
-    if found["version"] != VERSION:
-        raise AnalysisError(f"{path}: is of version {found['version']}, and this reads {VERSION}; capture the model again")
+    check_capture(found, str(path))
     return found
+
+
+def check_capture(capture: Any, where: str) -> None:
+    if not isinstance(capture, Mapping) or capture.get("format") != FORMAT:
+        raise AnalysisError(f"{where}: not a capture; make one with: sinkdlm analyze CKPT --out DIR")
+    if capture.get("version") != VERSION:
+        version = capture.get("version")
+        raise AnalysisError(f"{where}: a capture of version {version}, but this sinkdlm reads version {VERSION}; capture it again")

@@ -99,13 +99,14 @@ def analyze(
         paths = {name: str(out / "captures" / f"{name}.json") for name in called}
         say({"captures": paths}, "\n".join(f"wrote {path}" for path in paths.values()), as_json)
         return
-    from sinkdlm.analysis.report import render_short, write_report
+    from sinkdlm.analysis.report import Report
 
-    files = write_report(captures, out)
+    report = Report(captures)
+    files = report.write(out)
     if as_json:
         typer.echo((out / "metrics.json").read_text(encoding="utf-8"), nl=False)
         return
-    typer.echo(render_short(captures))
+    typer.echo(report.short())
     others = [files[name].name for name in ("summary", "metrics", "inspect") if name in files]
     typer.echo(f"wrote {files['report']}, {', '.join(others)} and figures/")
 
@@ -129,24 +130,13 @@ def _fit(plan: Any, prompts: Any, room: int, own: bool, n_used: int | None, leng
 
 
 def _capture(lm: Any, plan: Any, name: str, source: str, device: Any) -> dict[str, Any]:
-    import time
-
     from sinkdlm.analysis.study import count_rows, study
     from sinkdlm.evals.display import Display
     from sinkdlm.training.run import environment
 
     made = {**environment(device), "dtype": str(lm.model.embed.weight.dtype).removeprefix("torch.")}
-    began, done = time.monotonic(), 0
     with Display(f"rows through {name}", count_rows(lm, plan)) as display:
-
-        def tick(rows: int) -> None:
-            nonlocal done
-            done += rows
-            display.update(done)
-
-        found = study(lm, plan, name=name, source=source, made=made, tick=tick)
-    made["seconds"] = round(time.monotonic() - began, 3)
-    return found
+        return study(lm, plan, name=name, source=source, made=made, show=display.update)
 
 
 def _step_layer_head(text: str) -> tuple[int, int, int]:

@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from sinkdlm.analysis.report import metrics_of, to_json, write_report
+from sinkdlm.analysis.report import Report, to_json
 from sinkdlm.analysis.study import Plan, count_rows, read_capture, study, write_capture
 from sinkdlm.checkpoint.directory import load
 from sinkdlm.checkpoint.durable import held, replace_text
 from sinkdlm.config.recipe import Recipe
-from sinkdlm.data.display import Bar
 from sinkdlm.demo import language, words
-from sinkdlm.demo.scoring import answer, attention_on_sums, compare_answers, exact_match, tell_story
+from sinkdlm.demo.scoring import answer, attention_on_sums, compare_answers, compare_losses, exact_match, tell_story
 from sinkdlm.demo.screen import Part, Screen
 from sinkdlm.errors import AnalysisError, UserError
+from sinkdlm.evals.display import Display
 from sinkdlm.sampling import policy_of
 from sinkdlm.training.loop import train
 from sinkdlm.training.run import environment
@@ -50,26 +50,13 @@ def recipe_of(twin: str, sets: Mapping[str, str], steps: int, seed: int) -> Reci
     """eps: rows are masked by half at least. A mask that hides nothing of a three-digit answer teaches nothing, and one that hides
     little weighs much."""
     shape = {"preset": "nano", "vocab_size": len(language.vocabulary()), "context_length": 2 * LENGTH, "n_sinks": TWINS[twin]}
+    train = {"seed": seed, "steps": steps, "batch": 90, "lr": 5e-3, "min_lr": 2e-4, "warmup": 0.05, "weight_decay": 0.01}
+    mixture = {"sets": {sets["sums"]: 8, sets["stories"]: 1}, "validation": sets["stories"], "length": LENGTH, "padding": "ignore"}
     return Recipe.resolve(
         {
             "model": shape,
-            "data": {
-                "sets": {sets["sums"]: 8, sets["stories"]: 1},
-                "validation": sets["stories"],
-                "length": LENGTH,
-                "padding": "ignore",
-            },
-            "train": {
-                "seed": seed,
-                "steps": steps,
-                "batch": 90,
-                "lr": 5e-3,
-                "min_lr": 2e-4,
-                "warmup": 0.05,
-                "weight_decay": 0.01,
-                "eps": 0.5,
-                "precision": "float32",
-            },
+            "data": mixture,
+            "train": train | {"eps": 0.5, "precision": "float32"},
             "eval": {"every": steps, "draws": 256},
             "log": {"probe_every": max(1, steps // 40)},
             "save": {"every": max(1, steps // 5), "keep": 1},
@@ -134,21 +121,13 @@ def _settle(out: Path, steps: int, seed: int, fresh: bool, console: Console) -> 
             console.print(f"{out}: goes on with the demo that is there; --fresh starts over")
         else:
             console.print(f"{out}: starts over" + ("" if same else ": the demo that is there has other settings"))
-            _clear(out)
+            for name in _OWN:
+                shutil.rmtree(out / name) if (out / name).is_dir() else (out / name).unlink(missing_ok=True)
     replace_text(note, json.dumps(settings), out / ".demo.partial")
     language.write_sets(place / "data", seed)
     for twin, recipe in recipes.items():
         (out / f"{twin}.toml").write_text(recipe.to_toml())
     return recipes
-
-
-def _clear(out: Path) -> None:
-    for name in _OWN:
-        path = out / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
 
 # -- its parts ------------------------------------------------------------------------------------------------------------------
@@ -159,46 +138,38 @@ def _train(twin: str, recipe: Recipe, folder: Path, part: Part, console: Console
     problem = language.problems(seed, held_out=True)[0]
     monitor = functools.partial(Screen, part=part, problem=problem, opening=language.openings(1, seed)[0], length=LENGTH)
     train(recipe, folder, device="cpu", console=console, monitor=monitor)
-    lines = _read_metrics(folder)
-    seconds = sum(line["timing"]["seconds"] for line in lines if line["kind"] == "train")
-    console.print(f"{twin:8s}trained: {part.steps} steps in {seconds:.0f} s")
+    console.print(f"{twin:8s}trained: {part.steps} steps in {_train_seconds(folder):.0f} s")
 
 
 def _read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def _train_seconds(folder: Path) -> float:
+    return sum(line["timing"]["seconds"] for line in _read_metrics(folder) if line["kind"] == "train")
+
+
 def _score(models: Mapping[str, Any], out: Path, steps: int, seed: int) -> dict[str, Any]:
     """What the demo adds to a report: the values of its chapter, and of metrics.json."""
     held_out = language.problems(seed, held_out=True)
-    opening = language.openings(1, seed)[0]
-    answers = {twin: answer(lm, [problem.question for problem in held_out]) for twin, lm in models.items()}
+    questions, opening = [problem.question for problem in held_out], language.openings(1, seed)[0]
+    answers = {twin: answer(lm, questions) for twin, lm in models.items()}
     twins: dict[str, Any] = {}
     for twin, lm in models.items():
-        lines = _read_metrics(out / twin)
-        trained = [line for line in lines if line["kind"] == "train"]
-        validation = [line for line in lines if line["kind"] == "validation"][-1]
+        validation = [line for line in _read_metrics(out / twin) if line["kind"] == "validation"][-1]
+        examples = list(zip(held_out, answers[twin], strict=True))[:_EXAMPLES]
         twins[twin] = {
             "n_sinks": lm.config.n_sinks,
             "exact_match": exact_match(answers[twin], held_out),
             "story_loss": {key: validation[key] for key in ("loss", "stderr", "draws")},
-            "train_seconds": round(sum(line["timing"]["seconds"] for line in trained), 1),
-            "sums": [
-                {"question": problem.question, "answer": given, "right": given == problem.answer}
-                for problem, given in list(zip(held_out, answers[twin], strict=True))[:_EXAMPLES]
-            ],
-            "attention_on_sums": attention_on_sums(lm, [problem.question for problem in held_out]),
-            "story": tell_story(lm, opening, LENGTH, seed),
+            "train_seconds": round(_train_seconds(out / twin), 1),
+            "sums": [{"question": one.question, "answer": given, "right": given == one.answer} for one, given in examples],
+            "attention_on_sums": attention_on_sums(lm, questions),
+            "story": tell_story(lm, opening, LENGTH),
         }
-    first, second = answers.values()
-    return {
-        "seed": seed,
-        "steps": steps,
-        "environment": environment(torch.device("cpu")),
-        "twins": twins,
-        "sums": compare_answers(first, second, held_out),
-        "stories": words.compare_losses(*(twins[twin]["story_loss"] for twin in TWINS)),
-    }
+    facts = {"seed": seed, "steps": steps, "environment": environment(torch.device("cpu")), "twins": twins}
+    losses, (first, second) = (twin["story_loss"] for twin in twins.values()), answers.values()
+    return facts | {"sums": compare_answers(first, second, held_out), "stories": compare_losses(*losses)}
 
 
 def _capture(lm: Any, twin: str, out: Path, trajectories: int, seed: int) -> dict[str, Any]:
@@ -211,33 +182,22 @@ def _capture(lm: Any, twin: str, out: Path, trajectories: int, seed: int) -> dic
         seed=seed,
         draws=8,
     ).with_trajectories(trajectories)
-    made = environment(torch.device("cpu"))
-    began, done = time.monotonic(), 0
-    with Bar(f"rows through {twin}", count_rows(lm, plan), counts=True) as bar:
-
-        def tick(rows: int) -> None:
-            nonlocal done
-            done += rows
-            rate = f"{done / bar.seconds:.0f}/s"
-            bar.show(done, rate, f"{done:,} of {bar.total:,} {bar.what}  {rate}")
-
-        found = study(lm, plan, name=twin, source=str(out / twin / "model"), made=made, tick=tick)
-    made["seconds"] = round(time.monotonic() - began, 3)
-    path = out / "captures" / f"{twin}.json"
-    write_capture(path, found)
+    path, source = out / "captures" / f"{twin}.json", str(out / twin / "model")
+    with Display(f"rows through {twin}", count_rows(lm, plan)) as display:
+        made = environment(torch.device("cpu"))
+        write_capture(path, study(lm, plan, name=twin, source=source, made=made, show=display.update))
     return read_capture(path)
 
 
 def _report(captures: list[dict[str, Any]], facts: dict[str, Any], out: Path) -> tuple[dict[str, Any], str | None]:
     """metrics.json always; the page where what draws it is installed, else why not."""
-    chapter = words.chapter(facts)
-    problem = None
+    report, problem = Report(captures, words.chapter(facts)), None
     try:
-        write_report(captures, out, chapter)
+        report.write(out)
     except AnalysisError as failure:
         if "sinkdlm[viz]" not in str(failure):
             raise
         problem = str(failure)
         (out / "report.html").unlink(missing_ok=True)  # of an earlier demo: its numbers are not these
-        (out / "metrics.json").write_text(to_json(metrics_of(captures, chapter)), encoding="utf-8")
+        (out / "metrics.json").write_text(to_json(report.metrics()), encoding="utf-8")
     return json.loads((out / "metrics.json").read_text(encoding="utf-8")), problem

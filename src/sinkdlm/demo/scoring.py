@@ -1,13 +1,13 @@
 """The held-out sums: what each twin answers and looks at, how many are right, and whether the twins differ."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
 
 import torch
 
-from sinkdlm.demo.language import ANSWER, Problem
+from sinkdlm.demo.language import ANSWER, EOS, Problem
 from sinkdlm.model.observe import Watcher
 from sinkdlm.sampling import generate
 
@@ -16,18 +16,21 @@ LEVEL = 0.95
 
 def answer(lm: Any, questions: Sequence[str]) -> list[str]:
     """Digit by digit, the most confident first."""
-    prompts = [lm.tokenizer.encode(question) for question in questions]
+    return [text[len(question) :] for text, question in zip(_write(lm, questions, ANSWER, steps=ANSWER), questions, strict=True)]
+
+
+def tell_story(lm: Any, opening: str, length: int) -> str:
+    (text,) = _write(lm, [opening], length - len(lm.tokenizer.encode(opening)), eos_id=lm.tokenizer.eos_token_id)
+    return text.partition(EOS)[0]
+
+
+def _write(lm: Any, prompts: Sequence[str], n: int, **more: Any) -> list[str]:
+    """Each prompt, and n tokens after it."""
+    rows = [lm.tokenizer.encode(prompt) for prompt in prompts]
     with lm.model.inference():
-        out = generate(
-            lm.model.denoiser(),
-            prompt=prompts,
-            length=[len(prompt) + ANSWER for prompt in prompts],
-            mask_id=lm.config.mask_id,
-            config="llada",
-            steps=ANSWER,
-            temperature=0.0,
-        )
-    return [lm.tokenizer.decode(row[len(prompt) :]) for row, prompt in zip(out.rows, prompts, strict=True)]
+        asked = {"prompt": rows, "length": [len(row) + n for row in rows], "mask_id": lm.config.mask_id, "config": "llada"}
+        found = generate(lm.model.denoiser(), **asked, temperature=0.0, **more)
+    return [lm.tokenizer.decode(row) for row in found.rows]
 
 
 def attention_on_sums(lm: Any, questions: Sequence[str]) -> list[dict[str, float]]:
@@ -42,24 +45,6 @@ def attention_on_sums(lm: Any, questions: Sequence[str]) -> list[dict[str, float
         facts = {"top_content_share": float(layer.received.mean(1).amax(-1).mean())}
         found.append(facts | ({"sink_share": float(layer.sink_share.mean())} if layer.sink_received.shape[-1] else {}))
     return found
-
-
-def tell_story(lm: Any, opening: str, length: int, seed: int) -> str:
-    prompt = lm.tokenizer.encode(opening)
-    with lm.model.inference():
-        out = generate(
-            lm.model.denoiser(),
-            prompt=[prompt],
-            length=length,
-            mask_id=lm.config.mask_id,
-            config="llada",
-            temperature=0.0,
-            seed=seed,
-            eos_id=lm.tokenizer.eos_token_id,
-        )
-    row = out.rows[0]
-    eos = lm.tokenizer.eos_token_id
-    return lm.tokenizer.decode(row[: row.index(eos)] if eos in row else row)
 
 
 def exact_match(answers: Sequence[str], problems: Sequence[Problem]) -> dict[str, Any]:
@@ -81,12 +66,12 @@ def compare_answers(first: Sequence[str], second: Sequence[str], problems: Seque
     rights = [(a == problem.answer, b == problem.answer) for a, b, problem in zip(first, second, problems, strict=True)]
     only_first, only_second = rights.count((True, False)), rights.count((False, True))
     n = only_first + only_second
-    tail = sum(math.comb(n, k) for k in range(min(only_first, only_second) + 1)) / 2**n
-    p = min(1.0, 2 * tail)
-    return {
-        "difference": (only_second - only_first) / len(problems),
-        "only_first": only_first,
-        "only_second": only_second,
-        "p": p,
-        "differ": p < 1 - LEVEL,
-    }
+    p = min(1.0, 2 * sum(math.comb(n, k) for k in range(min(only_first, only_second) + 1)) / 2**n)
+    found = {"difference": (only_second - only_first) / len(problems), "only_first": only_first, "only_second": only_second}
+    return found | {"p": p, "differ": p < 1 - LEVEL}
+
+
+def compare_losses(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Of two means over the same draws, taken as if those were independent: the error is an upper estimate."""
+    difference, stderr = second["loss"] - first["loss"], math.hypot(first["stderr"], second["stderr"])
+    return {"difference": difference, "stderr": stderr, "differ": abs(difference) > 2 * stderr}

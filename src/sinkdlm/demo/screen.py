@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from sinkdlm.config.recipe import LogSection
 from sinkdlm.demo.language import ANSWER, EOS, Problem
-from sinkdlm.sampling import policy_of, requests_of, start, stream
+from sinkdlm.sampling import requests_of, start, stream
 from sinkdlm.training.monitor import Monitor
 
 WIDE, TALL = 60, 10  # columns and lines that the picture needs
@@ -107,29 +105,24 @@ class Screen(Monitor):
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
-            self._live = None
         super().close()
 
     # -- what it sees -----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _take_look(self) -> Look:
-        sums = self._denoise(self._problem.question, ANSWER, "llada", steps=ANSWER, temperature=0.0)
+        sums = self._denoise(self._problem.question, ANSWER, steps=ANSWER)
         room = self._length - len(self._tokenizer.encode(self._opening))
-        stories = self._denoise(self._opening, room, "llada", steps=_STORY_STEPS, temperature=0.0)
-        return Look(sums, sums[-1] == "".join(self._problem), stories)
+        return Look(sums, sums[-1] == "".join(self._problem), self._denoise(self._opening, room, steps=_STORY_STEPS))
 
-    def _denoise(self, prompt: str, length: int, config: str, **options: Any) -> list[str]:
+    def _denoise(self, prompt: str, length: int, steps: int) -> list[str]:
         ids, mask_id = self._tokenizer.encode(prompt), self._model.config.mask_id
-        requests = requests_of([ids], length=len(ids) + length, mask_id=mask_id, config=policy_of(config, **options))
+        requests = requests_of([ids], length=len(ids) + length, mask_id=mask_id, steps=steps, temperature=0.0)
         frames = [[*ids, *[mask_id] * length]]
-        for step in stream(self._model.denoiser(), start(requests)):
-            frames.append(step.tokens[0].tolist())
-        return [self._write(frame, mask_id) for frame in frames]
-
-    def _write(self, frame: Sequence[int], mask_id: int) -> str:
-        text = "".join(OPEN if token == mask_id else self._tokenizer.decode([token]) for token in frame)
-        return text.replace(EOS, END)
+        frames += [step.tokens[0].tolist() for step in stream(self._model.denoiser(), start(requests))]
+        decode = self._tokenizer.decode
+        texts = ("".join(OPEN if token == mask_id else decode([token]) for token in frame) for frame in frames)
+        return [text.replace(EOS, END) for text in texts]
 
     @property
     def loss(self) -> float:
@@ -147,9 +140,6 @@ class Screen(Monitor):
         steps = self.part.steps - self.step + (self.part.of - self.part.number) * self.part.steps
         return steps / self.rate if self.rate else 0.0
 
-    def _shares(self) -> list[float]:
-        return [layer["sink_share"] for layer in self.layers if "sink_share" in layer]
-
     # -- how it is shown --------------------------------------------------------------------------------------------------------
 
     def plain(self) -> list[str]:
@@ -164,7 +154,7 @@ class Screen(Monitor):
         return f"{self.rate:.1f} steps/s {minutes(self.seconds_left)} left" if self.rate else "starting"
 
     def _attention(self, *, short: bool = False) -> str:
-        shares = self._shares()
+        shares = [layer["sink_share"] for layer in self.layers if "sink_share" in layer]
         if shares and short:
             return f"sink {sum(shares) / len(shares):.0%}"
         if shares:
@@ -172,26 +162,20 @@ class Screen(Monitor):
         top = max((layer["top_content_share"] for layer in self.layers), default=0.0)
         return f"top {top:.0%}" if short else f"no sink; the most attended token of a row has {top:.0%}"
 
-    def __rich__(self) -> Group:
+    def __rich__(self) -> Text:
         """Called by the picture's own thread; text moves on by itself between two looks."""
-        head = Table.grid(padding=(0, 1))
-        bar = ProgressBar(total=self.part.steps, completed=self.step, width=20)
-        title = Text(f"twin {self.part.number} of {self.part.of}: {self.part.name}", style="bold")
-        head.add_row(title, bar, f"{self.step}/{self.part.steps}  {self._pace()}")
-        body = Table.grid(padding=(0, 2))
-        body.add_column(style="dim", no_wrap=True)
-        body.add_column()
+        steps = f"{self.step}/{self.part.steps}  {self._pace()}"
+        lines = [f"twin {self.part.number} of {self.part.of}: {self.part.name}  {_bar(self.step / self.part.steps)} {steps}"]
         if self.losses:
-            body.add_row("loss", f"{self.loss:.3f}  {spark(self.losses)}")
+            lines.append(f"loss       {self.loss:.3f}  {spark(self.losses)}")
         if self.look is not None:
             frame = int((time.monotonic() - self._looked) / _FRAME_SECONDS)
             sums, stories = (texts[min(frame, len(texts) - 1)] for texts in (self.look.sums, self.look.stories))
             verdict = ("  right" if self.look.right else "  wrong") if OPEN not in sums else ""
-            body.add_row("a sum", Text(sums + verdict))
-            body.add_row("a story", Text(stories))
+            lines += [f"a sum      {sums}{verdict}", f"a story    {stories}"]
         if self.layers:
-            body.add_row("attention", self._attention())
-        return Group(head, body)
+            lines.append(f"attention  {self._attention()}")
+        return Text("\n".join(lines))
 
 
 def _bar(share: float) -> str:

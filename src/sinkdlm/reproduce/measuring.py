@@ -209,7 +209,7 @@ def watch(model: Model, inputs: Inputs, scale: Scale) -> Found:
         interventions=False,
         batch=16,
     ).with_trajectories(min(scale.trajectories, len(prompts)))
-    found = study(lm, plan, name="run", source="run", made={}, tick=_ignore)
+    found = study(lm, plan, name="run", source="run", made={})
     quantities = found["quantities"]
     values = {name: one["total"]["mean"] for name, one in quantities.items()} | _middle(found)
     absent = () if lm.config.n_sinks else _OF_SINKS  # what a model has none of is not 0 of it
@@ -217,10 +217,6 @@ def watch(model: Model, inputs: Inputs, scale: Scale) -> Found:
     outcomes = {f"attention.{name}": Outcome.of_value(value) for name, value in known.items()}
     layers = {name: [_short(layer["mean"]) for layer in quantities[name]["layers"]] for name in _LAYERS}
     return Found(outcomes, layers, {"norms": _histogram(found["scatter"]), "path": _path(found["paths"])})
-
-
-def _ignore(_: int) -> None:
-    pass
 
 
 def _short(value: float | None) -> float | None:

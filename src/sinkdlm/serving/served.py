@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 
 from sinkdlm import __version__
-from sinkdlm.analysis.recording import kind_finder
+from sinkdlm.analysis.kinds import kind_finder
 from sinkdlm.checkpoint.directory import Loaded
 from sinkdlm.errors import SamplingError
 from sinkdlm.sampling import NAMED, Policy, Request, policy_of
