@@ -28,9 +28,9 @@ def assert_rounded_alike(found, wanted):
     assert near.all()
 
 
-@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("dtype", [VALUES, GRADIENTS])
-@pytest.mark.parametrize(("rows", "multiple"), [(True, 128), (True, 0), (False, 16)])
+@pytest.mark.parametrize(("rows", "multiple", "dtype", "given"), [
+    (True, 128, GRADIENTS, torch.bfloat16), (True, 0, VALUES, torch.float32), (False, 16, VALUES, torch.bfloat16),
+])  # fmt: skip
 def test_rounding(given, dtype, rows, multiple):
     x = random(131, 210, dtype=given)[:, ::3]  # several tiles either way
     given = (x, scale_of(x.abs().amax(), dtype), dtype, rows, multiple)

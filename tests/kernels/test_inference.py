@@ -41,7 +41,7 @@ def fused(monkeypatch):
 
 @pytest.mark.parametrize(
     ("n_heads", "n_kv", "width", "n_sinks", "batch", "n_tokens", "by_row"),
-    [(3, 3, 16, 1, 2, 5, False), (4, 2, 24, 0, 3, 7, False), (9, 3, 64, 2, 2, 4, True), (14, 2, 64, 4, 1, 3, True)],
+    [(3, 3, 16, 1, 2, 5, False), (4, 2, 24, 0, 3, 7, False), (9, 3, 64, 2, 2, 4, True)],
 )
 @pytest.mark.parametrize("moved", [False, True])
 def test_heads_are_split_rotated_and_placed(n_heads, n_kv, width, n_sinks, batch, n_tokens, by_row, moved):
@@ -75,7 +75,7 @@ def test_heads_are_split_rotated_and_placed(n_heads, n_kv, width, n_sinks, batch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_swiglu(dtype):
-    gate_up = 3 * random(3, 5, 2 * 1100, dtype=dtype)
+    gate_up = 3 * random(2, 2, 2 * 1100, dtype=dtype)
     gate, up = gate_up.chunk(2, -1)
     torch.testing.assert_close(kernels.swiglu(gate_up), torch.nn.functional.silu(gate) * up)
 
@@ -91,7 +91,7 @@ def test_rows_in_float8_are_those_of_plain_operations(fused):
     assert (found.float() != expected.float()).float().mean() < 1e-3  # a scale that rounds another way decides a tie
 
 
-@pytest.mark.parametrize(("rows", "vocab", "dtype"), [(5, 7, torch.float32), (64, 3000, torch.float32), (4, 1500, torch.bfloat16)])
+@pytest.mark.parametrize(("rows", "vocab", "dtype"), [(5, 7, torch.float32), (5, 2100, torch.float32), (4, 1500, torch.bfloat16)])
 @pytest.mark.parametrize(("temperature", "tempered"), [(0.0, False), (1.0, False), (0.1, False), (0.7, True)])
 def test_tokens_are_chosen_as_by_plain_operations(rows, vocab, dtype, temperature, tempered):
     logits = 3 * random(rows, vocab, dtype=dtype)
@@ -126,10 +126,13 @@ def forced_model(**flags):
     return model
 
 
-@pytest.mark.parametrize("name", FUSABLE)
+LEAST = ("sinks-2-end-zero-gate",)  # the others differ in what no kernel sees
+
+
+@pytest.mark.parametrize("name", [name if name in LEAST else pytest.param(name, marks=pytest.mark.slow) for name in FUSABLE])
 def test_a_model_with_kernels_is_the_model(name, fused):
     """Whole rows, rows of different lengths, chosen positions, and a span of a cached row."""
-    model, tokens = forced_model(**VARIANTS[name]), small_tokens(2, 9).to(DEVICE)
+    model, tokens = forced_model(n_layers=2, **VARIANTS[name]), small_tokens(2, 9).to(DEVICE)
     lengths, wanted = torch.tensor([9, 6], device=DEVICE), torch.tensor([[0, 4], [5, 1]], device=DEVICE)
     changed = tokens.clone()
     changed[:, 3:7] = 1
@@ -146,6 +149,7 @@ def test_a_model_with_kernels_is_the_model(name, fused):
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_samples_are_the_same_with_kernels(fused):
     model, prompt = forced_model(n_sinks=1), small_tokens(2, 3).to(DEVICE)
     for options in ({"temperature": 0.7}, {"config": "fast", "block": 4}, {"guidance": 0.5}):

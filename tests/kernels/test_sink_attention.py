@@ -12,7 +12,7 @@ from sinkdlm.kernels import sink_attention as kernels
 pytestmark = pytest.mark.gpu
 
 # batch, query heads, key/value heads, tokens, head width, sinks: of odd sizes, none of which is a whole number of tiles.
-SHAPES = [(2, 4, 2, 13, 8, 3), pytest.param((1, 6, 2, 70, 24, 1), marks=pytest.mark.slow), (2, 3, 1, 5, 16, 16)]
+SHAPES = [(2, 4, 2, 11, 8, 3), pytest.param((1, 6, 2, 70, 24, 1), marks=pytest.mark.slow), (2, 3, 1, 5, 16, 5)]
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 
 
