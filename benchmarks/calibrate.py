@@ -21,9 +21,9 @@ from sinkdlm.config.recipe import Recipe
 from sinkdlm.planning.formulas import Chip, Layout, find_chip, fitting_micro_batch, training_memory
 from sinkdlm.planning.step_time import CALIBRATION, Constants, fitted, head_seconds, step_seconds
 
-# Where the fit begins, and how strongly it stays there: products as timed in log.md's profile of a forward; six passes: written and
+# Where the fit begins, and how strongly it stays there: matmuls as timed in log.md's profile of a forward; six passes: written and
 # read forward, read and written for gradients, and once more.
-_FIRST = {"products": 0.7, "attention": 0.45, "passes": 6.0, "logit": 40.0, "lane": 18.0, "block": 3e-4, "step": 3e-3}
+_FIRST = {"matmuls": 0.7, "attention": 0.45, "passes": 6.0, "logit": 40.0, "lane": 18.0, "block": 3e-4, "step": 3e-3}
 _STAY = 0.15
 _PART = 0.3  # the weight of a part's record beside that of a whole step
 _TURNS, _TINY = 60, 1e-6  # of the fit, and the change that ends it

@@ -24,6 +24,7 @@ from sinkdlm import Recipe
 from sinkdlm.distributed.world import World, joined
 from sinkdlm.training import loop
 from sinkdlm.training.gradients import StepResult
+from sinkdlm.training.monitor import Monitor
 from sinkdlm.training.run import RunFolder
 
 _WARM = 5  # steps that are not timed: compilation, page-locked buffers
@@ -45,7 +46,8 @@ class Timed(loop.Trainer):
 
 def run_way(recipe: Recipe, out: Path, world: World) -> dict[str, Any]:
     folder = RunFolder(out, recipe, world)
-    trainer = Timed(recipe, folder, None, world, Console(stderr=True))
+    monitor = Monitor(out, recipe.log, Console(stderr=True)) if world.first else None
+    trainer = Timed(recipe, folder, None, world, monitor)
     try:
         trainer.run()
     finally:

@@ -133,7 +133,7 @@ def _train(words: list[str], said: Path) -> None:
     """The command line in a process of its own, with nothing to say but to the file."""
     import torch
 
-    from sinkdlm.cli.app import main
+    from sinkdlm.cli.entry import main
 
     torch.set_num_threads(1)
     with said.open("wb") as file, open(os.devnull, "wb") as nothing:
@@ -172,7 +172,7 @@ def launch_forks(words: list[str], ranks: int, restarts: int) -> None:
 
 
 def _train_rank(words: list[str]) -> None:
-    from sinkdlm.cli.app import main
+    from sinkdlm.cli.entry import main
 
     sys.argv = ["sinkdlm", *words]
     try:

@@ -1,4 +1,4 @@
-"""GPU memory of one rank, by layout and recomputation, against what planning.py says.
+"""GPU memory of one rank, by layout and recomputation, against what planning/formulas.py says.
 
     python -m benchmarks.memory --model smdm-472m --rows 8 --ranks 1,2,4,8,64 --out benchmarks/results
 
@@ -18,8 +18,10 @@ from benchmarks.measuring import record, write
 from sinkdlm import DiffusionLM, Recipe
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
 from sinkdlm.distributed.world import World
+from sinkdlm.fast import compile_blocks
+from sinkdlm.fast.objective import chunked_nll
 from sinkdlm.planning.formulas import Layout, training_memory
-from sinkdlm.training.choose import compile_model, settle_way
+from sinkdlm.training.choose import settle_runner, settle_way
 from sinkdlm.training.optimizer import Optimizer
 from sinkdlm.training.weights import Weights
 
@@ -41,16 +43,15 @@ def pretend(ranks: int, device: torch.device) -> World:
 
 def measure_rank(recipe: Recipe, rows: int, layout: Layout | None, forwards: int, device: torch.device) -> dict[str, int]:
     """Peak bytes of a training step, and what is held between steps."""
-    ranks = 1 if layout is None else layout.copies * layout.shards
+    ranks = 1 if layout is None else layout.ranks
     world = pretend(ranks, device)
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     with torch.device("meta"):
         model = DiffusionLM(recipe.model)
-    model.recompute = recipe.train.recompute
-    way = settle_way(model, recipe, world, layout, full_rows=True)
-    compile_model(model, way.compile, world, as_rows=way.as_rows)
+    way = settle_way(recipe, world, layout, full_rows=True)
+    settle_runner(model, way, recipe, "bf16", print)
     weights = Weights(
         model,
         world,
@@ -60,7 +61,9 @@ def measure_rank(recipe: Recipe, rows: int, layout: Layout | None, forwards: int
         reshard=recipe.parallel.reshard,
         travels_as=torch.bfloat16,
     )
-    optimizer = Optimizer(weights.local, recipe.train, rounds=way.rounds)
+    if way.compile == "blocks":
+        compile_blocks(model)
+    optimizer = Optimizer(weights.local, recipe.train)
     tokens = torch.randint(0, recipe.model.vocab_size, (rows, recipe.data.length), device=device)
     samples = torch.arange(rows, device=device)
     for step in range(_STEPS):
@@ -69,7 +72,7 @@ def measure_rank(recipe: Recipe, rows: int, layout: Layout | None, forwards: int
         for forward in range(forwards):
             noisy = corrupt(tokens, samples, seed=0, mask_id=recipe.model.mask_id, schedule=Schedule())
             with torch.autocast("cuda", torch.bfloat16):
-                loss = denoising_loss(weights.model, tokens, noisy, denominator=1.0)
+                loss = denoising_loss(weights.model, tokens, noisy, denominator=1.0, nll=chunked_nll)
             weights.before_backward(last=forward == forwards - 1)
             loss.total.backward()
             del loss

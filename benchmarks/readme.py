@@ -4,9 +4,9 @@ from typing import Any
 
 from benchmarks.measuring import RESULTS
 from benchmarks.page import read_records
+from benchmarks.reproduction_page import declared_results
 from sinkdlm.reproduce.claims import HEADS, LAMBADA, NELBO, compare, measured
 from sinkdlm.reproduce.matrix import ADAPT
-from sinkdlm.reproduce.page import declared_records
 from sinkdlm.reproduce.statistics import over_seeds
 
 _GPU = "nvidia-h200.json"
@@ -141,17 +141,17 @@ def _serving(figures: Any) -> list[str]:
 
 def _reproduced() -> list[str]:
     """Of the twins of table 1, over their seeds."""
-    records = declared_records(RESULTS / "reproduction")
+    results = declared_results(RESULTS / "reproduction")
     means = {
-        (variant, name): over_seeds(measured(records, ADAPT, variant, name)).mean
+        (variant, name): over_seeds(measured(results, ADAPT, variant, name)).mean
         for variant in ("vanilla", "sink")
         for name in (HEADS, LAMBADA)
     }
     shares = [100 * means[variant, HEADS] for variant in ("vanilla", "sink")]
     nats = [means[variant, LAMBADA] for variant in ("vanilla", "sink")]
-    change = compare(records, ADAPT, "sink", "vanilla", NELBO).spread
+    change = compare(results, ADAPT, "sink", "vanilla", NELBO).spread
     equal = [
-        [compare(records, ADAPT, *pair, name).spread.mean for pair in (("sink", "vanilla-sink-rate"), ("sink-dlm-rate", "vanilla"))]
+        [compare(results, ADAPT, *pair, name).spread.mean for pair in (("sink", "vanilla-sink-rate"), ("sink-dlm-rate", "vanilla"))]
         for name in (LAMBADA, NELBO)
     ]
     return [

@@ -1,8 +1,8 @@
-"""Writes docs/reproduction.md and its pictures from the records of reproduction runs.
+"""Writes docs/reproduction.md and its pictures from the results of reproduction runs.
 
     python -m benchmarks.reproduction [--records DIR] [--docs DIR]
 
-Pictures are drawn where there are records for them; the page holds tables of every number in them.
+Pictures are drawn where there are results for them; the page holds tables of every number in them.
 """
 
 import argparse
@@ -14,17 +14,18 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from studies.asking import read_beside
+from studies.lengths import MIXED, PLAIN
+from studies.steadiness import NAME as STEADINESS
+from studies.steadiness import warmup_of
 
 from benchmarks.measuring import RESULTS
+from benchmarks.reproduction_page import PICTURES, SCALE, VERDICTS, declared_results, write_page
 from sinkdlm.reproduce.claims import ANSWERS, CLAIMS, MARGIN, NELBO, PRIMARY, SAME, judge, outcome_name, runs_of
-from sinkdlm.reproduce.lengths import MIXED, PLAIN
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, SCALES, SFT
 from sinkdlm.reproduce.measuring import ROWS, WRITES
-from sinkdlm.reproduce.page import PICTURES, SCALE, VERDICTS, declared_records, write_page
-from sinkdlm.reproduce.results import Record, read_beside
+from sinkdlm.reproduce.results import RunResult
 from sinkdlm.reproduce.statistics import LEVEL
-from sinkdlm.reproduce.steadiness import NAME as STEADINESS
-from sinkdlm.reproduce.steadiness import warmup_of
 
 RECORDS = RESULTS / "reproduction"
 DOCS = Path(__file__).parents[1] / "docs"
@@ -32,10 +33,10 @@ _STYLE: dict[Any, Any] = {"svg.fonttype": "path", "svg.hashsalt": "sinkdlm", "fo
 _ONE, _TWO = "#0072B2", "#D55E00"  # Okabe and Ito
 
 
-def draw_differences(records: Mapping[str, Record], figure: Any) -> bool:
+def draw_differences(results: Mapping[str, RunResult], figure: Any) -> bool:
     """A forest of all comparisons that have a verdict, an outcome beside the other: their differences are of different sizes."""
     rows = {
-        claim: {one.outcome: one for one in judge(claim, records) if one.spread.known and one.outcome in _PANELS}
+        claim: {one.outcome: one for one in judge(claim, results) if one.spread.known and one.outcome in _PANELS}
         for claim in CLAIMS
         if claim.against
     }
@@ -68,9 +69,9 @@ _PANELS = {**{name: name for name in PRIMARY}, ANSWERS: NELBO}  # outcome -> whe
 _ALSO = {NELBO: "\nsft: of held-out answers"}
 
 
-def draw_layers(records: Mapping[str, Record], figure: Any) -> bool:
+def draw_layers(results: Mapping[str, RunResult], figure: Any) -> bool:
     """Figure 3: mean over seeds, before and after fine-tuning."""
-    groups = {"adapted": runs_of(records, ADAPT, "sink"), "fine-tuned": runs_of(records, SFT, "sink")}
+    groups = {"adapted": runs_of(results, ADAPT, "sink"), "fine-tuned": runs_of(results, SFT, "sink")}
     if not groups["adapted"]:
         return False
     figure.set_size_inches(7.2, 2.6)
@@ -93,9 +94,9 @@ def draw_layers(records: Mapping[str, Record], figure: Any) -> bool:
 _SHOWN = ("sink_value_norm", "normal_norm", "sink_mass")
 
 
-def draw_sinks(records: Mapping[str, Record], figure: Any) -> bool:
+def draw_sinks(results: Mapping[str, RunResult], figure: Any) -> bool:
     """Figure 1, of the first seed that there is: norms of content sinks against others, and the top content sink step by step."""
-    runs = runs_of(records, ADAPT, "vanilla")
+    runs = runs_of(results, ADAPT, "vanilla")
     if not runs:
         return False
     seed, first = next(iter(runs.items()))
@@ -114,10 +115,10 @@ def draw_sinks(records: Mapping[str, Record], figure: Any) -> bool:
     return True
 
 
-def draw_lengths(records: Mapping[str, Record], figure: Any) -> bool:
+def draw_lengths(results: Mapping[str, RunResult], figure: Any) -> bool:
     """Documents cut to several lengths: how much is lost on short ones, and how much heads write."""
     cuts = SCALES[SCALE].cuts
-    runs = {variant: runs_of(records, ADAPT, variant).get(FIRST_SEED) for variant in (*PLAIN, *MIXED)}
+    runs = {variant: runs_of(results, ADAPT, variant).get(FIRST_SEED) for variant in (*PLAIN, *MIXED)}
     made = {variant: run for variant, run in runs.items() if run is not None and f"{ROWS}.{cuts[0]}" in run.outcomes}
     if not set(PLAIN) <= set(made):
         return False
@@ -157,11 +158,11 @@ def draw_steadiness(found: Mapping[str, Any] | None, figure: Any) -> bool:
 _DRAWN = {VERDICTS: draw_differences, "short": draw_lengths, "figure1": draw_sinks, "figure3": draw_layers}
 
 
-def draw(records: Mapping[str, Record], watched: Mapping[str, Any] | None, assets: Path) -> None:
+def draw(results: Mapping[str, RunResult], watched: Mapping[str, Any] | None, assets: Path) -> None:
     for place, (name, _) in PICTURES.items():
         with mpl.rc_context(_STYLE):
             figure = Figure(layout="constrained")
-            if draw_steadiness(watched, figure) if place == STEADINESS else _DRAWN[place](records, figure):
+            if draw_steadiness(watched, figure) if place == STEADINESS else _DRAWN[place](results, figure):
                 figure.savefig(assets / name, metadata={"Date": None})
             else:
                 (assets / name).unlink(missing_ok=True)
@@ -174,7 +175,7 @@ def main() -> None:
     asked = parser.parse_args()
     assets = asked.docs / "assets"
     assets.mkdir(parents=True, exist_ok=True)
-    draw(declared_records(asked.records), read_beside(asked.records, STEADINESS, SCALE), assets)
+    draw(declared_results(asked.records), read_beside(asked.records, STEADINESS, SCALE), assets)
     (asked.docs / "reproduction.md").write_text(write_page(asked.records, assets), encoding="utf-8")
 
 

@@ -36,7 +36,7 @@ from sinkdlm.distributed.world import World
 from sinkdlm.fast import compile_blocks
 from sinkdlm.fast.float8_training import fits
 from sinkdlm.planning.formulas import peak_flops, training_flops
-from sinkdlm.training.captured import find_recorder
+from sinkdlm.training.captured import find_capturer
 from sinkdlm.training.choose import settle_runner, settle_way
 from sinkdlm.training.gradients import Gradients
 from sinkdlm.training.optimizer import Optimizer
@@ -164,13 +164,12 @@ class Step:
             self.weights,
             self.precision(),
             micro_batch=rows,
-            share=rows,
             compiled=self.compiled,
             say=print,
         )
-        recorder = None if self._official else find_recorder(device)
-        if recorder is not None:
-            self.gradients.fix(self._batch(), recorder)
+        capturer = None if self._official else find_capturer(device)
+        if capturer is not None:
+            self.gradients.fix(self._batch(), capturer)
 
     def _as_trained(self) -> Recipe:
         """What `train` would be given to make these steps."""
@@ -205,7 +204,7 @@ class Step:
 
     @property
     def recorded(self) -> bool:
-        return self.gradients.recorded is not None and self.gradients.recorded.replays
+        return self.gradients.captured is not None and self.gradients.captured.replays
 
     def precision(self) -> AbstractContextManager[Any]:
         half = torch.bfloat16 if self.device.type == "cuda" else None

@@ -9,7 +9,7 @@ from benchmarks import kills
 
 from browsers import BROWSER, BROWSER_FLAGS, BROWSER_WAIT
 from shared_folders import make_once
-from sinkdlm.cli import app as cli
+from sinkdlm.cli import entry as cli
 from small_models import VARIANTS
 
 pytest.register_assert_rewrite("launches", "pages", "sites")  # so that a failure there says what was found

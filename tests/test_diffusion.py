@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from sinkdlm import diffusion
-from sinkdlm.diffusion import Noisy, Schedule, chunked_nll, corrupt, denoising_loss
+from sinkdlm.diffusion import Noisy, Schedule, corrupt, denoising_loss
+from sinkdlm.fast import objective
+from sinkdlm.fast.objective import chunked_nll
 from sinkdlm.model.visibility import Annealing
-from small_models import small_model, small_tokens
+from small_models import PLAN, small_model, small_tokens
 
 SCHEDULES = [Schedule("linear", 1e-3), Schedule("linear", 0.0), Schedule("cosine", 1e-3), Schedule("loglinear", 1e-3)]
 
@@ -242,9 +243,7 @@ def test_half_precision_gradients_stay_exact_for_confident_tokens(sharpness):
 
 
 def test_without_gradients_none_are_formed(monkeypatch):
-    from sinkdlm import diffusion
-
-    monkeypatch.setattr(diffusion, "_accumulate", lambda *_: pytest.fail("formed a gradient"))
+    monkeypatch.setattr(objective, "_accumulate", lambda *_: pytest.fail("formed a gradient"))
     hidden, head = torch.randn(4, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     with torch.no_grad():
         chunked_nll(hidden, head, torch.zeros(4, dtype=torch.int64), torch.ones(4))
@@ -258,7 +257,7 @@ def test_corruption_refuses_what_it_would_misread():
         {"samples": torch.arange(1)},
         {"samples": torch.arange(4)[:, None]},
     ):
-        with pytest.raises(ValueError, match=r"allowed|one number for each"):
+        with pytest.raises(ValueError, match=r"allowed|one index for each"):
             corrupt(tokens, **{"samples": torch.arange(4), "seed": 0, "mask_id": 11, **wrong})
 
 
@@ -282,40 +281,33 @@ def test_a_batch_without_masked_positions_has_zero_loss_and_gradients():
 
 
 @pytest.mark.parametrize("which", ["whole rows", "padded", "annealing", "none masked"])
-@pytest.mark.parametrize("rounded", [False, True])
-def test_a_model_that_is_told_where_the_loss_looks_ends_there_with_the_same_loss_and_gradients(
-    variant, which, rounded, monkeypatch
-):
-    """rounded: to a multiple of places, as a GPU does, whose validation is as it was."""
-    if rounded:
-        monkeypatch.setattr(diffusion, "ROUNDED", ("cpu",))
-        monkeypatch.setattr(diffusion, "_ROWS", 16)
-    model, tokens = small_model(**variant), small_tokens(5, 9)
+@pytest.mark.parametrize("slots", [None, 48])
+def test_every_runner_and_any_number_of_slots_give_the_same_loss_and_gradients(variant, which, slots):
+    """A fast runner ends its last layer at the scored positions; a fixed number of slots repeats one of them, with weight 0."""
+    tokens = small_tokens(5, 9)
     lengths = torch.tensor([9, 4, 7, 1, 9]) if which == "padded" else None
     maskable = None if lengths is None else torch.arange(9) < lengths[:, None]
-    noisy = corrupt(tokens, torch.arange(5), seed=2, mask_id=model.config.mask_id, maskable=maskable)
-    if which == "none masked":
-        noisy = noisy._replace(tokens=tokens, masked=torch.zeros_like(noisy.masked))
-    rows, found = [], []
-    model.blocks[-1].mlp.register_forward_hook(lambda module, given, out: rows.append(given[0].shape[:-1].numel()))
-    for early in (False, True):
-        model.picks_early = early
-        model.zero_grad()
-        annealing = Annealing(0.5, 7) if which == "annealing" else None
-        loss = denoising_loss(model, tokens, noisy, denominator=45.0, lengths=lengths, annealing=annealing)
+    annealing = Annealing(0.5, 7) if which == "annealing" else None
+    found = []
+    for plan, n, nll in ((None, None, None), (PLAN, slots, chunked_nll)):
+        model = small_model(plan=plan, **variant)
+        noisy = corrupt(tokens, torch.arange(5), seed=2, mask_id=model.config.mask_id, maskable=maskable)
+        if which == "none masked":
+            noisy = noisy._replace(tokens=tokens, masked=torch.zeros_like(noisy.masked))
+        loss = denoising_loss(model, tokens, noisy, denominator=45.0, lengths=lengths, annealing=annealing, slots=n, nll=nll)
         loss.total.backward()
-        nll = loss.nll if loss.used is None else loss.nll[loss.used]
-        found.append([loss.total.detach(), nll, *(p.grad.clone() for p in model.parameters())])
-    # The lane goes through the last layer too.
-    n_scored, n_registers = int(loss.scored.sum()), model.config.n_registers
-    wanted = max(16, -(-n_scored // 16) * 16) if rounded else n_scored
-    assert [n for n in rows if n != model.config.n_lane or not n] == [5 * (9 + n_registers), wanted]
-    for told, plain in zip(*reversed(found), strict=True):
-        torch.testing.assert_close(told, plain, rtol=1e-10, atol=1e-12)
-    with torch.no_grad():
-        loss = denoising_loss(model, tokens, noisy, denominator=45.0, lengths=lengths, annealing=annealing)
-    assert loss.used is None
-    assert len(loss.nll) == n_scored
+        found.append([loss.total.detach(), loss.nll if loss.used is None else loss.nll[loss.used], gradients(model)])
+    assert loss.missed is None or not loss.missed
+    assert len(found[0][1]) == int(loss.scored.sum())
+    for own, plain in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(own, plain, rtol=1e-10, atol=1e-12)
+
+
+def test_positions_without_a_slot_are_counted():
+    model, tokens = small_model(n_sinks=1), small_tokens(2, 5)
+    noisy = corrupt(tokens, torch.arange(2), seed=0, mask_id=11)
+    n_scored = int(noisy.masked.sum())
+    assert denoising_loss(model, tokens, noisy, denominator=1, slots=n_scored - 1).missed == 1
 
 
 def test_a_shifted_model_leaves_token_0_out_of_the_loss():
@@ -345,8 +337,8 @@ def test_any_hidden_model_will_do():
         config = SimpleNamespace(vocab_size=3, mask_id=3, shift_logits=False)
         head_weight = torch.eye(3)
 
-        def __call__(self, tokens, *, lengths=None):
-            return torch.zeros(*tokens.shape, 3)
+        def __call__(self, tokens, *, lengths=None, select):
+            return torch.zeros(len(select), 3)
 
     tokens = torch.tensor([[0, 1, 2, 0]])
     noisy = Noisy(torch.full_like(tokens, 3), torch.ones(1, 4, dtype=torch.bool), torch.ones(1), torch.ones(1))

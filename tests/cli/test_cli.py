@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sinkdlm import Recipe
-from sinkdlm.cli import app as cli
+from sinkdlm.cli import entry as cli
 from sinkdlm.cli.app import COMMANDS
 
 
@@ -72,9 +72,9 @@ def test_ctrl_c_within_an_import_ends_at_once(tmp_path):
         "import os, signal, sys\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    print('went on')\n"
     )
     script = (
-        "import signal\nfrom sinkdlm.cli import app\nfrom sinkdlm.config import model\n"
+        "import signal\nfrom sinkdlm.cli import app, entry\nfrom sinkdlm.config import model\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background ignore\n"
-        "model.preset_names = lambda: __import__('guarded') and []\napp.main()\n"
+        "model.preset_names = lambda: __import__('guarded') and []\nentry.main()\n"
     )
     command = [sys.executable, "-c", script, "presets"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
@@ -150,7 +150,7 @@ def test_a_shipped_recipe_is_found_by_name_and_a_file_of_that_name_wins(tmp_path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nano-sink").mkdir()  # a run's folder does not hide the recipe
     assert json.loads(command_line("recipe", "show", "nano-sink", "--json")[1])["model"]["n_sinks"] == 1
-    assert command_line("plan", "qwen2.5-0.5b")[1].startswith("qwen2.5-0.5b on 1 x h100")
+    assert command_line("plan", "qwen2.5-0.5b")[1].startswith("qwen2.5-0.5b on h100")
     (tmp_path / "nano").write_text('base = ["nano-sink", "parts/sft-nano"]\n[model]\nn_sinks = 3\n')
     shown = json.loads(command_line("recipe", "show", "nano", "--json")[1])
     assert (shown["model"]["n_sinks"], shown["data"]["length"]) == (3, 96)

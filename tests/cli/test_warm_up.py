@@ -1,15 +1,14 @@
-"""What is begun while torch is loaded: for the GPU that training chooses, and without a word where there is none."""
+"""The warm-up is for the GPU that training chooses, and says nothing where there is none."""
 
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from sinkdlm.cli import warm_up as early
+from sinkdlm.cli import warm_up
 from sinkdlm.cli.train import train
 from sinkdlm.errors import UserError
 
@@ -34,63 +33,47 @@ def test_it_is_the_device_that_training_chooses(device, rank, index, monkeypatch
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("LOCAL_RANK", rank)
-    assert early._index(device) == index
-    if index is None:
-        assert early.open_device(device) is None
+    monkeypatch.setattr(warm_up, "_begin", lambda work, index: work)
+    assert warm_up.open_device(device) == (None if index is None else (warm_up._retain, index))
 
 
 def test_without_a_driver_nothing_is_opened(monkeypatch):
-    monkeypatch.setattr(early, "_DRIVER", "libno-such-driver.so.1")
-    assert not early._retain(0)
-    early._release(0)
-    opened = early.open_device(None)
-    assert opened is not None
+    monkeypatch.setattr(warm_up, "_DRIVER", "libno-such-driver.so.1")
+    warm_up._retain(0)
+    opened, _ = warm_up.open_device(None)
     opened.join(10)
     assert not opened.is_alive()
-
-
-def done() -> threading.Thread:
-    return early._begin(lambda: None)
-
-
-def test_where_torch_has_no_gpu_the_device_is_given_back(monkeypatch):
-    released: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(early, "_release", released.append)
-    early._load(done(), 2)
-    assert released == [2]
 
 
 def test_what_goes_wrong_is_left_to_who_needs_it(monkeypatch):
     def fails():
         raise AssertionError("a toolchain's own words")
 
-    monkeypatch.setattr(torch.cuda, "is_available", fails)
-    early._load(done(), 0)
+    monkeypatch.setattr(torch.cuda, "device_count", fails)
+    warm_up._load(warm_up._begin(lambda: None), 0)
 
 
 def test_training_begins_it_with_its_device(monkeypatch, tmp_path):
-    said: list[tuple] = []
-    monkeypatch.setattr(early, "open_device", lambda device: said.append(("open", device)) or "opened")
-    monkeypatch.setattr(early, "load_kernels", lambda opened, device: said.append((opened, device)))
+    said: list = []
+    monkeypatch.setattr(warm_up, "open_device", lambda device: said.append(("open", device)) or "opened")
+    monkeypatch.setattr(warm_up, "load_kernels", said.append)
     with pytest.raises(UserError, match="nowhere"):
         train(missing(tmp_path), out=tmp_path / "run", device="cpu")
-    assert said == [("open", "cpu"), ("opened", "cpu")]
+    assert said == [("open", "cpu"), "opened"]
 
 
 def test_a_command_that_fails_waits_for_what_it_began(tmp_path):
     """Python that ends while a thread is in torch aborts."""
     code = f"""
 import sys, time
-from sinkdlm.cli import warm_up as early
+from sinkdlm.cli import warm_up
 from sinkdlm.cli import entry
 def slow(opened, index):
     import torch
     x, end = torch.zeros(400, 400), time.monotonic() + 2.5
     while time.monotonic() < end:
         torch.mm(x, x)
-early._load = slow
+warm_up._load = slow
 sys.argv = ["sinkdlm", "train", {str(missing(tmp_path))!r}, "--out", {str(tmp_path / "run")!r}]
 entry.main()
 """
@@ -121,14 +104,14 @@ def test_kernels_are_built_by_one_at_a_time(monkeypatch):
         within -= 1
 
     monkeypatch.setattr(kernels, "swiglu", build)
-    threads = [early._begin(kernels.build_one, "cpu") for _ in range(3)]
+    threads = [warm_up._begin(kernels.build_one, "cpu") for _ in range(3)]
     for thread in threads:
         thread.join()
     assert most == 1
 
 
 def test_the_command_line_does_not_load_torch_for_it():
-    code = "import sys; from sinkdlm.cli import warm_up as early; early.open_device('cpu'); sys.exit('torch' in sys.modules)"
+    code = "import sys; from sinkdlm.cli import warm_up; warm_up.open_device('cpu'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -137,8 +120,8 @@ def test_on_a_gpu_torch_finds_its_context_there():
     """One context: what is opened early is what torch computes in. In a process of its own, which has none yet."""
     code = """
 import ctypes
-from sinkdlm.cli import warm_up as early
-opened = early.open_device(None)
+from sinkdlm.cli import warm_up
+opened, _ = warm_up.open_device(None)
 opened.join()
 flags, active = ctypes.c_uint(), ctypes.c_int()
 driver = ctypes.CDLL("libcuda.so.1")
@@ -146,7 +129,7 @@ assert driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(ac
 import torch
 from sinkdlm.kernels import available as fusion
 from sinkdlm.kernels import inference as kernels
-early._load(opened, 0)
+warm_up._load(opened, 0)
 assert kernels._swiglu.device_caches[0][0] and fusion.has_kernels()
 assert torch.ones(3, device="cuda").sum().item() == 3
 """
@@ -155,4 +138,5 @@ assert torch.ones(3, device="cuda").sum().item() == 3
 
 @on_gpu
 def test_a_gpu_that_is_not_there_is_not_opened():
-    assert not early._retain(torch.cuda.device_count())
+    warm_up._retain(torch.cuda.device_count())
+    assert torch.ones(3, device="cuda").sum().item() == 3

@@ -308,15 +308,15 @@ def test_the_last_document_is_held_out_where_chance_chose_none(tmp_path, tokeniz
 # Loads the command line once and runs each job in a fork of itself: a process of its own, killed and limited like any other.
 SERVER = """
 import json, os, resource, select, signal, sys, time
-import sinkdlm.interop, sinkdlm.cli.app
+import sinkdlm.interop, sinkdlm.cli.app, sinkdlm.cli.entry
 from sinkdlm.data import prepare
 prepare._BATCH_BYTES, prepare._NOTE_SECONDS = 20_000, 0.02
 pipe = os.pipe()
-work = prepare._Run.run
+work = prepare._Run._run
 def run(self):
     os.write(pipe[1], b"!")
-    work(self)
-prepare._Run.run = run
+    return work(self)
+prepare._Run._run = run
 def started(seconds):
     if select.select([pipe[0]], [], [], seconds)[0]:
         os.read(pipe[0], 1)
@@ -332,7 +332,7 @@ for line in sys.stdin:
         sys.argv = ["sinkdlm", *job["args"]]
         status = 70
         try:
-            sinkdlm.cli.app.main()
+            sinkdlm.cli.entry.main()
         except SystemExit as left:
             status = left.code or 0
         finally:
@@ -470,7 +470,7 @@ def test_no_space_is_named(tmp_path, tokenizer, monkeypatch):
 
     write_rows(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}])
     with monkeypatch.context() as patch:
-        patch.setattr(writing.GrowingFile, "flush", full)
+        patch.setattr(writing.GrowingFile, "sync", full)
         assert "No space left on device" in fails([str(tmp_path / "a.jsonl")], tokenizer, tmp_path / "out")
     assert prepare.prepare([str(tmp_path / "a.jsonl")], tokenizer, tmp_path / "out")["splits"]["train"]["documents"] == 1
 

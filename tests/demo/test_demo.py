@@ -17,7 +17,7 @@ from rich.console import Console
 
 from sinkdlm import DiffusionLM, errors
 from sinkdlm.analysis.study import read_capture
-from sinkdlm.cli import app as cli
+from sinkdlm.cli import entry as cli
 from sinkdlm.config.recipe import LogSection
 from sinkdlm.config.toml import flatten
 from sinkdlm.demo import language, run, words

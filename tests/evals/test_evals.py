@@ -19,18 +19,11 @@ from tokenizers import processors
 
 from evaluated import TEXTS, save_model, small_lm, tiny_tokenizer
 from sinkdlm.checkpoint.directory import save
-from sinkdlm.data import display as bar
+from sinkdlm.data import display
+from sinkdlm.distributed.world import World
 from sinkdlm.errors import EvalError, UserError
-from sinkdlm.evals import display, gsm8k
-from sinkdlm.evals.answering import (
-    Alone,
-    Answerer,
-    CausalDenoiser,
-    answer_sheet,
-    fingerprint,
-    forward_tokens,
-    tokenizer_fingerprint,
-)
+from sinkdlm.evals import gsm8k
+from sinkdlm.evals.answering import Answerer, CausalDenoiser, answer_sheet, fingerprint, forward_tokens, tokenizer_fingerprint
 from sinkdlm.evals.documents import read_documents
 from sinkdlm.evals.encoding import TextEncoder, cut_at
 from sinkdlm.evals.generating import Manner
@@ -126,12 +119,14 @@ def test_another_seed_draws_other_noise():
     assert differs == {"quiz", "text", "write"}  # the chain rule draws nothing
 
 
-class Ranks(Alone):
+class Ranks(World):
     """One of several ranks, whose partners' answers were computed before."""
 
     def __init__(self, rank, size, others):
-        self.rank, self.size, self.first, self._others = rank, size, rank == 0, others
-        self.mine = []
+        self.rank, self.size, self._others, self.mine = rank, size, others, []
+
+    def from_first(self, make):
+        return make()
 
     def gather(self, value):
         self.mine.append(value)
@@ -220,7 +215,7 @@ def test_greedy_of_an_ar_parent_knows_its_own_words():
 def test_adaptive_draws_go_where_a_ranking_is_open():
     lm = small_lm()
     full = Sheet(questions(6), {"quiz": Settings(draws=128, greedy=False)})
-    quick = Sheet(full.requests, {"quiz": replace(full.settings["quiz"], adaptive=True)})
+    quick = Sheet(full.requests, {"quiz": full.settings["quiz"].replace(adaptive=True)})
     ours, theirs = answered(lm, quick), answered(lm, full)
     assert sum(found.draws for found in ours.values()) < sum(found.full_draws for found in ours.values())
     assert any("adaptive draws saved" in note for note in notes_on(ours))
@@ -568,7 +563,7 @@ def test_wrong_requests_say_so(tmp_path):
         ("nonsense\n", "line 1 is no JSON"),
         ('{"sinkdlm": "requests", "version": 9}\n', "requests of version 9"),
         ('{"sinkdlm": "requests", "version": 1}\n', "write it again with --write-requests"),
-        ('{"sinkdlm": "requests", "version": 1, "seed": 0, "about": {}, "settings": {"t": {"drows": 1}}}\n', "drows: unknown"),
+        ('{"sinkdlm": "requests", "version": 1, "seed": 0, "about": {}, "settings": {"t": {"drows": 1}}}\n', "drows = 1: unknown"),
     ):
         path.write_text(text)
         with pytest.raises(EvalError, match=said) as caught:
@@ -605,13 +600,13 @@ def test_tasks_have_the_official_settings():
         ({"guidance": -2.0}, "guidance = -2.0"),
         ({"estimator": "causal", "guidance": 1.0}, "an AR parent has no"),
         ({"policy": "magic"}, "policy 'magic'"),
-        ({"drows": 1}, "drows: unknown"),
-        ({"bos": "maybe"}, "bos = 'maybe': true or false"),
+        ({"drows": 1}, "drows = 1: unknown"),
+        ({"bos": "maybe"}, "bos = 'maybe': allowed is a valid boolean"),
         ({"adaptive": "maybe"}, "adaptive = 'maybe'"),
         ({"adaptive": True, "draws": 16}, "the 32 draw sets of --adaptive"),
-        ({"error": 2}, "error = 2: above 0"),
-        ({"tolerance": 1}, "tolerance = 1: 0 or more"),
-        ({"steps": "abc"}, "steps = 'abc': a whole number"),
+        ({"error": 2}, "error = 2: allowed is less than 1"),
+        ({"tolerance": 1}, "tolerance = 1: allowed is less than 1"),
+        ({"steps": "abc"}, "steps = 'abc': allowed is a valid integer"),
     ):
         with pytest.raises(UserError, match=said):
             settings_for("t", values_)
@@ -714,7 +709,7 @@ def test_requests_are_answered_without_the_harness(tmp_path, checkpoint):
     sheet = mixed_sheet()
     sheet.write(tmp_path / "q.jsonl")
     script = (
-        "import sys; from sinkdlm.cli.app import main\n"
+        "import sys; from sinkdlm.cli.entry import main\n"
         f"sys.argv = ['sinkdlm', 'score-requests', {str(checkpoint)!r}, {str(tmp_path / 'q.jsonl')!r}, '--out', "
         f"{str(tmp_path / 'r.jsonl')!r}, '--dtype', 'float64', '--device', 'cpu', '--json']\n"
         "try: main()\n"
@@ -913,10 +908,10 @@ def test_mistakes_get_one_line(tmp_path, checkpoint, run, args, said):
 
 
 def test_progress_is_plain_lines_off_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(bar, "_EVERY", 0.0)
-    with display.Display("requests", 10, 4) as shown:
+    monkeypatch.setattr(display, "_EVERY", 0.0)
+    with display.ItemBar("requests", 10, 4) as shown:
         shown.update(7)
-    with display.Display("requests", 10, shown=False) as hidden:
+    with display.ItemBar("requests", 10, shown=False) as hidden:
         hidden.update(10)
     said = capsys.readouterr()
     assert said.out == ""
@@ -926,7 +921,7 @@ def test_progress_is_plain_lines_off_a_terminal(monkeypatch, capsys):
 
 def test_a_document_that_takes_long_is_seen_to_go_on(tmp_path, checkpoint, run, monkeypatch):
     """One document, one request: what is said before it ends counts its forwards, and ends close to the whole."""
-    monkeypatch.setattr(bar, "_EVERY", 0.0)
+    monkeypatch.setattr(display, "_EVERY", 0.0)
     (tmp_path / "a.txt").write_text(TEXTS[0] * 20)
     said = run("score", checkpoint, tmp_path / "a.txt", "--draws", "32", "--device", "cpu")
     assert said.status == 0, said.err
@@ -945,7 +940,7 @@ def test_responses_hold_what_they_are_given():
 
 def test_slow_work_is_told_in_seconds_each(monkeypatch):
     shown = []
-    slow = display.Display("requests", 2)
+    slow = display.ItemBar("requests", 2)
     monkeypatch.setattr(slow, "show", lambda done, rates, line: shown.append(line))
     slow._began -= 100
     slow.update(1)

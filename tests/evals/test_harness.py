@@ -10,7 +10,7 @@ import pytest
 
 from benches import HUB, HUB_PATHS, lines, makers_files, plain_files, write_files, write_parquet
 from evaluated import save_model, small_lm, tiny_tokenizer
-from sinkdlm.cli.app import main
+from sinkdlm.cli.entry import main
 from sinkdlm.errors import EvalError
 from sinkdlm.evals.offline import BENCHMARKS, find_splits, load_splits
 from sinkdlm.evals.requests import Sheet

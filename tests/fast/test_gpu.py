@@ -16,7 +16,7 @@ from sinkdlm.model.attention import attend, attend_naive
 from sinkdlm.model.positions import Rotation
 from sinkdlm.model.visibility import Annealing, pair_bits
 from sinkdlm.sampling import batch, generate
-from sinkdlm.serving.engine import Engine, Turns
+from sinkdlm.serving.engine import Engine, FairLock
 from small_models import VARIANTS, small_model, small_tokens
 from visibility_rules import random_rule
 
@@ -383,8 +383,8 @@ def test_engines_that_share_a_gpu_write_what_requests_write_alone():
     models = [small_model(seed=seed, dtype=torch.float32, n_sinks=1).cuda() for seed in (1, 2)]
     requests = [request_of(name, number, n_open=20) for number, name in enumerate(POLICIES)]
     expected = [[alone(model, request, deterministic=True, device="cuda").rows[0] for request in requests] for model in models]
-    turns = Turns()
-    engines = [Engine(model, deterministic=True, turns=turns) for model in models]
+    lock = FairLock()
+    engines = [Engine(model, deterministic=True, lock=lock) for model in models]
     owners = [[Owner([request]) for request in requests] for _ in engines]
     for engine, asking in zip(engines, owners, strict=True):
         for owner in asking:

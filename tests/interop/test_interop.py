@@ -27,6 +27,7 @@ from plain import LLADA_NAMES, LLAMA_NAMES, logits, official_logits
 from sinkdlm import UserError
 from sinkdlm.interop import SinkDLMForMaskedLM, convert, load_any, open_source
 from sinkdlm.interop.tokenizer import read_tokenizer_at
+from sinkdlm.model.visibility import Annealing
 from small_models import small_model, small_tokens
 
 SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
@@ -859,15 +860,33 @@ class Refuse:
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
 import torch
-from transformers import AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModelForMaskedLM
 from safetensors.torch import save_file
 tokens = torch.arange(18).reshape(2, 9) % 10
 found = {}
+def gradients(model):
+    model.zero_grad()
+    model(tokens, labels=tokens).loss.backward()
+    return [weight.grad.clone() for weight in model.parameters()]
 for folder in sys.argv[2:]:
-    model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
+    trust = {"trust_remote_code": True}
+    model = AutoModelForMaskedLM.from_pretrained(folder, **trust)
     found[folder] = model(tokens).logits.detach()
+    annealing = sys.modules[type(model).__module__].Annealing(0.5, 7)
+    found[folder + "-annealed"] = model.model(tokens, annealing=annealing).detach().contiguous()
+    layers = []
+    model.model(tokens, observe=lambda layer, *seen: layers.append(layer))
+    assert layers == [0, 1, 2], layers
+    drawn = AutoModelForMaskedLM.from_config(AutoConfig.from_pretrained(folder, **trust), **trust)
+    for wrapped in (model, drawn):
+        kept = gradients(wrapped)
+        assert all(grad.isfinite().all() and grad.any() for grad in kept)
+        wrapped.gradient_checkpointing_enable()
+        assert all(map(torch.equal, kept, gradients(wrapped)))
+        wrapped.gradient_checkpointing_disable()
+        assert all(map(torch.equal, kept, gradients(wrapped)))
     model.save_pretrained(folder + "-again")
-    AutoModelForMaskedLM.from_pretrained(folder + "-again", trust_remote_code=True)
+    AutoModelForMaskedLM.from_pretrained(folder + "-again", **trust)
 save_file(found, sys.argv[1])
 """
 
@@ -876,17 +895,22 @@ save_file(found, sys.argv[1])
 def test_a_standalone_directory_needs_no_sinkdlm(tmp_path):
     from small_models import VARIANTS
 
-    names = ("sinks-2-end-zero-gate", "register", "logit", "parent")
+    tokens = torch.arange(18).reshape(2, 9) % 10
     expected = {}
-    for name in names:
+    for name in ("sinks-2-end-zero-gate", "register", "logit", "parent"):
         model = small_model(dtype=torch.float32, **VARIANTS[name])
         sinkdlm.save(tmp_path / "ckpt" / name, model)
         report = convert(tmp_path / "ckpt" / name, tmp_path / name, to="hf", standalone=True)
         assert "modelling file" in report["wrote"]
-        expected[str(tmp_path / name)] = model.head(model(torch.arange(18).reshape(2, 9) % 10)).detach()
+        expected[str(tmp_path / name)] = model.head(model(tokens)).detach()
+        expected[str(tmp_path / f"{name}-annealed")] = model(tokens, annealing=Annealing(0.5, 7)).detach()
         assert sinkdlm.load(tmp_path / name).config == model.config
+    folders = [folder for folder in expected if not folder.endswith("-annealed")]
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", f"{folders[0]}/modeling_sinkdlm.py"]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
     run = subprocess.run(
-        [sys.executable, "-c", STANDALONE, str(tmp_path / "out"), *expected],
+        [sys.executable, "-c", STANDALONE, str(tmp_path / "out"), *folders],
         env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -895,13 +919,14 @@ def test_a_standalone_directory_needs_no_sinkdlm(tmp_path):
     assert run.returncode == 0, run.stderr
     found = load_file(tmp_path / "out")
     assert set(found) == set(expected)
-    for folder, value in expected.items():
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)  # another process, another number of threads
+    for folder in folders:
         again = sinkdlm.load(f"{folder}-again")  # what the standalone class saves is a checkpoint too
         assert again.provenance == {}
         assert all(
             torch.equal(a, b) for a, b in zip(again.model.parameters(), sinkdlm.load(folder).model.parameters(), strict=True)
         )
-        torch.testing.assert_close(found[folder], value, rtol=0, atol=1e-5)  # another process, another number of threads
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------
@@ -996,7 +1021,7 @@ def test_what_cannot_be_read_gets_one_line(tmp_path, parents, case):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"n_layers": 2}, ["--set n_layers", "fixed by the weights", "n_sinks"]),
+        ({"n_layers": 2}, ["--set n_layers=2", "trained with n_layers = 3", "n_sinks"]),
         ({"n_snks": 1}, ["n_snks", "did you mean n_sinks"]),
         ({"n_sinks": -1}, ["n_sinks = -1"]),
         ({"n_heads": 3}, ["n_heads", "says them itself"]),
@@ -1014,9 +1039,9 @@ def test_wrong_changes_are_named(parents, changes, words):
 def test_trained_parts_are_not_taken_away(tmp_path):
     sinkdlm.save(tmp_path / "x", small_model(dtype=torch.float32, n_sinks=1, gate="headwise"))
     for changes, word in (
-        ({"n_sinks": 0}, "sinks are added"),
-        ({"gate": "none"}, "trained with gate"),
-        ({"mask_id": 3}, "trained with 11"),
+        ({"n_sinks": 0}, "trained with n_sinks = 1"),
+        ({"gate": "none"}, "trained with gate = headwise"),
+        ({"mask_id": 3}, "trained with mask_id = 11"),
     ):
         with pytest.raises(UserError, match=word):
             load_any(tmp_path / "x", changes)
@@ -1028,7 +1053,7 @@ def test_convert_on_the_command_line(tmp_path, parents, command_line):
     flags = ["--set", "n_sinks=1", "--set", "sink_position=end", "--dtype", "bfloat16", "--json"]
     commands = [[tmp_path / "evil.pth", tmp_path / "dst"], [parents["qwen2"][0], tmp_path / "x", *flags]]
     script = (
-        "import json, sys; from sinkdlm.cli.app import main\n"
+        "import json, sys; from sinkdlm.cli.entry import main\n"
         "def status(words):\n"
         "    sys.argv = ['sinkdlm', 'convert', *words]\n"
         "    try: main()\n"

@@ -16,8 +16,7 @@ from sinkdlm.likelihood.estimates import student_cdf, student_quantile
 from sinkdlm.likelihood.estimators import roll
 from sinkdlm.likelihood.mask_draws import MaskDraws, draw_masks, noise_keys
 from sinkdlm.likelihood.ranking import expected_loss, is_settled, plan_looks
-from sinkdlm.likelihood.scoring import Look, Scorer, plan_batches, read_rows
-from sinkdlm.sampling.batch import DenoiserAdapter
+from sinkdlm.likelihood.scoring import Query, Scorer, plan_batches, read_rows
 from small_models import VARIANTS, small_model, small_tokens
 
 MASK = 3
@@ -72,8 +71,8 @@ def test_all_masks_weighed_by_exact_k_are_all_orders():
         (row,) = read_rows([tokens], [scored], MASK)
         n = len(row.targets)
         masks = [np.array(mask, dtype=bool) for mask in itertools.product([0, 1], repeat=n) if any(mask)]
-        scorer = Scorer(DenoiserAdapter(denoiser), mask_id=MASK, guidance=0.0, budget=64, shift=False, device=None)
-        sums = scorer.sums([Look(row, row.targets[mask], row.targets[mask]) for mask in masks])
+        scorer = Scorer(denoiser, MASK, guidance=0.0, budget=64, shift=False, device=None)
+        sums = scorer.sums([Query(row, row.targets[mask], row.targets[mask]) for mask in masks])
         parts = [value * n / mask.sum() / n / math.comb(n, int(mask.sum())) for mask, value in zip(masks, sums, strict=True)]
         assert sum(parts) == pytest.approx(any_order(denoiser, tokens, row.targets.tolist(), MASK), abs=1e-12)
 
@@ -315,7 +314,7 @@ def test_forwards_are_made_without_attention_that_plans_each_shape():
 def test_batches_hold_every_look_once():
     rows = read_rows(*mixed_rows(40), 11)
     masks = [(row, row.targets[masked]) for row in rows for masked in masks_of("exact_k", 0, 1, len(row.targets), 2, 2).masked]
-    looks = [Look(row, places, places) for row, places in masks]
+    looks = [Query(row, places, places) for row, places in masks]
     for room, mix in itertools.product((1, 30, 100, 10_000), (True, False)):
         batches = plan_batches(looks, room, mix)
         assert sorted(itertools.chain(*batches)) == list(range(len(looks)))
@@ -329,7 +328,7 @@ def test_few_positions_reach_the_head_in_vain():
     """Looks that read few and looks that read many part where there are many: at most a quarter is padding, or 256 positions."""
     (row,) = read_rows([[1] * 64], [after(4, 64)], 11)
     masks = masks_of("exact_k", 0, 0, 60, 8, 32).masked
-    looks = [Look(row, row.targets[masked], row.targets[masked]) for masked in masks]
+    looks = [Query(row, row.targets[masked], row.targets[masked]) for masked in masks]
     batches = plan_batches(looks, 1 << 14, mix=True)
     assert 1 < len(batches) < 12
     for batch in batches:

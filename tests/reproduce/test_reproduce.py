@@ -1,4 +1,4 @@
-"""The method: planted effects are found and absent ones are not, pairs cancel what they share, records hold what they say."""
+"""The method: planted effects are found and absent ones are not, pairs cancel what they share, results hold what they say."""
 
 import json
 import math
@@ -8,58 +8,54 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmarks import reproduction_page as page
 from scipy import stats
+from studies.asking import write_beside
+from studies.lengths import PLAIN
+from studies.steadiness import NAME as STEADINESS
 
 from evaluated import small_lm
-from reproductions import ITEMS, TOKENS, matrix, record, trial
+from reproductions import ITEMS, TOKENS, matrix, result, trial
 from sinkdlm.cli.loading import load_parent
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.config.shipped import RECIPES
 from sinkdlm.config.toml import flatten
 from sinkdlm.data.rows import open_rows
-from sinkdlm.data.shards import open_split
 from sinkdlm.data.synthetic import character_tokenizer, prepare_example
 from sinkdlm.errors import ReproduceError
 from sinkdlm.evals.paper import PAPER_ROWS
 from sinkdlm.evals.requests import LOGLIKELIHOOD, Request, Sheet
 from sinkdlm.evals.settings import Settings
 from sinkdlm.interop import open_source
-from sinkdlm.reproduce import claims, page, paper, statistics
-from sinkdlm.reproduce.blocks import Code, Heading, Paragraph, Table, to_html, to_markdown
-from sinkdlm.reproduce.equal_rates import equal_rate_blocks
+from sinkdlm.reproduce import claims, paper, statistics
 from sinkdlm.reproduce.inputs import GOLD, Inputs
-from sinkdlm.reproduce.lengths import PLAIN
+from sinkdlm.reproduce.markdown import bullets, table, to_html, to_markdown
 from sinkdlm.reproduce.matrix import (
     ADAPT,
-    LATE,
     ONCE,
-    RATE_OF,
     SCALES,
     SCRATCH,
     SFT,
     TARGETS,
     VARIANTS,
-    WITHOUT_RUNS,
     Job,
     jobs_of,
     select,
     stages_declared,
     trials_of,
 )
-from sinkdlm.reproduce.measuring import Model
-from sinkdlm.reproduce.overlap import GRAM, corpus_texts, overlap
+from sinkdlm.reproduce.measuring import Model, ask_officially
 from sinkdlm.reproduce.parents import Parents
 from sinkdlm.reproduce.report import findings, verdicts, write_report
-from sinkdlm.reproduce.results import MAX_BYTES, Outcome, read_record, read_records, write_beside, write_record
-from sinkdlm.reproduce.running import Bench, _asking_officially, recipe_of, stages_of
-from sinkdlm.reproduce.steadiness import NAME as STEADINESS
+from sinkdlm.reproduce.results import MAX_BYTES, Outcome, read_result, read_results, write_result
+from sinkdlm.reproduce.running import Asked, Bench, recipe_of
 
 ROOT = Path(__file__).parents[2]
 CLAIM = {claim.name: claim for claim in claims.CLAIMS}
 
 
-def judged(name, records):
-    return {one.outcome: one for one in claims.judge(CLAIM[name], records)}
+def judged(name, results):
+    return {one.outcome: one for one in claims.judge(CLAIM[name], results)}
 
 
 # -- statistics -----------------------------------------------------------------------------------------------------------------
@@ -107,56 +103,56 @@ def test_equal_differences_are_no_proof():
 
 
 def test_holm_is_holms():
-    found = statistics.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005, "none": math.nan})
-    assert [found[name] for name in "abcd"] == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert math.isnan(found["none"])
+    *found, unknown = statistics.holm([0.01, 0.04, 0.03, 0.005, math.nan])
+    assert found == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert math.isnan(unknown)
 
 
 def test_holm_seldom_finds_something_among_many_nulls():
     p = np.random.default_rng(2).random((2000, 20))
-    wrong = [min(statistics.holm(dict(enumerate(row))).values()) <= statistics.ALPHA for row in p.tolist()]  # type: ignore[arg-type]
+    wrong = [min(statistics.holm(row)) <= statistics.ALPHA for row in p.tolist()]
     assert np.mean(wrong) < 0.06
 
 
 def test_equivalence_is_two_one_sided_tests():
-    values = [0.002, -0.004, 0.003, 0.001, -0.001]
-    found = statistics.equivalence(values, 0.01)
-    sides = (stats.ttest_1samp(values, -0.01, alternative="greater"), stats.ttest_1samp(values, 0.01, alternative="less"))
-    assert found.p == pytest.approx(max(side.pvalue for side in sides))
-    assert found.shown
-    assert -0.01 < found.low < found.high < 0.01  # the interval says the same
-    assert not statistics.equivalence([0.012, 0.015, 0.011], 0.01).shown
-    assert not statistics.equivalence([0.05, -0.05, 0.0], 0.01).shown  # too noisy to tell
-    assert not statistics.equivalence([0.0, 0.0], 0.01).shown  # too few
+    values, shown = np.array([0.002, -0.004, 0.003, 0.001, -0.001]), []
+    for shift in np.linspace(0, 0.02, 41):
+        found = statistics.over_seeds((values + shift).tolist(), 1 - 2 * statistics.ALPHA)
+        sides = (stats.ttest_1samp(values + shift, edge, alternative=tail) for edge, tail in ((-0.01, "greater"), (0.01, "less")))
+        assert found.within(0.01) == all(side.pvalue <= statistics.ALPHA for side in sides)
+        shown.append(found.within(0.01))
+    assert (shown[0], shown[-1]) == (True, False)
+    assert not statistics.over_seeds([0.05, -0.05, 0.0], 0.9).within(0.01)  # too noisy to tell
+    assert not statistics.over_seeds([0.0, 0.0], 0.9).within(0.01)  # too few
 
 
 # -- verdicts -------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_planted_effect_is_found_and_its_opposite_refused():
-    records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02, (ADAPT, "gate"): 0.03})
-    found = judged("sink-helps", records)
+    results = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02, (ADAPT, "gate"): 0.03})
+    found = judged("sink-helps", results)
     assert set(found) == set(claims.PRIMARY)
     assert {one.verdict for one in found.values()} == {claims.HOLDS}
     assert found["nelbo"].spread.mean == pytest.approx(-0.02, abs=0.003)
-    assert {one.verdict for one in judged("gate-helps", records).values()} == {claims.FAILS}
-    assert claims.overall(claims.judge(CLAIM["sink-beats-gate"], records)) == claims.HOLDS
+    assert {one.verdict for one in judged("gate-helps", results).values()} == {claims.FAILS}
+    assert claims.overall(claims.judge(CLAIM["sink-beats-gate"], results)) == claims.HOLDS
 
 
 def test_nothing_is_found_where_nothing_is():
     """Seeds that scatter: better or worse may be said as seldom as the level says."""
-    records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): 0.0}, n_seeds=300, seeds=0.05)
+    results = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): 0.0}, n_seeds=300, seeds=0.05)
     verdicts = []
     for first in range(1, 300, 5):
-        five = {name: one for name, one in records.items() if first <= one.seed < first + 5}
+        five = {name: one for name, one in results.items() if first <= one.seed < first + 5}
         verdicts.append(judged("sink-helps", five)["nelbo"].verdict)
     assert len(verdicts) == 60
     assert verdicts.count(claims.OPEN) >= 54
 
 
 def test_a_difference_too_small_to_matter_does_not_hold():
-    records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): 0.0}, seeds=0.0005)
-    assert judged("sink-helps", records)["nelbo"].verdict == claims.FAILS
+    results = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): 0.0}, seeds=0.0005)
+    assert judged("sink-helps", results)["nelbo"].verdict == claims.FAILS
 
 
 def test_equivalence_needs_the_margin():
@@ -168,39 +164,17 @@ def test_equivalence_needs_the_margin():
     assert judged("position", noisy)["nelbo"].verdict == claims.OPEN
 
 
-def test_what_was_compared_at_two_rates_is_compared_at_one():
-    """The sink's lead over the DLM and the gate, -0.02 and -0.05, is the rate's: at theirs it has none."""
-    effects = {"vanilla": 0.0, "sink": -0.02, "gate": 0.03, "vanilla-sink-rate": -0.02, "sink-dlm-rate": 0.03, "sinks-2": -0.02}
-    slow = ("sink", "vanilla-sink-rate", "sinks-2")
-    records = {
-        name: replace(one, lr=4e-4 if one.variant in slow else 8e-4)
-        for name, one in matrix({(ADAPT, variant): effect for variant, effect in effects.items()}, seeds=1e-5).items()
-    }
-    *_, table = equal_rate_blocks(records, level=3)
-    found = [(label, rates, round(float(nelbo.split()[0]), 2), seeds) for label, rates, nelbo, *_, seeds in table.rows]
-    assert found == [
-        ("DLM + sink \N{MINUS SIGN} DLM", "0.0004 and 0.0008", -0.02, "5"),
-        ("the same", "0.0008", 0.03, "5"),
-        ("the same", "0.0004", 0.0, "5"),
-        ("DLM + sink \N{MINUS SIGN} DLM + gate", "0.0004 and 0.0008", -0.05, "5"),
-        ("the same", "0.0008", 0.0, "5"),
-        ("DLM: the larger rate \N{MINUS SIGN} the smaller", "0.0008 and 0.0004", 0.02, "5"),
-        ("DLM + sink: the larger rate \N{MINUS SIGN} the smaller", "0.0008 and 0.0004", 0.05, "5"),
-    ]
-    assert equal_rate_blocks(matrix({(ADAPT, variant): 0.0 for variant in effects}), level=3) == []  # all at one rate
-
-
 def test_few_seeds_give_no_verdict():
-    records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.5}, n_seeds=2)
-    assert claims.overall(claims.judge(CLAIM["sink-helps"], records)) == claims.FEW
+    results = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.5}, n_seeds=2)
+    assert claims.overall(claims.judge(CLAIM["sink-helps"], results)) == claims.FEW
     assert claims.overall(claims.judge(CLAIM["sink-helps"], {})) == claims.FEW
 
 
 def test_a_claim_waits_for_all_of_its_outcomes():
-    records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02})
-    for one in records.values():
+    results = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02})
+    for one in results.values():
         del one.outcomes["lambada_openai.nll"]  # type: ignore[attr-defined]
-    found = judged("sink-helps", records)
+    found = judged("sink-helps", results)
     assert {name: one.verdict for name, one in found.items()} == {
         "nelbo": claims.HOLDS,
         "lambada_openai.nll": claims.FEW,
@@ -211,41 +185,41 @@ def test_a_claim_waits_for_all_of_its_outcomes():
 
 
 def test_only_seeds_that_both_have_are_paired():
-    records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02})
-    del records["adapt-sink-s2"]
-    found = judged("sink-helps", records)["nelbo"]
+    results = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02})
+    del results["adapt-sink-s2"]
+    found = judged("sink-helps", results)["nelbo"]
     assert (found.spread.n, sorted(found.within)) == (4, [1, 3, 4, 5])
 
 
 def test_runs_scored_on_other_items_are_no_pairs():
-    records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): 0.0}, n_seeds=1)
-    short = records["adapt-sink-s1"]
+    results = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): 0.0}, n_seeds=1)
+    short = results["adapt-sink-s1"]
     short.outcomes["nelbo"] = Outcome.of_items([1.0, 2.0], 20.0)  # type: ignore[index]
     with pytest.raises(ValueError, match="other items"):
-        judged("sink-helps", records)
+        judged("sink-helps", results)
 
 
 def test_quantities_are_held_against_their_bounds():
-    records = matrix({(ADAPT, "sink"): 0.0, (ADAPT, "vanilla"): 0.0, (SFT, "sink"): 0.0})
+    results = matrix({(ADAPT, "sink"): 0.0, (ADAPT, "vanilla"): 0.0, (SFT, "sink"): 0.0})
     verdicts = {
-        name: claims.overall(claims.judge(CLAIM[name], records)) for name in ("share", "norm", "norm-after", "low-norm", "moving")
+        name: claims.overall(claims.judge(CLAIM[name], results)) for name in ("share", "norm", "norm-after", "low-norm", "moving")
     }
     assert set(verdicts.values()) == {claims.HOLDS}
-    assert claims.judge_bound(statistics.over_seeds([0.5, 0.6, 0.4]), claims.BELOW) == claims.FAILS
+    assert claims.verdict_of(claims.BELOW, statistics.over_seeds([0.5, 0.6, 0.4])) == claims.FAILS
 
 
-# -- records ----------------------------------------------------------------------------------------------------------------------
+# -- results ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_record_comes_back_as_it_was(tmp_path):
-    made = record(ADAPT, "sink", 3, -0.02)
-    path = write_record(tmp_path, made)
-    found = read_record(path)
+def test_a_result_comes_back_as_it_was(tmp_path):
+    made = result(ADAPT, "sink", 3, -0.02)
+    path = write_result(tmp_path, made)
+    found = read_result(path)
     assert found.to_json() == made.to_json()
     assert claims.pair(found, made, "nelbo") == statistics.Paired(0.0, 0.0, ITEMS)
     assert found.outcomes["nelbo"].value == made.outcomes["nelbo"].value  # rounded when made, not when written
-    assert read_records(tmp_path, "small").keys() == {"adapt-sink-s3"}
-    assert read_records(tmp_path, "nano") == {}
+    assert read_results(tmp_path, "small").keys() == {"adapt-sink-s3"}
+    assert read_results(tmp_path, "nano") == {}
 
 
 @pytest.mark.parametrize("top", [1.0, 30.0, 4000.0])
@@ -257,11 +231,11 @@ def test_values_are_kept_closely_enough_to_pair(top):
     assert np.array_equal(Outcome.from_json(kept.to_json()).values, kept.values)
 
 
-def test_a_full_record_of_small_is_small(tmp_path):
+def test_a_full_result_of_small_is_small(tmp_path):
     """As many items as the declared tasks have, those of the official settings and of cut documents too."""
     counts = {"lambada_openai": 5153, "arc_easy": 2376, "arc_challenge": 1172, "hellaswag": 2000, "piqa": 1838, "race": 300}
     counts |= {"social_iqa": 1954}
-    made = record(ADAPT, "sink", 1, 0.0)
+    made = result(ADAPT, "sink", 1, 0.0)
     rng = np.random.default_rng(4)
     outcomes = {"nelbo": Outcome.of_items(rng.uniform(500, 2500, 512), 2e5)}
     for task, count in counts.items():
@@ -273,22 +247,22 @@ def test_a_full_record_of_small_is_small(tmp_path):
     layers: dict[str, list[float | None]] = {f"quantity{number}": rng.random(30).round(6).tolist() for number in range(7)}
     facts = {**made.facts, "recipe": "x" * 1500}
     whole = type(made)(made.name, made.kind, "small", ADAPT, "sink", 1, 4e-4, outcomes, layers, facts)
-    assert write_record(tmp_path, whole).stat().st_size <= MAX_BYTES
+    assert write_result(tmp_path, whole).stat().st_size <= MAX_BYTES
     outcomes["again.nll"] = Outcome.of_items(rng.uniform(0, 200, 12_000), 1e5)
     with pytest.raises(ReproduceError, match="fewer items"):
-        write_record(tmp_path, whole)
+        write_result(tmp_path, whole)
 
 
-def test_damaged_records_are_named(tmp_path):
+def test_damaged_results_are_named(tmp_path):
     (tmp_path / "a.json").write_text("{}")
-    with pytest.raises(ReproduceError, match=r"a\.json: is no record"):
-        read_records(tmp_path, "small")
-    path = write_record(tmp_path, record(ADAPT, "sink", 1, 0.0))
+    with pytest.raises(ReproduceError, match=r"a\.json: is no result"):
+        read_results(tmp_path, "small")
+    path = write_result(tmp_path, result(ADAPT, "sink", 1, 0.0))
     said = json.loads(path.read_text())
     said["outcomes"]["nelbo"]["n"] += 1
     path.write_text(json.dumps(said))
     with pytest.raises(ReproduceError, match="damaged"):
-        read_record(path)
+        read_result(path)
     with pytest.raises(ReproduceError, match="not finite"):
         Outcome.of_items([1.0, math.inf], 2)
 
@@ -324,12 +298,12 @@ def test_the_matrix_has_the_seeds_that_were_declared():
 def test_variants_of_a_seed_differ_in_what_is_declared_and_nothing_else(tmp_path):
     prepare_example(tmp_path / "text", documents=20)
     inputs = Inputs(tmp_path / "text", parent="parent", sft=tmp_path / "sft")
-    bench = Bench(SCALES["small"], inputs, tmp_path, tmp_path, load_parent)
+    bench = Bench(Asked("all", "small", tmp_path), inputs, load_parent)
     plain = recipe_of(Job(ADAPT, "vanilla", 3), bench, 4e-4)
     assert (plain.train.seed, plain.init.from_, plain.train.min_lr) == (3, "parent", pytest.approx(4e-5))
-    for variant, changes in VARIANTS.items():
-        odd = recipe_of(Job(ADAPT, variant, 3), bench, 4e-4).differences(plain)
-        assert sorted(one.split(" ")[0] for one in odd) == sorted(flatten(changes))
+    for name, variant in VARIANTS.items():
+        odd = recipe_of(Job(ADAPT, name, 3), bench, 4e-4).differences(plain)
+        assert sorted(one.split(" ")[0] for one in odd) == sorted(flatten(variant.changes))
     other = recipe_of(Job(ADAPT, "vanilla", 4), bench, 4e-4).differences(plain)
     assert [one.split(" ")[0] for one in other] == ["train.seed"]
     tried = recipe_of(Job(ADAPT, "vanilla", 0, 2), bench, 8e-4)
@@ -337,32 +311,32 @@ def test_variants_of_a_seed_differ_in_what_is_declared_and_nothing_else(tmp_path
 
 
 @pytest.mark.slow
-def test_pictures_are_drawn_of_records_and_named_on_the_page(tmp_path):
+def test_pictures_are_drawn_of_results_and_named_on_the_page(tmp_path):
     from benchmarks.reproduction import draw
 
     effects = {(ADAPT, "vanilla"): 0.0, (ADAPT, "vanilla-sink-rate"): 0.0, (ADAPT, "sink"): -0.02, (SFT, "sink"): 0.0}
-    records = matrix(effects, n_seeds=3)
+    results = matrix(effects, n_seeds=3)
     for variant in PLAIN:
-        cut = records[f"adapt-{variant}-s1"].outcomes
+        cut = results[f"adapt-{variant}-s1"].outcomes
         cut |= {f"rows.{length}": Outcome.of_items([4.0, 5.0], 2) for length in SCALES["small"].cuts}  # type: ignore[operator]
         cut |= {f"attention.writes.{length}": Outcome.of_value(0.4) for length in SCALES["small"].cuts}  # type: ignore[operator]
     course = {"gradient": [9.0, 1.0, None, 2.0], "looks": [2, 4], "share": [[0.1] * 3] * 2, "norm": [[0.5] * 3, [2.0] * 3]}
     plain = {**course, "share": [[None] * 3] * 2, "norm": [[None] * 3] * 2}  # without a sink
     given = {"lr": 1e-3, "loss": [4.0] * 4, "recipe": "[train]\nwarmup = 0.5\nmin_warmup = 1\n"}
     watched = {"forms": {"vanilla": {"label": "DLM", **given, **plain}, "sink": {"label": "DLM + sink", **given, **course}}}
-    write_beside(tmp_path / "records", STEADINESS, "small", watched)
+    write_beside(Asked("all", "small", tmp_path), STEADINESS, watched)
     names = {name for name, _ in page.PICTURES.values()}
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
-        draw(records, watched, tmp_path / folder)
+        draw(results, watched, tmp_path / folder)
     assert {path.name for path in (tmp_path / "one").iterdir()} == names
     for name in names:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    for one in records.values():
-        write_record(tmp_path / "records", one)
+    for one in results.values():
+        write_result(tmp_path / "records", one)
     said = page.write_page(tmp_path / "records", tmp_path / "one")
     assert all(f"](assets/{name})" in said for name in names)
-    draw({}, None, tmp_path / "one")  # what has no records any more goes
+    draw({}, None, tmp_path / "one")  # what has no results any more goes
     assert not list((tmp_path / "one").iterdir())
 
 
@@ -406,7 +380,9 @@ def test_runs_are_chosen_by_variant_and_seed():
 
 def test_a_variant_may_take_the_learning_rate_of_another():
     jobs = jobs_of(["controls", "short"], SCALES["small"], 5)
-    for variant, other in RATE_OF.items():
+    late = {name: variant.rate_of for name, variant in VARIANTS.items() if variant.rate_of}
+    assert len(late) == 4
+    for variant, other in late.items():
         assert trials_of(ADAPT, variant, SCALES["small"]) == trials_of(ADAPT, other, SCALES["small"])
         assert not any(job.trial is not None and job.variant == variant for job in jobs)
         assert select(jobs, [f"{variant},1"]) == [*trials_of(ADAPT, other, SCALES["small"]), Job(ADAPT, variant, 1)]
@@ -415,7 +391,7 @@ def test_a_variant_may_take_the_learning_rate_of_another():
 def test_official_settings_are_asked_of_the_first_questions_alone():
     requests = [Request(LOGLIKELIHOOD, "piqa", doc, index, "the cat ", text) for doc in range(4) for index, text in enumerate("ab")]
     sheet = Sheet(requests, {"piqa": Settings(draws=8)}, about={GOLD: [0, 1, 1, 0]})
-    found = _asking_officially(sheet, "piqa", 3)(Model(small_lm(), None)).outcomes
+    found = ask_officially(Model(small_lm(), None), sheet, "piqa", 3).outcomes
     assert {name: len(one.items) for name, one in found.items()} == {"official.piqa.acc": 3}
     assert set(SCALES["small"].official) == {task for task in SCALES["small"].tasks if not task.startswith("gsm8k")}
 
@@ -433,15 +409,6 @@ def test_the_papers_recipes_are_those_of_the_project(tmp_path):
                 assert [one.split(" ")[0] for one in odd] == ["init.from"] * (group == SFT)
                 checked += 1
     assert checked == 13
-
-
-@pytest.mark.parametrize("target", WITHOUT_RUNS)
-def test_what_is_no_table_has_no_plan_and_no_recipes(target, tmp_path, command_line):
-    status, said, heard = command_line("reproduce", target, "--plan", "--out", tmp_path / "p")
-    assert (status, said, heard) == (2, "", f"sinkdlm: --plan: of tables and figures; with {target} leave it out\n")
-    with pytest.raises(ReproduceError, match=f"^{target}: is no table or figure, and has no recipes to lay out"):
-        paper.lay_out(target, tmp_path / "p", 1)
-    assert not (tmp_path / "p").exists()
 
 
 def test_the_papers_scale_is_laid_out(tmp_path, command_line):
@@ -477,43 +444,19 @@ def test_the_first_token_is_there_and_never_masked(tmp_path):
     assert batch.count_scored() == 6 * 15
 
 
-# -- overlap ----------------------------------------------------------------------------------------------------------------------
-
-
-def words(start: int, count: int) -> str:
-    return " ".join(f"word{number}" for number in range(start, start + count))
-
-
-def test_a_planted_gram_is_found_whatever_its_punctuation():
-    tasks = {"a": [words(0, 30), words(100, 30)], "b": [words(200, GRAM - 1), words(300, GRAM)]}
-    corpus = [f"Some text. {words(5, GRAM).upper().replace(' ', ', ')}! More.", words(100, GRAM - 1), words(300, GRAM)]
-    found = overlap(iter(corpus), tasks)["tasks"]
-    assert (found["a"]["documents_hit"], found["a"]["short"], found["a"]["documents_half"]) == (1, 0, 0)
-    assert (found["b"]["documents_hit"], found["b"]["short"], found["b"]["documents_half"]) == (1, 1, 1)
-
-
-def test_a_prepared_corpus_is_read_as_its_texts(tmp_path):
-    prepare_example(tmp_path / "set", documents=60)
-    texts = list(corpus_texts([str(tmp_path / "set")]))
-    assert len(texts) == open_split(tmp_path / "set").n_documents
-    lines = tmp_path / "texts.jsonl"
-    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    assert list(corpus_texts([str(lines)])) == texts
-
-
 # -- reports ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_report_says_what_its_records_say(tmp_path):
-    records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02, (ADAPT, "gate"): 0.0, (ADAPT, "gate-keep"): 0.0})
-    records |= {one.name: one for one in (trial(ADAPT, "sink", n, lr, 3.0 + n) for n, lr in enumerate((2e-4, 4e-4, 8e-4)))}
-    found = write_report(tmp_path, ["table1"], SCALES["small"], records)
+def test_a_report_says_what_its_results_say(tmp_path):
+    results = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02, (ADAPT, "gate"): 0.0, (ADAPT, "gate-keep"): 0.0})
+    results |= {one.name: one for one in (trial(ADAPT, "sink", n, lr, 3.0 + n) for n, lr in enumerate((2e-4, 4e-4, 8e-4)))}
+    found = write_report(tmp_path, ["table1"], SCALES["small"], results)
     assert json.loads((tmp_path / "report.json").read_text()) == found
     row = next(row for row in found["targets"]["table1"]["rows"] if row["variant"] == "sink")
     assert row["seeds"] == [1, 2, 3, 4, 5]
     assert row["paper"]["table1:0.5b:sink"]["arc_easy"] == 0.5547
     assert row["values"]["nelbo"]["mean"] == pytest.approx(
-        np.mean([records[f"adapt-sink-s{seed}"].outcomes["nelbo"].value for seed in row["seeds"]])
+        np.mean([results[f"adapt-sink-s{seed}"].outcomes["nelbo"].value for seed in row["seeds"]])
     )
     assert found["rates"] == [
         {"group": ADAPT, "variant": "sink", "chosen": 2e-4, "edge": True, "tried": {"0.0002": 3.0, "0.0004": 4.0, "0.0008": 5.0}}
@@ -530,19 +473,19 @@ def test_a_report_says_what_its_records_say(tmp_path):
 
 
 def test_tokens_and_seconds_are_those_of_a_run(tmp_path):
-    records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02})
-    found = write_report(tmp_path, ["table1"], SCALES["small"], records)
+    results = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02})
+    found = write_report(tmp_path, ["table1"], SCALES["small"], results)
     row = found["targets"]["table1"]["rows"][0]
     assert (row["tokens"], row["seconds"]) == (1000, 4.0)
     assert "| tokens of a run | seconds of a run |" in (tmp_path / "report.md").read_text()
 
 
 def test_right_answers_to_gsm8k_stand_with_fine_tuned_models(tmp_path):
-    records = matrix({(ADAPT, "sink"): 0.0, (SFT, "sink"): 0.0}, n_seeds=3)
-    for one in records.values():
+    results = matrix({(ADAPT, "sink"): 0.0, (SFT, "sink"): 0.0}, n_seeds=3)
+    for one in results.values():
         if one.group == SFT:
             one.outcomes["gsm8k_two_stage.exact_match"] = Outcome.of_items([0, 1, 0, 0], 4)  # type: ignore[index]
-    write_report(tmp_path, ["table1", "gsm8k"], SCALES["small"], records)
+    write_report(tmp_path, ["table1", "gsm8k"], SCALES["small"], results)
     adapted, tuned = (tmp_path / "report.md").read_text().split("## GSM8K")
     assert "| lambada_openai |\n" in adapted
     assert "|  | gsm8k |" in tuned
@@ -551,11 +494,11 @@ def test_right_answers_to_gsm8k_stand_with_fine_tuned_models(tmp_path):
 
 
 def test_official_settings_stand_beside_the_same_questions(tmp_path):
-    records = matrix({(ADAPT, "sink"): 0.0}, n_seeds=3)
-    outcomes = records["adapt-sink-s1"].outcomes
+    results = matrix({(ADAPT, "sink"): 0.0}, n_seeds=3)
+    outcomes = results["adapt-sink-s1"].outcomes
     outcomes["piqa.acc"] = Outcome.of_items([1, 0, 1, 1] + [0] * 196, 200)  # type: ignore[index]
     outcomes["official.piqa.acc"] = Outcome.of_items([1, 1, 1, 1], 4)  # type: ignore[index]
-    write_report(tmp_path, ["table4"], SCALES["small"], records)
+    write_report(tmp_path, ["table4"], SCALES["small"], results)
     said = (tmp_path / "report.md").read_text()
     assert "| DLM + sink, ours on the questions of the next line, seed 1 |  |  |  |  | 75.00 |" in said
     assert "| DLM + sink, ours with the official settings, seed 1 |  |  |  |  | 100.00 |" in said
@@ -579,10 +522,10 @@ def test_claims_of_different_rates_are_told(tmp_path):
 
 
 def test_the_table_of_verdicts_has_what_each_rests_on():
-    records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02})
-    found = findings(["table1", "figure1"], SCALES["small"], records)
-    table = verdicts(found)
-    cells = {row[1]: dict(zip(table.head, row, strict=True)) for row in table.rows}
+    results = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02})
+    found = findings(["table1", "figure1"], SCALES["small"], results)
+    head, _, *rows = ([cell.strip() for cell in line.split("|")] for line in verdicts(found).splitlines())
+    cells = {row[2]: dict(zip(head, row, strict=True)) for row in rows}
     helps = cells["A sink improves an adapted DLM"]
     outcome = found["targets"]["table1"]["claims"][0]["outcomes"][0]
     assert helps["validation NELBO"] == f"{outcome['mean']:+.4f} [{outcome['low']:+.4f}, {outcome['high']:+.4f}]"
@@ -596,8 +539,8 @@ def test_the_table_of_verdicts_has_what_each_rests_on():
 
 def test_a_comparison_of_two_targets_is_explored_once():
     """Table 1 and figure 1 both compare sink and DLM; what either claims of it is not explored."""
-    records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02})
-    found = findings(["table1", "figure1"], SCALES["small"], records)["targets"]
+    results = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02})
+    found = findings(["table1", "figure1"], SCALES["small"], results)["targets"]
     explored = [one["outcome"] for one in found["table1"]["exploratory"]]
     assert explored
     assert not {"nelbo", "attention.sink_heads"} & set(explored)
@@ -607,22 +550,24 @@ def test_a_comparison_of_two_targets_is_explored_once():
 def test_two_seeds_test_nothing():
     """Fewer than three give no verdict, on what is exploratory neither."""
     for seeds, any_test in ((2, False), (3, True)):
-        records = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02}, n_seeds=seeds)
-        rows = findings(["table1"], SCALES["small"], records)["targets"]["table1"]["exploratory"]
+        results = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02}, n_seeds=seeds)
+        rows = findings(["table1"], SCALES["small"], results)["targets"]["table1"]["exploratory"]
         assert rows
         assert any(one["holm"] is not None for one in rows) == any_test
 
 
 def test_blocks_are_written_safely():
-    blocks = [Heading(1, "a & b"), Paragraph("`x<y` **z**"), Table(["h|"], [["<b>"]]), Code("sinkdlm <x>")]
+    blocks = ["# a & b", "`x<y` **z**", bullets(["c", "d"]), table(["", "h|"], [["<b>", ""]])]
     site = to_html("t<", blocks)
     assert "a &amp; b" in site
     assert "<code>x&lt;y</code> <strong>z</strong>" in site
-    assert "<td>&lt;b&gt;</td>" in site
-    assert "| h\\| |" in to_markdown(blocks)
+    assert "<h1>a &amp; b</h1>" in site
+    assert "<ul><li>c</li><li>d</li></ul>" in site
+    assert "<tr><th></th><th>h&#124;</th></tr></thead><tbody><tr><td>&lt;b&gt;</td><td></td></tr>" in site
+    assert "|  | h\\| |" in to_markdown(blocks)
 
 
-def test_the_page_is_what_the_records_say():
+def test_the_page_is_what_the_results_say():
     """python -m benchmarks.reproduction writes it anew."""
     written = page.write_page(ROOT / "benchmarks" / "results" / "reproduction", ROOT / "docs" / "assets")
     assert (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8") == written
@@ -630,25 +575,13 @@ def test_the_page_is_what_the_records_say():
 
 def test_the_method_does_not_depend_on_results(tmp_path):
     for one in matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02}).values():
-        write_record(tmp_path / "records", one)
+        write_result(tmp_path / "records", one)
     empty, full = (page.write_page(folder, tmp_path) for folder in (tmp_path / "none", tmp_path / "records"))
     assert empty.split("## Results")[0] == full.split("## Results")[0]
     assert "adapt-sink: lr0, lr1, lr2, s1, s2, s3, s4, s5" in empty
     assert "adapt-sink: lr0, lr1, lr2\n" in full
     assert "A sink improves an adapted DLM: holds." in full
     assert findings(["table1"], SCALES["small"], {})["targets"]["table1"]["claims"][0]["verdict"] == claims.FEW
-
-
-def test_what_is_declared_is_what_is_measured(tmp_path):
-    prepare_example(tmp_path / "text", documents=20)
-    scale = SCALES["small"]
-    sheets = {task: Sheet([Request(LOGLIKELIHOOD, task, 0, 0, "a", "b")], {task: Settings()}) for task in scale.tasks}
-    inputs = Inputs(tmp_path / "text", parent="parent", sft=tmp_path / "sft")
-    bench = Bench(scale, inputs, tmp_path, tmp_path, load_parent, sheets=sheets, official=True)
-    jobs = jobs_of(list(TARGETS), scale, scale.seeds)
-    assert len(jobs) > 100
-    for job in jobs:
-        assert stages_declared(job, scale) == list(stages_of(job, bench)), job.name
 
 
 def test_a_matrix_is_complete_where_everything_was_measured(tmp_path):
@@ -659,41 +592,41 @@ def test_a_matrix_is_complete_where_everything_was_measured(tmp_path):
         if job.trial is not None:
             made = trial(job.group, job.variant, job.trial, scale.lrs[job.group][job.trial], 3.0)
         else:
-            made = record(job.group, job.variant, job.seed, 0.0)
+            made = result(job.group, job.variant, job.seed, 0.0)
         seconds = dict.fromkeys(["train", *stages_declared(job, scale)], 1.0)
         if job.name == "adapt-gate-s1":
             seconds = {stage: value for stage, value in seconds.items() if not stage.startswith("official")}
-        write_record(tmp_path / "records", replace(made, facts={**made.facts, "seconds": seconds}))
+        write_result(tmp_path / "records", replace(made, facts={**made.facts, "seconds": seconds}))
     said = page.write_page(tmp_path / "records", tmp_path)
     assert "matrix is complete" not in said
     assert "- adapt-gate-s1: official lambada_openai, official arc_easy" in said
-    whole = record(ADAPT, "gate", 1, 0.0)
+    whole = result(ADAPT, "gate", 1, 0.0)
     seconds = dict.fromkeys(["train", *stages_declared(Job(ADAPT, "gate", 1), scale)], 1.0)
-    write_record(tmp_path / "records", replace(whole, facts={**whole.facts, "seconds": seconds}))
+    write_result(tmp_path / "records", replace(whole, facts={**whole.facts, "seconds": seconds}))
     said = page.write_page(tmp_path / "records", tmp_path)
     assert f"The matrix is complete: {len(jobs)} runs" in said
     for words in ("so far", "measured yet", "missing"):
         assert words not in said.split("## Results")[1], words
     (tmp_path / "records" / "adapt-sink-dlm-rate-s3.json").unlink()
     said = page.write_page(tmp_path / "records", tmp_path)
-    late = [job for job in jobs if job.variant in LATE]
+    late = [job for job in jobs if VARIANTS[job.variant].rate_of]
     told = (
         f"complete but for what was added late: {len(jobs) - len(late)} runs, trials included. Of {len(late)} later ones these are"
     )
     assert f"{told} missing (s: seeds):\n\n- adapt-sink-dlm-rate: s3\n" in said
     assert "These have too few: controls: A sink is better than none at the DLM's own learning rate. " in said
     other = replace(whole, facts={**whole.facts, "seconds": seconds, "trials": {"0.0001": 1.0, "0.0002": 1.0, "0.0004": 1.0}})
-    write_record(tmp_path / "records", other)
+    write_result(tmp_path / "records", other)
     said = page.write_page(tmp_path / "records", tmp_path)
     assert "- adapt-gate: s1\n" in said
-    assert page.declared_records(tmp_path / "records").keys() == {job.name for job in jobs} - {
+    assert page.declared_results(tmp_path / "records").keys() == {job.name for job in jobs} - {
         "adapt-gate-s1",
         "adapt-sink-dlm-rate-s3",
     }
 
 
 def test_items_have_the_tokens_that_the_tests_assume():
-    assert record(ADAPT, "sink", 1, 0.0).outcomes["nelbo"].units == TOKENS * ITEMS
+    assert result(ADAPT, "sink", 1, 0.0).outcomes["nelbo"].units == TOKENS * ITEMS
 
 
 def test_a_parent_that_is_held_stays_what_it_was(tmp_path):

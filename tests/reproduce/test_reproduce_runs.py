@@ -10,68 +10,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from sinkdlm import DiffusionLM, ModelConfig, load, save
+from reproductions import CUT, make_cut, reproduce, told
+from sinkdlm import DiffusionLM, ModelConfig, save
 from sinkdlm.checkpoint.durable import held
-from sinkdlm.cli import app as cli
 from sinkdlm.data.synthetic import character_tokenizer, corpus, prepare_example
 from sinkdlm.evals.requests import LOGLIKELIHOOD, Request, Sheet
 from sinkdlm.evals.settings import Settings
-from sinkdlm.reproduce import command, nano, running, steadiness
-from sinkdlm.reproduce.blocks import to_markdown
-from sinkdlm.reproduce.inherited import FORMS, NAME, inherited_blocks
-from sinkdlm.reproduce.matrix import SCALES, Job
-from sinkdlm.reproduce.results import find_made, read_beside, read_records
-
-CUT = ("--set", "train.steps=4", "--seeds", "1")
-LESS = {"documents": 12, "trajectories": 2, "examples": 20, "tasks": {"lambada_openai": 8, "arc_easy": 5, "gsm8k_two_stage": 8}}
-TIMES = ("seconds", "made", "command")
-
-
-def told(found: dict) -> dict:
-    """A report without how long things took."""
-    if isinstance(found, dict):
-        return {key: told(value) for key, value in found.items() if key not in TIMES}
-    return [told(value) for value in found] if isinstance(found, list) else found
-
-
-def reproduce(*words: object, whole: bool = False) -> int:
-    """whole: nano as it is, not with fewer questions and a parent that hardly learned."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["sinkdlm", "reproduce", *map(str, words)])
-        if not whole:
-            patch.setattr(nano, "_STEPS", 4)
-            patch.setitem(SCALES, "nano", replace(SCALES["nano"], **LESS))
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-    return left.value.code or 0
+from sinkdlm.reproduce import command
+from sinkdlm.reproduce.matrix import SCALES, STUDIES, Job
+from sinkdlm.reproduce.results import find_made, read_results
 
 
 @pytest.fixture(scope="module")
 def made(made_once) -> Path:
-    """Figure 3 in small: trials, an adapted run and its fine-tuning. Stopped by Ctrl-C in the middle of the run, then run again."""
-
-    def make(folder: Path) -> None:
-        watch = running.watch
-
-        def interrupt(*given: object) -> object:
-            raise KeyboardInterrupt
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(running, "watch", interrupt)
-            assert reproduce("figure3", "--out", folder / "cut", *CUT) == 130
-        parts = sorted(path.stem for path in (folder / "cut" / "parts" / "adapt-sink-s1").glob("*.json"))
-        (folder / "parts").write_text(json.dumps(parts))
-        assert running.watch is watch
-        assert reproduce("figure3", "--out", folder / "cut", *CUT) == 0
-
-    return made_once("reproduce", make)
+    return made_once("reproduce", make_cut)
 
 
 def test_a_cut_of_nano_writes_records_and_a_report(made):
     out = made / "cut"
-    records = read_records(out / "records", "nano")
+    records = read_results(out / "records", "nano")
     assert set(records) == {"adapt-sink-lr0", "adapt-sink-lr1", "adapt-sink-lr2", "adapt-sink-s1", "sft-sink-s1"}
     run, tuned = records["adapt-sink-s1"], records["sft-sink-s1"]
     tried = {one.lr: one.outcomes["nelbo"].value for one in records.values() if one.kind == "trial"}
@@ -159,60 +117,11 @@ def test_trials_of_other_rates_and_what_they_chose_are_made_again(made, command_
 
 
 def test_a_fine_tuning_of_another_base_is_made_again(made):
-    records, scale = read_records(made / "cut" / "records", "nano"), SCALES["nano"]
+    records, scale = read_results(made / "cut" / "records", "nano"), SCALES["nano"]
     base, tuned = Job("adapt", "sink", 1), Job("sft", "sink", 1)
     assert find_made(tuned, records, scale) is records["sft-sink-s1"]
     again = replace(records[base.name], lr=1e-5)
     assert find_made(tuned, {**records, base.name: again}, scale) is None
-
-
-def test_what_sinks_are_before_training(made, tmp_path, capsys):
-    """An isolated sink is the parent's first token: alone, with the same numbers in every layer. A register is not."""
-    shutil.copytree(made / "cut", tmp_path / "cut")
-    assert reproduce("inherited", "--out", tmp_path / "cut", "--json", *CUT[:2]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert read_beside(tmp_path / "cut" / "records", NAME, "nano") == found
-    lm = load(tmp_path / "cut" / "parent")
-    inputs = nano.nano_inputs(SCALES["nano"], tmp_path / "cut")
-    rows = sorted(inputs.documents(LESS["documents"], 32), key=lambda row: -len(row))[:8]
-    tokens = torch.tensor([row[: len(rows[-1])] for row in rows])
-    assert (found["rows"], found["length"]) == (8, len(tokens[0]))
-    hidden = ~torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
-    firsts = []
-
-    def keep(layer, q, k, v, sink_k, sink_v):
-        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(hidden, -torch.inf)
-        firsts.append((scores.softmax(-1)[:, :, 1:, 0].mean(), v[:, :, 0].norm(dim=-1).mean(), v[:, :, 1:].norm(dim=-1).mean()))
-
-    with lm.model.inference():
-        lm.model(tokens, causal=True, observe=keep)
-    for number, name in enumerate(("share", "norm", "other")):
-        assert found["forms"]["parent"][name] == pytest.approx([float(layer[number]) for layer in firsts], rel=1e-3)
-    shares = {name: sum(form["share"]) for name, form in found["forms"].items()}
-    assert set(shares) == set(FORMS)
-    assert len({round(share, 6) for share in shares.values()}) == len(shares)  # each is a form of its own
-    said = to_markdown(inherited_blocks(found, level=3))
-    assert all(form.label in said for form in FORMS.values())
-
-
-def test_trainings_are_watched_and_not_made_again(made, tmp_path, capsys):
-    """A form that is there is kept as it is, as long as its recipe is the same."""
-    shutil.copytree(made / "cut", tmp_path / "cut")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steadiness, "FORMS", {name: steadiness.FORMS[name] for name in ("vanilla", "sink-end-slower")})
-        assert reproduce("steadiness", "--out", tmp_path / "cut", "--json", *CUT[:2]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert reproduce("steadiness", "--out", tmp_path / "cut", "--json", *CUT[:2]) == 0
-        assert told(json.loads(capsys.readouterr().out)) == told(found)
-    assert read_beside(tmp_path / "cut" / "records", steadiness.NAME, "nano")["forms"] == found["forms"]
-    assert not list((tmp_path / "cut" / "runs").glob("steadiness-*"))
-    plain, sink = found["forms"].values()
-    assert (len(plain["loss"]), len(sink["loss"]), sink["looks"]) == (1, 4, [0, 1, 2, 3, 4])  # a trial, and a run
-    assert all(len(layers) == 3 and min(layers) > 0 for name in ("share", "norm") for layers in sink[name])
-    assert plain["share"] == plain["norm"] == [[None] * 3] * 2  # before the only step, and after it
-    said = to_markdown(steadiness.steadiness_blocks(found, read_records(made / "cut" / "records", "nano"), [], level=3))
-    assert "| sink at the end | 0.002 | 4 | 0 |" in said
-    assert "5 records of the matrix have them counted" in said
 
 
 def test_time_that_is_up_begins_nothing(made, tmp_path):
@@ -306,12 +215,12 @@ def test_a_report_tells_of_what_others_made_last(made, tmp_path):
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("table9",), "gsm8k, all, overlap, inherited, lengths"),
+        (("table9",), "figure3, gsm8k, all"),
+        *(((name, "--scale", "small", "--plan"), f"python -m studies.{name}") for name in STUDIES),
+        (("lengths", "--scale", "paper"), "python -m studies.lengths"),
         (("table1", "--only", "sing"), "neither a seed nor a variant"),
         (("table1", "--scale", "small"), "--data or --requests"),
         (("table1", "--scale", "small", "--tasks", ""), "--corpus"),
-        (("overlap",), "--corpus"),
-        (("inherited", "--scale", "small"), "--corpus"),
     ],
 )
 def test_mistakes_are_named(words, complaint, tmp_path, command_line):
@@ -356,7 +265,7 @@ def test_small_runs_on_what_it_is_given(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SCALES, "small", replace(SCALES["small"], **less))
         assert reproduce(*words) == 0
-    records = read_records(tmp_path / "out" / "records", "small")
+    records = read_results(tmp_path / "out" / "records", "small")
     assert set(records) == {"adapt-sink-lr0", "adapt-sink-lr1", "adapt-sink-lr2", "adapt-sink-s1", "sft-sink-s1"}
     assert len(records["adapt-sink-s1"].outcomes["piqa.nll"].values) == 12
     assert {"official.piqa.acc", "official.lambada_openai.greedy"} <= set(records["adapt-sink-s1"].outcomes)
@@ -371,7 +280,7 @@ def test_small_runs_on_what_it_is_given(tmp_path):
 # The command, killed after a step of a run.
 KILLED = """
 import os, signal
-from sinkdlm.cli import app as cli
+from sinkdlm.cli import entry as cli
 from sinkdlm.training import loop
 look = loop.Trainer._look_around
 def die(self):
@@ -385,7 +294,7 @@ cli.main()
 HELD = """
 import sys
 import sinkdlm.reproduce.command
-from sinkdlm.cli import app as cli
+from sinkdlm.cli import entry as cli
 print("ready", flush=True)
 sys.stdin.readline()
 cli.main()

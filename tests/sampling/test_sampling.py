@@ -577,7 +577,7 @@ def test_a_batch_goes_when_its_requests_go():
     gc.disable()
     try:
         step(states, lambda tokens: torch.zeros(*tokens.shape, 5))
-        home = weakref.ref(states[0].home)
+        home = weakref.ref(states[0].batch)
         states[1].end()
         while not states[0].done:
             step(states, lambda tokens: torch.zeros(*tokens.shape, 5))

@@ -20,10 +20,10 @@ from sinkdlm.serving.engine import (
     ClosedError,
     Engine,
     ExpiredError,
+    FairLock,
     Frame,
     QueueFullError,
     Ticket,
-    Turns,
     Written,
     share_forwards,
 )
@@ -33,7 +33,7 @@ from small_models import small_model
 def hold(engine, gate):
     """The engine's thread waits for the gate."""
     inside = threading.Event()
-    engine.look(lambda: (inside.set(), gate.wait(SECONDS)))
+    engine.query(lambda: (inside.set(), gate.wait(SECONDS)))
     assert inside.wait(SECONDS)
 
 
@@ -47,7 +47,7 @@ def make(model):
     made = []
 
     def one(**given):
-        options = {name: given.pop(name) for name in ("deterministic", "turns", "stepped") if name in given}
+        options = {name: given.pop(name) for name in ("deterministic", "lock", "stepped") if name in given}
         made.append(Engine(given.pop("of", model), Capacity(**given), **options))
         return made[-1]
 
@@ -317,19 +317,19 @@ def test_closing_finishes_what_runs_and_what_waits(model):
     with pytest.raises(ClosedError):
         engine.submit(late.ticket)
     with pytest.raises(ClosedError):
-        engine.look(lambda: None)
+        engine.query(lambda: None)
 
 
 def test_a_look_runs_between_steps_in_the_engines_thread(make):
-    engine = make(looks=1)
-    assert engine.look(lambda: threading.current_thread().name).result(SECONDS) == "engine"
+    engine = make(queries=1)
+    assert engine.query(lambda: threading.current_thread().name).result(SECONDS) == "engine"
     with pytest.raises(ZeroDivisionError):
-        engine.look(lambda: 1 / 0).result(SECONDS)
+        engine.query(lambda: 1 / 0).result(SECONDS)
     gate = threading.Event()
     hold(engine, gate)
-    engine.look(lambda: 1)
+    engine.query(lambda: 1)
     with pytest.raises(QueueFullError):
-        engine.look(lambda: 2)
+        engine.query(lambda: 2)
     gate.set()
 
 
@@ -354,11 +354,11 @@ def test_finished_rows_and_their_batches_go(make):
 
 
 def test_turns_are_taken_in_the_order_of_asking():
-    turns, order, inside = Turns(), [], threading.Event()
+    lock, order, inside = FairLock(), [], threading.Event()
     gate = threading.Event()
 
     def take(number):
-        with turns:
+        with lock:
             order.append(number)
             if number == 0:
                 inside.set()
@@ -370,7 +370,7 @@ def test_turns_are_taken_in_the_order_of_asking():
         threads[-1].start()
         if number == 0:
             assert inside.wait(SECONDS)
-        while turns._next < number + 1:
+        while lock._next < number + 1:
             time.sleep(0.001)
     gate.set()
     for thread in threads:
@@ -379,7 +379,7 @@ def test_turns_are_taken_in_the_order_of_asking():
 
 
 def test_two_engines_share_a_device_by_turns(make, model):
-    turns, busy, most = Turns(), [0], [0]
+    lock, busy, most = FairLock(), [0], [0]
     other = small_model(seed=2)
 
     def watch(of):
@@ -389,9 +389,9 @@ def test_two_engines_share_a_device_by_turns(make, model):
             time.sleep(0.002)
             busy[0] -= 1
 
-        return of.look(look)
+        return of.query(look)
 
-    engines = [make(turns=turns), make(turns=turns, of=other)]
+    engines = [make(lock=lock), make(lock=lock, of=other)]
     requests = [request_of("drawn", number, n_open=20) for number in range(2)]
     owners = [Owner([request]) for request in requests]
     for engine, owner in zip(engines, owners, strict=True):

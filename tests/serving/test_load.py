@@ -20,7 +20,7 @@ CLIENTS = 64
 # What is kept for inspection has its limit, here one that the first hundreds of requests reach.
 WEIGHED = """
 import ctypes, functools, gc, os, signal
-from sinkdlm.cli import app as cli
+from sinkdlm.cli import entry as cli
 from sinkdlm.serving import app
 
 class Allocated(ctypes.Structure):
@@ -42,7 +42,7 @@ cli.main()
 # The command, whose steps take so long on any machine that there is time to ask something while texts are written.
 SLOW = """
 import time
-from sinkdlm.cli import app as cli
+from sinkdlm.cli import entry as cli
 from sinkdlm.serving import engine
 step = engine.step
 def take_time(*given, **more):

@@ -1,9 +1,19 @@
-"""Records made up for tests: variants with planted effects, on items that scatter far more than the effects do."""
+"""Results made up for tests: variants with planted effects, on items that scatter far more. And a cut of nano."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pytest
 
+from sinkdlm.cli import entry as cli
+from sinkdlm.reproduce import nano, running
 from sinkdlm.reproduce.matrix import SCALES
-from sinkdlm.reproduce.results import RUN, TRIAL, Outcome, Record
+from sinkdlm.reproduce.results import RUN, TRIAL, Outcome, RunResult
 
 ITEMS = 200
 TOKENS = 10.0  # of an item
@@ -19,7 +29,7 @@ FACTS = {
 }
 
 
-def record(group: str, variant: str, seed: int, effect: float, *, scale: str = "small", seeds: float = 0.001) -> Record:
+def result(group: str, variant: str, seed: int, effect: float, *, scale: str = "small", seeds: float = 0.001) -> RunResult:
     """effect: nats a token that the variant has more than nothing; seeds: how far it scatters from seed to seed."""
     items = np.random.default_rng([seed, 7]).gamma(4.0, 12.0, ITEMS)  # shared by variants: hard items are hard for all
     own = np.random.default_rng([seed, *map(ord, group + variant)])
@@ -38,21 +48,67 @@ def record(group: str, variant: str, seed: int, effect: float, *, scale: str = "
     layers: dict[str, list[float | None]] = {name: [0.1, 0.2, 0.3] for name in ("sink_mass", "sink_value_norm", "normal_norm")}
     tried = {"trials": {f"{rate:g}": 1.0 for rate in SCALES[scale].lrs[group]}} if group in SCALES[scale].lrs else {}
     facts = {**FACTS, **tried, "seconds": {"train": 1.0, "validation": 1.0, "answers": 1.0, "capture": 1.0}}
-    return Record(f"{group}-{variant}-s{seed}", RUN, scale, group, variant, seed, 4e-4, outcomes, layers, facts)
+    return RunResult(f"{group}-{variant}-s{seed}", RUN, scale, group, variant, seed, 4e-4, outcomes, layers, facts)
 
 
-def trial(group: str, variant: str, number: int, lr: float, nelbo: float, *, scale: str = "small") -> Record:
+def trial(group: str, variant: str, number: int, lr: float, nelbo: float, *, scale: str = "small") -> RunResult:
     outcomes = {"nelbo": Outcome.of_items([nelbo] * 4, 4)}
-    return Record(
+    return RunResult(
         f"{group}-{variant}-lr{number}", TRIAL, scale, group, variant, 0, lr, outcomes, {}, {**FACTS, "seconds": {"train": 1.0}}
     )
 
 
-def matrix(effects: dict[tuple[str, str], float], n_seeds: int = 5, **options: float) -> dict[str, Record]:
+def matrix(effects: dict[tuple[str, str], float], n_seeds: int = 5, **options: float) -> dict[str, RunResult]:
     """(group, variant) -> effect, for each seed."""
     made = [
-        record(group, variant, seed, effect, **options)
+        result(group, variant, seed, effect, **options)
         for (group, variant), effect in effects.items()
         for seed in range(1, n_seeds + 1)
     ]
     return {one.name: one for one in made}
+
+
+CUT = ("--set", "train.steps=4", "--seeds", "1")
+LESS = {"documents": 12, "trajectories": 2, "examples": 20, "tasks": {"lambada_openai": 8, "arc_easy": 5, "gsm8k_two_stage": 8}}
+TIMES = ("seconds", "made", "command")
+
+
+def told(found: dict) -> dict:
+    """A report without how long things took."""
+    if isinstance(found, dict):
+        return {key: told(value) for key, value in found.items() if key not in TIMES}
+    return [told(value) for value in found] if isinstance(found, list) else found
+
+
+@contextmanager
+def less_of_nano() -> Iterator[None]:
+    """Fewer questions, and a parent that hardly learned."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nano, "_STEPS", 4)
+        patch.setitem(SCALES, "nano", replace(SCALES["nano"], **LESS))
+        yield
+
+
+def reproduce(*words: object, whole: bool = False) -> int:
+    """whole: nano as it is."""
+    with pytest.MonkeyPatch.context() as patch, nullcontext() if whole else less_of_nano():
+        patch.setattr(sys, "argv", ["sinkdlm", "reproduce", *map(str, words)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+    return left.value.code or 0
+
+
+def make_cut(folder: Path) -> None:
+    """Figure 3 in small: trials, an adapted run and its fine-tuning. Stopped by Ctrl-C in the middle of the run, then run again."""
+    watch = running.watch
+
+    def interrupt(*given: object) -> object:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "watch", interrupt)
+        assert reproduce("figure3", "--out", folder / "cut", *CUT) == 130
+    parts = sorted(path.stem for path in (folder / "cut" / "parts" / "adapt-sink-s1").glob("*.json"))
+    (folder / "parts").write_text(json.dumps(parts))
+    assert running.watch is watch
+    assert reproduce("figure3", "--out", folder / "cut", *CUT) == 0

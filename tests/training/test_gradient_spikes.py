@@ -1,4 +1,4 @@
-"""Gradients that jump: what counts as a peak, and how looks at a sink are summed up."""
+"""Gradients that jump: what counts as a peak."""
 
 import json
 from statistics import median
@@ -6,8 +6,6 @@ from statistics import median
 import pytest
 
 from sinkdlm.data.synthetic import prepare_example
-from sinkdlm.reproduce.blocks import to_markdown
-from sinkdlm.reproduce.steadiness import line_of, steadiness_blocks, thirds_of
 from sinkdlm.training.gradient_spikes import peaks_of, read_peaks
 
 RECIPE = """
@@ -63,41 +61,3 @@ def test_a_run_tells_its_peaks(tmp_path, command_line):
     found = json.loads(said)["gradient_peaks"]
     assert found["largest"] == pytest.approx(max(norms) / middle, abs=0.01)
     assert (found["count"], found["at"]) == (sum(norm > 5 * middle for norm in norms), norms.index(max(norms)) + 3)
-
-
-def test_layers_are_summed_up_by_thirds():
-    assert thirds_of([1.0, 3.0, 4.0, 4.0, 4.0, 8.0]) == pytest.approx((2.0, 5.0))
-    assert thirds_of([None, None, None]) is None
-
-
-def test_a_training_that_was_watched_is_told_from_its_twin_with_a_longer_warm_up():
-    """Both have the same label and rate. Where a sink was lost the line says it."""
-    form = {"label": "DLM + sink", "lr": 0.004, "loss": [2.0] * 10, "gradient": [1.0] * 10, "looks": [0, 5]}
-    short, long = ({**form, "recipe": f"[train]\nwarmup = {share}\nmin_warmup = 0\n"} for share in (0.1, 0.4))
-    kept, lost = [[0.3] * 3, [0.4] * 3], [[0.3] * 3, [0.0] * 3]
-    assert line_of(short | {"share": kept}).startswith("DLM + sink, lr 0.004, 10 steps, 1 to warm up: gradient norm 1.00, 0 peaks")
-    assert ", 4 to warm up: " in line_of(long | {"share": kept})
-    assert "lost" not in line_of(long | {"share": kept})
-    assert line_of(short | {"share": lost}).endswith("; sink lost at step 5: 3 of 3 layers")
-
-
-def test_the_page_says_which_warm_up_kept_a_sink():
-    form = {
-        "label": "DLM + sink",
-        "lr": 0.004,
-        "loss": [2.0] * 10,
-        "gradient": [1.0] * 10,
-        "looks": [0, 5],
-        "norm": [[0.5] * 3] * 2,
-    }
-    short, long = ({**form, "recipe": f"[train]\nwarmup = {share}\nmin_warmup = 0\n"} for share in (0.1, 0.4))
-    forms = {"short": short | {"share": [[0.3] * 3, [0.0] * 3]}, "long": long | {"share": [[0.3] * 3, [0.4] * 3]}}
-    said = to_markdown(steadiness_blocks({"forms": forms}, {}, [], level=3))
-    told = ("1: lost at step 5: 3 of 3 layers (lowest layers 30% → 0%)", "4: not lost by this rule (lowest layers 30% → 40%)")
-    assert f"DLM + sink at 0.004, by how many of its 10 steps warm up: {'; '.join(told)}\n" in said
-    alone = to_markdown(steadiness_blocks({"forms": {"short": forms["short"]}}, {}, [], level=3))
-    assert "by how many" not in alone
-
-
-def test_nothing_is_said_where_nothing_was_measured():
-    assert steadiness_blocks(None, {}, [], level=3) == []

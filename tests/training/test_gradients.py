@@ -14,8 +14,7 @@ from sinkdlm.diffusion import Schedule, corrupt, denoising_loss, times_of
 from sinkdlm.distributed.world import World
 from sinkdlm.fast import objective
 from sinkdlm.training import gradients as gradients_module
-from sinkdlm.training import head_slots
-from sinkdlm.training import loop
+from sinkdlm.training import head_slots, loop
 from sinkdlm.training.evaluate import BUCKETS, add_by_ratio
 from sinkdlm.training.gradients import Gradients
 from sinkdlm.training.head_slots import plan_slots
@@ -162,11 +161,11 @@ class Again:
         self.closed = True
 
 
-def gradients_of(capturer=None, *, micro_batch, share=6, say=print, **train):
+def gradients_of(capturer=None, *, micro_batch, say=print, **train):
     model = {"preset": "nano", "n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 24, "n_sinks": 1}
-    recipe = Recipe.resolve({"model": model, "data": {"length": 16}, "train": {"steps": 1, "graphs": "on", **train}})
+    recipe = Recipe.resolve({"model": model, "data": {"length": 16}, "train": {"steps": 1, "batch": 6, "graphs": "on", **train}})
     weights = Weights(small_model(vocab_size=64, n_sinks=1, n_layers=1), World(CPU), dtype=torch.float64)
-    found = Gradients(recipe, weights, nullcontext(), micro_batch=micro_batch, share=share, compiled=True, say=say)
+    found = Gradients(recipe, weights, nullcontext(), micro_batch=micro_batch, compiled=True, say=say)
     if capturer is not None:
         fix(found, capturer, rows_of(0))
     return found

@@ -33,8 +33,7 @@ from sinkdlm.fast import blocks
 from sinkdlm.planning.formulas import budget_steps, training_flops
 from sinkdlm.sampling import policy_of
 from sinkdlm.text.generate import Job, write
-from sinkdlm.training import export, gradients, loop, optimizer, state
-from sinkdlm.training import setup as opening
+from sinkdlm.training import export, gradients, loop, optimizer, setup, state
 from sinkdlm.training.evaluate import VALIDATION_SEED, validate
 from sinkdlm.training.gradient_spikes import read_lines
 from sinkdlm.training.monitor import Metrics, Monitor, flat_numbers
@@ -50,7 +49,7 @@ def test_first_weights_drawn_ahead_are_those_of_the_model():
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     for names in (list(wanted), list(reversed(wanted))):
         for to in (None, (device, torch.float32), (device, torch.float64)):
-            drawn = opening.DrawnAhead(model, 3, n_threads=2, to=to)
+            drawn = setup.DrawnAhead(model, 3, n_threads=2, to=to)
             assert len(drawn._drawn) == (4 if to is None else len(wanted))
             for name in names:
                 one = drawn(name, tuple(wanted[name].shape))
@@ -62,7 +61,7 @@ def test_first_weights_that_stay_are_begun_with_the_largest(monkeypatch):
     model, order = DiffusionLM(ModelConfig.preset("nano", n_sinks=1), seed=3), []
     plain = model.initial_weight
     monkeypatch.setattr(model, "initial_weight", lambda name, *given: order.append(name) or plain(name, *given))
-    with opening.DrawnAhead(model, 3, n_threads=1, to=(torch.device("cpu"), torch.float32)) as drawn:
+    with setup.DrawnAhead(model, 3, n_threads=1, to=(torch.device("cpu"), torch.float32)) as drawn:
         for name, p in model.named_parameters():
             drawn(name, tuple(p.shape))
     sizes = [dict(model.named_parameters())[name].numel() for name in order]
@@ -83,7 +82,7 @@ def test_a_failure_ends_the_drawing_of_first_weights(monkeypatch):
     largest = max(dict(model.named_parameters()).items(), key=lambda item: item[1].numel())[0]
     with (
         pytest.raises(torch.OutOfMemoryError),
-        opening.DrawnAhead(model, 3, n_threads=1, to=(torch.device("cpu"), torch.float32)) as drawn,
+        setup.DrawnAhead(model, 3, n_threads=1, to=(torch.device("cpu"), torch.float32)) as drawn,
     ):
         drawn(largest, ())
     drawn._pool.shutdown(wait=True)
@@ -116,7 +115,7 @@ def test_clipping_within_the_update_is_clipping_before_it(norm, monkeypatch):
 # The command, whose fifth step waits for a signal: it does not end before one has come.
 WAITING = """
 import time
-from sinkdlm.cli import app as cli
+from sinkdlm.cli import entry as cli
 from sinkdlm.training import loop
 make_step, begun = loop.Trainer._make_step, []
 def wait(self, batch, lr, signals):
@@ -396,7 +395,7 @@ def test_writing_behind_holds_no_other_thread(tmp_path, monkeypatch):
         states = state.States(folder, keep=1, warn=print, world=ALONE)
         assert states.save_behind(1, tensors, {"step": 1})
         waits, last = [0.0], time.perf_counter()
-        while states._writer.is_alive():
+        while not states._writing.done():
             time.sleep(0.001)
             waits.append(time.perf_counter() - last)
             last = time.perf_counter()
@@ -701,7 +700,7 @@ def test_a_folder_has_one_run_and_one_process(tmp_path, token_set):
         run(recipe_of(token_set), tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "x"
     held = loop.RunFolder(tmp_path / "run", recipe_of(token_set), ALONE)
-    with pytest.raises(UserError, match="another process trains there"):
+    with pytest.raises(UserError, match="another training runs there"):
         run(recipe_of(token_set), tmp_path / "run")
     held.close()
     run(recipe_of(token_set), tmp_path / "run")
@@ -818,7 +817,7 @@ def test_float8_needs_a_gpu_that_has_it(tmp_path, token_set, monkeypatch):
     with pytest.raises(UserError, match=r'a CPU has no float8 matmuls; set train\.precision = "bf16"'):
         run(recipes["fp8"], tmp_path / "fp8")
     assert not (tmp_path / "fp8").exists()
-    monkeypatch.setattr(loop, "check_training", lambda _: None)  # products are emulated
+    monkeypatch.setattr(loop, "check_training", lambda _: None)  # matmuls are emulated
     losses = {}
     for precision, recipe in recipes.items():
         run(recipe, tmp_path / precision)
@@ -828,8 +827,8 @@ def test_float8_needs_a_gpu_that_has_it(tmp_path, token_set, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 units says so
-def test_layers_may_add_in_bf16(tmp_path, token_set, monkeypatch):
-    """Where products are in bf16; and what training leaves behind is as it always is."""
+def test_the_residual_stream_may_be_bf16(tmp_path, token_set, monkeypatch):
+    """Where matmuls are in bf16; and what training leaves behind is as it always is."""
     seen: dict[str, set[torch.dtype]] = {"float32": set(), "bf16": set()}
     losses, plain = {}, blocks.Block.compute
     for residual, found in seen.items():
@@ -1078,14 +1077,10 @@ def test_other_trackers_run_for_real_offline(tmp_path, token_set, monkeypatch, t
 def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on(tmp_path, token_set, monkeypatch):
     from sinkdlm.training import monitor
 
-    class Failing:
-        def __init__(self, *_):
-            pass
+    def fails(*_):
+        raise ConnectionError("no route\nto host")
 
-        def write(self, *_):
-            raise ConnectionError("no route\nto host")
-
-    monkeypatch.setitem(monitor.TRACKERS, "wandb", Failing)
+    monkeypatch.setitem(monitor.TRACKERS, "wandb", lambda *_: (fails, fails))
     _, said = run(recipe_of(token_set, log={"probe_every": 0, "trackers": ["wandb"]}), tmp_path / "run")
     assert sum("wandb: dropped: no route; metrics.jsonl goes on" in line for line in said) == 1
     assert len(metrics(tmp_path / "run")) == 6

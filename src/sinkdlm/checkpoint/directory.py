@@ -65,7 +65,7 @@ def save(
 
     tokenizer: anything with save_pretrained. provenance: JSON values; versions, time and fingerprints are added.
     """
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    model = getattr(model, "_orig_mod", model)  # the wrapper of a compiled model
     return save_weights(path, model.config, model.state_dict(), tokenizer, provenance, shard_bytes=shard_bytes)
 
 
@@ -248,7 +248,7 @@ def load(
     if dtype is not None and dtype not in _WEIGHT_DTYPES.values():
         raise CheckpointError(f"dtype = {dtype!r}: allowed are {', '.join(map(str, _WEIGHT_DTYPES.values()))}")
     path, place = Path(path), find_device(device)
-    config, provenance, files = read_config(path), read_provenance(path), _weight_files(path)
+    config, provenance, files = read_config(path), read_provenance(path), weight_files(path)
     if verify:
         _verify(path, provenance, files)
     with torch.device("meta"):
@@ -303,7 +303,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _weight_files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
     if (path / WEIGHTS).exists():
         return [path / WEIGHTS]
     if not (path / INDEX).exists():

@@ -75,12 +75,15 @@ def read_tokenizer(path: Path) -> Any:
 
 @contextmanager
 def hushed() -> Iterator[None]:
-    """Silence transformers' warnings about a model type that it does not know."""
+    """Silence transformers: warnings about a model type that it does not know, and progress bars even where nobody looks."""
     from transformers.utils import logging
 
-    verbosity = logging.get_verbosity()
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

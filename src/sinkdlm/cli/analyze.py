@@ -131,11 +131,11 @@ def _fit(plan: Any, prompts: Any, room: int, own: bool, n_used: int | None, leng
 
 def _capture(lm: Any, plan: Any, name: str, source: str, device: Any) -> dict[str, Any]:
     from sinkdlm.analysis.study import count_rows, study
-    from sinkdlm.evals.display import Display
+    from sinkdlm.data.display import ItemBar
     from sinkdlm.training.run import environment
 
     made = {**environment(device), "dtype": str(lm.model.embed.weight.dtype).removeprefix("torch.")}
-    with Display(f"rows through {name}", count_rows(lm, plan)) as display:
+    with ItemBar(f"rows through {name}", count_rows(lm, plan)) as display:
         return study(lm, plan, name=name, source=source, made=made, show=display.update)
 
 

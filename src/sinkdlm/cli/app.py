@@ -1,11 +1,9 @@
-"""The command line: one Typer app of all commands, and how a command ends.
+"""The command line: one Typer app of all commands.
 
 Each command imports what it needs when it runs, so that `sinkdlm --help` stays light.
 """
 
-import os
-import sys
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -14,7 +12,6 @@ from sinkdlm.cli import data, recipe
 from sinkdlm.cli.analyze import analyze
 from sinkdlm.cli.convert import convert
 from sinkdlm.cli.demo import demo
-from sinkdlm.cli.entry import EndedWhileImporting
 from sinkdlm.cli.evaluate import evaluate, score, score_requests
 from sinkdlm.cli.options import option
 from sinkdlm.cli.plan import plan
@@ -22,7 +19,6 @@ from sinkdlm.cli.reproduce import reproduce
 from sinkdlm.cli.sample import sample
 from sinkdlm.cli.serve import serve
 from sinkdlm.cli.train import train
-from sinkdlm.errors import UserError
 
 # In the order in which a newcomer meets them; a docstring's first line would be cut at the edge of the terminal.
 COMMANDS: dict[str, tuple[Any, str]] = {
@@ -79,49 +75,3 @@ def _root(
     version: Annotated[bool, option("Print the version.", "--version", callback=_version, is_eager=True)] = False,
 ) -> None:
     pass
-
-
-def _leave(status: int) -> NoReturn:
-    """End the process; one of several ranks at once, since a process group that lost a member may wait for it for ever."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    raise SystemExit(status)
-
-
-def main() -> None:
-    """Run the command line; a user's mistake becomes one line on stderr and exit status 2."""
-    from sinkdlm.distributed.signals import Stopped
-
-    # typer carries click inside it, and exports only the ends of its exception tree.
-    usage_error: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-    try:
-        with EndedWhileImporting():
-            status = app(standalone_mode=False)
-        if status == 130:  # typer makes an exit of Ctrl-C, and says nothing
-            raise KeyboardInterrupt
-        raise SystemExit(status)
-    except (UserError, Stopped) as ended:
-        if not ended.quiet:
-            print(f"sinkdlm: {ended}", file=sys.stderr)
-        _leave(128 + ended.number if isinstance(ended, Stopped) else 2)
-    except usage_error as failure:
-        message = failure.format_message()
-        if "Usage:" not in message:  # a command without arguments shows its help
-            context = getattr(failure, "ctx", None)
-            message = f"sinkdlm: {message.rstrip('.')}; see {context.command_path if context else 'sinkdlm'} --help"
-        print(message, file=sys.stderr)
-        raise SystemExit(2) from None
-    except typer.Abort:
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        print("sinkdlm: interrupted", file=sys.stderr)
-        _leave(130)
-    except Exception:
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            raise
-        import traceback
-
-        traceback.print_exc()
-        _leave(1)

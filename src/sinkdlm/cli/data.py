@@ -1,6 +1,5 @@
 """The commands `data prepare`, `data info` and `data example`."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -113,7 +112,7 @@ def data_info(
     from sinkdlm.interop.tokenizer import read_tokenizer_at
 
     found = read_set(folder, read_tokenizer_at(tokenizer) if tokenizer else None, samples=samples)
-    typer.echo(json.dumps(found, indent=2, ensure_ascii=False) if as_json else describe(found))
+    say(found, describe(found), as_json)
 
 
 @app.command("example")

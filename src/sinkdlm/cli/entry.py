@@ -1,15 +1,19 @@
-"""Where a command begins: Ctrl-C gets its handler before the command line is loaded, which takes a while.
+"""How a command begins and ends: Ctrl-C has its handler before the command line is loaded, and a mistake becomes one line.
 
-Imports next to nothing: what is loaded before the handler is set ends with Python's own traceback.
+Imports next to nothing at its top: Ctrl-C before the handler is set ends with Python's own traceback.
 """
 
 import os
 import signal
 import sys
-from types import FrameType
+
+TYPE_CHECKING = False  # typing's, which takes longer to load than all else here
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import Any, NoReturn
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _interrupt(number: int, frame: "FrameType | None") -> None:
     place = frame
     while place is not None:
         if place.f_code.co_filename == "<frozen importlib._bootstrap>":
@@ -23,24 +27,63 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     signal.default_int_handler(number, frame)
 
 
-class EndedWhileImporting:
-    """Ctrl-C within an import ends the process at once: torch and others try imports, catch it, and go on with half a package."""
-
-    def __enter__(self) -> None:
-        self._takes = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if self._takes:
-            try:
-                signal.signal(signal.SIGINT, _interrupt)
-            except ValueError:  # of the main thread alone
-                self._takes = False
-
-    def __exit__(self, *_: object) -> None:
-        if self._takes:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+def _leave(status: int) -> "NoReturn":
+    """End the process; one of several ranks at once, since a process group that lost a member may wait for it for ever."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    raise SystemExit(status)
 
 
 def main() -> None:
-    with EndedWhileImporting():
-        from sinkdlm.cli.app import main as run
+    """Run the command line; a user's mistake becomes one line on stderr and exit status 2.
 
-        run()
+    Ctrl-C within an import ends the process at once: torch and others try imports, catch it, and go on with half a package."""
+    takes = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    try:
+        if takes:
+            signal.signal(signal.SIGINT, _interrupt)
+        _run()
+    finally:
+        if takes:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _run() -> None:
+    import typer
+
+    from sinkdlm.cli.app import app
+    from sinkdlm.distributed.signals import Stopped
+    from sinkdlm.errors import UserError
+
+    # typer carries click inside it, and exports only the ends of its exception tree.
+    usage_error: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+    try:
+        status = app(standalone_mode=False)
+        if status == 130:  # typer makes an exit of Ctrl-C, and says nothing
+            raise KeyboardInterrupt
+        raise SystemExit(status)
+    except (UserError, Stopped) as ended:
+        if not ended.quiet:
+            print(f"sinkdlm: {ended}", file=sys.stderr)
+        _leave(128 + ended.number if isinstance(ended, Stopped) else 2)
+    except usage_error as failure:
+        message = failure.format_message()
+        if "Usage:" not in message:  # a command without arguments shows its help
+            context = getattr(failure, "ctx", None)
+            message = f"sinkdlm: {message.rstrip('.')}; see {context.command_path if context else 'sinkdlm'} --help"
+        print(message, file=sys.stderr)
+        raise SystemExit(2) from None
+    except typer.Abort:
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("sinkdlm: interrupted", file=sys.stderr)
+        _leave(130)
+    except Exception:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            raise
+        import traceback
+
+        traceback.print_exc()
+        _leave(1)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer import Argument
 
-from sinkdlm.cli.loading import check_tokenizer, load_model
+from sinkdlm.cli.loading import check_tokenizer, load_on_ranks
 from sinkdlm.cli.options import Bos, Chat, Checkpoint, Compile, Device, Documents, Field, Json, Precision, Seed, TaskSet, option
 from sinkdlm.cli.output import say
 from sinkdlm.errors import ConfigError, EvalError
@@ -86,10 +86,8 @@ def evaluate(
         say(found, f"wrote {len(sheet.requests):,} requests to {write_requests}", as_json)
         return
     assert checkpoint is not None
-    from sinkdlm.distributed.world import joined
-
-    with joined(device) as world:  # rank 0 has the harness; every rank answers its share
-        lm = load_model(checkpoint, world.device, dtype, compiled=compile_)
+    # Rank 0 has the harness; every rank answers its share.
+    with load_on_ranks(checkpoint, device, dtype, compiled=compile_) as (world, lm):
         evaluation, sheet = ask(lm.tokenizer) if world.first else (None, None)
         sheet = world.from_first(lambda: sheet)
         answers = _answer(lm, sheet, checkpoint, world, batch_tokens, None if out is None else out / "responses.jsonl")
@@ -173,10 +171,7 @@ def score_requests(
     from sinkdlm.evals.requests import Sheet
 
     sheet = Sheet.read(requests)
-    from sinkdlm.distributed.world import joined
-
-    with joined(device) as world:
-        lm = load_model(checkpoint, world.device, dtype, compiled=compile_)
+    with load_on_ranks(checkpoint, device, dtype, compiled=compile_) as (world, lm):
         answers = _answer(lm, sheet, checkpoint, world, batch_tokens, out)
     if world.first:
         seconds = sum(response.seconds for response in answers.values())
@@ -202,8 +197,6 @@ def score(
     as_json: Json = False,
 ) -> None:
     """Nats, bits per byte and perplexity of documents, with standard errors; upper bounds, unless by chain or causal."""
-    from dataclasses import replace
-
     from sinkdlm.evals import documents as texts
     from sinkdlm.evals.settings import settings_for
     from sinkdlm.text.prompts import begin, check_bos
@@ -212,12 +205,9 @@ def score(
     settings = settings_for("", {name: value for name, value in named.items() if value is not None})
     read = texts.read_documents(file, field=field, documents=documents)
     found = read.texts[:limit]
-    from sinkdlm.distributed.world import joined
-
-    with joined(device) as world:
-        lm = load_model(checkpoint, world.device, dtype)
+    with load_on_ranks(checkpoint, device, dtype) as (world, lm):
         check_bos(lm.tokenizer, bos)
-        settings = replace(settings, bos=bool(begin(lm.tokenizer, [], bos)))  # documents begin as prompts of `sample`
+        settings = settings.replace(bos=bool(begin(lm.tokenizer, [], bos)))  # documents begin as prompts of `sample`
         answers = _answer(lm, texts.sheet_of(found, settings, seed), checkpoint, world, batch_tokens, out)
     if world.first:
         report = texts.report(found, answers, read.n_left_out)

@@ -5,7 +5,8 @@ shown and planned without the parent. A run that has begun keeps its whole recip
 is still here, it is read all the same, so that a line taken out of a recipe counts. Commands import what they need when they run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,15 @@ def load_model(checkpoint: str, device: Any, dtype: str | None, *, compiled: boo
         for block in lm.model.blocks:
             block.compile()
     return lm
+
+
+@contextmanager
+def load_on_ranks(checkpoint: str, device: str | None, dtype: str | None, *, compiled: bool = False) -> Iterator[tuple[Any, Any]]:
+    """Join the other ranks, if torchrun started some, and load a model on this one's device: (world, model)."""
+    from sinkdlm.distributed.world import joined
+
+    with joined(device) as world:
+        yield world, load_model(checkpoint, world.device, dtype, compiled=compiled)
 
 
 def check_tokenizer(tokenizer: Any, checkpoint: str) -> None:

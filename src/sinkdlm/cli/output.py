@@ -11,7 +11,7 @@ from sinkdlm.errors import AnalysisError
 
 def say(found: Any, text: str, as_json: bool) -> None:
     """Print what a command found: as JSON, or as text."""
-    typer.echo(json.dumps(found, indent=2) if as_json else text)
+    typer.echo(json.dumps(found, indent=2, ensure_ascii=False) if as_json else text)
 
 
 def name_models(models: list[str], given: str | None = None) -> list[str]:

@@ -46,17 +46,12 @@ def presets(as_json: Json = False) -> None:
     """List model presets with their parameter counts."""
     from sinkdlm.config.model import ModelConfig, preset_names
 
-    found = {}
-    table: list[tuple[str, ...]] = [("preset", "layers", "heads", "kv", "width", "ffn", "vocab", "non-embedding M", "total M")]
+    found, cells = {}, "{:14s}{:>8}{:>7}{:>5}{:>8}{:>8}{:>9}{:>18}{:>14}"
+    lines = [cells.format("preset", "layers", "heads", "kv", "width", "ffn", "vocab", "non-embedding M", "total M")]
     for name in preset_names():
         config = ModelConfig.preset(name)
         count = config.count_parameters()
         found[name] = {**count._asdict(), "total": count.total, "config": config.to_dict()}
         shape = (config.n_layers, config.n_heads, config.n_kv_heads, config.d_model, config.d_ff, config.vocab_size)
-        table.append((name, *map(str, shape), f"{count.non_embedding / 1e6:.6f}", f"{count.total / 1e6:.6f}"))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in table:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells))
+        lines.append(cells.format(name, *shape, f"{count.non_embedding / 1e6:.6f}", f"{count.total / 1e6:.6f}"))
     say(found, "\n".join(lines), as_json)

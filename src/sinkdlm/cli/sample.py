@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sinkdlm.cli.loading import load_model
+from sinkdlm.cli.loading import load_on_ranks
 from sinkdlm.cli.options import Bos, Chat, Checkpoint, Compile, Computing, Device, Exact, Json, PolicySet, Sampler, Seed, option
 from sinkdlm.cli.output import say
 
@@ -54,10 +54,7 @@ def sample(
 
     job = Job(prompt, prompts, infill, suffix, chat, length, gap, n, seed, until_eos, batch, deterministic, bos)
     check(job)  # a wrong file or gap is said before the model is read
-    from sinkdlm.distributed.world import joined
-
-    with joined(device) as world:  # under torchrun each rank writes its share
-        lm = load_model(checkpoint, world.device, dtype, compiled=compile_)
+    with load_on_ranks(checkpoint, device, dtype, compiled=compile_) as (world, lm):  # each rank writes its share
         policy = policy_of(policy, **policy_for(lm.tokenizer, policy, stop=stop, until_eos=until_eos))
         found = write(lm, job, policy, watch=watch, world=world)
     if not world.first:

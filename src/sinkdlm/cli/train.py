@@ -22,7 +22,7 @@ def train(
     opened = warm_up.open_device(device)
     import torch  # noqa: F401  (before the next line)
 
-    warm_up.load_kernels(opened, device)
+    warm_up.load_kernels(opened)
     from sinkdlm.training.gradient_spikes import read_peaks
     from sinkdlm.training.loop import train as run
     from sinkdlm.training.sink_health import read_sink_loss

@@ -80,7 +80,7 @@ class TrainSection(Frozen):
     runner: Literal["auto", "plain"] = key("auto", "plain: train by the readable model alone, without kernels or compiler")
     compile: Compile = key(
         "auto",
-        "torch.compile of each block; whole: of all as one, on a CPU; auto: each, on a GPU, where kernels leave work to fuse",
+        "torch's compiler for each block; whole: of all as one, on a CPU; auto: each, on a GPU, where kernels leave work to fuse",
     )
     recompute: Literal["none", "selective", "full"] = key(
         "none", "activation checkpointing: full keeps each block's input alone; selective the results of matmuls and attention too"

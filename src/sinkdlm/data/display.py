@@ -15,8 +15,9 @@ def counted(n: int, what: str) -> str:
 class Bar:
     """total: of whatever is counted, 0 where unknown. done: what was there already; rates are of what this run did."""
 
-    def __init__(self, what: str, total: int, done: int = 0, *, counts: bool = False, shown: bool = True) -> None:
-        """counts: shows how many of how many, not per cent."""
+    counts = False  # show how many of how many, not per cent
+
+    def __init__(self, what: str, total: int, done: int = 0, *, shown: bool = True) -> None:
         self.what, self.total, self._start, self._shown = what, total, done, shown
         self._began = self._told = time.monotonic()
         self._bar: Any = None
@@ -24,7 +25,7 @@ class Bar:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-            so_far = MofNCompleteColumn() if counts else TaskProgressColumn()
+            so_far = MofNCompleteColumn() if self.counts else TaskProgressColumn()
             columns = (TextColumn("{task.description}"), BarColumn(), so_far, TextColumn("{task.fields[rates]}"))
             self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task(what, total=total or None, completed=done, rates="")
@@ -53,7 +54,7 @@ class Bar:
             sys.stderr.flush()
 
 
-class Display(Bar):
+class ByteBar(Bar):
     """Work over bytes."""
 
     def update(self, done: int, n_bytes: int, n_tokens: int | None = None) -> None:
@@ -63,3 +64,18 @@ class Display(Bar):
             rates += f"  {n_tokens / self.seconds / 1e6:.2f}M tokens/s"
         share = f"{100 * done / self.total:.0f} %  " if self.total else ""
         self.show(done, rates, f"{self.what}  {share}{rates}")
+
+
+class ItemBar(Bar):
+    """Work over counted items."""
+
+    counts = True
+
+    def update(self, done: int, share: float = 0.0, under_way: int = 0) -> None:
+        """share: how much of those under way is done too."""
+        so_far = done + share * under_way
+        per_second = (so_far - self._start) / self.seconds
+        # Long documents on a CPU take minutes each, and 0.0/s says nothing.
+        rate = f"{1 / per_second:.0f} s each" if 0 < per_second < 0.1 else f"{per_second:.1f}/s"
+        more = f", {share:.0%} of the next{f' {under_way:,}' if under_way > 1 else ''}" if under_way else ""
+        self.show(so_far, rate, f"{done:,} of {self.total:,} {self.what}{more}  {rate}")

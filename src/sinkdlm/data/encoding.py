@@ -46,6 +46,14 @@ def unknown_id(tokenizer: Any) -> int | None:
     return None if token is None else tokenizer.get_vocab().get(token)
 
 
+def with_bos(ids: list[int], bos_id: Any, bos: bool | None) -> list[int]:
+    """BOS in front of the ids, or none there; None: as they are."""
+    if bos is None:
+        return ids
+    bare = ids[1:] if ids[:1] == [bos_id] else ids
+    return [bos_id, *bare] if bos else bare
+
+
 def literal_content(tokenizer: Any, eos_id: int) -> dict[str, Any]:
     """The same, with the end-of-document token among the special ones: those that a text can be kept from spelling."""
     content = _content(tokenizer)
@@ -89,12 +97,10 @@ class Encoder:
     def encode(self, texts: Sequence[str], *, add_special: bool = False, parse: bool = False) -> list[list[int]]:
         """add_special: with the tokens that the tokenizer puts around a text (BOS). Waits without holding Python's lock."""
         backend = self._parsing if parse else self._literal
-        encode = getattr(backend, "encode_batch_fast", backend.encode_batch)  # without offsets, which nobody reads here
-        ids: list[list[int]] = [found.ids for found in encode(texts, add_special_tokens=add_special)]
-        if not add_special or self.bos is None:
-            return ids
-        bare = [row[1:] if row[:1] == [self._bos_id] else row for row in ids]
-        return [[self._bos_id, *row] for row in bare] if self.bos else bare
+        bos = self.bos if add_special else None
+        return [
+            with_bos(found.ids, self._bos_id, bos) for found in backend.encode_batch_fast(texts, add_special_tokens=add_special)
+        ]
 
     def count_unknown(self, ids: Sequence[int]) -> int:
         """Tokens that stand for what the tokenizer does not have."""

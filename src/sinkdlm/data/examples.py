@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from sinkdlm.data.encoding import Encoder
 from sinkdlm.data.inputs import missing_field
-from sinkdlm.errors import DataError
+from sinkdlm.errors import DataError, first_line
 from sinkdlm.text.chat import missing_text
 
 KINDS = ("sft", "gsm8k-two-stage", "gsm8k-one-stage")
@@ -95,8 +95,7 @@ def _turns(messages: Any, tokenizer: Any, place: str) -> list[Draft]:
             prompt = tokenizer.apply_chat_template(messages[:turn], tokenize=False, add_generation_prompt=True)
             whole = tokenizer.apply_chat_template(messages[: turn + 1], tokenize=False)
         except Exception as failure:  # templates raise what they like
-            reason = (str(failure).splitlines() or [type(failure).__name__])[0]
-            raise DataError(f"{place}: the tokenizer's chat template fails: {reason}") from None
+            raise DataError(f"{place}: the tokenizer's chat template fails: {first_line(failure)}") from None
         # The turn ends with its EOS; a break that a template puts after it belongs to the next turn.
         ended = whole.rstrip()
         drafts.append(Draft(prompt, ended if tokenizer.eos_token and ended.endswith(tokenizer.eos_token) else whole, "chat"))
@@ -116,12 +115,12 @@ def encode_drafts(encoder: Encoder, drafts: Sequence[Draft], places: Callable[[i
         prompts = encoder.encode([drafts[index].prompt for index in chosen], add_special=not parse, parse=parse)
         rests = encoder.encode([drafts[index].rest for index in chosen], add_special=style == "segments", parse=parse)
         for index, prompt, rest in zip(chosen, prompts, rests, strict=True):
+            if parse and rest[: len(prompt)] != prompt:
+                raise DataError(
+                    f"{places(index)}: the chat template with its generation prompt is no beginning of the whole conversation, "
+                    "so prompt and response cannot be told apart; use a template that keeps it, or give prompt and response"
+                )
             if parse:
-                if rest[: len(prompt)] != prompt:
-                    raise DataError(
-                        f"{places(index)}: the chat template with its generation prompt is no beginning of the whole conversation, "
-                        "so prompt and response cannot be told apart; use a template that keeps it, or give prompt and response"
-                    )
                 rest = rest[len(prompt) :]
             elif prompt[-1:] == [encoder.eos_id]:
                 prompt = prompt[:-1]  # a tokenizer that closes every text by itself

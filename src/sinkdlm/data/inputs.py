@@ -5,7 +5,9 @@ stopped. Knows nothing of tokens. Nothing is held whole but a row; a text file t
 """
 
 import codecs
+import functools
 import hashlib
+import itertools
 import json
 import re
 import zlib
@@ -14,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from sinkdlm.errors import DataError
+from sinkdlm.errors import DataError, first_line
 
 Form = Literal["text", "jsonl", "parquet", "hub", "memory"]
-_FORMS: dict[str, Form] = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+_FORMS: dict[str, Form] = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".json": "jsonl"}
 _PACKED = (".gz", ".zst")
 _TABLES = (".csv", ".tsv", ".ndjson", ".arrow", ".xml")  # of a folder that is left to datasets
 SUPPORTED = ".txt, .md, .jsonl, .json (each also .gz or .zst), .parquet, a folder of these, or a data set of the Hugging Face hub"
@@ -44,10 +46,10 @@ class Source:
 
 
 class Row(NamedTuple):
-    """`value`: a mapping, a text, or the pieces of a long text. `line` is counted from 1, for messages."""
+    """`value`: a mapping, a text, or the pieces of a long text. `place`: the file and the line, for messages."""
 
     value: Any
-    line: int
+    place: str
 
 
 class Pieces(NamedTuple):
@@ -79,10 +81,9 @@ def find_sources(names: Sequence[str], *, split: str = "train", config: str | No
             found += _folder(path, split, config)
         elif path.exists():
             found.append(_file(path))
-        elif not _may_be_hub(name):
-            raise DataError(f"{name}: no such file or folder")
-        elif path.parent.is_dir() and "/" in name:  # meant to be a file of a folder that is here
-            raise DataError(f"{name}: no such file or folder; hf:{name} names a data set of the hub")
+        elif not _may_be_hub(name) or ("/" in name and path.parent.is_dir()):  # meant to be a file of a folder that is here
+            hint = f"; hf:{name} names a data set of the hub" if _may_be_hub(name) else ""
+            raise DataError(f"{name}: no such file or folder{hint}")
         else:
             found.append(_hub(name, split, config))
     if not found:
@@ -101,20 +102,18 @@ def _ending(path: Path) -> str:
 
 def form_of(path: Path) -> Form | None:
     """By the ending."""
-    form = _FORMS.get(_ending(path))
-    return None if form == "parquet" and path.suffix in _PACKED else form
+    return "parquet" if path.suffix == ".parquet" else _FORMS.get(_ending(path))
 
 
 def _file(path: Path) -> Source:
     form = form_of(path)
     if form is None:
         raise DataError(f"{path}: cannot be read by its ending; supported: {SUPPORTED}")
-    about = path.stat()
-    return Source(str(path), form, about.st_size, f"{path.name} {about.st_size} {about.st_mtime_ns}")
+    return Source(str(path), form, path.stat().st_size, _stamp(path, path.name))
 
 
 def _folder(folder: Path, split: str, config: str | None) -> list[Source]:
-    if (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists():  # as save_to_disk leaves it
+    if _is_stored(folder):
         return [_hub(str(folder), split, config)]
     inner = [path for path in sorted(folder.rglob("*")) if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     shards = {path.parent for path in inner if path.name in ("index.json", "progress.json") and any(path.parent.glob("*.bin*"))}
@@ -131,10 +130,17 @@ def _folder(folder: Path, split: str, config: str | None) -> list[Source]:
 
 
 def _hub(name: str, split: str, config: str | None) -> Source:
-    folder = Path(name)
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()] if folder.is_dir() else []
-    stamps = [f"{path.relative_to(folder)} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+    stamps = [_stamp(path, path.relative_to(name)) for path in sorted(Path(name).rglob("*")) if path.is_file()]
     return Source(name, "hub", stamp="\n".join([name, split, str(config), *stamps]), split=split, config=config)
+
+
+def _is_stored(folder: Path) -> bool:
+    """As datasets' save_to_disk leaves it."""
+    return (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists()
+
+
+def _stamp(path: Path, name: object) -> str:
+    return f"{name} {path.stat().st_size} {path.stat().st_mtime_ns}"
 
 
 # -- reading --------------------------------------------------------------------------------------------------------------
@@ -163,7 +169,7 @@ class Reader:
 
     def _rows_of(self, source: Source, skip: int, fields: Sequence[str] | None) -> Iterator[Row]:
         if source.form == "memory":
-            return (Row(value, number + 1) for number, value in enumerate(source.rows) if number >= skip)
+            return (Row(value, f"{source.name}: row {n}") for n, value in enumerate(source.rows[skip:], start=skip + 1))
         if source.form == "hub":
             return _hub_rows(source, skip)
         if source.form == "parquet":
@@ -172,98 +178,67 @@ class Reader:
             return self._json_rows(source, skip)
         if self.documents == "file":
             return iter(()) if skip else self._whole_file(source)
-        return self._text_rows(source, skip)
+        return itertools.islice(self._text_rows(source), skip, None)
 
-    def _chunks(self, source: Source, *, counted: bool = True) -> Iterator[bytes]:
+    def _chunks(self, source: Source) -> Iterator[bytes]:
         """The bytes of a file, unpacked."""
-        before, path = self.bytes_done, Path(source.name)
-        fresh = _unpacker(path)
-        unpacker: Any = fresh() if fresh else None
-        done, fed = 0, False
+        path, before = Path(source.name), self.bytes_done
         try:
             with path.open("rb") as file:
-                while chunk := file.read(_CHUNK):
-                    done += len(chunk)
-                    if counted:
-                        self.bytes_done = before + done
-                    if fresh is None:
-                        yield chunk
-                        continue
-                    while chunk:  # one packed stream may follow another
-                        if unpacker.eof:
-                            unpacker, fed = fresh(), False
-                        out = unpacker.decompress(chunk)
-                        fed = True
-                        chunk = unpacker.unused_data if unpacker.eof else b""
-                        if out:
-                            yield out
+                for unpacked in _unpacked(path, iter(lambda: file.read(_CHUNK), b"")):
+                    self.bytes_done = before + file.tell()
+                    yield unpacked
         except OSError as failure:
             raise DataError(f"{path}: cannot be read: {failure.strerror or failure}") from None
         except Exception as failure:  # zlib.error and ZstdError have no base in common
             if isinstance(failure, zlib.error) or type(failure).__name__ == "ZstdError":
                 raise DataError(f"{path}: damaged: {failure}") from None
             raise
-        if unpacker is not None and fed and not unpacker.eof:
-            raise DataError(f"{path}: ends in the middle of its compressed data: truncated")
 
     def _json_rows(self, source: Source, skip: int) -> Iterator[Row]:
-        taken = 0
-        for number, line in enumerate(_lines(self._chunks(source)), start=1):
-            if not line.strip():
-                continue
-            taken += 1
-            if taken > skip:
-                yield Row(_parse(source.name, number, line), number)
+        numbered = ((n, line) for n, line in enumerate(_lines(self._chunks(source)), start=1) if line.strip())
+        for number, line in itertools.islice(numbered, skip, None):
+            place = f"{source.name}: line {number}"
+            yield Row(_parse(place, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, number), place)
 
-    def _text_rows(self, source: Source, skip: int) -> Iterator[Row]:
+    def _text_rows(self, source: Source) -> Iterator[Row]:
         """Lines, or paragraphs: lines up to a blank one. The break at the end is kept for "line-with-break" only."""
-        taken, held, start = 0, b"", 1
-
-        def decoded(text: bytes) -> str:
-            try:
-                found = text.decode()
-            except UnicodeDecodeError:
-                raise _not_utf8(f"{source.name}: line {start}") from None
-            return found if self.documents == "line-with-break" else found.removesuffix("\n").removesuffix("\r")
-
-        for number, line in enumerate(_lines(self._chunks(source)), start=1):
+        held, start = b"", 1
+        for number, line in enumerate(itertools.chain(_lines(self._chunks(source)), [b""]), start=1):
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
-            blank = not line.strip()
-            if not blank:
+            if line.strip():
                 start = start if held else number
                 held += line
-            if held and (blank or self.documents != "paragraph"):
-                taken += 1
-                if taken > skip:
-                    yield Row(decoded(held), start)
+            if held and (not line.strip() or self.documents != "paragraph"):
+                place = f"{source.name}: line {start}"
+                try:
+                    text = held.decode()
+                except UnicodeDecodeError:
+                    raise _not_utf8(place) from None
+                kept = text if self.documents == "line-with-break" else text.removesuffix("\n").removesuffix("\r")
+                yield Row(kept, place)
                 held = b""
-        if held and taken >= skip:
-            yield Row(decoded(held), start)
 
     def _whole_file(self, source: Source) -> Iterator[Row]:
+        place, begun = f"{source.name}: line 1", self.bytes_done
         pieces = cut(self._decoded(source))
-        head = next(pieces, "")
-        tail = next(pieces, None)
-        if tail is None:
-            yield Row(head, 1)
+        head = list(itertools.islice(pieces, 2))
+        if len(head) < 2:
+            yield Row("".join(head), place)
             return
-
-        def remaining() -> Iterator[str]:
-            yield head
-            yield tail
-            yield from pieces
-
         digest = text_digest()
-        for text in self._decoded(source, counted=False):
+        done, self.bytes_done = self.bytes_done, begun
+        for text in self._decoded(source):
             digest.update(text.encode())
-        yield Row(Pieces(digest.digest(), remaining()), 1)
+        self.bytes_done = done
+        yield Row(Pieces(digest.digest(), itertools.chain(head, pieces)), place)
 
-    def _decoded(self, source: Source, *, counted: bool = True) -> Iterator[str]:
+    def _decoded(self, source: Source) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
         before = 0
         try:
-            for chunk in self._chunks(source, counted=counted):
+            for chunk in self._chunks(source):
                 yield decoder.decode(chunk)
                 before += len(chunk)
             yield decoder.decode(b"", final=True)
@@ -291,10 +266,10 @@ class Reader:
                         for value in batch.to_pylist():
                             number += 1
                             if number > skip:
-                                yield Row(value, number)
+                                yield Row(value, f"{source.name}: row {number}")
                         self.bytes_done = before + source.size * number // max(1, sum(sizes))
         except (pyarrow.ArrowException, OSError) as failure:
-            raise DataError(f"{source.name}: cannot be read as parquet: {str(failure).splitlines()[0]}") from None
+            raise DataError(f"{source.name}: cannot be read as parquet: {first_line(failure)}") from None
 
 
 def cut(texts: Iterable[str]) -> Iterator[str]:
@@ -321,16 +296,28 @@ def cut(texts: Iterable[str]) -> Iterator[str]:
         yield held
 
 
-def _unpacker(path: Path) -> Callable[[], Any] | None:
+def _unpacked(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Of a .gz or .zst file, in which one packed stream may follow another."""
+    make: Callable[[], Any]
     if path.suffix == ".gz":
-        return lambda: zlib.decompressobj(wbits=31)
-    if path.suffix == ".zst":
+        make = functools.partial(zlib.decompressobj, wbits=31)
+    elif path.suffix == ".zst":
         try:
             import zstandard
         except ImportError:
             raise DataError(f"{path}: reading .zst needs: {EXTRA}") from None
-        return lambda: zstandard.ZstdDecompressor().decompressobj()
-    return None
+        make = zstandard.ZstdDecompressor().decompressobj
+    else:
+        yield from chunks
+        return
+    unpacker = None
+    for chunk in chunks:
+        while chunk:
+            unpacker = unpacker or make()
+            yield unpacker.decompress(chunk)
+            chunk, unpacker = (unpacker.unused_data, None) if unpacker.eof else (b"", unpacker)
+    if unpacker:
+        raise DataError(f"{path}: ends in the middle of its compressed data: truncated")
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -348,18 +335,18 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
         yield last
 
 
-def _parse(name: str, number: int, line: bytes) -> dict[str, Any]:
+def _parse(place: str, line: bytes, number: int) -> dict[str, Any]:
     try:
-        value = json.loads(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
+        value = json.loads(line)
     except UnicodeDecodeError:
-        raise _not_utf8(f"{name}: line {number}") from None
+        raise _not_utf8(place) from None
     except (ValueError, RecursionError) as failure:
         hint = "; a list over many lines becomes lines with: jq -c '.[]'" if number == 1 and line.lstrip()[:1] == b"[" else ""
         reason = failure.msg if isinstance(failure, json.JSONDecodeError) else failure
-        raise DataError(f"{name}: line {number}: not JSON: {reason}; expected one object a line{hint}") from None
+        raise DataError(f"{place}: not JSON: {reason}; expected one object a line{hint}") from None
     if not isinstance(value, dict):
         hint = "; a list becomes lines with: jq -c '.[]'" if isinstance(value, list) else ""
-        raise DataError(f"{name}: line {number}: {type(value).__name__}, expected a JSON object{hint}")
+        raise DataError(f"{place}: {type(value).__name__}, expected a JSON object{hint}")
     return value
 
 
@@ -371,10 +358,6 @@ def missing_field(place: str, wanted: Sequence[str], there: Iterable[str], cure:
     return f"{place}: no field {' or '.join(wanted)}; the fields are {', '.join(sorted(there)) or 'none'}{cure}"
 
 
-def place_of(source: Source, row: Row) -> str:
-    return f"{source.name}: {'line' if source.form in ('text', 'jsonl') else 'row'} {row.line}"
-
-
 def count_bytes(text: str, place: str) -> int:
     try:
         return len(text) if text.isascii() else len(text.encode())
@@ -382,18 +365,23 @@ def count_bytes(text: str, place: str) -> int:
         raise DataError(f"{place}: half of a surrogate pair, which is no text; repair the row or remove it") from None
 
 
-def text_of(row: Row, field: str, place: str) -> str | Pieces | None:
+def text_of(row: Row, field: str) -> str | Pieces | None:
     """A row's text; None where it has none, and is left out."""
     value = row.value
     if isinstance(value, Mapping):
         if field not in value:
-            raise DataError(missing_field(place, [field], value))
+            raise DataError(missing_field(row.place, [field], value))
         value = value[field]
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
     if not isinstance(value, str | Pieces):
-        raise DataError(f"{place}: field {field} is {type(value).__name__}, expected text")
+        raise DataError(f"{row.place}: field {field} is {type(value).__name__}, expected text")
     return value
+
+
+def whole_text_of(row: Row, field: str) -> str | None:
+    text = text_of(row, field)
+    return "".join(text.pieces) if isinstance(text, Pieces) else text
 
 
 # -- data sets of the hub -------------------------------------------------------------------------------------------------
@@ -403,11 +391,11 @@ def _hub_rows(source: Source, skip: int) -> Iterator[Row]:
     data = open_hub(source)
     try:
         for number, value in enumerate(data.skip(skip) if skip else data, start=skip + 1):
-            yield Row(value, number)
+            yield Row(value, f"{source.name}: row {number}")
     except DataError:
         raise
     except Exception as failure:  # whatever the data set's own reader and the network raise
-        raise DataError(f"{source.name}: reading row {skip + 1} or later failed: {_first_line(failure)}") from failure
+        raise DataError(f"{source.name}: reading row {skip + 1} or later failed: {first_line(failure)}") from failure
 
 
 def open_hub(source: Source) -> Any:
@@ -417,15 +405,11 @@ def open_hub(source: Source) -> Any:
     except ImportError:
         raise DataError(f"{source.name}: not found here; reading it from the Hugging Face hub needs: {EXTRA}") from None
     try:
-        if (Path(source.name) / "dataset_info.json").exists() or (Path(source.name) / "dataset_dict.json").exists():
+        if _is_stored(Path(source.name)):
             stored = datasets.load_from_disk(source.name)
             return stored[source.split] if isinstance(stored, datasets.DatasetDict) else stored
         return datasets.load_dataset(source.name, source.config, split=source.split, streaming=True)
     except Exception as failure:  # whatever the builders and the network raise
         where = "" if Path(source.name).exists() else "neither a file here nor a data set that can be opened: "
         cure = "--split and --config choose within it"
-        raise DataError(f"{source.name}: {where}{_first_line(failure)}; {cure}") from failure
-
-
-def _first_line(failure: Exception) -> str:
-    return (str(failure).strip().splitlines() or [type(failure).__name__])[0].rstrip(".")
+        raise DataError(f"{source.name}: {where}{first_line(failure)}; {cure}") from failure

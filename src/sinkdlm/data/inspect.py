@@ -1,13 +1,14 @@
 """Looks at a set of token shards: every size and checksum, counts, settings, and some of it as text."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sinkdlm.data.display import Display, counted
+from sinkdlm.data.display import ByteBar, counted
 from sinkdlm.data.encoding import mark_tokenizer
-from sinkdlm.data.shards import INDEX, SPLITS, Split, open_split
+from sinkdlm.data.shards import INDEX, SPLITS, Split, document_ends, open_split
 from sinkdlm.data.writing import read_json
 from sinkdlm.errors import DataError
 
@@ -20,24 +21,18 @@ def read_set(folder: str | Path, tokenizer: Any = None, *, samples: int = 2) -> 
     """Checks and describes a set, ours, datatrove's or SMDM's packed one. tokenizer: for the samples, instead of the set's own."""
     folder = Path(folder)
     splits = {split: opened for split in SPLITS if (opened := open_split(folder, split)).shards or split == "train"}
-    own = (folder / INDEX).exists()
+    train, own = splits["train"], (folder / INDEX).exists()
     index = read_json(folder / INDEX) if own else {}
     _verify(splits)
     decode, notes = _decoder(folder, index, tokenizer)
-    form = "sinkdlm" if own else "datatrove" if splits["train"].shards[0].path.suffix == ".ds" else "packed (LITPKDS)"
-    shown: list[dict[str, Any]] = []
-    if decode is not None:
-        for split, opened in splits.items():
-            shown += [{"split": split, **sample} for sample in _samples(opened, decode, samples)]
+    shown = {split: [] if decode is None else _samples(opened, decode, samples) for split, opened in splits.items()}
     return {
         "folder": str(folder),
-        "format": form,
-        "kind": splits["train"].kind,
-        "eos_id": splits["train"].eos_id,
-        "tokenizer": splits["train"].tokenizer,
+        "format": "sinkdlm" if own else "datatrove" if train.shards[0].path.suffix == ".ds" else "packed (LITPKDS)",
+        **{name: getattr(train, name) for name in ("kind", "eos_id", "tokenizer")},
         "settings": index.get("settings"),
         "splits": {split: _facts(opened) for split, opened in splits.items()},
-        "samples": shown,
+        "samples": [{"split": split, **sample} for split, found in shown.items() for sample in found],
         "notes": notes,
     }
 
@@ -56,12 +51,10 @@ def _facts(split: Split) -> dict[str, Any]:
 def _verify(splits: dict[str, Split]) -> None:
     """Checksums, and that shards hold whole documents."""
     total = sum(shard.path.stat().st_size for split in splits.values() for shard in split.shards if shard.sha256)
-    done = 0
-    with Display("checking", total) as display:
-        for split in splits.values():
-            for size in split.verify():
-                done += size
-                display.update(done, done)
+    sizes = (size for split in splits.values() for size in split.verify())
+    with ByteBar("checking", total) as display:
+        for done in itertools.accumulate(sizes):
+            display.update(done, done)
     for split in splits.values():
         if split.kind == "examples":
             split.example_rows()
@@ -103,31 +96,22 @@ def _samples(split: Split, decode: Any, n: int) -> list[dict[str, Any]]:
             {"prompt": text(start, start + prompt), "response": text(start + prompt, start + total)}
             for start, prompt, total in chosen
         ]
-    ends = _document_ends(split)
     found = []
     for k in range(n if split.n_tokens else 0):
-        start, stop = _document_at(split, ends, split.n_tokens * k // n)
+        start, stop = _document_at(split, split.n_tokens * k // n)
         found.append({"start": start, "text": text(start, stop)})
     return [sample for place, sample in enumerate(found) if sample not in found[:place]]
 
 
-def _document_ends(split: Split) -> np.ndarray[Any, Any] | None:
-    """datatrove's own list of them, over all files."""
-    paths = [shard.path.with_name(shard.path.name + ".index") for shard in split.shards]
-    if split.eos_id is not None or not all(path.exists() for path in paths):
-        return None
-    return np.concatenate(
-        [np.fromfile(path, "<u8").astype(np.int64) + start for path, start in zip(paths, split.starts, strict=False)]
-    )
-
-
-def _document_at(split: Split, ends: np.ndarray[Any, Any] | None, position: int) -> tuple[int, int]:
+def _document_at(split: Split, position: int) -> tuple[int, int]:
     """Start and end of the document that holds a token, or of what follows it where ends are unknown."""
-    if ends is not None:
-        at = int(np.searchsorted(ends, position, side="right"))
-        return (int(ends[at - 1]) if at else 0), int(ends[at])
     if split.eos_id is None:
-        return position, min(position + _UNBOUND, split.n_tokens)
+        shard = int(np.searchsorted(split.starts, position, side="right")) - 1
+        begin, ends = int(split.starts[shard]), document_ends(split.shards[shard].path)
+        if not len(ends):
+            return position, min(position + _UNBOUND, split.n_tokens)
+        at = int(np.searchsorted(ends, position - begin, side="right"))
+        return begin + (int(ends[at - 1]) if at else 0), begin + int(ends[at])
     begin, end = max(0, position - _WINDOW), min(position + _WINDOW, split.n_tokens)
     before = np.flatnonzero(split.read(begin, position) == split.eos_id)
     after = np.flatnonzero(split.read(position, end) == split.eos_id)

@@ -1,4 +1,4 @@
-"""Which row of which set training sample n reads: a pure function of n, so that resuming needs no loader state.
+"""Which row of which set sample index n reads: a pure function of n, so that resuming needs no loader state.
 
 Sets are dealt out by their shares without a remainder anywhere: among any n samples a set has its share to within one. Within a
 set, each pass over its rows follows a keyed permutation of its own.
@@ -19,7 +19,7 @@ _GRAIN = 1 << 31  # shares are kept in parts of this; int64 then counts 2**32 ro
 
 
 def deal(samples: Array, shares: Sequence[float]) -> tuple[Array, Array]:
-    """(set of each sample, its turn within that set), for sample numbers (B,).
+    """(set of each sample, its turn within that set), for sample indices (B,).
 
     The first set takes sample n where floor((n + 1) w) steps up from floor(n w); what is left is renumbered without gaps and dealt
     to the next set with its share of the rest.

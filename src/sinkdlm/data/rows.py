@@ -1,13 +1,14 @@
 """From token shards to batches of rows: blocks of text cut across documents, and prompt-and-response examples.
 
-Owns how a row is cut and filled. A batch is a pure function of its sample numbers. Knows nothing of models or devices.
+Owns how a row is cut and filled. A batch is a pure function of its sample indices. Knows nothing of models or devices.
 
 B rows, T tokens.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from sinkdlm.noise import Stream, uniform
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens (B, T) int64. samples (B,): the number that keys each row's noise. maskable (B, T): positions that may be masked and
+    """tokens (B, T) int64. samples (B,): sample indices, which key the noise. maskable (B, T): positions that may be masked and
     are trained on, None for all. lengths (B,): rows end there, None for full rows. documents (B, T): confines of attention."""
 
     tokens: Tensor
@@ -54,13 +55,10 @@ class Batch:
         return int(self.scored(shifted=shifted).sum())
 
     def rows(self, part: slice) -> "Batch":
-        """Some of the rows, or nothing's row where there are none; lengths are dropped where those rows are full."""
+        """Some of the rows, or nothing's row where there are none."""
         if part.start >= self.tokens.shape[0]:
             return Batch.nothing(self.tokens.shape[1])
-        lengths = None if self.lengths is None else self.lengths[part]
-        if lengths is not None and bool((lengths == self.tokens.shape[1]).all()):
-            lengths = None
-        return Batch(self.tokens[part], self.samples[part], _cut(self.maskable, part), lengths, _cut(self.documents, part))
+        return self._each(lambda x: x[part])._without_full_lengths()
 
     @property
     def n_full(self) -> int:
@@ -72,24 +70,21 @@ class Batch:
         if self.lengths is None:
             return self
         end = int(self.lengths.max())
-        maskable, documents = (None if part is None else part[:, :end] for part in (self.maskable, self.documents))
-        lengths = None if bool((self.lengths == end).all()) else self.lengths
-        return Batch(self.tokens[:, :end], self.samples, maskable, lengths, documents)
+        return self._each(lambda x: x[:, :end] if x.dim() == 2 else x)._without_full_lengths()
 
     def to(self, device: torch.device) -> "Batch":
-        return self._each(lambda part: part.to(device, non_blocking=True))
+        return self._each(lambda x: x.to(device, non_blocking=True))
 
     def pinned(self) -> "Batch":
         """In page-locked memory, from which a GPU copies while it computes."""
-        return self._each(lambda part: part.pin_memory())
+        return self._each(lambda x: x.pin_memory())
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        optional = (None if part is None else change(part) for part in (self.maskable, self.lengths, self.documents))
-        return Batch(change(self.tokens), change(self.samples), *optional)
+        changed: dict[str, Any] = {name: None if x is None else change(x) for name, x in vars(self).items()}
+        return Batch(**changed)
 
-
-def _cut(x: Tensor | None, part: slice) -> Tensor | None:
-    return None if x is None else x[part]
+    def _without_full_lengths(self) -> "Batch":
+        return replace(self, lengths=None) if self.lengths is not None and self.n_full == self.tokens.shape[0] else self
 
 
 class TextRows:
@@ -127,49 +122,33 @@ class ExampleRows:
 
 
 class Rows:
-    """The rows of one or several sets, and the batch that any sample numbers read."""
+    """The rows of one or several sets, and the batch that any sample indices read."""
 
     def __init__(
-        self,
-        splits: Sequence[Split],
-        shares: Sequence[float],
-        section: DataSection,
-        *,
-        seed: int,
-        vocab_size: int,
-        mask_id: int,
+        self, splits: Sequence[Split], shares: Sequence[float], section: DataSection, *, seed: int, vocab_size: int, mask_id: int
     ) -> None:
         self.splits, self.shares, self.section, self.seed = list(splits), list(shares), section, seed
         self.vocab_size, self.mask_id = vocab_size, mask_id
         self.eos = self._find_eos()
         self.sets = [self._rows_of(split) for split in splits]
-        for split, rows in zip(splits, self.sets, strict=True):
-            if rows.n_rows == 0:
-                if split.kind == "examples":
-                    raise DataError(
-                        f"{split.folder}: all examples are longer than data.length = {section.length}; raise it, at most to the "
-                        "model's context_length, or prepare shorter examples or with a tokenizer that needs fewer tokens"
-                    )
-                raise DataError(f"{split.folder}: {split.n_tokens} tokens make no row of data.length = {section.length}; lower it")
+        for split in splits:
             if split.highest_id is not None and split.highest_id >= vocab_size:
                 raise DataError(
                     f"{split.folder}: token ids go up to {split.highest_id}, model.vocab_size is {vocab_size}: "
                     "prepare the set with this model's tokenizer, or set model.vocab_size to what `sinkdlm data info` says"
                 )
         self.n_rows = sum(rows.n_rows for rows in self.sets)
+        self.n_too_long = sum(rows.n_too_long for rows in self.sets if isinstance(rows, ExampleRows))
+        self._of_examples = np.array([isinstance(rows, ExampleRows) for rows in self.sets])
         # Whether the positions that a batch is scored on depend on which rows it holds.
         self.counts_vary = bool(
-            section.random_lengths
-            or section.documents == "confined"
-            or section.first is not None
-            or any(isinstance(rows, ExampleRows) for rows in self.sets)
+            section.random_lengths or section.documents == "confined" or section.first is not None or self._of_examples.any()
         )
-        self.n_too_long = sum(rows.n_too_long for rows in self.sets if isinstance(rows, ExampleRows))
 
     def _find_eos(self) -> int | None:
-        found = {split.eos_id for split in self.splits if split.eos_id is not None}
         if self.section.eos is not None:
             return self.section.eos
+        found = {split.eos_id for split in self.splits if split.eos_id is not None}
         if len(found) > 1:
             raise DataError(f"data.sets: documents end with different ids {sorted(found)}: sets of different tokenizers do not mix")
         return found.pop() if found else None
@@ -178,34 +157,41 @@ class Rows:
         section = self.section
         if split.kind == "examples":
             assert self.eos is not None
-            return ExampleRows(split, section.length, self.eos, section.padding)
+            examples = ExampleRows(split, section.length, self.eos, section.padding)
+            if examples.n_rows == 0:
+                raise DataError(
+                    f"{split.folder}: all examples are longer than data.length = {section.length}; raise it, at most to the "
+                    "model's context_length, or prepare shorter examples or with a tokenizer that needs fewer tokens"
+                )
+            return examples
         if section.documents == "confined" and self.eos is None:
             raise DataError(f"{split.folder}: does not say which id ends documents; data.documents = 'confined' needs data.eos")
-        return TextRows(split, section.length, section.stride or section.length)
+        text = TextRows(split, section.length, section.stride or section.length)
+        if text.n_rows == 0:
+            raise DataError(f"{split.folder}: {split.n_tokens} tokens make no row of data.length = {section.length}; lower it")
+        return text
 
     def batch(self, samples: Array) -> Batch:
-        """The rows that these sample numbers (B,) read. Rows cut short come last, so that few forwards need to look at lengths."""
+        """The rows that these sample indices (B,) read. Rows cut short come last, so that few forwards need to look at lengths."""
+        length, samples = self.section.length, samples.astype(np.int64)
         if not len(samples):
-            return Batch(torch.empty(0, self.section.length, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+            return Batch(torch.empty(0, length, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
         chosen, turns = deal(samples, self.shares)
         rows = np.empty_like(turns)
-        for number, held in enumerate(self.sets):
+        for number in np.unique(chosen).tolist():
             here = chosen == number
-            if here.any():
-                rows[here] = rows_of(turns[here], held.n_rows, self.seed, number)
-        lengths = self._random_lengths(samples, chosen)
-        length = self.section.length
+            rows[here] = rows_of(turns[here], self.sets[number].n_rows, self.seed, number)
+        whole = self._of_examples[chosen]
+        lengths = self._random_lengths(samples, whole)
         tokens = np.empty((len(samples), length), np.int64)
         maskable = np.ones((len(samples), length), bool)
         for slot, (number, row) in enumerate(zip(chosen.tolist(), rows.tolist(), strict=True)):
             end = self.sets[number].fill(row, tokens[slot], maskable[slot])
             lengths[slot] = min(lengths[slot], end)
             maskable[slot, lengths[slot] :] = False
-        whole = np.array([isinstance(held, ExampleRows) for held in self.sets])[chosen]
         if self.section.first is not None:
             tokens[~whole, 0], maskable[~whole, 0] = self.section.first, False
         self._check_ids(tokens, chosen, rows)
-        samples = samples.astype(np.int64)
         full = bool((lengths == length).all())
         if not full:
             order = np.argsort(lengths < length, kind="stable")
@@ -218,16 +204,14 @@ class Rows:
             self._documents(tokens, whole) if self.section.documents == "confined" else None,
         )
 
-    def _random_lengths(self, samples: Array, chosen: Array) -> Array:
-        """LLaDA's rows of random length, keyed by the sample; never of examples."""
-        lengths = np.full(len(samples), self.section.length, np.int64)
-        if self.section.random_lengths:
-            numbers = torch.from_numpy(samples.astype(np.int64))
-            short = uniform(self.seed, Stream.LENGTH, numbers, 0).numpy() < self.section.random_lengths
-            drawn = 1 + (uniform(self.seed, Stream.LENGTH, numbers, 1).numpy() * self.section.length).astype(np.int64)
-            text = np.array([isinstance(held, TextRows) for held in self.sets])[chosen]
-            lengths = np.where(short & text, np.minimum(drawn, self.section.length), lengths)
-        return lengths
+    def _random_lengths(self, samples: Array, whole: Array) -> Array:
+        """LLaDA's rows of random length, keyed by the sample index; never of examples."""
+        full = np.full(len(samples), self.section.length, np.int64)
+        if not self.section.random_lengths:
+            return full
+        cut, share = (uniform(self.seed, Stream.LENGTH, torch.from_numpy(samples), draw).numpy() for draw in (0, 1))
+        drawn = np.minimum(1 + (share * self.section.length).astype(np.int64), self.section.length)
+        return np.where((cut < self.section.random_lengths) & ~whole, drawn, full)
 
     def _documents(self, tokens: Array, whole: Array) -> Tensor:
         """Ids that step up after each EOS, which belongs to the document it ends. An example is one document, EOS and all."""
@@ -255,15 +239,14 @@ def open_rows(section: DataSection, split: str, *, seed: int, vocab_size: int, m
         raise DataError("data.sets: empty; name a prepared set: --set 'data.sets={\"data/mine\"=1}'")
     if split == "validation" and section.validation is not None:
         held = open_split(section.validation, "validation")
-        splits = [held if held.n_tokens else open_split(section.validation)]
-        shares = [1.0]
+        opened = [(held if held.n_tokens else open_split(section.validation), 1.0)]
     else:
         opened = [(open_split(folder, split), share) for folder, share in section.sets.items()]
         if split == "validation":
             opened = [(part, share) for part, share in opened if part.n_tokens >= (section.length if part.kind == "text" else 1)]
-        if not opened:
-            return None
-        splits, shares = [part for part, _ in opened], [share for _, share in opened]
+    if not opened:
+        return None
+    splits, shares = [part for part, _ in opened], [share for _, share in opened]
     _check_one_tokenizer(splits)
     plain = section.model_copy(update={"random_lengths": 0.0}) if split == "validation" else section
     return Rows(splits, shares, plain, seed=seed, vocab_size=vocab_size, mask_id=mask_id)
@@ -278,7 +261,5 @@ def _check_one_tokenizer(splits: Sequence[Split]) -> None:
 
 def tokenizer_folder(splits: Sequence[Split]) -> Path | None:
     """Where a prepared set keeps the tokenizer that made it."""
-    for split in splits:
-        if (split.folder / "tokenizer").is_dir():
-            return split.folder / "tokenizer"
-    return None
+    folders = (split.folder / "tokenizer" for split in splits)
+    return next((folder for folder in folders if folder.is_dir()), None)

@@ -3,19 +3,19 @@
 Writes datatrove's own `*.ds` files, which training reads as they are. Files are dealt to tasks; finished tasks are not done again.
 """
 
-import dataclasses
+import functools
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from sinkdlm.data.encoding import Encoder, literal_content, mark_tokenizer
-from sinkdlm.data.inputs import EXTRA, Reader, Source, find_sources, place_of, text_of
+from sinkdlm.data.inputs import EXTRA, Reader, Source, find_sources, whole_text_of
 from sinkdlm.data.prepare import Settings
 from sinkdlm.data.writing import compare, read_json, write_json
-from sinkdlm.errors import DataError
+from sinkdlm.errors import DataError, first_line
 
 _TOKENIZER, _RECORD = "tokenizer", "settings.json"
 
@@ -45,54 +45,41 @@ def prepare_at_scale(
     encoder = Encoder(tokenizer, settings.eos_id)
     pipeline = _pipeline(sources, folder, tokenizer, encoder, settings)
     logs = str((logging_dir or folder / "logs").resolve())
-    common = {"pipeline": pipeline, "tasks": tasks, "workers": workers, "logging_dir": logs}
-    made = _executor(executor, common, partition, time)
-    _remember(folder, settings, encoder, mark_tokenizer(tokenizer), sources, tasks)
+    made = _executor(executor, partition, time)(pipeline=pipeline, tasks=tasks, workers=workers, logging_dir=logs)
+    # datatrove skips the tasks that it finds done, whatever they did: other settings belong in another folder.
+    now = {**settings.to_dict(), "eos_id": encoder.eos_id, "tokenizer": mark_tokenizer(tokenizer), "tasks": tasks}
+    now["inputs"] = {"stamps": [one.stamp for one in sources]}
+    if (folder / _RECORD).exists():
+        compare(folder, read_json(folder / _RECORD), now, "begun")
+    write_json(folder / _RECORD, now)
     try:
         made.run()
     except DataError:
         raise
     except Exception as failure:  # whatever a step or the cluster's commands raise
-        reason = (str(failure).splitlines() or [type(failure).__name__])[0]
-        raise DataError(f"{executor}: {reason}; see {logs}, then run the same command: finished tasks are kept") from failure
-    found: dict[str, Any] = {"out": str(folder), "executor": executor, "tasks": tasks, "logs": logs}
-    if executor != "datatrove":
-        return {**found, "said": f"handed {tasks} tasks to {executor}; logs in {logs}; then: sinkdlm data info {folder}"}
-    done = len(list(Path(logs).glob("completions/*")))
-    if done < tasks:
-        raise DataError(
-            f"{tasks - done} of {tasks} tasks failed; see {logs}/logs, then run the same command: it does only those again"
-        )
-    said = f"wrote {len(list(folder.glob('*.ds')))} files in {folder}; no split is held out: prepare a validation set on its own"
-    return {**found, "said": said}
+        cure = f"see {logs}, then run the same command: finished tasks are kept"
+        raise DataError(f"{executor}: {first_line(failure)}; {cure}") from failure
+    if executor == "datatrove":
+        failed = tasks - len(list(Path(logs).glob("completions/*")))
+        if failed > 0:
+            raise DataError(
+                f"{failed} of {tasks} tasks failed; see {logs}/logs, then run the same command: it does only those again"
+            )
+        wrote = f"wrote {len(list(folder.glob('*.ds')))} files in {folder}"
+        said = f"{wrote}; no split is held out: prepare a validation set on its own"
+    else:
+        said = f"handed {tasks} tasks to {executor}; logs in {logs}; then: sinkdlm data info {folder}"
+    return {"out": str(folder), "executor": executor, "tasks": tasks, "logs": logs, "said": said}
 
 
-def _remember(folder: Path, settings: Settings, encoder: Encoder, mark: dict[str, Any], sources: list[Source], tasks: int) -> None:
-    """datatrove skips the tasks that it finds done, whatever they did: other settings belong in another folder."""
-    now = {
-        **dataclasses.asdict(settings),
-        "eos_id": encoder.eos_id,
-        "tokenizer": mark,
-        "tasks": tasks,
-        "inputs": {"stamps": [one.stamp for one in sources]},
-    }
-    path = folder / _RECORD
-    if path.exists():
-        compare(folder, read_json(path), now, "begun")
-    write_json(path, now)
-
-
-def _executor(executor: str, common: dict[str, Any], partition: str | None, time: str) -> Any:
-    try:
-        from datatrove.executor.local import LocalPipelineExecutor
-    except ImportError:
-        raise DataError(f"--executor {executor}: needs datatrove: {EXTRA}") from None
+def _executor(executor: str, partition: str | None, time: str) -> Callable[..., Any]:
     if executor == "slurm":
         from datatrove.executor.slurm import SlurmPipelineExecutor
 
         # Tasks run where this Python is, with what is installed in it.
         path = f'export PATH="{Path(sys.executable).parent}:$PATH"'
-        return SlurmPipelineExecutor(**common, time=time, partition=partition, job_name="sinkdlm-data", qos="", env_command=path)
+        options = {"time": time, "partition": partition, "job_name": "sinkdlm-data", "qos": "", "env_command": path}
+        return functools.partial(SlurmPipelineExecutor, **options)
     if executor == "ray":
         try:
             import ray  # noqa: F401  (datatrove says nothing of its absence until tasks start)
@@ -100,8 +87,10 @@ def _executor(executor: str, common: dict[str, Any], partition: str | None, time
             raise DataError("--executor ray: needs: pip install ray") from None
         from datatrove.executor.ray import RayPipelineExecutor
 
-        return RayPipelineExecutor(**common)
-    return LocalPipelineExecutor(**common)
+        return RayPipelineExecutor
+    from datatrove.executor.local import LocalPipelineExecutor
+
+    return LocalPipelineExecutor
 
 
 def _pipeline(sources: list[Source], folder: Path, tokenizer: Any, encoder: Encoder, settings: Settings) -> list[Any]:
@@ -109,7 +98,7 @@ def _pipeline(sources: list[Source], folder: Path, tokenizer: Any, encoder: Enco
         from datatrove.pipeline.readers import HuggingFaceDatasetReader
         from datatrove.pipeline.tokens import DocumentTokenizer
     except ImportError:
-        raise DataError(f"datatrove is not installed: {EXTRA}") from None
+        raise DataError(f"--executor: needs datatrove: {EXTRA}") from None
 
     class LiteralTokenizer(DocumentTokenizer):
         """A text that spells a special token does not become one: a switch that tokenizer.json cannot hold."""
@@ -150,8 +139,6 @@ class _Texts:
         yield from data or ()
         reader = Reader(self.sources[rank::world_size], documents=self.settings.documents)
         for index, taken, row in reader.rows([self.settings.field]):
-            source = reader.sources[index]
-            text = text_of(row, self.settings.field, place_of(source, row))
+            text = whole_text_of(row, self.settings.field)
             if text is not None:
-                whole = text if isinstance(text, str) else "".join(text.pieces)
-                yield Document(text=whole, id=f"{source.name}/{taken}")
+                yield Document(text=text, id=f"{reader.sources[index].name}/{taken}")

@@ -41,24 +41,21 @@ class Shard:
     rows_sha256: str | None = None
 
 
+@dataclass(eq=False)
 class Split:
     """The shards of one split as one run of tokens: `read(start, stop)` crosses from shard to shard."""
 
-    def __init__(
-        self,
-        folder: Path,
-        shards: list[Shard],
-        *,
-        kind: str = "text",
-        fingerprint: str,
-        n_documents: int | None = None,
-        eos_id: int | None = None,
-        highest_id: int | None = None,
-        tokenizer: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.folder, self.shards, self.kind, self.fingerprint = folder, shards, kind, fingerprint
-        self.n_documents, self.eos_id, self.highest_id = n_documents, eos_id, highest_id
-        self.tokenizer = dict(tokenizer) if tokenizer is not None else None
+    folder: Path
+    shards: list[Shard]
+    fingerprint: str
+    kind: str = "text"
+    n_documents: int | None = None
+    eos_id: int | None = None
+    highest_id: int | None = None
+    tokenizer: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        shards = self.shards
         self.starts = np.concatenate([[0], np.cumsum([shard.n_tokens for shard in shards], dtype=np.int64)])
         self.n_tokens = int(self.starts[-1])
         for shard in shards:
@@ -125,20 +122,20 @@ def open_split(folder: str | Path, split: str = "train") -> Split:
         return _open_own(folder, split)
     if (folder / "progress.json").exists() or list(folder.glob("*.partial")):
         raise DataError(f"{folder}: unfinished: run the same `sinkdlm data prepare` again, it goes on where it stopped")
-    datatrove = sorted(path for path in folder.rglob("*.ds"))
+    datatrove = sorted(folder.rglob("*.ds"))
     packed = sorted(path for path in folder.glob("*.bin") if _is_packed(path))
     if not datatrove and not packed:
         raise DataError(
             f"{folder}: no token shards: neither {INDEX} of `sinkdlm data prepare`, nor datatrove's *.ds, nor LITPKDS *.bin"
         )
-    shards = [_datatrove_shard(path) for path in datatrove] if datatrove else [_packed_shard(path) for path in packed]
+    shards = [_datatrove_shard(path) for path in datatrove] or [_packed_shard(path) for path in packed]
     if split != "train":
         shards = []
     sizes = json.dumps([[shard.path.name, shard.n_tokens] for shard in shards])
-    n_documents = sum(_document_ends(shard.path)[0] for shard in shards) if datatrove else None
+    n_documents = sum(len(document_ends(shard.path)) for shard in shards) if datatrove else None
     eos_id, tokenizer = _scale_record(folder) if datatrove else (None, None)
     fingerprint = hashlib.sha256(sizes.encode()).hexdigest()
-    return Split(folder, shards, fingerprint=fingerprint, n_documents=n_documents, eos_id=eos_id, tokenizer=tokenizer)
+    return Split(folder, shards, fingerprint, n_documents=n_documents, eos_id=eos_id, tokenizer=tokenizer)
 
 
 def _scale_record(folder: Path) -> tuple[int | None, dict[str, Any] | None]:
@@ -178,31 +175,24 @@ def _open_own(folder: Path, split: str) -> Split:
             )
             for entry in part["shards"]
         ]
-        facts = {"n_documents": part["documents"], "highest_id": part["highest_id"], "eos_id": index["eos_id"]}
-        return Split(
-            folder,
-            shards,
-            kind=index["kind"],
-            fingerprint=_fingerprint(index, part),
-            tokenizer=index["tokenizer"],
-            **facts,
-        )
+        facts = {"n_documents": part["documents"], "highest_id": part["highest_id"]}
+        facts |= {name: index[name] for name in ("kind", "eos_id", "tokenizer")}
+        return Split(folder, shards, _fingerprint(index, part), **facts)
     except (ValueError, KeyError, TypeError, AttributeError) as failure:
         raise DataError(f"{path}: damaged ({type(failure).__name__}: {failure}); prepare the set again") from None
 
 
 def _check_size(shard: Shard) -> None:
-    expected = shard.offset + shard.n_tokens * shard.dtype.itemsize
+    expected, cure = shard.offset + shard.n_tokens * shard.dtype.itemsize, "restore it or prepare the set again"
     try:
         size = shard.path.stat().st_size
     except OSError as failure:
-        raise DataError(f"{shard.path}: missing shard: {failure.strerror}; restore it or prepare the set again") from None
-    if size < expected:
-        raise DataError(f"{shard.path}: truncated: {size} bytes, expected {expected}; restore it or prepare the set again")
-    if shard.sha256 is not None and size > expected:
-        raise DataError(f"{shard.path}: too long: {size} bytes, expected {expected}; restore it or prepare the set again")
+        raise DataError(f"{shard.path}: missing shard: {failure.strerror}; {cure}") from None
+    if size < expected or (shard.sha256 is not None and size > expected):
+        what = "truncated" if size < expected else "too long"
+        raise DataError(f"{shard.path}: {what}: {size} bytes, expected {expected}; {cure}")
     if shard.rows is not None and not shard.rows.exists():
-        raise DataError(f"{shard.rows}: missing; restore it or prepare the set again")
+        raise DataError(f"{shard.rows}: missing; {cure}")
 
 
 def _map(shard: Shard) -> np.ndarray[Any, Any]:
@@ -234,20 +224,20 @@ def _packed_shard(path: Path) -> Shard:
 
 def _datatrove_shard(path: Path) -> Shard:
     """Bytes per token are the file's size over the last document's end, and stand in the metadata where there is no index."""
-    size, (n_documents, end) = path.stat().st_size, _document_ends(path)
+    size, ends = path.stat().st_size, document_ends(path)
     metadata = path.with_name(path.name + ".metadata")
-    if n_documents:
-        width = size // max(1, end)
+    if len(ends):
+        width = size // max(1, int(ends[-1]))
     else:
         stated = metadata.read_text().split("\n")[0].rpartition("|")[2] if metadata.exists() else ""
         width = int(stated) if stated.isdigit() else 2
-    if width not in (2, 4) or size % width or (n_documents and end * width != size):
+    if width not in (2, 4) or size % width or (len(ends) and int(ends[-1]) * width != size):
         raise DataError(f"{path}: {size} bytes do not make the whole tokens of its index and metadata: damaged or unfinished")
     return Shard(path, size // width, np.dtype(f"<u{width}"))
 
 
-def _document_ends(path: Path) -> tuple[int, int]:
-    """How many documents a datatrove file has, and where the last one ends; the index has eight bytes for each."""
+def document_ends(path: Path) -> np.ndarray[Any, Any]:
+    """Where the documents of a datatrove file end; empty where it has no index of them."""
     index = path.with_name(path.name + ".index")
     count = index.stat().st_size // 8 if index.exists() else 0
-    return count, int(np.fromfile(index, np.dtype("<u8"), offset=8 * (count - 1))[0]) if count else 0
+    return np.memmap(index, "<i8", "r", shape=(count,)) if count else np.zeros(0, np.int64)

@@ -6,7 +6,7 @@ a model's answers can be checked.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -110,7 +110,9 @@ def character_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, unk_token=UNKNOWN, clean_up_tokenization_spaces=False)
 
 
-def prepare_example(out: str | Path, *, documents: int = 20_000, kind: str = "text", seed: int = 0) -> dict[str, Any]:
+def prepare_example(
+    out: str | Path, *, documents: int = 20_000, kind: Literal["text", "sft"] = "text", seed: int = 0
+) -> dict[str, Any]:
     """The corpus as token shards, with the tokenizer beside them; a twentieth is held out."""
     rows = corpus(documents, seed, kind)
     values = [{"text": row} for row in rows] if kind == "text" else rows

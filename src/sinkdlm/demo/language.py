@@ -119,7 +119,7 @@ def write_sets(folder: Path, seed: int) -> dict[str, str]:
     for name, kind, values, validation in (("sums", "sft", rows, 0.0), ("stories", "text", texts, 0.05)):
         mark = f"demo {name}, seed {seed}"
         source = Source(mark, "memory", stamp=version, rows=values)
-        settings = Settings(kind=kind, validation=validation)
+        settings = Settings.model_validate({"kind": kind, "validation": validation})
         prepare_sources([source], [mark], tokenizer, folder / name, settings, source="words")
         found[name] = str(folder / name)
     return found

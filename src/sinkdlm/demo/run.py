@@ -26,11 +26,11 @@ from sinkdlm.analysis.study import Plan, count_rows, read_capture, study, write_
 from sinkdlm.checkpoint.directory import load
 from sinkdlm.checkpoint.durable import held, replace_text
 from sinkdlm.config.recipe import Recipe
+from sinkdlm.data.display import ItemBar
 from sinkdlm.demo import language, words
 from sinkdlm.demo.scoring import answer, attention_on_sums, compare_answers, compare_losses, exact_match, tell_story
 from sinkdlm.demo.screen import Part, Screen
 from sinkdlm.errors import AnalysisError, UserError
-from sinkdlm.evals.display import Display
 from sinkdlm.sampling import policy_of
 from sinkdlm.training.loop import train
 from sinkdlm.training.run import environment
@@ -183,7 +183,7 @@ def _capture(lm: Any, twin: str, out: Path, trajectories: int, seed: int) -> dic
         draws=8,
     ).with_trajectories(trajectories)
     path, source = out / "captures" / f"{twin}.json", str(out / twin / "model")
-    with Display(f"rows through {twin}", count_rows(lm, plan)) as display:
+    with ItemBar(f"rows through {twin}", count_rows(lm, plan)) as display:
         made = environment(torch.device("cpu"))
         write_capture(path, study(lm, plan, name=twin, source=source, made=made, show=display.update))
     return read_capture(path)

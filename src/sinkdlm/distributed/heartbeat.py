@@ -27,7 +27,7 @@ class Departure(NamedTuple):
     text: str
 
 
-class Watch:
+class Heartbeat:
     """Rank 0 listens to all, the others to rank 0 and to what it says. A second thread listens to the first: a store on a host that
     fell silent closes no connection, and whoever asks it waits for ever."""
 
@@ -46,13 +46,13 @@ class Watch:
         self._guard = threading.Thread(target=self._watch_store, name="sinkdlm-watch-store", daemon=True)
 
     def start(self) -> None:
-        """Once every rank has made its watch."""
+        """Once every rank has made its heartbeat."""
         self._first = self._name(0)  # read now: when the store is gone, nobody can be asked
         self._thread.start()
         self._guard.start()
 
     def close(self) -> None:
-        """Only when every rank has come to its end: a closed watch is a silent one."""
+        """Only when every rank has come to its end: a closed heartbeat is silence."""
         self._closed.set()
         self._thread.join()
         self._guard.join()
@@ -122,20 +122,16 @@ class Watch:
             if told is not None:
                 return told
             beats = self._store.multi_get([f"beat/{rank}" for rank in others])
-            silent = []
             for rank, beat in zip(others, beats, strict=True):
                 if rank not in self._heard or self._heard[rank][0] != beat:
                     self._heard[rank] = (beat, now)
-                elif (now - self._heard[rank][1]) * _BEAT > silence:
-                    silent.append(rank)
-            for rank in others:
-                said = self.left(rank)
-                found = None
-                if said is not None and said["own"]:
-                    found = Departure(rank, f"{self._name(rank)} ended: {said['why']}")
-                elif said is None and rank in silent:
-                    found = Departure(rank, f"{self._name(rank)} was lost")
-                if found is not None:
+                said, why = self.left(rank), None
+                if said is None and (now - self._heard[rank][1]) * _BEAT > silence:
+                    why = "was lost"
+                elif said is not None and said["own"]:
+                    why = f"ended: {said['why']}"
+                if why is not None:
+                    found = Departure(rank, f"{self._name(rank)} {why}")
                     self._tell(found)
                     return found
         except RuntimeError:

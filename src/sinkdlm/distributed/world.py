@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from sinkdlm.checkpoint.directory import find_device
-from sinkdlm.distributed.heartbeat import Departure, Watch
+from sinkdlm.distributed.heartbeat import Departure, Heartbeat
 from sinkdlm.distributed.rendezvous import meet
 from sinkdlm.distributed.signals import Stopped
 from sinkdlm.errors import CheckpointError, TrainError, UserError
@@ -37,7 +37,7 @@ class World:
         self.device, self.rank, self.size = device, rank, size
         self.words: Any = dist.new_group(backend="gloo") if size > 1 else None
         self.files: Any = dist.new_group(backend="gloo") if size > 1 else None
-        self.watch: Watch | None = None
+        self.heartbeat: Heartbeat | None = None
         hosts, memories = zip(*self.gather((socket.gethostname(), _memory_of(device))), strict=True)
         counts = {hosts.count(host) for host in hosts}
         self.local_size = counts.pop() if len(counts) == 1 else size  # ranks of a host, where all have as many
@@ -172,8 +172,8 @@ def joined(device: str | None = None) -> Iterator[World]:
         if ended is failure:
             raise
         raise ended from None
-    assert world.watch is not None
-    world.watch.close()
+    assert world.heartbeat is not None
+    world.heartbeat.close()
     dist.destroy_process_group()
 
 
@@ -185,11 +185,11 @@ def _join(device: torch.device, rank: int, size: int) -> World:
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device if on_gpu else None)
         world = World(device, rank, size)
-        world.watch = Watch(PrefixStore("watch", store.clone()), rank, size)
+        world.heartbeat = Heartbeat(PrefixStore("watch", store.clone()), rank, size)
         world.wait()
-        world.watch.start()
+        world.heartbeat.start()
         return world
-    except (RuntimeError, ValueError) as failure:  # another rank may die before there is a watch to name it
+    except (RuntimeError, ValueError) as failure:  # another rank may die before there is a heartbeat to name it
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(failure).splitlines()[0]
         raise TrainError(f"rank {rank}: cannot join the other ranks at {place}: {reason}") from None
@@ -197,34 +197,34 @@ def _join(device: torch.device, rank: int, size: int) -> World:
 
 def _explain(failure: BaseException, world: World) -> BaseException:
     """The failure that this rank ends with: its own, or the name of the rank whose end made a collective fail."""
-    watch = world.watch
-    assert watch is not None
+    heartbeat = world.heartbeat
+    assert heartbeat is not None
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher that sees one rank die asks the others to end: they do
     if isinstance(failure, Stopped):  # all of them, after the same step: nobody goes before rank 0 has said it
         failure.quiet = not world.first
         with contextlib.suppress(RuntimeError):
             world.wait()
-            watch.close()
+            heartbeat.close()
         return failure
     if not _lost_a_partner(failure):
-        watch.leave(f"{type(failure).__name__}: {failure}".splitlines()[0], own=True)
+        heartbeat.leave(f"{type(failure).__name__}: {failure}".splitlines()[0], own=True)
         if isinstance(failure, UserError) and not world.first:
-            failure.quiet = _said_by_first(failure, watch)
-        watch.linger()
+            failure.quiet = _said_by_first(failure, heartbeat)
+        heartbeat.linger()
         return failure
-    watch.leave("another rank is gone", own=False)
-    found = watch.find(_NAMING) or Departure(-1, "a rank was lost")
+    heartbeat.leave("another rank is gone", own=False)
+    found = heartbeat.find(_NAMING) or Departure(-1, "a rank was lost")
     ended = TrainError(f"{found.text}; run the same command to go on from the last state")
     ended.quiet = not world.first and found.rank != 0
-    watch.linger()
+    heartbeat.linger()
     return ended
 
 
-def _said_by_first(failure: UserError, watch: Watch) -> bool:
+def _said_by_first(failure: UserError, heartbeat: Heartbeat) -> bool:
     """Whether rank 0 ends with the same words, which are then said once."""
     for _ in range(20):
-        said = watch.left(0)
+        said = heartbeat.left(0)
         if said is not None:
             return str(failure).splitlines()[0] in said["why"]
         threading.Event().wait(0.1)

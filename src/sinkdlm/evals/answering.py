@@ -11,13 +11,14 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sinkdlm.checkpoint.tokenizer import absent_ids
-from sinkdlm.evals.display import Display
+from sinkdlm.data.display import ItemBar
+from sinkdlm.distributed.world import World
 from sinkdlm.evals.encoding import TextEncoder
 from sinkdlm.evals.generating import Generator, check_room
 from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Request, Sheet, by_question, number_of
@@ -32,38 +33,8 @@ _LETTERS = 4  # about so many make a token: enough to say how much work a reques
 _FORWARDS = {"cpu": 2, "cuda": 32}
 _NEARLY = 0.99  # an estimate of how much is done is never all of it
 _CPU_TOKENS, _LEAST_TOKENS, _MOST_TOKENS = 1 << 11, 1 << 12, 1 << 16  # in a forward; a GPU's, by its memory
-_LOGITS_SHARE = (
-    8  # of a GPU's memory, one part in so many is for logits: rounded, in float32, and once more while they are summed up
-)
-
-
-class Sharing(Protocol):
-    """Processes that answer together; training's World is one."""
-
-    @property
-    def first(self) -> bool: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    def gather(self, value: Any) -> list[Any]: ...
-
-    def from_first(self, make: Any) -> Any: ...
-
-
-class Alone:
-    """A process by itself."""
-
-    first, size, rank = True, 1, 0
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def from_first(self, make: Any) -> Any:
-        return make()
+# Of a GPU's memory, one part in so many is for logits: rounded, in float32, and once more while they are summed up.
+_LOGITS_SHARE = 8
 
 
 class CausalDenoiser:
@@ -97,6 +68,7 @@ class Answerer:
         self._encoders = {bos: TextEncoder(lm.tokenizer, bos) for bos in {one.bos for one in sheet.settings.values()}}
         self.device = lm.model.embed.weight.device
         self.budget = budget or forward_tokens(self.device, lm.config.vocab_size)
+        self._options: dict[str, Any] = {"mask_id": lm.config.mask_id, "budget": self.budget, "device": self.device}
         self._denoisers = {False: lm.model.denoiser(), True: CausalDenoiser(lm.model)}
         absent = absent_ids(lm.tokenizer, lm.config.vocab_size)
         self._writers = {False: lm.model.denoiser(absent), True: CausalDenoiser(lm.model, absent)}
@@ -129,15 +101,14 @@ class Answerer:
                 own = list(part)
                 # Ranked by the same metrics: a test that allows for those of others would depend on the batch.
                 metrics = tuple(sorted(own[0].divisors)) if _has_ranking(own) else ()
-                key = (kind, self.sheet.settings[own[0].task], metrics)
-                alike.setdefault(key, []).append(own)
+                alike.setdefault((kind, self.sheet.settings[own[0].task], metrics), []).append(own)
         most = self.budget * _FORWARDS.get(self.device.type, _FORWARDS["cpu"])
         for questions in alike.values():
             batch: list[Request] = []
             work = 0
             for question in questions:
                 batch += question
-                work += sum(self._work(request) for request in question)
+                work += sum(map(self._work, question))
                 if work >= most:
                     yield batch
                     batch, work = [], 0
@@ -169,65 +140,47 @@ class Answerer:
         """Tokens of a row: an AR model does not read the last one."""
         return int(self.lm.config.context_length) + settings.causal
 
-    def _options(self, settings: Settings) -> dict[str, Any]:
-        return {"mask_id": self.lm.config.mask_id, "budget": self.budget, "device": self.device}
-
     def _score(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
         encoder = self._encoders[settings.bos]
         rows = encoder.pairs(batch, self._room(settings))
-        tokens, scored = [row.tokens for row in rows], [row.scored for row in rows]
-        self._expected = sum(_forwarded(len(row.tokens), len(row.tokens) - row.n_given, settings) for row in rows)
-        denoiser, options = self._denoisers[settings.causal], self._options(settings)
+        self._expected = sum(_forwarded(len(row.tokens), row.n_scored, settings) for row in rows)
+        texts = self._denoisers[settings.causal], [row.tokens for row in rows], [row.scored for row in rows]
         estimates = log_likelihood(
-            denoiser,
-            tokens,
-            scored,
+            *texts,
             estimator=settings.estimator,
             draws=settings.draws,
             guidance=settings.guidance,
             seed=self.sheet.seed,
             groups=[number_of(*request.question) for request in batch],
             adaptive=_adaptive(batch, settings),
-            **options,
+            **self._options,
         )
         greedy: Sequence[bool | None] = [None] * len(batch)
         if settings.greedy:
-            greedy = is_greedy(denoiser, tokens, scored, guidance=settings.guidance, causal=settings.causal, **options)
-        return [
-            {
-                **_numbers(estimates, i),
-                "greedy": greedy[i],
-                "n_tokens": len(row.tokens) - row.n_given,
-                "truncated": row.truncated,
-                "unknown": encoder.count_unknown(row.tokens),
-            }
-            for i, row in enumerate(rows)
+            greedy = is_greedy(*texts, guidance=settings.guidance, causal=settings.causal, **self._options)
+        counts = [
+            {"n_tokens": row.n_scored, "truncated": row.truncated, "unknown": encoder.count_unknown(row.tokens)} for row in rows
         ]
+        return [_numbers(estimates, i) | counts[i] | {"greedy": greedy[i]} for i in range(len(batch))]
 
     def _score_documents(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
-        encoder = self._encoders[settings.bos]
-        ids = encoder.encode_documents(request.context for request in batch)
-        lengths = [len(ids[request.context]) for request in batch]
-        self._expected = sum(_forwarded(length, min(length, self._room(settings)), settings) for length in lengths)
-        found = document_likelihood(
+        encoder, room = self._encoders[settings.bos], self._room(settings)
+        found = encoder.encode_documents(request.context for request in batch)
+        ids = [found[request.context] for request in batch]
+        self._expected = sum(_forwarded(len(row), min(len(row), room), settings) for row in ids)
+        scores = document_likelihood(
             self._denoisers[settings.causal],
-            [ids[request.context] for request in batch],
-            window=self._room(settings),
+            ids,
+            window=room,
             numbers=[number_of(*request.key) for request in batch],
             prefix=encoder.prefix(batch[0].place) if settings.causal or encoder.prefix_id is not None else (),
             estimator=settings.estimator,
             draws=settings.draws,
             seed=self.sheet.seed,
-            **self._options(settings),
+            **self._options,
         )
-        return [
-            {
-                **_numbers(found.estimates, i),
-                "n_tokens": int(found.n_tokens[i]),
-                "unknown": encoder.count_unknown(ids[request.context]),
-            }
-            for i, request in enumerate(batch)
-        ]
+        counts = [{"n_tokens": int(n), "unknown": encoder.count_unknown(row)} for n, row in zip(scores.n_tokens, ids, strict=True)]
+        return [_numbers(scores.estimates, i) | counts[i] for i in range(len(batch))]
 
     def _generate(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
         writer = Generator(
@@ -262,14 +215,8 @@ def _adaptive(batch: Sequence[Request], settings: Settings) -> Adaptive | None:
 
 
 def _numbers(estimates: Estimates, row: int) -> dict[str, Any]:
-    return {
-        "value": float(estimates.mean[row]),
-        "stderr": float(estimates.stderr[row]),
-        "kind": estimates.kind,
-        "draws": int(estimates.draws[row]),
-        "full_draws": int(estimates.full_draws[row]),
-        "forwards": int(estimates.forwards[row]),
-    }
+    counts = {name: int(getattr(estimates, name)[row]) for name in ("draws", "full_draws", "forwards")}
+    return {"value": float(estimates.mean[row]), "stderr": float(estimates.stderr[row]), "kind": estimates.kind, **counts}
 
 
 # -- the whole sheet ------------------------------------------------------------------------------------------------------------
@@ -294,24 +241,20 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps([ids, ends], default=str).encode()).hexdigest()
 
 
-def answer_sheet(answerer: Answerer, journal: Journal, *, world: Sharing | None = None, quiet: bool = False) -> dict[Any, Response]:
+def answer_sheet(answerer: Answerer, journal: Journal, *, world: World | None = None, quiet: bool = False) -> dict[Any, Response]:
     """Every response of the sheet, on every rank; what the journal has is not asked again.
 
     Ranks answer a batch each and then write them down together, so that a kill loses at most the batches under way.
     """
-    world = world or Alone()
+    world = world or World(answerer.device)
     sheet = answerer.sheet
     done = world.from_first(lambda: journal.done)
-    open_ = [
-        request
-        for question in by_question(sheet.requests)
-        if not all(request.key in done for request in question)
-        for request in question
-    ]
+    questions = [question for question in by_question(sheet.requests) if not all(request.key in done for request in question)]
+    open_ = list(itertools.chain.from_iterable(questions))
     batches = list(answerer.batches(open_))
     found = dict(done)
     under_way = 0  # requests
-    display = Display("requests", len(sheet.requests), len(sheet.requests) - len(open_), shown=world.first and not quiet)
+    display = ItemBar("requests", len(sheet.requests), len(sheet.requests) - len(open_), shown=world.first and not quiet)
     with display, answerer.watched(lambda share: display.update(len(found), share, under_way)):
         for turn in range(0, len(batches), world.size):
             under_way = sum(map(len, batches[turn : turn + world.size]))

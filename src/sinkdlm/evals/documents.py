@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sinkdlm.data.inputs import Reader, count_bytes, find_sources, place_of, text_of
+from sinkdlm.data.inputs import Reader, count_bytes, find_sources, whole_text_of
 from sinkdlm.errors import EvalError
+from sinkdlm.evals.report import align
 from sinkdlm.evals.requests import ROLLING, Key, Request, Sheet
 from sinkdlm.evals.responses import Response
 from sinkdlm.evals.settings import Settings
@@ -27,14 +28,13 @@ def read_documents(path: Path, *, field: str = "text", documents: str = "file") 
         raise EvalError(f"{path}: no such file or folder")
     sources = find_sources([str(path)])
     found, n_left_out = [], 0
-    for source, _, row in Reader(sources, documents=documents).rows([field]):
-        place = place_of(sources[source], row)
-        text = text_of(row, field, place)
+    for _, _, row in Reader(sources, documents=documents).rows([field]):
+        text = whole_text_of(row, field)
         if text is None:
             n_left_out += 1
             continue
-        found.append(text if isinstance(text, str) else "".join(text.pieces))
-        count_bytes(found[-1], place)
+        count_bytes(text, row.place)
+        found.append(text)
     if not found:
         raise EvalError(f"{path}: holds no text to score")
     return Documents(found, n_left_out)
@@ -49,19 +49,14 @@ def report(texts: Sequence[str], responses: Mapping[Key, Response], n_left_out: 
 
     draws: masks; of a likelihood, for which nothing is drawn, forwards. left_out: rows without text.
     """
-    rows = []
-    for text, response in zip(texts, responses.values(), strict=True):
-        nats, n_bytes = -float(response.value or 0.0), len(text.encode())
-        rows.append(_line(nats, response.stderr, n_bytes, response.n_tokens, response.draws, response.unknown))
-    total = _line(
-        sum(row["nats"] for row in rows),
-        math.sqrt(sum(row["stderr"] ** 2 for row in rows)),  # documents draw noise of their own
-        sum(row["bytes"] for row in rows),
-        sum(row["tokens"] for row in rows),
-        sum(row["draws"] for row in rows),
-        sum(row["unknown"] for row in rows),
-    )
-    return {"kind": next(iter(responses.values())).kind, "documents": rows, "total": total, "left_out": n_left_out}
+    rows = [
+        (-float(response.value or 0.0), response.stderr, len(text.encode()), response.n_tokens, response.draws, response.unknown)
+        for text, response in zip(texts, responses.values(), strict=True)
+    ]
+    nats, errors, *counts = zip(*rows, strict=True)
+    total = _line(sum(nats), math.hypot(*errors), *map(sum, counts))  # documents draw noise of their own
+    documents = [_line(*row) for row in rows]
+    return {"kind": next(iter(responses.values())).kind, "documents": documents, "total": total, "left_out": n_left_out}
 
 
 def _line(nats: float, stderr: float, n_bytes: int, n_tokens: int, draws: int, unknown: int) -> dict[str, Any]:
@@ -80,16 +75,12 @@ def _line(nats: float, stderr: float, n_bytes: int, n_tokens: int, draws: int, u
 
 
 def draw_table(found: Mapping[str, Any]) -> str:
-    names = ["nats", "stderr", "bits_per_byte", "bits_per_byte_stderr", "perplexity", "bytes", "tokens", "draws"]
-    head = ["document", "nats", "stderr", "bits/byte", "stderr", "perplexity", "bytes", "tokens", "draws"]
-    if found["kind"] == "likelihood":  # nothing was drawn
-        names, head = names[:-1], head[:-1]
-    rows: list[Sequence[str]] = [head]
+    names = ["nats", "stderr", "bits_per_byte", "bits_per_byte_stderr", "perplexity", "bytes", "tokens"]
+    names += ["draws"] if found["kind"] != "likelihood" else []  # for which nothing is drawn
+    rows = [["document", *(name.removeprefix("bits_per_byte_").replace("_per_", "/") for name in names)]]
     for name, line in [*enumerate(found["documents"]), ("total", found["total"])]:
-        rows.append((str(name), *(f"{line[key]:.4f}" if isinstance(line[key], float) else str(line[key]) for key in names)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([*lines, *(f"note  {note}" for note in _notes(found))])
+        rows.append([str(name), *(f"{line[key]:.4f}" if isinstance(line[key], float) else str(line[key]) for key in names)])
+    return "\n".join([align(rows), *(f"note  {note}" for note in _notes(found))])
 
 
 def _notes(found: Mapping[str, Any]) -> list[str]:

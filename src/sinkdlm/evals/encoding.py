@@ -8,7 +8,7 @@ import bisect
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from sinkdlm.data.encoding import unknown_id
+from sinkdlm.data.encoding import unknown_id, with_bos
 from sinkdlm.errors import EvalError
 from sinkdlm.evals.requests import Request
 
@@ -21,6 +21,10 @@ class EncodedRow(NamedTuple):
     tokens: list[int]
     n_given: int
     truncated: int
+
+    @property
+    def n_scored(self) -> int:
+        return len(self.tokens) - self.n_given
 
     @property
     def scored(self) -> list[bool]:
@@ -59,17 +63,11 @@ class TextEncoder:
     def encode_documents(self, texts: Iterable[str]) -> dict[str, list[int]]:
         """Ids of each text without its beginning: where BOS is decided, one that the text spells is that one, never a second."""
         found = self.encode(texts, special=False)
-        if self.bos is None:
-            return found
-        return {text: ids[1:] if ids[:1] == [self.bos_id] else ids for text, ids in found.items()}
+        return found if self.bos is None else {text: with_bos(ids, self.bos_id, False) for text, ids in found.items()}
 
     def _framed(self, ids: list[int]) -> list[int]:
         """With or without BOS, as asked. Never with an EOS of the tokenizer's own, which would end a prompt."""
-        ids = ids[:-1] if self._closes else ids
-        if self.bos is None:
-            return ids
-        bare = ids[1:] if ids[:1] == [self.bos_id] else ids
-        return [self.bos_id, *bare] if self.bos and self.bos_id is not None else bare
+        return with_bos(ids[:-1] if self._closes else ids, self.bos_id, self.bos)
 
     def count_unknown(self, ids: Sequence[int]) -> int:
         """Tokens that stand for what the tokenizer does not have: what they stood for is not scored."""
@@ -82,35 +80,23 @@ class TextEncoder:
         alone = self.encode((rest for context, rest in parts if not context), special=False)
         rows = []
         for request, (context, rest) in zip(requests, parts, strict=True):
-            given, target = self._split(request, context, rest, whole, alone)
+            given = whole[context] if context else self.prefix(request.place)
+            target = whole[context + rest][len(given) :] if context else alone[rest]
+            if not context and target[:1] == given:
+                target = target[1:]
+            if not target:
+                raise EvalError(f"{request.place}: the continuation {rest!r} has no token of its own: there is nothing to score")
             if len(target) > room - 1:
                 raise EvalError(f"{request.place}: a continuation of {len(target)} tokens: the model reads {room}, prompt included")
             cut = max(0, len(given) + len(target) - room)
             rows.append(EncodedRow([*given[cut:], *target], len(given) - cut, cut))
         return rows
 
-    def _split(
-        self, request: Request, context: str, rest: str, whole: dict[str, list[int]], alone: dict[str, list[int]]
-    ) -> tuple[list[int], list[int]]:
-        if context:
-            given = whole[context]
-            target = whole[context + rest][len(given) :]
-        else:
-            target = alone[rest]
-            given = self.prefix(request.place)
-            if target[:1] == given:
-                target = target[1:]
-        if not target:
-            raise EvalError(f"{request.place}: the continuation {rest!r} has no token of its own: there is nothing to score")
-        return given, target
-
     def prefix(self, place: str) -> list[int]:
         if self.prefix_id is None:
-            without, cure = (
-                ("neither BOS nor EOS", "name one as eos_token in its tokenizer_config.json")
-                if self.bos_id is None
-                else ("no EOS beside the BOS that is left out", "say --bos")
-            )
+            without, cure = "no EOS beside the BOS that is left out", "say --bos"
+            if self.bos_id is None:
+                without, cure = "neither BOS nor EOS", "name one as eos_token in its tokenizer_config.json"
             raise EvalError(f"{place}: the prompt is empty, and the tokenizer has {without} to stand for it; {cure}")
         return [self.prefix_id]
 
@@ -131,7 +117,7 @@ class TextEncoder:
 def cut_at(text: str, until: Sequence[str]) -> str:
     """Up to the first stop string."""
     for stop in until:
-        text = text.split(stop)[0]
+        text = text.partition(stop)[0]
     return text
 
 

@@ -4,8 +4,9 @@ Owns what the harness's generation settings mean here, and when a text has ended
 before it, which is tokenised anew. Takes a denoiser; noise is keyed by the request, so a text is the same in any batch.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sinkdlm.errors import EvalError
@@ -46,18 +47,12 @@ class Manner:
         stops = [until] if isinstance(until, str) else until
         if not (isinstance(stops, list | tuple) and all(isinstance(stop, str) for stop in stops)):
             raise EvalError(f"{request.task}: until = {until!r}: a string, or a list of strings")
-        temperature, named = _temperature(request, given), given.get("policy") or settings.policy
-        cuts = temperature > 0 or policy_of(named).tempered  # tasks have top_p beside do_sample = false, where it means nothing
-        options: dict[str, Any] = {
-            "temperature": temperature,
-            "top_k": (given.get("top_k") or None) if cuts else None,
-            "top_p": given.get("top_p") if cuts else None,
-            "steps": settings.steps if given.get("steps") is None else given["steps"],
-            "block": settings.block if given.get("block") is None else given["block"],
-            "guidance": settings.guidance,
-            "eos_id": eos_id,
-        }
-        options = {name: value for name, value in options.items() if value is not None}
+        temperature, named = _temperature(request), given.get("policy") or settings.policy
+        chosen: dict[str, Any] = {"steps": settings.steps, "block": settings.block, "guidance": settings.guidance, "eos_id": eos_id}
+        chosen |= {name: given[name] for name in ("steps", "block") if given.get(name) is not None}
+        if temperature > 0 or policy_of(named).tempered:  # tasks have top_p beside do_sample = false, where it means nothing
+            chosen |= {"top_k": given.get("top_k") or None, "top_p": given.get("top_p")}
+        options = {name: value for name, value in chosen.items() if value is not None} | {"temperature": temperature}
         if settings.causal:  # one token after the other is what an AR model's own decoding is
             options |= {"block": 1, "steps": None, "shift": True}
         limits = [_whole(request, name, given[name]) for name in _LIMITS if given.get(name) is not None]
@@ -77,20 +72,20 @@ def _whole(request: Request, name: str, value: Any) -> int:
     return value
 
 
-def _temperature(request: Request, given: dict[str, Any]) -> float:
+def _temperature(request: Request) -> float:
     """As the harness reads it: no sampling, no temperature."""
-    wrong = given.get("temperature")
-    if isinstance(wrong, bool) or not isinstance(wrong, int | float | None):
-        raise EvalError(f"{request.task}: temperature = {wrong!r}: a number, 0 or more")
-    if given.get("do_sample") is False:
+    sample, value = request.generation.get("do_sample"), request.generation.get("temperature")
+    if isinstance(value, bool) or not isinstance(value, int | float | None):
+        raise EvalError(f"{request.task}: temperature = {value!r}: a number, 0 or more")
+    if sample is False:
         return 0.0
-    return float(given.get("temperature") or 0.0) if "temperature" in given else float(bool(given.get("do_sample")))
+    return float(value or 0.0) if "temperature" in request.generation else float(bool(sample))
 
 
 def ignored_cuts(request: Request, settings: Settings) -> bool:
     """Whether top_k and top_p of a request change nothing."""
     named = request.generation.get("policy") or settings.policy
-    return not _temperature(request, dict(request.generation)) and not policy_of(named).tempered
+    return not _temperature(request) and not policy_of(named).tempered
 
 
 def check_room(request: Request, settings: Settings, room: int) -> None:
@@ -104,24 +99,6 @@ def _no_room(place: str, size: int, room: int, cure: str) -> EvalError:
     return EvalError(f"{place}: {size} tokens to write: the model reads {room}, prompt included; set {cure}")
 
 
-@dataclass
-class _Text:
-    """A request on its way through its stages."""
-
-    request: Request
-    manner: Manner
-    context: str
-    texts: list[str] = field(default_factory=list)
-    truncated: int = 0
-    unknown: int = 0
-    forwards: int = 0
-    n_tokens: int = 0
-
-    def result(self) -> dict[str, Any]:
-        counts = {"truncated": self.truncated, "unknown": self.unknown, "forwards": self.forwards, "n_tokens": self.n_tokens}
-        return {"texts": self.texts, "kind": "text", **counts}
-
-
 class Generator:
     """A denoiser that writes. room: tokens that the model reads; budget: tokens in a forward."""
 
@@ -131,35 +108,34 @@ class Generator:
         self.device: Any = getattr(denoiser, "device", None)
 
     def write(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
-        texts = [_Text(request, Manner.of(request, settings, self.encoder.eos_id), request.context) for request in batch]
-        for stage in range(max(text.manner.stages for text in texts)):
-            active = [text for text in texts if stage < text.manner.stages]
-            ids = self.encoder.encode(text.context for text in active)
-            states = start([self._canvas(text, ids[text.context], stage) for text in active])
-            self._run(states, [text.manner for text in active])
-            for text, state in zip(active, states, strict=True):
-                written = self.encoder.decode(_written(state), text.manner.until)
-                text.texts.append(written)
-                text.forwards += state.steps
-                text.n_tokens += state.length - _n_given(state)
-                text.context = f"{text.context} {written}"
-        return [text.result() for text in texts]
+        """The fields of a Response for each request."""
+        manners = [Manner.of(request, settings, self.encoder.eos_id) for request in batch]
+        contexts = [request.context for request in batch]
+        found = [Counter[str](truncated=0, unknown=0, forwards=0, n_tokens=0) for _ in batch]
+        texts: list[list[str]] = [[] for _ in batch]
+        for stage in range(max(manner.stages for manner in manners)):
+            active = [i for i, manner in enumerate(manners) if stage < manner.stages]
+            ids = self.encoder.encode(contexts[i] for i in active)
+            states = start([self._canvas(batch[i], manners[i], ids[contexts[i]], stage, found[i]) for i in active])
+            self._run(states, [manners[i] for i in active])
+            for i, state in zip(active, states, strict=True):
+                texts[i].append(self.encoder.decode(_written(state), manners[i].until))
+                found[i].update(forwards=state.steps, n_tokens=state.length - _n_given(state))
+                contexts[i] += f" {texts[i][-1]}"
+        return [{"texts": own, "kind": "text", **counts} for own, counts in zip(texts, found, strict=True)]
 
-    def _canvas(self, text: _Text, prompt: list[int], stage: int) -> Canvas:
-        manner, place = text.manner, text.request.place
-        prompt = prompt or self.encoder.prefix(place)
+    def _canvas(self, request: Request, manner: Manner, prompt: list[int], stage: int, found: Counter[str]) -> Canvas:
+        prompt = prompt or self.encoder.prefix(request.place)
         size = manner.n_tokens if manner.canvas is None else max(_LEAST, manner.canvas - len(prompt))
         kept = min(self.room, manner.canvas or self.room) - size
         if kept < 1:
-            raise _no_room(
-                place, size, self.room, "--gen-kwargs max_gen_toks=N" if manner.canvas is None else f"canvas={self.room}"
-            )
-        text.truncated += max(0, len(prompt) - kept)
+            cure = "--gen-kwargs max_gen_toks=N" if manner.canvas is None else f"canvas={self.room}"
+            raise _no_room(request.place, size, self.room, cure)
+        found["truncated"] += max(0, len(prompt) - kept)
         if stage == 0:  # later prompts hold the first
-            text.unknown = self.encoder.count_unknown(prompt)
+            found["unknown"] = self.encoder.count_unknown(prompt)
         row = [*prompt[-kept:], *[self.mask_id] * size]
-        number = number_of(*text.request.key, stage)
-        return Canvas(row, manner.policy, self.mask_id, self.seed, number, grow=manner.grows)
+        return Canvas(row, manner.policy, self.mask_id, self.seed, number_of(*request.key, stage), grow=manner.grows)
 
     def _run(self, states: Sequence[State], manners: Sequence[Manner]) -> None:
         """As many rows at a time as make a forward; when one is done, the next takes its place."""

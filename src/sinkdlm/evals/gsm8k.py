@@ -21,13 +21,7 @@ _NOISE = re.compile(r"[,$€£¥]|\\[!,;$]|\\(?=%)|\\text\{[^}]*\}")
 
 
 def generation(task: str) -> dict[str, Any]:
-    return {
-        "until": [],
-        "do_sample": True,
-        "temperature": 0.1,
-        "canvas": CANVAS,
-        "stages": STAGES[task],
-    }
+    return {"until": [], "do_sample": True, "temperature": 0.1, "canvas": CANVAS, "stages": STAGES[task]}
 
 
 def extract_answer(text: str) -> str:
@@ -41,13 +35,11 @@ def normalise(answer: str) -> str:
 
 def _numbers(text: str) -> set[Fraction]:
     """What a text may mean: a share in per cent is also the number before the sign."""
-    if not _NUMBER.fullmatch(text):
+    if not _NUMBER.fullmatch(text) or ("." in text and "/" in text):
         return set()
     try:
-        value = Fraction(text.rstrip("%")) if "." not in text or "/" not in text else None
+        value = Fraction(text.rstrip("%"))
     except (ValueError, ZeroDivisionError):
-        return set()
-    if value is None:
         return set()
     return {value, value / 100} if text.endswith("%") else {value}
 

@@ -12,7 +12,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,15 @@ except ImportError as failure:
 
     raise EvalError(f"evaluation needs: pip install 'sinkdlm[eval]' ({failure})") from None
 
-from sinkdlm.errors import EvalError
+from sinkdlm.errors import EvalError, first_line
 from sinkdlm.evals import gsm8k
 from sinkdlm.evals.answering import Answerer, answer_sheet
 from sinkdlm.evals.encoding import TextEncoder
 from sinkdlm.evals.generating import Manner
-from sinkdlm.evals.offline import ALIASES, BENCHMARKS, load_splits, resolve_task
+from sinkdlm.evals.offline import BENCHMARKS, load_splits
 from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Key, Request, Sheet
 from sinkdlm.evals.responses import Journal, Response
-from sinkdlm.evals.settings import Settings, read_changes, settings_for
+from sinkdlm.evals.settings import ALIASES, Settings, read_changes, settings_for
 
 Answer = Callable[[Sequence[Request]], Sequence[Response]]
 _FEWSHOT_SEED = 1234  # the harness's own
@@ -66,7 +66,7 @@ class Plan:
             raise EvalError(f"--tasks: name some, as in --tasks arc_easy,hellaswag; --data reads {', '.join(BENCHMARKS)}")
         if self.use_cache and self.data is not None:
             raise EvalError("--use-cache: the harness's request cache does not know where data came from; leave it out with --data")
-        object.__setattr__(self, "tasks", tuple(dict.fromkeys(resolve_task(task) for task in self.tasks)))
+        object.__setattr__(self, "tasks", tuple(dict.fromkeys(ALIASES.get(task, task) for task in self.tasks)))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -86,7 +86,7 @@ def load_tasks(plan: Plan) -> dict[str, Any]:
             raise
         except Exception as failure:  # whatever data sets and the network raise
             cure = "" if plan.data else "; --data DIR reads the benchmarks from files"
-            raise EvalError(f"{', '.join(plan.tasks)}: the harness cannot load it: {_first_line(failure)}{cure}") from failure
+            raise EvalError(f"{', '.join(plan.tasks)}: the harness cannot load it: {first_line(failure)}{cure}") from failure
         for name, task in loaded["tasks"].items():
             _set_examples(plan, name, task)
             if plan.gen_kwargs and task.OUTPUT_TYPE == GENERATE:
@@ -96,17 +96,17 @@ def load_tasks(plan: Plan) -> dict[str, Any]:
 
 def _manager(plan: Plan) -> Any:
     """Tasks that are known here are looked for in their own folders: an index of all takes a quarter of a minute."""
-    known = {**{name: one.folder for name, one in BENCHMARKS.items()}, **dict.fromkeys(gsm8k.STAGES, "gsm8k")}
-    home = Path(lm_eval.tasks.__file__).parent
-    if all(task in known for task in plan.tasks):
+    known = {name: one.folder for name, one in BENCHMARKS.items()} | dict.fromkeys(gsm8k.STAGES, "gsm8k")
+    unknown = [task for task in plan.tasks if task not in known]
+    if not unknown:
+        home = Path(lm_eval.tasks.__file__).parent
         folders: list[str | Path] = [home / folder for folder in dict.fromkeys(known[task] for task in plan.tasks)]
         return lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False)
     if plan.data is not None:
-        wrong = next(task for task in plan.tasks if task not in known)
-        raise EvalError(f"task {wrong!r}: not among those that --data reads: {', '.join([*known, *ALIASES])}")
+        raise EvalError(f"task {unknown[0]!r}: not among those that --data reads: {', '.join([*known, *ALIASES])}")
     manager = lm_eval.tasks.TaskManager()
-    for task in plan.tasks:
-        if task not in known and task not in manager.all_tasks:
+    for task in unknown:
+        if task not in manager.all_tasks:
             close = difflib.get_close_matches(task, [*manager.all_tasks, *known], n=3)
             hint = f"; close to it are {', '.join(close)}" if close else ""
             raise EvalError(f"task {task!r}: unknown to the harness{hint}")
@@ -119,7 +119,7 @@ def _spec(plan: Plan, task: str, manager: Any) -> Any:
     if plan.data is None:
         return _stage_task(task) if staged else task
     own = _stage_task(task) if staged else load_yaml(manager.task_index[task].yaml_path)
-    splits = load_splits(Path(plan.data), "gsm8k" if task in gsm8k.STAGES else task)
+    splits = load_splits(Path(plan.data), "gsm8k" if staged else task)
     tables = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in splits.items()})
     found = {**own, **_absent_splits(task, tables), "custom_dataset": lambda **_: tables}
     if callable(found.get("process_docs")):
@@ -141,15 +141,8 @@ def _once(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _absent_splits(task: str, tables: Mapping[str, Any]) -> dict[str, None]:
     """Splits that the task's own config names and that are not there: it would ask for them as it starts."""
-    if task in gsm8k.STAGES:
-        return {}
-    absent: dict[str, None] = {}
-    for key, split in (("training_split", "train"), ("validation_split", "validation")):
-        if split not in tables:
-            absent[key] = None
-    if task == "gsm8k" and "train" not in tables:
-        absent["fewshot_split"] = None
-    return absent
+    named = {"training_split": "train", "validation_split": "validation"} | ({"fewshot_split": "train"} if task == "gsm8k" else {})
+    return {key: None for key, split in named.items() if split not in tables and task not in gsm8k.STAGES}
 
 
 def _stage_task(task: str) -> dict[str, Any]:
@@ -227,14 +220,13 @@ class HarnessLM(TemplateLM):
         seen: Counter[tuple[Any, ...]] = Counter()
         found = []
         for instance in instances:
-            name = (instance.task_name, instance.doc_id, instance.idx)
+            name = str(instance.task_name), int(instance.doc_id or 0), int(instance.idx)
             given: dict[str, Any] = {}
             if kind == LOGLIKELIHOOD:
                 given = {"continuation": instance.args[1], "divisors": self._divisors(instance)}
             elif kind == GENERATE:
                 given = {"generation": instance.args[1]}
-            task, doc, option = str(name[0]), int(name[1] or 0), int(name[2])
-            found.append(Request(kind, task, doc, option, instance.args[0], repeat=seen[name], **given))
+            found.append(Request(kind, *name, instance.args[0], repeat=seen[name], **given))
             seen[name] += 1
         return found
 
@@ -296,7 +288,7 @@ class Evaluation:
 
     def ask(self, *, changes: Mapping[str, Any] | None = None, overrides: Sequence[tuple[str, Any]] = (), seed: int = 0) -> Sheet:
         """Everything that the harness would ask a model. changes: settings of all tasks; overrides: (task.key, value) of one."""
-        own = read_changes(((_resolve_pair(name), value) for name, value in overrides), self.tasks)
+        own = read_changes(overrides, self.tasks)
         settings = {name: _settings(name, task, changes or {}, own.get(name)) for name, task in self.tasks.items()}
         asked: list[Request] = []
 
@@ -361,16 +353,11 @@ def _right_option(task: Any, doc: Any) -> int | None:
     return target if isinstance(target, int) else None
 
 
-def _resolve_pair(name: str) -> str:
-    task, dot, key = name.rpartition(".")
-    return f"{resolve_task(task)}{dot}{key}"
-
-
 def _settings(name: str, task: Any, changes: Mapping[str, Any], own: Mapping[str, Any] | None) -> Settings:
     """Greedy prediction costs a forward a token: it is made where a metric reads it."""
     found = settings_for(name, changes, own)
     reads = task.OUTPUT_TYPE == LOGLIKELIHOOD or "exact_match" in getattr(task, "_metric_fn_list", {})
-    return replace(found, greedy=found.greedy and reads)
+    return found.replace(greedy=found.greedy and reads)
 
 
 def version() -> str:
@@ -380,7 +367,7 @@ def version() -> str:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """The harness logs, prints and draws bars as it likes, and starts processes to resample: none of it here."""
-    before = os.environ.get("DISABLE_MULTIPROC"), logging.root.manager.disable, datasets.are_progress_bars_disabled()
+    alone, level, bars = os.environ.get("DISABLE_MULTIPROC"), logging.root.manager.disable, datasets.are_progress_bars_disabled()
     os.environ["DISABLE_MULTIPROC"] = "1"
     logging.disable(logging.ERROR)
     datasets.disable_progress_bars()
@@ -388,11 +375,8 @@ def _quiet() -> Iterator[None]:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
-        logging.disable(before[1])
-        if not before[2]:
+        logging.disable(level)
+        if not bars:
             datasets.enable_progress_bars()
-        os.environ.pop("DISABLE_MULTIPROC") if before[0] is None else os.environ.update(DISABLE_MULTIPROC=before[0])
-
-
-def _first_line(failure: Exception) -> str:
-    return (str(failure).strip().splitlines() or [type(failure).__name__])[0].rstrip(".")
+        del os.environ["DISABLE_MULTIPROC"]
+        os.environ |= {} if alone is None else {"DISABLE_MULTIPROC": alone}

@@ -8,11 +8,14 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sinkdlm.data.inputs import Reader, find_sources, form_of
 from sinkdlm.errors import DataError, EvalError
+from sinkdlm.evals.requests import read_bytes
+from sinkdlm.evals.settings import ALIASES
 
 Row = dict[str, Any]
 _SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
@@ -24,43 +27,28 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # -- rows -----------------------------------------------------------------------------------------------------------------------
 
 
-def _choices(texts: Sequence[str], gold: int) -> Row:
-    labels = list(_LETTERS[: len(texts)])
-    return {"choices": {"text": list(texts), "label": labels}, "answerKey": labels[gold]}
+def _fields(*names: str, **others: Callable[[Any], Any]) -> Callable[[Row], Row]:
+    """Takes fields as they are, and others through a function each."""
+    return lambda row: {name: row[name] for name in names} | {name: change(row[name]) for name, change in others.items()}
 
 
-def _stated(row: Row, stem: str) -> Row:
+def _stated(stem: str, row: Row) -> Row:
     """A question as ARC and OpenBookQA have it: the makers' nested form, the hub's, or a list with the gold index."""
     question = row["question"] if "question" in row else row[stem]
-    if isinstance(question, Mapping):
-        options = question["choices"]
-        found = {"text": [option["text"] for option in options], "label": [option["label"] for option in options]}
-        return {stem: question["stem"], "choices": found, "answerKey": row["answerKey"]}
-    if isinstance(row["choices"], Mapping):
-        found = {name: list(row["choices"][name]) for name in ("text", "label")}
-        return {stem: question, "choices": found, "answerKey": row["answerKey"]}
-    return {stem: question, **_choices(row["choices"], int(row["gold"]))}
-
-
-def _arc(row: Row) -> Row:
-    return {"id": str(row.get("id", "")), **_stated(row, "question")}
-
-
-def _openbookqa(row: Row) -> Row:
-    return {"id": str(row.get("id", "")), **_stated(row, "question_stem")}
+    nested = isinstance(question, Mapping)
+    options = question["choices"] if nested else row["choices"]
+    if isinstance(options, Mapping):
+        choices, gold = {name: list(options[name]) for name in ("text", "label")}, row["answerKey"]
+    elif nested:
+        choices, gold = {name: [option[name] for option in options] for name in ("text", "label")}, row["answerKey"]
+    else:
+        choices = {"text": list(options), "label": list(_LETTERS[: len(options)])}
+        gold = choices["label"][int(row["gold"])]
+    return {"id": str(row.get("id", "")), stem: question["stem"] if nested else question, "choices": choices, "answerKey": gold}
 
 
 def _hellaswag(row: Row) -> Row:
-    fields = ("activity_label", "ctx_a", "ctx_b", "endings")
-    return {**{name: row[name] for name in fields}, "ctx": row.get("ctx", ""), "label": str(row.get("label", ""))}
-
-
-def _piqa(row: Row) -> Row:
-    return {**{name: row[name] for name in ("goal", "sol1", "sol2")}, "label": int(row["label"])}
-
-
-def _siqa(row: Row) -> Row:
-    return {**{name: row[name] for name in ("context", "question", "answerA", "answerB", "answerC")}, "label": str(row["label"])}
+    return _fields("activity_label", "ctx_a", "ctx_b", "endings", label=str)({"label": "", **row}) | {"ctx": row.get("ctx", "")}
 
 
 def _race(row: Row) -> Row:
@@ -77,13 +65,8 @@ def _lambada(row: Row) -> Row:
     return {"text": row["text"] if "text" in row else f"{row['context']} {row['continuation'].removeprefix(' ')}"}
 
 
-def _gsm8k(row: Row) -> Row:
-    return {"question": row["question"], "answer": row["answer"]}
-
-
 def _boolq(row: Row) -> Row:
-    gold = row["label"] if "label" in row else row["answer"]
-    return {"question": row["question"], "passage": row["passage"], "label": int(gold)}
+    return _fields("question", "passage", label=int)(row if "label" in row else {**row, "label": row["answer"]})
 
 
 # -- tasks ----------------------------------------------------------------------------------------------------------------------
@@ -110,21 +93,25 @@ class Benchmark:
     trains: bool = True
 
 
+_ARC, _OPENBOOKQA = partial(_stated, "question"), partial(_stated, "question_stem")
+_PIQA, _SIQA = (
+    _fields("goal", "sol1", "sol2", label=int),
+    _fields("context", "question", "answerA", "answerB", "answerC", label=str),
+)
 BENCHMARKS = {
-    "arc_easy": Benchmark(("arc easy",), _arc, "test", "arc"),
-    "arc_challenge": Benchmark(("arc challenge",), _arc, "test", "arc"),
+    "arc_easy": Benchmark(("arc easy",), _ARC, "test", "arc"),
+    "arc_challenge": Benchmark(("arc challenge",), _ARC, "test", "arc"),
     "hellaswag": Benchmark(("hellaswag",), _hellaswag, "validation", "hellaswag"),
-    "piqa": Benchmark(("piqa", "physicaliqa"), _piqa, "validation", "piqa", labels=True),
-    "social_iqa": Benchmark(("social i qa", "social iqa", "socialiqa", "siqa"), _siqa, "validation", "siqa", labels=True),
+    "piqa": Benchmark(("piqa", "physicaliqa"), _PIQA, "validation", "piqa", labels=True),
+    "social_iqa": Benchmark(("social i qa", "social iqa", "socialiqa", "siqa"), _SIQA, "validation", "siqa", labels=True),
     "race": Benchmark(("race",), _race, "test", "race", needs=("high",), without=("middle",), trains=False),
     "lambada_openai": Benchmark(
         ("lambada openai",), _lambada, "test", "lambada", without=("de", "es", "fr", "it"), whole=True, trains=False
     ),
-    "gsm8k": Benchmark(("gsm8k",), _gsm8k, "test", "gsm8k", without=("socratic", "cot")),
-    "openbookqa": Benchmark(("openbookqa",), _openbookqa, "test", "openbookqa", without=("additional",)),
+    "gsm8k": Benchmark(("gsm8k",), _fields("question", "answer"), "test", "gsm8k", without=("socratic", "cot")),
+    "openbookqa": Benchmark(("openbookqa",), _OPENBOOKQA, "test", "openbookqa", without=("additional",)),
     "boolq": Benchmark(("boolq",), _boolq, "validation", "super_glue/boolq"),
 }
-ALIASES = {"lambada": "lambada_openai", "siqa": "social_iqa"}
 
 
 def find_splits(folder: Path, task: str) -> dict[str, list[Path]]:
@@ -161,11 +148,9 @@ def _split_of(path: Path, parent: str, wanted: Benchmark) -> str | None:
     if not named or any(word not in words for word in wanted.needs) or any(word in words for word in wanted.without):
         return None
     own = _WORD.findall(path.name.lower())
-    for part in (own, words):  # the file's own name says more than its folder's
-        for split, aliases in _SPLITS.items():
-            if any(alias in part for alias in aliases):
-                return split
-    return wanted.split if wanted.whole else None
+    # The file's own name says more than its folder's.
+    splits = [split for part in (own, words) for split, aliases in _SPLITS.items() if not set(aliases).isdisjoint(part)]
+    return next(iter(splits), wanted.split if wanted.whole else None)
 
 
 def read_rows(files: Sequence[Path], task: str) -> list[Row]:
@@ -173,10 +158,13 @@ def read_rows(files: Sequence[Path], task: str) -> list[Row]:
     wanted = BENCHMARKS[task]
     found = []
     for path in files:
-        labels = _labels(path) if wanted.labels else None
+        beside = path.with_name(f"{path.name.split('.')[0]}-labels.lst")  # what the makers keep apart
+        labels = beside.read_text().split() if wanted.labels and beside.exists() else None
         for number, row in enumerate(_rows(path)):
             if labels is not None and "label" not in row:
-                row = {**row, "label": _label(path, labels, number)}
+                if number >= len(labels):
+                    raise EvalError(f"{path}: has more rows than its labels, which are {len(labels)}")
+                row = {**row, "label": labels[number]}
             try:
                 found.append(wanted.convert(row))
             except (KeyError, TypeError, ValueError, IndexError) as failure:
@@ -189,11 +177,9 @@ def read_rows(files: Sequence[Path], task: str) -> list[Row]:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    if path.suffix == ".txt" or path.suffix == ".json":
+    if path.suffix in (".txt", ".json"):
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as failure:
-            raise EvalError(f"{path}: cannot be read: {failure.strerror}") from None
+            value = json.loads(read_bytes(path))
         except ValueError:
             value = None  # one object a line, perhaps
         if isinstance(value, dict) and isinstance(value.get("data"), list):
@@ -202,26 +188,9 @@ def _rows(path: Path) -> Iterator[Row]:
             yield from value if isinstance(value, list) else [value]
             return
     try:
-        for _, _, row in Reader(find_sources([str(path)])).rows():
-            yield row.value
+        yield from (row.value for _, _, row in Reader(find_sources([str(path)])).rows())
     except DataError as failure:
         raise EvalError(str(failure)) from None
-
-
-def _labels(path: Path) -> list[str] | None:
-    """What the makers keep apart: dev-labels.lst beside dev.jsonl."""
-    beside = path.with_name(f"{path.name.split('.')[0]}-labels.lst")
-    return beside.read_text().split() if beside.exists() else None
-
-
-def _label(path: Path, labels: list[str], number: int) -> str:
-    if number >= len(labels):
-        raise EvalError(f"{path}: has more rows than its labels, which are {len(labels)}")
-    return labels[number]
-
-
-def resolve_task(name: str) -> str:
-    return ALIASES.get(name, name)
 
 
 def load_splits(folder: Path, task: str) -> dict[str, list[Row]]:

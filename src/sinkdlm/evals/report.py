@@ -25,6 +25,7 @@ def summarise(results: Mapping[str, Any], responses: Mapping[Key, Response]) -> 
         own = by_task.get(task, [])
         for name, value in metrics.items():
             metric, _, filtered = name.partition(",")
+            error = metrics.get(f"{metric}_stderr,{filtered}")
             if metric.endswith("_stderr") or not filtered or not isinstance(value, int | float):
                 continue
             lines.append(
@@ -32,7 +33,7 @@ def summarise(results: Mapping[str, Any], responses: Mapping[Key, Response]) -> 
                     "task": task,
                     "metric": metric if filtered == "none" else f"{metric} ({filtered})",
                     "value": float(value),
-                    "stderr": _number(metrics.get(f"{metric}_stderr,{filtered}")),
+                    "stderr": float(error) if isinstance(error, int | float) else None,
                     "items": len({response.doc for response in own}),
                     "draws": sum(response.draws for response in own) / max(1, len(own)),
                     "seconds": sum(response.seconds for response in own),
@@ -41,29 +42,20 @@ def summarise(results: Mapping[str, Any], responses: Mapping[Key, Response]) -> 
     return lines
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
-
-
 def notes_on(responses: Mapping[Key, Response]) -> list[str]:
     """What a reader of the numbers should know."""
     found = list(responses.values())
-    notes = []
-    cut = [response for response in found if response.truncated]
-    if cut:
-        most = max(response.truncated for response in cut)
-        notes.append(f"{len(cut)} of {len(found)} requests were longer than the model and lost up to {most} tokens on the left")
-    lost = [response for response in found if response.unknown]
-    if lost:
-        n_tokens = sum(response.unknown for response in lost)
-        notes.append(
-            f"{len(lost)} of {len(found)} requests have characters that the tokenizer does not have ({n_tokens} in all): lost"
-        )
     full, drawn = (sum(getattr(response, name) for response in found) for name in ("full_draws", "draws"))
+    cut, lost = ([getattr(response, name) for response in found if getattr(response, name)] for name in ("truncated", "unknown"))
+    notes = []
+    if cut:
+        notes.append(f"{len(cut)} of {len(found)} requests were longer than the model and lost up to {max(cut)} tokens on the left")
+    if lost:
+        what = f"characters that the tokenizer does not have ({sum(lost)} in all)"
+        notes.append(f"{len(lost)} of {len(found)} requests have {what}: lost")
     if drawn < full:
-        notes.append(
-            f"adaptive draws saved {1 - drawn / full:.1%} of {full:,}; values of questions that ended early serve to rank them"
-        )
+        saved = f"adaptive draws saved {1 - drawn / full:.1%} of {full:,}"
+        notes.append(f"{saved}; values of questions that ended early serve to rank them")
     if any(response.kind == "score" for response in found):
         notes.append("guided values are scores: they rank options, and are neither likelihoods nor bounds on them")
     return notes
@@ -83,14 +75,16 @@ def draw_table(lines: Sequence[Mapping[str, Any]], paper: Mapping[str, float] | 
             cells.append(f"{value:.4f}" if beside else "")
             told |= {line["task"]} if beside else set()
         rows.append(tuple(cells))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+    return align(rows, n_left=2)
+
+
+def align(rows: Sequence[Sequence[str]], n_left: int = 0) -> str:
+    """A table of text: the first columns to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    for row, cells in zip(rows, padded, strict=True):
+        cells[:n_left] = [cell.ljust(width) for cell, width in zip(row[:n_left], widths, strict=False)]
+    return "\n".join(map("  ".join, padded))
 
 
 def write_results(folder: Path, results: Mapping[str, Any], samples: Mapping[str, Sequence[Any]]) -> None:

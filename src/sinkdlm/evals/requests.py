@@ -6,7 +6,7 @@ Requests hold text, which is tokenised where it is answered. Knows no harness an
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from sinkdlm.evals.settings import Settings
 
 LOGLIKELIHOOD, ROLLING, GENERATE = "loglikelihood", "loglikelihood_rolling", "generate_until"
 KINDS = (LOGLIKELIHOOD, ROLLING, GENERATE)
-_VERSION = 1
+VERSION = 1
 
 
 class Key(NamedTuple):
@@ -97,34 +97,31 @@ class Sheet:
             if request.task not in self.settings:
                 raise EvalError(f"{request.place}: the sheet has no settings for this task")
 
+    @property
+    def _lines(self) -> list[dict[str, Any]]:
+        settings = {task: one.to_dict() for task, one in sorted(self.settings.items())}
+        told = {"count": len(self.requests), "seed": self.seed, "settings": settings, "about": dict(self.about)}
+        return [{"sinkdlm": "requests", "version": VERSION, **told}, *(request.to_dict() for request in self.requests)]
+
     @cached_property
     def digest(self) -> str:
         """Of everything that decides the answers."""
         found = hashlib.sha256()
-        for line in (self._header(), *(request.to_dict() for request in self.requests)):
+        for line in self._lines:
             found.update(json.dumps({**line, "about": None}, sort_keys=True).encode())
         return found.hexdigest()
 
-    def _header(self) -> dict[str, Any]:
-        settings = {task: one.to_dict() for task, one in sorted(self.settings.items())}
-        told = {"count": len(self.requests), "seed": self.seed, "settings": settings, "about": dict(self.about)}
-        return {"sinkdlm": "requests", "version": _VERSION, **told}
-
     def write(self, path: Path) -> None:
-        lines = [self._header(), *(request.to_dict() for request in self.requests)]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines)
             replace_text(path, text, path.with_name(f".{path.name}.partial"))
         except OSError as failure:
             raise EvalError(f"{path}: cannot be written: {failure.strerror}") from None
 
     @classmethod
     def read(cls, path: Path) -> "Sheet":
-        lines = read_json_lines(path)
-        header = next(lines, None)
-        check_header(path, header, "requests")
-        assert header is not None
+        header, lines = parse(path, read_bytes(path), "requests")
         try:
             settings = {task: Settings.of(values, task) for task, values in header["settings"].items()}
             requests = [Request(**line) for line in lines]
@@ -132,36 +129,33 @@ class Sheet:
                 raise EvalError(f"{path}: {len(requests)} of {header['count']} requests: it was cut; write it again")
             return cls(requests, settings, header["seed"], header["about"])
         except (KeyError, TypeError, AttributeError) as failure:
-            raise EvalError(
-                f"{path}: not as a file of requests should be: {failure}; write it again with --write-requests"
-            ) from None
+            told = f"not as a file of requests should be: {failure}; write it again with --write-requests"
+            raise EvalError(f"{path}: {told}") from None
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a file, a line each."""
+def read_bytes(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                yield parse_line(path, number, line)
+        return path.read_bytes()
     except OSError as failure:
         raise EvalError(f"{path}: cannot be read: {failure.strerror}") from None
 
 
-def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        raise EvalError(f"{path}: line {number} is no JSON") from None
-    if not isinstance(value, dict):
-        raise EvalError(f"{path}: line {number} is no JSON object")
-    return value
-
-
-def check_header(path: Path, header: Mapping[str, Any] | None, kind: str) -> None:
-    if header is None or header.get("sinkdlm") != kind:
-        raise EvalError(f"{path}: no file of {kind}; its first line should say so")
-    if header.get("version") != _VERSION:
-        raise EvalError(f"{path}: {kind} of version {header.get('version')}, and this sinkdlm reads {_VERSION}")
+def parse(path: Path, content: bytes, kind: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The header and the further lines of a file of requests or responses."""
+    objects: list[dict[str, Any]] = []
+    for number, line in enumerate(content.splitlines() or [b"{}"], start=1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            raise EvalError(f"{path}: line {number} is no JSON") from None
+        if not isinstance(value, dict):
+            raise EvalError(f"{path}: line {number} is no JSON object")
+        objects.append(value)
+        if objects[0].get("sinkdlm") != kind:
+            raise EvalError(f"{path}: no file of {kind}; its first line should say so")
+        if objects[0].get("version") != VERSION:
+            raise EvalError(f"{path}: {kind} of version {objects[0].get('version')}, and this sinkdlm reads {VERSION}")
+    return objects[0], objects[1:]
 
 
 def by_question(requests: Iterable[Request]) -> list[list[Request]]:

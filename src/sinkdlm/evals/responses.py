@@ -9,13 +9,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from sinkdlm.errors import EvalError
-from sinkdlm.evals.requests import Key, Sheet, check_header, parse_line
+from sinkdlm.evals.requests import VERSION, Key, Sheet, parse, read_bytes
 
-_VERSION = 1
 # What must be equal for a file to be gone on with -> what to say otherwise.
 _SAME = {
     "requests": "answers to other requests or settings",
@@ -63,7 +61,7 @@ def header_of(sheet: Sheet, checkpoint: str, tokenizer: str, arithmetic: str, mo
     """checkpoint, tokenizer: fingerprints. model: facts of it, to be shown."""
     return {
         "sinkdlm": "responses",
-        "version": _VERSION,
+        "version": VERSION,
         "requests": sheet.digest,
         "checkpoint": checkpoint,
         "tokenizer": tokenizer,
@@ -98,15 +96,14 @@ class Journal:
             raise EvalError(f"{path}: another run is writing there") from None
         except OSError as failure:
             raise EvalError(f"{path}: cannot be written: {failure.strerror}") from None
-        found = _read_whole_lines(path, _encode(header))
-        if found.header is not None:
+        found, self.done, size = _read_whole_lines(path, _encode(header))
+        if found is not None:
             for name, other in _SAME.items():
-                if found.header.get(name) != header[name]:
+                if found.get(name) != header[name]:
                     raise EvalError(f"{path}: has {other}; choose another --out, or remove it")
-        self._file.truncate(found.size)  # not before it is known that the file is ours
-        if found.header is None:
-            self._write([dict(header)])
-        self.done = found.responses
+        self._file.truncate(size)  # not before it is known that the file is ours
+        if found is None:
+            self._write([header])
 
     def append(self, responses: Sequence[Response]) -> None:
         """On disk when it returns."""
@@ -126,7 +123,7 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -138,38 +135,25 @@ def _encode(line: Mapping[str, Any]) -> bytes:
     return (json.dumps(line, ensure_ascii=False) + "\n").encode()
 
 
-@dataclass(frozen=True)
-class Answers:
-    """A file of responses, as far as it goes. size: bytes up to the last whole line."""
+def _read_whole_lines(path: Path, begun: bytes = b"") -> tuple[dict[str, Any] | None, dict[Key, Response], int]:
+    """The header, the responses, and the bytes up to the end of the last whole line.
 
-    header: dict[str, Any] | None
-    responses: dict[Key, Response]
-    size: int
-
-
-def _read_whole_lines(path: Path, begun: bytes = b"") -> Answers:
-    """begun: a first line that may have been cut off while it was written; any other text without an end is not ours."""
-    try:
-        content = path.read_bytes()
-    except OSError as failure:
-        raise EvalError(f"{path}: cannot be read: {failure.strerror}") from None
+    begun: a first line that may have been cut off while it was written; any other text without an end is not ours."""
+    content = read_bytes(path)
     size = content.rfind(b"\n") + 1  # a line without its end was being written when something ended the run
     if not size and begun.startswith(content):
-        return Answers(None, {}, 0)
-    first, *others = content[:size].splitlines() or [content]
-    header = parse_line(path, 1, first)
-    check_header(path, header, "responses")
-    lines = [header, *(parse_line(path, number, line) for number, line in enumerate(others, start=2))]
+        return None, {}, 0
+    header, lines = parse(path, content[:size] or content, "responses")
     try:
-        responses = [Response(**line) for line in lines[1:]]
+        responses = [Response(**line) for line in lines]
     except TypeError as failure:
         raise EvalError(f"{path}: not as a file of responses should be: {failure}") from None
-    return Answers(lines[0], {response.key: response for response in responses}, size)
+    return header, {response.key: response for response in responses}, size
 
 
 def read_answers(path: Path) -> tuple[dict[str, Any], dict[Key, Response]]:
     """The header and every response of a finished or unfinished file."""
-    found = _read_whole_lines(path)
-    if found.header is None:
+    header, responses, _ = _read_whole_lines(path)
+    if header is None:
         raise EvalError(f"{path}: is empty")
-    return found.header, found.responses
+    return header, responses

@@ -1,9 +1,13 @@
 """Models of other families, in and out. Importing it registers sinkdlm checkpoints with transformers' Auto classes."""
 
+import functools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
 
+from sinkdlm.checkpoint.directory import fingerprint, write_provenance
+from sinkdlm.fast import accelerate
 from sinkdlm.interop.adapt import FREE_KEYS, fixed_keys, load_any
 from sinkdlm.interop.export import convert
 from sinkdlm.interop.hf_config import SinkDLMConfig
@@ -26,10 +30,21 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+@functools.cache
 def _register_models() -> None:
-    from sinkdlm.interop.hf import register
+    from transformers import AutoModel, AutoModelForMaskedLM
 
-    register()
+    from sinkdlm.interop.hf import SinkDLMForMaskedLM
+
+    SinkDLMForMaskedLM.accelerate, SinkDLMForMaskedLM.stamp = staticmethod(accelerate), staticmethod(_stamp)
+    for auto in (AutoModel, AutoModelForMaskedLM):
+        auto.register(SinkDLMConfig, SinkDLMForMaskedLM, exist_ok=True)
+
+
+def _stamp(folder: Path, config: SinkDLMConfig) -> None:
+    """Fingerprints for `sinkdlm.load`, in place of those of a checkpoint that was there before."""
+    fingerprints = {file.name: fingerprint(file) for file in sorted(folder.glob("*.safetensors"))}
+    write_provenance(folder, config.model_config(), fingerprints, {"written_by": "transformers"})
 
 
 SinkDLMConfig.register_models = staticmethod(_register_models)

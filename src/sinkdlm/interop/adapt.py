@@ -84,11 +84,12 @@ def family_of(provenance: Mapping[str, Any]) -> str | None:
 
 def target_config(source: Source, changes: Mapping[str, Any], tokenizer: Any) -> tuple[ModelConfig, list[str]]:
     """The config of the diffusion model, and what was decided on the way."""
-    found = source.config
-    for key in changes:
-        if key in ModelConfig.keys() and key not in FREE_KEYS:  # noqa: SIM118  (a method)
-            free = (*FREE_KEYS, *(SHAPE_KEYS if source.kind == "official" else ()))
-            raise ConvertError(f"--set {key}: fixed by the weights; free are {', '.join(free)}")
+    found, fixed = source.config, fixed_keys(source)
+    for key, value in changes.items():
+        if key in fixed and value != getattr(found, key):
+            free = [name for name in FREE_KEYS if name not in fixed] + list(SHAPE_KEYS) * (source.kind == "official")
+            trained = f"the model was trained with {key} = {getattr(found, key)}"
+            raise ConvertError(f"--set {key}={value}: {trained}; free are {', '.join(free)}")
     notes = list(source.notes)
     if source.kind == "official" and "context_length" not in changes:
         notes.append(f"context_length is {found.context_length}, as the authors': weights do not tell it; --set context_length=N")
@@ -102,14 +103,6 @@ def target_config(source: Source, changes: Mapping[str, Any], tokenizer: Any) ->
         raise ConvertError(f"--set {failure}") from None
     if not source.has_mask and tokenizer is not None and config.mask_id < config.vocab_size:
         check_mask(config.mask_id, tokenizer)
-    if source.has_mask and config.mask_id != found.mask_id:
-        raise ConvertError(f"--set mask_id={config.mask_id}: this model was trained with {found.mask_id}")
-    if found.n_sinks and (found.n_sinks, found.sink_kind) != (config.n_sinks, config.sink_kind):
-        raise ConvertError(
-            f"--set n_sinks, sink_kind: the model has {found.n_sinks} ({found.sink_kind}); sinks are added to a model without"
-        )
-    if found.gate not in ("none", config.gate):
-        raise ConvertError(f"--set gate={config.gate}: the model was trained with gate = {found.gate}")
     return config, notes
 
 
@@ -126,13 +119,8 @@ def check_mask(mask_id: int, tokenizer: Any, option: str = "--set mask_id") -> N
 
 def fixed_keys(source: Source) -> list[str]:
     """The fields that a source's weights decide: a model made of it cannot have others."""
-    found = source.config
-    decided = {
-        "mask_id": source.has_mask,
-        "n_sinks": found.n_sinks > 0,
-        "sink_kind": found.n_sinks > 0,
-        "gate": found.gate != "none",
-    }
+    has_sinks = source.config.n_sinks > 0
+    decided = {"mask_id": source.has_mask, "n_sinks": has_sinks, "sink_kind": has_sinks, "gate": source.config.gate != "none"}
     return [key for key in ModelConfig.keys() if key not in FREE_KEYS or decided.get(key, False)]  # noqa: SIM118  (a method)
 
 
@@ -156,7 +144,8 @@ def _assemble(
     for name, tensor in source.read():
         if not tensor.is_floating_point():
             raise ConvertError(f"{source.path}: {name} is {tensor.dtype}, not floating point")
-        state[name] = _owned(tensor, dtype)
+        # A copy: no view into a file that is mapped into memory, or into a larger tensor.
+        state[name] = tensor.to(dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
         check_finite(state[name], f"{source.path}: {name}")
     odd = [name for name in state if name not in wanted]
     if odd or "embed.weight" not in state:
@@ -167,7 +156,7 @@ def _assemble(
     made = []
     table = state["embed.weight"]
     if table.shape[0] == wanted["embed.weight"][0] - 1:
-        state["embed.weight"] = torch.cat([table, _near_mean(table, 1, seed, "embed.weight")])
+        state["embed.weight"] = torch.cat([table, _new_rows(table, 1, seed, "embed.weight")])
         made.append("new [MASK] embedding row: the mean of the table plus a little noise")
     if config.gate != "none" and source.config.gate == "none":
         made.append(_add_gate(state, wanted, config, gate_init, seed))
@@ -178,8 +167,7 @@ def _assemble(
                     f"{source.path}: {name} has shape {tuple(state[name].shape)}, the model it belongs to has {shape}"
                 )
         elif name == "sinks":
-            rows = _near_mean if sink_init == "mean" else _normal_rows
-            state[name] = rows(table, shape[0], seed, name)
+            state[name] = _new_rows(table, shape[0], seed, name, sink_init)
             made.append(f"{shape[0]} new sink row(s), init {sink_init}")
         elif name.endswith("sink_logit"):
             state[name] = torch.zeros(shape, dtype=table.dtype)
@@ -188,23 +176,10 @@ def _assemble(
     return {name: state[name] for name in wanted}, made
 
 
-def _owned(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """In the dtype asked for, in storage of its own: no view into a file that is mapped into memory, or into a larger tensor."""
-    converted = tensor.to(dtype or tensor.dtype)
-    return (
-        converted.clone(memory_format=torch.contiguous_format)
-        if converted.data_ptr() == tensor.data_ptr()
-        else converted.contiguous()
-    )
-
-
-def _near_mean(table: Tensor, rows: int, seed: int, name: str) -> Tensor:
-    noise = draw_normal((rows, table.shape[1]), seed, name) * (_LITTLE * table.float().std())
-    return (table.float().mean(0) + noise).to(table.dtype)
-
-
-def _normal_rows(table: Tensor, rows: int, seed: int, name: str) -> Tensor:
-    return (draw_normal((rows, table.shape[1]), seed, name) * table.float().std()).to(table.dtype)
+def _new_rows(table: Tensor, rows: int, seed: int, name: str, init: SinkInit = "mean") -> Tensor:
+    """Rows for an embedding table: its mean plus a little noise, or normal with its spread."""
+    center, share = (table.float().mean(0), _LITTLE) if init == "mean" else (0.0, 1.0)
+    return (center + draw_normal((rows, table.shape[1]), seed, name) * (share * table.float().std())).to(table.dtype)
 
 
 def _add_gate(

@@ -1,8 +1,6 @@
 """Out again: the official layout, transformers directories, and the whole conversion from path to path."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm.checkpoint.directory import CONFIG, WEIGHTS, Loaded, read_provenance, save, write_weights, written_aside
+from sinkdlm.checkpoint.tokenizer import hushed
 from sinkdlm.config.model import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConvertError
 from sinkdlm.interop import layouts
@@ -67,26 +66,22 @@ def _check_no_run(destination: Path) -> None:
 def write_official(destination: Path, loaded: Loaded) -> str:
     """DST/model.safetensors, with the authors' keys, shapes and embedding rows."""
     config = loaded.config
-    needs: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "qkv_bias": (config.qkv_bias, (False,)),
-        "tie_embeddings": (config.tie_embeddings, (False,)),
-        "shift_logits": (config.shift_logits, (False,)),
-        "mask_id": (config.mask_id, (config.vocab_size,)),
-        "norm_eps": (config.norm_eps, (1e-5,)),
-        "rope_base": (config.rope_base, (10000.0,)),
-        "n_sinks": (config.n_sinks, (0, 1)),
-        "gate": (config.gate, ("none", "elementwise")),
+    allowed: dict[str, tuple[Any, ...]] = {
+        "qkv_bias": (False,),
+        "tie_embeddings": (False,),
+        "shift_logits": (False,),
+        "mask_id": (config.vocab_size,),
+        "norm_eps": (1e-5,),
+        "rope_base": (10000.0,),
+        "n_sinks": (0, 1),
+        "gate": ("none", "elementwise"),
     }
     if config.n_sinks:
-        needs |= {
-            "sink_kind": (config.sink_kind, ("isolated",)),
-            "sink_position": (config.sink_position, ("front",)),
-            "sink_value": (config.sink_value, ("learned",)),
-        }
+        allowed |= {"sink_kind": ("isolated",), "sink_position": ("front",), "sink_value": ("learned",)}
     odd = [
-        f"{key} = {value!r} has no place there, only {' or '.join(map(repr, allowed))}"
-        for key, (value, allowed) in needs.items()
-        if value not in allowed
+        f"{key} = {getattr(config, key)!r} has no place there, only {' or '.join(map(repr, values))}"
+        for key, values in allowed.items()
+        if getattr(config, key) not in values
     ]
     if odd:
         raise ConvertError(f"--to official: {'; '.join(odd)}")
@@ -125,7 +120,7 @@ def write_transformers(destination: Path, loaded: Loaded, *, standalone: bool) -
             from sinkdlm.interop.hf import SinkDLMForMaskedLM
             from sinkdlm.interop.standalone import make_standalone
 
-            with _no_bars():
+            with hushed():
                 SinkDLMForMaskedLM.wrap(loaded.model).save_pretrained(aside)
             if standalone:
                 make_standalone(aside)
@@ -139,24 +134,27 @@ def write_transformers(destination: Path, loaded: Loaded, *, standalone: bool) -
     return "transformers directory (sinkdlm, with its own modelling file)" if standalone else "transformers directory (sinkdlm)"
 
 
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """transformers draws a bar even where nobody looks: into a file, or for one small shard."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+# Kind: model type, class, and where its own code lies, if not in transformers.
+_ARCHITECTURES: dict[str, tuple[str, str, dict[str, str]]] = {
+    "qwen2": ("qwen2", "Qwen2ForCausalLM", {}),
+    "llama": ("llama", "LlamaForCausalLM", {}),
+    "dream": ("Dream", "DreamModel", {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}),
+    "llada": (
+        "llada",
+        "LLaDAModelLM",
+        {
+            "AutoConfig": "configuration_llada.LLaDAConfig",
+            "AutoModelForCausalLM": "modeling_llada.LLaDAModelLM",
+            "AutoModel": "modeling_llada.LLaDAModelLM",
+        },
+    ),
+}
 
 
 def parent_architecture(loaded: Loaded) -> str | None:
     """The family that can hold this model as it is, or None."""
     config, kind = loaded.config, family_of(loaded.provenance)
-    if config.n_sinks or config.gate != "none" or kind not in ("qwen2", "llama", "llada", "dream"):
+    if config.n_sinks or config.gate != "none" or kind not in _ARCHITECTURES:
         return None
     if config.embedding_rows != config.vocab_size and not config.tie_embeddings:
         return None  # a [MASK] row of its own beside an untied head: these families have as many embedding as head rows
@@ -178,38 +176,15 @@ def _parent_state(kind: str, loaded: Loaded) -> dict[str, Tensor]:
 
 def _parent_config(kind: str, loaded: Loaded) -> dict[str, Any]:
     config = loaded.config
-    dtype = str(loaded.model.embed.weight.dtype).removeprefix("torch.")
+    names = layouts.LLADA_FIELDS if kind == "llada" else layouts.TRANSFORMERS_FIELDS
+    found = {theirs: getattr(config, ours) for ours, theirs in names.items()}
+    found["dtype"] = str(loaded.model.embed.weight.dtype).removeprefix("torch.")
+    for name in ("bos", "eos", "pad"):  # the families' defaults are other models' ids
+        found[f"{name}_token_id"] = getattr(loaded.tokenizer, f"{name}_token_id", None)
     if kind == "llada":
-        return {
-            "model_type": "llada", "architectures": ["LLaDAModelLM"], "block_type": "llama", "layer_norm_type": "rms", "rope": True,
-            "alibi": False, "include_bias": False, "include_qkv_bias": config.qkv_bias, "activation_type": "silu",
-            "auto_map": {
-                "AutoConfig": "configuration_llada.LLaDAConfig",
-                "AutoModelForCausalLM": "modeling_llada.LLaDAModelLM",
-                "AutoModel": "modeling_llada.LLaDAModelLM",
-            },
-            "d_model": config.d_model, "n_layers": config.n_layers, "n_heads": config.n_heads, "n_kv_heads": config.n_kv_heads,
-            "mlp_hidden_size": config.d_ff, "max_sequence_length": config.context_length, "rope_theta": config.rope_base,
-            "rms_norm_eps": config.norm_eps, "vocab_size": config.vocab_size, "embedding_size": config.embedding_rows,
-            "mask_token_id": config.mask_id, "weight_tying": config.tie_embeddings, "dtype": dtype,
-            "attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0, **_token_ids(loaded.tokenizer),
-        }  # fmt: skip
-    names = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "dream": "DreamModel"}
-    fields: dict[str, Any] = {
-        "model_type": "Dream" if kind == "dream" else kind, "architectures": [names[kind]], "hidden_act": "silu",
-        "vocab_size": config.embedding_rows, "hidden_size": config.d_model, "intermediate_size": config.d_ff,
-        "num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads, "num_key_value_heads": config.n_kv_heads,
-        "max_position_embeddings": config.context_length, "rope_theta": config.rope_base, "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings, "use_sliding_window": False, "dtype": dtype,
-        "mask_token_id": config.mask_id, "shift_logits": config.shift_logits, **_token_ids(loaded.tokenizer),
-    }  # fmt: skip
-    if kind == "dream":
-        fields |= {
-            "auto_map": {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"},
-        }
-    return fields
-
-
-def _token_ids(tokenizer: Any) -> dict[str, int | None]:
-    """The families' defaults are other models' ids."""
-    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
+        found |= {**layouts.LLADA_SWITCHES, "vocab_size": config.vocab_size, "embedding_size": config.embedding_rows}
+        found |= dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout"), 0.0)
+    else:
+        found |= {"vocab_size": config.embedding_rows, "hidden_act": "silu", "use_sliding_window": False}
+    model_type, architecture, code = _ARCHITECTURES[kind]
+    return found | {"model_type": model_type, "architectures": [architecture]} | ({"auto_map": code} if code else {})

@@ -1,29 +1,26 @@
 """transformers classes over the same checkpoint directory: AutoConfig, AutoModel and AutoModelForMaskedLM read and write it.
 
-With hf_config.py it is also the template of the standalone modelling file: they use no more of the package than DiffusionLM and
-ModelConfig.
+With hf_config.py it is also a part of the standalone modelling file: they use the room model/ and ModelConfig, nothing else of the
+package. What else a package's model has (speed, fingerprints) interop/__init__.py puts into the class.
 """
 
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
-from sinkdlm.fast import accelerate
 from sinkdlm.interop.hf_config import SinkDLMConfig
 from sinkdlm.model.context import Context
-from sinkdlm.model.model import DiffusionLM, Norm, run_plain
+from sinkdlm.model.model import DiffusionLM, Norm
 
 
 def run_again(model: DiffusionLM, x: Tensor, ctx: Context, select: Tensor | None = None) -> Tensor:
     """`run_plain` with activation checkpointing: the backward computes each block again."""
-    if not torch.is_grad_enabled():
-        return run_plain(model, x, ctx, select)
     view, sinks = ctx.view(model.config, x), model.first_lane(x, ctx)
     for block in model.blocks:
         x, sinks, _ = checkpoint(block, x, sinks, view, use_reentrant=False, preserve_rng_state=False)
@@ -41,17 +38,22 @@ class SinkDLMForMaskedLM(PreTrainedModel):
     _supports_sdpa = True
     _supports_flash_attn = False
 
+    accelerate: ClassVar[Callable[[DiffusionLM], object]] = staticmethod(lambda model: model)
+    stamp: ClassVar[Callable[[Path, SinkDLMConfig], None]] = staticmethod(
+        lambda folder, config: (folder / "provenance.json").unlink(missing_ok=True)  # fingerprints of the weights before
+    )
+
     def __init__(self, config: SinkDLMConfig) -> None:
         super().__init__(config)
         self.model = DiffusionLM(config.model_config())
-        accelerate(self.model)
+        type(self).accelerate(self.model)
         self.post_init()
 
     @classmethod
     def wrap(cls, model: DiffusionLM) -> "SinkDLMForMaskedLM":
         """The same weights behind the transformers interface."""
         with torch.device("meta"):
-            wrapped = cls(SinkDLMConfig(**model.config.model_dump()))
+            wrapped = cls(SinkDLMConfig(**vars(model.config)))
         wrapped.model = model
         return wrapped
 
@@ -123,20 +125,4 @@ class SinkDLMForMaskedLM(PreTrainedModel):
                 stale.unlink()  # of another number of shards, which loading would prefer
         super().save_pretrained(save_directory, state_dict={k.removeprefix("model."): v for k, v in state.items()}, **kwargs)
         if kwargs.get("is_main_process", True):
-            stamp(Path(save_directory), self.config)
-
-
-def stamp(folder: Path, config: SinkDLMConfig) -> None:
-    """Fingerprints for `sinkdlm.load`, replacing those of a checkpoint that was there before."""
-    from sinkdlm.checkpoint.directory import fingerprint, write_provenance
-
-    files = sorted(folder.glob("*.safetensors"))
-    write_provenance(
-        folder, config.model_config(), {file.name: fingerprint(file) for file in files}, {"written_by": "transformers"}
-    )
-
-
-@cache
-def register() -> None:
-    AutoModel.register(SinkDLMConfig, SinkDLMForMaskedLM, exist_ok=True)
-    AutoModelForMaskedLM.register(SinkDLMConfig, SinkDLMForMaskedLM, exist_ok=True)
+            type(self).stamp(Path(save_directory), self.config)

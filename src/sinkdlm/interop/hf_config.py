@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 
 from sinkdlm.config.model import ModelConfig
 
-MODEL_FIELDS = tuple(ModelConfig.model_fields)
+MODEL_FIELDS = tuple(ModelConfig.__annotations__)
 
 
 class SinkDLMConfig(PretrainedConfig):
@@ -30,7 +30,7 @@ class SinkDLMConfig(PretrainedConfig):
         fields = {key: kwargs.pop(key) for key in MODEL_FIELDS if key in kwargs}
         kwargs["tie_word_embeddings"] = False  # a tied head is no parameter of its own here
         super().__init__(**kwargs)
-        for key, value in (ModelConfig(**fields).model_dump() if fields else {}).items():
+        for key, value in (vars(ModelConfig(**fields)) if fields else {}).items():
             setattr(self, key, value)
 
     def to_diff_dict(self) -> dict[str, Any]:

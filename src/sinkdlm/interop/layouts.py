@@ -1,4 +1,4 @@
-"""Key maps: the tensor names of each family, and how their rows combine into ours.
+"""Key maps: the names of each family's tensors and config fields, and how their rows combine into ours.
 
 Owns names and row orders, both ways, bit for bit. Knows no file format.
 
@@ -6,7 +6,7 @@ Ours, per block: attention.qkv (all query heads, then key heads, then value head
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,12 +26,11 @@ def qkv_rows(config: ModelConfig) -> list[int]:
 class Layout:
     """One family's names. `parts` maps our tensor within a block to theirs, stacked along rows in this order."""
 
-    name: str
     embed: str
     norm: str
     head: str
     block: str  # with {} for the layer
-    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[str, ...]]
 
     def parts_of(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
         """The block tensors that a model of this config has in this layout."""
@@ -43,13 +42,12 @@ class Layout:
         if ours.startswith("attention.qkv"):
             return qkv_rows(config)
         gate = config.n_heads if config.gate == "headwise" else config.d_model
-        wide = {"mlp.gate_up.weight": [config.d_ff, config.d_ff], "attention.gate.weight": [gate]}
-        return wide.get(ours, [config.d_model])
+        return {"mlp.gate_up.weight": [config.d_ff, config.d_ff], "attention.gate.weight": [gate]}.get(ours, [config.d_model])
 
-    def shape(self, ours: str, rows: int, config: ModelConfig) -> tuple[int, ...]:
-        if ours.endswith("bias") or "norm" in ours:
-            return (rows,)
-        return (rows, config.d_ff if ours == "mlp.down.weight" else config.d_model)
+    def shapes(self, ours: str, config: ModelConfig) -> list[tuple[int, ...]]:
+        """The shape of each part of one of our tensors."""
+        is_vector, width = ours.endswith("bias") or "norm" in ours, config.d_ff if ours == "mlp.down.weight" else config.d_model
+        return [(rows,) if is_vector else (rows, width) for rows in self.rows(ours, config)]
 
     def join(self, ours: str, parts: list[Tensor], config: ModelConfig) -> Tensor:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -57,16 +55,13 @@ class Layout:
     def split(self, ours: str, tensor: Tensor, config: ModelConfig) -> list[Tensor]:
         return [part.contiguous() for part in tensor.split(self.rows(ours, config))]
 
-    def part_shapes(self, ours: str, config: ModelConfig) -> list[tuple[int, ...]]:
-        return [self.shape(ours, rows, config) for rows in self.rows(ours, config)]
-
     def read(self, get: Get, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
         """Our blocks and final norm, tensor by tensor, each part's shape checked."""
         for layer in range(config.n_layers):
             for ours, theirs in self.parts_of(config).items():
                 names = [self.block.format(layer) + name for name in theirs]
                 parts = [get(name) for name in names]
-                for name, part, wanted in zip(names, parts, self.part_shapes(ours, config), strict=True):
+                for name, part, wanted in zip(names, parts, self.shapes(ours, config), strict=True):
                     check_shape(name, part, wanted)
                 yield f"blocks.{layer}.{ours}", self.join(ours, parts, config)
         norm = get(self.norm)
@@ -84,12 +79,8 @@ class Layout:
         return out
 
     def all_names(self, config: ModelConfig) -> set[str]:
-        blocks = [
-            self.block.format(layer) + name
-            for layer in range(config.n_layers)
-            for theirs in self.parts_of(config).values()
-            for name in theirs
-        ]
+        names = [name for theirs in self.parts_of(config).values() for name in theirs]
+        blocks = {self.block.format(layer) + name for layer in range(config.n_layers) for name in names}
         return {*blocks, self.embed, self.norm, self.head}
 
 
@@ -137,67 +128,99 @@ class PermutedLayout(Layout):
         return super().join(ours, parts, config)
 
 
-def _named(prefix: str, names: str) -> tuple[str, ...]:
-    return tuple(f"{prefix}{name}" for name in names.split())
+def _layout(
+    kind: type[Layout], prefix: str, ends: str, norms: str, qkv: str, out: str, gate_up: str, down: str, gate: str = ""
+) -> Layout:
+    """All names without `.weight`, with blanks between. ends: embedding, final norm, head, the beginning of a block's."""
+    embed, norm, head, block = ends.split()
+    attention_norm, mlp_norm = norms.split()
+    theirs = {"attention_norm": attention_norm, "attention.qkv": qkv, "attention.out": out, "attention.gate": gate}
+    theirs |= {"mlp_norm": mlp_norm, "mlp.gate_up": gate_up, "mlp.down": down}
+    parts = {f"{ours}.weight": tuple(f"{name}.weight" for name in names.split()) for ours, names in theirs.items() if names}
+    parts["attention.qkv.bias"] = tuple(f"{name}.bias" for name in qkv.split())
+    return kind(f"{prefix}{embed}.weight", f"{prefix}{norm}.weight", f"{head}.weight", f"{prefix}{block}.{{}}.", parts)
 
 
-TRANSFORMERS = Layout(
-    name="transformers",
-    embed="model.embed_tokens.weight",
-    norm="model.norm.weight",
-    head="lm_head.weight",
-    block="model.layers.{}.",
-    parts={
-        "attention_norm.weight": ("input_layernorm.weight",),
-        "attention.qkv.weight": _named("self_attn.", "q_proj.weight k_proj.weight v_proj.weight"),
-        "attention.qkv.bias": _named("self_attn.", "q_proj.bias k_proj.bias v_proj.bias"),
-        "attention.out.weight": ("self_attn.o_proj.weight",),
-        "mlp_norm.weight": ("post_attention_layernorm.weight",),
-        "mlp.gate_up.weight": _named("mlp.", "gate_proj.weight up_proj.weight"),
-        "mlp.down.weight": ("mlp.down_proj.weight",),
-    },
+TRANSFORMERS = _layout(
+    Layout,
+    "model.",
+    "embed_tokens norm lm_head layers",
+    norms="input_layernorm post_attention_layernorm",
+    qkv="self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    out="self_attn.o_proj",
+    gate_up="mlp.gate_proj mlp.up_proj",
+    down="mlp.down_proj",
 )
-LLADA = Layout(
-    name="llada",
-    embed="model.transformer.wte.weight",
-    norm="model.transformer.ln_f.weight",
-    head="model.transformer.ff_out.weight",
-    block="model.transformer.blocks.{}.",
-    parts={
-        "attention_norm.weight": ("attn_norm.weight",),
-        "attention.qkv.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight"),
-        "attention.qkv.bias": ("q_proj.bias", "k_proj.bias", "v_proj.bias"),
-        "attention.out.weight": ("attn_out.weight",),
-        "mlp_norm.weight": ("ff_norm.weight",),
-        "mlp.gate_up.weight": ("ff_proj.weight", "up_proj.weight"),
-        "mlp.down.weight": ("ff_out.weight",),
-    },
+LLADA = _layout(
+    Layout,
+    "model.transformer.",
+    "wte ln_f model.transformer.ff_out blocks",
+    norms="attn_norm ff_norm",
+    qkv="q_proj k_proj v_proj",
+    out="attn_out",
+    gate_up="ff_proj up_proj",
+    down="ff_out",
 )
-OFFICIAL = OfficialLayout(
-    name="official",
-    embed="transformer.wte.weight",
-    norm="transformer.ln_f.weight",
-    head="lm_head.weight",
-    block="transformer.h.{}.",
-    parts={
-        "attention_norm.weight": ("norm_1.weight",),
-        "attention.qkv.weight": ("attn.attn.weight",),
-        "attention.out.weight": ("attn.proj.weight",),
-        "attention.gate.weight": ("attn.gate.weight",),
-        "mlp_norm.weight": ("norm_2.weight",),
-        "mlp.gate_up.weight": ("mlp.swiglu.w1.weight", "mlp.swiglu.w2.weight"),
-        "mlp.down.weight": ("mlp.swiglu.w3.weight",),
-    },
+OFFICIAL = _layout(
+    OfficialLayout,
+    "transformer.",
+    "wte ln_f lm_head h",
+    norms="norm_1 norm_2",
+    qkv="attn.attn",
+    out="attn.proj",
+    gate="attn.gate",
+    gate_up="mlp.swiglu.w1 mlp.swiglu.w2",
+    down="mlp.swiglu.w3",
 )
-_GGUF_PARTS: dict[str, tuple[str, ...]] = {
-    "attention_norm.weight": ("attn_norm.weight",),
-    "attention.qkv.weight": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
-    "attention.qkv.bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
-    "attention.out.weight": ("attn_output.weight",),
-    "mlp_norm.weight": ("ffn_norm.weight",),
-    "mlp.gate_up.weight": ("ffn_gate.weight", "ffn_up.weight"),
-    "mlp.down.weight": ("ffn_down.weight",),
+GGUF_QWEN2, GGUF_LLAMA = (
+    _layout(
+        kind,
+        "",
+        "token_embd output_norm output blk",
+        norms="attn_norm ffn_norm",
+        qkv="attn_q attn_k attn_v",
+        out="attn_output",
+        gate_up="ffn_gate ffn_up",
+        down="ffn_down",
+    )
+    for kind in (Layout, PermutedLayout)
+)
+
+# Names of our fields in config.json.
+TRANSFORMERS_FIELDS = {
+    "vocab_size": "vocab_size",
+    "mask_id": "mask_token_id",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "d_model": "hidden_size",
+    "d_ff": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "rope_base": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "shift_logits": "shift_logits",
 }
-_GGUF_NAMES = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight", "block": "blk.{}."}
-GGUF_QWEN2 = Layout(name="gguf", parts=_GGUF_PARTS, **_GGUF_NAMES)
-GGUF_LLAMA = PermutedLayout(name="gguf", parts=_GGUF_PARTS, **_GGUF_NAMES)
+LLADA_FIELDS = {
+    "vocab_size": "embedding_size",
+    "mask_id": "mask_token_id",
+    "n_layers": "n_layers",
+    "n_heads": "n_heads",
+    "n_kv_heads": "n_kv_heads",
+    "d_model": "d_model",
+    "d_ff": "mlp_hidden_size",
+    "context_length": "max_sequence_length",
+    "rope_base": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+    "qkv_bias": "include_qkv_bias",
+    "tie_embeddings": "weight_tying",
+}
+# What LLaDA's own code can do otherwise.
+LLADA_SWITCHES = {
+    "block_type": "llama",
+    "layer_norm_type": "rms",
+    "rope": True,
+    "alibi": False,
+    "include_bias": False,
+    "activation_type": "silu",
+}

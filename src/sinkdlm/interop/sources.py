@@ -18,7 +18,7 @@ from sinkdlm.config.model import MODEL_TYPE, ModelConfig, preset_fields, preset_
 from sinkdlm.errors import ConfigError, ConvertError
 from sinkdlm.interop import layouts
 from sinkdlm.interop.layouts import Layout, check_shape
-from sinkdlm.interop.tensors import GGUFFile, SafetensorsFiles, TensorFile, TorchFile
+from sinkdlm.interop.tensors import TensorFile, open_gguf, open_safetensors, open_torch
 
 AR_KINDS = ("qwen2", "llama")
 SUPPORTED = "official/SMDM .safetensors or .pth; Qwen2, Llama, LLaDA, Dream or sinkdlm directories; GGUF of Qwen2 or Llama"
@@ -47,60 +47,46 @@ class Source:
         millions = config.count_parameters().total / 1e6
         return f"{self.kind} ({self.form}): {what}, vocabulary {config.vocab_size}, {millions:.1f}M parameters"
 
-    def _get(self, name: str) -> Tensor:
-        try:
-            return self.tensors.get(self.prefix + name)
-        except KeyError:
-            raise ConvertError(f"{self.tensors.path}: missing tensor {name}") from None
-
     def read(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors under our names, one at a time."""
-        config = self.config
         if self.layout is None:
-            for name in sorted(self.tensors.names()):
+            for name in sorted(self.tensors.shapes):
                 yield name, self.tensors.get(name)
             return
-        unknown = self._unknown_names()
-        if unknown:
-            raise ConvertError(
-                f"{self.tensors.path}: unexpected tensor {unknown[0]} ({len(unknown)} in all): a variant not supported"
-            )
         try:
-            embed = self._get(self.layout.embed)
-            n_sinks = config.n_lane if self.kind == "official" else 0
-            check_shape(self.layout.embed, embed, (config.embedding_rows + n_sinks, config.d_model))
-            yield "embed.weight", embed[: config.embedding_rows]
-            if n_sinks:
-                yield "sinks", embed[config.embedding_rows :]
-            yield from self.layout.read(self._get, config)
-            if not config.tie_embeddings:
-                head = self._get(self.layout.head)
-                check_shape(self.layout.head, head, (config.vocab_size, config.d_model))
-                yield "lm_head.weight", head
-            elif self.prefix + self.layout.head in self.tensors.names():
-                self._check_tied(embed)
+            yield from self._read_as(self.layout)
         except ConvertError as failure:
-            message = str(failure)
-            raise (
-                failure if message.startswith(str(self.tensors.path)) else ConvertError(f"{self.tensors.path}: {message}")
-            ) from None
+            raise ConvertError(f"{self.tensors.path}: {str(failure).removeprefix(f'{self.tensors.path}: ')}") from None
 
-    def _check_tied(self, embed: Tensor) -> None:
-        """A tied head may be written out. Of another table, some readers would take it and some would not."""
-        assert self.layout is not None
-        if not torch.equal(self._get(self.layout.head).to(embed.dtype), embed):
-            switch = "weight_tying" if self.kind == "llada" else "tie_word_embeddings"
-            raise ConvertError(
-                f"{self.layout.head} is not the embedding, to which {CONFIG} ties it; "
-                f"set {switch} there to false, or leave the tensor out"
-            )
-
-    def _unknown_names(self) -> list[str]:
-        assert self.layout is not None
-        found = {name.removeprefix(self.prefix) for name in self.tensors.names()}
+    def _read_as(self, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+        config, names = self.config, {name.removeprefix(self.prefix) for name in self.tensors.shapes}
         # Rotary tables that older tools saved, GGUF's precomputed frequencies, and a tied head written out.
-        ignorable = {name for name in found if name.endswith(("rotary_emb.inv_freq", "rope_freqs.weight"))}
-        return sorted(found - ignorable - self.layout.all_names(self.config))
+        ignorable = {name for name in names if name.endswith(("rotary_emb.inv_freq", "rope_freqs.weight"))}
+        unknown = sorted(names - ignorable - layout.all_names(config))
+        if unknown:
+            raise ConvertError(f"unexpected tensor {unknown[0]} ({len(unknown)} in all): a variant not supported")
+
+        def get(name: str) -> Tensor:
+            if name not in names:
+                raise ConvertError(f"missing tensor {name}")
+            return self.tensors.get(self.prefix + name)
+
+        embed = get(layout.embed)
+        n_sinks = config.n_lane if self.kind == "official" else 0
+        check_shape(layout.embed, embed, (config.embedding_rows + n_sinks, config.d_model))
+        yield "embed.weight", embed[: config.embedding_rows]
+        if n_sinks:
+            yield "sinks", embed[config.embedding_rows :]
+        yield from layout.read(get, config)
+        if not config.tie_embeddings:
+            head = get(layout.head)
+            check_shape(layout.head, head, (config.vocab_size, config.d_model))
+            yield "lm_head.weight", head
+        elif layout.head in names and not torch.equal(get(layout.head).to(embed.dtype), embed):
+            # Of another table than the embedding, some readers would take it and some would not.
+            switch = "weight_tying" if self.kind == "llada" else "tie_word_embeddings"
+            cure = f"set {switch} there to false, or leave the tensor out"
+            raise ConvertError(f"{layout.head} is not the embedding, to which {CONFIG} ties it; {cure}")
 
 
 def open_source(path: str | Path, shape: Mapping[str, Any] | None = None) -> Source:
@@ -145,9 +131,9 @@ def _open_file(path: Path, shape: dict[str, Any]) -> Source:
     if start.startswith(GGUF_MARK):
         return _open_gguf(path)
     if start[:2] == b"PK" or start[:1] == b"\x80":
-        return _open_official(TorchFile(path), "torch file", shape)
+        return _open_official(open_torch(path), "torch file", shape)
     if start[8:9] == b"{" or path.suffix == ".safetensors":
-        return _open_official(SafetensorsFiles(path), "safetensors", shape)
+        return _open_official(open_safetensors(path), "safetensors", shape)
     raise ConvertError(f"{path}: not recognised; supported: {SUPPORTED}")
 
 
@@ -155,38 +141,28 @@ def _open_file(path: Path, shape: dict[str, Any]) -> Source:
 
 
 def _open_official(tensors: TensorFile, form: str, shape: dict[str, Any]) -> Source:
-    names = tensors.names()
-    prefix = next((wrapper for wrapper in _WRAPPERS if wrapper + layouts.OFFICIAL.embed in names), "")
-    embed, head, block = (
-        prefix + name for name in (layouts.OFFICIAL.embed, layouts.OFFICIAL.head, layouts.OFFICIAL.block.format(0))
-    )
-    if embed not in names or head not in names:
-        raise ConvertError(f"{tensors.path}: no official state dict: {embed} or {head} is missing; supported: {SUPPORTED}")
-    rows, width = tensors.shape(embed)
-    vocab = tensors.shape(head)[0]
-    n_layers = 1 + max((int(name.removeprefix(prefix).split(".")[2]) for name in names if ".h." in name), default=-1)
-    up = block + "mlp.swiglu.w1.weight"
-    if not n_layers or up not in names:
-        raise ConvertError(f"{tensors.path}: no official state dict: {up} is missing")
-    d_ff = tensors.shape(up)[0]
-    if rows - vocab not in (1, 2):
+    shapes, layout = tensors.shapes, layouts.OFFICIAL
+    prefix = next((wrapper for wrapper in _WRAPPERS if wrapper + layout.embed in shapes), "")
+    embed, head = prefix + layout.embed, prefix + layout.head
+    block = prefix + layout.block.format(0)
+    up = block + layout.parts["mlp.gate_up.weight"][0]
+    for name in (embed, head, up):
+        if name not in shapes:
+            raise ConvertError(f"{tensors.path}: no official state dict: {name} is missing; supported: {SUPPORTED}")
+    (rows, width), vocab, d_ff = shapes[embed], shapes[head][0], shapes[up][0]
+    n_layers = 1 + max(int(name.removeprefix(prefix).split(".")[2]) for name in shapes if ".h." in name)
+    n_sinks = rows - vocab - 1
+    if n_sinks not in (0, 1):
         raise ConvertError(
             f"{tensors.path}: {embed} has {rows} rows and {head} {vocab}: "
             f"expected one more ([MASK]: vanilla or gate) or two more ([MASK] and the sink)"
         )
-    fields = {
-        **_heads_of(tensors.path, n_layers, width, d_ff, shape),
-        "vocab_size": vocab,
-        "n_layers": n_layers,
-        "d_model": width,
-        "d_ff": d_ff,
-        "n_sinks": rows - vocab - 1,
-        "gate": "elementwise" if block + "attn.gate.weight" in names else "none",
-    }
-    variant = {(0, "none"): "vanilla", (1, "none"): "sink", (0, "elementwise"): "gate"}.get(
-        (fields["n_sinks"], fields["gate"]), "sink and gate"
-    )
-    return Source(tensors.path, "official", f"{variant}, {form}", _config(tensors.path, fields), tensors, layouts.OFFICIAL, prefix)
+    gate = "elementwise" if block + layout.parts["attention.gate.weight"][0] in shapes else "none"
+    heads = _heads_of(tensors.path, n_layers, width, d_ff, shape)
+    found = {"vocab_size": vocab, "n_layers": n_layers, "d_model": width, "d_ff": d_ff, "n_sinks": n_sinks, "gate": gate}
+    config = _config(tensors.path, {**heads, **found})
+    variant = " and ".join(["sink"] * n_sinks + ["gate"] * (gate != "none")) or "vanilla"
+    return Source(tensors.path, "official", f"{variant}, {form}", config, tensors, layout, prefix)
 
 
 def _heads_of(path: Path, n_layers: int, width: int, d_ff: int, shape: dict[str, Any]) -> dict[str, Any]:
@@ -220,7 +196,7 @@ def _open_directory(path: Path) -> Source:
     except (ValueError, AttributeError, OSError) as failure:
         raise ConvertError(f"{path / CONFIG}: not a JSON object: {failure}") from None
     if kind == MODEL_TYPE:
-        return Source(path, MODEL_TYPE, "own checkpoint", read_config(path), SafetensorsFiles(path), None)
+        return Source(path, MODEL_TYPE, "own checkpoint", read_config(path), open_safetensors(path), None)
     readers = {"qwen2": _qwen2_like, "llama": _qwen2_like, "dream": _qwen2_like, "llada": _llada}
     reader = readers.get(str(kind).lower())
     if reader is None:
@@ -233,11 +209,11 @@ def _open_directory(path: Path) -> Source:
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as failure:
         raise ConvertError(f"{path / CONFIG}: a value of the wrong kind: {failure}") from None
     layout = layouts.LLADA if family == "llada" else layouts.TRANSFORMERS
-    tensors = SafetensorsFiles(path)
+    tensors = open_safetensors(path)
     # A diffusion model in its parent's form says its [MASK].
     has_mask = family not in AR_KINDS or fields.get("mask_token_id") is not None
     notes: tuple[str, ...] = ()
-    if not config.tie_embeddings and layout.head not in tensors.names() and family in AR_KINDS:
+    if not config.tie_embeddings and layout.head not in tensors.shapes and family in AR_KINDS:
         config = config.replace(tie_embeddings=True)
         notes = (f"no {layout.head} among the weights: the head is tied to the embedding",)
     return Source(path, family, "transformers directory", config, tensors, layout, has_mask=has_mask, notes=notes)
@@ -263,74 +239,58 @@ def _qwen2_like(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str,
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
     if fields.get("head_dim") not in (None, width // heads):
         raise ConvertError(f"{path}: head_dim = {fields['head_dim']} is not supported, only hidden_size / heads = {width // heads}")
-    found = {
-        "vocab_size": fields["vocab_size"],
-        "n_layers": fields["num_hidden_layers"],
-        "n_heads": heads,
-        "n_kv_heads": fields.get("num_key_value_heads") or heads,
-        "d_model": width,
-        "d_ff": fields["intermediate_size"],
-        "context_length": fields["max_position_embeddings"],
-        "rope_base": float(rope.get("rope_theta") or fields.get("rope_theta") or 10000.0),
-        "norm_eps": fields["rms_norm_eps"],
-        "qkv_bias": family in ("qwen2", "dream"),
-        "tie_embeddings": bool(fields.get("tie_word_embeddings", False)),
-    }
-    # An AR parent's [MASK] is decided when it becomes a diffusion model; until then, a row it has keeps the table's size.
-    mask_id = fields["mask_token_id"] if family == "dream" else fields.get("mask_token_id") or 0
-    return {**found, "mask_id": mask_id, "shift_logits": bool(fields.get("shift_logits", family == "dream"))}
+    theirs = {"num_key_value_heads": heads, "rope_theta": 10000.0, "tie_word_embeddings": False, "shift_logits": family == "dream"}
+    if family in AR_KINDS:  # [MASK] is decided when it becomes a diffusion model; until then, a row it has keeps the table's size
+        theirs["mask_token_id"] = 0
+    theirs |= _given(fields) | _given({"rope_theta": rope.get("rope_theta")})
+    return _ours(layouts.TRANSFORMERS_FIELDS, theirs) | {"qkv_bias": family in ("qwen2", "dream")}
 
 
 def _llada(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    _refuse(
-        path, fields, block_type="llama", layer_norm_type="rms", rope=True, alibi=False, include_bias=False, activation_type="silu",
-        attention_layer_norm=False, scale_logits=False, input_emb_norm=False, bias_for_layer_norm=False,
-    )  # fmt: skip
-    return {
-        "vocab_size": fields.get("embedding_size") or fields["vocab_size"],
-        "mask_id": fields["mask_token_id"],
-        "n_layers": fields["n_layers"],
-        "n_heads": fields["n_heads"],
-        "n_kv_heads": fields.get("n_kv_heads") or fields["n_heads"],
-        "d_model": fields["d_model"],
-        "d_ff": fields.get("mlp_hidden_size") or fields["mlp_ratio"] * fields["d_model"],
-        "context_length": fields["max_sequence_length"],
-        "rope_base": float(fields["rope_theta"]),
-        "norm_eps": float(fields.get("rms_norm_eps", 1e-5)),
-        "qkv_bias": bool(fields.get("include_qkv_bias") or False),
-        "tie_embeddings": bool(fields.get("weight_tying", True)),
-    }
+    off = ("attention_layer_norm", "scale_logits", "input_emb_norm", "bias_for_layer_norm")
+    _refuse(path, fields, **layouts.LLADA_SWITCHES, **dict.fromkeys(off, False))
+    theirs = {"n_kv_heads": fields["n_heads"], "rms_norm_eps": 1e-5, "include_qkv_bias": False, "weight_tying": True}
+    theirs |= {"embedding_size": fields["vocab_size"], "mlp_hidden_size": fields.get("mlp_ratio", 0) * fields["d_model"]}
+    return _ours(layouts.LLADA_FIELDS, theirs | _given(fields))
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _ours(names: Mapping[str, str], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    return {ours: theirs[name] for ours, name in names.items()}
 
 
 # -- GGUF ---------------------------------------------------------------------------------------------------------------------
 
 
 def _open_gguf(path: Path) -> Source:
-    file = GGUFFile(path)
-    family = file.field("general.architecture")
+    file = open_gguf(path)
+    family = file.facts.get("general.architecture")
     if family not in AR_KINDS:
         raise ConvertError(f"{path}: GGUF architecture {family!r} is not supported, only {' and '.join(AR_KINDS)}")
 
     def fact(name: str, default: Any = None) -> Any:
-        value = file.field(f"{family}.{name}", default)
+        value = file.facts.get(f"{family}.{name}", default)
         if value is None:
             raise ConvertError(f"{path}: no {family}.{name}")
         return value
 
-    if file.field(f"{family}.rope.scaling.type", "none") != "none":
+    if fact("rope.scaling.type", "none") != "none":
         raise ConvertError(f"{path}: rotary scaling is not supported")
-    names = file.names()
-    if layouts.GGUF_LLAMA.embed not in names:
-        raise ConvertError(f"{path}: missing tensor {layouts.GGUF_LLAMA.embed}")
+    layout = layouts.GGUF_LLAMA if family == "llama" else layouts.GGUF_QWEN2
+    if layout.embed not in file.shapes:
+        raise ConvertError(f"{path}: missing tensor {layout.embed}")
     # Llama 3.1 and later keep their scaling in this tensor alone.
-    if "rope_freqs.weight" in names and not bool((file.get("rope_freqs.weight") == 1).all()):
+    if "rope_freqs.weight" in file.shapes and not bool((file.get("rope_freqs.weight") == 1).all()):
         raise ConvertError(f"{path}: rotary scaling is not supported (rope_freqs.weight is not all ones)")
     heads = int(fact("attention.head_count"))
     width = int(fact("embedding_length")) // heads
     if int(fact("rope.dimension_count", width)) != width:
         raise ConvertError(f"{path}: partial rotary ({fact('rope.dimension_count')} of {width}) is not supported")
     fields = {
-        "vocab_size": file.shape(layouts.GGUF_LLAMA.embed)[0],
+        "vocab_size": file.shapes[layout.embed][0],
         "mask_id": 0,
         "n_layers": int(fact("block_count")),
         "n_heads": heads,
@@ -341,8 +301,7 @@ def _open_gguf(path: Path) -> Source:
         "rope_base": float(fact("rope.freq_base", 10000.0)),
         # Stored as float32: 1e-5 comes back as 9.999999747e-06.
         "norm_eps": float(f"{float(fact('attention.layer_norm_rms_epsilon')):.6g}"),
-        "qkv_bias": "blk.0.attn_q.bias" in names,
-        "tie_embeddings": layouts.GGUF_LLAMA.head not in names,
+        "qkv_bias": "blk.0.attn_q.bias" in file.shapes,
+        "tie_embeddings": layout.head not in file.shapes,
     }
-    layout = layouts.GGUF_LLAMA if family == "llama" else layouts.GGUF_QWEN2
     return Source(path, family, "GGUF", _config(path, fields), file, layout, has_mask=False)

@@ -8,7 +8,6 @@ from typing import Any
 from sinkdlm.checkpoint.tokenizer import hushed
 from sinkdlm.errors import ConvertError
 from sinkdlm.interop.sources import GGUF_MARK, Source, model_in, open_source
-from sinkdlm.interop.tensors import GGUFFile
 
 EXPECTED = "give a tokenizer.json, a SentencePiece .model, a GGUF file, or a checkpoint or folder with one"
 _PROBES = ("Hello world", "The capital of France is Paris.", "x = 12 + 34")
@@ -16,10 +15,10 @@ _PROBES = ("Hello world", "The capital of France is Paris.", "x = 12 + 34")
 
 def tokenizer_of(source: Source) -> Any:
     """The tokenizer stored with a source, or None."""
-    if isinstance(source.tensors, GGUFFile):
+    if source.form == "GGUF":
         from transformers import AutoTokenizer
 
-        if source.tensors.field("tokenizer.ggml.model") is None:
+        if source.tensors.facts.get("tokenizer.ggml.model") is None:
             return None
         return _guarded(source.path, lambda: AutoTokenizer.from_pretrained(source.path.parent, gguf_file=source.path.name))
     return read_folder(source.path) if source.path.is_dir() else None

@@ -1,6 +1,6 @@
-"""How likely a denoiser finds a text, with error bars: log p(target | prefix), whole documents, greedy prediction.
+"""Likelihood estimators: log p(target | prefix) with error bars, whole documents, greedy prediction.
 
-Owns the estimators: which looks at a row make up its number. mask_draws.py has the draws, scoring.py the forwards, estimates.py the
+Owns which queries of a row make up its number. mask_draws.py has the draws, scoring.py the forwards, estimates.py the
 statistics, ranking.py when to stop. Takes any callable that maps tokens (B, T) to logits (B, T, V); knows no model, tokenizer or
 file. Noise is keyed by (seed, group, set, draw, target token), so a row draws the same masks alone and in any batch, on any rank.
 
@@ -21,7 +21,7 @@ from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.likelihood.estimates import MIN_SETS, Estimates
 from sinkdlm.likelihood.mask_draws import MONTE_CARLO, content_key, draw_masks, noise_keys
 from sinkdlm.likelihood.ranking import Adaptive, expected_loss, is_settled, plan_looks
-from sinkdlm.likelihood.scoring import Look, Row, Rows, Scorer, read_rows
+from sinkdlm.likelihood.scoring import Device, Query, Row, Rows, Scorer, read_rows
 from sinkdlm.sampling.batch import Denoise, DenoiserAdapter
 from sinkdlm.sampling.loop import step
 from sinkdlm.sampling.requests import Request, start
@@ -49,7 +49,7 @@ def log_likelihood(
     adaptive: Adaptive | None = None,
     shift: bool = False,
     budget: int = _BUDGET,
-    device: torch.device | str | None = None,
+    device: Device = None,
 ) -> Estimates:
     """log p(scored tokens | the others) of each row of tokens (N, T), or of a list of rows of different lengths.
 
@@ -65,13 +65,24 @@ def log_likelihood(
     """
     rows = read_rows(tokens, scored, mask_id)
     sets = sets or (ADAPTIVE_SETS if adaptive else MIN_SETS)
-    _check(rows, estimator, draws, sets, guidance, groups, adaptive, budget)
-    if device is None and isinstance(tokens, Tensor):
-        device = tokens.device
     causal = estimator == "causal"
-    scorer = Scorer(
-        DenoiserAdapter.of(denoiser), mask_id=mask_id, guidance=guidance, budget=budget, shift=shift or causal, device=device
-    )
+    scorer = Scorer(denoiser, mask_id, guidance, budget, shift or causal, _home(device, tokens))
+    if not rows:
+        raise LikelihoodError("tokens: there is no row to score")
+    if estimator not in ESTIMATORS:
+        raise LikelihoodError(f"estimator = {estimator!r}: allowed: {', '.join(ESTIMATORS)}")
+    if sets < MIN_SETS:
+        raise LikelihoodError(f"sets = {sets}: a standard error needs at least {MIN_SETS} independent draw sets")
+    if estimator in MONTE_CARLO and draws < sets:
+        raise LikelihoodError(f"draws = {draws}: at least one for each of the {sets} draw sets")
+    if groups is not None and len(groups) != len(rows):
+        raise LikelihoodError(f"groups has {len(groups)} numbers: one for each of the {len(rows)} rows")
+    if adaptive is not None:
+        adaptive.check(len(rows))
+        if groups is None or estimator != "exact_k":  # no test holds where the variance is unbounded
+            raise LikelihoodError("adaptive: needs groups= (which rows make up a question) and estimator = 'exact_k'")
+    if causal:
+        _check_causal(rows, guidance)
     if estimator not in MONTE_CARLO:
         return _add_up(scorer, rows, causal)
     numbers = _default_groups(rows) if groups is None else list(groups)
@@ -83,36 +94,9 @@ def log_likelihood(
     return sampled.result(sets)
 
 
-def _check(
-    rows: list[Row],
-    estimator: str,
-    draws: int,
-    sets: int,
-    guidance: float,
-    groups: Sequence[int] | None,
-    adaptive: Adaptive | None,
-    budget: int,
-) -> None:
-    if not rows:
-        raise LikelihoodError("tokens: there is no row to score")
-    if estimator not in ESTIMATORS:
-        raise LikelihoodError(f"estimator = {estimator!r}: allowed: {', '.join(ESTIMATORS)}")
-    if sets < MIN_SETS:
-        raise LikelihoodError(f"sets = {sets}: a standard error needs at least {MIN_SETS} independent draw sets")
-    if estimator in MONTE_CARLO and draws < sets:
-        raise LikelihoodError(f"draws = {draws}: at least one for each of the {sets} draw sets")
-    if not (math.isfinite(guidance) and guidance >= -1):
-        raise LikelihoodError(f"guidance = {guidance}: allowed is -1 or more")
-    if budget < 1:
-        raise LikelihoodError(f"budget = {budget}: tokens in a forward, at least 1")
-    if groups is not None and len(groups) != len(rows):
-        raise LikelihoodError(f"groups has {len(groups)} numbers: one for each of the {len(rows)} rows")
-    if adaptive is not None:
-        adaptive.check(len(rows))
-        if groups is None or estimator != "exact_k":  # no test holds where the variance is unbounded
-            raise LikelihoodError("adaptive: needs groups= (which rows make up a question) and estimator = 'exact_k'")
-    if estimator == "causal":
-        _check_causal(rows, guidance)
+def _home(device: Device, tokens: Rows) -> Device:
+    """Where forwards run: as asked, else where the tokens are, else None for where the denoiser is."""
+    return tokens.device if device is None and isinstance(tokens, Tensor) else device
 
 
 def _check_causal(rows: list[Row], guidance: float) -> None:
@@ -132,20 +116,20 @@ def _default_groups(rows: list[Row]) -> list[int]:
 
 
 def _add_up(scorer: Scorer, rows: list[Row], causal: bool) -> Estimates:
-    """Chain rule: target token i is read with tokens i.. masked. An AR model reads them all in one look, with none masked."""
-    looks = [look for row in rows for look in (_causal_looks(row) if causal else _chain_looks(row))]
+    """Chain rule: target token i is read with tokens i.. masked. An AR model reads them all in one query, with none masked."""
+    queries = [query for row in rows for query in ([_causal_query(row)] if causal else _chain_queries(row))]
     counts = [1 if causal else len(row.targets) for row in rows]
-    parts = np.split(scorer.sums(looks), np.cumsum(counts)[:-1])
+    parts = np.split(scorer.sums(queries), np.cumsum(counts)[:-1])
     kind = "score" if scorer.guidance else "likelihood"
     return Estimates.of([[part.sum()] for part in parts], counts, counts, counts, kind)
 
 
-def _chain_looks(row: Row) -> list[Look]:
-    return [Look(row, row.targets[i:], row.targets[i : i + 1]) for i in range(len(row.targets))]
+def _chain_queries(row: Row) -> list[Query]:
+    return [Query(row, row.targets[i:], row.targets[i : i + 1]) for i in range(len(row.targets))]
 
 
-def _causal_looks(row: Row) -> list[Look]:
-    return [Look(row, row.targets[:0], row.targets)]
+def _causal_query(row: Row) -> Query:
+    return Query(row, row.targets[:0], row.targets)
 
 
 # -- Monte Carlo ----------------------------------------------------------------------------------------------------------------
@@ -162,16 +146,16 @@ class _Sampled:
 
     def extend(self, active: Sequence[int], sets: range) -> None:
         """Adds sets to some rows."""
-        drawn, looks, homes = [], [], []
+        drawn, queries, homes = [], [], []
         for i, masked, weight in self._draw(active, sets):
             names = [bits.tobytes() for bits in np.packbits(masked, axis=1)]
             drawn.append((i, names, weight))
             for name, chosen in dict(zip(names, masked, strict=True)).items():
                 if name not in self.known[i]:
-                    places = self.rows[i].targets[chosen]
-                    looks.append(Look(self.rows[i], places, places))
+                    positions = self.rows[i].targets[chosen]
+                    queries.append(Query(self.rows[i], positions, positions))
                     homes.append((i, name))
-        for (i, name), value in zip(homes, self.scorer.sums(looks), strict=True):
+        for (i, name), value in zip(homes, self.scorer.sums(queries), strict=True):
             self.known[i][name] = float(value)
         for i, names, weight in drawn:
             values = weight * np.array([self.known[i][name] for name in names])
@@ -333,23 +317,19 @@ def is_greedy(
     shift: bool = False,
     causal: bool = False,
     budget: int = _BUDGET,
-    device: torch.device | str | None = None,
+    device: Device = None,
 ) -> list[bool]:
     """Whether the target is what the denoiser itself writes: one token a step, the most confident first, the likeliest each time.
 
     A row is done with as soon as it has written anything else.
     causal: the denoiser is an AR model, which writes from left to right: one forward tells.
     """
-    rows = read_rows(tokens, scored, mask_id)
+    rows, home = read_rows(tokens, scored, mask_id), _home(device, tokens)
     if causal:
         _check_causal(rows, guidance)
-        home = tokens.device if device is None and isinstance(tokens, Tensor) else device
-        scorer = Scorer(DenoiserAdapter.of(denoiser), mask_id=mask_id, guidance=0.0, budget=budget, shift=True, device=home)
-        hits = scorer.hits([look for row in rows for look in _causal_looks(row)])
+        hits = Scorer(denoiser, mask_id, guidance, budget, True, home).hits([_causal_query(row) for row in rows])
         return [int(n) == len(row.targets) for n, row in zip(hits, rows, strict=True)]
-    policy = policy_of("llada", guidance=guidance, shift=shift)
-    device = device or (tokens.device if isinstance(tokens, Tensor) else getattr(denoiser, "device", None))
-    access = DenoiserAdapter.of(denoiser)
+    policy, adapter = policy_of("llada", guidance=guidance, shift=shift), DenoiserAdapter.of(denoiser)
     found = [True] * len(rows)
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
     while order:
@@ -359,10 +339,10 @@ def is_greedy(
         active = list(zip(batch, states, strict=True))
         while active:
             with many_shapes:
-                step([state for _, state in active], access, device=device)
-            homes = {id(state.home): state.home.tokens.cpu().numpy() for _, state in active}
+                step([state for _, state in active], adapter, device=home or getattr(denoiser, "device", None))
+            tokens_of = {state.batch: state.batch.tokens.cpu().numpy() for _, state in active}
             for i, state in active:
-                written = homes[id(state.home)][state.row, : state.length]
+                written = tokens_of[state.batch][state.row, : state.length]
                 found[i] = bool(((written == rows[i].tokens) | (written == mask_id)).all())
             active = [(i, state) for i, state in active if found[i] and not state.done]
     return found

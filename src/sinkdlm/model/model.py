@@ -238,7 +238,8 @@ class DiffusionLM(nn.Module):
         shifted = config.shift_logits and not causal
         if select is not None:
             ctx, source = ctx.select(select, tokens.shape[1], n_registers, shifted=shifted)
-            return self.runner(self, x, ctx, source).unflatten(0, select.shape)
+            states = self.runner(self, x, ctx, source)
+            return states if select.ndim == 1 else states.unflatten(0, select.shape)  # FSDP warns of a view
         x = self.runner(self, x, ctx, None)[:, n_registers:]
         return ctx.shift(x) if shifted else x
 

@@ -142,13 +142,16 @@ class Layout(NamedTuple):
         return "replicate" if self.shards == 1 else "shard" if self.copies == 1 else "hybrid"
 
     @property
+    def ranks(self) -> int:
+        return self.copies * self.shards
+
+    @property
     def text(self) -> str:
-        ranks = self.copies * self.shards
-        if ranks == 1:
+        if self.ranks == 1:
             return "one process"
-        if self.name == "hybrid":
-            return f"{ranks} ranks, {self.copies} copies sharded over {self.shards} ranks each"
-        return f"{ranks} ranks, " + ("a copy on each" if self.shards == 1 else "sharded")
+        hybrid = f"{self.copies} copies sharded over {self.shards} ranks each"
+        held = {"replicate": "a copy on each", "shard": "sharded", "hybrid": hybrid}[self.name]
+        return f"{self.ranks} ranks, {held}"
 
 
 def choose_layout(section: ParallelSection, ranks: int, node_ranks: int, state: int, memory: int | None) -> Layout:
@@ -198,9 +201,15 @@ def training_memory(
     weight = 8 if train.precision == "float64" else 4
     unit = _BYTES[train.precision]
     tokens = micro_batch * recipe.data.length
-    part = -(-config.count_parameters().total // layout.shards) * weight
+    count, alone = config.count_parameters(), layout.ranks == 1
+    part = -(-count.total // layout.shards) * weight
     kept = kept_by_block(config, unit, train.compile != "none" if compiled is None else compiled, train.residual)
     logits = min(head_chunk(config.vocab_size), tokens) * config.vocab_size * (4 + unit)
+    # Alone, autocast keeps every block's weights in its own precision for the backward, unless the backward casts them again.
+    # Sharded, the root is gathered whole; on their way are two gathered blocks and a third's buffer, one's gradient and its sum.
+    cast = unit * count.non_embedding if unit < weight and train.recompute == "none" else 0
+    gathered = weight * (count.embedding + count.head) if layout.shards > 1 else 0
+    travelling = 0 if alone else count.non_embedding // config.n_layers * (4 * unit + weight)
     # With recomputation the backward first makes what the block would have kept.
     again = tokens * (kept["none"] - kept[train.recompute])
     return Memory(
@@ -208,10 +217,10 @@ def training_memory(
         gradients=part,
         optimizer=2 * part,
         ema=part if train.ema is not None else 0,
-        copies=_copies(recipe, layout, weight, unit),
+        copies=cast if alone else gathered,
         activations=tokens * config.n_layers * kept[train.recompute],
         head=logits + head_parameters(config) * (4 + unit) + 2 * tokens * config.d_model * 4,
-        backward=again + tokens * unit * (config.d_ff + 3 * config.d_model) + _travelling(config, layout, weight, unit),
+        backward=again + tokens * unit * (config.d_ff + 3 * config.d_model) + travelling,
         accumulates=accumulates,
     )
 
@@ -230,22 +239,6 @@ def kept_by_block(config: ModelConfig, unit: int, compiled: bool, residual: str 
     if not compiled:
         every += unit * (2 * ff + kv) + (wide * d if unit < wide else 0)
     return {"none": every, "selective": wide * d + unit * (4 * d + 2 * kv + 2 * ff + gate), "full": wide * d}
-
-
-def _copies(recipe: Recipe, layout: Layout, weight: int, unit: int) -> int:
-    """Alone, autocast keeps every block's weights in its own precision for the backward, unless the backward casts them again.
-    Sharded, the root is gathered whole."""
-    count = recipe.model.count_parameters()
-    if layout.copies * layout.shards == 1:
-        return unit * count.non_embedding if unit < weight and recipe.train.recompute == "none" else 0
-    return weight * (count.embedding + count.head) if layout.shards > 1 else 0
-
-
-def _travelling(config: ModelConfig, layout: Layout, weight: int, unit: int) -> int:
-    """Two gathered blocks and the buffer of a third, one's gradient and its sum over ranks."""
-    if layout.copies * layout.shards == 1:
-        return 0
-    return config.count_parameters().non_embedding // config.n_layers * (4 * unit + weight)
 
 
 def fitting_micro_batch(

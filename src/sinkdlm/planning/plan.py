@@ -107,29 +107,20 @@ class Plan:
 
     def to_dict(self, price: float | None = None) -> dict[str, Any]:
         count, gpu_hours = self.recipe.model.count_parameters(), self.gpu_hours
+        same = ("flops_per_token", "steps", "tokens", "forwards", "fits", "tokens_per_second", "mfu", "hours", "gpu_hours")
         return {
+            **{name: getattr(self, name) for name in (*same, "checkpoint_bytes", "state_bytes")},
             "recipe": self.name,
             "device": self.machine.device,
             "gpus": self.machine.ranks,
             "parameters": {**count._asdict(), "total": count.total},
-            "flops_per_token": self.flops_per_token,
             "flops": None if self.tokens is None else self.flops_per_token * self.tokens,
-            "steps": self.steps,
-            "tokens": self.tokens,
             "layout": {"mode": self.layout.name, **self.layout._asdict()},
             "micro_batch": self.rows,
-            "forwards": self.forwards,
             "memory": {**self.memory._asdict(), "peak": self.memory.total, "device": self.machine.capacity},
-            "fits": self.fits,
             "change": changes_that_fit(self),
-            "tokens_per_second": self.tokens_per_second,
             "rate": self.source,
-            "mfu": self.mfu,
-            "hours": self.hours,
-            "gpu_hours": gpu_hours,
             "cost": None if price is None or gpu_hours is None else price * gpu_hours,
-            "checkpoint_bytes": self.checkpoint_bytes,
-            "state_bytes": self.state_bytes,
         }
 
 
@@ -261,7 +252,8 @@ def describe(plan: Plan, price: float | None = None) -> str:
         f"FLOPs       {_big(plan.flops_per_token)} a token{flops}",
         f"memory      {_bytes(memory.total)}{room}",
         f"            {', '.join(parts)}",
-        f"            {plan.rows} rows of {length} a forward, {plan.forwards} a step; {plan.layout.text}; recompute {train.recompute}",
+        f"            {plan.rows} rows of {length} a forward, {plan.forwards} a step; {plan.layout.text}; "
+        f"recompute {train.recompute}",
     ]
     if not plan.fits:
         enough = changes_that_fit(plan) or ["nothing that was tried is enough: a device with more memory, or a smaller model"]
@@ -300,11 +292,8 @@ def _bytes(size: float) -> str:
 
 def describe_all(plans: list[Plan], price: float | None = None) -> str:
     """A table, and what its rates come from."""
-    head = ["recipe", "GPUs", "parameters", "tokens", "GB each", "rows a forward", "tokens/s", "hours", "GPU-hours"]
-    table = [head + (["cost"] if price is not None else [])]
+    table = [["recipe", "GPUs", "parameters", "tokens", "GB each", "rows a forward", "tokens/s", "hours", "GPU-hours", "cost"]]
     for plan in plans:
-        gpu_hours = plan.gpu_hours
-        rate, hours = plan.tokens_per_second, plan.hours
         row = [
             plan.name,
             plan.machine.text,
@@ -312,16 +301,15 @@ def describe_all(plans: list[Plan], price: float | None = None) -> str:
             "?" if plan.tokens is None else f"{plan.tokens / 1e9:.2f}G",
             f"{plan.memory.total / 1e9:.1f}" + ("" if plan.fits else " (too much)"),
             str(plan.rows),
-            "?" if rate is None else f"{rate:,.0f}",
-            "?" if hours is None else f"{hours:,.1f}",
-            "?" if gpu_hours is None else f"{gpu_hours:,.0f}",
         ]
-        table.append(row + ([] if price is None else ["?" if gpu_hours is None else f"{price * gpu_hours:,.0f}"]))
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
-        for row in table
-    ]
+        cost = None if plan.gpu_hours is None else (price or 0) * plan.gpu_hours
+        numbers = ((plan.tokens_per_second, 0), (plan.hours, 1), (plan.gpu_hours, 0), (cost, 0))
+        table.append(row + ["?" if value is None else f"{value:,.{digits}f}" for value, digits in numbers])
+    columns = list(zip(*table, strict=True))[: None if price is not None else -1]
+    widths = [max(map(len, column)) for column in columns]
+    padded = [[cell.rjust(width) for cell in column] for column, width in zip(columns, widths, strict=True)]
+    padded[0] = [cell.ljust(widths[0]) for cell in columns[0]]
+    lines = map("  ".join, zip(*padded, strict=True))
     return "\n".join([*lines, *dict.fromkeys(f"rates: {plan.source}" for plan in plans)])
 
 

@@ -28,7 +28,7 @@ _ROUNDING_BYTES = 12
 class Constants(NamedTuple):
     """What is fitted."""
 
-    products: float  # share of the peak
+    matmuls: float  # share of the peak
     attention: float  # share of the peak, by the FLOPs of planning.py
     passes: float  # over what a block keeps for its backward, forward and backward together
     logit: float  # bytes of traffic for each logit
@@ -41,7 +41,7 @@ class Constants(NamedTuple):
 class Seconds(NamedTuple):
     """Of one step on one rank."""
 
-    products: float
+    matmuls: float
     attention: float
     elementwise: float
     head: float
@@ -86,7 +86,7 @@ def step_seconds(
     forward = 1 / 3  # of both; recomputation makes it again: full all of it, selective what is neither product nor attention
     again = forward if recipe.train.recompute == "full" else 0.0
     rewritten = forward if recipe.train.recompute != "none" else 0.0
-    products = 6 * tokens * count.non_embedding
+    matmuls = 6 * tokens * count.non_embedding
     attention = 12 * tokens * config.n_layers * config.d_model * length
     kept = kept_by_block(config, 2, compiled=True, residual=recipe.train.residual)["none"]
     traffic = fit.passes * tokens * config.n_layers * kept * (1 + rewritten)
@@ -95,7 +95,7 @@ def step_seconds(
     scored = _SCORED * tokens
     captured = layout == Layout() and recipe.train.graphs != "off"  # where the host would be the slow one
     return Seconds(
-        products=products * (1 + again) / (fit.products * chip.flops),
+        matmuls=matmuls * (1 + again) / (fit.matmuls * chip.flops),
         attention=attention * (1 + again) / (fit.attention * chip.flops),
         elementwise=(traffic + joined + rounded) / chip.bandwidth,
         head=head_seconds(scored, config.d_model, config.vocab_size, chip, fit),
@@ -108,7 +108,7 @@ def step_seconds(
 
 def head_seconds(scored: float, width: int, vocab: int, chip: Chip, constants: Constants) -> float:
     """Of so many positions, forward and backward."""
-    return scored * vocab * (6 * width / (constants.products * chip.flops) + constants.logit / chip.bandwidth)
+    return scored * vocab * (6 * width / (constants.matmuls * chip.flops) + constants.logit / chip.bandwidth)
 
 
 def exchange_seconds(recipe: Recipe, forwards: int, chip: Chip, layout: Layout) -> float:
@@ -121,7 +121,7 @@ def exchange_seconds(recipe: Recipe, forwards: int, chip: Chip, layout: Layout) 
         seconds += forwards * share * (gathered + 4 * count.total) / _link(chip, layout.shards)
     if layout.copies > 1:
         part = 4 * count.total / layout.shards
-        seconds += 2 * (layout.copies - 1) / layout.copies * part / _link(chip, layout.copies * layout.shards)
+        seconds += 2 * (layout.copies - 1) / layout.copies * part / _link(chip, layout.ranks)
     return seconds
 
 

@@ -5,14 +5,13 @@ holds, does not hold, cannot be told at this scale; or there are too few seeds t
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from sinkdlm.reproduce.matrix import ADAPT, LABELS, SCRATCH, SFT
-from sinkdlm.reproduce.results import RUN, Outcome, Record
-from sinkdlm.reproduce.statistics import Equivalence, Paired, Spread, equivalence, over_seeds, pair_items
+from sinkdlm.reproduce.matrix import LABELS
+from sinkdlm.reproduce.results import RUN, RunResult
+from sinkdlm.reproduce.statistics import ALPHA, Paired, Spread, over_seeds, pair_items
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told at this scale"
 FEW = "too few seeds so far"
@@ -29,12 +28,79 @@ OUTCOMES = {
 }
 LOWER, SAME, BELOW, ABOVE = "lower", "same", "below", "above"
 
+# Target -> name: (group, what must be true of its variants and on which outcome, by default the primary ones; the claim in words).
+_TESTS = {
+    "table1": {
+        "sink-helps": ("adapt sink < vanilla", "A sink improves an adapted DLM"),
+        "gate-helps": ("adapt gate < vanilla", "Gated attention improves an adapted DLM (0.5B in the paper)"),
+        "sink-beats-gate": ("adapt sink < gate", "The sink improves it more than gated attention"),
+        "sink-beats-kept-gate": (
+            "adapt sink < gate-keep",
+            "The sink improves it more than a gate that starts open and keeps the parent's function",
+        ),
+    },
+    "table2": {
+        "scratch-sink-helps": ("scratch sink < vanilla", "A sink improves a DLM trained from scratch"),
+        "scratch-gate-helps": ("scratch gate < vanilla", "Gated attention improves a DLM from scratch"),
+        "scratch-sink-beats-gate": ("scratch sink < gate", "The sink improves it more than gated attention"),
+    },
+    "table3": {
+        "end-helps": ("adapt sink-end < vanilla", "A sink at the end improves the DLM too"),
+        "position": ("adapt sink-end = sink", "Front or end makes no difference"),
+    },
+    "table4": {
+        "one-enough-2": ("adapt sinks-2 = sink", "One sink is enough: two are no different"),
+        "one-enough-4": ("adapt sinks-4 = sink", "One sink is enough: four are no different"),
+    },
+    "table5": {
+        "zero-helps": ("adapt sink-zero < vanilla", "A sink whose value is zero improves the DLM too"),
+        "value": ("adapt sink-zero = sink", "A zero value is no different from a learned one"),
+    },
+    "controls": {
+        "beats-register": ("adapt sink < register", "The isolated sink is better than a register token"),
+        "beats-logit": ("adapt sink < logit", "The isolated sink is better than a sink logit, which has no value"),
+        "beats-first": ("adapt sink < first", "The isolated sink is better than an always visible first token"),
+        "beats-at-its-rate": ("adapt sink < vanilla-sink-rate", "A sink is better than none at the sink's own learning rate"),
+        "beats-at-their-rate": ("adapt sink-dlm-rate < vanilla", "A sink is better than none at the DLM's own learning rate"),
+    },
+    "figure1": {
+        "moving": (
+            "adapt vanilla > 0.1 attention.turnover",
+            "Sinks of a DLM move: more than a tenth of them change from one step to the next",
+        ),
+        "low-norm": ("adapt vanilla < 1 attention.norm_ratio", "Its sink tokens have lower value norms than other tokens"),
+        "tamed": (f"adapt sink < vanilla {HEADS}", "With a sink fewer heads rest on tokens of the text"),
+    },
+    "figure3": {
+        "share": (
+            "adapt sink > 10 attention.middle_sink_times",
+            "In the middle layers the sink receives more than an even share of attention, ten times and more",
+        ),
+        "norm": (
+            "adapt sink < 1 attention.middle_norm_ratio",
+            "In the middle layers the sink's value norm is below that of other tokens",
+        ),
+        "norm-after": (
+            "sft sink < 1 attention.middle_norm_ratio",
+            "After fine-tuning, too, its value norm there is below that of other tokens",
+        ),
+        "share-after": (
+            "sft sink > 10 attention.middle_sink_times",
+            "After fine-tuning, too, it receives ten times an even share of attention there and more",
+        ),
+    },
+    "gsm8k": {
+        "gsm8k-sink-helps": (f"sft sink < vanilla {ANSWERS}", "A sink improves the fine-tuned DLM"),
+        "gsm8k-gate-helps": (f"sft gate < vanilla {ANSWERS}", "Gated attention improves it"),
+        "gsm8k-sink-beats-gate": (f"sft sink < gate {ANSWERS}", "The sink improves it more than gated attention"),
+    },
+}
+# Added after runs had been seen.
+_LATE = ("beats-at-its-rate", "beats-at-their-rate", "tamed", "share-after", "gsm8k-sink-beats-gate")
+
 
 class Claim(NamedTuple):
-    """LOWER: `variant` has lower values than `against`; SAME: within MARGIN of it; BELOW, ABOVE: a quantity against `bound`.
-
-    late: added after runs had been seen.
-    """
+    """LOWER: `variant` has lower values than `against`; SAME: within MARGIN of it; BELOW, ABOVE: a quantity against `bound`."""
 
     name: str
     target: str
@@ -42,153 +108,21 @@ class Claim(NamedTuple):
     kind: str
     group: str
     variant: str
-    against: str = ""
-    outcomes: Sequence[str] = PRIMARY
-    bound: float = 0.0
-    late: bool = False
+    against: str
+    bound: float
+    outcomes: tuple[str, ...]  # hashable: claims are keys
+    late: bool
+
+    @classmethod
+    def of(cls, target: str, name: str, test: str, text: str) -> "Claim":
+        group, variant, sign, other, *outcomes = test.split()
+        late, chosen = name in _LATE, tuple(outcomes) or PRIMARY
+        if other in LABELS:
+            return cls(name, target, text, SAME if sign == "=" else LOWER, group, variant, other, 0.0, chosen, late)
+        return cls(name, target, text, BELOW if sign == "<" else ABOVE, group, variant, "", float(other), chosen, late)
 
 
-CLAIMS = (
-    Claim("sink-helps", "table1", "A sink improves an adapted DLM", LOWER, ADAPT, "sink", "vanilla"),
-    Claim("gate-helps", "table1", "Gated attention improves an adapted DLM (0.5B in the paper)", LOWER, ADAPT, "gate", "vanilla"),
-    Claim("sink-beats-gate", "table1", "The sink improves it more than gated attention", LOWER, ADAPT, "sink", "gate"),
-    Claim(
-        "sink-beats-kept-gate",
-        "table1",
-        "The sink improves it more than a gate that starts open and keeps the parent's function",
-        LOWER,
-        ADAPT,
-        "sink",
-        "gate-keep",
-    ),
-    Claim("scratch-sink-helps", "table2", "A sink improves a DLM trained from scratch", LOWER, SCRATCH, "sink", "vanilla"),
-    Claim("scratch-gate-helps", "table2", "Gated attention improves a DLM from scratch", LOWER, SCRATCH, "gate", "vanilla"),
-    Claim("scratch-sink-beats-gate", "table2", "The sink improves it more than gated attention", LOWER, SCRATCH, "sink", "gate"),
-    Claim("end-helps", "table3", "A sink at the end improves the DLM too", LOWER, ADAPT, "sink-end", "vanilla"),
-    Claim("position", "table3", "Front or end makes no difference", SAME, ADAPT, "sink-end", "sink"),
-    Claim("one-enough-2", "table4", "One sink is enough: two are no different", SAME, ADAPT, "sinks-2", "sink"),
-    Claim("one-enough-4", "table4", "One sink is enough: four are no different", SAME, ADAPT, "sinks-4", "sink"),
-    Claim("zero-helps", "table5", "A sink whose value is zero improves the DLM too", LOWER, ADAPT, "sink-zero", "vanilla"),
-    Claim("value", "table5", "A zero value is no different from a learned one", SAME, ADAPT, "sink-zero", "sink"),
-    Claim("beats-register", "controls", "The isolated sink is better than a register token", LOWER, ADAPT, "sink", "register"),
-    Claim(
-        "beats-logit",
-        "controls",
-        "The isolated sink is better than a sink logit, which has no value",
-        LOWER,
-        ADAPT,
-        "sink",
-        "logit",
-    ),
-    Claim(
-        "beats-first", "controls", "The isolated sink is better than an always visible first token", LOWER, ADAPT, "sink", "first"
-    ),
-    Claim(
-        "beats-at-its-rate",
-        "controls",
-        "A sink is better than none at the sink's own learning rate",
-        LOWER,
-        ADAPT,
-        "sink",
-        "vanilla-sink-rate",
-        late=True,
-    ),
-    Claim(
-        "beats-at-their-rate",
-        "controls",
-        "A sink is better than none at the DLM's own learning rate",
-        LOWER,
-        ADAPT,
-        "sink-dlm-rate",
-        "vanilla",
-        late=True,
-    ),
-    Claim(
-        "moving",
-        "figure1",
-        "Sinks of a DLM move: more than a tenth of them change from one step to the next",
-        ABOVE,
-        ADAPT,
-        "vanilla",
-        outcomes=("attention.turnover",),
-        bound=0.1,
-    ),
-    Claim(
-        "low-norm",
-        "figure1",
-        "Its sink tokens have lower value norms than other tokens",
-        BELOW,
-        ADAPT,
-        "vanilla",
-        outcomes=("attention.norm_ratio",),
-        bound=1.0,
-    ),
-    Claim(
-        "tamed",
-        "figure1",
-        "With a sink fewer heads rest on tokens of the text",
-        LOWER,
-        ADAPT,
-        "sink",
-        "vanilla",
-        (HEADS,),
-        late=True,
-    ),
-    Claim(
-        "share",
-        "figure3",
-        "In the middle layers the sink receives more than an even share of attention, ten times and more",
-        ABOVE,
-        ADAPT,
-        "sink",
-        outcomes=("attention.middle_sink_times",),
-        bound=10.0,
-    ),
-    Claim(
-        "norm",
-        "figure3",
-        "In the middle layers the sink's value norm is below that of other tokens",
-        BELOW,
-        ADAPT,
-        "sink",
-        outcomes=("attention.middle_norm_ratio",),
-        bound=1.0,
-    ),
-    Claim(
-        "norm-after",
-        "figure3",
-        "After fine-tuning, too, its value norm there is below that of other tokens",
-        BELOW,
-        SFT,
-        "sink",
-        outcomes=("attention.middle_norm_ratio",),
-        bound=1.0,
-    ),
-    Claim(
-        "share-after",
-        "figure3",
-        "After fine-tuning, too, it receives ten times an even share of attention there and more",
-        ABOVE,
-        SFT,
-        "sink",
-        outcomes=("attention.middle_sink_times",),
-        bound=10.0,
-        late=True,
-    ),
-    Claim("gsm8k-sink-helps", "gsm8k", "A sink improves the fine-tuned DLM", LOWER, SFT, "sink", "vanilla", (ANSWERS,)),
-    Claim("gsm8k-gate-helps", "gsm8k", "Gated attention improves it", LOWER, SFT, "gate", "vanilla", (ANSWERS,)),
-    Claim(
-        "gsm8k-sink-beats-gate",
-        "gsm8k",
-        "The sink improves it more than gated attention",
-        LOWER,
-        SFT,
-        "sink",
-        "gate",
-        (ANSWERS,),
-        late=True,
-    ),
-)
+CLAIMS = tuple(Claim.of(target, name, *test) for target, tests in _TESTS.items() for name, test in tests.items())
 
 
 def outcome_name(outcome: str) -> str:
@@ -200,70 +134,59 @@ def outcome_name(outcome: str) -> str:
 
 
 class Difference(NamedTuple):
-    """Two variants on one outcome: within each seed, and over seeds."""
+    """Two variants on one outcome: within each seed, over seeds, and over seeds at the level of two one-sided tests."""
 
-    outcome: str
-    seeds: Mapping[int, Paired]
+    seeds: dict[int, Paired]
     spread: Spread
-    same: Equivalence
+    one_sided: Spread
 
 
-def runs_of(records: Mapping[str, Record], group: str, variant: str) -> dict[int, Record]:
+def runs_of(results: Mapping[str, RunResult], group: str, variant: str) -> dict[int, RunResult]:
     """By seed."""
-    found = (one for one in records.values() if (one.kind, one.group, one.variant) == (RUN, group, variant))
-    return {record.seed: record for record in sorted(found, key=lambda one: one.seed)}
+    found = [one for one in results.values() if (one.kind, one.group, one.variant) == (RUN, group, variant)]
+    return {one.seed: one for one in sorted(found, key=lambda one: one.seed)}
 
 
-def choice_tasks(record: Record) -> list[str]:
-    """Tasks whose questions have options; their right option's NLL is kept."""
-    tasks = [name.removesuffix(".acc") for name in record.outcomes if name.endswith(".acc")]
-    return sorted(task for task in tasks if f"{task}.nll" in record.outcomes)
+def _parts(run: RunResult, outcome: str) -> list[str]:
+    """What it is the mean of; the mean over choice tasks is over tasks with options, whose right option's NLL is kept."""
+    if outcome != CHOICES:
+        return [outcome] if outcome in run.outcomes else []
+    tasks = (name.removesuffix(".acc") for name in run.outcomes if name.endswith(".acc"))
+    return sorted(f"{task}.nll" for task in tasks if f"{task}.nll" in run.outcomes)
 
 
-def pair(one: Record, other: Record, outcome: str) -> Paired | None:
+def pair(one: RunResult, other: RunResult, outcome: str) -> Paired | None:
     """other - one; None where either has no such outcome."""
-    if outcome == CHOICES:
-        tasks = [task for task in choice_tasks(one) if task in choice_tasks(other)]
-        parts = [pair(one, other, f"{task}.nll") for task in tasks]
-        known = [part for part in parts if part is not None]
-        if not known:
-            return None
-        stderr = math.sqrt(math.fsum(part.stderr**2 for part in known)) / len(known)
-        return Paired(math.fsum(part.difference for part in known) / len(known), stderr, sum(part.n for part in known))
-    ours, theirs = one.outcomes.get(outcome), other.outcomes.get(outcome)
-    if ours is None or theirs is None:
+    theirs = _parts(other, outcome)
+    found = [_pair_part(one, other, name) for name in _parts(one, outcome) if name in theirs]
+    if not found:
         return None
-    return _pair_outcomes(ours, theirs, f"{one.name} and {other.name}: {outcome}")
+    differences, errors, counts = zip(*found, strict=True)
+    return Paired(fmean(differences), math.hypot(*errors) / len(found), sum(counts))
 
 
-def _pair_outcomes(ours: Outcome, theirs: Outcome, place: str) -> Paired:
+def _pair_part(one: RunResult, other: RunResult, name: str) -> Paired:
+    ours, theirs = one.outcomes[name], other.outcomes[name]
     if ours.items is None or theirs.items is None:
         return Paired(theirs.value - ours.value, math.nan, 1)
     if ours.units != theirs.units or len(ours.items) != len(theirs.items):
-        raise ValueError(f"{place}: scored on other items")
+        raise ValueError(f"{one.name} and {other.name}: {name}: scored on other items")
     return pair_items(ours.values, theirs.values, ours.units)
 
 
-def value_of(record: Record, outcome: str) -> float | None:
-    if outcome == CHOICES:
-        values = [record.outcomes[f"{task}.nll"].value for task in choice_tasks(record)]
-        return math.fsum(values) / len(values) if values else None
-    found = record.outcomes.get(outcome)
-    return None if found is None else found.value
-
-
-def compare(records: Mapping[str, Record], group: str, variant: str, against: str, outcome: str) -> Difference:
+def compare(results: Mapping[str, RunResult], group: str, variant: str, against: str, outcome: str) -> Difference:
     """variant - against, of the seeds that both have."""
-    ours, theirs = runs_of(records, group, variant), runs_of(records, group, against)
+    ours, theirs = runs_of(results, group, variant), runs_of(results, group, against)
     pairs = {seed: pair(theirs[seed], ours[seed], outcome) for seed in ours if seed in theirs}
     known = {seed: one for seed, one in pairs.items() if one is not None}
     values = [one.difference for one in known.values()]
-    return Difference(outcome, known, over_seeds(values), equivalence(values, MARGIN))
+    return Difference(known, over_seeds(values), over_seeds(values, 1 - 2 * ALPHA))
 
 
-def measured(records: Mapping[str, Record], group: str, variant: str, outcome: str) -> list[float]:
-    found = (value_of(record, outcome) for record in runs_of(records, group, variant).values())
-    return [value for value in found if value is not None]
+def measured(results: Mapping[str, RunResult], group: str, variant: str, outcome: str) -> list[float]:
+    """A value for each seed."""
+    runs = runs_of(results, group, variant).values()
+    return [fmean(run.outcomes[name].value for name in parts) for run in runs if (parts := _parts(run, outcome))]
 
 
 # -- verdicts ---------------------------------------------------------------------------------------------------------------------
@@ -281,39 +204,26 @@ class Judged(NamedTuple):
     within: Mapping[int, Paired] = {}
 
 
-def judge_lower(spread: Spread) -> str:
-    """Does not hold: the difference points the other way, or the whole interval is too close to none to matter."""
+def verdict_of(kind: str, spread: Spread, one_sided: Spread | None = None) -> str:
+    """one_sided: of the same values, for SAME. LOWER fails, too, where the whole interval is too close to none to matter."""
     if not spread.known:
         return FEW
-    if spread.high < 0:
-        return HOLDS
-    return FAILS if spread.low > 0 or max(abs(spread.low), abs(spread.high)) < MARGIN else OPEN
+    below, above = spread.high < 0, spread.low > 0
+    if kind == LOWER:
+        holds, fails = below, above or max(-spread.low, spread.high) < MARGIN
+    elif kind == SAME:
+        holds, fails = one_sided is not None and one_sided.within(MARGIN), spread.low > MARGIN or spread.high < -MARGIN
+    elif kind == BELOW:
+        holds, fails = below, spread.low >= 0
+    else:
+        holds, fails = above, spread.high <= 0
+    return HOLDS if holds else FAILS if fails else OPEN
 
 
-def judge_same(spread: Spread, same: Equivalence) -> str:
-    """Holds where two one-sided tests say so; does not where the interval lies wholly outside the margin."""
-    if not spread.known:
-        return FEW
-    if same.shown:
-        return HOLDS
-    return FAILS if spread.low > same.margin or spread.high < -same.margin else OPEN
-
-
-def judge_bound(spread: Spread, kind: str) -> str:
-    if not spread.known:
-        return FEW
-    if kind == BELOW:
-        return HOLDS if spread.high < 0 else FAILS if spread.low >= 0 else OPEN
-    return HOLDS if spread.low > 0 else FAILS if spread.high <= 0 else OPEN
-
-
-def judge(claim: Claim, records: Mapping[str, Record]) -> list[Judged]:
+def judge(claim: Claim, results: Mapping[str, RunResult]) -> list[Judged]:
     """A verdict on each of its outcomes, also on those that no run has yet: a part of them cannot speak for all. Where nothing was
     measured, the first one says so."""
-    judge_one: Callable[[Claim, Mapping[str, Record], str], Judged] = (
-        _judge_quantity if claim.kind in (BELOW, ABOVE) else _judge_difference
-    )
-    found = [judge_one(claim, records, outcome) for outcome in claim.outcomes]
+    found = [_judge(claim, results, outcome) for outcome in claim.outcomes]
     return found if any(one.spread.n for one in found) else found[:1]
 
 
@@ -323,44 +233,35 @@ def overall(judged: Sequence[Judged]) -> str:
     return next(one for one in (FAILS, FEW, OPEN, HOLDS) if one in verdicts)
 
 
-def _judge_difference(claim: Claim, records: Mapping[str, Record], outcome: str) -> Judged:
-    found = compare(records, claim.group, claim.variant, claim.against, outcome)
-    spread = found.spread
-    verdict = judge_same(spread, found.same) if claim.kind == SAME else judge_lower(spread)
-    subject = f"{LABELS[claim.variant]} \N{MINUS SIGN} {LABELS[claim.against]}, {OUTCOMES.get(outcome, outcome)}: "
+def _judge(claim: Claim, results: Mapping[str, RunResult], outcome: str) -> Judged:
+    label, seeds, one_sided = LABELS[claim.variant], dict[int, Paired](), None
+    if claim.against:
+        seeds, spread, one_sided = compare(results, claim.group, claim.variant, claim.against, outcome)
+        figures = write_interval(spread)
+        subject = f"{label} \N{MINUS SIGN} {LABELS[claim.against]}, {OUTCOMES.get(outcome, outcome)}"
+    else:
+        values = measured(results, claim.group, claim.variant, outcome)
+        spread = over_seeds([value - claim.bound for value in values])
+        figures, subject = write_interval(over_seeds(values), ""), f"{label}, {outcome_name(outcome)}"
+    verdict = verdict_of(claim.kind, spread, one_sided)
     if not spread.n:
-        return Judged(outcome, verdict, spread, subject + "not measured yet.")
-    text = subject + write_spread(spread)
-    if claim.kind == SAME and found.same.low == found.same.low:
-        inside = "inside" if found.same.shown else "not inside"
-        text += f"; 90 % interval [{found.same.low:+.4f}, {found.same.high:+.4f}] {inside} \N{PLUS-MINUS SIGN}{MARGIN}"
-    errors = [one.stderr for one in found.seeds.values() if not math.isnan(one.stderr)]
+        return Judged(outcome, verdict, spread, f"{subject}: not measured yet.")
+    text = f"{subject}: {figures} ({spread.n} seed{'s' if spread.n > 1 else ''})"
+    if not claim.against:
+        text, figures = (f"{told} against {claim.bound:g}" for told in (text, figures))
+    if claim.kind == SAME and one_sided is not None and spread.n > 1:
+        inside = "inside" if one_sided.within(MARGIN) else "not inside"
+        text += f"; 90 % interval [{one_sided.low:+.4f}, {one_sided.high:+.4f}] {inside} \N{PLUS-MINUS SIGN}{MARGIN}"
+    errors = [one.stderr for one in seeds.values() if not math.isnan(one.stderr)]
     if errors:
-        text += f"; standard error over a seed's items {math.fsum(errors) / len(errors):.4f}"
-    return Judged(outcome, verdict, spread, f"{text}. {verdict.capitalize()}.", write_interval(spread), found.seeds)
-
-
-def _judge_quantity(claim: Claim, records: Mapping[str, Record], outcome: str) -> Judged:
-    values = measured(records, claim.group, claim.variant, outcome)
-    spread = over_seeds([value - claim.bound for value in values])
-    verdict = judge_bound(spread, claim.kind)
-    subject = f"{LABELS[claim.variant]}, {outcome.removeprefix('attention.').replace('_', ' ')}: "
-    if not values:
-        return Judged(outcome, verdict, spread, subject + "not measured yet.")
-    own = over_seeds(values)
-    text = f"{subject}{write_spread(own, '')} against {claim.bound:g}. {verdict.capitalize()}."
-    return Judged(outcome, verdict, spread, text, f"{write_interval(own, '')} against {claim.bound:g}")
-
-
-def write_spread(spread: Spread, sign: str = "+") -> str:
-    return f"{write_interval(spread, sign)} ({spread.n} seed{'s' if spread.n > 1 else ''})" if spread.n else ""
+        text += f"; standard error over a seed's items {fmean(errors):.4f}"
+    return Judged(outcome, verdict, spread, f"{text}. {verdict.capitalize()}.", figures, seeds)
 
 
 def write_interval(spread: Spread, sign: str = "+") -> str:
-    if math.isnan(spread.low):
-        return f"{spread.mean:{sign}.4f}"
-    return f"{spread.mean:{sign}.4f} [{spread.low:{sign}.4f}, {spread.high:{sign}.4f}]"
+    mean = f"{spread.mean:{sign}.4f}"
+    return mean if math.isnan(spread.low) else f"{mean} [{spread.low:{sign}.4f}, {spread.high:{sign}.4f}]"
 
 
 def as_json(spread: Spread) -> dict[str, Any]:
-    return {name: value if isinstance(value, int) or np.isfinite(value) else None for name, value in spread._asdict().items()}
+    return {name: None if math.isnan(value) else value for name, value in spread._asdict().items()}

@@ -1,8 +1,8 @@
 """`sinkdlm reproduce`: which runs are missing, in which order they are made, when to stop, and what is written at the end.
 
-OUT/records/     a small JSON file for each run (--records names another place)
+OUT/records/     results, a small JSON file for each run (--records names another place)
 OUT/report.json, report.md, report.html
-OUT/data, parent, runs, parts    what the work needs; runs and parts go as their records come
+OUT/data, parent, runs, parts    what the work needs; runs and parts go as their results come
 OUT/settings.json                what is made here: --set, and marks of the data
 OUT/claims/      locks: several processes of the same command share the work, a run at a time each
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -21,36 +22,16 @@ from sinkdlm.checkpoint.durable import held
 from sinkdlm.errors import BusyError, ReproduceError
 from sinkdlm.evals.requests import Sheet
 from sinkdlm.reproduce.claims import ANSWERS, NELBO
-from sinkdlm.reproduce.inherited import measure_inherited
-from sinkdlm.reproduce.inputs import NO_PARENT, Given, Inputs, given_inputs
-from sinkdlm.reproduce.matrix import SCALES, SFT, Job, Scale, jobs_of, select, targets_of, trials_of
+from sinkdlm.reproduce.inputs import NO_PARENT, Inputs, given_inputs
+from sinkdlm.reproduce.matrix import SCALES, SFT, Job, jobs_of, select, targets_of, trials_of
 from sinkdlm.reproduce.nano import nano_inputs
 from sinkdlm.reproduce.parents import Load, Parents
 from sinkdlm.reproduce.report import write_report
-from sinkdlm.reproduce.results import RUN, TRIAL, Record, find_made, read_records, write_text
-from sinkdlm.reproduce.running import Bench, TimeUp, clear, recipe_of, run_job, stages_of, train_job
-from sinkdlm.reproduce.steadiness import measure_steadiness
+from sinkdlm.reproduce.results import RUN, TRIAL, RunResult, find_made, read_results, write_text
+from sinkdlm.reproduce.running import Asked, Bench, TimeUp, clear, recipe_of, run_job, stages_of, train_job
 
 Say = Callable[[str], None]
 _PAUSE = 1.0  # seconds between looks at what others have made
-
-
-class Asked(NamedTuple):
-    """What the command line asks. seeds: None for the scale's own number."""
-
-    target: str
-    scale: str
-    out: Path
-    seeds: int | None = None
-    records: Path | None = None
-    given: Given = Given()
-    only: Sequence[str] = ()
-    tasks: Sequence[str] | None = None
-    overrides: Sequence[str] = ()
-    time_limit: float | None = None
-    keep_weights: bool = False
-    official: bool = False
-    device: str | None = None
 
 
 class Tried(Enum):
@@ -60,65 +41,53 @@ class Tried(Enum):
 
 
 class Planned(NamedTuple):
-    """A run that is to be made. seconds: about; None where nothing is known yet."""
+    """A run that is to be made. seconds: about."""
 
     job: Job
     stages: list[str]
-    seconds: float | None
+    seconds: float
 
 
 def reproduce(asked: Asked, load_parent: Load, say: Say) -> dict[str, Any]:
-    """Works through the matrix, and writes the report of the records that are there then."""
-    targets, scale = targets_of(asked.target), SCALES[asked.scale]
+    """Works through the matrix, and writes the report of the results that are there then."""
+    targets, given = targets_of(asked.target), asked.given
+    if asked.scale == "small" and given.data is None and given.requests is None and asked.tasks != []:
+        raise ReproduceError("--data or --requests: which questions? --tasks '' leaves them out")
     with _threads(asked.scale):
-        work = _Work(asked, scale, targets, load_parent, say)
+        work = _Work(asked, targets, load_parent, say)
         work.run()
         with held(asked.out, "reproduction", wait=True):
             left = work.look()  # others may have gone on since
-            return write_report(asked.out, targets, scale, work.records, left=[one.job.name for one in left])
+            return write_report(asked.out, targets, work.scale, work.results, left=[one.job.name for one in left])
 
 
 def run_plan(asked: Asked, load_parent: Load) -> list[Planned]:
     """What is still missing. Makes no run; nano's data and parent, which it is about, are made."""
     with _threads(asked.scale):
-        return _Work(asked, SCALES[asked.scale], targets_of(asked.target), load_parent, lambda _: None).missing()
+        return _Work(asked, targets_of(asked.target), load_parent).missing()
 
 
-def inherited(asked: Asked, load_parent: Load, say: Say) -> dict[str, Any]:
-    """What sinks are before training. Makes no run; nano's data and parent are made."""
+@contextmanager
+def open_bench(asked: Asked, load_parent: Load) -> Iterator[Bench]:
+    """For studies. Makes no run; nano's data and parent are made."""
     with _threads(asked.scale):
-        return measure_inherited(_Work(asked, SCALES[asked.scale], [], load_parent, say).bench, say)
+        yield _Work(asked, [], load_parent).bench
 
 
-def steadiness(asked: Asked, load_parent: Load, say: Say) -> dict[str, Any]:
-    """Trainings made again to watch sinks and gradients. Makes no run of the matrix; nano's data and parent are made."""
-    with _threads(asked.scale):
-        return measure_steadiness(_Work(asked, SCALES[asked.scale], [], load_parent, say).bench, say)
+def _silent(_: str) -> None:
+    pass
 
 
 class _Work:
-    def __init__(self, asked: Asked, scale: Scale, targets: Sequence[str], load_parent: Load, say: Say) -> None:
-        self.asked, self.scale, self.say, self.load_parent = asked, scale, say, load_parent
+    def __init__(self, asked: Asked, targets: Sequence[str], load_parent: Load, say: Say = _silent) -> None:
+        self.asked, self.scale, self.say = asked, SCALES[asked.scale], say
         self.began = time.monotonic()
-        jobs = jobs_of(targets, scale, asked.seeds or scale.seeds)
-        self.jobs = select(jobs, asked.only)
-        folder = asked.records or asked.out / "records"
+        self.jobs = select(jobs_of(targets, self.scale, asked.seeds or self.scale.seeds), asked.only)
         with held(asked.out, "reproduction", wait=True):
             inputs = self._inputs()
-        self.bench = Bench(
-            scale,
-            inputs,
-            asked.out,
-            folder,
-            Parents(load_parent, asked.out / "data" / "tokenizer"),
-            asked.device,
-            tuple(asked.overrides),
-            self._sheets(inputs),
-            quiet=asked.scale == "nano",
-            keep_weights=asked.keep_weights,
-            official=asked.official,
-        )
-        self.records: dict[str, Record] = {}
+        parents = Parents(load_parent, asked.out / "data" / "tokenizer")
+        self.bench = Bench(asked, inputs, parents, self._sheets(inputs))
+        self.results: dict[str, RunResult] = {}
         self.look()
 
     def _settle(self) -> None:
@@ -131,19 +100,19 @@ class _Work:
             else:
                 noted = {"data": {}}
             data = {**noted["data"], **self.bench.inputs.about}
-            write_text(path, json.dumps({"changes": self.bench.changes, "data": data}, indent=1) + "\n")
+            write_text(path, json.dumps({"changes": self.asked.changes, "data": data}, indent=1) + "\n")
 
     def look(self) -> list[Planned]:
-        """What is missing, by the records that are there now, whoever made them."""
-        folder = self.bench.records
-        self.records = read_records(folder, self.scale.name)
-        for record in self.records.values():
-            self._compare(folder / f"{record.name}.json", record.facts["changes"], record.data, "give another --records")
+        """What is missing, by the results that are there now, whoever made them."""
+        self.results = read_results(self.asked.folder, self.scale.name)
+        for result in self.results.values():
+            path = self.asked.folder / f"{result.name}.json"
+            self._compare(path, result.facts["changes"], result.data, "give another --records")
         return self.missing()
 
     def _compare(self, path: Path, changes: Mapping[str, Any], data: Mapping[str, str], cure: str) -> None:
-        if changes != self.bench.changes:
-            raise ReproduceError(f"{path}: of runs with --set {changes}, not {self.bench.changes}; give the same, or {cure}")
+        if changes != self.asked.changes:
+            raise ReproduceError(f"{path}: of runs with --set {changes}, not {self.asked.changes}; give the same, or {cure}")
         given = self.bench.inputs.about
         if odd := [name for name in given if name in data and data[name] != given[name]]:
             raise ReproduceError(f"{path}: of runs on other data ({'; '.join(odd)}); give the same, or {cure}")
@@ -173,35 +142,28 @@ class _Work:
     def missing(self) -> list[Planned]:
         found = []
         for job in self.jobs:
-            stages = list(stages_of(job, self.bench))
-            if not self._is_made(job, stages):
+            stages = stages_of(job, self.bench)
+            made = find_made(job, self.results, self.scale)
+            if made is None or any(stage not in made.facts["seconds"] for stage in stages):
                 found.append(Planned(job, stages, self._expected(job, stages)))
         return found
 
-    def _is_made(self, job: Job, stages: Sequence[str]) -> bool:
-        record = find_made(job, self.records, self.scale)
-        return record is not None and all(stage in record.facts["seconds"] for stage in stages)
-
-    def _expected(self, job: Job, stages: Sequence[str]) -> float | None:
-        """The mean of records of the same kind; else what the scale declares, times what its trials took more than declared."""
-        own = [record for record in self.records.values() if record.group == job.group]
-        alike = [record.seconds for record in own if (record.kind == RUN) == (job.trial is None)]
+    def _expected(self, job: Job, stages: Sequence[str]) -> float:
+        """The mean of results of the same kind; else what the scale declares, times what its trials took more than declared."""
+        own = [result for result in self.results.values() if result.group == job.group]
+        alike = [result.seconds for result in own if (result.kind == RUN) == (job.trial is None)]
         if alike:
-            return sum(alike) / len(alike)
+            return fmean(alike)
         declared = self._declared(job.group, job.trial is not None, stages)
-        trials = [record for record in own if record.kind == TRIAL]
-        if declared is None or not trials:
+        trials = [result for result in own if result.kind == TRIAL]
+        if not trials:
             return declared
-        planned = [self._declared(job.group, True, list(record.facts["seconds"])) or 0.0 for record in trials]
-        return declared * sum(record.seconds for record in trials) / sum(planned)
+        planned = sum(self._declared(job.group, True, list(trial.facts["seconds"])) for trial in trials)
+        return declared * sum(trial.seconds for trial in trials) / planned
 
-    def _declared(self, group: str, is_trial: bool, stages: Sequence[str]) -> float | None:
-        declared = self.scale.seconds
-        if not declared:
-            return None
-        share = self.scale.trial_share if is_trial else 1.0
-        measured = sum(declared.get(stage.split()[0], 0.0) for stage in stages)
-        return declared["start"] + declared[group] * share + measured
+    def _declared(self, group: str, is_trial: bool, stages: Sequence[str]) -> float:
+        seconds, share = self.scale.seconds, self.scale.trial_share if is_trial else 1.0
+        return seconds["start"] + seconds[group] * share + sum(seconds.get(stage.split()[0], 0.0) for stage in stages)
 
     # -- the work --------------------------------------------------------------------------------------------------------------
 
@@ -252,32 +214,26 @@ class _Work:
 
     def _is_late(self, following: Planned | None = None) -> bool:
         limit = self.asked.time_limit
-        ahead = following.seconds or 0.0 if following is not None else 0.0
+        ahead = 0.0 if following is None else following.seconds
         return limit is not None and time.monotonic() - self.began + ahead > limit
 
     def _make(self, planned: Planned, later: Sequence[Job]) -> None:
         job, began = planned.job, time.monotonic()
         lr, told = self._learning_rate(job)
         base = job.base
-        if base is not None and base.name in self.records:
-            told = {**told, "base_lr": self.records[base.name].lr}
-        if base is not None and not (self.bench.folder(base) / "model").is_dir():
-            self._train_again(base)
-        say = self.say if not self.bench.quiet else lambda _: None
-        record = run_job(job, self.bench, lr, told, say, self._is_late)
-        self.records[job.name] = record
+        if base is not None and base.name in self.results:
+            told = {**told, "base_lr": self.results[base.name].lr}
+        if base is not None and not (self.bench.folder(base) / "model").is_dir():  # gone with its result: its recipe gives it again
+            rate = self.results[base.name].lr if base.name in self.results else self._learning_rate(base)[0]
+            train_job(recipe_of(base, self.bench, rate), self.bench.folder(base), self.bench)
+        result = run_job(job, self.bench, lr, told, _silent if self.bench.quiet else self.say, self._is_late)
+        self.results[job.name] = result
         if not any(other.base == job for other in later):
             clear(job, self.bench)
         if base is not None:
             clear(base, self.bench)
-        measured = record.outcomes[ANSWERS if job.group == SFT else NELBO].value
+        measured = result.outcomes[ANSWERS if job.group == SFT else NELBO].value
         self.say(f"{job.name}: {measured:.4f} nats a token, {time.monotonic() - began:.1f} s, {len(later)} to go")
-
-    def _train_again(self, base: Job) -> None:
-        """A base whose weights went with its record: the same recipe gives them again."""
-        made = self.records.get(base.name)
-        lr = made.lr if made is not None else self._learning_rate(base)[0]
-        train_job(recipe_of(base, self.bench, lr), self.bench.folder(base), self.bench)
 
     def _learning_rate(self, job: Job) -> tuple[float | None, dict[str, Any]]:
         """A trial's own; a run's is the best of its variant's trials, and what they gave is told."""
@@ -292,17 +248,17 @@ class _Work:
         return best, {"trials": {f"{rate:g}": round(value, 5) for rate, value in tried.items()}}
 
     def _tried(self, trial: Job, job: Job) -> float:
-        if trial.name not in self.records:
+        if trial.name not in self.results:
             raise ReproduceError(f"{trial.name}: this trial comes before the runs of {job.variant}; leave its trials in --only")
-        return self.records[trial.name].outcomes[NELBO].value
+        return self.results[trial.name].outcomes[NELBO].value
 
 
 def about(left: Sequence[Planned]) -> str:
-    """How long all of it takes, to end a sentence with; nothing where that is not known."""
-    known = [one.seconds for one in left if one.seconds is not None]
-    if not left or len(known) < len(left):
+    """How long all of it takes, to end a sentence with."""
+    seconds = sum(one.seconds for one in left)
+    if not left:
         return ""
-    return f", about {sum(known) / 60:.0f} minutes" if sum(known) >= 120 else f", about {sum(known):.0f} s"
+    return f", about {seconds / 60:.0f} minutes" if seconds >= 120 else f", about {seconds:.0f} s"
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from sinkdlm.data.prepare import Settings as Preparation
 from sinkdlm.data.prepare import prepare
 from sinkdlm.data.shards import INDEX, Split, open_split
 from sinkdlm.errors import ReproduceError
-from sinkdlm.evals.requests import GENERATE, Request, Sheet
+from sinkdlm.evals.requests import GENERATE, Sheet
 from sinkdlm.evals.settings import Settings
 from sinkdlm.interop import open_source
 from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of
@@ -169,12 +169,3 @@ def read_questions(given: Given, scale: Scale) -> Sheet | None:
 
     tasks = tuple(task for task in scale.tasks if given.sft is not None or not task.startswith("gsm8k"))
     return harness.Evaluation(harness.Plan(tasks=tasks, data=str(given.data))).ask()
-
-
-def texts_of(requests: Sequence[Request]) -> dict[str, list[str]]:
-    """Task -> one text a document: its prompt and every option."""
-    found: dict[str, dict[int, list[str]]] = {}
-    for request in requests:
-        own = found.setdefault(request.task, {}).setdefault(request.doc, [request.context])
-        own.append(request.continuation)
-    return {task: [" ".join(parts) for parts in docs.values()] for task, docs in found.items()}

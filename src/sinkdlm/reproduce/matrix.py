@@ -15,47 +15,39 @@ ADAPT, SCRATCH, SFT = "adapt", "scratch", "sft"
 TRIAL_SEED = 0
 FIRST_SEED = 1
 
-# Variant -> what it changes of a group's recipe. `data.first` is filled with the id that ends documents.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "vanilla": {},
-    "sink": {"model": {"n_sinks": 1}},
-    "gate": {"model": {"gate": "elementwise"}},
-    "gate-keep": {"model": {"gate": "elementwise"}, "init": {"gate_init": "keep"}},
-    "sink-end": {"model": {"n_sinks": 1, "sink_position": "end"}},
-    "sinks-2": {"model": {"n_sinks": 2}},
-    "sinks-4": {"model": {"n_sinks": 4}},
-    "sink-zero": {"model": {"n_sinks": 1, "sink_value": "zero"}},
-    "register": {"model": {"n_sinks": 1, "sink_kind": "register"}},
-    "logit": {"model": {"n_sinks": 1, "sink_kind": "logit"}},
-    "first": {"data": {"first": "eos"}},
-    "vanilla-sink-rate": {},
-    "sink-dlm-rate": {"model": {"n_sinks": 1}},
-    "vanilla-lengths": {"data": {"random_lengths": 0.5}},
-    "sink-lengths": {"model": {"n_sinks": 1}, "data": {"random_lengths": 0.5}},
+
+class Variant(NamedTuple):
+    """changes: of a group's recipe; `data.first` is filled with the id that ends documents. rate_of: the variant whose trials chose
+    its learning rate, where it has none of its own; these were added after runs had been seen, to explain them."""
+
+    label: str
+    changes: Mapping[str, Mapping[str, Any]] = {}
+    rate_of: str = ""
+
+
+_SINK, _GATE, _LENGTHS = {"n_sinks": 1}, {"gate": "elementwise"}, {"random_lengths": 0.5}
+VARIANTS = {
+    "vanilla": Variant("DLM"),
+    "sink": Variant("DLM + sink", {"model": _SINK}),
+    "gate": Variant("DLM + gate", {"model": _GATE}),
+    "gate-keep": Variant("DLM + gate, function-preserving init", {"model": _GATE, "init": {"gate_init": "keep"}}),
+    "sink-end": Variant("sink at the end", {"model": {**_SINK, "sink_position": "end"}}),
+    "sinks-2": Variant("2 sinks", {"model": {"n_sinks": 2}}),
+    "sinks-4": Variant("4 sinks", {"model": {"n_sinks": 4}}),
+    "sink-zero": Variant("sink with zero value", {"model": {**_SINK, "sink_value": "zero"}}),
+    "register": Variant("register token", {"model": {**_SINK, "sink_kind": "register"}}),
+    "logit": Variant("sink logit", {"model": {**_SINK, "sink_kind": "logit"}}),
+    "first": Variant("always visible first token", {"data": {"first": "eos"}}),
+    "vanilla-sink-rate": Variant("DLM at the sink's learning rate", rate_of="sink"),
+    "sink-dlm-rate": Variant("DLM + sink at the DLM's learning rate", {"model": _SINK}, "vanilla"),
+    "vanilla-lengths": Variant(
+        "DLM at the sink's learning rate, half of its rows of random length", {"data": _LENGTHS}, rate_of="sink"
+    ),
+    "sink-lengths": Variant("DLM + sink, half of its rows of random length", {"model": _SINK, "data": _LENGTHS}, "sink"),
 }
-# Variants that have no trials of their own: whose learning rate they take.
-RATE_OF = {"vanilla-sink-rate": "sink", "sink-dlm-rate": "vanilla", "vanilla-lengths": "sink", "sink-lengths": "sink"}
-LATE = tuple(RATE_OF)  # added after runs had been seen, to explain them
-LABELS = {
-    "vanilla": "DLM",
-    "sink": "DLM + sink",
-    "gate": "DLM + gate",
-    "gate-keep": "DLM + gate, function-preserving init",
-    "sink-end": "sink at the end",
-    "sinks-2": "2 sinks",
-    "sinks-4": "4 sinks",
-    "sink-zero": "sink with zero value",
-    "register": "register token",
-    "logit": "sink logit",
-    "first": "always visible first token",
-    "vanilla-sink-rate": "DLM at the sink's learning rate",
-    "sink-dlm-rate": "DLM + sink at the DLM's learning rate",
-    "vanilla-lengths": "DLM at the sink's learning rate, half of its rows of random length",
-    "sink-lengths": "DLM + sink, half of its rows of random length",
-}
-MAIN = ("vanilla", "sink", "gate")  # adapted, these have all seeds; other runs have a part of them
+LABELS = {name: variant.label for name, variant in VARIANTS.items()}
+MAIN = ("vanilla", "sink", "gate")  # adapted, these have all seeds, and the official settings' scores; other runs have a part
 ONCE = ("vanilla-lengths", "sink-lengths")  # of the first seed alone: they explain, and are claimed nothing of
-OFFICIAL = ("vanilla", "sink", "gate")  # of the first seed, scored once more with the official settings where that is asked
 
 
 class Target(NamedTuple):
@@ -66,19 +58,16 @@ class Target(NamedTuple):
     paper: Mapping[str, Sequence[str]] = {}  # variant -> rows of evals.paper
 
 
+_TABLE1 = {
+    "vanilla": ("table1:0.5b:dlm", "table1:1.5b:dlm"),
+    "sink": ("table1:0.5b:sink", "table1:1.5b:sink"),
+    "gate": ("table1:0.5b:ga", "table1:1.5b:ga"),
+}
 TARGETS: dict[str, Target] = {
-    "table1": Target(
-        "Table 1: adapted from an autoregressive model",
-        {ADAPT: ("vanilla", "sink", "gate", "gate-keep")},
-        {
-            "vanilla": ("table1:0.5b:dlm", "table1:1.5b:dlm"),
-            "sink": ("table1:0.5b:sink", "table1:1.5b:sink"),
-            "gate": ("table1:0.5b:ga", "table1:1.5b:ga"),
-        },
-    ),
+    "table1": Target("Table 1: adapted from an autoregressive model", {ADAPT: (*MAIN, "gate-keep")}, _TABLE1),
     "table2": Target(
         "Table 2: from scratch",
-        {SCRATCH: ("vanilla", "sink", "gate")},
+        {SCRATCH: MAIN},
         {"vanilla": ("table2:0.5b:dlm",), "sink": ("table2:0.5b:sink",), "gate": ("table2:0.5b:ga",)},
     ),
     "table3": Target(
@@ -100,24 +89,13 @@ TARGETS: dict[str, Target] = {
         "Controls: is it isolation that helps?",
         {ADAPT: ("vanilla", "sink", "register", "logit", "first", "vanilla-sink-rate", "sink-dlm-rate")},
     ),
-    "short": Target(
-        "Rows shorter than those of training",
-        {ADAPT: ("vanilla-sink-rate", "sink", "vanilla-lengths", "sink-lengths")},
-    ),
+    "short": Target("Rows shorter than those of training", {ADAPT: ("vanilla-sink-rate", "sink", *ONCE)}),
     "figure1": Target("Figure 1: where heads rest, without a sink and with one", {ADAPT: ("vanilla", "sink")}),
     "figure3": Target("Figure 3: the sink in every layer, before and after fine-tuning", {ADAPT: ("sink",), SFT: ("sink",)}),
-    "gsm8k": Target(
-        "GSM8K: after fine-tuning",
-        {SFT: ("vanilla", "sink", "gate")},
-        {
-            "vanilla": ("table1:0.5b:dlm", "table1:1.5b:dlm"),
-            "sink": ("table1:0.5b:sink", "table1:1.5b:sink"),
-            "gate": ("table1:0.5b:ga", "table1:1.5b:ga"),
-        },
-    ),
+    "gsm8k": Target("GSM8K: after fine-tuning", {SFT: MAIN}, _TABLE1),
 }
 ALL = "all"
-WITHOUT_RUNS = ("overlap", "inherited", "lengths", "steadiness")  # what the command also takes, and answers before it asks for runs
+STUDIES = ("overlap", "inherited", "lengths", "steadiness")  # what gives no verdict: modules of the project's checkout
 
 
 @dataclass(frozen=True)
@@ -126,7 +104,7 @@ class Scale:
 
     lrs: group -> the three values of trials; groups without are trained as their recipe says. trial_share: of a run's budget.
     tasks: harness task -> documents that are asked, None for all; those of GSM8K go to fine-tuned models, the others to the rest.
-    seconds: expected of a group's training, of its start, and of each stage, until records say it.
+    seconds: expected of a group's training, of its start, and of each stage, until results say it.
     """
 
     name: str
@@ -146,24 +124,26 @@ class Scale:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-_NANO_TRAIN = {"batch": 24, "warmup": 0.1, "weight_decay": 0.01, "precision": "float32", "clip": 1.0}
-_QUIET = {"eval": {"every": 0}, "log": {"probe_every": 0}, "save": {"every": 1_000_000, "keep": 1}}
+_QUIET = {"eval": {"every": 0}, "log": {"probe_every": 0}}
+_NANO_TRAIN = {"batch": 24, "steps": 40, "warmup": 0.1, "weight_decay": 0.01, "precision": "float32", "clip": 1.0}
+_NANO_KEEP = {**_QUIET, "save": {"every": 1_000_000, "keep": 1}}
+_NANO = {"model": {"preset": "nano"}, "data": {"length": 32}, "train": _NANO_TRAIN, **_NANO_KEEP}
 _SMALL_TRAIN = {"batch": 128, "warmup": 0.02, "times": "golden", "eps": 1e-3}
-_SMALL_KEEP = {"eval": {"every": 0}, "log": {"probe_every": 0}, "save": {"every": 300, "keep": 1}}
-
+_SMALL = {**_QUIET, "save": {"every": 300, "keep": 1}}
+_SMOLLM = {"preset": "smollm2-135m", "context_length": 2048}
 _LIKELIHOODS = ("lambada_openai", "arc_easy", "arc_challenge", "hellaswag", "piqa", "race", "social_iqa")
+_STAGES = (ADAPT, SCRATCH, SFT, "start", "validation", "answers", "task", "cuts", "capture")
 
 SCALES: dict[str, Scale] = {
     "nano": Scale(
         name="nano",
         tables={
-            ADAPT: {"model": {"preset": "nano"}, "data": {"length": 32}, "train": {**_NANO_TRAIN, "steps": 40}, **_QUIET},
-            SCRATCH: {"model": {"preset": "nano"}, "data": {"length": 32}, "train": {**_NANO_TRAIN, "steps": 40}, **_QUIET},
+            ADAPT: _NANO,
+            SCRATCH: _NANO,
             SFT: {
-                "model": {"preset": "nano"},
+                **_NANO,
                 "data": {"length": 32, "padding": "ignore"},
-                "train": {**_NANO_TRAIN, "steps": 40, "batch": 64, "lr": 4e-3, "min_lr": 4e-4, "eps": 0.4},
-                **_QUIET,
+                "train": {**_NANO_TRAIN, "batch": 64, "lr": 4e-3, "min_lr": 4e-4, "eps": 0.4},
             },
         },
         lrs={ADAPT: (1e-3, 2e-3, 4e-3), SCRATCH: (2e-3, 4e-3, 8e-3)},
@@ -179,38 +159,23 @@ SCALES: dict[str, Scale] = {
         examples=100,
         cuts=(8, 16, 32),
         # Means over the 62 runs of `reproduce all --seeds 1` on one core.
-        seconds={
-            ADAPT: 2.4,
-            SCRATCH: 2.4,
-            SFT: 1.9,
-            "start": 0.5,
-            "validation": 0.35,
-            "answers": 0.1,
-            "task": 0.4,
-            "cuts": 0.35,
-            "capture": 0.45,
-        },
+        seconds=dict(zip(_STAGES, (2.4, 2.4, 1.9, 0.5, 0.35, 0.1, 0.4, 0.35, 0.45), strict=True)),
     ),
     "small": Scale(
         name="small",
         tables={
-            ADAPT: {
-                "model": {"preset": "smollm2-135m", "context_length": 2048},
-                "data": {"length": 512},
-                "train": {**_SMALL_TRAIN, "steps": 600},
-                **_SMALL_KEEP,
-            },
+            ADAPT: {"model": _SMOLLM, "data": {"length": 512}, "train": {**_SMALL_TRAIN, "steps": 600}, **_SMALL},
             SCRATCH: {
                 "model": {"preset": "smdm-34m", "vocab_size": 49152},
                 "data": {"length": 512},
                 "train": {**_SMALL_TRAIN, "steps": 1600},
-                **_SMALL_KEEP,
+                **_SMALL,
             },
             SFT: {
-                "model": {"preset": "smollm2-135m", "context_length": 2048},
+                "model": _SMOLLM,
                 "data": {"length": 256, "padding": "train"},
                 "train": {"batch": 256, "warmup": 0.02, "epochs": 3, "lr": 2e-4, "min_lr": 2e-5},
-                **_SMALL_KEEP,
+                **_SMALL,
             },
         },
         lrs={ADAPT: (4e-4, 8e-4, 1.6e-3), SCRATCH: (5e-4, 1e-3, 2e-3)},
@@ -219,33 +184,16 @@ SCALES: dict[str, Scale] = {
         trial_share=0.25,
         documents=512,
         draws=16,
-        tasks={
-            **dict.fromkeys(_LIKELIHOODS),
-            "hellaswag": 2000,
-            "race": 300,
-            "gsm8k_two_stage": 200,
-        },
+        tasks={**dict.fromkeys(_LIKELIHOODS), "hellaswag": 2000, "race": 300, "gsm8k_two_stage": 200},
         official={**dict.fromkeys(_LIKELIHOODS, 500), "race": 100},
         trajectories=16,
         written=64,
         examples=500,
         cuts=(16, 32, 64, 128, 256, 512),
         # From 331k tokens/s of smollm2-135m and 1.08M of smdm-34m on an H200 (benchmarks/results); the rest is guessed.
-        seconds={
-            ADAPT: 120,
-            SCRATCH: 100,
-            SFT: 40,
-            "start": 20,
-            "validation": 8,
-            "answers": 8,
-            "task": 9,
-            "cuts": 6,
-            "capture": 15,
-        },
+        seconds=dict(zip(_STAGES, (120, 100, 40, 20, 8, 8, 9, 6, 15), strict=True)),
     ),
 }
-PAPER = "paper"
-SCALE_NAMES = (*SCALES, PAPER)
 
 
 class Job(NamedTuple):
@@ -258,7 +206,7 @@ class Job(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.group}-{self.variant}-" + (f"lr{self.trial}" if self.trial is not None else f"s{self.seed}")
+        return f"{self.group}-{self.variant}-" + (f"s{self.seed}" if self.trial is None else f"lr{self.trial}")
 
     @property
     def base(self) -> "Job | None":
@@ -269,10 +217,10 @@ class Job(NamedTuple):
 def targets_of(name: str) -> list[str]:
     if name == ALL:
         return list(TARGETS)
-    if name in WITHOUT_RUNS:
-        raise ReproduceError(f"{name}: is no table or figure, and has no recipes to lay out; give --scale nano or small")
+    if name in STUDIES:
+        raise ReproduceError(f"{name}: is a study, which gives no verdict; in the project's checkout run: python -m studies.{name}")
     if name not in TARGETS:
-        raise ReproduceError(f"{name}: no such target; there are {', '.join((*TARGETS, ALL, *WITHOUT_RUNS))}")
+        raise ReproduceError(f"{name}: no such target; there are {', '.join((*TARGETS, ALL))}")
     return [name]
 
 
@@ -281,13 +229,9 @@ def jobs_of(targets: Sequence[str], scale: Scale, seeds: int) -> list[Job]:
 
     A fine-tuning follows its base.
     """
-    wanted: dict[tuple[str, str], None] = {}
-    for target in targets:
-        for group, variants in TARGETS[target].runs.items():
-            for variant in variants:
-                if group == SFT:
-                    wanted[ADAPT, variant] = None
-                wanted[group, variant] = None
+    pairs = [(group, variant) for target in targets for group, names in TARGETS[target].runs.items() for variant in names]
+    bases = {SFT: ADAPT}
+    wanted = dict.fromkeys(run for group, variant in pairs for run in ((bases.get(group, group), variant), (group, variant)))
     jobs = []
     for seed in range(FIRST_SEED, FIRST_SEED + seeds):
         for group, variant in wanted:
@@ -296,15 +240,19 @@ def jobs_of(targets: Sequence[str], scale: Scale, seeds: int) -> list[Job]:
             if seed == FIRST_SEED:
                 jobs += [trial for trial in trials_of(group, variant, scale) if trial not in jobs]
             jobs.append(Job(group, variant, seed))
-            tuned = (SFT, variant) in wanted and seed < FIRST_SEED + seeds_of(SFT, variant, scale, seeds)
-            if group == ADAPT and tuned:
+            if group == ADAPT and (SFT, variant) in wanted and seed < FIRST_SEED + seeds_of(SFT, variant, scale, seeds):
                 jobs.append(Job(SFT, variant, seed))
     return jobs
 
 
+def rate_of(variant: str) -> str:
+    """The variant whose trials chose its learning rate."""
+    return VARIANTS[variant].rate_of or variant
+
+
 def trials_of(group: str, variant: str, scale: Scale) -> list[Job]:
     """Those that say with which learning rate a variant's runs are made; none where the group's recipe says it."""
-    return [Job(group, RATE_OF.get(variant, variant), TRIAL_SEED, number) for number in range(len(scale.lrs.get(group, ())))]
+    return [Job(group, rate_of(variant), TRIAL_SEED, number) for number in range(len(scale.lrs.get(group, ())))]
 
 
 def seeds_of(group: str, variant: str, scale: Scale, seeds: int) -> int:
@@ -314,19 +262,14 @@ def seeds_of(group: str, variant: str, scale: Scale, seeds: int) -> int:
 
 
 def stages_declared(job: Job, scale: Scale) -> list[str]:
-    """What is measured of a run after training, official settings included, by the names that records have for it."""
-    if job.group == SFT:
-        found = ["answers", *(f"task {task}" for task in scale.tasks if task.startswith("gsm8k"))]
-    else:
-        found = ["validation"]
+    """What is measured of a run after training, official settings included, by the names that results have for it."""
+    tuned, first = job.group == SFT, job.group == ADAPT and job.seed == FIRST_SEED
     if job.trial is not None:
-        return found
-    if job.group != SFT:
-        twin = job.group == ADAPT and job.variant in OFFICIAL and job.seed == FIRST_SEED
-        for task in scale.tasks:
-            if not task.startswith("gsm8k"):
-                found += [f"task {task}", *([f"official {task}"] if twin else [])]
-    return [*found, *(["cuts"] if job.group == ADAPT and job.seed == FIRST_SEED else []), "capture"]
+        return ["answers" if tuned else "validation"]
+    tasks = [task for task in scale.tasks if task.startswith("gsm8k") == tuned]
+    kinds = ("task", "official") if first and job.variant in MAIN else ("task",)
+    asked = [f"{kind} {task}" for task in tasks for kind in kinds]
+    return ["answers" if tuned else "validation", *asked, *(["cuts"] if first else []), "capture"]
 
 
 def select(jobs: Sequence[Job], only: Sequence[str]) -> list[Job]:
@@ -334,19 +277,16 @@ def select(jobs: Sequence[Job], only: Sequence[str]) -> list[Job]:
     if not only:
         return list(jobs)
     pairs = [_selection(text) for text in only]
-    kept = [
-        job
-        for job in jobs
-        if any(
-            variant in (None, job.variant) and seed in (None, job.seed)
-            if job.trial is None
-            else variant is None or RATE_OF.get(variant, variant) == job.variant
-            for variant, seed in pairs
-        )
-    ]
+    kept = [job for job in jobs if any(_is_chosen(job, *pair) for pair in pairs)]
     if not kept:
         raise ReproduceError(f"--only {' '.join(only)}: no run of this target is that")
     return kept
+
+
+def _is_chosen(job: Job, variant: str | None, seed: int | None) -> bool:
+    if job.trial is not None:
+        return variant is None or rate_of(variant) == job.variant
+    return variant in (None, job.variant) and seed in (None, job.seed)
 
 
 def _selection(text: str) -> tuple[str | None, int | None]:

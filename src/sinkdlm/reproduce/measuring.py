@@ -1,10 +1,10 @@
-"""What is measured of a trained model: documents, questions, held-out answers, attention. Each a stage that yields outcomes.
+"""What is measured of a trained model: documents, questions, held-out answers, attention. Each is a stage of a run.
 
 Variants are scored on the same items under the same noise. Needs the core packages alone: a machine with a GPU has no harness.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ from sinkdlm.evals.answering import Answerer, answer_sheet, forward_tokens
 from sinkdlm.evals.gsm8k import extract_answer, normalise
 from sinkdlm.evals.requests import GENERATE, Request, Sheet, by_question
 from sinkdlm.evals.responses import Journal, Response
+from sinkdlm.evals.settings import settings_for
 from sinkdlm.likelihood import log_likelihood
-from sinkdlm.model.attention import attend_naive
 from sinkdlm.reproduce.claims import ANSWERS, NELBO
 from sinkdlm.reproduce.inputs import GOLD, Inputs
 from sinkdlm.reproduce.matrix import Scale
@@ -52,12 +52,11 @@ class Model(NamedTuple):
     def device(self) -> torch.device:
         return self.lm.model.embed.weight.device
 
-    def score(self, rows: list[list[int]], n_given: list[int], draws: int) -> np.ndarray:
+    def score(self, rows: list[list[int]], n_given: list[int], draws: int) -> Outcome:
         """Nats of what follows the given tokens of each row."""
         front = [] if self.first is None else [self.first]
-        given = [len(front) + n for n in n_given]
         framed = [[*front, *row] for row in rows]
-        scored = [[place >= n for place in range(len(row))] for row, n in zip(framed, given, strict=True)]
+        scored = [[place >= len(front) + n for place in range(len(row))] for row, n in zip(framed, n_given, strict=True)]
         with self.lm.model.inference():
             found = log_likelihood(
                 self.lm.model.denoiser(),
@@ -71,13 +70,12 @@ class Model(NamedTuple):
                 budget=forward_tokens(self.device, self.lm.config.vocab_size),
                 device=self.device,
             )
-        return -np.asarray(found.mean, dtype=np.float64)
+        return Outcome.of_items((-found.mean).tolist(), sum(map(len, rows)) - sum(n_given))
 
 
 def score_documents(model: Model, inputs: Inputs, scale: Scale, length: int) -> Found:
     rows = inputs.documents(scale.documents, length)
-    nats = model.score(rows, [0] * len(rows), scale.draws)
-    return Found({NELBO: Outcome.of_items(nats, sum(map(len, rows)))})
+    return Found({NELBO: model.score(rows, [0] * len(rows), scale.draws)})
 
 
 def score_cuts(model: Model, inputs: Inputs, scale: Scale) -> Found:
@@ -90,12 +88,11 @@ def score_cuts(model: Model, inputs: Inputs, scale: Scale) -> Found:
     for length in scale.cuts:
         rows = [document[:length] for document in documents if len(document) >= length][:_CUT_ROWS]
         if rows:
-            nats = model.score(rows, [0] * len(rows), scale.draws)
-            outcomes[f"{ROWS}.{length}"] = Outcome.of_items(nats, length * len(rows))
+            outcomes[f"{ROWS}.{length}"] = model.score(rows, [0] * len(rows), scale.draws)
             outcomes[f"attention.{WRITES}.{length}"] = Outcome.of_value(_writes(model, rows[:_WRITTEN_ROWS]))
         if full:
-            nats = model.score([row[-length:] for row in full], [length - n_last] * len(full), scale.draws)
-            outcomes[f"{ENDS}.{length}"] = Outcome.of_items(nats, n_last * len(full))
+            ends = [row[-length:] for row in full]
+            outcomes[f"{ENDS}.{length}"] = model.score(ends, [length - n_last] * len(full), scale.draws)
     return Found(outcomes)
 
 
@@ -104,39 +101,33 @@ def _writes(model: Model, rows: list[list[int]]) -> float:
 
     A gate is part of it. Half of the tokens are masked. Mean over rows, tokens, heads and layers.
     """
-    lm, shares = model.lm, list[float]()
-    entered: dict[int, Tensor] = {}  # layer -> what its attention read, which its gate reads too
+    lm, front = model.lm, [] if model.first is None else [model.first]
+    wrote, values = list[float](), list[float]()
 
-    def enter(module: Any, given: tuple[Any, ...]) -> None:
-        entered[module.layer] = given[0]
+    def keep(module: Any, given: tuple[Tensor]) -> None:
+        if given[0].shape[1] >= len(rows[0]):  # what a sink writes to itself is not meant
+            wrote.append(float(given[0].unflatten(-1, (lm.config.n_heads, -1)).float().norm(dim=-1).mean()))
 
     def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
-        attention = lm.model.blocks[layer].attention
-        mixed, _ = attend_naive(q, k, v, sink_k, sink_v, sink_logit=attention.sink_logit)  # (B, H, T, D)
-        if attention.gate is not None:
-            gate = torch.sigmoid(attention.gate(entered.pop(layer))).unflatten(-1, (attention.n_heads, -1))
-            mixed = mixed * gate.transpose(1, 2)
-        shares.append(float(mixed.float().norm(dim=-1).mean() / v.float().norm(dim=-1).mean()))
+        values.append(float(v.float().norm(dim=-1).mean()))
 
     hidden = torch.rand(len(rows), len(rows[0]), generator=torch.Generator().manual_seed(0)) < 0.5
     tokens = torch.tensor(rows).masked_fill(hidden, lm.config.mask_id)
-    hooks = [block.attention.register_forward_pre_hook(enter) for block in lm.model.blocks if block.attention.gate is not None]
+    hooks = [block.attention.out.register_forward_pre_hook(keep) for block in lm.model.blocks]
     try:
         with lm.model.inference():
-            for row in tokens:  # one at a time: maps of all queries and keys are large
-                framed = row if model.first is None else torch.cat([row.new_tensor([model.first]), row])
-                lm.model(framed[None].to(model.device), observe=observe)
+            for row in tokens.tolist():  # one at a time: maps of all queries and keys are large
+                lm.model(torch.tensor([[*front, *row]], device=model.device), observe=observe)
     finally:
         for hook in hooks:
             hook.remove()
-    return float(np.mean(shares))
+    return float(np.mean(np.array(wrote) / np.array(values)))
 
 
 def score_answers(model: Model, inputs: Inputs, scale: Scale) -> Found:
     """Held-out examples of fine-tuning: the response, given its prompt."""
     rows, given = [one.tokens for one in inputs.examples], [one.n_prompt for one in inputs.examples]
-    nats = model.score(rows, given, scale.draws)
-    return Found({ANSWERS: Outcome.of_items(nats, sum(map(len, rows)) - sum(given))})
+    return Found({ANSWERS: model.score(rows, given, scale.draws)})
 
 
 # -- questions -----------------------------------------------------------------------------------------------------------------
@@ -145,12 +136,20 @@ def score_answers(model: Model, inputs: Inputs, scale: Scale) -> Found:
 def ask(model: Model, sheet: Sheet, task: str) -> Found:
     if model.first is not None:  # prompts begin with what rows began with
         model.lm.tokenizer.bos_token = model.lm.tokenizer.convert_ids_to_tokens(model.first)
-        sheet = replace(sheet, settings={task: replace(sheet.settings[task], bos=True)})
+        sheet = replace(sheet, settings={task: sheet.settings[task].replace(bos=True)})
     with Journal(None, {}) as journal:
         answers = answer_sheet(Answerer(model.lm, sheet), journal, quiet=True)
     if sheet.requests[0].kind == GENERATE:
         return _judge_texts(sheet, answers, task)
     return _judge_options(sheet, answers, task)
+
+
+def ask_officially(model: Model, sheet: Sheet, task: str, most: int) -> Found:
+    """The first questions with the official estimator and guidance. Guided values are scores: what they rank is kept, not they."""
+    settings = {task: settings_for(task, {}).replace(greedy=sheet.settings[task].greedy)}
+    first = [request for request in sheet.requests if request.doc < most]
+    kept = ask(model, replace(sheet, requests=first, settings=settings), task).outcomes
+    return Found({f"official.{name}": one for name, one in kept.items() if not name.endswith(".nll")})
 
 
 def _judge_options(sheet: Sheet, answers: Mapping[Any, Response], task: str) -> Found:
@@ -215,11 +214,11 @@ def watch(model: Model, inputs: Inputs, scale: Scale) -> Found:
     absent = () if lm.config.n_sinks else _OF_SINKS  # what a model has none of is not 0 of it
     known = {name: value for name, value in values.items() if value is not None and name not in absent}
     outcomes = {f"attention.{name}": Outcome.of_value(value) for name, value in known.items()}
-    layers = {name: [_short(layer["mean"]) for layer in quantities[name]["layers"]] for name in _LAYERS}
+    layers = {name: [short(layer["mean"]) for layer in quantities[name]["layers"]] for name in _LAYERS}
     return Found(outcomes, layers, {"norms": _histogram(found["scatter"]), "path": _path(found["paths"])})
 
 
-def _short(value: float | None) -> float | None:
+def short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
@@ -247,10 +246,10 @@ def _histogram(scatter: Mapping[str, Any]) -> dict[str, Any]:
     """Figure 1's value norms, as shares of each group in equal bins."""
     groups = {name: np.array(scatter[name]) for name in ("sink", "normal", "lane") if len(scatter[name])}
     top = max((float(values.max()) for values in groups.values()), default=1.0)
-    told: dict[str, Any] = {"top": _short(top)}
+    told: dict[str, Any] = {"top": short(top)}
     for name, values in groups.items():
         counts, _ = np.histogram(values, bins=_BINS, range=(0, top))
-        told[name] = {"mean": _short(scatter[f"{name}_mean"]), "n": scatter[f"n_{name}"], "counts": counts.tolist()}
+        told[name] = {"mean": short(scatter[f"{name}_mean"]), "n": scatter[f"n_{name}"], "counts": counts.tolist()}
     return told
 
 
@@ -259,7 +258,4 @@ def _path(paths: list[dict[str, Any]]) -> dict[str, Any]:
     first = paths[0]
     heights = [np.nanmean([math.nan if value is None else value for value in row]) for row in first["received"]]
     layer = int(np.nanargmax(heights))
-    return {"layer": layer, "top": first["top"][layer], "received": [_short(value) for value in first["received"][layer]]}
-
-
-Stage = Callable[[Model], Found]
+    return {"layer": layer, "top": first["top"][layer], "received": [short(value) for value in first["received"][layer]]}

@@ -6,7 +6,7 @@ at this scale nobody chooses it from trials.
 
 import json
 import shlex
-from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from sinkdlm.config.recipe import Recipe
 from sinkdlm.config.shipped import RECIPES
 from sinkdlm.config.toml import flatten
 from sinkdlm.planning.plan import Machine, make_plan
-from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, RATE_OF, SCRATCH, SFT, TARGETS, VARIANTS, Job, targets_of
+from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, SCRATCH, SFT, TARGETS, VARIANTS, Job, targets_of
 from sinkdlm.reproduce.results import write_text
 
 # Group -> the recipes of recipes/paper that its variants change.
@@ -31,41 +31,35 @@ MACHINE = Machine("h100", 8)
 
 
 def paper_recipe(base: str, job: Job, out: Path) -> Recipe:
-    changes = VARIANTS[job.variant]
+    changes = VARIANTS[job.variant].changes
     if "data" in changes:
         changes = {} if job.group == SFT else {"data": {"first": _EOS}}
-    overrides = [f"{key}={_toml(value)}" for key, value in flatten(changes).items()]
+    overrides = [f"{key}={json.dumps(value)}" for key, value in flatten(changes).items()]
     if job.group == SFT:
         parent = run_name(base.removeprefix("sft-gsm8k-"), job._replace(group=ADAPT))
-        overrides.append(f"init.from={_toml(str(out / 'runs' / parent / 'model'))}")
+        overrides.append(f"init.from={json.dumps(str(out / 'runs' / parent / 'model'))}")
     # The paper's own seed is the first one; others count on from it.
     recipe = Recipe.load(RECIPES / "paper" / f"{base}.toml", overrides)
     return recipe.replace(train={**recipe.train.to_dict(), "seed": recipe.train.seed + job.seed - FIRST_SEED})
-
-
-def _toml(value: Any) -> str:
-    return json.dumps(value)
 
 
 def run_name(base: str, job: Job) -> str:
     return f"{base}-{job.variant}-s{job.seed}"
 
 
-def _runs(targets: list[str], seeds: int) -> Iterator[tuple[str, Job]]:
-    seen: dict[tuple[str, Job], None] = {}
-    for target in targets:
-        for group, variants in TARGETS[target].runs.items():
-            for base in _RECIPES[group]:
-                if group == ADAPT and target != "table1" and base not in _ABLATED:
-                    continue
-                for seed in range(FIRST_SEED, FIRST_SEED + seeds):
-                    for variant in variants:
-                        if variant in RATE_OF:  # the paper has one rate for all
-                            continue
-                        if group == SFT:
-                            seen[base.removeprefix("sft-gsm8k-"), Job(ADAPT, variant, seed)] = None
-                        seen[base, Job(group, variant, seed)] = None
-    yield from seen
+def _runs(targets: list[str], seeds: int) -> dict[tuple[str, Job], None]:
+    """(base recipe, job), a fine-tuning after the run that it starts from."""
+    found: dict[tuple[str, Job], None] = {}
+    declared = [(target, group, names) for target in targets for group, names in TARGETS[target].runs.items()]
+    for target, group, variants in declared:
+        bases = _ABLATED if group == ADAPT and target != "table1" else _RECIPES[group]
+        for base, seed, variant in product(bases, range(FIRST_SEED, FIRST_SEED + seeds), variants):
+            if VARIANTS[variant].rate_of:  # the paper has one rate for all
+                continue
+            if group == SFT:
+                found[base.removeprefix("sft-gsm8k-"), Job(ADAPT, variant, seed)] = None
+            found[base, Job(group, variant, seed)] = None
+    return found
 
 
 def lay_out(target: str, out: Path, seeds: int) -> dict[str, Any]:
@@ -81,12 +75,13 @@ def lay_out(target: str, out: Path, seeds: int) -> dict[str, Any]:
         recipe = paper_recipe(base, job, out)
         write_text(out / "recipes" / f"{name}.toml", recipe.to_toml())
         run = out / "runs" / name
-        lines.append(shlex.join(["launch/torchrun.sh", str(out / "recipes" / f"{name}.toml"), "--out", str(run)]))
         tasks = "gsm8k_two_stage" if job.group == SFT else _TASKS
-        lines.append(
-            shlex.join(["sinkdlm", "eval", str(run / "model"), "--tasks", tasks, "--data", "bench", "--out", str(run / "eval")])
+        commands = (
+            ["launch/torchrun.sh", str(out / "recipes" / f"{name}.toml"), "--out", str(run)],
+            ["sinkdlm", "eval", str(run / "model"), "--tasks", tasks, "--data", "bench", "--out", str(run / "eval")],
+            ["sinkdlm", "analyze", str(run / "model"), "--out", str(run / "analysis")],
         )
-        lines.append(shlex.join(["sinkdlm", "analyze", str(run / "model"), "--out", str(run / "analysis")]))
+        lines += map(shlex.join, commands)
         plan = make_plan(recipe, name, MACHINE, _EXAMPLES)
         assert plan.tokens is not None
         assert plan.gpu_hours is not None

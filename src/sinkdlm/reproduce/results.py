@@ -1,6 +1,6 @@
-"""A run's record: what ran, and what came of it, small enough to be kept with the project (80 kB at most).
+"""A run's result: what ran, and what came of it, small enough to be kept with the project (80 kB at most).
 
-Values of single items are kept, since pairs need them: as whole multiples of a unit, in base64. Owns the form of record files.
+Values of single items are kept, since pairs need them: as whole multiples of a unit, in base64. Owns the form of these files.
 """
 
 import base64
@@ -23,6 +23,7 @@ from sinkdlm.training.run import environment
 FORMAT, VERSION = "sinkdlm-reproduction", 1
 RUN, TRIAL = "run", "trial"
 MAX_BYTES = 80_000
+_OWN = ("name", "kind", "scale", "group", "variant", "seed", "lr")  # fields of a result; its facts stand beside them
 _FIRST_UNIT = 1e-3  # nats; coarser by tens until 16 bits hold every value
 
 
@@ -30,7 +31,7 @@ _FIRST_UNIT = 1e-3  # nats; coarser by tens until 16 bits hold every value
 class Outcome:
     """One thing that was measured: `total / units` is its value. items: what the total is a sum of, where there are items.
 
-    units: tokens for nats a token, items for shares. Rounded to the record's precision when made, so that a value is the same
+    units: tokens for nats a token, items for shares. Rounded to the file's precision when made, so that a value is the same
     before and after it was written.
     """
 
@@ -52,7 +53,7 @@ class Outcome:
     def of_items(cls, values: Iterable[float], units: float) -> "Outcome":
         exact = np.array(list(values), dtype=np.float64)
         if not np.isfinite(exact).all():
-            raise ReproduceError("a score is not finite: the run went wrong, and has no record")
+            raise ReproduceError("a score is not finite: the run went wrong, and has no result")
         unit, largest = _FIRST_UNIT, float(np.abs(exact).max(initial=0.0))
         if np.isin(exact, (0.0, 1.0)).all():
             unit = 1.0
@@ -89,7 +90,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Record:
+class RunResult:
     """facts: recipe, environment, seconds and all else that is told. layers: of attention, quantity -> a value a layer."""
 
     name: str
@@ -117,24 +118,23 @@ class Record:
         return float(sum(self.facts["seconds"].values()))
 
     def to_json(self) -> str:
-        own = {key: getattr(self, key) for key in ("name", "kind", "scale", "group", "variant", "seed", "lr")}
+        own = {key: getattr(self, key) for key in _OWN}
         outcomes = {name: outcome.to_json() for name, outcome in sorted(self.outcomes.items())}
         said = {"format": FORMAT, "version": VERSION, **own, **self.facts, "outcomes": outcomes, "layers": dict(self.layers)}
         return json.dumps(said, indent=1, allow_nan=False) + "\n"
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> "Record":
-        own = ("name", "kind", "scale", "group", "variant", "seed", "lr")
-        facts = {key: value for key, value in said.items() if key not in (*own, "outcomes", "layers", "format", "version")}
+    def from_json(cls, said: Mapping[str, Any]) -> "RunResult":
+        facts = {key: value for key, value in said.items() if key not in (*_OWN, "outcomes", "layers", "format", "version")}
         outcomes = {name: Outcome.from_json(outcome) for name, outcome in said["outcomes"].items()}
-        return cls(**{key: said[key] for key in own}, outcomes=outcomes, layers=said["layers"], facts=facts)
+        return cls(**{key: said[key] for key in _OWN}, outcomes=outcomes, layers=said["layers"], facts=facts)
 
 
-def write_record(folder: Path, record: Record) -> Path:
-    text = record.to_json()
+def write_result(folder: Path, result: RunResult) -> Path:
+    text = result.to_json()
     if len(text) > MAX_BYTES:
-        raise ReproduceError(f"{record.name}: its record has {len(text):,} bytes, and {MAX_BYTES:,} is the most: score fewer items")
-    return write_text(folder / f"{record.name}.json", text)
+        raise ReproduceError(f"{result.name}: its result has {len(text):,} bytes, and {MAX_BYTES:,} is the most: score fewer items")
+    return write_text(folder / f"{result.name}.json", text)
 
 
 def write_text(path: Path, text: str) -> Path:
@@ -146,29 +146,29 @@ def write_text(path: Path, text: str) -> Path:
     return path
 
 
-def read_record(path: Path) -> Record:
+def read_result(path: Path) -> RunResult:
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
         if said.get("format") != FORMAT or said.get("version") != VERSION:
-            raise ReproduceError(f"{path}: is no record of a reproduction that this version reads; move it elsewhere")
-        return Record.from_json(said)
+            raise ReproduceError(f"{path}: is no result of a reproduction that this version reads; move it elsewhere")
+        return RunResult.from_json(said)
     except OSError as failure:
         raise ReproduceError(f"{path}: cannot be read: {failure.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as failure:
         raise ReproduceError(f"{path}: damaged ({failure}); remove it, and its run is made again") from None
 
 
-def read_records(folder: Path, scale: str) -> dict[str, Record]:
+def read_results(folder: Path, scale: str) -> dict[str, RunResult]:
     """Those of one scale, by name; all of the same data, or none."""
-    every = [read_record(path) for path in sorted(folder.glob("*.json"))] if folder.is_dir() else []
-    found = {record.name: record for record in every if record.scale == scale}
-    first: dict[str, Record] = {}  # that names a kind of data
-    for record in found.values():
-        for what, mark in record.data.items():
-            other = first.setdefault(what, record)
+    every = [read_result(path) for path in sorted(folder.glob("*.json"))] if folder.is_dir() else []
+    found = {one.name: one for one in every if one.scale == scale}
+    first: dict[str, RunResult] = {}  # that names a kind of data
+    for result in found.values():
+        for what, mark in result.data.items():
+            other = first.setdefault(what, result)
             if other.data[what] != mark:
                 raise ReproduceError(
-                    f"{folder}: {record.name}.json and {other.name}.json were made from other data ({what}); "
+                    f"{folder}: {result.name}.json and {other.name}.json were made from other data ({what}); "
                     "move one of them elsewhere, and its run is made again"
                 )
     return found
@@ -179,46 +179,28 @@ def provenance(where: torch.device) -> dict[str, Any]:
     made = environment(where)
     return {
         "made": made["time"],
-        "command": " ".join(["sinkdlm", *sys.argv[1:]]),
+        "command": " ".join([_program(), *sys.argv[1:]]),
         "environment": {name: made[name] for name in _FACTS if name in made},
     }
+
+
+def _program() -> str:
+    """A study is a module of its own."""
+    started = getattr(sys.modules["__main__"], "__spec__", None)
+    return "sinkdlm" if started is None or started.name.startswith("sinkdlm") else f"python -m {started.name}"
 
 
 _FACTS = ("commit", "device", "torch", "triton", "transformers", "cuda", "python", "sinkdlm", "threads", "platform")
 
 
-# -- beside the records: what is not of one run ------------------------------------------------------------------------------------
-
-
-def write_beside(records: Path, name: str, scale: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    """What was written: with how it came to be, unless that is said."""
-    told = {**provenance(torch.device("cpu")), **found}
-    write_text(_beside(records, name, scale), json.dumps(told, indent=1) + "\n")
-    return told
-
-
-def read_beside(records: Path, name: str, scale: str) -> dict[str, Any] | None:
-    path = _beside(records, name, scale)
-    if not path.exists():
-        return None
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as failure:
-        raise ReproduceError(f"{path}: cannot be read ({failure}); make it anew with: sinkdlm reproduce {name}") from None
-
-
-def _beside(records: Path, name: str, scale: str) -> Path:
-    return records / name / f"{scale}.json"
-
-
-def find_made(job: Job, records: Mapping[str, Record], scale: Scale) -> Record | None:
-    """A job's record, unless learning rates are others now: a trial's own, those that a run chose from, or its base's."""
-    found, rates = records.get(job.name), scale.lrs.get(job.group)
+def find_made(job: Job, results: Mapping[str, RunResult], scale: Scale) -> RunResult | None:
+    """A job's result, unless learning rates are others now: a trial's own, those that a run chose from, or its base's."""
+    found, rates = results.get(job.name), scale.lrs.get(job.group)
     if found is None:
         return None
     if job.trial is not None:
         return found if rates is not None and found.lr == rates[job.trial] else None
     if rates is not None and set(found.facts.get("trials", ())) != {f"{rate:g}" for rate in rates}:
         return None
-    base = records.get(job.base.name) if job.base is not None else None
+    base = results.get(job.base.name) if job.base is not None else None
     return None if base is not None and found.facts.get("base_lr", base.lr) != base.lr else found

@@ -1,7 +1,7 @@
-"""One run: trained where it was left, measured stage by stage, and its record. Each stage is kept as soon as it is done.
+"""One run: trained where it was left, measured stage by stage, and its result. Each stage is kept as soon as it is done.
 
-runs/NAME/      the run folder of training; gone once the record is written, unless weights are kept
-parts/NAME/     what stages found, until the record is written
+runs/NAME/      the run folder of training; gone once the result is written, unless weights are kept
+parts/NAME/     what stages found, until the result is written
 records/NAME.json
 """
 
@@ -9,10 +9,10 @@ import gc
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -21,117 +21,128 @@ from sinkdlm.checkpoint.directory import load
 from sinkdlm.config.recipe import BUDGETS, Recipe
 from sinkdlm.config.toml import nest, overlay, parse_override
 from sinkdlm.evals.requests import Sheet
-from sinkdlm.evals.settings import settings_for
-from sinkdlm.reproduce.inputs import Inputs
-from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, OFFICIAL, SFT, VARIANTS, Job, Scale
-from sinkdlm.reproduce.measuring import Found, Model, Stage, ask, score_answers, score_cuts, score_documents, watch
-from sinkdlm.reproduce.results import RUN, TRIAL, Outcome, Record, provenance, write_record, write_text
+from sinkdlm.reproduce.inputs import Given, Inputs
+from sinkdlm.reproduce.matrix import ADAPT, SCALES, SFT, VARIANTS, Job, Scale, stages_declared
+from sinkdlm.reproduce.measuring import Found, Model, ask, ask_officially, score_answers, score_cuts, score_documents, watch
+from sinkdlm.reproduce.results import RUN, TRIAL, Outcome, RunResult, provenance, write_result, write_text
 from sinkdlm.training.gradient_spikes import read_lines, read_peaks
 from sinkdlm.training.loop import train
 from sinkdlm.training.setup import LoadParent
 
-_TWINS = tuple(Job(ADAPT, variant, FIRST_SEED) for variant in OFFICIAL)
+
+class Asked(NamedTuple):
+    """What the command line asks. seeds: None for the scale's own number."""
+
+    target: str
+    scale: str
+    out: Path
+    seeds: int | None = None
+    records: Path | None = None
+    given: Given = Given()
+    only: Sequence[str] = ()
+    tasks: Sequence[str] | None = None
+    overrides: Sequence[str] = ()
+    time_limit: float | None = None
+    keep_weights: bool = False
+    official: bool = False
+    device: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Of results."""
+        return self.records or self.out / "records"
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """--set: a result of other settings must not pass for one of the declared ones."""
+        return dict(parse_override(override) for override in self.overrides)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where runs are made, and with what."""
+    """Where runs are made, and with what. sheets: of each task that is asked."""
 
-    scale: Scale
+    asked: Asked
     inputs: Inputs
-    out: Path
-    records: Path
     load_parent: LoadParent
-    device: str | None = None
-    overrides: tuple[str, ...] = ()
-    sheets: Mapping[str, Sheet] = field(default_factory=dict)  # of each task that is asked
-    quiet: bool = False
-    keep_weights: bool = False
-    official: bool = False
+    sheets: Mapping[str, Sheet] = field(default_factory=dict)
 
     @property
-    def changes(self) -> dict[str, Any]:
-        """--set of this command: a record of other settings must not pass for one of the declared ones."""
-        return dict(parse_override(override) for override in self.overrides)
+    def scale(self) -> Scale:
+        return SCALES[self.asked.scale]
+
+    @property
+    def quiet(self) -> bool:
+        return self.asked.scale == "nano"
 
     @property
     def where(self) -> torch.device:
-        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return torch.device(self.asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     def provenance(self) -> dict[str, Any]:
         """What a file of numbers says about how it came to be."""
         return {**provenance(self.where), "data": dict(self.inputs.about)}
 
     def folder(self, job: Job) -> Path:
-        return self.out / "runs" / job.name
+        return self.asked.out / "runs" / job.name
 
     def parts(self, job: Job) -> Path:
-        return self.out / "parts" / job.name
+        return self.asked.out / "parts" / job.name
 
 
 def recipe_of(job: Job, bench: Bench, lr: float | None) -> Recipe:
     """The group's table, the variant's changes, this run's seed and learning rate, what data and parent say, and --set on top."""
-    scale, inputs = bench.scale, bench.inputs
-    changes = VARIANTS[job.variant]
-    if changes.get("data", {}).get("first") == "eos":
+    inputs, base = bench.inputs, job.base
+    changes = VARIANTS[job.variant].changes
+    if "first" in changes.get("data", {}):
         changes = {} if job.group == SFT else {"data": {"first": inputs.eos}}
-    seeded: dict[str, Any] = {"train": {"seed": job.seed}, "model": dict(inputs.shape)}
-    if lr is not None:
-        seeded["train"] |= {"lr": lr, "min_lr": lr / 10}
-    sets = inputs.sft if job.group == SFT else inputs.text
-    seeded["data"] = {"sets": {str(sets): 1.0}}
-    base = job.base
+    rate = {} if lr is None else {"lr": lr, "min_lr": lr / 10}
+    seeded: dict[str, Any] = {
+        "train": {"seed": job.seed, **rate},
+        "model": dict(inputs.shape),
+        "data": {"sets": {str(inputs.sft if job.group == SFT else inputs.text): 1.0}},
+    }
     if base is not None:
         seeded["init"] = {"from": str(bench.folder(base) / "model")}
     elif job.group == ADAPT:
         seeded["init"] = {"from": inputs.parent}
-    table: dict[str, Any] = {key: dict(value) for key, value in scale.tables[job.group].items()}
-    for part in (changes, seeded, *(nest(*parse_override(override)) for override in bench.overrides)):
+    table: dict[str, Any] = {key: dict(value) for key, value in bench.scale.tables[job.group].items()}
+    for part in (changes, seeded, *(nest(*parse_override(override)) for override in bench.asked.overrides)):
         if any(name in part.get("train", {}) for name in BUDGETS):  # a budget replaces the one that stood there
             table["train"] = {name: value for name, value in table["train"].items() if name not in BUDGETS}
         table = overlay(table, part)
     if job.trial is not None:
         budget = next(name for name in BUDGETS if name in table["train"])
-        share = table["train"][budget] * scale.trial_share
+        share = table["train"][budget] * bench.scale.trial_share
         table["train"] = {**table["train"], budget: max(1, round(share)) if budget == "steps" else share}
     return Recipe.resolve(table)
 
 
-def stages_of(job: Job, bench: Bench) -> dict[str, Stage]:
-    """What is measured after training, in order. Trials are for the learning rate alone."""
-    scale, inputs = bench.scale, bench.inputs
-    length = recipe_of(job, bench, None).data.length
-    if job.group == SFT:
-        found: dict[str, Stage] = {"answers": lambda model: score_answers(model, inputs, scale)}
-    else:
-        found = {"validation": lambda model: score_documents(model, inputs, scale, length)}
-    if job.trial is not None:
-        return found
-    for task, sheet in bench.sheets.items():
-        if (job.group == SFT) == task.startswith("gsm8k"):
-            found[f"task {task}"] = _asking(sheet, task)
-            if bench.official and job in _TWINS:
-                found[f"official {task}"] = _asking_officially(sheet, task, scale.official[task])
-    if job.group == ADAPT and job.seed == FIRST_SEED:
-        found["cuts"] = lambda model: score_cuts(model, inputs, scale)
-    found["capture"] = lambda model: watch(model, inputs, scale)
+def stages_of(job: Job, bench: Bench) -> list[str]:
+    """Those that are declared, of the tasks that are asked."""
+    found = []
+    for stage in stages_declared(job, bench.scale):
+        kind, _, task = stage.partition(" ")
+        if (not task or task in bench.sheets) and (kind != "official" or bench.asked.official):
+            found.append(stage)
     return found
 
 
-def _asking(sheet: Sheet, task: str) -> Stage:
-    return lambda model: ask(model, sheet, task)
-
-
-def _asking_officially(sheet: Sheet, task: str, most: int) -> Stage:
-    """The first questions with the official estimator and guidance. Guided values are scores: what they rank is kept, not they."""
-    settings = {task: replace(settings_for(task, {}), greedy=sheet.settings[task].greedy)}
-    official = replace(sheet, requests=[request for request in sheet.requests if request.doc < most], settings=settings)
-
-    def stage(model: Model) -> Found:
-        kept = ask(model, official, task).outcomes
-        return Found({f"official.{name}": one for name, one in kept.items() if not name.endswith(".nll")})
-
-    return stage
+def measure(stage: str, model: Model, bench: Bench, recipe: Recipe) -> Found:
+    kind, _, task = stage.partition(" ")
+    match kind:
+        case "validation":
+            return score_documents(model, bench.inputs, bench.scale, recipe.data.length)
+        case "answers":
+            return score_answers(model, bench.inputs, bench.scale)
+        case "task":
+            return ask(model, bench.sheets[task], task)
+        case "official":
+            return ask_officially(model, bench.sheets[task], task, bench.scale.official[task])
+        case "cuts":
+            return score_cuts(model, bench.inputs, bench.scale)
+        case _:
+            return watch(model, bench.inputs, bench.scale)
 
 
 class TimeUp(Exception):  # noqa: N818  (no error: it was asked for)
@@ -140,27 +151,27 @@ class TimeUp(Exception):  # noqa: N818  (no error: it was asked for)
 
 def run_job(
     job: Job, bench: Bench, lr: float | None, told: Mapping[str, Any], say: Callable[[str], None], is_late: Callable[[], bool]
-) -> Record:
-    """Trains what is left to train, measures what is left to measure, and writes the record. Raises TimeUp between stages."""
+) -> RunResult:
+    """Trains what is left to train, measures what is left to measure, and writes the result. Raises TimeUp between stages."""
     recipe = recipe_of(job, bench, lr)
     folder = bench.folder(job)
-    stages = stages_of(job, bench)
     parts = _Parts(bench.parts(job), recipe)
-    missing = [stage for stage in stages if stage not in parts.done]
+    missing = [stage for stage in stages_of(job, bench) if stage not in parts.done]
     if missing:
         trained = train_job(recipe, folder, bench)
         parts.keep("train", Found(told=trained), sum(line["timing"]["seconds"] for line in read_lines(folder, "train")))
-        model = _load(folder / "model", recipe, bench)
+        dtype = torch.bfloat16 if bench.where.type == "cuda" else torch.float32
+        model = Model(load(folder / "model", device=bench.where, dtype=dtype), recipe.data.first)
         for stage in missing:
             if is_late():
                 raise TimeUp(job.name)
             began = time.monotonic()
-            found = stages[stage](model)
+            found = measure(stage, model, bench, recipe)
             parts.keep(stage, found, time.monotonic() - began)
             say(f"{job.name}: {stage} in {time.monotonic() - began:.1f} s")
-    record = _assemble(job, recipe, parts, bench, told)
-    write_record(bench.records, record)
-    return record
+    result = _assemble(job, recipe, parts.done, bench, told)
+    write_result(bench.asked.folder, result)
+    return result
 
 
 def train_job(recipe: Recipe, folder: Path, bench: Bench) -> dict[str, Any]:
@@ -168,7 +179,7 @@ def train_job(recipe: Recipe, folder: Path, bench: Bench) -> dict[str, Any]:
         torch.compiler.reset()  # variants are recompilations of the same blocks, and after some of these the compiler gives up
     _give_back()
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, quiet=bench.quiet)
-    found = train(recipe, folder, load_parent=bench.load_parent, device=bench.device, console=console)
+    found = train(recipe, folder, load_parent=bench.load_parent, device=bench.asked.device, console=console)
     _give_back()
     return {**{name: found[name] for name in ("steps", "tokens", "skipped")}, "peaks": read_peaks(folder)}
 
@@ -181,15 +192,10 @@ def _give_back() -> None:
 
 
 def clear(job: Job, bench: Bench) -> None:
-    """Once there is a record: weights are large, and it says how to make them again."""
+    """Once there is a result: weights are large, and it says how to make them again."""
     shutil.rmtree(bench.parts(job), ignore_errors=True)
-    if not bench.keep_weights:
+    if not bench.asked.keep_weights:
         shutil.rmtree(bench.folder(job), ignore_errors=True)
-
-
-def _load(path: Path, recipe: Recipe, bench: Bench) -> Model:
-    dtype = torch.bfloat16 if bench.where.type == "cuda" else torch.float32
-    return Model(load(path, device=bench.where, dtype=dtype), recipe.data.first)
 
 
 class _Parts:
@@ -205,24 +211,22 @@ class _Parts:
 
     def keep(self, stage: str, found: Found, seconds: float) -> None:
         outcomes = {name: outcome.to_json() for name, outcome in found.outcomes.items()}
-        said = {"outcomes": outcomes, "layers": found.layers, "told": found.told, "seconds": round(seconds, 2)}
-        write_text(self.folder / f"{stage}.json", json.dumps(said))
-        self.done[stage] = json.loads(json.dumps(said))
+        text = json.dumps({"outcomes": outcomes, "layers": found.layers, "told": found.told, "seconds": round(seconds, 2)})
+        write_text(self.folder / f"{stage}.json", text)
+        self.done[stage] = json.loads(text)
 
 
-def _assemble(job: Job, recipe: Recipe, parts: _Parts, bench: Bench, told: Mapping[str, Any]) -> Record:
-    done = parts.done
+def _assemble(job: Job, recipe: Recipe, done: Mapping[str, Any], bench: Bench, told: Mapping[str, Any]) -> RunResult:
     outcomes = {name: Outcome.from_json(said) for part in done.values() for name, said in part["outcomes"].items()}
     layers = {name: values for part in done.values() for name, values in part["layers"].items()}
-    figures = {name: value for stage, part in done.items() if stage != "train" for name, value in part["told"].items()}
     facts = {
         **done["train"]["told"],
         **told,
         "seconds": {stage: part["seconds"] for stage, part in done.items()},
         **bench.provenance(),
-        "changes": bench.changes,
+        "changes": bench.asked.changes,
         "recipe": recipe.to_toml(),
-        **figures,
+        **{name: value for stage, part in done.items() if stage != "train" for name, value in part["told"].items()},
     }
-    kind = TRIAL if job.trial is not None else RUN
-    return Record(job.name, kind, bench.scale.name, job.group, job.variant, job.seed, recipe.train.lr, outcomes, layers, facts)
+    kind = RUN if job.trial is None else TRIAL
+    return RunResult(job.name, kind, bench.scale.name, job.group, job.variant, job.seed, recipe.train.lr, outcomes, layers, facts)

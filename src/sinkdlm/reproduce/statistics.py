@@ -1,4 +1,4 @@
-"""What a difference is, how sure it is, and when two variants are the same: paired over items, then over seeds.
+"""What a difference is, and how sure it is: paired over items, then over seeds.
 
 Within a seed, variants are scored on the same items under the same noise, so that the difference of an item is one number. Over
 seeds, which change data order, noise and new parameters together, the differences of seeds are taken as a normal sample: intervals
@@ -6,7 +6,8 @@ and tests are Student's. Numbers alone: knows no run, file or claim.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ class Paired(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """Of seeds: their mean, Student's interval of LEVEL, the standard error, and the p of the two-sided test against 0.
+    """Of seeds: their mean, Student's interval, the standard error, and the p of the two-sided test against 0.
 
     Not a number where a single seed says nothing of how seeds scatter; p also where equal values, which are not 0, do not.
     """
@@ -42,7 +43,11 @@ class Spread(NamedTuple):
 
     @property
     def known(self) -> bool:
-        return self.n >= MIN_SEEDS and math.isfinite(self.low)
+        return self.n >= MIN_SEEDS
+
+    def within(self, margin: float) -> bool:
+        """Two one-sided tests at ALPHA, where this is an interval of 1 - 2 ALPHA: both reject where it lies inside the margin."""
+        return self.known and -margin <= self.low and self.high <= margin
 
 
 def pair_items(one: np.ndarray, other: np.ndarray, units: float) -> Paired:
@@ -57,52 +62,21 @@ def pair_items(one: np.ndarray, other: np.ndarray, units: float) -> Paired:
 
 def over_seeds(values: Sequence[float], level: float = LEVEL) -> Spread:
     """Of one value for each seed. Equal values have an interval without width."""
-    n = len(values)
-    if n == 0:
-        return Spread(math.nan, math.nan, math.nan, math.nan, 0, math.nan)
-    mean = math.fsum(values) / n
-    if n == 1:
-        return Spread(mean, math.nan, math.nan, math.nan, 1, math.nan)
-    stderr = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+    n, unknown = len(values), math.nan
+    if n < 2:
+        return Spread(values[0] if n else unknown, unknown, unknown, unknown, n, unknown)
+    mean, stderr = fmean(values), stdev(values) / math.sqrt(n)
     reach = student_quantile((1 + level) / 2, n - 1) * stderr
-    return Spread(mean, mean - reach, mean + reach, stderr, n, _p(mean, stderr, n - 1))
+    p = 1.0 if mean == 0 else unknown  # equal values: counts of right answers may differ by the same in every seed, by chance
+    if stderr > _ROUNDING * abs(mean):
+        p = 2 * (1 - student_cdf(abs(mean) / stderr, n - 1))
+    return Spread(mean, mean - reach, mean + reach, stderr, n, p)
 
 
-def _p(mean: float, stderr: float, freedom: int) -> float:
-    if stderr <= _ROUNDING * abs(mean):  # counts of right answers may differ by the same in every seed, by chance
-        return 1.0 if mean == 0 else math.nan
-    return 2 * (1 - student_cdf(abs(mean) / stderr, freedom))
-
-
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's adjusted p of each test; one without a p takes no part and stays without."""
-    known = sorted((p, name) for name, p in p_values.items() if math.isfinite(p))
-    found = dict.fromkeys(p_values, math.nan)
-    largest = 0.0
-    for rank, (p, name) in enumerate(known):
-        largest = max(largest, min(1.0, (len(known) - rank) * p))
-        found[name] = largest
-    return found
-
-
-class Equivalence(NamedTuple):
-    """Two one-sided tests against a margin: the larger p, and the interval of 1 - 2 ALPHA that they amount to."""
-
-    p: float
-    low: float
-    high: float
-    margin: float
-
-    @property
-    def shown(self) -> bool:
-        return self.p <= ALPHA
-
-
-def equivalence(values: Sequence[float], margin: float) -> Equivalence:
-    spread = over_seeds(values, level=1 - 2 * ALPHA)
-    if not spread.known:
-        return Equivalence(math.nan, spread.low, spread.high, margin)
-    if spread.stderr == 0:
-        return Equivalence(0.0 if abs(spread.mean) < margin else 1.0, spread.low, spread.high, margin)
-    nearest = (margin - abs(spread.mean)) / spread.stderr
-    return Equivalence(1 - student_cdf(nearest, spread.n - 1), spread.low, spread.high, margin)
+    p = np.array(p_values, dtype=np.float64)
+    order = np.argsort(p)  # those without a p last
+    times = np.isfinite(p).sum() - np.arange(len(p))
+    p[order] = np.minimum(1, np.maximum.accumulate(p[order] * times))
+    return p.tolist()

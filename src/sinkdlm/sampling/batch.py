@@ -1,10 +1,11 @@
-"""Batches of requests: their tokens on one device, and one denoising step of them.
+"""One denoising step of a batch of rows: query the denoiser, draw candidates, commit the best.
 
-Owns what happens between a denoiser and the canvases: which positions are queried, what is drawn, what is committed. Rows of other
-lengths, policies and ages share a batch; nothing that a row gets depends on the others. Takes a denoiser; knows no model.
+`Batch.advance` takes the plans of its rows (requests.py) and runs, on the device: choose positions, `_propose` a token for each
+(drawing.py), `_take` the best, `_commit` them; `_move_on` then plans the next step of each row. Rows of other lengths, policies and
+ages share a batch; nothing that a row gets depends on the others. Takes a denoiser; knows no model.
 
-A step never waits for a GPU, unless a policy must know its outcome: a threshold how many positions passed, EOS whether it stands,
-remasking by confidence how sure the tokens were. Steps of repeating shapes are replayed as CUDA graphs.
+A step waits for a GPU only where a policy must know its outcome: a threshold how many positions passed, EOS whether it stands,
+remasking by confidence how sure the tokens were. Steps of repeating shapes are captured as CUDA graphs and replayed.
 
 B rows of a batch, T canvas, n positions of a row whose prediction is needed, V vocabulary.
 """
@@ -61,14 +62,14 @@ class DenoiserAdapter:
 class _Shape(NamedTuple):
     """What decides the shapes of a step's tensors, known to the host."""
 
-    count: int  # positions of each row that are predicted
+    n: int  # positions of each row that are predicted
     width: int  # tokens of the longest row
     padded: bool  # whether rows differ in length
     span: int  # tokens that the forward computes; fewer than all with a cache, after a block's first step
 
 
 class _Query(NamedTuple):
-    """One question to the denoiser: logits at positions (B, n) of tokens (B, T). low: where the span begins, on the device."""
+    """One call of the denoiser: logits at positions (B, n) of tokens (B, T). low: where the span begins, on the device."""
 
     tokens: Tensor
     positions: Tensor
@@ -78,9 +79,8 @@ class _Query(NamedTuple):
 
 
 class Batch:
-    """Rows that are computed in one forward. It holds their tokens as long as they stay together.
-
-    It never holds their states: those hold their batch, and a cycle would keep its memory."""
+    """Rows that share a forward, and their tokens as long as they stay together. Never holds their states: a cycle would keep its
+    memory."""
 
     def __init__(self, states: list[State], device: torch.device) -> None:
         policies = [scoring_policy(state.policy) for state in states]
@@ -91,11 +91,11 @@ class Batch:
         # Rows whose candidates are scored alike: all, or an index of them.
         self.groups: list[tuple[Policy, Any]] = [(policies[0], slice(None))]
         if len(set(policies)) > 1:
-            found = [(policy, [row for row, own in enumerate(policies) if own == policy]) for policy in dict.fromkeys(policies)]
-            self.groups = [(policy, torch.tensor(rows).to(device)) for policy, rows in found]
+            alike = {policy: [row for row, own in enumerate(policies) if own == policy] for policy in dict.fromkeys(policies)}
+            self.groups = [(policy, torch.tensor(rows).to(device)) for policy, rows in alike.items()]
         self.caches: list[BlockCache] = []
         if self.cache_kind != "none" and not states[0].plan.first:
-            members = [[(cache, state.row) for cache in state.home.caches] for state in states]
+            members = [[(cache, state.row) for cache in state.batch.caches] for state in states]
             self.caches = [BlockCache.collect(branch) for branch in zip(*members, strict=True)]
         self._collect(states)
         # Least first: by the time of being revealed where noise decides, else by position alone (the sort is stable).
@@ -105,16 +105,15 @@ class Batch:
         self.forbidden: dict[Policy, Tensor] = {}
         self.graphs = StepGraphs(device)
         for row, state in enumerate(states):
-            state.home, state.row = self, row
+            state.batch, state.row = self, row
 
     @classmethod
     def of(cls, states: list[State], device: torch.device) -> "Batch":
-        """The batch these rows are in, if they are all of it; else a new one."""
-        home = states[0].home
-        whole = home is not None and home.n_rows == len(states)
-        if whole and all(state.home is home and state.row == row for row, state in enumerate(states)):
-            return cast(Batch, home)
-        return cls(states, device)
+        """The batch that these rows are, if they came from one and nobody joined or left; else a new one."""
+        old = states[0].batch
+        if old is None or [(old, row) for row in range(old.n_rows)] != [(state.batch, state.row) for state in states]:
+            return cls(states, device)
+        return cast(Batch, old)
 
     def _collect(self, states: list[State]) -> None:
         """Lay out the canvases, and take over what the rows have become in other batches. All are (B, T), the report (3, B)."""
@@ -127,13 +126,13 @@ class Batch:
         self.committed = torch.zeros_like(self.open)
         # Tokens committed, whether EOS stands, how many tokens ever were chosen by what is no number.
         self.report = torch.zeros(3, self.n_rows, dtype=torch.int64, device=self.device)
-        for home in {id(state.home): state.home for state in states if state.home is not None}.values():
-            moved = [(row, state.row) for row, state in enumerate(states) if state.home is home]
+        for old in {state.batch: None for state in states if state.batch is not None}:
+            moved = [(row, state.row) for row, state in enumerate(states) if state.batch is old]
             here, there = torch.tensor(moved).T.to(self.device)
-            span = min(self.width, home.width)
+            span = min(self.width, old.width)
             for name in ("tokens", "open", "confidence"):
-                getattr(self, name)[here, :span] = getattr(home, name)[there, :span]
-            self.report[2, here] = home.report[2, there]
+                getattr(self, name)[here, :span] = getattr(old, name)[there, :span]
+            self.report[2, here] = old.report[2, there]
 
     # -- one step -----------------------------------------------------------------------------------------------------------------
 
@@ -164,7 +163,7 @@ class Batch:
         return marked.to(self.device)
 
     def _span(self, adapter: DenoiserAdapter, plan: StepPlan) -> tuple[int, int]:
-        """Where the next forward begins, and how many tokens it computes: with a cache, after a block's first step, not all."""
+        """Where the next forward begins, and how many tokens it computes: all, or with a cache after a block's first step fewer."""
         if self.cache_kind == "none" or plan.first:
             return 0, plan.length
         low = max(0, plan.start - max(adapter.reach, int(self.shift)))
@@ -182,15 +181,15 @@ class Batch:
             self._compute(adapter, control, shape)
 
     def _compute(self, adapter: DenoiserAdapter, control: Tensor, shape: _Shape) -> None:
-        """Do everything of a step that runs on the device, without waiting for it."""
+        """Everything of a step that runs on the device, without waiting for it."""
         step, begin, stop, length, counts, quota, low = control[:, :, None]  # (B, 1) each
         everywhere = counter(shape.width, self.device)
         eligible = self.open[:, : shape.width] & (everywhere >= begin) & (everywhere < stop)
         ranks = self.priority[:, : shape.width].masked_fill(~eligible, math.inf)
-        positions = ranks.argsort(dim=1, stable=True)[:, : shape.count]  # (B, n)
-        valid = counter(shape.count, self.device) < counts
-        asked = (positions - 1).clamp_min(0) if self.shift else positions
-        query = _Query(self.tokens[:, : shape.width], asked, length[:, 0] if shape.padded else None, shape.span, low[0, 0])
+        positions = ranks.argsort(dim=1, stable=True)[:, : shape.n]  # (B, n)
+        valid = counter(shape.n, self.device) < counts
+        queried = (positions - 1).clamp_min(0) if self.shift else positions
+        query = _Query(self.tokens[:, : shape.width], queried, length[:, 0] if shape.padded else None, shape.span, low[0, 0])
         proposal, score, sure = self._propose(adapter, query, positions, step)
         self._commit(positions, self._take(score, sure, valid, quota), proposal, sure)
 
@@ -274,7 +273,7 @@ class Batch:
         self.report[1, rows] = ended.to(torch.int64)
 
     def _move_on(self, states: list[State], plans: list[StepPlan]) -> None:
-        """Move the states on to their next steps. Reads from the device only where a policy must know."""
+        """Plan the next step of each row. Reads from the device only where a policy must know."""
         reads = any(state.policy.threshold is not None or state.policy.eos_id is not None for state in states)
         nothing = [0] * len(plans)
         counts, ended, lost = self.report.tolist() if reads else ([plan.quota for plan in plans], nothing, nothing)
@@ -295,5 +294,5 @@ class Batch:
 
 @functools.lru_cache(maxsize=256)
 def scoring_policy(policy: Policy) -> Policy:
-    """The part of a policy that still matters once a step is planned; rows that share it are scored together."""
+    """The fields of a policy that matter once a step is planned; rows that agree in them are scored together."""
     return replace(policy, steps=None, schedule="linear", last_time=1.0)

@@ -1,7 +1,7 @@
-"""From logits to tokens: guidance, temperature, and how sure a prediction is.
+"""From logits to candidates: guidance, a draw at a temperature, and a score that says how sure the prediction is.
 
-Owns what happens to logits between denoiser and canvas. Works row by row: no number depends on another row. Half-precision logits
-are read as float32; nothing is computed in float64 unless the logits are.
+`score_candidates` is what batch.py calls. Works row by row: no number depends on another row. Half-precision logits are read as
+float32; nothing is computed in float64 unless the logits are.
 
 N rows of logits, V vocabulary.
 """
@@ -99,7 +99,9 @@ def negative_entropy(logits: Tensor) -> Tensor:
 
 
 def score_candidates(policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, score, probability) of (rows, n, V) logits, which are used up; keys (rows, n) where the temperature is above 0."""
+    """Draw a token for each row of (rows, n, V) logits, which are used up: (tokens, score, probability), (rows, n) each.
+
+    keys (rows, n): random bits, where the temperature is above 0."""
     cuts = (keys is not None or policy.tempered) and (policy.top_k is not None or policy.top_p is not None)
     by_odds = policy.order not in ("margin", "entropy")
     if not cuts and by_odds and (fused := draw_candidates(logits, keys, policy.temperature, policy.tempered)):

@@ -1,8 +1,8 @@
-"""Text from a denoiser: one loop in which requests of any length, policy and age share a batch.
+"""The sampling loop: requests of any length, policy and age share forwards, one step at a time.
 
-`step(states, denoiser)` takes every request one step further; between steps requests may join and leave. `generate` drives it for
-whole batches, `stream` yields each step. Takes any callable that maps tokens (B, T) to logits (B, T, V); knows no model, tokenizer
-or file. Noise is keyed by (seed, request, step, position), so a request draws the same numbers alone and in a batch.
+`generate` fills whole canvases, `stream` yields after each step, and both call `step(states, denoiser)`, which groups states by the
+forward they can share and advances each group as a `Batch`. Between steps requests may join and leave. Noise is keyed by (seed,
+request, step, position), so a request draws the same numbers alone and in a batch.
 
 B requests, T canvas, V vocabulary.
 """
@@ -33,7 +33,7 @@ def step(
     deterministic: bool = False,
     together: bool = False,
 ) -> list[State]:
-    """One step for every request that is not done; returns those that took it. Rows share a forward wherever they can.
+    """Take one step of every request that is not done; return those that took it. Rows share a forward wherever they can.
 
     deterministic: each row is computed alone, in shapes that are its own, so that its tokens are bit for bit those of the request
     alone whatever else is in the batch.
@@ -48,13 +48,13 @@ def step(
     for state in active:
         groups.setdefault(id(state) if deterministic else _forward_key(state, adapter), []).append(state)
     for group in groups.values():
-        home = group[0].home
-        Batch.of(group, torch.device(device or ("cpu" if home is None else home.device))).advance(group, adapter)
+        batch = group[0].batch
+        Batch.of(group, torch.device(device or ("cpu" if batch is None else batch.device))).advance(group, adapter)
     return active
 
 
 def _without_waiting(active: list[State]) -> list[State]:
-    """All but rows about to begin a block while others, alike in all that a forward shares, are still in the one before."""
+    """Leave out rows about to begin a block while others that could share their forward are still in the block before."""
     cached = [state for state in active if state.policy.cache != "none"]
     open_until = {(_shared(state), state.plan.stop) for state in cached}
     waiting = {id(state) for state in cached if state.plan.first and (_shared(state), state.plan.start) in open_until}
@@ -62,12 +62,12 @@ def _without_waiting(active: list[State]) -> list[State]:
 
 
 def _shared(state: State) -> Any:
-    """What rows with a cache have in common in one forward, apart from the block."""
+    """What rows with a cache must have in common to share a forward, apart from the block."""
     return state.request.mask_id, scoring_policy(state.policy), state.length
 
 
 def _forward_key(state: State, adapter: DenoiserAdapter) -> Any:
-    """What rows of one forward have in common."""
+    """Rows with equal keys share a forward."""
     policy, plan = state.policy, state.plan
     if policy.cache == "none":
         return state.request.mask_id, policy.shift, None if adapter.takes_lengths else plan.length
@@ -103,7 +103,7 @@ class Step(NamedTuple):
 
 
 def stream(denoiser: Denoise, states: Sequence[State], *, device: Any = None, deterministic: bool = False) -> Iterator[Step]:
-    """Steps until every request is done, and yields each."""
+    """Take steps until every request is done, and yield the batch after each."""
     adapter = DenoiserAdapter.of(denoiser)
     while any(not state.done for state in states):
         moved = {id(state) for state in step(states, adapter, device=device, deterministic=deterministic, together=True)}
@@ -128,7 +128,7 @@ def requests_of(
     numbers: Sequence[int] | None = None,
     **options: Any,
 ) -> list[Request]:
-    """Requests of a batch: a row each for the prompt (B, P) or list of rows. See `generate`."""
+    """Make a request of each row of the prompt (B, P), or of each of a list of rows. `generate` says what the arguments mean."""
     policy = policy_of(config, **options)
     heads = _as_rows(prompt)
     tails = [[]] * len(heads) if suffix is None else _as_rows(suffix)
@@ -163,7 +163,7 @@ def generate(
     deterministic: bool = False,
     **given: Any,
 ) -> Sampled:
-    """Fills a canvas of `length` tokens, prompt included, for each row of the prompt.
+    """Fill a canvas of `length` tokens, prompt included, for each row of the prompt.
 
     mask_id in a prompt is a gap to be filled; every other token stays. suffix: rows at the end of the canvas. limit instead of
     length: an open end, to which blocks are appended until EOS. config: a named configuration or a Policy; its fields may be given
@@ -179,7 +179,7 @@ def generate(
 
 
 def gather(states: Sequence[State]) -> Sampled:
-    """What requests have come to."""
+    """Collect the results of requests, finished or not."""
     tokens = _stack([state.tokens for state in states], _PADDING)
     confidence = _stack([state.confidence for state in states], math.nan)
     steps = [state.steps for state in states]

@@ -1,7 +1,7 @@
-"""One request to a sampler and where it stands: its canvas, its policy, and what its next step may do.
+"""One request and the plan of its steps: a `Request` is what is asked, a `State` where it stands, a `StepPlan` its next step.
 
-Owns the plan of a request, on the host: which block it is in, how many positions the next step commits, what it masks again. Knows
-no denoiser and no batch; the tokens themselves lie with the batch that a request is in (batch.py).
+Plans are made on the host before each forward: which block, how many positions are predicted and committed, which are masked
+again. Knows no denoiser; the tokens themselves lie in the `Batch` that a state is in (batch.py).
 """
 
 import math
@@ -68,7 +68,7 @@ class StepPlan(NamedTuple):
 
 
 def reveal_times(keys: Key, length: int) -> Tensor:
-    """(..., length) in (0, 1) of keys (..., 1): when each position would be revealed, as time runs from 1 to 0.
+    """Draw for keys (..., 1) when each position is revealed, (..., length) in (0, 1), as time runs from 1 to 0.
 
     Revealing a masked token with probability 1 - s/t in each step is the same as drawing its time evenly once. So the steps of an
     ancestral sampler in which nothing happens need no forward.
@@ -87,7 +87,7 @@ class State:
         self.steps = 0  # steps with a forward
         self.done = False
         self.key = hash_words(request.seed, int(Stream.SAMPLING), request.number)  # from which all its noise goes on
-        self.home: Any = None  # the batch that holds its tokens, and the row there
+        self.batch: Any = None  # the Batch that holds its tokens, and the row there
         self.row = 0
         self._plans = self._plan_steps()
         self.advance(0)
@@ -100,7 +100,7 @@ class State:
     @property
     def tokens(self) -> Tensor:
         """(length,)."""
-        return torch.tensor(self.request.canvas[: self.length]) if self.home is None else self._view("tokens")
+        return torch.tensor(self.request.canvas[: self.length]) if self.batch is None else self._view("tokens")
 
     @property
     def confidence(self) -> Tensor:
@@ -113,11 +113,11 @@ class State:
         return self._view("committed")
 
     def _view(self, name: str) -> Tensor:
-        rows: Tensor = getattr(self.home, name)
+        rows: Tensor = getattr(self.batch, name)
         return rows[self.row, : self.length]
 
     def advance(self, committed: int) -> None:
-        """Go on to the next step; the last one wrote so many tokens."""
+        """Plan the next step; the last one committed so many tokens."""
         self._committed = committed
         plan = next(self._plans, None)
         if plan is None:
@@ -147,7 +147,7 @@ class State:
             base += steps
 
     def _split(self, sizes: list[int]) -> list[int]:
-        """Steps of each block. Those of an ancestral sampler may be empty, so there may be more than positions."""
+        """Steps of each block. An ancestral sampler may have more steps than positions: some reveal nothing."""
         given = split_steps(sizes, self.policy.steps)
         if self.policy.order == "ancestral" or self.policy.schedule != "linear":
             return given
@@ -170,7 +170,7 @@ class State:
         return sorted(Counter(bisect_right(shares, -times[p], 1, steps, key=operator.neg) - 1 for p in here).items())
 
     def _by_threshold(self, plan: StepPlan, steps: int) -> Iterator[StepPlan]:
-        """At least one position a step, or as many as finish in time if the number of steps was given."""
+        """Commit at least one position a step, or as many as finish in time where the number of steps was given."""
         left = plan.n_predicted
         for step in range(steps):
             quota = 1 if self.policy.steps is None else math.ceil(left / (steps - step))
@@ -180,7 +180,7 @@ class State:
                 return
 
     def _exchange(self, plan: StepPlan, here: list[int], steps: int) -> Iterator[StepPlan]:
-        """ReMDM: what is revealed and what is masked again is drawn here, before the forward."""
+        """ReMDM: draw what is revealed and what is masked again before the forward."""
         masked, first = dict.fromkeys(here, True), True
         numbers, purposes = torch.arange(plan.step, plan.step + steps), torch.tensor([_REVEAL, _REMASK])
         drawn = unit_interval(fold(self.key, numbers[:, None, None], torch.tensor(here), purposes[:, None])).tolist()
@@ -196,7 +196,7 @@ class State:
                 first = False
 
     def _remask_rates(self, here: list[int], masked: dict[int, bool], sigma: float) -> list[float]:
-        """The chance of each committed position; with "conf" the less sure a token was, the greater its part of sigma."""
+        """The chance of each committed position to be masked again; with "conf" unsure tokens get the greater part of sigma."""
         if self.policy.remask != "conf" or all(masked.values()) or not sigma:
             return [sigma] * len(here)
         sure = self.confidence.tolist()

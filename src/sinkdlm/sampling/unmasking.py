@@ -1,7 +1,6 @@
-"""Which positions of a canvas are committed, how many in a step, and which are masked again: policies as values.
+"""Unmasking policies: which positions are committed first, how many in a step, and which are masked again.
 
-Owns the names and arithmetic of policies, on plain numbers, before any forward. Knows no denoiser, batch or token; what depends on
-logits is in drawing.py.
+Owns the policies' names and their arithmetic on plain numbers. Knows no denoiser, batch or token; drawing.py scores logits.
 
 A share is the part of a block that is still masked: 1 before its first step, 0 after its last.
 """
@@ -106,7 +105,7 @@ NAMED = {
 
 
 def policy_of(config: "str | Policy" = "llada", **options: Any) -> Policy:
-    """A named configuration, with options of one's own in place of some of its values."""
+    """A named policy, with some of its fields replaced by options."""
     if isinstance(config, str) and config not in NAMED:
         raise SamplingError(f"policy {config!r}: unknown; there are {', '.join(NAMED)}")
     names = [field.name for field in fields(Policy)]

@@ -1,6 +1,6 @@
-"""Turn an engine's events into what a client reads: whole answers, and streams of pieces and frames.
+"""Turn an engine's events into OpenAI's answers: whole, or as a stream of chunks and frames.
 
-Owns the shapes of OpenAI's answers and the event loop's side of a request. Events come from the engine's thread.
+Owns the event loop's side of a request; its events come from the engine's thread.
 """
 
 import asyncio
@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from sinkdlm.serving.engine import Event, Frame, Over, Ticket
@@ -25,7 +24,7 @@ _DIGITS = 4  # of a confidence
 
 
 class Exchange:
-    """One request on its way. finished: called once, when all rows are done."""
+    """One request and its answer. finished: called once, when all rows are done."""
 
     def __init__(self, served: Served, order: Order, *, chat: bool, inspect: bool, finished: Callable[["Exchange"], None]) -> None:
         self.served, self.order, self.chat, self._finished = served, order, chat, finished
@@ -36,9 +35,10 @@ class Exchange:
         if inspect:
             given = [row.canvas.index(row.mask_id) for row in order.rows]
             self.frames = RequestFrames(self.id, served.name, served.lm.config.mask_id, given, [[] for _ in order.rows])
-        self._events: asyncio.Queue[list[Event]] = asyncio.Queue()
-        # The ticket is told of this queue alone: one that held the exchange, which holds it, would stay until cycles are collected.
-        self._tell = partial(asyncio.get_running_loop().call_soon_threadsafe, self._events.put_nowait)
+        # The ticket holds the queue alone: one that held the exchange, which holds it, would stay until cycles are collected.
+        self._events = queue = asyncio.Queue[list[Event]]()
+        loop = asyncio.get_running_loop()
+        self._tell = lambda events: loop.call_soon_threadsafe(queue.put_nowait, events)
         self.ticket: Ticket | None = None
 
     def submit(self, *, progress: bool, frames: bool) -> None:
@@ -54,14 +54,14 @@ class Exchange:
             self.served.engine.cancel(self.ticket)
 
     async def events(self) -> AsyncIterator[Tokens | Frame | None]:
-        """Until all rows are done. None: nothing has happened for a while."""
+        """Yield events until all rows are done; None where nothing has happened for a while."""
         while True:
             try:
-                told = await asyncio.wait_for(self._events.get(), _QUIET)
+                events = await asyncio.wait_for(self._events.get(), _QUIET)
             except TimeoutError:
                 yield None
                 continue
-            for event in told:
+            for event in events:
                 if isinstance(event, Over):
                     if event.failure is not None:
                         raise api_error(event.failure)
@@ -73,16 +73,14 @@ class Exchange:
                     self.frames.add(event)
                 yield event
 
-    # -- whole --------------------------------------------------------------------------------------------------------------------
-
     async def answer(self) -> Answer:
         transcripts = self.order.transcripts
         async for event in self.events():
             if isinstance(event, Tokens) and event.done:
                 transcripts[event.row].read(event.tokens, done=True)
         choices = []
-        for index, (before, transcript) in enumerate(zip(self.order.echo, transcripts, strict=True)):
-            text = before + transcript.text
+        for index, transcript in enumerate(transcripts):
+            text = transcript.echo + transcript.text
             written = {"message": {"content": text}} if self.chat else {"text": text}
             choices.append({"index": index, "finish_reason": self._reason(index), **written})
         kind: type[Answer] = ChatCompletion if self.chat else Completion
@@ -103,14 +101,12 @@ class Exchange:
     def _reason(self, row: int) -> FinishReason:
         return "stop" if self.order.transcripts[row].stopped else "length"
 
-    # -- piece by piece -----------------------------------------------------------------------------------------------------------
-
     async def stream(self, *, with_usage: bool, frames: bool) -> AsyncIterator[str]:
         """Lines of server-sent events. An error comes as an event of its own, since the status is sent by then."""
         try:
-            for row, before in enumerate(self.order.echo):
-                if self.chat or before:
-                    yield self._line([self._piece(row, before, first=True)], with_usage)
+            for row, transcript in enumerate(self.order.transcripts):
+                if self.chat or transcript.echo:
+                    yield self._line([self._piece(row, transcript.echo, first=True)], with_usage)
             async for event in self.events():
                 if event is None:
                     yield ": still writing\n\n"

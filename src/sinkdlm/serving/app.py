@@ -1,7 +1,7 @@
-"""The HTTP API: OpenAI's routes for diffusion models, health, metrics, and a look at finished requests.
+"""The HTTP API: OpenAI's routes for diffusion models, health, metrics, and inspection of finished requests.
 
-Owns routes and what they answer. What a request means is in served.py, how it is computed in engine.py. No path that a client sends
-is ever looked up on disk: the page's files are read once, at the start.
+A request passes guard.py, is parsed by schemas.py, becomes canvases in served.py and tokens in engine.py, and is answered by
+answers.py. No path that a client sends is ever looked up on disk: the page's files are read once, at the start.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class Settings:
 
 @dataclass
 class Site:
-    """All that routes share."""
+    """What routes share."""
 
     models: dict[str, Served]
     metrics: Metrics
@@ -113,8 +113,8 @@ def _serve_facts(app: FastAPI, site: Site) -> None:
     @app.get("/health", responses={503: {"model": Health}})
     def health() -> Response:
         alive = all(served.engine.alive for served in site.models.values())
-        told = Health(status="draining" if site.door.draining else "ok" if alive else "failed", models=list(site.models))
-        return JSONResponse(told.model_dump(), 200 if told.status == "ok" else 503)
+        report = Health(status="draining" if site.door.draining else "ok" if alive else "failed", models=list(site.models))
+        return JSONResponse(report.model_dump(), 200 if report.status == "ok" else 503)
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     def metrics() -> Response:
@@ -125,28 +125,28 @@ def _serve_answers(app: FastAPI, site: Site) -> None:
     events: dict[str, Any] = {"text/event-stream": {}}
 
     @app.post("/v1/completions", responses={200: {"model": Completion, "content": events}})
-    async def complete(asked: CompletionRequest, request: Request) -> Response:
-        return await _answer(site, asked, request)
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        return await _answer(site, body, request)
 
     @app.post("/v1/chat/completions", responses={200: {"model": ChatCompletion, "content": events}})
-    async def chat(asked: ChatRequest, request: Request) -> Response:
-        return await _answer(site, asked, request)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await _answer(site, body, request)
 
 
-async def _answer(site: Site, asked: CompletionRequest | ChatRequest, request: Request) -> Response:
-    served = site.find(asked.model)
+async def _answer(site: Site, body: CompletionRequest | ChatRequest, request: Request) -> Response:
+    served = site.find(body.model)
     served.engine.check_room()
-    prepare: Any = served.chat if isinstance(asked, ChatRequest) else served.complete
-    order: Order = await run_in_threadpool(prepare, asked)
-    inspect, frames, is_chat = asked.sinkdlm.inspect, asked.sinkdlm.frames, isinstance(asked, ChatRequest)
+    prepare: Any = served.chat if isinstance(body, ChatRequest) else served.complete
+    order: Order = await run_in_threadpool(prepare, body)
+    inspect, frames, is_chat = body.sinkdlm.inspect, body.sinkdlm.frames, isinstance(body, ChatRequest)
     size, most = size_of(((row.policy.steps or len(row.canvas)) + 1, len(row.canvas)) for row in order.rows), site.frames.most_bytes
     if inspect and size > most:
         raise SamplingError(f"sinkdlm.inspect: {size} bytes of frames, and this server keeps {most}; ask for fewer texts or steps")
     exchange = Exchange(served, order, chat=is_chat, inspect=inspect, finished=site.finish)
     try:
-        await run_in_threadpool(exchange.submit, progress=bool(asked.stream), frames=frames)
-        if asked.stream:
-            return _Events(exchange, exchange.stream(with_usage=asked.with_usage, frames=frames))
+        await run_in_threadpool(exchange.submit, progress=bool(body.stream), frames=frames)
+        if body.stream:
+            return _Events(exchange, exchange.stream(with_usage=body.with_usage, frames=frames))
         return await _unless_client_leaves(request, exchange)
     except BaseException:
         exchange.cancel()
@@ -167,7 +167,7 @@ async def _unless_client_leaves(request: Request, exchange: Exchange) -> Respons
 
 
 class _Events(StreamingResponse):
-    """A stream whose request ends with it, however it ends."""
+    """A stream that cancels its request when it ends, however it ends."""
 
     def __init__(self, exchange: Exchange, lines: AsyncIterator[str]) -> None:
         super().__init__(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -184,7 +184,7 @@ class _Events(StreamingResponse):
 
 
 def _serve_page(app: FastAPI) -> None:
-    """The inspector, where it is installed: / is its index.html, /page/NAME its other files."""
+    """Serve the inspector where it is installed: / is its index.html, /page/NAME its other files."""
     names = [path for path in PAGE.rglob("*") if path.suffix in _KINDS] if PAGE.is_dir() else []
     files = {path.relative_to(PAGE).as_posix(): (path.read_bytes(), _KINDS[path.suffix]) for path in names}
 

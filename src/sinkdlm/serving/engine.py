@@ -1,7 +1,7 @@
-"""Requests that are denoised together: one model, one bounded queue, one thread that steps all that runs.
+"""Continuous batching: one model, one bounded queue, and one thread that steps all requests that run.
 
 Requests join and leave between steps, whatever their lengths, policies and ages. Owns who may wait and run, limits of time and
-room, cancellation, and an end that loses nothing. Knows no HTTP, tokenizer or text: it is given canvases and tells tokens.
+size, cancellation, and a shutdown that finishes what it took in. Knows no HTTP, tokenizer or text: canvases in, tokens out.
 """
 
 import logging
@@ -47,11 +47,11 @@ class Capacity:
     rows: int = 64  # denoised at a time
     tokens: int = 16_384  # in a forward: rows times the longest of them; a single row may be longer
     waiting: int = 256  # requests that wait for a place
-    looks: int = 16  # questions about finished requests that wait for an answer
+    queries: int = 16  # about finished requests, that wait for an answer
     seconds: float = 300.0  # that a request may take, waiting included
 
 
-# -- what is told -----------------------------------------------------------------------------------------------------------------
+# -- events -----------------------------------------------------------------------------------------------------------------------
 
 
 class Written(NamedTuple):
@@ -82,27 +82,27 @@ Event = Written | Frame | Over
 
 
 class _Row:
-    """A canvas on its way. Written tokens lie in one gap of it, from `first` to `stop`."""
+    """A canvas under way. Tokens are written in one gap of it, from `first` to `stop`."""
 
     def __init__(self, ticket: "Ticket", index: int, state: State) -> None:
         canvas, mask_id = state.request.canvas, state.request.mask_id
         self.ticket, self.index, self.state = ticket, index, state
         self.first = canvas.index(mask_id)
         self.stop = self.first + list(canvas).count(mask_id)
-        self.told = 0  # final tokens that the owner knows of
+        self.told = 0  # final tokens that the ticket was told of
 
 
 class Ticket:
     """A request of one or several rows.
 
-    tell: given the events of a step, in the engine's thread; it must not block. ends(row, tokens): whether the final tokens hold a
-    reason to write no more. progress, frames: whether the owner wants events before a row is done.
+    tell: takes the events of a step, in the engine's thread; it must not block. ends(row, tokens): whether the row ends at its
+    final tokens. progress, frames: whether to tell `Written` and `Frame` before a row is done.
     """
 
     def __init__(
         self,
         requests: Sequence[Request],
-        tell: Callable[[list[Event]], None],
+        tell: Callable[[list[Event]], object],
         *,
         ends: Callable[[int, list[int]], bool] | None = None,
         progress: bool = False,
@@ -137,12 +137,12 @@ def share_forwards(rows: Sequence[_Row], most_tokens: int) -> list[Sequence[_Row
 
 def _cut(ordered: Sequence[_Row]) -> list[Sequence[_Row]]:
     longest = ordered[-1].state.length
-    saved, place = max((place * (longest - ordered[place - 1].state.length), place) for place in range(len(ordered)))
-    return [ordered] if saved <= _FORWARD_TOKENS else _cut(ordered[:place]) + _cut(ordered[place:])
+    saved, cut = max((cut * (longest - ordered[cut - 1].state.length), cut) for cut in range(len(ordered)))
+    return [ordered] if saved <= _FORWARD_TOKENS else _cut(ordered[:cut]) + _cut(ordered[cut:])
 
 
-class Turns:
-    """A lock handed out in the order of asking: engines that share a device step by turns, and none is starved."""
+class FairLock:
+    """A lock handed out in the order of asking: engines that share a device alternate, and none is starved."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -168,27 +168,26 @@ class Engine:
         capacity: Capacity | None = None,
         *,
         deterministic: bool = False,
-        turns: Turns | None = None,
+        lock: FairLock | None = None,
         stepped: Callable[[int, float], None] = lambda rows, seconds: None,
         name: str = "engine",
         barred: Sequence[int] = (),
     ) -> None:
         self.capacity = capacity or Capacity()
         self.deterministic = deterministic
-        self._model, self._turns, self._stepped = model, turns or Turns(), stepped
+        self._model, self._lock, self._stepped, self.barred = model, lock or FairLock(), stepped, barred
         denoiser = model.denoiser(barred)
-        self.barred: Sequence[int] = denoiser.barred
-        self._device, self._adapter = denoiser.device, DenoiserAdapter.of(denoiser)
+        self._device, self._adapter = denoiser.device, DenoiserAdapter(denoiser)
         self._changed = threading.Condition()
         self.waiting: deque[Ticket] = deque()
         self.running: list[_Row] = []
-        self._looks: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._queries: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._finished: deque[float] = deque(maxlen=_RECENT)
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    # -- for those who ask (any thread) -------------------------------------------------------------------------------------------
+    # -- called from any thread ---------------------------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
@@ -220,19 +219,19 @@ class Engine:
                 self.waiting.remove(ticket)
             self._changed.notify()
 
-    def look(self, compute: Callable[[], Any]) -> "Future[Any]":
+    def query(self, compute: Callable[[], Any]) -> "Future[Any]":
         """Run something with the model between two steps: the model is only ever used by the engine's thread."""
         future: Future[Any] = Future()
         with self._changed:
             self._check_open()
-            if len(self._looks) >= self.capacity.looks:
+            if len(self._queries) >= self.capacity.queries:
                 raise QueueFullError(1)
-            self._looks.append((future, compute))
+            self._queries.append((future, compute))
             self._changed.notify()
         return future
 
     def close(self, timeout: float | None = None) -> bool:
-        """Takes nothing more in, finishes all it has, and says whether it got there in time."""
+        """Take nothing more in, finish what is there, and return whether that was done in time."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -240,21 +239,21 @@ class Engine:
         return not self.alive
 
     def _retry_after(self) -> int:
-        """How long those who wait will take at the pace of late."""
+        """Seconds that the queue will take at the rate of the last requests."""
         if len(self._finished) < 2:
             return 1
         pace = (self._finished[-1] - self._finished[0]) / (len(self._finished) - 1)
         return min(LONGEST_RETRY, max(1, math.ceil(pace * len(self.waiting))))
 
-    # -- the thread ---------------------------------------------------------------------------------------------------------------
+    # -- the engine's own thread ---------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         try:
             with self._model.inference():
                 while self._wait():
                     self._admit()
-                    with self._turns:
-                        self._answer_look()
+                    with self._lock:
+                        self._answer_query()
                         self._advance()
                     self._report()
         except BaseException as failure:
@@ -265,10 +264,10 @@ class Engine:
             raise
 
     def _abandon(self, failure: Exception) -> None:
-        """Nobody waits for an answer that will never come."""
+        """Fail everything that waits for an answer."""
         for ticket in self._tickets():
             self._end(ticket, failure)
-        for future, _ in self._looks:
+        for future, _ in self._queries:
             if future.set_running_or_notify_cancel():
                 future.set_exception(failure)
 
@@ -278,11 +277,11 @@ class Engine:
     def _wait(self) -> bool:
         """Until there is something to do; False once there never will be."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self.waiting or self.running or self._looks)
-            return bool(self.waiting or self.running or self._looks)
+            self._changed.wait_for(lambda: self._closed or self.waiting or self.running or self._queries)
+            return bool(self.waiting or self.running or self._queries)
 
     def _admit(self) -> None:
-        """Let go of what nobody waits for or what took too long, then fill free places in the order of arrival."""
+        """Drop what is cancelled or took too long, then fill free slots in the order of arrival."""
         now = time.monotonic()
         begun = []
         with self._changed:
@@ -304,18 +303,18 @@ class Engine:
                 self._tell(row.ticket, [Frame(row.index, 0, tokens, [math.nan] * len(tokens))])
 
     def _let_go(self) -> None:
-        """Forget rows that are done or whose ticket is over: a state holds the batch it was in."""
+        """Forget rows that are done or whose ticket is over: a state would keep its batch in memory."""
         for row in self.running:
             if row.ticket.over:
                 row.state.end()
         self.running = [row for row in self.running if not row.state.done]
 
-    def _answer_look(self) -> None:
-        """One a step, so that those who look do not hold up those who write."""
+    def _answer_query(self) -> None:
+        """One a step, so that queries do not hold up requests."""
         with self._changed:
-            if not self._looks:
+            if not self._queries:
                 return
-            future, compute = self._looks.popleft()
+            future, compute = self._queries.popleft()
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(compute())
@@ -353,10 +352,10 @@ class Engine:
                     except Exception as failure:
                         self._end(row.ticket, failure)
 
-    # -- telling ------------------------------------------------------------------------------------------------------------------
+    # -- events of a step ---------------------------------------------------------------------------------------------------------
 
     def _report(self) -> None:
-        """Tell owners what the step did, and let finished rows go."""
+        """Tell the tickets what the step did, and let finished rows go."""
         events: dict[Ticket, list[Event]] = {}
         for row, tokens, n_final, confidence in _views(self.running):
             events.setdefault(row.ticket, []).extend(self._events(row, tokens, n_final, confidence))
@@ -400,17 +399,17 @@ class Engine:
 
 def _views(rows: list[_Row]) -> Iterable[tuple[_Row, list[int], int, list[float]]]:
     """Of rows with news: tokens, how many of the written ones are final, and confidences. One transfer for all of a batch."""
-    homes: dict[int, list[list[list[Any]]]] = {}
+    batches: dict[int, list[list[list[Any]]]] = {}
     with_frames = any(row.ticket.frames for row in rows)
     for row in rows:
         state, ticket = row.state, row.ticket
         if ticket.over or not (state.done or ticket.progress or ticket.frames or ticket.ends):
             continue
-        home = state.home
-        if id(home) not in homes:
-            values = (home.tokens, home.open, home.confidence if with_frames else home.confidence[:, :0])
-            homes[id(home)] = [value.tolist() for value in values]
-        tokens, still_open, sure = (value[state.row][: state.length] for value in homes[id(home)])
+        batch = state.batch
+        if id(batch) not in batches:
+            values = (batch.tokens, batch.open, batch.confidence if with_frames else batch.confidence[:, :0])
+            batches[id(batch)] = [value.tolist() for value in values]
+        tokens, still_open, sure = (value[state.row][: state.length] for value in batches[id(batch)])
         yield row, tokens, _n_final(row, still_open), sure
 
 

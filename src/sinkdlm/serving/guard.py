@@ -1,6 +1,6 @@
-"""Check every request before it is read: its host, key and size, and whether the server is ending.
+"""Check every request before it is read: its host, key and size, and whether the server is shutting down.
 
-A plain ASGI layer, so that a handler hears at once that its client has left.
+A plain ASGI layer, so that a handler learns at once that its client has left.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class Guard:
         return ApiError(413, f"the body has more than the {self._most_bytes} bytes that this server reads")
 
     def _measured(self, scope: Message, receive: Receive) -> Receive:
-        """The body in its parts, as long as it is neither too large nor too slow."""
+        """Pass the parts of the body on while it is neither too large nor too slow."""
         n_bytes, whole = 0, False
 
         async def take() -> Message:
@@ -112,5 +112,5 @@ def _host(headers: dict[bytes, bytes]) -> str:
 
 
 def _path(path: str) -> str:
-    """Few different values, whatever clients ask for: they are labels of counters."""
+    """One of few values, whatever the path: it is a label of counters."""
     return next((known for known in _PATHS if path == known or path.startswith(f"{known}/")), "other")

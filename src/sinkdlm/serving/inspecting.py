@@ -1,7 +1,7 @@
-"""Routes that look at finished requests: frames as they were, and what the model saw in them, computed when asked.
+"""Routes of /v1/inspect: the frames of finished requests, and what the model saw in them.
 
-A look is one more forward of the canvas that a step saw, in the engine's thread. Numbers come as bytes with a scale (frames.py).
-Frames are gone after a while; so are their answers.
+What the model saw is computed when a client asks: one more forward of a step's canvas, in the engine's thread. Numbers come as
+bytes with a scale (frames.py). Frames are kept for a while; later requests for them get 404.
 
 E layers, H heads, S sinks (in front), T tokens.
 """
@@ -19,7 +19,7 @@ from fastapi import Path as InPath
 from fastapi.concurrency import run_in_threadpool
 
 from sinkdlm.analysis.capture import RULES, attention_maps
-from sinkdlm.analysis.recording import Recorder, likeliest, look_at
+from sinkdlm.analysis.recording import Recorder, Seen, likeliest, look_at
 from sinkdlm.errors import AnalysisError
 from sinkdlm.serving.frames import RequestFrames, quantise
 from sinkdlm.serving.problems import ApiError
@@ -28,11 +28,10 @@ from sinkdlm.serving.served import Served
 _MOST_FRAMES = 256  # in one answer
 _MOST_VALUES = 1 << 23  # numbers of one answer
 _MOST_CANDIDATES = 100
-_MOST = 2**31 - 1
 
 Id = Annotated[str, InPath(max_length=64)]
-Index = Annotated[int, InPath(ge=0, le=_MOST)]
-Number = Annotated[int, Query(ge=0, le=_MOST)]
+Index = Annotated[int, InPath(ge=0)]
+Number = Annotated[int, Query(ge=0)]
 _T = TypeVar("_T")
 router = APIRouter(prefix="/v1/inspect/{request_id}")
 
@@ -52,8 +51,8 @@ class _Kept:
     def frames(self, choice: int) -> list[tuple[np.ndarray, np.ndarray]]:
         return _of(self.request.frames, choice, "choice")
 
-    async def compute(self, look: Callable[[], Any]) -> Any:
-        return await asyncio.wrap_future(self.served.engine.look(look))
+    async def compute(self, function: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self.served.engine.query(function))
 
 
 Kept = Annotated[_Kept, Depends()]
@@ -66,19 +65,20 @@ class _Canvas:
         self.kept, self.served, self.model = kept, kept.served, kept.served.lm.model
         self.tokens: list[int] = _of(kept.frames(choice), step, "step")[0].tolist()
 
-    def check(self, *, position: int = 0, layer: int = 0, n_layers: int = 0, cure: str = "") -> None:
-        """Refuse a place outside the model or the canvas, and received attention of more layers than one answer holds."""
-        config, length = self.model.config, len(self.tokens)
-        if layer >= config.n_layers:
-            raise AnalysisError(f"layer {layer}: this model has {config.n_layers}, from 0 on")
-        if position >= length:
-            raise AnalysisError(f"position {position}: this canvas has {length} tokens, from 0 on")
-        if n_layers * config.n_heads * (config.n_sinks + length) > _MOST_VALUES:
-            raise AnalysisError(f"received attention of all layers is too much for one answer; {cure}")
+    def check_position(self, position: int) -> None:
+        if position >= len(self.tokens):
+            raise AnalysisError(f"position {position}: this canvas has {len(self.tokens)} tokens, from 0 on")
 
-    async def compute(self, look: Callable[..., Any], *given: Any, **more: Any) -> Any:
-        """Run look(model, tokens, ...) in the engine's thread."""
-        return await self.kept.compute(partial(look, self.model, self.tokens, *given, **more))
+    async def look(self, n_layers: int, cure: str) -> Seen:
+        """What attention did, unless received attention of so many layers is too large for one answer."""
+        config = self.model.config
+        if n_layers * config.n_heads * (config.n_sinks + len(self.tokens)) > _MOST_VALUES:
+            raise AnalysisError(f"received attention of all layers is too much for one answer; {cure}")
+        return await self.compute(look_at)
+
+    async def compute(self, function: Callable[..., Any], *given: Any, **more: Any) -> Any:
+        """Run function(model, tokens, ...) in the engine's thread."""
+        return await self.kept.compute(partial(function, self.model, self.tokens, *given, **more))
 
 
 Canvas = Annotated[_Canvas, Depends()]
@@ -98,9 +98,9 @@ def describe(kept: Kept) -> dict[str, Any]:
         {"index": index, "frames": len(frames), "length": len(frames[-1][0]), "n_given": given}
         for index, (frames, given) in enumerate(zip(found.frames, found.n_given, strict=True))
     ]
-    shape: dict[str, Any] = {"n_layers": config.n_layers, "n_heads": config.n_heads, "n_sinks": config.n_sinks}
-    shape |= {"sink_kind": config.sink_kind if config.n_sinks else None}
-    return {"id": found.id, "model": found.model, "choices": choices, "seconds_left": kept.seconds_left, **shape}
+    shape = {name: getattr(config, name) for name in ("n_layers", "n_heads", "n_sinks")}
+    kind = config.sink_kind if config.n_sinks else None
+    return {"id": found.id, "model": found.model, "choices": choices, "seconds_left": kept.seconds_left, **shape, "sink_kind": kind}
 
 
 @router.get("/{choice}/frames")
@@ -145,8 +145,7 @@ async def recording(kept: Kept, choice: Index) -> dict[str, Any]:
 async def look(canvas: Canvas) -> dict[str, Any]:
     """Received attention (layers, heads, sinks + tokens) and norms of values (layers, sinks + tokens); found before anything is
     rounded: content sinks by either rule as places in (layers, heads, tokens), and each head's most received token."""
-    canvas.check(n_layers=canvas.model.config.n_layers, cure="ask for one layer's")
-    seen = await canvas.compute(look_at)
+    seen = await canvas.look(canvas.model.config.n_layers, "ask for one layer's")
     sinks = {"absolute": seen.absolute, "relative": seen.relative, "top": seen.top, "rules": RULES._asdict()}
     return {"received": quantise(seen.received), "values": quantise(seen.values), **sinks}
 
@@ -154,15 +153,17 @@ async def look(canvas: Canvas) -> dict[str, Any]:
 @router.get("/{choice}/{step}/received")
 async def received(canvas: Canvas, layer: Number | None = None) -> dict[str, Any]:
     """Received attention, (layers, heads, sinks + tokens)."""
-    canvas.check(layer=layer or 0, n_layers=canvas.model.config.n_layers if layer is None else 1, cure="give a layer")
-    seen = await canvas.compute(look_at)
-    return quantise(seen.received[layer : None if layer is None else layer + 1])
+    n_layers = canvas.model.config.n_layers
+    if layer is not None and layer >= n_layers:
+        raise AnalysisError(f"layer {layer}: this model has {n_layers}, from 0 on")
+    seen = await canvas.look(n_layers if layer is None else 1, "give a layer")
+    return quantise(seen.received if layer is None else seen.received[layer : layer + 1])
 
 
 @router.get("/{choice}/{step}/row")
 async def row(canvas: Canvas, position: Number, layer: Number | None = None, head: Number | None = None) -> dict[str, Any]:
     """What one token attends to, (sinks + tokens); mean over all layers, or heads, where none is given."""
-    canvas.check(position=position, layer=layer or 0)
+    canvas.check_position(position)
     config = canvas.model.config
     layers = range(config.n_layers) if layer is None else [layer]
     heads = range(config.n_heads) if head is None else [head]
@@ -179,7 +180,7 @@ async def values(canvas: Canvas) -> dict[str, Any]:
 @router.get("/{choice}/{step}/candidates")
 async def candidates(canvas: Canvas, position: Number, k: Annotated[int, Query(ge=1, le=_MOST_CANDIDATES)] = 10) -> dict[str, Any]:
     """The likeliest tokens of a position."""
-    canvas.check(position=position)
+    canvas.check_position(position)
     served = canvas.served
     (found,) = await canvas.compute(likeliest, [position], k, served.engine.barred)
     shown = [{"token": token, "piece": served.piece(token), "probability": chance} for token, chance in found]

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}, whatever went wrong and wherever."""
+"""Turn every failure into an error as OpenAI's clients know it: {"error": {"message", "type", "param", "code"}}."""
 
 import logging
 from typing import Any
@@ -49,7 +49,7 @@ def shutting_down() -> ApiError:
 
 
 def api_error(failure: BaseException) -> ApiError:
-    """What a failure is to a client. Of one that is our own fault only the kind is told; the log has the rest."""
+    """The error that a client gets. Of a failure that is our own it gets the kind alone; the log has the rest."""
     if isinstance(failure, ApiError):
         return failure
     if isinstance(failure, RequestValidationError):
@@ -90,9 +90,9 @@ def _invalid(failure: RequestValidationError) -> ApiError:
 def register(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _(request: Request, failure: HTTPException) -> JSONResponse:
-        told = ApiError(failure.status_code, f"{request.method} {request.url.path}: {failure.detail}").response()
-        told.headers.update(failure.headers or {})
-        return told
+        answer = ApiError(failure.status_code, f"{request.method} {request.url.path}: {failure.detail}").response()
+        answer.headers.update(failure.headers or {})
+        return answer
 
     async def fail(request: Request, failure: Exception) -> JSONResponse:
         return api_error(failure).response()

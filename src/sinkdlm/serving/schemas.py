@@ -1,14 +1,14 @@
-"""What clients send and get, as data: OpenAI's fields, checked, and ours under `sinkdlm`.
+"""Bodies of requests and answers: OpenAI's fields, checked by pydantic, and ours under `sinkdlm`.
 
-Every field that OpenAI defines is known. One that cannot be honoured is refused unless it has the value that asks for nothing; one
-that OpenAI does not know is refused too, because it is a typing mistake or a wish that would go unheard.
+Every field that OpenAI defines is known. A field that this server cannot honour is refused unless its value asks for nothing. A
+field that OpenAI does not define is refused too: it is a typing mistake, or an option that would be ignored.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from sinkdlm.config.toml import suggest
 from sinkdlm.sampling.unmasking import CACHES, NAMED, ORDERS, REMASKS, SCHEDULES
@@ -19,23 +19,9 @@ MOST_STOPS, LONGEST_STOP, MOST_PROMPTS = 16, 256, 64
 _INT64 = 2**63
 
 
-class Only:
-    """Of a field of OpenAI's that this server cannot honour: only values that ask for nothing pass."""
-
-    def __init__(self, *neutral: Any) -> None:
-        self.neutral = neutral
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        return core_schema.no_info_plain_validator_function(self._check)
-
-    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        return {"enum": [None, *self.neutral]}
-
-    def _check(self, value: Any) -> Any:
-        if value is None or any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in self.neutral):
-            return value
-        cure = " or ".join(["leave it out", *(f"give {same!r}" for same in self.neutral)])
-        raise PydanticCustomError("unsupported", "is not supported by this server; {cure}", {"cure": cure})
+def only(*neutral: Any) -> Any:
+    """Declare a field that this server cannot honour: only values that ask for nothing pass. `exclude` marks it."""
+    return Field(default=None, exclude=True, json_schema_extra={"enum": [None, *neutral]})
 
 
 def _check_text(text: str) -> str:
@@ -60,15 +46,26 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, data: Any) -> Any:
+        fields = cls.model_fields
         for given in data if isinstance(data, Mapping) else ():
-            if given not in cls.model_fields:
+            if given not in fields:
                 name = str(given)[:_LONGEST_NAME].encode("utf-8", "replace").decode()
-                # Suggested are fields that change something.
-                heard = [key for key, field in cls.model_fields.items() if not any(isinstance(one, Only) for one in field.metadata)]
-                ours = "sinkdlm" in heard and name in Extras.model_fields
-                cure = f"did you mean sinkdlm.{name}? allowed: {', '.join(heard)}" if ours else suggest(name, heard)
+                allowed = [key for key, field in fields.items() if not field.exclude]
+                ours = "sinkdlm" in allowed and name in Extras.model_fields
+                cure = f"did you mean sinkdlm.{name}? allowed: {', '.join(allowed)}" if ours else suggest(name, allowed)
                 raise PydanticCustomError(UNKNOWN, "unknown field; {cure}", {"field": name, "cure": cure})
         return data
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_neutral(cls, value: Any, info: ValidationInfo) -> Any:
+        field: Any = cls.model_fields[str(info.field_name)]
+        if field.exclude:
+            allowed = field.json_schema_extra["enum"]
+            if not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in allowed):
+                cure = " or ".join(["leave it out", *(f"give {same!r}" for same in allowed[1:])])
+                raise PydanticCustomError("unsupported", "is not supported by this server; {cure}", {"cure": cure})
+        return value
 
 
 class Extras(Strict):
@@ -91,8 +88,7 @@ class Extras(Strict):
     inspect: bool = Field(default=False, description="Keep what was seen for a while, for /v1/inspect.")
 
     def policy_fields(self) -> dict[str, Any]:
-        other = {"policy", "until_eos", "ignore_eos", "frames", "inspect"}
-        return {name: value for name, value in self.model_dump(exclude=other).items() if value is not None}
+        return self.model_dump(exclude={"policy", "until_eos", "ignore_eos", "frames", "inspect"}, exclude_none=True)
 
 
 class StreamOptions(Strict):
@@ -103,7 +99,7 @@ class StreamOptions(Strict):
 Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
-class _Asked(Strict):
+class _Body(Strict):
     """What completions and chat have in common."""
 
     model: str = Field(max_length=256)
@@ -117,9 +113,9 @@ class _Asked(Strict):
     temperature: float | None = Field(default=None, ge=0, le=2, description="By default the policy's own, which is 0.")
     top_p: float | None = Field(default=None, gt=0, le=1)
     user: str | None = Field(default=None, description="Accepted and not used.")
-    frequency_penalty: Annotated[Any, Only(0)] = None
-    presence_penalty: Annotated[Any, Only(0)] = None
-    logit_bias: Annotated[Any, Only({})] = None
+    frequency_penalty: Any = only(0)
+    presence_penalty: Any = only(0)
+    logit_bias: Any = only({})
     sinkdlm: Extras = Field(default_factory=Extras)
 
     @property
@@ -131,20 +127,18 @@ class _Asked(Strict):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @model_validator(mode="after")
-    def _check_together(self) -> "_Asked":
+    def _check_together(self) -> "_Body":
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("together", "stream_options: only with stream = true")
         if self.sinkdlm.frames and not self.stream:
-            raise PydanticCustomError(
-                "together", "sinkdlm.frames: only with stream = true; for afterwards there is sinkdlm.inspect"
-            )
+            raise PydanticCustomError("together", "sinkdlm.frames: only with stream = true; later there is sinkdlm.inspect")
         return self
 
 
 Ids = Annotated[list[Annotated[int, Field(ge=0, le=_INT64 - 1)]], Field(min_length=1)]
 
 
-class CompletionRequest(_Asked):
+class CompletionRequest(_Body):
     prompt: (
         Text
         | Ids
@@ -155,8 +149,8 @@ class CompletionRequest(_Asked):
     suffix: Text | None = Field(default=None, description="What stands after the gap: the text is written in between.")
     max_tokens: int | None = Field(default=None, ge=1, description="Tokens to write; by default 64, or what fits.")
     echo: bool | None = None
-    best_of: Annotated[Any, Only(1)] = None
-    logprobs: Annotated[Any, Only()] = None
+    best_of: Any = only(1)
+    logprobs: Any = only()
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -171,7 +165,7 @@ class TextPart(Strict):
 
 
 class Message(BaseModel):
-    """Clients send back what they were given, with fields that are empty; a field that is not is refused."""
+    """Clients send answers back with empty fields of OpenAI's; a field that is not empty is refused."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": {"enum": [None, [], {}]}})
 
@@ -187,13 +181,13 @@ class Message(BaseModel):
         return self
 
     def plain(self) -> dict[str, str]:
-        """As chat templates know it."""
+        """The message as chat templates take it."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         found = {"role": "system" if self.role == "developer" else self.role, "content": text}
         return found if self.name is None else {**found, "name": self.name}
 
 
-class ChatRequest(_Asked):
+class ChatRequest(_Body):
     messages: list[Message] = Field(min_length=1, max_length=1024)
     max_completion_tokens: int | None = Field(default=None, ge=1, description="Tokens to write; by default 64, or what fits.")
     max_tokens: int | None = Field(default=None, ge=1, description="The older name of max_completion_tokens.")
@@ -202,22 +196,22 @@ class ChatRequest(_Asked):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     parallel_tool_calls: bool | None = None
-    service_tier: Annotated[Any, Only("auto", "default")] = None
-    store: Annotated[Any, Only(False)] = None
-    logprobs: Annotated[Any, Only(False)] = None
-    top_logprobs: Annotated[Any, Only(0)] = None
-    modalities: Annotated[Any, Only(["text"])] = None
-    response_format: Annotated[Any, Only({"type": "text"})] = None
-    reasoning_effort: Annotated[Any, Only("none")] = None
-    verbosity: Annotated[Any, Only("medium")] = None
-    tools: Annotated[Any, Only([])] = None
-    tool_choice: Annotated[Any, Only("none", "auto")] = None
-    functions: Annotated[Any, Only([])] = None
-    function_call: Annotated[Any, Only("none", "auto")] = None
-    audio: Annotated[Any, Only()] = None
-    moderation: Annotated[Any, Only()] = None
-    prediction: Annotated[Any, Only()] = None
-    web_search_options: Annotated[Any, Only()] = None
+    service_tier: Any = only("auto", "default")
+    store: Any = only(False)
+    logprobs: Any = only(False)
+    top_logprobs: Any = only(0)
+    modalities: Any = only(["text"])
+    response_format: Any = only({"type": "text"})
+    reasoning_effort: Any = only("none")
+    verbosity: Any = only("medium")
+    tools: Any = only([])
+    tool_choice: Any = only("none", "auto")
+    functions: Any = only([])
+    function_call: Any = only("none", "auto")
+    audio: Any = only()
+    moderation: Any = only()
+    prediction: Any = only()
+    web_search_options: Any = only()
 
     @model_validator(mode="after")
     def _check_limits(self) -> "ChatRequest":
@@ -236,7 +230,7 @@ class Usage(BaseModel):
 
 
 class Written(BaseModel):
-    """How an answer came about: what is needed to get it again."""
+    """What is needed to get the same answer again."""
 
     seed: int
     steps: list[int] = Field(description="Forwards of each choice.")
@@ -247,11 +241,14 @@ class Written(BaseModel):
 FinishReason = Literal["stop", "length"]
 
 
-class CompletionChoice(BaseModel):
+class Choice(BaseModel):
     index: int
-    text: str
     logprobs: None = None
     finish_reason: FinishReason
+
+
+class CompletionChoice(Choice):
+    text: str
 
 
 class Answer(BaseModel):
@@ -278,11 +275,8 @@ class ChatMessage(BaseModel):
     refusal: None = None
 
 
-class ChatChoice(BaseModel):
-    index: int
+class ChatChoice(Choice):
     message: ChatMessage
-    logprobs: None = None
-    finish_reason: FinishReason
 
 
 class ChatCompletion(Answer):
@@ -291,7 +285,7 @@ class ChatCompletion(Answer):
 
 
 class Card(BaseModel):
-    """A model. sinkdlm: its shape, what it can be asked, and this server's limits."""
+    """A model. sinkdlm: its shape, its policies, and this server's limits."""
 
     id: str
     object: Literal["model"] = "model"

@@ -1,6 +1,6 @@
-"""A model that is served: its name, its tokenizer, its engine, and what a client's words become before they reach it.
+"""A served model: its name, tokenizer and engine, and how the body of a request becomes canvases for the engine.
 
-Owns the way from a checked request to canvases, and every refusal that depends on the model. Knows no HTTP.
+Owns every refusal that depends on the model. Knows no HTTP.
 """
 
 import functools
@@ -21,7 +21,7 @@ from sinkdlm.sampling import NAMED, Policy, Request, policy_of
 from sinkdlm.serving.engine import Engine
 from sinkdlm.serving.schemas import Card, ChatRequest, CompletionRequest
 from sinkdlm.serving.transcript import Transcript
-from sinkdlm.text.prompts import LENGTH, begin, chat_text, check_room, encode, has_chat_template, piece_of, policy_for
+from sinkdlm.text.prompts import LENGTH, begin, chat_text, encode, has_chat_template, lay_out, piece_of, policy_for
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Order:
-    """A request in tokens: a row for each text. echo: what stands before each."""
+    """A request in tokens: a row for each text."""
 
     rows: list[Request]
     transcripts: list[Transcript]
-    echo: list[str]
     policy: Policy
     seed: int
     n_prompt_tokens: int
@@ -61,8 +60,6 @@ class Served:
         self.piece: Callable[[int], str] = functools.cache(functools.partial(piece_of, lm.tokenizer))
         self.kind = kind_finder(lm.tokenizer, lm.config.mask_id)
         self._tokenizing = threading.Lock()  # fast tokenizers may not be entered by two threads at once
-
-    # -- what it is ---------------------------------------------------------------------------------------------------------------
 
     def card(self) -> Card:
         config, engine = self.lm.config, self.engine
@@ -85,29 +82,27 @@ class Served:
         }
         return Card(id=self.name, created=_created(self.lm), sinkdlm=facts)
 
-    # -- what it is asked ---------------------------------------------------------------------------------------------------------
-
-    def complete(self, asked: CompletionRequest) -> Order:
+    def complete(self, body: CompletionRequest) -> Order:
         with self._tokenizing:
-            heads = [prompt if isinstance(prompt, list) else self._begin(prompt) for prompt in asked.prompts]
-            tail = encode(self.lm.tokenizer, asked.suffix or "")
-        return self._order(asked, heads, tail, asked.max_tokens, echo=bool(asked.echo))
+            heads = [prompt if isinstance(prompt, list) else self._begin(prompt) for prompt in body.prompts]
+            tail = encode(self.lm.tokenizer, body.suffix or "")
+        return self._order(body, heads, tail, body.max_tokens, echo=bool(body.echo))
 
-    def chat(self, asked: ChatRequest) -> Order:
+    def chat(self, body: ChatRequest) -> Order:
         if not has_chat_template(self.lm.tokenizer):
             raise SamplingError(f"{self.name}: its tokenizer has no chat template; use /v1/completions")
         with self._tokenizing:
-            head = self._begin(chat_text(self.lm.tokenizer, [message.plain() for message in asked.messages]), chat=True)
-        return self._order(asked, [head], [], asked.max_completion_tokens or asked.max_tokens, echo=False)
+            head = self._begin(chat_text(self.lm.tokenizer, [message.plain() for message in body.messages]), chat=True)
+        return self._order(body, [head], [], body.max_completion_tokens or body.max_tokens, echo=False)
 
     def _begin(self, text: str, *, chat: bool = False) -> list[int]:
         return begin(self.lm.tokenizer, encode(self.lm.tokenizer, text), self.bos, chat=chat)
 
     def _order(
-        self, asked: CompletionRequest | ChatRequest, heads: list[list[int]], tail: list[int], n_tokens: int | None, *, echo: bool
+        self, body: CompletionRequest | ChatRequest, heads: list[list[int]], tail: list[int], n_tokens: int | None, *, echo: bool
     ) -> Order:
         config, tokenizer = self.lm.config, self.lm.tokenizer
-        n, mask_id = asked.n or 1, config.mask_id
+        n, mask_id = body.n or 1, config.mask_id
         for token in itertools.chain(*heads, tail):
             if token == mask_id:
                 raise SamplingError("the prompt holds the mask token; give prompt and suffix, and the gap lies between them")
@@ -115,28 +110,23 @@ class Served:
                 raise SamplingError(f"token {token}: this model has {config.vocab_size}, from 0 on")
         if n > self.limits.n or n * len(heads) > self.limits.rows:
             raise SamplingError(f"n = {n}: this server writes at most {self.limits.n} texts a prompt and {self.limits.rows} in all")
-        policy = self._policy(asked)
-        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        policy = self._policy(body)
+        seed = secrets.randbits(63) if body.seed is None else body.seed
         rows: list[Request] = []
-        transcripts, before = [], []
+        transcripts: list[Transcript] = []
         for head in heads:
-            size = n_tokens or max(1, min(LENGTH, self.room - len(head) - len(tail)))
-            if size > self.room:  # before a list of that size is made
-                raise SamplingError(f"max_tokens = {size}: this server reads at most {self.room} tokens, prompt included")
-            canvas = [*head, *[mask_id] * size, *tail]
-            check_room(canvas, mask_id, self.room, "the prompt or max_tokens")
+            canvas = lay_out(head, tail, n_tokens, mask_id, self.room, "the prompt or max_tokens")
             text = tokenizer.decode(head, skip_special_tokens=True) if echo else ""
             for _ in range(n):
-                rows.append(Request(canvas, policy, mask_id, seed, len(rows), grow=asked.sinkdlm.until_eos))
-                transcripts.append(Transcript(tokenizer, head, policy.eos_id, asked.stops))
-                before.append(text)
-        return Order(rows, transcripts, before, policy, seed, sum(len(head) + len(tail) for head in heads))
+                rows.append(Request(canvas, policy, mask_id, seed, len(rows), grow=body.sinkdlm.until_eos))
+                transcripts.append(Transcript(tokenizer, head, policy.eos_id, body.stops, text))
+        return Order(rows, transcripts, policy, seed, sum(len(head) + len(tail) for head in heads))
 
-    def _policy(self, asked: CompletionRequest | ChatRequest) -> Policy:
-        extras = asked.sinkdlm
+    def _policy(self, body: CompletionRequest | ChatRequest) -> Policy:
+        extras = body.sinkdlm
         options = extras.policy_fields()
-        options |= {name: value for name in ("temperature", "top_p") if (value := getattr(asked, name)) is not None}
-        if asked.temperature == 0 and not policy_of(extras.policy).tempered:
+        options |= {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
+        if body.temperature == 0 and not policy_of(extras.policy).tempered:
             options.pop("top_p", None)  # clients send both by habit, and the likeliest token is among those of any top_p
         policy = policy_of(extras.policy, **options)
         own = policy_for(self.lm.tokenizer, policy, stop=not extras.ignore_eos, until_eos=extras.until_eos)
@@ -149,7 +139,7 @@ class Served:
 
 
 def _fingerprint(lm: Loaded) -> str:
-    """What decides about answers besides the request: weights, arithmetic, version."""
+    """A hash of what decides about answers besides the request: weights, precision, device and version."""
     weight = lm.model.embed.weight
     facts = [lm.config.to_dict(), lm.provenance.get("weights"), str(weight.dtype), weight.device.type, __version__]
     return f"fp_{hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]}"

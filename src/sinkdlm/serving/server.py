@@ -1,7 +1,7 @@
-"""The process that serves: a socket, a server on it, and an end that loses nothing.
+"""The process that serves: engines for the models, a socket, a uvicorn server, and an orderly shutdown.
 
-On SIGTERM or SIGINT new requests get 503 while those inside are finished; then it ends, with status 0. A second signal ends it at
-once.
+On SIGTERM or SIGINT new requests get 503 while those inside are finished; then the process ends with status 0. A second signal ends
+it at once.
 """
 
 import socket
@@ -14,7 +14,7 @@ from sinkdlm.checkpoint.directory import Loaded
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import UserError
 from sinkdlm.serving.app import Settings, Site, make_app
-from sinkdlm.serving.engine import LONGEST_RETRY, Capacity, Engine, Turns
+from sinkdlm.serving.engine import LONGEST_RETRY, Capacity, Engine, FairLock
 from sinkdlm.serving.metrics import Metrics
 from sinkdlm.serving.served import Limits, Served
 from sinkdlm.text.prompts import check_bos
@@ -59,8 +59,8 @@ def make_site(
     deterministic: bool = False,
     bos: bool | None = None,
 ) -> Site:
-    """Engines of one process share the device, and step by turns."""
-    metrics, turns = Metrics(), Turns()
+    """Make an engine for each model. They share the device, and alternate in it."""
+    metrics, lock = Metrics(), FairLock()
     served = {}
     for lm in models.values():
         check_bos(lm.tokenizer, bos)
@@ -70,7 +70,7 @@ def make_site(
             lm.model,
             capacity,
             deterministic=deterministic,
-            turns=turns,
+            lock=lock,
             stepped=metrics.stepping(name),
             name=f"engine {name}",
             barred=absent_ids(lm.tokenizer, lm.config.vocab_size),
@@ -94,7 +94,7 @@ def address_of(bound: socket.socket) -> str:
 
 
 def run(site: Site, bound: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
-    """Serves until it is asked to end, and finishes what it has."""
+    """Serve until a signal, and finish the requests inside."""
     Server(site, ready).run(sockets=[bound])
     for served in site.models.values():
         served.engine.close()

@@ -1,7 +1,7 @@
 """The text of a row that is being written: what of it can be shown, and where it ends.
 
-A diffusion model does not write from left to right. A transcript shows what can no longer change: the tokens before the first open
-one, less a character that is not whole and the beginning of a possible stop string. Piece by piece or at once, the text is the same.
+A diffusion model does not write left to right. A transcript shows what can no longer change: the tokens before the first open
+one, less a broken character and the beginning of a possible stop string. Piece by piece or at once, the text is the same.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ _BROKEN = "\ufffd"
 
 
 class Transcript:
-    """given: the tokens before the gap. stops: strings before which the text ends."""
+    """given: the tokens before the gap. stops: strings before which the text ends. echo: text that stands before the answer."""
 
-    def __init__(self, tokenizer: Any, given: Sequence[int], eos_id: int | None, stops: Sequence[str] = ()) -> None:
-        self._tokenizer, self._eos_id, self.stops = tokenizer, eos_id, tuple(stops)
+    def __init__(self, tokenizer: Any, given: Sequence[int], eos_id: int | None, stops: Sequence[str] = (), echo: str = "") -> None:
+        self._tokenizer, self._eos_id, self.stops, self.echo = tokenizer, eos_id, tuple(stops), echo
         self._given = list(given[-_CONTEXT:])
         self._before = self._decode(self._given)
         self.text = ""  # all that may be shown

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -22,10 +22,11 @@ from torch import Tensor
 
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import SamplingError
+from sinkdlm.model.model import Denoiser
 from sinkdlm.model.observe import Watcher
 from sinkdlm.sampling import Policy, Request, State, start, step
 from sinkdlm.text.chat import missing_text
-from sinkdlm.text.prompts import LENGTH, begin, check_bos, check_room, encode, encode_prompt, piece_of
+from sinkdlm.text.prompts import begin, check_bos, check_room, encode, encode_prompt, lay_out, piece_of
 
 _GAP = re.compile(r"\[(_*)(?::(\d+))?\]")  # [____] is four tokens, [_:12] twelve
 _OPEN = "░"
@@ -50,13 +51,6 @@ class Job:
     bos: bool | None = None  # before what is given; None: as the tokenizer begins a text, and as a chat template has it
 
 
-class Piece(NamedTuple):
-    """Text that is given, or a gap of so many tokens."""
-
-    text: str
-    gap: int = 0
-
-
 def read_prompts(path: Path) -> list[Any]:
     """Read a line of text for each prompt; or a line of .jsonl: a string, {"prompt": ...}, {"question": ...}, {"messages": [...]}.
 
@@ -78,16 +72,16 @@ def _read_prompt(line: str, place: str) -> str | list[Any]:
         value = json.loads(line)
     except ValueError:
         raise SamplingError(f"{place} is no JSON") from None
-    name = None
+    name = "prompt"
     if isinstance(value, dict):
-        name = next((name for name in ("prompt", "messages", "question") if value.get(name) is not None), "prompt")
+        name = next((name for name in ("prompt", "messages", "question") if value.get(name) is not None), name)
         value = value.get(name)
+    if value is None:
+        raise SamplingError(f"{place} has neither prompt nor question nor messages")
     if isinstance(value, list) or name == "messages":
         _check_messages(value, place)
-    elif name is not None and not isinstance(value, str | None):
-        raise SamplingError(f"{place}: {name} is {type(value).__name__}, expected text")
     elif not isinstance(value, str):
-        raise SamplingError(f"{place} has neither prompt nor question nor messages")
+        raise SamplingError(f"{place}: {name} is {type(value).__name__}, expected text")
     return value
 
 
@@ -95,23 +89,23 @@ def _check_messages(messages: Any, place: str) -> None:
     for number, message in enumerate(messages if isinstance(messages, list) else [None], start=1):
         if not isinstance(message, dict) or "role" not in message:
             raise SamplingError(f"{place}: messages is no list of objects with role and content")
-        missing = missing_text(message)
-        if missing is not None:
+        if missing := missing_text(message):
             raise SamplingError(f"{place}: message {number} ({message['role']}): content is {missing}, expected text")
 
 
-def parse_gaps(text: str, gap: int | None = None) -> list[Piece]:
-    """Cuts "The [____] sat" into text and gaps. A gap has as many tokens as underscores, the number after a colon, or `gap`."""
-    pieces, end = [], 0
+def parse_gaps(text: str, gap: int | None = None) -> list[str | int]:
+    """Cut "The [____] sat" into text and the sizes of gaps: as many tokens as underscores, the number after a colon, or `gap`."""
+    pieces: list[str | int] = []
+    end = 0
     for found in _GAP.finditer(text):
         size = gap or int(found[2] if found[2] is not None else len(found[1]))
         if size < 1:
             raise SamplingError(f"--infill: the gap {found[0]} has zero length; write [____] for four tokens, or [_:12] for twelve")
-        pieces += [Piece(text[end : found.start()]), Piece("", size)]
+        pieces += [text[end : found.start()], size]
         end = found.end()
     if not pieces:
         raise SamplingError(f"--infill {text!r}: has no gap; write [____] where tokens are missing")
-    return [*pieces, Piece(text[end:])]
+    return [*pieces, text[end:]]
 
 
 def check(job: Job) -> None:
@@ -135,40 +129,31 @@ def canvases(lm: Any, job: Job) -> list[list[int]]:
     tokenizer, mask_id, room = lm.tokenizer, lm.config.mask_id, lm.config.context_length
     check_bos(tokenizer, job.bos)
     if job.infill is not None:
-        pieces = parse_gaps(job.infill, job.gap)
-        row = [token for piece in pieces for token in ([mask_id] * piece.gap or encode(tokenizer, piece.text))]
-        rows = [begin(tokenizer, row, job.bos)]
-        cure = "the text or its gaps" if job.gap is None else "the text or --gap"
-    else:
-        tail, rows = encode(tokenizer, job.suffix), []
-        for prompt in [job.prompt] if job.prompts is None else read_prompts(job.prompts):
-            head = encode_prompt(tokenizer, prompt, job.bos, chat=job.chat, source=job.prompts)
-            rows.append([*head, *[mask_id] * (job.length or max(1, min(LENGTH, room - len(head) - len(tail)))), *tail])
-        cure = "the prompt" if job.length is None else "the prompt or --length"
-    for row in rows:
-        check_room(row, mask_id, room, cure)
-    return rows
+        row: list[int] = []
+        for piece in parse_gaps(job.infill, job.gap):
+            row += [mask_id] * piece if isinstance(piece, int) else encode(tokenizer, piece)
+        row, n_open = begin(tokenizer, row, job.bos), row.count(mask_id)
+        check_room(len(row) - n_open, n_open, room, "the text or its gaps" if job.gap is None else "the text or --gap")
+        return [row]
+    tail, cure = encode(tokenizer, job.suffix), "the prompt" if job.length is None else "the prompt or --length"
+    prompts = [job.prompt] if job.prompts is None else read_prompts(job.prompts)
+    heads = [encode_prompt(tokenizer, prompt, job.bos, chat=job.chat, source=job.prompts) for prompt in prompts]
+    return [lay_out(head, tail, job.length, mask_id, room, cure) for head in heads]
 
 
-def _denoiser_of(lm: Any) -> Any:
-    return lm.model.denoiser(absent_ids(lm.tokenizer, lm.config.vocab_size))
-
-
-class Watched:
+class Watched(Denoiser):
     """A denoiser that also looks where attention goes, in the first forward of each step."""
 
-    def __init__(self, lm: Any) -> None:
-        model = lm.model
-        self._denoiser = _denoiser_of(lm)
-        self.reach, self.device, self.barred = self._denoiser.reach, self._denoiser.device, self._denoiser.barred
-        self._logits = [weight for name, weight in model.named_parameters() if name.endswith("sink_logit")]
-        self._n_registers = model.config.n_registers
-        self.seen: Watcher | None = None
+    capturable = False
+    seen: Watcher | None = None
 
-    def __call__(self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None, cache: Any = None) -> Tensor:
-        watcher = Watcher(lengths, self._logits or None, n_registers=self._n_registers) if self.seen is None else None
-        self.seen = self.seen or watcher
-        return self._denoiser(tokens, lengths=lengths, where=where, cache=cache, observe=watcher)
+    def __call__(
+        self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None, cache: Any = None, **facts: Any
+    ) -> Tensor:
+        if self.seen is None:
+            logits = [weight for name, weight in self.model.named_parameters() if name.endswith("sink_logit")]
+            facts["observe"] = self.seen = Watcher(lengths, logits or None, n_registers=self.model.config.n_registers)
+        return super().__call__(tokens, lengths=lengths, where=where, cache=cache, **facts)
 
     def attention(self) -> tuple[float | None, int, float]:
         """Mean over layers and heads: share on the sinks, the most attended content position and its share."""
@@ -185,19 +170,18 @@ def _shown(lm: Any, state: State, attention: tuple[float | None, int, float]) ->
     share, top, top_share = attention
     text = Text()
     for place, (token, new) in enumerate(zip(state.tokens.tolist(), state.committed.tolist(), strict=True)):
-        word = _OPEN if token == lm.config.mask_id else piece_of(lm.tokenizer, token)
-        style = "bold green" if new else ("dim" if token == lm.config.mask_id else "")
-        text.append(word, style=f"{style} underline reverse".strip() if place == top else style)
-    text.append(f"\nstep {state.steps}", style="dim")
-    if share is not None:
-        text.append(f"  sink {share:.0%}", style="dim")
-    text.append(f"  most attended: place {top} ({top_share:.0%})", style="dim")
-    return text
+        is_open = token == lm.config.mask_id
+        style = "bold green" if new else "dim" if is_open else ""
+        text.append(
+            _OPEN if is_open else piece_of(lm.tokenizer, token), f"{style} underline reverse".strip() if place == top else style
+        )
+    sink = "" if share is None else f"  sink {share:.0%}"
+    return text.append(f"\nstep {state.steps}{sink}  most attended: place {top} ({top_share:.0%})", "dim")
 
 
-def _watch(lm: Any, state: State, job: Job, console: Console) -> None:
+def _watch(denoiser: Watched, lm: Any, state: State, job: Job) -> None:
     """Show text as it appears: in place on a terminal, elsewhere as a line for each step."""
-    denoiser = Watched(lm)
+    console = Console(stderr=True)
     live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
     with live or nullcontext():
         while not state.done:
@@ -213,9 +197,7 @@ def _watch(lm: Any, state: State, job: Job, console: Console) -> None:
                 console.print(f"{facts}  {body!r}", markup=False, highlight=False, soft_wrap=True)
 
 
-def write(
-    lm: Any, job: Job, policy: Policy, *, watch: bool = False, console: Console | None = None, world: Any = None
-) -> dict[str, Any]:
+def write(lm: Any, job: Job, policy: Policy, *, watch: bool = False, world: Any = None) -> dict[str, Any]:
     """Sample what the job asks for. The dictionary is what --json prints.
 
     world: a World whose ranks each write a share of the texts. Noise is keyed by the sample index, so that a text is the same
@@ -223,21 +205,23 @@ def write(
     """
     if job.until_eos and policy.eos_id is None:
         raise SamplingError("--until-eos: the tokenizer names no EOS; give a --length alone")
+    mask_id = lm.config.mask_id
     rows = [row for row in canvases(lm, job) for _ in range(job.n)]
-    requests = [Request(row, policy, lm.config.mask_id, job.seed, index, grow=job.until_eos) for index, row in enumerate(rows)]
+    requests = [Request(row, policy, mask_id, job.seed, index, grow=job.until_eos) for index, row in enumerate(rows)]
     if watch and world is not None and not world.alone:
         raise SamplingError("--watch: shows one text, in one process; leave torchrun out")
     if watch and len(requests) > 1:
         raise SamplingError(f"--watch: shows one text, and there are {len(requests)}; leave out --n or --prompts")
     states = start(requests if world is None else requests[world.share(len(requests))])
+    absent = absent_ids(lm.tokenizer, lm.config.vocab_size)
     began = time.perf_counter()
     with lm.model.inference():
         if watch:
-            _watch(lm, states[0], job, console or Console(stderr=True))
+            _watch(Watched(lm.model, absent), lm, states[0], job)
         else:
-            _run(lm, states, job)
+            _run(lm.model.denoiser(absent), states, job)
     seconds = time.perf_counter() - began
-    own = [(_sample(lm, state), state.request.canvas[: state.length].count(lm.config.mask_id)) for state in states]
+    own = [(_sample(lm, state), state.request.canvas[: state.length].count(mask_id)) for state in states]
     parts = [(own, seconds)] if world is None else world.gather((own, seconds))
     found = [pair for part, _ in parts for pair in part]
     seconds = max(taken for _, taken in parts)
@@ -251,9 +235,9 @@ def write(
     }
 
 
-def _run(lm: Any, states: Sequence[State], job: Job) -> None:
+def _run(denoiser: Denoiser, states: Sequence[State], job: Job) -> None:
     """At most job.batch samples at a time: when one is done, the next takes its slot."""
-    waiting, denoiser = iter(states), _denoiser_of(lm)
+    waiting = iter(states)
     running = list(islice(waiting, job.batch))
     while running:
         step(running, denoiser, device=denoiser.device, deterministic=job.deterministic)
@@ -264,10 +248,9 @@ def _run(lm: Any, states: Sequence[State], job: Job) -> None:
 def _sample(lm: Any, state: State) -> dict[str, Any]:
     tokens, canvas, eos_id = state.tokens.tolist(), state.request.canvas[: state.length], state.policy.eos_id
     first = int(canvas[0] == getattr(lm.tokenizer, "bos_token_id", None))  # BOS begins a text, and is no part of it
-    written = [position for position, token in enumerate(canvas) if token == state.request.mask_id]
-    ends = [position for position in written if tokens[position] == eos_id]
+    ends = [place for place, token in enumerate(canvas) if token == state.request.mask_id and tokens[place] == eos_id]
     # What follows an EOS that ends the text is no part of it, unless something given stands there.
-    if ends and written[-1] == state.length - 1:
+    if ends and canvas[-1] == state.request.mask_id:
         shown = tokens[first : ends[0]]
     else:
         shown = [token for token in tokens[first:] if token != eos_id or not ends]

@@ -76,11 +76,17 @@ def encode_prompt(tokenizer: Any, prompt: str | list[Any], bos: bool | None, *, 
     return begin(tokenizer, encode(tokenizer, str(prompt)), bos, chat=is_chat)
 
 
-def check_room(canvas: Sequence[int], mask_id: int, room: int, cure: str) -> None:
-    if len(canvas) > room:
-        n_open = sum(token == mask_id for token in canvas)
-        given = len(canvas) - n_open
-        raise SamplingError(f"prompt of {given} and {n_open} tokens to write: the model reads at most {room}; shorten {cure}")
+def lay_out(head: Sequence[int], tail: Sequence[int], n_tokens: int | None, mask_id: int, room: int, cure: str) -> list[int]:
+    """Lay out a canvas: head, [MASK] for each token to write, tail. n_tokens: None for LENGTH, or what fits."""
+    n_given = len(head) + len(tail)
+    n_open = n_tokens or max(1, min(LENGTH, room - n_given))
+    check_room(n_given, n_open, room, cure)
+    return [*head, *[mask_id] * n_open, *tail]
+
+
+def check_room(n_given: int, n_open: int, room: int, cure: str) -> None:
+    if n_given + n_open > room:
+        raise SamplingError(f"prompt of {n_given} and {n_open} tokens to write: the model reads at most {room}; shorten {cure}")
 
 
 def policy_for(tokenizer: Any, policy: Policy, *, stop: bool, until_eos: bool) -> dict[str, Any]:

@@ -60,13 +60,7 @@ class Captured:
     """Micro-batches of one shape: rows that are full, alike in everything but what they hold."""
 
     def __init__(
-        self,
-        parameters: Iterable[Tensor],
-        like: Batch,
-        capturer: Capturer,
-        *,
-        dtype: torch.dtype,
-        say: Callable[[str], None],
+        self, parameters: Iterable[Tensor], like: Batch, capturer: Capturer, *, dtype: torch.dtype, say: Callable[[str], None]
     ) -> None:
         """like: a batch of the shape, on the device, which is written to. dtype: of the denominator."""
         self._inputs = like

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from sinkdlm import fast
-from sinkdlm.config.recipe import Compile, Recipe
+from sinkdlm.config.recipe import Recipe
 from sinkdlm.distributed.world import World
 from sinkdlm.errors import TrainError
 from sinkdlm.model.model import DiffusionLM, run_plain
@@ -50,23 +50,26 @@ def settle_runner(model: DiffusionLM, way: Way, recipe: Recipe, precision: str, 
         say(line)
 
 
-def settle_way(recipe: Recipe, world: World, layout: Layout | None = None, *, full_rows: bool, share: int | None = None) -> Way:
-    """full_rows: every row is full and sees all of itself. share: rows of a step on the rank that has most."""
+def settle_way(recipe: Recipe, world: World, layout: Layout | None = None, *, full_rows: bool) -> Way:
+    """full_rows: every row is full and sees all of itself."""
     device = world.device
     recipe = settle_precision(recipe, on_gpu=device.type == "cuda")
-    train, plain = recipe.train, recipe.train.runner == "plain"
     _check(recipe, world)
+    train, plain = recipe.train, recipe.train.runner == "plain"
     half = train.precision in ("bf16", "fp8")
     flat = full_rows and half and not plain and fast.supports_flat(recipe.model, device.type, torch.bfloat16, recipe.data.length)
-    compiles = _compiles(train.compile, device) and not plain
-    way = Way("whole" if compiles and train.compile == "whole" else "blocks" if compiles else "none", 0, flat)
-    rows = share or world.largest_share(train.batch)
-    way = way._replace(
-        micro_batch=train.micro_batch or fitting_micro_batch(recipe, world.memory, rows, layout, compiled=way.frugal)
-    )
-    if train.compile == "auto" and flat and world.alone and _needs_no_compiler(recipe, way):
-        way = way._replace(compile="none")
-    return way._replace(ends_early=not plain and (flat and world.alone if device.type != "cpu" else way.compile != "blocks"))
+    compile_: Literal["none", "blocks", "whole"] = "whole" if train.compile == "whole" else "blocks"
+    by_itself = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    if plain or train.compile == "none" or (train.compile == "auto" and not by_itself):
+        compile_ = "none"
+    way = Way(compile_, 0, flat)
+    rows = train.micro_batch
+    if rows is None:
+        rows = fitting_micro_batch(recipe, world.memory, world.largest_share(train.batch), layout, compiled=way.frugal)
+    if train.compile == "auto" and flat and world.alone and _needs_no_compiler(recipe, rows):
+        compile_ = "none"
+    early = not plain and (flat and world.alone if device.type != "cpu" else compile_ != "blocks")
+    return Way(compile_, rows, flat, early)
 
 
 def _check(recipe: Recipe, world: World) -> None:
@@ -79,18 +82,12 @@ def _check(recipe: Recipe, world: World) -> None:
         )
 
 
-def _needs_no_compiler(recipe: Recipe, way: Way) -> bool:
+def _needs_no_compiler(recipe: Recipe, micro_batch: int) -> bool:
     """Whether nothing is left to fuse, and nobody waits for the host: it is ahead, or its launches are captured."""
     config, train, length = recipe.model, recipe.train, recipe.data.length
     if config.gate != "none" or train.anneal or (train.precision == "fp8" and config.qkv_bias):  # which float8 matmuls leave
         return False
-    if way.micro_batch * length * training_flops(config, length) / config.n_layers >= _AHEAD[train.precision]:
+    if micro_batch * length * training_flops(config, length) / config.n_layers >= _AHEAD[train.precision]:
         return True
-    slots = plan_slots(train, way.micro_batch, length, torch.tensor([length - config.shift_logits]))
+    slots = plan_slots(train, micro_batch, length, torch.tensor([length - config.shift_logits]))
     return train.graphs == "on" or (train.graphs == "auto" and slots.pay(config))
-
-
-def _compiles(wanted: Compile, device: torch.device) -> bool:
-    if wanted == "auto":
-        return device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    return wanted != "none"

@@ -77,7 +77,7 @@ def validate(
         batch = host_batch.to(device)
         noisy = corrupt_fixed(batch, model, schedule)
         with precision():
-            packed = {"lengths": batch.lengths, "documents": batch.documents}
+            packed: dict[str, Any] = {"lengths": batch.lengths, "documents": batch.documents}
             loss = denoising_loss(model, batch.tokens, noisy, denominator=1.0, **packed, nll=chunked_nll)
         if first >= n_draws:
             continue
@@ -118,16 +118,13 @@ def probe(
         model(tokens, lengths=lengths, observe=watcher)
     found = []
     for layer in watcher.layers:
-        facts = {
-            "top_content_share": float(layer.received.mean(1).amax(-1).mean()),
-            "content_value_norm": float(layer.value_norm[own].mean()),
-            "entropy": float(layer.entropy.mean()),
-        }
+        top = layer.received.mean(1).amax(-1)
+        facts = {"top_content_share": top, "content_value_norm": layer.value_norm[own], "entropy": layer.entropy}
         if layer.sink_received.shape[-1]:
-            facts["sink_share"] = float(layer.sink_share.mean())
+            facts["sink_share"] = layer.sink_share
         if layer.sink_value_norm.shape[-1]:
-            facts["sink_value_norm"] = float(layer.sink_value_norm.mean())
-        found.append(facts)
+            facts["sink_value_norm"] = layer.sink_value_norm
+        found.append({name: float(values.mean()) for name, values in facts.items()})
     return found
 
 

@@ -6,37 +6,34 @@ from typing import Any
 
 from sinkdlm.checkpoint.directory import save_weights
 from sinkdlm.config.recipe import Recipe
-from sinkdlm.errors import CheckpointError
+from sinkdlm.training.optimizer import Average
+from sinkdlm.training.weights import Weights
 
 
-def provenance_of(recipe: Recipe, facts: dict[str, Any], run: str, step: int, updates: int) -> dict[str, Any]:
-    """facts: those of the run's start. What the parent said of itself stays, where the run does not say otherwise."""
-    return {
-        **facts.get("parent", {}),
-        "recipe": recipe.to_dict(),
-        "seed": recipe.train.seed,
-        "steps": step,
-        "updates": updates,
-        "tokens_seen": step * recipe.train.batch * recipe.data.length,
-        "data": facts["data"],
-        "run": run,
-    }
-
-
-def write_model(
+def export(
     path: Path,
-    weights: Any,
     beside: Path,
-    average: Any,
+    weights: Weights,
+    average: Average | None,
     recipe: Recipe,
     tokenizer: Callable[[], Any],
-    provenance: dict[str, Any],
-) -> str | None:
-    """Writes the weights, and their average `beside` them where one is kept. Returns what went wrong."""
-    try:
-        if average is not None:
-            save_weights(beside, recipe.model, average, tokenizer(), {**provenance, "ema": recipe.train.ema})
-        save_weights(path, recipe.model, weights, tokenizer(), provenance)  # last: a run that has it is finished
-        return None
-    except CheckpointError as failure:
-        return str(failure)
+    facts: dict[str, Any],
+    **made: Any,
+) -> None:
+    """Writes the weights, and their average `beside` them where one is kept; all ranks call it. Raises CheckpointError on all.
+
+    facts: those of the run's start. made: run, steps, updates. What the parent said of itself stays, where the run does not say
+    otherwise.
+    """
+    tokens = made["steps"] * recipe.train.batch * recipe.data.length
+    told = {"recipe": recipe.to_dict(), "seed": recipe.train.seed, "tokens_seen": tokens, "data": facts["data"]}
+    provenance = {**facts.get("parent", {}), **told, **made}
+    whole = weights.collect(weights.local)
+    mean = None if average is None else weights.collect(average.weights)
+
+    def write() -> None:
+        if mean is not None:
+            save_weights(beside, recipe.model, mean, tokenizer(), {**provenance, "ema": recipe.train.ema})
+        save_weights(path, recipe.model, whole or {}, tokenizer(), provenance)  # last: a run that has it is finished
+
+    weights.world.attempt_first(write)

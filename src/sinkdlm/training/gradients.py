@@ -65,15 +65,14 @@ class Gradients:
         precision: AbstractContextManager[Any],
         *,
         micro_batch: int,
-        share: int,
         compiled: bool,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """share: rows of a step on the rank that has most. precision: the scope in which each loss is computed."""
+        """precision: the scope in which each loss is computed."""
         self.recipe, self.plan, self.weights = recipe, recipe.train, weights
         self.world, self.device, self.model = weights.world, weights.world.device, weights.model
         self.schedule = Schedule(self.plan.schedule, self.plan.eps)
-        self.micro_batch, self.share, self._compiled = micro_batch, share, compiled
+        self.micro_batch, self._compiled = micro_batch, compiled
         self._counts_slots = self.device.type != "cpu"  # which never waits
         self._precision, self._say = precision, say
         self._sums = torch.zeros(_N_TOTALS + 2 * BUCKETS, dtype=torch.float64, device=self.device)  # of this rank's rows
@@ -202,12 +201,12 @@ class Gradients:
         return call()
 
     def _trims(self) -> bool:
-        """Whether short rows go apart, without their padding. Ranks need equal numbers of forwards, and compiled blocks few shapes."""
+        """Whether short rows go apart, without their padding. Ranks need as many forwards each, and compiled blocks few shapes."""
         return self.world.alone and not self._compiled
 
     def _forwards(self, batch: Batch) -> list[slice]:
         """Which rows share a forward: as many as fit."""
-        size, end = self.micro_batch, self.share
+        size, end = self.micro_batch, self.world.largest_share(self.plan.batch)
         edges = [0, batch.n_full, end] if self._trims() else [0, end]
         return [
             slice(start, min(start + size, stop)) for first, stop in itertools.pairwise(edges) for start in range(first, stop, size)

@@ -34,19 +34,20 @@ from sinkdlm.planning.plan import line_of_run
 from sinkdlm.training.captured import find_capturer
 from sinkdlm.training.choose import settle_runner, settle_way
 from sinkdlm.training.evaluate import probe, sample_text, validate
-from sinkdlm.training.export import provenance_of, write_model
+from sinkdlm.training.export import export
 from sinkdlm.training.gradients import Gradients, StepResult
 from sinkdlm.training.monitor import MakeMonitor, Monitor, Silent
 from sinkdlm.training.optimizer import MOMENTS, Average, Optimizer, learning_rate
 from sinkdlm.training.prefetch import prefetch
 from sinkdlm.training.run import RunFolder
-from sinkdlm.training.setup import LoadParent, open_data, open_model, settle_facts
+from sinkdlm.training.setup import LoadParent, open_data, open_model
 from sinkdlm.training.sink_health import SinkHealth
 from sinkdlm.training.state import States
 from sinkdlm.training.weights import Weights
 
 _BAD_IN_A_ROW = 3  # steps without a finite loss that end a run
 _SAMPLED_ROWS = 256  # that tell how many positions of the others may be masked
+_COUNTED = ("step", "updates", "skipped", "bad_in_a_row")
 _Found = TypeVar("_Found")
 
 
@@ -114,9 +115,8 @@ class Trainer:
 
     def _build(self, load_parent: LoadParent | None) -> Weights:
         """The model on its device or devices, with the way its steps are going to be made."""
-        facts = settle_facts(self.folder, self.data)
         resumes = self.world.from_first(lambda: bool(self.states.steps()))
-        start = open_model(self.recipe, self.folder, self.data, facts, self.dtype, load_parent, resumes=resumes)
+        start = open_model(self.recipe, self.folder, self.data, self.dtype, load_parent, resumes=resumes)
         self.tokenizer, self.facts = start.tokenizer, start.facts
         with start.first or nullcontext():
             layout, section = self._choose_layout(), self.recipe.parallel
@@ -149,21 +149,15 @@ class Trainer:
         if scalars is None:
             metrics.cut(0)
             return
-        self.step, self.updates = scalars["step"], scalars["updates"]
-        self.skipped, self.bad_in_a_row = scalars["skipped"], scalars["bad_in_a_row"]
+        for name in _COUNTED:
+            setattr(self, name, scalars[name])
         self.optimizer.set_updates(self.updates)
         if not metrics.cut(scalars["metrics_bytes"]):
             self.say(f"{metrics.path}: shorter than when the state was saved; earlier lines are missing")
 
     def _prepare_gradients(self) -> Gradients:
         found = Gradients(
-            self.recipe,
-            self.weights,
-            self._precision(),
-            micro_batch=self.micro_batch,
-            share=self.world.largest_share(self.plan.batch),
-            compiled=self.way.compiled,
-            say=self.say,
+            self.recipe, self.weights, self._precision(), micro_batch=self.micro_batch, compiled=self.way.compiled, say=self.say
         )
         capturer = find_capturer(self.device) if self.world.alone and self.plan.graphs != "off" else None
         if capturer is not None:
@@ -434,21 +428,16 @@ class Trainer:
     def _scalars(self) -> dict[str, Any]:
         """Raises CheckpointError, on every rank, where rank 0 cannot write its metrics."""
         return {
-            "step": self.step,
-            "updates": self.updates,
-            "skipped": self.skipped,
-            "bad_in_a_row": self.bad_in_a_row,
+            **{name: getattr(self, name) for name in _COUNTED},
             "samples": self.step * self.plan.batch,
             "metrics_bytes": self.world.attempt_first(self.monitor.metrics.flush),
         }
 
     def _export(self, path: Path, *, final: bool = False) -> None:
-        provenance = provenance_of(self.recipe, self.facts, self.folder.path.name, self.step, self.updates)
-        weights = self.weights.collect(self.weights.local)
-        average = self.weights.collect(self.average.weights) if self.average is not None else None
         beside = path.with_name("ema" if final else f"{path.name}-ema")
+        made = {"run": self.folder.path.name, "steps": self.step, "updates": self.updates}
         try:
-            self.world.attempt_first(lambda: write_model(path, weights, beside, average, self.recipe, self.tokenizer, provenance))
+            export(path, beside, self.weights, self.average, self.recipe, self.tokenizer, self.facts, **made)
         except CheckpointError as failure:
             if final:
                 raise TrainError(f"{failure}; the state is saved: make room and run the same command again") from None

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from sinkdlm.errors import CheckpointError, TrainError
 _PLAIN_SECONDS = 10.0  # between lines where there is no terminal
 _FIRST_SECONDS = 1.0  # before the first of them, which shall know what a step takes
 _CLOCK = len("99:59:59")
-_BLOCK = 1 << 16  # bytes read at once, from the end of the metrics back
+_LONGEST_LINE = 1 << 26  # bytes
 
 
 class Metrics:
@@ -39,20 +40,11 @@ class Metrics:
         """Forgets what was written after a state: those steps are about to be made again. False where the file is shorter than
         that already: somebody else cut it, which is no reason not to go on. What is left of a line goes too: the next one would
         be lost behind it."""
-        whole = self._length >= length
-        self._length = self._end_of_line(min(length, self._length))
+        whole, end = self._length >= length, min(length, self._length)
+        begin = max(0, end - _LONGEST_LINE)
+        self._length = begin + os.pread(self._file, end - begin, begin).rfind(b"\n") + 1
         os.ftruncate(self._file, self._length)
         return whole
-
-    def _end_of_line(self, end: int) -> int:
-        """Of the last whole line before `end`."""
-        while end > 0:
-            begin = max(0, end - _BLOCK)
-            found = os.pread(self._file, end - begin, begin).rfind(b"\n")
-            if found >= 0:
-                return begin + found + 1
-            end = begin
-        return 0
 
     def write(self, line: Mapping[str, Any]) -> None:
         self._waiting += json.dumps(line).encode() + b"\n"
@@ -60,8 +52,8 @@ class Metrics:
             self.flush()
 
     def flush(self) -> int:
-        """The file's length with everything in it. Raises CheckpointError where the disk does not take it; the file then ends with a
-        whole line all the same."""
+        """The file's length with everything in it. Raises CheckpointError where the disk does not take it; the file then still ends
+        with a whole line."""
         done = 0
         try:
             while done < len(self._waiting):
@@ -95,61 +87,52 @@ def flat_numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
             yield name, float(value)
 
 
-class TensorBoard:
-    def __init__(self, folder: Path, log: LogSection, settings: Mapping[str, Any], step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+Settings = Mapping[str, Any]
+Tracker = tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]  # what writes a step's numbers, and what closes
 
-        # purge_step hides what a killed run logged after the state that is resumed.
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+def _tensorboard(folder: Path, log: LogSection, settings: Settings, step: int) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
+
+    # purge_step hides what a killed run logged after the state that is resumed.
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def write(step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WeightsAndBiases:
-    def __init__(self, folder: Path, log: LogSection, settings: Mapping[str, Any], step: int) -> None:
-        import wandb
-
-        identity = _identity(folder, "wandb", lambda: secrets.token_hex(4))
-        self._run = wandb.init(
-            project=log.project, name=folder.name, id=identity, resume="allow", dir=str(folder), config=dict(settings)
-        )
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return write, writer.close
 
 
-class MLflow:
-    def __init__(self, folder: Path, log: LogSection, settings: Mapping[str, Any], step: int) -> None:
-        import mlflow
+def _wandb(folder: Path, log: LogSection, settings: Settings, step: int) -> Tracker:
+    import wandb
 
-        self._client = mlflow.MlflowClient()
-        found = self._client.get_experiment_by_name(log.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(log.project)
-        fresh = not (folder / "mlflow.id").exists()
-        self._id = _identity(folder, "mlflow", lambda: self._client.create_run(experiment, run_name=folder.name).info.run_id)
-        if fresh:
-            for key, value in settings.items():
-                self._client.log_param(self._id, key, value)
-        self._logged: dict[str, int] = {}
+    identity = _identity(folder, "wandb", lambda: secrets.token_hex(4))
+    run = wandb.init(project=log.project, name=folder.name, id=identity, resume="allow", dir=str(folder), config=dict(settings))
+    return lambda step, numbers: run.log(dict(numbers), step=step), run.finish
 
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+
+def _mlflow(folder: Path, log: LogSection, settings: Settings, step: int) -> Tracker:
+    import mlflow
+
+    client = mlflow.MlflowClient()
+    found = client.get_experiment_by_name(log.project)
+    experiment = found.experiment_id if found else client.create_experiment(log.project)
+    fresh = not (folder / "mlflow.id").exists()
+    run = _identity(folder, "mlflow", lambda: client.create_run(experiment, run_name=folder.name).info.run_id)
+    if fresh:
+        for key, value in settings.items():
+            client.log_param(run, key, value)
+    logged: dict[str, int] = {}
+
+    def write(step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
-            if name not in self._logged:  # steps that are made again stand in its history already
-                history = self._client.get_metric_history(self._id, name)
-                self._logged[name] = max((point.step for point in history), default=-1)
-            if step > self._logged[name]:
-                self._client.log_metric(self._id, name, value, step=step)
+            if name not in logged:  # steps that are made again stand in its history already
+                logged[name] = max((point.step for point in client.get_metric_history(run, name)), default=-1)
+            if step > logged[name]:
+                client.log_metric(run, name, value, step=step)
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    return write, lambda: client.set_terminated(run)
 
 
 def _identity(folder: Path, tracker: str, make: Callable[[], str]) -> str:
@@ -164,7 +147,7 @@ def _first_line(failure: Exception) -> str:
     return (str(failure).splitlines() or [type(failure).__name__])[0]
 
 
-TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
+TRACKERS: dict[str, Any] = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
 
 
 def fitted(seen: str, room: int) -> str:
@@ -181,7 +164,7 @@ class Monitor:
     def __init__(self, folder: Path, log: LogSection, console: Console) -> None:
         self.folder, self.console, self._log = folder, console, log
         self.metrics = Metrics(folder / "metrics.jsonl")
-        self._trackers: dict[str, Any] = {}
+        self._trackers: dict[str, Tracker] = {}
         self._bar: Progress | None = None
         self._bar_width = max(4, min(40, console.width // 8))
         self._due = 0.0
@@ -191,7 +174,7 @@ class Monitor:
     def meet(self, model: Any, tokenizer: Callable[[], Any]) -> None:
         """Before the run begins: whom it is about, for monitors that look for themselves. tokenizer(): loaded when first called."""
 
-    def begin(self, step: int, steps: int, settings: Mapping[str, Any]) -> None:
+    def begin(self, step: int, steps: int, settings: Settings) -> None:
         for name in self._log.trackers:
             try:
                 self._trackers[name] = TRACKERS[name](self.folder, self._log, settings, step)
@@ -214,8 +197,8 @@ class Monitor:
         """One line of metrics, to the file and the trackers."""
         self.metrics.write(line)
         numbers = {f"{line['kind']}/{name}": value for name, value in flat_numbers(line) if name != "step"}
-        for name in list(self._trackers):
-            self._guarded(name, lambda tracker: tracker.write(line["step"], numbers))
+        for name, (write, _) in list(self._trackers.items()):
+            self._guarded(name, partial(write, line["step"], numbers))
 
     def progress(self, step: int, steps: int, seen: str) -> None:
         if self._bar is not None:
@@ -240,15 +223,15 @@ class Monitor:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        for name in list(self._trackers):
-            self._guarded(name, lambda tracker: tracker.close())
+        for name, (_, close) in list(self._trackers.items()):
+            self._guarded(name, close)
         self._trackers = {}
         self.metrics.close()
 
-    def _guarded(self, name: str, use: Callable[[Any], None]) -> None:
+    def _guarded(self, name: str, use: Callable[[], None]) -> None:
         """A tracker that fails in the middle is dropped: a run does not end because a server did."""
         try:
-            use(self._trackers[name])
+            use()
         except Exception as failure:
             del self._trackers[name]
             self.say(f"{name}: dropped: {_first_line(failure)}; metrics.jsonl goes on")

@@ -105,14 +105,10 @@ class Average:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """The average in place of the weights."""
-        kept = {name: weight.clone() for name, weight in self._live.items()}
-        self._put(self.weights)
+        live = list(self._live.values())
+        kept = [weight.clone() for weight in live]
+        torch._foreach_copy_(live, list(self.weights.values()))
         try:
             yield
         finally:
-            self._put(kept)
-
-    @torch.no_grad()
-    def _put(self, values: Mapping[str, Tensor]) -> None:
-        for name, value in values.items():
-            self._live[name].copy_(value)
+            torch._foreach_copy_(live, kept)

@@ -12,7 +12,6 @@
 Owns the folder's rules: one run at a time, one recipe for good, and rank 0 alone writes here (but for the parts of states).
 """
 
-import fcntl
 import importlib.metadata
 import json
 import os
@@ -25,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,10 @@ from typing import Any
 import torch
 
 from sinkdlm import __version__
-from sinkdlm.checkpoint.durable import replace_text
+from sinkdlm.checkpoint.durable import held, replace_text
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.distributed.world import World
-from sinkdlm.errors import ConfigError, TrainError
+from sinkdlm.errors import BusyError, ConfigError, TrainError
 
 _LOCK_SECONDS = 120.0  # that the ranks of a restarted run wait for those before them
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "tokenizers", "safetensors")
@@ -52,50 +52,30 @@ class RunFolder:
 
     def __init__(self, path: Path, recipe: Recipe, world: World) -> None:
         self.path, self.world = path, world
-        self._new = False
-        self._lock: int | None = None
+        self._new, self._lock = not path.exists(), ExitStack()
         if world.first:
-            self._open(recipe)
+            with ExitStack() as lock:
+                self._take(lock)
+                for left in [*path.glob(".*.partial"), *path.glob("milestones/.*.partial")]:  # of exports that a kill cut off
+                    shutil.rmtree(left, ignore_errors=True)
+                for left in path.glob(".*.here"):
+                    left.unlink(missing_ok=True)
+                self._check_recipe(recipe)
+                self._lock = lock.pop_all()
         self._check_shared()
 
-    def _open(self, recipe: Recipe) -> None:
-        path = self.path
-        self._new = not path.exists()
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as failure:
-            raise TrainError(f"{path}: cannot write there: {failure.strerror}; choose another --out") from None
-        self._take_lock(self._lock)
-        for left in [*path.glob(".*.partial"), *path.glob("milestones/.*.partial")]:  # of exports that a kill cut off
-            shutil.rmtree(left, ignore_errors=True)
-        for left in path.glob(".*.here"):
-            left.unlink(missing_ok=True)
-        try:
-            self._check_recipe(recipe)
-        except BaseException:
-            self.close()
-            raise
-
-    def _take_lock(self, lock: int) -> None:
+    def _take(self, lock: ExitStack) -> None:
         """Restarted ranks wait a little: those before them may be ending on another host."""
         patience = 0.0 if self.world.alone else _LOCK_SECONDS
         while True:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError as failure:
-                if not isinstance(failure, BlockingIOError):
-                    self.close()
-                    raise TrainError(
-                        f"{self.path}: cannot be locked: {failure.strerror}; mount it with locks (Lustre: -o flock), "
-                        "or choose another --out"
-                    ) from None
+                return lock.enter_context(held(self.path, "training"))
+            except BusyError:
                 if patience <= 0:
-                    self.close()
-                    raise TrainError(
-                        f"{self.path}: another process trains there; choose another --out, or wait for it to end"
-                    ) from None
+                    raise
+            except OSError as failure:
+                cure = "mount it with locks (Lustre: -o flock), or choose another --out"
+                raise TrainError(f"{self.path}: cannot be locked: {failure.strerror}; {cure}") from None
             time.sleep(0.5)
             patience -= 0.5
 
@@ -172,9 +152,9 @@ class RunFolder:
 
     def note_start(self, step: int, device: torch.device, layout: str) -> None:
         hosts = self.world.gather(socket.gethostname())
+        ranks = {"ranks": self.world.size, "hosts": sorted(set(hosts)), "layout": layout}
         if not self.world.first:
             return
-        ranks = {"ranks": self.world.size, "hosts": sorted(set(hosts)), "layout": layout}
         file = self.path / "environment.json"
         try:
             starts = json.loads(file.read_text())["starts"] if file.exists() else []
@@ -185,9 +165,7 @@ class RunFolder:
         )
 
     def close(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock.close()
 
 
 def environment(device: torch.device) -> dict[str, Any]:

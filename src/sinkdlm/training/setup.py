@@ -146,30 +146,23 @@ def settle_facts(folder: RunFolder, data: Data) -> dict[str, Any]:
     parts = (("data", data.rows), ("validation", data.validation))
     marks = {part: mark_sets(rows) for part, rows in parts if rows is not None}
     kept = folder.world.from_first(folder.facts)
-    facts: dict[str, Any] = kept if kept is not None else folder.world.from_first(lambda: {"steps": data.steps, **marks})
+    facts: dict[str, Any] = kept or folder.world.from_first(lambda: {"steps": data.steps, **marks})
     if kept is None:
         folder.write_facts(facts)
-    before = [(part, name, mark) for part in ("data", "validation") for name, mark in facts.get(part, {}).items()]
-    for part, name, mark in before:
-        now = marks.get(part, {}).get(name, {})
-        if now.get("tokenizer") != mark["tokenizer"]:
-            raise TrainError(f"{name}: prepared with another tokenizer since the run began; restore it or choose another --out")
-        if now != mark:
-            raise TrainError(f"{name}: changed since the run began; restore it or choose another --out")
+    for part in ("data", "validation"):
+        for name, mark in facts.get(part, {}).items():
+            now = marks.get(part, {}).get(name, {})
+            if now != mark:
+                what = "changed" if now.get("tokenizer") == mark["tokenizer"] else "prepared with another tokenizer"
+                raise TrainError(f"{name}: {what} since the run began; restore it or choose another --out")
     return facts
 
 
 def open_model(
-    recipe: Recipe,
-    folder: RunFolder,
-    data: Data,
-    facts: dict[str, Any],
-    dtype: torch.dtype,
-    load_parent: LoadParent | None,
-    *,
-    resumes: bool,
+    recipe: Recipe, folder: RunFolder, data: Data, dtype: torch.dtype, load_parent: LoadParent | None, *, resumes: bool
 ) -> Start:
     """The model with its first weights: the parent's, the official random ones, or empty ones that a state will fill."""
+    facts = settle_facts(folder, data)
     if not resumes and folder.world.from_first((folder.path / "model").is_dir):
         raise TrainError(
             f"{folder.path}: has its model/ and no state to resume from: the run is over; "

@@ -10,12 +10,12 @@ import json
 import logging
 import re
 import shutil
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ _FILE_BYTES = 16 << 20
 _MOST_FILES = 1000
 _NAME = re.compile(r"step-(\d{10})")
 Say = Callable[[str], None]
-_Made = TypeVar("_Made")
+Tensors = Mapping[str, Tensor]
+Scalars = Mapping[str, Any]
 
 
 class States:
@@ -40,10 +41,10 @@ class States:
     def __init__(self, folder: Path, *, keep: int, warn: Say, world: World, before: Callable[[], None] = lambda: None) -> None:
         """before: what rank 0 does before a state gets its name (what the state speaks of must be on disk)."""
         self.folder, self.keep, self._warn, self.world, self._before = folder, keep, warn, world, before
-        self._writer: threading.Thread | None = None
-        self._failure: CheckpointError | None = None
-        self._staged: dict[str, Tensor] = {}
         self._on_gpu = world.device.type == "cuda"
+        self._pool = ThreadPoolExecutor(1, "sinkdlm-state")
+        self._writing: Future[None] | None = None
+        self._staged: dict[str, Tensor] = {}
         self.whole: set[int] = set()  # steps whose state this process has written, or read, to the end
 
     def clean(self) -> None:
@@ -61,25 +62,22 @@ class States:
 
     # -- writing --------------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+    def save(self, step: int, tensors: Tensors, scalars: Scalars) -> None:
         """Raises CheckpointError, on every rank, where it cannot be written; what was there before stays."""
         self._settle()
         self._write(step, tensors, scalars)
 
-    def save_behind(self, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> bool:
+    def save_behind(self, step: int, tensors: Tensors, scalars: Scalars) -> bool:
         """The same while training goes on, from a copy that is taken first: the step waits for the copy and for nothing else. False
         where the state before is still being written: this one is left out. A failure is said by the next call."""
-        busy = self._writer is not None and self._writer.is_alive()
+        busy = self._writing is not None and not self._writing.done()
         if self.world.from_first(lambda: busy):  # the first rank ends last, with the renaming
             return False
         self._settle()
-        copies = self._copy(tensors)
-        content = json.loads(json.dumps(scalars))
-        self._writer = threading.Thread(target=self._write_quietly, args=(step, copies, content), name="sinkdlm-state")
-        self._writer.start()
+        self._writing = self._pool.submit(self._write, step, self._copy(tensors), dict(scalars))
         return True
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+    def prepare(self, tensors: Tensors) -> None:
         """Makes the buffers that `save_behind` copies to: locking pages takes seconds, which no step should wait for.
         Also loads what its thread will need, so that nothing is half loaded while a step goes on."""
         _load_packages()
@@ -89,12 +87,12 @@ class States:
 
     def wait(self) -> None:
         """Until nothing is being written. Raises what went wrong with it."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        writing, self._writing = self._writing, None
+        try:
+            if writing is not None:
+                writing.result()
+        except (OSError, RuntimeError) as failure:  # the last where another rank is gone
+            raise CheckpointError(str(failure)) from None
 
     def _settle(self) -> None:
         try:
@@ -102,29 +100,22 @@ class States:
         except CheckpointError as failure:
             self._warn(f"an earlier state was not saved: {failure}")
 
-    def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _copy(self, tensors: Tensors) -> dict[str, Tensor]:
         """Into buffers that are made once: page-locked for a GPU, so that the copy runs at the bus's pace."""
         if not self._staged:
             self.prepare(tensors)
         found = {}
         for name, tensor in tensors.items():
-            part = own_part(tensor).detach()
-            self._staged[name].copy_(part, non_blocking=True)
-            found[name] = _like(tensor, self._staged[name])
+            found[name] = _like(tensor, self._staged[name].copy_(own_part(tensor).detach(), non_blocking=True))
         if self._on_gpu:
             torch.cuda.synchronize()
         return found
 
-    def _write_quietly(self, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        try:
-            self._write(step, tensors, scalars)
-        except (CheckpointError, OSError, RuntimeError) as failure:  # the last where another rank is gone
-            self._failure = CheckpointError(str(failure))
-
-    def _write(self, step: int, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+    def _write(self, step: int, tensors: Tensors, scalars: Scalars) -> None:
         """Rank 0 makes the folder aside and, once every rank's part is in it and on disk, gives it its name."""
         with ExitStack() as aside:
-            folder = Path(self._attempt(lambda: str(aside.enter_context(written_aside(self.place(step))))))
+            written = written_aside(self.place(step))
+            folder = self.world.attempt_first(lambda: aside.enter_context(written), self.world.files)
             marks = self._write_part(folder, tensors)
 
             def finish() -> None:
@@ -133,15 +124,12 @@ class States:
                 (folder / SCALARS).write_text(json.dumps({**content, "sha256": _digest(content)}, indent=2) + "\n")
                 aside.close()
 
-            self._attempt(finish)
+            self.world.attempt_first(finish, self.world.files)
         self.whole.add(step)
         if self.world.first:
             self._retire()
 
-    def _attempt(self, make: Callable[[], _Made]) -> _Made:
-        return self.world.attempt_first(make, self.world.files)
-
-    def _write_part(self, folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _write_part(self, folder: Path, tensors: Tensors) -> dict[str, Any]:
         """This rank's files, synced; the marks of everybody's. Where one rank fails, all raise."""
         _save_tensors(folder, tensors, self.world.files)
         marks, problem = {}, None
@@ -170,7 +158,7 @@ class States:
 
     # -- reading --------------------------------------------------------------------------------------------------------------
 
-    def load(self, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    def load(self, tensors: Tensors) -> dict[str, Any] | None:
         """Fills the tensors from the newest whole state and returns its scalars; None where there is no state at all."""
         steps = self.world.from_first(self.steps)
         for step in steps:
@@ -193,12 +181,9 @@ class States:
         folder = self.place(step)
         try:
             scalars = json.loads((folder / SCALARS).read_text())
-            digest = scalars.pop("sha256")
-            if digest != _digest(scalars) or scalars["step"] != step:
+            if scalars.pop("sha256") != _digest(scalars) or scalars["step"] != step:
                 return {}, f"{SCALARS} was changed after it was written"
             for number, (name, mark) in enumerate(scalars["files"].items()):
-                if not (folder / name).exists():
-                    return {}, f"{name} is missing"
                 size = (folder / name).stat().st_size
                 if size != mark["bytes"]:
                     return {}, f"{name} has {size} bytes, not {mark['bytes']}"
@@ -209,7 +194,7 @@ class States:
             return {}, str(failure)
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def _digest(content: Scalars) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -219,7 +204,7 @@ def _like(tensor: Tensor, part: Tensor) -> Tensor:
     return part if sharded is None else type(sharded)(part, sharded._spec, requires_grad=False)
 
 
-def _deal_to_files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def _deal_to_files(tensors: Tensors) -> dict[str, int]:
     """Which file each tensor goes to, from 1. Files are small, because torch serialises one at a time in a call that keeps every
     other thread of the process waiting: training goes on between them."""
     parts = {name: own_part(tensor) for name, tensor in tensors.items()}
@@ -240,7 +225,7 @@ def _load_packages() -> None:
     import torch.distributed.checkpoint.state_dict_saver  # noqa: F401
 
 
-def _save_tensors(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
+def _save_tensors(folder: Path, tensors: Tensors, group: Any) -> None:
     """group: of the ranks that write together; None for a process alone."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -251,7 +236,7 @@ def _save_tensors(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> No
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
-def _load_tensors(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
+def _load_tensors(folder: Path, tensors: Tensors, group: Any) -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 

@@ -1,7 +1,7 @@
 """A model's weights as one rank holds them: whole, or its rows of each (FSDP2). Optimizer, average and states work on these.
 
 fully_shard per block; embedding, final norm and head in the root group, gathered until the backward, so that no collective runs per
-chunk of the head and a rank may have no masked position at all. What a block does not hand to a matrix product (the norms' gains,
+chunk of the head and a rank may have no masked position at all. What a block does not hand to a matmul (the norms' gains,
 sink logits) stays whole on every rank: it is tiny, and it keeps its precision where the rest of the block travels as bf16.
 """
 
@@ -48,8 +48,10 @@ class Weights:
         layout: None for a process alone. travels_as: the dtype in which blocks are gathered; None: the weights' own.
         """
         self.model, self.world, self.layout = model, world, layout
-        self.mesh = None if layout is None else self._make_mesh(layout)
-        if self.mesh is not None:
+        self.mesh: DeviceMesh | None = None
+        if layout is not None:
+            names = ("shard",) if layout.copies == 1 else ("copy", "shard")
+            self.mesh = init_device_mesh(world.device.type, tuple(layout)[-len(names) :], mesh_dim_names=names)
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
             # Inputs are not cast: the residual stream keeps the precision that it has in one process.
@@ -69,23 +71,15 @@ class Weights:
                 group.set_gradient_divide_factor(1.0)  # losses are divided by the global count: gradients add up
                 group.set_force_sum_reduction_for_comms(True)  # a plain sum, which every backend has
         self._named: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self.local: dict[str, Tensor] = {name: self._storage(p) for name, p in self._named.items()}
+        self.local: dict[str, Tensor] = {
+            name: p if as_sharded(p) is None else own_part(p).detach() for name, p in self._named.items()
+        }
         self._copied = [name for name, p in self._named.items() if layout is not None and as_sharded(p) is None]
-
-    def _make_mesh(self, layout: Layout) -> DeviceMesh:
-        kind = self.world.device.type
-        if layout.copies == 1:
-            return init_device_mesh(kind, (layout.shards,), mesh_dim_names=("shard",))
-        return init_device_mesh(kind, tuple(layout), mesh_dim_names=("copy", "shard"))
 
     def _groups(self) -> Iterator[Any]:
         """What fully_shard made of the model and its blocks."""
         if self.layout is not None:
             yield from (self.model, *self.model.blocks)
-
-    @staticmethod
-    def _storage(p: nn.Parameter) -> Tensor:
-        return p if as_sharded(p) is None else own_part(p).detach()
 
     # -- gradients --------------------------------------------------------------------------------------------------------------
 
@@ -119,8 +113,7 @@ class Weights:
         counted = self.local
         if self.layout is not None and self.mesh is not None:
             first_copy = self.layout.copies == 1 or self.mesh.get_local_rank("copy") == 0
-            whole = set(self._copied)
-            counted = {name: part for name, part in self.local.items() if (self.world.first if name in whole else first_copy)}
+            counted = {n: part for n, part in self.local.items() if (self.world.first if n in self._copied else first_copy)}
         gradients = [part.grad for part in counted.values() if part.grad is not None and part.grad.numel()]
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self.world.device)

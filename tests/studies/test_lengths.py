@@ -6,6 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from studies.asking import read_beside
+from studies.lengths import BASE, MIXED, NAME, OTHER, PLAIN, conclude, lead_at, leads, lengths_blocks, main
 
 from evaluated import small_lm, tiny_tokenizer
 from reproductions import matrix
@@ -13,13 +15,13 @@ from sinkdlm.data.synthetic import prepare_example
 from sinkdlm.errors import ReproduceError
 from sinkdlm.evals.requests import LOGLIKELIHOOD, Request, Sheet
 from sinkdlm.evals.settings import Settings
-from sinkdlm.reproduce.blocks import to_markdown
+from sinkdlm.model.attention import attend_naive
 from sinkdlm.reproduce.claims import pair
 from sinkdlm.reproduce.inputs import GOLD, Inputs
-from sinkdlm.reproduce.lengths import BASE, MIXED, NAME, OTHER, PLAIN, conclude, lead_at, leads, lengths_blocks
+from sinkdlm.reproduce.markdown import to_markdown
 from sinkdlm.reproduce.matrix import ADAPT, SCALES
 from sinkdlm.reproduce.measuring import Model, _writes, score_cuts
-from sinkdlm.reproduce.results import Outcome, Record, read_beside
+from sinkdlm.reproduce.results import Outcome, RunResult
 
 QUESTIONS = [("abc", " de", 0), ("abcdef", " g", 0), ("a" * 40, " bcd", 1), ("abcd ", "xyz", 0)]
 
@@ -34,20 +36,22 @@ def sheet() -> Sheet:
     return Sheet(requests, {"arc_easy": Settings()}, seed=0, about={GOLD: {"arc_easy": [gold for _, _, gold in QUESTIONS]}})
 
 
-def test_tokens_are_counted_of_prompt_and_right_option(tmp_path, command_line):
+def test_tokens_are_counted_of_prompt_and_right_option(tmp_path, capsys):
     sheet().write(tmp_path / "requests.jsonl")
     tiny_tokenizer().save_pretrained(tmp_path / "parent")
-    given = ("--parent", tmp_path / "parent" / "tokenizer.json", "--scale", "small", "--records", tmp_path / "records")
-    status, said, _ = command_line("reproduce", "lengths", *given, "--requests", tmp_path / "requests.jsonl", "--json")
-    assert status == 0
-    found = json.loads(said)
+    given = [f"--parent={tmp_path / 'parent' / 'tokenizer.json'}", "--scale=small", f"--records={tmp_path / 'records'}"]
+    main([*given, f"--requests={tmp_path / 'requests.jsonl'}", "--json"])
+    found = json.loads(capsys.readouterr().out)
     assert read_beside(tmp_path / "records", NAME, "small") == found
     counted = found["tasks"]["arc_easy"]
     assert Outcome.from_json(counted["tokens"]).values.tolist() == [len(context + right) for context, right, _ in QUESTIONS]
     assert Outcome.from_json(counted["scored"]).values.tolist() == [3, 2, 4, 4]  # a prompt's last blank goes with the option
-    status, _, said = command_line("reproduce", "lengths", *given)
-    assert status == 2
+    with pytest.raises(SystemExit) as left:
+        main(given)
+    assert left.value.code == 2
+    said = capsys.readouterr().err
     assert "--requests" in said
+    assert len(said.splitlines()) == 1
 
 
 def test_a_lead_is_shown_at_the_lengths_where_it_is():
@@ -65,23 +69,23 @@ def test_a_lead_is_shown_at_the_lengths_where_it_is():
             }
         }
     }
-    (row,) = leads(records, counted)
-    short, _, longer, *_ = row["cells"]
-    assert (short["n"], longer["n"]) == (100, 100)
-    assert short["spread"].mean == pytest.approx(-0.3, abs=0.01)
-    assert longer["spread"].mean == pytest.approx(0.0, abs=0.01)
-    assert [cell["spread"].n for cell in row["cells"]] == [3, 0, 3, 0, 0, 0]
-    said = to_markdown(lengths_blocks(records, counted, SCALES["small"], level=3))
-    told = [f"{one['spread'].mean:+.3f} ({min(one['seeds']):+.3f} to {max(one['seeds']):+.3f}; 100)" for one in (short, longer)]
+    cells = leads(records, counted)["arc_easy"]
+    short, _, longer, *_ = cells
+    assert (short.n, longer.n) == (100, 100)
+    assert np.mean(short.leads) == pytest.approx(-0.3, abs=0.01)
+    assert np.mean(longer.leads) == pytest.approx(0.0, abs=0.01)
+    assert [len(cell.leads) for cell in cells] == [3, 0, 3, 0, 0, 0]
+    said = to_markdown(lengths_blocks(records, counted, SCALES["small"]))
+    told = [f"{np.mean(one.leads):+.3f} ({min(one.leads):+.3f} to {max(one.leads):+.3f}; 100)" for one in (short, longer)]
     assert f"| arc_easy | {told[0]} |  | {told[1]} |" in said
-    assert not lengths_blocks({}, counted, SCALES["small"], level=3)
+    assert not lengths_blocks({}, counted, SCALES["small"])
 
 
 def test_lengths_of_other_questions_are_refused():
     records = matrix({(ADAPT, BASE): 0.0, (ADAPT, OTHER): 0.0}, n_seeds=1)
     for name, one in records.items():
         records[name] = replace(one, facts={**one.facts, "data": {"requests": "these"}})
-    assert leads(records, {"requests": "these", "tasks": {}}) == []
+    assert leads(records, {"requests": "these", "tasks": {}}) == {}
     with pytest.raises(ReproduceError, match="other questions"):
         leads(records, {"requests": "those", "tasks": {}})
 
@@ -89,7 +93,7 @@ def test_lengths_of_other_questions_are_refused():
 CUTS = (16, 512)
 
 
-def with_leads(plain: tuple[float, float], mixed: tuple[float, float]) -> dict[str, Record]:
+def with_leads(plain: tuple[float, float], mixed: tuple[float, float]) -> dict[str, RunResult]:
     """Leads of the sink at a short cut and at a long one, nats a token, by what training had; documents scatter far more."""
     shared = np.random.default_rng(5).normal(4.0, 1.0, 128)
     found = {}
@@ -124,22 +128,22 @@ def test_length_is_the_cause_where_short_rows_in_training_take_the_lead_away(pla
     assert short.plain.difference == pytest.approx(plain[0], abs=0.05)
     assert short.change.difference == pytest.approx(mixed[0] - plain[0], abs=0.07)
     assert said in conclude(short, long)
-    text = to_markdown(lengths_blocks(records, None, replace(SCALES["small"], cuts=CUTS), level=3))
+    text = to_markdown(lengths_blocks(records, None, replace(SCALES["small"], cuts=CUTS)))
     assert text.count(said) == 2  # whole rows, and their ends
     assert f"| half of random length | {short.mixed.difference:+.3f}" in text
     assert f"| the second less the first | {short.change.difference:+.3f}" in text
     del records[f"adapt-{MIXED[0]}-s1"]
     assert lead_at(records, "rows.16") is None
-    assert said not in to_markdown(lengths_blocks(records, None, replace(SCALES["small"], cuts=CUTS), level=3))
+    assert said not in to_markdown(lengths_blocks(records, None, replace(SCALES["small"], cuts=CUTS)))
 
 
 def test_pairs_that_had_short_rows_stand_beside_those_that_had_not_on_one_seed():
     effects = {(ADAPT, variant): 0.0 for variant in (*PLAIN, *MIXED)}
     records = matrix(effects, n_seeds=3)
     tokens = {name: Outcome.of_items(np.full(200, value), 200).to_json() for name, value in (("tokens", 20), ("scored", 10))}
-    said = to_markdown(lengths_blocks(records, {"tasks": {"arc_easy": tokens}}, SCALES["small"], level=3))
-    (row,) = leads({name: one for name, one in records.items() if one.seed == 1}, {"tasks": {"arc_easy": tokens}}, MIXED)
-    assert f"| arc_easy, half of random length | {row['cells'][0]['spread'].mean:+.3f} (200) |" in said
+    said = to_markdown(lengths_blocks(records, {"tasks": {"arc_easy": tokens}}, SCALES["small"]))
+    (cells,) = leads({name: one for name, one in records.items() if one.seed == 1}, {"tasks": {"arc_easy": tokens}}, MIXED).values()
+    assert f"| arc_easy, half of random length | {np.mean(cells[0].leads):+.3f} (200) |" in said
     assert "| arc_easy, rows of one length |" in said
 
 
@@ -157,18 +161,18 @@ def test_documents_are_scored_at_every_length(cut):
     for length in scale.cuts:
         rows = [document[:length] for document in documents if len(document) >= length]
         expected = model.score(rows, [0] * len(rows), scale.draws)
-        assert found[f"rows.{length}"].value == pytest.approx(expected.sum() / (length * len(rows)), abs=1e-3)
+        assert found[f"rows.{length}"].value == expected.value
     full = [document for document in documents if len(document) == 64]
     assert full
     ends = model.score([row[-16:] for row in full], [12] * len(full), scale.draws)
-    assert found["ends.16"].value == pytest.approx(ends.sum() / (4 * len(full)), abs=1e-3)
+    assert found["ends.16"].value == ends.value
     other = score_cuts(Model(small_lm(seed=1, n_sinks=1), None), inputs, scale).outcomes
     runs = {
         variant: replace(one, outcomes={**one.outcomes, **outcomes})
         for variant, outcomes in ((BASE, found), (OTHER, other))
         for one in matrix({(ADAPT, variant): 0.0}, n_seeds=1).values()
     }
-    said = to_markdown(lengths_blocks({one.name: one for one in runs.values()}, None, scale, level=3))
+    said = to_markdown(lengths_blocks({one.name: one for one in runs.values()}, None, scale))
     assert f"{pair(runs[BASE], runs[OTHER], 'rows.8').difference:+.3f}" in said
     assert f"{found['attention.writes.16'].value:.3f}" in said
 
@@ -189,7 +193,7 @@ def test_what_heads_write_is_held_against_what_is_lost(losses, told):
             f"attention.writes.{short}": Outcome.of_value(0.5 + number / 10),
         }
         records[one.name] = replace(one, outcomes={**one.outcomes, **rows, **wrote, **more})
-    said = to_markdown(lengths_blocks(records, None, SCALES["small"], level=3))
+    said = to_markdown(lengths_blocks(records, None, SCALES["small"]))
     correlation = 0.9 if losses[0] == 1 else -0.9
     assert f"than at {long} {told}: over the 5 whose" in said
     assert f"the two is {correlation:.2f}." in said
@@ -207,24 +211,25 @@ def test_what_heads_write_is_held_against_what_is_lost(losses, told):
     ],
 )
 def test_what_heads_write_is_what_their_output_holds(flags):
-    """Against the input of each layer's last product, which is what heads wrote."""
+    """Against attention done again, with the gate that its input has."""
     lm = small_lm(**flags)
     rows = [[5, 6, 7, 8, 9, 10, 11, 12], [9, 9, 8, 7, 6, 5, 4, 3]]
     found = _writes(Model(lm, None), rows)
-    wrote, values = [], []
-
-    def keep(module, given):
-        if given[0].shape[1] >= len(rows[0]):  # a sink's own is not meant
-            wrote.append(given[0].unflatten(-1, (lm.config.n_heads, -1)).norm(dim=-1).mean())
+    entered, shares = {}, []
 
     def observe(layer, q, k, v, sink_k, sink_v):
-        values.append(v.norm(dim=-1).mean())
+        attention = lm.model.blocks[layer].attention
+        mixed, _ = attend_naive(q, k, v, sink_k, sink_v, sink_logit=attention.sink_logit)
+        if attention.gate is not None:
+            gate = torch.sigmoid(attention.gate(entered.pop(layer))).unflatten(-1, (attention.n_heads, -1))
+            mixed = mixed * gate.transpose(1, 2)
+        shares.append(float(mixed.norm(dim=-1).mean() / v.norm(dim=-1).mean()))
 
     for block in lm.model.blocks:
-        block.attention.out.register_forward_pre_hook(keep)
+        block.attention.register_forward_pre_hook(lambda module, given: entered.update({module.layer: given[0]}))
     hidden = torch.rand(2, 8, generator=torch.Generator().manual_seed(0)) < 0.5
     with lm.model.inference():
         for row in torch.tensor(rows).masked_fill(hidden, lm.config.mask_id):
             lm.model(row[None], observe=observe)
-    assert len(wrote) == len(values) == 2 * lm.config.n_layers
-    assert found == pytest.approx(np.mean([float(one / of) for one, of in zip(wrote, values, strict=True)]), rel=1e-4)
+    assert len(shares) == 2 * lm.config.n_layers
+    assert found == pytest.approx(np.mean(shares), rel=1e-4)

@@ -5,21 +5,19 @@ the causal mask no token is alone any more; an isolated sink is. So a sink may b
 form: the share of attention on the first token or the sink, and the norm of its value beside other tokens', layer by layer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median_high
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sinkdlm.errors import ReproduceError
 from sinkdlm.model.attention import attend_naive
-from sinkdlm.reproduce.blocks import Block, Heading, Paragraph, Table
-from sinkdlm.reproduce.inputs import NO_PARENT
+from sinkdlm.reproduce.markdown import table
 from sinkdlm.reproduce.matrix import ADAPT, LABELS, TRIAL_SEED, Job
-from sinkdlm.reproduce.measuring import middle_layers
-from sinkdlm.reproduce.results import write_beside
+from sinkdlm.reproduce.measuring import middle_layers, short
 from sinkdlm.reproduce.running import Bench, recipe_of
+from studies.asking import on_bench, run_study, say, write_beside
 
 NAME = "inherited"
 _ROWS = 8
@@ -60,7 +58,7 @@ class _Rest:
         self.layers.append((float(weights[:, :, others, 0].mean()), float(norms[0]), float(norms[1:].mean())))
 
 
-def look(form: Form, bench: Bench, rows: Tensor) -> dict[str, list[float]]:
+def look(form: Form, bench: Bench, rows: Tensor) -> dict[str, list[float | None]]:
     recipe = recipe_of(Job(ADAPT, form.variant, TRIAL_SEED), bench, None)
     recipe = recipe.replace(init={**recipe.init.to_dict(), **form.init})
     model = bench.load_parent(recipe, torch.float32).model.to(bench.where)
@@ -74,13 +72,11 @@ def look(form: Form, bench: Bench, rows: Tensor) -> dict[str, list[float]]:
             model(row[None].to(bench.where), causal=form.causal, observe=rest)
             found.append(rest.layers)
     layers = torch.tensor(found, dtype=torch.float64).mean(0).T.tolist()
-    return {name: [float(f"{value:.4g}") for value in line] for name, line in zip(("share", "norm", "other"), layers, strict=True)}
+    return {name: list(map(short, line)) for name, line in zip(("share", "norm", "other"), layers, strict=True)}
 
 
-def measure_inherited(bench: Bench, say: Callable[[str], None]) -> dict[str, Any]:
-    """Every form on the same rows of held-out text; kept beside the records."""
-    if bench.inputs.parent is None:
-        raise ReproduceError(NO_PARENT)
+def measure_inherited(bench: Bench) -> dict[str, Any]:
+    """Every form on the same rows of held-out text."""
     length = bench.scale.tables[ADAPT]["data"]["length"]
     documents = bench.inputs.documents(bench.scale.documents, length)
     rows = sorted(documents, key=len, reverse=True)[:_ROWS]  # the first of full length, where there are enough
@@ -90,52 +86,35 @@ def measure_inherited(bench: Bench, say: Callable[[str], None]) -> dict[str, Any
         forms[name] = {"label": form.label, **look(form, bench, tokens)}
         say(f"{len(forms)} of {len(FORMS)} forms: {form.label}")
     found = {"rows": len(rows), "length": tokens.shape[1], "masked": _MASKED, **bench.provenance(), "forms": forms}
-    return write_beside(bench.records, NAME, bench.scale.name, found)
+    return write_beside(bench.asked, NAME, found)
 
 
-class Line(NamedTuple):
-    """share, middle: of attention, over all layers and over the middle half, where the paper looks. There also: beside, the norm
-    of its value over that of others; as_parent, over that of the parent's first token."""
-
-    label: str
-    share: float
-    middle: float
-    beside: float
-    as_parent: float
-
-
-def summary(found: Mapping[str, Any]) -> list[Line]:
-    lines = []
+def inherited_blocks(found: Mapping[str, Any]) -> list[str]:
+    # Of attention on the first token, the mean over all later ones: token i shares it among i + 1.
+    even_causal = fmean(1 / (place + 1) for place in range(1, found["length"]))
+    told = (
+        "In a causal parent the first token sees only itself, whatever it is, and heads that have nothing to attend to rest on "
+        "it. Without the causal mask every token sees the others, and this place is gone. An isolated sink sees only itself "
+        f"again. Measured before any training, on {found['rows']} rows of {found['length']} tokens of held-out text, half of "
+        "them masked (the parent reads them whole). An even share of attention would be "
+        f"{1 / (found['length'] + 1):.1%}, and {even_causal:.1%} in the parent, whose tokens see only those "
+        "before them; the last column is the median over the middle layers:"
+    )
     parent = found["forms"]["parent"]["norm"]
     middle = middle_layers(len(parent))
+    rows = []
     for form in found["forms"].values():
-        share, norm, other = (form[name] for name in ("share", "norm", "other"))
-        beside = [mine / others for mine, others in zip(norm[middle], other[middle], strict=True)]
-        as_parent = [mine / theirs for mine, theirs in zip(norm[middle], parent[middle], strict=True)]
-        lines.append(Line(form["label"], fmean(share), fmean(share[middle]), fmean(beside), median_high(as_parent)))
-    return lines
-
-
-def _even_causal(length: int) -> float:
-    """Of attention on the first token, the mean over all later ones: token i shares it among i + 1."""
-    return fmean(1 / (place + 1) for place in range(1, length))
-
-
-def inherited_blocks(found: Mapping[str, Any], level: int) -> list[Block]:
+        share, norm, other = form["share"], form["norm"][middle], form["other"][middle]
+        beside, as_parent = ([mine / of for mine, of in zip(norm, norms, strict=True)] for norms in (other, parent[middle]))
+        shares = (f"{fmean(share):.1%}", f"{fmean(share[middle]):.1%}")
+        rows.append([form["label"], *shares, f"{fmean(beside):.2f}", f"{median_high(as_parent):.2f}"])
     head = ["before any training", "attention on it", "in the middle layers", "its value norm, of others'", "of the parent's"]
-    rows = [
-        [line.label, f"{line.share:.1%}", f"{line.middle:.1%}", f"{line.beside:.2f}", f"{line.as_parent:.2f}"]
-        for line in summary(found)
-    ]
-    return [
-        Heading(level, "Examined: where an adapted sink comes from"),
-        Paragraph(
-            "In a causal parent the first token sees only itself, whatever it is, and heads that have nothing to attend to rest on "
-            "it. Without the causal mask every token sees the others, and this place is gone. An isolated sink sees only itself "
-            f"again. Measured before any training, on {found['rows']} rows of {found['length']} tokens of held-out text, half of "
-            "them masked (the parent reads them whole). An even share of attention would be "
-            f"{1 / (found['length'] + 1):.1%}, and {_even_causal(found['length']):.1%} in the parent, whose tokens see only those "
-            "before them; the last column is the median over the middle layers:"
-        ),
-        Table(head, rows),
-    ]
+    return ["### Examined: where an adapted sink comes from", told, table(head, rows)]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    run_study(__doc__ or "", on_bench(measure_inherited), lambda _, found: inherited_blocks(found), words)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ rarer than one in a thousand for corpora of this size.
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from sinkdlm.checkpoint.tokenizer import read_tokenizer
 from sinkdlm.data.inputs import Reader, Source, find_sources
 from sinkdlm.data.shards import INDEX, open_split
 from sinkdlm.errors import ReproduceError
-from sinkdlm.reproduce.inputs import Given, read_questions, texts_of
-from sinkdlm.reproduce.matrix import SCALES
-from sinkdlm.reproduce.results import write_beside
+from sinkdlm.evals.requests import Request
+from sinkdlm.reproduce.markdown import table
+from sinkdlm.reproduce.running import Asked
+from studies.asking import questions, run_study, write_beside
 
 GRAM = 13  # words
 NAME = "overlap"
@@ -29,42 +31,30 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)
 _CHUNK = 1 << 20  # tokens of a prepared set that are decoded at a time
 
 
-class Grams:
-    """From text to the numbers of its grams."""
+@cache
+def _number(word: str) -> int:
+    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
 
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
 
-    def of(self, text: str) -> np.ndarray:
-        words = _WORD.findall(text.lower())
-        numbers = np.fromiter(map(self._number, words), np.uint64, len(words))
-        return self._join(numbers) if len(words) >= GRAM else numbers[:0]
-
-    def _number(self, word: str) -> int:
-        found = self._numbers.get(word)
-        if found is None:
-            found = self._numbers[word] = int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
-        return found
-
-    @staticmethod
-    def _join(numbers: np.ndarray) -> np.ndarray:
-        """Wrapping arithmetic: sum of number times a power of the base, over each window."""
-        total = np.zeros(len(numbers) - GRAM + 1, np.uint64)
-        with np.errstate(over="ignore"):
-            for place in range(GRAM):
-                total = total * _BASE + numbers[place : place + len(total)]
-        return total
+def grams_of(text: str) -> np.ndarray:
+    """The number of each window of words: the sum of its words' numbers times powers of the base, in wrapping arithmetic."""
+    words = _WORD.findall(text.lower())
+    numbers = np.fromiter(map(_number, words), np.uint64, len(words))
+    total = np.zeros(max(0, len(numbers) - GRAM + 1), np.uint64)
+    with np.errstate(over="ignore"):
+        for place in range(GRAM):
+            total = total * _BASE + numbers[place : place + len(total)]
+    return total
 
 
 def overlap(corpus: Iterator[str], tasks: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """For each task: documents, those too short for a gram, those that share one with the corpus, or half of theirs."""
-    grams = Grams()
-    own = {task: [np.unique(grams.of(text)) for text in texts] for task, texts in tasks.items()}
+    own = {task: [np.unique(grams_of(text)) for text in texts] for task, texts in tasks.items()}
     wanted = np.unique(np.concatenate([one for documents in own.values() for one in documents]))
     seen = np.zeros(len(wanted), bool)
     documents, words = 0, 0
     for text in corpus:
-        found = grams.of(text)
+        found = grams_of(text)
         documents, words = documents + 1, words + len(found)
         places = np.minimum(np.searchsorted(wanted, found), len(wanted) - 1)
         if len(wanted):
@@ -79,11 +69,10 @@ def overlap(corpus: Iterator[str], tasks: Mapping[str, Sequence[str]]) -> dict[s
 
 def _count(parts: Sequence[np.ndarray], hit: np.ndarray) -> dict[str, Any]:
     shares = [float(np.isin(grams, hit, assume_unique=True).mean()) for grams in parts if len(grams)]
-    n_hit = sum(share > 0 for share in shares)
     return {
         "documents": len(parts),
         "short": len(parts) - len(shares),
-        "documents_hit": n_hit,
+        "documents_hit": sum(share > 0 for share in shares),
         "documents_half": sum(share >= 0.5 for share in shares),
         "grams": int(sum(map(len, parts))),
     }
@@ -120,14 +109,35 @@ def _decoded(folder: Path) -> Iterator[str]:
         yield tokenizer.decode(left)
 
 
-def count_overlap(corpus: Sequence[str], data: Path | None, requests: Path | None, records: Path, scale: str) -> dict[str, Any]:
-    """Counts, and keeps what was found beside the records."""
-    if not corpus:
+def texts_of(requests: Sequence[Request]) -> dict[str, list[str]]:
+    """Task -> one text a document: its prompt and every option."""
+    found: dict[str, dict[int, list[str]]] = {}
+    for request in requests:
+        own = found.setdefault(request.task, {}).setdefault(request.doc, [request.context])
+        own.append(request.continuation)
+    return {task: [" ".join(parts) for parts in docs.values()] for task, docs in found.items()}
+
+
+def count_overlap(asked: Asked) -> dict[str, Any]:
+    if not asked.given.corpus:
         raise ReproduceError("--corpus: which text? give files or folders of texts, or a prepared set")
-    sheet = read_questions(Given(data=data, requests=requests), SCALES.get(scale, SCALES["small"]))
-    if sheet is None:
-        raise ReproduceError(
-            "--data or --requests: overlap with what? give the benchmarks' files, or what eval --write-requests wrote"
-        )
-    found = overlap(corpus_texts(corpus), texts_of(sheet.requests))
-    return write_beside(records, NAME, scale, found)
+    texts = texts_of(questions(asked).requests)
+    return write_beside(asked, NAME, overlap(corpus_texts(asked.given.corpus), texts))
+
+
+def overlap_blocks(found: Mapping[str, Any] | None) -> list[str]:
+    if found is None:
+        return ["### Contamination", "Not counted yet."]
+    corpus, shown = found["corpus"], ("documents", "short", "documents_hit", "documents_half")
+    told = f"Of {corpus['documents']:,} documents of the corpus with {corpus['grams']:,} grams of {found['gram']}:"
+    rows = [[task, *(f"{row[name]:,}" for name in shown)] for task, row in found["tasks"].items()]
+    head = ["benchmark", "documents", "too short", "share a gram", "share half of theirs"]
+    return ["### Contamination", told, table(head, rows)]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    run_study(__doc__ or "", count_overlap, lambda _, found: overlap_blocks(found), words)
+
+
+if __name__ == "__main__":
+    main()

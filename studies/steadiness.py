@@ -7,19 +7,19 @@ the gradient is the loss of that state. Their weights are not kept.
 
 import shutil
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from sinkdlm.errors import ReproduceError
-from sinkdlm.reproduce.blocks import Block, Bullets, Heading, Paragraph, Table
-from sinkdlm.reproduce.inputs import NO_PARENT
+from sinkdlm.reproduce.markdown import bullets, table
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, TRIAL_SEED, Job
-from sinkdlm.reproduce.results import Record, read_beside, write_beside
+from sinkdlm.reproduce.measuring import short
+from sinkdlm.reproduce.results import RunResult
 from sinkdlm.reproduce.running import Bench, recipe_of, train_job
 from sinkdlm.training.gradient_spikes import PEAK, SETTLED, peaks_of, read_lines
 from sinkdlm.training.sink_health import FEW, HELD, LOST, MANY, RESTS, SinkHealth
+from studies.asking import on_bench, read_beside, run_study, say, write_beside
 
 NAME = "steadiness"
 _LOOKS = 75  # at attention, in a run
@@ -53,11 +53,9 @@ FORMS = {
 }
 
 
-def measure_steadiness(bench: Bench, say: Callable[[str], None]) -> dict[str, Any]:
-    """Each form is kept beside the records as it ends; those that are there, of the same recipe, are not made again."""
-    if bench.inputs.parent is None:
-        raise ReproduceError(NO_PARENT)
-    known = (read_beside(bench.records, NAME, bench.scale.name) or {"forms": {}})["forms"]
+def measure_steadiness(bench: Bench) -> dict[str, Any]:
+    """Each form is kept beside the results as it ends; those that are there, of the same recipe, are not made again."""
+    known = (read_beside(bench.asked.folder, NAME, bench.scale.name) or {"forms": {}})["forms"]
     found: dict[str, Any] = {**bench.provenance(), "forms": {}}
     made = {name: found[name] for name in ("made", "command", "environment")}
     for name, form in FORMS.items():
@@ -70,24 +68,24 @@ def measure_steadiness(bench: Bench, say: Callable[[str], None]) -> dict[str, An
         if known.get(name, {}).get("recipe") == told:
             found["forms"][name] = known[name]
             continue
-        folder = bench.out / "runs" / f"{NAME}-{name}"
+        folder = bench.asked.out / "runs" / f"{NAME}-{name}"
         train_job(recipe, folder, bench)
         found["forms"][name] = {"label": LABELS[form.variant], "lr": lr, "recipe": told, **made, **_read(folder)}
         shutil.rmtree(folder)
-        write_beside(bench.records, NAME, bench.scale.name, {**found, "forms": {**known, **found["forms"]}})
-        say(f"{len(found['forms'])} of {len(FORMS)} trainings: {line_of(found['forms'][name])}")
-    return write_beside(bench.records, NAME, bench.scale.name, found)
+        write_beside(bench.asked, NAME, {**found, "forms": {**known, **found["forms"]}})
+        say(f"{len(found['forms'])} of {len(FORMS)} trainings: {name}")
+    return write_beside(bench.asked, NAME, found)
 
 
 def _read(folder: Path) -> dict[str, Any]:
     """Loss and gradient norm of every step; of every look, by layer: attention on the sink, and its value norm, of others'."""
     steps, looks = read_lines(folder, "train"), read_lines(folder, "probe")
     return {
-        "loss": [_short(line["loss"]) for line in steps],
-        "gradient": [_short(line["grad_norm"]) for line in steps],
+        "loss": [short(line["loss"]) for line in steps],
+        "gradient": [short(line["grad_norm"]) for line in steps],
         "looks": [line["step"] for line in looks],
-        "share": [[_short(layer.get("sink_share")) for layer in line["layers"]] for line in looks],
-        "norm": [[_short(_beside(layer)) for layer in line["layers"]] for line in looks],
+        "share": [[short(layer.get("sink_share")) for layer in line["layers"]] for line in looks],
+        "norm": [[short(_beside(layer)) for layer in line["layers"]] for line in looks],
     }
 
 
@@ -95,45 +93,21 @@ def _beside(layer: Mapping[str, float]) -> float | None:
     return layer["sink_value_norm"] / layer["content_value_norm"] if "sink_value_norm" in layer else None
 
 
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
-
-
-class Thirds(NamedTuple):
-    """Means over the lowest third of layers, and over the others."""
-
-    low: float
-    rest: float
-
-
-def thirds_of(layers: list[float | None]) -> Thirds | None:
-    """None without a sink."""
+def thirds_of(layers: list[float | None]) -> tuple[float, float] | None:
+    """Means over the lowest third of layers, and over the others; None without a sink."""
     known = [value for value in layers if value is not None]
-    if not known:
-        return None
     third = max(1, len(known) // 3)
-    return Thirds(fmean(known[:third]), fmean(known[third:]))
+    return (fmean(known[:third]), fmean(known[third:])) if known else None
 
 
-def line_of(form: Mapping[str, Any]) -> str:
-    peaks, lost = peaks_of(form["gradient"]), _lost(form)
-    return (
-        f"{form['label']}, lr {form['lr']:g}, {len(form['loss'])} steps, {warmup_of(form)} to warm up: gradient norm "
-        f"{peaks.median:.2f}, {len(peaks.steps)} peaks, the largest {peaks.largest:.1f} times that at step {peaks.at}"
-        + (f"; sink lost at {lost}" if lost else "")
-    )
+def steadiness_blocks(found: Mapping[str, Any] | None, results: Mapping[str, RunResult], picture: Sequence[str]) -> list[str]:
+    """found: what `measure_steadiness` wrote. Of results, those that have kept their gradients' peaks."""
+    blocks = [*_peaked(results), *([] if found is None else [*_watched(found), *picture])]
+    return ["### Examined: runs whose gradients jump", *blocks] if blocks else []
 
 
-def steadiness_blocks(
-    found: Mapping[str, Any] | None, records: Mapping[str, Record], picture: Sequence[Block], level: int
-) -> list[Block]:
-    """found: what `measure_steadiness` wrote. Of records, those that have kept their gradients' peaks."""
-    blocks = [*_peaked(records), *([] if found is None else [*_watched(found), *picture])]
-    return [Heading(level, "Examined: runs whose gradients jump"), *blocks] if blocks else []
-
-
-def _peaked(records: Mapping[str, Record]) -> list[Block]:
-    kept = {name: record.facts["peaks"] for name, record in records.items() if "peaks" in record.facts}
+def _peaked(results: Mapping[str, RunResult]) -> list[str]:
+    kept = {name: result.facts["peaks"] for name, result in results.items() if "peaks" in result.facts}
     if not kept:
         return []
     rough = [
@@ -143,23 +117,12 @@ def _peaked(records: Mapping[str, Record]) -> list[Block]:
     ]
     told = (
         f"A peak is a gradient norm of more than {PEAK:g} times the run's median, both after the first {SETTLED:.0%} of the steps. "
-        f"{len(kept)} records of the matrix have them counted (the first ones have not); "
+        f"{len(kept)} results of the matrix have them counted (the first ones have not); "
     )
-    return [Paragraph(told + ("with peaks:" if rough else "none has any.")), *([Bullets(rough)] if rough else [])]
+    return [told + "with peaks:", bullets(rough)] if rough else [told + "none has any."]
 
 
-def _watched(found: Mapping[str, Any]) -> list[Block]:
-    head = [
-        "",
-        "learning rate",
-        "steps",
-        "to warm up",
-        "loss, last tenth",
-        "gradient norm, median",
-        "the largest, in medians (step)",
-        "peaks",
-        *_HEAD,
-    ]
+def _watched(found: Mapping[str, Any]) -> list[str]:
     rows = []
     for form in found["forms"].values():
         peaks = peaks_of(form["gradient"])
@@ -178,41 +141,21 @@ def _watched(found: Mapping[str, Any]) -> list[Block]:
                 f"step {form['looks'][0]}",
             ]
         )
-    return [
-        Paragraph(
-            f"Trials, and one whole run, made again with about {_LOOKS} looks at attention each. Trials see the same rows in the "
-            "same order, so that their training losses can be compared; one run each, and a repeat on a GPU is not the same to the "
-            "bit. Of the sink, at the first look and at the last, on held-out rows: attention on it, and its value norm over that "
-            "of other tokens, in the lowest third of the layers and in the others. A layer counts as having lost its sink where "
-            f"less than {LOST:.0%} is left of the most it had there, if that was {RESTS:.0%} of its attention at least; the sink "
-            f"counts as lost from the look on at which more than {MANY:.0%} of the layers, and more than {FEW}, have lost it, and "
-            f"all layers together have less than {HELD:.0%} of the most they had:"
-        ),
-        Table(head, rows),
-        *_by_warmup(found["forms"].values()),
-    ]
+    told = (
+        f"Trials, and one whole run, made again with about {_LOOKS} looks at attention each. Trials see the same rows in the "
+        "same order, so that their training losses can be compared; one run each, and a repeat on a GPU is not the same to the "
+        "bit. Of the sink, at the first look and at the last, on held-out rows: attention on it, and its value norm over that "
+        "of other tokens, in the lowest third of the layers and in the others. A layer counts as having lost its sink where "
+        f"less than {LOST:.0%} is left of the most it had there, if that was {RESTS:.0%} of its attention at least; the sink "
+        f"counts as lost from the look on at which more than {MANY:.0%} of the layers, and more than {FEW}, have lost it, and "
+        f"all layers together have less than {HELD:.0%} of the most they had:"
+    )
+    head = ["", *_OF_TRAINING, "the largest, in medians (step)", "peaks", *_OF_SINK]
+    return [told, table(head, rows)]
 
 
-def _by_warmup(forms: Iterable[Mapping[str, Any]]) -> list[Block]:
-    """Of trainings that differ in their warm-up alone, which have lost their sink."""
-    groups: dict[tuple[str, float, int], list[Mapping[str, Any]]] = {}
-    for form in forms:
-        groups.setdefault((form["label"], form["lr"], len(form["loss"])), []).append(form)
-    lines = [
-        f"{label} at {lr:g}, by how many of its {steps} steps warm up: "
-        + "; ".join(f"{warmup_of(form)}: {_outcome(form)}" for form in group)
-        for (label, lr, steps), group in groups.items()
-        if len(group) > 1
-    ]
-    return [Bullets(lines)] if lines else []
-
-
-def _outcome(form: Mapping[str, Any]) -> str:
-    lost, low = _lost(form), _course(form["share"], 0, ".0%")
-    return (f"lost at {lost}" if lost else "not lost by this rule") + (f" (lowest layers {low})" if low else "")
-
-
-_HEAD = ("attention, lowest layers", "others", "value norm, lowest layers", "others", "lost", "first look")
+_OF_TRAINING = ("learning rate", "steps", "to warm up", "loss, last tenth", "gradient norm, median")
+_OF_SINK = ("attention, lowest layers", "others", "value norm, lowest layers", "others", "lost", "first look")
 
 
 def warmup_of(form: Mapping[str, Any]) -> int:
@@ -237,3 +180,11 @@ def _lost(form: Mapping[str, Any]) -> str:
 def _course(looks: list[list[float | None]], part: int, style: str) -> str:
     first, last = thirds_of(looks[0]), thirds_of(looks[-1])
     return "" if first is None or last is None else f"{first[part]:{style}} \N{RIGHTWARDS ARROW} {last[part]:{style}}"
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    run_study(__doc__ or "", on_bench(measure_steadiness), lambda _, found: steadiness_blocks(found, {}, []), words)
+
+
+if __name__ == "__main__":
+    main()
