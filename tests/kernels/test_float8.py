@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from comparing import DEVICE, random
+from comparing import DEVICE, assert_rounded_alike, random
 from sinkdlm.kernels import float8 as kernels
 from sinkdlm.kernels import float8_ops as ops
 from sinkdlm.kernels.float8_format import GRADIENTS, SLOTS, VALUES, new_predictions, scale_of
@@ -12,20 +12,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encountered:RuntimeWarning"),  # by Triton's interpreter
 ]
-
-
-def assert_rounded_alike(found, wanted):
-    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
-    if not wanted.numel():
-        return
-    assert found.stride() == wanted.stride()
-    found, wanted = found.float(), wanted.float()
-    assert (found == wanted).float().mean() > (0.9 if DEVICE == "cpu" else 0.99)
-    step = wanted.abs() / 4 + 2**-8  # to which a last bit before rounding may decide
-    near = (found - wanted).abs() <= step
-    if DEVICE == "cpu":  # Triton's interpreter does not carry: what rounds up to a power of two becomes half of it
-        near |= 2 * found == wanted
-    assert near.all()
 
 
 @pytest.mark.parametrize(("rows", "multiple", "dtype", "given"), [

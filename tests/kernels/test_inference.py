@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from comparing import DEVICE, assert_rounded_alike, random
 from sinkdlm.fast import Plan, runner
 from sinkdlm.fast import quantized as float8
 from sinkdlm.kernels import draw
@@ -15,16 +16,11 @@ from sinkdlm.sampling import drawing, generate, policy_of
 from sinkdlm.sampling.block_cache import BlockCache
 from small_models import VARIANTS, small_config, small_model, small_tokens
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUSABLE = [name for name, flags in VARIANTS.items() if flags.get("sink_kind") != "register"]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),  # the interpreter's log of 0
 ]
-
-
-def random(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 @pytest.fixture
@@ -80,15 +76,14 @@ def test_swiglu(dtype):
     torch.testing.assert_close(kernels.swiglu(gate_up), torch.nn.functional.silu(gate) * up)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's rounding to float8 drops a carry")
 def test_rows_in_float8_are_those_of_plain_operations(fused):
-    x = 10 * random(5, 3000, dtype=torch.bfloat16)
+    x = 10 * random(3, 2100, dtype=torch.bfloat16)
     x[2] = 0
     fused(False)
     expected, scale = float8.round_rows(x)
     found, found_scale = kernels.to_float8(x, float8.DTYPE)
     torch.testing.assert_close(found_scale, scale)
-    assert (found.float() != expected.float()).float().mean() < 1e-3  # a scale that rounds another way decides a tie
+    assert_rounded_alike(found, expected)
 
 
 @pytest.mark.parametrize(("rows", "vocab", "dtype"), [(5, 7, torch.float32), (5, 2100, torch.float32), (4, 1500, torch.bfloat16)])
