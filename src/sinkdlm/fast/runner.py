@@ -141,7 +141,7 @@ class FastRunner:
             full = ctx.lengths is None and ctx.cache is None and ctx.form == "auto"
             flat = supports_flat(config, kind, dtype, x.shape[1]) or self._force == "flat"
             return "flat" if full and flat else "plain"
-        kernels = load_kernels() if kind == "cuda" else None
+        kernels = load_kernels() if kind == "cuda" or self._force == "kernels" else None
         return "kernels" if kernels is not None and x.dtype in kernels.DTYPES else "plain"
 
     def __call__(self, model: DiffusionLM, x: Tensor, ctx: Context, select: Tensor | None = None) -> Tensor:
