@@ -126,21 +126,12 @@ def _watched(found: Mapping[str, Any]) -> list[str]:
     rows = []
     for form in found["forms"].values():
         peaks = peaks_of(form["gradient"])
-        rows.append(
-            [
-                form["label"],
-                f"{form['lr']:g}",
-                str(len(form["loss"])),
-                str(warmup_of(form)),
-                f"{fmean(_last(form['loss'])):.3f}",
-                f"{peaks.median:.2f}",
-                f"{peaks.largest:.1f} ({peaks.at})",
-                str(len(peaks.steps)),
-                *(_course(form[name], part, style) for name, style in (("share", ".0%"), ("norm", ".2f")) for part in (0, 1)),
-                _lost(form),
-                f"step {form['looks'][0]}",
-            ]
-        )
+        losses = [value for value in form["loss"] if value is not None]
+        loss = fmean(losses[-max(1, len(losses) // 10) :])
+        training = [f"{form['lr']:g}", len(form["loss"]), warmup_of(form), f"{loss:.3f}", f"{peaks.median:.2f}"]
+        jumps = [f"{peaks.largest:.1f} ({peaks.at})", len(peaks.steps)]
+        sink = [_course(form[name], part, style) for name, style in (("share", ".0%"), ("norm", ".2f")) for part in (0, 1)]
+        rows.append([form["label"], *map(str, training), *map(str, jumps), *sink, _lost(form), f"step {form['looks'][0]}"])
     told = (
         f"Trials, and one whole run, made again with about {_LOOKS} looks at attention each. Trials see the same rows in the "
         "same order, so that their training losses can be compared; one run each, and a repeat on a GPU is not the same to the "
@@ -162,11 +153,6 @@ def warmup_of(form: Mapping[str, Any]) -> int:
     """Steps."""
     plan = tomllib.loads(form["recipe"])["train"]
     return max(round(plan["warmup"] * len(form["loss"])), plan["min_warmup"])
-
-
-def _last(values: list[float | None]) -> list[float]:
-    known = [value for value in values if value is not None]
-    return known[-max(1, len(known) // 10) :]
 
 
 def _lost(form: Mapping[str, Any]) -> str:

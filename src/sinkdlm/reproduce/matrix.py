@@ -274,28 +274,19 @@ def stages_declared(job: Job, scale: Scale) -> list[str]:
 
 def select(jobs: Sequence[Job], only: Sequence[str]) -> list[Job]:
     """`--only variant`, `--only seed` or `--only variant,seed`; trials belong to their variant, and to no seed. Several add up."""
-    if not only:
-        return list(jobs)
-    pairs = [_selection(text) for text in only]
-    kept = [job for job in jobs if any(_is_chosen(job, *pair) for pair in pairs)]
-    if not kept:
+    kept = set[Job](() if only else jobs)
+    for text in only:
+        words = set(text.split(","))
+        seeds = {word for word in words if word.isdigit()}
+        variants = words - seeds
+        if unknown := variants - VARIANTS.keys():
+            odd = f"{unknown.pop()!r} is neither a seed nor a variant"
+            raise ReproduceError(f"--only {text}: {odd}; variants are {', '.join(VARIANTS)}")
+        trained = {rate_of(variant) for variant in variants}
+        for job in jobs:
+            names, right_seed = (variants, not seeds or str(job.seed) in seeds) if job.trial is None else (trained, True)
+            if right_seed and (not names or job.variant in names):
+                kept.add(job)
+    if only and not kept:
         raise ReproduceError(f"--only {' '.join(only)}: no run of this target is that")
-    return kept
-
-
-def _is_chosen(job: Job, variant: str | None, seed: int | None) -> bool:
-    if job.trial is not None:
-        return variant is None or rate_of(variant) == job.variant
-    return variant in (None, job.variant) and seed in (None, job.seed)
-
-
-def _selection(text: str) -> tuple[str | None, int | None]:
-    variant, seed = None, None
-    for word in text.split(","):
-        if word.isdigit():
-            seed = int(word)
-        elif word in VARIANTS:
-            variant = word
-        else:
-            raise ReproduceError(f"--only {text}: {word!r} is neither a seed nor a variant; variants are {', '.join(VARIANTS)}")
-    return variant, seed
+    return [job for job in jobs if job in kept]

@@ -16,7 +16,7 @@ from sinkdlm.analysis.study import Plan, study
 from sinkdlm.data.examples import MARK
 from sinkdlm.evals.answering import Answerer, answer_sheet, forward_tokens
 from sinkdlm.evals.gsm8k import extract_answer, normalise
-from sinkdlm.evals.requests import GENERATE, Request, Sheet, by_question
+from sinkdlm.evals.requests import GENERATE, Sheet, by_question
 from sinkdlm.evals.responses import Journal, Response
 from sinkdlm.evals.settings import settings_for
 from sinkdlm.likelihood import log_likelihood
@@ -160,20 +160,17 @@ def _judge_options(sheet: Sheet, answers: Mapping[Any, Response], task: str) -> 
         if gold is None:  # a document without a right option, or with several
             continue
         own = [answers[request.key] for request in question]
-        nll.append(-float(own[gold].value or 0.0))
+        scores = [float(one.value or 0.0) for one in own]
+        nll.append(-scores[gold])
         n_tokens += own[gold].n_tokens
         if len(own) == 1:
             right.setdefault("greedy", []).append(float(bool(own[0].greedy)))
             continue
         for metric in question[0].divisors or {"acc": 1.0}:
-            right.setdefault(metric, []).append(float(_winner(question, own, metric) == gold))
+            values = [score / request.divisors.get(metric, 1.0) for score, request in zip(scores, question, strict=True)]
+            right.setdefault(metric, []).append(float(values.index(max(values)) == gold))
     outcomes = {f"{task}.nll": Outcome.of_items(nll, n_tokens)}
     return Found(outcomes | {f"{task}.{name}": Outcome.of_items(values, len(values)) for name, values in right.items()})
-
-
-def _winner(question: list[Request], own: list[Response], metric: str) -> int:
-    values = [float(one.value or 0.0) / request.divisors.get(metric, 1.0) for one, request in zip(own, question, strict=True)]
-    return values.index(max(values))
 
 
 def _judge_texts(sheet: Sheet, answers: Mapping[Any, Response], task: str) -> Found:
@@ -181,16 +178,16 @@ def _judge_texts(sheet: Sheet, answers: Mapping[Any, Response], task: str) -> Fo
     right = []
     for request in sheet.requests:
         written = answers[request.key].text
-        written = extract_answer(written) if MARK in written else written
-        right.append(float(_same_number(extract_answer(sheet.about[GOLD][request.doc]), written)))
+        found = extract_answer(written) if MARK in written else written
+        right.append(float(_number(extract_answer(sheet.about[GOLD][request.doc])) == _number(found)))
     return Found({f"{task}.exact_match": Outcome.of_items(right, len(right))})
 
 
-def _same_number(gold: str, written: str) -> bool:
+def _number(answer: str) -> float:
     try:
-        return float(normalise(gold)) == float(normalise(written))
+        return float(normalise(answer))
     except ValueError:
-        return False
+        return math.nan  # which equals nothing
 
 
 # -- attention ----------------------------------------------------------------------------------------------------------------
@@ -228,17 +225,15 @@ def middle_layers(n: int) -> slice:
 
 
 def _middle(found: Mapping[str, Any]) -> dict[str, float]:
-    """Of the middle layers: attention on the sink against an even share, its norm too."""
-    quantities = found["quantities"]
-    mass, ratio = ([layer["mean"] for layer in quantities[name]["layers"]] for name in ("sink_mass", "lane_norm_ratio"))
-    middle = middle_layers(len(mass))
+    """Of the middle layers: attention on the sink against an even share, its norm too; what has no value there is left out."""
     rows = found["trajectories"]
     keys = sum(row["length"] for row in rows) / len(rows) + 1
     told = {}
-    if all(value is not None for value in mass[middle]):
-        told["middle_sink_times"] = float(np.mean(mass[middle])) * keys
-    if all(value is not None for value in ratio[middle]):
-        told["middle_norm_ratio"] = float(np.mean(ratio[middle]))
+    for name, quantity, times in (("middle_sink_times", "sink_mass", keys), ("middle_norm_ratio", "lane_norm_ratio", 1.0)):
+        layers = [layer["mean"] for layer in found["quantities"][quantity]["layers"]]
+        middle = layers[middle_layers(len(layers))]
+        if None not in middle:
+            told[name] = float(np.mean(middle)) * times
     return told
 
 

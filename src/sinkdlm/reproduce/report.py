@@ -114,20 +114,14 @@ def _on_the_same(runs: Iterable[RunResult]) -> dict[str, list[float]]:
 
 def _claim(claim: Claim, results: Results) -> dict[str, Any]:
     judged = judge(claim, results)
-    outcomes = [
-        {
-            "outcome": one.outcome,
-            "verdict": one.verdict,
-            **as_json(one.spread),
-            "sentence": one.sentence,
-            "figures": one.figures,
-            "within": {
-                str(seed): {"difference": gap, "stderr": None if math.isnan(stderr) else stderr, "items": n}
-                for seed, (gap, stderr, n) in one.within.items()
-            },
+    outcomes = []
+    for one in judged:
+        pairs = {str(seed): as_json(pair) for seed, pair in one.within.items()}
+        within = {
+            seed: {"difference": pair["difference"], "stderr": pair["stderr"], "items": pair["n"]} for seed, pair in pairs.items()
         }
-        for one in judged
-    ]
+        said = {"sentence": one.sentence, "figures": one.figures, "within": within}
+        outcomes.append({"outcome": one.outcome, "verdict": one.verdict, **as_json(one.spread), **said})
     return {"claim": claim.name, "text": claim.text, "verdict": overall(judged), "outcomes": outcomes}
 
 
@@ -260,16 +254,10 @@ def _accuracy(values: Mapping[str, Any], task: str) -> str:
 
 
 def rate_blocks(found: Mapping[str, Any]) -> list[str]:
-    rows = [
-        [
-            row["group"],
-            LABELS[row["variant"]],
-            *(f"{value:.4f}" for value in row["tried"].values()),
-            f"{row['chosen']:g}",
-            "yes" if row["edge"] else "",
-        ]
-        for row in found["rates"]
-    ]
+    rows = []
+    for row in found["rates"]:
+        tried = (f"{value:.4f}" for value in row["tried"].values())
+        rows.append([row["group"], LABELS[row["variant"]], *tried, f"{row['chosen']:g}", "yes" if row["edge"] else ""])
     if not rows:
         return []
     told = "Validation NELBO of each variant's three trials, from the smallest rate to the largest, on a seed that no table uses."

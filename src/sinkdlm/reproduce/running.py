@@ -9,10 +9,10 @@ import gc
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,41 +21,13 @@ from sinkdlm.checkpoint.directory import load
 from sinkdlm.config.recipe import BUDGETS, Recipe
 from sinkdlm.config.toml import nest, overlay, parse_override
 from sinkdlm.evals.requests import Sheet
-from sinkdlm.reproduce.inputs import Given, Inputs
+from sinkdlm.reproduce.inputs import Asked, Inputs
 from sinkdlm.reproduce.matrix import ADAPT, SCALES, SFT, VARIANTS, Job, Scale, stages_declared
 from sinkdlm.reproduce.measuring import Found, Model, ask, ask_officially, score_answers, score_cuts, score_documents, watch
 from sinkdlm.reproduce.results import RUN, TRIAL, Outcome, RunResult, provenance, write_result, write_text
 from sinkdlm.training.gradient_spikes import read_lines, read_peaks
 from sinkdlm.training.loop import train
 from sinkdlm.training.setup import LoadParent
-
-
-class Asked(NamedTuple):
-    """What the command line asks. seeds: None for the scale's own number."""
-
-    target: str
-    scale: str
-    out: Path
-    seeds: int | None = None
-    records: Path | None = None
-    given: Given = Given()
-    only: Sequence[str] = ()
-    tasks: Sequence[str] | None = None
-    overrides: Sequence[str] = ()
-    time_limit: float | None = None
-    keep_weights: bool = False
-    official: bool = False
-    device: str | None = None
-
-    @property
-    def folder(self) -> Path:
-        """Of results."""
-        return self.records or self.out / "records"
-
-    @property
-    def changes(self) -> dict[str, Any]:
-        """--set: a result of other settings must not pass for one of the declared ones."""
-        return dict(parse_override(override) for override in self.overrides)
 
 
 @dataclass(frozen=True)
@@ -130,19 +102,13 @@ def stages_of(job: Job, bench: Bench) -> list[str]:
 
 def measure(stage: str, model: Model, bench: Bench, recipe: Recipe) -> Found:
     kind, _, task = stage.partition(" ")
-    match kind:
-        case "validation":
-            return score_documents(model, bench.inputs, bench.scale, recipe.data.length)
-        case "answers":
-            return score_answers(model, bench.inputs, bench.scale)
-        case "task":
-            return ask(model, bench.sheets[task], task)
-        case "official":
-            return ask_officially(model, bench.sheets[task], task, bench.scale.official[task])
-        case "cuts":
-            return score_cuts(model, bench.inputs, bench.scale)
-        case _:
-            return watch(model, bench.inputs, bench.scale)
+    if kind == "task":
+        return ask(model, bench.sheets[task], task)
+    if kind == "official":
+        return ask_officially(model, bench.sheets[task], task, bench.scale.official[task])
+    if kind == "validation":
+        return score_documents(model, bench.inputs, bench.scale, recipe.data.length)
+    return {"answers": score_answers, "cuts": score_cuts, "capture": watch}[kind](model, bench.inputs, bench.scale)
 
 
 class TimeUp(Exception):  # noqa: N818  (no error: it was asked for)
@@ -154,22 +120,31 @@ def run_job(
 ) -> RunResult:
     """Trains what is left to train, measures what is left to measure, and writes the result. Raises TimeUp between stages."""
     recipe = recipe_of(job, bench, lr)
-    folder = bench.folder(job)
-    parts = _Parts(bench.parts(job), recipe)
-    missing = [stage for stage in stages_of(job, bench) if stage not in parts.done]
+    folder, parts = bench.folder(job), bench.parts(job)
+    mark = parts / "recipe.toml"
+    if parts.is_dir() and (not mark.exists() or mark.read_text() != recipe.to_toml()):  # what stages of another recipe found
+        shutil.rmtree(parts)
+    write_text(mark, recipe.to_toml())
+    done = {path.stem: json.loads(path.read_text()) for path in sorted(parts.glob("*.json"))}
+
+    def keep(stage: str, found: Found, seconds: float) -> None:
+        outcomes = {name: outcome.to_json() for name, outcome in found.outcomes.items()}
+        done[stage] = {"outcomes": outcomes, "layers": found.layers, "told": found.told, "seconds": round(seconds, 2)}
+        write_text(parts / f"{stage}.json", json.dumps(done[stage]))
+
+    missing = [stage for stage in stages_of(job, bench) if stage not in done]
     if missing:
         trained = train_job(recipe, folder, bench)
-        parts.keep("train", Found(told=trained), sum(line["timing"]["seconds"] for line in read_lines(folder, "train")))
+        keep("train", Found(told=trained), sum(line["timing"]["seconds"] for line in read_lines(folder, "train")))
         dtype = torch.bfloat16 if bench.where.type == "cuda" else torch.float32
         model = Model(load(folder / "model", device=bench.where, dtype=dtype), recipe.data.first)
         for stage in missing:
             if is_late():
                 raise TimeUp(job.name)
             began = time.monotonic()
-            found = measure(stage, model, bench, recipe)
-            parts.keep(stage, found, time.monotonic() - began)
-            say(f"{job.name}: {stage} in {time.monotonic() - began:.1f} s")
-    result = _assemble(job, recipe, parts.done, bench, told)
+            keep(stage, measure(stage, model, bench, recipe), time.monotonic() - began)
+            say(f"{job.name}: {stage} in {done[stage]['seconds']:.1f} s")
+    result = _assemble(job, recipe, done, bench, told)
     write_result(bench.asked.folder, result)
     return result
 
@@ -196,24 +171,6 @@ def clear(job: Job, bench: Bench) -> None:
     shutil.rmtree(bench.parts(job), ignore_errors=True)
     if not bench.asked.keep_weights:
         shutil.rmtree(bench.folder(job), ignore_errors=True)
-
-
-class _Parts:
-    """What stages found, a file each; those of another recipe are thrown away."""
-
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
-        self.folder = folder
-        mark = folder / "recipe.toml"
-        if folder.is_dir() and (not mark.exists() or mark.read_text() != recipe.to_toml()):
-            shutil.rmtree(folder)
-        write_text(mark, recipe.to_toml())
-        self.done = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-
-    def keep(self, stage: str, found: Found, seconds: float) -> None:
-        outcomes = {name: outcome.to_json() for name, outcome in found.outcomes.items()}
-        text = json.dumps({"outcomes": outcomes, "layers": found.layers, "told": found.told, "seconds": round(seconds, 2)})
-        write_text(self.folder / f"{stage}.json", text)
-        self.done[stage] = json.loads(text)
 
 
 def _assemble(job: Job, recipe: Recipe, done: Mapping[str, Any], bench: Bench, told: Mapping[str, Any]) -> RunResult:
