@@ -27,27 +27,27 @@ def equal_rate_rows(results: Mapping[str, RunResult]) -> list[list[str]]:
     runs = {variant: runs_of(results, ADAPT, variant) for variant in VARIANTS}
     rates = {variant: next(iter(own.values())).lr for variant, own in runs.items() if own}
     rows = []
-    for pair in dict.fromkeys((claim.variant, claim.against) for claim in CLAIMS if claim.against and claim.group == ADAPT):
-        variant, against = pair
-        if not rates.keys() >= set(pair) or rates[variant] == rates[against]:
+
+    def add(label: str, pair: Pair) -> None:
+        found = [compare(results, ADAPT, *pair, name).spread for name in PRIMARY]
+        cells = [write_interval(spread) if spread.n else "" for spread in found]
+        told = " and ".join(dict.fromkeys(f"{rates[one]:g}" for one in pair))
+        rows.append([label, told, *cells, str(min(spread.n for spread in found))])
+
+    for variant, against in dict.fromkeys((claim.variant, claim.against) for claim in CLAIMS if claim.group == ADAPT):
+        if not rates.keys() >= {variant, against} or rates[variant] == rates[against]:
             continue
         # The same comparison with one side's twin, where that has the other's rate.
         twins = ((TWINS.get(variant, ""), against), (variant, TWINS.get(against, "")))
         if again := [one for one in twins if rates.keys() >= set(one) and rates[one[0]] == rates[one[1]]]:
-            rows.append(_row(f"{LABELS[variant]} \N{MINUS SIGN} {LABELS[against]}", pair, rates, results))
-            rows += [_row("the same", one, rates, results) for one in again]
-    for pair in TWINS.items():
-        if rates.keys() >= set(pair) and rates[pair[0]] != rates[pair[1]]:
-            larger, smaller = sorted(pair, key=lambda one: -rates[one])
-            label = f"{LABELS[pair[0]]}: the larger rate \N{MINUS SIGN} the smaller"
-            rows.append(_row(label, (larger, smaller), rates, results))
+            add(f"{LABELS[variant]} \N{MINUS SIGN} {LABELS[against]}", (variant, against))
+            for one in again:
+                add("the same", one)
+    for variant, twin in TWINS.items():
+        if rates.keys() >= {variant, twin} and rates[variant] != rates[twin]:
+            larger, smaller = sorted((variant, twin), key=lambda one: -rates[one])
+            add(f"{LABELS[variant]}: the larger rate \N{MINUS SIGN} the smaller", (larger, smaller))
     return rows
-
-
-def _row(label: str, pair: Pair, rates: Mapping[str, float], results: Mapping[str, RunResult]) -> list[str]:
-    found = [compare(results, ADAPT, *pair, name).spread for name in PRIMARY]
-    cells = [write_interval(spread) if spread.n else "" for spread in found]
-    return [label, " and ".join(dict.fromkeys(f"{rates[one]:g}" for one in pair)), *cells, str(min(spread.n for spread in found))]
 
 
 def equal_rate_blocks(rows: Sequence[Sequence[str]]) -> list[str]:

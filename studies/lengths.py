@@ -110,8 +110,7 @@ def _questions(results: Results, counted: Mapping[str, Any], scale: Scale) -> li
     found = leads(results, counted)
     if not any(cell.leads for cells in found.values() for cell in cells):
         return []
-    documents = [pair(*both, NELBO) for both in _pairs(results, PLAIN)]
-    whole = over_seeds([one.difference for one in documents if one is not None])
+    whole = over_seeds([one.difference for both in _pairs(results, PLAIN) if (one := pair(*both, NELBO)) is not None])
     length = scale.tables[ADAPT]["data"]["length"]
     told = (
         f"{LABELS[OTHER]} \N{MINUS SIGN} {LABELS[BASE]}, NLL of the right option in nats a token, by how many tokens the "
@@ -142,8 +141,11 @@ def _kinds(scale: Scale) -> dict[str, str]:
 
 
 def _cuts(results: Results, scale: Scale) -> list[str]:
-    runs = {variant: runs_of(results, ADAPT, variant).get(FIRST_SEED) for variant in VARIANTS}
-    made = {variant: run for variant, run in runs.items() if run is not None and f"{ROWS}.{scale.cuts[-1]}" in run.outcomes}
+    made = {
+        run.variant: run
+        for variant in VARIANTS
+        if (run := runs_of(results, ADAPT, variant).get(FIRST_SEED)) is not None and f"{ROWS}.{scale.cuts[-1]}" in run.outcomes
+    }
     base = made.get(BASE)
     if base is None or len(made) < 2:
         return []

@@ -19,7 +19,7 @@ from sinkdlm.checkpoint.tokenizer import read_tokenizer
 from sinkdlm.data.inputs import Reader, find_sources
 from sinkdlm.data.shards import INDEX, open_split
 from sinkdlm.errors import ReproduceError
-from sinkdlm.evals.requests import Request
+from sinkdlm.evals.requests import Request, by_question
 from sinkdlm.reproduce.inputs import Asked, documents_of
 from sinkdlm.reproduce.markdown import table
 from studies.asking import questions, run_study, write_beside
@@ -90,11 +90,11 @@ def corpus_texts(names: Sequence[str]) -> Iterator[str]:
 
 def texts_of(requests: Sequence[Request]) -> dict[str, list[str]]:
     """Task -> one text a document: its prompt and every option."""
-    found: dict[str, dict[int, list[str]]] = {}
-    for request in requests:
-        own = found.setdefault(request.task, {}).setdefault(request.doc, [request.context])
-        own.append(request.continuation)
-    return {task: [" ".join(parts) for parts in docs.values()] for task, docs in found.items()}
+    found: dict[str, list[str]] = {}
+    for question in by_question(requests):
+        text = " ".join([question[0].context, *(request.continuation for request in question)])
+        found.setdefault(question[0].task, []).append(text)
+    return found
 
 
 def count_overlap(asked: Asked) -> dict[str, Any]:

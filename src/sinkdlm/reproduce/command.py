@@ -11,9 +11,8 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -22,20 +21,14 @@ from sinkdlm.errors import BusyError, ReproduceError
 from sinkdlm.evals.requests import Sheet
 from sinkdlm.reproduce.claims import ANSWERS, NELBO
 from sinkdlm.reproduce.inputs import NO_PARENT, Asked, Inputs, Load, Parents, given_inputs
-from sinkdlm.reproduce.matrix import SCALES, SFT, Job, jobs_of, select, targets_of, trials_of
+from sinkdlm.reproduce.matrix import SCALES, SFT, TRIAL_SHARE, Job, jobs_of, select, targets_of, trials_of
 from sinkdlm.reproduce.nano import nano_inputs
 from sinkdlm.reproduce.report import write_report
-from sinkdlm.reproduce.results import TRIAL, find_made, read_results, write_text
+from sinkdlm.reproduce.results import TRIAL, best_rate, find_made, read_results, write_text
 from sinkdlm.reproduce.running import Bench, TimeUp, clear, recipe_of, run_job, stages_of, train_job
 
 Say = Callable[[str], None]
 _PAUSE = 1.0  # seconds between looks at what others have made
-
-
-class Tried(Enum):
-    """What came of looking for a run to make. WAIT: what others make now is needed for the rest."""
-
-    DONE, WAIT, NOTHING = range(3)
 
 
 class Planned(NamedTuple):
@@ -144,7 +137,7 @@ class Work:
         return slower * self._declared(job.group, job.trial is not None, stages)
 
     def _declared(self, group: str, is_trial: bool, stages: Sequence[str]) -> float:
-        seconds, share = self.scale.seconds, self.scale.trial_share if is_trial else 1.0
+        seconds, share = self.scale.seconds, TRIAL_SHARE if is_trial else 1.0
         return seconds["start"] + seconds[group] * share + sum(seconds.get(stage.split()[0], 0.0) for stage in stages)
 
     # -- the work --------------------------------------------------------------------------------------------------------------
@@ -161,21 +154,23 @@ class Work:
             except TimeUp as late:
                 self.say(f"time is up in {late}, whose weights and results so far are kept; the same command goes on")
                 return
-            if tried is Tried.NOTHING:
+            if tried == "nothing":
                 break
-            if tried is Tried.WAIT:
+            if tried == "wait":
                 if not waits:
                     self.say("waits for runs that other processes make, and that the next ones need")
                 time.sleep(_PAUSE)
-            waits = tried is Tried.WAIT
+            waits = tried == "wait"
             left = self.look()
         if left and any(self._is_late(one) for one in left):
             self.say(f"time is up: {len(left)} runs are left; the same command goes on")
         elif left:
             self.say(f"{len(left)} runs are left to other processes that work in {self.asked.out}")
 
-    def _make_one(self, left: Sequence[Planned]) -> Tried:
-        """The first run that nobody works on, that has what it needs, and that ends in time; a shorter one may, further on."""
+    def _make_one(self, left: Sequence[Planned]) -> Literal["done", "wait", "nothing"]:
+        """The first run that nobody works on, that has what it needs, and that ends in time; a shorter one may, further on.
+
+        wait: what others make now is needed for the rest."""
         open_ = {one.job for one in left}
         needed, busy = set[Job](), set[Job]()
         for one in left:
@@ -190,10 +185,10 @@ class Work:
                         continue
                     if one.job in {other.job for other in self.look()}:  # it may have been made since
                         self._make(one, [other.job for other in left if other is not one])
-                    return Tried.DONE
+                    return "done"
             except BusyError:
                 busy.add(one.job)
-        return Tried.WAIT if needed & busy else Tried.NOTHING
+        return "wait" if needed & busy else "nothing"
 
     def _is_late(self, following: Planned | None = None) -> bool:
         limit = self.asked.time_limit
@@ -232,8 +227,7 @@ class Work:
             if trial.name not in self.results:
                 raise ReproduceError(f"{trial.name}: this trial comes before the runs of {job.variant}; leave its trials in --only")
             tried[rate] = self.results[trial.name].outcomes[NELBO].value
-        best = min(tried, key=lambda rate: (tried[rate], rate))
-        return best, {"trials": {f"{rate:g}": round(value, 5) for rate, value in tried.items()}}
+        return best_rate(tried), {"trials": {f"{rate:g}": round(value, 5) for rate, value in tried.items()}}
 
 
 def about(left: Sequence[Planned]) -> str:

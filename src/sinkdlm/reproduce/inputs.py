@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,8 +78,7 @@ class Example(NamedTuple):
     n_prompt: int
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """shape: model fields that follow from the data. sheet: every question, with the right answers in its `about`."""
 
     text: Path
@@ -89,8 +87,8 @@ class Inputs:
     sheet: Sheet | None = None
     prompts: Sequence[str] = PROMPTS
     examples: Sequence[Example] = ()
-    shape: Mapping[str, Any] = field(default_factory=dict)
-    about: Mapping[str, Any] = field(default_factory=dict)
+    shape: Mapping[str, Any] = {}
+    about: Mapping[str, Any] = {}
 
     @property
     def eos(self) -> int:
@@ -128,11 +126,6 @@ def documents_of(split: Split, eos: int | None) -> Iterator[np.ndarray]:
     return (tokens[before + 1 : end] for before, end in pairwise([-1, *ends]))
 
 
-def examples_of(split: Split, count: int, length: int) -> list[Example]:
-    rows = [row for row in split.example_rows().tolist() if row[2] <= length][:count]
-    return [Example(np.asarray(split.read(start, start + total)).tolist(), prompt) for start, prompt, total in rows]
-
-
 # -- small: given ---------------------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +143,9 @@ def given_inputs(asked: Asked) -> Inputs:
     if sft is not None:
         splits = {split: open_split(sft, split) for split in ("train", "validation")}
         about |= {f"fine-tuning, {name}": split.fingerprint for name, split in splits.items()}
-        examples = examples_of(splits["validation"], scale.examples, scale.tables["sft"]["data"]["length"])
+        held_out, longest = splits["validation"], scale.tables["sft"]["data"]["length"]
+        rows = [row for row in held_out.example_rows().tolist() if row[2] <= longest][: scale.examples]
+        examples = [Example(held_out.read(start, start + total).tolist(), prompt) for start, prompt, total in rows]
     return Inputs(text, asked.parent, sft, sheet, examples=examples, about=about)
 
 
@@ -187,11 +182,7 @@ def _prepare(asked: Asked, sources: list[str], name: str, settings: Preparation)
 def parent_tokenizer(parent: str | None) -> Any:
     if parent is None:
         raise ReproduceError(f"{NO_PARENT}; its tokenizer is needed")
-    path = Path(parent)
-    found = read_tokenizer_at(path) if path.suffix in (".json", ".model") else tokenizer_of(open_source(path))
-    if found is None:
-        raise ReproduceError(f"{parent}: has no tokenizer; prepare the corpus with: sinkdlm data prepare --tokenizer T")
-    return found
+    return read_tokenizer_at(parent)
 
 
 def read_questions(asked: Asked) -> Sheet | None:

@@ -52,11 +52,14 @@ class Model(NamedTuple):
     def device(self) -> torch.device:
         return self.lm.model.embed.weight.device
 
+    @property
+    def front(self) -> list[int]:
+        return [] if self.first is None else [self.first]
+
     def score(self, rows: list[list[int]], n_given: list[int], draws: int) -> Outcome:
         """Nats of what follows the given tokens of each row."""
-        front = [] if self.first is None else [self.first]
-        framed = [[*front, *row] for row in rows]
-        scored = [[place >= len(front) + n for place in range(len(row))] for row, n in zip(framed, n_given, strict=True)]
+        framed = [[*self.front, *row] for row in rows]
+        scored = [[place >= len(self.front) + n for place in range(len(row))] for row, n in zip(framed, n_given, strict=True)]
         with self.lm.model.inference():
             found = log_likelihood(
                 self.lm.model.denoiser(),
@@ -101,8 +104,7 @@ def _writes(model: Model, rows: list[list[int]]) -> float:
 
     A gate is part of it. Half of the tokens are masked. Mean over rows, tokens, heads and layers.
     """
-    lm, front = model.lm, [] if model.first is None else [model.first]
-    wrote, values = list[float](), list[float]()
+    lm, wrote, values = model.lm, list[float](), list[float]()
 
     def keep(module: Any, given: tuple[Tensor]) -> None:
         if given[0].shape[1] >= len(rows[0]):  # what a sink writes to itself is not meant
@@ -117,7 +119,7 @@ def _writes(model: Model, rows: list[list[int]]) -> float:
     try:
         with lm.model.inference():
             for row in tokens.tolist():  # one at a time: maps of all queries and keys are large
-                lm.model(torch.tensor([[*front, *row]], device=model.device), observe=observe)
+                lm.model(torch.tensor([[*model.front, *row]], device=model.device), observe=observe)
     finally:
         for hook in hooks:
             hook.remove()
@@ -195,9 +197,9 @@ def _number(answer: str) -> float:
 
 def watch(model: Model, inputs: Inputs, scale: Scale) -> Found:
     """Trajectories of the model as it writes: every quantity of the analysis, per layer where a figure shows layers."""
-    lm, front = model.lm, [] if model.first is None else [model.first]
+    lm = model.lm
     room = lm.config.context_length - scale.written
-    prompts = [[*front, *lm.tokenizer.encode(prompt, add_special_tokens=False)][:room] for prompt in inputs.prompts]
+    prompts = [[*model.front, *lm.tokenizer.encode(prompt, add_special_tokens=False)][:room] for prompt in inputs.prompts]
     plan = Plan(
         prompts=prompts,
         policy=policy_of("llada", steps=scale.written, temperature=0.0),
@@ -251,6 +253,5 @@ def _histogram(scatter: Mapping[str, Any]) -> dict[str, Any]:
 def _path(paths: list[dict[str, Any]]) -> dict[str, Any]:
     """Figure 1's moving sinks: the most attended token at each step, in the layer where attention is most concentrated."""
     first = paths[0]
-    heights = [np.nanmean([math.nan if value is None else value for value in row]) for row in first["received"]]
-    layer = int(np.nanargmax(heights))
+    layer = int(np.nanargmax(np.nanmean(np.array(first["received"], dtype=float), axis=1)))
     return {"layer": layer, "top": first["top"][layer], "received": [short(value) for value in first["received"][layer]]}

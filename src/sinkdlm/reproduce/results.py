@@ -182,6 +182,11 @@ def provenance(where: torch.device) -> dict[str, Any]:
 _FACTS = ("commit", "device", "torch", "triton", "transformers", "cuda", "python", "sinkdlm", "threads", "platform")
 
 
+def best_rate(tried: Mapping[float, float]) -> float:
+    """Of learning rates and what their trials gave; of equal ones the smallest."""
+    return min(tried, key=lambda rate: (tried[rate], rate))
+
+
 def find_made(job: Job, results: Mapping[str, RunResult], scale: Scale) -> RunResult | None:
     """A job's result, unless learning rates are others now: a trial's own, those that a run chose from, or its base's."""
     found, rates = results.get(job.name), scale.lrs.get(job.group)

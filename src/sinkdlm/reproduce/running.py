@@ -10,19 +10,18 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 
 from sinkdlm.checkpoint.directory import load
-from sinkdlm.config.recipe import BUDGETS, Recipe
-from sinkdlm.config.toml import nest, overlay, parse_override
+from sinkdlm.config.recipe import BUDGETS, Recipe, merge
+from sinkdlm.config.toml import nest
 from sinkdlm.evals.requests import Sheet
 from sinkdlm.reproduce.inputs import Asked, Inputs
-from sinkdlm.reproduce.matrix import ADAPT, SCALES, SFT, VARIANTS, Job, Scale, stages_declared
+from sinkdlm.reproduce.matrix import ADAPT, SCALES, SFT, TRIAL_SHARE, VARIANTS, Job, Scale, stages_declared
 from sinkdlm.reproduce.measuring import Found, Model, ask, ask_officially, score_answers, score_cuts, score_documents, watch
 from sinkdlm.reproduce.results import RUN, TRIAL, Outcome, RunResult, provenance, write_result, write_text
 from sinkdlm.training.gradient_spikes import read_lines, read_peaks
@@ -30,14 +29,13 @@ from sinkdlm.training.loop import train
 from sinkdlm.training.setup import LoadParent
 
 
-@dataclass(frozen=True)
-class Bench:
+class Bench(NamedTuple):
     """Where runs are made, and with what. sheets: of each task that is asked."""
 
     asked: Asked
     inputs: Inputs
     load_parent: LoadParent
-    sheets: Mapping[str, Sheet] = field(default_factory=dict)
+    sheets: Mapping[str, Sheet] = {}
 
     @property
     def scale(self) -> Scale:
@@ -78,14 +76,13 @@ def recipe_of(job: Job, bench: Bench, lr: float | None) -> Recipe:
         seeded["init"] = {"from": str(bench.folder(base) / "model")}
     elif job.group == ADAPT:
         seeded["init"] = {"from": inputs.parent}
-    table: dict[str, Any] = {key: dict(value) for key, value in bench.scale.tables[job.group].items()}
-    for part in (changes, seeded, *(nest(*parse_override(override)) for override in bench.asked.overrides)):
-        if any(name in part.get("train", {}) for name in BUDGETS):  # a budget replaces the one that stood there
-            table["train"] = {name: value for name, value in table["train"].items() if name not in BUDGETS}
-        table = overlay(table, part)
+    table: dict[str, Any] = {}
+    overrides = (nest(*change) for change in bench.asked.changes.items())
+    for part in (bench.scale.tables[job.group], changes, seeded, *overrides):
+        table = merge(table, part)
     if job.trial is not None:
         budget = next(name for name in BUDGETS if name in table["train"])
-        share = table["train"][budget] * bench.scale.trial_share
+        share = table["train"][budget] * TRIAL_SHARE
         table["train"] = {**table["train"], budget: max(1, round(share)) if budget == "steps" else share}
     return Recipe.resolve(table)
 
@@ -144,7 +141,20 @@ def run_job(
             began = time.monotonic()
             keep(stage, measure(stage, model, bench, recipe), time.monotonic() - began)
             say(f"{job.name}: {stage} in {done[stage]['seconds']:.1f} s")
-    result = _assemble(job, recipe, done, bench, told)
+    outcomes = {name: Outcome.from_json(said) for part in done.values() for name, said in part["outcomes"].items()}
+    layers = {name: values for part in done.values() for name, values in part["layers"].items()}
+    facts = {
+        **done["train"]["told"],
+        **told,
+        "seconds": {stage: part["seconds"] for stage, part in done.items()},
+        **bench.provenance(),
+        "changes": bench.asked.changes,
+        "recipe": recipe.to_toml(),
+        **{name: value for stage, part in done.items() if stage != "train" for name, value in part["told"].items()},
+    }
+    kind = RUN if job.trial is None else TRIAL
+    place = (job.name, kind, bench.scale.name, job.group, job.variant, job.seed, recipe.train.lr)
+    result = RunResult(*place, outcomes, layers, facts)
     write_result(bench.asked.folder, result)
     return result
 
@@ -171,19 +181,3 @@ def clear(job: Job, bench: Bench) -> None:
     shutil.rmtree(bench.parts(job), ignore_errors=True)
     if not bench.asked.keep_weights:
         shutil.rmtree(bench.folder(job), ignore_errors=True)
-
-
-def _assemble(job: Job, recipe: Recipe, done: Mapping[str, Any], bench: Bench, told: Mapping[str, Any]) -> RunResult:
-    outcomes = {name: Outcome.from_json(said) for part in done.values() for name, said in part["outcomes"].items()}
-    layers = {name: values for part in done.values() for name, values in part["layers"].items()}
-    facts = {
-        **done["train"]["told"],
-        **told,
-        "seconds": {stage: part["seconds"] for stage, part in done.items()},
-        **bench.provenance(),
-        "changes": bench.asked.changes,
-        "recipe": recipe.to_toml(),
-        **{name: value for stage, part in done.items() if stage != "train" for name, value in part["told"].items()},
-    }
-    kind = RUN if job.trial is None else TRIAL
-    return RunResult(job.name, kind, bench.scale.name, job.group, job.variant, job.seed, recipe.train.lr, outcomes, layers, facts)
