@@ -67,6 +67,8 @@ def open_work(asked: Asked, targets: Sequence[str], load_parent: Load, say: Say 
 
 
 class Work:
+    """Runs that were asked, results that are there, and the bench on which what is missing is made."""
+
     def __init__(self, asked: Asked, targets: Sequence[str], load_parent: Load, say: Say) -> None:
         self.asked, self.scale, self.say = asked, SCALES[asked.scale], say
         self.began = time.monotonic()

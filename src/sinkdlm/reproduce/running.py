@@ -10,6 +10,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from sinkdlm.checkpoint.directory import load
 from sinkdlm.config.recipe import BUDGETS, Recipe, merge
-from sinkdlm.config.toml import nest
+from sinkdlm.config.toml import nest, overlay
 from sinkdlm.evals.requests import Sheet
 from sinkdlm.reproduce.inputs import Asked, Inputs
 from sinkdlm.reproduce.matrix import ADAPT, SCALES, SFT, TRIAL_SHARE, VARIANTS, Job, Scale, stages_declared
@@ -77,8 +78,8 @@ def recipe_of(job: Job, bench: Bench, lr: float | None) -> Recipe:
     elif job.group == ADAPT:
         seeded["init"] = {"from": inputs.parent}
     table: dict[str, Any] = {}
-    overrides = (nest(*change) for change in bench.asked.changes.items())
-    for part in (bench.scale.tables[job.group], changes, seeded, *overrides):
+    overrides = reduce(overlay, (nest(*change) for change in bench.asked.changes.items()), table)
+    for part in (bench.scale.tables[job.group], changes, seeded, overrides):
         table = merge(table, part)
     if job.trial is not None:
         budget = next(name for name in BUDGETS if name in table["train"])
