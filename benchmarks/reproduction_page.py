@@ -30,6 +30,7 @@ from sinkdlm.reproduce.matrix import (
     SFT,
     TARGETS,
     TRIAL_SEED,
+    TRIAL_SHARE,
     VARIANTS,
     Job,
     Scale,
@@ -111,7 +112,7 @@ def method(scale: Scale) -> list[str]:
 def _design(scale: Scale) -> list[str]:
     rates = "; ".join(f"{group}: {', '.join(f'{rate:g}' for rate in values)}" for group, values in scale.lrs.items())
     plan = scale.tables[ADAPT]["train"]
-    trial, whole = (round(plan["warmup"] * plan["steps"] * share) for share in (scale.trial_share, 1.0))
+    trial, whole = (round(plan["warmup"] * plan["steps"] * share) for share in (TRIAL_SHARE, 1.0))
     asked = ", ".join(task if most is None else f"{task} (first {most:,})" for task, most in scale.tasks.items())
     return [
         "**Seeds.** A seed changes data order, noise and the first values of new parameters together. All variants share "

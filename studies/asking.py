@@ -12,12 +12,12 @@ import torch
 from sinkdlm.cli.loading import load_parent
 from sinkdlm.errors import ReproduceError, UserError
 from sinkdlm.evals.requests import Sheet
-from sinkdlm.reproduce.command import open_bench
-from sinkdlm.reproduce.inputs import NO_PARENT, Given, read_questions
+from sinkdlm.reproduce.command import open_work
+from sinkdlm.reproduce.inputs import NO_PARENT, Asked, read_questions
 from sinkdlm.reproduce.markdown import to_markdown
 from sinkdlm.reproduce.matrix import SCALES
 from sinkdlm.reproduce.results import provenance, write_text
-from sinkdlm.reproduce.running import Asked, Bench
+from sinkdlm.reproduce.running import Bench
 
 
 def run_study(
@@ -38,33 +38,32 @@ def run_study(
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="as in `sinkdlm train`")
     parser.add_argument("--device")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(words)
-    given = Given(options.parent, options.corpus, None, options.data, options.requests)
-    asked = Asked("", options.scale, options.out, None, options.records, given, overrides=options.overrides, device=options.device)
+    options = vars(parser.parse_args(words))
+    as_json, asked = options.pop("json"), Asked("", **options)
     try:
         found = study(asked)
     except UserError as failure:
         parser.exit(2, f"{parser.prog}: {failure}\n")
-    print(json.dumps(found, indent=1) if options.json else to_markdown(blocks(asked, found)))
+    print(json.dumps(found, indent=1) if as_json else to_markdown(blocks(asked, found)))
 
 
 def on_bench(measure: Callable[[Bench], dict[str, Any]]) -> Callable[[Asked], dict[str, Any]]:
     """A study of a parent and its data."""
 
     def study(asked: Asked) -> dict[str, Any]:
-        with open_bench(asked, load_parent) as bench:
-            if bench.inputs.parent is None:
+        with open_work(asked, [], load_parent) as work:
+            if work.bench.inputs.parent is None:
                 raise ReproduceError(NO_PARENT)
-            return measure(bench)
+            return measure(work.bench)
 
     return study
 
 
 def questions(asked: Asked) -> Sheet:
-    sheet = read_questions(asked.given, SCALES[asked.scale])
+    sheet = read_questions(asked)
     if sheet is None:
-        told = "give the benchmarks' files, or what eval --write-requests wrote"
-        raise ReproduceError(f"--data or --requests: which questions? {told}")
+        cure = "give the benchmarks' files, or what eval --write-requests wrote"
+        raise ReproduceError(f"--data or --requests: which questions? {cure}")
     return sheet
 
 

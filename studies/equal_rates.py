@@ -3,14 +3,14 @@
 Exploratory: which variants have runs at a second rate was decided after runs had been seen. Gives no verdicts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sinkdlm.reproduce.claims import CLAIMS, PRIMARY, compare, outcome_name, runs_of, write_interval
+from sinkdlm.reproduce.inputs import Asked
 from sinkdlm.reproduce.markdown import table
 from sinkdlm.reproduce.matrix import ADAPT, LABELS, VARIANTS
 from sinkdlm.reproduce.results import RunResult, read_results
-from sinkdlm.reproduce.running import Asked
 from studies.asking import run_study
 
 Pair = tuple[str, str]  # a variant, and what it is compared with
@@ -23,35 +23,31 @@ TWINS = {
 }
 
 
-def at_one_rate(pair: Pair, rates: Mapping[str, float]) -> Iterator[Pair]:
-    """The same comparison with one side's twin, where that has the other's rate."""
-    for one in ((TWINS.get(pair[0], ""), pair[1]), (pair[0], TWINS.get(pair[1], ""))):
-        if rates.keys() >= set(one) and rates[one[0]] == rates[one[1]]:
-            yield one
-
-
 def equal_rate_rows(results: Mapping[str, RunResult]) -> list[list[str]]:
     runs = {variant: runs_of(results, ADAPT, variant) for variant in VARIANTS}
     rates = {variant: next(iter(own.values())).lr for variant, own in runs.items() if own}
     rows = []
-    for pair in dict.fromkeys((claim.variant, claim.against) for claim in CLAIMS if claim.against and claim.group == ADAPT):
-        if not rates.keys() >= set(pair) or rates[pair[0]] == rates[pair[1]]:
+
+    def add(label: str, pair: Pair) -> None:
+        found = [compare(results, ADAPT, *pair, name).spread for name in PRIMARY]
+        cells = [write_interval(spread) if spread.n else "" for spread in found]
+        told = " and ".join(dict.fromkeys(f"{rates[one]:g}" for one in pair))
+        rows.append([label, told, *cells, str(min(spread.n for spread in found))])
+
+    for variant, against in dict.fromkeys((claim.variant, claim.against) for claim in CLAIMS if claim.group == ADAPT):
+        if not rates.keys() >= {variant, against} or rates[variant] == rates[against]:
             continue
-        again = list(at_one_rate(pair, rates))
-        if again:
-            rows.append(_row(f"{LABELS[pair[0]]} \N{MINUS SIGN} {LABELS[pair[1]]}", pair, rates, results))
-            rows += [_row("the same", one, rates, results) for one in again]
+        # The same comparison with one side's twin, where that has the other's rate.
+        twins = ((TWINS.get(variant, ""), against), (variant, TWINS.get(against, "")))
+        if again := [one for one in twins if rates.keys() >= set(one) and rates[one[0]] == rates[one[1]]]:
+            add(f"{LABELS[variant]} \N{MINUS SIGN} {LABELS[against]}", (variant, against))
+            for one in again:
+                add("the same", one)
     for variant, twin in TWINS.items():
         if rates.keys() >= {variant, twin} and rates[variant] != rates[twin]:
             larger, smaller = sorted((variant, twin), key=lambda one: -rates[one])
-            rows.append(_row(f"{LABELS[variant]}: the larger rate \N{MINUS SIGN} the smaller", (larger, smaller), rates, results))
+            add(f"{LABELS[variant]}: the larger rate \N{MINUS SIGN} the smaller", (larger, smaller))
     return rows
-
-
-def _row(label: str, pair: Pair, rates: Mapping[str, float], results: Mapping[str, RunResult]) -> list[str]:
-    found = [compare(results, ADAPT, *pair, name).spread for name in PRIMARY]
-    cells = [write_interval(spread) if spread.n else "" for spread in found]
-    return [label, " and ".join(dict.fromkeys(f"{rates[one]:g}" for one in pair)), *cells, str(min(spread.n for spread in found))]
 
 
 def equal_rate_blocks(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -64,12 +60,11 @@ def equal_rate_blocks(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["### Examined: what of it is the learning rate's", told, table(head, rows)] if rows else []
 
 
-def _study(asked: Asked) -> dict[str, Any]:
-    return {"rows": equal_rate_rows(read_results(asked.folder, asked.scale))}
-
-
 def main(words: Sequence[str] | None = None) -> None:
-    run_study(__doc__ or "", _study, lambda _, found: equal_rate_blocks(found["rows"]), words)
+    def study(asked: Asked) -> dict[str, Any]:
+        return {"rows": equal_rate_rows(read_results(asked.folder, asked.scale))}
+
+    run_study(__doc__ or "", study, lambda _, found: equal_rate_blocks(found["rows"]), words)
 
 
 if __name__ == "__main__":

@@ -43,35 +43,27 @@ FORMS = {
 }
 
 
-class _Rest:
-    """An observer. A layer's numbers: attention on key 0, the norm of its value, the mean norm of all other values."""
-
-    def __init__(self, causal: bool) -> None:
-        self.causal = causal
-        self.layers: list[tuple[float, float, float]] = []
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
-        _, weights = attend_naive(q, k, v, sink_k, sink_v, causal=self.causal)  # a sink or register lies in front
-        others = slice(1 if sink_k is None else 0, None)  # a key's attention to itself is left out
-        values = v if sink_v is None else torch.cat([sink_v.expand(v.shape[0], -1, -1, -1), v], dim=2)
-        norms = values.norm(dim=-1).mean((0, 1))
-        self.layers.append((float(weights[:, :, others, 0].mean()), float(norms[0]), float(norms[1:].mean())))
-
-
 def look(form: Form, bench: Bench, rows: Tensor) -> dict[str, list[float | None]]:
+    """Of every layer: attention on key 0, the norm of its value, the mean norm of all other values."""
     recipe = recipe_of(Job(ADAPT, form.variant, TRIAL_SEED), bench, None)
     recipe = recipe.replace(init={**recipe.init.to_dict(), **form.init})
     model = bench.load_parent(recipe, torch.float32).model.to(bench.where)
     if not form.causal:
         hidden = torch.rand(rows.shape, generator=torch.Generator().manual_seed(0)) < _MASKED
         rows = rows.masked_fill(hidden, model.config.mask_id)
-    found = []
+    found = list[tuple[float, float, float]]()
+
+    def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
+        _, weights = attend_naive(q, k, v, sink_k, sink_v, causal=form.causal)  # a sink or register lies in front
+        others = slice(1 if sink_k is None else 0, None)  # a key's attention to itself is left out
+        values = v if sink_v is None else torch.cat([sink_v.expand(v.shape[0], -1, -1, -1), v], dim=2)
+        norms = values.norm(dim=-1).mean((0, 1))
+        found.append((float(weights[:, :, others, 0].mean()), float(norms[0]), float(norms[1:].mean())))
+
     with model.inference():
         for row in rows:  # one at a time: maps of all queries and keys are large
-            rest = _Rest(form.causal)
-            model(row[None].to(bench.where), causal=form.causal, observe=rest)
-            found.append(rest.layers)
-    layers = torch.tensor(found, dtype=torch.float64).mean(0).T.tolist()
+            model(row[None].to(bench.where), causal=form.causal, observe=observe)
+    layers = torch.tensor(found, dtype=torch.float64).view(len(rows), -1, 3).mean(0).T.tolist()
     return {name: list(map(short, line)) for name, line in zip(("share", "norm", "other"), layers, strict=True)}
 
 

@@ -17,12 +17,11 @@ from sinkdlm.errors import ReproduceError
 from sinkdlm.evals.encoding import TextEncoder
 from sinkdlm.evals.requests import by_question
 from sinkdlm.reproduce.claims import MARGIN, NELBO, pair, runs_of
-from sinkdlm.reproduce.inputs import GOLD, parent_tokenizer
+from sinkdlm.reproduce.inputs import GOLD, Asked, parent_tokenizer
 from sinkdlm.reproduce.markdown import table
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, SCALES, VARIANTS, Scale
 from sinkdlm.reproduce.measuring import ENDS, ROWS, WRITES
 from sinkdlm.reproduce.results import Outcome, RunResult, read_results
-from sinkdlm.reproduce.running import Asked
 from sinkdlm.reproduce.statistics import LEVEL, Paired, over_seeds, pair_items
 from studies.asking import questions, run_study, write_beside
 
@@ -47,7 +46,7 @@ _ROOM = 1 << 15  # tokens of a row; no question is cut
 def count_lengths(asked: Asked) -> dict[str, Any]:
     """Of every question whose right option is known, as results keep them: tokens of prompt and right option, and of the option."""
     sheet = questions(asked)
-    encoder = TextEncoder(parent_tokenizer(asked.given))
+    encoder = TextEncoder(parent_tokenizer(asked.parent))
     tasks = {}
     for task, most in SCALES[asked.scale].tasks.items():
         own = [one for one in sheet.requests if one.task == task and (most is None or one.doc < most) and one.continuation]
@@ -78,7 +77,10 @@ class Cell(NamedTuple):
 
 def leads(results: Results, counted: Mapping[str, Any], of: Pair = PLAIN) -> dict[str, list[Cell]]:
     """Task -> a cell for each range of lengths."""
-    _check_questions(results, counted)
+    for result in results.values():  # lengths of other questions would be put beside the scores without a word
+        if "requests" in counted and result.data.get("requests", counted["requests"]) != counted["requests"]:
+            odd = f"counted of other questions than those of {result.name}"
+            raise ReproduceError(f"{NAME}: {odd}; count again with: python -m studies.{NAME}")
     found: dict[str, list[Cell]] = {}
     for task, lengths in counted["tasks"].items():
         tokens, scored = (Outcome.from_json(lengths[name]).values for name in ("tokens", "scored"))
@@ -87,19 +89,9 @@ def leads(results: Results, counted: Mapping[str, Any], of: Pair = PLAIN) -> dic
         cells = found[task] = []
         for low, high in pairwise((*_EDGES, math.inf)):
             kept = (tokens >= low) & (tokens < high)
-            pairs = values if kept.sum() >= _FEWEST else []
-            found_here = [pair_items(one[kept], two[kept], float(scored[kept].sum())).difference for one, two in pairs]
-            cells.append(Cell(int(kept.sum()), found_here))
+            n, units = int(kept.sum()), float(scored[kept].sum())
+            cells.append(Cell(n, [pair_items(one[kept], two[kept], units).difference for one, two in values if n >= _FEWEST]))
     return found
-
-
-def _check_questions(results: Results, counted: Mapping[str, Any]) -> None:
-    """Lengths of other questions, or of the same ones in another order, would be put beside the scores without a word."""
-    for result in results.values():
-        if "requests" in counted and result.data.get("requests", counted["requests"]) != counted["requests"]:
-            raise ReproduceError(
-                f"{NAME}: counted of other questions than those of {result.name}; count again with: python -m studies.{NAME}"
-            )
 
 
 def _pairs(results: Results, of: Pair) -> list[tuple[RunResult, RunResult]]:
@@ -118,8 +110,7 @@ def _questions(results: Results, counted: Mapping[str, Any], scale: Scale) -> li
     found = leads(results, counted)
     if not any(cell.leads for cells in found.values() for cell in cells):
         return []
-    documents = [pair(*both, NELBO) for both in _pairs(results, PLAIN)]
-    whole = over_seeds([one.difference for one in documents if one is not None])
+    whole = over_seeds([one.difference for both in _pairs(results, PLAIN) if (one := pair(*both, NELBO)) is not None])
     length = scale.tables[ADAPT]["data"]["length"]
     told = (
         f"{LABELS[OTHER]} \N{MINUS SIGN} {LABELS[BASE]}, NLL of the right option in nats a token, by how many tokens the "
@@ -150,8 +141,11 @@ def _kinds(scale: Scale) -> dict[str, str]:
 
 
 def _cuts(results: Results, scale: Scale) -> list[str]:
-    runs = {variant: runs_of(results, ADAPT, variant).get(FIRST_SEED) for variant in VARIANTS}
-    made = {variant: run for variant, run in runs.items() if run is not None and f"{ROWS}.{scale.cuts[-1]}" in run.outcomes}
+    made = {
+        run.variant: run
+        for variant in VARIANTS
+        if (run := runs_of(results, ADAPT, variant).get(FIRST_SEED)) is not None and f"{ROWS}.{scale.cuts[-1]}" in run.outcomes
+    }
     base = made.get(BASE)
     if base is None or len(made) < 2:
         return []
@@ -159,7 +153,9 @@ def _cuts(results: Results, scale: Scale) -> list[str]:
     blocks = []
     for kind, text in _kinds(scale).items():
         names = [f"{kind}.{length}" for length in scale.cuts]
-        others = [[LABELS[one], *(_difference(base, run, name) for name in names)] for one, run in made.items() if one != BASE]
+        others = [
+            [LABELS[one], *(_with_reach(pair(base, run, name)) for name in names)] for one, run in made.items() if one != BASE
+        ]
         blocks += [
             f"Held-out documents cut to so many tokens, seed {FIRST_SEED}, {text}. NELBO in nats a token of the "
             f"{LABELS[BASE]}, and what others have more or less, with the {LEVEL:.0%} interval over documents:",
@@ -179,13 +175,8 @@ def _value(run: RunResult, outcome: str) -> str:
     return "" if found is None else f"{found.value:.3f}"
 
 
-def _difference(base: RunResult, run: RunResult, outcome: str) -> str:
-    found = pair(base, run, outcome)
-    return "" if found is None else _with_reach(found)
-
-
-def _with_reach(found: Paired) -> str:
-    return f"{found.difference:+.3f} \N{PLUS-MINUS SIGN} {_REACH * found.stderr:.3f}"
+def _with_reach(found: Paired | None) -> str:
+    return "" if found is None else f"{found.difference:+.3f} \N{PLUS-MINUS SIGN} {_REACH * found.stderr:.3f}"
 
 
 def _together(made: Results, scale: Scale) -> list[str]:
@@ -225,12 +216,9 @@ def lead_at(results: Results, outcome: str) -> Lead | None:
     found = [run.outcomes[outcome] for run in runs if run is not None and outcome in run.outcomes]
     if len(found) < len(runs):
         return None
-    units = found[0].units
-    if any(one.units != units or len(one.values) != len(found[0].values) for one in found):
-        raise ValueError(f"{outcome}: scored on other items")
     base, other, mixed_base, mixed_other = (one.values for one in found)
-    change = pair_items(other - base, mixed_other - mixed_base, units)
-    return Lead(pair_items(base, other, units), pair_items(mixed_base, mixed_other, units), change)
+    pairs = (base, other), (mixed_base, mixed_other), (other - base, mixed_other - mixed_base)
+    return Lead(*(pair_items(one, two, found[0].units) for one, two in pairs))
 
 
 def conclude(short: Lead, long: Lead) -> str:
@@ -259,9 +247,7 @@ def _tested(results: Results, scale: Scale) -> list[str]:
         short, long = found[0], found[-1]
         if short is None or long is None:
             continue
-        rows = [
-            [label, *("" if one is None else _with_reach(getattr(one, name)) for one in found)] for name, label in labels.items()
-        ]
+        rows = [[label, *(_with_reach(getattr(one, name, None)) for one in found)] for name, label in labels.items()]
         blocks += [
             f"DLM + sink \N{MINUS SIGN} the same without, by what training had, seed {FIRST_SEED}, {text}, with the "
             f"{LEVEL:.0%} interval over documents. On this seed, {conclude(short, long)}. Other seeds may differ by more "
@@ -271,12 +257,11 @@ def _tested(results: Results, scale: Scale) -> list[str]:
     return blocks
 
 
-def _section(asked: Asked, counted: Mapping[str, Any]) -> list[str]:
-    return lengths_blocks(read_results(asked.folder, asked.scale), counted, SCALES[asked.scale])
-
-
 def main(words: Sequence[str] | None = None) -> None:
-    run_study(__doc__ or "", count_lengths, _section, words)
+    def section(asked: Asked, counted: Mapping[str, Any]) -> list[str]:
+        return lengths_blocks(read_results(asked.folder, asked.scale), counted, SCALES[asked.scale])
+
+    run_study(__doc__ or "", count_lengths, section, words)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """How much of the benchmarks stands in the corpus: 13-grams of words that both have, counted while the corpus streams by.
 
 Words are runs of letters and digits, in lower case, so that punctuation and line breaks hide nothing. A document of a benchmark is
-its prompt with every option; one of fewer than 13 words has no gram and is told apart. CPU alone, and the memory of one document at
-a time beside the benchmarks' own grams. A word is a hash of 64 bits and a gram a polynomial of its words' hashes: a chance match is
-rarer than one in a thousand for corpora of this size.
+its prompt with every option; one of fewer than 13 words has no gram and is told apart. CPU alone, one document after the other, a
+prepared set's tokens mapped. A word is a hash of 64 bits and a gram a polynomial of its words' hashes: a chance match is rarer than
+one in a thousand for corpora of this size.
 """
 
 import hashlib
@@ -16,19 +16,18 @@ from typing import Any
 import numpy as np
 
 from sinkdlm.checkpoint.tokenizer import read_tokenizer
-from sinkdlm.data.inputs import Reader, Source, find_sources
+from sinkdlm.data.inputs import Reader, find_sources
 from sinkdlm.data.shards import INDEX, open_split
 from sinkdlm.errors import ReproduceError
-from sinkdlm.evals.requests import Request
+from sinkdlm.evals.requests import Request, by_question
+from sinkdlm.reproduce.inputs import Asked, documents_of
 from sinkdlm.reproduce.markdown import table
-from sinkdlm.reproduce.running import Asked
 from studies.asking import questions, run_study, write_beside
 
 GRAM = 13  # words
 NAME = "overlap"
 _WORD = re.compile(r"[a-z0-9]+")
 _BASE = np.uint64(0x9E3779B97F4A7C15)
-_CHUNK = 1 << 20  # tokens of a prepared set that are decoded at a time
 
 
 @cache
@@ -59,12 +58,8 @@ def overlap(corpus: Iterator[str], tasks: Mapping[str, Sequence[str]]) -> dict[s
         places = np.minimum(np.searchsorted(wanted, found), len(wanted) - 1)
         if len(wanted):
             seen[places[wanted[places] == found]] = True
-    hit = wanted[seen]
-    return {
-        "gram": f"{GRAM} words",
-        "corpus": {"documents": documents, "grams": words},
-        "tasks": {task: _count(parts, hit) for task, parts in own.items()},
-    }
+    counted = {task: _count(parts, wanted[seen]) for task, parts in own.items()}
+    return {"gram": f"{GRAM} words", "corpus": {"documents": documents, "grams": words}, "tasks": counted}
 
 
 def _count(parts: Sequence[np.ndarray], hit: np.ndarray) -> dict[str, Any]:
@@ -82,10 +77,10 @@ def corpus_texts(names: Sequence[str]) -> Iterator[str]:
     """Documents of files or folders (their field `text`), or a prepared set's tokens as text again."""
     first = Path(names[0])
     if len(names) == 1 and (first / INDEX).exists():
-        yield from _decoded(first)
+        tokenizer, split = read_tokenizer(first / "tokenizer"), open_split(first, "train")
+        yield from (tokenizer.decode(document.tolist()) for document in documents_of(split, split.eos_id))
         return
-    sources: list[Source] = find_sources(list(names))
-    for _, _, row in Reader(sources).rows(["text"]):
+    for _, _, row in Reader(find_sources(list(names))).rows(["text"]):
         value = row.value
         if isinstance(value, Mapping):
             yield str(value.get("text", ""))
@@ -93,36 +88,20 @@ def corpus_texts(names: Sequence[str]) -> Iterator[str]:
             yield value if isinstance(value, str) else "".join(value.pieces)
 
 
-def _decoded(folder: Path) -> Iterator[str]:
-    tokenizer = read_tokenizer(folder / "tokenizer")
-    split = open_split(folder, "train")
-    left: list[int] = []
-    for start in range(0, split.n_tokens, _CHUNK):
-        tokens = [*left, *np.asarray(split.read(start, min(split.n_tokens, start + _CHUNK))).tolist()]
-        ends = [place for place, token in enumerate(tokens) if token == split.eos_id]
-        begin = 0
-        for end in ends:
-            yield tokenizer.decode(tokens[begin:end])
-            begin = end + 1
-        left = tokens[begin:]
-    if left:
-        yield tokenizer.decode(left)
-
-
 def texts_of(requests: Sequence[Request]) -> dict[str, list[str]]:
     """Task -> one text a document: its prompt and every option."""
-    found: dict[str, dict[int, list[str]]] = {}
-    for request in requests:
-        own = found.setdefault(request.task, {}).setdefault(request.doc, [request.context])
-        own.append(request.continuation)
-    return {task: [" ".join(parts) for parts in docs.values()] for task, docs in found.items()}
+    found: dict[str, list[str]] = {}
+    for question in by_question(requests):
+        text = " ".join([question[0].context, *(request.continuation for request in question)])
+        found.setdefault(question[0].task, []).append(text)
+    return found
 
 
 def count_overlap(asked: Asked) -> dict[str, Any]:
-    if not asked.given.corpus:
+    if not asked.corpus:
         raise ReproduceError("--corpus: which text? give files or folders of texts, or a prepared set")
     texts = texts_of(questions(asked).requests)
-    return write_beside(asked, NAME, overlap(corpus_texts(asked.given.corpus), texts))
+    return write_beside(asked, NAME, overlap(corpus_texts(asked.corpus), texts))
 
 
 def overlap_blocks(found: Mapping[str, Any] | None) -> list[str]:

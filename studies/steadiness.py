@@ -126,21 +126,12 @@ def _watched(found: Mapping[str, Any]) -> list[str]:
     rows = []
     for form in found["forms"].values():
         peaks = peaks_of(form["gradient"])
-        rows.append(
-            [
-                form["label"],
-                f"{form['lr']:g}",
-                str(len(form["loss"])),
-                str(warmup_of(form)),
-                f"{fmean(_last(form['loss'])):.3f}",
-                f"{peaks.median:.2f}",
-                f"{peaks.largest:.1f} ({peaks.at})",
-                str(len(peaks.steps)),
-                *(_course(form[name], part, style) for name, style in (("share", ".0%"), ("norm", ".2f")) for part in (0, 1)),
-                _lost(form),
-                f"step {form['looks'][0]}",
-            ]
-        )
+        losses = [value for value in form["loss"] if value is not None]
+        loss = fmean(losses[-max(1, len(losses) // 10) :])
+        numbers = [f"{form['lr']:g}", len(form["loss"]), warmup_of(form), f"{loss:.3f}", f"{peaks.median:.2f}"]
+        numbers += [f"{peaks.largest:.1f} ({peaks.at})", len(peaks.steps)]
+        course = [_course(form[name], part, style) for name, style in (("share", ".0%"), ("norm", ".2f")) for part in (0, 1)]
+        rows.append([form["label"], *map(str, numbers), *course, _lost(form), f"step {form['looks'][0]}"])
     told = (
         f"Trials, and one whole run, made again with about {_LOOKS} looks at attention each. Trials see the same rows in the "
         "same order, so that their training losses can be compared; one run each, and a repeat on a GPU is not the same to the "
@@ -150,23 +141,15 @@ def _watched(found: Mapping[str, Any]) -> list[str]:
         f"counts as lost from the look on at which more than {MANY:.0%} of the layers, and more than {FEW}, have lost it, and "
         f"all layers together have less than {HELD:.0%} of the most they had:"
     )
-    head = ["", *_OF_TRAINING, "the largest, in medians (step)", "peaks", *_OF_SINK]
-    return [told, table(head, rows)]
-
-
-_OF_TRAINING = ("learning rate", "steps", "to warm up", "loss, last tenth", "gradient norm, median")
-_OF_SINK = ("attention, lowest layers", "others", "value norm, lowest layers", "others", "lost", "first look")
+    training = ("learning rate", "steps", "to warm up", "loss, last tenth", "gradient norm, median")
+    sink = ("attention, lowest layers", "others", "value norm, lowest layers", "others", "lost", "first look")
+    return [told, table(["", *training, "the largest, in medians (step)", "peaks", *sink], rows)]
 
 
 def warmup_of(form: Mapping[str, Any]) -> int:
     """Steps."""
     plan = tomllib.loads(form["recipe"])["train"]
     return max(round(plan["warmup"] * len(form["loss"])), plan["min_warmup"])
-
-
-def _last(values: list[float | None]) -> list[float]:
-    known = [value for value in values if value is not None]
-    return known[-max(1, len(known) // 10) :]
 
 
 def _lost(form: Mapping[str, Any]) -> str:

@@ -137,7 +137,7 @@ def test_time_that_is_up_within_a_run_keeps_what_is_done(made, tmp_path):
     out = tmp_path / "cut"
     shutil.copytree(made / "cut", out)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command._Work, "_is_late", lambda self, following=None: following is None)  # not before runs, only within
+        patch.setattr(command.Work, "_is_late", lambda self, following=None: following is None)  # not before runs, only within
         assert reproduce("figure3", "--out", out, *CUT[:2], "--seeds", 2) == 0
     assert json.loads((out / "report.json").read_text())["left"] == ["adapt-sink-s2", "sft-sink-s2"]
     assert (out / "runs" / "adapt-sink-s2" / "model").is_dir()
@@ -173,7 +173,7 @@ def test_a_run_that_fits_is_made_where_one_before_it_does_not(made, tmp_path):
     shutil.copytree(made / "cut", out)
     (out / "records" / "sft-sink-s1.json").unlink()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command._Work, "_is_late", lambda self, following=None: following is not None and following.job.seed == 2)
+        patch.setattr(command.Work, "_is_late", lambda self, following=None: following is not None and following.job.seed == 2)
         assert reproduce("figure3", "--out", out, *CUT[:2], "--seeds", 2) == 0
     assert json.loads((out / "report.json").read_text())["left"] == [
         "adapt-sink-s2",
@@ -189,7 +189,7 @@ def test_nobody_waits_for_what_nobody_makes(made, tmp_path):
     (out / "records" / "adapt-sink-lr1.json").unlink()  # in other hands, and nothing that is left needs it
     with pytest.MonkeyPatch.context() as patch, held(out / "claims" / "adapt-sink-lr1", "process"):
         patch.setattr(command, "trials_of", lambda *_: [])
-        patch.setattr(command._Work, "_is_late", lambda self, following=None: following.job.name == "adapt-sink-s2")
+        patch.setattr(command.Work, "_is_late", lambda self, following=None: following.job.name == "adapt-sink-s2")
         patch.setattr(command.time, "sleep", lambda _: pytest.fail("waits"))
         assert reproduce("figure3", "--out", out, *CUT[:2], "--seeds", 2) == 0
     assert json.loads((out / "report.json").read_text())["left"] == ["adapt-sink-lr1", "adapt-sink-s2", "sft-sink-s2"]
@@ -200,14 +200,14 @@ def test_a_report_tells_of_what_others_made_last(made, tmp_path):
     shutil.copytree(made / "cut", out)
     record = out / "records" / "sft-sink-s1.json"
     record.rename(theirs)
-    run = command._Work.run
+    run = command.Work.run
 
     def others_go_on(work: object) -> None:
         run(work)
         theirs.rename(record)
 
     with pytest.MonkeyPatch.context() as patch, held(out / "claims" / "sft-sink-s1", "process"):
-        patch.setattr(command._Work, "run", others_go_on)
+        patch.setattr(command.Work, "run", others_go_on)
         assert reproduce("figure3", "--out", out, *CUT) == 0
     assert json.loads((out / "report.json").read_text()) == json.loads((made / "cut" / "report.json").read_text())
 

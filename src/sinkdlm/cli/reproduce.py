@@ -52,32 +52,20 @@ def reproduce(
         typer.echo(json.dumps(found, indent=1) if as_json else found["said"])
         return
     from sinkdlm.cli.loading import load_parent
-    from sinkdlm.reproduce.command import reproduce as work
-    from sinkdlm.reproduce.command import run_plan
-    from sinkdlm.reproduce.inputs import Given
-    from sinkdlm.reproduce.running import Asked
+    from sinkdlm.reproduce.command import open_work
+    from sinkdlm.reproduce.command import reproduce as work_through
+    from sinkdlm.reproduce.inputs import Asked
+    from sinkdlm.reproduce.matrix import targets_of
 
-    given = Given(parent, corpus or [], sft, data, requests)
     chosen = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
-    asked = Asked(
-        target,
-        scale.value,
-        out,
-        seeds,
-        records,
-        given,
-        only or [],
-        chosen,
-        overrides or [],
-        time_limit,
-        keep_weights,
-        official,
-        device,
-    )
+    asked = Asked(target, scale.value, out, seeds, records, parent, corpus or [], sft, data, requests, only or [], chosen)
+    asked = asked._replace(overrides=overrides or [], time_limit=time_limit, keep_weights=keep_weights)
+    asked = asked._replace(official=official, device=device)
     if plan:
-        _say_plan(run_plan(asked, load_parent), as_json)
+        with open_work(asked, targets_of(target), load_parent) as work:
+            _say_plan(work.missing(), as_json)
         return
-    found = work(asked, load_parent, _tell)
+    found = work_through(asked, load_parent, _tell)
     typer.echo(json.dumps(found, indent=1) if as_json else _short(found, out))
 
 

@@ -183,14 +183,14 @@ class Recipe(Frozen):
         for override in overrides:  # together: two shares of a mixture are one change
             changes = overlay(changes, nest(*parse_override(override)))
         try:
-            return cls.resolve(fill(_merge(table, changes)))
+            return cls.resolve(fill(merge(table, changes)))
         except ConfigError as failure:
             raise failure.within(str(path)) from None
 
     @classmethod
     def resolve(cls, table: Mapping[str, Any]) -> "Recipe":
         """A recipe from a table whose [model] may name a preset and set only what differs."""
-        return cls(**_merge({}, table))
+        return cls(**merge({}, table))
 
     def differences(self, other: "Recipe") -> list[str]:
         """`key: ours, not theirs` for every key that decides what is computed and differs."""
@@ -222,7 +222,7 @@ class Recipe(Frozen):
         return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "sinkdlm recipe"}
 
 
-def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Tables with changes on top, table by table. A preset is written out where it is set, over what stood there before."""
     merged = dict(base)
     for key, value in changes.items():
@@ -233,7 +233,7 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
             merged[key] = dict(value)  # a mixture is one value: its shares mean nothing beside those of another
         elif isinstance(old, Mapping) and isinstance(value, Mapping):
             budgets = BUDGETS if key == "train" and any(name in value for name in BUDGETS) else ()
-            merged[key] = _merge({name: kept for name, kept in old.items() if name not in budgets}, value)
+            merged[key] = merge({name: kept for name, kept in old.items() if name not in budgets}, value)
         elif isinstance(value, Mapping) and old is not None:
             raise ConfigError(f"{key} = {old!r}: a value, not a table; cannot set {', '.join(value)} in it")
         else:
@@ -261,5 +261,5 @@ def _read_with_base(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"base = {bases!r}: allowed is a path or a list of paths, relative to this file", place=str(path))
     merged: dict[str, Any] = {}
     for base in bases:
-        merged = _merge(merged, _read_with_base(find_recipe(base, path.parent, f" (base of {path})"), (*readers, path)))
-    return _merge(merged, table)
+        merged = merge(merged, _read_with_base(find_recipe(base, path.parent, f" (base of {path})"), (*readers, path)))
+    return merge(merged, table)

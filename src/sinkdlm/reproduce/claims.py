@@ -28,75 +28,43 @@ OUTCOMES = {
 }
 LOWER, SAME, BELOW, ABOVE = "lower", "same", "below", "above"
 
-# Target -> name: (group, what must be true of its variants and on which outcome, by default the primary ones; the claim in words).
-_TESTS = {
-    "table1": {
-        "sink-helps": ("adapt sink < vanilla", "A sink improves an adapted DLM"),
-        "gate-helps": ("adapt gate < vanilla", "Gated attention improves an adapted DLM (0.5B in the paper)"),
-        "sink-beats-gate": ("adapt sink < gate", "The sink improves it more than gated attention"),
-        "sink-beats-kept-gate": (
-            "adapt sink < gate-keep",
-            "The sink improves it more than a gate that starts open and keeps the parent's function",
-        ),
-    },
-    "table2": {
-        "scratch-sink-helps": ("scratch sink < vanilla", "A sink improves a DLM trained from scratch"),
-        "scratch-gate-helps": ("scratch gate < vanilla", "Gated attention improves a DLM from scratch"),
-        "scratch-sink-beats-gate": ("scratch sink < gate", "The sink improves it more than gated attention"),
-    },
-    "table3": {
-        "end-helps": ("adapt sink-end < vanilla", "A sink at the end improves the DLM too"),
-        "position": ("adapt sink-end = sink", "Front or end makes no difference"),
-    },
-    "table4": {
-        "one-enough-2": ("adapt sinks-2 = sink", "One sink is enough: two are no different"),
-        "one-enough-4": ("adapt sinks-4 = sink", "One sink is enough: four are no different"),
-    },
-    "table5": {
-        "zero-helps": ("adapt sink-zero < vanilla", "A sink whose value is zero improves the DLM too"),
-        "value": ("adapt sink-zero = sink", "A zero value is no different from a learned one"),
-    },
-    "controls": {
-        "beats-register": ("adapt sink < register", "The isolated sink is better than a register token"),
-        "beats-logit": ("adapt sink < logit", "The isolated sink is better than a sink logit, which has no value"),
-        "beats-first": ("adapt sink < first", "The isolated sink is better than an always visible first token"),
-        "beats-at-its-rate": ("adapt sink < vanilla-sink-rate", "A sink is better than none at the sink's own learning rate"),
-        "beats-at-their-rate": ("adapt sink-dlm-rate < vanilla", "A sink is better than none at the DLM's own learning rate"),
-    },
-    "figure1": {
-        "moving": (
-            "adapt vanilla > 0.1 attention.turnover",
-            "Sinks of a DLM move: more than a tenth of them change from one step to the next",
-        ),
-        "low-norm": ("adapt vanilla < 1 attention.norm_ratio", "Its sink tokens have lower value norms than other tokens"),
-        "tamed": (f"adapt sink < vanilla {HEADS}", "With a sink fewer heads rest on tokens of the text"),
-    },
-    "figure3": {
-        "share": (
-            "adapt sink > 10 attention.middle_sink_times",
-            "In the middle layers the sink receives more than an even share of attention, ten times and more",
-        ),
-        "norm": (
-            "adapt sink < 1 attention.middle_norm_ratio",
-            "In the middle layers the sink's value norm is below that of other tokens",
-        ),
-        "norm-after": (
-            "sft sink < 1 attention.middle_norm_ratio",
-            "After fine-tuning, too, its value norm there is below that of other tokens",
-        ),
-        "share-after": (
-            "sft sink > 10 attention.middle_sink_times",
-            "After fine-tuning, too, it receives ten times an even share of attention there and more",
-        ),
-    },
-    "gsm8k": {
-        "gsm8k-sink-helps": (f"sft sink < vanilla {ANSWERS}", "A sink improves the fine-tuned DLM"),
-        "gsm8k-gate-helps": (f"sft gate < vanilla {ANSWERS}", "Gated attention improves it"),
-        "gsm8k-sink-beats-gate": (f"sft sink < gate {ANSWERS}", "The sink improves it more than gated attention"),
-    },
-}
-# Added after runs had been seen.
-_LATE = ("beats-at-its-rate", "beats-at-their-rate", "tamed", "share-after", "gsm8k-sink-beats-gate")
+# Target and name: group, what must be true of its variants, and on which outcome, by default the primary ones: the claim in words.
+# (late): added after runs had been seen.
+_DECLARED = f"""
+table1 sink-helps: adapt sink < vanilla: A sink improves an adapted DLM
+table1 gate-helps: adapt gate < vanilla: Gated attention improves an adapted DLM (0.5B in the paper)
+table1 sink-beats-gate: adapt sink < gate: The sink improves it more than gated attention
+table1 sink-beats-kept-gate: adapt sink < gate-keep: \
+The sink improves it more than a gate that starts open and keeps the parent's function
+table2 scratch-sink-helps: scratch sink < vanilla: A sink improves a DLM trained from scratch
+table2 scratch-gate-helps: scratch gate < vanilla: Gated attention improves a DLM from scratch
+table2 scratch-sink-beats-gate: scratch sink < gate: The sink improves it more than gated attention
+table3 end-helps: adapt sink-end < vanilla: A sink at the end improves the DLM too
+table3 position: adapt sink-end = sink: Front or end makes no difference
+table4 one-enough-2: adapt sinks-2 = sink: One sink is enough: two are no different
+table4 one-enough-4: adapt sinks-4 = sink: One sink is enough: four are no different
+table5 zero-helps: adapt sink-zero < vanilla: A sink whose value is zero improves the DLM too
+table5 value: adapt sink-zero = sink: A zero value is no different from a learned one
+controls beats-register: adapt sink < register: The isolated sink is better than a register token
+controls beats-logit: adapt sink < logit: The isolated sink is better than a sink logit, which has no value
+controls beats-first: adapt sink < first: The isolated sink is better than an always visible first token
+controls beats-at-its-rate: adapt sink < vanilla-sink-rate: A sink is better than none at the sink's own learning rate (late)
+controls beats-at-their-rate: adapt sink-dlm-rate < vanilla: A sink is better than none at the DLM's own learning rate (late)
+figure1 moving: adapt vanilla > 0.1 attention.turnover: \
+Sinks of a DLM move: more than a tenth of them change from one step to the next
+figure1 low-norm: adapt vanilla < 1 attention.norm_ratio: Its sink tokens have lower value norms than other tokens
+figure1 tamed: adapt sink < vanilla {HEADS}: With a sink fewer heads rest on tokens of the text (late)
+figure3 share: adapt sink > 10 attention.middle_sink_times: \
+In the middle layers the sink receives more than an even share of attention, ten times and more
+figure3 norm: adapt sink < 1 attention.middle_norm_ratio: In the middle layers the sink's value norm is below that of other tokens
+figure3 norm-after: sft sink < 1 attention.middle_norm_ratio: \
+After fine-tuning, too, its value norm there is below that of other tokens
+figure3 share-after: sft sink > 10 attention.middle_sink_times: \
+After fine-tuning, too, it receives ten times an even share of attention there and more (late)
+gsm8k gsm8k-sink-helps: sft sink < vanilla {ANSWERS}: A sink improves the fine-tuned DLM
+gsm8k gsm8k-gate-helps: sft gate < vanilla {ANSWERS}: Gated attention improves it
+gsm8k gsm8k-sink-beats-gate: sft sink < gate {ANSWERS}: The sink improves it more than gated attention (late)
+"""
 
 
 class Claim(NamedTuple):
@@ -114,15 +82,18 @@ class Claim(NamedTuple):
     late: bool
 
     @classmethod
-    def of(cls, target: str, name: str, test: str, text: str) -> "Claim":
-        group, variant, sign, other, *outcomes = test.split()
-        late, chosen = name in _LATE, tuple(outcomes) or PRIMARY
+    def of(cls, line: str) -> "Claim":
+        place, test, said = line.split(": ", 2)
+        (target, name), (group, variant, sign, other, *outcomes) = place.split(), test.split()
+        chosen, text = tuple(outcomes) or PRIMARY, said.removesuffix(_LATE)
         if other in LABELS:
-            return cls(name, target, text, SAME if sign == "=" else LOWER, group, variant, other, 0.0, chosen, late)
-        return cls(name, target, text, BELOW if sign == "<" else ABOVE, group, variant, "", float(other), chosen, late)
+            kind = SAME if sign == "=" else LOWER
+            return cls(name, target, text, kind, group, variant, other, 0.0, chosen, text != said)
+        return cls(name, target, text, BELOW if sign == "<" else ABOVE, group, variant, "", float(other), chosen, text != said)
 
 
-CLAIMS = tuple(Claim.of(target, name, *test) for target, tests in _TESTS.items() for name, test in tests.items())
+_LATE = " (late)"
+CLAIMS = tuple(map(Claim.of, _DECLARED.strip().splitlines()))
 
 
 def outcome_name(outcome: str) -> str:
@@ -157,28 +128,26 @@ def _parts(run: RunResult, outcome: str) -> list[str]:
 
 def pair(one: RunResult, other: RunResult, outcome: str) -> Paired | None:
     """other - one; None where either has no such outcome."""
-    theirs = _parts(other, outcome)
-    found = [_pair_part(one, other, name) for name in _parts(one, outcome) if name in theirs]
+    found = []
+    for name in _parts(one, outcome):
+        if name in other.outcomes:
+            ours, theirs = one.outcomes[name], other.outcomes[name]
+            if ours.items is None or theirs.items is None:
+                found.append(Paired(theirs.value - ours.value, math.nan, 1))
+            elif ours.units != theirs.units or len(ours.items) != len(theirs.items):
+                raise ValueError(f"{one.name} and {other.name}: {name}: scored on other items")
+            else:
+                found.append(pair_items(ours.values, theirs.values, ours.units))
     if not found:
         return None
     differences, errors, counts = zip(*found, strict=True)
     return Paired(fmean(differences), math.hypot(*errors) / len(found), sum(counts))
 
 
-def _pair_part(one: RunResult, other: RunResult, name: str) -> Paired:
-    ours, theirs = one.outcomes[name], other.outcomes[name]
-    if ours.items is None or theirs.items is None:
-        return Paired(theirs.value - ours.value, math.nan, 1)
-    if ours.units != theirs.units or len(ours.items) != len(theirs.items):
-        raise ValueError(f"{one.name} and {other.name}: {name}: scored on other items")
-    return pair_items(ours.values, theirs.values, ours.units)
-
-
 def compare(results: Mapping[str, RunResult], group: str, variant: str, against: str, outcome: str) -> Difference:
     """variant - against, of the seeds that both have."""
     ours, theirs = runs_of(results, group, variant), runs_of(results, group, against)
-    pairs = {seed: pair(theirs[seed], ours[seed], outcome) for seed in ours if seed in theirs}
-    known = {seed: one for seed, one in pairs.items() if one is not None}
+    known = {seed: one for seed in ours if seed in theirs and (one := pair(theirs[seed], ours[seed], outcome)) is not None}
     values = [one.difference for one in known.values()]
     return Difference(known, over_seeds(values), over_seeds(values, 1 - 2 * ALPHA))
 
@@ -208,15 +177,13 @@ def verdict_of(kind: str, spread: Spread, one_sided: Spread | None = None) -> st
     """one_sided: of the same values, for SAME. LOWER fails, too, where the whole interval is too close to none to matter."""
     if not spread.known:
         return FEW
-    below, above = spread.high < 0, spread.low > 0
-    if kind == LOWER:
-        holds, fails = below, above or max(-spread.low, spread.high) < MARGIN
-    elif kind == SAME:
-        holds, fails = one_sided is not None and one_sided.within(MARGIN), spread.low > MARGIN or spread.high < -MARGIN
-    elif kind == BELOW:
-        holds, fails = below, spread.low >= 0
-    else:
-        holds, fails = above, spread.high <= 0
+    low, high = spread.low, spread.high
+    holds, fails = {
+        LOWER: (high < 0, low > 0 or max(-low, high) < MARGIN),
+        SAME: (one_sided is not None and one_sided.within(MARGIN), low > MARGIN or high < -MARGIN),
+        BELOW: (high < 0, low >= 0),
+        ABOVE: (low > 0, high <= 0),
+    }[kind]
     return HOLDS if holds else FAILS if fails else OPEN
 
 
@@ -234,7 +201,7 @@ def overall(judged: Sequence[Judged]) -> str:
 
 
 def _judge(claim: Claim, results: Mapping[str, RunResult], outcome: str) -> Judged:
-    label, seeds, one_sided = LABELS[claim.variant], dict[int, Paired](), None
+    label, seeds, one_sided, bound, more = LABELS[claim.variant], dict[int, Paired](), None, "", ""
     if claim.against:
         seeds, spread, one_sided = compare(results, claim.group, claim.variant, claim.against, outcome)
         figures = write_interval(spread)
@@ -243,19 +210,17 @@ def _judge(claim: Claim, results: Mapping[str, RunResult], outcome: str) -> Judg
         values = measured(results, claim.group, claim.variant, outcome)
         spread = over_seeds([value - claim.bound for value in values])
         figures, subject = write_interval(over_seeds(values), ""), f"{label}, {outcome_name(outcome)}"
+        bound = f" against {claim.bound:g}"
     verdict = verdict_of(claim.kind, spread, one_sided)
     if not spread.n:
         return Judged(outcome, verdict, spread, f"{subject}: not measured yet.")
-    text = f"{subject}: {figures} ({spread.n} seed{'s' if spread.n > 1 else ''})"
-    if not claim.against:
-        text, figures = (f"{told} against {claim.bound:g}" for told in (text, figures))
     if claim.kind == SAME and one_sided is not None and spread.n > 1:
         inside = "inside" if one_sided.within(MARGIN) else "not inside"
-        text += f"; 90 % interval [{one_sided.low:+.4f}, {one_sided.high:+.4f}] {inside} \N{PLUS-MINUS SIGN}{MARGIN}"
-    errors = [one.stderr for one in seeds.values() if not math.isnan(one.stderr)]
-    if errors:
-        text += f"; standard error over a seed's items {fmean(errors):.4f}"
-    return Judged(outcome, verdict, spread, f"{text}. {verdict.capitalize()}.", figures, seeds)
+        more = f"; 90 % interval [{one_sided.low:+.4f}, {one_sided.high:+.4f}] {inside} \N{PLUS-MINUS SIGN}{MARGIN}"
+    if errors := [one.stderr for one in seeds.values() if not math.isnan(one.stderr)]:
+        more += f"; standard error over a seed's items {fmean(errors):.4f}"
+    text = f"{subject}: {figures} ({spread.n} seed{'s' if spread.n > 1 else ''}){bound}{more}. {verdict.capitalize()}."
+    return Judged(outcome, verdict, spread, text, figures + bound, seeds)
 
 
 def write_interval(spread: Spread, sign: str = "+") -> str:
@@ -263,5 +228,5 @@ def write_interval(spread: Spread, sign: str = "+") -> str:
     return mean if math.isnan(spread.low) else f"{mean} [{spread.low:{sign}.4f}, {spread.high:{sign}.4f}]"
 
 
-def as_json(spread: Spread) -> dict[str, Any]:
-    return {name: None if math.isnan(value) else value for name, value in spread._asdict().items()}
+def as_json(found: Spread | Paired) -> dict[str, Any]:
+    return {name: None if math.isnan(value) else value for name, value in found._asdict().items()}

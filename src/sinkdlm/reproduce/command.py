@@ -11,10 +11,8 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -22,22 +20,15 @@ from sinkdlm.checkpoint.durable import held
 from sinkdlm.errors import BusyError, ReproduceError
 from sinkdlm.evals.requests import Sheet
 from sinkdlm.reproduce.claims import ANSWERS, NELBO
-from sinkdlm.reproduce.inputs import NO_PARENT, Inputs, given_inputs
-from sinkdlm.reproduce.matrix import SCALES, SFT, Job, jobs_of, select, targets_of, trials_of
+from sinkdlm.reproduce.inputs import NO_PARENT, Asked, Inputs, Load, Parents, given_inputs
+from sinkdlm.reproduce.matrix import SCALES, SFT, TRIAL_SHARE, Job, jobs_of, select, targets_of, trials_of
 from sinkdlm.reproduce.nano import nano_inputs
-from sinkdlm.reproduce.parents import Load, Parents
 from sinkdlm.reproduce.report import write_report
-from sinkdlm.reproduce.results import RUN, TRIAL, RunResult, find_made, read_results, write_text
-from sinkdlm.reproduce.running import Asked, Bench, TimeUp, clear, recipe_of, run_job, stages_of, train_job
+from sinkdlm.reproduce.results import TRIAL, best_rate, find_made, read_results, write_text
+from sinkdlm.reproduce.running import Bench, TimeUp, clear, recipe_of, run_job, stages_of, train_job
 
 Say = Callable[[str], None]
 _PAUSE = 1.0  # seconds between looks at what others have made
-
-
-class Tried(Enum):
-    """What came of looking for a run to make. WAIT: what others make now is needed for the rest."""
-
-    DONE, WAIT, NOTHING = range(3)
 
 
 class Planned(NamedTuple):
@@ -50,56 +41,51 @@ class Planned(NamedTuple):
 
 def reproduce(asked: Asked, load_parent: Load, say: Say) -> dict[str, Any]:
     """Works through the matrix, and writes the report of the results that are there then."""
-    targets, given = targets_of(asked.target), asked.given
-    if asked.scale == "small" and given.data is None and given.requests is None and asked.tasks != []:
+    targets = targets_of(asked.target)
+    if asked.scale == "small" and asked.data is None and asked.requests is None and asked.tasks != []:
         raise ReproduceError("--data or --requests: which questions? --tasks '' leaves them out")
-    with _threads(asked.scale):
-        work = _Work(asked, targets, load_parent, say)
+    with open_work(asked, targets, load_parent, say) as work:
         work.run()
         with held(asked.out, "reproduction", wait=True):
             left = work.look()  # others may have gone on since
             return write_report(asked.out, targets, work.scale, work.results, left=[one.job.name for one in left])
 
 
-def run_plan(asked: Asked, load_parent: Load) -> list[Planned]:
-    """What is still missing. Makes no run; nano's data and parent, which it is about, are made."""
-    with _threads(asked.scale):
-        return _Work(asked, targets_of(asked.target), load_parent).missing()
-
-
 @contextmanager
-def open_bench(asked: Asked, load_parent: Load) -> Iterator[Bench]:
-    """For studies. Makes no run; nano's data and parent are made."""
-    with _threads(asked.scale):
-        yield _Work(asked, [], load_parent).bench
+def open_work(asked: Asked, targets: Sequence[str], load_parent: Load, say: Say = lambda _: None) -> Iterator["Work"]:
+    """What is there and what is missing. Makes no run; nano's data and parent, which it is about, are made.
+
+    Nano's forwards gain nothing from a second thread, and one thread gives the same numbers on any number of cores.
+    """
+    before = torch.get_num_threads()
+    if asked.scale == "nano":
+        torch.set_num_threads(1)
+    try:
+        yield Work(asked, targets, load_parent, say)
+    finally:
+        torch.set_num_threads(before)
 
 
-def _silent(_: str) -> None:
-    pass
+class Work:
+    """Runs that were asked, results that are there, and the bench on which what is missing is made."""
 
-
-class _Work:
-    def __init__(self, asked: Asked, targets: Sequence[str], load_parent: Load, say: Say = _silent) -> None:
+    def __init__(self, asked: Asked, targets: Sequence[str], load_parent: Load, say: Say) -> None:
         self.asked, self.scale, self.say = asked, SCALES[asked.scale], say
         self.began = time.monotonic()
         self.jobs = select(jobs_of(targets, self.scale, asked.seeds or self.scale.seeds), asked.only)
         with held(asked.out, "reproduction", wait=True):
             inputs = self._inputs()
-        parents = Parents(load_parent, asked.out / "data" / "tokenizer")
-        self.bench = Bench(asked, inputs, parents, self._sheets(inputs))
-        self.results: dict[str, RunResult] = {}
+        self.bench = Bench(asked, inputs, Parents(load_parent, asked.out / "data" / "tokenizer"), self._sheets(inputs))
         self.look()
 
     def _settle(self) -> None:
         """Processes that share a folder make the same runs: the first one notes what they are, the others compare."""
-        path = self.asked.out / "settings.json"
+        path, data = self.asked.out / "settings.json", dict(self.bench.inputs.about)
         with held(self.asked.out, "reproduction", wait=True):
             if path.exists():
                 noted = json.loads(path.read_text())
                 self._compare(path, noted["changes"], noted["data"], "choose another --out")
-            else:
-                noted = {"data": {}}
-            data = {**noted["data"], **self.bench.inputs.about}
+                data = {**noted["data"], **data}
             write_text(path, json.dumps({"changes": self.asked.changes, "data": data}, indent=1) + "\n")
 
     def look(self) -> list[Planned]:
@@ -120,7 +106,7 @@ class _Work:
     def _inputs(self) -> Inputs:
         if self.scale.name == "nano":
             return nano_inputs(self.scale, self.asked.out)
-        found = given_inputs(self.asked.given, self.scale, self.asked.out)
+        found = given_inputs(self.asked)
         if any(job.group == SFT for job in self.jobs) and found.sft is None:
             raise ReproduceError("--sft: which fine-tuning data? give GSM8K's chain-of-thought file, or a set prepared from it")
         if found.parent is None and any(job.group != "scratch" for job in self.jobs):
@@ -129,13 +115,10 @@ class _Work:
 
     def _sheets(self, inputs: Inputs) -> dict[str, Sheet]:
         """Of the tasks that are asked and that there are questions for."""
-        every = tuple(self.scale.tasks)
-        asked = every if self.asked.tasks is None else self.asked.tasks
-        for task in asked:
-            if task not in every:
-                raise ReproduceError(f"--tasks {task}: not among {', '.join(every)}")
-        sheets = {task: inputs.questions(self.scale, task) for task in asked}
-        return {task: sheet for task, sheet in sheets.items() if sheet is not None}
+        asked = list(self.scale.tasks) if self.asked.tasks is None else self.asked.tasks
+        if unknown := [task for task in asked if task not in self.scale.tasks]:
+            raise ReproduceError(f"--tasks {unknown[0]}: not among {', '.join(self.scale.tasks)}")
+        return {task: sheet for task in asked if (sheet := inputs.questions(self.scale, task)) is not None}
 
     # -- what is missing ----------------------------------------------------------------------------------------------------------
 
@@ -149,20 +132,14 @@ class _Work:
         return found
 
     def _expected(self, job: Job, stages: Sequence[str]) -> float:
-        """The mean of results of the same kind; else what the scale declares, times what its trials took more than declared."""
+        """What the scale declares, times what results of the group took more than declared."""
         own = [result for result in self.results.values() if result.group == job.group]
-        alike = [result.seconds for result in own if (result.kind == RUN) == (job.trial is None)]
-        if alike:
-            return fmean(alike)
-        declared = self._declared(job.group, job.trial is not None, stages)
-        trials = [result for result in own if result.kind == TRIAL]
-        if not trials:
-            return declared
-        planned = sum(self._declared(job.group, True, list(trial.facts["seconds"])) for trial in trials)
-        return declared * sum(trial.seconds for trial in trials) / planned
+        planned = [self._declared(job.group, result.kind == TRIAL, list(result.facts["seconds"])) for result in own]
+        slower = sum(result.seconds for result in own) / sum(planned) if own else 1.0
+        return slower * self._declared(job.group, job.trial is not None, stages)
 
     def _declared(self, group: str, is_trial: bool, stages: Sequence[str]) -> float:
-        seconds, share = self.scale.seconds, self.scale.trial_share if is_trial else 1.0
+        seconds, share = self.scale.seconds, TRIAL_SHARE if is_trial else 1.0
         return seconds["start"] + seconds[group] * share + sum(seconds.get(stage.split()[0], 0.0) for stage in stages)
 
     # -- the work --------------------------------------------------------------------------------------------------------------
@@ -179,27 +156,30 @@ class _Work:
             except TimeUp as late:
                 self.say(f"time is up in {late}, whose weights and results so far are kept; the same command goes on")
                 return
-            if tried is Tried.NOTHING:
+            if tried == "nothing":
                 break
-            if tried is Tried.WAIT:
+            if tried == "wait":
                 if not waits:
                     self.say("waits for runs that other processes make, and that the next ones need")
                 time.sleep(_PAUSE)
-            waits = tried is Tried.WAIT
+            waits = tried == "wait"
             left = self.look()
         if left and any(self._is_late(one) for one in left):
             self.say(f"time is up: {len(left)} runs are left; the same command goes on")
         elif left:
             self.say(f"{len(left)} runs are left to other processes that work in {self.asked.out}")
 
-    def _make_one(self, left: Sequence[Planned]) -> Tried:
-        """The first run that nobody works on, that has what it needs, and that ends in time; a shorter one may, further on."""
+    def _make_one(self, left: Sequence[Planned]) -> Literal["done", "wait", "nothing"]:
+        """The first run that nobody works on, that has what it needs, and that ends in time; a shorter one may, further on.
+
+        wait: what others make now is needed for the rest."""
         open_ = {one.job for one in left}
         needed, busy = set[Job](), set[Job]()
         for one in left:
-            first = {*trials_of(one.job.group, one.job.variant, self.scale)} if one.job.trial is None else set[Job]()
-            if own := open_ & (first | {one.job.base}):
-                needed |= set[Job]() if self._is_late(one) else own
+            first = trials_of(one.job.group, one.job.variant, self.scale) if one.job.trial is None else []
+            if own := open_ & {*first, one.job.base}:
+                if not self._is_late(one):
+                    needed |= own
                 continue
             try:
                 with held(self.asked.out / "claims" / one.job.name, "process"):
@@ -207,10 +187,10 @@ class _Work:
                         continue
                     if one.job in {other.job for other in self.look()}:  # it may have been made since
                         self._make(one, [other.job for other in left if other is not one])
-                    return Tried.DONE
+                    return "done"
             except BusyError:
                 busy.add(one.job)
-        return Tried.WAIT if needed & busy else Tried.NOTHING
+        return "wait" if needed & busy else "nothing"
 
     def _is_late(self, following: Planned | None = None) -> bool:
         limit = self.asked.time_limit
@@ -221,12 +201,13 @@ class _Work:
         job, began = planned.job, time.monotonic()
         lr, told = self._learning_rate(job)
         base = job.base
-        if base is not None and base.name in self.results:
-            told = {**told, "base_lr": self.results[base.name].lr}
-        if base is not None and not (self.bench.folder(base) / "model").is_dir():  # gone with its result: its recipe gives it again
-            rate = self.results[base.name].lr if base.name in self.results else self._learning_rate(base)[0]
-            train_job(recipe_of(base, self.bench, rate), self.bench.folder(base), self.bench)
-        result = run_job(job, self.bench, lr, told, _silent if self.bench.quiet else self.say, self._is_late)
+        if base is not None:
+            made = self.results.get(base.name)
+            rate = self._learning_rate(base)[0] if made is None else made.lr
+            told = {**told, "base_lr": rate}
+            if not (self.bench.folder(base) / "model").is_dir():  # gone with its result: its recipe gives it again
+                train_job(recipe_of(base, self.bench, rate), self.bench.folder(base), self.bench)
+        result = run_job(job, self.bench, lr, told, (lambda _: None) if self.bench.quiet else self.say, self._is_late)
         self.results[job.name] = result
         if not any(other.base == job for other in later):
             clear(job, self.bench)
@@ -243,14 +224,12 @@ class _Work:
         if job.trial is not None:
             return rates[job.trial], {}
         trials = trials_of(job.group, job.variant, self.scale)
-        tried = {rate: self._tried(trial, job) for rate, trial in zip(rates, trials, strict=True)}
-        best = min(tried, key=lambda rate: (tried[rate], rate))
-        return best, {"trials": {f"{rate:g}": round(value, 5) for rate, value in tried.items()}}
-
-    def _tried(self, trial: Job, job: Job) -> float:
-        if trial.name not in self.results:
-            raise ReproduceError(f"{trial.name}: this trial comes before the runs of {job.variant}; leave its trials in --only")
-        return self.results[trial.name].outcomes[NELBO].value
+        tried = {}
+        for rate, trial in zip(rates, trials, strict=True):
+            if trial.name not in self.results:
+                raise ReproduceError(f"{trial.name}: this trial comes before the runs of {job.variant}; leave its trials in --only")
+            tried[rate] = self.results[trial.name].outcomes[NELBO].value
+        return best_rate(tried), {"trials": {f"{rate:g}": round(value, 5) for rate, value in tried.items()}}
 
 
 def about(left: Sequence[Planned]) -> str:
@@ -259,15 +238,3 @@ def about(left: Sequence[Planned]) -> str:
     if not left:
         return ""
     return f", about {seconds / 60:.0f} minutes" if seconds >= 120 else f", about {seconds:.0f} s"
-
-
-@contextmanager
-def _threads(scale: str) -> Iterator[None]:
-    """Nano's forwards gain nothing from a second thread, and one thread gives the same numbers on any number of cores."""
-    before = torch.get_num_threads()
-    if scale == "nano":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

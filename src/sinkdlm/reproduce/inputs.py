@@ -1,15 +1,23 @@
-"""What runs of a scale read: data, a parent, questions, prompts. Two ways to come by it: made here (nano), or given (small)."""
+"""What was asked, and what runs of a scale read: data, a parent, questions, prompts; made here (nano), or given (small)."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from sinkdlm.analysis.prompts import PROMPTS
-from sinkdlm.checkpoint.directory import fingerprint
+from sinkdlm.checkpoint.directory import fingerprint, written_aside
+from sinkdlm.checkpoint.durable import held
+from sinkdlm.checkpoint.tokenizer import write_tokenizer
+from sinkdlm.config.model import MODEL_TYPE
+from sinkdlm.config.recipe import Recipe
+from sinkdlm.config.toml import parse_override
+from sinkdlm.data.encoding import mark_tokenizer
 from sinkdlm.data.inputs import find_sources
 from sinkdlm.data.prepare import Settings as Preparation
 from sinkdlm.data.prepare import prepare
@@ -17,15 +25,50 @@ from sinkdlm.data.shards import INDEX, Split, open_split
 from sinkdlm.errors import ReproduceError
 from sinkdlm.evals.requests import GENERATE, Sheet
 from sinkdlm.evals.settings import Settings
-from sinkdlm.interop import open_source
+from sinkdlm.interop import Source, open_source
 from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of
-from sinkdlm.reproduce.matrix import Scale
+from sinkdlm.reproduce.matrix import SCALES, Scale
 
 GOLD = "gold"  # in a sheet's `about`: task -> the right option, or the right answer, of each document
 NO_PARENT = "--parent: which autoregressive model? a folder or a GGUF file, as `convert` reads it"
 _HELD_OUT = 0.05  # of a corpus that is prepared here: enough documents for pairs
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SHORTEST = 8  # tokens of a document that is worth scoring
+
+
+Load = Callable[..., Any]  # (recipe, dtype, source=, tokenizer=): as the command line loads init.from
+
+
+class Asked(NamedTuple):
+    """What the command line asks. seeds: None for the scale's own number."""
+
+    target: str
+    scale: str
+    out: Path
+    seeds: int | None = None
+    records: Path | None = None
+    parent: str | None = None
+    corpus: Sequence[str] = ()
+    sft: Path | None = None
+    data: Path | None = None
+    requests: Path | None = None
+    only: Sequence[str] = ()
+    tasks: Sequence[str] | None = None
+    overrides: Sequence[str] = ()
+    time_limit: float | None = None
+    keep_weights: bool = False
+    official: bool = False
+    device: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Of results."""
+        return self.records or self.out / "records"
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """--set: a result of other settings must not pass for one of the declared ones."""
+        return dict(parse_override(override) for override in self.overrides)
 
 
 class Example(NamedTuple):
@@ -35,8 +78,7 @@ class Example(NamedTuple):
     n_prompt: int
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """shape: model fields that follow from the data. sheet: every question, with the right answers in its `about`."""
 
     text: Path
@@ -45,8 +87,8 @@ class Inputs:
     sheet: Sheet | None = None
     prompts: Sequence[str] = PROMPTS
     examples: Sequence[Example] = ()
-    shape: Mapping[str, Any] = field(default_factory=dict)
-    about: Mapping[str, Any] = field(default_factory=dict)
+    shape: Mapping[str, Any] = {}
+    about: Mapping[str, Any] = {}
 
     @property
     def eos(self) -> int:
@@ -57,14 +99,11 @@ class Inputs:
 
     def documents(self, count: int, length: int) -> list[list[int]]:
         """The first documents of the validation split, which was split by document; each cut where a row ends."""
-        split = open_split(self.text, "validation")
-        tokens = np.asarray(split.read(0, split.n_tokens))
-        ends = np.flatnonzero(tokens == self.eos)
-        found = [tokens[start:end] for start, end in zip(np.concatenate([[0], ends[:-1] + 1]), ends, strict=True)]
-        found = [document[:length] for document in found if len(document) >= _SHORTEST][:count]
+        every = documents_of(open_split(self.text, "validation"), self.eos)
+        found = [document[:length].tolist() for document in every if len(document) >= _SHORTEST][:count]
         if not found:
             raise ReproduceError(f"{self.text}: its validation split has no document to score; prepare it with --validation 0.01")
-        return [document.tolist() for document in found]
+        return found
 
     def questions(self, scale: Scale, task: str) -> Sheet | None:
         """One task's requests, as many documents as the scale asks, answered the declared way: exact-k, no guidance."""
@@ -80,39 +119,34 @@ class Inputs:
         return Sheet(requests, {task: settings}, seed=0, about={GOLD: self.sheet.about.get(GOLD, {}).get(task)})
 
 
-def examples_of(split: Split, count: int, length: int) -> list[Example]:
-    rows = [row for row in split.example_rows().tolist() if row[2] <= length][:count]
-    return [Example(np.asarray(split.read(start, start + total)).tolist(), prompt) for start, prompt, total in rows]
+def documents_of(split: Split, eos: int | None) -> Iterator[np.ndarray]:
+    """Tokens of one document after the other, without the id that ends them."""
+    tokens = np.asarray(split.read(0, split.n_tokens))
+    ends = np.flatnonzero(tokens == eos).tolist()
+    return (tokens[before + 1 : end] for before, end in pairwise([-1, *ends]))
 
 
 # -- small: given ---------------------------------------------------------------------------------------------------------------
 
 
-class Given(NamedTuple):
-    """What the command line names."""
-
-    parent: str | None = None
-    corpus: Sequence[str] = ()
-    sft: Path | None = None
-    data: Path | None = None
-    requests: Path | None = None
-
-
-def given_inputs(given: Given, scale: Scale, out: Path) -> Inputs:
-    if not given.corpus:
+def given_inputs(asked: Asked) -> Inputs:
+    if not asked.corpus:
         raise ReproduceError("--corpus: which text? give a prepared set, or texts that are prepared with the parent's tokenizer")
-    sheet = read_questions(given, scale)
-    text = prepared_corpus(given, out)
-    sft = prepared_sft(given, out)
-    examples = examples_of(open_split(sft, "validation"), scale.examples, scale.tables["sft"]["data"]["length"]) if sft else ()
+    scale, sheet = SCALES[asked.scale], read_questions(asked)
+    text = prepared_corpus(asked)
     about = {"corpus": open_split(text, "train").fingerprint, "validation": open_split(text, "validation").fingerprint}
     if sheet is not None:
         about["requests"] = sheet.digest
-    if given.parent is not None:
-        about["parent"] = _mark_parent(given.parent)
+    if asked.parent is not None:
+        about["parent"] = _mark_parent(asked.parent)
+    sft, examples = prepared_sft(asked), list[Example]()
     if sft is not None:
-        about |= {f"fine-tuning, {split}": open_split(sft, split).fingerprint for split in ("train", "validation")}
-    return Inputs(text, given.parent, sft, sheet, examples=examples, about=about)
+        splits = {split: open_split(sft, split) for split in ("train", "validation")}
+        about |= {f"fine-tuning, {name}": split.fingerprint for name, split in splits.items()}
+        held_out, longest = splits["validation"], scale.tables["sft"]["data"]["length"]
+        rows = [row for row in held_out.example_rows().tolist() if row[2] <= longest][: scale.examples]
+        examples = [Example(held_out.read(start, start + total).tolist(), prompt) for start, prompt, total in rows]
+    return Inputs(text, asked.parent, sft, sheet, examples=examples, about=about)
 
 
 def _mark_parent(name: str) -> str:
@@ -124,48 +158,87 @@ def _mark_parent(name: str) -> str:
     return hashlib.sha256("\n".join(marks).encode()).hexdigest() if marks else name
 
 
-def prepared_corpus(given: Given, out: Path) -> Path:
+def prepared_corpus(asked: Asked) -> Path:
     """A prepared set as it is; texts become one, in the folder of the reproduction."""
-    first = Path(given.corpus[0])
-    if len(given.corpus) == 1 and first.is_dir() and ((first / INDEX).exists() or any(first.glob("*.ds"))):
+    first = Path(asked.corpus[0])
+    if len(asked.corpus) == 1 and first.is_dir() and ((first / INDEX).exists() or any(first.glob("*.ds"))):
         return first
-    find_sources(list(given.corpus))  # a wrong name is said before the tokenizer is read
-    folder = out / "data" / "corpus"
-    prepare(list(given.corpus), parent_tokenizer(given), folder, Preparation(validation=_HELD_OUT), source=given.parent)
+    find_sources(list(asked.corpus))  # a wrong name is said before the tokenizer is read
+    return _prepare(asked, list(asked.corpus), "corpus", Preparation(validation=_HELD_OUT))
+
+
+def prepared_sft(asked: Asked) -> Path | None:
+    if asked.sft is None or asked.sft.is_dir():
+        return asked.sft
+    return _prepare(asked, [str(asked.sft)], "sft", Preparation(kind="gsm8k-two-stage", validation=_HELD_OUT))
+
+
+def _prepare(asked: Asked, sources: list[str], name: str, settings: Preparation) -> Path:
+    folder = asked.out / "data" / name
+    prepare(sources, parent_tokenizer(asked.parent), folder, settings, source=asked.parent)
     return folder
 
 
-def prepared_sft(given: Given, out: Path) -> Path | None:
-    if given.sft is None or given.sft.is_dir():
-        return given.sft
-    folder = out / "data" / "sft"
-    settings = Preparation(kind="gsm8k-two-stage", validation=0.05)
-    prepare([str(given.sft)], parent_tokenizer(given), folder, settings, source=given.parent)
-    return folder
-
-
-def parent_tokenizer(given: Given) -> Any:
-    if given.parent is None:
+def parent_tokenizer(parent: str | None) -> Any:
+    if parent is None:
         raise ReproduceError(f"{NO_PARENT}; its tokenizer is needed")
-    path = Path(given.parent)
-    found = read_tokenizer_at(path) if path.suffix in (".json", ".model") else tokenizer_of(open_source(path))
-    if found is None:
-        raise ReproduceError(f"{given.parent}: has no tokenizer; prepare the corpus with: sinkdlm data prepare --tokenizer T")
-    return found
+    return read_tokenizer_at(parent)
 
 
-def read_questions(given: Given, scale: Scale) -> Sheet | None:
+def read_questions(asked: Asked) -> Sheet | None:
     """From a file of requests, or asked of the harness; None where neither is given: then no task is scored."""
-    if given.requests is not None:
-        sheet = Sheet.read(given.requests)
+    if asked.requests is not None:
+        sheet = Sheet.read(asked.requests)
         if GOLD not in sheet.about:
-            raise ReproduceError(
-                f"{given.requests}: does not say which answers are right; write it anew with: sinkdlm eval --write-requests"
-            )
+            cure = "write it anew with: sinkdlm eval --write-requests"
+            raise ReproduceError(f"{asked.requests}: does not say which answers are right; {cure}")
         return sheet
-    if given.data is None:
+    if asked.data is None:
         return None
     from sinkdlm.evals import harness
 
-    tasks = tuple(task for task in scale.tasks if given.sft is not None or not task.startswith("gsm8k"))
-    return harness.Evaluation(harness.Plan(tasks=tasks, data=str(given.data))).ask()
+    tasks = tuple(task for task in SCALES[asked.scale].tasks if asked.sft is not None or not task.startswith("gsm8k"))
+    return harness.Evaluation(harness.Plan(tasks=tasks, data=str(asked.data))).ask()
+
+
+# -- parents --------------------------------------------------------------------------------------------------------------------
+
+
+class HeldSource(Source):
+    """A foreign model whose tensors are kept in memory. Whoever reads them makes copies, so that none is ever changed."""
+
+    def __init__(self, found: Source) -> None:
+        self.__dict__.update(found.__dict__, held=list(found.read()))
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.__dict__["held"])
+
+
+class Parents:
+    """Loads `init.from` of recipes; a foreign one is read once: a GGUF file takes a quarter of a minute to unpack.
+
+    Checkpoints of ours are quick to read and are not held. folder: for parents' tokenizers."""
+
+    def __init__(self, load: Load, folder: Path) -> None:
+        self._load, self._folder = load, folder
+        self._held: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, recipe: Recipe, dtype: torch.dtype) -> Any:
+        path = str(recipe.init.from_)
+        if path not in self._held:
+            found = open_source(path)
+            own = found.kind == MODEL_TYPE
+            self._held[path] = {} if own else {"source": HeldSource(found), "tokenizer": self._tokenizer(found)}
+        return self._load(recipe, dtype, **self._held[path])
+
+    def _tokenizer(self, found: Source) -> Path | None:
+        """Written once and whole: other processes may be reading it."""
+        tokenizer = tokenizer_of(found)
+        if tokenizer is None:
+            return None
+        folder = self._folder / mark_tokenizer(tokenizer)["sha256"][:16]
+        with held(self._folder, "reproduction", wait=True):
+            if not folder.is_dir():
+                with written_aside(folder) as aside:
+                    write_tokenizer(aside, tokenizer)
+        return folder

@@ -5,15 +5,19 @@ by all variants of a group. Learning rates are chosen for each variant from thre
 which no table uses.
 """
 
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sinkdlm.errors import ReproduceError
+from sinkdlm.evals.paper import PAPER_ROWS
 
 ADAPT, SCRATCH, SFT = "adapt", "scratch", "sft"
 TRIAL_SEED = 0
 FIRST_SEED = 1
+OTHER_SEEDS = 3  # of variants that are not among the main ones
+TRIAL_SHARE = 0.25  # of a run's budget
 
 
 class Variant(NamedTuple):
@@ -25,25 +29,28 @@ class Variant(NamedTuple):
     rate_of: str = ""
 
 
-_SINK, _GATE, _LENGTHS = {"n_sinks": 1}, {"gate": "elementwise"}, {"random_lengths": 0.5}
+_VARIANTS = """
+vanilla = {label = "DLM"}
+sink = {label = "DLM + sink", model.n_sinks = 1}
+gate = {label = "DLM + gate", model.gate = "elementwise"}
+gate-keep = {label = "DLM + gate, function-preserving init", model.gate = "elementwise", init.gate_init = "keep"}
+sink-end = {label = "sink at the end", model.n_sinks = 1, model.sink_position = "end"}
+sinks-2 = {label = "2 sinks", model.n_sinks = 2}
+sinks-4 = {label = "4 sinks", model.n_sinks = 4}
+sink-zero = {label = "sink with zero value", model.n_sinks = 1, model.sink_value = "zero"}
+register = {label = "register token", model.n_sinks = 1, model.sink_kind = "register"}
+logit = {label = "sink logit", model.n_sinks = 1, model.sink_kind = "logit"}
+first = {label = "always visible first token", data.first = "eos"}
+vanilla-sink-rate = {label = "DLM at the sink's learning rate", rate_of = "sink"}
+sink-dlm-rate = {label = "DLM + sink at the DLM's learning rate", rate_of = "vanilla", model.n_sinks = 1}
+vanilla-lengths = {label = "DLM at the sink's learning rate, half of its rows of random length", \
+rate_of = "sink", data.random_lengths = 0.5}
+sink-lengths = {label = "DLM + sink, half of its rows of random length", \
+rate_of = "sink", model.n_sinks = 1, data.random_lengths = 0.5}
+"""
 VARIANTS = {
-    "vanilla": Variant("DLM"),
-    "sink": Variant("DLM + sink", {"model": _SINK}),
-    "gate": Variant("DLM + gate", {"model": _GATE}),
-    "gate-keep": Variant("DLM + gate, function-preserving init", {"model": _GATE, "init": {"gate_init": "keep"}}),
-    "sink-end": Variant("sink at the end", {"model": {**_SINK, "sink_position": "end"}}),
-    "sinks-2": Variant("2 sinks", {"model": {"n_sinks": 2}}),
-    "sinks-4": Variant("4 sinks", {"model": {"n_sinks": 4}}),
-    "sink-zero": Variant("sink with zero value", {"model": {**_SINK, "sink_value": "zero"}}),
-    "register": Variant("register token", {"model": {**_SINK, "sink_kind": "register"}}),
-    "logit": Variant("sink logit", {"model": {**_SINK, "sink_kind": "logit"}}),
-    "first": Variant("always visible first token", {"data": {"first": "eos"}}),
-    "vanilla-sink-rate": Variant("DLM at the sink's learning rate", rate_of="sink"),
-    "sink-dlm-rate": Variant("DLM + sink at the DLM's learning rate", {"model": _SINK}, "vanilla"),
-    "vanilla-lengths": Variant(
-        "DLM at the sink's learning rate, half of its rows of random length", {"data": _LENGTHS}, rate_of="sink"
-    ),
-    "sink-lengths": Variant("DLM + sink, half of its rows of random length", {"model": _SINK, "data": _LENGTHS}, "sink"),
+    name: Variant(changes.pop("label"), rate_of=changes.pop("rate_of", ""), changes=changes)
+    for name, changes in tomllib.loads(_VARIANTS).items()
 }
 LABELS = {name: variant.label for name, variant in VARIANTS.items()}
 MAIN = ("vanilla", "sink", "gate")  # adapted, these have all seeds, and the official settings' scores; other runs have a part
@@ -51,40 +58,18 @@ ONCE = ("vanilla-lengths", "sink-lengths")  # of the first seed alone: they expl
 
 
 class Target(NamedTuple):
-    """What one table or figure is made of: runs as group -> variants, and the paper's rows beside ours."""
+    """What one table or figure is made of: runs as group -> variants."""
 
     title: str
     runs: Mapping[str, Sequence[str]]
-    paper: Mapping[str, Sequence[str]] = {}  # variant -> rows of evals.paper
 
 
-_TABLE1 = {
-    "vanilla": ("table1:0.5b:dlm", "table1:1.5b:dlm"),
-    "sink": ("table1:0.5b:sink", "table1:1.5b:sink"),
-    "gate": ("table1:0.5b:ga", "table1:1.5b:ga"),
-}
-TARGETS: dict[str, Target] = {
-    "table1": Target("Table 1: adapted from an autoregressive model", {ADAPT: (*MAIN, "gate-keep")}, _TABLE1),
-    "table2": Target(
-        "Table 2: from scratch",
-        {SCRATCH: MAIN},
-        {"vanilla": ("table2:0.5b:dlm",), "sink": ("table2:0.5b:sink",), "gate": ("table2:0.5b:ga",)},
-    ),
-    "table3": Target(
-        "Table 3: where the sink stands",
-        {ADAPT: ("vanilla", "sink", "sink-end")},
-        {"sink": ("table3:front",), "sink-end": ("table3:end",)},
-    ),
-    "table4": Target(
-        "Table 4: how many sinks",
-        {ADAPT: ("vanilla", "sink", "sinks-2", "sinks-4")},
-        {"vanilla": ("table4:0",), "sink": ("table4:1",), "sinks-2": ("table4:2",), "sinks-4": ("table4:4",)},
-    ),
-    "table5": Target(
-        "Table 5: what the sink's value holds",
-        {ADAPT: ("vanilla", "sink", "sink-zero")},
-        {"sink": ("table5:learned",), "sink-zero": ("table5:zero",)},
-    ),
+TARGETS = {
+    "table1": Target("Table 1: adapted from an autoregressive model", {ADAPT: (*MAIN, "gate-keep")}),
+    "table2": Target("Table 2: from scratch", {SCRATCH: MAIN}),
+    "table3": Target("Table 3: where the sink stands", {ADAPT: ("vanilla", "sink", "sink-end")}),
+    "table4": Target("Table 4: how many sinks", {ADAPT: ("vanilla", "sink", "sinks-2", "sinks-4")}),
+    "table5": Target("Table 5: what the sink's value holds", {ADAPT: ("vanilla", "sink", "sink-zero")}),
     "controls": Target(
         "Controls: is it isolation that helps?",
         {ADAPT: ("vanilla", "sink", "register", "logit", "first", "vanilla-sink-rate", "sink-dlm-rate")},
@@ -92,7 +77,17 @@ TARGETS: dict[str, Target] = {
     "short": Target("Rows shorter than those of training", {ADAPT: ("vanilla-sink-rate", "sink", *ONCE)}),
     "figure1": Target("Figure 1: where heads rest, without a sink and with one", {ADAPT: ("vanilla", "sink")}),
     "figure3": Target("Figure 3: the sink in every layer, before and after fine-tuning", {ADAPT: ("sink",), SFT: ("sink",)}),
-    "gsm8k": Target("GSM8K: after fine-tuning", {SFT: MAIN}, _TABLE1),
+    "gsm8k": Target("GSM8K: after fine-tuning", {SFT: MAIN}),
+}
+# Variant -> how the paper's rows call it, at the end of their names.
+_PAPER = {
+    "vanilla": "dlm 0",
+    "sink": "sink front 1 learned",
+    "gate": "ga",
+    "sink-end": "end",
+    "sink-zero": "zero",
+    "sinks-2": "2",
+    "sinks-4": "4",
 }
 ALL = "all"
 STUDIES = ("overlap", "inherited", "lengths", "steadiness")  # what gives no verdict: modules of the project's checkout
@@ -102,7 +97,7 @@ STUDIES = ("overlap", "inherited", "lengths", "steadiness")  # what gives no ver
 class Scale:
     """How large. tables: group -> the recipe that variants change; `init.from` and `data.sets` are filled in where a run begins.
 
-    lrs: group -> the three values of trials; groups without are trained as their recipe says. trial_share: of a run's budget.
+    lrs: group -> the three values of trials; groups without are trained as their recipe says.
     tasks: harness task -> documents that are asked, None for all; those of GSM8K go to fine-tuned models, the others to the rest.
     seconds: expected of a group's training, of its start, and of each stage, until results say it.
     """
@@ -111,8 +106,6 @@ class Scale:
     tables: Mapping[str, Mapping[str, Any]]
     lrs: Mapping[str, Sequence[float]]
     seeds: int
-    other_seeds: int
-    trial_share: float
     documents: int  # of the validation split
     draws: int
     tasks: Mapping[str, int | None]
@@ -121,7 +114,7 @@ class Scale:
     written: int  # tokens of a trajectory, one a step or two
     examples: int  # held-out examples of fine-tuning
     cuts: Sequence[int]  # to how many tokens documents are cut, for adapted models of the first seed; the last: rows of training
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float]
 
 
 _QUIET = {"eval": {"every": 0}, "log": {"probe_every": 0}}
@@ -134,7 +127,7 @@ _SMOLLM = {"preset": "smollm2-135m", "context_length": 2048}
 _LIKELIHOODS = ("lambada_openai", "arc_easy", "arc_challenge", "hellaswag", "piqa", "race", "social_iqa")
 _STAGES = (ADAPT, SCRATCH, SFT, "start", "validation", "answers", "task", "cuts", "capture")
 
-SCALES: dict[str, Scale] = {
+SCALES = {
     "nano": Scale(
         name="nano",
         tables={
@@ -148,8 +141,6 @@ SCALES: dict[str, Scale] = {
         },
         lrs={ADAPT: (1e-3, 2e-3, 4e-3), SCRATCH: (2e-3, 4e-3, 8e-3)},
         seeds=3,
-        other_seeds=3,
-        trial_share=0.25,
         documents=48,
         draws=8,
         tasks={"lambada_openai": 60, "arc_easy": 30, "gsm8k_two_stage": 100},
@@ -180,8 +171,6 @@ SCALES: dict[str, Scale] = {
         },
         lrs={ADAPT: (4e-4, 8e-4, 1.6e-3), SCRATCH: (5e-4, 1e-3, 2e-3)},
         seeds=5,
-        other_seeds=3,
-        trial_share=0.25,
         documents=512,
         draws=16,
         tasks={**dict.fromkeys(_LIKELIHOODS), "hellaswag": 2000, "race": 300, "gsm8k_two_stage": 200},
@@ -224,6 +213,12 @@ def targets_of(name: str) -> list[str]:
     return [name]
 
 
+def paper_rows(target: str, variant: str) -> list[str]:
+    """Names of the paper's rows that stand beside ours. GSM8K's numbers are in those of table 1."""
+    table, names = "table1" if target == "gsm8k" else target, _PAPER.get(variant, "").split()
+    return [row for row in PAPER_ROWS if row.split(":")[0] == table and row.split(":")[-1] in names]
+
+
 def jobs_of(targets: Sequence[str], scale: Scale, seeds: int) -> list[Job]:
     """In the order of work: seed after seed, so that pairs are complete early, trials before a variant's first run.
 
@@ -258,7 +253,7 @@ def trials_of(group: str, variant: str, scale: Scale) -> list[Job]:
 def seeds_of(group: str, variant: str, scale: Scale, seeds: int) -> int:
     if variant in ONCE:
         return 1
-    return seeds if group == ADAPT and variant in MAIN else min(seeds, scale.other_seeds)
+    return seeds if group == ADAPT and variant in MAIN else min(seeds, OTHER_SEEDS)
 
 
 def stages_declared(job: Job, scale: Scale) -> list[str]:
@@ -274,28 +269,19 @@ def stages_declared(job: Job, scale: Scale) -> list[str]:
 
 def select(jobs: Sequence[Job], only: Sequence[str]) -> list[Job]:
     """`--only variant`, `--only seed` or `--only variant,seed`; trials belong to their variant, and to no seed. Several add up."""
-    if not only:
-        return list(jobs)
-    pairs = [_selection(text) for text in only]
-    kept = [job for job in jobs if any(_is_chosen(job, *pair) for pair in pairs)]
-    if not kept:
+    kept = set[Job](() if only else jobs)
+    for text in only:
+        words = set(text.split(","))
+        seeds = {word for word in words if word.isdigit()}
+        variants = words - seeds
+        if unknown := variants - VARIANTS.keys():
+            odd = f"{unknown.pop()!r} is neither a seed nor a variant"
+            raise ReproduceError(f"--only {text}: {odd}; variants are {', '.join(VARIANTS)}")
+        trained = {rate_of(variant) for variant in variants}
+        for job in jobs:
+            names, right_seed = (variants, not seeds or str(job.seed) in seeds) if job.trial is None else (trained, True)
+            if right_seed and (not names or job.variant in names):
+                kept.add(job)
+    if only and not kept:
         raise ReproduceError(f"--only {' '.join(only)}: no run of this target is that")
-    return kept
-
-
-def _is_chosen(job: Job, variant: str | None, seed: int | None) -> bool:
-    if job.trial is not None:
-        return variant is None or rate_of(variant) == job.variant
-    return variant in (None, job.variant) and seed in (None, job.seed)
-
-
-def _selection(text: str) -> tuple[str | None, int | None]:
-    variant, seed = None, None
-    for word in text.split(","):
-        if word.isdigit():
-            seed = int(word)
-        elif word in VARIANTS:
-            variant = word
-        else:
-            raise ReproduceError(f"--only {text}: {word!r} is neither a seed nor a variant; variants are {', '.join(VARIANTS)}")
-    return variant, seed
+    return [job for job in jobs if job in kept]

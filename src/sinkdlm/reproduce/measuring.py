@@ -16,7 +16,7 @@ from sinkdlm.analysis.study import Plan, study
 from sinkdlm.data.examples import MARK
 from sinkdlm.evals.answering import Answerer, answer_sheet, forward_tokens
 from sinkdlm.evals.gsm8k import extract_answer, normalise
-from sinkdlm.evals.requests import GENERATE, Request, Sheet, by_question
+from sinkdlm.evals.requests import GENERATE, Sheet, by_question
 from sinkdlm.evals.responses import Journal, Response
 from sinkdlm.evals.settings import settings_for
 from sinkdlm.likelihood import log_likelihood
@@ -52,11 +52,14 @@ class Model(NamedTuple):
     def device(self) -> torch.device:
         return self.lm.model.embed.weight.device
 
+    @property
+    def front(self) -> list[int]:
+        return [] if self.first is None else [self.first]
+
     def score(self, rows: list[list[int]], n_given: list[int], draws: int) -> Outcome:
         """Nats of what follows the given tokens of each row."""
-        front = [] if self.first is None else [self.first]
-        framed = [[*front, *row] for row in rows]
-        scored = [[place >= len(front) + n for place in range(len(row))] for row, n in zip(framed, n_given, strict=True)]
+        framed = [[*self.front, *row] for row in rows]
+        scored = [[place >= len(self.front) + n for place in range(len(row))] for row, n in zip(framed, n_given, strict=True)]
         with self.lm.model.inference():
             found = log_likelihood(
                 self.lm.model.denoiser(),
@@ -101,8 +104,7 @@ def _writes(model: Model, rows: list[list[int]]) -> float:
 
     A gate is part of it. Half of the tokens are masked. Mean over rows, tokens, heads and layers.
     """
-    lm, front = model.lm, [] if model.first is None else [model.first]
-    wrote, values = list[float](), list[float]()
+    lm, wrote, values = model.lm, list[float](), list[float]()
 
     def keep(module: Any, given: tuple[Tensor]) -> None:
         if given[0].shape[1] >= len(rows[0]):  # what a sink writes to itself is not meant
@@ -117,7 +119,7 @@ def _writes(model: Model, rows: list[list[int]]) -> float:
     try:
         with lm.model.inference():
             for row in tokens.tolist():  # one at a time: maps of all queries and keys are large
-                lm.model(torch.tensor([[*front, *row]], device=model.device), observe=observe)
+                lm.model(torch.tensor([[*model.front, *row]], device=model.device), observe=observe)
     finally:
         for hook in hooks:
             hook.remove()
@@ -160,20 +162,17 @@ def _judge_options(sheet: Sheet, answers: Mapping[Any, Response], task: str) -> 
         if gold is None:  # a document without a right option, or with several
             continue
         own = [answers[request.key] for request in question]
-        nll.append(-float(own[gold].value or 0.0))
+        scores = [float(one.value or 0.0) for one in own]
+        nll.append(-scores[gold])
         n_tokens += own[gold].n_tokens
         if len(own) == 1:
             right.setdefault("greedy", []).append(float(bool(own[0].greedy)))
             continue
         for metric in question[0].divisors or {"acc": 1.0}:
-            right.setdefault(metric, []).append(float(_winner(question, own, metric) == gold))
+            values = [score / request.divisors.get(metric, 1.0) for score, request in zip(scores, question, strict=True)]
+            right.setdefault(metric, []).append(float(values.index(max(values)) == gold))
     outcomes = {f"{task}.nll": Outcome.of_items(nll, n_tokens)}
     return Found(outcomes | {f"{task}.{name}": Outcome.of_items(values, len(values)) for name, values in right.items()})
-
-
-def _winner(question: list[Request], own: list[Response], metric: str) -> int:
-    values = [float(one.value or 0.0) / request.divisors.get(metric, 1.0) for one, request in zip(own, question, strict=True)]
-    return values.index(max(values))
 
 
 def _judge_texts(sheet: Sheet, answers: Mapping[Any, Response], task: str) -> Found:
@@ -181,16 +180,16 @@ def _judge_texts(sheet: Sheet, answers: Mapping[Any, Response], task: str) -> Fo
     right = []
     for request in sheet.requests:
         written = answers[request.key].text
-        written = extract_answer(written) if MARK in written else written
-        right.append(float(_same_number(extract_answer(sheet.about[GOLD][request.doc]), written)))
+        found = extract_answer(written) if MARK in written else written
+        right.append(float(_number(extract_answer(sheet.about[GOLD][request.doc])) == _number(found)))
     return Found({f"{task}.exact_match": Outcome.of_items(right, len(right))})
 
 
-def _same_number(gold: str, written: str) -> bool:
+def _number(answer: str) -> float:
     try:
-        return float(normalise(gold)) == float(normalise(written))
+        return float(normalise(answer))
     except ValueError:
-        return False
+        return math.nan  # which equals nothing
 
 
 # -- attention ----------------------------------------------------------------------------------------------------------------
@@ -198,9 +197,9 @@ def _same_number(gold: str, written: str) -> bool:
 
 def watch(model: Model, inputs: Inputs, scale: Scale) -> Found:
     """Trajectories of the model as it writes: every quantity of the analysis, per layer where a figure shows layers."""
-    lm, front = model.lm, [] if model.first is None else [model.first]
+    lm = model.lm
     room = lm.config.context_length - scale.written
-    prompts = [[*front, *lm.tokenizer.encode(prompt, add_special_tokens=False)][:room] for prompt in inputs.prompts]
+    prompts = [[*model.front, *lm.tokenizer.encode(prompt, add_special_tokens=False)][:room] for prompt in inputs.prompts]
     plan = Plan(
         prompts=prompts,
         policy=policy_of("llada", steps=scale.written, temperature=0.0),
@@ -228,17 +227,15 @@ def middle_layers(n: int) -> slice:
 
 
 def _middle(found: Mapping[str, Any]) -> dict[str, float]:
-    """Of the middle layers: attention on the sink against an even share, its norm too."""
-    quantities = found["quantities"]
-    mass, ratio = ([layer["mean"] for layer in quantities[name]["layers"]] for name in ("sink_mass", "lane_norm_ratio"))
-    middle = middle_layers(len(mass))
+    """Of the middle layers: attention on the sink against an even share, its norm too; what has no value there is left out."""
     rows = found["trajectories"]
     keys = sum(row["length"] for row in rows) / len(rows) + 1
     told = {}
-    if all(value is not None for value in mass[middle]):
-        told["middle_sink_times"] = float(np.mean(mass[middle])) * keys
-    if all(value is not None for value in ratio[middle]):
-        told["middle_norm_ratio"] = float(np.mean(ratio[middle]))
+    for name, quantity, times in (("middle_sink_times", "sink_mass", keys), ("middle_norm_ratio", "lane_norm_ratio", 1.0)):
+        layers = [layer["mean"] for layer in found["quantities"][quantity]["layers"]]
+        middle = layers[middle_layers(len(layers))]
+        if None not in middle:
+            told[name] = float(np.mean(middle)) * times
     return told
 
 
@@ -256,6 +253,5 @@ def _histogram(scatter: Mapping[str, Any]) -> dict[str, Any]:
 def _path(paths: list[dict[str, Any]]) -> dict[str, Any]:
     """Figure 1's moving sinks: the most attended token at each step, in the layer where attention is most concentrated."""
     first = paths[0]
-    heights = [np.nanmean([math.nan if value is None else value for value in row]) for row in first["received"]]
-    layer = int(np.nanargmax(heights))
+    layer = int(np.nanargmax(np.nanmean(np.array(first["received"], dtype=float), axis=1)))
     return {"layer": layer, "top": first["top"][layer], "received": [short(value) for value in first["received"][layer]]}

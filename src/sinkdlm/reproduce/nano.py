@@ -35,11 +35,10 @@ def nano_inputs(scale: Scale, out: Path) -> Inputs:
     place = out.resolve()
     sets = language.write_sets(place / "data", _SEED)
     shape = {"vocab_size": len(language.vocabulary()), "context_length": 2 * _LENGTH}
-    parent = place / "parent"
+    parent, tokenizer = place / "parent", language.word_tokenizer()
     if not parent.is_dir():
-        save(parent, train_parent(ModelConfig.preset("nano", **shape), Path(sets["stories"])), language.word_tokenizer())
-    tokenizer = language.word_tokenizer()
-    held_out = language.problems(_SEED, held_out=True)
+        save(parent, train_parent(ModelConfig.preset("nano", **shape), Path(sets["stories"])), tokenizer)
+    held_out = language.problems(_SEED, held_out=True)[: scale.examples]
     examples = [Example(tokenizer.encode(one.question + one.answer), len(tokenizer.encode(one.question))) for one in held_out]
     return Inputs(
         Path(sets["stories"]),
@@ -47,7 +46,7 @@ def nano_inputs(scale: Scale, out: Path) -> Inputs:
         Path(sets["sums"]),
         questions(),
         language.openings(max(scale.trajectories, 1), _SEED),
-        examples[: scale.examples],
+        examples,
         shape,
         {"corpus": language.digest(_SEED)},
     )
@@ -86,7 +85,10 @@ def questions() -> Sheet:
         place = draws[number][0] % _OPTIONS
         cut = text.rindex(". ") + 1
         start, last = text[:cut], text[cut:]
-        endings = _endings(last, draws[number][1])
+        colour = next(word for word in language.COLOURS if f" {word} " in last)  # what came before says which one is right
+        rest = [word for word in language.COLOURS if word != colour]
+        others = (rest[(draws[number][1] + turn) % len(rest)] for turn in range(_OPTIONS - 1))
+        endings = [last.replace(f" {colour} ", f" {other} ") for other in others]
         endings.insert(place, last)
         for index, ending in enumerate(endings):
             divisors = {"acc": 1.0, "acc_norm": float(len(ending))}
@@ -97,10 +99,3 @@ def questions() -> Sheet:
         requests.append(Request(GENERATE, "gsm8k_two_stage", number, 0, problem.question, generation=generation))
         gold["gsm8k_two_stage"].append(f"{MARK} {problem.answer}")
     return Sheet(requests, {task: Settings(steps=language.ANSWER) for task in gold}, about={GOLD: gold})
-
-
-def _endings(last: str, draw: int) -> list[str]:
-    """The last sentence with another colour: what came before says which one is right."""
-    colour = next(word for word in language.COLOURS if f" {word} " in last)
-    rest = [word for word in language.COLOURS if word != colour]
-    return [last.replace(f" {colour} ", f" {rest[(draw + turn) % len(rest)]} ") for turn in range(_OPTIONS - 1)]

@@ -50,7 +50,7 @@ def run_name(base: str, job: Job) -> str:
 def _runs(targets: list[str], seeds: int) -> dict[tuple[str, Job], None]:
     """(base recipe, job), a fine-tuning after the run that it starts from."""
     found: dict[tuple[str, Job], None] = {}
-    declared = [(target, group, names) for target in targets for group, names in TARGETS[target].runs.items()]
+    declared = [(target, *runs) for target in targets for runs in TARGETS[target].runs.items()]
     for target, group, variants in declared:
         bases = _ABLATED if group == ADAPT and target != "table1" else _RECIPES[group]
         for base, seed, variant in product(bases, range(FIRST_SEED, FIRST_SEED + seeds), variants):
@@ -64,20 +64,17 @@ def _runs(targets: list[str], seeds: int) -> dict[tuple[str, Job], None]:
 
 def lay_out(target: str, out: Path, seeds: int) -> dict[str, Any]:
     """Recipes, launch.sh and plan.json in `out`; what plan.json holds, and how to say it."""
-    lines = [
-        "#!/usr/bin/env bash",
-        "# Each line goes on where it stopped. launch/torchrun.sh says how to use several hosts.",
-        "set -e",
-    ]
+    told = "# Each line goes on where it stopped. launch/torchrun.sh says how to use several hosts."
+    lines = ["#!/usr/bin/env bash", told, "set -e"]
     rows: list[dict[str, Any]] = []
     for base, job in _runs(targets_of(target), seeds):
         name = run_name(base, job)
         recipe = paper_recipe(base, job, out)
-        write_text(out / "recipes" / f"{name}.toml", recipe.to_toml())
-        run = out / "runs" / name
+        path, run = out / "recipes" / f"{name}.toml", out / "runs" / name
+        write_text(path, recipe.to_toml())
         tasks = "gsm8k_two_stage" if job.group == SFT else _TASKS
         commands = (
-            ["launch/torchrun.sh", str(out / "recipes" / f"{name}.toml"), "--out", str(run)],
+            ["launch/torchrun.sh", str(path), "--out", str(run)],
             ["sinkdlm", "eval", str(run / "model"), "--tasks", tasks, "--data", "bench", "--out", str(run / "eval")],
             ["sinkdlm", "analyze", str(run / "model"), "--out", str(run / "analysis")],
         )

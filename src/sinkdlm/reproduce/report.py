@@ -27,8 +27,8 @@ from sinkdlm.reproduce.claims import (
     runs_of,
 )
 from sinkdlm.reproduce.markdown import bullets, table, to_html, to_markdown
-from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, SFT, TARGETS, Scale, jobs_of, rate_of
-from sinkdlm.reproduce.results import TRIAL, RunResult, write_text
+from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, SFT, TARGETS, Scale, jobs_of, paper_rows, rate_of
+from sinkdlm.reproduce.results import TRIAL, RunResult, best_rate, write_text
 from sinkdlm.reproduce.statistics import ALPHA, MIN_SEEDS, holm, over_seeds
 
 _NANO = (
@@ -58,13 +58,14 @@ def write_report(out: Path, targets: Sequence[str], scale: Scale, results: Resul
 
 def findings(targets: Sequence[str], scale: Scale, results: Results, left: Sequence[str] = ()) -> dict[str, Any]:
     environments = [result.facts["environment"] for result in results.values()]
+    made = {fact: sorted({str(one[fact]) for one in environments}) for fact in ("device", "commit", "torch")}
     work = {
         "records": len(results),
         "seconds": round(sum(result.seconds for result in results.values()), 1),
         "tokens": sum(result.tokens for result in results.values()),
-        "devices": sorted({one["device"] for one in environments}),
-        "commits": sorted({str(one["commit"]) for one in environments}),
-        "torch": sorted({one["torch"] for one in environments}),
+        "devices": made["device"],
+        "commits": made["commit"],
+        "torch": made["torch"],
     }
     found = {target: _target(target, results) for target in targets}
     return {"scale": scale.name, "left": list(left), "targets": found, "rates": _rates(targets, scale, results), "work": work}
@@ -74,10 +75,10 @@ def findings(targets: Sequence[str], scale: Scale, results: Results, left: Seque
 
 
 def _target(target: str, results: Results) -> dict[str, Any]:
-    title, runs, paper = TARGETS[target]
+    title, runs = TARGETS[target]
     return {
         "title": title,
-        "rows": [_row(results, group, name, paper.get(name, ())) for group, variants in runs.items() for name in variants],
+        "rows": [_row(results, group, name, paper_rows(target, name)) for group, variants in runs.items() for name in variants],
         "claims": [_claim(claim, results) for claim in CLAIMS if claim.target == target],
         "exploratory": _exploratory(target, results),
     }
@@ -114,20 +115,11 @@ def _on_the_same(runs: Iterable[RunResult]) -> dict[str, list[float]]:
 
 def _claim(claim: Claim, results: Results) -> dict[str, Any]:
     judged = judge(claim, results)
-    outcomes = [
-        {
-            "outcome": one.outcome,
-            "verdict": one.verdict,
-            **as_json(one.spread),
-            "sentence": one.sentence,
-            "figures": one.figures,
-            "within": {
-                str(seed): {"difference": gap, "stderr": None if math.isnan(stderr) else stderr, "items": n}
-                for seed, (gap, stderr, n) in one.within.items()
-            },
-        }
-        for one in judged
-    ]
+    outcomes = []
+    for one in judged:
+        within = {str(seed): as_json(pair) for seed, pair in one.within.items()}
+        said = {"sentence": one.sentence, "figures": one.figures, "within": within}
+        outcomes.append({"outcome": one.outcome, "verdict": one.verdict, **as_json(one.spread), **said})
     return {"claim": claim.name, "text": claim.text, "verdict": overall(judged), "outcomes": outcomes}
 
 
@@ -161,8 +153,7 @@ def _rates(targets: Sequence[str], scale: Scale, results: Results) -> list[dict[
     rows = []
     for (group, variant), tried in found.items():
         if len(tried) == len(scale.lrs[group]):
-            best = min(tried, key=lambda rate: (tried[rate], rate))
-            values = {f"{rate:g}": value for rate, value in tried.items()}
+            best, values = best_rate(tried), {f"{rate:g}": value for rate, value in tried.items()}
             edge = best in (min(tried), max(tried))
             rows.append({"group": group, "variant": variant, "chosen": best, "edge": edge, "tried": values})
     return rows
@@ -260,16 +251,10 @@ def _accuracy(values: Mapping[str, Any], task: str) -> str:
 
 
 def rate_blocks(found: Mapping[str, Any]) -> list[str]:
-    rows = [
-        [
-            row["group"],
-            LABELS[row["variant"]],
-            *(f"{value:.4f}" for value in row["tried"].values()),
-            f"{row['chosen']:g}",
-            "yes" if row["edge"] else "",
-        ]
-        for row in found["rates"]
-    ]
+    rows = []
+    for row in found["rates"]:
+        tried = (f"{value:.4f}" for value in row["tried"].values())
+        rows.append([row["group"], LABELS[row["variant"]], *tried, f"{row['chosen']:g}", "yes" if row["edge"] else ""])
     if not rows:
         return []
     told = "Validation NELBO of each variant's three trials, from the smallest rate to the largest, on a seed that no table uses."

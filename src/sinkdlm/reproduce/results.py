@@ -79,14 +79,14 @@ class Outcome:
     def from_json(cls, said: Mapping[str, Any]) -> "Outcome":
         if "units" not in said:
             return cls(1.0, total=float(said["value"]))
-        raw = base64.b64decode(said["bits"] if "bits" in said else said["int16"])
         if "bits" in said:
-            items = np.unpackbits(np.frombuffer(raw, np.uint8), count=said["n"]).astype(np.int64)
+            items = np.unpackbits(np.frombuffer(base64.b64decode(said["bits"]), np.uint8), count=said["n"])
         else:
-            items = np.frombuffer(raw, "<i2").astype(np.int64)
+            items = np.frombuffer(base64.b64decode(said["int16"]), "<i2")
         if len(items) != said["n"]:
             raise ValueError(f"{len(items)} items, not {said['n']}")
-        return cls(float(said["units"]), float(said["unit"]), items, float(items.sum()) * float(said["unit"]))
+        unit, items = float(said["unit"]), items.astype(np.int64)
+        return cls(float(said["units"]), unit, items, float(items.sum()) * unit)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class RunResult:
     @property
     def data(self) -> dict[str, str]:
         """What it was made from: a kind of data -> its mark."""
-        return {what: mark for what, mark in self.facts.get("data", {}).items() if mark is not None}
+        return dict(self.facts.get("data", {}))
 
     @property
     def seconds(self) -> float:
@@ -160,37 +160,31 @@ def read_result(path: Path) -> RunResult:
 
 def read_results(folder: Path, scale: str) -> dict[str, RunResult]:
     """Those of one scale, by name; all of the same data, or none."""
-    every = [read_result(path) for path in sorted(folder.glob("*.json"))] if folder.is_dir() else []
-    found = {one.name: one for one in every if one.scale == scale}
+    found = {one.name: one for path in sorted(folder.glob("*.json")) if (one := read_result(path)).scale == scale}
     first: dict[str, RunResult] = {}  # that names a kind of data
     for result in found.values():
         for what, mark in result.data.items():
             other = first.setdefault(what, result)
             if other.data[what] != mark:
-                raise ReproduceError(
-                    f"{folder}: {result.name}.json and {other.name}.json were made from other data ({what}); "
-                    "move one of them elsewhere, and its run is made again"
-                )
+                odd = f"{result.name}.json and {other.name}.json were made from other data ({what})"
+                raise ReproduceError(f"{folder}: {odd}; move one of them elsewhere, and its run is made again")
     return found
 
 
 def provenance(where: torch.device) -> dict[str, Any]:
     """What a file of numbers says about how it came to be."""
-    made = environment(where)
-    return {
-        "made": made["time"],
-        "command": " ".join([_program(), *sys.argv[1:]]),
-        "environment": {name: made[name] for name in _FACTS if name in made},
-    }
-
-
-def _program() -> str:
-    """A study is a module of its own."""
-    started = getattr(sys.modules["__main__"], "__spec__", None)
-    return "sinkdlm" if started is None or started.name.startswith("sinkdlm") else f"python -m {started.name}"
+    made, started = environment(where), getattr(sys.modules["__main__"], "__spec__", None)
+    program = "sinkdlm" if started is None or started.name.startswith("sinkdlm") else f"python -m {started.name}"  # a study
+    told = {name: made[name] for name in _FACTS if name in made}
+    return {"made": made["time"], "command": " ".join([program, *sys.argv[1:]]), "environment": told}
 
 
 _FACTS = ("commit", "device", "torch", "triton", "transformers", "cuda", "python", "sinkdlm", "threads", "platform")
+
+
+def best_rate(tried: Mapping[float, float]) -> float:
+    """Of learning rates and what their trials gave; of equal ones the smallest."""
+    return min(tried, key=lambda rate: (tried[rate], rate))
 
 
 def find_made(job: Job, results: Mapping[str, RunResult], scale: Scale) -> RunResult | None:

@@ -9,8 +9,8 @@ import gc
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +18,11 @@ import torch
 from rich.console import Console
 
 from sinkdlm.checkpoint.directory import load
-from sinkdlm.config.recipe import BUDGETS, Recipe
-from sinkdlm.config.toml import nest, overlay, parse_override
+from sinkdlm.config.recipe import BUDGETS, Recipe, merge
+from sinkdlm.config.toml import nest, overlay
 from sinkdlm.evals.requests import Sheet
-from sinkdlm.reproduce.inputs import Given, Inputs
-from sinkdlm.reproduce.matrix import ADAPT, SCALES, SFT, VARIANTS, Job, Scale, stages_declared
+from sinkdlm.reproduce.inputs import Asked, Inputs
+from sinkdlm.reproduce.matrix import ADAPT, SCALES, SFT, TRIAL_SHARE, VARIANTS, Job, Scale, stages_declared
 from sinkdlm.reproduce.measuring import Found, Model, ask, ask_officially, score_answers, score_cuts, score_documents, watch
 from sinkdlm.reproduce.results import RUN, TRIAL, Outcome, RunResult, provenance, write_result, write_text
 from sinkdlm.training.gradient_spikes import read_lines, read_peaks
@@ -30,42 +30,13 @@ from sinkdlm.training.loop import train
 from sinkdlm.training.setup import LoadParent
 
 
-class Asked(NamedTuple):
-    """What the command line asks. seeds: None for the scale's own number."""
-
-    target: str
-    scale: str
-    out: Path
-    seeds: int | None = None
-    records: Path | None = None
-    given: Given = Given()
-    only: Sequence[str] = ()
-    tasks: Sequence[str] | None = None
-    overrides: Sequence[str] = ()
-    time_limit: float | None = None
-    keep_weights: bool = False
-    official: bool = False
-    device: str | None = None
-
-    @property
-    def folder(self) -> Path:
-        """Of results."""
-        return self.records or self.out / "records"
-
-    @property
-    def changes(self) -> dict[str, Any]:
-        """--set: a result of other settings must not pass for one of the declared ones."""
-        return dict(parse_override(override) for override in self.overrides)
-
-
-@dataclass(frozen=True)
-class Bench:
+class Bench(NamedTuple):
     """Where runs are made, and with what. sheets: of each task that is asked."""
 
     asked: Asked
     inputs: Inputs
     load_parent: LoadParent
-    sheets: Mapping[str, Sheet] = field(default_factory=dict)
+    sheets: Mapping[str, Sheet] = {}
 
     @property
     def scale(self) -> Scale:
@@ -106,14 +77,13 @@ def recipe_of(job: Job, bench: Bench, lr: float | None) -> Recipe:
         seeded["init"] = {"from": str(bench.folder(base) / "model")}
     elif job.group == ADAPT:
         seeded["init"] = {"from": inputs.parent}
-    table: dict[str, Any] = {key: dict(value) for key, value in bench.scale.tables[job.group].items()}
-    for part in (changes, seeded, *(nest(*parse_override(override)) for override in bench.asked.overrides)):
-        if any(name in part.get("train", {}) for name in BUDGETS):  # a budget replaces the one that stood there
-            table["train"] = {name: value for name, value in table["train"].items() if name not in BUDGETS}
-        table = overlay(table, part)
+    table: dict[str, Any] = {}
+    overrides = reduce(overlay, (nest(*change) for change in bench.asked.changes.items()), table)
+    for part in (bench.scale.tables[job.group], changes, seeded, overrides):
+        table = merge(table, part)
     if job.trial is not None:
         budget = next(name for name in BUDGETS if name in table["train"])
-        share = table["train"][budget] * bench.scale.trial_share
+        share = table["train"][budget] * TRIAL_SHARE
         table["train"] = {**table["train"], budget: max(1, round(share)) if budget == "steps" else share}
     return Recipe.resolve(table)
 
@@ -130,19 +100,13 @@ def stages_of(job: Job, bench: Bench) -> list[str]:
 
 def measure(stage: str, model: Model, bench: Bench, recipe: Recipe) -> Found:
     kind, _, task = stage.partition(" ")
-    match kind:
-        case "validation":
-            return score_documents(model, bench.inputs, bench.scale, recipe.data.length)
-        case "answers":
-            return score_answers(model, bench.inputs, bench.scale)
-        case "task":
-            return ask(model, bench.sheets[task], task)
-        case "official":
-            return ask_officially(model, bench.sheets[task], task, bench.scale.official[task])
-        case "cuts":
-            return score_cuts(model, bench.inputs, bench.scale)
-        case _:
-            return watch(model, bench.inputs, bench.scale)
+    if kind == "task":
+        return ask(model, bench.sheets[task], task)
+    if kind == "official":
+        return ask_officially(model, bench.sheets[task], task, bench.scale.official[task])
+    if kind == "validation":
+        return score_documents(model, bench.inputs, bench.scale, recipe.data.length)
+    return {"answers": score_answers, "cuts": score_cuts, "capture": watch}[kind](model, bench.inputs, bench.scale)
 
 
 class TimeUp(Exception):  # noqa: N818  (no error: it was asked for)
@@ -154,22 +118,44 @@ def run_job(
 ) -> RunResult:
     """Trains what is left to train, measures what is left to measure, and writes the result. Raises TimeUp between stages."""
     recipe = recipe_of(job, bench, lr)
-    folder = bench.folder(job)
-    parts = _Parts(bench.parts(job), recipe)
-    missing = [stage for stage in stages_of(job, bench) if stage not in parts.done]
+    folder, parts = bench.folder(job), bench.parts(job)
+    mark = parts / "recipe.toml"
+    if parts.is_dir() and (not mark.exists() or mark.read_text() != recipe.to_toml()):  # what stages of another recipe found
+        shutil.rmtree(parts)
+    write_text(mark, recipe.to_toml())
+    done = {path.stem: json.loads(path.read_text()) for path in sorted(parts.glob("*.json"))}
+
+    def keep(stage: str, found: Found, seconds: float) -> None:
+        outcomes = {name: outcome.to_json() for name, outcome in found.outcomes.items()}
+        done[stage] = {"outcomes": outcomes, "layers": found.layers, "told": found.told, "seconds": round(seconds, 2)}
+        write_text(parts / f"{stage}.json", json.dumps(done[stage]))
+
+    missing = [stage for stage in stages_of(job, bench) if stage not in done]
     if missing:
         trained = train_job(recipe, folder, bench)
-        parts.keep("train", Found(told=trained), sum(line["timing"]["seconds"] for line in read_lines(folder, "train")))
+        keep("train", Found(told=trained), sum(line["timing"]["seconds"] for line in read_lines(folder, "train")))
         dtype = torch.bfloat16 if bench.where.type == "cuda" else torch.float32
         model = Model(load(folder / "model", device=bench.where, dtype=dtype), recipe.data.first)
         for stage in missing:
             if is_late():
                 raise TimeUp(job.name)
             began = time.monotonic()
-            found = measure(stage, model, bench, recipe)
-            parts.keep(stage, found, time.monotonic() - began)
-            say(f"{job.name}: {stage} in {time.monotonic() - began:.1f} s")
-    result = _assemble(job, recipe, parts.done, bench, told)
+            keep(stage, measure(stage, model, bench, recipe), time.monotonic() - began)
+            say(f"{job.name}: {stage} in {done[stage]['seconds']:.1f} s")
+    outcomes = {name: Outcome.from_json(said) for part in done.values() for name, said in part["outcomes"].items()}
+    layers = {name: values for part in done.values() for name, values in part["layers"].items()}
+    facts = {
+        **done["train"]["told"],
+        **told,
+        "seconds": {stage: part["seconds"] for stage, part in done.items()},
+        **bench.provenance(),
+        "changes": bench.asked.changes,
+        "recipe": recipe.to_toml(),
+        **{name: value for stage, part in done.items() if stage != "train" for name, value in part["told"].items()},
+    }
+    kind = RUN if job.trial is None else TRIAL
+    place = (job.name, kind, bench.scale.name, job.group, job.variant, job.seed, recipe.train.lr)
+    result = RunResult(*place, outcomes, layers, facts)
     write_result(bench.asked.folder, result)
     return result
 
@@ -196,37 +182,3 @@ def clear(job: Job, bench: Bench) -> None:
     shutil.rmtree(bench.parts(job), ignore_errors=True)
     if not bench.asked.keep_weights:
         shutil.rmtree(bench.folder(job), ignore_errors=True)
-
-
-class _Parts:
-    """What stages found, a file each; those of another recipe are thrown away."""
-
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
-        self.folder = folder
-        mark = folder / "recipe.toml"
-        if folder.is_dir() and (not mark.exists() or mark.read_text() != recipe.to_toml()):
-            shutil.rmtree(folder)
-        write_text(mark, recipe.to_toml())
-        self.done = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-
-    def keep(self, stage: str, found: Found, seconds: float) -> None:
-        outcomes = {name: outcome.to_json() for name, outcome in found.outcomes.items()}
-        text = json.dumps({"outcomes": outcomes, "layers": found.layers, "told": found.told, "seconds": round(seconds, 2)})
-        write_text(self.folder / f"{stage}.json", text)
-        self.done[stage] = json.loads(text)
-
-
-def _assemble(job: Job, recipe: Recipe, done: Mapping[str, Any], bench: Bench, told: Mapping[str, Any]) -> RunResult:
-    outcomes = {name: Outcome.from_json(said) for part in done.values() for name, said in part["outcomes"].items()}
-    layers = {name: values for part in done.values() for name, values in part["layers"].items()}
-    facts = {
-        **done["train"]["told"],
-        **told,
-        "seconds": {stage: part["seconds"] for stage, part in done.items()},
-        **bench.provenance(),
-        "changes": bench.asked.changes,
-        "recipe": recipe.to_toml(),
-        **{name: value for stage, part in done.items() if stage != "train" for name, value in part["told"].items()},
-    }
-    kind = RUN if job.trial is None else TRIAL
-    return RunResult(job.name, kind, bench.scale.name, job.group, job.variant, job.seed, recipe.train.lr, outcomes, layers, facts)

@@ -25,7 +25,7 @@ class Paired(NamedTuple):
 
     difference: float
     stderr: float
-    n: int
+    items: int
 
 
 class Spread(NamedTuple):
