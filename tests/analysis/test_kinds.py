@@ -126,11 +126,6 @@ def test_mask_is_a_mask_wherever_its_row_is_and_rows_without_a_token_are_special
     assert named(tokenizer, letter, n, n_ids=n + 1, mask_id=letter) == ["mask", "special"]
 
 
-def test_nothing_is_known_without_a_tokenizer():
-    assert classify(None, 10, 9) is None
-    assert labels(None, np.array([3, 9, 0]), 9) == ["#3", "[M]", "#0"]
-
-
 @pytest.mark.parametrize("make", [byte_level, lambda: sentencepiece()[0]], ids=["byte-level", "sentencepiece"])
 def test_the_texts_of_tokens_join_to_the_text(make):
     tokenizer = make()

@@ -10,8 +10,8 @@ import pytest
 from captures import AWKWARD, KINDS, NASTY, VANILLA, make_capture
 from sinkdlm.analysis import figures, findings, glossary, metrics
 from sinkdlm.analysis.kinds import KINDS as MEASURED_KINDS
+from sinkdlm.analysis.metrics import Trajectory
 from sinkdlm.analysis.report import Grid, Report
-from sinkdlm.analysis.trajectory import Trajectory
 from sinkdlm.errors import AnalysisError
 
 pytest.importorskip("matplotlib")
@@ -168,7 +168,7 @@ def test_captures_that_were_not_made_alike_are_told():
     noise = [make_capture(name, n_sinks) for name, n_sinks in (("plain", 0), ("lane", 1))]
     for one, shares in zip(noise, ([0.9, 0.1], [0.5, 0.1]), strict=True):
         one["settings"] |= {"inputs": "noise", "shares": shares}
-    assert findings.compare(noise)[0].cautions == ["the setting shares differs: [0.9, 0.1] in plain, [0.5, 0.1] in lane"]
+    assert findings.compare(noise)[0].cautions == ["the setting shares differs: 0.9, 0.1 in plain, 0.5, 0.1 in lane"]
 
 
 def test_totals_over_different_layers_are_told():

@@ -1,14 +1,12 @@
 """Recordings: what a file of a trajectory holds, that it is the analysis's own, and how large it may be."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from evaluated import padded_lm, small_lm
 from sinkdlm.analysis import recording
 from sinkdlm.analysis.capture import Rules, capture
-from sinkdlm.analysis.recording import Recorder, join_sides, likeliest, look_at, pack, record_side, unpack
+from sinkdlm.analysis.recording import Recorder, likeliest, look_at, pack, record_side, unpack
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.sampling import requests_of
@@ -42,7 +40,7 @@ def test_a_recording_holds_what_the_analysis_saw(lm):
     assert trajectory.absolute.any()
     np.testing.assert_array_equal(np.array(side["top"])[:steps].reshape(trajectory.top.shape), trajectory.top)
     received, values = unpack(side["received"])[:steps], unpack(side["values"])[:steps]
-    n_sinks = trajectory.n_sinks
+    n_sinks = lm.config.n_sinks
     half = received.max() / 255 / 2 * 1.001
     np.testing.assert_allclose(received[..., :n_sinks], trajectory.sink_received, atol=half)
     np.testing.assert_allclose(received[..., n_sinks:].mean(2), trajectory.received, atol=half)
@@ -65,7 +63,6 @@ def test_numbers_are_packed_to_half_a_step_of_their_frame():
 def test_what_is_too_large_is_refused_and_rows_go_first(monkeypatch):
     lm = small_lm()
     _, canvases = frames_of(lm)
-    given = {"piece": str, "kind": lambda token: "word"}
     n_values = len(canvases) * 2 * 2 * 29
     monkeypatch.setattr(recording, "MOST_ROWS", n_values * 28 - 1)
     assert record_side(lm, "m", canvases[:2], 8)["rows"] is not None
@@ -73,12 +70,12 @@ def test_what_is_too_large_is_refused_and_rows_go_first(monkeypatch):
     assert side["rows"] is None
     assert len(side["candidates"]) == len(canvases)
     monkeypatch.setattr(recording, "MOST_VALUES", n_values)
-    Recorder(lm.model, "m", canvases, 8, **given)
+    Recorder(lm, "m", canvases, 8)
     monkeypatch.setattr(recording, "MOST_VALUES", n_values - 1)
     with pytest.raises(AnalysisError, match="take fewer steps or tokens"):
-        Recorder(lm.model, "m", canvases, 8, **given)
+        Recorder(lm, "m", canvases, 8)
     with pytest.raises(AnalysisError, match="grew"):
-        Recorder(lm.model, "m", [canvases[0], canvases[0][:-1]], 8, **given)
+        Recorder(lm, "m", [canvases[0], canvases[0][:-1]], 8)
 
 
 def test_candidates_are_what_could_be_written():
@@ -97,14 +94,6 @@ def test_candidates_are_what_could_be_written():
     assert sum(chance for _, chance in everything) == pytest.approx(1)
     (everything,) = likeliest(small_model(mask_id=10), [3, 10], [1], 11)
     assert {token for token, _ in everything} == set(range(10))
-
-
-def test_without_a_tokenizer_tokens_are_their_ids():
-    lm = replace(small_lm(), tokenizer=None)
-    side = record_side(lm, "m", [[3, 4, lm.config.mask_id], [3, 4, 5]], 2)
-    assert side["pieces"]["4"] == "#4"
-    assert side["tokens"][0] == [3, 4, None]
-    assert join_sides([side], {"prompt": ""})["format"] == "sinkdlm-recording"
 
 
 def test_looking_changes_nothing_and_needs_one_forward(monkeypatch):

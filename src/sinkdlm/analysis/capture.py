@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkdlm.analysis.trajectory import Trajectory
+from sinkdlm.analysis.metrics import Trajectory
 from sinkdlm.errors import AnalysisError, ModelError
 from sinkdlm.model.attention import attend_naive
 from sinkdlm.model.model import Block, DiffusionLM
-from sinkdlm.model.observe import AttentionStatistics, Watcher, part_registers, share_on, summarize
+from sinkdlm.model.observe import part_registers, share_on, summarize
 from sinkdlm.noise import Stream, fold, hash_words, unit_interval
 from sinkdlm.sampling.loop import step
-from sinkdlm.sampling.requests import Request, State, start
+from sinkdlm.sampling.requests import Request, start
 
 _NOISE = -3  # a word beside those of sampling: which positions of a given text are masked
 
@@ -107,15 +107,6 @@ def _norms(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).norm(dim=-1)
 
 
-def look_once(model: DiffusionLM, tokens: Sequence[int]) -> list[AttentionStatistics]:
-    """Of every layer, when the model sees this row."""
-    logits = [sink_logit_of(model, layer) for layer in range(model.config.n_layers)]
-    watcher = Watcher(sink_logits=cast(list[Tensor], logits), n_registers=model.config.n_registers)
-    with model.inference():
-        model(torch.tensor([list(tokens)], device=model.embed.weight.device), observe=watcher)
-    return watcher.layers
-
-
 def sink_logit_of(model: DiffusionLM, layer: int) -> Tensor | None:
     return cast(Block, model.blocks[layer]).attention.sink_logit
 
@@ -152,8 +143,13 @@ def capture(
         seen: list[list[dict[str, np.ndarray]]] = [[] for _ in states]
         with model.inference():
             watched = Watched(model, rules, barred)
-            while any(not state.done for state in states):
-                tick(_advance(states, watched, seen))
+            while plans := [(number, state.plan) for number, state in enumerate(states) if not state.done]:
+                watched.last = []
+                step(states, watched, device=watched.device)
+                for (number, plan), row in zip(plans, watched.last, strict=False):  # no row where none had a forward
+                    if plan.n_predicted:  # one that only masks again has none, even where others of its batch do
+                        seen[number].append(row)
+                tick(len(watched.last))
         for state, steps in zip(states, seen, strict=True):
             request = state.request
             n_prompt = sum(token != request.mask_id for token in request.canvas)
@@ -169,19 +165,6 @@ def _check(request: Request) -> None:
     ):
         if refused:
             raise AnalysisError(why)
-
-
-def _advance(states: list[State], watched: Watched, seen: list[list[dict[str, np.ndarray]]]) -> int:
-    """One step of all that are not done. A row that only masks again has no forward, even where others of its batch have one."""
-    plans = [(number, state.plan) for number, state in enumerate(states) if not state.done]
-    watched.last = []
-    step(states, watched, device=watched.device)
-    if not watched.last:
-        return 0
-    for (number, plan), row in zip(plans, watched.last, strict=True):
-        if plan.n_predicted:
-            seen[number].append(row)
-    return len(plans)
 
 
 def _join(steps: list[dict[str, np.ndarray]], number: int, n_prompt: int, mask_id: int, final: np.ndarray) -> Trajectory:
@@ -225,13 +208,7 @@ def capture_noise(
 
 
 def noisy(
-    rows: Sequence[Sequence[int]],
-    shares: Sequence[float],
-    mask_id: int,
-    seed: int,
-    *,
-    numbers: Sequence[int],
-    device: torch.device,
+    rows: Sequence[Sequence[int]], shares: Sequence[float], mask_id: int, seed: int, *, numbers: Sequence[int], device: torch.device
 ) -> tuple[list[Tensor], list[Tensor]]:
     """For each share the rows (B, T), padded on the right, with so much of them masked, and what was masked."""
     padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row, device=device) for row in rows], batch_first=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sinkdlm.analysis.findings import Capture, layers_of
+from sinkdlm.analysis.findings import Capture, Comparison, layers_of
 from sinkdlm.analysis.glossary import QUANTITIES, defined, write_count, write_interval, write_number
 from sinkdlm.analysis.plates import (
     COLOURS,
@@ -281,9 +281,9 @@ def forest(first: Capture, second: Capture, difference: Mapping[str, Any]) -> Pl
 # -- all of them, and files -----------------------------------------------------------------------------------------------------
 
 
-def draw_all(captures: Sequence[Capture], compared: Sequence[tuple[Capture, Capture, Mapping[str, Any]]]) -> dict[str, Plate]:
-    """Name -> plate. compared: (first, second, their difference)."""
-    plates = {f"difference-{file_name(b['name'])}": forest(a, b, change) for a, b, change in compared}
+def draw_all(captures: Sequence[Capture], compared: Sequence[Comparison]) -> dict[str, Plate]:
+    """Name -> plate."""
+    plates = {f"difference-{file_name(one.second['name'])}": forest(*one[:3]) for one in compared}
     plates["layers"] = figure3(captures)
     for capture in captures:
         own = file_name(capture["name"])

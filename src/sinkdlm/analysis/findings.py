@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sinkdlm.analysis.glossary import QUANTITIES, defined, write_interval, write_number
+from sinkdlm.analysis.glossary import QUANTITIES, defined, write_interval, write_number, write_value
 from sinkdlm.analysis.intervals import mean_interval
 from sinkdlm.analysis.metrics import difference
 
@@ -178,14 +178,10 @@ def _cautions(first: Capture, second: Capture) -> list[str]:
         for key in keys:
             old, new = (one[part].get(key) for one in (first, second))
             if old != new:
-                told.append(f"{differs.format(key)}: {_plain(old)} in {first['name']}, {_plain(new)} in {second['name']}")
+                told.append(f"{differs.format(key)}: {write_value(old)} in {first['name']}, {write_value(new)} in {second['name']}")
     if [row.get("prompt") for row in first["trajectories"]] != [row.get("prompt") for row in second["trajectories"]]:
         told.append("they were not given the same prompts")
     return told
-
-
-def _plain(value: Any) -> str:
-    return ", ".join(f"{key}={one}" for key, one in value.items()) if isinstance(value, Mapping) else str(value)
 
 
 def _fill(template: str, facts: Mapping[str, str]) -> str:
@@ -280,7 +276,7 @@ def against_chance(capture: Capture, name: str = "turnover", *, seed: int = 0) -
     """Turnover less that of steps in shuffled order, trajectory by trajectory."""
     rows = [[row["values"][one]["total"] for one in (name, f"{name}_null")] for row in capture["trajectories"]]
     found = np.array(rows, dtype=float).reshape(-1, 2)
-    return mean_interval(found[:, 0] - found[:, 1], seed=seed).as_json()
+    return mean_interval(found[:, 0] - found[:, 1], seed=seed)
 
 
 def _intervention(one: Mapping[str, Any]) -> Finding:

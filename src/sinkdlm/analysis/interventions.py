@@ -126,19 +126,8 @@ class Ground(NamedTuple):
     barred: Sequence[int] = ()  # ids that samples never have
 
 
-class _Facts(NamedTuple):
-    """Of the model with or without a change: nats a token of each text, the tokens that were written for each request."""
-
-    nelbo: np.ndarray
-    written: list[Tensor]
-
-
 def measure_changes(
-    model: DiffusionLM,
-    ground: Ground,
-    rules: Rules = RULES,
-    *,
-    tick: Callable[[int], None] = lambda done: None,
+    model: DiffusionLM, ground: Ground, rules: Rules = RULES, *, tick: Callable[[int], None] = lambda done: None
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """For each change: NELBO before and after, its difference, how far predictions moved, and the share of tokens that are written
     differently, with intervals over texts and requests; and what was left out. tick: called after each model, the untouched first.
@@ -152,12 +141,13 @@ def measure_changes(
         for change in changes:
             after = _look(model, ground, change.intervene)
             told = {"name": change.name, "label": change.label, "text_tokens": n_tokens}
-            rows.append({**told, **_compare(before, after, _divergences(model, ground, change.intervene), ground.seed)})
+            rows.append(told | _compare(*before, *after, _divergences(model, ground, change.intervene), ground.seed))
             tick(1)
     return rows, omitted
 
 
-def _look(model: DiffusionLM, ground: Ground, intervene: Intervention | None) -> _Facts:
+def _look(model: DiffusionLM, ground: Ground, intervene: Intervention | None) -> tuple[np.ndarray, list[Tensor]]:
+    """With or without a change: nats a token of each text, the tokens that were written for each request."""
     denoiser: Any = functools.partial(model.denoiser(), intervene=intervene)
     denoiser.barred = tuple(ground.barred)  # a partial has none of what it wraps
     texts = [list(row) for row in ground.texts]
@@ -166,7 +156,7 @@ def _look(model: DiffusionLM, ground: Ground, intervene: Intervention | None) ->
     found = log_likelihood(denoiser, texts, scored, draws=ground.draws, mask_id=mask_id, seed=ground.seed, device=device)
     counts = np.array([sum(row) for row in scored])
     nelbo = -np.asarray(found.mean, dtype=np.float64) / counts
-    return _Facts(nelbo, _write(denoiser, ground, device))
+    return nelbo, _write(denoiser, ground, device)
 
 
 def _divergences(model: DiffusionLM, ground: Ground, intervene: Intervention) -> np.ndarray:
@@ -206,10 +196,10 @@ def _write(denoiser: Any, ground: Ground, device: torch.device) -> list[Tensor]:
     return written
 
 
-def _compare(before: _Facts, after: _Facts, divergences: np.ndarray, seed: int) -> dict[str, Any]:
-    changed = np.array([float((a != b).double().mean()) for a, b in zip(before.written, after.written, strict=True)])
-    nelbo, kl, differ = (
-        mean_interval(values, seed=seed).as_json() for values in (after.nelbo - before.nelbo, divergences, changed)
-    )
-    means = {"before": float(before.nelbo.mean()), "after": float(after.nelbo.mean()), "change": nelbo.pop("mean")}
+def _compare(
+    old: np.ndarray, old_written: list[Tensor], new: np.ndarray, written: list[Tensor], divergences: np.ndarray, seed: int
+) -> dict[str, Any]:
+    changed = np.array([float((a != b).double().mean()) for a, b in zip(old_written, written, strict=True)])
+    nelbo, kl, differ = (mean_interval(values, seed=seed) for values in (new - old, divergences, changed))
+    means = {"before": float(old.mean()), "after": float(new.mean()), "change": nelbo.pop("mean")}
     return {"nelbo": means | nelbo, "kl": kl, "changed": differ}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from sinkdlm.analysis import figures, plates
 from sinkdlm.analysis.findings import OF_SINKS, Capture, Claim, Comparison, claims, compare, findings, headline, tell, total
-from sinkdlm.analysis.glossary import QUANTITIES, defined, write_count, write_interval, write_number
+from sinkdlm.analysis.glossary import QUANTITIES, defined, write_count, write_interval, write_number, write_value
 from sinkdlm.analysis.intervals import MIN_TRAJECTORIES
 from sinkdlm.analysis.recording import join_sides
 from sinkdlm.analysis.study import check_capture
@@ -74,9 +74,7 @@ class Report:
         told = {one.second["name"]: claims(one.second, one) for one in pairs}
         self.title = headline(captures, told)
         self.judged = [Judged(_versus(one, "against"), "", told[one.second["name"]], one.cautions) for one in pairs]
-        note = (
-            "Whether content sinks become fewer and move less needs a checkpoint with a sink token and one without, side by side."
-        )
+        note = "Whether content sinks become fewer and move less needs checkpoints with and without a sink token, side by side."
         self.judged = self.judged or [Judged(capture["name"], note, claims(capture), []) for capture in captures]
         self.lede = _lede(captures)
 
@@ -86,7 +84,7 @@ class Report:
         plates.check_drawing()
         try:
             out.mkdir(parents=True, exist_ok=True)  # a folder that cannot be had is told before anything is drawn
-            drawn = figures.draw_all(self.captures, [one[:3] for one in self.comparisons])
+            drawn = figures.draw_all(self.captures, self.comparisons)
             texts = {"report.html": self.page(drawn), "metrics.json": to_json(self.metrics()), "summary.md": self.summary()}
             if recording := self.recording():
                 texts |= {"recording.json": json.dumps(recording, separators=(",", ":")) + "\n", _INSPECT: build_viewer(recording)}
@@ -127,10 +125,7 @@ class Report:
             report=self,
             inspect=_INSPECT if self.recording() else None,
             style=Markup(own.joinpath("report.css").read_text(encoding="utf-8")),
-            contents=[
-                *([self.chapter.key] if self.chapter else []),
-                *("claims", "findings", "figures", "tables", "texts", "glossary", "provenance"),
-            ],
+            contents=("claims", "findings", "figures", "tables", "texts", "glossary", "provenance"),
             findings=[(capture["name"], findings(capture)) for capture in self.captures],
             plates=[(name, plate, Markup(_inline(name, plate))) for name, plate in drawn.items()],
             tables=self._grids(),
@@ -172,7 +167,8 @@ class Report:
         """All quantities, and what interventions did."""
         rows = []
         for name, quantity in QUANTITIES.items():
-            totals = [total(capture, name) if _has(capture, name) else None for capture in self.captures]
+            having = [one["model"]["n_sinks"] or name not in OF_SINKS for one in self.captures]
+            totals = [total(one, name) if has else None for one, has in zip(self.captures, having, strict=True)]
             if any(one and defined(one["mean"]) for one in totals):
                 cells = [tell(one, name) if one else "none" for one in totals]
                 gaps = (one.difference["quantities"].get(name, {}).get("total", {}) for one in self.comparisons)
@@ -200,10 +196,6 @@ def _lede(captures: Sequence[Capture]) -> str:
 
 
 # -- parts of the page ----------------------------------------------------------------------------------------------------------
-
-
-def _has(capture: Capture, name: str) -> bool:
-    return bool(capture["model"]["n_sinks"]) or name not in OF_SINKS
 
 
 def _inline(name: str, plate: plates.Plate) -> str:
@@ -248,15 +240,7 @@ def _facts(capture: Capture) -> list[tuple[str, str]]:
         made["command"] = shlex.join(made["command"])
     counts = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in capture["n"].items())
     facts = {"checkpoint": capture["source"], **made, **capture["settings"], "n": counts, "model": capture["model"]}
-    return [(key, _plain(value)) for key, value in facts.items()]
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_plain(one)}" for key, one in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_plain, value)) or "none"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return [(key, write_value(value)) for key, value in facts.items()]
 
 
 # -- beside the page ------------------------------------------------------------------------------------------------------------

@@ -16,9 +16,8 @@ import numpy as np
 from sinkdlm.analysis.capture import RULES, Rules, attention_maps, capture, capture_noise
 from sinkdlm.analysis.interventions import Ground, find_changes, measure_changes
 from sinkdlm.analysis.kinds import classify, labels
-from sinkdlm.analysis.metrics import Measured, measure, paths_of, summarize
+from sinkdlm.analysis.metrics import Measured, Trajectory, measure, paths_of, summarize
 from sinkdlm.analysis.recording import record_side
-from sinkdlm.analysis.trajectory import Trajectory
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.sampling import Policy, Request
@@ -121,13 +120,7 @@ class _Seen:
     def record(self, name: str, prompt: str, tick: Callable[[int], None]) -> dict[str, Any]:
         """The first trajectory, for the page: what was asked, and what was seen."""
         first, plan = self.first, self.plan
-        asked: dict[str, Any] = {
-            "prompt": prompt,
-            "seed": str(plan.seed),
-            "policy": None,
-            "steps": first.n_steps,
-            "length": plan.length,
-        }
+        asked = {"prompt": prompt, "seed": str(plan.seed), "policy": None, "steps": first.n_steps, "length": plan.length}
         if plan.shares:
             asked |= {"shares": list(plan.shares), "length": len(first.final)}
         canvases = [*first.tokens.tolist(), first.final.tolist()]
@@ -230,12 +223,15 @@ def count_rows(lm: Any, plan: Plan) -> int:
 # -- files ------------------------------------------------------------------------------------------------------------------------
 
 
-def write_capture(path: Path, found: dict[str, Any]) -> None:
+def write_capture(path: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """The capture as it will be read."""
+    text = json.dumps(found, allow_nan=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, allow_nan=False) + "\n", encoding="utf-8")
+        path.write_text(f"{text}\n", encoding="utf-8")
     except OSError as failure:
         raise AnalysisError(f"{path}: cannot be written: {failure.strerror}; give another --out") from None
+    return dict(json.loads(text))
 
 
 def read_capture(path: Path) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from sinkdlm.analysis import plates
 from sinkdlm.analysis.report import Report, to_json
-from sinkdlm.analysis.study import Plan, count_rows, read_capture, study, write_capture
+from sinkdlm.analysis.study import Plan, count_rows, study, write_capture
 from sinkdlm.checkpoint.directory import load
 from sinkdlm.checkpoint.durable import held, replace_text
 from sinkdlm.config.recipe import Recipe
@@ -185,19 +186,18 @@ def _capture(lm: Any, twin: str, out: Path, trajectories: int, seed: int) -> dic
     path, source = out / "captures" / f"{twin}.json", str(out / twin / "model")
     with ItemBar(f"rows through {twin}", count_rows(lm, plan)) as display:
         made = environment(torch.device("cpu"))
-        write_capture(path, study(lm, plan, name=twin, source=source, made=made, show=display.update))
-    return read_capture(path)
+        return write_capture(path, study(lm, plan, name=twin, source=source, made=made, show=display.update))
 
 
 def _report(captures: list[dict[str, Any]], facts: dict[str, Any], out: Path) -> tuple[dict[str, Any], str | None]:
     """metrics.json always; the page where what draws it is installed, else why not."""
     report, problem = Report(captures, words.chapter(facts)), None
     try:
-        report.write(out)
-    except AnalysisError as failure:
-        if "sinkdlm[viz]" not in str(failure):
-            raise
-        problem = str(failure)
+        plates.check_drawing()
+    except AnalysisError as missing:
+        problem = str(missing)
         (out / "report.html").unlink(missing_ok=True)  # of an earlier demo: its numbers are not these
         (out / "metrics.json").write_text(to_json(report.metrics()), encoding="utf-8")
+    else:
+        report.write(out)
     return json.loads((out / "metrics.json").read_text(encoding="utf-8")), problem

@@ -47,10 +47,6 @@ def has_room(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal and console.width >= WIDE and console.height >= TALL
 
 
-def minutes(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
 class Screen(Monitor):
     """Of one twin. problem: a sum that it has not seen; opening: how a story begins; length: tokens of the story."""
 
@@ -151,7 +147,8 @@ class Screen(Monitor):
         return lines
 
     def _pace(self) -> str:
-        return f"{self.rate:.1f} steps/s {minutes(self.seconds_left)} left" if self.rate else "starting"
+        minutes, seconds = divmod(int(self.seconds_left), 60)
+        return f"{self.rate:.1f} steps/s {minutes}:{seconds:02d} left" if self.rate else "starting"
 
     def _attention(self, *, short: bool = False) -> str:
         shares = [layer["sink_share"] for layer in self.layers if "sink_share" in layer]
