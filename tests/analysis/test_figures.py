@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from captures import AWKWARD, NOTHING, make_capture
-from sinkdlm.analysis import figures, findings, plates
+from sinkdlm.analysis import figures, findings
 
 pytest.importorskip("matplotlib")
 
@@ -76,7 +76,7 @@ def drawn_texts(figure):
     """(text, box in pixels) of everything that is drawn, ticks outside an axis left out."""
     from matplotlib.text import Text
 
-    with plates.styled():
+    with figures.styled():
         figure.set_dpi(200)  # as files are written
         figure.draw_without_rendering()
         hidden = set()

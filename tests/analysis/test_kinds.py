@@ -6,8 +6,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from evaluated import LETTERS, tiny_tokenizer
+from sinkdlm.analysis.figures import shown
 from sinkdlm.analysis.kinds import KINDS, classify, labels, texts_of
-from sinkdlm.analysis.plates import shown
 from sinkdlm.interop.tokenizer import read_tokenizer_at
 
 ROOT = Path(__file__).parents[2]

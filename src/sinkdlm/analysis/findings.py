@@ -348,16 +348,10 @@ def headline(captures: Sequence[Capture], judged: Mapping[str, Sequence[Claim]])
     if len(judged) > 2:
         return f"{len(judged)} checkpoints with a sink against one without"
     if judged:
-        return "; ".join(f"{name}: of {len(told)} claims of the paper, {_counted(told)}" for name, told in judged.items())
+        counts = {name: sum(one.verdict == SHOWS for one in told) for name, told in judged.items()}
+        return "; ".join(f"{name}: {n} of {len(judged[name])} claims of the paper show" for name, n in counts.items())
     capture = captures[0]
     mass, heads = (total(capture, name)["mean"] for name in ("sink_mass", "sink_heads"))
     if capture["model"]["n_sinks"] and defined(mass):
         return f"{capture['name']}: {write_number(mass, 'share')} of attention rests on its {sink_name(capture)}"
     return f"{capture['name']}: {write_number(heads, 'share') if heads else 'none'} of heads and steps have a content sink"
-
-
-def _counted(told: Sequence[Claim]) -> str:
-    words = {SHOWS: ("shows", "show"), FAILS: ("does not show", "do not show"), UNDECIDED: ("is undecided", "are undecided")}
-    counts = {verdict: sum(one.verdict == verdict for one in told) for verdict in words}
-    parts = [f"{n} {words[verdict][n > 1]}" for verdict, n in counts.items() if n]
-    return f"all {parts[0]}" if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -6,9 +6,9 @@ and samples is measured against the untouched model with the same noise. Knows n
 B rows, T tokens, S sinks, H query heads, K key/value heads, D head width, V vocabulary.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,27 +37,21 @@ class Change(NamedTuple):
 def find_changes(model: DiffusionLM, rules: Rules = RULES) -> tuple[list[Change], dict[str, str]]:
     """The changes that make sense for a model, and why the others do not."""
     config = model.config
-    found: list[Change] = []
     omitted: dict[str, str] = {}
     if not config.n_sinks:
-        omitted |= dict.fromkeys(("remove", "zero", "move"), "the model has no sink")
-    else:
-        found.append(Change("remove", "sink removed", functools.partial(_remove, config.n_registers)))
-        if config.has_sink_logit:
-            omitted |= dict.fromkeys(("zero", "move"), "a sink logit has neither value nor position")
-        else:
-            found.append(Change("zero", "sink's value set to zero", functools.partial(_zero, config.n_registers)))
-        if config.n_registers:
-            omitted["move"] = "a register sees the tokens, and would see them from elsewhere too"
-        elif config.n_lane:
-            far = "end" if config.sink_position == "front" else "front"
-            found += [
-                Change(f"move-{where}", f"sink moved to the {where}", functools.partial(_move, config, where))
-                for where in (far, "middle")
-            ]
-    label = f"top content sink banned where it receives more than {rules.threshold:g}"
-    found.append(Change("ban", label, functools.partial(_ban, model, rules.threshold)))
-    return found, omitted
+        omitted = dict.fromkeys(("remove", "zero", "move"), "the model has no sink")
+    elif config.has_sink_logit:
+        omitted = dict.fromkeys(("zero", "move"), "a sink logit has neither value nor position")
+    elif config.n_registers:
+        omitted = {"move": "a register sees the tokens, and would see them from elsewhere too"}
+    far, banned = "end" if config.sink_position == "front" else "front", f"it receives more than {rules.threshold:g}"
+    changes = [
+        Change("remove", "sink removed", partial(_remove, config.n_registers)),
+        Change("zero", "sink's value set to zero", partial(_zero, config.n_registers)),
+        *(Change(f"move-{to}", f"sink moved to the {to}", partial(_move, config, to)) for to in (far, "middle")),
+        Change("ban", f"top content sink banned where {banned}", partial(_ban, model, rules.threshold)),
+    ]
+    return [change for change in changes if change.name.partition("-")[0] not in omitted], omitted
 
 
 def _remove(n_registers: int, _: int, seen: Seen) -> Seen:
@@ -148,7 +142,7 @@ def measure_changes(
 
 def _look(model: DiffusionLM, ground: Ground, intervene: Intervention | None) -> tuple[np.ndarray, list[Tensor]]:
     """With or without a change: nats a token of each text, the tokens that were written for each request."""
-    denoiser: Any = functools.partial(model.denoiser(), intervene=intervene)
+    denoiser: Any = partial(model.denoiser(), intervene=intervene)
     denoiser.barred = tuple(ground.barred)  # a partial has none of what it wraps
     texts = [list(row) for row in ground.texts]
     scored = [[position > 0 or not model.config.shift_logits for position in range(len(row))] for row in texts]

@@ -1,6 +1,6 @@
 """The report of one or more captures: report.html, figures, metrics.json, summary.md. One page that needs nothing beside itself.
 
-Checks captures, and lays out what findings and figures give. Measures nothing.
+Lays out what findings and figures give. Measures nothing.
 """
 
 import json
@@ -11,12 +11,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sinkdlm.analysis import figures, plates
+from sinkdlm.analysis import figures
 from sinkdlm.analysis.findings import OF_SINKS, Capture, Claim, Comparison, claims, compare, findings, headline, tell, total
 from sinkdlm.analysis.glossary import QUANTITIES, defined, write_count, write_interval, write_number, write_value
 from sinkdlm.analysis.intervals import MIN_TRAJECTORIES
 from sinkdlm.analysis.recording import join_sides
-from sinkdlm.analysis.study import check_capture
 from sinkdlm.errors import AnalysisError
 from sinkdlm.page.bundle import build_viewer
 
@@ -58,17 +57,9 @@ class Judged(NamedTuple):
 
 
 class Report:
-    """Checked captures, compared and judged, and the files and texts made of them."""
+    """Captures of different names, compared and judged, and the files and texts made of them."""
 
     def __init__(self, captures: Sequence[Capture], chapter: Chapter | None = None) -> None:
-        if not captures:
-            raise AnalysisError("no capture to report on; name at least one checkpoint")
-        for place, capture in enumerate(captures):
-            check_capture(capture, f"capture {place + 1}")
-        names = [capture["name"] for capture in captures]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise AnalysisError(f"two captures are called {twice[0]}: give each checkpoint a name of its own")
         self.captures, self.chapter, self.comparisons = captures, chapter, compare(captures)
         pairs = [one for one in self.comparisons if one.second["model"]["n_sinks"] and not one.first["model"]["n_sinks"]]
         told = {one.second["name"]: claims(one.second, one) for one in pairs}
@@ -81,14 +72,14 @@ class Report:
     def write(self, out: Path) -> dict[str, Any]:
         """What was written: "report", "metrics", "summary", "figures" (name -> suffix -> file), and where captures hold recordings
         "recording" and "inspect", the page that shows it."""
-        plates.check_drawing()
+        figures.check_drawing()
         try:
             out.mkdir(parents=True, exist_ok=True)  # a folder that cannot be had is told before anything is drawn
             drawn = figures.draw_all(self.captures, self.comparisons)
             texts = {"report.html": self.page(drawn), "metrics.json": to_json(self.metrics()), "summary.md": self.summary()}
             if recording := self.recording():
                 texts |= {"recording.json": json.dumps(recording, separators=(",", ":")) + "\n", _INSPECT: build_viewer(recording)}
-            paths: dict[str, Any] = {"figures": plates.write(drawn, out / "figures")}
+            paths: dict[str, Any] = {"figures": figures.write_files(drawn, out / "figures")}
             for name, text in texts.items():
                 paths[Path(name).stem] = out / name
                 paths[Path(name).stem].write_text(text, encoding="utf-8")
@@ -115,7 +106,7 @@ class Report:
             "claims": [{"about": one.name, "claims": [claim._asdict() for claim in one.claims]} for one in self.judged],
         }
 
-    def page(self, drawn: Mapping[str, plates.Plate]) -> str:
+    def page(self, drawn: Mapping[str, figures.Plate]) -> str:
         from jinja2 import Environment, StrictUndefined
         from markupsafe import Markup
 
@@ -198,7 +189,7 @@ def _lede(captures: Sequence[Capture]) -> str:
 # -- parts of the page ----------------------------------------------------------------------------------------------------------
 
 
-def _inline(name: str, plate: plates.Plate) -> str:
+def _inline(name: str, plate: figures.Plate) -> str:
     """An SVG file as part of a page: without a head, sized by the page, with names that no other figure of the page has."""
     from markupsafe import escape
 

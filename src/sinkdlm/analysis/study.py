@@ -234,19 +234,15 @@ def write_capture(path: Path, found: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def read_capture(path: Path) -> dict[str, Any]:
+def read_capture(path: Path) -> Any:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as failure:
         reason = getattr(failure, "strerror", None) or "it is no JSON"
         raise AnalysisError(f"{path}: cannot be read: {reason}") from None
-    check_capture(found, str(path))
+    if not isinstance(found, Mapping) or found.get("format") != FORMAT:
+        raise AnalysisError(f"{path}: not a capture; make one with: sinkdlm analyze CKPT --out DIR")
+    if found.get("version") != VERSION:
+        version = found.get("version")
+        raise AnalysisError(f"{path}: a capture of version {version}, but this sinkdlm reads version {VERSION}; capture it again")
     return found
-
-
-def check_capture(capture: Any, where: str) -> None:
-    if not isinstance(capture, Mapping) or capture.get("format") != FORMAT:
-        raise AnalysisError(f"{where}: not a capture; make one with: sinkdlm analyze CKPT --out DIR")
-    if capture.get("version") != VERSION:
-        version = capture.get("version")
-        raise AnalysisError(f"{where}: a capture of version {version}, but this sinkdlm reads version {VERSION}; capture it again")

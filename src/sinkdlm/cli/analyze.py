@@ -55,7 +55,7 @@ def analyze(
     if shares is not None and texts is None:
         raise AnalysisError("--shares: of the texts of --texts; give them")
     if not capture_only:
-        from sinkdlm.analysis.plates import check_drawing
+        from sinkdlm.analysis.figures import check_drawing
 
         check_drawing()  # before hours of capture, not after them
     written = {"prompts": prompts, "trajectories": trajectories, "forwards": forwards, "length": length, "steps": steps}

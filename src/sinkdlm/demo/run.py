@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from sinkdlm.analysis import plates
+from sinkdlm.analysis import figures
 from sinkdlm.analysis.report import Report, to_json
 from sinkdlm.analysis.study import Plan, count_rows, study, write_capture
 from sinkdlm.checkpoint.directory import load
@@ -30,7 +30,7 @@ from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.display import ItemBar
 from sinkdlm.demo import language, words
 from sinkdlm.demo.scoring import answer, attention_on_sums, compare_answers, compare_losses, exact_match, tell_story
-from sinkdlm.demo.screen import Part, Screen
+from sinkdlm.demo.screen import Screen
 from sinkdlm.errors import AnalysisError, UserError
 from sinkdlm.sampling import policy_of
 from sinkdlm.training.loop import train
@@ -75,7 +75,7 @@ def run_demo(out: Path, *, steps: int, seed: int, trajectories: int, fresh: bool
             recipes = _settle(out, steps, seed, fresh, console)
             console.print(words.GREETING)
             for number, (twin, recipe) in enumerate(recipes.items(), start=1):
-                _train(twin, recipe, out / twin, Part(twin, number, len(recipes), steps), console)
+                _train(recipe, out / twin, number, console)
             console.print("measuring: held-out sums, and stories as they are written")
             models = {twin: load(out / twin / "model") for twin in TWINS}
             facts = _score(models, out, steps, seed)
@@ -134,12 +134,12 @@ def _settle(out: Path, steps: int, seed: int, fresh: bool, console: Console) -> 
 # -- its parts ------------------------------------------------------------------------------------------------------------------
 
 
-def _train(twin: str, recipe: Recipe, folder: Path, part: Part, console: Console) -> None:
+def _train(recipe: Recipe, folder: Path, number: int, console: Console) -> None:
     seed = recipe.train.seed
-    problem = language.problems(seed, held_out=True)[0]
-    monitor = functools.partial(Screen, part=part, problem=problem, opening=language.openings(1, seed)[0], length=LENGTH)
+    given = {"problem": language.problems(seed, held_out=True)[0], "opening": language.openings(1, seed)[0], "length": LENGTH}
+    monitor = functools.partial(Screen, number=number, of=len(TWINS), **given)
     train(recipe, folder, device="cpu", console=console, monitor=monitor)
-    console.print(f"{twin:8s}trained: {part.steps} steps in {_train_seconds(folder):.0f} s")
+    console.print(f"{folder.name:8s}trained: {recipe.train.steps} steps in {_train_seconds(folder):.0f} s")
 
 
 def _read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -193,7 +193,7 @@ def _report(captures: list[dict[str, Any]], facts: dict[str, Any], out: Path) ->
     """metrics.json always; the page where what draws it is installed, else why not."""
     report, problem = Report(captures, words.chapter(facts)), None
     try:
-        plates.check_drawing()
+        figures.check_drawing()
     except AnalysisError as missing:
         problem = str(missing)
         (out / "report.html").unlink(missing_ok=True)  # of an earlier demo: its numbers are not these

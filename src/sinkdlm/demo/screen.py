@@ -26,15 +26,6 @@ _BARS = "▁▂▃▄▅▆▇█"
 _STORY_STEPS = 8
 
 
-class Part(NamedTuple):
-    """One of the runs of a demo."""
-
-    name: str
-    number: int
-    of: int
-    steps: int  # of each
-
-
 class Look(NamedTuple):
     """A sum and a story on their way from masks to text, a text for each step."""
 
@@ -48,17 +39,19 @@ def has_room(console: Console) -> bool:
 
 
 class Screen(Monitor):
-    """Of one twin. problem: a sum that it has not seen; opening: how a story begins; length: tokens of the story."""
+    """Of one twin, which has its folder's name: the `number`th of `of`. problem: a sum that it has not seen; opening: how a story
+    begins; length: tokens of the story."""
 
     def __init__(
-        self, folder: Path, log: LogSection, console: Console, *, part: Part, problem: Problem, opening: str, length: int
+        self, folder: Path, log: LogSection, console: Console, number: int, of: int, problem: Problem, opening: str, length: int
     ) -> None:
         super().__init__(folder, log, console)
-        self.part, self._problem, self._opening, self._length = part, problem, opening, length
+        self.name, self._number, self._of = folder.name, number, of
+        self._problem, self._opening, self._length = problem, opening, length
         self.losses: list[float] = []
         self.layers: Sequence[Mapping[str, float]] = ()
         self.look: Look | None = None
-        self.step = self._first = 0
+        self.step = self._first = self.steps = 0
         self._looked = self._spoke = self._began = time.monotonic()
         self._live: Live | None = None
 
@@ -69,9 +62,10 @@ class Screen(Monitor):
 
     def begin(self, step: int, steps: int, settings: Mapping[str, Any]) -> None:
         self.step = self._first = step
+        self.steps = steps
         self._began = self._spoke = time.monotonic()
         if step:
-            self.console.print(f"{self.part.name}: goes on after step {step} of {steps}")
+            self.console.print(f"{self.name}: goes on after step {step} of {steps}")
         if has_room(self.console):
             self._live = Live(self, console=self.console, refresh_per_second=4, transient=True)
             self._live.start()
@@ -133,14 +127,14 @@ class Screen(Monitor):
     @property
     def seconds_left(self) -> float:
         """Of all training: this twin's and that of those after it."""
-        steps = self.part.steps - self.step + (self.part.of - self.part.number) * self.part.steps
+        steps = self.steps - self.step + (self._of - self._number) * self.steps
         return steps / self.rate if self.rate else 0.0
 
     # -- how it is shown --------------------------------------------------------------------------------------------------------
 
     def plain(self) -> list[str]:
         """Two lines of at most 50 columns."""
-        lines = [f"{self.part.name} {self.step}/{self.part.steps} loss {self.loss:.2f} {self._pace()}"]
+        lines = [f"{self.name} {self.step}/{self.steps} loss {self.loss:.2f} {self._pace()}"]
         if self.look is not None:
             seen = " ".join(text.removeprefix(self._problem.question).replace(OPEN, "_") for text in self.look.sums)
             lines.append(f"  {self._problem.question} {seen}  {self._attention(short=True)}")
@@ -161,8 +155,8 @@ class Screen(Monitor):
 
     def __rich__(self) -> Text:
         """Called by the picture's own thread; text moves on by itself between two looks."""
-        steps = f"{self.step}/{self.part.steps}  {self._pace()}"
-        lines = [f"twin {self.part.number} of {self.part.of}: {self.part.name}  {_bar(self.step / self.part.steps)} {steps}"]
+        twin = f"twin {self._number} of {self._of}: {self.name}"
+        lines = [f"{twin}  {_bar(self.step / self.steps)} {self.step}/{self.steps}  {self._pace()}"]
         if self.losses:
             lines.append(f"loss       {self.loss:.3f}  {spark(self.losses)}")
         if self.look is not None:
