@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from evaluated import padded_lm, small_lm
+from recordings import unpack
 from sinkdlm.analysis import recording
 from sinkdlm.analysis.capture import Rules, capture
-from sinkdlm.analysis.recording import Recorder, likeliest, look_at, pack, record_side, unpack
+from sinkdlm.analysis.recording import Recorder, likeliest, look_at, pack
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.sampling import requests_of
@@ -29,7 +30,7 @@ def frames_of(lm, rules=None):
 def test_a_recording_holds_what_the_analysis_saw(lm):
     rules = Rules(threshold=0.2, margin=2.0)
     trajectory, canvases = frames_of(lm, rules)
-    side = record_side(lm, "m", canvases, trajectory.n_prompt, rules=rules)
+    side = Recorder(lm, "m", canvases, trajectory.n_prompt, rules=rules).record()
     steps, shape = trajectory.n_steps, (trajectory.n_layers, trajectory.n_heads, 28)
     for rule in ("absolute", "relative"):
         expected = getattr(trajectory, rule)
@@ -65,8 +66,8 @@ def test_what_is_too_large_is_refused_and_rows_go_first(monkeypatch):
     _, canvases = frames_of(lm)
     n_values = len(canvases) * 2 * 2 * 29
     monkeypatch.setattr(recording, "MOST_ROWS", n_values * 28 - 1)
-    assert record_side(lm, "m", canvases[:2], 8)["rows"] is not None
-    side = record_side(lm, "m", canvases, 8)
+    assert Recorder(lm, "m", canvases[:2], 8).record()["rows"] is not None
+    side = Recorder(lm, "m", canvases, 8).record()
     assert side["rows"] is None
     assert len(side["candidates"]) == len(canvases)
     monkeypatch.setattr(recording, "MOST_VALUES", n_values)
@@ -85,7 +86,7 @@ def test_candidates_are_what_could_be_written():
     canvas = [3, 4, *[mask_id] * 6]
     bare = likeliest(lm.model, canvas, range(8), 5)
     assert all({token for token, _ in place} - known for place in bare)
-    for frame in record_side(lm, "m", [canvas], 2)["candidates"]:
+    for frame in Recorder(lm, "m", [canvas], 2).record()["candidates"]:
         assert {token for place in frame for token, _ in place} <= known
         assert all(len(place) == 5 and place[0][1] > 0 for place in frame)
     barred = absent_ids(lm.tokenizer, lm.config.vocab_size)

@@ -121,6 +121,13 @@ class Recorder:
             rows = np.stack([one.float().numpy() for one in maps.values()])
             self._rows.append(rows.reshape(config.n_layers, config.n_heads, *rows.shape[1:]))
 
+    def record(self, tick: Callable[[int], None] = lambda rows: None) -> dict[str, Any]:
+        """All frames at once, for whoever has the model alone."""
+        for _ in self.canvases:
+            self.take()
+            tick(1)
+        return self.side()
+
     def side(self) -> dict[str, Any]:
         config, seen, tokenizer = self.lm.config, self._seen, self.lm.tokenizer
         piece, kind = self.piece or partial(piece_of, tokenizer), kind_finder(tokenizer, config.mask_id)
@@ -154,31 +161,6 @@ def pack(frames: Sequence[np.ndarray]) -> dict[str, Any]:
     return {"shape": list(levels.shape), "scales": scales, "data": data}
 
 
-def unpack(packed: Mapping[str, Any]) -> np.ndarray:
-    """What `pack` was given, to half a step of its scale."""
-    levels = np.frombuffer(zlib.decompress(base64.b64decode(packed["data"])), np.uint8).reshape(packed["shape"])
-    scales = np.array(packed["scales"]).reshape(-1, *[1] * (levels.ndim - 1))
-    found: np.ndarray = levels * scales
-    return found
-
-
 def join_sides(sides: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]) -> dict[str, Any]:
     """A whole recording. asked: prompt, seed, policy, steps, length; what the page shows as its settings."""
     return {"format": FORMAT, "version": VERSION, "made": {"sinkdlm": __version__}, "asked": dict(asked), "sides": list(sides)}
-
-
-def record_side(
-    lm: Any,
-    name: str,
-    canvases: Sequence[Sequence[int]],
-    n_given: int,
-    *,
-    rules: Rules = RULES,
-    tick: Callable[[int], None] = lambda rows: None,
-) -> dict[str, Any]:
-    """One side at once, for whoever has the model alone."""
-    recorder = Recorder(lm, name, canvases, n_given, rules=rules)
-    for _ in canvases:
-        recorder.take()
-        tick(1)
-    return recorder.side()

@@ -116,13 +116,10 @@ class Report:
             report=self,
             inspect=_INSPECT if self.recording() else None,
             style=Markup(own.joinpath("report.css").read_text(encoding="utf-8")),
-            contents=("claims", "findings", "figures", "tables", "texts", "glossary", "provenance"),
-            findings=[(capture["name"], findings(capture)) for capture in self.captures],
             plates=[(name, plate, Markup(_inline(name, plate))) for name, plate in drawn.items()],
             tables=self._grids(),
-            texts=[(capture["name"], capture["n"]["trajectories"], _texts(capture)) for capture in self.captures],
             glossary=_GLOSSARY,
-            provenance=[(capture["name"], _facts(capture)) for capture in self.captures],
+            findings=findings, texts=_texts, facts=_facts,
         )
 
     def short(self) -> str:

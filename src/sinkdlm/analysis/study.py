@@ -17,7 +17,7 @@ from sinkdlm.analysis.capture import RULES, Rules, attention_maps, capture, capt
 from sinkdlm.analysis.interventions import Ground, find_changes, measure_changes
 from sinkdlm.analysis.kinds import classify, labels
 from sinkdlm.analysis.metrics import Measured, Trajectory, measure, paths_of, summarize
-from sinkdlm.analysis.recording import record_side
+from sinkdlm.analysis.recording import Recorder
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.sampling import Policy, Request
@@ -42,7 +42,6 @@ class Plan:
     rules: Rules = RULES
     interventions: bool = True
     draws: int = 16  # of NELBO, under interventions: the same before and after
-    n_paths: int = 4  # trajectories whose sinks are kept step by step
     maps: Sequence[tuple[int, int, int]] = ()  # (step, layer, head) of the first trajectory; by default the strongest head
 
     @property
@@ -82,7 +81,6 @@ class _Seen:
         self.lm, self.plan = lm, plan
         self.kinds = classify(lm.tokenizer, max(config.embedding_rows, config.mask_id + 1), config.mask_id)
         self.measured: list[Measured] = []
-        self.paths: list[dict[str, Any]] = []
         self.finals: dict[int, list[int]] = {}
         self.top = np.zeros((config.n_layers, config.n_heads))  # what the most received token receives, summed over trajectories
 
@@ -95,8 +93,6 @@ class _Seen:
         self.measured.append(measured)
         self.finals[trajectory.number] = trajectory.final.tolist()
         self.top += trajectory.top_received.mean(0)
-        if len(self.paths) < self.plan.n_paths:
-            self.paths.append(paths_of(trajectory, labels(self.lm.tokenizer, trajectory.final, trajectory.mask_id)))
 
     def draw_maps(self) -> list[dict[str, Any]]:
         """Of the first trajectory: the chosen places, or its first and middle step in the head with the strongest content sink.
@@ -124,7 +120,7 @@ class _Seen:
         if plan.shares:
             asked |= {"shares": list(plan.shares), "length": len(first.final)}
         canvases = [*first.tokens.tolist(), first.final.tolist()]
-        return {"asked": asked, "side": record_side(self.lm, name, canvases, first.n_prompt, rules=plan.rules, tick=tick)}
+        return {"asked": asked, "side": Recorder(self.lm, name, canvases, first.n_prompt, rules=plan.rules).record(tick)}
 
 
 def study(
@@ -154,7 +150,7 @@ def study(
     for row in found["trajectories"]:
         begin = plan.texts[row["number"]] if plan.shares else lm.tokenizer.decode(plan.prompts[row["number"] % len(plan.prompts)])
         row |= {"prompt": begin, "text": lm.tokenizer.decode(seen.finals[row["number"]])}
-    maps = seen.draw_maps()
+    maps, path = seen.draw_maps(), paths_of(seen.first, labels(lm.tokenizer, seen.first.final, seen.first.mask_id))
     changes, omitted = _intervene(lm, plan, requests, texts, tick)
     try:
         recording = seen.record(name, found["trajectories"][0]["prompt"], tick)
@@ -168,7 +164,7 @@ def study(
     about = {"format": FORMAT, "version": VERSION, "name": name, "source": source, "model": lm.config.to_dict()}
     about |= {"made": {**made, "seconds": round(time.monotonic() - began, 3)}}
     about |= {"settings": {**settings, "batch": plan.batch, **plan.rules._asdict()}}
-    return about | found | {"paths": seen.paths, "maps": maps, "interventions": changes, "recording": recording, "omitted": omitted}
+    return about | found | {"paths": [path], "maps": maps, "interventions": changes, "recording": recording, "omitted": omitted}
 
 
 def _barred(lm: Any) -> list[int]:

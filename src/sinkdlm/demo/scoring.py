@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
+from sinkdlm.analysis.intervals import LEVEL
 from sinkdlm.demo.language import ANSWER, EOS, Problem
 from sinkdlm.model.observe import Watcher
 from sinkdlm.sampling import generate
-
-LEVEL = 0.95
 
 
 def answer(lm: Any, questions: Sequence[str]) -> list[str]:

@@ -201,8 +201,6 @@ def write(lm: Any, job: Job, policy: Policy, *, watch: bool = False, world: Any 
     world: a World whose ranks each write a share of the texts. Noise is keyed by the sample index, so that a text is the same
     whoever writes it.
     """
-    if job.until_eos and policy.eos_id is None:
-        raise SamplingError("--until-eos: the tokenizer names no EOS; give a --length alone")
     mask_id = lm.config.mask_id
     rows = [row for row in canvases(lm, job) for _ in range(job.n)]
     requests = [Request(row, policy, mask_id, job.seed, index, grow=job.until_eos) for index, row in enumerate(rows)]
