@@ -21,7 +21,7 @@ from sinkdlm.cli import entry as cli
 from sinkdlm.config.recipe import LogSection
 from sinkdlm.config.toml import flatten
 from sinkdlm.demo import language, run, words
-from sinkdlm.demo.scoring import compare_answers, compare_losses, exact_match, share_interval
+from sinkdlm.demo.run import compare_answers, compare_losses, exact_match, share_interval
 from sinkdlm.demo.screen import OPEN, Look, Screen, has_room, spark
 
 STEPS, TRAJECTORIES = 4, 6

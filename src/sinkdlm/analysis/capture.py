@@ -17,7 +17,7 @@ from torch import Tensor
 from sinkdlm.analysis.metrics import Trajectory
 from sinkdlm.errors import AnalysisError, ModelError
 from sinkdlm.model.attention import attend_naive
-from sinkdlm.model.model import Block, DiffusionLM
+from sinkdlm.model.model import Block, Denoiser, DiffusionLM
 from sinkdlm.model.observe import part_registers, share_on, summarize
 from sinkdlm.noise import Stream, fold, hash_words, unit_interval
 from sinkdlm.sampling.loop import step
@@ -39,22 +39,24 @@ RULES = Rules()
 _PER_TOKEN = {"absolute", "relative", "received", "value_norm", "resting", "update_ratio"}  # their last dimension is T
 
 
-class Watched:
+class Watched(Denoiser):
     """A denoiser whose every forward is looked at. `last` holds what the last one showed, a dictionary for each row.
 
     barred: ids that are never written, as `model.denoiser` has them."""
 
+    capturable = False
+
     def __init__(self, model: DiffusionLM, rules: Rules = RULES, barred: Sequence[int] = ()) -> None:
-        self.model, self.rules = model, rules
+        super().__init__(model, barred)
+        self.rules, self._n_registers = rules, model.config.n_registers
         self.last: list[dict[str, np.ndarray]] = []
-        self._denoiser = model.denoiser(barred)
-        self.reach, self.barred, self.device = self._denoiser.reach, self._denoiser.barred, self._denoiser.device
-        self._n_registers = model.config.n_registers
         self._layers: list[dict[str, Tensor]] = []  # what each showed, rows first, named as in Trajectory
         self._states: Tensor | None = None  # |h| of the layer that is being computed, (B, R + T)
         self._lengths: Tensor | None = None
 
-    def __call__(self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None, cache: Any = None, **facts: Any
+    ) -> Tensor:
         self._layers, self._lengths = [], lengths
         with ExitStack() as stack:
             for block in cast(list[Block], self.model.blocks):
@@ -64,7 +66,7 @@ class Watched:
                 self.model(tokens, lengths=lengths, observe=self._look)
         self.last = self._collect(tokens)
         # A watched forward runs plain and whole, so it rounds otherwise: the sampler gets what it would get unwatched.
-        return self._denoiser(tokens, lengths=lengths, where=where)
+        return super().__call__(tokens, lengths=lengths, where=where, cache=cache, **facts)
 
     def _look(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
         given, logit = part_registers(self._n_registers, q, k, v, sink_k, sink_v), sink_logit_of(self.model, layer)
@@ -118,9 +120,6 @@ def stands_out(received: Tensor, lengths: Tensor | None, margin: float) -> Tenso
     column = received * n_tokens
     others = (column.sum(-1, keepdim=True) - column) / (n_tokens - 1).clamp_min(1)
     return column - others > margin
-
-
-# -- trajectories -----------------------------------------------------------------------------------------------------------------
 
 
 def capture(
@@ -219,9 +218,6 @@ def noisy(
     times = unit_interval(fold(keys[:, None], 0, places, _NOISE))
     masked = [(times < share) & inside for share in shares]
     return [padded.masked_fill(chosen, mask_id) for chosen in masked], masked
-
-
-# -- single maps ------------------------------------------------------------------------------------------------------------------
 
 
 def attention_maps(

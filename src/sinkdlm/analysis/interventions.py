@@ -106,9 +106,6 @@ def _and(visible: Any, also: Tensor) -> Tensor:
     return also if visible is None else visible & also
 
 
-# -- what it does -----------------------------------------------------------------------------------------------------------------
-
-
 class Ground(NamedTuple):
     """What a change is measured on."""
 

@@ -117,10 +117,9 @@ def _read_sentencepiece(name: str) -> bytes:
 
 
 def labels(tokenizer: Any, ids: Sequence[int] | np.ndarray, mask_id: int) -> list[str]:
-    return [MASK_LABEL if index == mask_id else piece_of(tokenizer, int(index)) for index in ids]
-
-
-def piece_of(tokenizer: Any, token: int) -> str:
-    """A token's own text, a leading space included; what is no text by itself is a replacement sign. Without one, the id."""
-    (text,) = texts_of(tokenizer, [token])
-    return text.decode(errors="replace") if text else f"#{token}"
+    """Each token's own text, a leading space included; what is no text by itself is a replacement sign. Without one, the id."""
+    ids = [int(index) for index in ids]
+    texts = (
+        text.decode(errors="replace") if text else f"#{index}" for index, text in zip(ids, texts_of(tokenizer, ids), strict=True)
+    )
+    return [MASK_LABEL if index == mask_id else text for index, text in zip(ids, texts, strict=True)]

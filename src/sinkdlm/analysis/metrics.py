@@ -348,7 +348,7 @@ def paths_of(trajectory: Trajectory, labels: Sequence[str]) -> dict[str, Any]:
     highest = np.take_along_axis(received, top[..., None], -1)[..., 0]
     return {
         "number": trajectory.number,
-        "top": np.where(np.isnan(highest), None, top).tolist(),
+        "top": np.where(np.isnan(highest), np.array(None), top).tolist(),
         "received": [_plain(row) for row in highest],
         "masked": (trajectory.tokens == trajectory.mask_id).astype(int).tolist(),
         "labels": list(labels),

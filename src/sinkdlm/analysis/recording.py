@@ -10,7 +10,6 @@ import base64
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +17,13 @@ import torch
 
 from sinkdlm import __version__
 from sinkdlm.analysis.capture import RULES, Rules, attention_maps, sink_logit_of, stands_out
-from sinkdlm.analysis.kinds import kind_finder, piece_of
+from sinkdlm.analysis.kinds import kind_finder
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.model.observe import Watcher
 from sinkdlm.sampling.drawing import precise
+from sinkdlm.text.prompts import piece_of
 
 FORMAT, VERSION = "sinkdlm-recording", 1
 MOST_VALUES = 1 << 24  # received attention of all frames, a byte each before they are packed
@@ -77,21 +77,17 @@ def likeliest(
     return found
 
 
-# -- recordings -----------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class Recorder:
     """Takes frames one by one, so that others may use the model in between; `side` is then one model's half of a recording.
 
-    piece: a token's text by its id. confidence: of each frame a byte a token, 0 for none, else 1 + 254 p.
+    confidence: of each frame a byte a token, 0 for none, else 1 + 254 p.
     """
 
     lm: Any
     name: str
     canvases: Sequence[Sequence[int]]
     n_given: int
-    piece: Callable[[int], str] | None = None
     confidence: Sequence[bytes] = ()
     rules: Rules = RULES
 
@@ -130,7 +126,7 @@ class Recorder:
 
     def side(self) -> dict[str, Any]:
         config, seen, tokenizer = self.lm.config, self._seen, self.lm.tokenizer
-        piece, kind = self.piece or partial(piece_of, tokenizer), kind_finder(tokenizer, config.mask_id)
+        kind = kind_finder(tokenizer, config.mask_id)
         candidates = {token for frame in self._candidates for place in frame for token, _ in place}
         ids = sorted(({token for canvas in self.canvases for token in canvas} | candidates) - {config.mask_id})
         return {
@@ -141,7 +137,7 @@ class Recorder:
             "rules": self.rules._asdict(),
             "tokens": [[None if token == config.mask_id else token for token in canvas] for canvas in self.canvases],
             "confidence": [base64.b64encode(sure).decode() for sure in self.confidence] or None,
-            "pieces": {str(token): piece(token) for token in ids},
+            "pieces": {str(token): piece_of(tokenizer, token) for token in ids},
             "kinds": {str(token): kind(token) for token in ids},
             "received": pack([one.received for one in seen]),
             "values": pack([one.values for one in seen]),

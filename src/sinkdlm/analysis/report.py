@@ -119,7 +119,9 @@ class Report:
             plates=[(name, plate, Markup(_inline(name, plate))) for name, plate in drawn.items()],
             tables=self._grids(),
             glossary=_GLOSSARY,
-            findings=findings, texts=_texts, facts=_facts,
+            findings=findings,
+            texts=_texts,
+            facts=_facts,
         )
 
     def short(self) -> str:
@@ -183,9 +185,6 @@ def _lede(captures: Sequence[Capture]) -> str:
     return f"{'; '.join(parts)}. A content sink is a token of the text that receives more than {threshold} of a head's attention."
 
 
-# -- parts of the page ----------------------------------------------------------------------------------------------------------
-
-
 def _inline(name: str, plate: figures.Plate) -> str:
     """An SVG file as part of a page: without a head, sized by the page, with names that no other figure of the page has."""
     from markupsafe import escape
@@ -229,9 +228,6 @@ def _facts(capture: Capture) -> list[tuple[str, str]]:
     counts = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in capture["n"].items())
     facts = {"checkpoint": capture["source"], **made, **capture["settings"], "n": counts, "model": capture["model"]}
     return [(key, write_value(value)) for key, value in facts.items()]
-
-
-# -- beside the page ------------------------------------------------------------------------------------------------------------
 
 
 def to_json(value: Any) -> str:

@@ -117,10 +117,12 @@ class _Seen:
         """The first trajectory, for the page: what was asked, and what was seen."""
         first, plan = self.first, self.plan
         asked = {"prompt": prompt, "seed": str(plan.seed), "policy": None, "steps": first.n_steps, "length": plan.length}
-        if plan.shares:
-            asked |= {"shares": list(plan.shares), "length": len(first.final)}
+        noise = {"shares": list(plan.shares), "length": len(first.final)} if plan.shares else {}
         canvases = [*first.tokens.tolist(), first.final.tolist()]
-        return {"asked": asked, "side": Recorder(self.lm, name, canvases, first.n_prompt, rules=plan.rules).record(tick)}
+        return {
+            "asked": {**asked, **noise},
+            "side": Recorder(self.lm, name, canvases, first.n_prompt, rules=plan.rules).record(tick),
+        }
 
 
 def study(
@@ -214,9 +216,6 @@ def count_rows(lm: Any, plan: Plan) -> int:
     """That go through the model, about: for a time estimate."""
     looks = 1 + len(find_changes(lm.model, plan.rules)[0]) if plan.interventions else 0
     return plan.n_steps * (len(plan.texts) if plan.shares else plan.trajectories) + looks * _rows_of_look(plan) + plan.n_steps + 1
-
-
-# -- files ------------------------------------------------------------------------------------------------------------------------
 
 
 def write_capture(path: Path, found: dict[str, Any]) -> dict[str, Any]:

@@ -55,8 +55,6 @@ class Screen(Monitor):
         self._looked = self._spoke = self._began = time.monotonic()
         self._live: Live | None = None
 
-    # -- what training tells ----------------------------------------------------------------------------------------------------
-
     def meet(self, model: Any, tokenizer: Callable[[], Any]) -> None:
         self._model, self._tokenizer = model, tokenizer()
 
@@ -97,8 +95,6 @@ class Screen(Monitor):
             self._live.stop()
         super().close()
 
-    # -- what it sees -----------------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def _take_look(self) -> Look:
         sums = self._denoise(self._problem.question, ANSWER, steps=ANSWER)
@@ -129,8 +125,6 @@ class Screen(Monitor):
         """Of all training: this twin's and that of those after it."""
         steps = self.steps - self.step + (self._of - self._number) * self.steps
         return steps / self.rate if self.rate else 0.0
-
-    # -- how it is shown --------------------------------------------------------------------------------------------------------
 
     def plain(self) -> list[str]:
         """Two lines of at most 50 columns."""

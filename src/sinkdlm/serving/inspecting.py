@@ -127,7 +127,7 @@ async def recording(kept: Kept, choice: Index) -> dict[str, Any]:
     """All there is to see, for a file: one model's side of a recording, a frame computed at a time."""
     served, frames = kept.served, kept.frames(choice)
     canvases, sure = [tokens.tolist() for tokens, _ in frames], [levels.tobytes() for _, levels in frames]
-    recorder = Recorder(served.lm, served.name, canvases, kept.request.n_given[choice], piece=served.piece, confidence=sure)
+    recorder = Recorder(served.lm, served.name, canvases, kept.request.n_given[choice], confidence=sure)
     for _ in canvases:
         await kept.compute(recorder.take)
     return await run_in_threadpool(recorder.side)

@@ -63,9 +63,8 @@ def make_site(
     """Make an engine for each model. They share the device, and alternate in it."""
     metrics, lock = Metrics(), FairLock()
     served = {}
-    for lm in models.values():
-        check_bos(lm.tokenizer, bos)
     for name, lm in models.items():
+        check_bos(lm.tokenizer, bos)
         lm.model.requires_grad_(False).eval()
         engine = Engine(
             lm.model,

@@ -34,9 +34,7 @@ class Metrics:
         of_model: dict[str, Any] = {"labelnames": ["model"], "registry": registry}
         self.requests = Counter("sinkdlm_requests", "Answers by status.", ["path", "status"], registry=registry)
         self.seconds = Histogram("sinkdlm_request_seconds", "From a request's arrival to its end.", buckets=_SECONDS, **of_model)
-        self.queued = Histogram(
-            "sinkdlm_queue_seconds", "From a request's arrival to its first step.", buckets=_SECONDS, **of_model
-        )
+        self.queued = Histogram("sinkdlm_queue_seconds", "From its arrival to its first step.", buckets=_SECONDS, **of_model)
         self.prompt_tokens = Counter("sinkdlm_prompt_tokens", "Tokens that were given.", **of_model)
         self.completion_tokens = Counter("sinkdlm_completion_tokens", "Tokens that were written.", **of_model)
         self.rows = Histogram("sinkdlm_batch_rows", "Texts in a step.", buckets=_ROWS, **of_model)
