@@ -163,9 +163,7 @@ def screen(folder: Path, width: int, *, terminal: bool) -> tuple[Screen, io.Stri
     made = Screen(folder / "sink", LogSection(), console, **options)
     made.step, made.steps, made.losses = 350, 700, [3 - step / 200 for step in range(350)]
     made.layers = [{"sink_share": share, "top_content_share": 0.2} for share in (0.12, 0.34, 0.05)]
-    made.look = Look(
-        [f"47+38={OPEN * 3}", f"47+38={OPEN}8{OPEN}", "47+38=085"], True, [f"tom has a{OPEN * 20}", "tom has a red ball."]
-    )
+    made.look = Look([f"47+38={OPEN * 3}", f"47+38={OPEN}8{OPEN}", "47+38=085"], [f"tom has a{OPEN * 20}", "tom has a red ball."])
     made._began -= 35
     made._looked -= 60
     return made, file

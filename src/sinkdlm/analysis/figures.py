@@ -103,9 +103,6 @@ def _to_svg(figure: "Figure") -> str:
     return held.getvalue().decode()
 
 
-# -- the paper's figures --------------------------------------------------------------------------------------------------------
-
-
 def pair_maps(capture: Capture) -> list[list[dict[str, Any]]]:
     """All maps, for figures of two: those of one head beside each other, in the order of steps."""
     ordered = sorted(capture["maps"], key=itemgetter("number", "layer", "head", "step"))
@@ -228,9 +225,6 @@ def _draw_layers(axis: "Axes", layers: Sequence[Mapping[str, Any]], colour: str,
     axis.plot(range(len(layers)), mean, color=colour, linestyle=line, marker=marker, markersize=3, linewidth=1.2)
 
 
-# -- where sinks are ------------------------------------------------------------------------------------------------------------
-
-
 @drawn
 def trajectory(capture: Capture) -> Plate:
     """The most-received token of each layer at each step, over what is still [MASK]."""
@@ -332,9 +326,6 @@ def forest(first: Capture, second: Capture, difference: Mapping[str, Any]) -> Pl
         f"{title}: differences with 95 % intervals, {pairing}; each row on its own scale, pp are "
         f"percentage points. Filled: the interval leaves out zero. {_sizes((first, second))}",
     )
-
-
-# -- all of them, and files -----------------------------------------------------------------------------------------------------
 
 
 def draw_all(captures: Sequence[Capture], compared: Sequence[Comparison]) -> dict[str, Plate]:

@@ -209,9 +209,6 @@ def _word(words: Sequence[str], estimate: Estimate, border: float = 0.0) -> str:
     return words[3 if side is None else (-1, 1, 0).index(side)]
 
 
-# -- one capture ----------------------------------------------------------------------------------------------------------------
-
-
 def findings(capture: Capture, *, interventions: bool = True) -> list[Finding]:
     facts = _facts(capture)
     found = [Finding(topic, _join(instead, templates, facts)) for topic, (instead, *templates) in _TOPICS.items()]
@@ -289,9 +286,6 @@ def _intervention(one: Mapping[str, Any]) -> Finding:
     return Finding(f"Intervention: {one['label']}", f"{text}.")
 
 
-# -- the paper's claims ---------------------------------------------------------------------------------------------------------
-
-
 def claims(capture: Capture, comparison: Comparison | None = None) -> list[Claim]:
     """For one capture, alone or as the second of a comparison with a model without sinks."""
     old = capture if comparison is None else comparison.first
@@ -338,9 +332,6 @@ def _higher(capture: Capture, name: str) -> str:
     means = layers_of(capture, name).values()
     above = sum(mean > 1 for mean in means)
     return f" It is above 1 in {above} of {len(means)} layers." if above else ""
-
-
-# -- the first lines ------------------------------------------------------------------------------------------------------------
 
 
 def headline(captures: Sequence[Capture], judged: Mapping[str, Sequence[Claim]]) -> str:

@@ -21,6 +21,7 @@ from sinkdlm.analysis.recording import Recorder
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.sampling import Policy, Request
+from sinkdlm.text.prompts import lay_out
 
 FORMAT, VERSION = "sinkdlm-capture", 1
 _DIGITS = 4  # of attention maps
@@ -138,6 +139,7 @@ def study(
         done += rows
         show(done)
 
+    barred = absent_ids(lm.tokenizer, lm.config.vocab_size)  # as whoever writes with this model
     how: dict[str, Any] = {"rules": plan.rules, "batch": plan.batch, "tick": tick}
     if plan.shares:
         texts, requests = _encode_texts(lm, plan.texts), list[Request]()
@@ -145,7 +147,7 @@ def study(
     else:
         requests = _requests(lm, plan)
         texts = [list(prompt)[: lm.config.context_length] for prompt in plan.prompts if prompt]
-        trajectories = capture(lm.model, requests, barred=_barred(lm), **how)
+        trajectories = capture(lm.model, requests, barred=barred, **how)
     for trajectory in trajectories:
         seen.take(trajectory)
     found = summarize(seen.measured, plan.seed)
@@ -153,7 +155,7 @@ def study(
         begin = plan.texts[row["number"]] if plan.shares else lm.tokenizer.decode(plan.prompts[row["number"] % len(plan.prompts)])
         row |= {"prompt": begin, "text": lm.tokenizer.decode(seen.finals[row["number"]])}
     maps, path = seen.draw_maps(), paths_of(seen.first, labels(lm.tokenizer, seen.first.final, seen.first.mask_id))
-    changes, omitted = _intervene(lm, plan, requests, texts, tick)
+    changes, omitted = _intervene(lm, plan, requests, texts, barred, tick)
     try:
         recording = seen.record(name, found["trajectories"][0]["prompt"], tick)
     except AnalysisError as refused:
@@ -169,18 +171,10 @@ def study(
     return about | found | {"paths": [path], "maps": maps, "interventions": changes, "recording": recording, "omitted": omitted}
 
 
-def _barred(lm: Any) -> list[int]:
-    return absent_ids(lm.tokenizer, lm.config.vocab_size)  # as whoever writes with this model
-
-
 def _requests(lm: Any, plan: Plan) -> list[Request]:
     prompts = [plan.prompts[number % len(plan.prompts)] for number in range(plan.trajectories)]
-    mask_id, most, longest = lm.config.mask_id, lm.config.context_length, max(map(len, prompts))
-    if longest + plan.length > most:
-        raise AnalysisError(
-            f"prompt of {longest} and {plan.length} tokens to write: the model reads at most {most}; shorten the prompt or --length"
-        )
-    canvases = [[*prompt, *[mask_id] * plan.length] for prompt in prompts]
+    mask_id, room = lm.config.mask_id, lm.config.context_length
+    canvases = [lay_out(prompt, [], plan.length, mask_id, room, "the prompt or --length") for prompt in prompts]
     return [Request(canvas, plan.policy, mask_id, plan.seed, number) for number, canvas in enumerate(canvases)]
 
 
@@ -194,7 +188,7 @@ def _encode_texts(lm: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _intervene(
-    lm: Any, plan: Plan, requests: list[Request], texts: list[list[int]], tick: Callable[[int], None]
+    lm: Any, plan: Plan, requests: list[Request], texts: list[list[int]], barred: Sequence[int], tick: Callable[[int], None]
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """NELBO of the given texts, or of the prompts as texts; samples of the first requests."""
     if not plan.interventions:
@@ -202,7 +196,7 @@ def _intervene(
     texts = [row for row in texts if len(row) > int(lm.config.shift_logits)]  # nothing predicts a shifted row's first token
     if not texts:
         return [], {"interventions": "the prompts hold no token to score; give --prompts or --texts"}
-    ground = Ground(texts[:_N_TEXTS], requests[:_N_SAMPLES], plan.draws, plan.batch, plan.seed, _barred(lm))
+    ground = Ground(texts[:_N_TEXTS], requests[:_N_SAMPLES], plan.draws, plan.batch, plan.seed, barred)
     return measure_changes(lm.model, ground, plan.rules, tick=lambda looks: tick(looks * _rows_of_look(plan)))
 
 

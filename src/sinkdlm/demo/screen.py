@@ -30,7 +30,6 @@ class Look(NamedTuple):
     """A sum and a story on their way from masks to text, a text for each step."""
 
     sums: list[str]
-    right: bool
     stories: list[str]
 
 
@@ -99,7 +98,7 @@ class Screen(Monitor):
     def _take_look(self) -> Look:
         sums = self._denoise(self._problem.question, ANSWER, steps=ANSWER)
         room = self._length - len(self._tokenizer.encode(self._opening))
-        return Look(sums, sums[-1] == "".join(self._problem), self._denoise(self._opening, room, steps=_STORY_STEPS))
+        return Look(sums, self._denoise(self._opening, room, steps=_STORY_STEPS))
 
     def _denoise(self, prompt: str, length: int, steps: int) -> list[str]:
         ids, mask_id = self._tokenizer.encode(prompt), self._model.config.mask_id
@@ -156,7 +155,7 @@ class Screen(Monitor):
         if self.look is not None:
             frame = int((time.monotonic() - self._looked) / _FRAME_SECONDS)
             sums, stories = (texts[min(frame, len(texts) - 1)] for texts in (self.look.sums, self.look.stories))
-            verdict = ("  right" if self.look.right else "  wrong") if OPEN not in sums else ""
+            verdict = "" if OPEN in sums else "  right" if sums == "".join(self._problem) else "  wrong"
             lines += [f"a sum      {sums}{verdict}", f"a story    {stories}"]
         if self.layers:
             lines.append(f"attention  {self._attention()}")
