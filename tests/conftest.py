@@ -83,7 +83,7 @@ def command_line(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
 @pytest.fixture
 def unrendered(monkeypatch) -> None:
     """Figures are drawn, and no SVG is made of them, which is most of a report's time: for those who look at something else."""
-    monkeypatch.setattr("sinkdlm.analysis.plates._to_svg", lambda figure: "<svg></svg>")
+    monkeypatch.setattr("sinkdlm.analysis.figures._to_svg", lambda figure: "<svg></svg>")
 
 
 @pytest.fixture(scope="module")

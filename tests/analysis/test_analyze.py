@@ -115,7 +115,7 @@ def test_interventions_write_no_ids_that_the_tokenizer_lacks():
     absent = absent_ids(lm.tokenizer, lm.config.vocab_size)
     highest = []
     for barred in ((), absent):
-        (written,) = interventions._look(lm.model, interventions.Ground([[5, 6, 7]], requests, barred=barred), None).written
+        _, (written,) = interventions._look(lm.model, interventions.Ground([[5, 6, 7]], requests, barred=barred), None)
         highest.append(int(written.max()))
     assert highest[0] in absent
     assert highest[1] < len(lm.tokenizer)

@@ -223,7 +223,8 @@ def test_what_is_planted_is_found():
         np.testing.assert_allclose(trajectory.bound[:, 0, FIXED], unit / 4)
         np.testing.assert_allclose(trajectory.bound[:, 0, UNIFORM], (~masked).sum(1) * unit / n_tokens)
         np.testing.assert_allclose(trajectory.resting[:, 0], (1 + 1 + 0) / 3, atol=1e-9)
-    summary = summarize([measure(trajectory, None) for trajectory in found])
+    kinds = np.zeros(N_IDS + 1, dtype=np.uint8)
+    summary = summarize([measure(trajectory, kinds) for trajectory in found])
     told = {name: quantity["layers"][0]["mean"] for name, quantity in summary["quantities"].items()}
     assert told["content_sinks"] == pytest.approx(2 / 3)
     assert told["sink_heads"] == pytest.approx(2 / 3)

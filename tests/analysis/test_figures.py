@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from captures import AWKWARD, NOTHING, make_capture
-from sinkdlm.analysis import figures, findings, plates
+from sinkdlm.analysis import figures, findings
 
 pytest.importorskip("matplotlib")
 
@@ -49,7 +49,7 @@ def test_a_part_that_is_missing_leaves_the_rest():
 @pytest.mark.usefixtures("unrendered")
 def test_captions_state_n_and_the_rule(pair):
     comparison = findings.compare(pair)[0]
-    plates = figures.draw_all(pair, [comparison[:3]])
+    plates = figures.draw_all(pair, [comparison])
     assert len(plates) == 8
     for name, plate in plates.items():
         assert plate.figure is not None
@@ -76,7 +76,7 @@ def drawn_texts(figure):
     """(text, box in pixels) of everything that is drawn, ticks outside an axis left out."""
     from matplotlib.text import Text
 
-    with plates.styled():
+    with figures.styled():
         figure.set_dpi(200)  # as files are written
         figure.draw_without_rendering()
         hidden = set()
@@ -92,7 +92,7 @@ def drawn_texts(figure):
 @pytest.mark.parametrize("which", [pytest.param(name, marks=pytest.mark.slow) for name in AWKWARD])
 def test_no_text_of_a_figure_is_cut_or_runs_into_another(which):
     captures = AWKWARD[which]()
-    plates = figures.draw_all(captures, [one[:3] for one in findings.compare(captures)])
+    plates = figures.draw_all(captures, findings.compare(captures))
     n_drawn = 0
     for name, (figure, _, _) in plates.items():
         if figure is None:

@@ -6,8 +6,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from evaluated import LETTERS, tiny_tokenizer
+from sinkdlm.analysis.figures import shown
 from sinkdlm.analysis.kinds import KINDS, classify, labels, texts_of
-from sinkdlm.analysis.plates import shown
 from sinkdlm.interop.tokenizer import read_tokenizer_at
 
 ROOT = Path(__file__).parents[2]
@@ -124,11 +124,6 @@ def test_mask_is_a_mask_wherever_its_row_is_and_rows_without_a_token_are_special
     letter = tokenizer.convert_tokens_to_ids("a")
     assert named(tokenizer, letter, n, n + 1, n + 2, n_ids=n + 3, mask_id=n + 1) == ["word", "special", "mask", "special"]
     assert named(tokenizer, letter, n, n_ids=n + 1, mask_id=letter) == ["mask", "special"]
-
-
-def test_nothing_is_known_without_a_tokenizer():
-    assert classify(None, 10, 9) is None
-    assert labels(None, np.array([3, 9, 0]), 9) == ["#3", "[M]", "#0"]
 
 
 @pytest.mark.parametrize("make", [byte_level, lambda: sentencepiece()[0]], ids=["byte-level", "sentencepiece"])

@@ -21,8 +21,8 @@ from sinkdlm.cli import entry as cli
 from sinkdlm.config.recipe import LogSection
 from sinkdlm.config.toml import flatten
 from sinkdlm.demo import language, run, words
-from sinkdlm.demo.scoring import compare_answers, compare_losses, exact_match, share_interval
-from sinkdlm.demo.screen import OPEN, Look, Part, Screen, has_room, spark
+from sinkdlm.demo.run import compare_answers, compare_losses, exact_match, share_interval
+from sinkdlm.demo.screen import OPEN, Look, Screen, has_room, spark
 
 STEPS, TRAJECTORIES = 4, 6
 
@@ -45,7 +45,7 @@ def made(made_once) -> Path:
 
         def interrupt(self: Screen, step: int, steps: int, seen: str) -> None:
             progress(self, step, steps, seen)
-            if self.part.name == "sink" and step == 2:
+            if self.name == "sink" and step == 2:
                 os.kill(os.getpid(), signal.SIGINT)
 
         streams = {name: io.StringIO() for name in ("first", "stopped", "second", "json")}
@@ -55,7 +55,7 @@ def made(made_once) -> Path:
             patch.setattr(sys, "stderr", streams["stopped"])
             assert demo(patch, folder / "demo") == 128 + signal.SIGINT
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sinkdlm.analysis.plates._to_svg", lambda figure: "<svg></svg>")  # PNGs are made, and SVGs take longer
+            patch.setattr("sinkdlm.analysis.figures._to_svg", lambda figure: "<svg></svg>")  # PNGs are made, and SVGs take longer
             patch.setattr(sys, "stderr", streams["second"])
             patch.setattr(sys, "stdout", streams["json"])
             assert demo(patch, folder / "demo", "--json") == 0
@@ -156,16 +156,14 @@ def test_words_say_who_is_ahead_or_that_nobody_is():
 
 
 def screen(folder: Path, width: int, *, terminal: bool) -> tuple[Screen, io.StringIO]:
-    folder.mkdir()
+    (folder / "sink").mkdir(parents=True)
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=width, height=24, highlight=False, soft_wrap=True, markup=False)
-    options = {"part": Part("sink", 2, 2, 700), "problem": language.Problem("47+38=", "085"), "opening": "tom", "length": 32}
-    made = Screen(folder, LogSection(), console, **options)
-    made.step, made.losses = 350, [3 - step / 200 for step in range(350)]
+    options = {"number": 2, "of": 2, "problem": language.Problem("47+38=", "085"), "opening": "tom", "length": 32}
+    made = Screen(folder / "sink", LogSection(), console, **options)
+    made.step, made.steps, made.losses = 350, 700, [3 - step / 200 for step in range(350)]
     made.layers = [{"sink_share": share, "top_content_share": 0.2} for share in (0.12, 0.34, 0.05)]
-    made.look = Look(
-        [f"47+38={OPEN * 3}", f"47+38={OPEN}8{OPEN}", "47+38=085"], True, [f"tom has a{OPEN * 20}", "tom has a red ball."]
-    )
+    made.look = Look([f"47+38={OPEN * 3}", f"47+38={OPEN}8{OPEN}", "47+38=085"], [f"tom has a{OPEN * 20}", "tom has a red ball."])
     made._began -= 35
     made._looked -= 60
     return made, file
@@ -253,7 +251,7 @@ def test_without_what_draws_it_the_report_is_missing_and_the_rest_is_there(made,
     def absent() -> None:
         raise errors.AnalysisError("reports need matplotlib: pip install 'sinkdlm[viz]'")
 
-    monkeypatch.setattr("sinkdlm.analysis.plates.check_drawing", absent)
+    monkeypatch.setattr("sinkdlm.analysis.figures.check_drawing", absent)
     captures = [read_capture(made / "demo" / "captures" / f"{twin}.json") for twin in run.TWINS]
     whole = json.loads((made / "demo" / "metrics.json").read_text())
     found, problem = run._report(captures, whole["twins"], tmp_path)

@@ -209,7 +209,7 @@ def test_every_kind_of_sink_is_shown_as_what_it_is(browser, flags):
         finished(page, 1)
         own = side(page, "one").locator(".cell.own")
         assert own.count() == lm.config.n_sinks
-        assert_shown(quantity(page, "one", "sink_mass"), trajectory.sink_share.mean(), lm.config.n_sinks * BYTE)
+        assert_shown(quantity(page, "one", "sink_mass"), trajectory.sink_received.sum(-1).mean(), lm.config.n_sinks * BYTE)
         detail = side(page, "one").locator(".detail")
         norm = said_by(detail.locator("[data-quantity=value_norm]"))
         if flags.get("sink_kind") == "logit":

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pages import address, finished, looked, open_file, opened, said_by, scrub, side, trajectory_of, until
-from sinkdlm.analysis.recording import join_sides, record_side
+from sinkdlm.analysis.recording import Recorder, join_sides
 from sinkdlm.page.bundle import build_viewer, join_modules
 from sites import PROMPT
 
@@ -27,7 +27,7 @@ def recording(lms):
     for name in ("plain", "sunk"):
         trajectory = trajectory_of(lms[name])
         canvases = [*trajectory.tokens.tolist(), trajectory.final.tolist()]
-        sides.append(record_side(lms[name], name, canvases, trajectory.n_prompt))
+        sides.append(Recorder(lms[name], name, canvases, trajectory.n_prompt).record())
     return join_sides(sides, {"prompt": PROMPT, "seed": "1"})
 
 

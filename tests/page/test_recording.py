@@ -1,14 +1,13 @@
 """Recordings: what a file of a trajectory holds, that it is the analysis's own, and how large it may be."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from evaluated import padded_lm, small_lm
+from recordings import unpack
 from sinkdlm.analysis import recording
 from sinkdlm.analysis.capture import Rules, capture
-from sinkdlm.analysis.recording import Recorder, join_sides, likeliest, look_at, pack, record_side, unpack
+from sinkdlm.analysis.recording import Recorder, likeliest, look_at, pack
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.sampling import requests_of
@@ -31,7 +30,7 @@ def frames_of(lm, rules=None):
 def test_a_recording_holds_what_the_analysis_saw(lm):
     rules = Rules(threshold=0.2, margin=2.0)
     trajectory, canvases = frames_of(lm, rules)
-    side = record_side(lm, "m", canvases, trajectory.n_prompt, rules=rules)
+    side = Recorder(lm, "m", canvases, trajectory.n_prompt, rules=rules).record()
     steps, shape = trajectory.n_steps, (trajectory.n_layers, trajectory.n_heads, 28)
     for rule in ("absolute", "relative"):
         expected = getattr(trajectory, rule)
@@ -42,7 +41,7 @@ def test_a_recording_holds_what_the_analysis_saw(lm):
     assert trajectory.absolute.any()
     np.testing.assert_array_equal(np.array(side["top"])[:steps].reshape(trajectory.top.shape), trajectory.top)
     received, values = unpack(side["received"])[:steps], unpack(side["values"])[:steps]
-    n_sinks = trajectory.n_sinks
+    n_sinks = lm.config.n_sinks
     half = received.max() / 255 / 2 * 1.001
     np.testing.assert_allclose(received[..., :n_sinks], trajectory.sink_received, atol=half)
     np.testing.assert_allclose(received[..., n_sinks:].mean(2), trajectory.received, atol=half)
@@ -65,20 +64,19 @@ def test_numbers_are_packed_to_half_a_step_of_their_frame():
 def test_what_is_too_large_is_refused_and_rows_go_first(monkeypatch):
     lm = small_lm()
     _, canvases = frames_of(lm)
-    given = {"piece": str, "kind": lambda token: "word"}
     n_values = len(canvases) * 2 * 2 * 29
     monkeypatch.setattr(recording, "MOST_ROWS", n_values * 28 - 1)
-    assert record_side(lm, "m", canvases[:2], 8)["rows"] is not None
-    side = record_side(lm, "m", canvases, 8)
+    assert Recorder(lm, "m", canvases[:2], 8).record()["rows"] is not None
+    side = Recorder(lm, "m", canvases, 8).record()
     assert side["rows"] is None
     assert len(side["candidates"]) == len(canvases)
     monkeypatch.setattr(recording, "MOST_VALUES", n_values)
-    Recorder(lm.model, "m", canvases, 8, **given)
+    Recorder(lm, "m", canvases, 8)
     monkeypatch.setattr(recording, "MOST_VALUES", n_values - 1)
     with pytest.raises(AnalysisError, match="take fewer steps or tokens"):
-        Recorder(lm.model, "m", canvases, 8, **given)
+        Recorder(lm, "m", canvases, 8)
     with pytest.raises(AnalysisError, match="grew"):
-        Recorder(lm.model, "m", [canvases[0], canvases[0][:-1]], 8, **given)
+        Recorder(lm, "m", [canvases[0], canvases[0][:-1]], 8)
 
 
 def test_candidates_are_what_could_be_written():
@@ -88,7 +86,7 @@ def test_candidates_are_what_could_be_written():
     canvas = [3, 4, *[mask_id] * 6]
     bare = likeliest(lm.model, canvas, range(8), 5)
     assert all({token for token, _ in place} - known for place in bare)
-    for frame in record_side(lm, "m", [canvas], 2)["candidates"]:
+    for frame in Recorder(lm, "m", [canvas], 2).record()["candidates"]:
         assert {token for place in frame for token, _ in place} <= known
         assert all(len(place) == 5 and place[0][1] > 0 for place in frame)
     barred = absent_ids(lm.tokenizer, lm.config.vocab_size)
@@ -97,14 +95,6 @@ def test_candidates_are_what_could_be_written():
     assert sum(chance for _, chance in everything) == pytest.approx(1)
     (everything,) = likeliest(small_model(mask_id=10), [3, 10], [1], 11)
     assert {token for token, _ in everything} == set(range(10))
-
-
-def test_without_a_tokenizer_tokens_are_their_ids():
-    lm = replace(small_lm(), tokenizer=None)
-    side = record_side(lm, "m", [[3, 4, lm.config.mask_id], [3, 4, 5]], 2)
-    assert side["pieces"]["4"] == "#4"
-    assert side["tokens"][0] == [3, 4, None]
-    assert join_sides([side], {"prompt": ""})["format"] == "sinkdlm-recording"
 
 
 def test_looking_changes_nothing_and_needs_one_forward(monkeypatch):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from evaluated import padded_lm
+from recordings import unpack
 from sinkdlm.analysis.capture import attention_maps
-from sinkdlm.analysis.recording import unpack
 from sinkdlm.serving import app as app_module
 from sinkdlm.serving.frames import FrameStore, RequestFrames, quantise
 from sites import PROMPT, SECONDS, complete, letters_lm, ours, serving

@@ -471,7 +471,7 @@ def ask_and_leave(narrow, **more):
         with socket.create_connection((address.hostname, address.port), SECONDS) as client:
             client.sendall(head.encode() + sent)
             until(lambda: narrow.watch.forwards == before + 1)
-        until(lambda: narrow.site.door.n_inside == 0)  # the server knows
+        until(lambda: narrow.site.n_inside == 0)  # the server knows
     until(lambda: len(narrow.engine.running) == 0)
 
 
@@ -574,7 +574,7 @@ def test_while_it_drains_what_runs_is_finished_and_nothing_is_begun():
         thread = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body)))
         thread.start()
         until(lambda: len(found.site.models["letters"].engine.running))
-        found.site.door.draining = True
+        found.site.draining = True
         refused = http.post("/v1/completions", json=body)
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "shutting_down"

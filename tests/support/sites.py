@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 from evaluated import small_lm
 from sinkdlm import DiffusionLM, ModelConfig
 from sinkdlm.checkpoint.directory import Loaded
-from sinkdlm.serving.app import Settings, Site
 from sinkdlm.serving.engine import Capacity
 from sinkdlm.serving.served import Limits
 from sinkdlm.serving.server import Server, address_of, bind, make_site
+from sinkdlm.serving.site import Settings, Site
 
 SECONDS = 120  # for what takes a moment: a machine that is busy elsewhere fails nothing
 PROMPT = "the cat "

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkdlm.analysis.trajectory import Trajectory
+from sinkdlm.analysis.metrics import Trajectory
 from sinkdlm.errors import AnalysisError, ModelError
 from sinkdlm.model.attention import attend_naive
-from sinkdlm.model.model import Block, DiffusionLM
-from sinkdlm.model.observe import AttentionStatistics, Watcher, part_registers, share_on, summarize
+from sinkdlm.model.model import Block, Denoiser, DiffusionLM
+from sinkdlm.model.observe import part_registers, share_on, summarize
 from sinkdlm.noise import Stream, fold, hash_words, unit_interval
 from sinkdlm.sampling.loop import step
-from sinkdlm.sampling.requests import Request, State, start
+from sinkdlm.sampling.requests import Request, start
 
 _NOISE = -3  # a word beside those of sampling: which positions of a given text are masked
 
@@ -39,22 +39,24 @@ RULES = Rules()
 _PER_TOKEN = {"absolute", "relative", "received", "value_norm", "resting", "update_ratio"}  # their last dimension is T
 
 
-class Watched:
+class Watched(Denoiser):
     """A denoiser whose every forward is looked at. `last` holds what the last one showed, a dictionary for each row.
 
     barred: ids that are never written, as `model.denoiser` has them."""
 
+    capturable = False
+
     def __init__(self, model: DiffusionLM, rules: Rules = RULES, barred: Sequence[int] = ()) -> None:
-        self.model, self.rules = model, rules
+        super().__init__(model, barred)
+        self.rules, self._n_registers = rules, model.config.n_registers
         self.last: list[dict[str, np.ndarray]] = []
-        self._denoiser = model.denoiser(barred)
-        self.reach, self.barred, self.device = self._denoiser.reach, self._denoiser.barred, self._denoiser.device
-        self._n_registers = model.config.n_registers
         self._layers: list[dict[str, Tensor]] = []  # what each showed, rows first, named as in Trajectory
         self._states: Tensor | None = None  # |h| of the layer that is being computed, (B, R + T)
         self._lengths: Tensor | None = None
 
-    def __call__(self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None, cache: Any = None, **facts: Any
+    ) -> Tensor:
         self._layers, self._lengths = [], lengths
         with ExitStack() as stack:
             for block in cast(list[Block], self.model.blocks):
@@ -64,7 +66,7 @@ class Watched:
                 self.model(tokens, lengths=lengths, observe=self._look)
         self.last = self._collect(tokens)
         # A watched forward runs plain and whole, so it rounds otherwise: the sampler gets what it would get unwatched.
-        return self._denoiser(tokens, lengths=lengths, where=where)
+        return super().__call__(tokens, lengths=lengths, where=where, cache=cache, **facts)
 
     def _look(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
         given, logit = part_registers(self._n_registers, q, k, v, sink_k, sink_v), sink_logit_of(self.model, layer)
@@ -107,15 +109,6 @@ def _norms(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).norm(dim=-1)
 
 
-def look_once(model: DiffusionLM, tokens: Sequence[int]) -> list[AttentionStatistics]:
-    """Of every layer, when the model sees this row."""
-    logits = [sink_logit_of(model, layer) for layer in range(model.config.n_layers)]
-    watcher = Watcher(sink_logits=cast(list[Tensor], logits), n_registers=model.config.n_registers)
-    with model.inference():
-        model(torch.tensor([list(tokens)], device=model.embed.weight.device), observe=watcher)
-    return watcher.layers
-
-
 def sink_logit_of(model: DiffusionLM, layer: int) -> Tensor | None:
     return cast(Block, model.blocks[layer]).attention.sink_logit
 
@@ -127,9 +120,6 @@ def stands_out(received: Tensor, lengths: Tensor | None, margin: float) -> Tenso
     column = received * n_tokens
     others = (column.sum(-1, keepdim=True) - column) / (n_tokens - 1).clamp_min(1)
     return column - others > margin
-
-
-# -- trajectories -----------------------------------------------------------------------------------------------------------------
 
 
 def capture(
@@ -152,8 +142,13 @@ def capture(
         seen: list[list[dict[str, np.ndarray]]] = [[] for _ in states]
         with model.inference():
             watched = Watched(model, rules, barred)
-            while any(not state.done for state in states):
-                tick(_advance(states, watched, seen))
+            while plans := [(number, state.plan) for number, state in enumerate(states) if not state.done]:
+                watched.last = []
+                step(states, watched, device=watched.device)
+                for (number, plan), row in zip(plans, watched.last, strict=False):  # no row where none had a forward
+                    if plan.n_predicted:  # one that only masks again has none, even where others of its batch do
+                        seen[number].append(row)
+                tick(len(watched.last))
         for state, steps in zip(states, seen, strict=True):
             request = state.request
             n_prompt = sum(token != request.mask_id for token in request.canvas)
@@ -169,19 +164,6 @@ def _check(request: Request) -> None:
     ):
         if refused:
             raise AnalysisError(why)
-
-
-def _advance(states: list[State], watched: Watched, seen: list[list[dict[str, np.ndarray]]]) -> int:
-    """One step of all that are not done. A row that only masks again has no forward, even where others of its batch have one."""
-    plans = [(number, state.plan) for number, state in enumerate(states) if not state.done]
-    watched.last = []
-    step(states, watched, device=watched.device)
-    if not watched.last:
-        return 0
-    for (number, plan), row in zip(plans, watched.last, strict=True):
-        if plan.n_predicted:
-            seen[number].append(row)
-    return len(plans)
 
 
 def _join(steps: list[dict[str, np.ndarray]], number: int, n_prompt: int, mask_id: int, final: np.ndarray) -> Trajectory:
@@ -225,13 +207,7 @@ def capture_noise(
 
 
 def noisy(
-    rows: Sequence[Sequence[int]],
-    shares: Sequence[float],
-    mask_id: int,
-    seed: int,
-    *,
-    numbers: Sequence[int],
-    device: torch.device,
+    rows: Sequence[Sequence[int]], shares: Sequence[float], mask_id: int, seed: int, *, numbers: Sequence[int], device: torch.device
 ) -> tuple[list[Tensor], list[Tensor]]:
     """For each share the rows (B, T), padded on the right, with so much of them masked, and what was masked."""
     padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row, device=device) for row in rows], batch_first=True)
@@ -242,9 +218,6 @@ def noisy(
     times = unit_interval(fold(keys[:, None], 0, places, _NOISE))
     masked = [(times < share) & inside for share in shares]
     return [padded.masked_fill(chosen, mask_id) for chosen in masked], masked
-
-
-# -- single maps ------------------------------------------------------------------------------------------------------------------
 
 
 def attention_maps(

@@ -1,39 +1,46 @@
 """Figures of captures: the paper's Figure 1 and Figure 3, paths of sinks over steps, heads by layers, differences.
 
-Each function returns a Plate: a figure and its caption, or no figure and the sentence that says why; plates.py says how it looks.
-Knows captures as dictionaries.
+Each function returns a Plate: a figure and its caption, or no figure and the sentence that says why. Figures have canvases of their
+own, in colours that the colour-blind can tell apart; what is drawn twice has the same bytes. Knows captures as dictionaries.
 
 N steps, E layers, H heads, T tokens, S sinks of the model.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import BytesIO
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 import numpy as np
 
-from sinkdlm.analysis.findings import Capture, layers_of
+from sinkdlm.analysis.findings import Capture, Comparison, layers_of
 from sinkdlm.analysis.glossary import QUANTITIES, defined, write_count, write_interval, write_number
-from sinkdlm.analysis.plates import (
-    COLOURS,
-    FAINT,
-    INK,
-    LANE,
-    NORMAL,
-    SINK,
-    Plate,
-    add_bar,
-    add_legend,
-    drawn,
-    name_axes,
-    panels,
-    shown,
-)
+from sinkdlm.errors import AnalysisError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
+_P = ParamSpec("_P")
+
+_WIDTH, _SMALL = 7.2, 3.7  # inches: a page's column, and half of it
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
+SINK, NORMAL, LANE = "#D55E00", "#0072B2", "#009E73"
+INK, FAINT = "#222222", "#8a8a8a"
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "path",  # the same shapes on every machine, whatever fonts it has
+    "svg.hashsalt": "sinkdlm",  # names inside a file depend on its content alone
+    "font.size": 8.0,
+    "axes.titlesize": 8.5,
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 7.5),
+    **dict.fromkeys(("axes.linewidth", "xtick.major.width", "ytick.major.width"), 0.6),
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+}
 _GROUPS = {"sink": ("content sinks", SINK), "normal": ("other tokens", NORMAL), "lane": ("sink token", LANE)}  # of value norms
 _NORMS = {  # quantity -> name, line and marker
     "sink_value_norm": ("sink token", "-", "o"),
@@ -47,7 +54,53 @@ FOREST = (
 )
 
 
-# -- the paper's figures --------------------------------------------------------------------------------------------------------
+class Plate(NamedTuple):
+    """figure None: it cannot be drawn, and the caption says why. svg: the figure, drawn."""
+
+    figure: "Figure | None"
+    caption: str
+    svg: str = ""
+
+
+def check_drawing() -> None:
+    """That what figures and reports need is installed."""
+    for package in ("matplotlib", "jinja2"):
+        try:
+            __import__(package)
+        except ImportError:
+            raise AnalysisError(f"reports need {package}: pip install 'sinkdlm[viz]'") from None
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Our settings, whatever the user's own are; theirs come back."""
+    check_drawing()
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
+        yield
+
+
+def drawn(draw: Callable[_P, Plate]) -> Callable[_P, Plate]:
+    @functools.wraps(draw)
+    def in_style(*args: _P.args, **kwargs: _P.kwargs) -> Plate:
+        with styled():
+            plate = draw(*args, **kwargs)
+            if plate.figure is None:
+                return plate
+            svg = _to_svg(plate.figure)
+            plate.figure.set_layout_engine(None)  # found, and kept: whatever engine there is has a file drawn twice
+            return plate._replace(svg=svg)
+
+    return in_style
+
+
+def _to_svg(figure: "Figure") -> str:
+    held = BytesIO()
+    figure.savefig(held, format="svg", dpi=200, metadata={"Date": None, "Creator": None})
+    return held.getvalue().decode()
 
 
 def pair_maps(capture: Capture) -> list[list[dict[str, Any]]]:
@@ -172,9 +225,6 @@ def _draw_layers(axis: "Axes", layers: Sequence[Mapping[str, Any]], colour: str,
     axis.plot(range(len(layers)), mean, color=colour, linestyle=line, marker=marker, markersize=3, linewidth=1.2)
 
 
-# -- where sinks are ------------------------------------------------------------------------------------------------------------
-
-
 @drawn
 def trajectory(capture: Capture) -> Plate:
     """The most-received token of each layer at each step, over what is still [MASK]."""
@@ -278,12 +328,9 @@ def forest(first: Capture, second: Capture, difference: Mapping[str, Any]) -> Pl
     )
 
 
-# -- all of them, and files -----------------------------------------------------------------------------------------------------
-
-
-def draw_all(captures: Sequence[Capture], compared: Sequence[tuple[Capture, Capture, Mapping[str, Any]]]) -> dict[str, Plate]:
-    """Name -> plate. compared: (first, second, their difference)."""
-    plates = {f"difference-{file_name(b['name'])}": forest(a, b, change) for a, b, change in compared}
+def draw_all(captures: Sequence[Capture], compared: Sequence[Comparison]) -> dict[str, Plate]:
+    """Name -> plate."""
+    plates = {f"difference-{file_name(one.second['name'])}": forest(*one[:3]) for one in compared}
     plates["layers"] = figure3(captures)
     for capture in captures:
         own = file_name(capture["name"])
@@ -301,7 +348,74 @@ def file_name(name: str) -> str:
     return "".join(letter if letter.isascii() and (letter.isalnum() or letter in "-_.") else f"~{ord(letter):x}" for letter in name)
 
 
-# -- shared ---------------------------------------------------------------------------------------------------------------------
+def write_files(plates: Mapping[str, Plate], folder: Path) -> dict[str, dict[str, Path]]:
+    """NAME.svg and NAME.png of every plate that has a figure; name -> suffix -> file."""
+    written: dict[str, dict[str, Path]] = {}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (figure, _, svg) in plates.items():
+        if figure is not None:
+            written[name] = {suffix: folder / f"{name}.{suffix}" for suffix in ("svg", "png")}
+            written[name]["svg"].write_text(svg, encoding="utf-8")
+            with styled():
+                figure.savefig(written[name]["png"], format="png", dpi=200)
+    return written
+
+
+# -- parts of figures -----------------------------------------------------------------------------------------------------------
+
+
+def panels(kinds: Sequence[str], height: float, *, small: bool = False) -> tuple["Figure", list["Axes"]]:
+    """Panels in a row; a map is wider than a plot. small: of one panel, which would be stretched over the page."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_SMALL if small else _WIDTH, height), layout="constrained")
+    ratios = [1.0 if kind == "map" else 0.8 for kind in kinds]
+    return figure, list(figure.subplots(1, len(kinds), width_ratios=ratios, squeeze=False).flat)
+
+
+def name_axes(axis: "Axes", across: str, up: str, whole: str = "xy", most: int = 8) -> None:
+    """whole: axes whose marks are whole numbers, at most so many."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set(xlabel=across, ylabel=up)
+    for which in whole:
+        getattr(axis, f"{which}axis").set_major_locator(MaxNLocator(nbins=most, integer=True, min_n_ticks=1))
+
+
+def add_bar(figure: "Figure", image: Any, axes: list["Axes"], label: str, **look: Any) -> None:
+    bar = figure.colorbar(image, ax=axes, **{"pad": 0.02, "fraction": 0.05, "aspect": 30, **look})
+    bar.set_label(label)
+    bar.outline.set_visible(False)
+
+
+def add_legend(figure: "Figure", keys: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Under the axes. Labels are set afterwards, because a legend leaves out names that begin with _ and reads $ as mathematics."""
+    from matplotlib.lines import Line2D
+
+    names = [shown(name, 30) for name, _ in keys]
+    columns = max(1, min(len(keys), 96 // (max(map(len, names)) + 7)))  # letters that fit beside each other
+    handles = [Line2D([], [], **look) for _, look in keys]
+    legend = figure.legend(handles, ["x"] * len(keys), loc="outside lower center", ncols=columns, handlelength=2.4)
+    for text, name in zip(legend.get_texts(), names, strict=True):
+        text.set_parse_math(False)
+        text.set_text(name)
+
+
+@functools.cache
+def _glyphs() -> frozenset[int]:
+    from matplotlib.font_manager import findfont, get_font
+
+    return frozenset(get_font(findfont("DejaVu Sans")).get_charmap())
+
+
+def shown(text: str, most: int = 14) -> str:
+    """A token or a name as a figure can show it: what has no visible form is named, what the font lacks is numbered."""
+    marks = {"\n": "\N{RETURN SYMBOL}", "\t": "\N{RIGHTWARDS ARROW TO BAR}", "\r": "\N{LEFTWARDS ARROW}"}
+    text = text.strip(" ") or "\N{OPEN BOX}" * len(text) or "(empty)"
+    text = "".join(marks.get(letter, letter) for letter in text)
+    text = "".join(letter if ord(letter) in _glyphs() and letter.isprintable() else f"\\u{ord(letter):x}" for letter in text)
+    tail = (most - 1) // 2  # names often differ at their ends
+    return text if len(text) <= most else f"{text[: most - 1 - tail]}\N{HORIZONTAL ELLIPSIS}{text[-tail:]}"
 
 
 def _threshold(capture: Capture) -> str:

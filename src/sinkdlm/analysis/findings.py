@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sinkdlm.analysis.glossary import QUANTITIES, defined, write_interval, write_number
+from sinkdlm.analysis.glossary import QUANTITIES, defined, write_interval, write_number, write_value
 from sinkdlm.analysis.intervals import mean_interval
 from sinkdlm.analysis.metrics import difference
 
@@ -178,14 +178,10 @@ def _cautions(first: Capture, second: Capture) -> list[str]:
         for key in keys:
             old, new = (one[part].get(key) for one in (first, second))
             if old != new:
-                told.append(f"{differs.format(key)}: {_plain(old)} in {first['name']}, {_plain(new)} in {second['name']}")
+                told.append(f"{differs.format(key)}: {write_value(old)} in {first['name']}, {write_value(new)} in {second['name']}")
     if [row.get("prompt") for row in first["trajectories"]] != [row.get("prompt") for row in second["trajectories"]]:
         told.append("they were not given the same prompts")
     return told
-
-
-def _plain(value: Any) -> str:
-    return ", ".join(f"{key}={one}" for key, one in value.items()) if isinstance(value, Mapping) else str(value)
 
 
 def _fill(template: str, facts: Mapping[str, str]) -> str:
@@ -211,9 +207,6 @@ def _side(estimate: Estimate, border: float) -> int | None:
 def _word(words: Sequence[str], estimate: Estimate, border: float = 0.0) -> str:
     side = _side(estimate, border)
     return words[3 if side is None else (-1, 1, 0).index(side)]
-
-
-# -- one capture ----------------------------------------------------------------------------------------------------------------
 
 
 def findings(capture: Capture, *, interventions: bool = True) -> list[Finding]:
@@ -280,7 +273,7 @@ def against_chance(capture: Capture, name: str = "turnover", *, seed: int = 0) -
     """Turnover less that of steps in shuffled order, trajectory by trajectory."""
     rows = [[row["values"][one]["total"] for one in (name, f"{name}_null")] for row in capture["trajectories"]]
     found = np.array(rows, dtype=float).reshape(-1, 2)
-    return mean_interval(found[:, 0] - found[:, 1], seed=seed).as_json()
+    return mean_interval(found[:, 0] - found[:, 1], seed=seed)
 
 
 def _intervention(one: Mapping[str, Any]) -> Finding:
@@ -291,9 +284,6 @@ def _intervention(one: Mapping[str, Any]) -> Finding:
     if defined(changed["mean"]):
         text += f"; {write_interval(changed, 'share')} of generated tokens differ"
     return Finding(f"Intervention: {one['label']}", f"{text}.")
-
-
-# -- the paper's claims ---------------------------------------------------------------------------------------------------------
 
 
 def claims(capture: Capture, comparison: Comparison | None = None) -> list[Claim]:
@@ -344,24 +334,15 @@ def _higher(capture: Capture, name: str) -> str:
     return f" It is above 1 in {above} of {len(means)} layers." if above else ""
 
 
-# -- the first lines ------------------------------------------------------------------------------------------------------------
-
-
 def headline(captures: Sequence[Capture], judged: Mapping[str, Sequence[Claim]]) -> str:
     """judged: the name of a capture with a sink that was compared with one without -> its claims."""
     if len(judged) > 2:
         return f"{len(judged)} checkpoints with a sink against one without"
     if judged:
-        return "; ".join(f"{name}: of {len(told)} claims of the paper, {_counted(told)}" for name, told in judged.items())
+        counts = {name: sum(one.verdict == SHOWS for one in told) for name, told in judged.items()}
+        return "; ".join(f"{name}: {n} of {len(judged[name])} claims of the paper show" for name, n in counts.items())
     capture = captures[0]
     mass, heads = (total(capture, name)["mean"] for name in ("sink_mass", "sink_heads"))
     if capture["model"]["n_sinks"] and defined(mass):
         return f"{capture['name']}: {write_number(mass, 'share')} of attention rests on its {sink_name(capture)}"
     return f"{capture['name']}: {write_number(heads, 'share') if heads else 'none'} of heads and steps have a content sink"
-
-
-def _counted(told: Sequence[Claim]) -> str:
-    words = {SHOWS: ("shows", "show"), FAILS: ("does not show", "do not show"), UNDECIDED: ("is undecided", "are undecided")}
-    counts = {verdict: sum(one.verdict == verdict for one in told) for verdict in words}
-    parts = [f"{n} {words[verdict][n > 1]}" for verdict, n in counts.items() if n]
-    return f"all {parts[0]}" if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -15,57 +15,39 @@ class Quantity(NamedTuple):
 
 
 # "Content sink" alone: by the absolute rule.
-QUANTITIES = {
-    name: Quantity(*row)
-    for name, row in {
-        "sink_mass": ("attention on the sink token", "share", "Received by the model's own sinks; mean over steps and heads."),
-        "lane_heads": ("heads that use the sink token", "share", "(Step, head) whose own sinks receive more than the threshold."),
-        "content_sinks": (
-            "content sinks of a head",
-            "tokens",
-            "Tokens of the text that receive more than the threshold (Gu et al.).",
-        ),
-        "relative_sinks": (
-            "relative content sinks of a head",
-            "tokens",
-            "Tokens of the text whose column sum exceeds the mean column sum of the others by the margin (Rulli et al.).",
-        ),
-        "sink_heads": ("heads with a content sink", "share", "(Step, head) with at least one content sink."),
-        "turnover": (
-            "turnover of content sinks",
-            "share",
-            "Jaccard distance of a head's content sinks at one step and the next, where either has one: 0 % if all stay.",
-        ),
-        "turnover_null": ("turnover in chance order", "share", "The same over all pairs of different steps."),
-        "relative_turnover": ("turnover of relative sinks", "share", "Turnover of relative content sinks."),
-        "relative_turnover_null": ("turnover of relative sinks in chance order", "share", "The same over all pairs of steps."),
-        "moved": ("distance moved", "tokens", "Between a head's top content sinks at consecutive steps that both have one."),
-        "move_rate": ("top content sink moves", "share", "Of those pairs of steps, those in which it is another token."),
-        "lifetime": ("lifetime of a content sink", "steps", "Consecutive steps for which a token stays a content sink of a head."),
-        "anchored": (
-            "anchored heads",
-            "share",
-            "Heads with a content sink in at least half of the steps, whose top one is one token in at least 90 % of those.",
-        ),
-        "sink_value_norm": ("value norm of the sink token", "norm", "L2 norm of its value, mean over heads (eq. 15, 16)."),
-        "content_sink_norm": ("value norm of content sinks", "norm", "Of tokens that are content sinks of any head of the layer."),
-        "normal_norm": ("value norm of other tokens", "norm", "Of all other tokens of the text."),
-        "norm_ratio": ("content sinks' norm to others'", "ratio", "Value norm of content sinks over that of other tokens."),
-        "lane_norm_ratio": ("sink token's norm to others'", "ratio", "Value norm of the sink token over that of other tokens."),
-        "entropy": ("entropy of attention", "nats", "Of the attention weights of a query, over tokens and sinks."),
-        "bound_ratio": (
-            "output norm to its bound",
-            "ratio",
-            "Norm of attention's output |o| over its bound, the sum of a|v| (eq. 20).",
-        ),
-        "update_ratio": ("update to residual", "ratio", "|z| / |h|: what attention adds to the residual stream (eq. 21, 22)."),
-        "noop": (
-            "update when resting",
-            "ratio",
-            "Update ratio of the quarter of queries that attend most to sinks, less that of the quarter that attend least.",
-        ),
-    }.items()
+_QUANTITIES = {
+    "sink_mass": ("attention on the sink token", "share", "Received by the model's own sinks; mean over steps and heads."),
+    "lane_heads": ("heads that use the sink token", "share", "(Step, head) whose own sinks receive more than the threshold."),
+    "content_sinks": ("content sinks of a head", "tokens", "Tokens of the text that receive more than the threshold (Gu et al.)."),
+    "relative_sinks": (
+        "relative content sinks of a head",
+        "tokens",
+        "Column sum above the others' mean by the margin (Rulli et al.).",
+    ),
+    "sink_heads": ("heads with a content sink", "share", "(Step, head) with at least one content sink."),
+    "turnover": (
+        "turnover of content sinks",
+        "share",
+        "Jaccard distance between a head's sets at consecutive steps; 0 % if all stay.",
+    ),
+    "turnover_null": ("turnover in chance order", "share", "The same over all pairs of different steps."),
+    "relative_turnover": ("turnover of relative sinks", "share", "Turnover of relative content sinks."),
+    "relative_turnover_null": ("turnover of relative sinks in chance order", "share", "The same over all pairs of steps."),
+    "moved": ("distance moved", "tokens", "Between a head's top content sinks at consecutive steps that both have one."),
+    "move_rate": ("top content sink moves", "share", "Of those pairs of steps, those in which it is another token."),
+    "lifetime": ("lifetime of a content sink", "steps", "Consecutive steps for which a token stays a content sink of a head."),
+    "anchored": ("anchored heads", "share", "Content sinks in at least half of the steps, the top one the same in 90 % of those."),
+    "sink_value_norm": ("value norm of the sink token", "norm", "L2 norm of its value, mean over heads (eq. 15, 16)."),
+    "content_sink_norm": ("value norm of content sinks", "norm", "Of tokens that are content sinks of any head of the layer."),
+    "normal_norm": ("value norm of other tokens", "norm", "Of all other tokens of the text."),
+    "norm_ratio": ("content sinks' norm to others'", "ratio", "Value norm of content sinks over that of other tokens."),
+    "lane_norm_ratio": ("sink token's norm to others'", "ratio", "Value norm of the sink token over that of other tokens."),
+    "entropy": ("entropy of attention", "nats", "Of the attention weights of a query, over tokens and sinks."),
+    "bound_ratio": ("output norm to its bound", "ratio", "Attention's output |o| over its bound, the sum of a|v| (eq. 20)."),
+    "update_ratio": ("update to residual", "ratio", "|z| / |h|: what attention adds to the residual stream (eq. 21, 22)."),
+    "noop": ("update when resting", "ratio", "Update ratio where queries attend most to sinks (a quarter), less where least."),
 }
+QUANTITIES = {name: Quantity(*row) for name, row in _QUANTITIES.items()}
 
 
 def defined(value: Any) -> bool:
@@ -106,6 +88,15 @@ def _write(value: float, decimals: int, unit: str, signed: bool) -> str:
         return f"{mantissa}e{int(exponent)}".translate(_TRUE_MINUS)
     written = f"{value:{sign},.{decimals}f}"
     return (written.lstrip("+-") if not written.strip("+-0.,") else written).translate(_TRUE_MINUS)
+
+
+def write_value(value: Any) -> str:
+    """A setting, or several."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {write_value(one)}" for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(write_value, value)) or "none"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def write_count(n: int, one: str, many: str = "") -> str:

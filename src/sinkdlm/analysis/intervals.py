@@ -16,7 +16,7 @@ With fewer than six the largest and the smallest value do not span 95 % (at best
 import functools
 import math
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,38 +30,28 @@ N_RESAMPLES, MIN_RESAMPLES = 10_000, 2_000  # fewer where thousands of trajector
 MAX_DRAWS = 1 << 23  # drawn trajectories of all resamples together, which are held
 
 
-class Interval(NamedTuple):
-    """A mean and where the mean of endlessly many trajectories lies; not a number where that cannot be said."""
-
-    mean: float
-    low: float
-    high: float
-    n: int  # trajectories that have the value; of a difference without pairs, of the capture that has fewer
-
-    def as_json(self) -> dict[str, Any]:
-        return {"mean": finite(self.mean), "low": finite(self.low), "high": finite(self.high), "n": self.n}
-
-
 def finite(value: float) -> float | None:
     """JSON has no word for what is not a number."""
     return float(value) if math.isfinite(value) else None
 
 
-def mean_interval(values: np.ndarray, *, seed: int = 0) -> Interval:
+def mean_interval(values: np.ndarray, *, seed: int = 0) -> dict[str, Any]:
     """Of one value for each trajectory; those that are not a number do not take part."""
-    kept = _known(values)
-    return Interval(*_bounds([kept], seed), len(kept))
+    return _estimate([values], seed)
 
 
-def difference_interval(values: np.ndarray, others: np.ndarray, *, seed: int = 0) -> Interval:
+def difference_interval(values: np.ndarray, others: np.ndarray, *, seed: int = 0) -> dict[str, Any]:
     """Of mean(others) - mean(values) for trajectories that are not pairs. Of pairs, take the mean_interval of differences."""
-    kept = [_known(others), _known(values)]
-    return Interval(*_bounds(kept, seed), min(map(len, kept)))
+    return _estimate([others, values], seed)
 
 
-def _known(values: np.ndarray) -> np.ndarray:
-    flat = np.asarray(values, dtype=np.float64)
-    return flat[~np.isnan(flat)]
+def _estimate(samples: list[np.ndarray], seed: int) -> dict[str, Any]:
+    """As JSON values: a mean, and where the mean of endlessly many trajectories lies; None where that cannot be said.
+
+    n: trajectories that have the value; of a difference, of the capture that has fewer."""
+    kept = [sample[~np.isnan(sample)].astype(np.float64) for sample in samples]
+    found = zip(("mean", "low", "high"), map(finite, _bounds(kept, seed)), strict=True)
+    return {**dict(found), "n": min(map(len, kept))}
 
 
 def _bounds(samples: list[np.ndarray], seed: int) -> tuple[float, float, float]:

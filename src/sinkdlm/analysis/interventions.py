@@ -6,9 +6,9 @@ and samples is measured against the untouched model with the same noise. Knows n
 B rows, T tokens, S sinks, H query heads, K key/value heads, D head width, V vocabulary.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,27 +37,21 @@ class Change(NamedTuple):
 def find_changes(model: DiffusionLM, rules: Rules = RULES) -> tuple[list[Change], dict[str, str]]:
     """The changes that make sense for a model, and why the others do not."""
     config = model.config
-    found: list[Change] = []
     omitted: dict[str, str] = {}
     if not config.n_sinks:
-        omitted |= dict.fromkeys(("remove", "zero", "move"), "the model has no sink")
-    else:
-        found.append(Change("remove", "sink removed", functools.partial(_remove, config.n_registers)))
-        if config.has_sink_logit:
-            omitted |= dict.fromkeys(("zero", "move"), "a sink logit has neither value nor position")
-        else:
-            found.append(Change("zero", "sink's value set to zero", functools.partial(_zero, config.n_registers)))
-        if config.n_registers:
-            omitted["move"] = "a register sees the tokens, and would see them from elsewhere too"
-        elif config.n_lane:
-            far = "end" if config.sink_position == "front" else "front"
-            found += [
-                Change(f"move-{where}", f"sink moved to the {where}", functools.partial(_move, config, where))
-                for where in (far, "middle")
-            ]
-    label = f"top content sink banned where it receives more than {rules.threshold:g}"
-    found.append(Change("ban", label, functools.partial(_ban, model, rules.threshold)))
-    return found, omitted
+        omitted = dict.fromkeys(("remove", "zero", "move"), "the model has no sink")
+    elif config.has_sink_logit:
+        omitted = dict.fromkeys(("zero", "move"), "a sink logit has neither value nor position")
+    elif config.n_registers:
+        omitted = {"move": "a register sees the tokens, and would see them from elsewhere too"}
+    far, banned = "end" if config.sink_position == "front" else "front", f"it receives more than {rules.threshold:g}"
+    changes = [
+        Change("remove", "sink removed", partial(_remove, config.n_registers)),
+        Change("zero", "sink's value set to zero", partial(_zero, config.n_registers)),
+        *(Change(f"move-{to}", f"sink moved to the {to}", partial(_move, config, to)) for to in (far, "middle")),
+        Change("ban", f"top content sink banned where {banned}", partial(_ban, model, rules.threshold)),
+    ]
+    return [change for change in changes if change.name.partition("-")[0] not in omitted], omitted
 
 
 def _remove(n_registers: int, _: int, seen: Seen) -> Seen:
@@ -112,9 +106,6 @@ def _and(visible: Any, also: Tensor) -> Tensor:
     return also if visible is None else visible & also
 
 
-# -- what it does -----------------------------------------------------------------------------------------------------------------
-
-
 class Ground(NamedTuple):
     """What a change is measured on."""
 
@@ -126,19 +117,8 @@ class Ground(NamedTuple):
     barred: Sequence[int] = ()  # ids that samples never have
 
 
-class _Facts(NamedTuple):
-    """Of the model with or without a change: nats a token of each text, the tokens that were written for each request."""
-
-    nelbo: np.ndarray
-    written: list[Tensor]
-
-
 def measure_changes(
-    model: DiffusionLM,
-    ground: Ground,
-    rules: Rules = RULES,
-    *,
-    tick: Callable[[int], None] = lambda done: None,
+    model: DiffusionLM, ground: Ground, rules: Rules = RULES, *, tick: Callable[[int], None] = lambda done: None
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """For each change: NELBO before and after, its difference, how far predictions moved, and the share of tokens that are written
     differently, with intervals over texts and requests; and what was left out. tick: called after each model, the untouched first.
@@ -152,13 +132,14 @@ def measure_changes(
         for change in changes:
             after = _look(model, ground, change.intervene)
             told = {"name": change.name, "label": change.label, "text_tokens": n_tokens}
-            rows.append({**told, **_compare(before, after, _divergences(model, ground, change.intervene), ground.seed)})
+            rows.append(told | _compare(*before, *after, _divergences(model, ground, change.intervene), ground.seed))
             tick(1)
     return rows, omitted
 
 
-def _look(model: DiffusionLM, ground: Ground, intervene: Intervention | None) -> _Facts:
-    denoiser: Any = functools.partial(model.denoiser(), intervene=intervene)
+def _look(model: DiffusionLM, ground: Ground, intervene: Intervention | None) -> tuple[np.ndarray, list[Tensor]]:
+    """With or without a change: nats a token of each text, the tokens that were written for each request."""
+    denoiser: Any = partial(model.denoiser(), intervene=intervene)
     denoiser.barred = tuple(ground.barred)  # a partial has none of what it wraps
     texts = [list(row) for row in ground.texts]
     scored = [[position > 0 or not model.config.shift_logits for position in range(len(row))] for row in texts]
@@ -166,7 +147,7 @@ def _look(model: DiffusionLM, ground: Ground, intervene: Intervention | None) ->
     found = log_likelihood(denoiser, texts, scored, draws=ground.draws, mask_id=mask_id, seed=ground.seed, device=device)
     counts = np.array([sum(row) for row in scored])
     nelbo = -np.asarray(found.mean, dtype=np.float64) / counts
-    return _Facts(nelbo, _write(denoiser, ground, device))
+    return nelbo, _write(denoiser, ground, device)
 
 
 def _divergences(model: DiffusionLM, ground: Ground, intervene: Intervention) -> np.ndarray:
@@ -206,10 +187,10 @@ def _write(denoiser: Any, ground: Ground, device: torch.device) -> list[Tensor]:
     return written
 
 
-def _compare(before: _Facts, after: _Facts, divergences: np.ndarray, seed: int) -> dict[str, Any]:
-    changed = np.array([float((a != b).double().mean()) for a, b in zip(before.written, after.written, strict=True)])
-    nelbo, kl, differ = (
-        mean_interval(values, seed=seed).as_json() for values in (after.nelbo - before.nelbo, divergences, changed)
-    )
-    means = {"before": float(before.nelbo.mean()), "after": float(after.nelbo.mean()), "change": nelbo.pop("mean")}
+def _compare(
+    old: np.ndarray, old_written: list[Tensor], new: np.ndarray, written: list[Tensor], divergences: np.ndarray, seed: int
+) -> dict[str, Any]:
+    changed = np.array([float((a != b).double().mean()) for a, b in zip(old_written, written, strict=True)])
+    nelbo, kl, differ = (mean_interval(values, seed=seed) for values in (new - old, divergences, changed))
+    means = {"before": float(old.mean()), "after": float(new.mean()), "change": nelbo.pop("mean")}
     return {"nelbo": means | nelbo, "kl": kl, "changed": differ}

@@ -21,15 +21,13 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MARKER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")  # <|im_start|>, </tool_call>, [PAD7]: what tokenizers add to a vocabulary
 
 
-def classify(tokenizer: Any, n_ids: int, mask_id: int) -> np.ndarray | None:
-    """(n_ids,) uint8, an index into KINDS for every id that a model may see; None without a tokenizer: nothing is known then.
+def classify(tokenizer: Any, n_ids: int, mask_id: int) -> np.ndarray:
+    """(n_ids,) uint8, an index into KINDS for every id that a model may see.
 
     special: what the tokenizer calls so, markers added to its vocabulary, characters that show nothing, and ids without a token.
     space: white space only. word: any letter or digit, or a part of a character that takes several tokens. punctuation: the
     rest, other symbols included. n_ids: as many rows as the model embeds, [MASK] among them.
     """
-    if tokenizer is None:
-        return None
     special, texts = special_ids(tokenizer), texts_of(tokenizer, range(n_ids))
     kinds = np.array([SPECIAL if index in special else kind_of(text) for index, text in enumerate(texts)], dtype=np.uint8)
     kinds[mask_id] = MASK
@@ -38,12 +36,12 @@ def classify(tokenizer: Any, n_ids: int, mask_id: int) -> np.ndarray | None:
 
 def kind_finder(tokenizer: Any, mask_id: int) -> Callable[[int], str]:
     """The name of a token's kind, by its id: one at a time, where a whole vocabulary need not be read."""
-    special = set() if tokenizer is None else special_ids(tokenizer)
+    special = special_ids(tokenizer)
 
     def find(token: int) -> str:
         if token == mask_id:
             return KINDS[MASK]
-        return KINDS[SPECIAL if tokenizer is None or token in special else kind_of(texts_of(tokenizer, [token])[0])]
+        return KINDS[SPECIAL if token in special else kind_of(texts_of(tokenizer, [token])[0])]
 
     return find
 
@@ -119,10 +117,9 @@ def _read_sentencepiece(name: str) -> bytes:
 
 
 def labels(tokenizer: Any, ids: Sequence[int] | np.ndarray, mask_id: int) -> list[str]:
-    return [MASK_LABEL if index == mask_id else piece_of(tokenizer, int(index)) for index in ids]
-
-
-def piece_of(tokenizer: Any, token: int) -> str:
-    """A token's own text, a leading space included; what is no text by itself is a replacement sign. Without one, the id."""
-    text = None if tokenizer is None else texts_of(tokenizer, [token])[0]
-    return text.decode(errors="replace") if text else f"#{token}"
+    """Each token's own text, a leading space included; what is no text by itself is a replacement sign. Without one, the id."""
+    ids = [int(index) for index in ids]
+    texts = (
+        text.decode(errors="replace") if text else f"#{index}" for index, text in zip(ids, texts_of(tokenizer, ids), strict=True)
+    )
+    return [MASK_LABEL if index == mask_id else text for index, text in zip(ids, texts, strict=True)]

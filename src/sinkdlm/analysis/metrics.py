@@ -1,11 +1,11 @@
-"""What sinks do along a trajectory, in numbers: where they are, how they move, what they weigh.
+"""What is kept of a denoising trajectory, and what sinks do along it: where they are, how they move, what they weigh.
 
 `measure` reduces one trajectory, which can then be thrown away; `summarize` joins many, with intervals over trajectories;
 `difference` compares two captures. A quantity is worked out per layer; its total is the mean over the layers that have it. Not a
 number means that there was nothing to measure: no sink to lose its place, no second step to lose it in. Numpy, and the keyed noise
 for samples; knows no model, tokenizer or file.
 
-N steps, E layers, H heads, T tokens of the row, S sinks of the model.
+N forwards ("steps"), E layers, H heads, T tokens of the row, S sinks of the model (0 without; a sink logit counts as one).
 """
 
 import math
@@ -17,18 +17,59 @@ import numpy as np
 import torch
 
 from sinkdlm.analysis.glossary import QUANTITIES
-from sinkdlm.analysis.intervals import Interval, difference_interval, finite, mean_interval
+from sinkdlm.analysis.intervals import difference_interval, finite, mean_interval
 from sinkdlm.analysis.kinds import KINDS
-from sinkdlm.analysis.trajectory import Trajectory
 from sinkdlm.noise import Stream, random_bits
 
-THRESHOLD = 0.3  # received attention above which a token is a sink (Gu et al.)
 SAMPLE = 10_000  # value norms that a figure shows of each group
 _ANCHOR_STEPS = (1, 2)  # an anchored head has a sink in at least this share of steps,
 _ANCHOR_SAME = (9, 10)  # and its top sink is the same token in at least this share of those
 _REST_SPREAD = 0.01  # quarters of queries that differ by less in the attention they rest on sinks say nothing about resting
 GROUPS = ("sink", "normal", "lane")  # of value norms
 _DIGITS = 6  # significant, of sampled norms in a file
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One row on its way from masks to text, or one text under several noise levels: each forward is a step.
+
+    Received attention of key j in a head is the mean over the row's queries of A[q, j]. A content sink by the absolute rule (Gu et
+    al.) receives more than a threshold; by the relative rule (Rulli et al.) its column sum, T times what it receives, exceeds the
+    mean column sum of the other tokens by a margin. Statistics that a forward did not yield are not a number.
+    """
+
+    number: int  # among the trajectories of a capture: with the seed, the key of its noise
+    n_prompt: int  # fixed tokens that were given
+    mask_id: int
+    tokens: np.ndarray  # (N, T) int32: what each forward saw
+    final: np.ndarray  # (T,) int32: the row at its end
+    absolute: np.ndarray  # (N, E, H, T) bool: content sinks by the absolute rule
+    relative: np.ndarray  # (N, E, H, T) bool: content sinks by the relative rule
+    top: np.ndarray  # (N, E, H) int32: the content token that receives most
+    top_received: np.ndarray  # (N, E, H): what it receives
+    received: np.ndarray  # (N, E, T): received attention of content tokens, mean over heads
+    sink_received: np.ndarray  # (N, E, H, S): received attention of the model's own sinks
+    entropy: np.ndarray  # (N, E, H): of attention weights, nats, mean over queries
+    value_norm: np.ndarray  # (N, E, T): eq. 15, 16
+    sink_value_norm: np.ndarray  # (N, E, S)
+    output_norm: np.ndarray  # (N, E, H): eq. 20, left: |o_i|, mean over queries
+    bound: np.ndarray  # (N, E, H): eq. 20, right: sum_j a_ij |v_j|, mean over queries
+    resting: (
+        np.ndarray
+    )  # (N, E, T): of each query, the share of attention on content sinks (absolute) and the model's, mean over heads
+    update_ratio: np.ndarray  # (N, E, T): eq. 21, 22: |z_i| / |h_i|
+
+    @property
+    def n_steps(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def n_layers(self) -> int:
+        return self.top.shape[1]
+
+    @property
+    def n_heads(self) -> int:
+        return self.top.shape[2]
 
 
 class Sample(NamedTuple):
@@ -63,7 +104,7 @@ class Measured:
     n_steps: int
     length: int
     values: dict[str, tuple[float, list[float]]]  # quantity -> (total, per layer)
-    counted: dict[str, np.ndarray] | None  # tokens of each kind, among "all", "absolute" and "relative" sinks; None: kinds unknown
+    counted: dict[str, np.ndarray]  # tokens of each kind, among "all", "absolute" and "relative" sinks
     norms: dict[str, Sample]  # value norms of "sink", "normal" and "lane"; empty once another one holds them
     lane: np.ndarray  # (E, H): attention on the model's own sinks
     content: np.ndarray  # (E, H): share of steps with a content sink (absolute)
@@ -74,10 +115,10 @@ class Measured:
         return replace(self, norms={}), replace(other, norms=merged)
 
 
-def measure(trajectory: Trajectory, kinds: np.ndarray | None, *, threshold: float = THRESHOLD, seed: int = 0) -> Measured:
+def measure(trajectory: Trajectory, kinds: np.ndarray, *, threshold: float = 0.3, seed: int = 0) -> Measured:
     """kinds: of every token id, as kinds.classify gives them. threshold: the one the trajectory's sinks were found with."""
     layers, samples = [], []
-    seen = None if kinds is None else kinds[trajectory.tokens].ravel()
+    seen = kinds[trajectory.tokens].ravel()
     counted: dict[str, Any] = {"all": _count(seen), "absolute": 0, "relative": 0}
     content = np.empty((trajectory.n_layers, trajectory.n_heads))
     for layer in range(trajectory.n_layers):  # one at a time: all sets of a long trajectory at once would need gigabytes
@@ -96,9 +137,9 @@ def measure(trajectory: Trajectory, kinds: np.ndarray | None, *, threshold: floa
         n_steps=trajectory.n_steps,
         length=trajectory.tokens.shape[1],
         values={name: (_mean(np.array(per_layer)), per_layer) for name, per_layer in values.items()},
-        counted=None if kinds is None else counted,
+        counted=counted,
         norms={group: Sample.merged([sample[group] for sample in samples]) for group in GROUPS},
-        lane=trajectory.sink_share.astype(np.float64).mean(0),
+        lane=trajectory.sink_received.sum(-1).astype(np.float64).mean(0),
         content=content,
     )
 
@@ -114,10 +155,8 @@ def _ratio(above: float, below: float) -> float:
     return above / below if below else math.nan
 
 
-def _count(seen: np.ndarray | None, times: np.ndarray | None = None) -> np.ndarray:
+def _count(seen: np.ndarray, times: np.ndarray | None = None) -> np.ndarray:
     """How many there are of each kind, each token counted so many times; float64 counts exactly up to 2 ** 53."""
-    if seen is None:
-        return np.zeros(len(KINDS), dtype=np.int64)
     weights = None if times is None else times.ravel()
     return np.bincount(seen, weights=weights, minlength=len(KINDS)).astype(np.int64)
 
@@ -236,25 +275,16 @@ def _sampled(trajectory: Trajectory, layer: int, sink: np.ndarray, seed: int) ->
 def summarize(measured: Iterable[Measured], seed: int = 0) -> dict[str, Any]:
     """The parts of a capture that come from trajectories, as JSON values; the order they were measured in does not matter."""
     ordered = sorted(measured, key=lambda one: one.number)
-    if not ordered:
-        raise ValueError("no trajectories to summarize")
-    if len({one.number for one in ordered}) < len(ordered):
-        raise ValueError("two trajectories have the same number")
     tables = {name: np.array([[one.values[name][0], *one.values[name][1]] for one in ordered]) for name in QUANTITIES}
     counts = {"trajectories": len(ordered), "forwards": sum(one.n_steps for one in ordered)}
-    intervals = {name: [mean_interval(column, seed=seed).as_json() for column in table.T] for name, table in tables.items()}
+    rows = []
+    for row, one in enumerate(ordered):
+        values = {name: _by_layer(_plain(table[row])) for name, table in tables.items()}
+        rows.append({"number": one.number, "n_steps": one.n_steps, "length": one.length, "values": values})
     return {
         "n": {**counts, "tokens_seen": sum(one.n_steps * one.length for one in ordered)},
-        "quantities": {name: _by_layer(columns) for name, columns in intervals.items()},
-        "trajectories": [
-            {
-                "number": one.number,
-                "n_steps": one.n_steps,
-                "length": one.length,
-                "values": {name: _by_layer(_plain(table[row])) for name, table in tables.items()},
-            }
-            for row, one in enumerate(ordered)
-        ],
+        "quantities": {name: _by_layer([mean_interval(column, seed=seed) for column in table.T]) for name, table in tables.items()},
+        "trajectories": rows,
         "kinds": _kind_shares([one.counted for one in ordered]),
         "scatter": _scatter([one.norms for one in ordered if one.norms]),
         "heads": {
@@ -271,16 +301,13 @@ def _by_layer(columns: list[Any]) -> dict[str, Any]:
     return {"total": columns[0], "layers": columns[1:]}
 
 
-def _kind_shares(counted: Sequence[dict[str, np.ndarray] | None]) -> dict[str, dict[str, float] | None] | None:
-    """Shares over all trajectories together; None where the kinds are not known, and for a rule that found no sink."""
-    known = [counts for counts in counted if counts is not None]
-    if not known:
-        return None
-    totals = {among: np.sum([counts[among] for counts in known], axis=0) for among in known[0]}
-    return {
-        among: dict(zip(KINDS, (counts / counts.sum()).tolist(), strict=True)) if counts.any() else None
-        for among, counts in totals.items()
-    }
+def _kind_shares(counted: Sequence[dict[str, np.ndarray]]) -> dict[str, dict[str, float] | None]:
+    """Shares over all trajectories together; None for a rule that found no sink."""
+    found = {}
+    for among in counted[0]:
+        total = np.sum([counts[among] for counts in counted], axis=0)
+        found[among] = dict(zip(KINDS, (total / total.sum()).tolist(), strict=True)) if total.any() else None
+    return found
 
 
 def _scatter(norms: Sequence[dict[str, Sample]]) -> dict[str, Any]:
@@ -302,33 +329,27 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any], seed: int = 0) -> dic
     found: dict[str, Any] = {}
     for name in a["quantities"]:
         if name in b["quantities"]:
-            tables = [np.array([_columns(row["values"][name]) for row in side], dtype=np.float64) for side in rows]
+            values = [[row["values"][name] for row in side] for side in rows]
+            tables = [np.array([[one["total"], *one["layers"]] for one in side], dtype=np.float64) for side in values]
             width = tables[0].shape[1] if tables[0].shape[1] == tables[1].shape[1] else 1
             pairs = zip(tables[0].T[:width], tables[1].T[:width], strict=True)
-            found[name] = _by_layer([_gap(one, other, paired, seed).as_json() for one, other in pairs])
+            gaps = [
+                mean_interval(other - one, seed=seed) if paired else difference_interval(one, other, seed=seed)
+                for one, other in pairs
+            ]
+            found[name] = _by_layer(gaps)
     return {"paired": paired, "quantities": found}
-
-
-def _columns(values: Mapping[str, Any]) -> list[float]:
-    return [math.nan if value is None else value for value in (values["total"], *values["layers"])]
-
-
-def _gap(values: np.ndarray, others: np.ndarray, paired: bool, seed: int) -> Interval:
-    return mean_interval(others - values, seed=seed) if paired else difference_interval(values, others, seed=seed)
 
 
 def paths_of(trajectory: Trajectory, labels: Sequence[str]) -> dict[str, Any]:
     """Where each layer's attention goes at each step, as JSON values; null where a forward did not say."""
     received = trajectory.received.swapaxes(0, 1)  # (E, N, T)
     top = np.where(np.isnan(received), -np.inf, received).argmax(-1)
-    height = [_plain(row) for row in np.take_along_axis(received, top[..., None], -1)[..., 0]]
+    highest = np.take_along_axis(received, top[..., None], -1)[..., 0]
     return {
         "number": trajectory.number,
-        "top": [
-            [None if there is None else place for place, there in zip(*row, strict=True)]
-            for row in zip(top.tolist(), height, strict=True)
-        ],
-        "received": height,
+        "top": np.where(np.isnan(highest), np.array(None), top).tolist(),
+        "received": [_plain(row) for row in highest],
         "masked": (trajectory.tokens == trajectory.mask_id).astype(int).tolist(),
         "labels": list(labels),
         "n_prompt": trajectory.n_prompt,

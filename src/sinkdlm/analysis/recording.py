@@ -10,19 +10,20 @@ import base64
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from sinkdlm import __version__
-from sinkdlm.analysis.capture import RULES, Rules, attention_maps, look_once, stands_out
-from sinkdlm.analysis.kinds import kind_finder, piece_of
+from sinkdlm.analysis.capture import RULES, Rules, attention_maps, sink_logit_of, stands_out
+from sinkdlm.analysis.kinds import kind_finder
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.model.model import DiffusionLM
+from sinkdlm.model.observe import Watcher
 from sinkdlm.sampling.drawing import precise
+from sinkdlm.text.prompts import piece_of
 
 FORMAT, VERSION = "sinkdlm-recording", 1
 MOST_VALUES = 1 << 24  # received attention of all frames, a byte each before they are packed
@@ -44,7 +45,11 @@ class Seen(NamedTuple):
 
 
 def look_at(model: DiffusionLM, tokens: Sequence[int], rules: Rules = RULES) -> Seen:
-    layers = look_once(model, tokens)
+    logits: Any = [sink_logit_of(model, layer) for layer in range(model.config.n_layers)]
+    watcher = Watcher(sink_logits=logits, n_registers=model.config.n_registers)
+    with model.inference():
+        model(torch.tensor([list(tokens)], device=model.embed.weight.device), observe=watcher)
+    layers = watcher.layers
     received = torch.stack([torch.cat([one.sink_received, one.received], dim=-1)[0] for one in layers])
     values = torch.stack([torch.cat([one.sink_value_norm, one.value_norm], dim=-1)[0] for one in layers])
     content = torch.stack([one.received[0] for one in layers])
@@ -72,73 +77,71 @@ def likeliest(
     return found
 
 
-# -- recordings -----------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class Recorder:
     """Takes frames one by one, so that others may use the model in between; `side` is then one model's half of a recording.
 
-    piece, kind: a token's text and kind by its id. confidence: of each frame a byte a token, 0 for none, else 1 + 254 p.
-    barred: ids that are no candidates, because they are never written.
+    confidence: of each frame a byte a token, 0 for none, else 1 + 254 p.
     """
 
-    model: DiffusionLM
+    lm: Any
     name: str
     canvases: Sequence[Sequence[int]]
     n_given: int
-    piece: Callable[[int], str]
-    kind: Callable[[int], str]
     confidence: Sequence[bytes] = ()
     rules: Rules = RULES
-    barred: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        self.n_frames, config, length = len(self.canvases), self.model.config, len(self.canvases[0])
+        n_frames, config, length = len(self.canvases), self.lm.config, len(self.canvases[0])
+        self._barred = absent_ids(self.lm.tokenizer, config.vocab_size)  # what is never written is no candidate
         self._seen: list[Seen] = []
         self._rows: list[np.ndarray] = []
         self._candidates: list[list[list[tuple[int, float]]]] = []
         if any(len(canvas) != length for canvas in self.canvases):
             raise AnalysisError("a text that grew as it was written: frames of one length can be recorded, and these differ")
         per_frame = config.n_layers * config.n_heads * (config.n_sinks + length)
-        if per_frame * self.n_frames > MOST_VALUES:
+        if per_frame * n_frames > MOST_VALUES:
             raise AnalysisError(
-                f"{self.n_frames} frames of {length} tokens in {config.n_layers} x {config.n_heads} heads: more than the "
+                f"{n_frames} frames of {length} tokens in {config.n_layers} x {config.n_heads} heads: more than the "
                 f"{MOST_VALUES} numbers of a recording; take fewer steps or tokens"
             )
-        self._with_rows = per_frame * length * self.n_frames <= MOST_ROWS
+        self._with_rows = per_frame * length * n_frames <= MOST_ROWS
 
     def take(self) -> None:
         """The next frame."""
-        canvas, config = self.canvases[len(self._seen)], self.model.config
-        self._seen.append(look_at(self.model, canvas, self.rules))
-        self._candidates.append(likeliest(self.model, canvas, range(len(canvas)), N_CANDIDATES, self.barred))
+        canvas, model, config = self.canvases[len(self._seen)], self.lm.model, self.lm.config
+        self._seen.append(look_at(model, canvas, self.rules))
+        self._candidates.append(likeliest(model, canvas, range(len(canvas)), N_CANDIDATES, self._barred))
         if self._with_rows:
-            maps = attention_maps(self.model, canvas, list(np.ndindex(config.n_layers, config.n_heads)))  # in this order
+            maps = attention_maps(model, canvas, list(np.ndindex(config.n_layers, config.n_heads)))  # in this order
             rows = np.stack([one.float().numpy() for one in maps.values()])
             self._rows.append(rows.reshape(config.n_layers, config.n_heads, *rows.shape[1:]))
 
+    def record(self, tick: Callable[[int], None] = lambda rows: None) -> dict[str, Any]:
+        """All frames at once, for whoever has the model alone."""
+        for _ in self.canvases:
+            self.take()
+            tick(1)
+        return self.side()
+
     def side(self) -> dict[str, Any]:
-        config, seen = self.model.config, self._seen
+        config, seen, tokenizer = self.lm.config, self._seen, self.lm.tokenizer
+        kind = kind_finder(tokenizer, config.mask_id)
         candidates = {token for frame in self._candidates for place in frame for token, _ in place}
         ids = sorted(({token for canvas in self.canvases for token in canvas} | candidates) - {config.mask_id})
         return {
             "model": self.name,
-            "n_layers": config.n_layers,
-            "n_heads": config.n_heads,
-            "n_sinks": config.n_sinks,
+            **{name: getattr(config, name) for name in ("n_layers", "n_heads", "n_sinks")},
             "sink_kind": config.sink_kind if config.n_sinks else None,
             "n_given": self.n_given,
             "rules": self.rules._asdict(),
             "tokens": [[None if token == config.mask_id else token for token in canvas] for canvas in self.canvases],
             "confidence": [base64.b64encode(sure).decode() for sure in self.confidence] or None,
-            "pieces": {str(token): self.piece(token) for token in ids},
-            "kinds": {str(token): self.kind(token) for token in ids},
+            "pieces": {str(token): piece_of(tokenizer, token) for token in ids},
+            "kinds": {str(token): kind(token) for token in ids},
             "received": pack([one.received for one in seen]),
             "values": pack([one.values for one in seen]),
-            "absolute": [one.absolute for one in seen],
-            "relative": [one.relative for one in seen],
-            "top": [one.top for one in seen],
+            **{name: [getattr(one, name) for one in seen] for name in ("absolute", "relative", "top")},
             "rows": pack(self._rows) if self._with_rows else None,
             "candidates": [
                 [[[token, round(chance, _DIGITS)] for token, chance in place] for place in frame] for frame in self._candidates
@@ -154,38 +157,6 @@ def pack(frames: Sequence[np.ndarray]) -> dict[str, Any]:
     return {"shape": list(levels.shape), "scales": scales, "data": data}
 
 
-def unpack(packed: Mapping[str, Any]) -> np.ndarray:
-    """What `pack` was given, to half a step of its scale."""
-    levels = np.frombuffer(zlib.decompress(base64.b64decode(packed["data"])), np.uint8).reshape(packed["shape"])
-    scales = np.array(packed["scales"]).reshape(-1, *[1] * (levels.ndim - 1))
-    found: np.ndarray = levels * scales
-    return found
-
-
 def join_sides(sides: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]) -> dict[str, Any]:
     """A whole recording. asked: prompt, seed, policy, steps, length; what the page shows as its settings."""
     return {"format": FORMAT, "version": VERSION, "made": {"sinkdlm": __version__}, "asked": dict(asked), "sides": list(sides)}
-
-
-def record_side(
-    lm: Any,
-    name: str,
-    canvases: Sequence[Sequence[int]],
-    n_given: int,
-    *,
-    rules: Rules = RULES,
-    tick: Callable[[int], None] = lambda rows: None,
-) -> dict[str, Any]:
-    """One side at once, for whoever has the model alone."""
-    tokenizer, config = lm.tokenizer, lm.config
-    recorder = Recorder(
-        *(lm.model, name, canvases, n_given),
-        piece=partial(piece_of, tokenizer),
-        kind=kind_finder(tokenizer, config.mask_id),
-        rules=rules,
-        barred=() if tokenizer is None else absent_ids(tokenizer, config.vocab_size),
-    )
-    for _ in range(recorder.n_frames):
-        recorder.take()
-        tick(1)
-    return recorder.side()

@@ -1,6 +1,6 @@
 """The report of one or more captures: report.html, figures, metrics.json, summary.md. One page that needs nothing beside itself.
 
-Checks captures, and lays out what findings and figures give. Measures nothing.
+Lays out what findings and figures give. Measures nothing.
 """
 
 import json
@@ -11,12 +11,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sinkdlm.analysis import figures, plates
+from sinkdlm.analysis import figures
 from sinkdlm.analysis.findings import OF_SINKS, Capture, Claim, Comparison, claims, compare, findings, headline, tell, total
-from sinkdlm.analysis.glossary import QUANTITIES, defined, write_count, write_interval, write_number
+from sinkdlm.analysis.glossary import QUANTITIES, defined, write_count, write_interval, write_number, write_value
 from sinkdlm.analysis.intervals import MIN_TRAJECTORIES
 from sinkdlm.analysis.recording import join_sides
-from sinkdlm.analysis.study import check_capture
 from sinkdlm.errors import AnalysisError
 from sinkdlm.page.bundle import build_viewer
 
@@ -58,39 +57,29 @@ class Judged(NamedTuple):
 
 
 class Report:
-    """Checked captures, compared and judged, and the files and texts made of them."""
+    """Captures of different names, compared and judged, and the files and texts made of them."""
 
     def __init__(self, captures: Sequence[Capture], chapter: Chapter | None = None) -> None:
-        if not captures:
-            raise AnalysisError("no capture to report on; name at least one checkpoint")
-        for place, capture in enumerate(captures):
-            check_capture(capture, f"capture {place + 1}")
-        names = [capture["name"] for capture in captures]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise AnalysisError(f"two captures are called {twice[0]}: give each checkpoint a name of its own")
         self.captures, self.chapter, self.comparisons = captures, chapter, compare(captures)
         pairs = [one for one in self.comparisons if one.second["model"]["n_sinks"] and not one.first["model"]["n_sinks"]]
         told = {one.second["name"]: claims(one.second, one) for one in pairs}
         self.title = headline(captures, told)
         self.judged = [Judged(_versus(one, "against"), "", told[one.second["name"]], one.cautions) for one in pairs]
-        note = (
-            "Whether content sinks become fewer and move less needs a checkpoint with a sink token and one without, side by side."
-        )
+        note = "Whether content sinks become fewer and move less needs checkpoints with and without a sink token, side by side."
         self.judged = self.judged or [Judged(capture["name"], note, claims(capture), []) for capture in captures]
         self.lede = _lede(captures)
 
     def write(self, out: Path) -> dict[str, Any]:
         """What was written: "report", "metrics", "summary", "figures" (name -> suffix -> file), and where captures hold recordings
         "recording" and "inspect", the page that shows it."""
-        plates.check_drawing()
+        figures.check_drawing()
         try:
             out.mkdir(parents=True, exist_ok=True)  # a folder that cannot be had is told before anything is drawn
-            drawn = figures.draw_all(self.captures, [one[:3] for one in self.comparisons])
+            drawn = figures.draw_all(self.captures, self.comparisons)
             texts = {"report.html": self.page(drawn), "metrics.json": to_json(self.metrics()), "summary.md": self.summary()}
             if recording := self.recording():
                 texts |= {"recording.json": json.dumps(recording, separators=(",", ":")) + "\n", _INSPECT: build_viewer(recording)}
-            paths: dict[str, Any] = {"figures": plates.write(drawn, out / "figures")}
+            paths: dict[str, Any] = {"figures": figures.write_files(drawn, out / "figures")}
             for name, text in texts.items():
                 paths[Path(name).stem] = out / name
                 paths[Path(name).stem].write_text(text, encoding="utf-8")
@@ -117,7 +106,7 @@ class Report:
             "claims": [{"about": one.name, "claims": [claim._asdict() for claim in one.claims]} for one in self.judged],
         }
 
-    def page(self, drawn: Mapping[str, plates.Plate]) -> str:
+    def page(self, drawn: Mapping[str, figures.Plate]) -> str:
         from jinja2 import Environment, StrictUndefined
         from markupsafe import Markup
 
@@ -127,16 +116,12 @@ class Report:
             report=self,
             inspect=_INSPECT if self.recording() else None,
             style=Markup(own.joinpath("report.css").read_text(encoding="utf-8")),
-            contents=[
-                *([self.chapter.key] if self.chapter else []),
-                *("claims", "findings", "figures", "tables", "texts", "glossary", "provenance"),
-            ],
-            findings=[(capture["name"], findings(capture)) for capture in self.captures],
             plates=[(name, plate, Markup(_inline(name, plate))) for name, plate in drawn.items()],
             tables=self._grids(),
-            texts=[(capture["name"], capture["n"]["trajectories"], _texts(capture)) for capture in self.captures],
             glossary=_GLOSSARY,
-            provenance=[(capture["name"], _facts(capture)) for capture in self.captures],
+            findings=findings,
+            texts=_texts,
+            facts=_facts,
         )
 
     def short(self) -> str:
@@ -172,7 +157,8 @@ class Report:
         """All quantities, and what interventions did."""
         rows = []
         for name, quantity in QUANTITIES.items():
-            totals = [total(capture, name) if _has(capture, name) else None for capture in self.captures]
+            having = [one["model"]["n_sinks"] or name not in OF_SINKS for one in self.captures]
+            totals = [total(one, name) if has else None for one, has in zip(self.captures, having, strict=True)]
             if any(one and defined(one["mean"]) for one in totals):
                 cells = [tell(one, name) if one else "none" for one in totals]
                 gaps = (one.difference["quantities"].get(name, {}).get("total", {}) for one in self.comparisons)
@@ -199,14 +185,7 @@ def _lede(captures: Sequence[Capture]) -> str:
     return f"{'; '.join(parts)}. A content sink is a token of the text that receives more than {threshold} of a head's attention."
 
 
-# -- parts of the page ----------------------------------------------------------------------------------------------------------
-
-
-def _has(capture: Capture, name: str) -> bool:
-    return bool(capture["model"]["n_sinks"]) or name not in OF_SINKS
-
-
-def _inline(name: str, plate: plates.Plate) -> str:
+def _inline(name: str, plate: figures.Plate) -> str:
     """An SVG file as part of a page: without a head, sized by the page, with names that no other figure of the page has."""
     from markupsafe import escape
 
@@ -248,18 +227,7 @@ def _facts(capture: Capture) -> list[tuple[str, str]]:
         made["command"] = shlex.join(made["command"])
     counts = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in capture["n"].items())
     facts = {"checkpoint": capture["source"], **made, **capture["settings"], "n": counts, "model": capture["model"]}
-    return [(key, _plain(value)) for key, value in facts.items()]
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_plain(one)}" for key, one in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_plain, value)) or "none"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-# -- beside the page ------------------------------------------------------------------------------------------------------------
+    return [(key, write_value(value)) for key, value in facts.items()]
 
 
 def to_json(value: Any) -> str:

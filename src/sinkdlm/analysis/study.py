@@ -16,12 +16,12 @@ import numpy as np
 from sinkdlm.analysis.capture import RULES, Rules, attention_maps, capture, capture_noise
 from sinkdlm.analysis.interventions import Ground, find_changes, measure_changes
 from sinkdlm.analysis.kinds import classify, labels
-from sinkdlm.analysis.metrics import Measured, measure, paths_of, summarize
-from sinkdlm.analysis.recording import record_side
-from sinkdlm.analysis.trajectory import Trajectory
+from sinkdlm.analysis.metrics import Measured, Trajectory, measure, paths_of, summarize
+from sinkdlm.analysis.recording import Recorder
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.sampling import Policy, Request
+from sinkdlm.text.prompts import lay_out
 
 FORMAT, VERSION = "sinkdlm-capture", 1
 _DIGITS = 4  # of attention maps
@@ -43,7 +43,6 @@ class Plan:
     rules: Rules = RULES
     interventions: bool = True
     draws: int = 16  # of NELBO, under interventions: the same before and after
-    n_paths: int = 4  # trajectories whose sinks are kept step by step
     maps: Sequence[tuple[int, int, int]] = ()  # (step, layer, head) of the first trajectory; by default the strongest head
 
     @property
@@ -83,7 +82,6 @@ class _Seen:
         self.lm, self.plan = lm, plan
         self.kinds = classify(lm.tokenizer, max(config.embedding_rows, config.mask_id + 1), config.mask_id)
         self.measured: list[Measured] = []
-        self.paths: list[dict[str, Any]] = []
         self.finals: dict[int, list[int]] = {}
         self.top = np.zeros((config.n_layers, config.n_heads))  # what the most received token receives, summed over trajectories
 
@@ -96,8 +94,6 @@ class _Seen:
         self.measured.append(measured)
         self.finals[trajectory.number] = trajectory.final.tolist()
         self.top += trajectory.top_received.mean(0)
-        if len(self.paths) < self.plan.n_paths:
-            self.paths.append(paths_of(trajectory, labels(self.lm.tokenizer, trajectory.final, trajectory.mask_id)))
 
     def draw_maps(self) -> list[dict[str, Any]]:
         """Of the first trajectory: the chosen places, or its first and middle step in the head with the strongest content sink.
@@ -121,17 +117,13 @@ class _Seen:
     def record(self, name: str, prompt: str, tick: Callable[[int], None]) -> dict[str, Any]:
         """The first trajectory, for the page: what was asked, and what was seen."""
         first, plan = self.first, self.plan
-        asked: dict[str, Any] = {
-            "prompt": prompt,
-            "seed": str(plan.seed),
-            "policy": None,
-            "steps": first.n_steps,
-            "length": plan.length,
-        }
-        if plan.shares:
-            asked |= {"shares": list(plan.shares), "length": len(first.final)}
+        asked = {"prompt": prompt, "seed": str(plan.seed), "policy": None, "steps": first.n_steps, "length": plan.length}
+        noise = {"shares": list(plan.shares), "length": len(first.final)} if plan.shares else {}
         canvases = [*first.tokens.tolist(), first.final.tolist()]
-        return {"asked": asked, "side": record_side(self.lm, name, canvases, first.n_prompt, rules=plan.rules, tick=tick)}
+        return {
+            "asked": {**asked, **noise},
+            "side": Recorder(self.lm, name, canvases, first.n_prompt, rules=plan.rules).record(tick),
+        }
 
 
 def study(
@@ -147,6 +139,7 @@ def study(
         done += rows
         show(done)
 
+    barred = absent_ids(lm.tokenizer, lm.config.vocab_size)  # as whoever writes with this model
     how: dict[str, Any] = {"rules": plan.rules, "batch": plan.batch, "tick": tick}
     if plan.shares:
         texts, requests = _encode_texts(lm, plan.texts), list[Request]()
@@ -154,15 +147,15 @@ def study(
     else:
         requests = _requests(lm, plan)
         texts = [list(prompt)[: lm.config.context_length] for prompt in plan.prompts if prompt]
-        trajectories = capture(lm.model, requests, barred=_barred(lm), **how)
+        trajectories = capture(lm.model, requests, barred=barred, **how)
     for trajectory in trajectories:
         seen.take(trajectory)
     found = summarize(seen.measured, plan.seed)
     for row in found["trajectories"]:
         begin = plan.texts[row["number"]] if plan.shares else lm.tokenizer.decode(plan.prompts[row["number"] % len(plan.prompts)])
         row |= {"prompt": begin, "text": lm.tokenizer.decode(seen.finals[row["number"]])}
-    maps = seen.draw_maps()
-    changes, omitted = _intervene(lm, plan, requests, texts, tick)
+    maps, path = seen.draw_maps(), paths_of(seen.first, labels(lm.tokenizer, seen.first.final, seen.first.mask_id))
+    changes, omitted = _intervene(lm, plan, requests, texts, barred, tick)
     try:
         recording = seen.record(name, found["trajectories"][0]["prompt"], tick)
     except AnalysisError as refused:
@@ -175,21 +168,13 @@ def study(
     about = {"format": FORMAT, "version": VERSION, "name": name, "source": source, "model": lm.config.to_dict()}
     about |= {"made": {**made, "seconds": round(time.monotonic() - began, 3)}}
     about |= {"settings": {**settings, "batch": plan.batch, **plan.rules._asdict()}}
-    return about | found | {"paths": seen.paths, "maps": maps, "interventions": changes, "recording": recording, "omitted": omitted}
-
-
-def _barred(lm: Any) -> list[int]:
-    return absent_ids(lm.tokenizer, lm.config.vocab_size)  # as whoever writes with this model
+    return about | found | {"paths": [path], "maps": maps, "interventions": changes, "recording": recording, "omitted": omitted}
 
 
 def _requests(lm: Any, plan: Plan) -> list[Request]:
     prompts = [plan.prompts[number % len(plan.prompts)] for number in range(plan.trajectories)]
-    mask_id, most, longest = lm.config.mask_id, lm.config.context_length, max(map(len, prompts))
-    if longest + plan.length > most:
-        raise AnalysisError(
-            f"prompt of {longest} and {plan.length} tokens to write: the model reads at most {most}; shorten the prompt or --length"
-        )
-    canvases = [[*prompt, *[mask_id] * plan.length] for prompt in prompts]
+    mask_id, room = lm.config.mask_id, lm.config.context_length
+    canvases = [lay_out(prompt, [], plan.length, mask_id, room, "the prompt or --length") for prompt in prompts]
     return [Request(canvas, plan.policy, mask_id, plan.seed, number) for number, canvas in enumerate(canvases)]
 
 
@@ -203,7 +188,7 @@ def _encode_texts(lm: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _intervene(
-    lm: Any, plan: Plan, requests: list[Request], texts: list[list[int]], tick: Callable[[int], None]
+    lm: Any, plan: Plan, requests: list[Request], texts: list[list[int]], barred: Sequence[int], tick: Callable[[int], None]
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """NELBO of the given texts, or of the prompts as texts; samples of the first requests."""
     if not plan.interventions:
@@ -211,7 +196,7 @@ def _intervene(
     texts = [row for row in texts if len(row) > int(lm.config.shift_logits)]  # nothing predicts a shifted row's first token
     if not texts:
         return [], {"interventions": "the prompts hold no token to score; give --prompts or --texts"}
-    ground = Ground(texts[:_N_TEXTS], requests[:_N_SAMPLES], plan.draws, plan.batch, plan.seed, _barred(lm))
+    ground = Ground(texts[:_N_TEXTS], requests[:_N_SAMPLES], plan.draws, plan.batch, plan.seed, barred)
     return measure_changes(lm.model, ground, plan.rules, tick=lambda looks: tick(looks * _rows_of_look(plan)))
 
 
@@ -227,30 +212,26 @@ def count_rows(lm: Any, plan: Plan) -> int:
     return plan.n_steps * (len(plan.texts) if plan.shares else plan.trajectories) + looks * _rows_of_look(plan) + plan.n_steps + 1
 
 
-# -- files ------------------------------------------------------------------------------------------------------------------------
-
-
-def write_capture(path: Path, found: dict[str, Any]) -> None:
+def write_capture(path: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """The capture as it will be read."""
+    text = json.dumps(found, allow_nan=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, allow_nan=False) + "\n", encoding="utf-8")
+        path.write_text(f"{text}\n", encoding="utf-8")
     except OSError as failure:
         raise AnalysisError(f"{path}: cannot be written: {failure.strerror}; give another --out") from None
+    return dict(json.loads(text))
 
 
-def read_capture(path: Path) -> dict[str, Any]:
+def read_capture(path: Path) -> Any:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as failure:
         reason = getattr(failure, "strerror", None) or "it is no JSON"
         raise AnalysisError(f"{path}: cannot be read: {reason}") from None
-    check_capture(found, str(path))
+    if not isinstance(found, Mapping) or found.get("format") != FORMAT:
+        raise AnalysisError(f"{path}: not a capture; make one with: sinkdlm analyze CKPT --out DIR")
+    if found.get("version") != VERSION:
+        version = found.get("version")
+        raise AnalysisError(f"{path}: a capture of version {version}, but this sinkdlm reads version {VERSION}; capture it again")
     return found
-
-
-def check_capture(capture: Any, where: str) -> None:
-    if not isinstance(capture, Mapping) or capture.get("format") != FORMAT:
-        raise AnalysisError(f"{where}: not a capture; make one with: sinkdlm analyze CKPT --out DIR")
-    if capture.get("version") != VERSION:
-        version = capture.get("version")
-        raise AnalysisError(f"{where}: a capture of version {version}, but this sinkdlm reads version {VERSION}; capture it again")

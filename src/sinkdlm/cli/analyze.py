@@ -55,7 +55,7 @@ def analyze(
     if shares is not None and texts is None:
         raise AnalysisError("--shares: of the texts of --texts; give them")
     if not capture_only:
-        from sinkdlm.analysis.plates import check_drawing
+        from sinkdlm.analysis.figures import check_drawing
 
         check_drawing()  # before hours of capture, not after them
     written = {"prompts": prompts, "trajectories": trajectories, "forwards": forwards, "length": length, "steps": steps}
@@ -93,8 +93,7 @@ def analyze(
         fitted = _fit(plan, encoded, lm.config.context_length, asked is None, n_used, length, steps)
         count = trajectories if forwards is None else -(-forwards // fitted.n_steps)
         fitted = fitted.with_trajectories(count or min(_DEFAULT, fitted.n_different or _DEFAULT))
-        study.write_capture(path, _capture(lm, fitted, name, model, place))
-        captures.append(study.read_capture(path))
+        captures.append(study.write_capture(path, _capture(lm, fitted, name, model, place)))
     if capture_only:
         paths = {name: str(out / "captures" / f"{name}.json") for name in called}
         say({"captures": paths}, "\n".join(f"wrote {path}" for path in paths.values()), as_json)

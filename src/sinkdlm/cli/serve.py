@@ -42,9 +42,9 @@ def serve(
         from sinkdlm.serving.server import LOOPBACK, address_of, bind, make_site, run
     except ModuleNotFoundError as missing:
         raise UserError(f"{missing.name} is not installed; pip install 'sinkdlm[serve]'") from None
-    from sinkdlm.serving.app import Settings
     from sinkdlm.serving.engine import Capacity
     from sinkdlm.serving.served import Limits
+    from sinkdlm.serving.site import Settings
 
     names = name_models(models)
     local = host in LOOPBACK

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from sinkdlm.data.encoding import Encoder
 from sinkdlm.data.inputs import missing_field
 from sinkdlm.errors import DataError, first_line
-from sinkdlm.text.chat import missing_text
+from sinkdlm.text.prompts import missing_text
 
 KINDS = ("sft", "gsm8k-two-stage", "gsm8k-one-stage")
 MARK = "####"  # before GSM8K's answer

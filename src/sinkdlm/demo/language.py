@@ -61,16 +61,11 @@ def problems(seed: int, *, held_out: bool) -> list[Problem]:
 
 def story(draws: Sequence[int]) -> str:
     """Two people and a thing; who has it at the end follows from what happened."""
-    form, a, b, colour, thing, place, mood = draws
-    first, other = a % len(_NAMES), b % (len(_NAMES) - 1)
-    words = {
-        "a": _NAMES[first],
-        "b": _NAMES[(first + 1 + other) % len(_NAMES)],
-        "c": COLOURS[colour % len(COLOURS)],
-        "t": THINGS[thing % len(THINGS)],
-        "p": _PLACES[place % len(_PLACES)],
-        "m": _MOODS[mood % len(_MOODS)],
-    }
+    form, a, b, *others = draws
+    second = a + 1 + b % (len(_NAMES) - 1)
+    lists = {"c": COLOURS, "t": THINGS, "p": _PLACES, "m": _MOODS}
+    words = {key: choices[draw % len(choices)] for (key, choices), draw in zip(lists.items(), others, strict=True)}
+    words |= {"a": _NAMES[a % len(_NAMES)], "b": _NAMES[second % len(_NAMES)]}
     return _STORIES[form % len(_STORIES)].format(**words).replace(" .", ".")
 
 

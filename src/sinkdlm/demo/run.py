@@ -11,27 +11,31 @@ A demo that was interrupted goes on: what is finished stays, a twin goes on afte
 
 import functools
 import json
+import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from sinkdlm.analysis import figures
+from sinkdlm.analysis.intervals import LEVEL
 from sinkdlm.analysis.report import Report, to_json
-from sinkdlm.analysis.study import Plan, count_rows, read_capture, study, write_capture
+from sinkdlm.analysis.study import Plan, count_rows, study, write_capture
 from sinkdlm.checkpoint.directory import load
 from sinkdlm.checkpoint.durable import held, replace_text
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.display import ItemBar
 from sinkdlm.demo import language, words
-from sinkdlm.demo.scoring import answer, attention_on_sums, compare_answers, compare_losses, exact_match, tell_story
-from sinkdlm.demo.screen import Part, Screen
+from sinkdlm.demo.screen import Screen
 from sinkdlm.errors import AnalysisError, UserError
-from sinkdlm.sampling import policy_of
+from sinkdlm.model.observe import Watcher
+from sinkdlm.sampling import generate, policy_of
 from sinkdlm.training.loop import train
 from sinkdlm.training.run import environment
 
@@ -74,7 +78,7 @@ def run_demo(out: Path, *, steps: int, seed: int, trajectories: int, fresh: bool
             recipes = _settle(out, steps, seed, fresh, console)
             console.print(words.GREETING)
             for number, (twin, recipe) in enumerate(recipes.items(), start=1):
-                _train(twin, recipe, out / twin, Part(twin, number, len(recipes), steps), console)
+                _train(recipe, out / twin, number, console)
             console.print("measuring: held-out sums, and stories as they are written")
             models = {twin: load(out / twin / "model") for twin in TWINS}
             facts = _score(models, out, steps, seed)
@@ -102,9 +106,6 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# -- the folder -----------------------------------------------------------------------------------------------------------------
-
-
 def _settle(out: Path, steps: int, seed: int, fresh: bool, console: Console) -> dict[str, Recipe]:
     """The recipes, and the data they need, written. A demo with other settings, or of another version, makes way."""
     place = out.resolve()  # so that the recipes work from anywhere
@@ -130,15 +131,12 @@ def _settle(out: Path, steps: int, seed: int, fresh: bool, console: Console) -> 
     return recipes
 
 
-# -- its parts ------------------------------------------------------------------------------------------------------------------
-
-
-def _train(twin: str, recipe: Recipe, folder: Path, part: Part, console: Console) -> None:
+def _train(recipe: Recipe, folder: Path, number: int, console: Console) -> None:
     seed = recipe.train.seed
-    problem = language.problems(seed, held_out=True)[0]
-    monitor = functools.partial(Screen, part=part, problem=problem, opening=language.openings(1, seed)[0], length=LENGTH)
+    problem, opening = language.problems(seed, held_out=True)[0], language.openings(1, seed)[0]
+    monitor = functools.partial(Screen, number=number, of=len(TWINS), problem=problem, opening=opening, length=LENGTH)
     train(recipe, folder, device="cpu", console=console, monitor=monitor)
-    console.print(f"{twin:8s}trained: {part.steps} steps in {_train_seconds(folder):.0f} s")
+    console.print(f"{folder.name:8s}trained: {recipe.train.steps} steps in {_train_seconds(folder):.0f} s")
 
 
 def _read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -185,19 +183,84 @@ def _capture(lm: Any, twin: str, out: Path, trajectories: int, seed: int) -> dic
     path, source = out / "captures" / f"{twin}.json", str(out / twin / "model")
     with ItemBar(f"rows through {twin}", count_rows(lm, plan)) as display:
         made = environment(torch.device("cpu"))
-        write_capture(path, study(lm, plan, name=twin, source=source, made=made, show=display.update))
-    return read_capture(path)
+        return write_capture(path, study(lm, plan, name=twin, source=source, made=made, show=display.update))
 
 
 def _report(captures: list[dict[str, Any]], facts: dict[str, Any], out: Path) -> tuple[dict[str, Any], str | None]:
     """metrics.json always; the page where what draws it is installed, else why not."""
     report, problem = Report(captures, words.chapter(facts)), None
     try:
-        report.write(out)
-    except AnalysisError as failure:
-        if "sinkdlm[viz]" not in str(failure):
-            raise
-        problem = str(failure)
+        figures.check_drawing()
+    except AnalysisError as missing:
+        problem = str(missing)
         (out / "report.html").unlink(missing_ok=True)  # of an earlier demo: its numbers are not these
         (out / "metrics.json").write_text(to_json(report.metrics()), encoding="utf-8")
+    else:
+        report.write(out)
     return json.loads((out / "metrics.json").read_text(encoding="utf-8")), problem
+
+
+def answer(lm: Any, questions: Sequence[str]) -> list[str]:
+    """Digit by digit, the most confident first."""
+    return [
+        text[len(question) :]
+        for text, question in zip(_write(lm, questions, language.ANSWER, steps=language.ANSWER), questions, strict=True)
+    ]
+
+
+def tell_story(lm: Any, opening: str, length: int) -> str:
+    (text,) = _write(lm, [opening], length - len(lm.tokenizer.encode(opening)), eos_id=lm.tokenizer.eos_token_id)
+    return text.partition(language.EOS)[0]
+
+
+def _write(lm: Any, prompts: Sequence[str], n: int, **more: Any) -> list[str]:
+    """Each prompt, and n tokens after it."""
+    rows = [lm.tokenizer.encode(prompt) for prompt in prompts]
+    with lm.model.inference():
+        asked = {"prompt": rows, "length": [len(row) + n for row in rows], "mask_id": lm.config.mask_id, "config": "llada"}
+        found = generate(lm.model.denoiser(), **asked, temperature=0.0, **more)
+    return [lm.tokenizer.decode(row) for row in found.rows]
+
+
+def attention_on_sums(lm: Any, questions: Sequence[str]) -> list[dict[str, float]]:
+    """Per layer, answers masked: the share of attention on the sink, where there is one, and on the most attended token."""
+    mask_id = lm.config.mask_id
+    tokens = torch.tensor([[*lm.tokenizer.encode(question), *[mask_id] * language.ANSWER] for question in questions])
+    watcher = Watcher()
+    with lm.model.inference():
+        lm.model(tokens, observe=watcher)
+    found = []
+    for layer in watcher.layers:
+        facts = {"top_content_share": float(layer.received.mean(1).amax(-1).mean())}
+        found.append(facts | ({"sink_share": float(layer.sink_share.mean())} if layer.sink_received.shape[-1] else {}))
+    return found
+
+
+def exact_match(answers: Sequence[str], problems: Sequence[language.Problem]) -> dict[str, Any]:
+    right = sum(given == problem.answer for given, problem in zip(answers, problems, strict=True))
+    low, high = share_interval(right, len(problems))
+    return {"mean": right / len(problems), "low": low, "high": high, "right": right, "n": len(problems)}
+
+
+def share_interval(count: int, n: int) -> tuple[float, float]:
+    """Wilson's, which is sound near 0 and 1, where these shares are."""
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    centre = (count + z * z / 2) / (n + z * z)
+    half = z / (n + z * z) * math.sqrt(count * (n - count) / n + z * z / 4)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def compare_answers(first: Sequence[str], second: Sequence[str], problems: Sequence[language.Problem]) -> dict[str, Any]:
+    """Sums that one twin alone gets right; the sign test on them asks whether that could be a coin's doing."""
+    rights = [(a == problem.answer, b == problem.answer) for a, b, problem in zip(first, second, problems, strict=True)]
+    only_first, only_second = rights.count((True, False)), rights.count((False, True))
+    n = only_first + only_second
+    p = min(1.0, 2 * sum(math.comb(n, k) for k in range(min(only_first, only_second) + 1)) / 2**n)
+    found = {"difference": (only_second - only_first) / len(problems), "only_first": only_first, "only_second": only_second}
+    return found | {"p": p, "differ": p < 1 - LEVEL}
+
+
+def compare_losses(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Of two means over the same draws, taken as if those were independent: the error is an upper estimate."""
+    difference, stderr = second["loss"] - first["loss"], math.hypot(first["stderr"], second["stderr"])
+    return {"difference": difference, "stderr": stderr, "differ": abs(difference) > 2 * stderr}

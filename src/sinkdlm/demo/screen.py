@@ -26,20 +26,10 @@ _BARS = "▁▂▃▄▅▆▇█"
 _STORY_STEPS = 8
 
 
-class Part(NamedTuple):
-    """One of the runs of a demo."""
-
-    name: str
-    number: int
-    of: int
-    steps: int  # of each
-
-
 class Look(NamedTuple):
     """A sum and a story on their way from masks to text, a text for each step."""
 
     sums: list[str]
-    right: bool
     stories: list[str]
 
 
@@ -47,35 +37,32 @@ def has_room(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal and console.width >= WIDE and console.height >= TALL
 
 
-def minutes(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
 class Screen(Monitor):
-    """Of one twin. problem: a sum that it has not seen; opening: how a story begins; length: tokens of the story."""
+    """Of one twin, which has its folder's name: the `number`th of `of`. problem: a sum that it has not seen; opening: how a story
+    begins; length: tokens of the story."""
 
     def __init__(
-        self, folder: Path, log: LogSection, console: Console, *, part: Part, problem: Problem, opening: str, length: int
+        self, folder: Path, log: LogSection, console: Console, number: int, of: int, problem: Problem, opening: str, length: int
     ) -> None:
         super().__init__(folder, log, console)
-        self.part, self._problem, self._opening, self._length = part, problem, opening, length
+        self.name, self._number, self._of = folder.name, number, of
+        self._problem, self._opening, self._length = problem, opening, length
         self.losses: list[float] = []
         self.layers: Sequence[Mapping[str, float]] = ()
         self.look: Look | None = None
-        self.step = self._first = 0
+        self.step = self._first = self.steps = 0
         self._looked = self._spoke = self._began = time.monotonic()
         self._live: Live | None = None
-
-    # -- what training tells ----------------------------------------------------------------------------------------------------
 
     def meet(self, model: Any, tokenizer: Callable[[], Any]) -> None:
         self._model, self._tokenizer = model, tokenizer()
 
     def begin(self, step: int, steps: int, settings: Mapping[str, Any]) -> None:
         self.step = self._first = step
+        self.steps = steps
         self._began = self._spoke = time.monotonic()
         if step:
-            self.console.print(f"{self.part.name}: goes on after step {step} of {steps}")
+            self.console.print(f"{self.name}: goes on after step {step} of {steps}")
         if has_room(self.console):
             self._live = Live(self, console=self.console, refresh_per_second=4, transient=True)
             self._live.start()
@@ -107,13 +94,11 @@ class Screen(Monitor):
             self._live.stop()
         super().close()
 
-    # -- what it sees -----------------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def _take_look(self) -> Look:
         sums = self._denoise(self._problem.question, ANSWER, steps=ANSWER)
         room = self._length - len(self._tokenizer.encode(self._opening))
-        return Look(sums, sums[-1] == "".join(self._problem), self._denoise(self._opening, room, steps=_STORY_STEPS))
+        return Look(sums, self._denoise(self._opening, room, steps=_STORY_STEPS))
 
     def _denoise(self, prompt: str, length: int, steps: int) -> list[str]:
         ids, mask_id = self._tokenizer.encode(prompt), self._model.config.mask_id
@@ -137,21 +122,20 @@ class Screen(Monitor):
     @property
     def seconds_left(self) -> float:
         """Of all training: this twin's and that of those after it."""
-        steps = self.part.steps - self.step + (self.part.of - self.part.number) * self.part.steps
+        steps = self.steps - self.step + (self._of - self._number) * self.steps
         return steps / self.rate if self.rate else 0.0
-
-    # -- how it is shown --------------------------------------------------------------------------------------------------------
 
     def plain(self) -> list[str]:
         """Two lines of at most 50 columns."""
-        lines = [f"{self.part.name} {self.step}/{self.part.steps} loss {self.loss:.2f} {self._pace()}"]
+        lines = [f"{self.name} {self.step}/{self.steps} loss {self.loss:.2f} {self._pace()}"]
         if self.look is not None:
             seen = " ".join(text.removeprefix(self._problem.question).replace(OPEN, "_") for text in self.look.sums)
             lines.append(f"  {self._problem.question} {seen}  {self._attention(short=True)}")
         return lines
 
     def _pace(self) -> str:
-        return f"{self.rate:.1f} steps/s {minutes(self.seconds_left)} left" if self.rate else "starting"
+        minutes, seconds = divmod(int(self.seconds_left), 60)
+        return f"{self.rate:.1f} steps/s {minutes}:{seconds:02d} left" if self.rate else "starting"
 
     def _attention(self, *, short: bool = False) -> str:
         shares = [layer["sink_share"] for layer in self.layers if "sink_share" in layer]
@@ -164,14 +148,14 @@ class Screen(Monitor):
 
     def __rich__(self) -> Text:
         """Called by the picture's own thread; text moves on by itself between two looks."""
-        steps = f"{self.step}/{self.part.steps}  {self._pace()}"
-        lines = [f"twin {self.part.number} of {self.part.of}: {self.part.name}  {_bar(self.step / self.part.steps)} {steps}"]
+        twin = f"twin {self._number} of {self._of}: {self.name}"
+        lines = [f"{twin}  {_bar(self.step / self.steps)} {self.step}/{self.steps}  {self._pace()}"]
         if self.losses:
             lines.append(f"loss       {self.loss:.3f}  {spark(self.losses)}")
         if self.look is not None:
             frame = int((time.monotonic() - self._looked) / _FRAME_SECONDS)
             sums, stories = (texts[min(frame, len(texts) - 1)] for texts in (self.look.sums, self.look.stories))
-            verdict = ("  right" if self.look.right else "  wrong") if OPEN not in sums else ""
+            verdict = "" if OPEN in sums else "  right" if sums == "".join(self._problem) else "  wrong"
             lines += [f"a sum      {sums}{verdict}", f"a story    {stories}"]
         if self.layers:
             lines.append(f"attention  {self._attention()}")

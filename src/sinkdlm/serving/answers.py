@@ -43,8 +43,8 @@ class Exchange:
 
     def submit(self, *, progress: bool, frames: bool) -> None:
         """Queue the request. May be called in another thread: it lays out the plan of every row."""
-        ends = self.order.ends if self.order.transcripts[0].stops else None
-        frames = frames or self.frames is not None
+        transcripts, frames = self.order.transcripts, frames or self.frames is not None
+        ends = (lambda row, tokens: transcripts[row].stops_in(tokens)) if transcripts[0].stops else None
         ticket = Ticket(self.order.rows, self._tell, ends=ends, progress=progress, frames=frames)
         self.served.engine.submit(ticket)
         self.ticket = ticket

@@ -5,8 +5,7 @@ answers.py. No path that a client sends is ever looked up on disk: the page's fi
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -20,12 +19,12 @@ from sinkdlm.errors import SamplingError
 from sinkdlm.page.bundle import PAGE
 from sinkdlm.serving import inspecting, problems
 from sinkdlm.serving.answers import Exchange
-from sinkdlm.serving.frames import FrameStore, size_of
-from sinkdlm.serving.guard import Door, Guard
-from sinkdlm.serving.metrics import Metrics
-from sinkdlm.serving.problems import RESPONSES, ApiError
+from sinkdlm.serving.frames import size_of
+from sinkdlm.serving.guard import Guard
+from sinkdlm.serving.problems import RESPONSES
 from sinkdlm.serving.schemas import Card, Cards, ChatCompletion, ChatRequest, Completion, CompletionRequest, Health
-from sinkdlm.serving.served import Order, Served
+from sinkdlm.serving.served import Order
+from sinkdlm.serving.site import Site
 
 _KINDS = {
     ".html": "text/html; charset=utf-8",
@@ -46,45 +45,6 @@ _PAGE_HEADERS = {
 _READING = 60.0  # seconds that a client may take to read a stream to its end, beyond the time of the request
 
 
-@dataclass(frozen=True)
-class Settings:
-    api_key: str | None = None
-    hosts: frozenset[str] | None = None  # names under which the server may be called; None: any
-    origins: Sequence[str] = ()  # CORS: pages that may read answers
-    most_bytes: int = 1 << 20  # of a body
-    frame_bytes: int = 64 << 20  # kept of finished requests
-    frame_seconds: float = 600.0
-
-
-@dataclass
-class Site:
-    """What routes share."""
-
-    models: dict[str, Served]
-    metrics: Metrics
-    settings: Settings = field(default_factory=Settings)
-    door: Door = field(default_factory=Door)
-
-    def __post_init__(self) -> None:
-        self.frames = FrameStore(self.settings.frame_bytes, self.settings.frame_seconds)
-
-    def find(self, name: str) -> Served:
-        if name not in self.models:
-            there = ", ".join(self.models)
-            raise ApiError(404, f"model {name!r}: not served here; there is {there}", code="model_not_found", param="model")
-        return self.models[name]
-
-    def finish(self, exchange: Exchange) -> None:
-        name, ticket, usage = exchange.served.name, exchange.ticket, exchange.usage()
-        self.metrics.prompt_tokens.labels(name).inc(usage.prompt_tokens)
-        self.metrics.completion_tokens.labels(name).inc(usage.completion_tokens)
-        if ticket is not None:
-            self.metrics.seconds.labels(name).observe(ticket.ended - ticket.submitted)
-            self.metrics.queued.labels(name).observe(ticket.began - ticket.submitted)
-        if exchange.frames is not None:
-            self.frames.add(exchange.frames)
-
-
 def make_app(site: Site) -> FastAPI:
     app = FastAPI(title="sinkdlm", version=__version__, docs_url=None, redoc_url=None, responses=RESPONSES)
     app.state.site = site
@@ -93,11 +53,9 @@ def make_app(site: Site) -> FastAPI:
     _serve_answers(app, site)
     app.include_router(inspecting.router)
     _serve_page(app)
-    guarded: dict[str, Any] = {"door": site.door, "metrics": site.metrics}
-    settings = site.settings
-    app.add_middleware(Guard, **guarded, key=settings.api_key, hosts=settings.hosts, most_bytes=settings.most_bytes)
-    if settings.origins:  # outside the guard: a browser asks first, without a key
-        app.add_middleware(CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(Guard, site=site)
+    if origins := list(site.settings.origins):  # outside the guard: a browser asks first, without a key
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
@@ -113,7 +71,7 @@ def _serve_facts(app: FastAPI, site: Site) -> None:
     @app.get("/health", responses={503: {"model": Health}})
     def health() -> Response:
         alive = all(served.engine.alive for served in site.models.values())
-        report = Health(status="draining" if site.door.draining else "ok" if alive else "failed", models=list(site.models))
+        report = Health(status="draining" if site.draining else "ok" if alive else "failed", models=list(site.models))
         return JSONResponse(report.model_dump(), 200 if report.status == "ok" else 503)
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})

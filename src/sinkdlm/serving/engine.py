@@ -51,9 +51,6 @@ class Capacity:
     seconds: float = 300.0  # that a request may take, waiting included
 
 
-# -- events -----------------------------------------------------------------------------------------------------------------------
-
-
 class Written(NamedTuple):
     """The tokens that a row has written and that can no longer change; once `done`, all there will be."""
 
@@ -351,8 +348,6 @@ class Engine:
                         take([row.state])
                     except Exception as failure:
                         self._end(row.ticket, failure)
-
-    # -- events of a step ---------------------------------------------------------------------------------------------------------
 
     def _report(self) -> None:
         """Tell the tickets what the step did, and let finished rows go."""

@@ -5,51 +5,33 @@ A plain ASGI layer, so that a handler learns at once that its client has left.
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
-from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sinkdlm.serving.metrics import Metrics
 from sinkdlm.serving.problems import ApiError, shutting_down
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+from sinkdlm.serving.site import Site
 
 _OPEN = ("/", "/health")  # without a key; and /page/, which asks for it
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/inspect", "/metrics", "/health", "/page")
 _SLOW = 30.0  # seconds between two parts of a body
 
 
-@dataclass
-class Door:
-    """Whether the server takes requests, and how many POST requests are inside."""
-
-    draining: bool = False
-    n_inside: int = 0
-
-
 class Guard:
-    """hosts: names by which the server may be called; None: any. A page of another site can make a browser send requests to
-    127.0.0.1 under that site's name, and then the name is the only thing that gives it away."""
+    """A page of another site can make a browser send requests to 127.0.0.1 under that site's name, and then the host's name is the
+    only thing that gives it away."""
 
-    def __init__(
-        self, app: Any, *, door: Door, metrics: Metrics, key: str | None, hosts: frozenset[str] | None, most_bytes: int
-    ) -> None:
-        self._app, self._door, self._metrics = app, door, metrics
-        self._key = None if key is None else f"Bearer {key}".encode()
-        self._hosts, self._most_bytes = hosts, most_bytes
+    def __init__(self, app: ASGIApp, site: Site) -> None:
+        self._app, self._site, self._settings = app, site, site.settings
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
 
         async def count(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._metrics.requests.labels(_path(scope["path"]), message["status"]).inc()
+                self._site.metrics.requests.labels(_path(scope["path"]), message["status"]).inc()
             await send(message)
 
         problem = self._problem(scope)
@@ -57,31 +39,31 @@ class Guard:
             await problem.response()(scope, receive, count)
             return
         writes = scope["method"] == "POST"
-        self._door.n_inside += writes
+        self._site.n_inside += writes
         try:
-            await self._app(scope, self._measured(scope, receive), count)
+            await self._app(scope, self._measured(receive), count)
         finally:
-            self._door.n_inside -= writes
+            self._site.n_inside -= writes
 
-    def _problem(self, scope: Message) -> ApiError | None:
-        headers = dict(scope["headers"])
-        if self._hosts is not None and _host(headers) not in self._hosts:
+    def _problem(self, scope: Scope) -> ApiError | None:
+        headers, hosts, key = dict(scope["headers"]), self._settings.hosts, self._settings.api_key
+        if hosts is not None and _host(headers) not in hosts:
             return ApiError(403, "this server answers to its own address only; start it with --api-key to serve under other names")
         path = scope["path"]
-        is_open = path in _OPEN or path.startswith("/page/")
-        if self._key is not None and not is_open and not hmac.compare_digest(headers.get(b"authorization", b""), self._key):
+        is_open = key is None or path in _OPEN or path.startswith("/page/")
+        if not is_open and not hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {key}".encode()):
             return ApiError(401, "no API key, or a wrong one; send it as Authorization: Bearer KEY")
-        if self._door.draining and scope["method"] == "POST":
+        if self._site.draining and scope["method"] == "POST":
             return shutting_down()
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length[:20]) > self._most_bytes:
+        if not length.isdigit() or int(length[:20]) > self._settings.most_bytes:
             return self._too_large()
         return None
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body has more than the {self._most_bytes} bytes that this server reads")
+        return ApiError(413, f"the body has more than the {self._settings.most_bytes} bytes that this server reads")
 
-    def _measured(self, scope: Message, receive: Receive) -> Receive:
+    def _measured(self, receive: Receive) -> Receive:
         """Pass the parts of the body on while it is neither too large nor too slow."""
         n_bytes, whole = 0, False
 
@@ -96,7 +78,7 @@ class Guard:
             if message["type"] == "http.request":
                 n_bytes += len(message.get("body", b""))
                 whole = not message.get("more_body", False)
-                if n_bytes > self._most_bytes:
+                if n_bytes > self._settings.most_bytes:
                     raise HTTPException(413, str(self._too_large()))
             return message
 

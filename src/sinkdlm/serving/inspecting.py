@@ -21,9 +21,9 @@ from fastapi.concurrency import run_in_threadpool
 from sinkdlm.analysis.capture import RULES, attention_maps
 from sinkdlm.analysis.recording import Recorder, Seen, likeliest, look_at
 from sinkdlm.errors import AnalysisError
-from sinkdlm.serving.frames import RequestFrames, quantise
+from sinkdlm.serving.frames import quantise
 from sinkdlm.serving.problems import ApiError
-from sinkdlm.serving.served import Served
+from sinkdlm.serving.site import Site
 
 _MOST_FRAMES = 256  # in one answer
 _MOST_VALUES = 1 << 23  # numbers of one answer
@@ -40,13 +40,13 @@ class _Kept:
     """A finished request and its model, by the path."""
 
     def __init__(self, request: Request, request_id: Id) -> None:
-        site = request.app.state.site
-        found: RequestFrames | None = site.frames.find(request_id)
+        site: Site = request.app.state.site
+        found = site.frames.find(request_id)
         if found is None:
             cure = "ask with sinkdlm.inspect = true to keep one for a while"
             raise ApiError(404, f"{request_id}: no such request, or it is gone; {cure}")
         self.request, self.seconds_left = found, site.frames.left(found)
-        self.served: Served = site.find(found.model)
+        self.served = site.find(found.model)
 
     def frames(self, choice: int) -> list[tuple[np.ndarray, np.ndarray]]:
         return _of(self.request.frames, choice, "choice")
@@ -126,17 +126,9 @@ def frames(
 async def recording(kept: Kept, choice: Index) -> dict[str, Any]:
     """All there is to see, for a file: one model's side of a recording, a frame computed at a time."""
     served, frames = kept.served, kept.frames(choice)
-    recorder = Recorder(
-        served.lm.model,
-        served.name,
-        [tokens.tolist() for tokens, _ in frames],
-        kept.request.n_given[choice],
-        piece=served.piece,
-        kind=served.kind,
-        confidence=[sure.tobytes() for _, sure in frames],
-        barred=served.engine.barred,
-    )
-    for _ in range(recorder.n_frames):
+    canvases, sure = [tokens.tolist() for tokens, _ in frames], [levels.tobytes() for _, levels in frames]
+    recorder = Recorder(served.lm, served.name, canvases, kept.request.n_given[choice], confidence=sure)
+    for _ in canvases:
         await kept.compute(recorder.take)
     return await run_in_threadpool(recorder.side)
 

@@ -104,9 +104,7 @@ class _Body(Strict):
 
     model: str = Field(max_length=256)
     n: int | None = Field(default=None, ge=1)
-    seed: int | None = Field(
-        default=None, ge=-_INT64, le=_INT64 - 1, description="The same request with the same seed: the same noise."
-    )
+    seed: int | None = Field(default=None, ge=-_INT64, le=_INT64 - 1, description="The same request and seed: the same noise.")
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -136,16 +134,11 @@ class _Body(Strict):
 
 
 Ids = Annotated[list[Annotated[int, Field(ge=0, le=_INT64 - 1)]], Field(min_length=1)]
+_MANY = Field(min_length=1, max_length=MOST_PROMPTS)
 
 
 class CompletionRequest(_Body):
-    prompt: (
-        Text
-        | Ids
-        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | None
-    ) = ""
+    prompt: Text | Ids | Annotated[list[Text], _MANY] | Annotated[list[Ids], _MANY] | None = ""
     suffix: Text | None = Field(default=None, description="What stands after the gap: the text is written in between.")
     max_tokens: int | None = Field(default=None, ge=1, description="Tokens to write; by default 64, or what fits.")
     echo: bool | None = None
@@ -218,9 +211,6 @@ class ChatRequest(_Body):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise PydanticCustomError("together", "max_tokens and max_completion_tokens differ; give one of them")
         return self
-
-
-# -- answers --------------------------------------------------------------------------------------------------------------------
 
 
 class Usage(BaseModel):

@@ -44,10 +44,6 @@ class Order:
     seed: int
     n_prompt_tokens: int
 
-    def ends(self, row: int, tokens: list[int]) -> bool:
-        """Whether a stop string has been written. Reads beside the transcript, which belongs to whoever shows the text."""
-        return self.transcripts[row].stops_in(tokens)
-
 
 class Served:
     """bos: before prompts in text or not; None: as the tokenizer, or its chat template, begins a text."""
@@ -63,17 +59,11 @@ class Served:
 
     def card(self) -> Card:
         config, engine = self.lm.config, self.engine
-        eos_id = self.lm.tokenizer.eos_token_id
         sinks = {"n": config.n_sinks, "kind": config.sink_kind, "position": config.sink_position, "value": config.sink_value}
-        facts = {
-            "context_length": config.context_length,
-            "vocab_size": config.vocab_size,
-            "mask_id": config.mask_id,
-            "eos_id": eos_id,
-            "n_layers": config.n_layers,
-            "n_heads": config.n_heads,
+        named = ("context_length", "vocab_size", "mask_id", "n_layers", "n_heads", "gate")
+        facts = {name: getattr(config, name) for name in named} | {
+            "eos_id": self.lm.tokenizer.eos_token_id,
             "sinks": sinks,
-            "gate": config.gate,
             "chat": has_chat_template(self.lm.tokenizer),
             "policies": {name: asdict(policy) for name, policy in NAMED.items()},
             "defaults": {"policy": "llada", "max_tokens": LENGTH},

@@ -6,6 +6,7 @@ it at once.
 
 import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -13,10 +14,10 @@ import uvicorn
 from sinkdlm.checkpoint.directory import Loaded
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import UserError
-from sinkdlm.serving.app import Settings, Site, make_app
+from sinkdlm.serving.app import make_app
 from sinkdlm.serving.engine import LONGEST_RETRY, Capacity, Engine, FairLock
-from sinkdlm.serving.metrics import Metrics
 from sinkdlm.serving.served import Limits, Served
+from sinkdlm.serving.site import Metrics, Settings, Site
 from sinkdlm.text.prompts import check_bos
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -36,16 +37,16 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """uvicorn's own closes the socket at once, and ends the process by the signal."""
-        if self._site.door.draining:
+        if self._site.draining:
             self.should_exit = self.force_exit = True
-        self._site.door.draining = True
+        self._site.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
 
     async def on_tick(self, counter: int) -> bool:
-        if self._site.door.draining and not self._site.door.n_inside:
+        if self._site.draining and not self._site.n_inside:
             self.should_exit = True
         return await super().on_tick(counter)
 
@@ -62,16 +63,15 @@ def make_site(
     """Make an engine for each model. They share the device, and alternate in it."""
     metrics, lock = Metrics(), FairLock()
     served = {}
-    for lm in models.values():
-        check_bos(lm.tokenizer, bos)
     for name, lm in models.items():
+        check_bos(lm.tokenizer, bos)
         lm.model.requires_grad_(False).eval()
         engine = Engine(
             lm.model,
             capacity,
             deterministic=deterministic,
             lock=lock,
-            stepped=metrics.stepping(name),
+            stepped=partial(metrics.stepped, name),
             name=f"engine {name}",
             barred=absent_ids(lm.tokenizer, lm.config.vocab_size),
         )

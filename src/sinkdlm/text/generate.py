@@ -25,8 +25,7 @@ from sinkdlm.errors import SamplingError
 from sinkdlm.model.model import Denoiser
 from sinkdlm.model.observe import Watcher
 from sinkdlm.sampling import Policy, Request, State, start, step
-from sinkdlm.text.chat import missing_text
-from sinkdlm.text.prompts import begin, check_bos, check_room, encode, encode_prompt, lay_out, piece_of
+from sinkdlm.text.prompts import begin, check_bos, check_room, encode, encode_prompt, lay_out, missing_text, piece_of
 
 _GAP = re.compile(r"\[(_*)(?::(\d+))?\]")  # [____] is four tokens, [_:12] twelve
 _OPEN = "░"
@@ -172,9 +171,8 @@ def _shown(lm: Any, state: State, attention: tuple[float | None, int, float]) ->
     for place, (token, new) in enumerate(zip(state.tokens.tolist(), state.committed.tolist(), strict=True)):
         is_open = token == lm.config.mask_id
         style = "bold green" if new else "dim" if is_open else ""
-        text.append(
-            _OPEN if is_open else piece_of(lm.tokenizer, token), f"{style} underline reverse".strip() if place == top else style
-        )
+        shown = _OPEN if is_open else piece_of(lm.tokenizer, token)
+        text.append(shown, f"{style} underline reverse".strip() if place == top else style)
     sink = "" if share is None else f"  sink {share:.0%}"
     return text.append(f"\nstep {state.steps}{sink}  most attended: place {top} ({top_share:.0%})", "dim")
 
@@ -203,8 +201,6 @@ def write(lm: Any, job: Job, policy: Policy, *, watch: bool = False, world: Any 
     world: a World whose ranks each write a share of the texts. Noise is keyed by the sample index, so that a text is the same
     whoever writes it.
     """
-    if job.until_eos and policy.eos_id is None:
-        raise SamplingError("--until-eos: the tokenizer names no EOS; give a --length alone")
     mask_id = lm.config.mask_id
     rows = [row for row in canvases(lm, job) for _ in range(job.n)]
     requests = [Request(row, policy, mask_id, job.seed, index, grow=job.until_eos) for index, row in enumerate(rows)]

@@ -3,10 +3,10 @@
 The command line and the server share it. Takes a tokenizer by its methods; knows no model, file or option.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sinkdlm.errors import SamplingError
+from sinkdlm.errors import SamplingError, first_line
 from sinkdlm.sampling.unmasking import Policy
 
 LENGTH = 64  # tokens to write, where nobody says
@@ -48,6 +48,16 @@ def begin(tokenizer: Any, ids: Sequence[int], bos: bool | None = None, *, chat: 
     return [*([bos_id] if bos else []), *ids[int(has_bos) :]]
 
 
+def missing_text(message: Mapping[str, Any]) -> str | None:
+    """What stands where text is expected; None where there is text, or tools, of which templates know more than we do.
+
+    Most templates write whatever content is: null as None, a list with its brackets."""
+    content = message.get("content")
+    if isinstance(content, str) or message.get("tool_calls") or message["role"] == "tool":
+        return None
+    return "missing" if "content" not in message else "null" if content is None else f"a {type(content).__name__}"
+
+
 def has_chat_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
@@ -57,7 +67,7 @@ def chat_text(tokenizer: Any, messages: list[Any]) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as failure:  # templates raise what they like
-        raise SamplingError(f"the tokenizer's chat template fails: {(str(failure).splitlines() or [''])[0]}") from None
+        raise SamplingError(f"the tokenizer's chat template fails: {first_line(failure)}") from None
 
 
 def encode_prompt(tokenizer: Any, prompt: str | list[Any], bos: bool | None, *, chat: bool, source: object = None) -> list[int]:
