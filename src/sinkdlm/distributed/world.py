@@ -5,10 +5,13 @@ it a process is alone, and nothing here costs anything. Knows nothing of models.
 """
 
 import contextlib
+import json
 import os
+import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -21,10 +24,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from sinkdlm.checkpoint.directory import find_device
 from sinkdlm.distributed.heartbeat import Departure, Heartbeat
-from sinkdlm.distributed.rendezvous import meet
 from sinkdlm.distributed.signals import Stopped
 from sinkdlm.errors import CheckpointError, TrainError, UserError
 
+_PATIENCE = 600.0  # seconds for all ranks to come
 _NAMING = 25.0  # seconds that a rank whose collective failed waits for the name of the one that is gone
 _Value = TypeVar("_Value")
 
@@ -181,7 +184,7 @@ def _join(device: torch.device, rank: int, size: int) -> World:
     on_gpu = device.type == "cuda"
     try:
         store, _, _ = next(rendezvous("env://"))
-        store = meet(store, rank, size)
+        store = _meet(store, rank, size)
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device if on_gpu else None)
         world = World(device, rank, size)
@@ -193,6 +196,55 @@ def _join(device: torch.device, rank: int, size: int) -> World:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(failure).splitlines()[0]
         raise TrainError(f"rank {rank}: cannot join the other ranks at {place}: {reason}") from None
+
+
+def _meet(store: Any, rank: int, size: int) -> Any:
+    """Waits for all ranks of this start and returns a part of the store that no earlier one has written to.
+
+    torchrun keeps its store over restarts, and the counts of restarts that it tells differ between hosts: a rank cannot know from
+    the environment which words are new. So each brings a word of its own; a roster counts only for those who find theirs in it.
+    """
+    store.set(f"meet/hello/{rank}", own := secrets.token_hex(8))
+    end = time.monotonic() + _PATIENCE
+    pause = 0.02 * (1 + size / 64)
+    name = _lead(store, size, end, pause) if rank == 0 else _follow(store, rank, size, own, end, pause)
+    return PrefixStore(f"start/{name}", store)
+
+
+def _lead(store: Any, size: int, end: float, pause: float) -> str:
+    """Writes rosters of whoever said hello until everybody has agreed to one and the same."""
+    hellos = [f"meet/hello/{rank}" for rank in range(size)]
+    names: list[str] = []
+    roster = name = ""
+    while time.monotonic() < end:
+        if store.check(hellos):
+            found = [word.decode() for word in store.multi_get(hellos)]
+            if found != names:
+                names, name = found, secrets.token_hex(8)
+                roster = json.dumps({"name": name, "ranks": names})
+            if not store.check(["meet/roster"]) or store.get("meet/roster").decode() != roster:
+                store.set("meet/roster", roster)
+            if all(store.check([f"meet/agreed/{name}/{rank}"]) for rank in range(1, size)):
+                store.set(f"meet/begin/{name}", "")
+                return name
+        time.sleep(pause)
+    missing = [rank for rank in range(size) if not store.check([f"meet/agreed/{name}/{rank}"])]
+    raise TrainError(f"ranks {', '.join(map(str, missing[1:9]))}: did not come within {_PATIENCE:g} s; see what they say")
+
+
+def _follow(store: Any, rank: int, size: int, own: str, end: float, pause: float) -> str:
+    """Agrees to every roster that has this rank's own word, until rank 0 says that one of them holds."""
+    agreed = ""
+    while time.monotonic() < end:
+        if agreed and store.check([f"meet/begin/{agreed}"]):
+            return agreed
+        if store.check(["meet/roster"]):
+            roster = json.loads(store.get("meet/roster"))
+            if roster["name"] != agreed and len(roster["ranks"]) == size and roster["ranks"][rank] == own:
+                agreed = roster["name"]
+                store.set(f"meet/agreed/{agreed}/{rank}", "")
+        time.sleep(pause)
+    raise TrainError(f"rank {rank}: not all ranks came within {_PATIENCE:g} s; see what rank 0 says")
 
 
 def _explain(failure: BaseException, world: World) -> BaseException:
@@ -227,7 +279,7 @@ def _said_by_first(failure: UserError, heartbeat: Heartbeat) -> bool:
         said = heartbeat.left(0)
         if said is not None:
             return str(failure).splitlines()[0] in said["why"]
-        threading.Event().wait(0.1)
+        time.sleep(0.1)
     return False
 
 

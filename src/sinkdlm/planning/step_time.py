@@ -83,22 +83,17 @@ def step_seconds(
     fit, config, layout = constants or fitted(), recipe.model, layout or Layout()
     count, length = config.count_parameters(), recipe.data.length
     tokens = rows * length
-    forward = 1 / 3  # of both; recomputation makes it again: full all of it, selective what is neither product nor attention
-    again = forward if recipe.train.recompute == "full" else 0.0
-    rewritten = forward if recipe.train.recompute != "none" else 0.0
-    matmuls = 6 * tokens * count.non_embedding
-    attention = 12 * tokens * config.n_layers * config.d_model * length
+    # A forward is a third of both. Recomputation makes it again: full all of it, selective what is neither product nor attention.
+    again, rewritten = {"full": (4 / 3, 4 / 3), "selective": (1, 4 / 3), "none": (1, 1)}[recipe.train.recompute]
+    channels = tokens * config.n_layers * config.d_model
     kept = kept_by_block(config, 2, compiled=True, residual=recipe.train.residual)["none"]
-    traffic = fit.passes * tokens * config.n_layers * kept * (1 + rewritten)
-    joined = fit.lane * tokens * config.n_layers * config.d_model * config.n_lane
-    rounded = _ROUNDING_BYTES * forwards * count.non_embedding
-    scored = _SCORED * tokens
+    traffic = fit.passes * tokens * config.n_layers * kept * rewritten + fit.lane * channels * config.n_lane
     captured = layout == Layout() and recipe.train.graphs != "off"  # where the host would be the slow one
     return Seconds(
-        matmuls=matmuls * (1 + again) / (fit.matmuls * chip.flops),
-        attention=attention * (1 + again) / (fit.attention * chip.flops),
-        elementwise=(traffic + joined + rounded) / chip.bandwidth,
-        head=head_seconds(scored, config.d_model, config.vocab_size, chip, fit),
+        matmuls=6 * tokens * count.non_embedding * again / (fit.matmuls * chip.flops),
+        attention=12 * channels * length * again / (fit.attention * chip.flops),
+        elementwise=(traffic + _ROUNDING_BYTES * forwards * count.non_embedding) / chip.bandwidth,
+        head=head_seconds(_SCORED * tokens, config.d_model, config.vocab_size, chip, fit),
         update=_UPDATE_BYTES * count.total / layout.shards / chip.bandwidth,
         small=fit.block * config.n_layers * forwards + fit.step,
         exchange=exchange_seconds(recipe, forwards, chip, layout),

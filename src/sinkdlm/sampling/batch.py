@@ -10,6 +10,7 @@ remasking by confidence how sure the tokens were. Steps of repeating shapes are 
 B rows of a batch, T canvas, n positions of a row whose prediction is needed, V vocabulary.
 """
 
+import contextlib
 import functools
 import inspect
 import math
@@ -35,10 +36,9 @@ class DenoiserAdapter:
     """Call any denoiser alike. Only our own take lengths=, where= (positions (B, n) -> logits (B, n, V)) and cache=."""
 
     def __init__(self, denoiser: Denoise) -> None:
-        try:
-            names = set(inspect.signature(denoiser).parameters)
-        except (TypeError, ValueError):
-            names = set()
+        names: Any = ()
+        with contextlib.suppress(TypeError, ValueError):
+            names = inspect.signature(denoiser).parameters
         self.call = denoiser
         self.takes_lengths, self.takes_where, self.takes_cache = (name in names for name in ("lengths", "where", "cache"))
         self.takes_cache &= getattr(denoiser, "cacheable", True)
@@ -110,10 +110,10 @@ class Batch:
     @classmethod
     def of(cls, states: list[State], device: torch.device) -> "Batch":
         """The batch that these rows are, if they came from one and nobody joined or left; else a new one."""
-        old = states[0].batch
+        old: Batch | None = states[0].batch
         if old is None or [(old, row) for row in range(old.n_rows)] != [(state.batch, state.row) for state in states]:
             return cls(states, device)
-        return cast(Batch, old)
+        return old
 
     def _collect(self, states: list[State]) -> None:
         """Lay out the canvases, and take over what the rows have become in other batches. All are (B, T), the report (3, B)."""

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from sinkdlm.data.rows import Batch
+from sinkdlm.errors import first_line
 from sinkdlm.kernels.cuda_graph import capture_graph
+from sinkdlm.training.head_slots import HeadSlots
 
 _WARM_UPS = 2  # before a capture: one compiles and chooses kernels, the other, which adds to gradients, finds everything made
 
@@ -60,20 +62,22 @@ class Captured:
     """Micro-batches of one shape: rows that are full, alike in everything but what they hold."""
 
     def __init__(
-        self, parameters: Iterable[Tensor], like: Batch, capturer: Capturer, *, dtype: torch.dtype, say: Callable[[str], None]
+        self, parameters: Iterable[Tensor], like: Batch, slots: HeadSlots, capturer: Capturer, say: Callable[[str], None]
     ) -> None:
-        """like: a batch of the shape, on the device, which is written to. dtype: of the denominator."""
-        self._inputs = like
-        self._denominator = torch.ones((), dtype=dtype, device=like.tokens.device)
+        """like: a batch of the shape, on the device, which is written to."""
+        self._inputs, self.slots = like, slots
         self._parameters, self._say = list(parameters), say
+        dtype = torch.promote_types(self._parameters[0].dtype, torch.float32)
+        self._denominator = torch.ones((), dtype=dtype, device=like.tokens.device)
         self._capturer: Capturer | None = capturer
         self._gradients: list[tuple[Tensor, Tensor]] = []  # of each parameter that has one, in memory that stays
         self._replays: tuple[Replay, Replay] | None = None  # writing gradients, and adding to them
 
-    def takes(self, piece: Batch) -> bool:
-        """Whether a micro-batch is of this kind."""
+    def takes(self, piece: Batch, counts: Callable[[Batch], Tensor]) -> bool:
+        """Whether a micro-batch is of this kind, and its masks find slots. counts: positions of its rows that may be masked."""
         same = piece.tokens.shape == self._inputs.tokens.shape and piece.lengths is None and piece.documents is None
-        return same and (piece.maskable is None or self._inputs.maskable is not None)
+        same &= piece.maskable is None or self._inputs.maskable is not None
+        return same and self.slots.fit(piece.samples, counts(piece))
 
     @property
     def replays(self) -> bool:
@@ -90,7 +94,8 @@ class Captured:
         try:
             self._capture(self._capturer, lambda: compute(self._inputs, self._denominator))
         except Exception as failure:  # whatever it is, training goes on: what computes is the same either way
-            why = _reason(failure)
+            first = failure.__context__ or failure  # ending a capture that failed fails again
+            why = f"{type(first).__name__}: {first_line(first)}"
         if why is not None:  # here, where nobody holds the failure any more, and with it what was being computed
             self._release(f"the kernels of a step could not be captured ({why})")
         return True
@@ -151,11 +156,5 @@ class Captured:
             if capturer is not None:
                 capturer.close()
         except RuntimeError as failure:
-            why = f"{why}; {str(failure).splitlines()[0]}"
+            why = f"{why}; {first_line(failure)}"
         self._say(f"{why}: they are launched one by one from here on, with the same results")
-
-
-def _reason(failure: Exception) -> str:
-    first = failure.__context__ or failure  # ending a capture that failed fails again
-    words = (str(first).strip() or "no reason given").splitlines()[0]
-    return f"{type(first).__name__}: {words}"

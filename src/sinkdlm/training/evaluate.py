@@ -5,7 +5,7 @@ Nothing here changes weights or draws on global randomness, so a run with and wi
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ _VALIDATION_TOKENS = 16_384  # of a forward: fixed, because how rows share a for
 _PROBE_TOKENS = 512  # of a row, which bounds what a look costs
 
 Precision = Callable[[], AbstractContextManager[Any]]
+Times = Literal["golden", "independent"]
 
 
 def bucket_of(probability: Tensor) -> Tensor:
@@ -47,16 +48,11 @@ def means_by_ratio(sums: list[list[float]]) -> list[float | None]:
     return [total / count if count else None for total, count in zip(*sums, strict=True)]
 
 
-def corrupt_fixed(batch: Batch, model: DiffusionLM, schedule: Schedule) -> Noisy:
-    return corrupt(
-        batch.tokens,
-        batch.samples,
-        seed=VALIDATION_SEED,
-        mask_id=model.config.mask_id,
-        schedule=schedule,
-        maskable=batch.maskable,
-        mask=mask_compiled,
-    )
+def corrupt_batch(
+    batch: Batch, model: DiffusionLM, schedule: Schedule, seed: int = VALIDATION_SEED, times: Times = "golden"
+) -> Noisy:
+    chosen: dict[str, Any] = {"schedule": schedule, "seed": seed, "times": times, "mask_id": model.config.mask_id}
+    return corrupt(batch.tokens, batch.samples, **chosen, maskable=batch.maskable, mask=mask_compiled)
 
 
 @torch.no_grad()
@@ -75,7 +71,7 @@ def validate(
         part = slice(first, min(n_draws, first + size))
         host_batch = rows.batch(np.arange(part.start, part.stop)).rows(slice(0, size))
         batch = host_batch.to(device)
-        noisy = corrupt_fixed(batch, model, schedule)
+        noisy = corrupt_batch(batch, model, schedule)
         with precision():
             packed: dict[str, Any] = {"lengths": batch.lengths, "documents": batch.documents}
             loss = denoising_loss(model, batch.tokens, noisy, denominator=1.0, **packed, nll=chunked_nll)
@@ -108,7 +104,7 @@ def probe(
     Every rank looks at the same few rows: with sharded weights a forward is one of all ranks.
     """
     batch = rows.batch(np.arange(n_rows)).rows(slice(0, n_rows)).to(device)
-    noisy = corrupt_fixed(batch, model, schedule)
+    noisy = corrupt_batch(batch, model, schedule)
     tokens = noisy.tokens[:, :_PROBE_TOKENS]
     lengths = None if batch.lengths is None else batch.lengths.clamp_max(tokens.shape[1])
     own = slice(None) if lengths is None else torch.arange(tokens.shape[1], device=device) < lengths[:, None]  # no padding
@@ -128,16 +124,12 @@ def probe(
     return found
 
 
-def sample_head(tokenizer: Any, prompt: str) -> list[int]:
-    return begin(tokenizer, encode(tokenizer, prompt))
-
-
 @torch.no_grad()
 def sample_text(
     model: DiffusionLM, tokenizer: Any, prompt: str, length: int, seed: int, precision: Precision, device: torch.device
 ) -> str:
     """The same text on every rank, which all must call. It begins as one of `sample`, and is shown without BOS."""
-    ids = sample_head(tokenizer, prompt)
+    ids = begin(tokenizer, encode(tokenizer, prompt))
     start = torch.tensor([ids], dtype=torch.int64, device=device).reshape(1, -1)
     with precision():
         out = generate(

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from sinkdlm.checkpoint.directory import fingerprint, written_aside
 from sinkdlm.checkpoint.durable import sync
-from sinkdlm.distributed.shards import as_sharded, own_part
 from sinkdlm.distributed.world import World
 from sinkdlm.errors import CheckpointError, TrainError
+from sinkdlm.training.weights import as_sharded, own_part
 
 SCALARS = "state.json"
 _FILE_BYTES = 16 << 20
@@ -64,16 +64,16 @@ class States:
 
     def save(self, step: int, tensors: Tensors, scalars: Scalars) -> None:
         """Raises CheckpointError, on every rank, where it cannot be written; what was there before stays."""
-        self._settle()
+        self.wait()
         self._write(step, tensors, scalars)
 
     def save_behind(self, step: int, tensors: Tensors, scalars: Scalars) -> bool:
         """The same while training goes on, from a copy that is taken first: the step waits for the copy and for nothing else. False
-        where the state before is still being written: this one is left out. A failure is said by the next call."""
+        where the state before is still being written: this one is left out."""
         busy = self._writing is not None and not self._writing.done()
         if self.world.from_first(lambda: busy):  # the first rank ends last, with the renaming
             return False
-        self._settle()
+        self.wait()
         self._writing = self._pool.submit(self._write, step, self._copy(tensors), dict(scalars))
         return True
 
@@ -86,19 +86,13 @@ class States:
             self._staged[name] = torch.zeros_like(part, device="cpu", pin_memory=self._on_gpu)  # touched, so that it is there
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises what went wrong with it."""
+        """Until nothing is being written; says what went wrong with it."""
         writing, self._writing = self._writing, None
         try:
             if writing is not None:
                 writing.result()
-        except (OSError, RuntimeError) as failure:  # the last where another rank is gone
-            raise CheckpointError(str(failure)) from None
-
-    def _settle(self) -> None:
-        try:
-            self.wait()
-        except CheckpointError as failure:
-            self._warn(f"an earlier state was not saved: {failure}")
+        except (CheckpointError, OSError, RuntimeError) as failure:  # the last where another rank is gone
+            self._warn(f"a state could not be saved: {failure}")
 
     def _copy(self, tensors: Tensors) -> dict[str, Tensor]:
         """Into buffers that are made once: page-locked for a GPU, so that the copy runs at the bus's pace."""

@@ -5,6 +5,7 @@ chunk of the head and a rank may have no masked position at all. What a block do
 sink logits) stays whole on every rank: it is tiny, and it keeps its precision where the rest of the block travels as bf16.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,10 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sinkdlm.distributed.shards import as_sharded, own_part
 from sinkdlm.distributed.world import World
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.planning.formulas import Layout
+
+
+def as_sharded(tensor: Tensor) -> Any:
+    """The tensor where it is a DTensor, else None. Loads nothing: torch's packages for DTensors take most of a second."""
+    # A package that another thread is just loading may lack its names, and then nobody has made such a tensor either.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return tensor if kind is not None and isinstance(tensor, kind) else None
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's, which is all of a tensor that is not sharded."""
+    sharded = as_sharded(tensor)
+    return tensor if sharded is None else sharded.to_local()
 
 
 def _unsharded(block: nn.Module) -> set[nn.Parameter]:
