@@ -120,7 +120,7 @@ from sinkdlm.training import loop
 make_step, begun = loop.Trainer._make_step, []
 def wait(self, batch, lr, signals):
     begun.append(self.step)
-    while len(begun) == 5 and signals.caught is None:
+    while len(begun) == 5 and not signals.caught:
         time.sleep(0.005)
     return make_step(self, batch, lr, signals)
 loop.Trainer._make_step = wait

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from sinkdlm.checkpoint.directory import find_device
-from sinkdlm.distributed.heartbeat import Departure, Heartbeat
+from sinkdlm.distributed.heartbeat import BEAT, Departure, Heartbeat
 from sinkdlm.distributed.signals import Stopped
 from sinkdlm.errors import CheckpointError, TrainError, UserError
 
@@ -47,12 +47,6 @@ class World:
         known = [memory for memory in memories if memory is not None]
         sharing = 1 if device.type == "cuda" else self.local_size
         self.memory = min(known) // sharing if known else None  # bytes that every rank has to itself, at the least
-
-    def close(self) -> None:
-        """Gives up its own groups, where the process group stays."""
-        for group in (self.words, self.files):
-            if group is not None:
-                dist.destroy_process_group(group)
 
     @property
     def first(self) -> bool:
@@ -122,7 +116,7 @@ def _memory_of(device: torch.device) -> int | None:
         return None
 
 
-def described_world() -> tuple[int, int, int]:
+def _described_world() -> tuple[int, int, int]:
     """(rank, size, local rank) as the launcher says them."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -159,9 +153,11 @@ def joined(device: str | None = None) -> Iterator[World]:
         place = _choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
         world = World(place, dist.get_rank(), dist.get_world_size())
         yield world
-        world.close()
+        for group in (world.words, world.files):
+            if group is not None:
+                dist.destroy_process_group(group)
         return
-    rank, size, local_rank = described_world()
+    rank, size, local_rank = _described_world()
     place = _choose_device(device, local_rank)
     if size == 1:
         yield World(place)
@@ -259,18 +255,18 @@ def _explain(failure: BaseException, world: World) -> BaseException:
             world.wait()
             heartbeat.close()
         return failure
-    if not _lost_a_partner(failure):
+    if _lost_a_partner(failure):
+        heartbeat.leave("another rank is gone", own=False)
+        found = heartbeat.find(_NAMING) or Departure(-1, "a rank was lost")
+        failure = TrainError(f"{found.text}; run the same command to go on from the last state")
+        failure.quiet = not world.first and found.rank != 0
+    else:
         heartbeat.leave(f"{type(failure).__name__}: {failure}".splitlines()[0], own=True)
         if isinstance(failure, UserError) and not world.first:
             failure.quiet = _said_by_first(failure, heartbeat)
-        heartbeat.linger()
-        return failure
-    heartbeat.leave("another rank is gone", own=False)
-    found = heartbeat.find(_NAMING) or Departure(-1, "a rank was lost")
-    ended = TrainError(f"{found.text}; run the same command to go on from the last state")
-    ended.quiet = not world.first and found.rank != 0
-    heartbeat.linger()
-    return ended
+    if world.first:  # the store may end with this rank: the others are given time to read what was said
+        time.sleep(2 * BEAT)
+    return failure
 
 
 def _said_by_first(failure: UserError, heartbeat: Heartbeat) -> bool:

@@ -117,18 +117,12 @@ def _default_groups(rows: list[Row]) -> list[int]:
     return [content_key(prefix if len(prefix) else row.tokens) for prefix, row in zip(given, rows, strict=True)]
 
 
-# -- exact sums -----------------------------------------------------------------------------------------------------------------
-
-
 def _add_up(scorer: Scorer, queries: list[list[Query]]) -> Estimates:
     """queries: of each row, whose sums make up its likelihood."""
     counts = [len(own) for own in queries]
     parts = np.split(scorer.sums(list(itertools.chain(*queries))), np.cumsum(counts)[:-1])
     kind = "score" if scorer.guidance else "likelihood"
     return Estimates.of([[part.sum()] for part in parts], counts, counts, counts, kind)
-
-
-# -- Monte Carlo ----------------------------------------------------------------------------------------------------------------
 
 
 class _Sampled:
@@ -193,9 +187,6 @@ def _is_over(sampled: _Sampled, rows: list[int], adaptive: Adaptive, looks: list
     if is_settled(means, divisors, adaptive.error, len(looks) - 1, certain):
         return True
     return adaptive.tolerance > 0 and expected_loss(means, divisors, looks[-1]) <= adaptive.tolerance
-
-
-# -- whole documents ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -290,14 +281,9 @@ def roll(length: int, given: int, window: int, context: int) -> list[tuple[int, 
 
 def _join(parts: Estimates, counts: list[int]) -> Estimates:
     """Sums over each document's windows, set by set: a document's sets are as independent as its windows'."""
-    sums = [[float(total) for total in block.sum(0)] for block in parts.set_means.split(counts)]
-    draws, full, forwards = (
-        [int(block.sum()) for block in column.split(counts)] for column in (parts.draws, parts.full_draws, parts.forwards)
-    )
+    columns = (parts.set_means, parts.draws, parts.full_draws, parts.forwards)
+    sums, draws, full, forwards = ([block.sum(0).tolist() for block in column.split(counts)] for column in columns)
     return Estimates.of(sums, draws, full, forwards, parts.kind)
-
-
-# -- greedy prediction ----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -4,8 +4,6 @@ Puts formulas.py's bytes and step_time.py's seconds together, and into words. Kn
 others and handed in.
 """
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,11 +22,12 @@ from sinkdlm.planning.formulas import (
     training_flops,
     training_memory,
 )
-from sinkdlm.planning.step_time import HOST_RANKS, knows, source_of, step_seconds
+from sinkdlm.planning.step_time import HOST_RANKS, calibration, step_seconds
 
 _MOST_RANKS = 1024  # that are proposed
 _SHARD = {"mode": "shard", "shard_ranks": None}
 _SHARDED = "--set parallel.mode=shard"
+_Tables = dict[str, dict[str, Any]]  # of a recipe, by name: what to change in each
 
 
 @dataclass(frozen=True)
@@ -167,26 +166,38 @@ def _rate(recipe: Recipe, machine: Machine, layout: Layout | None, forwards: int
     if machine.device == "cpu":
         rate = machine.tokens_per_second
         return rate, "not known: too large to try on a CPU" if rate is None else "measured here, by a few steps in float32"
-    chip = CHIPS[machine.device]
-    if not knows(recipe, chip.name):
+    if recipe.train.precision not in ("bf16", "auto") or recipe.train.compile == "none":
         return None, "not known: records are of bf16 with compiled blocks"
+    chip, names = CHIPS[machine.device], calibration()["device"]
+    source = "calibrated on its records" if chip.name in names else f"scaled from {' and '.join(names)} records, not measured"
     seconds = step_seconds(recipe, -(-recipe.train.batch // machine.ranks), forwards, chip, layout)
-    exchange = "; exchange between GPUs by data sheets, not measured" if machine.ranks > 1 else ""
-    return recipe.train.batch * recipe.data.length / seconds.total, source_of(chip) + exchange
+    if machine.ranks > 1:
+        source += "; exchange between GPUs by data sheets, not measured"
+    return recipe.train.batch * recipe.data.length / seconds.total, source
 
 
 def changes_that_fit(plan: Plan) -> list[str]:
     """What to say on the command line where a plan does not fit: each alone is enough, the gentlest first."""
+    machine, train = plan.machine, plan.recipe.train
     if plan.fits:
         return []
-    here, more = (filter(None, itertools.starmap(_try, changes)) for changes in (_here(plan), _elsewhere(plan)))
-    return [*here, *itertools.islice(more, 1)]
+    hows = [how for how in ("selective", "full") if how != train.recompute]
+    changes: dict[str, _Tables] = {"": {}, **{f"--set train.recompute={how}": {"train": {"recompute": how}} for how in hows}}
+    sharded: dict[str, _Tables] = {_SHARDED: {"parallel": _SHARD}}
+    sharded[f"{_SHARDED} --set train.recompute=full"] = {"parallel": _SHARD, "train": {"recompute": "full"}}
+    if machine.ranks > 1 and plan.layout.name != "shard":
+        changes |= sharded
+    found = [enough for words, tables in changes.items() if (enough := _try(plan, words, machine, tables))]
+    ranks = 2 * machine.ranks
+    while machine.device != "cpu" and ranks <= min(_MOST_RANKS, train.batch):
+        for words, tables in sharded.items():
+            if enough := _try(plan, f"--gpus {ranks} {words}", replace(machine, ranks=ranks), tables):
+                return [*found, enough]
+        ranks *= 2
+    return found
 
 
-_Change = tuple[Plan, str, Machine, dict[str, Any]]  # of a plan: the words, the machine, the recipe's tables
-
-
-def _try(plan: Plan, words: str, machine: Machine, tables: dict[str, Any]) -> str | None:
+def _try(plan: Plan, words: str, machine: Machine, tables: _Tables) -> str | None:
     """The words of a change that is enough, with as many rows a forward as fit: who forces their number must be told another."""
     whole = plan.recipe.to_dict()
     whole["train"] |= {"micro_batch": None}
@@ -195,33 +206,6 @@ def _try(plan: Plan, words: str, machine: Machine, tables: dict[str, Any]) -> st
     if not machine.fits(memory):
         return None
     return words if plan.recipe.train.micro_batch in (None, rows) else f"{words} --set train.micro_batch={rows}".strip()
-
-
-def _here(plan: Plan) -> Iterator[_Change]:
-    """Changes on the same devices."""
-    machine = plan.machine
-    yield plan, "", machine, {}
-    for how in ("selective", "full"):
-        if how != plan.recipe.train.recompute:
-            yield plan, f"--set train.recompute={how}", machine, {"train": {"recompute": how}}
-    if machine.ranks > 1 and plan.layout.name != "shard":
-        yield from _sharded(plan, _SHARDED, machine)
-
-
-def _elsewhere(plan: Plan) -> Iterator[_Change]:
-    """On more devices."""
-    ranks = 2 * plan.machine.ranks
-    while plan.machine.device != "cpu" and ranks <= min(_MOST_RANKS, plan.recipe.train.batch):
-        yield from _sharded(plan, f"--gpus {ranks} {_SHARDED}", replace(plan.machine, ranks=ranks))
-        ranks *= 2
-
-
-def _sharded(plan: Plan, words: str, machine: Machine) -> Iterator[_Change]:
-    yield plan, words, machine, {"parallel": _SHARD}
-    yield plan, f"{words} --set train.recompute=full", machine, {"parallel": _SHARD, "train": {"recompute": "full"}}
-
-
-# -- in words -----------------------------------------------------------------------------------------------------------------
 
 
 def describe(plan: Plan, price: float | None = None) -> str:

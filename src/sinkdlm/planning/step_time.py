@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sinkdlm.config.recipe import Recipe
-from sinkdlm.planning.formulas import Chip, Layout, find_chip, kept_by_block
+from sinkdlm.planning.formulas import Chip, Layout, kept_by_block
 
 CALIBRATION = Path(__file__).parent / "calibration.json"
 HOST_RANKS = 8  # devices of a host that are joined by the chip's own link
@@ -63,17 +63,6 @@ def calibration() -> dict[str, Any]:
 
 def fitted() -> Constants:
     return Constants(**calibration()["constants"])
-
-
-def knows(recipe: Recipe, device: str) -> bool:
-    """Whether there is a rate for it: the device is in the tables, and the arithmetic is the one that was measured."""
-    return find_chip(device) is not None and recipe.train.precision in ("bf16", "auto") and recipe.train.compile != "none"
-
-
-def source_of(chip: Chip) -> str:
-    """What a device's rate rests on, in words."""
-    names = calibration()["device"]
-    return "calibrated on its records" if chip.name in names else f"scaled from {' and '.join(names)} records, not measured"
 
 
 def step_seconds(

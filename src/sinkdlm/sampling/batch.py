@@ -89,9 +89,11 @@ class Batch:
         self.width = max(len(state.request.canvas) for state in states)
         self.keys = torch.tensor([state.key for state in states], dtype=torch.uint64).view(torch.int64).to(device)
         # Rows whose candidates are scored alike: all, or an index of them.
+        alike: dict[Policy, Any] = {}
+        for row, policy in enumerate(policies):
+            alike.setdefault(policy, []).append(row)
         self.groups: list[tuple[Policy, Any]] = [(policies[0], slice(None))]
-        if len(set(policies)) > 1:
-            alike = {policy: [row for row, own in enumerate(policies) if own == policy] for policy in dict.fromkeys(policies)}
+        if len(alike) > 1:
             self.groups = [(policy, torch.tensor(rows).to(device)) for policy, rows in alike.items()]
         self.caches: list[BlockCache] = []
         if self.cache_kind != "none" and not states[0].plan.first:
@@ -133,8 +135,6 @@ class Batch:
             for name in ("tokens", "open", "confidence"):
                 getattr(self, name)[here, :span] = getattr(old, name)[there, :span]
             self.report[2, here] = old.report[2, there]
-
-    # -- one step -----------------------------------------------------------------------------------------------------------------
 
     def advance(self, states: list[State], adapter: DenoiserAdapter) -> None:
         plans = [state.plan for state in states]

@@ -124,8 +124,6 @@ class State:
         self.done = True
         self._plans = iter(())  # the generator holds the state, and would keep it and its batch in memory
 
-    # -- the plan -----------------------------------------------------------------------------------------------------------------
-
     def _plan_steps(self) -> Iterator[StepPlan]:
         policy, canvas, mask_id = self.policy, self.request.canvas, self.request.mask_id
         open_at = [[p for p in range(start, stop) if canvas[p] == mask_id] for start, stop in self.request.blocks]

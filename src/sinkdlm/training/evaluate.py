@@ -61,9 +61,8 @@ def validate(
 ) -> dict[str, Any]:
     """The bound on nats per token over `n_draws` draws, with its standard error, and the mean NLL by masked ratio.
 
-    Draw i reads a fixed row and is masked at a fixed t. The t are spread evenly, which the standard error, taken as if draws were
-    independent, does not credit: it is an upper estimate. Batches are dealt to the ranks and are the same on any number of them, so
-    the result is too. Ranks that have none left compute nothing, to keep step with those that have.
+    Draw i reads a fixed row and is masked at a fixed t. The t are spread evenly, so the standard error of independent draws is an
+    upper estimate. Batches are dealt to the ranks and are the same on any number of them, so the result is too.
     """
     device, size = world.device, max(1, _VALIDATION_TOKENS // rows.section.length)
     found = torch.zeros(5, n_draws, dtype=torch.float64, device=device)  # of each draw: loss, NLL, scored, maskable, ratio
@@ -130,11 +129,11 @@ def sample_text(
 ) -> str:
     """The same text on every rank, which all must call. It begins as one of `sample`, and is shown without BOS."""
     ids = begin(tokenizer, encode(tokenizer, prompt))
-    start = torch.tensor([ids], dtype=torch.int64, device=device).reshape(1, -1)
     with precision():
         out = generate(
             model.denoiser(absent_ids(tokenizer, model.config.vocab_size)),
-            prompt=start,
+            prompt=[ids],
+            device=device,
             length=len(ids) + length,
             mask_id=model.config.mask_id,
             temperature=1.0,

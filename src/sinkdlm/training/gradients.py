@@ -62,7 +62,6 @@ class Gradients:
         recipe: Recipe,
         weights: Weights,
         precision: AbstractContextManager[Any],
-        *,
         micro_batch: int,
         compiled: bool,
         say: Callable[[str], None] = lambda line: None,
@@ -82,8 +81,9 @@ class Gradients:
     def fix(self, like: Batch, capturer: Capturer) -> None:
         """From here on, full micro-batches go the fixed way, where the recipe lets them and their rows are like these."""
         length = like.tokens.shape[1]
-        full = torch.ones(1, dtype=torch.bool) if like.lengths is None else like.lengths == length
-        counts = self._counts(like)[full.expand(len(like.samples))]
+        counts = self._counts(like)
+        if like.lengths is not None:
+            counts = counts[like.lengths == length]
         if self.plan.graphs == "off" or not self.world.alone or like.documents is not None or not len(counts):
             return
         slots = plan_slots(self.plan, self.micro_batch, length, counts)
@@ -103,8 +103,6 @@ class Gradients:
     def _counts(self, piece: Batch) -> Tensor:
         """Positions of each row (B,) that may be scored."""
         return piece.scored(shifted=self.recipe.model.shift_logits).sum(1)
-
-    # -- a step -----------------------------------------------------------------------------------------------------------------
 
     def add(self, batch: Batch, denominator: Tensor | float, annealing: Annealing | None = None, *, fixed: bool = True) -> Tensor:
         """This rank's part of the step's gradient, and of its sums (`StepResult.read`). Gradients are clear before it.

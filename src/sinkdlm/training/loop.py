@@ -127,8 +127,7 @@ class Trainer:
             if section.gather == "bf16" and not self.autocasts:
                 raise TrainError(f"parallel.gather = 'bf16': goes with train.precision = 'bf16' or 'fp8', not {self.precision!r}")
             travels_as = torch.bfloat16 if self.autocasts and section.gather != "float32" else None
-            placed = {"layout": layout, "reshard": section.reshard, "travels_as": travels_as}
-            weights = Weights(model, world, dtype=self.dtype, first=first, **placed)
+            weights = Weights(model, world, self.dtype, first, layout, reshard=section.reshard, travels_as=travels_as)
         if self.way.compile == "blocks":
             compile_blocks(model)
         return weights
@@ -145,9 +144,8 @@ class Trainer:
             self.say(f"{metrics.path}: shorter than when the state was saved; earlier lines are missing")
 
     def _prepare_gradients(self) -> Gradients:
-        found = Gradients(
-            self.recipe, self.weights, self._precision(), micro_batch=self.micro_batch, compiled=self.way.compiled, say=self.say
-        )
+        chosen = (self.micro_batch, self.way.compiled, self.say)
+        found = Gradients(self.recipe, self.weights, self._precision(), *chosen)
         capturer = find_capturer(self.device) if self.world.alone and self.plan.graphs != "off" else None
         if capturer is not None:
             # The first samples of the run, whatever step it goes on from: what they say of the rest must not change in between.
@@ -216,7 +214,7 @@ class Trainer:
                     self.step += 1
                     self._report(result, lr, time.perf_counter() - began, waited)
                     self._look_around()
-                    self._save_or_stop((signals.caught or 0) if self.world.alone else result.signal)
+                    self._save_or_stop(signals.caught if self.world.alone else result.signal)
                     began = time.perf_counter()
         except DataError:
             if self.world.alone:  # the steps made so far are good; ranks save together or not at all
@@ -230,9 +228,9 @@ class Trainer:
 
     def _make_step(self, batch: Batch, lr: float, signals: Signals) -> StepResult:
         """Forward and backward of every micro-batch, then one update, unless something is not finite."""
-        result = self._try_step(batch, lr, signals.caught or 0)
+        result = self._try_step(batch, lr, signals.caught)
         if result.n_missed:  # more masked than there were head slots for: nothing is lost yet
-            result = self._try_step(batch, lr, signals.caught or 0, fixed=False)
+            result = self._try_step(batch, lr, signals.caught, fixed=False)
         if result.finite:
             self.updates += 1
             self.bad_in_a_row = 0

@@ -3,6 +3,7 @@
 Every rank opens the same things; rank 0 writes down what is to be kept. Knows nothing of the loop.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -77,20 +78,17 @@ class DrawnAhead:
 
 
 class RunTokenizer:
-    """What a run writes texts with and exports, by calling it: read when it is first asked for, because transformers, which reads
-    it, takes a second to load. Files that are broken or do not go with the model are told of at once all the same."""
+    """What a run writes texts with and exports, by calling it: read when first asked for, as transformers takes a second to load.
+    Files that are broken or do not go with the model are told of at once all the same."""
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
-        self._folder: Path | None = folder if folder.is_dir() else None
-        self._read: Any = None
-        if self._folder is not None and _highest_id(folder) >= config.vocab_size and self() is not None:
+        self._read = functools.cache(lambda: read_tokenizer(folder))
+        if folder.is_dir() and _highest_id(folder) >= config.vocab_size and self() is not None:
             cure = "; set model.vocab_size to what `sinkdlm data info` says of the data"
             check_vocabulary(self(), config, folder, cure)
 
     def __call__(self) -> Any:
-        if self._read is None and self._folder is not None:
-            self._read = read_tokenizer(self._folder)
-        return self._read
+        return self._read()
 
 
 def _highest_id(folder: Path) -> float:
@@ -136,9 +134,8 @@ def open_data(recipe: Recipe, say: Say) -> Data:
 
 def settle_facts(folder: RunFolder, data: Data) -> dict[str, Any]:
     """What the first start found, kept: a resumed run on other data would be another run, and so would a rank that reads other."""
-    marks: dict[str, dict[str, Any]] = {"data": _mark_sets(data.rows)}
-    if data.validation is not None:
-        marks["validation"] = _mark_sets(data.validation)
+    parts = (("data", data.rows), ("validation", data.validation))
+    marks = {part: _mark_sets(rows) for part, rows in parts if rows is not None}
     kept = folder.world.from_first(folder.facts)
     facts: dict[str, Any] = kept or folder.world.from_first(lambda: {"steps": data.steps, **marks})
     if kept is None:

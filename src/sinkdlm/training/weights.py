@@ -48,10 +48,10 @@ class Weights:
         self,
         model: DiffusionLM,
         world: World,
-        *,
         dtype: torch.dtype,
         first: FirstWeight | None = None,
         layout: Layout | None = None,
+        *,
         reshard: bool = True,
         travels_as: torch.dtype | None = None,
     ) -> None:
@@ -84,17 +84,13 @@ class Weights:
                 group.set_gradient_divide_factor(1.0)  # losses are divided by the global count: gradients add up
                 group.set_force_sum_reduction_for_comms(True)  # a plain sum, which every backend has
         self._named: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self.local: dict[str, Tensor] = {
-            name: p if as_sharded(p) is None else own_part(p).detach() for name, p in self._named.items()
-        }
+        self.local = {name: p if as_sharded(p) is None else own_part(p).detach() for name, p in self._named.items()}
         self._copied = [name for name, p in self._named.items() if layout is not None and as_sharded(p) is None]
 
     def _groups(self) -> Iterator[Any]:
         """What fully_shard made of the model and its blocks."""
         if self.layout is not None:
             yield from (self.model, *self.model.blocks)
-
-    # -- gradients --------------------------------------------------------------------------------------------------------------
 
     def before_backward(self, *, last: bool) -> None:
         """Copies exchange gradients once a step; shards after every backward, or each rank would hold them whole."""
@@ -136,8 +132,6 @@ class Weights:
         for name, p in self._named.items():
             p.grad = None
             self.local[name].grad = None
-
-    # -- the whole --------------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """After a forward without a backward: drops what was gathered, so that the next one sees changed weights."""
