@@ -123,9 +123,8 @@ def _described_world() -> tuple[int, int, int]:
         return 0, 1, int(os.environ.get("LOCAL_RANK", "0"))
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
-        raise TrainError(
-            f"WORLD_SIZE = {size} without {', '.join(missing)}: start the ranks with torchrun, or set these as it does"
-        )
+        cure = "start the ranks with torchrun, or set these as it does"
+        raise TrainError(f"WORLD_SIZE = {size} without {', '.join(missing)}: {cure}")
     return int(os.environ["RANK"]), size, int(os.environ["LOCAL_RANK"])
 
 
@@ -150,8 +149,7 @@ def joined(device: str | None = None) -> Iterator[World]:
     What one rank fails with ends the others too: they raise a TrainError that names it.
     """
     if dist.is_initialized():
-        place = _choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
-        world = World(place, dist.get_rank(), dist.get_world_size())
+        world = World(_choose_device(device, int(os.environ.get("LOCAL_RANK", "0"))), dist.get_rank(), dist.get_world_size())
         yield world
         for group in (world.words, world.files):
             if group is not None:
@@ -211,15 +209,13 @@ def _lead(store: Any, size: int, end: float, pause: float) -> str:
     """Writes rosters of whoever said hello until everybody has agreed to one and the same."""
     hellos = [f"meet/hello/{rank}" for rank in range(size)]
     names: list[str] = []
-    roster = name = ""
+    name = ""
     while time.monotonic() < end:
         if store.check(hellos):
             found = [word.decode() for word in store.multi_get(hellos)]
             if found != names:
                 names, name = found, secrets.token_hex(8)
-                roster = json.dumps({"name": name, "ranks": names})
-            if not store.check(["meet/roster"]) or store.get("meet/roster").decode() != roster:
-                store.set("meet/roster", roster)
+            store.set("meet/roster", json.dumps({"name": name, "ranks": names}))
             if all(store.check([f"meet/agreed/{name}/{rank}"]) for rank in range(1, size)):
                 store.set(f"meet/begin/{name}", "")
                 return name

@@ -50,10 +50,6 @@ class Machine:
         return lay_out(recipe, self.ranks, min(self.ranks, HOST_RANKS), self.capacity)
 
     @property
-    def compiles(self) -> bool:
-        return self.device != "cpu"
-
-    @property
     def text(self) -> str:
         return f"{self.ranks} x {self.device}" if self.ranks > 1 else self.device
 
@@ -154,11 +150,11 @@ def make_plan(recipe: Recipe, name: str, machine: Machine, n_rows: int | None = 
 
 def _cut(recipe: Recipe, machine: Machine, layout: Layout | None, rows: int | None = None) -> tuple[int, int, Memory]:
     """Rows of a forward and forwards of a step, and what they take. rows: by default as `train` would choose them."""
-    share = -(-recipe.train.batch // machine.ranks)
+    share, compiled = -(-recipe.train.batch // machine.ranks), machine.device != "cpu"
     rows = rows or recipe.train.micro_batch
-    rows = min(rows, share) if rows else fitting_micro_batch(recipe, machine.capacity, share, layout, compiled=machine.compiles)
+    rows = min(rows, share) if rows else fitting_micro_batch(recipe, machine.capacity, share, layout, compiled=compiled)
     forwards = -(-share // rows)
-    return rows, forwards, training_memory(recipe, rows, layout, accumulates=forwards > 1, compiled=machine.compiles)
+    return rows, forwards, training_memory(recipe, rows, layout, accumulates=forwards > 1, compiled=compiled)
 
 
 def _rate(recipe: Recipe, machine: Machine, layout: Layout | None, forwards: int) -> tuple[float | None, str]:

@@ -107,15 +107,12 @@ class Weights:
         if self.layout is not None:
             for name, p in self._named.items():
                 self.local[name].grad = None if p.grad is None else own_part(p.grad)
-            self._sum_copied()
+            gradients = [p.grad for p in (self._named[name] for name in self._copied) if p.grad is not None]
+            if gradients:
+                flat = self.world.sum_(torch.cat([gradient.flatten() for gradient in gradients]))
+                for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+                    gradient.copy_(total.view_as(gradient))
         return [part.grad for part in self.local.values() if part.grad is not None]
-
-    def _sum_copied(self) -> None:
-        gradients = [p.grad for p in (self._named[name] for name in self._copied) if p.grad is not None]
-        if gradients:
-            flat = self.world.sum_(torch.cat([gradient.flatten() for gradient in gradients]))
-            for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-                gradient.copy_(total.view_as(gradient))
 
     def square_norm(self) -> Tensor:
         """This rank's part of the squared gradient norm: over all ranks each element is counted once."""
