@@ -131,8 +131,8 @@ class _Sampled:
     def __init__(self, scorer: Scorer, rows: list[Row], keys: Tensor, estimator: str, size: int) -> None:
         self.scorer, self.rows, self.keys, self.estimator, self.size = scorer, rows, keys, estimator, size
         self.set_means: list[list[float]] = [[] for _ in rows]
-        empty = [np.packbits(np.zeros(len(row.targets), dtype=bool)).tobytes() for row in rows]
-        self.known = [{nothing: 0.0} for nothing in empty]  # mask, in bits -> sum of log-probabilities
+        # Mask, in bits -> sum of log-probabilities; where nothing is masked, 0.
+        self.known = [{bytes(math.ceil(len(row.targets) / 8)): 0.0} for row in rows]
 
     def extend(self, active: Sequence[int], sets: range) -> None:
         """Adds sets to some rows."""

@@ -50,10 +50,8 @@ USABLE = 0.85  # of a device's memory: the rest is fragments, workspaces and the
 
 def peak_flops(device: str) -> float | None:
     """Of a device by its name (NVIDIA H200), or None where the table has none."""
-    for word in sorted(PEAK_FLOPS, key=len, reverse=True):
-        if word in device.upper():
-            return PEAK_FLOPS[word]
-    return None
+    words = [word for word in PEAK_FLOPS if word in device.upper()]
+    return PEAK_FLOPS[max(words, key=len)] if words else None
 
 
 def find_chip(device: str) -> Chip | None:

@@ -35,8 +35,8 @@ Denoise = Callable[..., Tensor]
 class BlockCache:
     """Keys and values of whole rows, kept from a block's first step while its others run: approximate, as in Fast-dLLM.
 
-    The first forward covers whole rows of `length` and fills it; later ones a span from `start`, which they replace. What is outside
-    stays as it was when the block began. The sink lane is no part of it: it is exact, with or without a cache.
+    The first forward covers whole rows of `length` and fills it; later ones replace a span from `start`, and the rest stays as it
+    was when the block began. The sink lane is no part of it: it is exact, with or without a cache.
     B rows, K key/value heads, T tokens, D head width.
     """
 

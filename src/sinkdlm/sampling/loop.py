@@ -103,8 +103,7 @@ class Step(NamedTuple):
 def stream(denoiser: Denoise, states: Sequence[State], *, device: Any = None, deterministic: bool = False) -> Iterator[Step]:
     """Take steps until every request is done, and yield the batch after each."""
     adapter = DenoiserAdapter.of(denoiser)
-    while any(not state.done for state in states):
-        moved = {id(state) for state in step(states, adapter, device=device, deterministic=deterministic, together=True)}
+    while moved := {id(state) for state in step(states, adapter, device=device, deterministic=deterministic, together=True)}:
         committed = [state.committed if id(state) in moved else torch.zeros_like(state.committed) for state in states]
         now = gather(states)
         yield Step(now.tokens, _stack(committed, False), now.confidence)

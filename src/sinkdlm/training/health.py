@@ -4,6 +4,7 @@ Clipping hides a spike in the run itself. An adapted sink is a place that the pa
 destroy it within a few of them, and it does not come back (docs/log.md).
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Sequence
@@ -24,16 +25,13 @@ HELD = 0.75
 def read_lines(folder: Path, kind: str) -> list[dict[str, Any]]:
     """What a run folder keeps of training, also of what came before an interruption. A line that somebody else cut is passed over:
     that is no reason for a run not to go on."""
-    path = folder / "metrics.jsonl"
-    found = map(_read_line, path.read_text(errors="replace").splitlines() if path.exists() else ())
-    return [line for line in found if isinstance(line, dict) and line.get("kind") == kind]
-
-
-def _read_line(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+    path, found = folder / "metrics.jsonl", []
+    for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict) and line.get("kind") == kind:
+                found.append(line)
+    return found
 
 
 class Peaks(NamedTuple):

@@ -320,8 +320,7 @@ class Trainer:
                     "timing": timing,
                 }
             )
-        mfu = f"  MFU {timing['mfu']:.1%}" if timing.get("mfu") else ""
-        rate = f"{timing['tokens_per_second']:,.0f} tokens/s{mfu}"
+        rate = f"{tokens / seconds:,.0f} tokens/s" + (f"  MFU {timing['mfu']:.1%}" if timing.get("mfu") else "")
         self.monitor.progress(self.step, self.steps, f"loss {result.loss:.4f}  grad {result.grad_norm:.2f}  lr {lr:.2e}  {rate}")
 
     # -- looks on the way -----------------------------------------------------------------------------------------------------
@@ -427,11 +426,10 @@ class Trainer:
             "steps": self.step,
             "updates": self.updates,
         }
-        kinds = {path: (self.weights.local, provenance)}
+        found = [(path, self.weights.collect(self.weights.local), provenance)]
         if self.average is not None:  # first: a run that has `path` is finished
             beside = path.with_name("ema" if final else f"{path.name}-ema")
-            kinds = {beside: (self.average.weights, {**provenance, "ema": self.plan.ema}), **kinds}
-        found = [(place, self.weights.collect(parts), told) for place, (parts, told) in kinds.items()]
+            found.insert(0, (beside, self.weights.collect(self.average.weights), {**provenance, "ema": self.plan.ema}))
 
         def write() -> None:
             for place, whole, told in found:

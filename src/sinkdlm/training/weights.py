@@ -6,7 +6,7 @@ sink logits) stays whole on every rank: it is tiny, and it keeps its precision w
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class Weights:
         layout: None for a process alone. travels_as: the dtype in which blocks are gathered; None: the weights' own.
         """
         self.model, self.world, self.layout = model, world, layout
+        self._groups: Any = () if layout is None else (model, *model.blocks)  # what fully_shard is called on
         self.mesh: DeviceMesh | None = None
         if layout is not None:
             names = ("shard",) if layout.copies == 1 else ("copy", "shard")
@@ -80,27 +81,21 @@ class Weights:
         if self.mesh is not None:
             own = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
             fully_shard(model, mesh=self.mesh, mp_policy=own, ignored_params=whole, reshard_after_forward=False)
-            for group in self._groups():
+            for group in self._groups:
                 group.set_gradient_divide_factor(1.0)  # losses are divided by the global count: gradients add up
                 group.set_force_sum_reduction_for_comms(True)  # a plain sum, which every backend has
         self._named: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.local = {name: p if as_sharded(p) is None else own_part(p).detach() for name, p in self._named.items()}
         self._copied = [name for name, p in self._named.items() if layout is not None and as_sharded(p) is None]
 
-    def _groups(self) -> Iterator[Any]:
-        """What fully_shard made of the model and its blocks."""
-        if self.layout is not None:
-            yield from (self.model, *self.model.blocks)
-
     def before_backward(self, *, last: bool) -> None:
         """Copies exchange gradients once a step; shards after every backward, or each rank would hold them whole."""
         if self.layout is None:
             return
-        root, *_ = self._groups()
         if self.layout.shards == 1:
-            root.set_requires_gradient_sync(last)
+            self._groups[0].set_requires_gradient_sync(last)
         elif self.layout.copies > 1:
-            root.set_requires_all_reduce(last)
+            self._groups[0].set_requires_all_reduce(last)
 
     def take_gradients(self) -> list[Tensor]:
         """After the last backward of a step: this rank's part of the gradient, summed over all ranks, beside its weights."""
@@ -132,8 +127,8 @@ class Weights:
 
     def settle(self) -> None:
         """After a forward without a backward: drops what was gathered, so that the next one sees changed weights."""
-        for module in self._groups():
-            module.reshard()
+        for group in self._groups:
+            group.reshard()
 
     def spread(self, name: str, part: Tensor) -> Tensor:
         """A rank's storage of a parameter, or of something shaped like it, as a tensor that knows the other ranks' parts."""
