@@ -65,8 +65,7 @@ class Heartbeat:
         """Who is gone, when a collective has failed: waits for a name that long."""
         end = time.monotonic() + seconds
         while self._gone is None and time.monotonic() < end:
-            found = self._look(range(self.size), _SUSPECT)
-            if found is not None:
+            if found := self._look(range(self.size), _SUSPECT):
                 return found
             time.sleep(BEAT / 2)
         return self._gone
@@ -116,9 +115,9 @@ class Heartbeat:
                 said, why = self.left(rank), None
                 if said is None and (now - self._heard[rank][1]) * BEAT > silence:
                     why = "was lost"
-                elif said is not None and said["own"]:
+                elif said and said["own"]:
                     why = f"ended: {said['why']}"
-                if why is not None:
+                if why:
                     found = Departure(rank, f"{self._name(rank)} {why}")
                     self._tell("gone", found)
                     return found
@@ -145,8 +144,7 @@ class Heartbeat:
         return self._store.get(f"name/{rank}").decode()
 
     def _end(self, found: Departure, *, tell: bool = True) -> None:
-        """Tells the others, lets this rank come to its end by itself, and ends it where it cannot: a collective on a GPU waits for
-        ever."""
+        """Tells the others, and ends this rank where it does not end by itself: a collective on a GPU waits for ever."""
         self._gone = found
         if tell:
             self._tell("gone", found)

@@ -76,8 +76,7 @@ class States:
         return True
 
     def prepare(self, tensors: Tensors) -> None:
-        """Makes the buffers that `save_behind` copies to: locking pages takes seconds, which no step should wait for.
-        Also loads what its thread will need, so that nothing is half loaded while a step goes on."""
+        """Makes the buffers that `save_behind` copies to, and loads what its thread needs: it takes seconds that no step should wait."""
         _dcp()
         for name, tensor in tensors.items():
             part = own_part(tensor).detach()
