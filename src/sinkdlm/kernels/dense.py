@@ -1,4 +1,5 @@
-"""Triton kernels of a training step: norms, SwiGLU and the loss, each in one pass over memory.
+"""Triton kernels of a training step: the fused norm (residual addition and RMSNorm) and its backward, SwiGLU's backward (its
+forward is inference.py's) and the loss, each in one pass over memory.
 
 ops.py says what each function computes, in torch's own operations. Sums in float32. Imported only where it is used, because Triton
 is.
@@ -49,7 +50,7 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _add_norm(x, update, weight, into, normed, eps, n, block: tl.constexpr, adds: tl.constexpr, together: tl.constexpr):
-    """One row, which stays in registers."""
+    """The fused norm of one row, which stays in registers."""
     column = tl.max_contiguous(tl.arange(0, block), together)
     inside = column < n
     place = tl.program_id(0).to(tl.int64) * n + column
