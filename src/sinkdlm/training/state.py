@@ -76,7 +76,7 @@ class States:
         return True
 
     def prepare(self, tensors: Tensors) -> None:
-        """Makes the buffers that `save_behind` copies to, and loads what its thread needs: it takes seconds that no step should wait."""
+        """Makes the buffers that `save_behind` copies to and loads what its thread needs: no step should wait these seconds."""
         _dcp()
         for name, tensor in tensors.items():
             part = own_part(tensor).detach()
