@@ -204,7 +204,7 @@ class Step:
 
     @property
     def recorded(self) -> bool:
-        return self.gradients.captured is not None and self.gradients.captured.replays
+        return self.gradients.captured is not None and self.gradients.captured.replays is not None
 
     def precision(self) -> AbstractContextManager[Any]:
         half = torch.bfloat16 if self.device.type == "cuda" else None

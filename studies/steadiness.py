@@ -17,8 +17,7 @@ from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, TRIAL_SEED, Job
 from sinkdlm.reproduce.measuring import short
 from sinkdlm.reproduce.results import RunResult
 from sinkdlm.reproduce.running import Bench, recipe_of, train_job
-from sinkdlm.training.gradient_spikes import PEAK, SETTLED, peaks_of, read_lines
-from sinkdlm.training.sink_health import FEW, HELD, LOST, MANY, RESTS, SinkHealth
+from sinkdlm.training.health import FEW, HELD, LOST, MANY, PEAK, RESTS, SETTLED, SinkHealth, peaks_of, read_lines
 from studies.asking import on_bench, read_beside, run_study, say, write_beside
 
 NAME = "steadiness"

@@ -7,7 +7,7 @@ from typing import Any
 NO_NUMBERS = "the model's outputs are no numbers (NaN): its values overflow, or its weights are broken; use float32 or bfloat16"
 
 
-def first_line(failure: Exception) -> str:
+def first_line(failure: BaseException) -> str:
     """Why something of another library failed, in one line."""
     return (str(failure).strip().splitlines() or [type(failure).__name__])[0].rstrip(".")
 

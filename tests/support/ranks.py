@@ -27,7 +27,7 @@ from sinkdlm.diffusion import Schedule
 from sinkdlm.distributed.world import joined
 from sinkdlm.fast import objective
 from sinkdlm.planning.formulas import Layout
-from sinkdlm.training import evaluate, gradients, loop
+from sinkdlm.training import evaluate, loop
 from sinkdlm.training.evaluate import VALIDATION_SEED
 from sinkdlm.training.optimizer import Optimizer
 from sinkdlm.training.weights import Weights
@@ -36,11 +36,12 @@ from sinkdlm.training.weights import Weights
 def run(job: dict) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     seen: dict[int, str] = {}
-    look, corrupt = loop.Trainer._look_around, gradients.corrupt
+    look, corrupt = loop.Trainer._look_around, evaluate.corrupt
 
     def note(tokens, samples, **settings):
         noisy = corrupt(tokens, samples, **settings)
-        if settings["maskable"] is None or bool(settings["maskable"].any()):  # else it is nobody's row
+        trains = settings["seed"] != VALIDATION_SEED
+        if trains and (settings["maskable"] is None or bool(settings["maskable"].any())):  # else it is nobody's row
             for sample, masked, t in zip(samples.tolist(), noisy.masked.tolist(), noisy.t.tolist(), strict=True):
                 places = [str(place) for place, bit in enumerate(masked) if bit]  # however much padding lies behind the row
                 seen[sample] = " ".join([t.hex(), *places])
@@ -58,7 +59,7 @@ def run(job: dict) -> None:
         with no_room if full and full.pop() else nullcontext():
             return scalars(self)
 
-    loop.Trainer._look_around, gradients.corrupt, loop.Trainer._scalars = stop, note, scalars_or_not
+    loop.Trainer._look_around, evaluate.corrupt, loop.Trainer._scalars = stop, note, scalars_or_not
     small = mock.patch.object(objective, "head_chunk", return_value=1) if job.get("chunks") else nullcontext()
     try:
         with warnings.catch_warnings(), small:
@@ -67,7 +68,7 @@ def run(job: dict) -> None:
     except loop.Stopped:
         pass
     finally:
-        loop.Trainer._look_around, gradients.corrupt, loop.Trainer._scalars = look, corrupt, scalars
+        loop.Trainer._look_around, evaluate.corrupt, loop.Trainer._scalars = look, corrupt, scalars
     record = Path(f"{job['out']}.seen") / f"{dist.get_world_size() if dist.is_initialized() else 1}-{rank}.json"
     record.parent.mkdir(exist_ok=True)
     before = json.loads(record.read_text()) if record.exists() else {}

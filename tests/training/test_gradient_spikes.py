@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 
 from sinkdlm.data.synthetic import prepare_example
-from sinkdlm.training.gradient_spikes import peaks_of, read_peaks
+from sinkdlm.training.health import peaks_of, read_peaks
 
 RECIPE = """
 [model]

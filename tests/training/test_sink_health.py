@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from sinkdlm.data.synthetic import prepare_example
-from sinkdlm.training.sink_health import SinkHealth
+from sinkdlm.training.health import SinkHealth
 
 RECIPE = """
 [model]

@@ -27,17 +27,17 @@ from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError, load, save
 from sinkdlm.checkpoint.tokenizer import write_tokenizer
 from sinkdlm.config.recipe import LogSection, TrainSection
 from sinkdlm.data.rows import open_rows
-from sinkdlm.distributed.shards import as_sharded, own_part
 from sinkdlm.distributed.world import World
 from sinkdlm.fast import blocks
 from sinkdlm.planning.formulas import budget_steps, training_flops
 from sinkdlm.sampling import policy_of
 from sinkdlm.text.generate import Job, write
-from sinkdlm.training import export, gradients, loop, optimizer, setup, state
+from sinkdlm.training import evaluate, gradients, loop, optimizer, setup, state
 from sinkdlm.training.evaluate import VALIDATION_SEED, validate
-from sinkdlm.training.gradient_spikes import read_lines
+from sinkdlm.training.health import read_lines
 from sinkdlm.training.monitor import Metrics, Monitor, flat_numbers
 from sinkdlm.training.optimizer import learning_rate
+from sinkdlm.training.weights import as_sharded, own_part
 
 ALONE = World(torch.device("cpu"))
 
@@ -120,7 +120,7 @@ from sinkdlm.training import loop
 make_step, begun = loop.Trainer._make_step, []
 def wait(self, batch, lr, signals):
     begun.append(self.step)
-    while len(begun) == 5 and signals.caught is None:
+    while len(begun) == 5 and not signals.caught:
         time.sleep(0.005)
     return make_step(self, batch, lr, signals)
 loop.Trainer._make_step = wait
@@ -192,13 +192,13 @@ def test_the_comparison_of_runs_can_fail(tmp_path, token_set):
 def test_padding_that_no_row_needs_changes_nothing_but_time(tmp_path, token_set, monkeypatch):
     """Short rows go through the model apart from full ones, and without their padding."""
     seen, losses = [], {}
-    corrupt = gradients.corrupt
+    corrupt = evaluate.corrupt
 
     def watched(tokens, *args, **options):
         seen.append(tuple(tokens.shape))
         return corrupt(tokens, *args, **options)
 
-    monkeypatch.setattr(gradients, "corrupt", watched)
+    monkeypatch.setattr(evaluate, "corrupt", watched)
     quiet = {"eval": {"every": 0}, "log": {"probe_every": 0}, "save": {"every": 1000}}
     recipe = recipe_of(token_set, data={"random_lengths": 0.5}, train={"steps": 12, "batch": 8, "precision": "float64"}, **quiet)
     for trims in (True, False):
@@ -442,8 +442,8 @@ def test_a_finished_run_without_its_states_is_not_trained_over(tmp_path, token_s
 
 def test_a_milestone_that_was_cut_off_is_made_again(tmp_path, token_set, monkeypatch):
     recipe = recipe_of(token_set, save={"every": 2, "milestones": [4]})
-    die_first, calls = fails_once(export.save_weights, 1, RuntimeError("a crash"))
-    monkeypatch.setattr(export, "save_weights", die_first)
+    die_first, calls = fails_once(loop.save_weights, 1, RuntimeError("a crash"))
+    monkeypatch.setattr(loop, "save_weights", die_first)
     with pytest.raises(RuntimeError, match="a crash"):
         run(recipe, tmp_path / "run")
     run(recipe, tmp_path / "run")
@@ -683,8 +683,8 @@ def test_running_out_of_memory_names_the_cure(tmp_path, token_set, monkeypatch):
 
 def test_an_export_that_was_cut_off_is_made_again(tmp_path, token_set, monkeypatch):
     recipe = recipe_of(token_set, train={"ema": 0.9})
-    die_second, calls = fails_once(export.save_weights, 2, RuntimeError("a crash"))
-    monkeypatch.setattr(export, "save_weights", die_second)
+    die_second, calls = fails_once(loop.save_weights, 2, RuntimeError("a crash"))
+    monkeypatch.setattr(loop, "save_weights", die_second)
     with pytest.raises(RuntimeError, match="a crash"):
         run(recipe, tmp_path / "run")
     run(recipe, tmp_path / "run")
@@ -864,7 +864,6 @@ def test_training_learns(tmp_path, token_set):
 
 def test_validation_is_the_same_in_any_cut(tmp_path, token_set, monkeypatch):
     from sinkdlm.diffusion import Schedule
-    from sinkdlm.training import evaluate
 
     recipe = recipe_of(token_set, train={"precision": "float64"})
     run(recipe, tmp_path / "run")

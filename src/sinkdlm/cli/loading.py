@@ -53,7 +53,7 @@ def _fields_of_parent(parent: str, model: Mapping[str, Any], begun: dict[str, An
     from sinkdlm import interop
     from sinkdlm.interop.adapt import check_mask, choose_mask
     from sinkdlm.interop.tokenizer import tokenizer_of
-    from sinkdlm.training.parent_check import check_shape
+    from sinkdlm.training.setup import check_shape
 
     try:
         source = interop.open_source(parent)
@@ -86,7 +86,7 @@ def load_parent(recipe: Any, dtype: Any, source: Any = None, tokenizer: Any = No
 
     source, tokenizer: given where they have been read before."""
     from sinkdlm import interop
-    from sinkdlm.training.parent_check import check_shape
+    from sinkdlm.training.setup import check_shape
 
     source = source or interop.open_source(recipe.init.from_)
     fields = recipe.model.to_dict()

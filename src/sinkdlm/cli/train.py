@@ -23,9 +23,8 @@ def train(
     import torch  # noqa: F401  (before the next line)
 
     warm_up.load_kernels(opened)
-    from sinkdlm.training.gradient_spikes import read_peaks
+    from sinkdlm.training.health import read_peaks, read_sink_loss
     from sinkdlm.training.loop import train as run
-    from sinkdlm.training.sink_health import read_sink_loss
 
     found = run(resolved, folder, load_parent=load_parent, device=device)
     if found["rank"]:

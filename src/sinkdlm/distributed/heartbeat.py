@@ -14,7 +14,7 @@ import time
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-_BEAT = 1.0  # seconds between signs of life
+BEAT = 1.0  # seconds between signs of life
 _SILENCE = 20.0  # without one, after which a rank counts as lost
 _SUSPECT = 3.0  # the same, when a collective has failed already
 _GRACE = 10.0  # for a rank to end by itself before it is ended
@@ -39,7 +39,7 @@ class Heartbeat:
         self._closed = threading.Event()
         self._gone: Departure | None = None
         self._first = "rank 0"
-        self._beat(0)
+        self._beat()
         self._store.set(f"name/{rank}", f"rank {rank} ({socket.gethostname()}, process {os.getpid()})")
         self._unanswered = 0  # beats since the store last answered: counted, because a clock runs on while a process is held up
         self._thread = threading.Thread(target=self._run, name="sinkdlm-watch", daemon=True)
@@ -59,43 +59,31 @@ class Heartbeat:
 
     def leave(self, why: str, *, own: bool) -> None:
         """Says to the others that this rank ends. own: because of itself, not because another one is gone."""
-        try:
-            self._store.set(f"left/{self.rank}", json.dumps({"why": why, "own": own}))
-        except RuntimeError:
-            return  # the store is gone: so are those who would read it
+        self._tell(f"left/{self.rank}", {"why": why, "own": own})
 
     def find(self, seconds: float) -> Departure | None:
         """Who is gone, when a collective has failed: waits for a name that long."""
         end = time.monotonic() + seconds
         while self._gone is None and time.monotonic() < end:
-            found = self._look(range(self.size), _SUSPECT)
-            if found is not None:
+            if found := self._look(range(self.size), _SUSPECT):
                 return found
-            time.sleep(_BEAT / 2)
+            time.sleep(BEAT / 2)
         return self._gone
-
-    def linger(self) -> None:
-        """Rank 0, before it ends: the store may end with it, so the others are given time to read what was said."""
-        if self.rank == 0:
-            time.sleep(2 * _BEAT)
 
     def left(self, rank: int) -> dict[str, Any] | None:
         """What a rank said as it left."""
-        try:
-            return json.loads(self._store.get(f"left/{rank}")) if self._store.check([f"left/{rank}"]) else None
-        except RuntimeError:
-            return None
+        with contextlib.suppress(RuntimeError):
+            return self._read(f"left/{rank}")
+        return None
 
-    # -- the thread -------------------------------------------------------------------------------------------------------------
-
-    def _beat(self, count: int) -> None:
-        self._store.set(f"beat/{self.rank}", str(count))
+    def _beat(self) -> None:
+        self._store.set(f"beat/{self.rank}", str(self._count))
 
     def _run(self) -> None:
-        while not self._closed.wait(_BEAT):
+        while not self._closed.wait(BEAT):
             self._count += 1
             try:
-                self._beat(self._count)
+                self._beat()
                 found = self._told()
             except RuntimeError:
                 self._end(self._no_store())
@@ -108,9 +96,9 @@ class Heartbeat:
             self._unanswered = 0
 
     def _watch_store(self) -> None:
-        while not self._closed.wait(_BEAT) and self._gone is None:
+        while not self._closed.wait(BEAT) and self._gone is None:
             self._unanswered += 1
-            if self._unanswered * _BEAT > _SILENCE:
+            if self._unanswered * BEAT > _SILENCE:
                 self._end(self._no_store(), tell=False)
 
     def _look(self, ranks: Any, silence: float) -> Departure | None:
@@ -118,21 +106,20 @@ class Heartbeat:
         others = [rank for rank in ranks if rank != self.rank]
         now = self._count  # no clock: it runs on while a job is suspended, and everybody would seem silent
         try:
-            told = self._told()
-            if told is not None:
+            if told := self._told():
                 return told
             beats = self._store.multi_get([f"beat/{rank}" for rank in others])
             for rank, beat in zip(others, beats, strict=True):
                 if rank not in self._heard or self._heard[rank][0] != beat:
                     self._heard[rank] = (beat, now)
                 said, why = self.left(rank), None
-                if said is None and (now - self._heard[rank][1]) * _BEAT > silence:
+                if said is None and (now - self._heard[rank][1]) * BEAT > silence:
                     why = "was lost"
-                elif said is not None and said["own"]:
+                elif said and said["own"]:
                     why = f"ended: {said['why']}"
-                if why is not None:
+                if why:
                     found = Departure(rank, f"{self._name(rank)} {why}")
-                    self._tell(found)
+                    self._tell("gone", found)
                     return found
         except RuntimeError:
             return self._no_store()
@@ -140,11 +127,15 @@ class Heartbeat:
 
     def _told(self) -> Departure | None:
         """Whom another rank found gone."""
-        return Departure(*json.loads(self._store.get("gone"))) if self._store.check(["gone"]) else None
+        found = self._read("gone")
+        return found and Departure(*found)
 
-    def _tell(self, found: Departure) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._store.set("gone", json.dumps(found))
+    def _read(self, key: str) -> Any:
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _tell(self, key: str, value: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone: so are those who would read it
+            self._store.set(key, json.dumps(value))
 
     def _no_store(self) -> Departure:
         return Departure(0, f"the store beside {self._first} cannot be reached: that rank, its launcher or its host was lost")
@@ -153,11 +144,10 @@ class Heartbeat:
         return self._store.get(f"name/{rank}").decode()
 
     def _end(self, found: Departure, *, tell: bool = True) -> None:
-        """Tells the others, lets this rank come to its end by itself, and ends it where it cannot: a collective on a GPU waits for
-        ever."""
+        """Tells the others, and ends this rank where it does not end by itself: a collective on a GPU waits for ever."""
         self._gone = found
         if tell:
-            self._tell(found)
+            self._tell("gone", found)
         if not self._closed.wait(_GRACE):
             if self.rank == 0 or found.rank == 0:
                 sys.stderr.write(f"sinkdlm: {found.text}; run the same command to go on from the last state\n")

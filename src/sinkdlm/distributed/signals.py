@@ -19,9 +19,9 @@ class Stopped(Exception):  # noqa: N818  (no error: it was asked for)
 
 
 class Signals:
-    """Which signal asked the run to end, if any."""
+    """Which signal asked the run to end, or 0."""
 
-    caught: int | None = None
+    caught = 0
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def noted_signals(*, after_failure: bool = False) -> Iterator[Signals]:
     seen = Signals()
 
     def note(number: int, _: Any) -> None:
-        if seen.caught is not None and number == signal.SIGINT:
+        if seen.caught and number == signal.SIGINT:
             raise KeyboardInterrupt
         seen.caught = number
 

@@ -5,10 +5,13 @@ it a process is alone, and nothing here costs anything. Knows nothing of models.
 """
 
 import contextlib
+import json
 import os
+import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,11 +23,11 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from sinkdlm.checkpoint.directory import find_device
-from sinkdlm.distributed.heartbeat import Departure, Heartbeat
-from sinkdlm.distributed.rendezvous import meet
+from sinkdlm.distributed.heartbeat import BEAT, Departure, Heartbeat
 from sinkdlm.distributed.signals import Stopped
 from sinkdlm.errors import CheckpointError, TrainError, UserError
 
+_PATIENCE = 600.0  # seconds for all ranks to come
 _NAMING = 25.0  # seconds that a rank whose collective failed waits for the name of the one that is gone
 _Value = TypeVar("_Value")
 
@@ -44,12 +47,6 @@ class World:
         known = [memory for memory in memories if memory is not None]
         sharing = 1 if device.type == "cuda" else self.local_size
         self.memory = min(known) // sharing if known else None  # bytes that every rank has to itself, at the least
-
-    def close(self) -> None:
-        """Gives up its own groups, where the process group stays."""
-        for group in (self.words, self.files):
-            if group is not None:
-                dist.destroy_process_group(group)
 
     @property
     def first(self) -> bool:
@@ -119,16 +116,15 @@ def _memory_of(device: torch.device) -> int | None:
         return None
 
 
-def described_world() -> tuple[int, int, int]:
+def _described_world() -> tuple[int, int, int]:
     """(rank, size, local rank) as the launcher says them."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return 0, 1, int(os.environ.get("LOCAL_RANK", "0"))
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
-        raise TrainError(
-            f"WORLD_SIZE = {size} without {', '.join(missing)}: start the ranks with torchrun, or set these as it does"
-        )
+        cure = "start the ranks with torchrun, or set these as it does"
+        raise TrainError(f"WORLD_SIZE = {size} without {', '.join(missing)}: {cure}")
     return int(os.environ["RANK"]), size, int(os.environ["LOCAL_RANK"])
 
 
@@ -153,12 +149,13 @@ def joined(device: str | None = None) -> Iterator[World]:
     What one rank fails with ends the others too: they raise a TrainError that names it.
     """
     if dist.is_initialized():
-        place = _choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
-        world = World(place, dist.get_rank(), dist.get_world_size())
+        world = World(_choose_device(device, int(os.environ.get("LOCAL_RANK", "0"))), dist.get_rank(), dist.get_world_size())
         yield world
-        world.close()
+        for group in (world.words, world.files):
+            if group is not None:
+                dist.destroy_process_group(group)
         return
-    rank, size, local_rank = described_world()
+    rank, size, local_rank = _described_world()
     place = _choose_device(device, local_rank)
     if size == 1:
         yield World(place)
@@ -181,7 +178,7 @@ def _join(device: torch.device, rank: int, size: int) -> World:
     on_gpu = device.type == "cuda"
     try:
         store, _, _ = next(rendezvous("env://"))
-        store = meet(store, rank, size)
+        store = _meet(store, rank, size)
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device if on_gpu else None)
         world = World(device, rank, size)
@@ -193,6 +190,53 @@ def _join(device: torch.device, rank: int, size: int) -> World:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(failure).splitlines()[0]
         raise TrainError(f"rank {rank}: cannot join the other ranks at {place}: {reason}") from None
+
+
+def _meet(store: Any, rank: int, size: int) -> Any:
+    """Waits for all ranks of this start and returns a part of the store that no earlier one has written to.
+
+    torchrun keeps its store over restarts, and the counts of restarts that it tells differ between hosts: a rank cannot know from
+    the environment which words are new. So each brings a word of its own; a roster counts only for those who find theirs in it.
+    """
+    store.set(f"meet/hello/{rank}", own := secrets.token_hex(8))
+    end = time.monotonic() + _PATIENCE
+    pause = 0.02 * (1 + size / 64)
+    name = _lead(store, size, end, pause) if rank == 0 else _follow(store, rank, size, own, end, pause)
+    return PrefixStore(f"start/{name}", store)
+
+
+def _lead(store: Any, size: int, end: float, pause: float) -> str:
+    """Writes rosters of whoever said hello until everybody has agreed to one and the same."""
+    hellos = [f"meet/hello/{rank}" for rank in range(size)]
+    names: list[str] = []
+    name = ""
+    while time.monotonic() < end:
+        if store.check(hellos):
+            found = [word.decode() for word in store.multi_get(hellos)]
+            if found != names:
+                names, name = found, secrets.token_hex(8)
+            store.set("meet/roster", json.dumps({"name": name, "ranks": names}))
+            if all(store.check([f"meet/agreed/{name}/{rank}"]) for rank in range(1, size)):
+                store.set(f"meet/begin/{name}", "")
+                return name
+        time.sleep(pause)
+    missing = [rank for rank in range(size) if not store.check([f"meet/agreed/{name}/{rank}"])]
+    raise TrainError(f"ranks {', '.join(map(str, missing[1:9]))}: did not come within {_PATIENCE:g} s; see what they say")
+
+
+def _follow(store: Any, rank: int, size: int, own: str, end: float, pause: float) -> str:
+    """Agrees to every roster that has this rank's own word, until rank 0 says that one of them holds."""
+    agreed = ""
+    while time.monotonic() < end:
+        if agreed and store.check([f"meet/begin/{agreed}"]):
+            return agreed
+        if store.check(["meet/roster"]):
+            roster = json.loads(store.get("meet/roster"))
+            if roster["name"] != agreed and len(roster["ranks"]) == size and roster["ranks"][rank] == own:
+                agreed = roster["name"]
+                store.set(f"meet/agreed/{agreed}/{rank}", "")
+        time.sleep(pause)
+    raise TrainError(f"rank {rank}: not all ranks came within {_PATIENCE:g} s; see what rank 0 says")
 
 
 def _explain(failure: BaseException, world: World) -> BaseException:
@@ -207,18 +251,18 @@ def _explain(failure: BaseException, world: World) -> BaseException:
             world.wait()
             heartbeat.close()
         return failure
-    if not _lost_a_partner(failure):
+    if _lost_a_partner(failure):
+        heartbeat.leave("another rank is gone", own=False)
+        found = heartbeat.find(_NAMING) or Departure(-1, "a rank was lost")
+        failure = TrainError(f"{found.text}; run the same command to go on from the last state")
+        failure.quiet = not world.first and found.rank != 0
+    else:
         heartbeat.leave(f"{type(failure).__name__}: {failure}".splitlines()[0], own=True)
         if isinstance(failure, UserError) and not world.first:
             failure.quiet = _said_by_first(failure, heartbeat)
-        heartbeat.linger()
-        return failure
-    heartbeat.leave("another rank is gone", own=False)
-    found = heartbeat.find(_NAMING) or Departure(-1, "a rank was lost")
-    ended = TrainError(f"{found.text}; run the same command to go on from the last state")
-    ended.quiet = not world.first and found.rank != 0
-    heartbeat.linger()
-    return ended
+    if world.first:  # the store may end with this rank: the others are given time to read what was said
+        time.sleep(2 * BEAT)
+    return failure
 
 
 def _said_by_first(failure: UserError, heartbeat: Heartbeat) -> bool:
@@ -227,7 +271,7 @@ def _said_by_first(failure: UserError, heartbeat: Heartbeat) -> bool:
         said = heartbeat.left(0)
         if said is not None:
             return str(failure).splitlines()[0] in said["why"]
-        threading.Event().wait(0.1)
+        time.sleep(0.1)
     return False
 
 

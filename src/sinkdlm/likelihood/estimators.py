@@ -7,6 +7,7 @@ file. Noise is keyed by (seed, group, set, draw, target token), so a row draws t
 N rows, T tokens, L target tokens of a row.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,10 +22,10 @@ from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.likelihood.estimates import MIN_SETS, Estimates
 from sinkdlm.likelihood.mask_draws import MONTE_CARLO, content_key, draw_masks, noise_keys
 from sinkdlm.likelihood.ranking import Adaptive, expected_loss, is_settled, plan_looks
-from sinkdlm.likelihood.scoring import Device, Query, Row, Rows, Scorer, read_rows
+from sinkdlm.likelihood.scoring import Device, Query, Row, Scorer, read_rows
 from sinkdlm.sampling.batch import Denoise, DenoiserAdapter
-from sinkdlm.sampling.loop import step
-from sinkdlm.sampling.requests import Request, start
+from sinkdlm.sampling.loop import Rows, as_rows, step
+from sinkdlm.sampling.requests import Request, State
 from sinkdlm.sampling.unmasking import policy_of
 
 ESTIMATORS = (*MONTE_CARLO, "chain", "causal")
@@ -82,9 +83,11 @@ def log_likelihood(
         if groups is None or estimator != "exact_k":  # no test holds where the variance is unbounded
             raise LikelihoodError("adaptive: needs groups= (which rows make up a question) and estimator = 'exact_k'")
     if causal:
-        _check_causal(rows, guidance)
-    if estimator not in MONTE_CARLO:
-        return _add_up(scorer, rows, causal)
+        return _add_up(scorer, [[query] for query in _causal_queries(rows, guidance)])
+    if estimator == "chain":
+        return _add_up(
+            scorer, [[Query(row, row.targets[i:], row.targets[i : i + 1]) for i in range(len(row.targets))] for row in rows]
+        )
     numbers = _default_groups(rows) if groups is None else list(groups)
     sampled = _Sampled(scorer, rows, noise_keys(seed, numbers), estimator, -(-draws // sets))
     if adaptive is None:
@@ -99,11 +102,13 @@ def _home(device: Device, tokens: Rows) -> Device:
     return tokens.device if device is None and isinstance(tokens, Tensor) else device
 
 
-def _check_causal(rows: list[Row], guidance: float) -> None:
+def _causal_queries(rows: list[Row], guidance: float) -> list[Query]:
+    """An AR model reads all of a row's target tokens at once, with none masked."""
     if guidance:
         raise LikelihoodError("guidance: an AR model has no [MASK] to hide a prompt behind; use guidance = 0 with 'causal'")
     if any(row.targets[0] == 0 for row in rows):
         raise LikelihoodError("estimator 'causal': token 0 has nothing before it; put a BOS or EOS in front")
+    return [Query(row, row.targets[:0], row.targets) for row in rows]
 
 
 def _default_groups(rows: list[Row]) -> list[int]:
@@ -112,27 +117,12 @@ def _default_groups(rows: list[Row]) -> list[int]:
     return [content_key(prefix if len(prefix) else row.tokens) for prefix, row in zip(given, rows, strict=True)]
 
 
-# -- exact sums -----------------------------------------------------------------------------------------------------------------
-
-
-def _add_up(scorer: Scorer, rows: list[Row], causal: bool) -> Estimates:
-    """Chain rule: target token i is read with tokens i.. masked. An AR model reads them all in one query, with none masked."""
-    queries = [query for row in rows for query in ([_causal_query(row)] if causal else _chain_queries(row))]
-    counts = [1 if causal else len(row.targets) for row in rows]
-    parts = np.split(scorer.sums(queries), np.cumsum(counts)[:-1])
+def _add_up(scorer: Scorer, queries: list[list[Query]]) -> Estimates:
+    """queries: of each row, whose sums make up its likelihood."""
+    counts = [len(own) for own in queries]
+    parts = np.split(scorer.sums(list(itertools.chain(*queries))), np.cumsum(counts)[:-1])
     kind = "score" if scorer.guidance else "likelihood"
     return Estimates.of([[part.sum()] for part in parts], counts, counts, counts, kind)
-
-
-def _chain_queries(row: Row) -> list[Query]:
-    return [Query(row, row.targets[i:], row.targets[i : i + 1]) for i in range(len(row.targets))]
-
-
-def _causal_query(row: Row) -> Query:
-    return Query(row, row.targets[:0], row.targets)
-
-
-# -- Monte Carlo ----------------------------------------------------------------------------------------------------------------
 
 
 class _Sampled:
@@ -141,8 +131,8 @@ class _Sampled:
     def __init__(self, scorer: Scorer, rows: list[Row], keys: Tensor, estimator: str, size: int) -> None:
         self.scorer, self.rows, self.keys, self.estimator, self.size = scorer, rows, keys, estimator, size
         self.set_means: list[list[float]] = [[] for _ in rows]
-        empty = [np.packbits(np.zeros(len(row.targets), dtype=bool)).tobytes() for row in rows]
-        self.known = [{nothing: 0.0} for nothing in empty]  # mask, in bits -> sum of log-probabilities
+        # Mask, in bits -> sum of log-probabilities; where nothing is masked, 0.
+        self.known = [{bytes(math.ceil(len(row.targets) / 8)): 0.0} for row in rows]
 
     def extend(self, active: Sequence[int], sets: range) -> None:
         """Adds sets to some rows."""
@@ -181,14 +171,13 @@ class _Sampled:
 
 
 def _race(sampled: _Sampled, groups: list[int], adaptive: Adaptive, sets: int) -> None:
-    questions: dict[int, list[int]] = {}
+    by_group: dict[int, list[int]] = {}
     for i, group in enumerate(groups):
-        questions.setdefault(group, []).append(i)
-    looks, done = plan_looks(sets), 0
-    for look in looks:
-        sampled.extend([i for question in questions.values() for i in question], range(done, look))
-        done = look
-        questions = {group: rows for group, rows in questions.items() if not _is_over(sampled, rows, adaptive, looks)}
+        by_group.setdefault(group, []).append(i)
+    looks, questions = plan_looks(sets), list(by_group.values())
+    for done, look in itertools.pairwise([0, *looks]):
+        sampled.extend([*itertools.chain(*questions)], range(done, look))
+        questions = [rows for rows in questions if not _is_over(sampled, rows, adaptive, looks)]
 
 
 def _is_over(sampled: _Sampled, rows: list[int], adaptive: Adaptive, looks: list[int]) -> bool:
@@ -198,9 +187,6 @@ def _is_over(sampled: _Sampled, rows: list[int], adaptive: Adaptive, looks: list
     if is_settled(means, divisors, adaptive.error, len(looks) - 1, certain):
         return True
     return adaptive.tolerance > 0 and expected_loss(means, divisors, looks[-1]) <= adaptive.tolerance
-
-
-# -- whole documents ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -263,7 +249,7 @@ def document_likelihood(
         )
     if options.get("guidance"):
         raise LikelihoodError("guidance: a guided score is no bound on a document; leave it at 0")
-    texts = [[*prefix, *(row.tolist() if isinstance(row, Tensor) else row)] for row in documents]
+    texts = [[*prefix, *row] for row in as_rows(documents)]
     sizes = [len(text) - len(prefix) for text in texts]
     if not texts or min(sizes) < 1:
         raise LikelihoodError(f"document {sizes.index(min(sizes)) if texts else 0}: has no token")
@@ -276,9 +262,8 @@ def document_likelihood(
         for number, (begin, first, stop) in enumerate(spans):
             rows.append(text[begin:stop])
             scored.append([place >= first for place in range(begin, stop)])
-            keys.append(
-                content_key(np.array([*name, number, *rows[-1]]))
-            )  # noise of its own, so that errors of windows do not add up
+            # Noise of its own, so that errors of windows do not add up.
+            keys.append(content_key(np.array([*name, number, *rows[-1]])))
     parts = log_likelihood(denoiser, rows, scored, mask_id=mask_id, groups=keys, **options)
     counts = [len(spans) for spans in windows]
     return Documents(_join(parts, counts), torch.tensor(sizes), None if n_bytes is None else torch.tensor(n_bytes))
@@ -296,14 +281,9 @@ def roll(length: int, given: int, window: int, context: int) -> list[tuple[int, 
 
 def _join(parts: Estimates, counts: list[int]) -> Estimates:
     """Sums over each document's windows, set by set: a document's sets are as independent as its windows'."""
-    sums = [[float(total) for total in block.sum(0)] for block in parts.set_means.split(counts)]
-    draws, full, forwards = (
-        [int(block.sum()) for block in column.split(counts)] for column in (parts.draws, parts.full_draws, parts.forwards)
-    )
+    columns = (parts.set_means, parts.draws, parts.full_draws, parts.forwards)
+    sums, draws, full, forwards = ([block.sum(0).tolist() for block in column.split(counts)] for column in columns)
     return Estimates.of(sums, draws, full, forwards, parts.kind)
-
-
-# -- greedy prediction ----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -326,8 +306,7 @@ def is_greedy(
     """
     rows, home = read_rows(tokens, scored, mask_id), _home(device, tokens)
     if causal:
-        _check_causal(rows, guidance)
-        hits = Scorer(denoiser, mask_id, guidance, budget, True, home).hits([_causal_query(row) for row in rows])
+        hits = Scorer(denoiser, mask_id, guidance, budget, True, home).hits(_causal_queries(rows, guidance))
         return [int(n) == len(row.targets) for n, row in zip(hits, rows, strict=True)]
     policy, adapter = policy_of("llada", guidance=guidance, shift=shift), DenoiserAdapter.of(denoiser)
     found = [True] * len(rows)
@@ -335,8 +314,7 @@ def is_greedy(
     while order:
         size = max(1, budget // len(rows[order[0]].tokens))
         batch, order = order[:size], order[size:]
-        states = start([Request(_blank(rows[i], mask_id), policy, mask_id) for i in batch])
-        active = list(zip(batch, states, strict=True))
+        active = [(i, State(Request(_blank(rows[i], mask_id), policy, mask_id))) for i in batch]
         while active:
             with many_shapes:
                 step([state for _, state in active], adapter, device=home or getattr(denoiser, "device", None))

@@ -37,16 +37,12 @@ class MaskDraws(NamedTuple):
 
 def noise_keys(seed: int, groups: Sequence[int]) -> Tensor:
     """(R,): what all draws of a group go on from."""
-    keys = hash_words(seed, int(Stream.LIKELIHOOD), torch.tensor(list(groups), dtype=torch.int64))
-    assert isinstance(keys, Tensor)
-    return keys
+    return torch.as_tensor(hash_words(seed, int(Stream.LIKELIHOOD), torch.tensor(list(groups), dtype=torch.int64)))
 
 
 def content_key(tokens: np.ndarray) -> int:
     """A number that tells rows of tokens apart: the sum of hashes of (place, token)."""
-    words = hash_words(torch.arange(len(tokens)), torch.from_numpy(tokens))
-    assert isinstance(words, Tensor)
-    return int(words.sum())
+    return int(torch.as_tensor(hash_words(torch.arange(len(tokens)), torch.from_numpy(tokens))).sum())
 
 
 def draw_masks(estimator: str, keys: Tensor, n_targets: int, sets: range, size: int) -> MaskDraws:
@@ -55,12 +51,9 @@ def draw_masks(estimator: str, keys: Tensor, n_targets: int, sets: range, size: 
     Target tokens are numbered within the target: two options of a question, with one key, mask the same places of both.
     """
     begun = fold(keys[:, None, None, None], torch.arange(sets.start, sets.stop)[:, None, None])  # (R, S, 1, 1)
-    start = fold(begun, _TIME)
-    words = fold(begun, torch.arange(1, size + 1)[:, None], torch.arange(n_targets))  # (R, S, b, L)
-    assert isinstance(start, Tensor)
-    assert isinstance(words, Tensor)
+    words = torch.as_tensor(fold(begun, torch.arange(1, size + 1)[:, None], torch.arange(n_targets)))  # (R, S, b, L)
     steps = torch.arange(size, dtype=torch.float64)[:, None] / size
-    times = (unit_interval(start) + steps).remainder(1.0).clamp_min(_LEAST_TIME)  # (R, S, b, 1)
+    times = (unit_interval(fold(begun, _TIME)) + steps).remainder(1.0).clamp_min(_LEAST_TIME)  # (R, S, b, 1)
     if estimator == "official":
         masked, whole, part = unit_interval(words) < times, 1, times
     else:

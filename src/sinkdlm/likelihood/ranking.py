@@ -7,9 +7,8 @@ another. Knows no tokens and no denoiser.
 A wrong winner must have beaten the best option at some look under some metric. There are (options - 1) wrong winners; so each test
 is made at error / (looks x metrics x (options - 1)), and the chance that a question is settled wrongly is at most `error` in all.
 
-Options that lie close are never settled, and there a full run is of little use either: another one would choose otherwise about
-as often. With a `tolerance` a question also ends once going on to the last set would raise the chance to agree with another full
-run by no more than that.
+Options that lie close are never settled: another full run would choose otherwise about as often. With a `tolerance` a question
+also ends once going on to the last set would raise the chance to agree with another full run by no more than that.
 
 O options of a question, n draw sets so far, M metrics.
 """

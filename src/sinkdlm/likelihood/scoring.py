@@ -20,12 +20,12 @@ from sinkdlm.errors import LikelihoodError, ModelError
 from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.sampling.batch import Denoise, DenoiserAdapter
 from sinkdlm.sampling.drawing import guide, precise
+from sinkdlm.sampling.loop import Rows
 
 _HEAD_SHARE = 4  # of the tokens in a forward, one in so many may reach the head: logits take most of the memory
 _SPARE = 256  # positions read in vain that are too few to part a batch for
 _SLACK = 8  # a row joins longer ones if it lacks less than this part of their length
 
-Rows = Tensor | Sequence[Sequence[int] | Tensor]
 Device = torch.device | str | None
 
 

@@ -50,10 +50,8 @@ USABLE = 0.85  # of a device's memory: the rest is fragments, workspaces and the
 
 def peak_flops(device: str) -> float | None:
     """Of a device by its name (NVIDIA H200), or None where the table has none."""
-    for word in sorted(PEAK_FLOPS, key=len, reverse=True):
-        if word in device.upper():
-            return PEAK_FLOPS[word]
-    return None
+    words = [word for word in PEAK_FLOPS if word in device.upper()]
+    return PEAK_FLOPS[max(words, key=len)] if words else None
 
 
 def find_chip(device: str) -> Chip | None:
@@ -67,24 +65,18 @@ def head_chunk(vocab_size: int) -> int:
     return max(2048, 160_000_000 // vocab_size // 256 * 256)
 
 
-def head_parameters(config: ModelConfig) -> int:
-    """Of the output matrix, tied or not."""
-    return config.vocab_size * config.d_model
-
-
 def training_flops(config: ModelConfig, length: int, scored_share: float = 0.5, *, ends_early: bool = False) -> float:
     """Of one token of a row of `length`, forward and backward. scored_share: positions that reach the head, half with uniform t.
     ends_early: the last layer computes no others once attention is."""
-    dense = config.count_parameters().non_embedding + scored_share * head_parameters(config)
-    if ends_early:
-        dense -= (1 - scored_share) * _behind_attention(config)
-    return 6 * dense + 12 * config.n_layers * config.d_model * length
+    width = config.d_model
+    dense = config.count_parameters().non_embedding + scored_share * config.vocab_size * width
+    if ends_early:  # the matmuls of one layer behind attention, the gate's among them
+        dense -= (1 - scored_share) * width * (width + _gate_width(config) + 3 * config.d_ff)
+    return 6 * dense + 12 * config.n_layers * width * length
 
 
-def _behind_attention(config: ModelConfig) -> int:
-    """Parameters of one layer's matmuls that come after attention, the gate's among them."""
-    gate = {"none": 0, "elementwise": config.d_model, "headwise": config.n_heads}[config.gate]
-    return config.d_model * (config.d_model + gate + 3 * config.d_ff)
+def _gate_width(config: ModelConfig) -> int:
+    return {"none": 0, "elementwise": config.d_model, "headwise": config.n_heads}[config.gate]
 
 
 def budget_steps(train: TrainSection, config: ModelConfig, length: int, n_rows: int) -> int:
@@ -157,8 +149,7 @@ class Layout(NamedTuple):
 def choose_layout(section: ParallelSection, ranks: int, node_ranks: int, state: int, memory: int | None) -> Layout:
     """state: bytes of weights, gradients, moments and average, whole. memory: of one rank's device, where it is known.
 
-    auto copies everything while it takes at most a quarter of the device; then shards over the ranks of a node where that is
-    enough; else over all ranks.
+    auto copies everything while it takes at most a quarter of the device; else it shards over a node's ranks, or over all.
     """
     mode = section.mode
     if mode == "auto":
@@ -176,6 +167,12 @@ def choose_layout(section: ParallelSection, ranks: int, node_ranks: int, state: 
     if ranks % shards:
         raise ConfigError(f"parallel.shard_ranks = {shards}: allowed is a divisor of the {ranks} ranks")
     return Layout(ranks // shards, shards)
+
+
+def lay_out(recipe: Recipe, ranks: int, node_ranks: int, memory: int | None) -> Layout | None:
+    """What `train` takes for a recipe on so many ranks; None for a process alone."""
+    whole = training_memory(recipe, 1).state
+    return None if ranks == 1 else choose_layout(recipe.parallel, ranks, node_ranks, whole, memory)
 
 
 def settle_precision(recipe: Recipe, *, on_gpu: bool) -> Recipe:
@@ -219,7 +216,7 @@ def training_memory(
         ema=part if train.ema is not None else 0,
         copies=cast if alone else gathered,
         activations=tokens * config.n_layers * kept[train.recompute],
-        head=logits + head_parameters(config) * (4 + unit) + 2 * tokens * config.d_model * 4,
+        head=logits + config.vocab_size * config.d_model * (4 + unit) + 2 * tokens * config.d_model * 4,
         backward=again + tokens * unit * (config.d_ff + 3 * config.d_model) + travelling,
         accumulates=accumulates,
     )
@@ -234,7 +231,7 @@ def kept_by_block(config: ModelConfig, unit: int, compiled: bool, residual: str 
     """
     d, ff, kv = config.d_model, config.d_ff, config.n_kv_heads * config.head_dim
     wide = 8 if unit == 8 else 2 if residual == "bf16" else 4
-    gate = {"none": 0, "elementwise": d, "headwise": config.n_heads}[config.gate]
+    gate = _gate_width(config)
     every = 2 * wide * d + unit * (5 * d + 3 * kv + 2 * ff) + (unit * (gate + d) if gate else 0)
     if not compiled:
         every += unit * (2 * ff + kv) + (wide * d if unit < wide else 0)

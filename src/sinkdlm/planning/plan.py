@@ -4,8 +4,6 @@ Puts formulas.py's bytes and step_time.py's seconds together, and into words. Kn
 others and handed in.
 """
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,18 +15,19 @@ from sinkdlm.planning.formulas import (
     Layout,
     Memory,
     budget_steps,
-    choose_layout,
     find_chip,
     fitting_micro_batch,
+    lay_out,
     settle_precision,
     training_flops,
     training_memory,
 )
-from sinkdlm.planning.step_time import HOST_RANKS, knows, source_of, step_seconds
+from sinkdlm.planning.step_time import HOST_RANKS, calibration, step_seconds
 
 _MOST_RANKS = 1024  # that are proposed
 _SHARD = {"mode": "shard", "shard_ranks": None}
 _SHARDED = "--set parallel.mode=shard"
+_Tables = dict[str, dict[str, Any]]  # of a recipe, by name: what to change in each
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,11 @@ class Machine:
     def capacity(self) -> int | None:
         return self.memory if self.memory is not None or self.device == "cpu" else CHIPS[self.device].memory
 
-    @property
-    def compiles(self) -> bool:
-        return self.device != "cpu"
+    def fits(self, memory: Memory) -> bool:
+        return self.capacity is None or memory.total <= USABLE * self.capacity
+
+    def lay_out(self, recipe: Recipe) -> Layout | None:
+        return lay_out(recipe, self.ranks, min(self.ranks, HOST_RANKS), self.capacity)
 
     @property
     def text(self) -> str:
@@ -70,7 +71,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return fits_in(self.memory, self.machine)
+        return self.machine.fits(self.memory)
 
     @property
     def tokens(self) -> int | None:
@@ -141,33 +142,19 @@ def make_plan(recipe: Recipe, name: str, machine: Machine, n_rows: int | None = 
             raise UserError(f"{name}: {error}") from None
     unknown = train.epochs is not None and n_rows is None
     steps = None if unknown else budget_steps(train, recipe.model, recipe.data.length, n_rows or 0)
-    layout = lay_out(recipe, machine)
+    layout = machine.lay_out(recipe)
     rows, forwards, memory = _cut(recipe, machine, layout)
-    fits = fits_in(memory, machine)
-    rate, source = _rate(recipe, machine, layout, forwards) if fits else (None, "none: it does not fit")
+    rate, source = _rate(recipe, machine, layout, forwards) if machine.fits(memory) else (None, "none: it does not fit")
     return Plan(name, recipe, machine, layout or Layout(), rows, forwards, memory, steps, rate, source)
 
 
 def _cut(recipe: Recipe, machine: Machine, layout: Layout | None, rows: int | None = None) -> tuple[int, int, Memory]:
     """Rows of a forward and forwards of a step, and what they take. rows: by default as `train` would choose them."""
-    share = -(-recipe.train.batch // machine.ranks)
-    rows = (
-        rows or recipe.train.micro_batch or fitting_micro_batch(recipe, machine.capacity, share, layout, compiled=machine.compiles)
-    )
-    rows = min(rows, share)
+    share, compiled = -(-recipe.train.batch // machine.ranks), machine.device != "cpu"
+    rows = rows or recipe.train.micro_batch
+    rows = min(rows, share) if rows else fitting_micro_batch(recipe, machine.capacity, share, layout, compiled=compiled)
     forwards = -(-share // rows)
-    return rows, forwards, training_memory(recipe, rows, layout, accumulates=forwards > 1, compiled=machine.compiles)
-
-
-def fits_in(memory: Memory, machine: Machine) -> bool:
-    return machine.capacity is None or memory.total <= USABLE * machine.capacity
-
-
-def lay_out(recipe: Recipe, machine: Machine) -> Layout | None:
-    if machine.ranks == 1:
-        return None
-    whole = training_memory(recipe, 1).state
-    return choose_layout(recipe.parallel, machine.ranks, min(machine.ranks, HOST_RANKS), whole, machine.capacity)
+    return rows, forwards, training_memory(recipe, rows, layout, accumulates=forwards > 1, compiled=compiled)
 
 
 def _rate(recipe: Recipe, machine: Machine, layout: Layout | None, forwards: int) -> tuple[float | None, str]:
@@ -175,57 +162,46 @@ def _rate(recipe: Recipe, machine: Machine, layout: Layout | None, forwards: int
     if machine.device == "cpu":
         rate = machine.tokens_per_second
         return rate, "not known: too large to try on a CPU" if rate is None else "measured here, by a few steps in float32"
-    chip = CHIPS[machine.device]
-    if not knows(recipe, chip.name):
+    if recipe.train.precision not in ("bf16", "auto") or recipe.train.compile == "none":
         return None, "not known: records are of bf16 with compiled blocks"
+    chip, names = CHIPS[machine.device], calibration()["device"]
+    source = "calibrated on its records" if chip.name in names else f"scaled from {' and '.join(names)} records, not measured"
     seconds = step_seconds(recipe, -(-recipe.train.batch // machine.ranks), forwards, chip, layout)
-    exchange = "; exchange between GPUs by data sheets, not measured" if machine.ranks > 1 else ""
-    return recipe.train.batch * recipe.data.length / seconds.total, source_of(chip) + exchange
+    if machine.ranks > 1:
+        source += "; exchange between GPUs by data sheets, not measured"
+    return recipe.train.batch * recipe.data.length / seconds.total, source
 
 
 def changes_that_fit(plan: Plan) -> list[str]:
     """What to say on the command line where a plan does not fit: each alone is enough, the gentlest first."""
+    machine, train = plan.machine, plan.recipe.train
     if plan.fits:
         return []
-    here = [words for change in _here(plan) if (words := _try(plan, *change))]
-    more = (words for change in _elsewhere(plan) if (words := _try(plan, *change)))
-    return [*here, *itertools.islice(more, 1)]
+    hows = [how for how in ("selective", "full") if how != train.recompute]
+    changes: dict[str, _Tables] = {"": {}, **{f"--set train.recompute={how}": {"train": {"recompute": how}} for how in hows}}
+    sharded: dict[str, _Tables] = {_SHARDED: {"parallel": _SHARD}}
+    sharded[f"{_SHARDED} --set train.recompute=full"] = {"parallel": _SHARD, "train": {"recompute": "full"}}
+    if machine.ranks > 1 and plan.layout.name != "shard":
+        changes |= sharded
+    found = [enough for words, tables in changes.items() if (enough := _try(plan, words, machine, tables))]
+    ranks = 2 * machine.ranks
+    while machine.device != "cpu" and ranks <= min(_MOST_RANKS, train.batch):
+        for words, tables in sharded.items():
+            if enough := _try(plan, f"--gpus {ranks} {words}", replace(machine, ranks=ranks), tables):
+                return [*found, enough]
+        ranks *= 2
+    return found
 
 
-def _try(plan: Plan, words: str, machine: Machine, tables: dict[str, Any]) -> str | None:
+def _try(plan: Plan, words: str, machine: Machine, tables: _Tables) -> str | None:
     """The words of a change that is enough, with as many rows a forward as fit: who forces their number must be told another."""
     whole = plan.recipe.to_dict()
     whole["train"] |= {"micro_batch": None}
     recipe = Recipe.resolve({**whole, **{name: {**whole[name], **table} for name, table in tables.items()}})
-    rows, _, memory = _cut(recipe, machine, lay_out(recipe, machine))
-    if not fits_in(memory, machine):
+    rows, _, memory = _cut(recipe, machine, machine.lay_out(recipe))
+    if not machine.fits(memory):
         return None
     return words if plan.recipe.train.micro_batch in (None, rows) else f"{words} --set train.micro_batch={rows}".strip()
-
-
-def _here(plan: Plan) -> Iterator[tuple[str, Machine, dict[str, Any]]]:
-    """Changes on the same devices."""
-    machine = plan.machine
-    yield "", machine, {}
-    for how in ("selective", "full"):
-        if how != plan.recipe.train.recompute:
-            yield f"--set train.recompute={how}", machine, {"train": {"recompute": how}}
-    if machine.ranks > 1 and plan.layout.name != "shard":
-        yield _SHARDED, machine, {"parallel": _SHARD}
-        yield f"{_SHARDED} --set train.recompute=full", machine, {"parallel": _SHARD, "train": {"recompute": "full"}}
-
-
-def _elsewhere(plan: Plan) -> Iterator[tuple[str, Machine, dict[str, Any]]]:
-    """On more devices."""
-    ranks, how = 2 * plan.machine.ranks, plan.recipe.train.recompute
-    while plan.machine.device != "cpu" and ranks <= min(_MOST_RANKS, plan.recipe.train.batch):
-        more, words = replace(plan.machine, ranks=ranks), f"--gpus {ranks} {_SHARDED}"
-        yield words, more, {"parallel": _SHARD, "train": {"recompute": how}}
-        yield f"{words} --set train.recompute=full", more, {"parallel": _SHARD, "train": {"recompute": "full"}}
-        ranks *= 2
-
-
-# -- in words -----------------------------------------------------------------------------------------------------------------
 
 
 def describe(plan: Plan, price: float | None = None) -> str:
@@ -239,8 +215,9 @@ def describe(plan: Plan, price: float | None = None) -> str:
     verdict = "fits" if plan.fits else f"does not fit in the {USABLE:.0%} that can be used"
     room = "" if capacity is None else f" of {_bytes(capacity)} on each device: {verdict}"
     # Gradients come as activations go, so parts add up to more than the peak.
+    sizes = {**memory._asdict(), "accumulates": 0}
     names = {"ema": "average", "backward": "a block's backward"}
-    parts = [f"{names.get(name, name)} {_bytes(size)}" for name, size in memory._asdict().items() if name != "accumulates" and size]
+    parts = [f"{names.get(name, name)} {_bytes(size)}" for name, size in sizes.items() if size]
     speed = plan.source
     if plan.tokens_per_second is not None:
         mfu = f", {plan.mfu:.0%} MFU" if plan.mfu is not None else ""
@@ -292,24 +269,19 @@ def _bytes(size: float) -> str:
 
 def describe_all(plans: list[Plan], price: float | None = None) -> str:
     """A table, and what its rates come from."""
-    table = [["recipe", "GPUs", "parameters", "tokens", "GB each", "rows a forward", "tokens/s", "hours", "GPU-hours", "cost"]]
+    names = ("recipe", "GPUs", "parameters", "tokens", "GB each", "rows a forward", "tokens/s", "hours", "GPU-hours", "cost")
+    table = [names[: None if price is not None else -1]]
     for plan in plans:
-        row = [
-            plan.name,
-            plan.machine.text,
-            _big(plan.recipe.model.count_parameters().total),
-            "?" if plan.tokens is None else f"{plan.tokens / 1e9:.2f}G",
-            f"{plan.memory.total / 1e9:.1f}" + ("" if plan.fits else " (too much)"),
-            str(plan.rows),
-        ]
+        tokens = "?" if plan.tokens is None else f"{plan.tokens / 1e9:.2f}G"
         cost = None if plan.gpu_hours is None else (price or 0) * plan.gpu_hours
         numbers = ((plan.tokens_per_second, 0), (plan.hours, 1), (plan.gpu_hours, 0), (cost, 0))
-        table.append(row + ["?" if value is None else f"{value:,.{digits}f}" for value, digits in numbers])
-    columns = list(zip(*table, strict=True))[: None if price is not None else -1]
-    widths = [max(map(len, column)) for column in columns]
-    padded = [[cell.rjust(width) for cell in column] for column, width in zip(columns, widths, strict=True)]
-    padded[0] = [cell.ljust(widths[0]) for cell in columns[0]]
-    lines = map("  ".join, zip(*padded, strict=True))
+        rates = ["?" if value is None else f"{value:,.{digits}f}" for value, digits in numbers]
+        size = f"{plan.memory.total / 1e9:.1f}" + ("" if plan.fits else " (too much)")
+        count = _big(plan.recipe.model.count_parameters().total)
+        row = (plan.name, plan.machine.text, count, tokens, size, str(plan.rows), *rates)
+        table.append(row[: len(table[0])])
+    first, *widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in table]
     return "\n".join([*lines, *dict.fromkeys(f"rates: {plan.source}" for plan in plans)])
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sinkdlm.config.recipe import Recipe
-from sinkdlm.planning.formulas import Chip, Layout, find_chip, kept_by_block
+from sinkdlm.planning.formulas import Chip, Layout, kept_by_block
 
 CALIBRATION = Path(__file__).parent / "calibration.json"
 HOST_RANKS = 8  # devices of a host that are joined by the chip's own link
@@ -65,17 +65,6 @@ def fitted() -> Constants:
     return Constants(**calibration()["constants"])
 
 
-def knows(recipe: Recipe, device: str) -> bool:
-    """Whether there is a rate for it: the device is in the tables, and the arithmetic is the one that was measured."""
-    return find_chip(device) is not None and recipe.train.precision in ("bf16", "auto") and recipe.train.compile != "none"
-
-
-def source_of(chip: Chip) -> str:
-    """What a device's rate rests on, in words."""
-    names = calibration()["device"]
-    return "calibrated on its records" if chip.name in names else f"scaled from {' and '.join(names)} records, not measured"
-
-
 def step_seconds(
     recipe: Recipe, rows: int, forwards: int, chip: Chip, layout: Layout | None = None, constants: Constants | None = None
 ) -> Seconds:
@@ -83,22 +72,17 @@ def step_seconds(
     fit, config, layout = constants or fitted(), recipe.model, layout or Layout()
     count, length = config.count_parameters(), recipe.data.length
     tokens = rows * length
-    forward = 1 / 3  # of both; recomputation makes it again: full all of it, selective what is neither product nor attention
-    again = forward if recipe.train.recompute == "full" else 0.0
-    rewritten = forward if recipe.train.recompute != "none" else 0.0
-    matmuls = 6 * tokens * count.non_embedding
-    attention = 12 * tokens * config.n_layers * config.d_model * length
+    # A forward is a third of both. Recomputation makes it again: full all of it, selective what is neither product nor attention.
+    again, rewritten = {"full": (4 / 3, 4 / 3), "selective": (1, 4 / 3), "none": (1, 1)}[recipe.train.recompute]
+    channels = tokens * config.n_layers * config.d_model
     kept = kept_by_block(config, 2, compiled=True, residual=recipe.train.residual)["none"]
-    traffic = fit.passes * tokens * config.n_layers * kept * (1 + rewritten)
-    joined = fit.lane * tokens * config.n_layers * config.d_model * config.n_lane
-    rounded = _ROUNDING_BYTES * forwards * count.non_embedding
-    scored = _SCORED * tokens
+    traffic = fit.passes * tokens * config.n_layers * kept * rewritten + fit.lane * channels * config.n_lane
     captured = layout == Layout() and recipe.train.graphs != "off"  # where the host would be the slow one
     return Seconds(
-        matmuls=matmuls * (1 + again) / (fit.matmuls * chip.flops),
-        attention=attention * (1 + again) / (fit.attention * chip.flops),
-        elementwise=(traffic + joined + rounded) / chip.bandwidth,
-        head=head_seconds(scored, config.d_model, config.vocab_size, chip, fit),
+        matmuls=6 * tokens * count.non_embedding * again / (fit.matmuls * chip.flops),
+        attention=12 * channels * length * again / (fit.attention * chip.flops),
+        elementwise=(traffic + _ROUNDING_BYTES * forwards * count.non_embedding) / chip.bandwidth,
+        head=head_seconds(_SCORED * tokens, config.d_model, config.vocab_size, chip, fit),
         update=_UPDATE_BYTES * count.total / layout.shards / chip.bandwidth,
         small=fit.block * config.n_layers * forwards + fit.step,
         exchange=exchange_seconds(recipe, forwards, chip, layout),

@@ -25,7 +25,7 @@ from sinkdlm.reproduce.inputs import Asked, Inputs
 from sinkdlm.reproduce.matrix import ADAPT, SCALES, SFT, TRIAL_SHARE, VARIANTS, Job, Scale, stages_declared
 from sinkdlm.reproduce.measuring import Found, Model, ask, ask_officially, score_answers, score_cuts, score_documents, watch
 from sinkdlm.reproduce.results import RUN, TRIAL, Outcome, RunResult, provenance, write_result, write_text
-from sinkdlm.training.gradient_spikes import read_lines, read_peaks
+from sinkdlm.training.health import read_lines, read_peaks
 from sinkdlm.training.loop import train
 from sinkdlm.training.setup import LoadParent
 

@@ -4,11 +4,12 @@ How a request becomes tokens, in the order to read:
 
 1. loop.py: `generate` makes a `Request` of each prompt and calls `step` until every request is done.
 2. requests.py: a `State` plans its steps before each forward: the block, how many positions are predicted, how many committed.
-3. batch.py: states that can share a forward become a `Batch`; its `advance` queries the denoiser and commits tokens.
+3. batch.py: states that can share a forward become a `Batch`; its `advance` queries the denoiser and commits tokens. A
+   `BlockCache` keeps keys and values between the steps of a block.
 4. unmasking.py: a `Policy` says which positions come first, how many in a step, and which are masked again.
 5. drawing.py: logits become a token, a score and a probability for each position.
 
-block_cache.py keeps keys and values between the steps of a block. Nothing here knows a model, a tokenizer or a file.
+Nothing here knows a model, a tokenizer or a file.
 """
 
 from sinkdlm.sampling.batch import Denoise, DenoiserAdapter

@@ -10,6 +10,7 @@ remasking by confidence how sure the tokens were. Steps of repeating shapes are 
 B rows of a batch, T canvas, n positions of a row whose prediction is needed, V vocabulary.
 """
 
+import contextlib
 import functools
 import inspect
 import math
@@ -22,8 +23,8 @@ from torch import Tensor
 
 from sinkdlm.errors import ModelError, SamplingError
 from sinkdlm.kernels.cuda_graph import StepGraphs, can_capture, round_width
+from sinkdlm.kernels.sampling import keep_eager
 from sinkdlm.noise import counter, fold
-from sinkdlm.sampling.block_cache import BlockCache
 from sinkdlm.sampling.drawing import guide, score_candidates
 from sinkdlm.sampling.requests import State, StepPlan, reveal_times
 from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
@@ -31,14 +32,54 @@ from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 Denoise = Callable[..., Tensor]
 
 
+class BlockCache:
+    """Keys and values of whole rows, kept from a block's first step while its others run: approximate, as in Fast-dLLM.
+
+    The first forward covers whole rows of `length` and fills it; later ones replace a span from `start`, and the rest stays as it
+    was when the block began. The sink lane is no part of it: it is exact, with or without a cache.
+    B rows, K key/value heads, T tokens, D head width.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.start: int | Tensor = 0
+        self.length = length
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values (B, K, S + T, D)
+        keep_eager(self, "join")  # compiled into a block, it would be compiled again for every start
+
+    def rows(self, layer: int, k: Tensor, n_sinks: int) -> tuple[Tensor, Tensor]:
+        """Buffers of a layer's keys and values, shaped for keys like k (B, K, any, D), with room for the sinks' in front.
+
+        They stay in place as long as the cache lives: captured steps write to them.
+        """
+        if layer not in self._layers:
+            shape = (*k.shape[:2], n_sinks + self.length, k.shape[3])
+            self._layers[layer] = (k.new_empty(shape), k.new_empty(shape))
+        return self._layers[layer]
+
+    def join(self, layer: int, k: Tensor, v: Tensor, n_sinks: int) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(n_sinks, n_sinks + k.shape[2], device=k.device) + self.start
+        whole = self.rows(layer, k, n_sinks)
+        for mine, span in zip(whole, (k, v), strict=True):
+            mine.index_copy_(2, positions, span)
+        return whole[0][:, :, n_sinks:], whole[1][:, :, n_sinks:]
+
+    @classmethod
+    def collect(cls, rows: "Sequence[tuple[BlockCache, int]]") -> "BlockCache":
+        """One cache of single rows of others, all of one length."""
+        found = cls(rows[0][0].length)
+        for layer in rows[0][0]._layers:
+            k, v = (torch.stack([cache._layers[layer][part][row] for cache, row in rows]) for part in (0, 1))
+            found._layers[layer] = (k, v)
+        return found
+
+
 class DenoiserAdapter:
     """Call any denoiser alike. Only our own take lengths=, where= (positions (B, n) -> logits (B, n, V)) and cache=."""
 
     def __init__(self, denoiser: Denoise) -> None:
-        try:
-            names = set(inspect.signature(denoiser).parameters)
-        except (TypeError, ValueError):
-            names = set()
+        names: Any = ()
+        with contextlib.suppress(TypeError, ValueError):
+            names = inspect.signature(denoiser).parameters
         self.call = denoiser
         self.takes_lengths, self.takes_where, self.takes_cache = (name in names for name in ("lengths", "where", "cache"))
         self.takes_cache &= getattr(denoiser, "cacheable", True)
@@ -89,9 +130,11 @@ class Batch:
         self.width = max(len(state.request.canvas) for state in states)
         self.keys = torch.tensor([state.key for state in states], dtype=torch.uint64).view(torch.int64).to(device)
         # Rows whose candidates are scored alike: all, or an index of them.
+        alike: dict[Policy, Any] = {}
+        for row, policy in enumerate(policies):
+            alike.setdefault(policy, []).append(row)
         self.groups: list[tuple[Policy, Any]] = [(policies[0], slice(None))]
-        if len(set(policies)) > 1:
-            alike = {policy: [row for row, own in enumerate(policies) if own == policy] for policy in dict.fromkeys(policies)}
+        if len(alike) > 1:
             self.groups = [(policy, torch.tensor(rows).to(device)) for policy, rows in alike.items()]
         self.caches: list[BlockCache] = []
         if self.cache_kind != "none" and not states[0].plan.first:
@@ -110,10 +153,10 @@ class Batch:
     @classmethod
     def of(cls, states: list[State], device: torch.device) -> "Batch":
         """The batch that these rows are, if they came from one and nobody joined or left; else a new one."""
-        old = states[0].batch
+        old: Batch | None = states[0].batch
         if old is None or [(old, row) for row in range(old.n_rows)] != [(state.batch, state.row) for state in states]:
             return cls(states, device)
-        return cast(Batch, old)
+        return old
 
     def _collect(self, states: list[State]) -> None:
         """Lay out the canvases, and take over what the rows have become in other batches. All are (B, T), the report (3, B)."""
@@ -133,8 +176,6 @@ class Batch:
             for name in ("tokens", "open", "confidence"):
                 getattr(self, name)[here, :span] = getattr(old, name)[there, :span]
             self.report[2, here] = old.report[2, there]
-
-    # -- one step -----------------------------------------------------------------------------------------------------------------
 
     def advance(self, states: list[State], adapter: DenoiserAdapter) -> None:
         plans = [state.plan for state in states]

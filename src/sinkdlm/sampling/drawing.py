@@ -7,7 +7,6 @@ N rows of logits, V vocabulary.
 """
 
 import math
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -46,9 +45,6 @@ def cut(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
     return torch.empty_like(logits).scatter_(-1, ids, ordered)
 
 
-# -- noise ----------------------------------------------------------------------------------------------------------------------
-
-
 def gumbel(words: Tensor, dtype: torch.dtype) -> Tensor:
     """Standard Gumbel noise -log(-log u) from 64-bit words.
 
@@ -63,7 +59,7 @@ def gumbel(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _pick(logits: Tensor, keys: Tensor, words: Tensor) -> Tensor:
     """(N, V), keys (N,), words (V,) -> (N,): the argmax of logits + Gumbel noise is a draw from their softmax."""
-    return (logits + gumbel(cast(Tensor, fold(keys[:, None], words)), logits.dtype)).argmax(-1)
+    return (logits + gumbel(torch.as_tensor(fold(keys[:, None], words)), logits.dtype)).argmax(-1)
 
 
 def draw(logits: Tensor, keys: Tensor) -> Tensor:
@@ -71,9 +67,6 @@ def draw(logits: Tensor, keys: Tensor) -> Tensor:
     words = counter(logits.shape[-1], logits.device)
     size = max(1, _CHUNK // logits.shape[-1])
     return torch.cat([_pick(rows, own, words) for rows, own in zip(logits.split(size), keys.split(size), strict=True)])
-
-
-# -- how sure -------------------------------------------------------------------------------------------------------------------
 
 
 def log_odds_(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -95,9 +88,6 @@ def negative_entropy(logits: Tensor) -> Tensor:
     return -torch.special.entr(logits.softmax(-1)).sum(-1)
 
 
-# -- both -----------------------------------------------------------------------------------------------------------------------
-
-
 def score_candidates(policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Draw a token for each row of (rows, n, V) logits, which are used up: (tokens, score, probability), (rows, n) each.
 
@@ -112,6 +102,6 @@ def score_candidates(policy: Policy, logits: Tensor, keys: Tensor | None) -> tup
         drawn = cut(drawn, policy.top_k, policy.top_p)
     tokens = drawn.argmax(-1) if keys is None else draw(drawn.flatten(0, 1), keys.flatten()).view(keys.shape)
     scored = drawn if policy.tempered else logits
-    score = None if by_odds else (margin if policy.order == "margin" else negative_entropy)(scored)
+    score = {"margin": margin, "entropy": negative_entropy}[policy.order](scored) if not by_odds else None
     odds = log_odds_(scored, tokens)  # the last to read the logits
     return tokens, odds if score is None else score, odds.sigmoid()

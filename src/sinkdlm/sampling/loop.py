@@ -55,10 +55,8 @@ def step(
 
 def _without_waiting(active: list[State]) -> list[State]:
     """Leave out rows about to begin a block while others that could share their forward are still in the block before."""
-    cached = [state for state in active if state.policy.cache != "none"]
-    open_until = {(_shared(state), state.plan.stop) for state in cached}
-    waiting = {id(state) for state in cached if state.plan.first and (_shared(state), state.plan.start) in open_until}
-    return [state for state in active if id(state) not in waiting]
+    open_until = {(_shared(state), state.plan.stop) for state in active if state.policy.cache != "none"}
+    return [state for state in active if not (state.plan.first and (_shared(state), state.plan.start) in open_until)]
 
 
 def _shared(state: State) -> Any:
@@ -105,8 +103,7 @@ class Step(NamedTuple):
 def stream(denoiser: Denoise, states: Sequence[State], *, device: Any = None, deterministic: bool = False) -> Iterator[Step]:
     """Take steps until every request is done, and yield the batch after each."""
     adapter = DenoiserAdapter.of(denoiser)
-    while any(not state.done for state in states):
-        moved = {id(state) for state in step(states, adapter, device=device, deterministic=deterministic, together=True)}
+    while moved := {id(state) for state in step(states, adapter, device=device, deterministic=deterministic, together=True)}:
         committed = [state.committed if id(state) in moved else torch.zeros_like(state.committed) for state in states]
         now = gather(states)
         yield Step(now.tokens, _stack(committed, False), now.confidence)
@@ -130,8 +127,8 @@ def requests_of(
 ) -> list[Request]:
     """Make a request of each row of the prompt (B, P), or of each of a list of rows. `generate` says what the arguments mean."""
     policy = policy_of(config, **options)
-    heads = _as_rows(prompt)
-    tails = [[]] * len(heads) if suffix is None else _as_rows(suffix)
+    heads = as_rows(prompt)
+    tails = [[]] * len(heads) if suffix is None else as_rows(suffix)
     if (length is None) == (limit is None):
         raise SamplingError("give length= (the whole canvas, prompt included) or limit= (an open end, at most so long)")
     given: Any = limit if length is None else length
@@ -149,7 +146,7 @@ def requests_of(
     return found
 
 
-def _as_rows(rows: Rows) -> list[list[int]]:
+def as_rows(rows: Rows) -> list[list[int]]:
     return [row.tolist() if isinstance(row, Tensor) else list(row) for row in rows]
 
 
@@ -173,8 +170,8 @@ def generate(
     if device is None:
         device = prompt.device if isinstance(prompt, Tensor) else getattr(denoiser, "device", None)
     adapter = DenoiserAdapter.of(denoiser)
-    while any(not state.done for state in states):
-        step(states, adapter, device=device, deterministic=deterministic, together=True)
+    while step(states, adapter, device=device, deterministic=deterministic, together=True):
+        pass
     return gather(states)
 
 

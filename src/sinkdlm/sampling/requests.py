@@ -80,17 +80,14 @@ def reveal_times(keys: Key, length: int) -> Tensor:
 class State:
     """A request on its way. `plan` is its next step, or its last one once it is done."""
 
-    plan: StepPlan
-
     def __init__(self, request: Request) -> None:
         self.request, self.policy = request, request.policy
         self.steps = 0  # steps with a forward
-        self.done = False
         self.key = hash_words(request.seed, int(Stream.SAMPLING), request.number)  # from which all its noise goes on
         self.batch: Any = None  # the Batch that holds its tokens, and the row there
         self.row = 0
         self._plans = self._plan_steps()
-        self.advance(0)
+        self._committed, self.done, self.plan = 0, False, next(self._plans)
 
     @property
     def length(self) -> int:
@@ -120,17 +117,12 @@ class State:
         """Plan the next step; the last one committed so many tokens."""
         self._committed = committed
         plan = next(self._plans, None)
-        if plan is None:
-            self.done = True
-        else:
-            self.plan = plan
+        self.done, self.plan = plan is None, plan or self.plan
 
     def end(self) -> None:
         """Nothing more is to be written: EOS stands, or nobody waits for it any longer."""
         self.done = True
         self._plans = iter(())  # the generator holds the state, and would keep it and its batch in memory
-
-    # -- the plan -----------------------------------------------------------------------------------------------------------------
 
     def _plan_steps(self) -> Iterator[StepPlan]:
         policy, canvas, mask_id = self.policy, self.request.canvas, self.request.mask_id

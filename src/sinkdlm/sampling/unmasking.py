@@ -117,16 +117,13 @@ def policy_of(config: "str | Policy" = "llada", **options: Any) -> Policy:
     return replace(NAMED[config] if isinstance(config, str) else config, **options)
 
 
-# -- how many -------------------------------------------------------------------------------------------------------------------
-
-
 def quotas(n: int, steps: int, schedule: str, last_time: float = 1e-5) -> list[int]:
     """Positions that each step commits: they add up to n. A step may commit none."""
     if schedule == "linear":
         return [n // steps + (step < n % steps) for step in range(steps)]
     if schedule == "cosine":
-        left = [math.floor(n * math.cos(math.pi / 2 * step / steps)) for step in range(steps)]
-        return [before - after for before, after in zip(left, [*left[1:], 0], strict=True)]
+        left = [math.floor(n * share) for share in masked_shares(steps, schedule)]
+        return [before - after for before, after in itertools.pairwise(left)]
     found = []
     for step, fraction in enumerate(_fractions(steps, last_time)):
         found.append(n if step == steps - 1 else int(n * fraction))
@@ -165,9 +162,6 @@ def cut_blocks(first: int, length: int, block: int | None) -> list[tuple[int, in
     return [(start, min(start + width, length)) for start in range(first, length, width)]
 
 
-# -- masking again --------------------------------------------------------------------------------------------------------------
-
-
 class Exchange(NamedTuple):
     """Probabilities in one step of ReMDM: that a masked position is revealed, that a committed one is masked again."""
 
@@ -180,7 +174,9 @@ def exchanges(policy: Policy, steps: int) -> tuple[Exchange, ...]:
     """ReMDM's posterior (Wang et al. 2025): with a(t) the share revealed and sigma the chance to be masked again, a masked position
     is revealed with (a(s) - (1 - sigma) a(t)) / (1 - a(t)), which keeps a(s) revealed on average. The last step reveals all."""
     loop = policy.remask == "loop"
-    revealed = _loop_revealed(steps) if loop else [1 - share for share in masked_shares(steps, policy.schedule, policy.last_time)]
+    revealed = [1 - share for share in masked_shares(steps, policy.schedule, policy.last_time)]
+    if loop:
+        revealed = [_loop_revealed(1 - step / steps) for step in range(steps + 1)]
     found = []
     for now, then in itertools.pairwise(revealed):
         most = min(1.0, (1 - then) / now) if now > 0 else 1.0
@@ -192,10 +188,7 @@ def exchanges(policy: Policy, steps: int) -> tuple[Exchange, ...]:
     return (*found[:-1], Exchange(1.0, 0.0))
 
 
-def _loop_revealed(steps: int) -> list[float]:
-    def revealed(t: float) -> float:
-        if t > _LOOP_FROM:
-            return (1 - t) * _LOOP_REVEALED / (1 - _LOOP_FROM)
-        return _LOOP_REVEALED if t > _LOOP_TO else 1 - t * (1 - _LOOP_REVEALED) / _LOOP_TO
-
-    return [revealed(1 - step / steps) for step in range(steps + 1)]
+def _loop_revealed(t: float) -> float:
+    if t > _LOOP_FROM:
+        return (1 - t) * _LOOP_REVEALED / (1 - _LOOP_FROM)
+    return _LOOP_REVEALED if t > _LOOP_TO else 1 - t * (1 - _LOOP_REVEALED) / _LOOP_TO

@@ -1,8 +1,7 @@
 """A micro-batch captured once and replayed: the kernels of its forward and backward as CUDA graphs, launched all at once.
 
-Owns the fixed inputs and gradients that captures read and write, and what is done where capturing fails. What is computed it is
-given, and it is the same whether kernels are replayed or launched one by one. Everything random is keyed by the sample indices,
-which are inputs.
+Owns the fixed inputs and gradients that captures read and write, and what is done where capturing fails. Results are the same
+whether kernels are replayed or launched one by one: everything random is keyed by the sample indices, which are inputs.
 """
 
 import gc
@@ -12,7 +11,9 @@ import torch
 from torch import Tensor
 
 from sinkdlm.data.rows import Batch
+from sinkdlm.errors import first_line
 from sinkdlm.kernels.cuda_graph import capture_graph
+from sinkdlm.training.head_slots import HeadSlots
 
 _WARM_UPS = 2  # before a capture: one compiles and chooses kernels, the other, which adds to gradients, finds everything made
 
@@ -21,8 +22,7 @@ Compute = Callable[[Batch, Tensor], None]  # (batch, denominator): adds to gradi
 
 
 class Capturer:
-    """Captures CUDA graphs. Warm-up and captures share a stream, on which autograd's nodes then live, and a pool of memory: what
-    one capture has let go the next may use."""
+    """Captures CUDA graphs. Warm-up and captures share a stream, on which autograd's nodes then live, and a memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream, self._pool = device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
@@ -60,37 +60,33 @@ class Captured:
     """Micro-batches of one shape: rows that are full, alike in everything but what they hold."""
 
     def __init__(
-        self, parameters: Iterable[Tensor], like: Batch, capturer: Capturer, *, dtype: torch.dtype, say: Callable[[str], None]
+        self, parameters: Iterable[Tensor], like: Batch, slots: HeadSlots, capturer: Capturer, say: Callable[[str], None]
     ) -> None:
-        """like: a batch of the shape, on the device, which is written to. dtype: of the denominator."""
-        self._inputs = like
-        self._denominator = torch.ones((), dtype=dtype, device=like.tokens.device)
+        """like: a batch of the shape, on the device, which is written to."""
+        self._inputs, self.slots = like, slots
         self._parameters, self._say = list(parameters), say
+        dtype = torch.promote_types(self._parameters[0].dtype, torch.float32)
+        self._denominator = torch.ones((), dtype=dtype, device=like.tokens.device)
         self._capturer: Capturer | None = capturer
         self._gradients: list[tuple[Tensor, Tensor]] = []  # of each parameter that has one, in memory that stays
-        self._replays: tuple[Replay, Replay] | None = None  # writing gradients, and adding to them
+        self.replays: tuple[Replay, Replay] | None = None  # writing gradients, and adding to them
 
-    def takes(self, piece: Batch) -> bool:
-        """Whether a micro-batch is of this kind."""
+    def takes(self, piece: Batch, counts: Callable[[Batch], Tensor]) -> bool:
+        """Whether a micro-batch is of this kind, and its masks find slots. counts: positions of its rows that may be masked."""
         same = piece.tokens.shape == self._inputs.tokens.shape and piece.lengths is None and piece.documents is None
-        return same and (piece.maskable is None or self._inputs.maskable is not None)
-
-    @property
-    def replays(self) -> bool:
-        """Whether there are captures, which are replayed."""
-        return self._replays is not None
+        same &= piece.maskable is None or self._inputs.maskable is not None
+        return same and self.slots.fit(piece.samples, counts(piece))
 
     def prepare(self, piece: Batch, denominator: float, compute: Compute) -> bool:
-        """Captures what `compute` does with a piece that is taken, where that is still to be done; between steps, when there are no
-        gradients. False if nothing was done: sums are as they were."""
-        if self._capturer is None or self._replays is not None:
+        """Captures what `compute` does, once, between steps, when there are no gradients. False if nothing was done."""
+        if self._capturer is None or self.replays is not None:
             return False
         self._load(piece, denominator)
         why = None
         try:
             self._capture(self._capturer, lambda: compute(self._inputs, self._denominator))
         except Exception as failure:  # whatever it is, training goes on: what computes is the same either way
-            why = _reason(failure)
+            why = _reason(failure.__context__ or failure)  # ending a capture that failed fails again
         if why is not None:  # here, where nobody holds the failure any more, and with it what was being computed
             self._release(f"the kernels of a step could not be captured ({why})")
         return True
@@ -101,7 +97,7 @@ class Captured:
         self._drop_gradients()
         write = capturer.capture(run)  # no gradients yet: this makes them
         self._gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
-        self._replays = write, capturer.capture(run)
+        self.replays = write, capturer.capture(run)
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
@@ -119,13 +115,12 @@ class Captured:
         self._denominator.fill_(denominator)
 
     def add(self, piece: Batch, denominator: float, compute: Compute) -> None:
-        """Adds the micro-batch's part to gradients and sums, by replaying what `compute` did or by doing it. Gradients may then be
-        tensors that stay from step to step."""
+        """Adds the micro-batch's part to gradients, which may then be tensors that stay, and to sums."""
         self._load(piece, denominator)
-        if self._replays is None:
+        if self.replays is None:
             compute(self._inputs, self._denominator)
             return
-        write, add = self._replays
+        write, add = self.replays
         if all(p.grad is kept for p, kept in self._gradients):
             add()
             return
@@ -138,24 +133,22 @@ class Captured:
 
     def release(self) -> bool:
         """Gives back the captures' memory, for those who lack some; False if there is none. Gradients are dropped."""
-        if self._replays is None:
+        if self.replays is None:
             return False
         self._release("no room beside the captured kernels of a step")
         return True
 
     def _release(self, why: str) -> None:
-        capturer, self._capturer, self._replays = self._capturer, None, None
+        capturer, self._capturer, self.replays = self._capturer, None, None
         self._gradients = []
         self._drop_gradients()
         try:
             if capturer is not None:
                 capturer.close()
         except RuntimeError as failure:
-            why = f"{why}; {str(failure).splitlines()[0]}"
+            why = f"{why}; {first_line(failure)}"
         self._say(f"{why}: they are launched one by one from here on, with the same results")
 
 
-def _reason(failure: Exception) -> str:
-    first = failure.__context__ or failure  # ending a capture that failed fails again
-    words = (str(first).strip() or "no reason given").splitlines()[0]
-    return f"{type(first).__name__}: {words}"
+def _reason(failure: BaseException) -> str:
+    return f"{type(failure).__name__}: {first_line(failure)}"

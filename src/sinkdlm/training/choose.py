@@ -54,32 +54,24 @@ def settle_way(recipe: Recipe, world: World, layout: Layout | None = None, *, fu
     """full_rows: every row is full and sees all of itself."""
     device = world.device
     recipe = settle_precision(recipe, on_gpu=device.type == "cuda")
-    _check(recipe, world)
     train, plain = recipe.train, recipe.train.runner == "plain"
-    half = train.precision in ("bf16", "fp8")
-    flat = full_rows and half and not plain and fast.supports_flat(recipe.model, device.type, torch.bfloat16, recipe.data.length)
-    compile_: Literal["none", "blocks", "whole"] = "whole" if train.compile == "whole" else "blocks"
-    by_itself = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    if plain or train.compile == "none" or (train.compile == "auto" and not by_itself):
-        compile_ = "none"
-    way = Way(compile_, 0, flat)
-    rows = train.micro_batch
-    if rows is None:
-        rows = fitting_micro_batch(recipe, world.memory, world.largest_share(train.batch), layout, compiled=way.frugal)
+    if train.compile == "whole" and not (device.type == "cpu" and world.alone):
+        raise TrainError("train.compile = 'whole': for one process on a CPU; 'blocks' is the cure")
+    if plain and (train.precision == "fp8" or train.recompute != "none" or train.residual == "bf16"):
+        raise TrainError(
+            "train.runner = 'plain': knows no fp8, no recomputation and no bf16 residual stream; train.runner = 'auto' is the cure"
+        )
+    flat = full_rows and train.precision in ("bf16", "fp8") and not plain
+    flat = flat and fast.supports_flat(recipe.model, device.type, torch.bfloat16, recipe.data.length)
+    compile_ = "none" if plain else train.compile
+    if compile_ == "auto":
+        compile_ = "blocks" if device.type == "cuda" and importlib.util.find_spec("triton") is not None else "none"
+    share, frugal = world.largest_share(train.batch), flat or compile_ != "none"
+    rows = train.micro_batch or fitting_micro_batch(recipe, world.memory, share, layout, compiled=frugal)
     if train.compile == "auto" and flat and world.alone and _needs_no_compiler(recipe, rows):
         compile_ = "none"
     early = not plain and (flat and world.alone if device.type != "cpu" else compile_ != "blocks")
     return Way(compile_, rows, flat, early)
-
-
-def _check(recipe: Recipe, world: World) -> None:
-    train = recipe.train
-    if train.compile == "whole" and not (world.device.type == "cpu" and world.alone):
-        raise TrainError("train.compile = 'whole': for one process on a CPU; 'blocks' is the cure")
-    if train.runner == "plain" and (train.precision == "fp8" or train.recompute != "none" or train.residual == "bf16"):
-        raise TrainError(
-            "train.runner = 'plain': knows no fp8, no recomputation and no bf16 residual stream; train.runner = 'auto' is the cure"
-        )
 
 
 def _needs_no_compiler(recipe: Recipe, micro_batch: int) -> bool:

@@ -34,8 +34,7 @@ def tokens_per_second(recipe: Recipe) -> float | None:
         noisy = corrupt(tokens, torch.arange(step * rows, (step + 1) * rows), seed=0, mask_id=recipe.model.mask_id)
         denoising_loss(model, tokens, noisy, denominator=float(tokens.numel()), nll=chunked_nll).total.backward()
         optimizer.step(recipe.train.lr)
-        for weight in model.parameters():
-            weight.grad = None
+        model.zero_grad()
         seconds.append(time.perf_counter() - began)
         if seconds[0] > _PATIENCE:
             break

@@ -5,7 +5,7 @@ Nothing here changes weights or draws on global randomness, so a run with and wi
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ _VALIDATION_TOKENS = 16_384  # of a forward: fixed, because how rows share a for
 _PROBE_TOKENS = 512  # of a row, which bounds what a look costs
 
 Precision = Callable[[], AbstractContextManager[Any]]
+Times = Literal["golden", "independent"]
 
 
 def bucket_of(probability: Tensor) -> Tensor:
@@ -47,16 +48,11 @@ def means_by_ratio(sums: list[list[float]]) -> list[float | None]:
     return [total / count if count else None for total, count in zip(*sums, strict=True)]
 
 
-def corrupt_fixed(batch: Batch, model: DiffusionLM, schedule: Schedule) -> Noisy:
-    return corrupt(
-        batch.tokens,
-        batch.samples,
-        seed=VALIDATION_SEED,
-        mask_id=model.config.mask_id,
-        schedule=schedule,
-        maskable=batch.maskable,
-        mask=mask_compiled,
-    )
+def corrupt_batch(
+    batch: Batch, model: DiffusionLM, schedule: Schedule, seed: int = VALIDATION_SEED, times: Times = "golden"
+) -> Noisy:
+    chosen: dict[str, Any] = {"schedule": schedule, "seed": seed, "times": times, "mask_id": model.config.mask_id}
+    return corrupt(batch.tokens, batch.samples, **chosen, maskable=batch.maskable, mask=mask_compiled)
 
 
 @torch.no_grad()
@@ -65,9 +61,8 @@ def validate(
 ) -> dict[str, Any]:
     """The bound on nats per token over `n_draws` draws, with its standard error, and the mean NLL by masked ratio.
 
-    Draw i reads a fixed row and is masked at a fixed t. The t are spread evenly, which the standard error, taken as if draws were
-    independent, does not credit: it is an upper estimate. Batches are dealt to the ranks and are the same on any number of them, so
-    the result is too. Ranks that have none left compute nothing, to keep step with those that have.
+    Draw i reads a fixed row and is masked at a fixed t. The t are spread evenly, so the standard error of independent draws is an
+    upper estimate. Batches are dealt to the ranks and are the same on any number of them, so the result is too.
     """
     device, size = world.device, max(1, _VALIDATION_TOKENS // rows.section.length)
     found = torch.zeros(5, n_draws, dtype=torch.float64, device=device)  # of each draw: loss, NLL, scored, maskable, ratio
@@ -75,7 +70,7 @@ def validate(
         part = slice(first, min(n_draws, first + size))
         host_batch = rows.batch(np.arange(part.start, part.stop)).rows(slice(0, size))
         batch = host_batch.to(device)
-        noisy = corrupt_fixed(batch, model, schedule)
+        noisy = corrupt_batch(batch, model, schedule)
         with precision():
             packed: dict[str, Any] = {"lengths": batch.lengths, "documents": batch.documents}
             loss = denoising_loss(model, batch.tokens, noisy, denominator=1.0, **packed, nll=chunked_nll)
@@ -108,7 +103,7 @@ def probe(
     Every rank looks at the same few rows: with sharded weights a forward is one of all ranks.
     """
     batch = rows.batch(np.arange(n_rows)).rows(slice(0, n_rows)).to(device)
-    noisy = corrupt_fixed(batch, model, schedule)
+    noisy = corrupt_batch(batch, model, schedule)
     tokens = noisy.tokens[:, :_PROBE_TOKENS]
     lengths = None if batch.lengths is None else batch.lengths.clamp_max(tokens.shape[1])
     own = slice(None) if lengths is None else torch.arange(tokens.shape[1], device=device) < lengths[:, None]  # no padding
@@ -128,21 +123,17 @@ def probe(
     return found
 
 
-def sample_head(tokenizer: Any, prompt: str) -> list[int]:
-    return begin(tokenizer, encode(tokenizer, prompt))
-
-
 @torch.no_grad()
 def sample_text(
     model: DiffusionLM, tokenizer: Any, prompt: str, length: int, seed: int, precision: Precision, device: torch.device
 ) -> str:
     """The same text on every rank, which all must call. It begins as one of `sample`, and is shown without BOS."""
-    ids = sample_head(tokenizer, prompt)
-    start = torch.tensor([ids], dtype=torch.int64, device=device).reshape(1, -1)
+    ids = begin(tokenizer, encode(tokenizer, prompt))
     with precision():
         out = generate(
             model.denoiser(absent_ids(tokenizer, model.config.vocab_size)),
-            prompt=start,
+            prompt=[ids],
+            device=device,
             length=len(ids) + length,
             mask_id=model.config.mask_id,
             temperature=1.0,

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.rows import Batch
-from sinkdlm.diffusion import Noisy, Schedule, corrupt, denoising_loss, scored_of
+from sinkdlm.diffusion import Noisy, Schedule, denoising_loss, scored_of
 from sinkdlm.distributed.signals import ENDING
-from sinkdlm.fast.objective import chunked_nll, mask_compiled, round_slots
+from sinkdlm.fast.objective import chunked_nll, round_slots
 from sinkdlm.model.visibility import Annealing
 from sinkdlm.noise import Stream, counter, stream_state
 from sinkdlm.training.captured import Captured, Capturer
-from sinkdlm.training.evaluate import BUCKETS, add_by_ratio, means_by_ratio
-from sinkdlm.training.head_slots import HeadSlots, plan_slots
+from sinkdlm.training.evaluate import BUCKETS, add_by_ratio, corrupt_batch, means_by_ratio
+from sinkdlm.training.head_slots import plan_slots
 from sinkdlm.training.weights import Weights
 
 _Found = TypeVar("_Found")
@@ -45,10 +45,9 @@ class StepResult(NamedTuple):
     def read(cls, values: list[float]) -> Self:
         """values: the norm, the sums that `Gradients.add` returns, and behind them how many ranks each signal reached."""
         norm, loss, masked, missed, *rest = values
-        flags = rest[2 * BUCKETS :]
-        asked = [number for number, count in zip(ENDING, flags, strict=False) if count]
+        asked = next((number for number, count in zip(ENDING, rest[2 * BUCKETS :], strict=False) if count), 0)
         means = means_by_ratio([rest[:BUCKETS], rest[BUCKETS : 2 * BUCKETS]])
-        return cls(norm, loss, int(masked), int(missed), means, asked[0] if asked else 0)
+        return cls(norm, loss, int(masked), int(missed), means, asked)
 
     @property
     def finite(self) -> bool:
@@ -63,7 +62,6 @@ class Gradients:
         recipe: Recipe,
         weights: Weights,
         precision: AbstractContextManager[Any],
-        *,
         micro_batch: int,
         compiled: bool,
         say: Callable[[str], None] = lambda line: None,
@@ -77,15 +75,15 @@ class Gradients:
         self._precision, self._say = precision, say
         self._sums = torch.zeros(_N_TOTALS + 2 * BUCKETS, dtype=torch.float64, device=self.device)  # of this rank's rows
         self._by_ratio = self._sums[_N_TOTALS:].view(2, BUCKETS)
-        self.slots: HeadSlots | None = None
         self.captured: Captured | None = None
         self._held: list[Tensor] = []
 
     def fix(self, like: Batch, capturer: Capturer) -> None:
         """From here on, full micro-batches go the fixed way, where the recipe lets them and their rows are like these."""
         length = like.tokens.shape[1]
-        full = torch.ones(1, dtype=torch.bool) if like.lengths is None else like.lengths == length
-        counts = self._counts(like)[full.expand(len(like.samples))]
+        counts = self._counts(like)
+        if like.lengths is not None:
+            counts = counts[like.lengths == length]
         if self.plan.graphs == "off" or not self.world.alone or like.documents is not None or not len(counts):
             return
         slots = plan_slots(self.plan, self.micro_batch, length, counts)
@@ -100,15 +98,11 @@ class Gradients:
         # Tables that a capture reads: caches that make them may forget them, and their memory would go to others.
         states = (stream_state(self.plan.seed, stream, self.device) for stream in (Stream.TIME, Stream.MASK))
         self._held = [counter(length, self.device), *states]
-        self.slots = slots
-        dtype = torch.float64 if next(self.model.parameters()).dtype == torch.float64 else torch.float32
-        self.captured = Captured(self.model.parameters(), inputs, capturer, dtype=dtype, say=self._say)
+        self.captured = Captured(self.model.parameters(), inputs, slots, capturer, self._say)
 
     def _counts(self, piece: Batch) -> Tensor:
         """Positions of each row (B,) that may be scored."""
         return piece.scored(shifted=self.recipe.model.shift_logits).sum(1)
-
-    # -- a step -----------------------------------------------------------------------------------------------------------------
 
     def add(self, batch: Batch, denominator: Tensor | float, annealing: Annealing | None = None, *, fixed: bool = True) -> Tensor:
         """This rank's part of the step's gradient, and of its sums (`StepResult.read`). Gradients are clear before it.
@@ -123,8 +117,12 @@ class Gradients:
         for part in forwards:
             piece = batch.rows(part)  # cut and counted on the host: no wait
             piece = piece.trimmed() if self._trims() else piece
-            if fixed and annealing is None and self._fits(piece):
-                self._add_fixed(piece, float(denominator), first=part is forwards[0])
+            captured = self.captured if fixed and annealing is None else None
+            if captured is not None and captured.takes(piece, self._counts):
+                compute = functools.partial(self._add, slots=captured.slots.size)
+                if part is forwards[0] and captured.prepare(piece, float(denominator), compute):
+                    self._sums.zero_()
+                captured.add(piece, float(denominator), compute)
             else:
                 slots = self._count_slots(piece) if fixed and self._counts_slots else None
                 self._add(piece.to(self.device), denominator, annealing, last=part is forwards[-1], slots=slots)
@@ -136,30 +134,7 @@ class Gradients:
         return round_slots(int(scored_of(self._corrupt(piece), shifted=shifted, documents=piece.documents).sum()))
 
     def _corrupt(self, piece: Batch) -> Noisy:
-        return corrupt(
-            piece.tokens,
-            piece.samples,
-            seed=self.plan.seed,
-            mask_id=self.recipe.model.mask_id,
-            schedule=self.schedule,
-            times=self.plan.times,
-            maskable=piece.maskable,
-            mask=mask_compiled,
-        )
-
-    def _fits(self, piece: Batch) -> bool:
-        """Whether a micro-batch can go the fixed way."""
-        if self.captured is None or self.slots is None or not self.captured.takes(piece):
-            return False
-        return self.slots.fit(piece.samples, self._counts(piece))
-
-    def _add_fixed(self, piece: Batch, denominator: float, *, first: bool) -> None:
-        assert self.captured is not None
-        assert self.slots is not None
-        compute = functools.partial(self._add, slots=self.slots.size)
-        if first and self.captured.prepare(piece, denominator, compute):
-            self._sums.zero_()
-        self.captured.add(piece, denominator, compute)
+        return corrupt_batch(piece, self.model, self.schedule, self.plan.seed, self.plan.times)
 
     def _add(
         self,

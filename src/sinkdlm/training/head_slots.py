@@ -49,10 +49,10 @@ class HeadSlots(NamedTuple):
 
     def pay(self, config: ModelConfig) -> bool:
         """Whether replaying may gain more than spare slots cost."""
-        flops = self.n_rows * self.length * training_flops(config, self.length)
         positions = self.n_rows * self.length
         needed, whole = (training_flops(config, self.length, slots / positions) for slots in (self.expected, self.size))
-        return whole / needed - 1 <= _DEAREST and flops / config.n_layers <= _BUSY
+        busy = positions * training_flops(config, self.length) / config.n_layers > _BUSY
+        return whole / needed - 1 <= _DEAREST and not busy
 
 
 def plan_slots(train: TrainSection, n_rows: int, length: int, counts: Tensor) -> HeadSlots:

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from sinkdlm.checkpoint.directory import save_weights
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.rows import Batch, Rows
 from sinkdlm.diffusion import Schedule
@@ -29,19 +30,18 @@ from sinkdlm.fast.float8_training import check_training
 from sinkdlm.fast.objective import read_later
 from sinkdlm.model.visibility import Annealing
 from sinkdlm.noise import hash_words
-from sinkdlm.planning.formulas import Layout, choose_layout, peak_flops, settle_precision, training_flops, training_memory
+from sinkdlm.planning.formulas import Layout, lay_out, peak_flops, settle_precision, training_flops
 from sinkdlm.planning.plan import line_of_run
 from sinkdlm.training.captured import find_capturer
 from sinkdlm.training.choose import settle_runner, settle_way
 from sinkdlm.training.evaluate import probe, sample_text, validate
-from sinkdlm.training.export import export
 from sinkdlm.training.gradients import Gradients, StepResult
+from sinkdlm.training.health import SinkHealth
 from sinkdlm.training.monitor import MakeMonitor, Monitor, Silent
 from sinkdlm.training.optimizer import MOMENTS, Average, Optimizer, learning_rate
 from sinkdlm.training.prefetch import prefetch
 from sinkdlm.training.run import RunFolder
 from sinkdlm.training.setup import LoadParent, open_data, open_model
-from sinkdlm.training.sink_health import SinkHealth
 from sinkdlm.training.state import States
 from sinkdlm.training.weights import Weights
 
@@ -116,33 +116,21 @@ class Trainer:
     def _build(self, load_parent: LoadParent | None) -> Weights:
         """The model on its device or devices, with the way its steps are going to be made."""
         resumes = self.world.from_first(lambda: bool(self.states.steps()))
-        start = open_model(self.recipe, self.folder, self.data, self.dtype, load_parent, resumes=resumes)
-        self.tokenizer, self.facts = start.tokenizer, start.facts
-        with start.first or nullcontext():
-            layout, section = self._choose_layout(), self.recipe.parallel
-            self.way = settle_way(self.recipe, self.world, layout, full_rows=not self.rows.counts_vary)
+        given = (self.recipe, self.folder, self.data, self.dtype, load_parent)
+        model, first, self.tokenizer, self.facts = open_model(*given, resumes=resumes)
+        with first or nullcontext():
+            world, section = self.world, self.recipe.parallel
+            layout = world.from_first(lambda: lay_out(self.recipe, world.size, world.local_size, world.memory))
+            self.way = settle_way(self.recipe, world, layout, full_rows=not self.rows.counts_vary)
             self.micro_batch = self.way.micro_batch
-            settle_runner(start.model, self.way, self.recipe, self.precision, self.say)
+            settle_runner(model, self.way, self.recipe, self.precision, self.say)
             if section.gather == "bf16" and not self.autocasts:
                 raise TrainError(f"parallel.gather = 'bf16': goes with train.precision = 'bf16' or 'fp8', not {self.precision!r}")
-            weights = Weights(
-                start.model,
-                self.world,
-                dtype=self.dtype,
-                first=start.first,
-                layout=layout,
-                reshard=section.reshard,
-                travels_as=torch.bfloat16 if self.autocasts and section.gather != "float32" else None,
-            )
+            travels_as = torch.bfloat16 if self.autocasts and section.gather != "float32" else None
+            weights = Weights(model, world, self.dtype, first, layout, reshard=section.reshard, travels_as=travels_as)
         if self.way.compile == "blocks":
-            compile_blocks(start.model)
+            compile_blocks(model)
         return weights
-
-    def _choose_layout(self) -> Layout | None:
-        if self.world.alone:
-            return None
-        world, whole = self.world, training_memory(self.recipe, 1).state
-        return world.from_first(lambda: choose_layout(self.recipe.parallel, world.size, world.local_size, whole, world.memory))
 
     def _resume(self) -> None:
         scalars, metrics = self.states.load(self._tensors()), self.monitor.metrics
@@ -156,9 +144,8 @@ class Trainer:
             self.say(f"{metrics.path}: shorter than when the state was saved; earlier lines are missing")
 
     def _prepare_gradients(self) -> Gradients:
-        found = Gradients(
-            self.recipe, self.weights, self._precision(), micro_batch=self.micro_batch, compiled=self.way.compiled, say=self.say
-        )
+        chosen = (self.micro_batch, self.way.compiled, self.say)
+        found = Gradients(self.recipe, self.weights, self._precision(), *chosen)
         capturer = find_capturer(self.device) if self.world.alone and self.plan.graphs != "off" else None
         if capturer is not None:
             # The first samples of the run, whatever step it goes on from: what they say of the rest must not change in between.
@@ -186,13 +173,13 @@ class Trainer:
                 self._save_state(final=True)
                 self._export(self.folder.path / "model", final=True)
         finally:
-            self._finish_writing()  # a state that is being written behind speaks of metrics, and syncs them
+            self.states.wait()  # a state that is being written behind speaks of metrics, and syncs them
             self.monitor.close()
         return self._summary()
 
     def _greet(self, layout: str) -> None:
         state = f"resumed at step {self.step}" if self.step else "from the beginning"
-        tokens = self.steps * self.plan.batch * self.recipe.data.length
+        tokens = self._tokens(self.steps)
         sets = ", ".join(f"{split.folder} ({share:g})" for split, share in zip(self.rows.splits, self.rows.shares, strict=True))
         dtype = torch.bfloat16 if self.autocasts else self.dtype
         path = explain(self.model, self.device, dtype, trains=True, tokens=self.recipe.data.length)
@@ -227,7 +214,7 @@ class Trainer:
                     self.step += 1
                     self._report(result, lr, time.perf_counter() - began, waited)
                     self._look_around()
-                    self._save_or_stop((signals.caught or 0) if self.world.alone else result.signal)
+                    self._save_or_stop(signals.caught if self.world.alone else result.signal)
                     began = time.perf_counter()
         except DataError:
             if self.world.alone:  # the steps made so far are good; ranks save together or not at all
@@ -241,9 +228,9 @@ class Trainer:
 
     def _make_step(self, batch: Batch, lr: float, signals: Signals) -> StepResult:
         """Forward and backward of every micro-batch, then one update, unless something is not finite."""
-        result = self._try_step(batch, lr, signals.caught or 0)
+        result = self._try_step(batch, lr, signals.caught)
         if result.n_missed:  # more masked than there were head slots for: nothing is lost yet
-            result = self._try_step(batch, lr, signals.caught or 0, fixed=False)
+            result = self._try_step(batch, lr, signals.caught, fixed=False)
         if result.finite:
             self.updates += 1
             self.bad_in_a_row = 0
@@ -298,7 +285,7 @@ class Trainer:
 
     def _report(self, result: StepResult, lr: float, seconds: float, waited: float) -> None:
         """seconds: of the whole step, the wait for its rows included."""
-        tokens = self.plan.batch * self.recipe.data.length
+        tokens = self._tokens(1)
         given = (self.recipe.model, self.recipe.data.length, result.n_masked / tokens)
         flops = tokens * training_flops(*given, ends_early=self.way.ends_early) / self.world.size
         timing: dict[str, Any] = {
@@ -333,8 +320,7 @@ class Trainer:
                     "timing": timing,
                 }
             )
-        mfu = f"  MFU {timing['mfu']:.1%}" if timing.get("mfu") else ""
-        rate = f"{timing['tokens_per_second']:,.0f} tokens/s{mfu}"
+        rate = f"{tokens / seconds:,.0f} tokens/s" + (f"  MFU {timing['mfu']:.1%}" if timing.get("mfu") else "")
         self.monitor.progress(self.step, self.steps, f"loss {result.loss:.4f}  grad {result.grad_norm:.2f}  lr {lr:.2e}  {rate}")
 
     # -- looks on the way -----------------------------------------------------------------------------------------------------
@@ -397,7 +383,7 @@ class Trainer:
     def _save_state(self, *, final: bool = False) -> None:
         """A failure in the middle of a run is said and tried again at the next turn; at the end it is an error."""
         if final:
-            self._finish_writing()
+            self.states.wait()
         if self.step in self.states.whole:
             return
         try:
@@ -411,12 +397,6 @@ class Trainer:
                 last = f"the last whole state is of step {kept[0]}" if kept else "no state was written yet"
                 raise TrainError(f"{failure}; {last}; make room and run the same command again") from None
             self.say(f"step {self.step}: state not saved: {failure}; next try after {self.recipe.save.every} steps")
-
-    def _finish_writing(self) -> None:
-        try:
-            self.states.wait()
-        except CheckpointError as failure:
-            self.say(f"a state could not be saved: {failure}")
 
     def _tensors(self) -> dict[str, Tensor]:
         """Every tensor of the run's state, by name; a load fills these in place."""
@@ -434,10 +414,29 @@ class Trainer:
         }
 
     def _export(self, path: Path, *, final: bool = False) -> None:
-        beside = path.with_name("ema" if final else f"{path.name}-ema")
-        made = {"run": self.folder.path.name, "steps": self.step, "updates": self.updates}
+        """Writes a checkpoint, with the average beside it where one is kept. It says where it comes from: what the parent said of
+        itself stays, where the run does not say otherwise."""
+        provenance = {
+            **self.facts.get("parent", {}),
+            "recipe": self.recipe.to_dict(),
+            "seed": self.plan.seed,
+            "tokens_seen": self._tokens(self.step),
+            "data": self.facts["data"],
+            "run": self.folder.path.name,
+            "steps": self.step,
+            "updates": self.updates,
+        }
+        found = [(path, self.weights.collect(self.weights.local), provenance)]
+        if self.average is not None:  # first: a run that has `path` is finished
+            beside = path.with_name("ema" if final else f"{path.name}-ema")
+            found.insert(0, (beside, self.weights.collect(self.average.weights), {**provenance, "ema": self.plan.ema}))
+
+        def write() -> None:
+            for place, whole, told in found:
+                save_weights(place, self.recipe.model, whole or {}, self.tokenizer(), told)
+
         try:
-            export(path, beside, self.weights, self.average, self.recipe, self.tokenizer, self.facts, **made)
+            self.world.attempt_first(write)
         except CheckpointError as failure:
             if final:
                 raise TrainError(f"{failure}; the state is saved: make room and run the same command again") from None
@@ -470,8 +469,11 @@ class Trainer:
             "steps": self.step,
             "updates": self.updates,
             "skipped": self.skipped,
-            "tokens": self.step * self.plan.batch * self.recipe.data.length,
+            "tokens": self._tokens(self.step),
         }
+
+    def _tokens(self, steps: int) -> int:
+        return steps * self.plan.batch * self.recipe.data.length
 
 
 def _finite(value: float | None) -> float | None:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sinkdlm.config.recipe import LogSection
-from sinkdlm.errors import CheckpointError, TrainError
+from sinkdlm.errors import CheckpointError, TrainError, first_line
 
 _PLAIN_SECONDS = 10.0  # between lines where there is no terminal
 _FIRST_SECONDS = 1.0  # before the first of them, which shall know what a step takes
@@ -143,10 +143,6 @@ def _identity(folder: Path, tracker: str, make: Callable[[], str]) -> str:
     return path.read_text().strip()
 
 
-def _first_line(failure: Exception) -> str:
-    return (str(failure).splitlines() or [type(failure).__name__])[0]
-
-
 TRACKERS: dict[str, Any] = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
 
 
@@ -181,7 +177,7 @@ class Monitor:
             except ImportError:
                 raise TrainError(f"log.trackers: {name} needs: pip install 'sinkdlm[track]'") from None
             except Exception as failure:  # whatever the tracker's package raises
-                raise TrainError(f"log.trackers: {name} cannot start: {_first_line(failure)}") from None
+                raise TrainError(f"log.trackers: {name} cannot start: {first_line(failure)}") from None
         now = time.monotonic()
         self._set_out, self._due, self._warm = (now, step), now + _FIRST_SECONDS, False
         if self.console.is_terminal:
@@ -234,7 +230,7 @@ class Monitor:
             use()
         except Exception as failure:
             del self._trackers[name]
-            self.say(f"{name}: dropped: {_first_line(failure)}; metrics.jsonl goes on")
+            self.say(f"{name}: dropped: {first_line(failure)}; metrics.jsonl goes on")
 
 
 MakeMonitor = Callable[[Path, LogSection, Console], Monitor]

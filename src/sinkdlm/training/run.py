@@ -12,6 +12,7 @@
 Owns the folder's rules: one run at a time, one recipe for good, and rank 0 alone writes here (but for the parts of states).
 """
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -147,22 +148,16 @@ class RunFolder:
         except ValueError as failure:
             raise TrainError(f"{file}: damaged: {failure}; restore it, or choose another --out") from None
 
-    def write_facts(self, facts: dict[str, Any]) -> None:
-        self.write("run.json", json.dumps(facts, indent=2) + "\n")
+    def write_json(self, name: str, facts: dict[str, Any]) -> None:
+        self.write(name, json.dumps(facts, indent=2) + "\n")
 
     def note_start(self, step: int, device: torch.device, layout: str) -> None:
         hosts = self.world.gather(socket.gethostname())
         ranks = {"ranks": self.world.size, "hosts": sorted(set(hosts)), "layout": layout}
-        if not self.world.first:
-            return
-        file = self.path / "environment.json"
-        try:
-            starts = json.loads(file.read_text())["starts"] if file.exists() else []
-        except (ValueError, KeyError):
-            starts = []
-        self.write(
-            "environment.json", json.dumps({"starts": [*starts, {"step": step, **environment(device), **ranks}]}, indent=2) + "\n"
-        )
+        starts = []
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+            starts = json.loads((self.path / "environment.json").read_text())["starts"]
+        self.write_json("environment.json", {"starts": [*starts, {"step": step, **environment(device), **ranks}]})
 
     def close(self) -> None:
         self._lock.close()
@@ -180,10 +175,8 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
     }
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             facts[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {**facts, "torch": str(torch.__version__), "cuda": torch.version.cuda}
 
 

@@ -3,12 +3,13 @@
 Every rank opens the same things; rank 0 writes down what is to be kept. Knows nothing of the loop.
 """
 
+import functools
 import itertools
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -18,19 +19,21 @@ from torch import Tensor
 
 from sinkdlm.checkpoint.directory import Loaded, written_aside
 from sinkdlm.checkpoint.tokenizer import check_vocabulary, read_tokenizer, write_tokenizer
-from sinkdlm.config.model import ModelConfig
+from sinkdlm.config.model import ModelConfig, preset_fields, preset_names
 from sinkdlm.config.recipe import Recipe
+from sinkdlm.data.encoding import mark_tokenizer
 from sinkdlm.data.rows import Rows, open_rows, tokenizer_folder
 from sinkdlm.errors import TrainError
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.planning.formulas import budget_steps
-from sinkdlm.training.evaluate import VALIDATION_SEED, sample_head
-from sinkdlm.training.parent_check import check_parent, mark_sets
+from sinkdlm.text.prompts import begin, encode
+from sinkdlm.training.evaluate import VALIDATION_SEED
 from sinkdlm.training.run import RunFolder
 
 LoadParent = Callable[[Recipe, torch.dtype], Loaded]
 Say = Callable[[str], None]
 _DRAWING = 16  # threads that draw first weights
+_SHAPE = ("vocab_size", "n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")
 
 
 class Data(NamedTuple):
@@ -75,20 +78,17 @@ class DrawnAhead:
 
 
 class RunTokenizer:
-    """What a run writes texts with and exports, by calling it: read when it is first asked for, because transformers, which reads
-    it, takes a second to load. Files that are broken or do not go with the model are told of at once all the same."""
+    """What a run writes texts with and exports, by calling it: read when first asked for, as transformers takes a second to load.
+    Files that are broken or do not go with the model are told of at once all the same."""
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
-        self._folder: Path | None = folder if folder.is_dir() else None
-        self._read: Any = None
-        if self._folder is not None and _highest_id(folder) >= config.vocab_size and self() is not None:
+        self._read = functools.cache(lambda: read_tokenizer(folder))
+        if folder.is_dir() and _highest_id(folder) >= config.vocab_size and self() is not None:
             cure = "; set model.vocab_size to what `sinkdlm data info` says of the data"
             check_vocabulary(self(), config, folder, cure)
 
     def __call__(self) -> Any:
-        if self._read is None and self._folder is not None:
-            self._read = read_tokenizer(self._folder)
-        return self._read
+        return self._read()
 
 
 def _highest_id(folder: Path) -> float:
@@ -102,15 +102,6 @@ def _highest_id(folder: Path) -> float:
         return max(ids)
     except Exception:  # tokenizers raises a bare one
         return math.inf
-
-
-class Start(NamedTuple):
-    """A model on the host, or on the meta device with its first weights by name (None: a state will fill them)."""
-
-    model: DiffusionLM
-    first: DrawnAhead | None
-    tokenizer: RunTokenizer
-    facts: dict[str, Any]
 
 
 def open_data(recipe: Recipe, say: Say) -> Data:
@@ -144,11 +135,11 @@ def open_data(recipe: Recipe, say: Say) -> Data:
 def settle_facts(folder: RunFolder, data: Data) -> dict[str, Any]:
     """What the first start found, kept: a resumed run on other data would be another run, and so would a rank that reads other."""
     parts = (("data", data.rows), ("validation", data.validation))
-    marks = {part: mark_sets(rows) for part, rows in parts if rows is not None}
+    marks = {part: _mark_sets(rows) for part, rows in parts if rows is not None}
     kept = folder.world.from_first(folder.facts)
     facts: dict[str, Any] = kept or folder.world.from_first(lambda: {"steps": data.steps, **marks})
     if kept is None:
-        folder.write_facts(facts)
+        folder.write_json("run.json", facts)
     for part in ("data", "validation"):
         for name, mark in facts.get(part, {}).items():
             now = marks.get(part, {}).get(name, {})
@@ -158,10 +149,57 @@ def settle_facts(folder: RunFolder, data: Data) -> dict[str, Any]:
     return facts
 
 
+def _mark_sets(rows: Rows) -> dict[str, Any]:
+    """What tells the sets of a run from others."""
+    return {
+        str(split.folder): {
+            "fingerprint": split.fingerprint,
+            "tokens": split.n_tokens,
+            "documents": split.n_documents,
+            "tokenizer": split.tokenizer["sha256"] if split.tokenizer else None,
+        }
+        for split in rows.splits
+    }
+
+
+def check_parent(recipe: Recipe, rows: Rows, loaded: Loaded) -> None:
+    """The parent has the shape that [model] names, and its tokenizer made the data."""
+    check_shape(recipe.init.from_, recipe.model.to_dict(), loaded.config, ModelConfig.keys())
+    marks = [split.tokenizer["vocabulary_sha256"] for split in rows.splits if split.tokenizer is not None]
+    if loaded.tokenizer is not None and marks and mark_tokenizer(loaded.tokenizer)["vocabulary_sha256"] != marks[0]:
+        raise TrainError(
+            f"init.from = {recipe.init.from_!r}: its tokenizer is not the one that the data was prepared with; "
+            f"prepare it with: sinkdlm data prepare ... --tokenizer {recipe.init.from_}"
+        )
+
+
+def check_shape(name: str | None, given: Mapping[str, Any], parent: ModelConfig, fixed: Sequence[str]) -> None:
+    """[model], or as much of it as is given, says of a parent what its weights do. fixed: the keys that they decide."""
+    found = parent.to_dict()
+    wanted = {**found, **given}
+    odd = [f"{key} = {found[key]!r}, model.{key} is {wanted[key]!r}" for key in fixed if found[key] != wanted[key]]
+    if odd:
+        raise TrainError(f"init.from = {name!r}: has {'; '.join(odd)}: {_fitting(found, wanted, fixed)}")
+
+
+def _fitting(found: dict[str, Any], wanted: dict[str, Any], fixed: Sequence[str]) -> str:
+    """What to write into [model]: the preset whose shape this is, if another than the one that is there, and what it leaves."""
+    shape = [key for key in _SHAPE if found[key] != wanted[key]]
+    for name in preset_names() if shape else ():
+        preset = preset_fields(name)
+        if all(preset[key] == found[key] for key in _SHAPE):
+            rest = [f"{key} = {found[key]!r}" for key in fixed if preset.get(key, wanted[key]) != found[key]]
+            return f'set model.preset = "{name}"' + (f", and with it {', '.join(rest)}" if rest else "")
+    return "leave out of [model], preset or key, what the parent decides, and it is the parent's"
+
+
 def open_model(
     recipe: Recipe, folder: RunFolder, data: Data, dtype: torch.dtype, load_parent: LoadParent | None, *, resumes: bool
-) -> Start:
-    """The model with its first weights: the parent's, the official random ones, or empty ones that a state will fill."""
+) -> tuple[DiffusionLM, DrawnAhead | None, RunTokenizer, dict[str, Any]]:
+    """The model, its first weights, its tokenizer and the run's facts.
+
+    It is a parent on the host; else on the meta device, with the official first weights by name, or None: a state will fill them.
+    """
     facts = settle_facts(folder, data)
     if not resumes and folder.world.from_first((folder.path / "model").is_dir):
         raise TrainError(
@@ -174,8 +212,8 @@ def open_model(
         loaded = load_parent(recipe, dtype)
         check_parent(recipe, data.rows, loaded)
         facts = {**facts, "parent": dict(loaded.provenance)}
-        folder.write_facts(facts)
-        return Start(loaded.model, None, _settle_tokenizer(recipe, folder, data.rows, loaded.tokenizer), facts)
+        folder.write_json("run.json", facts)
+        return loaded.model, None, _settle_tokenizer(recipe, folder, data.rows, loaded.tokenizer), facts
     with torch.device("meta"):
         model = DiffusionLM(recipe.model)
     n_threads = max(1, min(_DRAWING, (os.cpu_count() or 1) // folder.world.local_size))
@@ -183,7 +221,7 @@ def open_model(
     # Several ranks may have no room for all of them whole.
     place = (folder.world.device, dtype) if folder.world.alone else None
     first = None if resumes else DrawnAhead(model, recipe.train.seed, n_threads, to=place)
-    return Start(model, first, tokenizer, facts)
+    return model, first, tokenizer, facts
 
 
 def _settle_tokenizer(recipe: Recipe, folder: RunFolder, rows: Rows, given: Any) -> RunTokenizer:
@@ -193,9 +231,11 @@ def _settle_tokenizer(recipe: Recipe, folder: RunFolder, rows: Rows, given: Any)
         _keep_tokenizer(kept, recipe.model, tokenizer_folder(rows.splits), given)
     folder.world.wait()
     tokenizer, log, most = RunTokenizer(kept, recipe.model), recipe.log, recipe.model.context_length
-    if log.sample_every and tokenizer() is None:
+    if not log.sample_every:
+        return tokenizer
+    if tokenizer() is None:
         raise TrainError("log.sample_every: neither the data nor the parent brings a tokenizer to write texts with; set it to 0")
-    if log.sample_every and len(sample_head(tokenizer(), log.sample_prompt)) + log.sample_length > most:
+    if len(begin(tokenizer(), encode(tokenizer(), log.sample_prompt))) + log.sample_length > most:
         raise TrainError(f"log.sample_length = {log.sample_length}: with the prompt allowed is model.context_length = {most}")
     return tokenizer
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from sinkdlm.checkpoint.directory import fingerprint, written_aside
 from sinkdlm.checkpoint.durable import sync
-from sinkdlm.distributed.shards import as_sharded, own_part
 from sinkdlm.distributed.world import World
 from sinkdlm.errors import CheckpointError, TrainError
+from sinkdlm.training.weights import as_sharded, own_part
 
 SCALARS = "state.json"
 _FILE_BYTES = 16 << 20
@@ -60,53 +60,43 @@ class States:
     def place(self, step: int) -> Path:
         return self.folder / f"step-{step:010d}"
 
-    # -- writing --------------------------------------------------------------------------------------------------------------
-
     def save(self, step: int, tensors: Tensors, scalars: Scalars) -> None:
         """Raises CheckpointError, on every rank, where it cannot be written; what was there before stays."""
-        self._settle()
+        self.wait()
         self._write(step, tensors, scalars)
 
     def save_behind(self, step: int, tensors: Tensors, scalars: Scalars) -> bool:
         """The same while training goes on, from a copy that is taken first: the step waits for the copy and for nothing else. False
-        where the state before is still being written: this one is left out. A failure is said by the next call."""
+        where the state before is still being written: this one is left out."""
         busy = self._writing is not None and not self._writing.done()
         if self.world.from_first(lambda: busy):  # the first rank ends last, with the renaming
             return False
-        self._settle()
+        self.wait()
         self._writing = self._pool.submit(self._write, step, self._copy(tensors), dict(scalars))
         return True
 
     def prepare(self, tensors: Tensors) -> None:
-        """Makes the buffers that `save_behind` copies to: locking pages takes seconds, which no step should wait for.
-        Also loads what its thread will need, so that nothing is half loaded while a step goes on."""
-        _load_packages()
+        """Makes the buffers that `save_behind` copies to and loads what its thread needs: no step should wait these seconds."""
+        _dcp()
         for name, tensor in tensors.items():
             part = own_part(tensor).detach()
             self._staged[name] = torch.zeros_like(part, device="cpu", pin_memory=self._on_gpu)  # touched, so that it is there
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises what went wrong with it."""
+        """Until nothing is being written; says what went wrong with it."""
         writing, self._writing = self._writing, None
         try:
             if writing is not None:
                 writing.result()
-        except (OSError, RuntimeError) as failure:  # the last where another rank is gone
-            raise CheckpointError(str(failure)) from None
-
-    def _settle(self) -> None:
-        try:
-            self.wait()
-        except CheckpointError as failure:
-            self._warn(f"an earlier state was not saved: {failure}")
+        except (CheckpointError, OSError, RuntimeError) as failure:  # the last where another rank is gone
+            self._warn(f"a state could not be saved: {failure}")
 
     def _copy(self, tensors: Tensors) -> dict[str, Tensor]:
         """Into buffers that are made once: page-locked for a GPU, so that the copy runs at the bus's pace."""
         if not self._staged:
             self.prepare(tensors)
-        found = {}
-        for name, tensor in tensors.items():
-            found[name] = _like(tensor, self._staged[name].copy_(own_part(tensor).detach(), non_blocking=True))
+        parts = {name: own_part(tensor).detach() for name, tensor in tensors.items()}
+        found = {name: _like(tensors[name], self._staged[name].copy_(part, non_blocking=True)) for name, part in parts.items()}
         if self._on_gpu:
             torch.cuda.synchronize()
         return found
@@ -155,8 +145,6 @@ class States:
             except OSError as failure:
                 self._warn(f"{self.place(old)}: cannot be removed: {failure.strerror}")
             shutil.rmtree(retired, ignore_errors=True)
-
-    # -- reading --------------------------------------------------------------------------------------------------------------
 
     def load(self, tensors: Tensors) -> dict[str, Any] | None:
         """Fills the tensors from the newest whole state and returns its scalars; None where there is no state at all."""
@@ -220,41 +208,35 @@ def _deal_to_files(tensors: Tensors) -> dict[str, int]:
     return files
 
 
-def _load_packages() -> None:
-    import torch.distributed.checkpoint.hf_storage
-    import torch.distributed.checkpoint.state_dict_saver  # noqa: F401
+def _dcp() -> Any:
+    """torch's package for it, which is slow to load."""
+    import torch.distributed.checkpoint
+
+    return torch.distributed.checkpoint
 
 
 def _save_tensors(folder: Path, tensors: Tensors, group: Any) -> None:
     """group: of the ranks that write together; None for a process alone."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
     files = _deal_to_files(tensors)
-    writer = HuggingFaceStorageWriter(path=str(folder), fqn_to_index_mapping=files, save_distributed=group is not None)
+    writer = _dcp().HuggingFaceStorageWriter(path=str(folder), fqn_to_index_mapping=files, save_distributed=group is not None)
     with _torchs_failures():
-        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+        _dcp().save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
 def _load_tensors(folder: Path, tensors: Tensors, group: Any) -> None:
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader = HuggingFaceStorageReader(path=str(folder))
+    reader = _dcp().HuggingFaceStorageReader(path=str(folder))
     with _torchs_failures():
-        load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+        _dcp().load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
 
 
 @contextmanager
 def _torchs_failures() -> Iterator[None]:
     """As what went wrong with a file, whichever rank's it was; and without what torch says about being alone."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
-    except CheckpointException as failure:
+    except _dcp().CheckpointException as failure:
         cause = next((error for error, _ in failure.failures.values()), failure)
         raise OSError(getattr(cause, "errno", None) or 0, getattr(cause, "strerror", None) or str(cause)) from failure

@@ -5,17 +5,30 @@ chunk of the head and a rank may have no masked position at all. What a block do
 sink logits) stays whole on every rank: it is tiny, and it keeps its precision where the rest of the block travels as bf16.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sinkdlm.distributed.shards import as_sharded, own_part
 from sinkdlm.distributed.world import World
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.planning.formulas import Layout
+
+
+def as_sharded(tensor: Tensor) -> Any:
+    """The tensor where it is a DTensor, else None. Loads nothing: torch's packages for DTensors take most of a second."""
+    # A package that another thread is just loading may lack its names, and then nobody has made such a tensor either.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return tensor if kind is not None and isinstance(tensor, kind) else None
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's, which is all of a tensor that is not sharded."""
+    sharded = as_sharded(tensor)
+    return tensor if sharded is None else sharded.to_local()
 
 
 def _unsharded(block: nn.Module) -> set[nn.Parameter]:
@@ -35,10 +48,10 @@ class Weights:
         self,
         model: DiffusionLM,
         world: World,
-        *,
         dtype: torch.dtype,
         first: FirstWeight | None = None,
         layout: Layout | None = None,
+        *,
         reshard: bool = True,
         travels_as: torch.dtype | None = None,
     ) -> None:
@@ -48,6 +61,7 @@ class Weights:
         layout: None for a process alone. travels_as: the dtype in which blocks are gathered; None: the weights' own.
         """
         self.model, self.world, self.layout = model, world, layout
+        self._groups: Any = () if layout is None else (model, *model.blocks)  # what fully_shard is called on
         self.mesh: DeviceMesh | None = None
         if layout is not None:
             names = ("shard",) if layout.copies == 1 else ("copy", "shard")
@@ -67,46 +81,33 @@ class Weights:
         if self.mesh is not None:
             own = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
             fully_shard(model, mesh=self.mesh, mp_policy=own, ignored_params=whole, reshard_after_forward=False)
-            for group in self._groups():
+            for group in self._groups:
                 group.set_gradient_divide_factor(1.0)  # losses are divided by the global count: gradients add up
                 group.set_force_sum_reduction_for_comms(True)  # a plain sum, which every backend has
         self._named: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self.local: dict[str, Tensor] = {
-            name: p if as_sharded(p) is None else own_part(p).detach() for name, p in self._named.items()
-        }
+        self.local = {name: p if as_sharded(p) is None else own_part(p).detach() for name, p in self._named.items()}
         self._copied = [name for name, p in self._named.items() if layout is not None and as_sharded(p) is None]
-
-    def _groups(self) -> Iterator[Any]:
-        """What fully_shard made of the model and its blocks."""
-        if self.layout is not None:
-            yield from (self.model, *self.model.blocks)
-
-    # -- gradients --------------------------------------------------------------------------------------------------------------
 
     def before_backward(self, *, last: bool) -> None:
         """Copies exchange gradients once a step; shards after every backward, or each rank would hold them whole."""
         if self.layout is None:
             return
-        root, *_ = self._groups()
         if self.layout.shards == 1:
-            root.set_requires_gradient_sync(last)
+            self._groups[0].set_requires_gradient_sync(last)
         elif self.layout.copies > 1:
-            root.set_requires_all_reduce(last)
+            self._groups[0].set_requires_all_reduce(last)
 
     def take_gradients(self) -> list[Tensor]:
         """After the last backward of a step: this rank's part of the gradient, summed over all ranks, beside its weights."""
         if self.layout is not None:
             for name, p in self._named.items():
                 self.local[name].grad = None if p.grad is None else own_part(p.grad)
-            self._sum_copied()
+            gradients = [p.grad for p in (self._named[name] for name in self._copied) if p.grad is not None]
+            if gradients:
+                flat = self.world.sum_(torch.cat([gradient.flatten() for gradient in gradients]))
+                for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+                    gradient.copy_(total.view_as(gradient))
         return [part.grad for part in self.local.values() if part.grad is not None]
-
-    def _sum_copied(self) -> None:
-        gradients = [p.grad for p in (self._named[name] for name in self._copied) if p.grad is not None]
-        if gradients:
-            flat = self.world.sum_(torch.cat([gradient.flatten() for gradient in gradients]))
-            for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-                gradient.copy_(total.view_as(gradient))
 
     def square_norm(self) -> Tensor:
         """This rank's part of the squared gradient norm: over all ranks each element is counted once."""
@@ -124,12 +125,10 @@ class Weights:
             p.grad = None
             self.local[name].grad = None
 
-    # -- the whole --------------------------------------------------------------------------------------------------------------
-
     def settle(self) -> None:
         """After a forward without a backward: drops what was gathered, so that the next one sees changed weights."""
-        for module in self._groups():
-            module.reshard()
+        for group in self._groups:
+            group.reshard()
 
     def spread(self, name: str, part: Tensor) -> Tensor:
         """A rank's storage of a parameter, or of something shaped like it, as a tensor that knows the other ranks' parts."""

@@ -1,20 +1,65 @@
-"""Track attention on the sink from step 0 and tell when layers lose it.
+"""What metrics.jsonl tells of a run's health: gradients far larger than the others, and layers that lose their sink.
 
-An adapted sink is a place that the parent's weights make. Steps that are too large destroy it within a few of them, and it does not
-come back (docs/log.md).
+Clipping hides a spike in the run itself. An adapted sink is a place that the parent's weights make: steps that are too large
+destroy it within a few of them, and it does not come back (docs/log.md).
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
-from sinkdlm.training.gradient_spikes import read_lines
+SETTLED = 0.1  # of a run's steps, after which gradients are looked at: the first ones are large in every run
+PEAK = 5.0  # times the median: a gradient norm that is one
 
 RESTS = 0.1  # of a layer's attention: as much on its sink, and it rests there
 LOST = 0.1  # of the most that a layer had on its sink: with less it has lost it
 MANY, FEW = 0.25, 2  # of a model's layers, and layers at least: where more have lost their sink, the run is told to have
 # Of the most that all layers had on it together: with more, some have left it while others came, as from scratch they do.
 HELD = 0.75
+
+
+def read_lines(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """What a run folder keeps of training, also of what came before an interruption. A line that somebody else cut is passed over:
+    that is no reason for a run not to go on."""
+    path, found = folder / "metrics.jsonl", []
+    for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict) and line.get("kind") == kind:
+                found.append(line)
+    return found
+
+
+class Peaks(NamedTuple):
+    """Of gradient norms once a run has settled. steps: those with a peak, from 1; largest: over the median, and its step."""
+
+    median: float
+    steps: list[int]
+    largest: float
+    at: int
+
+
+def peaks_of(gradients: Sequence[float | None]) -> Peaks:
+    """A step without a finite gradient counts as a peak, and for nothing else."""
+    begin = int(len(gradients) * SETTLED)
+    settled = {step: norm for step, norm in enumerate(gradients, start=1) if step > begin}
+    known = {step: norm for step, norm in settled.items() if norm is not None}
+    middle = median(known.values()) if known else math.nan
+    at = max(known, key=lambda step: known[step], default=0)
+    steps = [step for step, norm in settled.items() if norm is None or norm > PEAK * middle]
+    return Peaks(middle, steps, known[at] / middle if middle > 0 else math.nan, at)
+
+
+def read_peaks(folder: Path) -> dict[str, Any]:
+    """count; the largest over the median and its step, where there is one. Of the steps that have a line (`log.every`)."""
+    lines = read_lines(folder, "train")
+    peaks = peaks_of([line["grad_norm"] for line in lines])
+    found: dict[str, Any] = {"count": len(peaks.steps)}
+    return found if math.isnan(peaks.largest) else found | {"largest": round(peaks.largest, 2), "at": lines[peaks.at - 1]["step"]}
 
 
 class SinkLoss(NamedTuple):
@@ -63,7 +108,7 @@ class SinkHealth:
         return self.loss
 
 
-def read_sink_loss(folder: Path) -> Mapping[str, Any]:
+def read_sink_loss(folder: Path) -> dict[str, Any]:
     """For `train --json`; empty where nothing was lost."""
     loss = SinkHealth.read(folder).loss
     return {} if loss is None else {"step": loss.step, "layers": loss.layers, "of": loss.of}
