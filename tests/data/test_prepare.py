@@ -19,6 +19,7 @@ import zstandard
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from sinkdlm.checkpoint.durable import held
 from sinkdlm.data import inputs, prepare, writing
 from sinkdlm.data.encoding import Encoder, mark_tokenizer
 from sinkdlm.data.inspect import read_set
@@ -498,7 +499,7 @@ def test_other_settings_inputs_or_tokenizers_are_refused(tmp_path, tokenizer, mo
         assert "inputs" in fails([str(path)], tokenizer, out, base)
         os.utime(path, ns=(stamp, stamp))
         assert content(out) == before
-    with writing.locked(unfinished):
+    with held(unfinished, "test"):
         assert "another preparation" in fails([str(path)], tokenizer, unfinished, base)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.txt").write_text("mine")

@@ -26,7 +26,7 @@ from sinkdlm import __version__
 from sinkdlm.checkpoint.durable import sync
 from sinkdlm.checkpoint.tokenizer import check_vocabulary, read_tokenizer, write_tokenizer
 from sinkdlm.config.model import MODEL_TYPE, ModelConfig
-from sinkdlm.errors import CheckpointError, ConfigError
+from sinkdlm.errors import CheckpointError, ConfigError, first_line
 from sinkdlm.fast import accelerate
 from sinkdlm.model.model import DiffusionLM
 
@@ -324,7 +324,7 @@ def find_device(device: str | torch.device) -> torch.device:
         place = torch.device(device)
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as failure:
-        raise CheckpointError(f"device = {device!r}: not to be had here: {str(failure).splitlines()[0]}") from None
+        raise CheckpointError(f"device = {device!r}: not to be had here: {first_line(failure)}") from None
     if place.type == "meta":
         raise CheckpointError("device = 'meta': has no room for values; build DiffusionLM(read_config(path)) there instead")
     return place

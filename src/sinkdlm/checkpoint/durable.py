@@ -6,10 +6,12 @@ Knows nothing of what the files hold.
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sinkdlm.errors import BusyError, UserError
+
+LOCK = ".lock"
 
 
 def sync(path: Path) -> None:
@@ -36,14 +38,15 @@ def held(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
     """Lock a folder, made if need be, for one process. Another one waits, or gets a BusyError that calls it a `what`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as failure:
         raise UserError(f"{folder}: cannot be written: {failure.strerror}; choose another --out") from None
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise BusyError(f"{folder}: another {what} runs there; choose another --out, or wait for it to end") from None
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                raise BusyError(f"{folder}: another {what} runs there; choose another --out, or wait for it to end") from None
         yield
     finally:
         os.close(lock)

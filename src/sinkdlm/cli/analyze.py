@@ -6,9 +6,8 @@ from typing import Annotated, Any
 import typer
 from typer import Argument
 
-from sinkdlm.cli.loading import choose_device, load_model
+from sinkdlm.cli.loading import choose_device, load_model, name_models, say
 from sinkdlm.cli.options import Bos, Chat, Device, Json, PolicySet, Precision, Sampler, Seed, option
-from sinkdlm.cli.output import name_models, say
 from sinkdlm.errors import AnalysisError
 
 _DEFAULT = 32  # trajectories

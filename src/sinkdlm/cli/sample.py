@@ -5,9 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from sinkdlm.cli.loading import load_on_ranks
+from sinkdlm.cli.loading import load_on_ranks, say
 from sinkdlm.cli.options import Bos, Chat, Checkpoint, Compile, Computing, Device, Exact, Json, PolicySet, Sampler, Seed, option
-from sinkdlm.cli.output import say
 
 
 def sample(

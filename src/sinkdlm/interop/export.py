@@ -60,9 +60,6 @@ def _check_no_run(destination: Path) -> None:
         raise ConvertError(f"{destination}: is what the run in {owned[0]} has trained; choose another folder")
 
 
-# -- official -----------------------------------------------------------------------------------------------------------------
-
-
 def write_official(destination: Path, loaded: Loaded) -> str:
     """DST/model.safetensors, with the authors' keys, shapes and embedding rows."""
     config = loaded.config
@@ -107,9 +104,6 @@ def _untold(path: Path, config: ModelConfig) -> list[str]:
         told |= dict.fromkeys(SHAPE_KEYS)
     lost = [f"{key}={value}" for key, value in config.to_dict().items() if told[key] != value]
     return [f"these weights do not tell {', '.join(lost)}: give them with --set where they are read again"] if lost else []
-
-
-# -- transformers ---------------------------------------------------------------------------------------------------------------
 
 
 def write_transformers(destination: Path, loaded: Loaded, *, standalone: bool) -> str:

@@ -137,9 +137,6 @@ def _open_file(path: Path, shape: dict[str, Any]) -> Source:
     raise ConvertError(f"{path}: not recognised; supported: {SUPPORTED}")
 
 
-# -- official ---------------------------------------------------------------------------------------------------------------
-
-
 def _open_official(tensors: TensorFile, form: str, shape: dict[str, Any]) -> Source:
     shapes, layout = tensors.shapes, layouts.OFFICIAL
     prefix = next((wrapper for wrapper in _WRAPPERS if wrapper + layout.embed in shapes), "")
@@ -184,9 +181,6 @@ def _config(path: Path, fields: dict[str, Any]) -> ModelConfig:
         return ModelConfig(**fields)
     except ConfigError as failure:
         raise ConvertError(f"{path}: {failure}") from None
-
-
-# -- transformers directories -------------------------------------------------------------------------------------------------
 
 
 def _open_directory(path: Path) -> Source:
@@ -260,9 +254,6 @@ def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ours(names: Mapping[str, str], theirs: Mapping[str, Any]) -> dict[str, Any]:
     return {ours: theirs[name] for ours, name in names.items()}
-
-
-# -- GGUF ---------------------------------------------------------------------------------------------------------------------
 
 
 def _open_gguf(path: Path) -> Source:
