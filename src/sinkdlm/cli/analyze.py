@@ -133,7 +133,7 @@ def _capture(lm: Any, plan: Any, name: str, source: str, device: Any) -> dict[st
     from sinkdlm.data.display import ItemBar
     from sinkdlm.training.run import environment
 
-    made = {**environment(device), "dtype": str(lm.model.embed.weight.dtype).removeprefix("torch.")}
+    made = {**environment(device), "dtype": lm.dtype}
     with ItemBar(f"rows through {name}", count_rows(lm, plan)) as display:
         return study(lm, plan, name=name, source=source, made=made, show=display.update)
 

@@ -236,8 +236,7 @@ def _answer(lm: Any, sheet: Any, checkpoint: str, world: Any, batch_tokens: int 
     from sinkdlm.evals.responses import Journal, header_of
 
     answerer = Answerer(lm, sheet, budget=batch_tokens)
-    arithmetic = str(lm.model.embed.weight.dtype).removeprefix("torch.")
-    header = header_of(sheet, fingerprint(lm.model), tokenizer_fingerprint(lm.tokenizer), arithmetic, _facts(checkpoint, lm))
+    header = header_of(sheet, fingerprint(lm.model), tokenizer_fingerprint(lm.tokenizer), lm.dtype, _facts(checkpoint, lm))
     journal = Journal(path if world.first else None, header)
     with journal if world.first else nullcontext():
         return answer_sheet(answerer, journal, world=world)

@@ -1,12 +1,12 @@
 """The command `reproduce`."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument
 
+from sinkdlm.cli.loading import load_parent, say
 from sinkdlm.cli.options import Device, Json, Overrides, option
 
 _TARGET = Argument(help="table1 to table5, controls, short, figure1, figure3, gsm8k or all.")
@@ -17,9 +17,7 @@ def reproduce(
     target: Annotated[str, _TARGET],
     scale: Annotated[Scale, option("nano: minutes on a CPU; small: one GPU; paper: recipes for a cluster.")] = "nano",
     seeds: Annotated[int | None, option("Seeds of the main variants; by default nano 3, small 5.", min=1)] = None,
-    out: Annotated[Path, option("The folder to work in, or to go on in; several at once share it.")] = Path(
-        "runs/reproduce"
-    ),
+    out: Annotated[Path, option("The folder to work in, or to go on in; several at once share it.")] = Path("runs/reproduce"),
     records: Annotated[Path | None, option("Where results are kept; by default records/ in OUT.")] = None,
     parent: Annotated[str | None, option("small: the autoregressive model, as `convert` reads it.")] = None,
     corpus: Annotated[list[str] | None, option("small: a prepared set, or texts; may be given several times.")] = None,
@@ -41,9 +39,8 @@ def reproduce(
         from sinkdlm.reproduce.paper import lay_out
 
         found = lay_out(target, out, seeds or 1)
-        typer.echo(json.dumps(found, indent=1) if as_json else found["said"])
+        say(found, found["said"], as_json)
         return
-    from sinkdlm.cli.loading import load_parent
     from sinkdlm.reproduce.command import reproduce as work
     from sinkdlm.reproduce.command import run_plan
     from sinkdlm.reproduce.inputs import Given
@@ -57,19 +54,15 @@ def reproduce(
         _say_plan(run_plan(asked, load_parent), as_json)
         return
     found = work(asked, load_parent, lambda text: typer.echo(text, err=True))
-    typer.echo(json.dumps(found, indent=1) if as_json else _short(found, out))
+    say(found, _short(found, out), as_json)
 
 
 def _say_plan(planned: list[Any], as_json: bool) -> None:
     from sinkdlm.reproduce.command import about
 
-    if as_json:
-        rows = [{"run": one.job.name, "stages": one.stages, "seconds": one.seconds} for one in planned]
-        typer.echo(json.dumps(rows, indent=1))
-        return
-    for one in planned:
-        typer.echo(f"{one.job.name:28s}about {one.seconds:.0f} s")
-    typer.echo(f"{len(planned)} runs are missing{about(planned)}")
+    rows = [{"run": one.job.name, "stages": one.stages, "seconds": one.seconds} for one in planned]
+    lines = [f"{one.job.name:28s}about {one.seconds:.0f} s" for one in planned]
+    say(rows, "\n".join([*lines, f"{len(planned)} runs are missing{about(planned)}"]), as_json)
 
 
 def _short(found: dict[str, Any], out: Path) -> str:

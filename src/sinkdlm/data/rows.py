@@ -98,7 +98,7 @@ class TextRows:
 
     def __init__(self, split: Split, length: int, stride: int) -> None:
         self.split, self.length, self.stride = split, length, stride
-        self.n_rows = max(0, (split.n_tokens - length) // stride + 1) if split.n_tokens >= length else 0
+        self.n_rows = max(0, (split.n_tokens - length) // stride + 1)
 
     def fill(self, row: int, tokens: Array, maskable: Array) -> int:
         start = row * self.stride

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkdlm.checkpoint.durable import LOCK, replace_text, sync
+from sinkdlm.checkpoint.durable import LOCK, read_object, replace_text, sync
 from sinkdlm.checkpoint.tokenizer import write_tokenizer
 from sinkdlm.data.shards import FORMAT, INDEX, SPLITS, VERSION
 from sinkdlm.errors import DataError
@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    replace_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n", path.with_name(path.name + ".partial"))
+    replace_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 class GrowingFile:
@@ -157,7 +157,7 @@ class Store:
         path = self.folder / PROGRESS
         noted = read_json(path) if path.exists() else None
         if noted is None:
-            other = sorted(file.name for file in self.folder.iterdir() if file.name not in (LOCK, f"{PROGRESS}.partial"))
+            other = sorted(file.name for file in self.folder.iterdir() if file.name not in (LOCK, f".{PROGRESS}.partial"))
             if other:
                 raise DataError(f"{self.folder}: holds {other[0]} and is no unfinished set; choose another --out or remove it")
         if noted is None or noted["position"] == [0, 0]:
@@ -232,12 +232,7 @@ class Store:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        assert isinstance(found, dict)
-    except (OSError, ValueError, AssertionError):
-        raise DataError(f"{path}: damaged; remove {path.parent} and prepare again") from None
-    return found
+    return read_object(path, DataError, f"; damaged: remove {path.parent} and prepare again")
 
 
 def compare(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:

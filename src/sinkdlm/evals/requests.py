@@ -115,7 +115,7 @@ class Sheet:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines)
-            replace_text(path, text, path.with_name(f".{path.name}.partial"))
+            replace_text(path, text)
         except OSError as failure:
             raise EvalError(f"{path}: cannot be written: {failure.strerror}") from None
 

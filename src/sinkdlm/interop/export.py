@@ -47,7 +47,7 @@ def convert(
         "wrote": wrote,
         "path": str(destination),
         "tokenizer": type(loaded.tokenizer).__name__ if loaded.tokenizer is not None else None,
-        "dtype": str(loaded.model.embed.weight.dtype).removeprefix("torch."),
+        "dtype": loaded.dtype,
         "config": loaded.config.to_dict(),
     }
 
@@ -128,20 +128,13 @@ def write_transformers(destination: Path, loaded: Loaded, *, standalone: bool) -
     return "transformers directory (sinkdlm, with its own modelling file)" if standalone else "transformers directory (sinkdlm)"
 
 
+_LLADA_CODE = dict.fromkeys(("AutoModelForCausalLM", "AutoModel"), "modeling_llada.LLaDAModelLM")
 # Kind: model type, class, and where its own code lies, if not in transformers.
 _ARCHITECTURES: dict[str, tuple[str, str, dict[str, str]]] = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM", {}),
     "llama": ("llama", "LlamaForCausalLM", {}),
     "dream": ("Dream", "DreamModel", {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}),
-    "llada": (
-        "llada",
-        "LLaDAModelLM",
-        {
-            "AutoConfig": "configuration_llada.LLaDAConfig",
-            "AutoModelForCausalLM": "modeling_llada.LLaDAModelLM",
-            "AutoModel": "modeling_llada.LLaDAModelLM",
-        },
-    ),
+    "llada": ("llada", "LLaDAModelLM", {"AutoConfig": "configuration_llada.LLaDAConfig", **_LLADA_CODE}),
 }
 
 
@@ -172,7 +165,7 @@ def _parent_config(kind: str, loaded: Loaded) -> dict[str, Any]:
     config = loaded.config
     names = layouts.LLADA_FIELDS if kind == "llada" else layouts.TRANSFORMERS_FIELDS
     found = {theirs: getattr(config, ours) for ours, theirs in names.items()}
-    found["dtype"] = str(loaded.model.embed.weight.dtype).removeprefix("torch.")
+    found["dtype"] = loaded.dtype
     for name in ("bos", "eos", "pad"):  # the families' defaults are other models' ids
         found[f"{name}_token_id"] = getattr(loaded.tokenizer, f"{name}_token_id", None)
     if kind == "llada":

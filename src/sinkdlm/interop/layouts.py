@@ -95,24 +95,19 @@ class OfficialLayout(Layout):
     def rows(self, ours: str, config: ModelConfig) -> list[int]:
         return [sum(qkv_rows(config))] if ours.startswith("attention.qkv") else super().rows(ours, config)
 
-    def _groups(self, config: ModelConfig) -> tuple[int, int, int]:
-        return config.n_kv_heads, config.n_heads // config.n_kv_heads, config.head_dim
+    def _order(self, config: ModelConfig) -> Tensor:
+        """Where our query rows, key rows and value rows stand in theirs."""
+        groups = torch.arange(sum(qkv_rows(config))).unflatten(0, (config.n_kv_heads, -1, config.head_dim))
+        return torch.cat([part.flatten() for part in (groups[:, :-2], groups[:, -2], groups[:, -1])])
 
     def join(self, ours: str, parts: list[Tensor], config: ModelConfig) -> Tensor:
-        if not ours.startswith("attention.qkv"):
-            return super().join(ours, parts, config)
-        groups, queries, width = self._groups(config)
-        heads = parts[0].unflatten(0, (groups, queries + 2, width))
-        q, k, v = heads[:, :queries], heads[:, queries : queries + 1], heads[:, queries + 1 :]
-        return torch.cat([part.flatten(0, 2) for part in (q, k, v)])
+        joined = super().join(ours, parts, config)
+        return joined[self._order(config)] if ours.startswith("attention.qkv") else joined
 
     def split(self, ours: str, tensor: Tensor, config: ModelConfig) -> list[Tensor]:
-        if not ours.startswith("attention.qkv"):
-            return super().split(ours, tensor, config)
-        groups, queries, width = self._groups(config)
-        q, k, v = tensor.split(qkv_rows(config))
-        pieces = [q.unflatten(0, (groups, queries, width)), *(part.unflatten(0, (groups, 1, width)) for part in (k, v))]
-        return [torch.cat(pieces, dim=1).flatten(0, 2).contiguous()]
+        if ours.startswith("attention.qkv"):
+            tensor = tensor[self._order(config).argsort()]
+        return super().split(ours, tensor, config)
 
 
 class PermutedLayout(Layout):
@@ -121,10 +116,8 @@ class PermutedLayout(Layout):
     def join(self, ours: str, parts: list[Tensor], config: ModelConfig) -> Tensor:
         if ours.startswith("attention.qkv"):
             half = config.head_dim // 2
-            parts = [
-                part.unflatten(0, (-1, half, 2)).transpose(1, 2).flatten(0, 2) if index < 2 else part
-                for index, part in enumerate(parts)
-            ]
+            permuted = [part.unflatten(0, (-1, half, 2)).transpose(1, 2).flatten(0, 2) for part in parts[:2]]
+            parts = permuted + parts[2:]
         return super().join(ours, parts, config)
 
 
