@@ -14,8 +14,7 @@ from evaluated import save_model, small_lm, tiny_tokenizer
 from sinkdlm.cli.entry import main
 from sinkdlm.errors import EvalError
 from sinkdlm.evals.offline import BENCHMARKS, find_splits, load_splits
-from sinkdlm.evals.requests import Sheet
-from sinkdlm.evals.responses import Response, read_answers
+from sinkdlm.evals.requests import Response, Sheet, read_answers
 from sinkdlm.evals.settings import Settings
 
 pytest.importorskip("lm_eval")

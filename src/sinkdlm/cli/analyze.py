@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument
 
-from sinkdlm.cli.loading import choose_device, load_model, name_models, say
+from sinkdlm.cli.loading import choose_device, given, load_model, name_models, say
 from sinkdlm.cli.options import Bos, Chat, Device, Json, PolicySet, Precision, Sampler, Seed, option
 from sinkdlm.errors import AnalysisError
 
@@ -57,10 +57,9 @@ def analyze(
         from sinkdlm.analysis.plates import check_drawing
 
         check_drawing()  # before hours of capture, not after them
-    written = {"prompts": prompts, "trajectories": trajectories, "forwards": forwards, "length": length, "steps": steps}
-    unused = [name for name, value in written.items() if value is not None]
-    if texts is not None and unused:
-        raise AnalysisError(f"--texts: each is looked at as it is, and nothing is written; leave out --{unused[0]}")
+    written = given(prompts=prompts, trajectories=trajectories, forwards=forwards, length=length, steps=steps)
+    if texts is not None and written:
+        raise AnalysisError(f"--texts: each is looked at as it is, and nothing is written; leave out --{next(iter(written))}")
     if texts is not None and bos is not None:
         raise AnalysisError("--texts: each is looked at as it is; leave out --bos and --no-bos, which are of prompts")
     plan = study.Plan(

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument
 
-from sinkdlm.cli.loading import check_tokenizer, load_on_ranks, say
+from sinkdlm.cli.loading import check_tokenizer, given, load_on_ranks, say
 from sinkdlm.cli.options import Bos, Chat, Checkpoint, Compile, Device, Documents, Field, Json, Precision, Seed, TaskSet, option
 from sinkdlm.errors import ConfigError, EvalError
 
@@ -59,8 +59,8 @@ def evaluate(
     row = paper_row(paper) if paper is not None else None
     report = functools.partial(_report, out=out, log_samples=log_samples, paper=row, as_json=as_json)
     if responses is not None:
-        given = [name for name in context.params if getattr(context.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"]
-        if set(given) - _WITH_RESPONSES:
+        said = [name for name in context.params if getattr(context.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"]
+        if set(said) - _WITH_RESPONSES:
             raise EvalError("--responses: its file says what was asked and how; leave out all but CKPT, --data and what is shown")
         _score_responses(checkpoint, responses, data, report)
         return
@@ -71,12 +71,11 @@ def evaluate(
         raise EvalError("--log-samples: say where, with --out")
     if checkpoint is None and (write_requests is None or chat):
         raise EvalError("CKPT: which model? (--write-requests needs none, but with --chat)")
-    named = {"estimator": chosen, "draws": draws, "guidance": guidance, "policy": policy}
-    named |= {"steps": steps, "block": block, "adaptive": adaptive or None, "error": error, "tolerance": tolerance, "bos": bos}
+    changes = given(estimator=chosen, draws=draws, guidance=guidance, policy=policy, steps=steps, block=block, bos=bos)
+    changes |= given(adaptive=adaptive or None, error=error, tolerance=tolerance)
     plan: dict[str, Any] = {"tasks": tuple(name.strip() for name in tasks.split(",") if name.strip()), "limit": limit, "chat": chat}
     plan |= {"data": None if data is None else str(data), "num_fewshot": num_fewshot, "use_cache": use_cache}
     plan["gen_kwargs"] = _generation_fields(gen_kwargs or "")
-    changes = {name: value for name, value in named.items() if value is not None}
     _check_changes(changes, overrides or [])
     ask = functools.partial(_ask, plan, changes, overrides or [], seed)
     if write_requests is not None:
@@ -118,9 +117,9 @@ def _ask(plan: dict[str, Any], changes: dict[str, Any], overrides: list[Any], se
     sheet = evaluation.ask(changes=changes, overrides=overrides, seed=seed)
     fields = plan["gen_kwargs"] or {}
     generated = [request for request in sheet.requests if request.kind == GENERATE]
-    given = [name for name in ("policy", "steps", "block") if name in changes] + ["gen-kwargs"] * bool(fields)
-    if given and not generated:
-        raise EvalError(f"--{given[0]}: of generated answers, and {', '.join(sheet.settings)} ask for none; leave it out")
+    said = [name for name in ("policy", "steps", "block") if name in changes] + ["gen-kwargs"] * bool(fields)
+    if said and not generated:
+        raise EvalError(f"--{said[0]}: of generated answers, and {', '.join(sheet.settings)} ask for none; leave it out")
     if "draws" in changes and not any(settings.estimator in MONTE_CARLO for settings in sheet.settings.values()):
         why = ", ".join(f"{task} is scored by {settings.estimator}" for task, settings in sheet.settings.items())
         raise EvalError(f"--draws: {why}, which draws nothing; leave it out, or give --estimator exact_k")
@@ -192,8 +191,7 @@ def score(
     from sinkdlm.evals.settings import settings_for
     from sinkdlm.text.prompts import begin, check_bos
 
-    named = {"estimator": _estimator(causal, estimator, draws), "draws": draws, "greedy": False}
-    settings = settings_for("", {name: value for name, value in named.items() if value is not None})
+    settings = settings_for("", given(estimator=_estimator(causal, estimator, draws), draws=draws, greedy=False))
     found, n_left_out = texts.read_documents(file, field=field, documents=documents)
     found = found[:limit]
     with load_on_ranks(checkpoint, device, dtype) as (world, lm):
@@ -233,7 +231,7 @@ def _answer(lm: Any, sheet: Any, checkpoint: str, world: Any, batch_tokens: int 
     from contextlib import nullcontext
 
     from sinkdlm.evals.answering import Answerer, answer_sheet, fingerprint, tokenizer_fingerprint
-    from sinkdlm.evals.responses import Journal, header_of
+    from sinkdlm.evals.requests import Journal, header_of
 
     answerer = Answerer(lm, sheet, budget=batch_tokens)
     header = header_of(sheet, fingerprint(lm.model), tokenizer_fingerprint(lm.tokenizer), lm.dtype, _facts(checkpoint, lm))
@@ -243,8 +241,7 @@ def _answer(lm: Any, sheet: Any, checkpoint: str, world: Any, batch_tokens: int 
 
 
 def _score_responses(checkpoint: str | None, path: Path, data: Path | None, report: Any) -> None:
-    from sinkdlm.evals.requests import Sheet
-    from sinkdlm.evals.responses import read_answers
+    from sinkdlm.evals.requests import Sheet, read_answers
     from sinkdlm.evals.settings import Settings
 
     header, answers = read_answers(path)

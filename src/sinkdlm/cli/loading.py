@@ -103,6 +103,11 @@ def load_parent(recipe: Any, dtype: Any, source: Any = None, tokenizer: Any = No
         raise ConvertError(f"model.{told.removeprefix(option)}" if told.startswith(option) else told) from None
 
 
+def given(**options: Any) -> dict[str, Any]:
+    """The options that have a value."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def say(found: Any, text: str, as_json: bool) -> None:
     """Print what a command found: as JSON, or as text."""
     typer.echo(json.dumps(found, indent=2, ensure_ascii=False) if as_json else text)

@@ -44,7 +44,7 @@ def unknown_counter(tokenizer: Any) -> Callable[[Sequence[int]], int]:
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     token = getattr(model, "unk_token", tokenizer.unk_token)  # a Unigram model does not say
     unknown = None if token is None else tokenizer.get_vocab().get(token)
-    return lambda ids: list(ids).count(unknown)
+    return lambda ids: list[Any](ids).count(unknown)
 
 
 def with_bos(ids: list[int], bos_id: Any, bos: bool | None) -> list[int]:

@@ -214,17 +214,20 @@ class Store:
         splits = {split: writer.summary() for split, writer in self.splits.items()}
         whole = {"format": FORMAT, "version": VERSION, **index, "settings": self.settings, "splits": splits}
         write_json(self.folder / INDEX, whole)
-        (self.folder / PROGRESS).unlink()
+        self._unlink_notes()
         return whole
 
     def abandon(self) -> None:
         """Remove what was begun."""
         for file in self._files:
             file.discard()
-        for name in (PROGRESS, LOCK):
-            (self.folder / name).unlink(missing_ok=True)
+        self._unlink_notes()
         with suppress(OSError):
             self.folder.rmdir()
+
+    def _unlink_notes(self) -> None:
+        for name in (PROGRESS, LOCK):
+            (self.folder / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         for file in self._files:

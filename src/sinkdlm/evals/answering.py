@@ -21,12 +21,11 @@ from sinkdlm.data.display import ItemBar
 from sinkdlm.distributed.world import World
 from sinkdlm.evals.encoding import TextEncoder
 from sinkdlm.evals.generating import Generator, check_room
-from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Request, Sheet, by_question, number_of
-from sinkdlm.evals.responses import Journal, Response
+from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Journal, Request, Response, Sheet, by_question, number_of
 from sinkdlm.evals.settings import Settings
 from sinkdlm.likelihood import Adaptive, Estimates, document_likelihood, is_greedy, log_likelihood
 from sinkdlm.likelihood.mask_draws import MONTE_CARLO
-from sinkdlm.model.model import DiffusionLM
+from sinkdlm.model.model import Denoiser, DiffusionLM
 
 _LETTERS = 4  # about so many make a token: enough to say how much work a request is
 # Forwards of a batch: many fill up better, few are lost less and shown sooner.
@@ -37,17 +36,14 @@ _CPU_TOKENS, _LEAST_TOKENS, _MOST_TOKENS = 1 << 11, 1 << 12, 1 << 16  # in a for
 _LOGITS_SHARE = 8
 
 
-class CausalDenoiser:
-    """The AR parent inside a model: row i of its logits is for token i + 1."""
+class CausalDenoiser(Denoiser):
+    """The AR parent inside a model: row i of its logits is for token i + 1. Keeps no cache."""
 
-    def __init__(self, model: DiffusionLM, barred: Sequence[int] = ()) -> None:
-        self.model, self.barred = model, tuple(barred)
+    capturable = False
 
-    @property
-    def device(self) -> torch.device:
-        return self.model.embed.weight.device
-
-    def __call__(self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None) -> Tensor:
+    def __call__(  # type: ignore[override]
+        self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None
+    ) -> Tensor:
         with torch.no_grad():
             return self.model.head(self.model(tokens, lengths=lengths, causal=True, select=where))
 
@@ -69,9 +65,8 @@ class Answerer:
         self.device = lm.model.embed.weight.device
         self.budget = budget or forward_tokens(self.device, lm.config.vocab_size)
         self._options: dict[str, Any] = {"mask_id": lm.config.mask_id, "budget": self.budget, "device": self.device}
-        self._denoisers = {False: lm.model.denoiser(), True: CausalDenoiser(lm.model)}
-        absent = absent_ids(lm.tokenizer, lm.config.vocab_size)
-        self._writers = {False: lm.model.denoiser(absent), True: CausalDenoiser(lm.model, absent)}
+        absent = absent_ids(lm.tokenizer, lm.config.vocab_size)  # never written; logits are the same
+        self._denoisers = {False: lm.model.denoiser(absent), True: CausalDenoiser(lm.model, absent)}
         self._computed = self._expected = 0  # tokens of forwards, in the batch under way
 
     @contextmanager
@@ -168,7 +163,7 @@ class Answerer:
         return [_numbers(scores.estimates, i) | counts[i] for i in range(len(batch))]
 
     def _generate(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
-        config, writer, encoder = self.lm.config, self._writers[settings.causal], self._encoders[settings.bos]
+        config, writer, encoder = self.lm.config, self._denoisers[settings.causal], self._encoders[settings.bos]
         limits = {"room": config.context_length, "budget": self.budget}
         return Generator(writer, encoder, mask_id=config.mask_id, seed=self.sheet.seed, **limits).write(batch, settings)
 

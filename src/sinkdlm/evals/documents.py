@@ -8,8 +8,7 @@ from typing import Any
 from sinkdlm.data.inputs import Reader, count_bytes, find_sources, whole_text_of
 from sinkdlm.errors import EvalError
 from sinkdlm.evals.report import align
-from sinkdlm.evals.requests import ROLLING, Key, Request, Sheet
-from sinkdlm.evals.responses import Response
+from sinkdlm.evals.requests import ROLLING, Key, Request, Response, Sheet
 from sinkdlm.evals.settings import Settings
 
 _TASK = "documents"

@@ -32,8 +32,7 @@ from sinkdlm.evals import gsm8k
 from sinkdlm.evals.answering import Answerer, answer_sheet
 from sinkdlm.evals.generating import Manner
 from sinkdlm.evals.offline import BENCHMARKS, load_splits
-from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Key, Request, Sheet
-from sinkdlm.evals.responses import Journal, Response
+from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Journal, Key, Request, Response, Sheet
 from sinkdlm.evals.settings import ALIASES, Settings, read_changes, settings_for
 
 Answer = Callable[[Sequence[Request]], Sequence[Response]]

@@ -32,10 +32,13 @@ class Layout:
     block: str  # with {} for the layer
     parts: Mapping[str, tuple[str, ...]]
 
-    def parts_of(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-        """The block tensors that a model of this config has in this layout."""
+    def blocks(self, config: ModelConfig) -> Iterator[tuple[str, str, list[str]]]:
+        """The block tensors of a model of this config: our name within a block, our whole name, their names."""
         absent = {"attention.qkv.bias": not config.qkv_bias, "attention.gate.weight": config.gate == "none"}
-        return {ours: theirs for ours, theirs in self.parts.items() if not absent.get(ours, False)}
+        for layer in range(config.n_layers):
+            for ours, theirs in self.parts.items():
+                if not absent.get(ours, False):
+                    yield ours, f"blocks.{layer}.{ours}", [self.block.format(layer) + name for name in theirs]
 
     def rows(self, ours: str, config: ModelConfig) -> list[int]:
         """How many rows each part of one of our tensors has."""
@@ -57,30 +60,24 @@ class Layout:
 
     def read(self, get: Get, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
         """Our blocks and final norm, tensor by tensor, each part's shape checked."""
-        for layer in range(config.n_layers):
-            for ours, theirs in self.parts_of(config).items():
-                names = [self.block.format(layer) + name for name in theirs]
-                parts = [get(name) for name in names]
-                for name, part, wanted in zip(names, parts, self.shapes(ours, config), strict=True):
-                    check_shape(name, part, wanted)
-                yield f"blocks.{layer}.{ours}", self.join(ours, parts, config)
+        for ours, whole, names in self.blocks(config):
+            parts = [get(name) for name in names]
+            for name, part, wanted in zip(names, parts, self.shapes(ours, config), strict=True):
+                check_shape(name, part, wanted)
+            yield whole, self.join(ours, parts, config)
         norm = get(self.norm)
         check_shape(self.norm, norm, (config.d_model,))
         yield "norm.weight", norm
 
     def write(self, state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
         """Their names and rows for our blocks and final norm."""
-        out = {}
-        for layer in range(config.n_layers):
-            for ours, theirs in self.parts_of(config).items():
-                pieces = self.split(ours, state[f"blocks.{layer}.{ours}"], config)
-                out.update({self.block.format(layer) + name: piece for name, piece in zip(theirs, pieces, strict=True)})
-        out[self.norm] = state["norm.weight"]
-        return out
+        out: dict[str, Tensor] = {}
+        for ours, whole, names in self.blocks(config):
+            out.update(zip(names, self.split(ours, state[whole], config), strict=True))
+        return {**out, self.norm: state["norm.weight"]}
 
     def all_names(self, config: ModelConfig) -> set[str]:
-        names = [name for theirs in self.parts_of(config).values() for name in theirs]
-        blocks = {self.block.format(layer) + name for layer in range(config.n_layers) for name in names}
+        blocks = (name for _, _, names in self.blocks(config) for name in names)
         return {*blocks, self.embed, self.norm, self.head}
 
 

@@ -40,7 +40,7 @@ def read_tokenizer_at(path: str | Path) -> Any:
     if not path.exists():
         raise ConvertError(f"{path}: no such tokenizer file or folder")
     if path.name == "tokenizer.json":
-        return _guarded(path, lambda: PreTrainedTokenizerFast.from_pretrained(path.parent))
+        return read_folder(path.parent)
     if path.suffix == ".json":
         return _guarded(path, lambda: PreTrainedTokenizerFast(tokenizer_file=str(path)))
     if path.suffix == ".model":
