@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS   ?= 2
 
-.PHONY: demo test test-slow test-gpu lint bench docs docs-benchmarks format clean
+.PHONY: demo test test-slow test-gpu lint bench docs docs-benchmarks docs-check format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make test       lint and the fast tests"
 	@echo "make test-slow  the long tests"
 	@echo "make test-gpu   the tests for a GPU, six at a time; PART=1/3 runs a third of them"
+	@echo "make docs-check numbers in README and docs are those of benchmarks/results"
 	@echo "make lint       ruff, mypy, types of the page, docs"
 	@echo "make bench      benchmarks that this machine can run"
 	@echo "make docs       serve the documentation, on http://127.0.0.1:8000"
@@ -60,13 +61,17 @@ test-slow: $(VENV)/.dev
 test-gpu: $(VENV)/.dev
 	$(BIN)/pytest -n 6 --dist worksteal -m gpu $(if $(PART),--part $(PART))
 
+# What no change of code alone can fail: stored results, and the pages that quote them.
+docs-check: $(VENV)/.dev
+	$(BIN)/pytest benchmarks/check
+
 bench: $(VENV)/.core
 	$(BIN)/python -m benchmarks.all
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-# Pages and pictures that are made from benchmarks/results; a test fails where they are not.
+# Pages and pictures that are made from benchmarks/results; make docs-check fails where they are not.
 docs-benchmarks: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.page
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measuring import arguments, graphed, kernel_times, measure_together, record, write
+from benchmarks.measuring import arguments, graphed, kernel_times, measure_together, result, write
 from sinkdlm.fast.attention import attend_grouped
 from sinkdlm.fast.functions import attend_flat
 from sinkdlm.model.attention import attend_naive
@@ -96,7 +96,7 @@ def main() -> None:
         figures["x".join(map(str, shape))] = row
         print(shape, {form: round(ratio, 3) for form, ratio in row["to_plain"].items()}, file=sys.stderr, flush=True)
     settings = {"dtype": str(dtype), "n_sinks": N_SINKS, "shape": "batch x tokens x heads x kv heads x width"}
-    write(record("attention", figures, device=args.device, settings=settings), args.out)
+    write(result("attention", figures, device=args.device, settings=settings), args.out)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Fits the constants of `sinkdlm plan` to the records, and writes them with the records' names.
+"""Fits the constants of `sinkdlm plan` to the results, and writes them with the results' names.
 
-    python -m benchmarks.calibrate              # refit, and say how well each record is met
+    python -m benchmarks.calibrate              # refit, and say how well each result is met
     python -m benchmarks.calibrate --since 2026-12-01    # leave out steps timed before: of slower code
 
 Needs no GPU. Reads train-*, train_step-* and checkpoint-* (steps of whole models), attention-* and loss-* (their parts). Few
-records leave some constants open, so each has a value that it does not leave without a reason.
+results leave some constants open, so each has a value that it does not leave without a reason.
 """
 
 import argparse
@@ -25,16 +25,16 @@ from sinkdlm.planning.step_time import CALIBRATION, Constants, fitted, head_seco
 # read forward, read and written for gradients, and once more.
 _FIRST = {"matmuls": 0.7, "attention": 0.45, "passes": 6.0, "logit": 40.0, "lane": 18.0, "block": 3e-4, "step": 3e-3}
 _STAY = 0.15
-_PART = 0.3  # the weight of a part's record beside that of a whole step
+_PART = 0.3  # the weight of a part's result beside that of a whole step
 _TURNS, _TINY = 60, 1e-6  # of the fit, and the change that ends it
 _OURS = ("vanilla", "sink", "gate")
 _HALF = "-residual"  # the same, whose layers add in bf16
 
 
 class Timed(NamedTuple):
-    """A training step as a record has it, on one GPU."""
+    """A training step as a result has it, on one GPU."""
 
-    record: str
+    result: str
     name: str
     recipe: Recipe
     rows: int  # of a forward
@@ -61,7 +61,7 @@ class Timed(NamedTuple):
 
 
 def entries(benchmark: str, folder: Path = RESULTS) -> Iterator[tuple[str, dict[str, Any], Chip]]:
-    """Records of a benchmark on a GPU that the tables know."""
+    """Results of a benchmark on a GPU that the tables know."""
     for path in sorted(folder.glob(f"{benchmark}-*.json")):
         entry = json.loads(path.read_text())
         chip = find_chip(entry["hardware"].get("gpu", ""))
@@ -70,7 +70,7 @@ def entries(benchmark: str, folder: Path = RESULTS) -> Iterator[tuple[str, dict[
 
 
 def timed_steps(folder: Path = RESULTS) -> list[Timed]:
-    """Every step of a whole model that a record holds, of our own code."""
+    """Every step of a whole model that a result holds, of our own code."""
     return [*_runs(folder), *_forms(folder), *_saving_runs(folder)]
 
 
@@ -91,7 +91,7 @@ def _recipe(preset: str, length: int, residual: str = "float32", **flags: Any) -
 
 
 def _forms(folder: Path) -> Iterator[Timed]:
-    """train_step: the forms of a record, whose peaks hold those made before them unless each was alone, and its sweep."""
+    """train_step: the forms of a result, whose peaks hold those made before them unless each was alone, and its sweep."""
     flags: dict[str, dict[str, Any]] = {"vanilla": {}, "sink": {"n_sinks": 1}, "gate": {"gate": "elementwise"}}
     for name, entry, chip in entries("train_step", folder):
         given, figures = entry["settings"], entry["figures"]
@@ -121,9 +121,9 @@ def _saving_runs(folder: Path) -> Iterator[Timed]:
 
 
 class Peak(NamedTuple):
-    """Memory of one rank as a record has it."""
+    """Memory of one rank as a result has it."""
 
-    record: str
+    result: str
     name: str
     measured: float
     planned: int
@@ -132,8 +132,8 @@ class Peak(NamedTuple):
 def peaks(folder: Path = RESULTS, since: str = "") -> list[Peak]:
     """By today's formula, beside what a rank of a GPU held. since: of steps; layouts are measured by a benchmark of their own."""
     steps = [step for step in timed_steps(folder) if step.date >= since]
-    found = [Peak(step.record, step.name, step.peak, step.planned_peak) for step in steps if step.peak is not None]
-    for record, entry, _ in entries("memory", folder):
+    found = [Peak(step.result, step.name, step.peak, step.planned_peak) for step in steps if step.peak is not None]
+    for result, entry, _ in entries("memory", folder):
         for name, figure in entry["figures"].items():
             recompute, place, forwards = name.split(", ")
             kind, ranks = place.split()
@@ -142,14 +142,14 @@ def peaks(folder: Path = RESULTS, since: str = "") -> list[Peak]:
             table = _recipe(given["model"], given["length"], n_sinks=1).to_dict()
             table["train"]["recompute"] = recompute
             plan = training_memory(Recipe.resolve(table), given["rows"], layout, accumulates=forwards != "1 forwards")
-            found.append(Peak(record, f"{given['model']}, {name}", figure["peak"], plan.total))
+            found.append(Peak(result, f"{given['model']}, {name}", figure["peak"], plan.total))
     return found
 
 
 class Part(NamedTuple):
     """A part of a step, timed alone: the constants give it so many seconds."""
 
-    record: str
+    result: str
     name: str
     seconds: float
     chip: Chip
@@ -167,16 +167,16 @@ class Part(NamedTuple):
 
 def timed_parts(folder: Path = RESULTS) -> list[Part]:
     found = []
-    for record, entry, chip in entries("attention", folder):
+    for result, entry, chip in entries("attention", folder):
         for shape, row in entry["figures"].items():
             sizes = tuple(map(int, shape.split("x")))
             took = {form: timed["p50"] / 1000 for form, timed in row["ms_forward_backward"].items()}
-            found.append(Part(record, "attention", took["plain"], chip, sizes))
-            found.append(Part(record, "lane", took["trained"] - took["trained-plain"], chip, sizes))
-    for record, entry, chip in entries("loss", folder):
+            found.append(Part(result, "attention", took["plain"], chip, sizes))
+            found.append(Part(result, "lane", took["trained"] - took["trained-plain"], chip, sizes))
+    for result, entry, chip in entries("loss", folder):
         for shape, row in entry["figures"].items():
             seconds = row["ms_forward_backward"]["chunked"]["p50"] / 1000
-            found.append(Part(record, "head", seconds, chip, tuple(map(int, shape.split("x")))))
+            found.append(Part(result, "head", seconds, chip, tuple(map(int, shape.split("x")))))
     return found
 
 
@@ -192,7 +192,7 @@ def host_seconds(folder: Path = RESULTS) -> float:
 
 
 def is_launched(entry: dict[str, Any]) -> bool:
-    """Whether a record of steps is of one that was launched kernel by kernel, which says how fast a host is."""
+    """Whether a result of steps is of one that was launched kernel by kernel, which says how fast a host is."""
     return entry["settings"].get("graphs", "off") == "off"
 
 
@@ -222,12 +222,12 @@ def fit(steps: list[Timed], parts: list[Part], launch: float) -> Constants:
 
 
 def foretold(steps: list[Timed], folder: Path = RESULTS) -> list[float]:
-    """Seconds of each step by constants that were fitted without its record."""
+    """Seconds of each step by constants that were fitted without its result."""
     parts, launch = timed_parts(folder), host_seconds(folder)
     without = {
-        name: fit([step for step in steps if step.record != name], parts, launch) for name in {step.record for step in steps}
+        name: fit([step for step in steps if step.result != name], parts, launch) for name in {step.result for step in steps}
     }
-    return [step.seconds_by(without[step.record]) for step in steps]
+    return [step.seconds_by(without[step.result]) for step in steps]
 
 
 def table(folder: Path = RESULTS, since: str = "") -> dict[str, Any]:
@@ -237,8 +237,8 @@ def table(folder: Path = RESULTS, since: str = "") -> dict[str, Any]:
     parts = timed_parts(folder)
     constants = fit(used, parts, host_seconds(folder))
     devices = sorted({step.chip.name for step in used})
-    records = sorted({step.record for step in used} | {part.record for part in parts})
-    return {"device": devices, "since": since, "records": records, "constants": constants._asdict()}
+    results = sorted({step.result for step in used} | {part.result for part in parts})
+    return {"device": devices, "since": since, "records": results, "constants": constants._asdict()}
 
 
 def main() -> None:
@@ -254,11 +254,11 @@ def main() -> None:
         planned = step.seconds_by(constants)
         rates = f"{step.tokens / step.seconds:12,.0f} tokens/s, planned {step.tokens / planned:12,.0f}"
         note = "" if step.date >= found["since"] else " (left out)"
-        print(f"{step.seconds / planned - 1:+7.1%}  {rates}  {step.name} ({step.record}){note}")
+        print(f"{step.seconds / planned - 1:+7.1%}  {rates}  {step.name} ({step.result}){note}")
     for part in timed_parts():
-        print(f"{part.seconds / part.planned(constants) - 1:+7.1%}  {part.name} of {part.sizes} ({part.record})")
+        print(f"{part.seconds / part.planned(constants) - 1:+7.1%}  {part.name} of {part.sizes} ({part.result})")
     for peak in peaks(since=found["since"]):
-        print(f"{peak.planned / peak.measured - 1:+7.1%}  {peak.measured / 1e9:6.1f} GB  {peak.name} ({peak.record})")
+        print(f"{peak.planned / peak.measured - 1:+7.1%}  {peak.measured / 1e9:6.1f} GB  {peak.name} ({peak.result})")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.kills import write_set
-from benchmarks.measuring import quantiles, record, write
+from benchmarks.measuring import quantiles, result, write
 from sinkdlm import Recipe
 from sinkdlm.distributed.world import World, joined
 from sinkdlm.training import loop
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=20)
     parser.add_argument("--mode", default="shard")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     given = parser.parse_args()
     figures: dict[str, Any] = {}
     with joined(given.device) as world:
@@ -99,7 +99,7 @@ def main() -> None:
         if world.first:
             settings = {name: value for name, value in vars(given).items() if name not in ("out", "device")} | {"ranks": world.size}
             subject = f"{given.model}-{world.size}-ranks" if world.size > 1 else given.model
-            write(record("checkpoint", figures, device=given.device, settings=settings), given.out, subject=subject)
+            write(result("checkpoint", figures, device=given.device, settings=settings), given.out, subject=subject)
 
 
 if __name__ == "__main__":

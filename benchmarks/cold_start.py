@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.kills import write_set
-from benchmarks.measuring import quantiles, record, write
+from benchmarks.measuring import quantiles, result, write
 from benchmarks.train import lines_of
 
 _LINES = 150  # of a profile, in each order
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=2, help="of each kind")
     parser.add_argument("--profile", type=Path, help="a text file for where a warm start's time goes")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     args = parser.parse_args()
     times: dict[str, list[dict[str, float]]] = {kind: [] for kind in _KINDS}
     with tempfile.TemporaryDirectory() as name:
@@ -131,7 +131,7 @@ def main() -> None:
     settings = {key: value for key, value in vars(args).items() if key not in ("out", "profile")}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     write(
-        record("cold_start", {**figures, **ratios}, device=device, settings=settings),
+        result("cold_start", {**figures, **ratios}, device=device, settings=settings),
         args.out,
         subject=args.model,
     )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measuring import record, write
+from benchmarks.measuring import result, write
 from benchmarks.train_step import Step, check_device, form_names, free, recipe_of, split_form
 
 _CHOICES = 4  # that may follow a token
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--forms", type=form_names, default="official,sink", help="those of benchmarks.train_step")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     args = parser.parse_args()
     check_device(parser, args)
     plain, *fast = args.forms.split(",")
@@ -75,7 +75,7 @@ def main() -> None:
         figures[f"{form} to {plain}"] = apart(curves[f"{plain}, seed 0"], curves[f"{form}, seed 0"])
     figures["losses"] = {name: [round(loss, 5) for loss in losses] for name, losses in curves.items()}
     settings = {key: value for key, value in vars(args).items() if key not in ("out", "device")}
-    write(record("curves", figures, device=args.device, settings=settings), args.out, subject=args.model)
+    write(result("curves", figures, device=args.device, settings=settings), args.out, subject=args.model)
 
 
 if __name__ == "__main__":

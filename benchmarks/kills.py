@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from benchmarks.measuring import record, write
+from benchmarks.measuring import result, write
 
 STEPS_PER_KILL = 8
 _PATIENCE = 120.0  # seconds for one life to show the sign it is waited for
@@ -373,12 +373,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--background", action="store_true", help="write states in the background")
     parser.add_argument("--ranks", type=int, default=1, help="under torchrun, with restarts")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = run(given.kills, given.seed, Path(folder), background=given.background, ranks=given.ranks)
     settings = {"kills": given.kills, "seed": given.seed, "background": given.background, "ranks": given.ranks}
-    write(record("kills", found, device="cpu", settings=settings), given.out)
+    write(result("kills", found, device="cpu", settings=settings), given.out)
     if found["differences"]:
         raise SystemExit(f"not bit-equal: {', '.join(found['differences'])}")
 

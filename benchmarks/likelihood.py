@@ -25,13 +25,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.measuring import record, write
+from benchmarks.measuring import result, write
 from benchmarks.official_loop import MaskedForm
 from sinkdlm import DiffusionLM, ModelConfig, load
 from sinkdlm.data.synthetic import corpus
 from sinkdlm.evals.encoding import TextEncoder
 from sinkdlm.evals.requests import Request, Sheet, by_question, number_of
 from sinkdlm.evals.settings import Settings
+from sinkdlm.fast import accelerate
 from sinkdlm.fast.quantized import to_float8
 from sinkdlm.interop.tokenizer import read_tokenizer_at
 from sinkdlm.likelihood import Adaptive, Estimates, log_likelihood
@@ -235,7 +236,7 @@ def open_model(given: argparse.Namespace) -> DiffusionLM:
     dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
     if given.checkpoint is not None:
         return load(given.checkpoint).model.to(given.device, dtype)
-    return DiffusionLM(ModelConfig.preset(given.preset, n_sinks=1), seed=0).to(given.device, dtype)
+    return accelerate(DiffusionLM(ModelConfig.preset(given.preset, n_sinks=1), seed=0).to(given.device, dtype))
 
 
 def arguments() -> argparse.Namespace:
@@ -251,7 +252,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=1 << 15, help="tokens in a forward")
     parser.add_argument("--adaptive", action="store_true", help="adaptive draws against full runs, instead of speed")
     parser.add_argument("--subject", default="")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     given = parser.parse_args()
     if (given.sheet is None) == (given.made == 0):
         parser.error("give a sheet of requests, or --made")
@@ -269,7 +270,7 @@ def main() -> None:
     figures = {"requests": len(work.requests), "mean_tokens": sum(map(len, work.tokens)) / len(work.tokens), **figures}
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(given).items() if key != "out"}
     settings |= {"guidance": work.guidance, "task": work.requests[0].task}
-    write(record("likelihood", figures, device=given.device, settings=settings), given.out, subject=given.subject)
+    write(result("likelihood", figures, device=given.device, settings=settings), given.out, subject=given.subject)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks.kills import write_set
-from benchmarks.measuring import arguments, measure, quantiles, record, write
+from benchmarks.measuring import arguments, measure, quantiles, result, write
 from sinkdlm.config.model import ModelConfig
 from sinkdlm.config.recipe import DataSection
 from sinkdlm.data.rows import Rows, open_rows
@@ -79,7 +79,7 @@ def main() -> None:
         model = model_rate(rows, batch, device)
     figures = {"loader_tokens_per_second": loader, "model_tokens_per_second": model, "ratio": loader["p50"] / model["p50"]}
     settings = {"length": LENGTH, "loader_batch": 128, "model_batch": batch, "set_tokens": TOKENS}
-    write(record("loader", figures, device=given.device, settings=settings), given.out)
+    write(result("loader", figures, device=given.device, settings=settings), given.out)
 
 
 if __name__ == "__main__":

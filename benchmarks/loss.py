@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.measuring import arguments, measure_together, peak_bytes, record, write
-from sinkdlm.diffusion import chunked_nll
+from benchmarks.measuring import arguments, measure_together, peak_bytes, result, write
+from sinkdlm.fast.objective import chunked_nll
 
 # masked tokens, width, vocabulary
 SHAPES = {"cuda": [(8192, 896, 151936), (16384, 1280, 32000)], "cpu": [(512, 64, 4096)]}
@@ -56,7 +56,7 @@ def main() -> None:
             row["peak_bytes"] = {name: peak_bytes(call) for name, call in calls.items()}
         figures[f"{rows}x{width}x{vocab}"] = row
     write(
-        record("loss", figures, device=args.device, settings={"dtype": str(dtype), "shape": "rows x width x vocabulary"}), args.out
+        result("loss", figures, device=args.device, settings={"dtype": str(dtype), "shape": "rows x width x vocabulary"}), args.out
     )
 
 

@@ -1,6 +1,6 @@
-"""How everything is timed and written down: one timer, one record form.
+"""How everything is timed and written down: one timer, one result form.
 
-A record is one JSON object: command, commit, hardware, versions, and figures. A timed figure has p20, p50 and p80 over its repeats.
+A result is one JSON object: command, commit, hardware, versions, and figures. A timed figure has p20, p50 and p80 over its repeats.
 """
 
 import argparse
@@ -146,7 +146,7 @@ def commit() -> str:
     return head + ("+changes" if dirty else "")
 
 
-def record(name: str, figures: dict[str, Any], *, device: str, settings: dict[str, Any]) -> dict[str, Any]:
+def result(name: str, figures: dict[str, Any], *, device: str, settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "benchmark": name,
         "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
@@ -160,7 +160,7 @@ def record(name: str, figures: dict[str, Any], *, device: str, settings: dict[st
 
 
 def write(entry: dict[str, Any], out: Path | None, *, subject: str = "") -> None:
-    """Prints the record and, with --out, writes it to a file of its own, named by benchmark, subject and hardware."""
+    """Prints the result and, with --out, writes it to a file of its own, named by benchmark, subject and hardware."""
     text = json.dumps(entry, indent=2)
     print(text, flush=True)
     if out is not None:
@@ -172,5 +172,5 @@ def write(entry: dict[str, Any], out: Path | None, *, subject: str = "") -> None
 def arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     return parser.parse_args()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.measuring import record, write
+from benchmarks.measuring import result, write
 from sinkdlm import DiffusionLM, Recipe
 from sinkdlm.diffusion import Schedule, corrupt, denoising_loss
 from sinkdlm.distributed.world import World
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--ranks", default="1,2,8,64")
     parser.add_argument("--recompute", default="none,selective,full")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     given = parser.parse_args()
     device = torch.device("cuda")
     figures: dict[str, Any] = {}
@@ -112,7 +112,7 @@ def main() -> None:
                     figures[name] = {**measured, "planned": planned, "ratio": plan.total / measured["peak"]}
                     print(name, measured, plan.total, round(plan.total / measured["peak"], 3), flush=True)
     settings = {"model": given.model, "rows": given.rows, "length": given.length, "compile": "auto", "precision": "bf16"}
-    write(record("memory", figures, device="cuda", settings=settings), given.out, subject=given.model)
+    write(result("memory", figures, device="cuda", settings=settings), given.out, subject=given.model)
 
 
 if __name__ == "__main__":

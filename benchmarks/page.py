@@ -1,6 +1,6 @@
-"""Writes docs/benchmarks.md from the records, and the table of docs/howto/plan.md from the recipes: make docs-benchmarks
+"""Writes docs/benchmarks.md from the results, and the table of docs/howto/plan.md from the recipes: make docs-benchmarks
 
-Text comes from the records alone, so that a test can hold the pages against them; pictures are drawn by benchmarks/plots.py. A
+Text comes from the results alone, so that a test can hold the pages against them; pictures are drawn by benchmarks/plots.py. A
 benchmark that has no section of its own gets its figures listed.
 """
 
@@ -24,10 +24,10 @@ PLAN_PAGE = ROOT / "docs" / "howto" / "plan.md"
 _KERNELS, _NAME = 20, 70  # of a profile that are listed, and how much of their names
 _MARKS = ("<!-- table: begin -->", "<!-- table: end -->")
 _SFT_ROWS = 769_240  # examples an epoch of the paper's SFT
-Record = dict[str, Any]
+Result = dict[str, Any]
 
 
-def read_records(folder: Path = RESULTS) -> dict[str, Record]:
+def read_results(folder: Path = RESULTS) -> dict[str, Result]:
     """By file name."""
     return {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
@@ -37,7 +37,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def source(name: str, entry: Record) -> str:
+def source(name: str, entry: Result) -> str:
     """Where a table's numbers come from."""
     hardware = entry["hardware"]
     device = hardware.get("gpu") or f"CPU ({hardware['machine']}), {hardware['threads']} of {hardware['cpu_count']} cores"
@@ -46,7 +46,7 @@ def source(name: str, entry: Record) -> str:
     return f"`{entry['command']}`  \n{' · '.join(facts)}"
 
 
-def ms(timed: Record) -> str:
+def ms(timed: Result) -> str:
     """The median, and the middle 60 % where they do not read the same."""
     low, middle, high = (short(timed[key]) for key in ("p20", "p50", "p80"))
     return middle if low == high else f"{middle} ({low} to {high})"
@@ -56,16 +56,16 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def rate(timed: Record) -> str:
+def rate(timed: Result) -> str:
     return f"{timed['p50']:,.0f}" if timed["p50"] >= 100 else f"{timed['p50']:.1f}"
 
 
 # -- sections -------------------------------------------------------------------------------------------------------------------
 
 
-def training(records: dict[str, Record]) -> Iterator[str]:
+def training(results: dict[str, Result]) -> Iterator[str]:
     rows = []
-    for entry in records.values():
+    for entry in results.values():
         figures = entry["figures"]
         last = figures["validation"][-1]
         mfu = f"{figures['mfu']['p50']:.1%}" if "mfu" in figures else ""
@@ -81,8 +81,8 @@ def training(records: dict[str, Record]) -> Iterator[str]:
     yield "![Attention on the sink and value norms by layer, at the end of a run.](assets/sinks.svg)"
 
 
-def steps(records: dict[str, Record]) -> Iterator[str]:
-    for entry in sorted(records.values(), key=lambda entry: "gpu" not in entry["hardware"]):  # a CPU's come last
+def steps(results: dict[str, Result]) -> Iterator[str]:
+    for entry in sorted(results.values(), key=lambda entry: "gpu" not in entry["hardware"]):  # a CPU's come last
         given, forms, hardware = entry["settings"], entry["figures"]["forms"], entry["hardware"]
         official = forms.get("official", {}).get("tokens_per_second")
         rows = []
@@ -102,11 +102,11 @@ def steps(records: dict[str, Record]) -> Iterator[str]:
             yield table(["sink, rows x length", "ms a step", "tokens/s", "MFU"], swept)
         if "profile" in entry["figures"]:
             yield from _profile(entry["figures"]["profile"])
-    if any("sweep" in entry["figures"] for entry in records.values()):
+    if any("sweep" in entry["figures"] for entry in results.values()):
         yield "![Time of a step by rows and by length, measured and by the plan's formulas.](assets/benchmarks-steps.svg)"
 
 
-def _profile(seen: Record) -> Iterator[str]:
+def _profile(seen: Result) -> Iterator[str]:
     """Where one step's time goes, kind by kind and kernel by kernel."""
     total = seen["ms_busy"]
     kinds = sorted(seen["ms_by_kind"].items(), key=lambda item: -item[1])
@@ -116,8 +116,8 @@ def _profile(seen: Record) -> Iterator[str]:
     yield table(["kernel", "ms", "calls"], rows)
 
 
-def curves(records: dict[str, Record]) -> Iterator[str]:
-    for entry in records.values():
+def curves(results: dict[str, Result]) -> Iterator[str]:
+    for entry in results.values():
         given, figures = entry["settings"], entry["figures"]
         rows = [
             [what.replace("_", " "), *(f"{row[key]:.2%}" for key in ("mean", "most", "at_end"))]
@@ -128,8 +128,8 @@ def curves(records: dict[str, Record]) -> Iterator[str]:
         yield table(["relative difference of losses, 20 steps at a time", "mean", "largest", "at the end"], rows)
 
 
-def precision(records: dict[str, Record]) -> Iterator[str]:
-    for entry in records.values():
+def precision(results: dict[str, Result]) -> Iterator[str]:
+    for entry in results.values():
         rows = []
         for name, found in entry["figures"]["precisions"].items():
             last = found["validation"][-1]
@@ -145,28 +145,28 @@ def precision(records: dict[str, Record]) -> Iterator[str]:
             )
 
 
-def planning(records: dict[str, Record]) -> Iterator[str]:
-    """Needs no record of its own: plans beside all that can be held against them."""
+def planning(results: dict[str, Result]) -> Iterator[str]:
+    """Needs no result of its own: plans beside all that can be held against them."""
     since = calibration()["since"]
     steps = [step for step in timed_steps() if step.date >= since]
     rows = []
     for step, blind in zip(steps, foretold(steps), strict=True):
         rates = [f"{step.tokens / seconds:,.0f}" for seconds in (step.seconds, step.planned_seconds)]
         misses = [f"{step.seconds / step.planned_seconds - 1:+.1%}", f"{step.seconds / blind - 1:+.0%}"]
-        rows.append([step.name, *rates, *misses, f"`{step.record}`"])
-    yield table(["one H200", "tokens/s", "planned", "off by", "fitted without it", "record"], rows)
+        rows.append([step.name, *rates, *misses, f"`{step.result}`"])
+    yield table(["one H200", "tokens/s", "planned", "off by", "fitted without it", "result"], rows)
     found = peaks(since=since)
     off = [peak.planned / peak.measured - 1 for peak in found]
     yield (
-        "The constants of the rates are fitted to these records; the last column but one says how far off a record is by constants "
+        "The constants of the rates are fitted to these results; the last column but one says how far off a result is by constants "
         f"fitted without it. Peak memory comes by formulas without fitted constants: of {len(found)} measured peaks the plan is "
         f"between {min(off):+.1%} and {max(off):+.1%} off."
     )
 
 
-def memory(records: dict[str, Record]) -> Iterator[str]:
-    planned = {(peak.record, peak.name): peak.planned for peak in peaks()}
-    for name, entry in records.items():
+def memory(results: dict[str, Result]) -> Iterator[str]:
+    planned = {(peak.result, peak.name): peak.planned for peak in peaks()}
+    for name, entry in results.items():
         given = entry["settings"]
         rows = []
         for what, figure in entry["figures"].items():
@@ -181,8 +181,8 @@ def memory(records: dict[str, Record]) -> Iterator[str]:
     yield "![Peak memory of a rank by layout and recomputation, measured and planned.](assets/benchmarks-memory.svg)"
 
 
-def attention(records: dict[str, Record]) -> Iterator[str]:
-    for entry in records.values():
+def attention(results: dict[str, Result]) -> Iterator[str]:
+    for entry in results.values():
         figures = entry["figures"]
         forms = list(next(iter(figures.values()))["ms_forward_backward"])
         rows = [
@@ -225,8 +225,8 @@ def kernel_rows(*forms: list[dict[str, Any]]) -> list[list[str]]:
 _GRADIENTS = ("out", "dq", "dk", "dv", "dsink_k", "dsink_v")
 
 
-def loss(records: dict[str, Record]) -> Iterator[str]:
-    for entry in records.values():
+def loss(results: dict[str, Result]) -> Iterator[str]:
+    for entry in results.values():
         rows = []
         for shape, row in entry["figures"].items():
             for form, timed in row["ms_forward_backward"].items():
@@ -235,8 +235,8 @@ def loss(records: dict[str, Record]) -> Iterator[str]:
         yield table([f"{entry['settings']['shape']}, form", "ms, forward and backward", "peak GB"], rows)
 
 
-def sampling(records: dict[str, Record]) -> Iterator[str]:
-    for entry in records.values():
+def sampling(results: dict[str, Result]) -> Iterator[str]:
+    for entry in results.values():
         given, batches = entry["settings"], entry["figures"]
         canvas = f"{given['length']} tokens in {given['steps']} steps, blocks of {given['block']}"
         if given["checkpoint"]:
@@ -258,7 +258,7 @@ def sampling(records: dict[str, Record]) -> Iterator[str]:
     yield "![Tokens a second of each way to sample, 64 rows.](assets/benchmarks-sampling.svg)"
 
 
-def _agreement(batch: str, forms: Record) -> str:
+def _agreement(batch: str, forms: Result) -> str:
     rows = []
     for form, found in forms.items():
         timed = [found[key] for key in ("tokens_per_second", "tokens_per_step") if key in found]
@@ -268,8 +268,8 @@ def _agreement(batch: str, forms: Record) -> str:
     return table([batch, "tokens/s", "tokens a step", "equal tokens", "mean confidence"], rows)
 
 
-def likelihood(records: dict[str, Record]) -> Iterator[str]:
-    for entry in records.values():
+def likelihood(results: dict[str, Result]) -> Iterator[str]:
+    for entry in results.values():
         given, figures = entry["settings"], entry["figures"]
         asked = f"{figures['requests']} requests of {given['task']}, {given['draws']} draws, guidance {given['guidance']}"
         if given["checkpoint"]:
@@ -293,8 +293,8 @@ def likelihood(records: dict[str, Record]) -> Iterator[str]:
     yield "Forms run in this order, and the first meets every shape for the first time: see the [log](log.md) before you compare."
 
 
-def serving(records: dict[str, Record]) -> Iterator[str]:
-    for entry in records.values():
+def serving(results: dict[str, Result]) -> Iterator[str]:
+    for entry in results.values():
         figures, given = entry["figures"], entry["settings"]
         rows = []
         for form, row in figures.items():
@@ -305,8 +305,8 @@ def serving(records: dict[str, Record]) -> Iterator[str]:
         yield table(["form", "requests/s", "tokens/s", "latency, ms", "answers that differ"], rows)
 
 
-def checkpoint(records: dict[str, Record]) -> Iterator[str]:
-    for entry in records.values():
+def checkpoint(results: dict[str, Result]) -> Iterator[str]:
+    for entry in results.values():
         given = entry["settings"]
         rows = [
             [way, ms(row["step_ms"]), f"{row['lost_ms_per_save']:,.0f}", f"{row['longest_step_ms']:,.0f}", f"{row['state_gb']:.2f}"]
@@ -316,9 +316,9 @@ def checkpoint(records: dict[str, Record]) -> Iterator[str]:
         yield table(["written", "ms a step", "ms lost a save", "longest step, ms", "state GB"], rows)
 
 
-def listed(records: dict[str, Record]) -> Iterator[str]:
-    """Every number of a record, by its place."""
-    for entry in records.values():
+def listed(results: dict[str, Result]) -> Iterator[str]:
+    """Every number of a result, by its place."""
+    for entry in results.values():
         yield table(["figure", "value"], [[f"`{name}`", value] for name, value in _numbers(entry["figures"])])
 
 
@@ -335,7 +335,7 @@ def _numbers(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 # Benchmark -> (title, its section).
-SECTIONS: dict[str, tuple[str, Callable[[dict[str, Record]], Iterator[str]]]] = {
+SECTIONS: dict[str, tuple[str, Callable[[dict[str, Result]], Iterator[str]]]] = {
     "train": ("Training runs", training),
     "train_step": ("A training step", steps),
     "curves": ("Losses by the fast and the plain path", curves),
@@ -355,16 +355,16 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Record]], Iterator[str]]]] = 
 
 
 def page_text(folder: Path = RESULTS) -> str:
-    records = read_records(folder)
+    results = read_results(folder)
     parts = [
         "# Benchmarks",
-        "Made from the records in `benchmarks/results` by `make docs-benchmarks`. A timed figure is the median of its repeats, "
+        "Made from the results in `benchmarks/results` by `make docs-benchmarks`. A timed figure is the median of its repeats, "
         "with the 20th and 80th percentiles behind it where they differ. `make bench` measures your machine.",
     ]
-    kinds = dict.fromkeys([*SECTIONS, *(entry["benchmark"] for entry in records.values())])
+    kinds = dict.fromkeys([*SECTIONS, *(entry["benchmark"] for entry in results.values())])
     for kind in kinds:
-        own = {name: entry for name, entry in records.items() if entry["benchmark"] == kind}
-        if own or (kind == "plan" and records):
+        own = {name: entry for name, entry in results.items() if entry["benchmark"] == kind}
+        if own or (kind == "plan" and results):
             title, section = SECTIONS.get(kind, (kind.replace("_", " ").capitalize(), listed))
             parts += [f"## {title}", *section(own), *(source(name, entry) for name, entry in own.items())]
     return "\n\n".join(parts) + "\n"

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/benchmarks.md and of the README from the records. Needs matplotlib (the viz extra)."""
+"""Draws the pictures of docs/benchmarks.md and of the README from the results. Needs matplotlib (the viz extra)."""
 
 import json
 from collections.abc import Iterator
@@ -61,8 +61,8 @@ def draw_training(path: Path) -> None:
 
 
 def draw_sampling(path: Path) -> None:
-    record = json.loads(next(iter(sorted(RESULTS.glob("sampling-nvidia*.json")))).read_text())
-    name, batch = next(iter(record["figures"].items()))
+    result = json.loads(next(iter(sorted(RESULTS.glob("sampling-nvidia*.json")))).read_text())
+    name, batch = next(iter(result["figures"].items()))
     rates = {
         form.replace("_", " "): row["tokens_per_second"]["p50"]
         for form, row in batch.items()
@@ -74,11 +74,11 @@ def draw_sampling(path: Path) -> None:
         colours = [_COLOURS[1] if form.startswith("official") else _COLOURS[0] for form in ordered]
         bars = axes.barh(ordered, [rates[form] for form in ordered], color=colours)
         axes.bar_label(bars, labels=[f"{rates[form]:,.0f}" for form in ordered], padding=3)
-        axes.set(xlabel=f"tokens/s, {name}, {record['settings']['preset']} shape", xlim=(0, 1.15 * max(rates.values())))
+        axes.set(xlabel=f"tokens/s, {name}, {result['settings']['preset']} shape", xlim=(0, 1.15 * max(rates.values())))
 
 
 def draw_memory(path: Path) -> None:
-    found = [peak for peak in peaks() if peak.record.startswith("memory-smdm-472m")]
+    found = [peak for peak in peaks() if peak.result.startswith("memory-smdm-472m")]
     at = np.arange(len(found))
     with figure(path, 7.2, 4.2) as made:
         axes = made.subplots()
@@ -91,7 +91,7 @@ def draw_memory(path: Path) -> None:
 
 
 def swept_steps() -> list[Timed]:
-    steps = [step for step in timed_steps() if step.record.startswith("train_step-smdm-472m")]
+    steps = [step for step in timed_steps() if step.result.startswith("train_step-smdm-472m")]
     return [step for step in steps if "sink, " in step.name]
 
 
@@ -114,7 +114,7 @@ def draw_steps(path: Path) -> None:
 
 
 def draw_sinks(path: Path, folder: Path = RESULTS) -> None:
-    """Where attention rests at the end of the deepest run with a sink; its vanilla twin beside it, where a record has one."""
+    """Where attention rests at the end of the deepest run with a sink; its vanilla twin beside it, where a result has one."""
     seen = {name: found["probe"][-1]["layers"] for name, found in runs(folder).items() if found["probe"]}
     name = max((name for name in seen if name.endswith("-sink")), key=lambda name: len(seen[name]))
     layers, twin = seen[name], seen.get(name.removesuffix("-sink"))

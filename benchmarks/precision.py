@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measuring import record, write
+from benchmarks.measuring import result, write
 from benchmarks.train import figures_of, reaches, run
 from sinkdlm.cli.loading import load_recipe
 from sinkdlm.config.shipped import find_recipe
@@ -64,8 +64,8 @@ def main() -> None:
     parser.add_argument("--precisions", default="bf16,fp8", help="the first is what others are compared with")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--start", type=float, default=0, help="tokens that have trained the weights that all begin with")
-    parser.add_argument("--subject", default=None, help="of the record's name; by default the recipe's")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    parser.add_argument("--subject", default=None, help="of the result's name; by default the recipe's")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     given = parser.parse_args()
     first, *others = given.precisions.split(",")
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +78,7 @@ def main() -> None:
     settings = {key: getattr(given, key) for key in ("overrides", "precisions", "start")}
     settings |= {"recipe": given.recipe.stem, "resolved": resolved}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    write(record("precision", figures, device=device, settings=settings), given.out, subject=given.subject or given.recipe.stem)
+    write(result("precision", figures, device=device, settings=settings), given.out, subject=given.subject or given.recipe.stem)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 
 import zstandard
 
-from benchmarks.measuring import measure_together, record, write
+from benchmarks.measuring import measure_together, result, write
 from sinkdlm.data.inputs import Reader, find_sources
 from sinkdlm.data.prepare import Settings, prepare
 from sinkdlm.interop.tokenizer import read_tokenizer_at
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--field", default="text")
     parser.add_argument("--megabytes", type=float, default=10.0, help="of text, from the start of the files")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     parser.add_argument("files", nargs="+")
     args = parser.parse_args()
     tokenizer = read_tokenizer_at(args.tokenizer)
@@ -65,7 +65,7 @@ def main() -> None:
     figures["rate_to_encode_batch"] = times["encode_batch"]["p50"] / times["prepare"]["p50"]
     figures["rate_to_encode_batch_fast"] = times["encode_batch_fast"]["p50"] / times["prepare"]["p50"]
     settings = {"texts": len(texts), "bytes": n_bytes, "tokenizer_rows": len(tokenizer)}
-    write(record("prepare", figures, device="cpu", settings=settings), args.out)
+    write(result("prepare", figures, device="cpu", settings=settings), args.out)
 
 
 if __name__ == "__main__":

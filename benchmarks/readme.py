@@ -1,9 +1,9 @@
-"""The README's measured numbers as the records give them, so that a test can hold the one against the other."""
+"""The README's measured numbers as the results give them, so that a test can hold the one against the other."""
 
 from typing import Any
 
 from benchmarks.measuring import RESULTS
-from benchmarks.page import read_records
+from benchmarks.page import read_results
 from benchmarks.reproduction_page import declared_results
 from sinkdlm.reproduce.claims import HEADS, LAMBADA, NELBO, compare, measured
 from sinkdlm.reproduce.matrix import ADAPT
@@ -13,8 +13,8 @@ _GPU = "nvidia-h200.json"
 
 
 def expected() -> dict[str, list[str]]:
-    """Record -> what the README says of it, word for word."""
-    figures = {name: entry["figures"] for name, entry in read_records().items()}
+    """Result -> what the README says of it, word for word."""
+    figures = {name: entry["figures"] for name, entry in read_results().items()}
     return {
         f"loss-{_GPU}": _loss(figures[f"loss-{_GPU}"]["8192x896x151936"]),
         f"attention-{_GPU}": _attention(figures[f"attention-{_GPU}"]["2x2048x10x10x128"]["relative_error"]),

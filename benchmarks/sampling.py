@@ -9,7 +9,7 @@ the official one, where the official loop draws with float64 noise; `origin` at 
 temperatures. Random weights do
 for timing; what depends on the model's predictions (steps of a threshold, agreement of caches) needs --checkpoint.
 On a GPU the official loop is timed over evenly spaced steps of its run, put at the right number of masked tokens, and scaled to
-all steps; our loops run whole, recording of graphs included, after one run that builds kernels and warms up.
+all steps; our loops run whole, capture of graphs included, after one run that builds kernels and warms up.
 """
 
 import argparse
@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measuring import measure, quantiles, record, write
+from benchmarks.measuring import measure, quantiles, result, write
 from benchmarks.official_loop import MaskedForm, official_greedy, official_origin
 from sinkdlm import DiffusionLM, ModelConfig, load
 from sinkdlm.data.synthetic import corpus
+from sinkdlm.fast import accelerate, compile_blocks
 from sinkdlm.fast.quantized import to_float8
 from sinkdlm.sampling import Sampled, generate
 
@@ -216,7 +217,7 @@ def open_model(given: argparse.Namespace) -> DiffusionLM:
     if given.checkpoint is not None:
         return load(given.checkpoint).model.to(given.device, dtype)
     config = ModelConfig.preset(given.preset, n_sinks=1)
-    return DiffusionLM(config, seed=0).to(given.device, dtype)
+    return accelerate(DiffusionLM(config, seed=0).to(given.device, dtype))
 
 
 def case_of(model: DiffusionLM, given: argparse.Namespace, rows: int) -> Case:
@@ -248,7 +249,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--agreement-only", action="store_true", help="with --checkpoint: only what caches and thresholds do to it")
     parser.add_argument("--compile", action="store_true", help="time compiled blocks too")
     parser.add_argument("--subject", default="")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     given = parser.parse_args()
     gpu = given.device == "cuda"
     given.preset = given.preset or ("smdm-472m" if gpu else "nano")
@@ -273,8 +274,7 @@ def main() -> None:
             figures[name]["alone_and_together"] = alone_and_together(case, min(8, case.prompt.shape[0]))
     if given.device == "cuda" and not given.agreement_only:
         if given.compile:
-            for block in model.blocks:
-                block.compile()
+            compile_blocks(model)
             for name, case in cases.items():
                 figures[name] |= speed_exact(case, given.repeats, "ours_compiled")
         to_float8(model := open_model(given))
@@ -287,7 +287,7 @@ def main() -> None:
         if "official" in found:
             found["times_as_fast"] = compare(found)
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(given).items() if key != "out"}
-    write(record("sampling", figures, device=given.device, settings=settings), given.out, subject=given.subject)
+    write(result("sampling", figures, device=given.device, settings=settings), given.out, subject=given.subject)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.measuring import quantiles, record, write
+from benchmarks.measuring import quantiles, result, write
 from sinkdlm import DiffusionLM, ModelConfig, save
 from sinkdlm.data.synthetic import character_tokenizer, corpus
 
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=48, help="different ones")
     parser.add_argument("--longest", type=int, default=32, help="tokens to write")
     parser.add_argument("--threads", type=int, default=1, help="of a server on a CPU")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = args.checkpoint or nano_checkpoint(Path(folder))
@@ -180,7 +180,7 @@ def main() -> None:
     figures["together_to_one_by_one"] = rates["together"] / rates["one_by_one"]
     settings = {key: value for key, value in vars(args).items() if key not in ("out", "checkpoint", "device")}
     settings["model"] = "nano shape with a sink, random weights" if args.checkpoint is None else str(args.checkpoint.name)
-    write(record("serving", figures, device=args.device, settings=settings), args.out)
+    write(result("serving", figures, device=args.device, settings=settings), args.out)
 
 
 if __name__ == "__main__":

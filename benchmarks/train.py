@@ -1,4 +1,4 @@
-"""A recipe trained for real, killed once in the middle and resumed, as a record: loss curve, tokens a second, MFU, sinks.
+"""A recipe trained for real, killed once in the middle and resumed, as a result: loss curve, tokens a second, MFU, sinks.
 
     python -m benchmarks.train smdm-34m-sink --kill-at 450 --out benchmarks/results \\
         --set 'data.sets={"data/small-llama2"=1}'
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measuring import quantiles, record, write
+from benchmarks.measuring import quantiles, result, write
 from sinkdlm.config.shipped import find_recipe
 
 _SETTLED = 20  # steps after a start that are not timed: compilation, caches
@@ -90,9 +90,9 @@ def main() -> None:
     parser.add_argument("recipe", type=find_recipe)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--kill-at", type=int, default=None, help="step after which the run is killed once")
-    parser.add_argument("--subject", default=None, help="of the record's name; by default the recipe's")
+    parser.add_argument("--subject", default=None, help="of the result's name; by default the recipe's")
     parser.add_argument("--run", type=Path, default=None, help="keep the run folder here")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         out = given.run or Path(folder) / given.recipe.stem
@@ -108,7 +108,7 @@ def main() -> None:
         resolved = (out / "recipe.toml").read_text()
     settings = {"recipe": given.recipe.stem, "overrides": given.overrides, "kill_at": given.kill_at, "resolved": resolved}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    write(record("train", figures, device=device, settings=settings), given.out, subject=given.subject or given.recipe.stem)
+    write(result("train", figures, device=device, settings=settings), given.out, subject=given.subject or given.recipe.stem)
 
 
 if __name__ == "__main__":

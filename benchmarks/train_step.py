@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.measuring import kernel_times, measure, measure_together, record, write
+from benchmarks.measuring import kernel_times, measure, measure_together, result, write
 from benchmarks.official_loop import MaskedForm
 from sinkdlm import DiffusionLM, Recipe
 from sinkdlm.data.rows import Batch
@@ -380,8 +380,8 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--sweep-rows", default="4,8,16,32")
     parser.add_argument("--sweep-lengths", default="512,1024,4096")
-    parser.add_argument("--subject", default=None, help="of the record's name; by default model and length")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record, for example benchmarks/results")
+    parser.add_argument("--subject", default=None, help="of the result's name; by default model and length")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     args = parser.parse_args()
     check_device(parser, args)
     if args.threads is not None:
@@ -398,7 +398,7 @@ def main() -> None:
     settings = {key: value for key, value in vars(args).items() if key not in ("out", "device", "subject")}
     settings["precision"] = "bf16" if args.device == "cuda" else "float32"
     write(
-        record("train_step", figures, device=args.device, settings=settings),
+        result("train_step", figures, device=args.device, settings=settings),
         args.out,
         subject=args.subject or f"{args.model}-{args.length}",
     )

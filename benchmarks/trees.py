@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measuring import record, write
+from benchmarks.measuring import result, write
 
 SUBJECTS = (
     "sink:smdm-472m:2048:16",  # training steps: form of benchmarks.train_step, preset, tokens, rows
@@ -167,7 +167,7 @@ def main() -> None:
         figures[subject] = compare(taken)
         print(subject, round(figures[subject]["to_old"], 4), figures[subject]["pairs"], file=sys.stderr, flush=True)
     settings = {"subjects": args.subjects, "pairs": args.pairs, "old": args.old.name}
-    write(record("trees", figures, device="cuda", settings=settings), args.out)
+    write(result("trees", figures, device="cuda", settings=settings), args.out)
 
 
 if __name__ == "__main__":

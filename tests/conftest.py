@@ -31,6 +31,13 @@ def pytest_configure(config) -> None:
         config.addinivalue_line("filterwarnings", "default")  # a GPU machine's torch is another than that of the lock
 
 
+def pytest_ignore_collect(collection_path: Path, config) -> bool | None:
+    """`-m gpu` reads the files alone that have such tests: a GPU machine may lack what others import."""
+    if config.option.markexpr == "gpu" and collection_path.suffix == ".py" and "mark.gpu" not in collection_path.read_text():
+        return True
+    return None
+
+
 @pytest.hookimpl(trylast=True)  # when marks have chosen
 def pytest_collection_modifyitems(config, items) -> None:
     """Every N-th test, so that the cases of one test, which take about as long, are spread over all parts."""

@@ -46,6 +46,7 @@ def commands(page: Path) -> list[list[str]]:
 def parse(words: list[str]) -> None:
     """As the command line would, up to the point where it would act."""
     command = typer.main.get_command(app)
+    words = ["nano-sink" if word == "RECIPE" or word.endswith(".toml") else word for word in words]  # a reader's own
     path = []
     while words and hasattr(command, "commands") and words[0] in command.commands:
         path.append(words[0])

@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from sinkdlm import DiffusionLM, Recipe
+from sinkdlm import Recipe, fast
 from sinkdlm.diffusion import corrupt, denoising_loss
 from sinkdlm.distributed.world import World
 from sinkdlm.errors import TrainError
-from sinkdlm.model import model as modelling
-from sinkdlm.training import choose as compiling
-from sinkdlm.training.choose import Way, compile_model, settle_way
+from sinkdlm.fast import runner
+from sinkdlm.fast.runner import FastRunner
+from sinkdlm.training.choose import Way, settle_way
 from small_models import VARIANTS, small_model, small_tokens
 
 # The compiler's own: it instantiates autograd functions, and reads .grad of block inputs.
@@ -40,8 +40,9 @@ def loss_and_gradients(model, seed=0, **options):
     return loss.item(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
 
 
-def assert_compiles_to_the_same(variant, backend, tolerance, attention="auto"):
-    model = small_model(dtype=torch.float32, attention=attention, **LAYERS, **variant)
+def assert_compiles_to_the_same(variant, backend, tolerance, path=None):
+    model = small_model(dtype=torch.float32, **LAYERS, **variant)
+    model.runner = FastRunner(fast.Plan(), force=path)
     expected = loss_and_gradients(model)
     for block in model.blocks:
         block.compile(backend=backend, fullgraph=True)
@@ -71,8 +72,8 @@ def test_compiled_blocks_give_the_eager_loss(name):
     assert_compiles_to_the_same(VARIANTS[name], "aot_eager", 1e-6)
 
 
-def test_compiled_blocks_give_the_eager_loss_by_merging():
-    assert_compiles_to_the_same({"n_sinks": 2, "sink_position": "end"}, "aot_eager", 1e-6, attention="merge")
+def test_compiled_blocks_give_the_eager_loss_as_flat_tokens():
+    assert_compiles_to_the_same({"n_sinks": 2, "sink_position": "end"}, "aot_eager", 1e-6, "flat")
 
 
 def test_an_observer_runs_beside_compiled_blocks():
@@ -111,13 +112,13 @@ def test_a_scope_with_compiled_blocks_and_an_observer_closes():
         torch.testing.assert_close(model(tokens), observed)
 
 
-MERGED = [name for name, flags in VARIANTS.items() if flags.get("n_sinks") and "sink_kind" not in flags]  # others have one form
+FLAT = [name for name, flags in VARIANTS.items() if flags.get("sink_kind") != "register"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "attention"), [*((name, "auto") for name in VARIANTS), *((name, "merge") for name in MERGED)])
-def test_inductor_gives_the_eager_loss(name, attention):
-    assert_compiles_to_the_same(VARIANTS[name], "inductor", 1e-4, attention=attention)
+@pytest.mark.parametrize(("name", "path"), [*((name, None) for name in VARIANTS), *((name, "flat") for name in FLAT)])
+def test_inductor_gives_the_eager_loss(name, path):
+    assert_compiles_to_the_same(VARIANTS[name], "inductor", 1e-4, path)
 
 
 WHOLE = {
@@ -132,11 +133,10 @@ def test_blocks_compiled_as_one_give_the_eager_loss(name):
     """In steps with other numbers of masked tokens, which compile nothing anew; what has no gradients stays eager."""
     flags, options = WHOLE[name]
     model = small_model(dtype=torch.float32, n_layers=2, **flags)
-    model.picks_early = True
     expected = [loss_and_gradients(model, seed, **options) for seed in range(4)]
     with torch.no_grad():
         plain = model(small_tokens(2, 9))
-    compile_model(model, "whole", World(torch.device("cpu")))
+    fast.prepare(model, fast.Plan(compile="whole"))
     graphs, counters = [], torch._dynamo.utils.counters["stats"]
     counters.clear()
     for seed in range(4):
@@ -151,7 +151,7 @@ def test_a_whole_is_for_one_process_on_a_cpu():
     world = World(torch.device("cpu"))
     world.size = 2
     with pytest.raises(TrainError, match="'blocks' is the cure"):
-        compile_model(small_model(n_sinks=1), "whole", world)
+        settle_way(Recipe.resolve({"model": {"preset": "nano"}, "train": {"steps": 1, "compile": "whole"}}), world, full_rows=True)
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_compiled_corruption_is_the_plain_one(times):
     """What a GPU runs for large batches, compiled here for the CPU."""
     from sinkdlm import diffusion, noise
 
-    fused = torch.compile(diffusion._corrupt)
+    fused = torch.compile(diffusion.mask_rows)
     for batch, length, seed in ((4, 64, 0), (5, 100, 1), (3, 7, 2)):
         tokens, samples = small_tokens(batch, length), torch.arange(batch) + 10**12
         states = [noise.stream_state(seed, stream, tokens.device) for stream in (noise.Stream.TIME, noise.Stream.MASK)]
@@ -176,10 +176,10 @@ def test_compiled_corruption_is_the_plain_one(times):
 
 
 @pytest.mark.parametrize(
-    ("changed", "compiled", "as_rows"),
+    ("changed", "compiled", "flat"),
     [
         ({}, "none", True),
-        ({"rows": 2}, "none", True),  # launches are recorded
+        ({"rows": 2}, "none", True),  # launches are captured
         ({"rows": 2, "train": {"graphs": "off"}}, "blocks", True),
         ({"train": {"compile": "blocks"}}, "blocks", True),
         ({"model": {"gate": "elementwise"}}, "blocks", True),
@@ -190,6 +190,7 @@ def test_compiled_corruption_is_the_plain_one(times):
         ({"train": {"precision": "fp8"}, "model": {"qkv_bias": True}}, "blocks", True),
         ({"train": {"precision": "float32"}}, "blocks", False),
         ({"train": {"precision": "float32", "compile": "none"}}, "none", False),
+        ({"train": {"runner": "plain"}}, "none", False),
         ({"train": {"anneal": 0.1}}, "blocks", True),
         ({"full_rows": False}, "blocks", False),
         ({"alone": False}, "blocks", True),
@@ -197,24 +198,16 @@ def test_compiled_corruption_is_the_plain_one(times):
         ({"length": 128}, "blocks", False),
     ],
 )
-def test_a_gpu_compiles_what_its_kernels_leave(changed, compiled, as_rows, monkeypatch):
+def test_a_gpu_compiles_what_its_kernels_leave(changed, compiled, flat, monkeypatch):
     """As if there were one."""
     world = World(torch.device("cpu"))
     world.device, world.size = torch.device("cuda"), 1 if changed.get("alone", True) else 2
-    monkeypatch.setattr(compiling, "compiles", lambda wanted, device: wanted != "none")
-    monkeypatch.setattr(compiling, "has_kernels", lambda: changed.get("kernels", True))
-    monkeypatch.setattr(modelling, "merges_fast", lambda device, dtype, width, tokens: tokens >= 512)
+    monkeypatch.setattr("sinkdlm.training.choose.importlib.util.find_spec", lambda name: name == "triton")
+    monkeypatch.setattr(runner, "has_kernels", lambda: changed.get("kernels", True))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     train = {"steps": 1, "batch": 64, "micro_batch": changed.get("rows", 16), **changed.get("train", {})}
     model = {"preset": "smdm-472m", **changed.get("model", {"n_sinks": 1})}
     recipe = Recipe.resolve({"model": model, "data": {"length": changed.get("length", 2048)}, "train": train})
-    with torch.device("meta"):
-        model = DiffusionLM(recipe.model)
-    way = settle_way(model, recipe, world, full_rows=changed.get("full_rows", True))
-    keeps = as_rows and world.alone and changed.get("train", {}).get("precision") != "fp8"
-    assert way == Way(compiled, changed.get("rows", 16), as_rows, keeps)
-    assert way.rounds == (torch.bfloat16 if keeps and compiled == "none" else None)
-    assert way.frugal == (compiled == "blocks" or as_rows)
-    monkeypatch.setattr(torch, "compile", lambda forward: ("compiled", forward))
-    compile_model(model, way.compile, world, as_rows=way.as_rows)
-    assert model.picks_early == (as_rows and world.alone)
-    assert isinstance(model.blocks[0].forward, tuple) == (compiled == "blocks")
+    way = settle_way(recipe, world, full_rows=changed.get("full_rows", True))
+    assert way == Way(compiled, changed.get("rows", 16), flat, flat and world.alone)
+    assert way.frugal == (compiled == "blocks" or flat)

@@ -42,7 +42,7 @@ PATHS = {
     "flat-selective": ({"recompute": "selective"}, "flat"),
     "flat-full": ({"recompute": "full"}, "flat"),
 }
-FLAT = [name for name, flags in VARIANTS.items() if flags.get("sink_kind", "isolated") == "isolated"]
+FLAT = [name for name, flags in VARIANTS.items() if flags.get("sink_kind") != "register"]
 
 
 def runs_of(config) -> dict[str, dict]:

@@ -1,10 +1,14 @@
-"""Each kernel against the operations it stands for: on a GPU, or by Triton's interpreter where that is installed."""
+"""Each kernel of inference against the operations it stands for: on a GPU, or by Triton's interpreter."""
 
 import pytest
 import torch
 
+from comparing import DEVICE, assert_rounded_alike, random
+from sinkdlm.fast import Plan, runner
 from sinkdlm.fast import quantized as float8
-from sinkdlm.model import layers
+from sinkdlm.kernels import draw
+from sinkdlm.kernels import inference as kernels
+from sinkdlm.kernels import sampling as sampling_kernels
 from sinkdlm.model.lane import Lane
 from sinkdlm.model.positions import Rotation
 from sinkdlm.noise import Stream, counter, hash_words
@@ -12,19 +16,11 @@ from sinkdlm.sampling import drawing, generate, policy_of
 from sinkdlm.sampling.block_cache import BlockCache
 from small_models import VARIANTS, small_config, small_model, small_tokens
 
-pytest.importorskip("triton", reason="needs Triton")
-
-from sinkdlm.kernels import draw
-from sinkdlm.kernels import inference as kernels
-from sinkdlm.kernels import sampling as sampling_kernels
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUSABLE = [name for name, flags in VARIANTS.items() if flags.get("sink_kind") != "register"]
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the interpreter's log of 0
-
-
-def random(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),  # the interpreter's log of 0
+]
 
 
 @pytest.fixture
@@ -32,7 +28,7 @@ def fused(monkeypatch):
     """Switches between kernels and plain operations, wherever the tensors are."""
 
     def switch(on):
-        monkeypatch.setattr(layers, "find_kernels", lambda _: kernels if on else None)
+        monkeypatch.setattr(runner, "load_kernels", lambda: kernels if on else None)
         monkeypatch.setattr(float8, "find_kernels", lambda _: kernels if on else None)
         monkeypatch.setattr(sampling_kernels, "find_kernels", lambda _: kernels if on else None)
 
@@ -41,7 +37,7 @@ def fused(monkeypatch):
 
 @pytest.mark.parametrize(
     ("n_heads", "n_kv", "width", "n_sinks", "batch", "n_tokens", "by_row"),
-    [(3, 3, 16, 1, 2, 5, False), (4, 2, 24, 0, 3, 7, False), (9, 3, 64, 2, 2, 4, True), (14, 2, 64, 4, 1, 3, True)],
+    [(3, 3, 16, 1, 2, 5, False), (4, 2, 24, 0, 3, 7, False), (9, 3, 64, 2, 2, 4, True)],
 )
 @pytest.mark.parametrize("moved", [False, True])
 def test_heads_are_split_rotated_and_placed(n_heads, n_kv, width, n_sinks, batch, n_tokens, by_row, moved):
@@ -75,23 +71,22 @@ def test_heads_are_split_rotated_and_placed(n_heads, n_kv, width, n_sinks, batch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_swiglu(dtype):
-    gate_up = 3 * random(3, 5, 2 * 1100, dtype=dtype)
+    gate_up = 3 * random(2, 2, 2 * 1100, dtype=dtype)
     gate, up = gate_up.chunk(2, -1)
     torch.testing.assert_close(kernels.swiglu(gate_up), torch.nn.functional.silu(gate) * up)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's rounding to float8 drops a carry")
 def test_rows_in_float8_are_those_of_plain_operations(fused):
-    x = 10 * random(5, 3000, dtype=torch.bfloat16)
+    x = 10 * random(3, 2100, dtype=torch.bfloat16)
     x[2] = 0
     fused(False)
     expected, scale = float8.round_rows(x)
     found, found_scale = kernels.to_float8(x, float8.DTYPE)
     torch.testing.assert_close(found_scale, scale)
-    assert (found.float() != expected.float()).float().mean() < 1e-3  # a scale that rounds another way decides a tie
+    assert_rounded_alike(found, expected)
 
 
-@pytest.mark.parametrize(("rows", "vocab", "dtype"), [(5, 7, torch.float32), (64, 3000, torch.float32), (4, 1500, torch.bfloat16)])
+@pytest.mark.parametrize(("rows", "vocab", "dtype"), [(5, 7, torch.float32), (5, 2100, torch.float32), (4, 1500, torch.bfloat16)])
 @pytest.mark.parametrize(("temperature", "tempered"), [(0.0, False), (1.0, False), (0.1, False), (0.7, True)])
 def test_tokens_are_chosen_as_by_plain_operations(rows, vocab, dtype, temperature, tempered):
     logits = 3 * random(rows, vocab, dtype=dtype)
@@ -119,10 +114,20 @@ def test_equal_logits_go_to_the_first():
     assert draw.choose(logits, None, 0.0, False)[0].tolist() == [0, 3]
 
 
-@pytest.mark.parametrize("name", FUSABLE)
+def forced_model(**flags):
+    """Runs by kernels, wherever its tensors are."""
+    model = small_model(dtype=torch.float32, **flags).to(DEVICE)
+    model.runner = runner.FastRunner(Plan(), force="kernels")
+    return model
+
+
+LEAST = ("sinks-2-end-zero-gate",)  # the others differ in what no kernel sees
+
+
+@pytest.mark.parametrize("name", [name if name in LEAST else pytest.param(name, marks=pytest.mark.slow) for name in FUSABLE])
 def test_a_model_with_kernels_is_the_model(name, fused):
     """Whole rows, rows of different lengths, chosen positions, and a span of a cached row."""
-    model, tokens = small_model(dtype=torch.float32, **VARIANTS[name]).to(DEVICE), small_tokens(2, 9).to(DEVICE)
+    model, tokens = forced_model(n_layers=2, **VARIANTS[name]), small_tokens(2, 9).to(DEVICE)
     lengths, wanted = torch.tensor([9, 6], device=DEVICE), torch.tensor([[0, 4], [5, 1]], device=DEVICE)
     changed = tokens.clone()
     changed[:, 3:7] = 1
@@ -139,28 +144,9 @@ def test_a_model_with_kernels_is_the_model(name, fused):
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", FUSABLE)
-def test_an_observer_changes_nothing_and_sees_the_same(name, fused):
-    model, tokens = small_model(dtype=torch.float32, **VARIANTS[name]).to(DEVICE), small_tokens(3, 9).to(DEVICE)
-    lengths = torch.tensor([9, 5, 2], device=DEVICE)
-    seen: dict[bool, list] = {True: [], False: []}
-    with torch.no_grad():
-        for on in (True, False):
-            fused(on)
-            plain = model(tokens, lengths=lengths)
-            watched = model(tokens, lengths=lengths, observe=lambda *given, on=on: seen[on].append(given))
-            assert torch.equal(watched, plain)
-    for here, there in zip(seen[True], seen[False], strict=True):
-        assert here[0] == there[0]
-        for one, other in zip(here[1:], there[1:], strict=True):
-            if other is None:
-                assert one is None
-            else:
-                torch.testing.assert_close(one, other.expand_as(one), rtol=1e-4, atol=1e-4)
-
-
+@pytest.mark.slow
 def test_samples_are_the_same_with_kernels(fused):
-    model, prompt = small_model(dtype=torch.float32, n_sinks=1).to(DEVICE), small_tokens(2, 3).to(DEVICE)
+    model, prompt = forced_model(n_sinks=1), small_tokens(2, 3).to(DEVICE)
     for options in ({"temperature": 0.7}, {"config": "fast", "block": 4}, {"guidance": 0.5}):
         found = []
         for on in (True, False):

@@ -1,11 +1,11 @@
+import functools
 import math
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from attention_inputs import RATIOS, LargestTensor, random_inputs
+from sinkdlm.fast import compile_blocks
 from sinkdlm.model import observe
 from sinkdlm.model.attention import attend_naive
 from sinkdlm.model.observe import Watcher, summarize
@@ -112,26 +112,15 @@ def test_a_watcher_sees_every_layer_and_changes_nothing(variant):
             assert not layer.sink_value_norm.any()
 
 
-def test_watchers_on_two_threads_leave_the_compiler_as_it_was():
-    """The first to come leaves first. Put back by each alone, the second would have kept everything uncompiled from then on."""
-    graphs, tokens = [], small_tokens(1, 5)
-    fused = torch.compile(lambda x: x + 1, backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    second_is_in, first_is_out = threading.Event(), threading.Event()
-
-    def first(layer, *_):
-        assert second_is_in.wait(60)
-
-    def second(layer, *_):
-        second_is_in.set()
-        assert first_is_out.wait(60)
-
-    with ThreadPoolExecutor(2) as pool:
-        one = pool.submit(small_model(), tokens, observe=first)
-        two = pool.submit(small_model(), tokens, observe=second)
-        one.result(60)
-        fused(torch.ones(2))
-        assert not graphs  # somebody still watches
-        first_is_out.set()
-        two.result(60)
-    fused(torch.ones(2))
-    assert len(graphs) == 1
+def test_a_watched_forward_of_compiled_blocks_runs_as_it_is_written(monkeypatch):
+    graphs, tokens, model = [], small_tokens(1, 5), small_model(n_sinks=1)
+    compiler = functools.partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    monkeypatch.setattr(torch, "compile", compiler)
+    compile_blocks(model)
+    with torch.no_grad():
+        watcher = Watcher()
+        watched = model(tokens, observe=watcher)
+        assert len(watcher.layers) == 3
+        assert not graphs
+        assert torch.equal(model(tokens), watched)
+    assert graphs

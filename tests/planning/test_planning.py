@@ -37,18 +37,18 @@ def test_planned_rates_are_within_ten_per_cent_of_the_measured_ones():
     """Of every record that times a whole step of ours: train-*, train_step-*, checkpoint-*."""
     steps = [step for step in calibrate.timed_steps() if step.date >= calibration()["since"]]
     assert len(steps) >= 10
-    assert len({step.record for step in steps}) >= 6
+    assert len({step.result for step in steps}) >= 6
     for step in steps:
-        assert step.planned_seconds == pytest.approx(step.seconds, rel=0.1), f"{step.name} ({step.record})"
+        assert step.planned_seconds == pytest.approx(step.seconds, rel=0.1), f"{step.name} ({step.result})"
 
 
 def test_planned_memory_is_within_ten_per_cent_of_the_measured_peaks():
     """By today's formula, against what a rank of an H200 held: train-*, train_step-*, memory-*."""
     peaks = calibrate.peaks(since=calibration()["since"])
     assert len(peaks) >= 31
-    assert len({peak.record for peak in peaks}) >= 5
+    assert len({peak.result for peak in peaks}) >= 5
     for peak in peaks:
-        assert peak.planned == pytest.approx(peak.measured, rel=0.1), f"{peak.name} ({peak.record})"
+        assert peak.planned == pytest.approx(peak.measured, rel=0.1), f"{peak.name} ({peak.result})"
 
 
 def test_a_plan_counts_logits_as_the_loss_makes_them():

@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,7 +49,6 @@ from sinkdlm.reproduce.report import findings, verdicts, write_report
 from sinkdlm.reproduce.results import MAX_BYTES, Outcome, read_result, read_results, write_result
 from sinkdlm.reproduce.running import Asked, Bench, recipe_of
 
-ROOT = Path(__file__).parents[2]
 CLAIM = {claim.name: claim for claim in claims.CLAIMS}
 
 
@@ -565,12 +563,6 @@ def test_blocks_are_written_safely():
     assert "<ul><li>c</li><li>d</li></ul>" in site
     assert "<tr><th></th><th>h&#124;</th></tr></thead><tbody><tr><td>&lt;b&gt;</td><td></td></tr>" in site
     assert "|  | h\\| |" in to_markdown(blocks)
-
-
-def test_the_page_is_what_the_results_say():
-    """python -m benchmarks.reproduction writes it anew."""
-    written = page.write_page(ROOT / "benchmarks" / "results" / "reproduction", ROOT / "docs" / "assets")
-    assert (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8") == written
 
 
 def test_the_method_does_not_depend_on_results(tmp_path):

@@ -6,7 +6,6 @@ plain blocks, whose last layer ends where a caller looks.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -18,7 +17,6 @@ from sinkdlm.fast import blocks, float8_training
 from sinkdlm.fast.attention import attend_flex, attend_grouped, block_mask
 from sinkdlm.fast.blocks import FastContext
 from sinkdlm.fast.checkpointing import Recompute
-from sinkdlm.fast.force_eager import uncompiled
 from sinkdlm.fast.functions import add_last_norm
 from sinkdlm.fast.lane_cache import LaneCache
 from sinkdlm.kernels.available import has_kernels, load_kernels
@@ -74,7 +72,18 @@ def accelerate(model: DiffusionLM) -> DiffusionLM:
 def compile_blocks(model: DiffusionLM) -> None:
     """Has torch's compiler take each block's arithmetic; hooks that gather its weights stay outside."""
     for block in model.blocks:
-        block.forward = torch.compile(block.forward)
+        block.forward = _compiled(block.forward)
+
+
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A watched forward runs as it is written: a watcher cannot live in a compiled block."""
+    fast = torch.compile(forward)
+
+    def run(x: Tensor, sinks: Tensor | Lane | None, ctx: FastContext) -> Any:
+        watched = ctx.view.observe is not None or ctx.view.intervene is not None
+        return (forward if watched else fast)(x, sinks, ctx)
+
+    return run
 
 
 def supports_flat(config: ModelConfig, device: str, dtype: torch.dtype, tokens: int) -> bool:
@@ -132,7 +141,7 @@ class FastRunner:
             full = ctx.lengths is None and ctx.cache is None and ctx.form == "auto"
             flat = supports_flat(config, kind, dtype, x.shape[1]) or self._force == "flat"
             return "flat" if full and flat else "plain"
-        kernels = load_kernels() if kind == "cuda" else None
+        kernels = load_kernels() if kind == "cuda" or self._force == "kernels" else None
         return "kernels" if kernels is not None and x.dtype in kernels.DTYPES else "plain"
 
     def __call__(self, model: DiffusionLM, x: Tensor, ctx: Context, select: Tensor | None = None) -> Tensor:
@@ -163,8 +172,7 @@ class FastRunner:
             lanes = kept.find(model)
             fast = fast._replace(keeps_lane=lanes is None)
         found: list[Lane] = []
-        with uncompiled() if watched and not torch.compiler.is_compiling() else nullcontext():
-            x = run(model, x, sinks if lanes is None else lanes, fast, last, found)
+        x = run(model, x, sinks if lanes is None else lanes, fast, last, found)
         if kept is not None and sinks is not None and lanes is None:
             kept.keep(model, found)
         x = model.norm(x)

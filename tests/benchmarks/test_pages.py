@@ -1,22 +1,13 @@
-"""Pages and pictures that are made from the records: they agree with them."""
+"""Pages and pictures are made from any results; whether the stored ones agree, `make docs-check` says."""
 
 import json
 
 import pytest
-from benchmarks import page, readme
+from benchmarks import page
 from benchmarks.measuring import RESULTS
 
 REMAKE = "run: make docs-benchmarks"
 PICTURES = ("benchmarks-training", "benchmarks-sampling", "benchmarks-memory", "benchmarks-steps", "sinks")
-
-
-def test_the_benchmark_page_agrees_with_the_records():
-    made = page.page_text()
-    assert page.PAGE.read_text() == made, REMAKE
-    for name, entry in page.read_records().items():
-        assert f"`{name}`" in made
-        assert f"`{entry['command']}`" in made
-        assert entry["commit"][:10] in made
 
 
 def test_the_table_of_planned_runs_agrees_with_the_recipes():
@@ -25,15 +16,7 @@ def test_the_table_of_planned_runs_agrees_with_the_recipes():
     assert text.count("\n| `") == 22 + 6  # runs of the paper, options
 
 
-def test_the_readmes_numbers_are_those_of_the_records():
-    text = (page.ROOT / "README.md").read_text()
-    wanted = [(record, words) for record, all_words in readme.expected().items() for words in all_words]
-    assert len(wanted) >= 17
-    for record, words in wanted:
-        assert words in text, f"README.md does not say {words!r}, as {record} does"
-
-
-def test_a_record_of_any_benchmark_gets_a_section(tmp_path):
+def test_a_result_of_any_benchmark_gets_a_section(tmp_path):
     """One with a section of its own, and one that nobody has thought of."""
     base = json.loads((RESULTS / "noise-nvidia-h200.json").read_text())
     timed = {"p20": 90.0, "p50": 100.0, "p80": 110.0}
@@ -51,13 +34,8 @@ def test_a_record_of_any_benchmark_gets_a_section(tmp_path):
     assert "## Novel\n\n| figure | value |\n| --- | ---: |\n| `a.b` | 100 (90 to 110) |\n| `c` | 1,234,567 |" in made
 
 
-def test_pictures_are_there_and_small():
-    for name in PICTURES:
-        assert 1_000 < (page.ROOT / "docs" / "assets" / f"{name}.svg").stat().st_size < 150_000, name
-
-
 @pytest.mark.slow
-def test_pictures_are_drawn_from_the_records(tmp_path):
+def test_pictures_are_drawn_from_the_results(tmp_path):
     plots = pytest.importorskip("benchmarks.plots")
     drawn = plots.draw(tmp_path)
     assert {path.stem for path in drawn} == set(PICTURES)
@@ -65,7 +43,7 @@ def test_pictures_are_drawn_from_the_records(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_twin_without_a_sink_joins_the_picture_once_there_is_a_record_of_it(tmp_path):
+def test_a_twin_without_a_sink_joins_the_picture_once_there_is_a_result_of_it(tmp_path):
     plots = pytest.importorskip("benchmarks.plots")
     record = json.loads((RESULTS / "train-smollm2-135m-sink-nvidia-h200.json").read_text())
     (tmp_path / "train-a.json").write_text(json.dumps(record))

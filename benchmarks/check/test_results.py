@@ -1,0 +1,67 @@
+"""Stored results have their form and show what the documentation promises."""
+
+import json
+from typing import Any
+
+from benchmarks.check.form import check_result
+from benchmarks.measuring import RESULTS
+
+
+def figures_of(name: str) -> dict[str, Any]:
+    (path,) = RESULTS.glob(f"{name}.json")
+    return json.loads(path.read_text())["figures"]
+
+
+def test_every_result_has_the_form() -> None:
+    paths = sorted(RESULTS.glob("*.json"))
+    assert len(paths) >= 32
+    for path in paths:
+        entry = json.loads(path.read_text())
+        check_result(entry)
+        assert ("gpu" in entry["hardware"]) != ("-cpu-" in path.name), path.name
+
+
+def test_a_cpu_trains_faster_than_the_plain_form_where_blocks_are_one() -> None:
+    paths = sorted(RESULTS.glob("train_step-nano-*.json"))
+    assert len(paths) == 2
+    for number, path in enumerate(paths, start=1):
+        entry = json.loads(path.read_text())
+        assert entry["hardware"]["threads"] == number
+        assert entry["figures"]["to_official"]["sink-whole"] >= 1.3  # the official form has a sink too
+
+
+def test_states_behind_cost_a_fraction_of_those_before() -> None:
+    figures = figures_of("checkpoint-*")
+    assert figures["behind"]["saves"] == figures["before"]["saves"] > 1
+    assert figures["behind"]["lost_ms_per_save"] < 0.2 * figures["before"]["lost_ms_per_save"]
+
+
+def test_a_server_keeps_its_promises() -> None:
+    figures = figures_of("serving-*")
+    assert figures["together_to_one_by_one"] >= 3
+    assert figures["deterministic"]["differing"] == 0
+    for form in ("together", "one_by_one", "deterministic"):
+        assert figures[form]["broken"] == 0
+        assert set(figures[form]["refused"]) <= {"429"}
+        assert figures[form]["requests"] > 100
+
+
+def test_a_gpu_keeps_the_promises_of_loss_and_noise() -> None:
+    loss, noise = figures_of("loss-nvidia-h200"), figures_of("noise-nvidia-h200")
+    big = loss["8192x896x151936"]
+    assert big["peak_bytes"]["chunked"] <= big["peak_bytes"]["full_logits"] / 5
+    assert big["ms_forward_backward"]["chunked"]["p50"] <= big["ms_forward_backward"]["full_logits"]["p50"]
+    assert noise["equal_to_cpu"]
+    assert noise["ms_corrupt"]["p50"] < 0.2
+
+
+def test_attention_with_sinks_is_as_exact_as_the_plain_kernel() -> None:
+    checked = 0
+    for row in figures_of("attention-nvidia-h200").values():
+        errors = row.get("relative_error", {})
+        for form, of_form in errors.items():
+            for name, error in of_form.items():
+                limit = errors["plain"].get(name, max(errors["plain"].values()))
+                assert error <= 1.5 * limit, (form, name)
+                checked += 1
+    assert checked >= 2 * (4 + 6)  # shapes, of plain without a sink and of one form with it
