@@ -171,7 +171,7 @@ def test_inference_is_the_plain_one(dtype, tolerance, variant, paths):
         for _ in range(2):
             for name, given in runs_of(model.config).items():
                 assert_same({"out": forward(model, given)}, {"out": wanted[name]}, tolerance, name)
-    assert ("kernels" in paths) == (ON_GPU and not model.config.n_registers)
+    assert ("inference" in paths) == (ON_GPU and not model.config.n_registers)
     if model.config.n_registers:
         return
     with model.inference(), exact.inference():
@@ -214,7 +214,7 @@ def test_half_precision_is_as_exact_as_the_plain_ones(path, variant, paths):
     for part, error in errors_of(model, exact, chosen).items():
         assert error <= 1.5 * theirs[part], (part, error, theirs[part])
     if path.startswith("flat"):
-        assert set(paths) == ({"flat"} if variant in [VARIANTS[name] for name in FLAT] else {"plain"})
+        assert set(paths) == ({"flat"} if variant in [VARIANTS[name] for name in FLAT] else {"blocks"})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])

@@ -117,7 +117,7 @@ def test_equal_logits_go_to_the_first():
 def forced_model(**flags):
     """Runs by kernels, wherever its tensors are."""
     model = small_model(dtype=torch.float32, **flags).to(DEVICE)
-    model.runner = runner.FastRunner(Plan(), force="kernels")
+    model.runner = runner.FastRunner(Plan(), force="inference")
     return model
 
 

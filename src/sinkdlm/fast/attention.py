@@ -51,7 +51,7 @@ def attend_flex(
     visible: BlockMask,
     causal: bool = False,
 ) -> Tensor:
-    """FlexAttention by the blocks of `block_mask`, with the sinks behind the content keys, as the blocks have them."""
+    """FlexAttention; visible: from `block_mask`, which has the sinks behind the content keys."""
     with torch.autocast(q.device.type, enabled=False):
         if sink_k is not None and sink_v is not None:
             k = torch.cat([k, sink_k.expand(k.shape[0], -1, -1, -1)], dim=2)

@@ -1,6 +1,6 @@
-"""A block of the model that also runs fast: same parameters, same results, other arithmetic where a `FastContext` says so.
+"""The model's block, with faster arithmetic where a `FastContext` asks for it: same parameters, same results.
 
-`prepare` of runner.py makes one of a model's Block by its class alone. With any other context it is the plain block.
+`prepare` of runner.py swaps the class of each plain Block for this one. With a plain `View` it is the plain block.
 
 B batch, T tokens, S sinks, N flat tokens behind the others (the sinks, and zeros that fill up), d model width.
 """
@@ -25,7 +25,7 @@ class FastContext(NamedTuple):
     """What a runner decided for one forward, the same for every layer but the last."""
 
     view: View
-    batch: int = 0  # of a forward whose tokens and, behind them, sinks go as flat tokens of one matrix (B T + N, d)
+    flat_batch: int = 0  # B, on the flat path: tokens and, behind them, sinks are flat tokens of one matrix (B T + N, d)
     dtype: torch.dtype = torch.float32  # of its matmuls
     float8: bool = False  # whether those are in float8
     kernels: Any = None  # of inference, where nothing needs gradients
@@ -41,23 +41,23 @@ Result = tuple[Tensor, Tensor | None, Lane | None]
 class Block(plain.Block):
     """Named as the plain one, which is what wrappers look for."""
 
-    def forward(self, x: Tensor, sinks: Tensor | Lane | None, ctx: View | FastContext) -> Result:
-        """With ctx.batch, x is all flat tokens, and the second argument the pending residual update."""
+    def forward(self, x: Tensor, carried: Tensor | Lane | None, ctx: View | FastContext) -> Result:
+        """carried: the sinks' states or cached Lane; on the flat path the layer before's last update, not yet added to x."""
         if not isinstance(ctx, FastContext):
-            return super().forward(x, sinks, ctx)
+            return super().forward(x, carried, ctx)
         if ctx.recompute != "none":
             # In here, so that hooks which gather a sharded block's weights, and the compiler, lie around it.
-            return run_again(self.compute, ctx.recompute, x, sinks, ctx)
-        return self.compute(x, sinks, ctx)
+            return run_again(self.compute, ctx.recompute, x, carried, ctx)
+        return self.compute(x, carried, ctx)
 
-    def compute(self, x: Tensor, sinks: Tensor | Lane | None, ctx: FastContext) -> Result:
-        if ctx.batch:
-            assert not isinstance(sinks, Lane)
-            return self._flat(x, sinks, ctx)
+    def compute(self, x: Tensor, carried: Tensor | Lane | None, ctx: FastContext) -> Result:
+        if ctx.flat_batch:
+            assert not isinstance(carried, Lane)
+            return self._flat(x, carried, ctx)
         if ctx.kernels is None and ctx.select is None:
-            x, states, lane = super().forward(x, sinks, ctx.view)
+            x, states, lane = super().forward(x, carried, ctx.view)
             return x, states, lane if ctx.keeps_lane else None
-        states, lane = self.run_lane(sinks) if isinstance(sinks, Tensor) else (None, sinks)
+        states, lane = self.run_lane(carried) if isinstance(carried, Tensor) else (None, carried)
         normed = self.attention_norm(x)
         if ctx.kernels is None:
             seen = self.attention.see(normed, lane, ctx.view)
@@ -97,7 +97,7 @@ class Block(plain.Block):
         attention, view = self.attention, ctx.view
         x, normed = add_norm(x, update, self.attention_norm.weight, self.attention_norm.eps, ctx.dtype)
         heads = _matmul(attention.qkv, normed, ctx).unflatten(-1, (-1, attention.head_dim))
-        given = (heads, view.rotation, view.sink_rotation, ctx.batch, attention.n_heads)
+        given = (heads, view.rotation, view.sink_rotation, ctx.flat_batch, attention.n_heads)
         mixed = attend_flat(*given, zero_value=attention.zero_value, sink_logit=attention.sink_logit)
         if ctx.select is not None:
             x, mixed = x.index_select(0, ctx.select), mixed.index_select(0, ctx.select)

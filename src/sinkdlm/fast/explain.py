@@ -16,9 +16,9 @@ from sinkdlm.model.visibility import Annealing
 
 _WORDS = {
     "flat": "tokens and sinks as flat tokens of one matrix, sinks merged into cuDNN's attention",
-    "kernels": "sinks as more keys of torch's attention, heads placed and SwiGLU computed by Triton kernels",
+    "inference": "sinks as more keys of torch's attention, heads placed and SwiGLU computed by Triton kernels",
     "flex": "FlexAttention, which computes who sees whom in its kernel",
-    "plain": "plain blocks, sinks as more keys of torch's attention",
+    "blocks": "plain blocks, sinks as more keys of torch's attention",
 }
 
 
@@ -35,14 +35,14 @@ def explain(
 ) -> Choice:
     """The path of a forward of full rows, in matmuls of this dtype. annealed: with attention that is not yet full."""
     if not isinstance(model.runner, FastRunner):
-        return Choice("plain", "the plain runner")
+        return Choice("blocks", "the plain runner")
     config, tokens = model.config, tokens or model.config.context_length
     x = torch.empty((), device=device, dtype=dtype).expand(1, tokens, config.d_model)
     ctx = Context((0, tokens), annealing=Annealing(0.5, 0) if annealed else None, form=model.attention_form)
     with torch.set_grad_enabled(trains), torch.autocast(device.type, enabled=False):
         path = model.runner.choose(config, x, ctx)
     words = _WORDS[path]
-    if path != "plain" or not trains or device.type != "cuda" or annealed:
+    if path != "blocks" or not trains or device.type != "cuda" or annealed:
         return Choice(path, words)
     return Choice(path, f"{words}: {_why_not_flat(config, dtype, tokens)}")
 

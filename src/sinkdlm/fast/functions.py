@@ -59,6 +59,7 @@ class _Attend(torch.autograd.Function):
         v = heads[:n_tokens, n_heads + n_kv :].unflatten(0, (batch, -1)).transpose(1, 2)
         out, lse, rest = content_forward(q, k, v)
         if sink_v is not None and own is not None:
+            # Saved are the merged output and log-sum-exp: given these, the content's own backward rebuilds the whole softmax.
             rows, lse = ops.merge_flat(scores, out, lse, sink_v, own)
         else:
             if sink_logit is not None:
@@ -89,7 +90,7 @@ class _Attend(torch.autograd.Function):
 
 
 def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x + update, and its norm in `dtype`, the matmuls' precision."""
+    """The fused norm: x + update, and its RMSNorm in `dtype`, the matmuls' precision."""
     return _AddNorm.apply(x, update, weight, eps, dtype)
 
 
@@ -99,7 +100,7 @@ class _AddNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         total, normed = ops.add_norm(x, update, weight, eps, dtype)
-        x = x.view_as(x) if update is None else total
+        x = x.view_as(x) if update is None else total  # autograd takes no input as an output
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.update_dtype = eps, None if update is None else update.dtype
         return x, normed
@@ -110,12 +111,14 @@ class _AddNorm(torch.autograd.Function):
 
 
 def _norm_backward(ctx: Any, grad_sum: Tensor | None, grad_normed: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Of x, of what was added to it and of the norm's weight. In one precision the first two are one."""
+    """Gradients of x, of the update and of the weight. Where x and the update have one dtype, both get the same tensor."""
     x, weight = ctx.saved_tensors
     alike = ctx.update_dtype == x.dtype
     update_dtype = None if alike else ctx.update_dtype
     grad_x, grad_update, grad_weight = ops.add_norm_backward(grad_sum, grad_normed, x, weight, ctx.eps, update_dtype)
-    return grad_x, grad_x if alike else None if update_dtype is None else grad_update, grad_weight
+    if alike:
+        grad_update = grad_x
+    return grad_x, None if ctx.update_dtype is None else grad_update, grad_weight
 
 
 def add_last_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

@@ -94,7 +94,7 @@ class LaneCache:
         return [weight for table in self._weight_tables for weight in table.values() if weight is not None]
 
     def verify(self) -> None:
-        """Raises if a weight whose identity and version are those served has other content."""
+        """Raises if a weight was changed in place without a new version, as through `.data`."""
         if not self._lanes:
             return
         now, served = self._stamp(), self._stamps

@@ -1,8 +1,8 @@
 """Who decides how a model runs: `prepare` or `accelerate` once, then a `FastRunner` once per forward.
 
-The only place that asks about gradients, autocast, device and compiler before a forward. Three ways, all equal to `run_plain`:
-flat (a training step in half precision on a GPU: tokens and sinks as flat tokens of one matrix), kernels (inference on a GPU) and
-plain blocks, whose last layer ends where a caller looks.
+The only place that asks about gradients, autocast, device and compiler before a forward. Four paths, all equal to
+`run_plain`: flat (a training step in half precision on a GPU: tokens and sinks as flat tokens of one matrix), inference (on a GPU,
+by kernels), flex (documents and annealing on a GPU), and blocks (the plain arithmetic, whose last layer ends where a caller looks).
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ _FLAT_TOKENS = 512  # of rows from which on merging sinks pays
 _FLEX_WIDTH = 16  # the narrowest head its GPU kernel takes
 _MULTIPLE = 16  # of flat tokens, which matmuls like
 
-Path = Literal["plain", "flat", "kernels", "flex"]
+Path = Literal["blocks", "flat", "inference", "flex"]
 
 
 @dataclass(frozen=True)
@@ -116,15 +116,15 @@ class FastRunner:
 
     def __init__(self, plan: Plan, *, force: Path | None = None) -> None:
         self.plan, self._force = plan, force
-        self._blocks: Callable[..., Tensor] = run_blocks
+        self._blocks: Callable[..., tuple[Tensor, list[Lane]]] = run_blocks
         if plan.compile == "whole":  # all blocks as one function without Python inside, in which a small model spends its time
             self._blocks = torch.compile(run_blocks, dynamic=True, options={"cpp_wrapper": True})
 
     def choose(self, config: ModelConfig, x: Tensor, ctx: Context) -> Path:
         """The one decision of a forward."""
         trains, kind, dtype = torch.is_grad_enabled(), x.device.type, dtype_of(x)
-        if ctx.observe is not None or ctx.intervene is not None or torch.compiler.is_compiling():
-            return "plain"
+        if _watched(ctx) or torch.compiler.is_compiling():
+            return "blocks"
         pairwise = ctx.documents is not None or ctx.annealing is not None
         if pairwise:
             runs = supports_flex(config, kind, dtype)
@@ -134,51 +134,50 @@ class FastRunner:
                     f"attention form 'flex': on a GPU it takes float32 or half precision and heads of a power of two from "
                     f"{_FLEX_WIDTH}, not {dtype}, heads of {config.head_dim}; use 'auto'"
                 )
-            return "flex" if asked or (ctx.form == "auto" and runs) else "plain"
+            return "flex" if asked or (ctx.form == "auto" and runs) else "blocks"
         if ctx.causal or ctx.form not in ("auto", "append") or config.n_registers:
-            return "plain"
+            return "blocks"
         if trains:
             full = ctx.lengths is None and ctx.cache is None and ctx.form == "auto"
             flat = supports_flat(config, kind, dtype, x.shape[1]) or self._force == "flat"
-            return "flat" if full and flat else "plain"
-        kernels = load_kernels() if kind == "cuda" or self._force == "kernels" else None
-        return "kernels" if kernels is not None and x.dtype in kernels.DTYPES else "plain"
+            return "flat" if full and flat else "blocks"
+        kernels = load_kernels() if kind == "cuda" or self._force == "inference" else None
+        return "inference" if kernels is not None and x.dtype in kernels.DTYPES else "blocks"
 
     def __call__(self, model: DiffusionLM, x: Tensor, ctx: Context, select: Tensor | None = None) -> Tensor:
         trains, path = torch.is_grad_enabled(), self.choose(model.config, x, ctx)
         if self.plan.residual is not None and torch.is_autocast_enabled(x.device.type):
             x = x.to(self.plan.residual)
-        watched = ctx.observe is not None or ctx.intervene is not None
-        scope = None if trains or model.scope is None or torch.compiler.is_compiling() else model.scope
-        if scope is not None and scope.kept is None:
-            scope.kept = LaneCache()
-        kept: LaneCache | None = None if scope is None else scope.kept
-        fast = FastContext(self._view(model.config, x, ctx, path, kept), recompute=self.plan.recompute if trains else "none")
+        cache = _lane_cache(model)
+        fast = FastContext(self._view(model.config, x, ctx, path, cache), recompute=self.plan.recompute if trains else "none")
         if path == "flat":
-            return self._run_flat(model, x, fast._replace(batch=x.shape[0], dtype=dtype_of(x), float8=self.plan.float8), select)
-        if path == "kernels":
+            fast = fast._replace(flat_batch=x.shape[0], dtype=dtype_of(x), float8=self.plan.float8)
+            return self._run_flat(model, x, fast, select)
+        if path == "inference":
             fast = fast._replace(kernels=load_kernels())
-        # Whom a token sees causally depends on where it stands among all; and compiled blocks want few shapes.
-        ends_early = select is not None and not ctx.causal and not watched and (self.plan.compile != "blocks" or not trains)
-        if path == "kernels" and not ctx.per_row:
-            ends_early = False
-        # A rule of who sees whom holds all queries: those of a row are not picked before attention.
-        picks_queries = ctx.documents is None and ctx.annealing is None
-        last = (select, ctx.per_row if picks_queries else 0) if ends_early else (None, 0)
-        sinks = model.first_lane(x, ctx)
-        run = self._blocks if trains and not watched else run_blocks
-        lanes: list[Lane] | None = None
-        if kept is not None and sinks is not None:
-            lanes = kept.find(model)
+        sinks, lanes = model.first_lane(x, ctx), None
+        if cache is not None and sinks is not None:
+            lanes = cache.find(model)
             fast = fast._replace(keeps_lane=lanes is None)
-        found: list[Lane] = []
-        x = run(model, x, sinks if lanes is None else lanes, fast, last, found)
-        if kept is not None and sinks is not None and lanes is None:
-            kept.keep(model, found)
+        last = self._end_early(fast, ctx, select, path)
+        run = self._blocks if trains and not _watched(ctx) else run_blocks
+        x, found = run(model, x, lanes or sinks, fast, last)
+        if cache is not None and found:
+            cache.keep(model, found)
         x = model.norm(x)
         if select is None:
             return x
-        return x.flatten(0, -2) if ends_early else x.flatten(0, 1).index_select(0, select)
+        return x.flatten(0, 1).index_select(0, select) if last.select is None else x.flatten(0, -2)
+
+    def _end_early(self, fast: FastContext, ctx: Context, select: Tensor | None, path: Path) -> FastContext:
+        """What the last layer is told: to compute the selected positions alone, where it can."""
+        recompiles = self.plan.compile == "blocks" and torch.is_grad_enabled()  # for every number of positions
+        uneven = path == "inference" and not ctx.per_row
+        if select is None or ctx.causal or _watched(ctx) or recompiles or uneven:
+            return fast
+        # Masks of documents and annealing hold all T queries: positions are picked after attention.
+        masked = ctx.documents is not None or ctx.annealing is not None
+        return fast._replace(select=select, per_row=0 if masked else ctx.per_row)
 
     def _view(self, config: ModelConfig, x: Tensor, ctx: Context, path: Path, kept: LaneCache | None) -> View:
         if ctx.form == "naive":
@@ -223,20 +222,29 @@ class FastRunner:
 
 
 def run_blocks(
-    model: DiffusionLM,
-    x: Tensor,
-    sinks: Tensor | list[Lane] | None,
-    fast: FastContext,
-    last: tuple[Tensor | None, int],
-    found: list[Lane],
-) -> Tensor:
-    """All layers with the lane beside them: its states, or the Lane of each layer from before. found: where new ones go."""
+    model: DiffusionLM, x: Tensor, sinks: Tensor | list[Lane] | None, fast: FastContext, last: FastContext
+) -> tuple[Tensor, list[Lane]]:
+    """The layers of `run_plain`, with the lane's states beside them, or each layer's Lane from before; a change to one loop is made
+    in the other. last: what the last layer is told. Returns new Lanes too, where `fast` asks for them."""
+    found: list[Lane] = []
     cached = sinks if isinstance(sinks, list) else None
     states: Any = None if cached is not None else sinks
     for layer, block in enumerate(model.blocks):
-        if layer == len(model.blocks) - 1:
-            fast = fast._replace(select=last[0], per_row=last[1])
-        x, states, lane = block(x, states if cached is None else cached[layer], fast)
+        ctx = last if layer == len(model.blocks) - 1 else fast
+        x, states, lane = block(x, states if cached is None else cached[layer], ctx)
         if lane is not None:
             found.append(lane)
-    return x
+    return x, found
+
+
+def _watched(ctx: Context) -> bool:
+    return ctx.observe is not None or ctx.intervene is not None
+
+
+def _lane_cache(model: DiffusionLM) -> LaneCache | None:
+    """That of the model's inference scope, made by the scope's first forward."""
+    if model.scope is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    if model.scope.kept is None:
+        model.scope.kept = LaneCache()
+    return cast(LaneCache, model.scope.kept)

@@ -1,4 +1,5 @@
-"""Triton kernels of a training step: norms, SwiGLU and the loss, each in one pass over memory.
+"""Triton kernels of a training step: the fused norm (residual addition and RMSNorm) and its backward, SwiGLU's backward (its
+forward is inference.py's) and the loss, each in one pass over memory.
 
 ops.py says what each function computes, in torch's own operations. Sums in float32. Imported only where it is used, because Triton
 is.
@@ -10,16 +11,16 @@ import triton.language as tl
 from torch import Tensor
 
 _WARPS = 8
-_COLUMNS = 1024  # of one that computes SwiGLU
-_ROW_LANES = 256  # elements of a warp that adds and norms a row
+_COLUMNS = 1024  # _swiglu_backward: of a program
+_ROW_ELEMENTS = 256  # _add_norm: of a warp
 # Neighbours in a row that a thread reads at once. Left alone Triton takes 8 of half precision and 4 of float32, and brings them
 # together through shared memory.
 _TOGETHER = 4
-_NORM_WARPS, _NORM_LANES = 16, 512  # of its backward: warps a multiprocessor, elements a warp,
-_NORM_STAGES = {4: 2, 2: 3}  # and rows on their way, by bytes of an element
-_SUM_ROWS, _SUM_COLUMNS = 256, 16  # of a program that adds up what its programs found
-_VOCABULARY = 4096  # logits that a program holds at a time,
-_NLL_WARPS = 16  # so many that few programs run at once, whose rows are still in the cache when they are read again
+_NORM_WARPS, _NORM_ELEMENTS = 16, 512  # _norm_backward: warps of a multiprocessor, elements of a warp
+_NORM_STAGES = {4: 2, 2: 3}  # _norm_backward: rows read ahead, by bytes of an element
+_SUM_ROWS, _SUM_COLUMNS = 256, 16  # _sum_rows: a tile
+_VOCABULARY = 4096  # _nll: logits that a program holds at a time
+_NLL_WARPS = 16  # _nll: many, so that few programs run at once and find their rows in the cache when they read them again
 
 
 @triton.jit
@@ -49,7 +50,7 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _add_norm(x, update, weight, into, normed, eps, n, block: tl.constexpr, adds: tl.constexpr, together: tl.constexpr):
-    """One row, which stays in registers."""
+    """The fused norm of one row, which stays in registers."""
     column = tl.max_contiguous(tl.arange(0, block), together)
     inside = column < n
     place = tl.program_id(0).to(tl.int64) * n + column
@@ -71,7 +72,7 @@ def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype
     block = triton.next_power_of_2(n)
     _add_norm[(x.numel() // n,)](
         x, x if update is None else update, weight.contiguous(), into, normed, eps, n,
-        block=block, adds=update is not None, together=_TOGETHER, num_warps=min(8, max(1, block // _ROW_LANES)),
+        block=block, adds=update is not None, together=_TOGETHER, num_warps=min(8, max(1, block // _ROW_ELEMENTS)),
     )  # fmt: skip
     return into, normed
 
@@ -131,7 +132,7 @@ def add_norm_backward(
     half = x.new_empty(0) if update_dtype is None else torch.empty_like(x, dtype=update_dtype)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     block = triton.next_power_of_2(n)
-    warps = min(16, max(1, block // _NORM_LANES))
+    warps = min(16, max(1, block // _NORM_ELEMENTS))
     n_programs = min(n_rows, _NORM_WARPS // warps * processors)
     sums = torch.empty(n_programs, n, dtype=torch.float32, device=x.device)
     _norm_backward[(n_programs,)](

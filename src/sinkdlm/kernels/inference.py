@@ -54,15 +54,15 @@ def _place_heads(
     """One program for each (row, token): splits and rotates its heads. The programs before the first token place the sinks."""
     b, t = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = width // 2
-    lane, kv = tl.arange(0, half_block)[None, :], tl.arange(0, kv_block)[:, None]
-    inside = (kv < n_kv) & (lane < half)
+    column, kv = tl.arange(0, half_block)[None, :], tl.arange(0, kv_block)[:, None]
+    inside = (kv < n_kv) & (column < half)
     if t < n_sinks:
-        given = (t * n_kv + kv) * width + lane
-        sink_angle = sink_cos_b * b + t * half + lane
-        cos_t, sin_t = tl.load(sink_cos + sink_angle, lane < half), tl.load(sink_sin + sink_angle, lane < half)
+        given = (t * n_kv + kv) * width + column
+        sink_angle = sink_cos_b * b + t * half + column
+        cos_t, sin_t = tl.load(sink_cos + sink_angle, column < half), tl.load(sink_sin + sink_angle, column < half)
         first, second = tl.load(sink_k + given, inside).to(tl.float32), tl.load(sink_k + given + half, inside).to(tl.float32)
         first, second = _rotate(first, second, cos_t, sin_t)
-        spot = kv_b * b + kv_h * kv + t * width + lane
+        spot = kv_b * b + kv_h * kv + t * width + column
         tl.store(k + spot, first.to(k.dtype.element_ty), inside)
         tl.store(k + spot + half, second.to(k.dtype.element_ty), inside)
         tl.store(v + spot, tl.load(sink_v + given, inside), inside)
@@ -70,21 +70,21 @@ def _place_heads(
     else:
         token = t - n_sinks
         base = heads + heads_b * b + heads_t * token
-        angle = cos_b * b + token * half + lane
-        c, s = tl.load(cos + angle, lane < half), tl.load(sin + angle, lane < half)
+        angle = cos_b * b + token * half + column
+        c, s = tl.load(cos + angle, column < half), tl.load(sin + angle, column < half)
         h = tl.arange(0, heads_block)[:, None]
-        mine = (h < n_heads) & (lane < half)
-        source = base + h * width + lane
+        mine = (h < n_heads) & (column < half)
+        source = base + h * width + column
         one, two = tl.load(source, mine).to(tl.float32), tl.load(source + half, mine).to(tl.float32)
         one, two = _rotate(one, two, c, s)
-        place = q + q_b * b + q_h * h + q_t * token + lane
+        place = q + q_b * b + q_h * h + q_t * token + column
         tl.store(place, one.to(q.dtype.element_ty), mine)
         tl.store(place + half, two.to(q.dtype.element_ty), mine)
         row = n_sinks + token
         if is_moved:
             row += tl.load(start).to(tl.int32)
-        target = kv_b * b + kv_h * kv + row * width + lane
-        key_source = base + (n_heads + kv) * width + lane
+        target = kv_b * b + kv_h * kv + row * width + column
+        key_source = base + (n_heads + kv) * width + column
         key_one, key_two = tl.load(key_source, inside).to(tl.float32), tl.load(key_source + half, inside).to(tl.float32)
         key_one, key_two = _rotate(key_one, key_two, c, s)
         tl.store(k + target, key_one.to(k.dtype.element_ty), inside)

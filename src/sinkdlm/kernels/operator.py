@@ -1,7 +1,7 @@
-"""Functions that torch's compiler takes whole, as one operation each, and that cost nothing beside what they compute elsewhere.
+"""Custom operators that torch's compiler does not look into. In eager mode their Triton function is called directly.
 
-An operation of torch.library loads the compiler when it is first called, two seconds of a start, and takes some twenty microseconds
-to find out what to call. Outside the compiler the function is therefore called as it is.
+Calling through torch.library loads the compiler at the first call, two seconds of a start, and takes some twenty microseconds to
+dispatch each time.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Operator(Generic[_P, _R]):
         return getattr(self._home(), self._name)(*args, **given)
 
     def __call__(self, *args: _P.args, **given: _P.kwargs) -> _R:
-        # With gradients on, torch's own: it refuses a backward that nobody has written.
+        # With gradients on, through torch.library: it raises where a caller forgot to write the backward.
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return self.op(*args, **given)
         on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in (*args, *given.values()))

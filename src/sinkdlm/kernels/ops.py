@@ -164,7 +164,7 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 @operator(_dense)
 def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x + update (empty where there is none), and rms_norm of that, or of x, times weight in `dtype`."""
+    """The fused norm: x + update (empty without an update), and rms_norm of the sum times weight in `dtype`."""
     total = x if update is None else x + update
     wide = torch.promote_types(total.dtype, weight.dtype)
     normed = torch.nn.functional.rms_norm(total.to(wide), weight.shape, weight.to(wide), eps)
@@ -175,8 +175,9 @@ def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype
 def add_norm_backward(
     grad_sum: Tensor | None, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of what was added to make it (the same, in update_dtype; empty where that is None) and of weight, where x
-    went on as it is (unless grad_sum is None) and as rms_norm(x) * weight."""
+    """Gradients of x, of the update that was added to make it (the same, in update_dtype; empty where that is None) and of weight.
+
+    x had two consumers: the residual stream (grad_sum, or None) and the norm (grad_normed)."""
     precise = torch.promote_types(x.dtype, torch.float32)
     values, grads = x.to(precise), grad_normed.to(precise)
     scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)

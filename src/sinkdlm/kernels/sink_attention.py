@@ -12,14 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_MERGED_TILE, _MERGE_WARPS = 1024, 2  # elements of a program that merges,
-_BACK_TILE, _BACK_WARPS, _BACK_STAGES = 1024, 2, 3  # and of its backward, which goes through several tiles, read ahead,
-_SPAN, _LEAST_SPAN = 512, 64  # so many tokens, whose sums for the sinks a program keeps; fewer where programs would be
-_BUSY = 4  # too few for each multiprocessor
-_RETURNED_TILE, _RETURN_WARPS = 8192, 4  # of one that adds up half a sink's width and hands it back to its row
-_WARPS = 8
-_JOINED_WARPS, _JOINED_BY_WARP = 4, 768  # at most, and pairs of each that joins the gradients of a token
-_ROTATE_WARPS, _SCORED_BY_WARP = 4, 1024  # warps that rotate a token, and elements of each that finds scores, too, within itself
+from sinkdlm.kernels.ops import by_sample
+
+_MERGED_TILE, _MERGE_WARPS = 1024, 2  # _merge: elements and warps of a program
+_BACK_TILE, _BACK_WARPS, _BACK_STAGES = 1024, 2, 3  # _merge_backward: elements of a tile, warps, tiles read ahead
+_SPAN, _LEAST_SPAN = 512, 64  # _merge_backward: tokens of a program, at most and at least
+_BUSY = 4  # _merge_backward: programs for each multiprocessor, below which spans get shorter
+_RETURNED_TILE, _RETURN_WARPS = 8192, 4  # _return_sinks: elements and warps of a program
+_WARPS = 8  # of a program, at most
+_JOINED_WARPS, _JOINED_BY_WARP = 4, 768  # _join_heads: warps of a token at most, pairs of a warp
+_ROTATE_WARPS, _SCORED_BY_WARP = 4, 1024  # _rotate_heads: warps of a token without sinks; elements of a warp with them
 
 
 @triton.jit
@@ -32,34 +34,34 @@ def _merge(
     first program of a head has what lies behind all tokens, too."""
     b, h = tl.program_id(1).to(tl.int64), tl.program_id(0) % n_heads
     row = b * n_heads + h
-    token, lane = tl.program_id(0) // n_heads * block + tl.arange(0, block), tl.arange(0, width_block)
-    exists, wide = token < n_tokens, lane < width
+    token, column = tl.program_id(0) // n_heads * block + tl.arange(0, block), tl.arange(0, width_block)
+    exists, wide = token < n_tokens, column < width
     inside = exists[:, None] & wide[None, :]
-    sum_ = tl.load(content + c_b * b + c_h * h + c_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
+    sum_ = tl.load(content + c_b * b + c_h * h + c_t * token[:, None] + column[None, :], inside, 0).to(tl.float32)
     most = tl.load(lse + row * n_tokens + token, exists, 0)
     total = tl.full([block], 1.0, tl.float32)  # of all weights, as multiples of exp(most)
     for s in tl.static_range(n_sinks):
-        value = tl.load(sink_v + v_h * (h // group) + v_s * s + lane, wide, 0).to(tl.float32)
+        value = tl.load(sink_v + v_h * (h // group) + v_s * s + column, wide, 0).to(tl.float32)
         score = tl.load(scores + ((b * n_tokens + token) * n_heads + h) * n_sinks + s, exists, 0)
         higher = tl.maximum(most, score)
         kept, weight = tl.exp(most - higher), tl.exp(score - higher)
         sum_ = sum_ * kept[:, None] + weight[:, None] * value[None, :]
         total = total * kept + weight
         most = higher
-    place = o_b * b + o_h * h + o_t * token[:, None] + lane[None, :]
+    place = o_b * b + o_h * h + o_t * token[:, None] + column[None, :]
     tl.store(out + place, (sum_ / total[:, None]).to(out.dtype.element_ty), inside)
     tl.store(merged + row * n_tokens + token, most + tl.log(total), exists)
     if (tl.program_id(0) < n_heads) & (tl.program_id(1) == 0):
         line = tl.arange(0, behind_block)
         there = (line < n_behind)[:, None] & wide[None, :]
-        given = tl.load(behind + (line[:, None] * n_heads + h) * width + lane[None, :], there, 0)
-        tl.store(out + o_b * tl.num_programs(1).to(tl.int64) + o_h * h + o_t * line[:, None] + lane[None, :], given, there)
+        given = tl.load(behind + (line[:, None] * n_heads + h) * width + column[None, :], there, 0)
+        tl.store(out + o_b * tl.num_programs(1).to(tl.int64) + o_h * h + o_t * line[:, None] + column[None, :], given, there)
 
 
 def merge_flat(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, tokens, width = content.shape
     flat = content.new_empty(batch * tokens + behind.shape[0], heads, width)
-    content, sink_v, lse, into = _narrow(content), _narrow(sink_v), lse.contiguous(), _by_sample(flat, batch, tokens)
+    content, sink_v, lse, into = _narrow(content), _narrow(sink_v), lse.contiguous(), by_sample(flat, batch, tokens)
     merged = torch.empty_like(lse)
     wide = triton.next_power_of_2(width)
     block = max(1, _MERGED_TILE // wide)
@@ -70,11 +72,6 @@ def merge_flat(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, beh
         width_block=wide, block=block, behind_block=triton.next_power_of_2(max(1, behind.shape[0])), num_warps=_MERGE_WARPS,
     )  # fmt: skip
     return flat, merged
-
-
-def _by_sample(rows: Tensor, batch: int, tokens: int) -> Tensor:
-    """The tokens' (B T or more, H, D) as (B, H, T, D)."""
-    return rows[: batch * tokens].unflatten(0, (batch, tokens)).transpose(1, 2)
 
 
 def _narrow(x: Tensor) -> Tensor:
@@ -93,17 +90,17 @@ def _merge_backward(
     part, b, s = tl.program_id(0) // n_heads, tl.program_id(1).to(tl.int64), tl.program_id(2)
     h = tl.program_id(0) % n_heads
     row = b * n_heads + h
-    lane = tl.arange(0, width_block)
-    wide = lane < width
-    value = tl.load(sink_v + v_h * (h // group) + v_s * s + lane, wide, 0).to(tl.float32)[None, :]
+    column = tl.arange(0, width_block)
+    wide = column < width
+    value = tl.load(sink_v + v_h * (h // group) + v_s * s + column, wide, 0).to(tl.float32)[None, :]
     to_key, to_value = tl.zeros([block, width_block], tl.float32), tl.zeros([block, width_block], tl.float32)
     for step in tl.range(n_blocks, num_stages=stages):
         token = (part * n_blocks + step) * block + tl.arange(0, block)
         exists = token < n_tokens
         inside = exists[:, None] & wide[None, :]
-        grads = tl.load(grad + g_b * b + g_h * h + g_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
-        outs = tl.load(out + o_b * b + o_h * h + o_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
-        queries = tl.load(q + q_b * b + q_h * h + q_t * token[:, None] + lane[None, :], inside, 0).to(tl.float32)
+        grads = tl.load(grad + g_b * b + g_h * h + g_t * token[:, None] + column[None, :], inside, 0).to(tl.float32)
+        outs = tl.load(out + o_b * b + o_h * h + o_t * token[:, None] + column[None, :], inside, 0).to(tl.float32)
+        queries = tl.load(q + q_b * b + q_h * h + q_t * token[:, None] + column[None, :], inside, 0).to(tl.float32)
         most = tl.load(lse + row * n_tokens + token, exists, 0)
         score = tl.load(scores + ((b * n_tokens + token) * n_heads + h) * n_sinks + s, exists, 0)
         weight = tl.where(exists, tl.exp(score - most), 0.0)
@@ -111,7 +108,7 @@ def _merge_backward(
         tl.store(score_grads + (row * n_tokens + token) * n_sinks + s, score_grad, exists)
         to_key += score_grad[:, None] * queries
         to_value += weight[:, None] * grads
-    spot = ((row * (tl.num_programs(0) // n_heads) + part) * n_sinks + s) * width + lane
+    spot = ((row * (tl.num_programs(0) // n_heads) + part) * n_sinks + s) * width + column
     tl.store(into_k + spot, tl.sum(to_key, 0), wide)
     tl.store(into_v + spot, tl.sum(to_value, 0), wide)
 
@@ -157,12 +154,12 @@ def _rotate_heads(
     """One program for each token: its queries and keys, rotated, and its queries' scores."""
     b, t = tl.program_id(1).to(tl.int64), tl.program_id(0)
     half: tl.constexpr = width // 2
-    lane = tl.arange(0, half_block)[None, :]
-    angle = cos_b * b + t * half + lane
-    c, s = tl.load(cos + angle, lane < half).to(tl.float32), tl.load(sin + angle, lane < half).to(tl.float32)
-    source, into = heads + (b * n_tokens + t) * heads_t + lane, rotated + (b * n_tokens + t) * (n_heads + n_kv) * width + lane
+    column = tl.arange(0, half_block)[None, :]
+    angle = cos_b * b + t * half + column
+    c, s = tl.load(cos + angle, column < half).to(tl.float32), tl.load(sin + angle, column < half).to(tl.float32)
+    source, into = heads + (b * n_tokens + t) * heads_t + column, rotated + (b * n_tokens + t) * (n_heads + n_kv) * width + column
     h, kv = tl.arange(0, heads_block)[:, None], tl.arange(0, kv_block)[:, None]
-    mine, inside = (h < n_heads) & (lane < half), (kv < n_kv) & (lane < half)
+    mine, inside = (h < n_heads) & (column < half), (kv < n_kv) & (column < half)
     first = tl.load(source + h * width, mine, 0).to(tl.float32)
     second = tl.load(source + h * width + half, mine, 0).to(tl.float32)
     key_first = tl.load(source + (n_heads + kv) * width, inside, 0).to(tl.float32)
@@ -172,7 +169,7 @@ def _rotate_heads(
     tl.store(into + h * width, rotated_first, mine)
     tl.store(into + h * width + half, rotated_second, mine)
     for sink in tl.static_range(n_sinks):
-        place = sink_k + sk_h * (h // (n_heads // n_kv)) + sk_s * sink + lane
+        place = sink_k + sk_h * (h // (n_heads // n_kv)) + sk_s * sink + column
         product = rotated_first.to(tl.float32) * tl.load(place, mine, 0).to(tl.float32)  # of queries as attention reads them
         product += rotated_second.to(tl.float32) * tl.load(place + half, mine, 0).to(tl.float32)
         score = tl.sum(product, 1, keep_dims=True) * scale
@@ -213,27 +210,27 @@ def _join_heads(
     """One program for each token: its gradients, rotated back, into one row."""
     b, t = tl.program_id(1).to(tl.int64), tl.program_id(0)
     half: tl.constexpr = width // 2
-    lane = tl.arange(0, half_block)[None, :]
-    angle = cos_b * b + t * half + lane
-    c, s = tl.load(cos + angle, lane < half).to(tl.float32), tl.load(sin + angle, lane < half).to(tl.float32)
-    row = heads + (b * n_tokens + t) * (n_heads + 2 * n_kv) * width + lane
+    column = tl.arange(0, half_block)[None, :]
+    angle = cos_b * b + t * half + column
+    c, s = tl.load(cos + angle, column < half).to(tl.float32), tl.load(sin + angle, column < half).to(tl.float32)
+    row = heads + (b * n_tokens + t) * (n_heads + 2 * n_kv) * width + column
     h, kv = tl.arange(0, heads_block)[:, None], tl.arange(0, kv_block)[:, None]
-    mine, inside = (h < n_heads) & (lane < half), (kv < n_kv) & (lane < half)
-    source = grad_q + q_b * b + q_h * h + q_t * t + lane
+    mine, inside = (h < n_heads) & (column < half), (kv < n_kv) & (column < half)
+    source = grad_q + q_b * b + q_h * h + q_t * t + column
     first, second = tl.load(source, mine, 0).to(tl.float32), tl.load(source + half, mine, 0).to(tl.float32)
     for sink in tl.static_range(n_sinks):
         score_grad = tl.load(score_grads + ((b * n_heads + h) * n_tokens + t) * n_sinks + sink, h < n_heads, 0)
-        key = sink_k + sk_h * (h // (n_heads // n_kv)) + sk_s * sink + lane
+        key = sink_k + sk_h * (h // (n_heads // n_kv)) + sk_s * sink + column
         first += score_grad * tl.load(key, mine, 0).to(tl.float32)
         second += score_grad * tl.load(key + half, mine, 0).to(tl.float32)
     tl.store(row + h * width, (first * c + second * s).to(heads.dtype.element_ty), mine)
     tl.store(row + h * width + half, (second * c - first * s).to(heads.dtype.element_ty), mine)
-    source = grad_k + k_b * b + k_h * kv + k_t * t + lane
+    source = grad_k + k_b * b + k_h * kv + k_t * t + column
     first, second = tl.load(source, inside, 0).to(tl.float32), tl.load(source + half, inside, 0).to(tl.float32)
     spot = row + (n_heads + kv) * width
     tl.store(spot, (first * c + second * s).to(heads.dtype.element_ty), inside)
     tl.store(spot + half, (second * c - first * s).to(heads.dtype.element_ty), inside)
-    source = grad_v + v_b * b + v_h * kv + v_t * t + lane
+    source = grad_v + v_b * b + v_h * kv + v_t * t + column
     spot += n_kv * width
     tl.store(spot, tl.load(source, inside).to(heads.dtype.element_ty), inside)
     tl.store(spot + half, tl.load(source + half, inside).to(heads.dtype.element_ty), inside)
@@ -268,14 +265,14 @@ def _join_into(
 
 
 @triton.jit
-def _sum_halves(parts, n_all, n_each, n_between, kv, row, lane, wide, n_sinks, width: tl.constexpr, block: tl.constexpr,
+def _sum_halves(parts, n_all, n_each, n_between, kv, row, column, wide, n_sinks, width: tl.constexpr, block: tl.constexpr,
                 half_block: tl.constexpr):  # fmt: skip
     """Both halves of a sink's key (or value): n_all parts, n_each side by side, the next ones n_between further on."""
     first, second = tl.zeros([block, half_block], tl.float32), tl.zeros([block, half_block], tl.float32)
     for begin in range(0, n_all, block):
         part = begin + tl.arange(0, block)
         place = (part // n_each * n_between + kv * n_each + part % n_each) * n_sinks + row
-        source, inside = parts + place[:, None] * width + lane[None, :], (part < n_all)[:, None] & wide[None, :]
+        source, inside = parts + place[:, None] * width + column[None, :], (part < n_all)[:, None] & wide[None, :]
         first += tl.load(source, inside, 0)
         second += tl.load(source + width // 2, inside, 0)
     return tl.sum(first, 0), tl.sum(second, 0)
@@ -290,24 +287,27 @@ def _return_sinks(
     """One row behind the tokens, and one head of its queries, keys or values."""
     row, head = tl.program_id(0), tl.program_id(1)
     half: tl.constexpr = width // 2
-    lane = tl.arange(0, half_block)
-    wide = lane < half
+    column = tl.arange(0, half_block)
+    wide = column < half
     kv = (head - n_heads) % n_kv
     is_sink, is_key = (row < n_sinks) & (head >= n_heads), head < n_heads + n_kv
     n_all = tl.where(is_sink, n_all, 0)  # parts; the other rows and heads have none
     parts = from_k if is_key else from_v
-    first, second = _sum_halves(parts, n_all, n_each, n_between, kv, row, lane, wide, n_sinks, width, block, half_block)
-    rotates = lane < tl.where(is_sink & is_key, half, 0)
-    c, s = tl.load(cos + row * half + lane, rotates, 1).to(tl.float32), tl.load(sin + row * half + lane, rotates, 0).to(tl.float32)
+    first, second = _sum_halves(parts, n_all, n_each, n_between, kv, row, column, wide, n_sinks, width, block, half_block)
+    rotates = column < tl.where(is_sink & is_key, half, 0)
+    c, s = (
+        tl.load(cos + row * half + column, rotates, 1).to(tl.float32),
+        tl.load(sin + row * half + column, rotates, 0).to(tl.float32),
+    )
     left, right = first * c + second * s, second * c - first * s
-    keeps = lane < tl.where(is_sink & (head >= n_heads + n_kv), half, 0)
+    keeps = column < tl.where(is_sink & (head >= n_heads + n_kv), half, 0)
     for member in tl.static_range(group):
-        source = grad + (row * n_heads + kv * group + member) * width + lane
+        source = grad + (row * n_heads + kv * group + member) * width + column
         left += tl.load(source, keeps, 0).to(tl.float32)
         right += tl.load(source + half, keeps, 0).to(tl.float32)
     if zero_value:
         left, right = tl.where(keeps, 0.0, left), tl.where(keeps, 0.0, right)
-    place = into + (row * (n_heads + 2 * n_kv) + head) * width + lane
+    place = into + (row * (n_heads + 2 * n_kv) + head) * width + column
     tl.store(place, left.to(into.dtype.element_ty), wide)
     tl.store(place + half, right.to(into.dtype.element_ty), wide)
 
@@ -318,7 +318,7 @@ def merge_flat_backward(
     (q, rows, lse, scores), (sink_k, sink_v), (cos, sin, sink_cos, sink_sin) = had, sinks, angles
     batch, n_heads, tokens, width = q.shape
     n_kv, n_sinks = sink_k.shape[1:3]
-    flowing, out = (_by_sample(x, batch, tokens) for x in (grad, rows))
+    flowing, out = (by_sample(x, batch, tokens) for x in (grad, rows))
     score_grads, parts, n_parts = _sink_backward(flowing, q, out, lse, sink_v, scores, scale)
     heads = grad.new_empty(grad.shape[0], n_heads + 2 * n_kv, width)
     n_each, behind = n_heads // n_kv * n_parts, grad[batch * tokens :].contiguous()
@@ -342,14 +342,14 @@ def _rotate_sinks(
     """One row behind the tokens, and one query head: a sink's value or nothing; with the first head of a group, its key too."""
     row, h = tl.program_id(0), tl.program_id(1)
     half: tl.constexpr = width // 2
-    lane = tl.arange(0, half_block)
-    kv, wide = h // group, lane < half
-    mine = lane < tl.where(row < n_sinks, half, 0)
-    leads = mine & (lane < tl.where(h % group == 0, half, 0))
-    key = heads + row.to(tl.int64) * heads_t + (n_heads + kv) * width + lane
-    c, s = tl.load(cos + row * half + lane, leads, 0).to(tl.float32), tl.load(sin + row * half + lane, leads, 0).to(tl.float32)
+    column = tl.arange(0, half_block)
+    kv, wide = h // group, column < half
+    mine = column < tl.where(row < n_sinks, half, 0)
+    leads = mine & (column < tl.where(h % group == 0, half, 0))
+    key = heads + row.to(tl.int64) * heads_t + (n_heads + kv) * width + column
+    c, s = tl.load(cos + row * half + column, leads, 0).to(tl.float32), tl.load(sin + row * half + column, leads, 0).to(tl.float32)
     first, second = tl.load(key, leads, 0).to(tl.float32), tl.load(key + half, leads, 0).to(tl.float32)
-    spot = (kv * n_sinks + row) * width + lane
+    spot = (kv * n_sinks + row) * width + column
     tl.store(sink_k + spot, (first * c - second * s).to(sink_k.dtype.element_ty), leads)
     tl.store(sink_k + spot + half, (second * c + first * s).to(sink_k.dtype.element_ty), leads)
     for part in tl.static_range(2):
@@ -357,7 +357,7 @@ def _rotate_sinks(
         if zero_value:
             value = tl.zeros_like(value)
         tl.store(sink_v + spot + part * half, value, leads)
-        tl.store(own + (row * n_heads + h) * width + part * half + lane, value, wide)
+        tl.store(own + (row * n_heads + h) * width + part * half + column, value, wide)
 
 
 def rotate_sinks(

@@ -1,5 +1,8 @@
 """DiffusionLM: a bidirectional transformer whose sinks run as a lane beside the tokens. Variants are values of the config.
 
+A sink attends only to itself, so its states depend on the weights alone, not on the batch or the tokens. Each layer therefore runs
+its sinks by themselves (`run_lane`) and hands their keys and values to the tokens' attention, which needs no mask.
+
 Owns the whole model in plain torch: layers, the lane, initialisation, and the one way in which a forward is run by default
 (`run_plain`). A runner may run the same blocks in another way. Does not know of noise schedules, losses, samplers, files,
 tokenizers, devices or kernels.
@@ -43,8 +46,8 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """A table that embeds and, where the head is tied to it, projects: both within its own forward, where hooks (offloading,
-    sharding) have its weight ready."""
+    """Embeds, and projects where the head is tied to it. Both go through forward, so that hooks (sharding, offloading) have the
+    weight ready."""
 
     def reset_parameters(self) -> None:
         """Nothing: the model draws its weights."""
@@ -152,7 +155,7 @@ class Runner(Protocol):
 
 
 def run_plain(model: "DiffusionLM", x: Tensor, ctx: Context, select: Tensor | None = None) -> Tensor:
-    """All that the paper needs."""
+    """All that the paper needs, and what every other runner is compared with."""
     view = ctx.view(model.config, x)
     sinks = model.first_lane(x, ctx)
     for block in model.blocks:
