@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sinkdlm.cli import warm_up
+from sinkdlm.cli import train as warm_up
 from sinkdlm.cli.train import train
 from sinkdlm.errors import UserError
 
@@ -66,7 +66,7 @@ def test_a_command_that_fails_waits_for_what_it_began(tmp_path):
     """Python that ends while a thread is in torch aborts."""
     code = f"""
 import sys, time
-from sinkdlm.cli import warm_up
+from sinkdlm.cli import train as warm_up
 from sinkdlm.cli import entry
 def slow(opened, index):
     import torch
@@ -111,7 +111,7 @@ def test_kernels_are_built_by_one_at_a_time(monkeypatch):
 
 
 def test_the_command_line_does_not_load_torch_for_it():
-    code = "import sys; from sinkdlm.cli import warm_up; warm_up.open_device('cpu'); sys.exit('torch' in sys.modules)"
+    code = "import sys; from sinkdlm.cli import train as warm_up; warm_up.open_device('cpu'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -120,7 +120,7 @@ def test_on_a_gpu_torch_finds_its_context_there():
     """One context: what is opened early is what torch computes in. In a process of its own, which has none yet."""
     code = """
 import ctypes
-from sinkdlm.cli import warm_up
+from sinkdlm.cli import train as warm_up
 opened, _ = warm_up.open_device(None)
 opened.join()
 flags, active = ctypes.c_uint(), ctypes.c_int()

@@ -19,13 +19,14 @@ import zstandard
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from sinkdlm.checkpoint.durable import held
 from sinkdlm.data import inputs, prepare, writing
 from sinkdlm.data.encoding import Encoder, mark_tokenizer
 from sinkdlm.data.inspect import read_set
 from sinkdlm.data.prepare import Settings
 from sinkdlm.data.shards import open_split
 from sinkdlm.data.synthetic import SYMBOLS, character_tokenizer, corpus
-from sinkdlm.errors import DataError
+from sinkdlm.errors import BusyError, DataError
 
 EOS = "<|endoftext|>"
 WORDS = (
@@ -498,8 +499,8 @@ def test_other_settings_inputs_or_tokenizers_are_refused(tmp_path, tokenizer, mo
         assert "inputs" in fails([str(path)], tokenizer, out, base)
         os.utime(path, ns=(stamp, stamp))
         assert content(out) == before
-    with writing.locked(unfinished):
-        assert "another preparation" in fails([str(path)], tokenizer, unfinished, base)
+    with held(unfinished, "test"), pytest.raises(BusyError, match="another preparation"):
+        prepare.prepare([str(path)], tokenizer, unfinished, base)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.txt").write_text("mine")
     assert "thesis.txt" in fails([str(path)], tokenizer, tmp_path / "taken", base)

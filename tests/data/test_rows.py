@@ -10,8 +10,7 @@ from benchmarks.kills import write_set
 
 from sinkdlm import UserError
 from sinkdlm.config.recipe import DataSection
-from sinkdlm.data.order import deal, rows_of
-from sinkdlm.data.rows import Rows, open_rows
+from sinkdlm.data.rows import Rows, deal, open_rows, rows_of
 from sinkdlm.data.shards import Shard, Split, open_split
 
 IDS = {"vocab_size": 64, "mask_id": 64}

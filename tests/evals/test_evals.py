@@ -29,8 +29,7 @@ from sinkdlm.evals.encoding import TextEncoder, cut_at
 from sinkdlm.evals.generating import Manner
 from sinkdlm.evals.paper import PAPER_ROWS, paper_row
 from sinkdlm.evals.report import draw_table, notes_on
-from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Request, Sheet
-from sinkdlm.evals.responses import Journal, Response, header_of, read_answers
+from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Journal, Request, Response, Sheet, header_of, read_answers
 from sinkdlm.evals.settings import OFFICIAL, Settings, settings_for
 from sinkdlm.likelihood import document_likelihood, log_likelihood
 from sinkdlm.sampling import NAMED

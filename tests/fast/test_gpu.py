@@ -219,7 +219,7 @@ def peak_growth(call):
 @compiles
 def test_flex_holds_no_tokens_by_tokens_tensor():
     tokens, share = 4096, 0.3
-    inputs = make_inputs((1, tokens, 2, 2, 16), "cuda", torch.bfloat16)
+    inputs = make_inputs((1, tokens, 2, 2, 16), torch.bfloat16)
     grad = torch.ones_like(inputs[0])
     rule = random_rule(1, tokens, share, device="cuda")
     assert peak_growth(lambda: attended(inputs, grad, rule, attend_flex)) < tokens * tokens // 2

@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sinkdlm import __version__
-from sinkdlm.checkpoint.durable import sync
+from sinkdlm.checkpoint.durable import read_object, sync
 from sinkdlm.checkpoint.tokenizer import check_vocabulary, read_tokenizer, write_tokenizer
 from sinkdlm.config.model import MODEL_TYPE, ModelConfig
-from sinkdlm.errors import CheckpointError, ConfigError
+from sinkdlm.errors import CheckpointError, ConfigError, first_line
 from sinkdlm.fast import accelerate
 from sinkdlm.model.model import DiffusionLM
 
@@ -51,6 +51,11 @@ class Loaded:
     tokenizer: Any
     config: ModelConfig
     provenance: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights, as in "float32"."""
+        return _short(self.model.embed.weight.dtype)
 
 
 def save(
@@ -276,7 +281,7 @@ def read_config(path: str | Path) -> ModelConfig:
         raise CheckpointError(f"{path}: no such folder{hint}")
     if not (path / CONFIG).exists():
         raise CheckpointError(f"{path}: no {CONFIG}: not a sinkdlm checkpoint; other models are read by `sinkdlm convert`")
-    fields = _read_json(path / CONFIG)
+    fields = read_object(path / CONFIG, CheckpointError)
     kind = fields.pop("model_type", None)
     if kind != MODEL_TYPE:
         other = f"model_type is {kind!r}, not {MODEL_TYPE!r}"
@@ -288,19 +293,7 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
-    return _read_json(path / PROVENANCE) if (path / PROVENANCE).exists() else {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as failure:
-        raise CheckpointError(f"{path}: {failure.strerror}") from None
-    except ValueError as failure:
-        raise CheckpointError(f"{path}: not valid JSON: {failure}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
-    return content
+    return read_object(path / PROVENANCE, CheckpointError) if (path / PROVENANCE).exists() else {}
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -308,7 +301,7 @@ def weight_files(path: Path) -> list[Path]:
         return [path / WEIGHTS]
     if not (path / INDEX).exists():
         raise CheckpointError(f"{path}: neither {WEIGHTS} nor {INDEX}")
-    names = _read_json(path / INDEX).get("weight_map")
+    names = read_object(path / INDEX, CheckpointError).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) and Path(name).name == name for name in names.values()):
         raise CheckpointError(f"{path / INDEX}: no weight_map of file names")
     files = [path / name for name in sorted(set(names.values()))]
@@ -324,7 +317,7 @@ def find_device(device: str | torch.device) -> torch.device:
         place = torch.device(device)
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as failure:
-        raise CheckpointError(f"device = {device!r}: not to be had here: {str(failure).splitlines()[0]}") from None
+        raise CheckpointError(f"device = {device!r}: not to be had here: {first_line(failure)}") from None
     if place.type == "meta":
         raise CheckpointError("device = 'meta': has no room for values; build DiffusionLM(read_config(path)) there instead")
     return place
@@ -333,7 +326,7 @@ def find_device(device: str | torch.device) -> torch.device:
 def _verify(path: Path, provenance: Mapping[str, Any], files: list[Path]) -> None:
     """Compare files with provenance.json, as far as it has fingerprints: other tools write none."""
     expected = provenance.get("config_sha256")
-    if expected is not None and expected != _config_fingerprint(_read_json(path / CONFIG)):
+    if expected is not None and expected != _config_fingerprint(read_object(path / CONFIG, CheckpointError)):
         raise CheckpointError(f"{path / CONFIG}: does not match {PROVENANCE}: the config was changed after it was written")
     changed = f"changed since it was written: its SHA-256 is not the one in {PROVENANCE}"
     spelling, mark = path / _TOKENIZER, provenance.get("tokenizer_sha256")

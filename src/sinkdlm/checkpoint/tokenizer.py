@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkdlm.config.model import ModelConfig
-from sinkdlm.errors import CheckpointError
+from sinkdlm.errors import CheckpointError, first_line
 
 
 def write_tokenizer(folder: Path, tokenizer: Any) -> None:
@@ -19,7 +19,7 @@ def write_tokenizer(folder: Path, tokenizer: Any) -> None:
     except OSError:
         raise
     except Exception as failure:  # tokenizers raises a bare one, also where the disk is full
-        raise OSError(f"tokenizer: {str(failure).splitlines()[0]}") from None
+        raise OSError(f"tokenizer: {first_line(failure)}") from None
 
 
 def is_filler(token: str) -> bool:
@@ -68,8 +68,7 @@ def read_tokenizer(path: Path) -> Any:
         if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             what = "tokenizer_config.json and no tokenizer.json; put that back"
         else:
-            reason = (str(failure).splitlines() or [type(failure).__name__])[0]
-            what = f"tokenizer files cannot be read: {reason}; put whole ones there"
+            what = f"tokenizer files cannot be read: {first_line(failure)}; put whole ones there"
         raise CheckpointError(f"{path}: {what}, or remove tokenizer*: the model is read without") from failure
 
 

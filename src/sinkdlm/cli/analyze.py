@@ -6,9 +6,8 @@ from typing import Annotated, Any
 import typer
 from typer import Argument
 
-from sinkdlm.cli.loading import choose_device, load_model
+from sinkdlm.cli.loading import choose_device, given, load_model, name_models, say
 from sinkdlm.cli.options import Bos, Chat, Device, Json, PolicySet, Precision, Sampler, Seed, option
-from sinkdlm.cli.output import name_models, say
 from sinkdlm.errors import AnalysisError
 
 _DEFAULT = 32  # trajectories
@@ -58,10 +57,9 @@ def analyze(
         from sinkdlm.analysis.figures import check_drawing
 
         check_drawing()  # before hours of capture, not after them
-    written = {"prompts": prompts, "trajectories": trajectories, "forwards": forwards, "length": length, "steps": steps}
-    unused = [name for name, value in written.items() if value is not None]
-    if texts is not None and unused:
-        raise AnalysisError(f"--texts: each is looked at as it is, and nothing is written; leave out --{unused[0]}")
+    written = given(prompts=prompts, trajectories=trajectories, forwards=forwards, length=length, steps=steps)
+    if texts is not None and written:
+        raise AnalysisError(f"--texts: each is looked at as it is, and nothing is written; leave out --{next(iter(written))}")
     if texts is not None and bos is not None:
         raise AnalysisError("--texts: each is looked at as it is; leave out --bos and --no-bos, which are of prompts")
     plan = study.Plan(
@@ -133,7 +131,7 @@ def _capture(lm: Any, plan: Any, name: str, source: str, device: Any) -> dict[st
     from sinkdlm.data.display import ItemBar
     from sinkdlm.training.run import environment
 
-    made = {**environment(device), "dtype": str(lm.model.embed.weight.dtype).removeprefix("torch.")}
+    made = {**environment(device), "dtype": lm.dtype}
     with ItemBar(f"rows through {name}", count_rows(lm, plan)) as display:
         return study(lm, plan, name=name, source=source, made=made, show=display.update)
 

@@ -71,7 +71,5 @@ def _version(asked: bool) -> None:
 
 
 @app.callback()
-def _root(
-    version: Annotated[bool, option("Print the version.", "--version", callback=_version, is_eager=True)] = False,
-) -> None:
+def _root(version: Annotated[bool, option("Print the version.", "--version", callback=_version, is_eager=True)] = False) -> None:
     pass

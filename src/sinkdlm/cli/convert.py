@@ -1,12 +1,12 @@
 """The command `convert`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from typer import Argument
 
+from sinkdlm.cli.loading import say
 from sinkdlm.cli.options import Json, ModelSet, Seed, option
-from sinkdlm.cli.output import say
 
 
 def convert(
@@ -27,18 +27,9 @@ def convert(
 
     from sinkdlm import interop
 
-    report = interop.convert(
-        source,
-        destination,
-        to,
-        standalone=standalone,
-        changes=dict(overrides or []),
-        tokenizer=tokenizer,
-        sink_init=sink_init,
-        gate_init=gate_init,
-        seed=seed,
-        dtype=getattr(torch, dtype) if dtype is not None else None,
-    )
+    made: dict[str, Any] = {"sink_init": sink_init, "gate_init": gate_init, "seed": seed, "tokenizer": tokenizer}
+    made |= {"changes": dict(overrides or []), "dtype": getattr(torch, dtype) if dtype is not None else None}
+    report = interop.convert(source, destination, to, standalone=standalone, **made)
     notes = [*report["notes"], *(["no tokenizer; --tokenizer adds one"] if report["tokenizer"] is None else [])]
     wrote = f"wrote  {report['wrote']} in {report['path']}, {report['dtype']}"
     say(report, "\n".join([f"found  {report['found']}", *(f"       {note}" for note in notes), wrote]), as_json)

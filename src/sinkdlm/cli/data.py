@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Argument
 
+from sinkdlm.cli.loading import say
 from sinkdlm.cli.options import Documents, Field, Json, Seed, option
-from sinkdlm.cli.output import say
 
 app = typer.Typer(help="Prepare training data, and look at it.", rich_markup_mode=None, no_args_is_help=True)
 Kind = Literal["text", "sft", "gsm8k-two-stage", "gsm8k-one-stage"]
@@ -63,18 +63,9 @@ def data_prepare(
     """Turn text into token shards: text, jsonl, parquet or a hub data set. The same command goes on where it was interrupted."""
     from sinkdlm.data.prepare import Settings, prepare
 
-    settings = Settings(
-        kind=kind,
-        field=field,
-        documents=documents,
-        validation=validation,
-        shard_tokens=shard_tokens,
-        length=length,
-        eos_id=eos,
-        bos=bos,
-        split=split,
-        config=config,
-    )
+    read: dict[str, Any] = {"field": field, "documents": documents, "split": split, "config": config}
+    written: dict[str, Any] = {"validation": validation, "shard_tokens": shard_tokens, "length": length, "eos_id": eos, "bos": bos}
+    settings = Settings(kind=kind, **read, **written)
     from sinkdlm.data.inputs import find_sources
     from sinkdlm.interop.tokenizer import read_tokenizer_at
 
@@ -85,18 +76,7 @@ def data_prepare(
         return
     from sinkdlm.data.scale import prepare_at_scale
 
-    found = prepare_at_scale(
-        inputs,
-        loaded,
-        out,
-        settings,
-        executor=executor,
-        tasks=tasks,
-        workers=workers,
-        partition=partition,
-        time=time,
-        logging_dir=logging_dir,
-    )
+    found = prepare_at_scale(inputs, loaded, out, settings, executor, tasks, workers, partition, time, logging_dir)
     say(found, found["said"], as_json)
 
 

@@ -1,11 +1,9 @@
 """The command `demo`."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from sinkdlm.cli.loading import say
 from sinkdlm.cli.options import Json, Seed, option
 
 
@@ -22,4 +20,4 @@ def demo(
 
     found = run_demo(out, steps=steps, seed=seed, trajectories=trajectories, fresh=fresh, as_json=as_json)
     if as_json:
-        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
+        say(found, "", as_json)

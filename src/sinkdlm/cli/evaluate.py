@@ -2,14 +2,13 @@
 
 import functools
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from typer import Argument
 
-from sinkdlm.cli.loading import check_tokenizer, load_on_ranks
+from sinkdlm.cli.loading import check_tokenizer, given, load_on_ranks, say
 from sinkdlm.cli.options import Bos, Chat, Checkpoint, Compile, Device, Documents, Field, Json, Precision, Seed, TaskSet, option
-from sinkdlm.cli.output import say
 from sinkdlm.errors import ConfigError, EvalError
 
 Draws = Annotated[int | None, option("Monte Carlo masks of a request or window; by default 128.", min=1)]
@@ -57,12 +56,13 @@ def evaluate(
     """Evaluate a model on benchmarks, with lm-evaluation-harness; in one go, or in two halves."""
     from sinkdlm.evals.paper import paper_row
 
-    shown = Shown(out, log_samples, paper_row(paper) if paper is not None else None, as_json)
+    row = paper_row(paper) if paper is not None else None
+    report = functools.partial(_report, out=out, log_samples=log_samples, paper=row, as_json=as_json)
     if responses is not None:
-        given = [name for name in context.params if getattr(context.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"]
-        if set(given) - _WITH_RESPONSES:
+        said = [name for name in context.params if getattr(context.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"]
+        if set(said) - _WITH_RESPONSES:
             raise EvalError("--responses: its file says what was asked and how; leave out all but CKPT, --data and what is shown")
-        _score_responses(checkpoint, responses, data, shown)
+        _score_responses(checkpoint, responses, data, report)
         return
     chosen = _estimator(causal, estimator, draws)
     if adaptive and chosen not in (None, "exact_k"):
@@ -71,12 +71,11 @@ def evaluate(
         raise EvalError("--log-samples: say where, with --out")
     if checkpoint is None and (write_requests is None or chat):
         raise EvalError("CKPT: which model? (--write-requests needs none, but with --chat)")
-    named = {"estimator": chosen, "draws": draws, "guidance": guidance, "policy": policy}
-    named |= {"steps": steps, "block": block, "adaptive": adaptive or None, "error": error, "tolerance": tolerance, "bos": bos}
+    changes = given(estimator=chosen, draws=draws, guidance=guidance, policy=policy, steps=steps, block=block, bos=bos)
+    changes |= given(adaptive=adaptive or None, error=error, tolerance=tolerance)
     plan: dict[str, Any] = {"tasks": tuple(name.strip() for name in tasks.split(",") if name.strip()), "limit": limit, "chat": chat}
     plan |= {"data": None if data is None else str(data), "num_fewshot": num_fewshot, "use_cache": use_cache}
     plan["gen_kwargs"] = _generation_fields(gen_kwargs or "")
-    changes = {name: value for name, value in named.items() if value is not None}
     _check_changes(changes, overrides or [])
     ask = functools.partial(_ask, plan, changes, overrides or [], seed)
     if write_requests is not None:
@@ -93,16 +92,7 @@ def evaluate(
         answers = _answer(lm, sheet, checkpoint, world, batch_tokens, None if out is None else out / "responses.jsonl")
     if world.first:
         facts = {"model": _facts(checkpoint, lm), "seed": seed, "device": str(world.device)}
-        _report(evaluation, sheet.settings, answers, facts, shown)
-
-
-class Shown(NamedTuple):
-    """What becomes of results. paper: task -> value."""
-
-    out: Path | None
-    log_samples: bool
-    paper: dict[str, float] | None
-    as_json: bool
+        report(evaluation, sheet.settings, answers, facts)
 
 
 def _check_changes(changes: dict[str, Any], overrides: list[tuple[str, Any]]) -> None:
@@ -127,9 +117,9 @@ def _ask(plan: dict[str, Any], changes: dict[str, Any], overrides: list[Any], se
     sheet = evaluation.ask(changes=changes, overrides=overrides, seed=seed)
     fields = plan["gen_kwargs"] or {}
     generated = [request for request in sheet.requests if request.kind == GENERATE]
-    given = [name for name in ("policy", "steps", "block") if name in changes] + ["gen-kwargs"] * bool(fields)
-    if given and not generated:
-        raise EvalError(f"--{given[0]}: of generated answers, and {', '.join(sheet.settings)} ask for none; leave it out")
+    said = [name for name in ("policy", "steps", "block") if name in changes] + ["gen-kwargs"] * bool(fields)
+    if said and not generated:
+        raise EvalError(f"--{said[0]}: of generated answers, and {', '.join(sheet.settings)} ask for none; leave it out")
     if "draws" in changes and not any(settings.estimator in MONTE_CARLO for settings in sheet.settings.values()):
         why = ", ".join(f"{task} is scored by {settings.estimator}" for task, settings in sheet.settings.items())
         raise EvalError(f"--draws: {why}, which draws nothing; leave it out, or give --estimator exact_k")
@@ -201,16 +191,15 @@ def score(
     from sinkdlm.evals.settings import settings_for
     from sinkdlm.text.prompts import begin, check_bos
 
-    named = {"estimator": _estimator(causal, estimator, draws), "draws": draws, "greedy": False}
-    settings = settings_for("", {name: value for name, value in named.items() if value is not None})
-    read = texts.read_documents(file, field=field, documents=documents)
-    found = read.texts[:limit]
+    settings = settings_for("", given(estimator=_estimator(causal, estimator, draws), draws=draws, greedy=False))
+    found, n_left_out = texts.read_documents(file, field=field, documents=documents)
+    found = found[:limit]
     with load_on_ranks(checkpoint, device, dtype) as (world, lm):
         check_bos(lm.tokenizer, bos)
         settings = settings.replace(bos=bool(begin(lm.tokenizer, [], bos)))  # documents begin as prompts of `sample`
         answers = _answer(lm, texts.sheet_of(found, settings, seed), checkpoint, world, batch_tokens, out)
     if world.first:
-        report = texts.report(found, answers, read.n_left_out)
+        report = texts.report(found, answers, n_left_out)
         say(report, texts.draw_table(report), as_json)
 
 
@@ -242,19 +231,17 @@ def _answer(lm: Any, sheet: Any, checkpoint: str, world: Any, batch_tokens: int 
     from contextlib import nullcontext
 
     from sinkdlm.evals.answering import Answerer, answer_sheet, fingerprint, tokenizer_fingerprint
-    from sinkdlm.evals.responses import Journal, header_of
+    from sinkdlm.evals.requests import Journal, header_of
 
     answerer = Answerer(lm, sheet, budget=batch_tokens)
-    arithmetic = str(lm.model.embed.weight.dtype).removeprefix("torch.")
-    header = header_of(sheet, fingerprint(lm.model), tokenizer_fingerprint(lm.tokenizer), arithmetic, _facts(checkpoint, lm))
+    header = header_of(sheet, fingerprint(lm.model), tokenizer_fingerprint(lm.tokenizer), lm.dtype, _facts(checkpoint, lm))
     journal = Journal(path if world.first else None, header)
     with journal if world.first else nullcontext():
         return answer_sheet(answerer, journal, world=world)
 
 
-def _score_responses(checkpoint: str | None, path: Path, data: Path | None, shown: Shown) -> None:
-    from sinkdlm.evals.requests import Sheet
-    from sinkdlm.evals.responses import read_answers
+def _score_responses(checkpoint: str | None, path: Path, data: Path | None, report: Any) -> None:
+    from sinkdlm.evals.requests import Sheet, read_answers
     from sinkdlm.evals.settings import Settings
 
     header, answers = read_answers(path)
@@ -268,11 +255,15 @@ def _score_responses(checkpoint: str | None, path: Path, data: Path | None, show
     settings = {task: Settings.of(values, task) for task, values in header["settings"].items()}
     if Sheet(evaluation.ask().requests, settings, header["seed"]).digest != header["requests"]:
         raise EvalError(f"{path}: answers other questions than the harness asks here; give the same --data, and the same version")
-    _report(evaluation, settings, answers, {"model": header["model"], "seed": header["seed"], "device": "cpu"}, shown)
+    report(evaluation, settings, answers, {"model": header["model"], "seed": header["seed"], "device": "cpu"})
 
 
-def _report(evaluation: Any, settings: Any, answers: Any, facts: dict[str, Any], shown: Shown) -> None:
-    """Score the answers, write the results and print them."""
+def _report(
+    evaluation: Any, settings: Any, answers: Any, facts: dict[str, Any], *, out: Any, log_samples: bool, paper: Any, as_json: bool
+) -> None:
+    """Score the answers, write the results and print them. paper: task -> the paper's value."""
+    from dataclasses import asdict
+
     import torch
 
     from sinkdlm.evals import gsm8k, harness, report
@@ -283,15 +274,15 @@ def _report(evaluation: Any, settings: Any, answers: Any, facts: dict[str, Any],
     lines, notes = report.summarise(found, answers), report.notes_on(answers)
     own = {
         **facts,
-        "plan": evaluation.plan.to_dict(),
+        "plan": asdict(evaluation.plan),
         "settings": {task: one.to_dict() for task, one in settings.items()},
         "environment": {**environment(torch.device(facts["device"])), "harness": harness.version()},
     }
-    if shown.out is not None:
-        kept = {task: rows for task, rows in samples.items() if shown.log_samples or task in gsm8k.STAGES}
-        report.write_results(shown.out, {**found, "sinkdlm": {**own, "table": lines, "notes": notes}}, kept)
-    if shown.as_json:
-        results = {"table": lines, "notes": notes, "paper": shown.paper, "results": found["results"], "sinkdlm": own}
+    if out is not None:
+        kept = {task: rows for task, rows in samples.items() if log_samples or task in gsm8k.STAGES}
+        report.write_results(out, {**found, "sinkdlm": {**own, "table": lines, "notes": notes}}, kept)
+    if as_json:
+        results = {"table": lines, "notes": notes, "paper": paper, "results": found["results"], "sinkdlm": own}
         typer.echo(report.to_json(results))
     else:
-        typer.echo("\n".join([report.draw_table(lines, shown.paper), *(f"note  {note}" for note in notes)]))
+        typer.echo("\n".join([report.draw_table(lines, paper), *(f"note  {note}" for note in notes)]))

@@ -1,16 +1,19 @@
-"""What several commands load: recipes, the parents of runs, models with their tokenizers.
+"""What several commands load: recipes, the parents of runs, models with their tokenizers; and how they name and print.
 
 A recipe that starts from a parent may leave [model] fields out: the parent fills them in. A recipe that gives all fields can be
 shown and planned without the parent. A run that has begun keeps its whole recipe and no longer needs the parent; where the parent
 is still here, it is read all the same, so that a line taken out of a recipe counts. Commands import what they need when they run.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sinkdlm.errors import ConfigError, ConvertError, UserError
+import typer
+
+from sinkdlm.errors import AnalysisError, ConfigError, ConvertError, UserError
 
 
 def load_recipe(path: Path, overrides: Sequence[str] | None, out: Path | None = None) -> Any:
@@ -88,22 +91,42 @@ def load_parent(recipe: Any, dtype: Any, source: Any = None, tokenizer: Any = No
     from sinkdlm import interop
     from sinkdlm.training.setup import check_shape
 
-    source = source or interop.open_source(recipe.init.from_)
-    fields = recipe.model.to_dict()
-    check_shape(recipe.init.from_, fields, source.config, interop.fixed_keys(source))
+    init, fields = recipe.init, recipe.model.to_dict()
+    source = source or interop.open_source(init.from_)
+    check_shape(init.from_, fields, source.config, interop.fixed_keys(source))
+    changes = {key: fields[key] for key in interop.FREE_KEYS}
+    new = {"sink_init": init.sink_init, "gate_init": init.gate_init, "seed": recipe.train.seed}
     try:
-        return interop.load_any(
-            source,
-            {key: fields[key] for key in interop.FREE_KEYS},
-            sink_init=recipe.init.sink_init,
-            gate_init=recipe.init.gate_init,
-            seed=recipe.train.seed,
-            dtype=dtype,
-            tokenizer=tokenizer,
-        )
+        return interop.load_any(source, changes, **new, dtype=dtype, tokenizer=tokenizer)
     except ConvertError as failure:  # a field is called model.x in a recipe
         option, told = "--set ", str(failure)
         raise ConvertError(f"model.{told.removeprefix(option)}" if told.startswith(option) else told) from None
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that have a value."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def say(found: Any, text: str, as_json: bool) -> None:
+    """Print what a command found: as JSON, or as text."""
+    typer.echo(json.dumps(found, indent=2, ensure_ascii=False) if as_json else text)
+
+
+def name_models(models: list[str], given: str | None = None) -> list[str]:
+    """A short and different name for each model: those given, with commas, or their folders' names."""
+    if given is not None:
+        names = [name.strip() for name in given.split(",")]
+    else:
+        paths = [Path(model).resolve() for model in models]
+        names = [path.parent.name if path.name == "model" else path.stem if path.is_file() else path.name for path in paths]
+        names = [name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names, start=1)]
+    if len(names) != len(models) or len(set(names)) != len(names) or not all(names):
+        raise AnalysisError(f"--names {','.join(names)}: give a different name for each of the {len(models)} models")
+    for name in names:
+        if "/" in name or name.startswith("."):
+            raise AnalysisError(f"--names: {name!r} becomes a file's name; leave out slashes and a dot in front")
+    return names
 
 
 def choose_device(name: str | None) -> Any:

@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from sinkdlm.cli.loading import load_recipe
+from sinkdlm.cli.loading import load_recipe, say
 from sinkdlm.cli.options import Json, Overrides, RecipeFiles, option
-from sinkdlm.cli.output import say
 from sinkdlm.errors import UserError
 
 _AUGMENTED_GSM8K = 769_240  # examples an epoch of the official SFT, which data of one's own need not have

@@ -4,8 +4,8 @@ import json
 
 import typer
 
+from sinkdlm.cli.loading import load_recipe, say
 from sinkdlm.cli.options import Json, Overrides, RecipeFile
-from sinkdlm.cli.output import say
 
 app = typer.Typer(help="Look at recipes.", rich_markup_mode=None, no_args_is_help=True)
 
@@ -28,8 +28,6 @@ def recipe_list(as_json: Json = False) -> None:
 @app.command("show")
 def recipe_show(recipe: RecipeFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Resolve a recipe (base, preset, overrides, defaults) and print it whole, as TOML."""
-    from sinkdlm.cli.loading import load_recipe
-
     resolved = load_recipe(recipe, overrides)
     say(resolved.to_dict(), resolved.to_toml().rstrip("\n"), as_json)
 

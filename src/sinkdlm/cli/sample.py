@@ -1,13 +1,12 @@
 """The command `sample`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from sinkdlm.cli.loading import load_on_ranks
+from sinkdlm.cli.loading import given, load_on_ranks, say
 from sinkdlm.cli.options import Bos, Chat, Checkpoint, Compile, Computing, Device, Exact, Json, PolicySet, Sampler, Seed, option
-from sinkdlm.cli.output import say
 
 
 def sample(
@@ -45,10 +44,9 @@ def sample(
     """Write text with a model: after a prompt, into gaps, or as an answer."""
     from sinkdlm.sampling.unmasking import policy_of
 
-    named: dict[str, Any] = {"steps": steps, "block": block, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    named |= {"guidance": guidance, "threshold": threshold, "cache": cache}
-    given = {name: value for name, value in named.items() if value is not None}
-    policy = policy_of(config, **given | dict(overrides or []))
+    named = given(steps=steps, block=block, temperature=temperature, top_k=top_k, top_p=top_p)
+    named |= given(guidance=guidance, threshold=threshold, cache=cache)
+    policy = policy_of(config, **named | dict(overrides or []))
     from sinkdlm.text.generate import Job, check, write
     from sinkdlm.text.prompts import policy_for
 

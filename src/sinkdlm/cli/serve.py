@@ -5,9 +5,8 @@ from typing import Annotated
 import typer
 from typer import Argument
 
-from sinkdlm.cli.loading import choose_device, load_model
+from sinkdlm.cli.loading import choose_device, load_model, name_models
 from sinkdlm.cli.options import Bos, Computing, Device, Exact, option
-from sinkdlm.cli.output import name_models
 from sinkdlm.errors import UserError
 
 _MODELS = Argument(metavar="CKPT [CKPT2]", help="Checkpoints, or anything that `convert` reads.")

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,11 +39,12 @@ def _content(tokenizer: Any) -> dict[str, Any]:
     return {**json.loads(backend.to_str()), "padding": None, "truncation": None}
 
 
-def unknown_id(tokenizer: Any) -> int | None:
-    """What stands for a text that the tokenizer has no token for; None where every text can be spelled, byte by byte."""
+def unknown_counter(tokenizer: Any) -> Callable[[Sequence[int]], int]:
+    """Counts tokens that stand for what the tokenizer does not have: none where every text can be spelled, byte by byte."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     token = getattr(model, "unk_token", tokenizer.unk_token)  # a Unigram model does not say
-    return None if token is None else tokenizer.get_vocab().get(token)
+    unknown = None if token is None else tokenizer.get_vocab().get(token)
+    return lambda ids: list[Any](ids).count(unknown)
 
 
 def with_bos(ids: list[int], bos_id: Any, bos: bool | None) -> list[int]:
@@ -81,7 +82,7 @@ class Encoder:
         self._bos_id: Any = getattr(tokenizer, "bos_token_id", None)
         if bos and self._bos_id is None:
             raise DataError("--bos: the tokenizer has no beginning-of-text token")
-        self._unknown_id = unknown_id(tokenizer)
+        self.count_unknown = unknown_counter(tokenizer)
         self._content = json.dumps(literal_content(tokenizer, self.eos_id))
         self._literal = Tokenizer.from_str(self._content)
         self._literal.encode_special_tokens = True
@@ -101,10 +102,6 @@ class Encoder:
         return [
             with_bos(found.ids, self._bos_id, bos) for found in backend.encode_batch_fast(texts, add_special_tokens=add_special)
         ]
-
-    def count_unknown(self, ids: Sequence[int]) -> int:
-        """Tokens that stand for what the tokenizer does not have."""
-        return 0 if self._unknown_id is None else ids.count(self._unknown_id)
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[list[int]]:
         """(piece, does it begin a text?). A later piece is read after a line break, which is then taken off again, so that what a

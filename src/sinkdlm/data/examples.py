@@ -35,10 +35,8 @@ def drafts_of(kind: str, value: Any, tokenizer: Any, place: str) -> list[Draft]:
     asked = f"Question: {question}"
     if kind == "gsm8k-one-stage":
         return [Draft(asked, f"Answer: {thought} {MARK} {answer}", "segments")]
-    return [
-        Draft(asked, f"Answer: {thought}", "segments"),
-        Draft(f"{asked} Answer: {thought}", f"{MARK} {answer}", "segments"),
-    ]
+    thinks = Draft(asked, f"Answer: {thought}", "segments")
+    return [thinks, Draft(f"{asked} Answer: {thought}", f"{MARK} {answer}", "segments")]
 
 
 def _gsm8k(value: Any, place: str) -> tuple[str, str, str]:

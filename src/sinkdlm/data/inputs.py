@@ -67,9 +67,6 @@ def text_digest(text: str | None = None) -> Any:
     return digest
 
 
-# -- finding --------------------------------------------------------------------------------------------------------------
-
-
 def find_sources(names: Sequence[str], *, split: str = "train", config: str | None = None) -> list[Source]:
     """Every file behind the names, folders opened and sorted. A name that is no path is a data set of the hub."""
     found: list[Source] = []
@@ -141,9 +138,6 @@ def _is_stored(folder: Path) -> bool:
 
 def _stamp(path: Path, name: object) -> str:
     return f"{name} {path.stat().st_size} {path.stat().st_mtime_ns}"
-
-
-# -- reading --------------------------------------------------------------------------------------------------------------
 
 
 class Reader:
@@ -382,9 +376,6 @@ def text_of(row: Row, field: str) -> str | Pieces | None:
 def whole_text_of(row: Row, field: str) -> str | None:
     text = text_of(row, field)
     return "".join(text.pieces) if isinstance(text, Pieces) else text
-
-
-# -- data sets of the hub -------------------------------------------------------------------------------------------------
 
 
 def _hub_rows(source: Source, skip: int) -> Iterator[Row]:

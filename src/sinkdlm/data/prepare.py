@@ -17,13 +17,14 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from sinkdlm.checkpoint.durable import held
 from sinkdlm.config.model import Frozen
 from sinkdlm.data import examples
 from sinkdlm.data.display import ByteBar
 from sinkdlm.data.encoding import Encoder, mark_tokenizer
 from sinkdlm.data.inputs import Pieces, Reader, Row, Source, count_bytes, cut, find_sources, text_digest, text_of
 from sinkdlm.data.shards import INDEX, SPLITS
-from sinkdlm.data.writing import Array, Store, compare, locked, read_json
+from sinkdlm.data.writing import Array, Store, compare, read_json
 from sinkdlm.errors import ConfigError, DataError
 
 _BATCH_BYTES, _BATCH_UNITS = 4_000_000, 20_000
@@ -65,11 +66,6 @@ class Unit(NamedTuple):
     n_bytes: int
 
 
-class Batch(NamedTuple):
-    units: list[Unit]
-    bytes_done: int
-
-
 class Encoded(NamedTuple):
     """A unit in ids. rows: prompt tokens and tokens in all of each example."""
 
@@ -87,9 +83,8 @@ def prepare(
     tokenizer: a transformers tokenizer; source: where it came from, for the record. Returns a summary.
     """
     settings = settings or Settings()
-    return prepare_sources(
-        find_sources(names, split=settings.split, config=settings.config), names, tokenizer, out, settings, source
-    )
+    sources = find_sources(names, split=settings.split, config=settings.config)
+    return prepare_sources(sources, names, tokenizer, out, settings, source)
 
 
 def prepare_sources(
@@ -110,11 +105,7 @@ def prepare_sources(
         compare(folder, index.get("settings", {}), recorded, "prepared")
         return {**_summary(folder, index), "notes": [], "already": True}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as failure:
-        raise DataError(f"{folder}: cannot write there: {failure.strerror}; choose another --out") from None
-    try:
-        with locked(folder):
+        with held(folder, "preparation"):
             store = Store(folder, recorded, encoder.dtype)
             return _Run(sources, settings, tokenizer, encoder, store).fill(mark)
     except OSError as failure:
@@ -210,21 +201,19 @@ class _Run:
         """Read, encode and write; the seconds that it took."""
         noted = time.monotonic()
         with ByteBar("preparing", self.total, self.reader.bytes_done) as display, closing(self._encoded()) as found:
-            for batch, encoded in found:
-                if self._write(batch, encoded, time.monotonic() - noted > _NOTE_SECONDS):
+            for units, bytes_done, encoded in found:
+                if self._write(units, encoded, time.monotonic() - noted > _NOTE_SECONDS):
                     noted = time.monotonic()
-                display.update(batch.bytes_done, self.n_bytes, self.n_tokens)
+                display.update(bytes_done, self.n_bytes, self.n_tokens)
             return display.seconds
 
-    # -- reading ----------------------------------------------------------------------------------------------------------
-
-    def _encoded(self) -> Generator[tuple[Batch, list[Encoded]]]:
+    def _encoded(self) -> Generator[tuple[list[Unit], int, list[Encoded]]]:
         """Batches in their order. A failure of the reading comes after all that was read before it."""
         batches = self._batches()
 
-        def encode(read: Future[Batch | None]) -> tuple[Batch, list[Encoded]] | None:
+        def encode(read: Future[tuple[list[Unit], int] | None]) -> tuple[list[Unit], int, list[Encoded]] | None:
             batch = read.result()
-            return None if batch is None else (batch, self._encode(batch))
+            return None if batch is None else (*batch, self._encode(batch[0]))
 
         with ThreadPoolExecutor(1) as reading, ThreadPoolExecutor(2) as encoding:
             waiting = deque(encoding.submit(encode, reading.submit(next, batches, None)) for _ in range(_WAITING))
@@ -235,7 +224,8 @@ class _Run:
             finally:
                 self._stopped = True
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[tuple[list[Unit], int]]:
+        """Units, and the bytes on disk that are read by then."""
         units: list[Unit] = []
         size = 0
         for unit in self._units():
@@ -244,9 +234,9 @@ class _Run:
             units.append(unit)
             size += unit.n_bytes
             if size >= _BATCH_BYTES or len(units) >= _BATCH_UNITS:
-                yield Batch(units, self.reader.bytes_done)
+                yield units, self.reader.bytes_done
                 units, size = [], 0
-        yield Batch(units, self.reader.bytes_done)
+        yield units, self.reader.bytes_done
 
     def _units(self) -> Iterator[Unit]:
         for index, taken, row in self.reader.rows(self._fields):
@@ -276,14 +266,12 @@ class _Run:
     def _split(self, digest: bytes) -> str:
         return "validation" if int.from_bytes(digest, "big") < self.settings.validation * 2.0**64 else "train"
 
-    # -- encoding ---------------------------------------------------------------------------------------------------------
-
-    def _encode_texts(self, batch: Batch) -> list[Encoded]:
+    def _encode_texts(self, units: list[Unit]) -> list[Encoded]:
         end = np.array([self.encoder.eos_id], self.encoder.dtype)
-        pieces = [(unit.content, unit.first) for unit in batch.units if unit.content is not None]
+        pieces = [(unit.content, unit.first) for unit in units if unit.content is not None]
         found = iter(self.encoder.encode_pieces(pieces))
         encoded = []
-        for unit in batch.units:
+        for unit in units:
             if unit.content is None:
                 encoded.append(Encoded(np.zeros(0, self.encoder.dtype), None, 0, {"empty": 1}))
                 continue
@@ -294,12 +282,12 @@ class _Run:
             encoded.append(Encoded(np.concatenate([kept, end]) if unit.last else kept, None, int(unit.last), counts))
         return encoded
 
-    def _encode_examples(self, batch: Batch) -> list[Encoded]:
-        drafts = [draft for unit in batch.units for draft in unit.content]
-        places = [unit.place for unit in batch.units for _ in unit.content]
+    def _encode_examples(self, units: list[Unit]) -> list[Encoded]:
+        drafts = [draft for unit in units for draft in unit.content]
+        places = [unit.place for unit in units for _ in unit.content]
         found = iter(examples.encode_drafts(self.encoder, drafts, places.__getitem__))
         encoded = []
-        for unit in batch.units:
+        for unit in units:
             whole = [next(found) for _ in unit.content]
             kept = [pair for pair in whole if self.settings.length is None or len(pair[0]) + len(pair[1]) <= self.settings.length]
             tokens = np.array([token for prompt, rest in kept for token in (*prompt, *rest)], self.encoder.dtype)
@@ -309,12 +297,10 @@ class _Run:
             encoded.append(Encoded(tokens, rows, len(kept), counts))
         return encoded
 
-    # -- writing ----------------------------------------------------------------------------------------------------------
-
-    def _write(self, batch: Batch, encoded: list[Encoded], due: bool) -> bool:
+    def _write(self, units: list[Unit], encoded: list[Encoded], due: bool) -> bool:
         """Was progress noted on disk? Counts are added row by row, so that what is noted fits the row it is noted at."""
         store, noted = self.store, False
-        for unit, found in zip(batch.units, encoded, strict=True):
+        for unit, found in zip(units, encoded, strict=True):
             noted |= store.write(unit.split, found.tokens, found.rows, found.n_documents, first=unit.first)
             store.counts.update(found.counts)
             if unit.last:

@@ -25,7 +25,6 @@ def prepare_at_scale(
     tokenizer: Any,
     out: str | Path,
     settings: Settings,
-    *,
     executor: str,
     tasks: int = 1,
     workers: int = -1,

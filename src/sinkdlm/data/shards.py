@@ -70,15 +70,10 @@ class Split:
         if start == stop:
             return _NOTHING
         first = int(np.searchsorted(self.starts, start, side="right")) - 1
-        begin = int(self.starts[first])
-        if stop <= self.starts[first + 1]:
-            return self._map(first)[start - begin : stop - begin]
-        pieces = []
-        while start < stop:
-            begin, end = int(self.starts[first]), int(self.starts[first + 1])
-            pieces.append(self._map(first)[start - begin : min(stop, end) - begin])
-            start, first = min(stop, end), first + 1
-        return np.concatenate(pieces)
+        last = first + 1 if stop <= self.starts[first + 1] else int(np.searchsorted(self.starts, stop))
+        begins = enumerate(self.starts[first:last].tolist(), start=first)
+        pieces = [self._map(number)[max(0, start - begin) : stop - begin] for number, begin in begins]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def example_rows(self) -> np.ndarray[Any, Any]:
         """(examples, 3) int64 of a split of examples: where each begins, its prompt tokens, its tokens in all."""
@@ -159,21 +154,14 @@ def _open_own(folder: Path, split: str) -> Split:
     try:
         index = json.loads(path.read_bytes())
         if index.get("format") != FORMAT or index.get("version") != VERSION:
-            raise DataError(
-                f"{path}: format {index.get('format')!r}, version {index.get('version')!r}: not one that this version reads"
-            )
+            told = f"format {index.get('format')!r}, version {index.get('version')!r}"
+            raise DataError(f"{path}: {told}: not one that this version reads")
         dtype: np.dtype[Any] = _DTYPES[index["dtype"]]
         part = index["splits"][split]
         shards = [
-            Shard(
-                folder / entry["file"],
-                int(entry["tokens"]),
-                dtype,
-                sha256=entry["sha256"],
-                rows=folder / entry["rows"] if "rows" in entry else None,
-                rows_sha256=entry.get("rows_sha256"),
-            )
+            Shard(folder / entry["file"], int(entry["tokens"]), dtype, 0, entry["sha256"], rows, entry.get("rows_sha256"))
             for entry in part["shards"]
+            for rows in [folder / entry["rows"] if "rows" in entry else None]
         ]
         facts = {"n_documents": part["documents"], "highest_id": part["highest_id"]}
         facts |= {name: index[name] for name in ("kind", "eos_id", "tokenizer")}

@@ -4,22 +4,22 @@ Owns the files of a prepared folder while it is unfinished: until index.json, wh
 replaced as a whole, says how long each file was when a row was last finished. Going on cuts them back to it.
 """
 
-import fcntl
 import hashlib
 import io
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sinkdlm.checkpoint.durable import replace_text, sync
+from sinkdlm.checkpoint.durable import LOCK, read_object, replace_text, sync
+from sinkdlm.checkpoint.tokenizer import write_tokenizer
 from sinkdlm.data.shards import FORMAT, INDEX, SPLITS, VERSION
-from sinkdlm.errors import DataError, first_line
+from sinkdlm.errors import DataError
 
 PROGRESS = "progress.json"
 _BUFFER = 1 << 22  # bytes held before they are written
@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    replace_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n", path.with_name(path.name + ".partial"))
+    replace_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 class GrowingFile:
@@ -157,7 +157,7 @@ class Store:
         path = self.folder / PROGRESS
         noted = read_json(path) if path.exists() else None
         if noted is None:
-            other = sorted(file.name for file in self.folder.iterdir() if file.name != f"{PROGRESS}.partial")
+            other = sorted(file.name for file in self.folder.iterdir() if file.name not in (LOCK, f".{PROGRESS}.partial"))
             if other:
                 raise DataError(f"{self.folder}: holds {other[0]} and is no unfinished set; choose another --out or remove it")
         if noted is None or noted["position"] == [0, 0]:
@@ -208,27 +208,26 @@ class Store:
             self.note()
         for file in self._files:
             file.discard()
-        try:
-            tokenizer.save_pretrained(self.folder / "tokenizer")
-        except OSError:
-            raise
-        except Exception as failure:  # tokenizers raises a bare one, also where the disk is full
-            raise OSError(0, f"tokenizer: {first_line(failure)}") from None
+        write_tokenizer(self.folder / "tokenizer", tokenizer)
         for path in (self.folder / "tokenizer").iterdir():
             sync(path)
         splits = {split: writer.summary() for split, writer in self.splits.items()}
         whole = {"format": FORMAT, "version": VERSION, **index, "settings": self.settings, "splits": splits}
         write_json(self.folder / INDEX, whole)
-        (self.folder / PROGRESS).unlink()
+        self._unlink_notes()
         return whole
 
     def abandon(self) -> None:
         """Remove what was begun."""
         for file in self._files:
             file.discard()
-        (self.folder / PROGRESS).unlink(missing_ok=True)
+        self._unlink_notes()
         with suppress(OSError):
             self.folder.rmdir()
+
+    def _unlink_notes(self) -> None:
+        for name in (PROGRESS, LOCK):
+            (self.folder / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         for file in self._files:
@@ -236,12 +235,7 @@ class Store:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        assert isinstance(found, dict)
-    except (OSError, ValueError, AssertionError):
-        raise DataError(f"{path}: damaged; remove {path.parent} and prepare again") from None
-    return found
+    return read_object(path, DataError, f"; damaged: remove {path.parent} and prepare again")
 
 
 def compare(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
@@ -251,18 +245,3 @@ def compare(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], wha
         plain = [key for key in keys if not isinstance(now.get(key, before.get(key)), dict)]
         told = [f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in plain] + [key for key in keys if key not in plain]
         raise DataError(f"{folder}: {what} with other settings: {'; '.join(told)}; choose another --out or remove the folder")
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Two preparations in one folder would overwrite each other. Released when the process ends, however it ends."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a file system without locks
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise DataError(f"{folder}: another preparation is writing there; wait for it or choose another --out") from None
-        yield
-    finally:
-        os.close(handle)

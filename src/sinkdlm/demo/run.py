@@ -124,7 +124,7 @@ def _settle(out: Path, steps: int, seed: int, fresh: bool, console: Console) -> 
             console.print(f"{out}: starts over" + ("" if same else ": the demo that is there has other settings"))
             for name in _OWN:
                 shutil.rmtree(out / name) if (out / name).is_dir() else (out / name).unlink(missing_ok=True)
-    replace_text(note, json.dumps(settings), out / ".demo.partial")
+    replace_text(note, json.dumps(settings))
     language.write_sets(place / "data", seed)
     for twin, recipe in recipes.items():
         (out / f"{twin}.toml").write_text(recipe.to_toml())
@@ -172,7 +172,7 @@ def _score(models: Mapping[str, Any], out: Path, steps: int, seed: int) -> dict[
 
 def _capture(lm: Any, twin: str, out: Path, trajectories: int, seed: int) -> dict[str, Any]:
     openings = language.openings(trajectories, seed)
-    replace_text(out / "openings.txt", "\n".join(openings) + "\n", out / ".openings.partial")
+    replace_text(out / "openings.txt", "\n".join(openings) + "\n")
     plan = Plan(
         prompts=[lm.tokenizer.encode(opening) for opening in openings],
         policy=policy_of("llada", steps=WRITTEN, temperature=0.0),

@@ -21,12 +21,11 @@ from sinkdlm.data.display import ItemBar
 from sinkdlm.distributed.world import World
 from sinkdlm.evals.encoding import TextEncoder
 from sinkdlm.evals.generating import Generator, check_room
-from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Request, Sheet, by_question, number_of
-from sinkdlm.evals.responses import Journal, Response
+from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Journal, Request, Response, Sheet, by_question, number_of
 from sinkdlm.evals.settings import Settings
 from sinkdlm.likelihood import Adaptive, Estimates, document_likelihood, is_greedy, log_likelihood
 from sinkdlm.likelihood.mask_draws import MONTE_CARLO
-from sinkdlm.model.model import DiffusionLM
+from sinkdlm.model.model import Denoiser, DiffusionLM
 
 _LETTERS = 4  # about so many make a token: enough to say how much work a request is
 # Forwards of a batch: many fill up better, few are lost less and shown sooner.
@@ -37,17 +36,14 @@ _CPU_TOKENS, _LEAST_TOKENS, _MOST_TOKENS = 1 << 11, 1 << 12, 1 << 16  # in a for
 _LOGITS_SHARE = 8
 
 
-class CausalDenoiser:
-    """The AR parent inside a model: row i of its logits is for token i + 1."""
+class CausalDenoiser(Denoiser):
+    """The AR parent inside a model: row i of its logits is for token i + 1. Keeps no cache."""
 
-    def __init__(self, model: DiffusionLM, barred: Sequence[int] = ()) -> None:
-        self.model, self.barred = model, tuple(barred)
+    capturable = False
 
-    @property
-    def device(self) -> torch.device:
-        return self.model.embed.weight.device
-
-    def __call__(self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None) -> Tensor:
+    def __call__(  # type: ignore[override]
+        self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None
+    ) -> Tensor:
         with torch.no_grad():
             return self.model.head(self.model(tokens, lengths=lengths, causal=True, select=where))
 
@@ -69,9 +65,8 @@ class Answerer:
         self.device = lm.model.embed.weight.device
         self.budget = budget or forward_tokens(self.device, lm.config.vocab_size)
         self._options: dict[str, Any] = {"mask_id": lm.config.mask_id, "budget": self.budget, "device": self.device}
-        self._denoisers = {False: lm.model.denoiser(), True: CausalDenoiser(lm.model)}
-        absent = absent_ids(lm.tokenizer, lm.config.vocab_size)
-        self._writers = {False: lm.model.denoiser(absent), True: CausalDenoiser(lm.model, absent)}
+        absent = absent_ids(lm.tokenizer, lm.config.vocab_size)  # never written; logits are the same
+        self._denoisers = {False: lm.model.denoiser(absent), True: CausalDenoiser(lm.model, absent)}
         self._computed = self._expected = 0  # tokens of forwards, in the batch under way
 
     @contextmanager
@@ -87,8 +82,6 @@ class Answerer:
             yield
         finally:
             hook.remove()
-
-    # -- batches ----------------------------------------------------------------------------------------------------------------
 
     def batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Whole questions that are answered alike, as many as make a few forwards."""
@@ -123,8 +116,6 @@ class Answerer:
             return length * int(request.generation.get("steps") or settings.steps or 64)
         return _forwarded(length, length if request.kind == ROLLING else 1 + len(request.continuation) // _LETTERS, settings)
 
-    # -- answers ------------------------------------------------------------------------------------------------------------------
-
     def answer(self, batch: Sequence[Request]) -> list[Response]:
         """Requests of one kind, with one way of being answered."""
         began = time.perf_counter()
@@ -140,21 +131,18 @@ class Answerer:
         """Tokens of a row: an AR model does not read the last one."""
         return int(self.lm.config.context_length) + settings.causal
 
+    def _drawn(self, settings: Settings) -> dict[str, Any]:
+        """What every estimator is told."""
+        return {"estimator": settings.estimator, "draws": settings.draws, "seed": self.sheet.seed, **self._options}
+
     def _score(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
         encoder = self._encoders[settings.bos]
         rows = encoder.pairs(batch, self._room(settings))
         self._expected = sum(_forwarded(len(row.tokens), row.n_scored, settings) for row in rows)
         texts = self._denoisers[settings.causal], [row.tokens for row in rows], [row.scored for row in rows]
-        estimates = log_likelihood(
-            *texts,
-            estimator=settings.estimator,
-            draws=settings.draws,
-            guidance=settings.guidance,
-            seed=self.sheet.seed,
-            groups=[number_of(*request.question) for request in batch],
-            adaptive=_adaptive(batch, settings),
-            **self._options,
-        )
+        groups, adaptive = [number_of(*request.question) for request in batch], _adaptive(batch, settings)
+        drawn = self._drawn(settings) | {"guidance": settings.guidance, "groups": groups, "adaptive": adaptive}
+        estimates = log_likelihood(*texts, **drawn)
         greedy: Sequence[bool | None] = [None] * len(batch)
         if settings.greedy:
             greedy = is_greedy(*texts, guidance=settings.guidance, causal=settings.causal, **self._options)
@@ -168,30 +156,16 @@ class Answerer:
         found = encoder.encode_documents(request.context for request in batch)
         ids = [found[request.context] for request in batch]
         self._expected = sum(_forwarded(len(row), min(len(row), room), settings) for row in ids)
-        scores = document_likelihood(
-            self._denoisers[settings.causal],
-            ids,
-            window=room,
-            numbers=[number_of(*request.key) for request in batch],
-            prefix=encoder.prefix(batch[0].place) if settings.causal or encoder.prefix_id is not None else (),
-            estimator=settings.estimator,
-            draws=settings.draws,
-            seed=self.sheet.seed,
-            **self._options,
-        )
+        prefix = encoder.prefix(batch[0].place) if settings.causal or encoder.prefix_id is not None else ()
+        drawn = self._drawn(settings) | {"numbers": [number_of(*request.key) for request in batch]}
+        scores = document_likelihood(self._denoisers[settings.causal], ids, window=room, prefix=prefix, **drawn)
         counts = [{"n_tokens": int(n), "unknown": encoder.count_unknown(row)} for n, row in zip(scores.n_tokens, ids, strict=True)]
         return [_numbers(scores.estimates, i) | counts[i] for i in range(len(batch))]
 
     def _generate(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
-        writer = Generator(
-            self._writers[settings.causal],
-            self._encoders[settings.bos],
-            mask_id=self.lm.config.mask_id,
-            room=self.lm.config.context_length,
-            budget=self.budget,
-            seed=self.sheet.seed,
-        )
-        return writer.write(batch, settings)
+        config, writer, encoder = self.lm.config, self._denoisers[settings.causal], self._encoders[settings.bos]
+        limits = {"room": config.context_length, "budget": self.budget}
+        return Generator(writer, encoder, mask_id=config.mask_id, seed=self.sheet.seed, **limits).write(batch, settings)
 
 
 def _forwarded(length: int, target: int, settings: Settings) -> int:
@@ -217,9 +191,6 @@ def _adaptive(batch: Sequence[Request], settings: Settings) -> Adaptive | None:
 def _numbers(estimates: Estimates, row: int) -> dict[str, Any]:
     counts = {name: int(getattr(estimates, name)[row]) for name in ("draws", "full_draws", "forwards")}
     return {"value": float(estimates.mean[row]), "stderr": float(estimates.stderr[row]), "kind": estimates.kind, **counts}
-
-
-# -- the whole sheet ------------------------------------------------------------------------------------------------------------
 
 
 def fingerprint(model: DiffusionLM) -> str:

@@ -3,27 +3,19 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sinkdlm.data.inputs import Reader, count_bytes, find_sources, whole_text_of
 from sinkdlm.errors import EvalError
 from sinkdlm.evals.report import align
-from sinkdlm.evals.requests import ROLLING, Key, Request, Sheet
-from sinkdlm.evals.responses import Response
+from sinkdlm.evals.requests import ROLLING, Key, Request, Response, Sheet
 from sinkdlm.evals.settings import Settings
 
 _TASK = "documents"
 
 
-class Documents(NamedTuple):
-    """Texts in their order. n_left_out: rows that have none."""
-
-    texts: list[str]
-    n_left_out: int
-
-
-def read_documents(path: Path, *, field: str = "text", documents: str = "file") -> Documents:
-    """Of a file or folder: a whole .txt, its lines or paragraphs, or a field of jsonl and parquet rows."""
+def read_documents(path: Path, *, field: str = "text", documents: str = "file") -> tuple[list[str], int]:
+    """Texts of a file or folder (a whole .txt, its lines or paragraphs, a field of rows), and how many rows have none."""
     if not path.exists():
         raise EvalError(f"{path}: no such file or folder")
     sources = find_sources([str(path)])
@@ -37,7 +29,7 @@ def read_documents(path: Path, *, field: str = "text", documents: str = "file") 
         found.append(text)
     if not found:
         raise EvalError(f"{path}: holds no text to score")
-    return Documents(found, n_left_out)
+    return found, n_left_out
 
 
 def sheet_of(texts: Sequence[str], settings: Settings, seed: int) -> Sheet:

@@ -8,7 +8,7 @@ import bisect
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from sinkdlm.data.encoding import unknown_id, with_bos
+from sinkdlm.data.encoding import unknown_counter, with_bos
 from sinkdlm.errors import EvalError
 from sinkdlm.evals.requests import Request
 
@@ -45,7 +45,7 @@ class TextEncoder:
         self.prefix_id = self.eos_id if self.bos_id is None or bos is False else self.bos_id
         if bos and self.bos_id is None:
             raise EvalError("--bos: the tokenizer has no beginning-of-text token")
-        self._unknown_id = unknown_id(tokenizer)
+        self.count_unknown = unknown_counter(tokenizer)  # what they stand for is not scored
         self._closes = self.eos_id is not None and tokenizer.encode(_PROBE)[-1:] == [self.eos_id]  # every text, by itself
 
     def encode(self, texts: Iterable[str], *, special: bool = True) -> dict[str, list[int]]:
@@ -68,10 +68,6 @@ class TextEncoder:
     def _framed(self, ids: list[int]) -> list[int]:
         """With or without BOS, as asked. Never with an EOS of the tokenizer's own, which would end a prompt."""
         return with_bos(ids[:-1] if self._closes else ids, self.bos_id, self.bos)
-
-    def count_unknown(self, ids: Sequence[int]) -> int:
-        """Tokens that stand for what the tokenizer does not have: what they stood for is not scored."""
-        return 0 if self._unknown_id is None else list(ids).count(self._unknown_id)
 
     def pairs(self, requests: Sequence[Request], room: int) -> list[EncodedRow]:
         """Rows of at most `room` tokens, prompt and continuation."""

@@ -16,26 +16,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sinkdlm.errors import EvalError, first_line
+
 try:
     import datasets
     import lm_eval.tasks
     from lm_eval.api.instance import Instance
-    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.model import LM
     from lm_eval.evaluator import evaluate
     from lm_eval.tasks._yaml_loader import load_yaml
 except ImportError as failure:
-    from sinkdlm.errors import EvalError
-
     raise EvalError(f"evaluation needs: pip install 'sinkdlm[eval]' ({failure})") from None
 
-from sinkdlm.errors import EvalError, first_line
 from sinkdlm.evals import gsm8k
 from sinkdlm.evals.answering import Answerer, answer_sheet
-from sinkdlm.evals.encoding import TextEncoder
 from sinkdlm.evals.generating import Manner
 from sinkdlm.evals.offline import BENCHMARKS, load_splits
-from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Key, Request, Sheet
-from sinkdlm.evals.responses import Journal, Response
+from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Journal, Key, Request, Response, Sheet
 from sinkdlm.evals.settings import ALIASES, Settings, read_changes, settings_for
 
 Answer = Callable[[Sequence[Request]], Sequence[Response]]
@@ -67,12 +64,6 @@ class Plan:
         if self.use_cache and self.data is not None:
             raise EvalError("--use-cache: the harness's request cache does not know where data came from; leave it out with --data")
         object.__setattr__(self, "tasks", tuple(dict.fromkeys(ALIASES.get(task, task) for task in self.tasks)))
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-# -- tasks ----------------------------------------------------------------------------------------------------------------------
 
 
 def load_tasks(plan: Plan) -> dict[str, Any]:
@@ -175,10 +166,7 @@ def _set_examples(plan: Plan, name: str, task: Any) -> None:
         )
 
 
-# -- the model class --------------------------------------------------------------------------------------------------------------
-
-
-class HarnessLM(TemplateLM):
+class HarnessLM(LM):
     """The harness's face of a model. answer: neutral requests in, responses out, in their order.
 
     tokenizer: for chat templates alone; requests are tokenised where they are answered.
@@ -241,31 +229,16 @@ class HarnessLM(TemplateLM):
         found = {metric: _LENGTHS[metric](choices[instance.idx]) for metric in metrics}
         return found if all(found.values()) else {}
 
-    # -- what the harness asks of a model besides ---------------------------------------------------------------------------------
-
     @property
-    def eot_token_id(self) -> int:
-        return int(self._encoder.eos_id or 0)
-
-    @property
-    def prefix_token_id(self) -> int:
-        return self._encoder.prefix("prompt")[0]
-
-    @property
-    def _encoder(self) -> TextEncoder:
-        if self.tokenizer is None:
-            raise EvalError("this needs the model's tokenizer: give CKPT")
-        return TextEncoder(self.tokenizer)
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return self._encoder.encode([string], special=add_special_tokens is not False)[string]
-
-    def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
-        raise NotImplementedError("requests are answered as text")
+    def eot_token_id(self) -> int | None:
+        return getattr(self.tokenizer, "eos_token_id", None)
 
     @property
     def tokenizer_name(self) -> str:
         return str(getattr(self.tokenizer, "name_or_path", "")).replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return getattr(self.tokenizer, "chat_template", None) if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not getattr(self.tokenizer, "chat_template", None):
@@ -273,9 +246,6 @@ class HarnessLM(TemplateLM):
         assert self.tokenizer is not None
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **options))
-
-
-# -- asking and judging -----------------------------------------------------------------------------------------------------------
 
 
 class Evaluation:
@@ -300,7 +270,7 @@ class Evaluation:
         for request in asked:
             if request.kind == GENERATE:
                 Manner.of(request, settings[request.task], None)  # what cannot be written is said now
-        return Sheet(asked, settings, seed, {"plan": self.plan.to_dict(), "gold": self._gold()})
+        return Sheet(asked, settings, seed, {"plan": asdict(self.plan), "gold": self._gold()})
 
     def _gold(self) -> dict[str, list[Any]]:
         """Task -> the right option of each document, or the answer that is to be written; for readers without the harness."""

@@ -24,9 +24,6 @@ _SHARD = re.compile(r"[-_]\d+[-_]of[-_]\d+$")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-# -- rows -----------------------------------------------------------------------------------------------------------------------
-
-
 def _fields(*names: str, **others: Callable[[Any], Any]) -> Callable[[Row], Row]:
     """Takes fields as they are, and others through a function each."""
     return lambda row: {name: row[name] for name in names} | {name: change(row[name]) for name, change in others.items()}
@@ -67,9 +64,6 @@ def _lambada(row: Row) -> Row:
 
 def _boolq(row: Row) -> Row:
     return _fields("question", "passage", label=int)(row if "label" in row else {**row, "label": row["answer"]})
-
-
-# -- tasks ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkdlm.errors import EvalError
-from sinkdlm.evals.requests import Key
-from sinkdlm.evals.responses import Response
+from sinkdlm.evals.requests import Key, Response
 
 _HEAD = ("task", "metric", "value", "stderr", "items", "draws", "seconds")
 

@@ -16,6 +16,7 @@ from sinkdlm.checkpoint.tokenizer import check_vocabulary, highest_id, is_filler
 from sinkdlm.config.model import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConfigError, ConvertError
 from sinkdlm.fast import accelerate
+from sinkdlm.interop.layouts import check_shape
 from sinkdlm.interop.sources import DREAM_MASK_ID, Source, open_source
 from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of
 from sinkdlm.model.model import DiffusionLM, draw_normal
@@ -162,10 +163,7 @@ def _assemble(
         made.append(_add_gate(state, wanted, config, gate_init, seed))
     for name, shape in wanted.items():
         if name in state:
-            if tuple(state[name].shape) != shape:
-                raise ConvertError(
-                    f"{source.path}: {name} has shape {tuple(state[name].shape)}, the model it belongs to has {shape}"
-                )
+            check_shape(f"{source.path}: {name}", state[name], shape)
         elif name == "sinks":
             state[name] = _new_rows(table, shape[0], seed, name, sink_init)
             made.append(f"{shape[0]} new sink row(s), init {sink_init}")

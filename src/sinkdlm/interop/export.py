@@ -47,7 +47,7 @@ def convert(
         "wrote": wrote,
         "path": str(destination),
         "tokenizer": type(loaded.tokenizer).__name__ if loaded.tokenizer is not None else None,
-        "dtype": str(loaded.model.embed.weight.dtype).removeprefix("torch."),
+        "dtype": loaded.dtype,
         "config": loaded.config.to_dict(),
     }
 
@@ -58,9 +58,6 @@ def _check_no_run(destination: Path) -> None:
     owned = [place.parent] if place.name in ("model", "ema") else [place.parents[1]] if place.parent.name == "milestones" else []
     if place.exists() and owned and (owned[0] / "run.json").is_file():
         raise ConvertError(f"{destination}: is what the run in {owned[0]} has trained; choose another folder")
-
-
-# -- official -----------------------------------------------------------------------------------------------------------------
 
 
 def write_official(destination: Path, loaded: Loaded) -> str:
@@ -109,9 +106,6 @@ def _untold(path: Path, config: ModelConfig) -> list[str]:
     return [f"these weights do not tell {', '.join(lost)}: give them with --set where they are read again"] if lost else []
 
 
-# -- transformers ---------------------------------------------------------------------------------------------------------------
-
-
 def write_transformers(destination: Path, loaded: Loaded, *, standalone: bool) -> str:
     """The parent's own architecture for a vanilla model of such a parent; our class, registered or standalone, for all others."""
     kind = None if standalone else parent_architecture(loaded)
@@ -134,20 +128,13 @@ def write_transformers(destination: Path, loaded: Loaded, *, standalone: bool) -
     return "transformers directory (sinkdlm, with its own modelling file)" if standalone else "transformers directory (sinkdlm)"
 
 
+_LLADA_CODE = dict.fromkeys(("AutoModelForCausalLM", "AutoModel"), "modeling_llada.LLaDAModelLM")
 # Kind: model type, class, and where its own code lies, if not in transformers.
 _ARCHITECTURES: dict[str, tuple[str, str, dict[str, str]]] = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM", {}),
     "llama": ("llama", "LlamaForCausalLM", {}),
     "dream": ("Dream", "DreamModel", {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}),
-    "llada": (
-        "llada",
-        "LLaDAModelLM",
-        {
-            "AutoConfig": "configuration_llada.LLaDAConfig",
-            "AutoModelForCausalLM": "modeling_llada.LLaDAModelLM",
-            "AutoModel": "modeling_llada.LLaDAModelLM",
-        },
-    ),
+    "llada": ("llada", "LLaDAModelLM", {"AutoConfig": "configuration_llada.LLaDAConfig", **_LLADA_CODE}),
 }
 
 
@@ -178,7 +165,7 @@ def _parent_config(kind: str, loaded: Loaded) -> dict[str, Any]:
     config = loaded.config
     names = layouts.LLADA_FIELDS if kind == "llada" else layouts.TRANSFORMERS_FIELDS
     found = {theirs: getattr(config, ours) for ours, theirs in names.items()}
-    found["dtype"] = str(loaded.model.embed.weight.dtype).removeprefix("torch.")
+    found["dtype"] = loaded.dtype
     for name in ("bos", "eos", "pad"):  # the families' defaults are other models' ids
         found[f"{name}_token_id"] = getattr(loaded.tokenizer, f"{name}_token_id", None)
     if kind == "llada":

@@ -32,10 +32,13 @@ class Layout:
     block: str  # with {} for the layer
     parts: Mapping[str, tuple[str, ...]]
 
-    def parts_of(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-        """The block tensors that a model of this config has in this layout."""
+    def blocks(self, config: ModelConfig) -> Iterator[tuple[str, str, list[str]]]:
+        """The block tensors of a model of this config: our name within a block, our whole name, their names."""
         absent = {"attention.qkv.bias": not config.qkv_bias, "attention.gate.weight": config.gate == "none"}
-        return {ours: theirs for ours, theirs in self.parts.items() if not absent.get(ours, False)}
+        for layer in range(config.n_layers):
+            for ours, theirs in self.parts.items():
+                if not absent.get(ours, False):
+                    yield ours, f"blocks.{layer}.{ours}", [self.block.format(layer) + name for name in theirs]
 
     def rows(self, ours: str, config: ModelConfig) -> list[int]:
         """How many rows each part of one of our tensors has."""
@@ -57,30 +60,24 @@ class Layout:
 
     def read(self, get: Get, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
         """Our blocks and final norm, tensor by tensor, each part's shape checked."""
-        for layer in range(config.n_layers):
-            for ours, theirs in self.parts_of(config).items():
-                names = [self.block.format(layer) + name for name in theirs]
-                parts = [get(name) for name in names]
-                for name, part, wanted in zip(names, parts, self.shapes(ours, config), strict=True):
-                    check_shape(name, part, wanted)
-                yield f"blocks.{layer}.{ours}", self.join(ours, parts, config)
+        for ours, whole, names in self.blocks(config):
+            parts = [get(name) for name in names]
+            for name, part, wanted in zip(names, parts, self.shapes(ours, config), strict=True):
+                check_shape(name, part, wanted)
+            yield whole, self.join(ours, parts, config)
         norm = get(self.norm)
         check_shape(self.norm, norm, (config.d_model,))
         yield "norm.weight", norm
 
     def write(self, state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
         """Their names and rows for our blocks and final norm."""
-        out = {}
-        for layer in range(config.n_layers):
-            for ours, theirs in self.parts_of(config).items():
-                pieces = self.split(ours, state[f"blocks.{layer}.{ours}"], config)
-                out.update({self.block.format(layer) + name: piece for name, piece in zip(theirs, pieces, strict=True)})
-        out[self.norm] = state["norm.weight"]
-        return out
+        out: dict[str, Tensor] = {}
+        for ours, whole, names in self.blocks(config):
+            out.update(zip(names, self.split(ours, state[whole], config), strict=True))
+        return {**out, self.norm: state["norm.weight"]}
 
     def all_names(self, config: ModelConfig) -> set[str]:
-        names = [name for theirs in self.parts_of(config).values() for name in theirs]
-        blocks = {self.block.format(layer) + name for layer in range(config.n_layers) for name in names}
+        blocks = (name for _, _, names in self.blocks(config) for name in names)
         return {*blocks, self.embed, self.norm, self.head}
 
 
@@ -95,24 +92,19 @@ class OfficialLayout(Layout):
     def rows(self, ours: str, config: ModelConfig) -> list[int]:
         return [sum(qkv_rows(config))] if ours.startswith("attention.qkv") else super().rows(ours, config)
 
-    def _groups(self, config: ModelConfig) -> tuple[int, int, int]:
-        return config.n_kv_heads, config.n_heads // config.n_kv_heads, config.head_dim
+    def _order(self, config: ModelConfig) -> Tensor:
+        """Where our query rows, key rows and value rows stand in theirs."""
+        groups = torch.arange(sum(qkv_rows(config))).unflatten(0, (config.n_kv_heads, -1, config.head_dim))
+        return torch.cat([part.flatten() for part in (groups[:, :-2], groups[:, -2], groups[:, -1])])
 
     def join(self, ours: str, parts: list[Tensor], config: ModelConfig) -> Tensor:
-        if not ours.startswith("attention.qkv"):
-            return super().join(ours, parts, config)
-        groups, queries, width = self._groups(config)
-        heads = parts[0].unflatten(0, (groups, queries + 2, width))
-        q, k, v = heads[:, :queries], heads[:, queries : queries + 1], heads[:, queries + 1 :]
-        return torch.cat([part.flatten(0, 2) for part in (q, k, v)])
+        joined = super().join(ours, parts, config)
+        return joined[self._order(config)] if ours.startswith("attention.qkv") else joined
 
     def split(self, ours: str, tensor: Tensor, config: ModelConfig) -> list[Tensor]:
-        if not ours.startswith("attention.qkv"):
-            return super().split(ours, tensor, config)
-        groups, queries, width = self._groups(config)
-        q, k, v = tensor.split(qkv_rows(config))
-        pieces = [q.unflatten(0, (groups, queries, width)), *(part.unflatten(0, (groups, 1, width)) for part in (k, v))]
-        return [torch.cat(pieces, dim=1).flatten(0, 2).contiguous()]
+        if ours.startswith("attention.qkv"):
+            tensor = tensor[self._order(config).argsort()]
+        return super().split(ours, tensor, config)
 
 
 class PermutedLayout(Layout):
@@ -121,100 +113,61 @@ class PermutedLayout(Layout):
     def join(self, ours: str, parts: list[Tensor], config: ModelConfig) -> Tensor:
         if ours.startswith("attention.qkv"):
             half = config.head_dim // 2
-            parts = [
-                part.unflatten(0, (-1, half, 2)).transpose(1, 2).flatten(0, 2) if index < 2 else part
-                for index, part in enumerate(parts)
-            ]
+            permuted = [part.unflatten(0, (-1, half, 2)).transpose(1, 2).flatten(0, 2) for part in parts[:2]]
+            parts = permuted + parts[2:]
         return super().join(ours, parts, config)
 
 
-def _layout(
-    kind: type[Layout], prefix: str, ends: str, norms: str, qkv: str, out: str, gate_up: str, down: str, gate: str = ""
-) -> Layout:
-    """All names without `.weight`, with blanks between. ends: embedding, final norm, head, the beginning of a block's."""
-    embed, norm, head, block = ends.split()
-    attention_norm, mlp_norm = norms.split()
-    theirs = {"attention_norm": attention_norm, "attention.qkv": qkv, "attention.out": out, "attention.gate": gate}
-    theirs |= {"mlp_norm": mlp_norm, "mlp.gate_up": gate_up, "mlp.down": down}
-    parts = {f"{ours}.weight": tuple(f"{name}.weight" for name in names.split()) for ours, names in theirs.items() if names}
-    parts["attention.qkv.bias"] = tuple(f"{name}.bias" for name in qkv.split())
-    return kind(f"{prefix}{embed}.weight", f"{prefix}{norm}.weight", f"{head}.weight", f"{prefix}{block}.{{}}.", parts)
+# Their names, without `.weight`; {} stands for q, k and v; commas between the parts of one of our tensors; - for none.
+_NAMES = """
+                TRANSFORMERS               LLADA                     OFFICIAL                     GGUF
+embed           model.embed_tokens         model.transformer.wte     transformer.wte              token_embd
+norm            model.norm                 model.transformer.ln_f    transformer.ln_f             output_norm
+head            lm_head                    model.transformer.ff_out  lm_head                      output
+block           model.layers               model.transformer.blocks  transformer.h                blk
+attention_norm  input_layernorm            attn_norm                 norm_1                       attn_norm
+attention.qkv   self_attn.{}_proj          {}_proj                   attn.attn                    attn_{}
+attention.out   self_attn.o_proj           attn_out                  attn.proj                    attn_output
+attention.gate  -                          -                         attn.gate                    -
+mlp_norm        post_attention_layernorm   ff_norm                   norm_2                       ffn_norm
+mlp.gate_up     mlp.gate_proj,mlp.up_proj  ff_proj,up_proj           mlp.swiglu.w1,mlp.swiglu.w2  ffn_gate,ffn_up
+mlp.down        mlp.down_proj              ff_out                    mlp.swiglu.w3                ffn_down
+"""
+_FAMILIES, *_TENSORS = (line.split() for line in _NAMES.strip().splitlines())
 
 
-TRANSFORMERS = _layout(
-    Layout,
-    "model.",
-    "embed_tokens norm lm_head layers",
-    norms="input_layernorm post_attention_layernorm",
-    qkv="self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-    out="self_attn.o_proj",
-    gate_up="mlp.gate_proj mlp.up_proj",
-    down="mlp.down_proj",
-)
-LLADA = _layout(
-    Layout,
-    "model.transformer.",
-    "wte ln_f model.transformer.ff_out blocks",
-    norms="attn_norm ff_norm",
-    qkv="q_proj k_proj v_proj",
-    out="attn_out",
-    gate_up="ff_proj up_proj",
-    down="ff_out",
-)
-OFFICIAL = _layout(
-    OfficialLayout,
-    "transformer.",
-    "wte ln_f lm_head h",
-    norms="norm_1 norm_2",
-    qkv="attn.attn",
-    out="attn.proj",
-    gate="attn.gate",
-    gate_up="mlp.swiglu.w1 mlp.swiglu.w2",
-    down="mlp.swiglu.w3",
-)
-GGUF_QWEN2, GGUF_LLAMA = (
-    _layout(
-        kind,
-        "",
-        "token_embd output_norm output blk",
-        norms="attn_norm ffn_norm",
-        qkv="attn_q attn_k attn_v",
-        out="attn_output",
-        gate_up="ffn_gate ffn_up",
-        down="ffn_down",
-    )
-    for kind in (Layout, PermutedLayout)
-)
+def _layout(kind: type[Layout], family: str) -> Layout:
+    column = _FAMILIES.index(family)
+    names = {ours: theirs[column].split(",") for ours, *theirs in _TENSORS if theirs[column] != "-"}
+    names["attention.qkv"] = list(dict.fromkeys(names["attention.qkv"][0].format(letter) for letter in "qkv"))
+    embed, norm, head, block = (names.pop(end)[0] for end in ("embed", "norm", "head", "block"))
+    parts = {f"{ours}.weight": tuple(f"{name}.weight" for name in theirs) for ours, theirs in names.items()}
+    parts["attention.qkv.bias"] = tuple(f"{name}.bias" for name in names["attention.qkv"])
+    return kind(f"{embed}.weight", f"{norm}.weight", f"{head}.weight", f"{block}.{{}}.", parts)
 
-# Names of our fields in config.json.
-TRANSFORMERS_FIELDS = {
-    "vocab_size": "vocab_size",
-    "mask_id": "mask_token_id",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "d_model": "hidden_size",
-    "d_ff": "intermediate_size",
-    "context_length": "max_position_embeddings",
-    "rope_base": "rope_theta",
-    "norm_eps": "rms_norm_eps",
-    "tie_embeddings": "tie_word_embeddings",
-    "shift_logits": "shift_logits",
-}
-LLADA_FIELDS = {
-    "vocab_size": "embedding_size",
-    "mask_id": "mask_token_id",
-    "n_layers": "n_layers",
-    "n_heads": "n_heads",
-    "n_kv_heads": "n_kv_heads",
-    "d_model": "d_model",
-    "d_ff": "mlp_hidden_size",
-    "context_length": "max_sequence_length",
-    "rope_base": "rope_theta",
-    "norm_eps": "rms_norm_eps",
-    "qkv_bias": "include_qkv_bias",
-    "tie_embeddings": "weight_tying",
-}
+
+TRANSFORMERS, LLADA, OFFICIAL = _layout(Layout, "TRANSFORMERS"), _layout(Layout, "LLADA"), _layout(OfficialLayout, "OFFICIAL")
+GGUF_QWEN2, GGUF_LLAMA = _layout(Layout, "GGUF"), _layout(PermutedLayout, "GGUF")
+
+# Names of our fields in config.json: of the transformers families, and of LLaDA.
+_FIELDS = """
+vocab_size      vocab_size               embedding_size
+mask_id         mask_token_id            mask_token_id
+n_layers        num_hidden_layers        n_layers
+n_heads         num_attention_heads      n_heads
+n_kv_heads      num_key_value_heads      n_kv_heads
+d_model         hidden_size              d_model
+d_ff            intermediate_size        mlp_hidden_size
+context_length  max_position_embeddings  max_sequence_length
+rope_base       rope_theta               rope_theta
+norm_eps        rms_norm_eps             rms_norm_eps
+qkv_bias        -                        include_qkv_bias
+tie_embeddings  tie_word_embeddings      weight_tying
+shift_logits    shift_logits             -
+"""
+TRANSFORMERS_FIELDS, LLADA_FIELDS = (
+    {row[0]: row[column] for row in map(str.split, _FIELDS.strip().splitlines()) if row[column] != "-"} for column in (1, 2)
+)
 # What LLaDA's own code can do otherwise.
 LLADA_SWITCHES = {
     "block_type": "llama",

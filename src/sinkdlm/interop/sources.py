@@ -4,7 +4,6 @@ Kinds: official (SMDM and the paper's code), qwen2 and llama (AR parents, as tra
 (diffusion models), sinkdlm (our own). Detected, never asked.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm.checkpoint.directory import CONFIG, read_config
+from sinkdlm.checkpoint.durable import read_object
 from sinkdlm.config.model import MODEL_TYPE, ModelConfig, preset_fields, preset_names
 from sinkdlm.errors import ConfigError, ConvertError
 from sinkdlm.interop import layouts
@@ -137,9 +137,6 @@ def _open_file(path: Path, shape: dict[str, Any]) -> Source:
     raise ConvertError(f"{path}: not recognised; supported: {SUPPORTED}")
 
 
-# -- official ---------------------------------------------------------------------------------------------------------------
-
-
 def _open_official(tensors: TensorFile, form: str, shape: dict[str, Any]) -> Source:
     shapes, layout = tensors.shapes, layouts.OFFICIAL
     prefix = next((wrapper for wrapper in _WRAPPERS if wrapper + layout.embed in shapes), "")
@@ -186,22 +183,14 @@ def _config(path: Path, fields: dict[str, Any]) -> ModelConfig:
         raise ConvertError(f"{path}: {failure}") from None
 
 
-# -- transformers directories -------------------------------------------------------------------------------------------------
-
-
 def _open_directory(path: Path) -> Source:
-    try:
-        fields = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-        kind = fields.get("model_type")
-    except (ValueError, AttributeError, OSError) as failure:
-        raise ConvertError(f"{path / CONFIG}: not a JSON object: {failure}") from None
+    fields = read_object(path / CONFIG, ConvertError)
+    kind, family = fields.get("model_type"), str(fields.get("model_type")).lower()
     if kind == MODEL_TYPE:
         return Source(path, MODEL_TYPE, "own checkpoint", read_config(path), open_safetensors(path), None)
-    readers = {"qwen2": _qwen2_like, "llama": _qwen2_like, "dream": _qwen2_like, "llada": _llada}
-    reader = readers.get(str(kind).lower())
-    if reader is None:
+    if family not in (*AR_KINDS, "dream", "llada"):
         raise ConvertError(f"{path / CONFIG}: model_type {kind!r} is not supported; supported: {SUPPORTED}")
-    family = str(kind).lower()
+    reader = _llada if family == "llada" else _qwen2_like
     try:
         config = _config(path / CONFIG, reader(path / CONFIG, family, fields))
     except KeyError as failure:
@@ -262,9 +251,6 @@ def _ours(names: Mapping[str, str], theirs: Mapping[str, Any]) -> dict[str, Any]
     return {ours: theirs[name] for ours, name in names.items()}
 
 
-# -- GGUF ---------------------------------------------------------------------------------------------------------------------
-
-
 def _open_gguf(path: Path) -> Source:
     file = open_gguf(path)
     family = file.facts.get("general.architecture")
@@ -289,14 +275,12 @@ def _open_gguf(path: Path) -> Source:
     width = int(fact("embedding_length")) // heads
     if int(fact("rope.dimension_count", width)) != width:
         raise ConvertError(f"{path}: partial rotary ({fact('rope.dimension_count')} of {width}) is not supported")
-    fields = {
+    counts = {"n_layers": "block_count", "d_model": "embedding_length", "d_ff": "feed_forward_length"}
+    fields = {ours: int(fact(name)) for ours, name in counts.items()} | {
         "vocab_size": file.shapes[layout.embed][0],
         "mask_id": 0,
-        "n_layers": int(fact("block_count")),
         "n_heads": heads,
         "n_kv_heads": int(fact("attention.head_count_kv", heads)),
-        "d_model": int(fact("embedding_length")),
-        "d_ff": int(fact("feed_forward_length")),
         "context_length": int(fact("context_length")),
         "rope_base": float(fact("rope.freq_base", 10000.0)),
         # Stored as float32: 1e-5 comes back as 9.999999747e-06.

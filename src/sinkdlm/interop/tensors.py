@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sinkdlm.checkpoint.directory import INDEX, WEIGHTS, weight_files
-from sinkdlm.errors import ConvertError
+from sinkdlm.errors import ConvertError, first_line
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def open_torch(path: Path) -> TensorFile:
     except pickle.UnpicklingError:
         raise ConvertError(f"{path}: holds code or objects beside tensors; refused (only plain tensors are read)") from None
     except (RuntimeError, OSError, EOFError, ValueError) as failure:
-        raise ConvertError(f"{path}: not a whole torch file: {' '.join(str(failure).split())[:200]}") from None
+        raise ConvertError(f"{path}: not a whole torch file: {first_line(failure)}") from None
     if isinstance(content, Mapping) and isinstance(content.get("model"), Mapping):
         content = content["model"]
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
@@ -68,7 +68,7 @@ def open_gguf(path: Path) -> TensorFile:
     try:
         reader = gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError, OSError) as failure:
-        raise ConvertError(f"{path}: not a whole GGUF file: {' '.join(str(failure).split())[:200]}") from None
+        raise ConvertError(f"{path}: not a whole GGUF file: {first_line(failure)}") from None
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
 

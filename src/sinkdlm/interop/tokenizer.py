@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkdlm.checkpoint.tokenizer import hushed
-from sinkdlm.errors import ConvertError
+from sinkdlm.errors import ConvertError, first_line
 from sinkdlm.interop.sources import GGUF_MARK, Source, model_in, open_source
 
 EXPECTED = "give a tokenizer.json, a SentencePiece .model, a GGUF file, or a checkpoint or folder with one"
@@ -40,7 +40,7 @@ def read_tokenizer_at(path: str | Path) -> Any:
     if not path.exists():
         raise ConvertError(f"{path}: no such tokenizer file or folder")
     if path.name == "tokenizer.json":
-        return _guarded(path, lambda: PreTrainedTokenizerFast.from_pretrained(path.parent))
+        return read_folder(path.parent)
     if path.suffix == ".json":
         return _guarded(path, lambda: PreTrainedTokenizerFast(tokenizer_file=str(path)))
     if path.suffix == ".model":
@@ -101,5 +101,4 @@ def _guarded(path: Path, read: Any) -> Any:
         with hushed():
             return read()
     except Exception as failure:  # transformers raises whatever its parsers raise
-        reason = (str(failure).splitlines() or [type(failure).__name__])[0]
-        raise ConvertError(f"{path}: tokenizer cannot be read: {reason}; --tokenizer gives another") from failure
+        raise ConvertError(f"{path}: tokenizer cannot be read: {first_line(failure)}; --tokenizer gives another") from failure

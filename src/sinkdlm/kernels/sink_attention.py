@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sinkdlm.kernels.ops import by_sample
-
 _MERGED_TILE, _MERGE_WARPS = 1024, 2  # _merge: elements and warps of a program
 _BACK_TILE, _BACK_WARPS, _BACK_STAGES = 1024, 2, 3  # _merge_backward: elements of a tile, warps, tiles read ahead
 _SPAN, _LEAST_SPAN = 512, 64  # _merge_backward: tokens of a program, at most and at least
@@ -61,7 +59,7 @@ def _merge(
 def merge_flat(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, tokens, width = content.shape
     flat = content.new_empty(batch * tokens + behind.shape[0], heads, width)
-    content, sink_v, lse, into = _narrow(content), _narrow(sink_v), lse.contiguous(), by_sample(flat, batch, tokens)
+    content, sink_v, lse, into = _narrow(content), _narrow(sink_v), lse.contiguous(), _by_sample(flat, batch, tokens)
     merged = torch.empty_like(lse)
     wide = triton.next_power_of_2(width)
     block = max(1, _MERGED_TILE // wide)
@@ -72,6 +70,11 @@ def merge_flat(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, beh
         width_block=wide, block=block, behind_block=triton.next_power_of_2(max(1, behind.shape[0])), num_warps=_MERGE_WARPS,
     )  # fmt: skip
     return flat, merged
+
+
+def _by_sample(rows: Tensor, batch: int, tokens: int) -> Tensor:
+    """The tokens' (B T or more, H, D) as (B, H, T, D)."""
+    return rows[: batch * tokens].unflatten(0, (batch, tokens)).transpose(1, 2)
 
 
 def _narrow(x: Tensor) -> Tensor:
@@ -318,7 +321,7 @@ def merge_flat_backward(
     (q, rows, lse, scores), (sink_k, sink_v), (cos, sin, sink_cos, sink_sin) = had, sinks, angles
     batch, n_heads, tokens, width = q.shape
     n_kv, n_sinks = sink_k.shape[1:3]
-    flowing, out = (by_sample(x, batch, tokens) for x in (grad, rows))
+    flowing, out = (_by_sample(x, batch, tokens) for x in (grad, rows))
     score_grads, parts, n_parts = _sink_backward(flowing, q, out, lse, sink_v, scores, scale)
     heads = grad.new_empty(grad.shape[0], n_heads + 2 * n_kv, width)
     n_each, behind = n_heads // n_kv * n_parts, grad[batch * tokens :].contiguous()

@@ -16,8 +16,7 @@ from sinkdlm.analysis.study import Plan, study
 from sinkdlm.data.examples import MARK
 from sinkdlm.evals.answering import Answerer, answer_sheet, forward_tokens
 from sinkdlm.evals.gsm8k import extract_answer, normalise
-from sinkdlm.evals.requests import GENERATE, Sheet, by_question
-from sinkdlm.evals.responses import Journal, Response
+from sinkdlm.evals.requests import GENERATE, Journal, Response, Sheet, by_question
 from sinkdlm.evals.settings import settings_for
 from sinkdlm.likelihood import log_likelihood
 from sinkdlm.reproduce.claims import ANSWERS, NELBO

@@ -140,7 +140,7 @@ def write_result(folder: Path, result: RunResult) -> Path:
 def write_text(path: Path, text: str) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, text, path.with_name(f".{path.name}.partial"))
+        replace_text(path, text)
     except OSError as failure:
         raise ReproduceError(f"{path}: cannot be written: {failure.strerror}") from None
     return path

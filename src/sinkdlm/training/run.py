@@ -131,7 +131,7 @@ class RunFolder:
         if not self.world.first:
             return
         try:
-            replace_text(self.path / name, text, self.path / f".{name}.partial")
+            replace_text(self.path / name, text)
         except OSError as failure:
             raise TrainError(f"{self.path / name}: cannot be written: {failure.strerror}") from None
 
