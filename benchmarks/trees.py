@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.measuring import result, write
-
 SUBJECTS = (
     "sink:smdm-472m:2048:16",  # training steps: form of benchmarks.train_step, preset, tokens, rows
     "sink:smollm2-135m:512:256",
@@ -138,13 +136,15 @@ def starts(trees: dict[str, Path], preset: str, pairs: int) -> dict[str, list[fl
 
 
 def compare(taken: dict[str, list[float]]) -> dict[str, Any]:
+    from benchmarks.measuring import quantiles
+
     old, new = taken["old"], taken["new"]
     ratios = sorted(before / after for before, after in zip(old, new, strict=True))
     return {
         "to_old": statistics.median(old) / statistics.median(new),
         "pairs": [round(one, 4) for one in ratios],
-        "ms_old": {"median": statistics.median(old), "all": old},
-        "ms_new": {"median": statistics.median(new), "all": new},
+        "ms_old": {**quantiles(old), "all": old},
+        "ms_new": {**quantiles(new), "all": new},
     }
 
 
@@ -159,15 +159,17 @@ def main() -> None:
     if args.work:
         work(args.work)
         return
+    from benchmarks.measuring import result, write  # not above: a worker imports those of its own tree
+
     trees = {"old": args.old.resolve(), "new": _HERE}
     figures: dict[str, Any] = {}
+    settings = {"subjects": args.subjects, "pairs": args.pairs, "old": args.old.name}
     for subject in args.subjects.split(","):
         kind, *words = subject.split(":")
         taken = starts(trees, words[0], args.pairs) if kind == "start" else by_turns(trees, subject, args.pairs)
         figures[subject] = compare(taken)
         print(subject, round(figures[subject]["to_old"], 4), figures[subject]["pairs"], file=sys.stderr, flush=True)
-    settings = {"subjects": args.subjects, "pairs": args.pairs, "old": args.old.name}
-    write(result("trees", figures, device="cuda", settings=settings), args.out)
+        write(result("trees", figures, device="cuda", settings=settings), args.out)  # whatever comes after
 
 
 if __name__ == "__main__":
