@@ -15,7 +15,7 @@ from sinkdlm.errors import first_line
 from sinkdlm.kernels.cuda_graph import capture_graph
 from sinkdlm.training.head_slots import HeadSlots
 
-_WARM_UPS = 2  # before a capture: one compiles and chooses kernels, the other, which adds to gradients, finds everything made
+_WARM_UPS = 2  # before a capture: the first compiles and tunes kernels, the second adds to gradients that exist
 
 Replay = Callable[[], None]
 Compute = Callable[[Batch, Tensor], None]  # (batch, denominator): adds to gradients, and to sums elsewhere, and waits for no device

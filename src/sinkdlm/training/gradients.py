@@ -1,8 +1,8 @@
 """A step's gradient, micro-batch by micro-batch: which rows share a forward, and by which way each goes.
 
-Owns the arithmetic of a micro-batch from its rows to gradients and sums. Where it can, one goes the fixed way: a given number of
-head slots, on tensors that stay, captured as CUDA graphs and replayed. Any other goes the plain way. Knows nothing of learning
-rates, updates or files.
+Owns the arithmetic of a micro-batch from its rows to gradients and sums. Where it can, a micro-batch takes the captured way: a
+given number of head slots, tensors that stay in place, CUDA graphs that are replayed. Any other is launched kernel by kernel. Knows
+nothing of learning rates, updates or files.
 """
 
 import functools

@@ -242,8 +242,8 @@ class Trainer:
         return result
 
     def _try_step(self, batch: Batch, lr: float, caught: int, *, fixed: bool = True) -> StepResult:
-        """The device itself withholds an update that is not to be made, so that the host asks only once the update is on its way:
-        the only time in a step that it waits."""
+        """A step with numbers that are not finite, or without enough head slots, is skipped by a flag on the device. The host waits
+        once, after the update is launched."""
         found = self._gather(self.gradients.add(batch, self._denominator(batch), self._annealing(), fixed=fixed), caught)
         read = read_later(found)
         norm, loss, _, missed = found[:4]
