@@ -77,7 +77,8 @@ def settle_way(recipe: Recipe, world: World, layout: Layout | None = None, *, fu
 def _needs_no_compiler(recipe: Recipe, micro_batch: int) -> bool:
     """Whether torch's compiler would not help: kernels leave it nothing to fuse, and the GPU is busy or replays captures."""
     config, train, length = recipe.model, recipe.train, recipe.data.length
-    if config.gate != "none" or train.anneal or (train.precision == "fp8" and config.qkv_bias):  # a bias is added beside float8 matmuls
+    biased = train.precision == "fp8" and config.qkv_bias  # added beside the float8 matmuls
+    if config.gate != "none" or train.anneal or biased:
         return False
     if micro_batch * length * training_flops(config, length) / config.n_layers >= _AHEAD[train.precision]:
         return True

@@ -79,7 +79,7 @@ class Gradients:
         self._held: list[Tensor] = []
 
     def fix(self, like: Batch, capturer: Capturer) -> None:
-        """From here on, full micro-batches go the fixed way, where the recipe lets them and their rows are like these."""
+        """From here on, full micro-batches take the captured way, where the recipe lets them and their rows are like these."""
         length = like.tokens.shape[1]
         counts = self._counts(like)
         if like.lengths is not None:
@@ -107,7 +107,7 @@ class Gradients:
     def add(self, batch: Batch, denominator: Tensor | float, annealing: Annealing | None = None, *, fixed: bool = True) -> Tensor:
         """This rank's part of the step's gradient, and of its sums (`StepResult.read`). Gradients are clear before it.
 
-        fixed: micro-batches may go the fixed way; if the sums say that a position was missed, the step is to be made without.
+        fixed: micro-batches may take the captured way; if the sums say that a position was missed, the step is to be made without.
         """
         return self.with_room(lambda: self._add_all(batch, denominator, annealing, fixed))
 
