@@ -175,7 +175,7 @@ def test_numbers_are_those_of_the_analysis(browser, site, lms, rule):
             place, share = re.match(r"Sinks in the text most often in (layer \d+, head \d+): ([\d.]+ %) of steps", told).groups()
             assert place == f"layer {layer}, head {head}"
             assert_shown(share, often.max(), 0)
-            found = measure(trajectory, None).values
+            found = measure(trajectory, np.zeros(lms[name].config.embedding_rows, np.int8)).values
             sinks = getattr(trajectory, rule)
             assert sinks.sum() > 0
             for layer in (None, 0, 1):
