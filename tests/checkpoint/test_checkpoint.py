@@ -358,3 +358,16 @@ def test_an_unwritable_place_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write there"):
         sinkdlm.save(tmp_path / "file" / "x", sinkdlm.DiffusionLM(small_config()))
+
+
+def test_code_of_a_folder_never_runs(tmp_path):
+    """Not even where it is asked for on stdin: a tokenizer that only its own code could read is refused."""
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}})
+    )
+    (tmp_path / "tokenizer.model").write_bytes(b"none")
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    script = "import sys; from pathlib import Path; from sinkdlm.checkpoint.tokenizer import read_tokenizer as r; r(Path(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], input="y\n" * 5, capture_output=True, text=True, timeout=100)
+    assert "CheckpointError" in done.stderr
+    assert not (tmp_path / "ran").exists()

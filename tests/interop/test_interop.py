@@ -293,6 +293,18 @@ def test_official_models_are_detected_and_compute_the_same(tmp_path, variant, fo
     assert open_source(tmp_path / "back").kind == "official"
 
 
+def test_a_safetensors_header_whose_length_begins_as_a_pickle_is_read_as_one(tmp_path):
+    """Lengths are multiples of 8, so one in 32 begins with 0x80."""
+    path, state = tmp_path / "weights.pth", official_state("vanilla", layers=1, width=48, d_ff=64)  # by its bytes, not its name
+    for n in range(256):
+        save_file(state, path, metadata={"note": "x" * n})
+        if path.read_bytes()[0] == 0x80:
+            break
+    else:
+        pytest.fail("no header of this length")
+    assert open_source(path, {"n_heads": 4}).kind == "official"
+
+
 def test_official_shapes_outside_the_table_need_the_heads(tmp_path):
     save_file(official_state("sink", layers=2, width=48, d_ff=64), tmp_path / "w.safetensors")
     with pytest.raises(UserError, match="--set n_heads=N"):

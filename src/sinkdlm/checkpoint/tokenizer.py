@@ -63,7 +63,7 @@ def read_tokenizer(path: Path) -> Any:
         from transformers import AutoTokenizer
 
         with hushed():
-            return AutoTokenizer.from_pretrained(path)
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # and ask nobody whether a folder's code may run
     except Exception as failure:  # transformers raises whatever its parsers raise
         if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             what = "tokenizer_config.json and no tokenizer.json; put that back"

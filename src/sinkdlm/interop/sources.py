@@ -130,9 +130,12 @@ def _open_file(path: Path, shape: dict[str, Any]) -> Source:
         raise ConvertError(f"{path}: cannot be read: {failure.strerror}") from None
     if start.startswith(GGUF_MARK):
         return _open_gguf(path)
+    # A safetensors header begins at the ninth byte. Its length, before it, may begin as a pickle does.
+    if start[8:9] == b"{":
+        return _open_official(open_safetensors(path), "safetensors", shape)
     if start[:2] == b"PK" or start[:1] == b"\x80":
         return _open_official(open_torch(path), "torch file", shape)
-    if start[8:9] == b"{" or path.suffix == ".safetensors":
+    if path.suffix == ".safetensors":
         return _open_official(open_safetensors(path), "safetensors", shape)
     raise ConvertError(f"{path}: not recognised; supported: {SUPPORTED}")
 

@@ -20,7 +20,8 @@ def tokenizer_of(source: Source) -> Any:
 
         if source.tensors.facts.get("tokenizer.ggml.model") is None:
             return None
-        return _guarded(source.path, lambda: AutoTokenizer.from_pretrained(source.path.parent, gguf_file=source.path.name))
+        given = {"gguf_file": source.path.name, "trust_remote_code": False}
+        return _guarded(source.path, lambda: AutoTokenizer.from_pretrained(source.path.parent, **given))
     return read_folder(source.path) if source.path.is_dir() else None
 
 
