@@ -367,7 +367,7 @@ def test_code_of_a_folder_never_runs(tmp_path):
     )
     (tmp_path / "tokenizer.model").write_bytes(b"none")
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
-    script = "import sys; from pathlib import Path; from sinkdlm.checkpoint.tokenizer import read_tokenizer as r; r(Path(sys.argv[1]))"
+    script = "import sys, pathlib; from sinkdlm.checkpoint import tokenizer; tokenizer.read_tokenizer(pathlib.Path(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", script, tmp_path], input="y\n" * 5, capture_output=True, text=True, timeout=100)
     assert "CheckpointError" in done.stderr
     assert not (tmp_path / "ran").exists()
