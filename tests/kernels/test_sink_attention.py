@@ -40,7 +40,9 @@ def test_heads_are_rotated(shape, dtype):
     by_row = [random(batch, tokens, 1, width // 2, seed=i) for i in (6, 7)]
     for angles, sinks in (((cos, sin), sink_k), (by_row, None)):
         given = (heads, *angles, sinks, batch, n_heads, 0.3)
-        assert_like(kernels.rotate_heads(*given), ops.rotate_heads.plain(*given))
+        # Scores are float32, but of what was rounded before, which Triton's interpreter cuts off.
+        near = {"rtol": 2e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {}
+        assert_like(kernels.rotate_heads(*given), ops.rotate_heads.plain(*given), **near)
 
 
 @pytest.mark.parametrize("zero_value", [False, True])

@@ -21,7 +21,7 @@ CLIENTS = 64
 WEIGHED = """
 import ctypes, functools, gc, os, signal
 from sinkdlm.cli import entry as cli
-from sinkdlm.serving import app
+from sinkdlm.serving import site
 
 class Allocated(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -36,7 +36,7 @@ def tell(*_):
     os.write(1, f"{found.uordblks + found.hblkhd}\\n".encode())
 
 signal.signal(signal.SIGUSR1, tell)
-app.Settings = functools.partial(app.Settings, frame_bytes=1 << 16)
+site.Settings = functools.partial(site.Settings, frame_bytes=1 << 16)
 cli.main()
 """
 # The command, whose steps take so long on any machine that there is time to ask something while texts are written.
