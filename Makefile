@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS   ?= 2
 
-.PHONY: demo test test-slow test-gpu lint bench docs docs-benchmarks docs-check format clean
+.PHONY: demo fast test test-slow test-gpu lint bench docs docs-benchmarks docs-check format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -52,8 +52,12 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 # worksteal: a process keeps to files of its own while it can, and so sets up what their tests share once.
-test: lint
+fast: $(VENV)/.dev
 	$(BIN)/pytest -n $(JOBS) --dist worksteal
+
+# Beside each other: type checks use one core.
+test: $(VENV)/.dev
+	$(MAKE) --no-print-directory --jobs 2 lint fast
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m slow

@@ -1,8 +1,8 @@
-"""Trains a recipe on the workers of a Ray cluster, each of them one rank. Needs ray beside sinkdlm: pip install 'ray[train]'.
+"""Train a recipe on a Ray cluster, one rank a worker. It needs pip install 'ray[train]'.
 
     python launch/ray_train.py RECIPE --out /shared/runs/x --workers 16 [--cpu] [--set train.lr=1e-4 ...]
 
-Ray places the workers, and starts all of them anew where one is lost; they go on from the last state.
+Ray places the workers. When one is lost it restarts all of them, and they go on from the last state.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def work(job: dict[str, Any]) -> None:
-    """One rank, on whichever host Ray has put it."""
+    """Run one rank, on the host that Ray has chosen."""
     os.chdir(job["folder"])  # paths of a recipe start where the command runs
     os.environ.update(_describe_rank())
     from sinkdlm.cli.loading import load_parent, load_recipe
@@ -25,8 +25,8 @@ def work(job: dict[str, Any]) -> None:
 
 
 def _describe_rank() -> dict[str, str]:
-    """What torchrun would put into the environment. The process group that Ray has made says where rank 0 is, and makes way for one
-    that is watched."""
+    """Return the environment that torchrun would set. Ray's process group tells where rank 0 is, and is then destroyed: training
+    makes its own, with a heartbeat."""
     import ray
     import torch.distributed as dist
 
@@ -68,7 +68,7 @@ def main() -> None:
 
     try:
         recipe = find_recipe(given.recipe)
-        load_recipe(recipe, given.overrides, given.out)  # what is wrong with it is better said here than by every worker
+        load_recipe(recipe, given.overrides, given.out)  # report a mistake here, once, and not on every worker
     except UserError as failure:
         sys.exit(f"sinkdlm: {failure}")
     try:
@@ -88,11 +88,11 @@ def main() -> None:
     TorchTrainer(
         work,
         train_loop_config=job,
-        torch_config=TorchConfig(backend="gloo"),  # of the group that makes way: NCCL would take memory of the GPUs
+        torch_config=TorchConfig(backend="gloo"),  # for Ray's short-lived group: NCCL would take GPU memory
         scaling_config=ScalingConfig(
             num_workers=given.workers, use_gpu=not given.cpu, resources_per_worker={"CPU": given.cpus, "GPU": 0 if given.cpu else 1}
         ),
-        # Ray's own notes lie beside the run: a run folder holds the run and nothing else.
+        # Beside the run folder, which holds nothing but the run.
         run_config=RunConfig(storage_path=f"{out}.ray", failure_config=FailureConfig(max_failures=given.max_failures)),
     ).fit()
 

@@ -1,4 +1,4 @@
-"""What the studies share: their options, how they end, and where their numbers lie, beside the results of runs. Knows no study."""
+"""What the studies share: options, exit, and files beside the results of runs. Knows no study."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ def run_study(
     blocks: Callable[[Asked, dict[str, Any]], Iterable[str]],
     words: Sequence[str] | None,
 ) -> None:
-    """Parse the options, make the study, print its section of the page. A user's mistake is one line and exit status 2."""
+    """Parse the options, make the study, print its tables. A user's mistake is one line and exit status 2."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--scale", choices=list(SCALES), default="nano")
     parser.add_argument("--out", type=Path, default=Path("runs/reproduce"), help="the folder of the reproduction")
@@ -72,7 +72,7 @@ def say(text: str) -> None:
 
 
 def write_beside(asked: Asked, name: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    """What was written: with how it came to be, unless that is said."""
+    """Write and return the numbers, with their provenance unless they have it."""
     told = {**provenance(torch.device("cpu")), **found}
     write_text(asked.folder / name / f"{asked.scale}.json", json.dumps(told, indent=1) + "\n")
     return told

@@ -1,6 +1,6 @@
-"""What of a difference is the learning rate's: variants whose trials chose different rates, compared once more at one rate.
+"""Compare variants whose trials chose different learning rates once more, at one rate.
 
-Exploratory: which variants have runs at a second rate was decided after runs had been seen. Gives no verdicts.
+Exploratory, without verdicts: which variants have runs at a second rate was decided after runs had been seen.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 from sinkdlm.reproduce.claims import CLAIMS, PRIMARY, compare, outcome_name, runs_of, write_interval
 from sinkdlm.reproduce.inputs import Asked
 from sinkdlm.reproduce.markdown import table
-from sinkdlm.reproduce.matrix import ADAPT, LABELS, VARIANTS
+from sinkdlm.reproduce.matrix import ADAPT, LABELS, VARIANTS, difference
 from sinkdlm.reproduce.results import RunResult, read_results
 from studies.asking import run_study
 
@@ -37,27 +37,21 @@ def equal_rate_rows(results: Mapping[str, RunResult]) -> list[list[str]]:
     for variant, against in dict.fromkeys((claim.variant, claim.against) for claim in CLAIMS if claim.group == ADAPT):
         if not rates.keys() >= {variant, against} or rates[variant] == rates[against]:
             continue
-        # The same comparison with one side's twin, where that has the other's rate.
+        # The same comparison with one side replaced by its twin at the other side's rate.
         twins = ((TWINS.get(variant, ""), against), (variant, TWINS.get(against, "")))
         if again := [one for one in twins if rates.keys() >= set(one) and rates[one[0]] == rates[one[1]]]:
-            add(f"{LABELS[variant]} \N{MINUS SIGN} {LABELS[against]}", (variant, against))
+            add(difference(variant, against), (variant, against))
             for one in again:
-                add("the same", one)
+                add("the same, at one rate", one)
     for variant, twin in TWINS.items():
         if rates.keys() >= {variant, twin} and rates[variant] != rates[twin]:
             larger, smaller = sorted((variant, twin), key=lambda one: -rates[one])
-            add(f"{LABELS[variant]}: the larger rate \N{MINUS SIGN} the smaller", (larger, smaller))
+            add(f"{LABELS[variant]}: larger rate \N{MINUS SIGN} smaller rate", (larger, smaller))
     return rows
 
 
 def equal_rate_blocks(rows: Sequence[Sequence[str]]) -> list[str]:
-    told = (
-        "Comparisons of variants whose trials chose different rates, and under each the same where both have one rate; at the end "
-        "what the rate alone does. Exploratory, without verdicts: that some variants were trained at a second rate was decided "
-        "after runs had been seen, and intervals of two seeds say little:"
-    )
-    head = ["", "rates", *map(outcome_name, PRIMARY), "seeds"]
-    return ["### Examined: what of it is the learning rate's", told, table(head, rows)] if rows else []
+    return [table(["", "learning rates", *map(outcome_name, PRIMARY), "seeds"], rows)] if rows else []
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -1,8 +1,7 @@
-"""What a sink is before any training: whether it takes the place that the parent's first token had. Forwards alone.
+"""Is an adapted sink the parent's first token again? Measured before any training, with forwards alone.
 
-In a causal parent the first token sees only itself, whatever it is, and heads that have nothing to attend to rest on it. Without
-the causal mask no token is alone any more; an isolated sink is. So a sink may be the parent's own from the first step on. For each
-form: the share of attention on the first token or the sink, and the norm of its value beside other tokens', layer by layer.
+A causal parent's first token sees only itself, and idle heads attend to it. Without the causal mask only an isolated sink sees
+itself alone. Per layer and form: attention on the first token or the sink, its value norm, and that of other tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -85,12 +84,8 @@ def inherited_blocks(found: Mapping[str, Any]) -> list[str]:
     # Of attention on the first token, the mean over all later ones: token i shares it among i + 1.
     even_causal = fmean(1 / (place + 1) for place in range(1, found["length"]))
     told = (
-        "In a causal parent the first token sees only itself, whatever it is, and heads that have nothing to attend to rest on "
-        "it. Without the causal mask every token sees the others, and this place is gone. An isolated sink sees only itself "
-        f"again. Measured before any training, on {found['rows']} rows of {found['length']} tokens of held-out text, half of "
-        "them masked (the parent reads them whole). An even share of attention would be "
-        f"{1 / (found['length'] + 1):.1%}, and {even_causal:.1%} in the parent, whose tokens see only those "
-        "before them; the last column is the median over the middle layers:"
+        f"{found['rows']} rows of {found['length']} held-out tokens. An even share of attention is "
+        f"{1 / (found['length'] + 1):.1%}, in the causal parent {even_causal:.1%}:"
     )
     parent = found["forms"]["parent"]["norm"]
     middle = middle_layers(len(parent))
@@ -100,8 +95,8 @@ def inherited_blocks(found: Mapping[str, Any]) -> list[str]:
         beside, as_parent = ([mine / of for mine, of in zip(norm, norms, strict=True)] for norms in (other, parent[middle]))
         shares = (f"{fmean(share):.1%}", f"{fmean(share[middle]):.1%}")
         rows.append([form["label"], *shares, f"{fmean(beside):.2f}", f"{median_high(as_parent):.2f}"])
-    head = ["before any training", "attention on it", "in the middle layers", "its value norm, of others'", "of the parent's"]
-    return ["### Examined: where an adapted sink comes from", told, table(head, rows)]
+    head = ["before any training", "attention on it", "in middle layers", "value norm / other tokens'", "value norm / the parent's"]
+    return [told, table(head, rows)]
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -1,8 +1,7 @@
-"""Where a lead is: by how many tokens a row has. Rows of training all have the same length; questions are much shorter.
+"""At which row lengths does the sink lead? Training rows all have one length; questions are much shorter.
 
-Counts the tokens of every question once, beside the results, so that the scores that results keep of single items can be put
-together by length; and shows documents that were cut to several lengths, and whether a lead on short ones goes where training had
-short rows. Explains; no claim rests on it.
+Counts the tokens of every question, so that stored scores can be grouped by length. Shows documents cut to several lengths, and
+whether training on rows of random length removes a lead on short ones. Explains; no claim rests on it.
 """
 
 import math
@@ -19,7 +18,7 @@ from sinkdlm.evals.requests import by_question
 from sinkdlm.reproduce.claims import MARGIN, NELBO, pair, runs_of
 from sinkdlm.reproduce.inputs import GOLD, Asked, parent_tokenizer
 from sinkdlm.reproduce.markdown import table
-from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, SCALES, VARIANTS, Scale
+from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, SCALES, VARIANTS, Scale, difference
 from sinkdlm.reproduce.measuring import ENDS, ROWS, WRITES
 from sinkdlm.reproduce.results import Outcome, RunResult, read_results
 from sinkdlm.reproduce.statistics import LEVEL, Paired, over_seeds, pair_items
@@ -31,7 +30,7 @@ Results = Mapping[str, RunResult]
 BASE, OTHER = "vanilla-sink-rate", "sink"  # same learning rate, with and without
 PLAIN: Pair = (BASE, OTHER)
 MIXED: Pair = ("vanilla-lengths", "sink-lengths")
-_TRAINED = {PLAIN: "rows of one length", MIXED: "half of random length"}  # what training had
+_TRAINED = {PLAIN: "rows of one length", MIXED: "half of random length"}  # in training
 _REACH = 1.96  # standard errors: LEVEL, over many documents
 _EDGES = (0, 32, 64, 128, 256, 512)
 _RANGES = ["", *(f"{low} to {high - 1}" for low, high in pairwise(_EDGES)), f"{_EDGES[-1]} and more"]
@@ -40,11 +39,8 @@ _FEW = 5  # models, below which ranks say nothing
 _ROOM = 1 << 15  # tokens of a row; no question is cut
 
 
-# -- how long questions are -------------------------------------------------------------------------------------------------------
-
-
 def count_lengths(asked: Asked) -> dict[str, Any]:
-    """Of every question whose right option is known, as results keep them: tokens of prompt and right option, and of the option."""
+    """Of every question with a known correct option: tokens of prompt and option together, and of the option."""
     sheet = questions(asked)
     encoder = TextEncoder(parent_tokenizer(asked.parent))
     tasks = {}
@@ -59,11 +55,8 @@ def count_lengths(asked: Asked) -> dict[str, Any]:
     return write_beside(asked, NAME, {"requests": sheet.digest, "tasks": tasks})
 
 
-# -- leads by length --------------------------------------------------------------------------------------------------------------
-
-
 class Cell(NamedTuple):
-    """Of one task and range of lengths: how many questions, and of each seed the lead, other - base, nats a token."""
+    """One task and range of lengths: number of questions, and other - base of each seed, nats per token."""
 
     n: int
     leads: list[float]
@@ -77,7 +70,7 @@ class Cell(NamedTuple):
 
 def leads(results: Results, counted: Mapping[str, Any], of: Pair = PLAIN) -> dict[str, list[Cell]]:
     """Task -> a cell for each range of lengths."""
-    for result in results.values():  # lengths of other questions would be put beside the scores without a word
+    for result in results.values():
         if "requests" in counted and result.data.get("requests", counted["requests"]) != counted["requests"]:
             odd = f"counted of other questions than those of {result.name}"
             raise ReproduceError(f"{NAME}: {odd}; count again with: python -m studies.{NAME}")
@@ -102,8 +95,7 @@ def _pairs(results: Results, of: Pair) -> list[tuple[RunResult, RunResult]]:
 
 def lengths_blocks(results: Results, counted: Mapping[str, Any] | None, scale: Scale) -> list[str]:
     asked = [] if counted is None else [*_questions(results, counted, scale), *_questions_again(results, counted)]
-    blocks = [*asked, *_cuts(results, scale), *_tested(results, scale)]
-    return ["### Examined: rows shorter than those of training", *blocks] if blocks else []
+    return [*asked, *_cuts(results, scale), *_tested(results, scale)]
 
 
 def _questions(results: Results, counted: Mapping[str, Any], scale: Scale) -> list[str]:
@@ -113,31 +105,25 @@ def _questions(results: Results, counted: Mapping[str, Any], scale: Scale) -> li
     whole = over_seeds([one.difference for both in _pairs(results, PLAIN) if (one := pair(*both, NELBO)) is not None])
     length = scale.tables[ADAPT]["data"]["length"]
     told = (
-        f"{LABELS[OTHER]} \N{MINUS SIGN} {LABELS[BASE]}, NLL of the right option in nats a token, by how many tokens the "
-        f"question has with its option; mean over {whole.n} seeds, from which value to which they go, and how many questions. "
-        f"Training had rows of {length} tokens alone; there, on held-out documents, the difference is {whole.mean:+.4f}. Found "
-        "after the runs, not declared before:"
+        f"{difference(OTHER, BASE)}, NLL of the correct option, nats/token, by tokens of question and option: "
+        f"mean over {whole.n} seeds (lowest to highest seed; questions). On held-out rows of {length} tokens: {whole.mean:+.4f}."
     )
     return [told, table(_RANGES, [[task, *map(str, cells)] for task, cells in found.items()])]
 
 
 def _questions_again(results: Results, counted: Mapping[str, Any]) -> list[str]:
-    """Both pairs on the same seed: leads of one seed and another differ more than what is looked for."""
+    """Both pairs on one seed: leads differ more between seeds than between pairs."""
     first = {name: one for name, one in results.items() if one.seed == FIRST_SEED}
     both = {of: leads(first, counted, of) for of in _TRAINED}
     if not all(any(cell.leads for cells in found.values() for cell in cells) for found in both.values()):
         return []
     rows = [[f"{task}, {had}", *map(str, both[of][task])] for task in counted["tasks"] for of, had in _TRAINED.items()]
-    told = f"The same of seed {FIRST_SEED} alone, beside the pair whose training had rows of random length as well:"
+    told = f"The same on seed {FIRST_SEED} alone, for both pairs: trained on rows of one length, or half of random length."
     return [told, table(_RANGES, rows)]
 
 
-# -- documents that were cut ------------------------------------------------------------------------------------------------------
-
-
 def _kinds(scale: Scale) -> dict[str, str]:
-    last = f"the last {scale.cuts[0] // 2} tokens of rows, given the others: the same tokens at every length"
-    return {ROWS: "whole rows", ENDS: last}
+    return {ROWS: "all tokens of a row", ENDS: f"the last {scale.cuts[0] // 2} tokens of a row, given the others"}
 
 
 def _cuts(results: Results, scale: Scale) -> list[str]:
@@ -157,16 +143,13 @@ def _cuts(results: Results, scale: Scale) -> list[str]:
             [LABELS[one], *(_with_reach(pair(base, run, name)) for name in names)] for one, run in made.items() if one != BASE
         ]
         blocks += [
-            f"Held-out documents cut to so many tokens, seed {FIRST_SEED}, {text}. NELBO in nats a token of the "
-            f"{LABELS[BASE]}, and what others have more or less, with the {LEVEL:.0%} interval over documents:",
+            f"NELBO in nats/token of held-out documents cut to each length, {text}, seed {FIRST_SEED}. Below the first line: "
+            f"difference from it, with the {LEVEL:.0%} interval over documents.",
             table(head, [[f"{LABELS[BASE]}: NELBO", *(_value(base, name) for name in names)], *others]),
         ]
     names = [f"attention.{WRITES}.{length}" for length in scale.cuts]
     rows = [[LABELS[one], *(_value(run, name) for name in names)] for one, run in made.items() if names[-1] in run.outcomes]
-    told = (
-        "What heads write at each length: the norm of their output, of the mean norm of the values that they mix, over all "
-        "heads and layers, half of the tokens masked:"
-    )
+    told = f"Attention output norm / mean value norm at each length, seed {FIRST_SEED}:"
     return [*blocks, told, table(head, rows), *_together(made, scale)]
 
 
@@ -180,7 +163,7 @@ def _with_reach(found: Paired | None) -> str:
 
 
 def _together(made: Results, scale: Scale) -> list[str]:
-    """Whether models whose heads write more on short rows lose more there. Those that training gave short rows are left out."""
+    """Does a larger output norm on short rows go with a larger loss there? Without models trained on rows of random length."""
     short, long = scale.cuts[0], scale.cuts[-1]
     names = [f"{name}.{length}" for name in (ROWS, f"attention.{WRITES}") for length in (short, long)]
     found = []
@@ -193,18 +176,14 @@ def _together(made: Results, scale: Scale) -> list[str]:
     ranks = np.argsort(np.argsort(np.array(found), axis=0), axis=0)  # Spearman's correlation: no two values are equal
     together = correlation(*ranks.T.tolist())
     return [
-        f"Models whose heads write more at {short} tokens than at {long} {'lose' if together > 0 else 'do not lose'} more "
-        f"there: over the {len(found)} whose training had rows of {long} tokens alone, the rank correlation of the two is "
-        f"{together:.2f}."
+        f"Rank correlation between the increase of NELBO and that of the output norm, from {long} to {short} tokens, over the "
+        f"{len(found)} models trained on rows of {long} tokens alone: {together:.2f}."
     ]
 
 
-# -- is it the length? ------------------------------------------------------------------------------------------------------------
-
-
 class Lead(NamedTuple):
-    """Of one length and seed, nats a token over the same documents. plain, mixed: other - base of each pair; change: mixed less
-    plain, above 0 where rows of random length made the sink's lead smaller."""
+    """One length and seed, nats per token over the same documents. plain, mixed: other - base of each pair. change: mixed - plain,
+    above 0 where rows of random length made the sink's lead smaller."""
 
     plain: Paired
     mixed: Paired
@@ -222,26 +201,20 @@ def lead_at(results: Results, outcome: str) -> Lead | None:
 
 
 def conclude(short: Lead, long: Lead) -> str:
-    """What the leads at the shortest cut and at rows of training say of length as a cause. Intervals are over documents alone."""
+    """Is length the cause of the lead? From the leads at the shortest cut and at training's length; intervals over documents."""
     grows = short.plain.difference - long.plain.difference
     if grows + _REACH * math.hypot(short.plain.stderr, long.plain.stderr) >= 0:
-        return "the lead is not larger on short rows of documents, so that it is not length by itself that questions share"
+        return "the lead is not larger on short rows: length alone does not explain the lead on questions"
     if short.change.difference - _REACH * short.change.stderr <= 0:
-        return (
-            "the lead on short rows stays after training on rows of random length, which speaks against length as the cause, as "
-            "far as so few short rows can"
-        )
+        return "the lead on short rows stays, which speaks against length as the cause, as far as so few short rows can"
     if short.mixed.difference + _REACH * short.mixed.stderr < -MARGIN:
-        return (
-            "rows of random length take a part of the lead on short rows away, and not all: length is a part of it, whether all "
-            "cannot be said with so few short rows in training"
-        )
-    return "rows of random length take the lead on short rows away, as they should if length is the cause"
+        return "part of the lead on short rows goes: length is part of the cause; so few short rows cannot show whether it is all"
+    return "the lead on short rows goes, as it should if length is the cause"
 
 
 def _tested(results: Results, scale: Scale) -> list[str]:
     blocks = []
-    labels = {"plain": _TRAINED[PLAIN], "mixed": _TRAINED[MIXED], "change": "the second less the first"}
+    labels = {"plain": _TRAINED[PLAIN], "mixed": _TRAINED[MIXED], "change": "second \N{MINUS SIGN} first"}
     for kind, text in _kinds(scale).items():
         found = [lead_at(results, f"{kind}.{length}") for length in scale.cuts]
         short, long = found[0], found[-1]
@@ -249,9 +222,8 @@ def _tested(results: Results, scale: Scale) -> list[str]:
             continue
         rows = [[label, *(_with_reach(getattr(one, name, None)) for one in found)] for name, label in labels.items()]
         blocks += [
-            f"DLM + sink \N{MINUS SIGN} the same without, by what training had, seed {FIRST_SEED}, {text}, with the "
-            f"{LEVEL:.0%} interval over documents. On this seed, {conclude(short, long)}. Other seeds may differ by more "
-            "than such intervals:",
+            f"Lead of the sink, NELBO with \N{MINUS SIGN} without it, {text}, seed {FIRST_SEED}, by training rows, with the "
+            f"{LEVEL:.0%} interval over documents. With half of the training rows of random length, {conclude(short, long)}.",
             table(["", *map(str, scale.cuts)], rows),
         ]
     return blocks

@@ -1,9 +1,8 @@
-"""How much of the benchmarks stands in the corpus: 13-grams of words that both have, counted while the corpus streams by.
+"""Count benchmark documents that share 13-grams of words with the corpus.
 
-Words are runs of letters and digits, in lower case, so that punctuation and line breaks hide nothing. A document of a benchmark is
-its prompt with every option; one of fewer than 13 words has no gram and is told apart. CPU alone, one document after the other, a
-prepared set's tokens mapped. A word is a hash of 64 bits and a gram a polynomial of its words' hashes: a chance match is rarer than
-one in a thousand for corpora of this size.
+Words are runs of letters and digits, in lower case. A benchmark's document is its prompt with every option; one of fewer than 13
+words has no gram and is counted apart. The corpus streams by, on the CPU. A word is a 64-bit hash and a gram a polynomial of its
+words' hashes: a chance match is rarer than one in a thousand for corpora of this size.
 """
 
 import hashlib
@@ -106,12 +105,12 @@ def count_overlap(asked: Asked) -> dict[str, Any]:
 
 def overlap_blocks(found: Mapping[str, Any] | None) -> list[str]:
     if found is None:
-        return ["### Contamination", "Not counted yet."]
+        return ["Not counted yet."]
     corpus, shown = found["corpus"], ("documents", "short", "documents_hit", "documents_half")
-    told = f"Of {corpus['documents']:,} documents of the corpus with {corpus['grams']:,} grams of {found['gram']}:"
+    told = f"The corpus has {corpus['documents']:,} documents with {corpus['grams']:,} grams of {found['gram']}:"
     rows = [[task, *(f"{row[name]:,}" for name in shown)] for task, row in found["tasks"].items()]
-    head = ["benchmark", "documents", "too short", "share a gram", "share half of theirs"]
-    return ["### Contamination", told, table(head, rows)]
+    head = ["benchmark", "its documents", "too short for a gram", "with a gram of the corpus", "with half of their grams"]
+    return [told, table(head, rows)]
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -1,8 +1,7 @@
-"""How a sink comes through training: gradient norms step by step, and what is left of the sink in each layer meanwhile.
+"""Does training lose the sink where gradient norms peak? Trains trials and one run again, and probes attention every few steps.
 
-An adapted sink is the parent's own resting place (inherited.py): a state that its vector and a few weights make, and on which heads
-of all layers rely. Trials, and one run, are made again here, with a look at attention every few steps, to see whether a jump of
-the gradient is the loss of that state. Their weights are not kept.
+An adapted sink is a state that its vector and a few of the parent's weights make (inherited.py); heads of all layers rely on it.
+Weights are not kept.
 """
 
 import shutil
@@ -21,12 +20,11 @@ from sinkdlm.training.health import FEW, HELD, LOST, MANY, PEAK, RESTS, SETTLED,
 from studies.asking import on_bench, read_beside, run_study, say, write_beside
 
 NAME = "steadiness"
-_LOOKS = 75  # at attention, in a run
+_LOOKS = 75  # probes of attention in a run
 
 
 class Form(NamedTuple):
-    """A training that is made again. rate: which of the three; whole: not a trial but the run of the first seed; warmup: times what
-    it has."""
+    """A training that is made again. rate: index of the three; whole: the run of the first seed, not a trial; warmup: a factor."""
 
     variant: str
     rate: int
@@ -44,7 +42,7 @@ FORMS = {
     "sink-slower": Form("sink", 1),
     "sink-slower-warmer": Form("sink", 1, warmup=10),
     "sink": Form("sink", 2),
-    "sink-warm": Form("sink", 2, warmup=4),  # as long as that of a whole run, of which trials have a quarter
+    "sink-warm": Form("sink", 2, warmup=4),  # as many steps as a whole run has
     "sink-warmer": Form("sink", 2, warmup=10),
     "sink-zero": Form("sink-zero", 2),
     "sink-end-slower": Form("sink-end", 1, whole=True),
@@ -53,7 +51,7 @@ FORMS = {
 
 
 def measure_steadiness(bench: Bench) -> dict[str, Any]:
-    """Each form is kept beside the results as it ends; those that are there, of the same recipe, are not made again."""
+    """Write each form beside the results as it ends; skip those that are there with the same recipe."""
     known = (read_beside(bench.asked.folder, NAME, bench.scale.name) or {"forms": {}})["forms"]
     found: dict[str, Any] = {**bench.provenance(), "forms": {}}
     made = {name: found[name] for name in ("made", "command", "environment")}
@@ -77,7 +75,7 @@ def measure_steadiness(bench: Bench) -> dict[str, Any]:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Loss and gradient norm of every step; of every look, by layer: attention on the sink, and its value norm, of others'."""
+    """Loss and gradient norm of every step; of every probe and layer, attention on the sink and its value norm / others'."""
     steps, looks = read_lines(folder, "train"), read_lines(folder, "probe")
     return {
         "loss": [short(line["loss"]) for line in steps],
@@ -100,9 +98,8 @@ def thirds_of(layers: list[float | None]) -> tuple[float, float] | None:
 
 
 def steadiness_blocks(found: Mapping[str, Any] | None, results: Mapping[str, RunResult], picture: Sequence[str]) -> list[str]:
-    """found: what `measure_steadiness` wrote. Of results, those that have kept their gradients' peaks."""
-    blocks = [*_peaked(results), *([] if found is None else [*_watched(found), *picture])]
-    return ["### Examined: runs whose gradients jump", *blocks] if blocks else []
+    """found: what `measure_steadiness` wrote. results: those with their gradient spikes counted."""
+    return [*_peaked(results), *([] if found is None else [*_watched(found), *picture])]
 
 
 def _peaked(results: Mapping[str, RunResult]) -> list[str]:
@@ -110,15 +107,15 @@ def _peaked(results: Mapping[str, RunResult]) -> list[str]:
     if not kept:
         return []
     rough = [
-        f"{name}: {peaks['count']}, the largest {peaks['largest']:.1f} times the median, at step {peaks['at']}"
+        f"{name}: {peaks['count']}, the largest at {peaks['largest']:.1f} times the median, at step {peaks['at']}"
         for name, peaks in kept.items()
         if peaks["count"] and "at" in peaks
     ]
     told = (
-        f"A peak is a gradient norm of more than {PEAK:g} times the run's median, both after the first {SETTLED:.0%} of the steps. "
-        f"{len(kept)} results of the matrix have them counted (the first ones have not); "
+        f"A gradient spike is a norm over {PEAK:g} times the run's median, both after the first {SETTLED:.0%} of the steps. "
+        f"Counted in {len(kept)} results; {len(rough)} have some{':' if rough else '.'}"
     )
-    return [told + "with peaks:", bullets(rough)] if rough else [told + "none has any."]
+    return [told, bullets(rough)] if rough else [told]
 
 
 def _watched(found: Mapping[str, Any]) -> list[str]:
@@ -132,17 +129,14 @@ def _watched(found: Mapping[str, Any]) -> list[str]:
         course = [_course(form[name], part, style) for name, style in (("share", ".0%"), ("norm", ".2f")) for part in (0, 1)]
         rows.append([form["label"], *map(str, numbers), *course, _lost(form), f"step {form['looks'][0]}"])
     told = (
-        f"Trials, and one whole run, made again with about {_LOOKS} looks at attention each. Trials see the same rows in the "
-        "same order, so that their training losses can be compared; one run each, and a repeat on a GPU is not the same to the "
-        "bit. Of the sink, at the first look and at the last, on held-out rows: attention on it, and its value norm over that "
-        "of other tokens, in the lowest third of the layers and in the others. A layer counts as having lost its sink where "
-        f"less than {LOST:.0%} is left of the most it had there, if that was {RESTS:.0%} of its attention at least; the sink "
-        f"counts as lost from the look on at which more than {MANY:.0%} of the layers, and more than {FEW}, have lost it, and "
-        f"all layers together have less than {HELD:.0%} of the most they had:"
+        f"Trained again with about {_LOOKS} probes each. A layer has lost its sink where attention on it is below {LOST:.0%} "
+        f"of its maximum, if that was {RESTS:.0%} or more. The sink is lost once more than {MANY:.0%} of the layers (and more than "
+        f"{FEW}) have lost it, and attention on it over all layers is below {HELD:.0%} of its maximum:"
     )
-    training = ("learning rate", "steps", "to warm up", "loss, last tenth", "gradient norm, median")
-    sink = ("attention, lowest layers", "others", "value norm, lowest layers", "others", "lost", "first look")
-    return [told, table(["", *training, "the largest, in medians (step)", "peaks", *sink], rows)]
+    training = ("learning rate", "steps", "warm-up", "loss, last tenth")
+    gradient = ("gradient norm, median", "largest / median (step)", "spikes")
+    sink = ("attention, lowest third", "attention, others", "value norm, lowest third", "value norm, others", "lost", "first probe")
+    return [told, table(["", *training, *gradient, *sink], rows)]
 
 
 def warmup_of(form: Mapping[str, Any]) -> int:

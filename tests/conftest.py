@@ -12,14 +12,14 @@ from shared_folders import make_once
 from sinkdlm.cli import entry as cli
 from small_models import VARIANTS
 
-pytest.register_assert_rewrite("launches", "pages", "sites")  # so that a failure there says what was found
+pytest.register_assert_rewrite("launches", "pages", "sites")  # so that their failed assertions show values
 
 torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: two threads each would wait for one another
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start: more threads would compete for cores
 if torch.cuda.is_available():
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # else each test process starts one for every core
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # else every test process starts one per core
 else:
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels then run on a CPU; its functions read this as they are defined
+    os.environ["TRITON_INTERPRET"] = "1"  # runs Triton kernels on a CPU; must be set before they are defined
 
 
 def pytest_addoption(parser) -> None:
@@ -28,19 +28,19 @@ def pytest_addoption(parser) -> None:
 
 def pytest_configure(config) -> None:
     if config.option.markexpr == "gpu":
-        config.addinivalue_line("filterwarnings", "default")  # a GPU machine's torch is another than that of the lock
+        config.addinivalue_line("filterwarnings", "default")  # a GPU machine's torch may differ from the lock's
 
 
 def pytest_ignore_collect(collection_path: Path, config) -> bool | None:
-    """`-m gpu` reads the files alone that have such tests: a GPU machine may lack what others import."""
+    """With `-m gpu`, collect only files with such tests: a GPU machine may lack what others import."""
     if config.option.markexpr == "gpu" and collection_path.suffix == ".py" and "mark.gpu" not in collection_path.read_text():
         return True
     return None
 
 
-@pytest.hookimpl(trylast=True)  # when marks have chosen
+@pytest.hookimpl(trylast=True)  # after marks have selected
 def pytest_collection_modifyitems(config, items) -> None:
-    """Every N-th test, so that the cases of one test, which take about as long, are spread over all parts."""
+    """Keep every N-th test, so that cases of one test, which take equally long, spread over all parts."""
     if config.option.part is None:
         return
     part, of = map(int, config.option.part.split("/"))
@@ -59,7 +59,7 @@ def token_set(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
-    """`made_once(name, make)`: a folder for the whole session, however many processes share the tests."""
+    """`made_once(name, make)`: a folder made once per session, shared by all test processes."""
     own = tmp_path_factory.getbasetemp()
     shared = own.parent if os.environ.get("PYTEST_XDIST_WORKER") else own
     return lambda name, make: make_once(shared / name, make)
@@ -67,7 +67,7 @@ def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Pat
 
 @pytest.fixture
 def command_line(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
-    """The command line in this process: exit status, stdout, stderr."""
+    """Run the command line in this process: exit status, stdout, stderr."""
 
     def run(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["sinkdlm", *map(str, words)])
@@ -82,13 +82,13 @@ def command_line(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
 
 @pytest.fixture
 def unrendered(monkeypatch) -> None:
-    """Figures are drawn, and no SVG is made of them, which is most of a report's time: for those who look at something else."""
+    """Skip writing figures as SVG, most of a report's time, in tests that look at something else."""
     monkeypatch.setattr("sinkdlm.analysis.figures._to_svg", lambda figure: "<svg></svg>")
 
 
 @pytest.fixture(scope="module")
 def browser():
-    """A real one, where there is one. Of a module: a driver that stays open would be in the way of event loops of other tests."""
+    """A real browser, or skip. Closed after each module: an open driver disturbs other tests' event loops."""
     if BROWSER is None:
         pytest.skip("no Chromium on PATH")
     sync_api = pytest.importorskip("playwright.sync_api")
@@ -100,7 +100,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def lms():
-    """The models that the page shows, to compare with: one that serves is its engine's alone."""
+    """The models that the page shows, to compare with: a served model belongs to its engine."""
     from pages import shown_lms
 
     return shown_lms()
@@ -108,7 +108,7 @@ def lms():
 
 @pytest.fixture(scope="module")
 def site(browser):
-    """A server whose page shows them."""
+    """A server whose page shows the models of `lms`."""
     from pages import shown_lms
     from sites import serving
 

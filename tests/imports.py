@@ -19,14 +19,14 @@ FLOORS = (
     ("distributed", "text"),
     ("data", "analysis"),
     ("training", "evals", "serving", "interop"),
-    ("demo",),
+    ("demo", "lm"),
     ("reproduce",),
     ("cli",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-# The method knows nothing of its speed, although kernels lie below it.
+# The method must not import its fast forms, although kernels is on a lower floor.
 NEVER = {"model": ("kernels", "fast"), "diffusion": ("kernels", "fast")}
-# What the objective, the samplers and the estimators must not touch: they take a denoiser.
+# Packages that objective, samplers and estimators must not import: they take a denoiser.
 FORBIDDEN_PACKAGES = dict.fromkeys(("diffusion", "sampling", "likelihood"), ("transformers", "tokenizers", "safetensors"))
 
 
@@ -36,7 +36,7 @@ def room_of(path: Path, package: Path) -> str:
 
 
 def imports_of(tree: ast.AST, path: Path, package: Path) -> Iterator[tuple[str, int, bool]]:
-    """(imported dotted name, line, inside a function?) of every import, relative ones resolved, `from` imports by their names."""
+    """Yield (dotted name, line, inside a function?) of every import: relative ones resolved, `from` imports name by name."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     inner = {id(node) for function in functions for node in ast.walk(function)}
     for node in ast.walk(tree):
@@ -58,7 +58,7 @@ def sources(package: Path) -> list[Path]:
 
 
 def breaches(package: Path = PACKAGE) -> tuple[list[str], int]:
-    """Every import that points the wrong way, and how many files were read."""
+    """Return every import that breaks the table, and how many files were read."""
     found, files = [], sources(package)
     for path in files:
         room, text = room_of(path, package), path.read_text()
@@ -85,7 +85,7 @@ def breaches(package: Path = PACKAGE) -> tuple[list[str], int]:
 
 
 def circles(package: Path = PACKAGE) -> list[list[str]]:
-    """Files that import each other, directly or through others, at their top or inside functions."""
+    """Return files that import each other, directly or through others, at the top or inside functions."""
     names = {}
     for path in sources(package):
         parts = path.relative_to(package).with_suffix("").parts
@@ -98,7 +98,7 @@ def circles(package: Path = PACKAGE) -> list[list[str]]:
             if home in names and home != name:
                 wanted.add(home)
         edges[name] = wanted
-    while True:  # what imports nothing that is left is in no circle
+    while True:  # a file that imports none of the remaining ones is in no circle
         free = [name for name, wanted in edges.items() if not wanted & edges.keys()]
         if not free:
             break

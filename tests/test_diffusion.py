@@ -310,6 +310,21 @@ def test_positions_without_a_slot_are_counted():
     assert denoising_loss(model, tokens, noisy, denominator=1, slots=n_scored - 1).missed == 1
 
 
+def test_a_loss_prints_in_one_line():
+    model, tokens = small_model(dtype=torch.float64), small_tokens(3, 40)
+    noisy = corrupt(tokens, torch.arange(3), seed=0, mask_id=11)
+    n = int(noisy.masked.sum())
+    loss = denoising_loss(model, tokens, noisy, denominator=120)
+    mean = f"{float(loss.nll.mean()):.4f} nats each"
+    assert str(loss) == repr(loss) == f"Loss {loss.total.item():.4f}: {n} of 120 tokens scored, {mean}"
+    assert str(denoising_loss(model, tokens, noisy, denominator=120, slots=n + 5)) == str(loss)
+    missing = str(denoising_loss(model, tokens, noisy, denominator=120, slots=n - 2))
+    assert missing.endswith(", 2 without a slot")
+    assert f" {n - 2} of 120 tokens" in missing
+    nothing = denoising_loss(model, tokens, noisy._replace(masked=torch.zeros_like(noisy.masked)), denominator=120)
+    assert str(nothing) == "Loss 0.0000: 0 of 120 tokens scored"
+
+
 def test_a_shifted_model_leaves_token_0_out_of_the_loss():
     model, tokens = small_model(shift_logits=True), small_tokens(2, 5)
     masked = torch.ones(2, 5, dtype=torch.bool)
@@ -360,3 +375,13 @@ def test_loss_runs_under_autocast():
     for name, grad in gradients(model).items():
         assert grad.dtype == torch.float32
         assert (grad - expected[name]).norm() <= 0.1 * expected[name].norm(), name
+
+
+def test_equal_weights_change_the_loss_alone():
+    """Masks stay; every masked token weighs 2, which is what the bound's weights come to on average over t."""
+    tokens, samples = torch.zeros(512, 64, dtype=torch.int64), torch.arange(512)
+    bound, equal = (corrupt(tokens, samples, seed=0, mask_id=9, schedule=Schedule(equal=equal)) for equal in (False, True))
+    assert torch.equal(bound.masked, equal.masked)
+    assert equal.weight.eq(2).all()
+    sums = [float((noisy.masked.sum(1) * noisy.weight).sum()) / tokens.numel() for noisy in (bound, equal)]
+    assert sums[0] == pytest.approx(sums[1], rel=0.02)

@@ -71,6 +71,18 @@ def test_a_planted_circle_is_caught(tmp_path):
     assert circles(tmp_path) == []
 
 
+SPEED = re.compile(r"\b(float8\w*|fused|triton|(re)?compil\w*|(is_)?cuda|cuda_?graphs?)\b", re.IGNORECASE)
+
+
+def test_the_model_does_not_mention_speed():
+    """Its code, docstrings and comments say the method; fast/ and kernels/ say the rest."""
+    files = [*(PACKAGE / "model").glob("*.py"), PACKAGE / "diffusion.py"]
+    assert len(files) > 6
+    found = [f"{path.name}: {word[0]}" for path in files for word in SPEED.finditer(path.read_text())]
+    assert not found
+    assert all(SPEED.search(words) for words in ("a CUDA graph", "x.is_cuda", "torch.compile(f)", "float8_ops", "recompiled"))
+
+
 def idle_names(sources):
     """Private functions and classes that no module names: written, and never put to use. A decorator puts to use."""
     parts = [part for source in sources for part in ast.parse(source).body]
@@ -222,7 +234,7 @@ def test_a_run_makes_its_steps_without_transformers(tmp_path):
 def test_every_public_name_is_there():
     import sinkdlm
 
-    assert len(sinkdlm.__all__) == 12
+    assert len(sinkdlm.__all__) == 13
     for name in sinkdlm.__all__:
         assert getattr(sinkdlm, name) is not None
         assert name in dir(sinkdlm)

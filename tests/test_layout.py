@@ -1,6 +1,7 @@
 """Where tests lie: folders mirror the package's rooms, and what several tests share lies in conftest.py or support/."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,16 @@ def test_a_planted_breach_is_caught(tmp_path, file, text, complaint):
     found, _ = complaints(tmp_path)
     assert len(found) == 1
     assert complaint in found[0]
+
+
+def test_the_lock_with_hashes_has_the_versions_of_the_other():
+    """But for the CUDA packages that torch's build for GPUs brings along."""
+    pinned, hashed = (TESTS.parent / name for name in ("requirements.lock", "requirements-hashes.lock"))
+    versions = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", pinned.read_text(), re.M))
+    entries = re.findall(r"^([\w.-]+)==(\S+)[^\n]*((?:\n    --hash=sha256:[0-9a-f]{64}[ \\]*)+)", hashed.read_text(), re.M)
+    names = re.findall(r"^[\w.-]+(?===)", hashed.read_text(), re.M)
+    assert [name for name, _, _ in entries] == names
+    assert len(names) > 100
+    extra = [name for name in names if name not in versions]
+    assert all(name.startswith(("cuda-", "nvidia-")) for name in extra)
+    assert {name: version for name, version, _ in entries if name in versions}.items() <= versions.items()

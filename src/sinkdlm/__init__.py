@@ -1,17 +1,18 @@
 """sinkdlm: masked diffusion language models with a stable sink token.
 
-Importing the package is light: a name is loaded (and torch with it) when it is first used.
+Importing the package is cheap: each name loads its module, and torch, on first use.
 """
 
-TYPE_CHECKING = False  # typing's: to load it takes longer than all else before a command answers Ctrl-C
+TYPE_CHECKING = False  # stands in for typing's: importing typing is slow and delays the answer to Ctrl-C
 if TYPE_CHECKING:
     from typing import Any
 
     from sinkdlm import diffusion, likelihood, noise, sampling
-    from sinkdlm.checkpoint.directory import Loaded, load, save
+    from sinkdlm.checkpoint.directory import Loaded, save
     from sinkdlm.config.model import ModelConfig
     from sinkdlm.config.recipe import Recipe
     from sinkdlm.errors import UserError
+    from sinkdlm.lm import LM, load
     from sinkdlm.model import attention
     from sinkdlm.model.model import DiffusionLM
 
@@ -20,7 +21,8 @@ _HOME = {
     "Recipe": "config.recipe",
     "DiffusionLM": "model.model",
     "Loaded": "checkpoint.directory",
-    "load": "checkpoint.directory",
+    "LM": "lm",
+    "load": "lm",
     "save": "checkpoint.directory",
     "UserError": "errors",
 }
@@ -33,6 +35,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "LM",
     "DiffusionLM",
     "Loaded",
     "ModelConfig",
@@ -46,7 +49,7 @@ __all__ = [
     "sampling",
     "save",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> "Any":

@@ -9,7 +9,7 @@ B batch, T tokens, N masked positions, V vocabulary, d model width.
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -25,12 +25,14 @@ ScheduleName = Literal["linear", "cosine", "loglinear"]
 class Schedule(NamedTuple):
     """How the masking probability grows with t.
 
-    linear: p = (1 - eps) t + eps, the paper's. The official code weighs by 1/p; ours is p'/p = (1 - eps)/p, the same up to 1 - eps.
+    linear: p = (1 - eps) t + eps, the paper's. The official code weighs by 1/p; ours is p'/p = (1 - eps)/p, equal up to 1 - eps.
     cosine: p = (1 - eps)(1 - cos(pi t / 2)) and loglinear: p = (1 - eps) t, as MDLM defines them (Sahoo et al. 2024).
+    equal: every masked token weighs the same, 2: the weights then sum to about those of p'/p. No bound, but less noise.
     """
 
     name: ScheduleName = "linear"
     eps: float = 1e-3
+    equal: bool = False
 
     def probability(self, t: Tensor) -> Tensor:
         if self.name == "linear":
@@ -40,7 +42,9 @@ class Schedule(NamedTuple):
         return (1 - self.eps) * t
 
     def weight(self, t: Tensor) -> Tensor:
-        """p'(t) / p(t)."""
+        """p'(t) / p(t), unless all are equal."""
+        if self.equal:
+            return torch.full_like(t, 2.0)
         if self.name == "linear":
             return (1 - self.eps) / self.probability(t)
         if self.name == "cosine":
@@ -71,17 +75,17 @@ def corrupt(
     maskable: Tensor | None = None,
     mask: "Mask | None" = None,
 ) -> Noisy:
-    """Masks each row as its sample index (B,) says: a pure function of (seed, sample, position), whatever the batch.
+    """Mask tokens (B, T) by their sample indices (B,): a pure function of (seed, sample, position), whatever the batch.
 
     maskable (B, T): only these positions can be masked (a prompt never is, padding never is).
-    mask: computes what `mask_rows` does, for those who have a faster form of it.
+    mask: a faster form of `mask_rows`.
     """
     if schedule.name not in get_args(ScheduleName) or times not in ("golden", "independent"):
         raise ValueError(
             f"schedule {schedule.name!r}, times {times!r}: allowed are {get_args(ScheduleName)}, ('golden', 'independent')"
         )
     if samples.shape != tokens.shape[:1]:
-        raise ValueError(f"samples has shape {tuple(samples.shape)}: one index for each of the {tokens.shape[0]} rows")
+        raise ValueError(f"samples has shape {tuple(samples.shape)}: give one index for each of the {tokens.shape[0]} rows")
     device = tokens.device
     return (mask or mask_rows)(
         tokens,
@@ -107,9 +111,9 @@ def mask_rows(
     schedule: Schedule,
     times: str,
 ) -> Noisy:
-    """`corrupt`, given the positions and the state of each stream of noise as tensors."""
+    """Compute `corrupt`, with positions and noise streams given as tensors."""
     t = _times(time_state, samples, times)
-    # Integers decide: a probability off by a rounding on another device moves the threshold by at most one part in 2**32.
+    # Compare integers: a rounding difference between devices moves the threshold by at most one part in 2**32.
     threshold = (schedule.probability(t) * 2.0**_PROBABILITY_BITS).round().to(torch.int64)
     masked = top_bits(_PROBABILITY_BITS, fold(mask_state, samples[:, None], positions)) < threshold[:, None]
     if maskable is not None:
@@ -125,27 +129,8 @@ def _times(state: Key, samples: Tensor, times: str) -> Tensor:
 
 
 def times_of(samples: Tensor, *, seed: int, times: Literal["golden", "independent"] = "golden") -> Tensor:
-    """The t (B,) at which `corrupt` masks these samples, float64: known wherever their numbers are, without their tokens."""
+    """Return the t (B,), float64, at which `corrupt` masks these samples. Needs only their indices, not their tokens."""
     return _times(hash_words(seed, int(Stream.TIME)), samples, times)
-
-
-class _Shape(Protocol):
-    vocab_size: int
-    mask_id: int
-    shift_logits: bool
-
-
-class HiddenModel(Protocol):
-    """What the loss needs of a model."""
-
-    @property
-    def config(self) -> _Shape: ...
-
-    @property
-    def head_weight(self) -> Tensor: ...
-
-    def __call__(self, tokens: Tensor, *, lengths: Tensor | None = None, select: Tensor, **options: Any) -> Tensor:
-        """Hidden states (N, d) of the positions that select (N,) names in the flattened batch."""
 
 
 # (hidden (N, d), head weight (V, d), targets (N,), weights (N,), exclude) -> (sum of weights * nll, nll (N,) detached)
@@ -155,8 +140,8 @@ Nll = Callable[[Tensor, Tensor, Tensor, Tensor, int | None], tuple[Tensor, Tenso
 class Loss(NamedTuple):
     """total: sum of weight * nll / denominator, differentiable. nll (N,): of each scored position, detached, row by row.
 
-    rows (N,): the row of each of them. With a fixed number of head slots: `used` says which of the N hold a position, nll is 0 in
-    the others, and `missed` counts the positions that found no slot; a loss that missed any is not the loss.
+    rows (N,): the row of each scored position. With a fixed number of head slots, `used` marks the slots that hold a position,
+    nll is 0 in the others, and `missed` counts positions without a slot: unless it is 0, the loss is wrong.
     """
 
     total: Tensor
@@ -166,9 +151,16 @@ class Loss(NamedTuple):
     used: Tensor | None = None
     missed: Tensor | None = None
 
+    def __repr__(self) -> str:
+        """One line: the total, how much of the batch is scored, and the mean over it."""
+        n = self.nll.numel() if self.used is None else int(self.used.sum())
+        mean = f", {float(self.nll.double().sum()) / n:.4f} nats each" if n else ""
+        missed = f", {int(self.missed)} without a slot" if self.missed is not None and int(self.missed) else ""
+        return f"Loss {float(self.total.detach()):.4f}: {n:,} of {self.scored.numel():,} tokens scored{mean}{missed}"
+
 
 def denoising_loss(
-    model: HiddenModel,
+    model: Any,
     tokens: Tensor,
     noisy: Noisy,
     *,
@@ -179,14 +171,15 @@ def denoising_loss(
     slots: int | None = None,
     nll: Nll | None = None,
 ) -> Loss:
-    """The loss of one micro-batch. `denominator` is global (maskable positions of the whole batch), so cuts change nothing.
+    """Compute one micro-batch's loss. `denominator` is global (maskable positions of the whole batch), so cuts change nothing.
 
-    A shifted model has no position from which to predict token 0, so that token is left out, and so is the first of each of the
-    packed `documents` (B, T), a run of equal ids each. A [MASK] row inside the vocabulary is no outcome and is left out of the
-    softmax, as sampling and likelihood leave it out. `documents` and `annealing` are the model's, which sees them where given.
+    A shifted model cannot predict token 0 or a packed document's first token, so these are not scored. In `documents` (B, T), a
+    run of equal ids is a document. A [MASK] row inside the vocabulary is left out of the softmax, as in sampling and likelihood.
 
-    slots: how many positions reach the head, whatever the masks; then nothing here waits for the device, and no shape depends on
-    what it computes. Unused slots have weight 0. nll: what `token_nll` computes, in another form.
+    model: has `config` and `head_weight`; model(tokens, lengths=, select=) gives hidden states (N, d) at the flattened positions
+    `select` (N,), and takes `documents` and `annealing` where they are given.
+    slots: a fixed number of positions that reach the head: no shape depends on the masks, and nothing waits for the device.
+    Unused slots have weight 0. nll: a faster form of `token_nll`.
     """
     options = {name: value for name, value in (("documents", documents), ("annealing", annealing)) if value is not None}
     scored = scored_of(noisy, shifted=model.config.shift_logits, documents=documents)
@@ -205,7 +198,7 @@ def denoising_loss(
 
 
 def scored_of(noisy: Noisy, *, shifted: bool, documents: Tensor | None = None) -> Tensor:
-    """(B, T): the masked positions that a loss looks at."""
+    """Return which positions (B, T) are scored."""
     scored = noisy.masked
     if shifted:
         scored = scored.clone()
@@ -216,19 +209,19 @@ def scored_of(noisy: Noisy, *, shifted: bool, documents: Tensor | None = None) -
 
 
 def choose_positions(scored: Tensor, slots: int | None) -> tuple[Tensor, Tensor | None]:
-    """Where the scored positions lie in the flattened batch, in order; for a fixed number of slots also which of them are used."""
+    """Return flat indices of the scored positions, in order; with a fixed number of slots, also which slots are used."""
     if slots is None:
         return torch.nonzero(scored.flatten())[:, 0], None
     index = torch.nonzero_static(scored.flatten(), size=slots, fill_value=-1)[:, 0]
     used = index >= 0
-    # Unused slots repeat the first scored position, so that nothing can be infinite there alone.
+    # Unused slots repeat the first scored position: they are finite wherever it is.
     return index.where(used, index[:1].clamp_min(0)), used
 
 
 def token_nll(
     hidden: Tensor, head_weight: Tensor, targets: Tensor, weights: Tensor, exclude: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(sum of weights * nll, nll (N,) detached) of hidden (N, d) against targets (N,). exclude: an id that is no outcome."""
+    """Return (sum of weights * nll, nll (N,) detached) of hidden (N, d) and targets (N,). exclude: an id outside the softmax."""
     logits = functional.linear(hidden, head_weight)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if exclude is not None:

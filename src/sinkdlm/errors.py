@@ -1,25 +1,44 @@
 """The one exception that means "the user can fix this": the command line prints it as one line and exits with status 2."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-# What overflows in float16 is most often an activation of a model that was trained in bfloat16.
-NO_NUMBERS = "the model's outputs are no numbers (NaN): its values overflow, or its weights are broken; use float32 or bfloat16"
+# The usual cause: float16 activations overflow in a model that was trained in bfloat16.
+NO_NUMBERS = "the model's outputs are no numbers (NaN): activations overflow, or the weights are broken; use float32 or bfloat16"
 
 
 def first_line(failure: BaseException) -> str:
-    """Why something of another library failed, in one line."""
+    """Return the reason of another library's failure, in one line."""
     return (str(failure).strip().splitlines() or [type(failure).__name__])[0].rstrip(".")
+
+
+@contextmanager
+def panics_raised() -> Iterator[None]:
+    """Raise a panic of the tokenizers library as a ValueError: its own exception is no Exception, so no handler would catch it."""
+    try:
+        yield
+    except BaseException as failure:
+        if type(failure).__module__ != "pyo3_runtime":
+            raise
+        raise ValueError(first_line(failure)) from None
 
 
 class UserError(Exception):
     """A mistake in what the user gave. The message names the thing and the cure, in one line."""
 
-    quiet = False  # whether another process of the same run says it already
+    quiet = False  # whether another process of the run reports it already
+
+
+def check_regular(path: Path, error: type[UserError]) -> None:
+    """Refuse a pipe or a device: reading one may wait for ever, and most files are read more than once."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise error(f"{path}: a pipe or a device, not a file; save what comes out of it, and give that file")
 
 
 class ModelError(UserError):
-    """A model whose outputs are no numbers: no request is to blame. rows: the states that they were for, where that is known."""
+    """A model whose outputs are NaN; no request is to blame. rows: the affected states of the sampler, if known."""
 
     def __init__(self, rows: Sequence[Any] = ()) -> None:
         super().__init__(NO_NUMBERS)
@@ -27,11 +46,11 @@ class ModelError(UserError):
 
 
 class BusyError(UserError):
-    """A folder that another process works in."""
+    """A folder that another process has locked."""
 
 
 class ConfigError(UserError):
-    """Keys or values of a configuration that are not allowed. `place` is the dotted path to the table they stand in."""
+    """Keys or values of a configuration that are not allowed. `place` is the dotted path of their table."""
 
     def __init__(self, *problems: str, place: str = "") -> None:
         self.problems = problems
@@ -39,16 +58,16 @@ class ConfigError(UserError):
         super().__init__("; ".join(f"{place}.{problem}" if place else problem for problem in problems))
 
     def within(self, table: str) -> "ConfigError":
-        """The same mistake, seen from the table that holds this one."""
+        """Return the same error with `table` in front of its place."""
         return ConfigError(*self.problems, place=f"{table}.{self.place}" if self.place else table)
 
 
 class CheckpointError(UserError):
-    """A checkpoint directory that cannot be read or written, with the file and the reason."""
+    """A checkpoint directory that cannot be read or written; the message has the file and the reason."""
 
 
 class ConvertError(UserError):
-    """Weights from elsewhere that cannot be read as what they seem to be, or written in the form asked for."""
+    """Weights of another format that cannot be read, or that cannot be written in the requested format."""
 
 
 class DataError(UserError):
@@ -56,7 +75,7 @@ class DataError(UserError):
 
 
 class TrainError(UserError):
-    """A run that cannot start, or cannot go on."""
+    """A training run that cannot start or continue."""
 
 
 class SamplingError(UserError):
@@ -64,16 +83,16 @@ class SamplingError(UserError):
 
 
 class LikelihoodError(UserError):
-    """A row that cannot be scored, or a way of scoring that does not exist."""
+    """A row that cannot be scored, or an unknown scoring method."""
 
 
 class EvalError(UserError):
-    """An evaluation that cannot be made: a task without data, requests or responses that are not what they should be."""
+    """An evaluation that cannot run: a task without data, or malformed requests or responses."""
 
 
 class AnalysisError(UserError):
-    """An analysis that cannot be made: a policy that cannot be watched, captures that are not what they should be."""
+    """An analysis that cannot run: a policy that cannot be observed, or malformed captures."""
 
 
 class ReproduceError(UserError):
-    """A reproduction that cannot be made or read: an input that is missing, a record that is not what it should be."""
+    """A reproduction that cannot run or be read: a missing input or a malformed record."""

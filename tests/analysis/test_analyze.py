@@ -1,4 +1,4 @@
-"""`sinkdlm analyze` from checkpoints to a report, and what it says when it cannot."""
+"""`sinkdlm analyze` from checkpoints to a report, and its error messages."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def test_two_models_side_by_side(analyze, models, tmp_path):
     status, said, shown = analyze(models / "vanilla", models / "sink", "--prompts", models / "prompts.txt", "--out", out, *QUICK)
     assert (status, shown) == (0, "")
     assert said.endswith(f"\n\nwrote {out / 'report.html'}, summary.md, metrics.json, inspect.html and figures/\n")
-    assert "Found in sink\n  Attention on the sink: The sink token receives " in said
+    assert 'Findings in "sink"\n  Attention on the sink: The sink token receives ' in said
     assert not re.search(r"\\|^#|\*\*|^\||Intervention|commit", said, flags=re.MULTILINE)  # what the files have
     assert said.count("\n") < 30
     title, claims = said.split("\n", 1)[0], re.findall(r"^- \*\*(.+?)\*\*: (.+?)\.", (out / "summary.md").read_text(), re.MULTILINE)
@@ -93,7 +93,7 @@ def test_capturing_alone_needs_no_matplotlib(analyze, models, tmp_path, monkeypa
 
 @pytest.mark.parametrize("kind", ["bos", "padded"])
 def test_what_is_watched_is_what_sample_writes(analyze, command_line, tmp_path, kind):
-    """BOS before prompts as the tokenizer, or the command, has it; and no ids that the tokenizer lacks."""
+    """Prompts begin with BOS as the tokenizer or the command says; ids that the tokenizer lacks are never written."""
     lm = small_lm(bos=True) if kind == "bos" else padded_lm()
     model = save(tmp_path / "model", lm.model, lm.tokenizer)
     (tmp_path / "prompts.txt").write_text("the cat\n1 2 3\n")
@@ -145,7 +145,7 @@ def test_a_single_token_a_single_step(analyze, models, tmp_path):
     save(tmp_path / "shifted-model", lm.model, lm.tokenizer)
     status, said, shown = analyze(tmp_path / "shifted-model", "--out", tmp_path / "shifted", *given)
     assert (status, shown) == (0, "")
-    assert "interventions: the prompts hold no token to score" in said
+    assert "interventions: the prompts have no token to score" in said
     (tmp_path / "t.txt").write_text("b\n")
     status, _, shown = analyze(models / "vanilla", "--out", tmp_path / "noise", "--texts", tmp_path / "t.txt", *QUICK[4:])
     assert (status, shown) == (0, "")
@@ -216,7 +216,7 @@ def test_only_prompts_that_are_used_must_fit(analyze, models, tmp_path):
 
 @pytest.mark.usefixtures("unrendered")
 def test_maps_of_steps_that_were_not_taken(analyze, models, tmp_path):
-    """A policy that stops by itself: nothing captured is lost, and the report says so."""
+    """A policy that stops early: the report names the missing maps and keeps everything captured."""
     given = (
         "--set",
         "threshold=1e-9",
@@ -232,7 +232,7 @@ def test_maps_of_steps_that_were_not_taken(analyze, models, tmp_path):
     )
     status, said, shown = analyze(models / "sink", "--out", tmp_path, "--device", "cpu", *given)
     assert (status, shown) == (0, "")
-    assert "maps of later steps: the first trajectory ended by itself, with step 0" in said
+    assert "maps of later steps: the first trajectory stopped after step 0" in said
     assert [one["step"] for one in read_capture(tmp_path / "captures" / "sink.json")["maps"]] == [0]
 
 
@@ -260,7 +260,7 @@ def test_enough_trajectories_for_so_many_forwards(analyze, models, tmp_path):
         (["--names", "a,b"], "a different name for each of the 1 models"),
         (["--names", "../x"], "leave out slashes"),
         (["--shares", "x", "--texts", "prompts.txt"], "expected numbers"),
-        (["--shares", "0.5"], "--shares: of the texts of --texts"),
+        (["--shares", "0.5"], "--shares: goes with --texts"),
         (["--out", "prompts.txt"], "cannot be written"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Capture: it changes nothing, says what full maps say, and finds what was planted in a model."""
+"""Capture changes no output, agrees with full attention maps, and finds sinks planted in a model."""
 
 import math
 import os

@@ -3,6 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from captures import AWKWARD, NOTHING, make_capture
@@ -27,7 +28,7 @@ def test_what_cannot_be_drawn_says_why(pair):
         (figures.figure1(nothing, []), "no attention map and no value norms"),
         (figures.figure3([nothing]), "no value norm was measured"),
         (figures.trajectory(nothing), "no path was captured"),
-        (figures.trajectory(one_step), "one step, and nothing can move"),
+        (figures.trajectory(one_step), "only one step, and nothing can move"),
         (figures.heads(nothing), "no head was measured"),
         (figures.forest(plain, nothing, unknown), "no quantity has an interval"),
     ]:
@@ -39,7 +40,7 @@ def test_a_part_that_is_missing_leaves_the_rest():
     no_sinks = make_capture(n_sinks=0, means={"content_sinks": 0.0, "content_sink_norm": None})
     plate = figures.figure1(no_sinks, figures.pair_maps(no_sinks)[0])
     assert len(plate.figure.axes) == 4  # two maps, norms, a colour bar
-    assert "No token of the text is a sink" in plate.caption
+    assert "No token of the text is a content sink" in plate.caption
     plate = figures.figure1(no_sinks, [])
     assert len(plate.figure.axes) == 1
     assert "No attention map was captured" in plate.caption
@@ -56,6 +57,13 @@ def test_captions_state_n_and_the_rule(pair):
         assert plate.figure.get_layout_engine() is None  # with one, matplotlib draws every file twice
         assert re.search(r"n = \d|over 288 forwards of 12 trajectories", plate.caption), name
         assert "0.3" in plate.caption or name.startswith(("paths", "difference")), name
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_maps_of_heads_end_at_the_largest_share_of_all_models(pair):
+    tops = [max(np.max(one["heads"][kind]) for one in pair) for kind in ("lane", "content")]
+    found = [[axes.images[0].get_clim() for axes in figures.heads(one, pair).figure.axes if axes.images] for one in pair]
+    assert found == [[(0, tops[1])], [(0, tops[0]), (0, tops[1])]]
 
 
 @pytest.mark.usefixtures("unrendered")

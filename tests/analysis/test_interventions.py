@@ -1,4 +1,4 @@
-"""Interventions: each is the model it claims to be, and a change of nothing changes nothing."""
+"""Interventions: each equals the model that it stands for, and an empty change changes nothing."""
 
 import numpy as np
 import pytest

@@ -60,33 +60,33 @@ def test_findings_state_what_was_measured(pair):
     strong = int(np.argmax(masses))
     assert f"{100 * masses[strong]:.1f} % (layer {strong})" in told["Attention on the sink"]
     assert glossary.write_interval(own["content_sinks"]["total"]) in told["Content sinks"]
-    assert glossary.write_interval(own["turnover_null"]["total"], "share") in told["How they move"]
-    assert "punctuation" in told["Which tokens"]
+    assert glossary.write_interval(own["turnover_null"]["total"], "share") in told["Movement of content sinks"]
+    assert "punctuation" in told["Kinds of content sinks"]
     assert "holds here" in told["Value norms"]
-    assert "smaller updates" in told["Resting as a no-op"]
+    assert "smaller updates" in told["Attention as a no-op"]
     assert "+0.530 [+0.510, +0.550]" in told["Intervention: without the sink token"]
     assert "does not clearly change" in told["Intervention: its value set to zero"]
     told = {one.topic: one.text for one in findings.findings(plain)}
-    assert "no sink of its own" in told["Attention on the sink"]
+    assert "The model has no sink token" in told["Attention on the sink"]
     assert told["Not measured"] == "interventions on the lane: the model has no sinks of its own."
 
 
 @pytest.mark.parametrize(
     ("turnover", "null", "words"),
     [
-        (0.2, 0.5, "move less than in chance"),
-        (0.5, 0.2, "move more than in chance"),
-        (0.3, 0.3, "move no differently than in chance"),
+        (0.2, 0.5, "move less than in random"),
+        (0.5, 0.2, "move more than in random"),
+        (0.3, 0.3, "move no differently than in random"),
     ],
 )
 def test_movement_is_judged_against_chance_order(turnover, null, words):
     told = findings.findings(make_capture(means={"turnover": turnover, "turnover_null": null}, n=16))
-    assert words in next(one.text for one in told if one.topic == "How they move")
+    assert f"Content sinks {words}" in next(one.text for one in told if one.topic == "Movement of content sinks")
     gone = dict.fromkeys(("turnover", "turnover_null"))
     told = findings.findings(make_capture(means={"relative_turnover": turnover, "relative_turnover_null": null, **gone}, n=16))
-    text = next(one.text for one in told if one.topic == "How they move")
-    assert text.startswith("Whether content sinks move cannot be said")
-    assert f"they {words}" in text
+    text = next(one.text for one in told if one.topic == "Movement of content sinks")
+    assert text.startswith("Movement cannot be judged")
+    assert f"content sinks {words}" in text
 
 
 def verdicts(plain: dict, lane: dict) -> dict[str, str]:
@@ -115,7 +115,7 @@ def test_each_claim_follows_its_number_alone(claim, quantity, where, values):
         assert found.pop(claim) == expected
         assert set(found.values()) == {findings.SHOWS}
         title = Report(captures).title
-        assert title == f"c1: {4 + (expected == findings.SHOWS)} of 5 claims of the paper show"
+        assert title == f'"c1": {4 + (expected == findings.SHOWS)} of 5 claims of the paper show'
 
 
 def test_verdicts_do_not_depend_on_the_order_of_captures(pair):
@@ -132,7 +132,7 @@ def test_what_cannot_be_decided_is_not_claimed():
     (comparison,) = findings.compare([make_capture("plain", 0), make_capture("lane", 1, left)])
     still = next(one for one in findings.claims(comparison.second, comparison) if one.claim == "Content sinks move less")
     assert still.verdict == findings.UNDECIDED
-    assert "in lane" in still.evidence
+    assert 'in "lane"' in still.evidence
     (comparison,) = findings.compare([make_capture("plain", 0, n=3), make_capture("lane", 1, n=3)])
     few = next(one for one in findings.claims(comparison.second, comparison) if one.claim == "Content sinks become fewer")
     assert few.verdict == findings.UNDECIDED
@@ -151,7 +151,7 @@ def test_layers_that_say_otherwise_are_told():
     capture["quantities"]["lane_norm_ratio"]["layers"][2]["mean"] = 1.2
     told = findings.claims(capture)[-1]
     assert told.verdict == findings.SHOWS
-    assert told.evidence.endswith("It is above 1 in 1 of 6 layers.")
+    assert told.evidence.endswith("The ratio is above 1 in 1 of 6 layers.")
 
 
 def test_captures_that_were_not_made_alike_are_told():
@@ -168,18 +168,18 @@ def test_captures_that_were_not_made_alike_are_told():
     noise = [make_capture(name, n_sinks) for name, n_sinks in (("plain", 0), ("lane", 1))]
     for one, shares in zip(noise, ([0.9, 0.1], [0.5, 0.1]), strict=True):
         one["settings"] |= {"inputs": "noise", "shares": shares}
-    assert findings.compare(noise)[0].cautions == ["the setting shares differs: 0.9, 0.1 in plain, 0.5, 0.1 in lane"]
+    assert findings.compare(noise)[0].cautions == ['the setting shares differs: "plain" 0.9, 0.1; "lane" 0.5, 0.1']
 
 
 def test_totals_over_different_layers_are_told():
     plain, lane = make_capture("plain", 0), make_capture("lane", 1)
-    assert "the same layers" not in findings.claims(lane, findings.compare([plain, lane])[0])[2].evidence
+    assert "layers with content sinks differ" not in findings.claims(lane, findings.compare([plain, lane])[0])[2].evidence
     for name in ("turnover", "norm_ratio"):
         for layer in (0, 5):
             lane["quantities"][name]["layers"][layer]["mean"] = None
     told = findings.claims(lane, findings.compare([plain, lane])[0])[2]
     assert told.claim == "Content sinks move less"
-    assert "Not the same layers have content sinks: 6 in plain and 4 in lane, 4 of them in both." in told.evidence
+    assert 'The layers with content sinks differ: 6 in "plain" and 4 in "lane", 4 of them in both.' in told.evidence
     norms = [next(one.text for one in findings.findings(one) if one.topic == "Value norms") for one in (plain, lane)]
     assert ["in the 4 of 6 layers that have them" in text for text in norms] == [False, True]
 
@@ -257,12 +257,24 @@ def test_the_page_needs_nothing_beside_itself(written):
 
 def test_page_and_summary_say_the_same(written):
     page, summary = ((written / name).read_text() for name in ("report.html", "summary.md"))
-    assert summary.startswith("# lane: 5 of 5 claims of the paper show\n")
-    assert "<h1>lane: 5 of 5 claims of the paper show</h1>" in page
+    assert summary.startswith('# "lane": 5 of 5 claims of the paper show\n')
+    assert "<h1>&#34;lane&#34;: 5 of 5 claims of the paper show</h1>" in page
     told = re.findall(r"^- \*\*(.+?)\*\*: (.+?)\.", summary, flags=re.MULTILINE)
     assert len(told) == 5
     for verdict, claim in told:
         assert re.search(rf">{verdict}</span> <b>{claim}</b>", page)
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_names_of_models_stand_in_quotes():
+    """So that a model called sink does not read as the sink token."""
+    captures = [make_capture("twin-zero", 0), make_capture("twin-one", 1, seed=1)]
+    report = Report(captures)
+    told = [*report.short().splitlines(), *report.summary().partition("## Provenance")[0].splitlines()]
+    told += [plate.caption for plate in figures.draw_all(captures, report.comparisons).values()]
+    assert sum('"twin-one"' in line for line in told) > 10
+    assert [line for line in told if "twin-" in line.replace('"twin-zero"', "").replace('"twin-one"', "")] == []
+    assert len(report.lead) == 3
 
 
 def test_names_and_texts_are_shown_never_run(tmp_path):
@@ -399,6 +411,9 @@ def check_page(browser, html, tmp_path):
         page.on("pageerror", lambda failure, said=said: said.append(str(failure)))
         page.on("request", lambda request, asked=asked: asked.append(request.url))
         page.goto(html.as_uri())
+        folded = page.evaluate("document.documentElement.scrollHeight")
+        assert page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)") is None
+        assert folded < 0.6 * page.evaluate("document.documentElement.scrollHeight"), width
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
         n_blocks, overlapping = page.evaluate(OVERLAPS)
         assert n_blocks > 50

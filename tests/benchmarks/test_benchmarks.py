@@ -9,7 +9,7 @@ import torch
 from benchmarks import cold_start, curves, measuring, page, precision, train_step
 from benchmarks.check.form import check_result
 from benchmarks.measuring import measure, measure_together, quantiles
-from benchmarks.page import page_text
+from benchmarks.page import parts, read_results
 
 from sinkdlm.data.synthetic import prepare_example
 from sinkdlm.planning.formulas import training_flops
@@ -141,8 +141,7 @@ def test_precisions_are_compared_on_the_same_run(tmp_path, monkeypatch):
     losses = [one["validation"][-1]["loss"] for one in made.values()]
     assert found["validation_at_end"] == pytest.approx(losses[1] / losses[0] - 1)
     assert 0 < abs(found["validation_at_end"]) < 1e-4
-    text = page_text(tmp_path / "out")
-    assert "## The same run in several precisions" in text
+    (text,) = parts(read_results(tmp_path / "out")).values()
     assert "float64 to float32: validation" in text
 
 

@@ -12,12 +12,12 @@ PICTURES = ("benchmarks-training", "benchmarks-sampling", "benchmarks-memory", "
 
 def test_the_table_of_planned_runs_agrees_with_the_recipes():
     text = page.PLAN_PAGE.read_text()
-    assert page.with_table(text, page.paper_table()) == text, REMAKE
+    assert page.plan_text() == text, REMAKE
     assert text.count("\n| `") == 22 + 6  # runs of the paper, options
 
 
-def test_a_result_of_any_benchmark_gets_a_section(tmp_path):
-    """One with a section of its own, and one that nobody has thought of."""
+def test_a_result_of_any_benchmark_gets_a_part(tmp_path):
+    """One with tables of its own, and one that nobody has thought of."""
     base = json.loads((RESULTS / "noise-nvidia-h200.json").read_text())
     timed = {"p20": 90.0, "p50": 100.0, "p80": 110.0}
     row = {"ms_step": timed, "tokens_per_second": 20_000.0, "mfu": 0.5, "peak_gb": 1.25}
@@ -28,10 +28,11 @@ def test_a_result_of_any_benchmark_gets_a_section(tmp_path):
     settings = {"model": "nano", "rows": 2, "length": 64}
     for name, figures in (("train_step", step), ("novel", {"a": {"b": timed}, "c": 1234567})):
         (tmp_path / f"{name}-x.json").write_text(json.dumps({**base, "benchmark": name, "settings": settings, "figures": figures}))
-    made = page.page_text(tmp_path)
-    assert "| sink | 100 (90 to 110) | 20,000 | 50.0% | 1.2 GB | 2.00 |" in made
-    assert "| 4 x 512 | 100 (90 to 110) | 20,000 | 50.0% |" in made
-    assert "## Novel\n\n| figure | value |\n| --- | ---: |\n| `a.b` | 100 (90 to 110) |\n| `c` | 1,234,567 |" in made
+    made = page.parts(page.read_results(tmp_path))
+    assert set(made) == {"train_step-x", "novel-x"}
+    assert "| sink | 100 (90 to 110) | 20,000 | 50.0% | 1.2 GB | 2.00 |" in made["train_step-x"]
+    assert "| 4 x 512 | 100 (90 to 110) | 20,000 | 50.0% |" in made["train_step-x"]
+    assert "| figure | value |\n| --- | ---: |\n| `a.b` | 100 (90 to 110) |\n| `c` | 1,234,567 |" in made["novel-x"]
 
 
 @pytest.mark.slow

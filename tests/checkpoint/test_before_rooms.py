@@ -1,4 +1,4 @@
-"""Files written at e1660f9, before the package had rooms: a model, and a run's state after step 3 of 6. They load as they lie."""
+"""Files written at e1660f9, before today's package layout: a model, and a run's state after step 3 of 6. They still load."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def test_a_model_of_before_gives_its_logits(runner):
 
 
 def test_a_run_of_before_goes_on_from_its_state(tmp_path, monkeypatch, command_line):
-    """The steps after the state are those that the old code made: samples, noise, moments, average, learning rate, metrics."""
+    """The steps after the state equal the old code's: samples, noise, moments, average, learning rate, metrics."""
     shutil.copytree(WRITTEN, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "run" / "model")
     monkeypatch.chdir(tmp_path)

@@ -60,7 +60,7 @@ def test_loaded_model_computes_the_same(saved):
 
 @pytest.mark.slow
 def test_a_tokenizer_without_its_json_is_read_without_a_word(saved):
-    """In a process that knows nothing of interop, where transformers has never heard of our model type."""
+    """In a process without interop, where transformers does not know our model type."""
     path, _ = saved
     (path / "tokenizer.json").unlink()
     (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer", "pad_token": "b"}))
@@ -147,7 +147,7 @@ def test_tampered_weights_and_config_are_refused(saved):
 
 
 def test_a_foreign_or_changed_tokenizer_is_refused(tmp_path):
-    """One that gives ids without a row; one that gives other ids than the model learned. Removed, another can be given."""
+    """A tokenizer with ids beyond the vocabulary, and one with changed ids. Once removed, another can be given."""
     model = small_model(vocab_size=64, dtype=torch.float32)
     path = sinkdlm.save(tmp_path / "model", model, character_tokenizer())
     assert sinkdlm.load(path).tokenizer("ab").input_ids == character_tokenizer()("ab").input_ids
@@ -174,7 +174,7 @@ def test_a_foreign_or_changed_tokenizer_is_refused(tmp_path):
 
 def test_wrong_shapes_keys_and_dtypes_are_refused(saved):
     path, _ = saved
-    (path / PROVENANCE).unlink()  # as another tool might write it: no fingerprints to compare
+    (path / PROVENANCE).unlink()  # as other tools write it, without fingerprints
     original = (path / WEIGHTS).read_bytes()
     cases = [
         (lambda t: t.update({"sinks": t["sinks"][:, :4].clone()}), ["sinks has shape (1, 4)", "(1, 24)"], {}),
@@ -197,7 +197,7 @@ def test_weights_that_are_not_finite_are_refused_unless_nothing_is_verified(save
     (path / PROVENANCE).unlink()
     edit_weights(path, lambda t: t.update({"sinks": t["sinks"] / 0}))
     refused(path, "sinks holds NaN or infinity")
-    assert not sinkdlm.load(path, verify=False).model.sinks.isfinite().any()  # to look at it
+    assert not sinkdlm.load(path, verify=False).model.sinks.isfinite().any()  # so that it can be inspected
 
 
 def test_foreign_and_broken_folders_are_refused(saved, tmp_path):
@@ -222,7 +222,7 @@ def test_foreign_and_broken_folders_are_refused(saved, tmp_path):
     (path / "tokenizer.json").write_text("{}")
     refused(path, "tokenizer files cannot be read", "put whole ones there", verify=False)
     (path / "tokenizer.json").unlink()
-    refused(path, "tokenizer_config.json and no tokenizer.json; put that back, or remove tokenizer*: the model is read without")
+    refused(path, "tokenizer_config.json and no tokenizer.json; put that back, or remove tokenizer* to load the model without one")
     (path / "tokenizer_config.json").unlink()
     assert sinkdlm.load(path).tokenizer is None
     (path / WEIGHTS).unlink()
@@ -253,7 +253,7 @@ def test_save_replaces_a_checkpoint_and_nothing_else(saved, tmp_path):
 
 
 def test_a_failing_disk_leaves_the_old_checkpoint(saved, tmp_path):
-    """A limit on the size of files stands in for a full disk; Python ignores the signal that comes with it."""
+    """A file size limit stands in for a full disk; Python ignores its signal."""
     path, model = saved
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     assert signal.getsignal(signal.SIGXFSZ) is signal.SIG_IGN
@@ -337,7 +337,7 @@ def test_a_wrong_device_or_dtype_is_named(saved):
 
 
 def test_a_checkpoint_from_before_a_field_existed_still_loads(saved):
-    """Drops a field that has a default, and its share of the fingerprint, as an older version would have written it."""
+    """A config as an older version wrote it: without a field that has a default, and with a fingerprint to match."""
     path, model = saved
     fields = json.loads((path / CONFIG).read_text())
     del fields["sink_value"]
@@ -361,7 +361,7 @@ def test_an_unwritable_place_is_named(tmp_path):
 
 
 def test_code_of_a_folder_never_runs(tmp_path):
-    """Not even where it is asked for on stdin: a tokenizer that only its own code could read is refused."""
+    """Not even if stdin says yes: a tokenizer that needs its own code is refused."""
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}})
     )

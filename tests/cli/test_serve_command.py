@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory):
 
 @contextmanager
 def served(*words, command="serve", **environment):
-    """The command, up to where it says its address; it is ended by SIGTERM, and must end with status 0."""
+    """Start the command and wait for its address; end it by SIGTERM, with status 0."""
     line = [sys.executable, "-m", "sinkdlm", command, *map(str, words), "--port", "0", "--device", "cpu"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(line, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, **pipes)
@@ -65,7 +65,7 @@ def test_inspect_opens_the_page_once_it_is_there(checkpoint, tmp_path):
     opener = tmp_path / "opener"
     opener.write_text(f'#!/bin/sh\ncurl -s "$1" >/dev/null; echo "$1" >> {calls}\n')
     opener.chmod(0o755)
-    with served(checkpoint, "--host", "0.0.0.0", command="inspect", BROWSER=str(opener)) as process:
+    with served(checkpoint, "--host", "0.0.0.0", "--allow-anyone", command="inspect", BROWSER=str(opener)) as process:
         deadline = time.monotonic() + SECONDS
         while not calls.exists():
             assert time.monotonic() < deadline
@@ -86,7 +86,7 @@ def test_inspect_opens_the_page_once_it_is_there(checkpoint, tmp_path):
         (["CKPT", "--host", "203.0.113.7"], "--host 203.0.113.7 --port 0: cannot be bound"),
         (["CKPT", "--device", "cuda:99"], "cuda:99"),
         (["CKPT", "--max-batch", "0"], "--max-batch"),
-        (["CKPT", "--api-key", ""], "--api-key: is empty"),
+        (["CKPT", "--api-key", ""], "--api-key: an empty key"),
     ],
 )
 @pytest.mark.parametrize("command", ["serve", "inspect"])
@@ -116,15 +116,28 @@ def test_without_the_packages_it_says_what_to_install(command_line, monkeypatch)
     assert err == "sinkdlm: uvicorn is not installed; pip install 'sinkdlm[serve]'\n"
 
 
-def test_an_open_server_without_a_key_is_warned_of(command_line):
-    status, _, err = command_line("serve", "no-such-model", "--host", "0.0.0.0", "--port", 0)
-    assert status == 2
-    assert err.splitlines()[0] == "sinkdlm: warning: anybody who reaches 0.0.0.0 can use this server; set --api-key"
+@pytest.mark.parametrize("command", ["serve", "inspect"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_beyond_this_machine_a_key_is_asked_for(command_line, host, command):
+    """Before models are read. Whoever means it says so."""
+    status, out, err = command_line(command, "no-such-model", "--host", host, "--port", 0)
+    cure = "set --api-key, or give --allow-anyone"
+    assert (status, out) == (2, "")
+    assert err == f"sinkdlm: --host {host}: anybody who reaches it could use this server; {cure}\n"
+    for given in (["--api-key", "k"], ["--allow-anyone"]):
+        _, _, err = command_line(command, "no-such-model", "--host", host, "--port", 0, *given)
+        assert "no-such-model" in err
+        assert "--host" not in err
+
+
+def test_any_address_of_the_loopback_needs_no_key(command_line):
+    _, _, err = command_line("serve", "no-such-model", "--host", "127.0.0.2", "--port", 0)
+    assert "no-such-model" in err
 
 
 @pytest.mark.parametrize("cases", [60, pytest.param(2000, marks=pytest.mark.slow)])
 def test_no_request_makes_the_server_fail(cases):
-    """And every answer is one that the schema has."""
+    """Every answer conforms to the schema."""
     with serving({"letters": letters_lm(seed=3), "bytes": bytes_lm()}, limits=Limits(length=24)) as found:
         body = {"model": "letters", "prompt": "ab", "max_tokens": 4, "sinkdlm": {"inspect": True}}
         inspected = httpx.post(f"{found.url}/v1/completions", json=body, timeout=SECONDS).json()["id"]
@@ -132,5 +145,5 @@ def test_no_request_makes_the_server_fail(cases):
     assert tally.cases >= cases
     assert tally.operations == 14
     assert not [status for status in tally.statuses if status >= 500]
-    assert tally.statuses[200] >= cases // 20  # what is made up is not all refused
+    assert tally.statuses[200] >= cases // 20  # not every generated request is refused
     assert tally.statuses[400] >= cases // 20

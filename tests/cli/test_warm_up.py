@@ -1,4 +1,4 @@
-"""The warm-up is for the GPU that training chooses, and says nothing where there is none."""
+"""The warm-up is for the GPU that training chooses, and is silent without one."""
 
 import subprocess
 import sys
@@ -63,7 +63,7 @@ def test_training_begins_it_with_its_device(monkeypatch, tmp_path):
 
 
 def test_a_command_that_fails_waits_for_what_it_began(tmp_path):
-    """Python that ends while a thread is in torch aborts."""
+    """Python aborts if it ends while a thread is in torch."""
     code = f"""
 import sys, time
 from sinkdlm.cli import train as warm_up
@@ -117,7 +117,7 @@ def test_the_command_line_does_not_load_torch_for_it():
 
 @on_gpu
 def test_on_a_gpu_torch_finds_its_context_there():
-    """One context: what is opened early is what torch computes in. In a process of its own, which has none yet."""
+    """torch computes in the context that was opened early. In a new process, which has no context yet."""
     code = """
 import ctypes
 from sinkdlm.cli import train as warm_up

@@ -59,7 +59,7 @@ def test_missing_fields_are_named_once():
 
 
 def test_presets_are_named_and_suggested():
-    assert len(preset_names()) == 36
+    assert len(preset_names()) == 37
     for name in ("nano", "smdm-6m", "smdm-2121m", "qwen2.5-0.5b", "qwen2.5-1.5b", "smollm2-135m", "llada-8b", "dream-7b"):
         assert ModelConfig.preset(name, n_sinks=1).n_sinks == 1
     with pytest.raises(UserError, match="did you mean smdm-34m"):
@@ -188,7 +188,7 @@ def test_override_values_are_toml_or_plain_text(text, value):
 
 
 def test_an_override_without_a_value_is_told_as_itself(tmp_path):
-    """It stands on the command line, not in the file."""
+    """An override is on the command line, not in the file."""
     path = write(tmp_path, "a.toml", '[model]\npreset = "nano"\n')
     for text, message in (
         ("train.lr", "--set train.lr: expected key=value; give train.lr a value"),
@@ -205,7 +205,7 @@ def test_every_recipe_resolves_builds_and_fits_the_schema():
     jsonschema.Draft202012Validator.check_schema(schema)
     check = jsonschema.Draft202012Validator(schema)
     paths = sorted(RECIPES.glob("*/*.toml"))
-    assert len(paths) == 52
+    assert len(paths) == 54
     for path in paths:
         check.validate(tomllib.loads(path.read_text()))
         if path.parent.name == "parts":

@@ -1,4 +1,4 @@
-"""Recipes that start from a parent and leave its shape to it: filled in, refused where they contradict, whole in the run folder."""
+"""Recipes that take their shape from a parent: filled in, refused if they contradict it, complete in the run folder."""
 
 import re
 import runpy
@@ -44,8 +44,16 @@ def test_what_a_recipe_leaves_out_is_the_parents(tmp_path, parent, model):
     assert load_recipe(recipe_of(tmp_path, model), None).model == parent
 
 
+def test_the_vocabulary_of_a_preset_gives_way_to_that_of_a_diffusion_model(tmp_path):
+    """A model from scratch takes its vocabulary from the data, so the same recipe must go on from what it made."""
+    save(tmp_path / "parent", DiffusionLM(ModelConfig.preset("nano", vocab_size=51, mask_id=51)))
+    assert load_recipe(recipe_of(tmp_path, '[model]\npreset = "nano"'), None).model == ModelConfig.preset("nano", vocab_size=51)
+    with pytest.raises(UserError, match=r"has vocab_size = 51, model\.vocab_size is 64"):
+        load_recipe(recipe_of(tmp_path, '[model]\npreset = "nano"\nvocab_size = 64'), None)
+
+
 def test_what_the_documentation_says_of_python_is_so(tmp_path, parent, monkeypatch):
-    """Recipe.load asks nobody, and what the commands do can be had."""
+    """Recipe.load does not read the parent; the page's code does what the commands do."""
     monkeypatch.chdir(tmp_path)
     kills.write_set(tmp_path / "set")
     recipe_of(tmp_path).rename("adapt.toml")
@@ -108,9 +116,9 @@ def test_convert_never_replaces_what_a_run_has_trained(tmp_path, parent):
     more = ["--device", "cpu", "--set", "save.milestones=[2]", "--set", "train.ema=0.9"]
     assert CliRunner().invoke(app, ["train", str(recipe_of(tmp_path)), "--out", str(out), *more]).exit_code == 0
     for place in ("model", "ema", "milestones/step-2"):
-        with pytest.raises(UserError, match=r"is what the run in .*run has trained; choose another folder"):
+        with pytest.raises(UserError, match=r"was trained by the run in .*run; choose another folder"):
             CliRunner().invoke(app, ["convert", str(tmp_path / "parent"), str(out / place)], catch_exceptions=False)
-    for place in (tmp_path / "model", tmp_path / "model", out / "mine"):  # its own it makes again
+    for place in (tmp_path / "model", tmp_path / "model", out / "mine"):  # convert replaces its own output
         assert CliRunner().invoke(app, ["convert", str(out), str(place)], catch_exceptions=False).exit_code == 0
 
 
@@ -126,7 +134,7 @@ def test_a_mask_that_text_uses_is_refused_by_the_name_that_it_has_in_a_recipe(tm
             CliRunner().invoke(app, command, catch_exceptions=False)
     for free in (len(tokenizer), 64):
         assert load_recipe(path, [f"model.mask_id={free}"]).model.mask_id == free
-    (tmp_path / "llama").rename(tmp_path / "elsewhere")  # who is not here cannot be asked
+    (tmp_path / "llama").rename(tmp_path / "elsewhere")  # a parent that is gone is not read
     whole = [f"model.{key}={value}" for key, value in SHAPE.items()]
     assert load_recipe(path, whole).model.mask_id == 9
 
@@ -143,9 +151,9 @@ def test_a_line_taken_out_of_a_recipe_is_another_recipe_while_the_parent_can_be_
     assert train("[model]\nn_sinks = 1").exit_code == 0
     with pytest.raises(UserError, match=r"holds a run of another recipe: model\.n_sinks = 0, not 1"):
         train("[model]")
-    assert train("[model]\nn_sinks = 1").exit_code == 0  # finished before
+    assert train("[model]\nn_sinks = 1").exit_code == 0  # already finished
     shutil.rmtree(tmp_path / "parent")
-    save(tmp_path / "parent", DiffusionLM(ModelConfig(**SHAPE, n_sinks=2), seed=1))  # another one, which nothing is read of
+    save(tmp_path / "parent", DiffusionLM(ModelConfig(**SHAPE, n_sinks=2), seed=1))  # another parent, which is not read
     assert train("[model]\nn_sinks = 1").exit_code == 0
 
 
@@ -174,14 +182,14 @@ def test_a_finished_run_that_is_to_be_longer_is_told_a_cure_that_works(tmp_path,
     assert command_line(*given, "--out", out)[0] == 0
     status, _, err = command_line(*given, "--out", out, "--set", "train.steps=6")
     assert status == 2
-    assert "train.steps = 6, not 4; choose another --out, and with --set " in err
+    assert "train.steps = 6, not 4; choose another --out; add --set " in err
     cure = shlex.split(re.search("--set .*model'?", err)[0])
     slow = ("--set", "train.lr=1e-12", "--set", "train.min_lr=0")
     status, said, err = command_line(*given, "--out", tmp_path / "longer", "--set", "train.steps=6", *slow, *cure)
     assert (status, "6 steps" in said) == (0, True), err
     found, before = load(tmp_path / "longer" / "model"), load(out / "model")
     assert found.provenance["steps"] == 6
-    for one, other in zip(found.model.parameters(), before.model.parameters(), strict=True):  # steps of next to nothing
+    for one, other in zip(found.model.parameters(), before.model.parameters(), strict=True):  # the learning rate was almost 0
         assert (one - other).abs().max() < 1e-6
     shutil.copytree(tmp_path / "parent", tmp_path / "other")
     for other in ("model.context_length=32", f"init.from={tmp_path / 'other'}"):
@@ -194,5 +202,5 @@ def test_the_launcher_for_ray_asks_the_parent_too(tmp_path, parent, monkeypatch)
     monkeypatch.setattr(sys, "argv", [str(launcher), str(path), "--out", str(tmp_path / "run"), "--workers", "1", "--cpu"])
     with pytest.raises(SystemExit) as left:
         runpy.run_path(str(launcher), run_name="__main__")
-    said = f"sinkdlm: init.from = '{tmp_path / 'parent'}': has d_ff = 24, model.d_ff is 32"  # with which Python leaves by status 1
+    said = f"sinkdlm: init.from = '{tmp_path / 'parent'}': has d_ff = 24, model.d_ff is 32"  # Python exits with status 1
     assert str(left.value.code).startswith(said)

@@ -1,4 +1,4 @@
-"""From texts to token shards: every input form, exact resumption, splits, examples, and the words of every mistake."""
+"""From texts to token shards: every input form, exact resumption, splits, examples, and the message of every mistake."""
 
 import errno
 import gzip
@@ -148,7 +148,7 @@ def test_every_input_form_gives_the_same_tokens(tmp_path, tokenizer):
     assert len(found) == 9
     assert all(one == found["a.jsonl"] for one in found.values())
     marks = [{open_split(tmp_path / "out" / name, split).fingerprint for name in found} for split in ("train", "validation")]
-    assert [len(mark) for mark in marks] == [1, 1]  # of the content, whatever sources are called
+    assert [len(mark) for mark in marks] == [1, 1]  # by content, whatever the sources are called
     assert marks[0] != marks[1]
     train, validation = found["a.jsonl"]
     assert len(train) + len(validation) == 60
@@ -292,21 +292,17 @@ def test_the_last_document_is_held_out_where_chance_chose_none(tmp_path, tokeniz
         index = json.loads((out / "index.json").read_text())
         assert [part["highest_id"] for part in index["splits"].values()] == [read(out, split).max() for split in index["splits"]]
     (tmp_path / "one.txt").write_text("one\ntwo\n")
-    for validation in (0.01, 1 - 1e-9):  # never held out, whatever its digest
+    for validation, ends in ((0.01, 0), (1 - 1e-9, 1)):  # too short to be cut; then all but one token are held out
         said = prepare.prepare(
             [str(tmp_path / "one.txt")], tokenizer, tmp_path / f"one{validation}", Settings(validation=validation)
         )
         assert "--documents line" in said["notes"][0]
-        assert said["splits"]["train"]["documents"] == 1
-        assert said["splits"]["validation"] == {"tokens": 0, "documents": 0, "shards": 0}
-    said = prepare.prepare([str(tmp_path / "a.jsonl")], tokenizer, tmp_path / "all", Settings(validation=1 - 1e-9))
-    assert [said["splits"][split]["documents"] for split in ("train", "validation")] == [1, 8]
-    assert "put into training" in said["notes"][0]
+        assert [said["splits"][split]["documents"] for split in ("train", "validation")] == [1, ends]
 
 
 # -- interruption -----------------------------------------------------------------------------------------------------------
 
-# Loads the command line once and runs each job in a fork of itself: a process of its own, killed and limited like any other.
+# Loads the command line once and runs each job in a fork, which can be killed and limited like any process.
 SERVER = """
 import json, os, resource, select, signal, sys, time
 import sinkdlm.interop, sinkdlm.cli.app, sinkdlm.cli.entry
@@ -342,7 +338,7 @@ for line in sys.stdin:
     if job["kill_after"] is not None:
         started(30)  # killed while it works, not while it starts
         time.sleep(job["kill_after"])
-        os.kill(pid, signal.SIGKILL)  # not waited for yet, so the number is still its own
+        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
     else:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         started(0)
@@ -357,7 +353,7 @@ class CommandLine:
         assert self.process.stdout.readline() == "ready\n"
 
     def __call__(self, *args, kill_after=None, limit=0):
-        """The exit status and what was said; killed by SIGKILL some seconds into its work, if asked."""
+        """Return the exit status and the output; on request, send SIGKILL some seconds into the work."""
         job = {"args": [str(arg) for arg in args], "log": str(self.log), "limit": limit, "kill_after": kill_after}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
@@ -390,7 +386,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, tokenizer, command):
         status, said = command(*args, out, kill_after=delay)
         if status == 0 and kills >= 3:
             break
-        if status == 0:  # quicker than the first run: sooner, then
+        if status == 0:  # faster than the first run: kill sooner
             shutil.rmtree(out)
             kills, seconds = 0, seconds / 2
             continue
@@ -408,20 +404,25 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, tokenizer, command):
     assert json.loads(said[said.index("{") :])["notes"] == ["3 rows without text were left out"]
 
 
-def test_dying_at_every_step_of_the_writing_loses_nothing(tmp_path, tokenizer, monkeypatch):
-    """Stops before the nth rename, truncation or note, for every n, on a set whose last document moves to validation."""
+@pytest.mark.parametrize("moves", ["the last document", "the end of the only document"])
+def test_dying_at_every_step_of_the_writing_loses_nothing(tmp_path, tokenizer, monkeypatch, moves):
+    """Stops before the nth rename, truncation or note, for every n, on a set of which something moves to validation."""
     monkeypatch.setattr(prepare, "_BATCH_BYTES", 300)
-    path = str(write_rows(tmp_path / "a.jsonl", [{"prompt": text, "response": "yes"} for text in texts(7)]))
-    settings = Settings(kind="sft", validation=1e-9, shard_tokens=70)
+    if moves == "the last document":
+        path = str(write_rows(tmp_path / "a.jsonl", [{"prompt": text, "response": "yes"} for text in texts(7)]))
+        settings = Settings(kind="sft", validation=1e-9, shard_tokens=70)
+    else:
+        (tmp_path / "a.txt").write_text("\n".join(texts(50)))
+        path, settings = str(tmp_path / "a.txt"), Settings(validation=0.1)
     prepare.prepare([path], tokenizer, tmp_path / "whole", settings)
     whole = content(tmp_path / "whole")
-    assert len([name for name in whole if name.endswith(".rows")]) > 3
+    assert settings.kind == "text" or len([name for name in whole if name.endswith(".rows")]) > 3
 
     class Died(BaseException):
         pass
 
     def finishes(out, steps):
-        """Does the run get through with so many of them?"""
+        """Whether the run finishes within `steps` of these calls."""
         left = steps
 
         def dying(act):
@@ -448,7 +449,7 @@ def test_dying_at_every_step_of_the_writing_loses_nothing(tmp_path, tokenizer, m
         prepare.prepare([path], tokenizer, tmp_path / f"{steps}", settings)
         assert content(tmp_path / f"{steps}") == whole, steps
         steps += 1
-    assert steps > 20
+    assert steps > (20 if settings.kind == "sft" else 8)
 
 
 @pytest.mark.parametrize("limit", [4000, 12_000])
@@ -529,7 +530,7 @@ def test_prompt_and_response(tmp_path):
     prepare.prepare([str(path)], found, tmp_path / "out", Settings(kind="sft", validation=0))
     assert examples(tmp_path / "out") == [(ids(vocabulary, "<s> two and two"), ids(vocabulary, "is four </s>"))]
     assert json.loads((tmp_path / "out" / "index.json").read_text())["splits"]["train"]["documents"] == 1
-    for adds in (True, False):  # said, BOS is there or not, whatever the tokenizer does by itself
+    for adds in (True, False):  # if set, `bos` decides, whatever the tokenizer does by itself
         for bos in (True, False):
             out = tmp_path / f"{adds}{bos}"
             prepare.prepare([str(path)], words_tokenizer(*words, bos=adds)[0], out, Settings(kind="sft", validation=0, bos=bos))
@@ -564,13 +565,13 @@ def test_a_chat_template_that_cannot_be_split_is_refused(tmp_path):
     path = str(write_rows(tmp_path / "a.jsonl", [{"messages": messages}]))
     other = CHAT.replace("[assistant] {% endif", "[system] {% endif")
     broken = "{{ raise_exception('no system turn') }}"
-    for template, words in ((other, "no beginning of the whole"), (None, "no chat template"), (broken, "no system turn")):
+    for template, words in ((other, "not a prefix of the whole"), (None, "no chat template"), (broken, "no system turn")):
         found, _ = words_tokenizer(*chat_words(), template=template)
         said = fails([path], found, tmp_path / "out", Settings(kind="sft"))
         assert words in said
         assert "a.jsonl: line 1" in said
     assert not (tmp_path / "out").exists()
-    for messages, words in (("hi", "no list"), ([{"role": "user", "content": "hi"}], "no response")):
+    for messages, words in (("hi", "not a list"), ([{"role": "user", "content": "hi"}], "no response")):
         write_rows(tmp_path / "a.jsonl", [{"messages": messages}])
         assert words in fails([path], words_tokenizer(template=CHAT)[0], tmp_path / "out", Settings(kind="sft"))
 
@@ -581,7 +582,7 @@ def test_a_chat_template_that_cannot_be_split_is_refused(tmp_path):
     ids=["missing", "null", "list"],
 )
 def test_messages_without_text_are_refused(content, words, tmp_path):
-    """A template would write None, or a list with its brackets, and a model would learn it. What tools say is the template's."""
+    """A template would write None, or a list with brackets, and a model would learn it. Tool messages are up to the template."""
     found, vocabulary = words_tokenizer(*chat_words(), template=CHAT.replace("m.content", "m.content or 'he'"))
     asked, answered = {"role": "user", "content": "hi"}, {"role": "assistant", **content}
     path = str(write_rows(tmp_path / "a.jsonl", [{"messages": [asked, answered]}]))
@@ -610,7 +611,7 @@ def test_characters_that_a_tokenizer_does_not_have_are_counted(tmp_path, tokeniz
     assert "#### 5" in written
     no_mark = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2}, unk_token="<unk>"))
     said = fails([str(tmp_path / "g.txt")], wrap(no_mark, eos_token="</s>", unk_token="<unk>"), tmp_path / "h", two)
-    assert "begin with ####, which the tokenizer cannot write" in said
+    assert "begin with ####, which the tokenizer cannot encode" in said
 
 
 def test_gsm8k_in_two_stages_and_in_one(tmp_path):
@@ -623,18 +624,49 @@ def test_gsm8k_in_two_stages_and_in_one(tmp_path):
     expected = {
         ("two", lines): [
             (asked, "<s> Answer: two plus two </s>"),
-            (f"{asked} Answer: two plus two", "<s> #### 2 3 \n </s>"),
+            (f"{asked} <s> Answer: two plus two", "<s> #### 2 3 \n </s>"),
             (asked, "<s> Answer: one </s>"),
-            (f"{asked} Answer: one", "<s> #### 1 </s>"),
+            (f"{asked} <s> Answer: one", "<s> #### 1 </s>"),
         ],
         ("one", lines): [(asked, "<s> Answer: two plus two #### 2 3 \n </s>"), (asked, "<s> Answer: one #### 1 </s>")],
-        ("two", rows): [(asked, "<s> Answer: two plus \n two </s>"), (f"{asked} Answer: two plus \n two", "<s> #### 3 </s>")],
+        ("two", rows): [(asked, "<s> Answer: two plus \n two </s>"), (f"{asked} <s> Answer: two plus \n two", "<s> #### 3 </s>")],
         ("one", rows): [(asked, "<s> Answer: two plus \n two #### 3 </s>")],
     }
     for (stages, path), pairs in expected.items():
         out = tmp_path / f"{stages}{path.suffix}"
         prepare.prepare([str(path)], found, out, Settings(kind=f"gsm8k-{stages}-stage", validation=0))
         assert examples(out) == [(ids(vocabulary, prompt), ids(vocabulary, rest)) for prompt, rest in pairs]
+
+
+def test_gsm8k_rows_are_those_of_the_official_code_to_the_letter(tmp_path):
+    """By its sft/gsm8k_data.py: a line is cut at its marks, white space stays, BOS begins each of three segments."""
+    (tmp_path / "train.txt").write_text(
+        "How many?||<<2+3=5>> So 5. #### 5\nTwo  gaps? || 1 + 1 ####2\n1||2||3 #### 4\nA?||b #### 1 #### 2\nLast?||x #### 7"
+    )
+    expected = [
+        ("<s>Question: How many?", "<s>Answer: <<2+3=5>> So 5. </s>"),
+        ("<s>Question: How many?<s>Answer: <<2+3=5>> So 5. ", "<s>#### 5\n</s>"),
+        ("<s>Question: Two  gaps? ", "<s>Answer:  1 + 1 </s>"),
+        ("<s>Question: Two  gaps? <s>Answer:  1 + 1 ", "<s>####2\n</s>"),
+        ("<s>Question: Last?", "<s>Answer: x </s>"),
+        ("<s>Question: Last?<s>Answer: x ", "<s>#### 7</s>"),
+    ]
+    letters = {token: index for index, token in enumerate(["<s>", "</s>", *map(chr, range(32, 127)), "\n"])}
+    spelled = Tokenizer(models.WordLevel(letters))
+    spelled.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    spelled.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = wrap(spelled, bos_token="<s>", eos_token="</s>")
+    two = Settings(kind="gsm8k-two-stage", validation=0)
+    made = prepare.prepare([str(tmp_path / "train.txt")], tokenizer, tmp_path / "out", two)
+    names = list(letters)
+    found = [tuple("".join(names[index] for index in part) for part in pair) for pair in examples(tmp_path / "out")]
+    assert found == expected
+    assert made["notes"] == ["2 lines with more than one || or #### were left out, as by the official code"]
+    # A row whose second stage is too long loses its first stage, too.
+    longest = sum(len(part.replace("<s>", "B").replace("</s>", "E")) for part in expected[1])
+    short = prepare.prepare([str(tmp_path / "train.txt")], tokenizer, tmp_path / "short", two.replace(length=longest - 1))
+    assert short["splits"]["train"]["documents"] == 4
+    assert "2 examples longer than" in short["notes"][0]
 
 
 def test_long_examples_are_left_out_and_counted(tmp_path, tokenizer):
@@ -653,7 +685,7 @@ def test_both_stages_of_a_row_and_all_answers_to_a_question_stay_together(tmp_pa
     settings = Settings(kind="gsm8k-two-stage", validation=0.3, shard_tokens=500)
     prepare.prepare([str(tmp_path / "a.txt")], tokenizer, tmp_path / "out", settings)
     sides = [
-        [tokenizer.decode(prompt).split()[1] for prompt, _ in examples(tmp_path / "out", split)]
+        [tokenizer.decode(prompt).split("Answer")[0] for prompt, _ in examples(tmp_path / "out", split)]
         for split in ("train", "validation")
     ]
     assert sum(map(len, sides)) == 60 * 3 * 2
@@ -702,7 +734,7 @@ def test_info_shows_each_of_few_examples_once(tmp_path, tokenizer):
     path = tmp_path / "train.txt"
     path.write_text("".join(f"q{n}||{n} #### {n}\n" for n in range(2)))
     made = prepare.prepare([str(path)], tokenizer, tmp_path / "out", Settings(kind="gsm8k-two-stage"))
-    assert not any("--documents" in note for note in made["notes"])  # which says how texts are cut, not rows
+    assert not any("--documents" in note for note in made["notes"])  # --documents cuts text files, not rows
     shown = [(sample["split"], sample["prompt"], sample["response"]) for sample in read_set(tmp_path / "out", samples=3)["samples"]]
     assert len(shown) == len(set(shown)) == 4
 
@@ -778,7 +810,7 @@ exec "$@"
 
 @pytest.mark.slow
 def test_slurm_tasks_write_the_same_files(tmp_path, tokenizer):
-    """With stand-ins for Slurm's commands that run what is submitted."""
+    """With stand-ins for Slurm's commands, which run what is submitted."""
     names = dealt(tmp_path)
     (tmp_path / "bin").mkdir()
     for name, script in {"sbatch": SBATCH, "srun": SRUN, "scontrol": "#!/bin/bash\necho here\n"}.items():

@@ -186,7 +186,7 @@ def test_a_set_may_have_more_shards_than_files_may_be_open(tmp_path):
 
 
 def test_a_tiny_set_is_ordered_as_quickly_as_a_large_one():
-    began = time.thread_time()  # of the processor: what other processes take is not counted
+    began = time.thread_time()  # CPU time of this thread, without other processes
     assert set(rows_of(np.arange(500), 1, seed=77, number=0).tolist()) == {0}
     small = rows_of(np.arange(500), 5, seed=77, number=0).reshape(-1, 5)
     assert time.thread_time() - began < 2
@@ -263,5 +263,5 @@ def test_a_folder_without_shards_is_refused(tmp_path):
         open_split(tmp_path)
     with pytest.raises(UserError, match="all examples are longer than"):
         rows_with([example_set(tmp_path / "e")], length=3)
-    with pytest.raises(UserError, match="make no row of"):
+    with pytest.raises(UserError, match="fill no row of"):
         rows_with([flat_set(tmp_path / "a", [7])[0]], length=8)

@@ -1,4 +1,4 @@
-"""The demo: fast at a handful of steps, interrupted once on the way; slow as it comes."""
+"""The demo: fast tests with a few steps, interrupted once; slow tests with default settings."""
 
 import html
 import io
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import real_twins
 from rich.console import Console
 
 from sinkdlm import DiffusionLM, errors
@@ -142,14 +143,23 @@ def test_words_say_who_is_ahead_or_that_nobody_is():
     facts = {"seed": 4, "twins": {"vanilla": {}, "sink": {}}}
     for first, second, said in (
         (right, right, "do not differ"),
-        (wrong, right, "sink is ahead"),
-        (right, wrong, "vanilla is ahead"),
+        (wrong, right, '"sink" is ahead'),
+        (right, wrong, '"vanilla" is ahead'),
     ):
         assert said in words.sums_text(facts | {"sums": compare_answers(first, second, problems)})
     assert "--seed 5" in words.sums_text(facts | {"sums": compare_answers(right, wrong, problems)})
     losses = [{"loss": loss, "stderr": 0.01} for loss in (1.0, 0.5, 1.01)]
-    for other, said in ((1, "sink has the lower loss"), (2, "do not differ")):
+    for other, said in ((1, '"sink" has the lower loss'), (2, "do not differ")):
         assert said in words.stories_text(facts | {"stories": compare_losses(losses[0], losses[other])})
+
+
+def test_the_recorded_twins_are_those_of_the_records():
+    found = words.real_twins()
+    assert real_twins.FILE.read_text() == real_twins.to_text(real_twins.content())
+    assert real_twins.FILE.stat().st_size < 100_000
+    (without, sink) = found["captures"]
+    assert (without["model"]["n_sinks"], sink["model"]["n_sinks"]) == (0, 1)
+    assert len(sink["quantities"]["sink_mass"]["layers"]) == 30
 
 
 # -- what is seen ---------------------------------------------------------------------------------------------------------------
@@ -217,9 +227,9 @@ def test_ctrl_c_ends_with_one_line_and_the_next_run_goes_on(made):
     assert stopped.startswith("sinkdlm: stopped by SIGINT after step 2 of 4")
     assert "run the same command to go on" in stopped
     second = (made / "second").read_text()
-    assert "goes on with the demo that is there" in second
-    assert "sink: goes on after step 2 of 4" in second
-    assert "vanilla: goes on" not in second
+    assert "resuming the demo that is there" in second
+    assert "sink: resuming after step 2 of 4" in second
+    assert "vanilla: resuming" not in second
     for twin in run.TWINS:
         steps = [line["step"] for line in run._read_metrics(made / "demo" / twin) if line["kind"] == "train"]
         assert steps == [1, 2, 3, 4]
@@ -231,7 +241,13 @@ def test_what_is_printed_written_and_shown_is_the_same(made):
     facts = printed["twins"]
     page, summary = text_of(made / "demo" / "report.html"), (made / "demo" / "summary.md").read_text()
     said = "\n".join(words.tell(printed, made / "demo", None))
-    expected = [words.sums_text(facts), words.stories_text(facts)]
+    expected = [
+        words.headline(facts),
+        words.LARGER,
+        *words.real_twins()["notes"],
+        words.sums_text(facts),
+        words.stories_text(facts),
+    ]
     for twin in facts["twins"].values():
         expected += [words.match_text(twin["exact_match"]), words.loss_text(twin["story_loss"])]
         assert twin["exact_match"]["n"] == len(language.problems(0, held_out=True))
@@ -279,10 +295,10 @@ def test_other_settings_start_over_and_other_files_are_refused(tmp_path, capsys,
     assert not (other / "vanilla").exists()
     assert (other / "kept.txt").exists()
     said = capsys.readouterr().out
-    assert "goes on with the demo" in said
-    assert "starts over: the demo that is there has other settings" in said
+    assert "resuming the demo" in said
+    assert "starting over: the demo that is there has other settings" in said
     run._settle(other, STEPS + 1, 0, True, console)
-    assert capsys.readouterr().out.endswith("starts over\n")
+    assert capsys.readouterr().out.endswith("starting over\n")
 
 
 def test_a_full_disk_and_a_second_demo_get_one_line(tmp_path, monkeypatch, command_line):

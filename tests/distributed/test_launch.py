@@ -1,4 +1,4 @@
-"""The scripts of launch/ on gloo ranks: they train, end together when asked to or when one is lost, and go on bit for bit."""
+"""The scripts of launch/ on gloo ranks: they train, end together on a signal or a lost rank, and resume bit for bit."""
 
 import hashlib
 import json
@@ -49,7 +49,7 @@ def runs(made_once) -> Path:
 
 @pytest.fixture
 def endless(runs, tmp_path) -> Path:
-    """A recipe whose training is not over before somebody has looked and ended it."""
+    """A recipe that trains long enough to be watched and ended."""
     return kills.write_recipe(tmp_path / "endless.toml", runs / "data", steps=ENDLESS)
 
 
@@ -124,7 +124,7 @@ def test_sigterm_to_one_rank_ends_all_with_a_saved_state(endless, tmp_path):
     with launched(script(endless, out), tmp_path / "said", NPROC="2", MAX_RESTARTS="0") as launch:
         wait_until(lambda: steps_made(out) > 4, launch)
         os.kill(launch.ranks()[1], signal.SIGTERM)
-        assert launch.wait() == 1  # torchrun's: nobody asked it to end
+        assert launch.wait() == 1  # torchrun's own status: it got no signal
     (step,) = re.findall(rf"stopped by SIGTERM after step (\d+) of {ENDLESS}; state saved in", launch.text())
     assert (out / "checkpoints" / f"step-{int(step):010d}").is_dir()
 
@@ -145,7 +145,7 @@ def test_a_lost_rank_ends_the_others_with_its_name(endless, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "victim"), [(3, 1), (2, 0)])
 def test_a_lost_rank_ends_the_others_under_any_launcher(endless, size, victim, tmp_path):
-    """Ranks as plain processes, which nobody watches but themselves. Rank 0 holds the store that they meet in."""
+    """Ranks as plain processes without a launcher: only they watch each other. Rank 0 holds the store."""
     out = tmp_path / "run"
     command = ["-m", "sinkdlm", "train", *train_arguments(endless, out)]
     with plain_ranks(size, command, tmp_path / "said") as launch:
@@ -156,12 +156,12 @@ def test_a_lost_rank_ends_the_others_under_any_launcher(endless, size, victim, t
         launch.wait()
         assert time.monotonic() - began < 60
     assert re.search(rf"sinkdlm: .*rank {victim} \(\S+, process {lost}\)", launch.text()), launch.text()[-4000:]
-    assert ("store beside rank 0" in launch.text()) <= (victim == 0)  # who is left with rank 0 hears the name from it
+    assert ("store of rank 0" in launch.text()) <= (victim == 0)  # while rank 0 lives, the others hear the name from it
 
 
 @pytest.mark.slow
 def test_a_row_that_one_rank_cannot_read_ends_all_with_its_words(runs, tmp_path):
-    """The others are within the step by then, and wait for it."""
+    """By then the others are in the step and wait for this rank."""
     data = kills.write_set(tmp_path / "data")
     tokens = np.fromfile(data / "train-00000.bin", "<u2")
     tokens[32 * 5 : 32 * 6] = 200

@@ -21,11 +21,11 @@ from benchmarks import kills
 from launches import Launch, launched, make_undisturbed, script, starts, steps_made, wait_until
 
 STEPS = 40
-LONG = 120  # many more than one host alone makes while the other comes back
+LONG = 120  # far more steps than one host makes until the other is back
 CABLE = "veth-sinkdlm"  # what each host calls its end of it
 QUICK = "keep_alive_interval=1,last_call_timeout=3"  # torchrun takes 15 s to miss a host, and 30 s to begin without one
-# A Python that has imported what torchrun needs, says so, and goes on when it may: who comes back does so at once, however long
-# imports take, and finds the others training.
+# A Python that has imported what torchrun needs, says so, and waits for permission: a host then comes back at once, however long
+# imports take, while the others still train.
 HELD = f"""#!{sys.executable}
 import os, pathlib, runpy, sys, time
 import torch.distributed.launcher.api
@@ -44,7 +44,7 @@ class Host(NamedTuple):
     address: str
 
     def command(self, *words: str) -> list[str]:
-        """Runs words there, under the host's own name."""
+        """Run a command there, under the host's own name."""
         named = f'hostname {self.name} && exec "$@"'
         return ["ip", "netns", "exec", self.name, "unshare", "--uts", "bash", "-c", named, "bash", *words]
 
@@ -83,13 +83,13 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 @pytest.fixture
 def runs(hosts, made_once) -> Path:
-    """After the hosts: where they cannot be made, nothing is computed."""
+    """Depends on the hosts: where they cannot be made, nothing is computed."""
     return made_once("nodes", lambda folder: make_undisturbed(folder, 4, STEPS))
 
 
 @pytest.fixture
 def long_runs(hosts, made_once) -> Path:
-    """Of one rank: what is compared with it has some steps of four, some of two."""
+    """One rank's run: the runs compared with it have some steps of four ranks and some of two."""
     return made_once("nodes-long", lambda folder: make_undisturbed(folder, 1, LONG))
 
 
@@ -104,7 +104,7 @@ def node(host: Host, meeting: Host, n_nodes: str, runs: Path, out: Path, **more:
 
 @contextmanager
 def away(hosts: tuple[Host, Host], n_nodes: str, runs: Path, out: Path) -> Iterator[tuple[Launch, Launch]]:
-    """Both train; the scope says how B is lost and what is then to be seen; behind it B comes back, and both finish."""
+    """Both train; the scope loses B and checks what follows; after it B comes back, and both finish."""
     a, b = hosts
     held, ready, go = (out.with_suffix(suffix) for suffix in (".held", ".ready", ".go"))
     held.write_text(HELD)
@@ -144,14 +144,14 @@ def test_fewer_hosts_go_on_while_one_is_away(long_runs, hosts):
     both = (4, [a.name, b.name])
     assert [(start["ranks"], start["hosts"]) for start in starts(out)] == [both, (2, [a.name]), both]
     (stopped,) = re.findall(r"stopped by SIGTERM after step (\d+)", stays.text())
-    assert starts(out)[2]["step"] == int(stopped)  # whoever makes room for a host that comes back loses no step
+    assert starts(out)[2]["step"] == int(stopped)  # restarting for a host that comes back loses no step
     losses = [[line["loss"] for line in kills.read_metrics(run) if line["kind"] == "train"] for run in (out, long_runs / "alone")]
     assert len(losses[1]) == LONG
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
 def test_a_host_that_falls_silent_is_missed(runs, hosts):
-    """A cable that is cut tells nobody: no connection is closed, and collectives would wait."""
+    """A cut cable closes no connection, so collectives would wait."""
     a, b = hosts
     out = runs / "silent"
     with away(hosts, "2", runs, out) as (stays, lost):

@@ -1,4 +1,4 @@
-"""One run on any number of ranks. Everything that 2 ranks do is one launch, and so is everything that 4 do, in the slow suite."""
+"""One run on any number of ranks. All jobs of 2 ranks share one launch, and so do those of 4, in the slow suite."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from sinkdlm.planning.formulas import Layout, choose_layout, training_memory
 from small_models import VARIANTS
 
 SHAPE = {"vocab_size": 64, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "d_model": 24, "d_ff": 20, "context_length": 64}
-STEPS, VARIANT_STEPS = 32, 12  # of the run that is compared everywhere, and of a variant's
+STEPS, VARIANT_STEPS = 32, 12  # of the run that is compared everywhere, and of a variant's run
 QUIET = {"eval": {"every": 0}, "log": {"probe_every": 0}, "save": {"every": 1000}}
 
 
@@ -146,7 +146,7 @@ def make_runs_of_two(folder: Path) -> None:
 
 
 def make_runs_of_four(folder: Path) -> None:
-    """And, on the way to 4, of 2."""
+    """Runs of 4 ranks, and of 2 on the way there."""
     recipes = Recipes(folder)
     exact, single, uneven = recipes.exact, recipes.single, recipes.uneven
     behind = {**exact, "save": {"every": 12, "background": True}}
@@ -190,14 +190,14 @@ def losses(out: Path) -> list[float]:
 
 
 def looks(out: Path) -> tuple[list[int], np.ndarray]:
-    """Steps at which attention was looked at, and all that was seen, in order."""
+    """Steps of the probes, and all their values, in order."""
     found = [line for line in kills.read_metrics(out) if line["kind"] == "probe"]
     values = [list(layer.values()) for line in found for layer in line["layers"]]
     return [line["step"] for line in found], np.array(values)
 
 
 def seen(out: Path) -> dict[str, str]:
-    """Every sample that any rank read, and how it was masked; a sample that two of them read would show as a clash."""
+    """Every sample that any rank read, and how it was masked; a sample that two ranks read would clash."""
     found: dict[str, str] = {}
     files = sorted(Path(f"{out}.seen").glob("*.json"))
     assert files
@@ -228,7 +228,7 @@ def test_ranks_read_and_mask_the_same_samples(runs, n_ranks):
 
 
 def test_a_run_goes_on_exactly_on_other_numbers_of_ranks(runs, n_ranks):
-    """1 -> 2 -> 1 and 1 -> 2 -> 4 -> 1 ranks, stopped each time by SIGTERM to a rank of its own."""
+    """1 -> 2 -> 1 and 1 -> 2 -> 4 -> 1 ranks, stopped each time by SIGTERM to a different rank."""
     expected = {2: [(1, 0), (2, 8), (1, 18)], 4: [(1, 0), (2, 8), (4, 18), (1, 26)]}[n_ranks]
     assert [(start["ranks"], start["step"]) for start in starts(runs / "elastic")] == expected
     expected = losses(runs / "exact-1")
@@ -250,14 +250,14 @@ def test_a_run_in_float32_goes_on_on_other_numbers_of_ranks(runs, n_ranks):
 
 
 def test_a_resumed_run_is_bit_equal_on_the_same_number_of_ranks(runs, n_ranks):
-    """The states of 4 ranks are written behind."""
+    """The states of 4 ranks are written in the background."""
     assert [start["step"] for start in starts(runs / f"resumed-{n_ranks}")] == [0, 21]
     assert kills.differences(runs / f"exact-{n_ranks}", runs / f"resumed-{n_ranks}") == []
     assert kills.differences(runs / "exact-1", runs / f"exact-{n_ranks}") != []  # the comparison can fail
 
 
 def test_a_difference_in_any_ranks_file_is_found(tmp_path):
-    """Ranks' files of a state hold other rows under the same names."""
+    """The ranks' files of a state hold different rows under the same names."""
     runs = [tmp_path / "one", tmp_path / "other"]
     for out in runs:
         for folder in ("model", "ema", "checkpoints/step-1"):
@@ -275,8 +275,8 @@ def test_a_difference_in_any_ranks_file_is_found(tmp_path):
 
 
 def test_batches_that_ranks_cannot_share_evenly(runs, n_ranks):
-    """5 rows, 2 a forward: ranks have different numbers of rows, or nobody's; a chunk of the head for each masked position, so that
-    no two ranks have as many."""
+    """5 rows, 2 a forward: ranks have different numbers of rows, or none. The head takes one masked position a chunk, so that no
+    two ranks have equally many chunks."""
     np.testing.assert_allclose(losses(runs / f"uneven-{n_ranks}"), losses(runs / "uneven-1"), rtol=1e-5)
 
 
@@ -286,7 +286,7 @@ def test_a_rank_without_any_masked_position(two):
 
 
 def test_a_state_that_rank_0_cannot_write_is_left_out_by_all(two):
-    """Its disk is full at the first state: all go on, and the next ones are written."""
+    """One rank's disk is full at the first state: all go on, and later states are written."""
     np.testing.assert_allclose(losses(two / "full-2"), losses(two / "single-1"), rtol=1e-5)
     assert sorted(path.name for path in (two / "full-2" / "checkpoints").iterdir()) == [f"step-{n:010d}" for n in (10, 15, 20)]
 
@@ -304,7 +304,7 @@ def test_sharded_training_equals_one_process(two, name):
 
 @pytest.mark.slow
 def test_gradients_of_several_forwards_add_up_in_every_layout(four):
-    """Hybrid sums over copies in the last backward only, shards in every one."""
+    """Hybrid sharding sums over copies in the last backward only, over shards in every one."""
     for name in ("ones-shard-4", "ones-hybrid-4"):
         np.testing.assert_allclose(losses(four / name), losses(four / "single-1"), rtol=1e-5)
 
@@ -362,7 +362,7 @@ def test_memory_of_a_rank_falls_as_planned(four):
     ids=["plain", "compiled and full", "full", "selective", "compiled", "compiled and selective"],
 )
 def test_compiled_and_recomputed_blocks_on_two_ranks(tmp_path, made_once, train, names):
-    """Against one process that does neither."""
+    """Compared with one process that does neither."""
     data = kills.write_set(tmp_path / "data")
     launch(2, [variants_job(data, tmp_path, name, **train) for name in names], tmp_path)
     for name in names:
@@ -374,8 +374,8 @@ def test_compiled_and_recomputed_blocks_on_two_ranks(tmp_path, made_once, train,
 
 @pytest.mark.slow
 def test_twenty_kills_of_single_ranks_change_nothing(tmp_path):
-    """torchrun's agent restarts all four each time but once, when a launch by torchrun itself goes on where one of forks was ended;
-    the end is bit-equal to that of four ranks left alone."""
+    """torchrun's agent restarts all four each time; once, a launch by torchrun itself resumes where forked ranks were ended. The
+    end is bit-equal to that of four ranks left alone."""
     found = kills.run(20, seed=0, folder=tmp_path, ranks=4)
     assert found["kills"] == 20
     assert found["torn_states"] > 0

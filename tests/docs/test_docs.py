@@ -48,9 +48,9 @@ def parse(words: list[str]) -> None:
     command = typer.main.get_command(app)
     words = ["nano-sink" if word == "RECIPE" or word.endswith(".toml") else word for word in words]  # a reader's own
     path = []
-    while words and hasattr(command, "commands") and words[0] in command.commands:
+    while words and (found := getattr(command, "get_command", lambda *_: None)(None, words[0])):
         path.append(words[0])
-        command, words = command.commands[words[0]], words[1:]
+        command, words = found, words[1:]
     assert path, f"no such command: {words}"
     if "--help" not in words and (words or not hasattr(command, "commands")):
         command.make_context(" ".join(path), list(words))
@@ -75,7 +75,7 @@ def test_every_command_of_the_documentation_is_one_of_ours():
 
 def test_every_option_of_reproduce_is_documented():
     text = (DOCS / "howto" / "reproduce.md").read_text()
-    command = typer.main.get_command(app).commands["reproduce"]
+    command = typer.main.get_command(app).get_command(None, "reproduce")
     options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
     assert len(options) > 15
     assert [option for option in options if not re.search(rf"`{option}\b", text)] == ["--help"][: "--help" in options]
@@ -83,14 +83,40 @@ def test_every_option_of_reproduce_is_documented():
 
 def test_the_authors_commands_have_ours_beside_them():
     text = (DOCS / "official.md").read_text()
-    theirs = ["pretrain/train_mdm.py", *(f"eval_mdm{kind}.sh" for kind in ("", "_gate", "_extratoken"))]
-    theirs += [f"sft/finetune_mdm_gsm8k{kind}.py" for kind in ("", "_gate", "_extratoken")] + ["evaluate_gsm8k.py"]
+    commands_there, differences, defects = re.split(r"^## (?:What differs|Defects of the release).*$", text, flags=re.M)
+    variants = ("", "_gate", "_extratoken")
+    theirs = [f"pretrain/train_mdm{kind}.py" for kind in variants] + [f"eval_mdm{kind}.sh" for kind in variants]
+    theirs += [f"{script}{kind}.py" for script in ("sft/finetune_mdm_gsm8k", "evaluate_gsm8k") for kind in variants]
+    assert len(theirs) == 12
     for script in theirs:
-        assert script in text
+        assert script in commands_there
     recipes = set(re.findall(r"sinkdlm train ([\w.-]+)", text))
     assert len(recipes) == 6
     for recipe in recipes:
         Recipe.load(recipe)
+    scored = re.findall(r"`(sinkdlm (?:eval|data prepare train.txt) [^`]*)`", commands_there)
+    assert len(scored) == 4
+    for command in scored:
+        assert " --bos" in command, command
+    assert "--validation 0" in next(command for command in scored if "train.txt" in command)  # theirs holds nothing out
+    for word in ("rotary", "bf16", "warm-up", "seeded with 3407"):
+        assert word in differences
+    for word in ("eval_mdm.sh", "Diff_LLaMA_1028M", "lit_gpt.diffmodel_extratoken", "num_of_devices", "mdm_gate-472M"):
+        assert word in defects
+
+
+def test_the_comparison_says_only_what_was_read():
+    text = (DOCS / "compare.md").read_text()
+    assert "not checked" not in text.lower()
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.M)
+    assert len(tables) == 8
+    for table in tables[:-1]:
+        rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()]
+        assert all(len(row) == len(rows[0]) for row in rows)
+    sources = re.findall(r"^\| [^|]*\w/\w[^|]* \| ([^|]*) \|", tables[-1], re.M)
+    assert len(sources) == 11
+    for source in sources:
+        assert re.search(r"`[0-9a-f]{7}`", source), source
 
 
 def test_every_recipe_and_source_file_that_is_named_exists():
@@ -114,6 +140,22 @@ def test_every_key_of_a_recipe_is_documented_with_its_default():
         assert told == (list(defaults[key]) if isinstance(defaults[key], tuple) else defaults[key]), key
     model = (DOCS / "model.md").read_text()
     assert [key for key in ModelConfig.model_fields if f"`{key}`" not in model] == []
+
+
+def test_the_api_reference_has_every_field_of_a_model():
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \| (?:`([^`]*)`)? *\|", (DOCS / "api.md").read_text(), re.M)
+    assert rows == model_fields()
+
+
+def model_fields() -> list[tuple[str, str, str]]:
+    """Name, type and default of the fields of ModelConfig."""
+    found = []
+    for name, field in ModelConfig.model_fields.items():
+        choices = getattr(field.annotation, "__args__", None)
+        kind = " or ".join(map(repr, choices)) if choices else field.annotation.__name__
+        derived = {"mask_id": "vocab_size", "n_kv_heads": "n_heads"}.get(name, "")
+        found.append((name, kind, derived if field.is_required() else repr(field.default)))
+    return found
 
 
 def test_links_of_the_readme_lead_somewhere():
@@ -240,5 +282,6 @@ def test_every_page_opens_and_fits_a_phone(tmp_path):
         for link in found:
             target, _, name = link.partition("#")
             if target.startswith("file:"):
-                assert target in ids, f"{place}: {link}"
+                file = Path(unquote(target.removeprefix("file://")))  # a notebook is no page: mkdocs copies it
+                assert target in ids or (file.suffix == ".ipynb" and file.exists()), f"{place}: {link}"
                 assert not name or unquote(name) in ids[target], f"{place}: {link}"

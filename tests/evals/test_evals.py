@@ -1,4 +1,4 @@
-"""What is asked and what is answered: requests, responses, and the scorer between them. No harness here: see test_harness.py."""
+"""Requests, responses, and the scorer between them, without the harness (see test_harness.py)."""
 
 import json
 import math
@@ -20,6 +20,7 @@ from tokenizers import processors
 from evaluated import TEXTS, save_model, small_lm, tiny_tokenizer
 from sinkdlm.checkpoint.directory import save
 from sinkdlm.data import display
+from sinkdlm.data.encoding import Encoder
 from sinkdlm.distributed.world import World
 from sinkdlm.errors import EvalError, UserError
 from sinkdlm.evals import gsm8k
@@ -48,7 +49,7 @@ def questions(n=6, options=3, task="quiz"):
 
 
 def mixed_sheet(seed=0, **changes):
-    """Everything that can be asked, with noise in all of it."""
+    """Requests of every kind, all with noise."""
     generation = {"do_sample": True, "temperature": 0.8, "max_gen_toks": 6, "until": ["zq"]}
     asked = [
         *questions(),
@@ -119,7 +120,7 @@ def test_another_seed_draws_other_noise():
 
 
 class Ranks(World):
-    """One of several ranks, whose partners' answers were computed before."""
+    """One of several ranks; the answers of the others were computed before."""
 
     def __init__(self, rank, size, others):
         self.rank, self.size, self._others, self.mine = rank, size, others, []
@@ -143,7 +144,7 @@ def test_ranks_share_the_batches_and_all_know_all():
     turns = -(-batches // 2)
     lonely = [Ranks(rank, 2, [[[]] * turns]) for rank in range(2)]
     for rank in lonely:
-        with pytest.raises(KeyError):  # each alone has half
+        with pytest.raises(KeyError):  # each rank alone has half
             answered(lm, sheet, budget=64, world=rank)
     for rank in range(2):
         found = answered(lm, sheet, budget=64, world=Ranks(rank, 2, [lonely[1 - rank].mine]))
@@ -152,7 +153,7 @@ def test_ranks_share_the_batches_and_all_know_all():
 
 
 def test_a_value_is_the_estimators_own():
-    """The scorer adds nothing: rows tokenised by hand, and the options of a question on one noise."""
+    """Scores equal those of rows tokenised by hand; the options of a question share noise."""
     lm, sheet = small_lm(), Sheet(questions(2), {"quiz": Settings(draws=64, greedy=True)})
     found = answered(lm, sheet)
     encode = lm.tokenizer.encode
@@ -229,7 +230,7 @@ def test_adaptive_draws_go_where_a_ranking_is_open():
 
 
 def test_adaptive_draws_do_not_depend_on_the_other_tasks():
-    """Two tasks that are answered alike and ranked by other metrics: a test made at half the error would end later."""
+    """Two tasks with equal settings but other metrics: a stopping test at half the error would end later."""
     lm = small_lm()
     pairs = [(doc, option) for doc in range(8) for option in range(3)]
     endings = {(doc, option): " " + TEXTS[(doc + option) % len(TEXTS)][doc : doc + 4] for doc, option in pairs}  # close calls
@@ -291,7 +292,7 @@ def test_bos_is_as_asked():
     assert TextEncoder(closing).pairs(asked, 64) == TextEncoder(tiny_tokenizer(bos=True)).pairs(asked, 64)
     (row,) = TextEncoder(tiny_tokenizer()).pairs([replace(asked[0], context="a cat</s>")], 64)
     assert row.tokens[row.n_given - 1] == tiny_tokenizer().eos_token_id  # one that the text itself has stays
-    with pytest.raises(EvalError, match="no beginning-of-text token"):
+    with pytest.raises(EvalError, match="no beginning-of-sequence token"):
         TextEncoder(tiny_tokenizer(), True)
 
 
@@ -317,7 +318,7 @@ def test_what_is_too_long_loses_its_left_and_is_counted():
 
 
 def test_an_ar_parent_does_not_read_the_last_token():
-    """So a row may have one token more, as in the harness."""
+    """An AR model does not read the last token, so a row may have one more, as in the harness."""
     lm = small_lm(context_length=16)
     asked = Request(LOGLIKELIHOOD, "quiz", 0, 0, "a" * 13, " sat")
     for settings, cut in ((Settings(estimator="causal"), 0), (Settings(estimator="chain"), 1)):
@@ -363,7 +364,7 @@ def test_an_answer_that_cannot_fit_is_said_before_anything_is_computed(tmp_path)
             Sheet([*questions(1), late], {"quiz": Settings(draws=8), "write": Settings()}),
             path=tmp_path / "r",
         )
-    assert len((tmp_path / "r").read_text().splitlines()) == 1  # the header alone
+    assert not (tmp_path / "r").exists()  # the next run may have other settings
 
 
 def test_generation_ends_at_stop_strings_and_eos():
@@ -393,17 +394,18 @@ def test_a_stop_string_may_be_a_special_token():
 @pytest.mark.parametrize("policy", sorted(NAMED))
 def test_every_policy_can_write_answers(policy):
     asked = Request(GENERATE, "write", 0, 0, "q", generation={})
-    assert Manner.of(asked, Settings(policy=policy), 1).policy == replace(NAMED[policy], eos_id=1)
+    greedy = replace(NAMED[policy], eos_id=1, temperature=0.0)  # the harness says the temperature: 0 unless a task samples
+    assert Manner.of(asked, Settings(policy=policy), 1).policy == greedy
 
 
 @pytest.mark.parametrize(
     ("generation", "said"),
     [
-        ({"max_gen_toks": "abc"}, "max_gen_toks = 'abc': a whole number"),
-        ({"until": 5}, "until = 5: a string"),
+        ({"max_gen_toks": "abc"}, "max_gen_toks = 'abc': expected a whole number"),
+        ({"until": 5}, "until = 5: expected a string"),
         ({"canvas": "abc"}, "canvas = 'abc'"),
-        ({"steps": 1.5}, "steps = 1.5: a whole number"),
-        ({"temperature": "hot", "do_sample": False}, "temperature = 'hot': a number"),
+        ({"steps": 1.5}, "steps = 1.5: expected a whole number"),
+        ({"temperature": "hot", "do_sample": False}, "temperature = 'hot': expected a number"),
         ({"stages": 0}, "stages = 0"),
     ],
 )
@@ -456,7 +458,7 @@ def test_a_sheet_comes_back_from_its_file(tmp_path):
         Sheet([replace(sheet.requests[0], context="x"), *sheet.requests[1:]], sheet.settings, 3),
     ]
     assert len({sheet.digest, *(other.digest for other in others)}) == 5
-    assert Sheet(sheet.requests, sheet.settings, 3, {"x": 2}).digest == sheet.digest  # who asked decides no answer
+    assert Sheet(sheet.requests, sheet.settings, 3, {"x": 2}).digest == sheet.digest  # `about` decides no answer
 
 
 class PowerCutError(Exception):
@@ -495,6 +497,22 @@ def test_what_is_answered_is_not_asked_again(tmp_path):
         json.loads(line)
 
 
+def test_a_run_that_is_refused_leaves_no_file(tmp_path):
+    """Its header would bind the next run with the same --out to settings that were refused."""
+    sheet, path = mixed_sheet(), tmp_path / "r.jsonl"
+    header = header_of(sheet, "weights", "tokenizer", "float32", {})
+    with pytest.raises(EvalError, match="refused"), Journal(path, header):
+        raise EvalError("refused")
+    assert not path.exists()
+    with Journal(path, header) as journal:
+        journal.append([Response(*sheet.requests[0].key, value=-1.0)])
+    with pytest.raises(EvalError, match="later"), Journal(path, header):
+        raise EvalError("later")
+    assert len(path.read_text().splitlines()) == 2  # an answer is kept
+    with Journal(path, header) as journal:
+        assert list(journal.done) == [sheet.requests[0].key]
+
+
 def test_other_answers_are_not_gone_on_with(tmp_path):
     lm, sheet, path = small_lm(), mixed_sheet(), tmp_path / "r.jsonl"
     part = Sheet(sheet.requests[:3], sheet.settings)
@@ -508,21 +526,21 @@ def test_other_answers_are_not_gone_on_with(tmp_path):
     ):
         with pytest.raises(EvalError, match=f"{said}; choose another --out"):
             Journal(path, {**header, name: "other"})
-    with Journal(path, header), pytest.raises(EvalError, match="another run is writing there"):
+    with Journal(path, header), pytest.raises(EvalError, match="another run is writing it"):
         Journal(path, header)
     path.write_text("[1]\n")
-    with pytest.raises(EvalError, match="line 1 is no JSON object"):
+    with pytest.raises(EvalError, match="line 1 is not a JSON object"):
         Journal(path, header)
     for foreign in ('{"text": "mine"}', '{"text": "mine"}\n{"text": "cut', "notes\nof mine", '{"sinkdlm": "responses"}'):
         path.write_text(foreign)
         with pytest.raises(EvalError):
             Journal(path, header)
-        assert path.read_text() == foreign  # whatever it is, it is somebody's
+        assert path.read_text() == foreign  # a foreign file is left as it is
     path.write_text(json.dumps(header, ensure_ascii=False)[:20])  # a run that ended while it wrote its first line
     Journal(path, header).close()
     assert read_answers(path)[0] == header
     path.write_text('{"a": 1}\n')
-    with pytest.raises(EvalError, match="no file of responses"):
+    with pytest.raises(EvalError, match="not a file of responses"):
         read_answers(path)
     with pytest.raises(EvalError, match="cannot be read"):
         read_answers(tmp_path / "absent")
@@ -557,9 +575,9 @@ def test_wrong_requests_say_so(tmp_path):
             Sheet(requests, settings)
     path = tmp_path / "r.jsonl"
     for text, said in (
-        ("", "no file of requests"),
-        ("{}\n", "no file of requests"),
-        ("nonsense\n", "line 1 is no JSON"),
+        ("", "not a file of requests"),
+        ("{}\n", "not a file of requests"),
+        ("nonsense\n", "line 1 is not JSON"),
         ('{"sinkdlm": "requests", "version": 9}\n', "requests of version 9"),
         ('{"sinkdlm": "requests", "version": 1}\n', "write it again with --write-requests"),
         ('{"sinkdlm": "requests", "version": 1, "seed": 0, "about": {}, "settings": {"t": {"drows": 1}}}\n', "drows = 1: unknown"),
@@ -576,7 +594,7 @@ def test_wrong_requests_say_so(tmp_path):
         TextEncoder(tokenizer).pairs([Request(LOGLIKELIHOOD, "t", 0, 0, "", "a")], 8)
     tokenizer = tiny_tokenizer(bos=True)
     tokenizer.eos_token = None
-    with pytest.raises(EvalError, match="no EOS beside the BOS that is left out to stand for it; say --bos"):
+    with pytest.raises(EvalError, match=r"no EOS \(and BOS is left out\) to stand for it; say --bos"):
         TextEncoder(tokenizer, False).pairs([Request(LOGLIKELIHOOD, "t", 0, 0, "", "a")], 8)
     with pytest.raises(EvalError, match="has no token of its own"):
         TextEncoder(tiny_tokenizer(bos=True)).pairs([Request(LOGLIKELIHOOD, "t", 0, 0, "", "<s>")], 8)
@@ -638,6 +656,8 @@ def test_paper_rows_are_there():
         "1.0",
         "0.4920",
     ]
+    for task in ("lambada_openai", "lambada_standard"):
+        assert draw_table([line | {"task": task, "metric": "acc"}], row).splitlines()[1].split()[-1] == "0.4524"
 
 
 @pytest.mark.parametrize(
@@ -662,6 +682,16 @@ def test_paper_rows_are_there():
         ("4", r"\sqrt{17}", False),
         ("1/0", "7", False),
         ("7", "7" * 5000, False),
+        ("18", "18 dollars", True),
+        ("18", "18 points.", True),
+        ("18", "18 apples", True),
+        ("1250", "$1,250 square feet", True),
+        ("0.5", "1/2 cup", True),
+        ("18", "x = 18 hours", True),
+        ("18", "19 dollars", False),
+        ("18", "18 or 19", False),
+        ("3", "3 hundred", False),
+        ("18", "dollars", False),
     ],
 )
 def test_answers_are_compared_as_numbers_and_as_algebra(gold, answer, same):
@@ -704,7 +734,7 @@ def checkpoint(tmp_path_factory):
 
 
 def test_requests_are_answered_without_the_harness(tmp_path, checkpoint):
-    """And the numbers are those of a call in this process."""
+    """The numbers equal those of a call in this process."""
     sheet = mixed_sheet()
     sheet.write(tmp_path / "q.jsonl")
     script = (
@@ -780,17 +810,30 @@ def test_documents_are_scored(tmp_path, checkpoint, run):
         assert found["kind"] == "likelihood"
         assert found["total"]["stderr"] == 0
         lines = run("score", checkpoint, tmp_path / "a.txt", "--documents", "line", *exact, *options[2:]).out.splitlines()
-        assert lines[0].split()[-1] == "tokens"  # nothing is drawn, and no column says so
+        assert lines[0].split()[-1] == "tokens"  # nothing is drawn, so there is no column of draws
         assert int(lines[-1].split()[-1]) == found["total"]["tokens"]
 
 
+def test_a_document_that_spells_a_special_token_is_scored_letter_by_letter(tmp_path, checkpoint, run):
+    """As `data prepare` reads it for training: a text that speaks of </s> does not end there, and [MASK] is no outcome."""
+    text = "a </s> cat [MASK] sat </s>"
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "end.txt").write_text("</s>")
+    tokenizer = tiny_tokenizer()
+    for name, of in (("a.txt", text), ("end.txt", "</s>")):
+        said = run("score", checkpoint, tmp_path / name, "--json", "--draws", "8", "--dtype", "float64", "--device", "cpu")
+        assert said.status == 0, said.err
+        ids = Encoder(tokenizer).encode([of])[0]
+        assert json.loads(said.out)["total"]["tokens"] == len(ids) > len(tokenizer.encode(of))
+
+
 def test_documents_begin_as_prompts_of_sample_do(tmp_path, run):
-    """BOS where the tokenizer puts it, or as asked; else EOS, after which running text goes on. Neither is scored."""
-    text = TEXTS[0] * 20  # more than a window, which begins once
+    """BOS where the tokenizer puts it, or as asked; else EOS, as in running text. Neither is scored."""
+    text = TEXTS[0] * 20  # longer than a window; only the first begins with BOS
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "spelled.txt").write_text(f"<s>{text}")
     lm, silent = small_lm(bos=True), tiny_tokenizer(bos=True)
-    silent.backend_tokenizer.post_processor = None  # it has BOS, and does not put it there
+    silent.backend_tokenizer.post_processor = None  # it has a BOS, but does not add it
     places = {name: save(tmp_path / name, lm.model, tokenizer) for name, tokenizer in (("puts", lm.tokenizer), ("silent", silent))}
     ids = lm.tokenizer.encode(text, add_special_tokens=False)
     options = {"mask_id": lm.config.mask_id, "estimator": "causal"}
@@ -813,17 +856,17 @@ def test_documents_begin_as_prompts_of_sample_do(tmp_path, run):
                 assert found[more][0] == pytest.approx(-float(expected.estimates.mean[0]))
     without = run("score", save_model(tmp_path / "without"), tmp_path / "a.txt", "--draws", "8", "--device", "cpu", "--bos")
     assert (without.status, without.err.count("\n")) == (2, 1)
-    assert "--bos: the tokenizer has no beginning-of-text token; leave it out" in without.err
-    silent.eos_token = None  # then nothing stands before a document, which a causal model needs
+    assert "--bos: the tokenizer has no beginning-of-sequence token; leave it out" in without.err
+    silent.eos_token = None  # then nothing can precede a document, as a causal model needs
     where = (save(tmp_path / "bare", lm.model, silent), tmp_path / "a.txt", "--causal", "--device", "cpu")
     bare = run("score", *where)
     assert bare.status == 2
-    assert "no EOS beside the BOS that is left out to stand for it; say --bos" in bare.err  # nobody had said --no-bos
+    assert "no EOS (and BOS is left out) to stand for it; say --bos" in bare.err  # nobody had said --no-bos
     assert run("score", *where, "--bos").status == 0
 
 
 def test_what_the_tokenizer_does_not_have_is_told(tmp_path, checkpoint, run):
-    """Texts that differ in unknown letters alone score alike: no value is a bound then, and nobody is told that it is."""
+    """Texts that differ only in unknown letters score alike, so no value is a bound, and no note calls it one."""
     options = ("--draws", "16", "--dtype", "float64", "--device", "cpu")
     values = []
     for name, text in (("one", "the cat \u6f22\u5b57"), ("two", "the cat \u00c4\u00d6")):
@@ -837,11 +880,11 @@ def test_what_the_tokenizer_does_not_have_is_told(tmp_path, checkpoint, run):
     assert "upper bounds" not in said
     responses = [Response("piqa", 0, 0, unknown=3), Response("piqa", 1, 0), Response("piqa", 2, 0, unknown=1)]
     notes = notes_on({one.key: one for one in responses})
-    assert notes == ["2 of 3 requests have characters that the tokenizer does not have (4 in all): lost"]
+    assert notes == ["2 of 3 requests have characters that the tokenizer does not have (4 in all); these are lost"]
 
 
 def test_rows_without_text_are_left_out_and_counted(tmp_path, checkpoint, run):
-    """As `data prepare` does."""
+    """Forms of input are read as `data prepare` reads them."""
     (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": "abc"}\n{"text": " "}\n')
     said = run("score", checkpoint, tmp_path / "a.jsonl", "--draws", "8", "--device", "cpu")
     assert [line.split()[0] for line in said.out.splitlines()] == ["document", "0", "total", "note", "note"]
@@ -866,26 +909,26 @@ def test_half_a_character_is_no_text_to_score(tmp_path):
         (("score", "CKPT", "SETTINGS"), "settings: no file in it can be read; supported: .txt"),
         (("score", "absent", "BODY", "--field", "body"), "absent"),
         (("score", "CKPT", "BODY", "--estimator", "magic"), "allowed: exact_k"),
-        (("score", "CKPT", "BODY", "--field", "body", "--draws", "2"), "at least one for each of the 8 draw sets"),
-        (("score", "CKPT", "BODY", "--causal", "--estimator", "official"), "leave one of them out"),
-        (("score", "CKPT", "BODY", "--causal", "--draws", "128"), "--draws: estimator causal draws nothing"),
-        (("score", "CKPT", "BODY", "--estimator", "chain", "--draws", "128"), "--draws: estimator chain draws nothing"),
-        (("eval", "CKPT", "--tasks", "piqa", "--causal", "--draws", "128"), "--draws: estimator causal draws nothing"),
+        (("score", "CKPT", "BODY", "--field", "body", "--draws", "2"), "needs at least one for each of the 8 draw sets"),
+        (("score", "CKPT", "BODY", "--causal", "--estimator", "official"), "leave one of the two out"),
+        (("score", "CKPT", "BODY", "--causal", "--draws", "128"), "--draws: estimator causal is exact"),
+        (("score", "CKPT", "BODY", "--estimator", "chain", "--draws", "128"), "--draws: estimator chain is exact"),
+        (("eval", "CKPT", "--tasks", "piqa", "--causal", "--draws", "128"), "--draws: estimator causal is exact"),
         (("score-requests", "CKPT", "absent.jsonl", "--out", "r"), "cannot be read"),
-        (("score-requests", "CKPT", "BODY", "--out", "r"), "no file of requests"),
+        (("score-requests", "CKPT", "BODY", "--out", "r"), "not a file of requests"),
         (("eval", "CKPT", "--paper", "table9"), "no such row"),
         (("eval", "CKPT", "--responses", "absent"), "cannot be read"),
-        (("eval", "CKPT", "--responses", "r", "--tasks", "piqa"), "its file says what was asked"),
-        (("eval", "CKPT", "--responses", "r", "--draws", "9"), "its file says what was asked"),
-        (("eval", "CKPT", "--tasks", "piqa", "--causal", "--estimator", "chain"), "leave one of them out"),
+        (("eval", "CKPT", "--responses", "r", "--tasks", "piqa"), "its file fixes requests and settings"),
+        (("eval", "CKPT", "--responses", "r", "--draws", "9"), "its file fixes requests and settings"),
+        (("eval", "CKPT", "--tasks", "piqa", "--causal", "--estimator", "chain"), "leave one of the two out"),
         (("eval", "CKPT", "--tasks", "piqa", "--adaptive", "--estimator", "chain"), "goes with estimator exact_k"),
         (("eval", "CKPT", "--tasks", "piqa", "--adaptive", "--causal"), "goes with estimator exact_k, not causal"),
-        (("eval", "CKPT", "--tasks", "piqa", "--tolerance", "0.1"), "--tolerance goes with --adaptive"),
-        (("eval", "CKPT", "--tasks", "piqa", "--error", "0.1"), "--error goes with --adaptive"),
-        (("eval", "CKPT", "--tasks", "piqa", "--log-samples"), "say where, with --out"),
+        (("eval", "CKPT", "--tasks", "piqa", "--tolerance", "0.1"), "--tolerance: goes with --adaptive"),
+        (("eval", "CKPT", "--tasks", "piqa", "--error", "0.1"), "--error: goes with --adaptive"),
+        (("eval", "CKPT", "--tasks", "piqa", "--log-samples"), "needs a folder; add --out"),
         (("eval", "CKPT", "--tasks", "gsm8k", "--gen-kwargs", "foo"), "expected key=value pairs"),
         (("eval", "CKPT", "--tasks", "gsm8k", "--seed", "99999999999999999999"), "less than or equal to 9223372036854775807"),
-        (("eval", "--tasks", "piqa"), "which model?"),
+        (("eval", "--tasks", "piqa"), "CKPT: missing; name a model"),
         (("eval", "CKPT", "--tasks", "piqa", "--guidance", "1", "--causal"), "an AR parent has no [MASK]"),
     ],
 )
@@ -919,7 +962,7 @@ def test_progress_is_plain_lines_off_a_terminal(monkeypatch, capsys):
 
 
 def test_a_document_that_takes_long_is_seen_to_go_on(tmp_path, checkpoint, run, monkeypatch):
-    """One document, one request: what is said before it ends counts its forwards, and ends close to the whole."""
+    """One long document: progress counts its forwards and ends close to the whole."""
     monkeypatch.setattr(display, "_EVERY", 0.0)
     (tmp_path / "a.txt").write_text(TEXTS[0] * 20)
     said = run("score", checkpoint, tmp_path / "a.txt", "--draws", "32", "--device", "cpu")

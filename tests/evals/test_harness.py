@@ -1,4 +1,4 @@
-"""lm-eval's side: its prompts from our files, its metrics on our answers, the two halves and the one go."""
+"""The bridge to lm-eval: its prompts from our files, its metrics on our answers, in one go or in two halves."""
 
 import json
 import os
@@ -23,7 +23,7 @@ ALL = tuple(BENCHMARKS)
 
 @pytest.fixture(scope="session")
 def harness():
-    """lm-eval takes seconds to import, and warns of what it does not use."""
+    """Import late: lm-eval takes seconds to import, and warns about packages that it does not use."""
     import warnings
 
     with warnings.catch_warnings():
@@ -84,7 +84,7 @@ def test_files_that_are_not_as_they_should_be(tmp_path):
     with pytest.raises(EvalError, match="not among those that --data reads: arc_easy"):
         load_splits(tmp_path, "mmlu")
     (tmp_path / "piqa_validation.jsonl").write_text('{"goal": "x"}\n')
-    with pytest.raises(EvalError, match="row 1 is none of piqa: no field 'sol1'; its fields are goal"):
+    with pytest.raises(EvalError, match="row 1 does not fit piqa: no field 'sol1'; its fields are goal"):
         load_splits(tmp_path, "piqa")
     (tmp_path / "piqa_validation.jsonl").write_text("nonsense\n")
     with pytest.raises(EvalError, match="line 1: not JSON"):
@@ -98,7 +98,7 @@ def test_files_that_are_not_as_they_should_be(tmp_path):
         find_splits(tmp_path, "piqa")
     (tmp_path / "piqa_validation.jsonl").unlink()
     (tmp_path / "piqa" / "valid-labels.lst").write_text("1\n")
-    with pytest.raises(EvalError, match="more rows than its labels"):
+    with pytest.raises(EvalError, match="more rows than labels"):
         load_splits(tmp_path, "piqa")
 
 
@@ -107,7 +107,7 @@ def test_files_that_are_not_as_they_should_be(tmp_path):
 
 @pytest.mark.parametrize("task", ALL)
 def test_prompts_are_the_harnesses_own(harness, bench, task):
-    """The harness's task, built by the harness from its YAML, on rows of the hub, against what is asked from our files."""
+    """Requests from our files equal those of the harness's own task, built from its YAML on the hub's rows."""
     import datasets
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -143,7 +143,7 @@ def test_examples_come_from_the_train_file(harness, bench):
     assert request.context.endswith("Question: 1 + 1?\nAnswer:")
     (fewer,) = harness.Evaluation(harness.Plan(("gsm8k",), data=str(bench), limit=1, num_fewshot=2)).ask().requests
     assert fewer.context.count("Question:") == 3
-    with pytest.raises(EvalError, match=r"prompts with 2 examples need a train file in .*; or say --num-fewshot 0"):
+    with pytest.raises(EvalError, match=r"prompts with 2 examples need a train file in .*: add one, or say --num-fewshot 0"):
         harness.Evaluation(harness.Plan(("piqa",), data=str(bench), num_fewshot=2))
     asked = harness.Evaluation(harness.Plan(("lambada",), data=str(bench), num_fewshot=1)).ask().requests
     assert asked[0].context.count("The cat sat on the") == 1  # LAMBADA has no train split: the harness takes another item
@@ -151,7 +151,7 @@ def test_examples_come_from_the_train_file(harness, bench):
 
 
 def test_the_right_answers_of_a_sheet_are_the_harnesses_own(harness, bench):
-    """Whoever answers by them gets everything right."""
+    """Answers taken from the sheet get everything right."""
     tasks = ("arc_easy", "hellaswag", "piqa", "race", "social_iqa", "boolq", "gsm8k_two_stage")
     evaluation = harness.Evaluation(harness.Plan(tasks, data=str(bench), num_fewshot=0))
     sheet = evaluation.ask()
@@ -173,7 +173,7 @@ def test_names_and_settings_of_tasks(harness, bench):
     assert (sheet.settings["social_iqa"].guidance, sheet.settings["social_iqa"].greedy) == (0.25, False)
     assert (sheet.settings["lambada_openai"].estimator, sheet.settings["lambada_openai"].greedy) == ("chain", True)
     assert (sheet.seed, sheet.about["plan"]["tasks"]) == (3, ("lambada_openai", "social_iqa"))
-    with pytest.raises(EvalError, match=r"no task 'piqa' among lambada_openai, social_iqa; say TASK\.KEY=VALUE"):
+    with pytest.raises(EvalError, match=r"no task 'piqa' among lambada_openai, social_iqa; write TASK\.KEY=VALUE"):
         harness.Evaluation(plan).ask(overrides=[("piqa.draws", 1)])
     with pytest.raises(EvalError, match="task 'mmlu': not among those that --data reads"):
         harness.Evaluation(harness.Plan(("mmlu",), data=str(bench)))
@@ -213,7 +213,7 @@ def test_the_hub_gives_the_same_requests_and_a_cache_only_if_asked(harness, benc
 
 
 def test_the_model_class_serves_the_harness_itself(harness, bench):
-    """evaluate() with our model class gives what asking, answering and judging gives."""
+    """evaluate() with our model class gives the results of asking, answering and judging."""
     lm = small_lm(context_length=512)
     plan = harness.Plan(("arc_easy", "lambada_openai", "gsm8k"), data=str(bench), num_fewshot=0, gen_kwargs={"max_gen_toks": 8})
     evaluation = harness.Evaluation(plan)
@@ -231,7 +231,7 @@ def test_the_model_class_serves_the_harness_itself(harness, bench):
 
 
 def test_samples_show_the_prompts_that_were_asked(harness, bench):
-    """Examples are drawn: the harness that judges must draw those that the harness that asked has drawn."""
+    """Examples are drawn at random: judging must draw the same ones as asking."""
     evaluation = harness.Evaluation(harness.Plan(("gsm8k",), data=str(bench), num_fewshot=2, gen_kwargs={"max_gen_toks": 8}))
     sheet = evaluation.ask()
     assert [request.context for request in evaluation.ask().requests] == [request.context for request in sheet.requests]
@@ -247,7 +247,7 @@ def test_adaptive_draws_need_to_know_the_tasks(harness):
 
 
 def test_an_ar_parent_gets_the_harnesses_own_numbers(harness, bench, tmp_path):
-    """A Llama of transformers, scored by the harness's own model class, and converted and scored by us: values and greediness."""
+    """A Llama of transformers scored by the harness's own model class, and converted and scored by us, gives the same."""
     import warnings
 
     import torch
@@ -315,14 +315,14 @@ def test_options_of_generated_answers_are_refused_where_none_is_asked(tmp_path, 
     asked = ("eval", "--data", bench, "--limit", 1, "--write-requests", tmp_path / "q.jsonl", *words, "--tasks")
     status, out, err = command_line(*asked, "piqa,arc_easy")
     assert (status, out) == (2, "")
-    assert f"sinkdlm: {words[0]}: of generated answers, and piqa, arc_easy ask for none; leave it out\n" in err
+    assert f"sinkdlm: {words[0]}: is for generated answers, and piqa, arc_easy ask for none; leave it out\n" in err
     assert not (tmp_path / "q.jsonl").exists()
     assert words[0] == "--gen-kwargs" or command_line(*asked, "piqa,gsm8k_two_stage")[0] == 0
 
 
 @pytest.mark.parametrize(("task", "words", "told"), [
     ("piqa", ("--draws", 16), "--draws: piqa is scored by chain, which draws nothing; leave it out, or give --estimator exact_k"),
-    ("gsm8k", ("--gen-kwargs", "top_p=0.9"), "--gen-kwargs top_p: means nothing at temperature 0; give temperature=0.7"),
+    ("gsm8k", ("--gen-kwargs", "top_p=0.9"), "--gen-kwargs top_p: has no effect at temperature 0; add temperature=0.7"),
 ])  # fmt: skip
 def test_options_that_would_do_nothing_are_refused(tmp_path, bench, command_line, harness, task, words, told):
     asked = ("eval", "--data", bench, "--limit", 1, "--write-requests", tmp_path / "q.jsonl", "--tasks", task)
@@ -354,7 +354,7 @@ def test_two_halves_are_one_go(tmp_path, checkpoint, bench, run, harness):
     assert again["results"] == whole["results"]
     header, *answers = (tmp_path / "r.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "r.jsonl").write_text("".join([header, *answers[1:]]))
-    with pytest.raises(EvalError, match="not answered, one of 1; go on with score-requests"):
+    with pytest.raises(EvalError, match="not answered, one of 1; run score-requests again"):
         _judged(tmp_path / "r.jsonl", None)
     moved = write_files(tmp_path / "moved", {**plain_files("piqa")})
     with pytest.raises(EvalError, match="has no file for it"):
@@ -368,7 +368,7 @@ def _judged(path, data):
 
 
 def _check_results(folder, whole):
-    """results.json has the harness's form and says where it came from; samples are written."""
+    """results.json has the harness's format and provenance; samples are written."""
     found = json.loads((folder / "results.json").read_text())
     assert {"results", "configs", "versions", "n-shot", "n-samples", "sinkdlm"} <= found.keys()
     assert found["n-samples"]["arc_easy"] == {"original": 2, "effective": 2}
@@ -443,7 +443,7 @@ def test_any_number_of_ranks_gives_the_same_numbers(tmp_path, checkpoint, bench)
 
 @pytest.mark.slow
 def test_a_wrong_task_name_is_said_in_one_line(checkpoint, monkeypatch, capsys, harness):
-    """Under torchrun too, where rank 0 alone finds it out."""
+    """Under torchrun too, where only rank 0 finds the mistake."""
     monkeypatch.setattr(sys, "argv", ["sinkdlm", "eval", str(checkpoint), "--tasks", "arc_eazy", "--device", "cpu"])
     with pytest.raises(SystemExit) as end:
         main()

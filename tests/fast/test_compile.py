@@ -10,7 +10,7 @@ from sinkdlm.fast.runner import FastRunner
 from sinkdlm.training.choose import Way, settle_way
 from small_models import VARIANTS, small_model, small_tokens
 
-# The compiler's own: it instantiates autograd functions, and reads .grad of block inputs.
+# The compiler's own warnings: it instantiates autograd functions, and reads .grad of block inputs.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning"),
@@ -18,9 +18,9 @@ pytestmark = [
 ]
 
 
-LAYERS = {"n_layers": 2}  # a first one and one after it: compiling a third takes as long, and tells nothing
+LAYERS = {"n_layers": 2}  # a first and a later one: a third would take as long and add nothing
 
-# In the fast suite, of comparisons with the eager loss: every value of every flag is in one of them.
+# Compared with the eager loss in the fast suite: together they have every value of every flag.
 FIRST = ("vanilla", "sinks-2-end-zero-gate", "gate-headwise-sink", "register", "logit", "parent")
 
 
@@ -103,7 +103,7 @@ def test_compiled_blocks_use_the_cached_lane():
 
 @pytest.mark.slow
 def test_a_scope_with_compiled_blocks_and_an_observer_closes():
-    """The observer's forward is eager, later ones compiled: their lanes may differ by rounding, which is no edit."""
+    """The observed forward is eager, later ones compiled: lanes may differ by rounding, which does not count as an edit."""
     model, tokens = small_model(dtype=torch.float32, n_sinks=1), small_tokens(2, 9)
     for block in model.blocks:
         block.compile(fullgraph=True)
@@ -130,7 +130,7 @@ WHOLE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_blocks_compiled_as_one_give_the_eager_loss(name):
-    """In steps with other numbers of masked tokens, which compile nothing anew; what has no gradients stays eager."""
+    """Steps with other numbers of masked tokens do not recompile; a forward without gradients stays eager."""
     flags, options = WHOLE[name]
     model = small_model(dtype=torch.float32, n_layers=2, **flags)
     expected = [loss_and_gradients(model, seed, **options) for seed in range(4)]
@@ -150,14 +150,14 @@ def test_blocks_compiled_as_one_give_the_eager_loss(name):
 def test_a_whole_is_for_one_process_on_a_cpu():
     world = World(torch.device("cpu"))
     world.size = 2
-    with pytest.raises(TrainError, match="'blocks' is the cure"):
+    with pytest.raises(TrainError, match=r"set train\.compile = 'blocks'"):
         settle_way(Recipe.resolve({"model": {"preset": "nano"}, "train": {"steps": 1, "compile": "whole"}}), world, full_rows=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("times", ["golden", "independent"])
 def test_compiled_corruption_is_the_plain_one(times):
-    """What a GPU runs for large batches, compiled here for the CPU."""
+    """The code that a GPU runs for large batches, compiled for the CPU."""
     from sinkdlm import diffusion, noise
 
     fused = torch.compile(diffusion.mask_rows)
@@ -179,13 +179,13 @@ def test_compiled_corruption_is_the_plain_one(times):
     ("changed", "compiled", "flat"),
     [
         ({}, "none", True),
-        ({"rows": 2}, "none", True),  # launches are captured
+        ({"rows": 2}, "none", True),  # CUDA graphs capture launches
         ({"rows": 2, "train": {"graphs": "off"}}, "blocks", True),
         ({"train": {"compile": "blocks"}}, "blocks", True),
         ({"model": {"gate": "elementwise"}}, "blocks", True),
         ({"model": {"n_sinks": 1, "sink_kind": "register"}}, "blocks", False),
         ({"train": {"precision": "fp8"}}, "none", True),
-        ({"rows": 8, "train": {"precision": "fp8", "graphs": "off"}}, "blocks", True),  # more to launch, and done sooner
+        ({"rows": 8, "train": {"precision": "fp8", "graphs": "off"}}, "blocks", True),  # more launches, of faster kernels
         ({"rows": 8, "train": {"graphs": "off"}}, "none", True),
         ({"train": {"precision": "fp8"}, "model": {"qkv_bias": True}}, "blocks", True),
         ({"train": {"precision": "float32"}}, "blocks", False),
@@ -199,7 +199,7 @@ def test_compiled_corruption_is_the_plain_one(times):
     ],
 )
 def test_a_gpu_compiles_what_its_kernels_leave(changed, compiled, flat, monkeypatch):
-    """As if there were one."""
+    """The choice is made for a GPU that is only pretended."""
     world = World(torch.device("cpu"))
     world.device, world.size = torch.device("cuda"), 1 if changed.get("alone", True) else 2
     monkeypatch.setattr("sinkdlm.training.choose.importlib.util.find_spec", lambda name: name == "triton")

@@ -1,4 +1,4 @@
-"""Training in float8: what is rounded and how, the matmuls' gradients, and that a model learns by them."""
+"""Training in float8: rounding and scales, gradients of the matmuls, and that a model learns with them."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ SHAPE = {"vocab_size": 16, "n_layers": 2, "n_heads": 2, "d_model": 32, "d_ff": 4
 
 
 def coarse(*shape, amax, seed):
-    """Of sizes from amax / 8 to amax, which is among them: rounded to float8, their matmuls add up in float32 without rounding."""
+    """Magnitudes from amax / 8 to amax, amax included: after rounding to float8, their matmuls are exact in float32."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.empty(shape).uniform_(amax / 8, amax, generator=generator)
     sizes.view(-1)[0] = amax
@@ -27,7 +27,7 @@ def coarse(*shape, amax, seed):
 
 
 def rounded(x, digits):
-    """To so many binary digits, the nearest even at a tie: what float8 does to numbers far from its smallest."""
+    """Round to a number of binary digits, ties to even, as float8 rounds its normal numbers."""
     mantissa, exponent = torch.frexp(x.double())
     return torch.ldexp((mantissa * 2**digits).round() / 2**digits, exponent)
 
@@ -41,8 +41,8 @@ def relative(found, wanted):
 
 @pytest.mark.parametrize("tokens", [32, 33])
 def test_a_matmul_is_exactly_that_of_rounded_factors(tokens):
-    """Scales written out: e4m3 ends at 448, which is 512 times 0.875, and between 64 and 128 times 5; e5m2 at 57344, between 2^8
-    and 2^16 times 3."""
+    """Scales by hand: the largest e4m3 is 448 = 512 * 0.875, between 64 * 5 and 128 * 5; the largest e5m2 is 57344, between
+    2^8 * 3 and 2^16 * 3."""
     x, weight = coarse(tokens, 48, amax=5.0, seed=0), coarse(16, 48, amax=0.875, seed=1)
     grad = coarse(tokens, 16, amax=3.0, seed=2)
     leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
@@ -61,7 +61,7 @@ def test_a_row_is_rounded_alike_whatever_stands_beside_it():
 
 
 def test_matmuls_are_near_the_exact_ones():
-    """Half a step of 3 bits (values) or 2 (gradients) is at most 2^-4 or 2^-3 of a number, and errors do not add up."""
+    """Rounding to 3 bits (values) or 2 (gradients) errs by at most 2^-4 or 2^-3 of a number, and errors do not add up."""
     x, weight, grad = (
         random(3, 11, 32, dtype=torch.bfloat16),
         random(48, 32, seed=1),
@@ -94,7 +94,7 @@ def test_the_feed_forward_part_is_its_matmuls_and_swiglu():
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
     (out, *parts), (whole_out, *wholes) = results
     assert torch.equal(out, whole_out)
-    assert torch.equal(parts[2], wholes[2])  # by the same rounded values
+    assert torch.equal(parts[2], wholes[2])  # from the same rounded values
     for part, one in zip(parts[:2], wholes[:2], strict=True):
         assert relative(one, part.double()) < 1e-2  # a tie may round the other way
 
@@ -110,7 +110,7 @@ def test_zeros_and_what_is_not_finite_stay_so():
 
 def test_predictions_change_no_gradient():
     layer, x, grads = nn.Linear(32, 48, bias=False, device=DEVICE), random(5, 32), []
-    for seed in range(3):  # of other sizes each time
+    for seed in range(3):  # another magnitude each time
         leaves = [(x * 2.0 ** (5 * seed)).requires_grad_(), layer.weight]
         for predictions in (None, predictions_of(layer, layer.weight)):
             out = matmul(*leaves, torch.float32, predictions)
@@ -126,7 +126,7 @@ def test_scales_of_gradients_are_every_eighth_power_of_two():
     scales = scale_of(amax, GRADIENTS)
     largest = torch.finfo(GRADIENTS).max
     assert ((amax * scales <= largest) & (amax * scales * 256 > largest)).all()
-    assert len(scales.unique()) == 18  # of 40 decades, which are 133 powers of two
+    assert len(scales.unique()) == 18  # 40 decades are 133 powers of two
     assert ((scales.log2() % 8) == 0).all()
     values = scale_of(amax, VALUES)
     assert ((amax * values <= 448) & (amax * values * 2 > 448)).all()
@@ -134,8 +134,8 @@ def test_scales_of_gradients_are_every_eighth_power_of_two():
 
 @pytest.mark.parametrize("amax", [1.0, 3.0, 100.0, 223.9, 224.0, 224.1, 1e-9])
 def test_gradients_down_to_a_two_millionth_of_the_largest_are_rounded_alike(amax):
-    """To three binary digits, wherever the largest lies between two scales: 224 has one, of which 256 times 224 is the largest
-    number, and anything above it another, which leaves it least room below."""
+    """Three binary digits survive wherever amax lies between two scales. 224 has scale 256, which makes it the largest number;
+    anything above it has the next scale, which leaves the least room below."""
     x = random(64, 64).sign() * torch.logspace(-21, 0, 4096, base=2, device=DEVICE).view(64, 64) * amax
     scale = scale_of(x.abs().amax(), GRADIENTS)
     found = (ops.round_float8.plain if DEVICE == "cpu" else ops.round_float8)(x, scale, GRADIENTS, True, 0)[0]
@@ -168,7 +168,7 @@ def test_layers_whose_sides_the_matmuls_do_not_take_stay_as_they_are():
 
 
 def learn(float8, steps):
-    """Losses over the same rows, which count up from anywhere, and the same noise."""
+    """Train on rows that count up, with the same noise at every step; return losses and model."""
     model = DiffusionLM(ModelConfig(**SHAPE, qkv_bias=True), seed=0)
     fast.prepare(model, fast.Plan(float8=float8))
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
@@ -194,7 +194,7 @@ def test_a_model_learns_in_float8_as_it_does_exactly():
     plain = DiffusionLM(model.config)
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens), plain(tokens))  # float8 is for gradients
+        torch.testing.assert_close(model(tokens), plain(tokens))  # without gradients nothing is float8
 
 
 @pytest.mark.parametrize("path", ["flat", None])
@@ -215,7 +215,7 @@ def test_a_model_learns_in_float8_as_it_does_exactly():
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_and_recomputed_blocks_give_the_eager_gradients(compiled, recompute, float8, residual, path, monkeypatch):
-    """The compiler's front half, beside the other operators of a training step, in autocast."""
+    """By the compiler's front end (aot_eager), with the other operators of a training step, under autocast."""
     monkeypatch.setattr(blocks, "_FUSED_SIZE", 0)
     tokens, results = torch.arange(34).view(2, 17) % 16, []
     noisy = corrupt(tokens, torch.arange(2), seed=0, mask_id=16)

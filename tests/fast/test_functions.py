@@ -1,4 +1,4 @@
-"""The autograd functions of a training step against autograd, and a step by all of them against the plain one."""
+"""The autograd functions of a training step against autograd, and a whole step with them against the plain one."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from small_models import VARIANTS, small_model, small_tokens
 
 
 def assert_same_gradients(found, wanted, leaves_found, leaves_wanted, grads, **tolerance):
-    """Of outputs, and of leaves by gradients of the outputs."""
+    """Compare outputs, and the leaves' gradients for given gradients of the outputs."""
     tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-5}
     both = [(*outs, *torch.autograd.grad(outs, leaves, [grad.to(out) for grad, out in zip(grads, outs, strict=True)]))
             for outs, leaves in ((found, leaves_found), (wanted, leaves_wanted))]  # fmt: skip
@@ -29,7 +29,7 @@ def assert_same_gradients(found, wanted, leaves_found, leaves_wanted, grads, **t
 @pytest.mark.parametrize("sinks", [0, 1, 3, "zero", "logit"])
 @pytest.mark.parametrize(("n_heads", "n_kv"), [(4, 4), (6, 2), (3, 1)])
 def test_attention_of_flat_tokens_is_attention_with_sinks(n_heads, n_kv, sinks):
-    """float64, rotary included; the sinks' own rows are their values."""
+    """In float64, with rotary; the sinks' own rows are their values."""
     batch, tokens, width, n_sinks = 2, 7, 8, {"zero": 2, "logit": 0}.get(sinks, sinks)
     angles = random(1, tokens + n_sinks, 1, width // 2).double()
     rotation, of_sinks = (Rotation(part.cos(), part.sin()) for part in (angles[:, n_sinks:], angles[:, :n_sinks]))
@@ -56,7 +56,7 @@ def test_attention_of_flat_tokens_is_attention_with_sinks(n_heads, n_kv, sinks):
 
 @pytest.mark.parametrize("added", [None, torch.float32, torch.bfloat16])
 def test_adding_and_norming_has_autograds_gradients(added):
-    """added: what is added to a sum in float32. In the sum's own precision its gradient is the sum's."""
+    """added: dtype of the update that is added to a float32 stream; in float32 too, both share one gradient."""
     given = [random(2, 3, 7), random(7, seed=2), *([] if added is None else [random(2, 3, 7, seed=1, dtype=added)])]
     mine, leaves = ([x.clone().requires_grad_() for x in given] for _ in range(2))
     total = leaves[0] * 1 if added is None else leaves[0] + leaves[2]
@@ -90,7 +90,7 @@ def test_a_matmul_has_autograds_gradients(biased):
 
 
 def test_a_norms_weight_is_not_rounded_to_what_it_scales():
-    """With a residual stream in bf16: in validation, and in a training step's operators."""
+    """With a bf16 residual stream: by the module, and by the operator of a training step."""
     x, norm = random(40, 64, dtype=torch.bfloat16).cpu(), Norm(64, 1e-5)
     torch.nn.init.constant_(norm.weight, 1.0035)  # 1 in bf16
     wanted = (torch.nn.functional.rms_norm(x.double(), (64,), eps=1e-5) * 1.0035).bfloat16()
@@ -105,7 +105,7 @@ STEPS = ["sink", "sinks-2-end-zero-gate", "logit", "vanilla"]
 
 
 def flat_model(name, plan=None, **more):
-    """Trains as flat tokens, whatever its rows' length."""
+    """A model that trains on the flat path, whatever its rows' length."""
     plan = plan or fast.Plan()
     model = small_model(dtype=torch.float32, plan=plan, **more, **VARIANTS[name])
     model.runner = FastRunner(plan, force="flat")
@@ -125,7 +125,7 @@ def loss_and_gradients(model, tokens, seed=0):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_last_layer_ends_where_the_loss_looks(name, compiled, monkeypatch):
-    """Loss and gradients of the plain step. Compiled, the last layer runs as it is written: its shapes are new in every step."""
+    """Loss and gradients equal the plain step's. The last layer is never compiled: its shapes change at every step."""
     monkeypatch.setattr(blocks, "_FUSED_SIZE", 0)
     tokens, model, ended = small_tokens(2, 20), flat_model(name), []
     last_norm = functions.add_last_norm
@@ -143,7 +143,7 @@ def test_a_last_layer_ends_where_the_loss_looks(name, compiled, monkeypatch):
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 units says so
 def test_a_bf16_residual_stream_is_as_exact_by_operators_as_without(name, monkeypatch):
-    """On average: of one step of a small model, rounding makes the one or the other better."""
+    """On average over steps: in a single one, rounding favours either."""
     monkeypatch.setattr(blocks, "_FUSED_SIZE", 0)
     tokens, errors, plan = small_tokens(4, 20), {"plain": 0.0, "flat": 0.0}, fast.Plan(residual=torch.bfloat16)
     for seed in range(12):
@@ -161,7 +161,7 @@ def test_a_bf16_residual_stream_is_as_exact_by_operators_as_without(name, monkey
 @pytest.mark.skipif(DEVICE == "cuda", reason="test_runner.py has it there")
 @pytest.mark.parametrize("name", ["sinks-2-end-zero-gate", pytest.param("sinks-4", marks=pytest.mark.slow), "vanilla"])
 def test_a_step_by_kernels_is_the_plain_step(name, monkeypatch):
-    """By Triton's interpreter: what a GPU runs, but for the attention over content."""
+    """By Triton's interpreter: all kernels of a GPU's step but content attention."""
     called = set()
 
     def by_kernel(self, *args, **given):
@@ -180,7 +180,7 @@ def test_a_step_by_kernels_is_the_plain_step(name, monkeypatch):
 
 
 def test_an_adapter_is_not_passed_by(monkeypatch):
-    """A layer that is more than its weight computes for itself."""
+    """An adapted layer's own forward is called, not a fused one of its weight."""
 
     class Adapted(torch.nn.Linear):
         def forward(self, x):

@@ -1,4 +1,4 @@
-"""What only a GPU can show. Skipped elsewhere; test_runner.py and tests/kernels hold on a GPU what they hold on a CPU."""
+"""What only a GPU can show; skipped elsewhere. test_runner.py and tests/kernels run on both."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def compiles(test):
 
 
 def make_inputs(shape, dtype, n_sinks=1):
-    """q, k, v and the sinks' k, v."""
+    """Make q, k, v and the sinks' k, v."""
     batch, tokens, heads, kv_heads, width = shape
     generator = torch.Generator("cuda").manual_seed(0)
     sizes = [(batch, heads, tokens, width), *[(batch, kv_heads, tokens, width)] * 2, *[(1, kv_heads, n_sinks, width)] * 2]
@@ -50,7 +50,7 @@ def make_inputs(shape, dtype, n_sinks=1):
 
 
 def attend_as_flat(q, k, v, sink_k, sink_v):
-    """What a training step runs, whose sinks lie behind the tokens; unrotated."""
+    """Attend as a training step does, with sinks behind the tokens, and without rotation."""
     batch, heads, tokens, width = q.shape
     rows = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)], dim=1)
     behind = torch.cat([x[0].transpose(0, 1) for x in (q[:1, :, : sink_k.shape[2]].detach(), sink_k, sink_v)], dim=1)
@@ -63,7 +63,7 @@ def attend_as_flat(q, k, v, sink_k, sink_v):
 
 @pytest.mark.parametrize(("shape", "n_sinks"), [((2, 2048, 10, 10, 128), 1), ((2, 1000, 14, 2, 64), 3)])
 def test_fast_attention_is_as_exact_as_the_plain_kernel(shape, n_sinks):
-    """Errors of the output and of each gradient against float64, beside those of attention without a sink."""
+    """Errors of output and gradients against float64 stay near those of attention without a sink."""
     inputs = make_inputs(shape, torch.bfloat16, n_sinks)
     grad = torch.randn(inputs[0].shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda").bfloat16()
 
@@ -139,7 +139,7 @@ def test_inductor_gives_the_eager_loss_in_bf16(name):
 
 
 def attended(inputs, grad, rule, form):
-    """Output and gradients; four inputs are q, k, v and a sink logit."""
+    """Return output and gradients; four inputs are q, k, v and a sink logit."""
     batch, n_sinks = inputs[0].shape[0], 0 if len(inputs) == 4 else inputs[3].shape[2]
     visible = block_mask(rule, batch, n_sinks) if form is attend_flex else rule.dense()
     named = {"sink_logit": inputs[3]} if len(inputs) == 4 else {"sink_k": inputs[3], "sink_v": inputs[4]}
@@ -242,7 +242,7 @@ def test_pair_bits_are_the_same_in_a_compiled_kernel():
 @compiles
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_sharded_model_on_one_gpu_trains_as_a_plain_one(tmp_path, compiled):
-    """One rank of NCCL: gathered in bf16 block by block, its gradients reduced, its state copied aside and read back."""
+    """One NCCL rank: blocks are gathered in bf16, gradients reduced, the state saved from a copy and loaded."""
     import torch.distributed as dist
 
     from sinkdlm import Recipe
@@ -327,7 +327,7 @@ SAMPLED = [
 
 @pytest.mark.parametrize("options", SAMPLED)
 def test_a_gpu_samples_what_a_cpu_samples(options):
-    """Captured and replayed steps included: shapes repeat more than twice. Float64, so that rounding is no excuse."""
+    """Shapes repeat more than twice, so steps are captured and replayed. In float64, rounding cannot change a token."""
     model = small_model(n_sinks=1)
     prompt = small_tokens(5, 4)
     with model.inference():
@@ -342,7 +342,7 @@ def test_a_gpu_samples_what_a_cpu_samples(options):
 
 @pytest.mark.parametrize("options", SAMPLED[1:4])
 def test_captured_steps_sample_what_launched_ones_sample(options, monkeypatch):
-    """By Triton's kernels, which float64 does not have."""
+    """With Triton kernels, which do not take float64."""
     model, prompt = small_model(dtype=torch.float32, n_sinks=1).cuda(), small_tokens(5, 4).cuda()
     captured, capture, found = [], StepGraphs._capture, []
     monkeypatch.setattr(StepGraphs, "_capture", lambda self, run: captured.append(1) or capture(self, run))
@@ -356,7 +356,7 @@ def test_captured_steps_sample_what_launched_ones_sample(options, monkeypatch):
 
 
 def test_an_observer_changes_rounding_alone_and_sees_what_a_cpu_sees(variant):
-    """A watched forward runs plain, one that nobody watches by kernels."""
+    """An observed forward runs plain, any other by kernels."""
     from sinkdlm.analysis.capture import Watched
 
     model, tokens = small_model(dtype=torch.float32, **variant), small_tokens(3, 33)
@@ -379,7 +379,7 @@ def test_an_observer_changes_rounding_alone_and_sees_what_a_cpu_sees(variant):
 
 
 def test_engines_that_share_a_gpu_write_what_requests_write_alone():
-    """float32, each row in shapes of its own; both engines capture CUDA graphs while the other waits its turn."""
+    """float32, one row per shape; each engine captures CUDA graphs while the other waits."""
     models = [small_model(seed=seed, dtype=torch.float32, n_sinks=1).cuda() for seed in (1, 2)]
     requests = [request_of(name, number, n_open=20) for number, name in enumerate(POLICIES)]
     expected = [[alone(model, request, deterministic=True, device="cuda").rows[0] for request in requests] for model in models]
@@ -445,7 +445,7 @@ def test_float8_matmuls_are_those_of_a_cpu_and_near_the_exact_ones(tokens, input
         grads = torch.autograd.grad(out + narrow[..., :inputs], leaves, grad.to(device, dtype or grad.dtype))
         results.append([one.detach().double().cpu() for one in (narrow, out, *grads)])
     for on_cpu, on_gpu, exact in zip(*results, strict=True):
-        assert (on_gpu - on_cpu).norm() <= 0.05 * on_cpu.norm()  # fewer bits in sums, and ties
+        assert (on_gpu - on_cpu).norm() <= 0.05 * on_cpu.norm()  # sums have fewer bits, and ties may round the other way
         assert 1e-3 * exact.norm() < (on_gpu - exact).norm() <= 0.15 * exact.norm()
 
 
@@ -455,7 +455,7 @@ def test_float8_matmuls_are_those_of_a_cpu_and_near_the_exact_ones(tokens, input
     ("name", "recompute", "length"), [("sink", "none", 512), ("sinks-2-end-zero-gate", "selective", 512), ("parent", "none", 501)]
 )
 def test_compiled_blocks_in_float8_are_the_eager_ones_and_near_bf16(name, recompute, length):
-    """As flat tokens, and shorter rows that are not."""
+    """Rows on the flat path, and shorter rows that are not."""
     flags = {key: value for key, value in VARIANTS[name].items() if key != "mask_id"}
     config = ModelConfig.preset("smdm-6m", **flags)
     tokens = torch.randint(0, config.vocab_size - 1, (3, length), generator=torch.Generator().manual_seed(0)).cuda()

@@ -1,4 +1,4 @@
-"""Products in float8: what is rounded, how far off that is, and that nothing takes it for the model itself."""
+"""Float8 inference: what is rounded, how large the errors are, and that a rounded model is not saved as the original."""
 
 import pytest
 import torch
@@ -52,5 +52,5 @@ def test_shapes_that_the_products_do_not_take_are_left_alone():
 
 
 def test_it_is_not_saved():
-    with pytest.raises(RuntimeError, match="save the one that it was made from"):
+    with pytest.raises(RuntimeError, match="save the model that it was made from"):
         to_float8(DiffusionLM(ModelConfig(**SHAPE))).state_dict()

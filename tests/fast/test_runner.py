@@ -1,6 +1,6 @@
 """One law for every runner: on every path, outputs and gradients are those of `run_plain`, for every variant.
 
-On a GPU where there is one: it has the path of kernels, and the flat one in half precision alone.
+Runs on a GPU where there is one: only there is the inference path, and the flat path in half precision.
 """
 
 import copy
@@ -29,11 +29,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),  # a CPU without bf16 units says so
 ]
 
-SIZES = {"d_model": 96} if ON_GPU else {}  # a GPU's kernels want heads of 16
+SIZES = {"d_model": 96} if ON_GPU else {}  # kernels on a GPU need heads of at least 16
 BATCH, TOKENS = 3, 160 if ON_GPU else 13
 EXACT = [(torch.float32, 1e-4)] if ON_GPU else [(torch.float64, 1e-12), (torch.float32, 1e-5)]
 
-# Name -> how a path is asked for, and whether it is the flat one.
+# Name -> the plan's fields, and the path that is forced.
 PATHS = {
     "default": ({}, None),
     "selective": ({"recompute": "selective"}, None),
@@ -46,11 +46,11 @@ FLAT = [name for name, flags in VARIANTS.items() if flags.get("sink_kind") != "r
 
 
 def runs_of(config) -> dict[str, dict]:
-    """What forwards are told, one after the other."""
+    """Name -> arguments of a forward."""
     index = torch.arange(TOKENS)
     lengths = torch.tensor([TOKENS, 4, TOKENS - 4])
     each = torch.tensor([[0, 5, 3], [2, 2, 1], [4, 0, TOKENS - 5]])
-    some = torch.tensor([0, 8, TOKENS - 1, TOKENS, TOKENS + 2, 3 * TOKENS - 5])  # unequally many of each row
+    some = torch.tensor([0, 8, TOKENS - 1, TOKENS, TOKENS + 2, 3 * TOKENS - 5])  # rows select unequally many
     documents = torch.stack([index // 5, index // 100, (index > 2) * 7])
     annealing = Annealing(0.4, 7)
     found = {
@@ -73,7 +73,7 @@ def on_device(given: dict) -> dict:
 
 
 def forward(model, given: dict, seed: int = 0):
-    """The output, without padding."""
+    """Return the output without padding."""
     out = model(small_tokens(BATCH, TOKENS, seed).to(DEVICE), **on_device(given))
     if "lengths" in given and "select" not in given:
         out = out[torch.arange(TOKENS, device=DEVICE) < given["lengths"][:, None].to(DEVICE)]
@@ -81,7 +81,7 @@ def forward(model, given: dict, seed: int = 0):
 
 
 def step(model, given: dict, seed: int = 0) -> dict[str, torch.Tensor]:
-    """The output and each weight's gradient."""
+    """Return the output and each weight's gradient."""
     model.zero_grad()
     out = forward(model, given, seed)
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
@@ -105,7 +105,7 @@ def with_runner(path: str, dtype: torch.dtype, **flags):
 
 @pytest.fixture
 def paths(monkeypatch) -> list[str]:
-    """The path of each fast forward."""
+    """Record the path of each fast forward."""
     taken: list[str] = []
     choose = FastRunner.choose
     monkeypatch.setattr(FastRunner, "choose", lambda self, *given: taken.append(choose(self, *given)) or taken[-1])
@@ -130,7 +130,7 @@ def test_every_path_is_the_plain_one(path, dtype, tolerance, variant, paths):
 
 @pytest.fixture
 def trainable_flex(monkeypatch):
-    """torch's front door refuses to train FlexAttention on a CPU; its reference arithmetic behind the door does it exactly."""
+    """torch refuses to train FlexAttention on a CPU, although its reference code can: skip the check."""
     if not ON_GPU:
         monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     torch._dynamo.reset()
@@ -138,14 +138,14 @@ def trainable_flex(monkeypatch):
     torch._dynamo.reset()
 
 
-# What FlexAttention sees of a variant is in these; for each it is compiled anew.
+# These cover what FlexAttention sees of all variants; each is compiled anew.
 FLEX = ("vanilla", "sink", "sinks-2-end-zero-gate", "logit", "parent", "register-2-end-zero")
 
 
 @pytest.mark.usefixtures("trainable_flex")
 @pytest.mark.parametrize("name", [name if name in FLEX else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS])
 def test_flex_is_the_plain_one(name, paths):
-    """Where a rule hides more than padding."""
+    """Forwards whose rule hides more than padding."""
     (dtype, tolerance), flags = EXACT[0], {**SIZES, **VARIANTS[name], "n_layers": 2}
     if ON_GPU and name not in FLEX:
         pytest.skip("compiled anew for the same kernel")
@@ -160,7 +160,7 @@ def test_flex_is_the_plain_one(name, paths):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), EXACT)
 def test_inference_is_the_plain_one(dtype, tolerance, variant, paths):
-    """Twice in a scope, of which the second forward takes the lane from the first; cached spans among it."""
+    """Two passes in a scope: the second uses the first one's lane. Cached spans too."""
     model, exact = (small_model(dtype=dtype, plan=plan, **SIZES, **variant).to(DEVICE) for plan in (fast.Plan(), None))
     tokens = small_tokens(BATCH, TOKENS).to(DEVICE)
     changed = tokens.clone()
@@ -188,7 +188,7 @@ def test_inference_is_the_plain_one(dtype, tolerance, variant, paths):
 
 
 def errors_of(model, exact, runs: list[dict]) -> dict[str, float]:
-    """Of outputs, of all gradients, and of the sinks': how far they are off, over several samples of each forward."""
+    """Relative errors of outputs, of all gradients and of the sinks' gradients, over several samples of each forward."""
     totals = dict.fromkeys(("out", "gradients", "sinks"), 0.0)
     for seed in range(4):
         for given in runs:
@@ -205,7 +205,7 @@ def errors_of(model, exact, runs: list[dict]) -> dict[str, float]:
 
 @pytest.mark.parametrize("path", ["default", "flat", "flat-full"] if ON_GPU else ["flat"])
 def test_half_precision_is_as_exact_as_the_plain_ones(path, variant, paths):
-    """Against float64, at most 1.5 times as far off."""
+    """The error against float64 is at most 1.5 times the plain runner's."""
     model = with_runner(path, torch.float32, **variant)
     rounded, exact = (small_model(dtype=torch.float32, plan=None, **SIZES, **variant).to(DEVICE) for _ in range(2))
     runs = runs_of(model.config)
@@ -267,7 +267,7 @@ def test_an_edit_of_a_formula_breaks_the_law(owner, name, edit, monkeypatch):
 
 
 class Block(plain.Block):
-    """Somebody else's."""
+    """A user's subclass."""
 
     def forward(self, x, sinks, view):
         x, sinks, lane = super().forward(x, sinks, view)
@@ -279,7 +279,7 @@ def test_blocks_of_somebody_else_run_plain_and_it_is_said():
     unlike = model(tokens)
     model.blocks[1].__class__ = Block
     said = fast.prepare(model, fast.Plan())
-    assert said == ["blocks of class Block: not the package's own, so the plain runner runs them"]
+    assert said == ["blocks of class Block: not sinkdlm's own, so the plain runner is used"]
     assert model.runner is run_plain
     assert type(model.blocks[1]) is Block
     assert not torch.equal(model(tokens), unlike)

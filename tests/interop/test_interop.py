@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -26,6 +26,7 @@ import sinkdlm
 from plain import LLADA_NAMES, LLAMA_NAMES, logits, official_logits
 from sinkdlm import UserError
 from sinkdlm.interop import SinkDLMForMaskedLM, convert, load_any, open_source
+from sinkdlm.interop.lora import save_adapter
 from sinkdlm.interop.tokenizer import read_tokenizer_at
 from sinkdlm.model.visibility import Annealing
 from small_models import small_model, small_tokens
@@ -110,13 +111,13 @@ def altered(source: Path, to: Path, weights: dict | None = None, **fields) -> Pa
 
 
 def test_a_tied_head_that_is_another_table_is_refused(parents, tmp_path):
-    """Readers differ on which of the two they take; none may be chosen in silence."""
+    """Readers differ on which of the two they use; neither may be chosen silently."""
     path, parent = parents["qwen2"]
     table = parent.get_input_embeddings().weight.detach()
     written_out = altered(path, tmp_path / "same", {"lm_head.weight": table.clone()})
     assert load_any(written_out).config.tie_embeddings
     for name, head in {"other": table + 0.1, "longer": torch.cat([table, table[:1]])}.items():
-        with pytest.raises(UserError, match=r"lm_head.weight is not the embedding.*tie_word_embeddings.*false"):
+        with pytest.raises(UserError, match=r"lm_head.weight differs from the embedding.*tie_word_embeddings.*false"):
             load_any(altered(path, tmp_path / name, {"lm_head.weight": head}))
 
 
@@ -130,7 +131,7 @@ def test_a_head_that_is_not_there_is_tied_and_said_so(parents, tmp_path):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_not_finite_are_refused(parents, tmp_path, value):
-    """Greedy choices among scores that are no numbers would be read as answers."""
+    """Greedy choices among NaN scores would be read as answers."""
     path, _ = parents["llama"]
     broken = load_file(path / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
     broken[3, 5] = value
@@ -168,7 +169,7 @@ def test_mask_takes_an_unused_row_or_a_new_one(parents, tmp_path):
 
 
 def test_a_mask_that_text_is_made_of_is_refused(parents, tmp_path):
-    """Prompts would have gaps wherever that token stands, and documents with it no likelihood."""
+    """Prompts would have gaps wherever that token stands, and documents with it would have no likelihood."""
     path, _ = parents["llama"]
     tokenizer = tiny_tokenizer(90)
     tokenizer.add_special_tokens({"eos_token": "</s>", "additional_special_tokens": ["<spare>"]})
@@ -324,12 +325,12 @@ def test_official_export_refuses_what_has_no_place_there(tmp_path):
             convert(tmp_path / "x", tmp_path / "y", to="official")
         assert not (tmp_path / "y").exists()
     sinkdlm.save(tmp_path / "x", small_model(dtype=torch.float32, n_sinks=2, gate="headwise", qkv_bias=True))
-    with pytest.raises(UserError, match=r"qkv_bias = True .* only False; n_sinks = 2 .*; gate = 'headwise' has no place there"):
+    with pytest.raises(UserError, match=r"qkv_bias = True .* only False; n_sinks = 2 .*; gate = 'headwise' is not supported there"):
         convert(tmp_path / "x", tmp_path / "y", to="official")
 
 
 def test_notes_are_of_this_conversion(tmp_path):
-    """A model whose sink was new once, and may have been trained since, has no new one when it is written again."""
+    """A sink that was new once, and may have been trained since, is not reported as new when the model is written again."""
     sinkdlm.save(tmp_path / "x", small_model(dtype=torch.float32))
     assert convert(tmp_path / "x", tmp_path / "y", changes={"n_sinks": 1})["notes"] == ["1 new sink row(s), init mean"]
     assert convert(tmp_path / "y", tmp_path / "z")["notes"] == []
@@ -350,7 +351,7 @@ def test_a_checkpoint_keeps_the_notes_of_all_its_conversions(tmp_path, first):
 
 
 def test_what_official_weights_do_not_tell_is_said(tmp_path):
-    """They are weights alone: a context length is lost on the way out and back, and so are heads of no size of the table."""
+    """They hold only weights: out and back, the context length is lost, and so are heads of a size outside the table."""
     model = small_model(dtype=torch.float32, n_sinks=1, qkv_bias=False, tie_embeddings=False, context_length=96)
     heads = {key: getattr(model.config, key) for key in ("n_heads", "n_kv_heads")}
     sinkdlm.save(tmp_path / "x", model)
@@ -440,7 +441,7 @@ FAMILIES = {
 def write_family(kind: str, folder: Path) -> dict:
     config, names, _ = FAMILIES[kind]
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({**config, "bos_token_id": 91, "eos_token_id": 92, "pad_token_id": 93}))
     state = family_state(names, bias=kind == "dream")
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     tiny_tokenizer().save_pretrained(folder)
@@ -468,6 +469,14 @@ def test_diffusion_models_come_in_and_go_out_as_they_are(tmp_path, kind):
     assert all(torch.equal(back[name], state[name]) for name in state)
     again = open_source(tmp_path / "back")
     assert (again.kind, again.config) == (kind, lm.config)
+    (tmp_path / "src" / "tokenizer.json").unlink()
+    (tmp_path / "src" / "tokenizer_config.json").unlink()
+    convert(tmp_path / "src", tmp_path / "bare", changes={"context_length": 64})
+    convert(tmp_path / "bare", tmp_path / "bare-hf", to="hf")
+    ids = {"bos_token_id": 91, "eos_token_id": 92, "pad_token_id": 93}
+    for name in ("config.json", "generation_config.json"):
+        written = json.loads((tmp_path / "bare-hf" / name).read_text())
+        assert {key: written[key] for key in ids} == ids
     assert load_any(tmp_path / "src", {"n_sinks": 1}).config.n_sinks == 1
 
 
@@ -630,7 +639,7 @@ def test_a_sentencepiece_model_is_read_as_sentencepiece_reads_it(parents, tmp_pa
 
 
 def test_a_vocabulary_with_merges_is_read_without_foreign_code(tmp_path):
-    """As Dream publishes it: no tokenizer.json, and a class of its own that must not be run or asked about."""
+    """As Dream publishes it: no tokenizer.json, and its own class, whose code must neither run nor be asked for."""
     write_family("dream", tmp_path / "src")
     (tmp_path / "src" / "tokenizer.json").unlink()
     letters = [*"abcdefghijklmnopqrstuvwxyz", "th", "the"]
@@ -679,8 +688,9 @@ def test_a_run_folder_stands_for_its_model(tmp_path, capfd):
         convert(run, tmp_path / "x")
     sinkdlm.save(run / "model", small_model(dtype=torch.float32, n_sinks=1), tiny_tokenizer(10))
     convert(run, tmp_path / "hf", "hf")
-    assert "shards" not in "".join(capfd.readouterr())  # transformers' bar
-    assert len(read_tokenizer_at(run)) == len(sinkdlm.load(tmp_path / "hf").tokenizer)
+    assert "shards" not in "".join(capfd.readouterr())  # transformers' progress bar
+    found, own = sinkdlm.load(tmp_path / "hf").tokenizer.get_vocab(), read_tokenizer_at(run).get_vocab()
+    assert found == {**own, "[PAD10]": 10, "[MASK]": 11}
 
 
 # -- transformers classes ---------------------------------------------------------------------------------------------------------
@@ -705,7 +715,7 @@ def test_auto_classes_read_and_write_the_same_directory(variant, tmp_path):
 
 @pytest.mark.slow
 def test_importing_interop_registers(tmp_path):
-    """In processes where nothing else was imported: by a folder, and by a config that another process made."""
+    """In processes that imported nothing else: from a folder, and from a config that another process made."""
     sinkdlm.save(tmp_path / "x", small_model(dtype=torch.float32, n_sinks=1))
     config = pickle.dumps(AutoConfig.from_pretrained(tmp_path / "x"))
     ways = (
@@ -840,6 +850,85 @@ def test_a_retrofitted_sink_trains_beside_lora(tmp_path):
     assert not torch.equal(lora.merge_and_unload().model.sinks, before)
 
 
+def test_an_adapter_keeps_the_sink_that_was_trained_beside_it(tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def base():
+        torch.manual_seed(0)
+        return SinkDLMForMaskedLM.wrap(load_any(tmp_path / "x", {"n_sinks": 1, "gate": "headwise"}).model)
+
+    sinkdlm.save(tmp_path / "x", small_model(dtype=torch.float32))
+    lora = peft.get_peft_model(base(), peft.LoraConfig(r=4, target_modules=["qkv", "out"]))
+    lora.base_model.model.model.sinks.requires_grad_()
+    optimizer = torch.optim.AdamW([p for p in lora.parameters() if p.requires_grad], lr=0.1)
+    tokens = small_tokens(4, 9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        lora(input_ids=tokens, labels=tokens.flip(1)).loss.backward()
+        optimizer.step()
+    lora.eval()
+    trained = lora(input_ids=tokens).logits
+    save_adapter(lora, tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(base(), tmp_path / "adapter").eval()
+    assert torch.equal(again.base_model.model.model.sinks, lora.base_model.model.model.sinks)
+    assert torch.equal(again(input_ids=tokens).logits, trained)
+    lora.save_pretrained(tmp_path / "plain")  # peft alone: the reason for ours
+    lost = peft.PeftModel.from_pretrained(base(), tmp_path / "plain").eval()
+    assert not torch.equal(lost.base_model.model.model.sinks, lora.base_model.model.model.sinks)
+    again.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = sinkdlm.load(tmp_path / "merged").model
+    torch.testing.assert_close(merged.head(merged(tokens)), trained, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_trainer_goes_on_from_its_own_checkpoints_and_takes_the_best(tmp_path):
+    """4 steps and 4 more equal 8, and the best weights are the best step's."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    tokens = small_tokens(64, 9)
+    rows = [{"input_ids": row, "labels": row.flip(0)} for row in tokens]
+    sinkdlm.save(tmp_path / "x", small_model(dtype=torch.float32, n_sinks=1))
+
+    def trained(out, steps, resume=None, **more):
+        model = AutoModelForMaskedLM.from_pretrained(tmp_path / "x")
+        given = {"max_steps": steps, "save_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "seed": 3}
+        given |= {"report_to": [], "disable_tqdm": True, "use_cpu": True, "lr_scheduler_type": "constant", **more}
+        trainer = Trainer(model, TrainingArguments(str(out), **given), train_dataset=rows, eval_dataset=rows[:8])
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = trained(tmp_path / "whole", 8).model
+    trained(tmp_path / "parts", 4)
+    parts = trained(tmp_path / "parts", 8, str(tmp_path / "parts" / "checkpoint-4")).model
+    assert all(map(torch.equal, whole.parameters(), parts.parameters()))
+    best = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, "greater_is_better": True}  # so the first
+    found = trained(tmp_path / "best", 8, metric_for_best_model="loss", **best)
+    assert found.state.best_model_checkpoint.endswith("checkpoint-4")
+    first = AutoModelForMaskedLM.from_pretrained(tmp_path / "best" / "checkpoint-4")
+    assert all(map(torch.equal, found.model.parameters(), first.parameters()))
+    assert not all(map(torch.equal, found.model.parameters(), whole.parameters()))
+
+
+@pytest.mark.parametrize("mask", [VOCAB, 40, 96])
+def test_the_fill_mask_pipeline_finds_mask(tmp_path, mask):
+    """[MASK] as a new row, as a token of the tokenizer, and as an unused row behind its last token."""
+    from transformers import pipeline
+
+    tokenizer = tiny_tokenizer(50)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    sinkdlm.save(tmp_path / "x", small_model(dtype=torch.float32, n_sinks=1, vocab_size=VOCAB, mask_id=mask), tokenizer)
+    convert(tmp_path / "x", tmp_path / "hf", to="hf")
+    fill = pipeline("fill-mask", model=str(tmp_path / "hf"), device="cpu", top_k=3)
+    assert fill.tokenizer.mask_token_id == mask
+    lm = sinkdlm.load(tmp_path / "x")
+    found = fill(f"w3 {fill.tokenizer.mask_token} w5")
+    tokens = torch.tensor([[3, lm.config.mask_id, 5]])
+    wanted = lm.model.head(lm.model(tokens))[0, 1].softmax(-1).topk(3)
+    assert [one["token"] for one in found] == wanted.indices.tolist()
+    torch.testing.assert_close(torch.tensor([one["score"] for one in found]), wanted.values, rtol=1e-4, atol=1e-6)
+
+
 def test_a_diffusion_model_in_its_parents_form_remembers_mask_and_shift(parents, tmp_path):
     for kind, shift in (("qwen2", True), ("llama", False)):
         convert(parents[kind][0], tmp_path / kind, changes={"mask_id": 96, "shift_logits": shift})
@@ -956,7 +1045,7 @@ def broken(tmp_path: Path, parents: dict, case: str) -> tuple[Path, list[str]]:
         return path.with_suffix(".pth"), ["holds code or objects", "refused"]
     if case == "foreign weights":
         save_file({"x": torch.zeros(2)}, path.with_suffix(".safetensors"))
-        return path.with_suffix(".safetensors"), ["no official state dict", "transformer.wte.weight"]
+        return path.with_suffix(".safetensors"), ["not an official state dict", "transformer.wte.weight"]
     if case == "wrong shape":
         state = official_state("vanilla")
         state["transformer.h.2.mlp.swiglu.w3.weight"] = torch.zeros(256, 1000)
@@ -1036,7 +1125,7 @@ def test_what_cannot_be_read_gets_one_line(tmp_path, parents, case):
         ({"n_layers": 2}, ["--set n_layers=2", "trained with n_layers = 3", "n_sinks"]),
         ({"n_snks": 1}, ["n_snks", "did you mean n_sinks"]),
         ({"n_sinks": -1}, ["n_sinks = -1"]),
-        ({"n_heads": 3}, ["n_heads", "says them itself"]),
+        ({"n_heads": 3}, ["n_heads", "llama files record them"]),
         ({"mask_id": 99}, ["mask_id = 99"]),
     ],
 )
@@ -1044,8 +1133,8 @@ def test_wrong_changes_are_named(parents, changes, words):
     with pytest.raises(UserError) as failure:
         load_any(parents["llama"][0], changes)
     assert all(word in str(failure.value) for word in words), str(failure.value)
-    free = str(failure.value).partition("free are ")[2]
-    assert "n_heads" not in free  # of no model that says its heads itself
+    free = str(failure.value).partition("what can be set: ")[2]
+    assert "n_heads" not in free  # which only official files leave open
 
 
 def test_trained_parts_are_not_taken_away(tmp_path):
@@ -1059,8 +1148,19 @@ def test_trained_parts_are_not_taken_away(tmp_path):
             load_any(tmp_path / "x", changes)
 
 
+def test_a_model_that_cannot_write_is_named_with_the_cure(parents, command_line, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for command in ("sample", "serve"):
+        status, _, said = command_line(command, parents["qwen2"][0], "--device", "cpu")
+        assert status == 2
+        assert "an AR model (qwen2), which has not learned to fill [MASK]; adapt it first: sinkdlm train" in said
+        status, _, said = command_line(command, "Qwen/Qwen2.5-0.5B", "--device", "cpu")
+        assert status == 2
+        assert "fetched first: hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B" in said
+
+
 def test_convert_on_the_command_line(tmp_path, parents, command_line):
-    """In a process of their own where something else might speak, too; the others in this one, which has loaded everything."""
+    """In their own process where other code might print too; the others in this one, which has loaded everything."""
     torch.save({"evil": Path("/")}, tmp_path / "evil.pth")
     flags = ["--set", "n_sinks=1", "--set", "sink_position=end", "--dtype", "bfloat16", "--json"]
     commands = [[tmp_path / "evil.pth", tmp_path / "dst"], [parents["qwen2"][0], tmp_path / "x", *flags]]

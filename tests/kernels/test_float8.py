@@ -18,7 +18,7 @@ pytestmark = [
     (True, 128, GRADIENTS, torch.bfloat16), (True, 0, VALUES, torch.float32), (False, 16, VALUES, torch.bfloat16),
 ])  # fmt: skip
 def test_rounding(given, dtype, rows, multiple):
-    x = random(131, 210, dtype=given)[:, ::3]  # several tiles either way
+    x = random(131, 210, dtype=given)[:, ::3]  # several tiles in both directions
     given = (x, scale_of(x.abs().amax(), dtype), dtype, rows, multiple)
     for found, wanted in zip(kernels.round_float8(*given), ops.round_float8.plain(*given), strict=True):
         assert_rounded_alike(found, wanted)
@@ -46,7 +46,7 @@ def test_swiglu():
 
 
 def predictions(right):
-    """None yet, another scale, and the right one."""
+    """Predictions without a scale, with a wrong one, and with the right one."""
     for value in (0.0, 3.0, float(right)):
         predicted = new_predictions(1, torch.device(DEVICE))[0]
         predicted[0] = value
@@ -60,7 +60,7 @@ def same_bits(ones, others):
 @pytest.mark.parametrize("form", ["plain", "kernel"])
 @pytest.mark.parametrize("scaled", [1.0, 0.0, float("inf")])
 def test_a_prediction_changes_no_bit(form, scaled, monkeypatch):
-    """Right or wrong, by kernels whose programs write several tiles again."""
+    """Right or wrong; on a miss, each program of a kernel rewrites several tiles."""
     monkeypatch.setattr(kernels, "_AGAIN", 3)
     given = {
         name: getattr(kernels if form == "kernel" else ops, name)
@@ -76,7 +76,7 @@ def test_a_prediction_changes_no_bit(form, scaled, monkeypatch):
             *found, found_scale, found_inverse = quantize(x, predicted, dtype, 16)
             assert same_bits(found, wanted)
             assert (float(found_scale), float(found_inverse)) == (float(scale), float(inverse))
-            assert predicted.tolist() == [float(scale), wrong, *[0.0] * SLOTS]  # ready for the next time
+            assert predicted.tolist() == [float(scale), wrong, *[0.0] * SLOTS]  # ready for the next step
     if scaled != 1:
         return
     gate_up, grad = random(35, 540, dtype=torch.bfloat16), random(35, 270, seed=1, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Each kernel of inference against the operations it stands for: on a GPU, or by Triton's interpreter."""
+"""The inference kernels against plain operations: on a GPU, or by Triton's interpreter."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Switches between kernels and plain operations, wherever the tensors are."""
+    """Switch between kernels and plain operations, on any device."""
 
     def switch(on):
         monkeypatch.setattr(runner, "load_kernels", lambda: kernels if on else None)
@@ -115,18 +115,18 @@ def test_equal_logits_go_to_the_first():
 
 
 def forced_model(**flags):
-    """Runs by kernels, wherever its tensors are."""
+    """A model that runs by kernels on any device."""
     model = small_model(dtype=torch.float32, **flags).to(DEVICE)
     model.runner = runner.FastRunner(Plan(), force="inference")
     return model
 
 
-LEAST = ("sinks-2-end-zero-gate",)  # the others differ in what no kernel sees
+LEAST = ("sinks-2-end-zero-gate",)  # the others differ in nothing that a kernel sees
 
 
 @pytest.mark.parametrize("name", [name if name in LEAST else pytest.param(name, marks=pytest.mark.slow) for name in FUSABLE])
 def test_a_model_with_kernels_is_the_model(name, fused):
-    """Whole rows, rows of different lengths, chosen positions, and a span of a cached row."""
+    """Whole rows, rows of different lengths, selected positions, and a span of a cached row."""
     model, tokens = forced_model(n_layers=2, **VARIANTS[name]), small_tokens(2, 9).to(DEVICE)
     lengths, wanted = torch.tensor([9, 6], device=DEVICE), torch.tensor([[0, 4], [5, 1]], device=DEVICE)
     changed = tokens.clone()
@@ -147,7 +147,8 @@ def test_a_model_with_kernels_is_the_model(name, fused):
 @pytest.mark.slow
 def test_samples_are_the_same_with_kernels(fused):
     model, prompt = forced_model(n_sinks=1), small_tokens(2, 3).to(DEVICE)
-    for options in ({"temperature": 0.7}, {"config": "fast", "block": 4}, {"guidance": 0.5}):
+    drawn_order = {"order_temperature": 0.2, "last_ids": [3]}
+    for options in ({"temperature": 0.7}, {"config": "fast", "block": 4}, {"guidance": 0.5}, drawn_order):
         found = []
         for on in (True, False):
             fused(on)

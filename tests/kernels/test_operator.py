@@ -1,4 +1,4 @@
-"""Functions that the compiler takes whole, and that are called as they are elsewhere."""
+"""Custom operators: opaque to the compiler, called directly elsewhere."""
 
 import subprocess
 import sys
@@ -92,12 +92,12 @@ GIVEN = {
 
 
 def of_heads(n):
-    """As the model lays them out."""
+    """Heads in the model's memory layout."""
     return random(2, 9, n, 8).transpose(1, 2)
 
 
 def by_token(batch, tokens, heads):
-    """A log-sum-exp as a CPU's attention lays it out."""
+    """A log-sum-exp in the memory layout of a CPU's attention."""
     return random(batch, tokens, heads).transpose(1, 2)
 
 
@@ -108,5 +108,5 @@ def test_every_operator_is_checked():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GIVEN)
 def test_operators_keep_the_rules_of_torch(name):
-    """Shapes, strides and types that the compiler is told are those that come."""
+    """The compiler is told the true shapes, strides and dtypes."""
     torch.library.opcheck(getattr(ops, name).op, GIVEN[name](), test_utils=("test_schema", "test_faketensor"))

@@ -11,20 +11,20 @@ from sinkdlm.kernels import sink_attention as kernels
 
 pytestmark = pytest.mark.gpu
 
-# batch, query heads, key/value heads, tokens, head width, sinks: of odd sizes, none of which is a whole number of tiles.
+# batch, query heads, key/value heads, tokens, head width, sinks: odd sizes, none a multiple of a tile.
 SHAPES = [(2, 4, 2, 11, 8, 3), pytest.param((1, 6, 2, 70, 24, 1), marks=pytest.mark.slow), (2, 3, 1, 5, 16, 5)]
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Several tiles and parts even of these."""
+    """Small tiles, so that even these shapes take several."""
     for name, size in {"_MERGED_TILE": 64, "_BACK_TILE": 32, "_SPAN": 8, "_LEAST_SPAN": 8, "_RETURNED_TILE": 16}.items():
         monkeypatch.setattr(kernels, name, size)
 
 
 def given_heads(shape, dtype, behind=16):
-    """heads of tokens and of what lies behind them; angles of tokens and of sinks."""
+    """Make heads of tokens and of the rows behind them, and angles of tokens and sinks."""
     batch, n_heads, n_kv, tokens, width, n_sinks = shape
     heads = random(batch * tokens + behind, n_heads + 2 * n_kv, width, dtype=dtype)
     return heads, [random(1, n, 1, width // 2, seed=i) for i, n in enumerate((tokens, tokens, n_sinks, n_sinks), 1)]
@@ -33,14 +33,14 @@ def given_heads(shape, dtype, behind=16):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_heads_are_rotated(shape, dtype):
-    """With and without scores of sinks, and by angles of each row, as packed documents have them."""
+    """With and without scores on sinks, and with angles per row, as packed documents have them."""
     batch, n_heads, n_kv, tokens, width, n_sinks = shape
     heads, (cos, sin, *_) = given_heads(shape, dtype)
     sink_k = random(1, n_kv, n_sinks, width, seed=5, dtype=dtype)
     by_row = [random(batch, tokens, 1, width // 2, seed=i) for i in (6, 7)]
     for angles, sinks in (((cos, sin), sink_k), (by_row, None)):
         given = (heads, *angles, sinks, batch, n_heads, 0.3)
-        # Scores are float32, but of what was rounded before, which Triton's interpreter cuts off.
+        # Scores are float32 products of bf16 values, which Triton's interpreter truncates instead of rounding.
         near = {"rtol": 2e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {}
         assert_like(kernels.rotate_heads(*given), ops.rotate_heads.plain(*given), **near)
 
@@ -55,7 +55,7 @@ def test_sinks_are_rotated(shape, dtype, zero_value):
 
 
 def attended(shape, dtype):
-    """What attention over content gave, laid out as the model has it; and the sinks'."""
+    """Make content attention's inputs and outputs in the model's layout, and the sinks'."""
     batch, n_heads, n_kv, tokens, width, n_sinks = shape
     q, content = (random(batch, tokens, n_heads, width, seed=i, dtype=dtype).transpose(1, 2) for i in (1, 2))
     lse = random(batch, n_heads, tokens, seed=3) + 3

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from sinkdlm.errors import LikelihoodError, ModelError, UserError
 from sinkdlm.likelihood import Adaptive, document_likelihood, is_greedy, log_likelihood
 from sinkdlm.likelihood.estimates import student_cdf, student_quantile
 from sinkdlm.likelihood.estimators import roll
-from sinkdlm.likelihood.mask_draws import MaskDraws, draw_masks, noise_keys
+from sinkdlm.likelihood.mask_draws import draw_masks, noise_keys
 from sinkdlm.likelihood.ranking import expected_loss, is_settled, plan_looks
 from sinkdlm.likelihood.scoring import Query, Scorer, plan_batches, read_rows
 from small_models import VARIANTS, small_model, small_tokens
@@ -27,9 +28,12 @@ def after(given, length):
     return [place >= given for place in range(length)]
 
 
+Draws = namedtuple("Draws", ["masked", "weight"])
+
+
 def masks_of(estimator, seed, group, n_targets, sets, size):
     """The draws of one row."""
-    return MaskDraws(*(part[0] for part in draw_masks(estimator, noise_keys(seed, [group]), n_targets, range(sets), size)))
+    return Draws(*(part[0] for part in draw_masks(estimator, noise_keys(seed, [group]), n_targets, range(sets), size)))
 
 
 def repeat(denoiser, row, given, n, **options):
@@ -149,7 +153,7 @@ def test_intervals_of_exact_k_cover_the_truth():
 
 
 def test_intervals_of_the_official_estimator_fall_short():
-    """Rare draws near t = 0 carry what the others miss, so a run without one is low and too sure of it."""
+    """Rare draws near t = 0 carry much of the mean: a run without one is too low, and its standard error too small."""
     assert 0.5 < coverage("official") < coverage("exact_k")
 
 
@@ -227,7 +231,7 @@ def mixed_rows(n, words=10):
 @pytest.mark.parametrize("estimator", ["exact_k", "official", "chain"])
 @pytest.mark.parametrize("guidance", [0.0, 0.6])
 def test_same_estimate_alone_and_in_a_batch(estimator, guidance):
-    """Bit for bit, in float64, where the denoiser treats rows alike: other mates, other orders, other budgets, half the rows."""
+    """Bit for bit, in float64, for a denoiser that treats rows alike: with other rows, orders or budgets, and half the rows."""
     denoiser = MarkovDenoiser()
     rows, scored = mixed_rows(14, words=5)
     options = {"mask_id": 5, "estimator": estimator, "guidance": guidance, "draws": 24, "seed": 3}
@@ -242,7 +246,7 @@ def test_same_estimate_alone_and_in_a_batch(estimator, guidance):
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("name", ["sink", "sinks-2-end-zero-gate", "register-2-end-zero", "parent"])
 def test_a_model_gives_a_row_the_same_in_any_batch(name, dtype, close):
-    """Its own denoiser, with lengths= and where=, in mixed batches; a plain callable; a row alone; any budget."""
+    """The model's denoiser with lengths= and where= in mixed batches, a plain callable, a row alone, and any budget agree."""
     model = small_model(dtype=dtype, **VARIANTS[name])
     rows, scored = mixed_rows(7)
     options = {"mask_id": model.config.mask_id, "draws": 16, "guidance": 0.5}
@@ -257,7 +261,7 @@ def test_a_model_gives_a_row_the_same_in_any_batch(name, dtype, close):
 
 
 class Spy:
-    """A denoiser that keeps what it was asked."""
+    """A denoiser that records its queries."""
 
     def __init__(self, denoiser):
         self.denoiser, self.calls = denoiser, []
@@ -289,7 +293,7 @@ def test_only_masked_targets_reach_the_head_and_batches_are_full():
 
 
 def test_forwards_are_made_without_attention_that_plans_each_shape():
-    """cuDNN's plan for a new shape takes longer than a forward; rows have many lengths. Afterwards all is as it was."""
+    """Rows have many lengths, and cuDNN's plan for a new shape takes longer than a forward. Settings are restored afterwards."""
     allowed = []
 
     class Spying(Spy):
@@ -325,7 +329,7 @@ def test_batches_hold_every_look_once():
 
 
 def test_few_positions_reach_the_head_in_vain():
-    """Looks that read few and looks that read many part where there are many: at most a quarter is padding, or 256 positions."""
+    """Queries that read few and many positions are split into batches: padding is at most a quarter, or 256 positions."""
     (row,) = read_rows([[1] * 64], [after(4, 64)], 11)
     masks = masks_of("exact_k", 0, 0, 60, 8, 32).masked
     looks = [Query(row, row.targets[masked], row.targets[masked]) for masked in masks]
@@ -349,7 +353,7 @@ def test_equal_masks_are_computed_once():
 @pytest.mark.parametrize("name", ["sink", "sink-end", "parent", "register"])
 @pytest.mark.parametrize("guidance", [0.0, 0.7])
 def test_values_are_the_plain_formula(name, guidance):
-    """Guidance, then [MASK] left out where it has a row, then the softmax; shifted models and every kind of sink."""
+    """Guidance comes first, then [MASK] is excluded if it has a logit, then the softmax; for shifted models and every sink."""
     model = small_model(**VARIANTS[name])
     mask_id = model.config.mask_id
 
@@ -463,7 +467,7 @@ def test_documents_of_a_chain_have_its_likelihood():
 @pytest.mark.parametrize("guidance", [0.0, 0.8])
 @pytest.mark.parametrize("name", ["sink", "parent"])
 def test_greedy_is_what_a_plain_sampler_writes(name, guidance):
-    """What it writes is greedy, and with any one token changed it is not: rows of different lengths in one call."""
+    """What the model writes is greedy; with any one token changed it is not. Rows have different lengths."""
     model = small_model(**VARIANTS[name])
     mask_id, rows, scored, expected = model.config.mask_id, [], [], []
 
@@ -488,7 +492,7 @@ def test_greedy_is_what_a_plain_sampler_writes(name, guidance):
 
 
 def questions(n, gap):
-    """Four options each: a target, and others in which words are changed; the more, the clearer."""
+    """Four options each: a target, and others with changed words; more changes make a clearer question."""
     chain_, rows, scored, groups = MarkovDenoiser(), [], [], []
     for i in range(n):
         truth = chain_.sample(24, seed=i)
@@ -525,7 +529,7 @@ def test_adaptive_draws_find_the_same_winners_for_less():
 
 
 def test_adaptive_looks_at_every_metric():
-    """Two options of one log p are settled under acc only when it differs; a metric that ties them keeps a question open."""
+    """A question is settled only by an option that leads under every metric: a tie under one keeps it open."""
     noise = torch.randn(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values = torch.tensor([[-8.0], [-10.0]]) + 0.01 * (noise - noise.mean(1, keepdim=True))
     ones, tied = torch.tensor([[1.0, 1.0]]), torch.tensor([[1.0, 1.0], [0.8, 1.0]])
@@ -541,7 +545,7 @@ def test_adaptive_looks_at_every_metric():
 
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (1, 2, 3)])
 def test_adaptive_draws_of_short_targets(lengths):
-    """Single tokens cannot vary and are settled at the first look; of three tokens, later looks may have nothing new to compute."""
+    """Single tokens cannot vary and are settled at the first look; with three tokens, later looks may compute nothing new."""
     model = small_model(n_sinks=1)
     rows = [[1, 2, 3, *small_tokens(1, length, seed=length)[0].tolist()] for length in lengths]
     adaptive = Adaptive({"acc": [1.0] * 3, "acc_norm": list(map(float, lengths))}, error=1e-12)
@@ -572,7 +576,7 @@ def test_adaptive_errs_no_more_often_than_it_says(n_options, n_metrics, gap):
 
 
 def test_repeated_looks_are_paid_for():
-    """Two options all but equal: a test that forgets how often it has looked errs more often than its level."""
+    """Two nearly equal options: a test that ignores its earlier looks errs more often than its level."""
     assert settled_wrongly(2, 1, 0.001, error=0.1, n_looks=1) > 0.12
     assert 0.01 < settled_wrongly(2, 1, 0.001, error=0.1) <= 0.1
     assert plan_looks(32) == [8, 12, 17, 25, 32]
@@ -598,7 +602,7 @@ def simulated_run(true, seed):
 
 
 def test_a_tolerance_gives_up_no_more_agreement_than_it_says():
-    """Of 500 questions, with another full run: what one that ends early gives up, and what it saves."""
+    """Agreement with another full run over 500 questions: what early ends cost and save."""
     true = 2 * torch.randn(500, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     first, others = simulated_run(true, 2), [simulated_run(true, seed).mean(2).argmax(1) for seed in range(3, 23)]
     divisors, drawn, winners_ = torch.ones(1, 3), 0, []
@@ -615,7 +619,7 @@ def test_a_tolerance_gives_up_no_more_agreement_than_it_says():
 
 
 def test_expected_loss():
-    """None at the end, of what cannot win, and where the lead is beyond doubt; more while little is known."""
+    """No loss at the end, for options that cannot win, or with a clear lead; more loss while little is known."""
     question = simulated_run(torch.tensor([[0.0, 1.0, -1.0]], dtype=torch.float64), 5)[0]
     divisors = torch.ones(1, 3)
     assert expected_loss(question, divisors, 32) == 0
@@ -655,20 +659,20 @@ def test_a_tolerance_ends_questions_that_are_not_settled():
         ({"scored": [[0, 1]]}, "row 0: 3 tokens, 2 of scored"),
         ({"scored": []}, "1 rows of tokens, 0 of scored"),
         ({"tokens": [[0, 3, 1]]}, "a scored token is [MASK] (3)"),
-        ({"tokens": [[0, 4, 1]]}, "token 4 is scored: ids are below the vocabulary's 3"),
+        ({"tokens": [[0, 4, 1]]}, "token 4 is scored: ids must be below the vocabulary size 3"),
         ({"tokens": [[0, 1, -1]]}, "rows of different lengths as a list"),
         ({"estimator": "magic"}, "estimator = 'magic': allowed: exact_k, official, chain, causal"),
-        ({"draws": 4}, "draws = 4: at least one for each of the 8 draw sets"),
+        ({"draws": 4}, "draws = 4: needs at least one for each of the 8 draw sets"),
         ({"sets": 4}, "at least 8 independent draw sets"),
         ({"guidance": -2.0}, "guidance = -2.0: allowed is -1 or more"),
         ({"guidance": math.nan}, "guidance = nan"),
         ({"budget": 0}, "budget = 0"),
-        ({"groups": [1, 2]}, "groups has 2 numbers"),
+        ({"groups": [1, 2]}, "groups: 2 numbers"),
         ({"estimator": "causal", "guidance": 0.5}, "an AR model has no [MASK]"),
         ({"estimator": "causal", "scored": [[1, 1, 1]]}, "token 0 has nothing before it"),
         ({"adaptive": Adaptive({"acc": [1.0]})}, "adaptive: needs groups="),
         ({"adaptive": Adaptive({"acc": [1.0]}), "groups": [0], "estimator": "official"}, "estimator = 'exact_k'"),
-        ({"adaptive": Adaptive({"acc": [1.0, 2.0]}), "groups": [0]}, "metric 'acc' has 2 values"),
+        ({"adaptive": Adaptive({"acc": [1.0, 2.0]}), "groups": [0]}, "metric 'acc': 2 divisors"),
     ],
 )
 def test_mistakes_are_named_in_one_line(change, complaint):
@@ -683,7 +687,7 @@ def test_mistakes_are_named_in_one_line(change, complaint):
 @pytest.mark.parametrize("estimator", ["exact_k", "official", "chain", "causal"])
 @pytest.mark.parametrize("guidance", [0.0, 0.5])
 def test_what_is_no_number_ranks_nothing(estimator, guidance):
-    """A model that overflows: options would be ranked all the same, and an accuracy come of it."""
+    """Without an error, a model that overflows would still rank options and report an accuracy."""
     if estimator == "causal" and guidance:
         return
     with pytest.raises(ModelError, match="no numbers"):
@@ -705,7 +709,7 @@ def test_mistakes_elsewhere_are_named_too():
         (lambda: document_likelihood(denoiser, [[1]], mask_id=3, window=2, context=2), "window = 2"),
         (lambda: document_likelihood(denoiser, [[1], []], mask_id=3, window=4), "document 1: has no token"),
         (lambda: document_likelihood(denoiser, [], mask_id=3, window=4), "document 0"),
-        (lambda: document_likelihood(denoiser, [[1]], mask_id=3, window=4, n_bytes=[1, 2]), "n_bytes has 2"),
+        (lambda: document_likelihood(denoiser, [[1]], mask_id=3, window=4, n_bytes=[1, 2]), "n_bytes: 2 numbers"),
         (lambda: document_likelihood(denoiser, [[1]], mask_id=3, window=4, guidance=1.0), "no bound on a document"),
         (lambda: document_likelihood(denoiser, [[1]], mask_id=3, window=4).bits_per_byte, "give n_bytes="),
     ):

@@ -85,7 +85,7 @@ def test_fused_forms_hold_no_tokens_by_tokens_tensor(form, padded):
 
 
 def test_a_sink_logit_keeps_its_digits_in_half_precision():
-    """bf16 has 8 bits: a logit that were rounded to it would be off by 2 %."""
+    """bf16 has 8 bits: rounding the logit to it would be wrong by 2 %."""
     q, k, v, _, _ = (x.detach().bfloat16() for x in random_inputs(6, 2, 1))
     logit = torch.linspace(3.001, 4.999, 6)
     exact = attend_naive(*(x.double() for x in (q, k, v)), sink_logit=logit.double())[0]
@@ -97,7 +97,7 @@ def test_a_sink_logit_keeps_its_digits_in_half_precision():
 
 
 def test_autocast_does_not_lower_the_precision_of_scores():
-    """Inputs are in bf16 already; what follows is not rounded on the way."""
+    """Inputs are bf16; nothing after them is rounded."""
     inputs = [x.detach().bfloat16().requires_grad_() for x in random_inputs(6, 2, 2)]
     plain = with_gradients(FORMS["naive"], inputs)
 
@@ -113,5 +113,5 @@ def test_autocast_does_not_lower_the_precision_of_scores():
 def test_causal_attention_takes_no_sinks():
     q, k, v, sink_k, sink_v = random_inputs(6, 2, 1)
     torch.testing.assert_close(attend(q, k, v, causal=True), attend_naive(q, k, v, causal=True)[0])
-    with pytest.raises(ValueError, match="without sinks"):
+    with pytest.raises(ValueError, match="leave out sinks"):
         attend(q, k, v, sink_k, sink_v, causal=True)

@@ -15,8 +15,8 @@ GOLDEN = Path(__file__).parents[1] / "golden.json"
 
 
 def exact_model(name: str) -> DiffusionLM:
-    """Weights that are the same bits on every machine. Those of a model are torch's draws, which differ by a rounding between the
-    vector units of processors."""
+    """A model whose weights are bit-equal on every machine. torch's normal draws are not: they differ by rounding between
+    processors."""
     model = DiffusionLM(small_config(**VARIANTS[name])).double()
     with torch.no_grad():
         for key, weight in model.named_parameters():
@@ -26,7 +26,7 @@ def exact_model(name: str) -> DiffusionLM:
 
 
 def losses(name: str, steps: int = 3) -> list[float]:
-    """A few steps of plain gradient descent in float64."""
+    """Run a few steps of plain gradient descent in float64."""
     model = exact_model(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     found = []
@@ -47,7 +47,7 @@ def test_golden_file_is_whole():
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_losses_are_the_golden_ones(name):
-    # Another machine's BLAS may add in another order; that is all the room there is.
+    # Another machine's BLAS may add in another order; nothing else may differ.
     assert losses(name) == pytest.approx(json.loads(GOLDEN.read_text())[name], rel=1e-12, abs=0)
 
 

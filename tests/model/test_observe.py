@@ -13,7 +13,7 @@ from small_models import small_model, small_tokens
 
 
 def from_full_maps(q, k, v, sink_k, sink_v, lengths=None, sink_logit=None):
-    """The definitions, row by row and head by head, from the whole map."""
+    """Compute the definitions from the whole attention map, row by row and head by head."""
     batch, heads, _, _ = q.shape
     rows = []
     for b in range(batch):
@@ -73,7 +73,7 @@ def test_a_sink_logit_counts_as_a_sink():
 
 
 def test_planted_attention_is_reported():
-    """A head whose queries all look at key 5, and a head that looks everywhere alike."""
+    """One head attends to key 5 alone, the other to all keys equally."""
     q = torch.zeros(1, 2, 16, 8)
     k, v = torch.zeros(1, 2, 16, 8), torch.ones(1, 2, 16, 8)
     q[0, 0, :, 0], k[0, 0, 5, 0] = 100.0, 100.0

@@ -1,4 +1,4 @@
-"""Packed documents and annealing attention: each document is as if alone, and an annealing shows what its draw says."""
+"""Packed documents and annealing: each document is computed as if alone, and annealing shows the pairs that it drew."""
 
 import itertools
 import math
@@ -18,8 +18,8 @@ from small_models import VARIANTS, small_config, small_model, small_tokens
 from visibility_rules import random_rule
 
 LAYOUT = [[5, 1, 7], [13], [1, 2, 3, 7]]  # tokens of each document, row by row
-IDS = (4, 0, 9, 0)  # in no order, and one that comes back
-LENGTHS = [13, 8, 6]  # the whole row; a document cut; one cut off where it begins
+IDS = (4, 0, 9, 0)  # unordered, and one id occurs twice
+LENGTHS = [13, 8, 6]  # whole row; a document cut; a document cut off at its start
 
 PACKABLE = {name: flags for name, flags in VARIANTS.items() if flags.get("sink_kind") != "register"} | {
     "end-shift": {"n_sinks": 2, "sink_position": "end", "shift_logits": True},
@@ -32,7 +32,7 @@ def ids_of(layout):
 
 
 def spans_of(layout, lengths=None):
-    """(row, start, end) of every document, cut at the row's length."""
+    """List (row, start, end) of every document, cut at the row's length."""
     spans = []
     for row, sizes in enumerate(layout):
         limit = sum(sizes) if lengths is None else lengths[row]
@@ -62,7 +62,7 @@ def assert_same_gradients(left, right, tolerance):
 
 @pytest.fixture
 def trainable_flex(monkeypatch):
-    """torch's front door refuses to train FlexAttention on a CPU; its reference arithmetic behind the door does it exactly."""
+    """torch refuses to train FlexAttention on a CPU, although its reference code can: skip the check."""
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     torch._dynamo.reset()
     yield
@@ -203,7 +203,7 @@ def mix32(word):
 
 
 def drawn_in_python(annealing, n_tokens):
-    """Visible pairs, from Python's integers."""
+    """Compute the visible pairs with Python's integers."""
 
     def words(side):
         return [noise.hash_words(annealing.key, int(noise.Stream.ANNEALING), side, i) >> 32 for i in range(n_tokens)]
@@ -216,7 +216,7 @@ def drawn_in_python(annealing, n_tokens):
 
 
 def opened_by_reference(model, tokens, visible, monkeypatch):
-    """The masked form of the paper, with the hidden pairs of content added to its bias."""
+    """Run the masked reference, with hidden pairs of content added to its bias."""
     n_sinks = model.config.n_sinks if model.config.sink_kind != "logit" else 0
     extra = torch.zeros(len(visible), len(visible), dtype=torch.float64).masked_fill(~visible, -math.inf)
     front, back = (n_sinks, 0) if model.config.sink_position == "front" else (0, n_sinks)
@@ -248,7 +248,7 @@ def test_opening_equals_masked_reference(name, form, share, monkeypatch):
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
 @pytest.mark.parametrize("name", ["vanilla", "sinks-2-end-zero-gate", "logit", "parent"])
 def test_opening_and_documents_and_lengths_combine(name, lengths, monkeypatch):
-    """A document sees what its own part of the draw shows: i and j count along the row."""
+    """A document uses its own part of the draw: i and j are positions in the row."""
     model, tokens, annealing = small_model(**PACKABLE[name]), small_tokens(3, 13), Annealing(0.3, 5)
     visible = drawn_in_python(annealing, 13)
     with torch.no_grad():
@@ -282,7 +282,7 @@ def test_the_ends_of_the_opening(variant):
         closed = model(tokens, annealing=Annealing(0.0, 3))
         for other in (Annealing(0.0, 4), Annealing(-1.0, 3)):
             assert torch.equal(model(tokens, annealing=other), closed)
-        if variant.get("n_sinks", 0) == 0:  # and then it is the parent's attention
+        if variant.get("n_sinks", 0) == 0:  # then it is the parent's causal attention
             torch.testing.assert_close(closed, model(tokens, causal=True))
 
 
@@ -321,8 +321,8 @@ def test_draws_are_as_frequent_as_the_share_and_independent(share):
 
     n_pairs = int(above.sum())
     assert deviation(first[above], share, n_pairs) < 4
-    assert deviation((first == second)[above].double(), share**2 + (1 - share) ** 2, n_pairs) < 4  # between keys
-    corner = first[: n // 2, n // 2 :]  # between a row and the next, a column and the next, a pair and its neighbour
+    assert deviation((first == second)[above].double(), share**2 + (1 - share) ** 2, n_pairs) < 4  # two keys are independent
+    corner = first[: n // 2, n // 2 :]  # so are neighbouring rows, columns and pairs
     for left, right in ((corner[1:], corner[:-1]), (corner[:, 1:], corner[:, :-1]), (corner[1:, 1:], corner[:-1, :-1])):
         assert deviation(left * right, share**2, left.numel()) < 4
     for sums in (corner.sum(0), corner.sum(1)):
@@ -351,14 +351,14 @@ def test_pair_bits_are_those_of_python():
 
 
 def listed(counts, columns):
-    """Block lists as a boolean (B, rows, columns)."""
+    """Turn block lists into a boolean (B, rows, columns)."""
     chosen = torch.zeros(*columns.shape, dtype=torch.bool)
     chosen.scatter_(3, columns.long(), torch.arange(columns.shape[3]) < counts[..., None])
     return chosen[:, 0]
 
 
 def computed_by(blocks):
-    """(B, T, T + S): what a kernel that follows the lists computes, with its forward and its backward lists."""
+    """Return the pairs (B, T, T + S) that a kernel computes from the lists; check that forward and backward lists agree."""
     n_queries, n_keys = blocks.seq_lengths
     batch = blocks.kv_num_blocks.shape[0]
     index = [torch.arange(n) for n in (batch, n_queries, n_keys)]
@@ -386,7 +386,7 @@ def test_blocks_compute_the_dense_rule(n_tokens, n_sinks, n_registers, share, pa
     assert torch.equal(found[..., : expected.shape[2]], expected)
     assert found[..., expected.shape[2] :].all()
     assert found.diagonal(dim1=1, dim2=2).all()
-    if n_tokens == 512:  # and they skip what there is to skip
+    if n_tokens == 512:  # hidden blocks are skipped
         assert whole.any() or padded
         assert not (partial | whole).all()
 
@@ -456,10 +456,10 @@ def test_what_cannot_be_is_refused():
             with pytest.raises(ValueError, match=f"{given}= and {flag}= do not go together"):
                 model(tokens, **options, **{flag: value})
     for wrong in (ids[:, :5], ids[0], ids.double()):
-        with pytest.raises(ValueError, match="documents: an integer for each of the tokens"):
+        with pytest.raises(ValueError, match="documents: give an integer for each of the tokens"):
             model(tokens, documents=wrong)
     for name in ("register", "register-2-end-zero"):
-        with pytest.raises(ValueError, match="a register sees every document"):
+        with pytest.raises(ValueError, match="a register attends to every document"):
             small_model(**VARIANTS[name])(tokens, documents=ids)
     with pytest.raises(ValueError, match="NaN"):
         model(tokens, annealing=Annealing(math.nan, 0))

@@ -1,4 +1,4 @@
-"""The page in a real browser: what it does, that what it shows is true, that text stays text, and what goes wrong."""
+"""The page in a real browser: its functions, its numbers against the analysis, escaping of text, and failures."""
 
 import json
 import re
@@ -93,7 +93,7 @@ def test_one_writes_scrubs_chooses_compares_and_reloads(browser, site):
             detail = side(page, name).locator(".detail")
             assert detail.locator(".candidates li").count() == 5
             assert detail.locator("h3").text_content().endswith("at 9")
-            assert said_by(detail.locator(".looks")).startswith("It looks most at: ")
+            assert said_by(detail.locator(".looks")).startswith("It attends most to: ")
         side(page, "sunk").locator(".cell.own").click()
         assert "nothing but itself" in side(page, "sunk").locator(".detail").text_content()
         side(page, "sunk").locator(".trace canvas").first.click(position={"x": 300, "y": 20})
@@ -154,7 +154,8 @@ DESCRIBED = """{
   const [name, sinks] = expected;
   const shown = [...document.querySelectorAll('article.side')].find(one => one.querySelector('h2').textContent === name);
   const cells = [...shown.querySelectorAll('.cell:not(.own)')];
-  return cells.length === sinks.length && cells.every((one, at) => (one.getAttribute('aria-description') === 'sink') === sinks[at]);
+  return cells.length === sinks.length
+    && cells.every((one, at) => (one.getAttribute('aria-description') === 'content sink') === sinks[at]);
 }"""
 
 
@@ -172,7 +173,7 @@ def test_numbers_are_those_of_the_analysis(browser, site, lms, rule):
             often = getattr(trajectory, rule).any(-1).mean(0)
             layer, head = np.unravel_index(often.argmax(), often.shape)
             told = side(page, name).locator(".heads p").text_content().replace("\xa0", " ")
-            place, share = re.match(r"Sinks in the text most often in (layer \d+, head \d+): ([\d.]+ %) of steps", told).groups()
+            place, share = re.match(r"Content sinks are most frequent in (layer \d+, head \d+): ([\d.]+ %) of steps", told).groups()
             assert place == f"layer {layer}, head {head}"
             assert_shown(share, often.max(), 0)
             found = measure(trajectory, np.zeros(lms[name].config.embedding_rows, np.int8)).values
@@ -224,7 +225,7 @@ def test_every_kind_of_sink_is_shown_as_what_it_is(browser, flags):
         page.select_option("#layer", "1")
         page.select_option("#head", "1")
         looked(page, 1)
-        assert said_by(detail.locator(".looks")).startswith("It looks most at")
+        assert said_by(detail.locator(".looks")).startswith("It attends most to")
         assert_shown(re.search(r"([\d.]+ %)", said_by(detail.locator(".looks")))[1], float(row.max()), BYTE)
 
 
@@ -246,7 +247,7 @@ def test_a_chosen_token_shows_what_the_model_does_with_it(browser, site, lms):
         row = attention_maps(lm.model, canvas, [(1, 1)], query=position)[1, 1][0]
         best = int(row.argmax())
         said = said_by(detail.locator(".looks"))
-        assert said.startswith("It looks most at: ")
+        assert said.startswith("It attends most to: ")
         assert ("sink token" if best == 0 else f"at {best - 1}") in said.split(",")[0]
         assert_shown(re.search(r"([\d.]+ %)", said)[1], float(row.max()), BYTE)
         with lm.model.inference():
@@ -280,17 +281,17 @@ def test_words_claim_only_what_the_numbers_show(browser, site):
             return words and words.replace("\xa0", " ")
 
         helps = told({"sink_mass": 0.5, "sink_heads": 0.1})
-        assert "50 % of attention rests on one fixed place outside the text" in helps
+        assert "the sink token receives 50 % of all attention" in helps
         assert "70 % of heads and steps without it, 10 % with it" in helps
-        assert "30 % of them change" in helps
+        assert "30 % of these content sinks change from step to step" in helps
         assert "change from step" not in told({"sink_mass": 0.5, "sink_heads": 0.1}, turnover=0)
-        assert "does not rest on it" in told({"sink_mass": 0.39, "sink_heads": 0.1})  # a token of the text has more
-        assert "does not keep attention off" in told({"sink_mass": 0.5, "sink_heads": 0.8})
-        assert "little to tell" in told({"sink_mass": 0.5, "sink_heads": 0.7})
+        assert "receives only 39 %" in told({"sink_mass": 0.39, "sink_heads": 0.1})  # a token of the text has more
+        assert "does not make content sinks fewer" in told({"sink_mass": 0.5, "sink_heads": 0.8})
+        assert "hardly differ" in told({"sink_mass": 0.5, "sink_heads": 0.7})
         assert told({"sink_mass": 0.5, "sink_heads": 0.1}, n=0) is None
         page.goto(address(site))
         finished(page)
-        assert "fewer sinks in the text" in page.text_content("#summary")
+        assert "fewer content sinks" in page.text_content("#summary")
         assert page.locator("#summary p").count() == 2
 
 
@@ -432,7 +433,7 @@ def test_a_refusal_a_full_queue_a_lost_server_and_no_prompt_look_like_something(
         page.click("#write")
         until(page, "document.querySelector('#notice:not([hidden]) p')?.textContent.startsWith('Waiting for the model: ')")
         held[0].fulfill(status=200, content_type="text/event-stream", body='data: {"id": "x", "choices": []}\n\n')
-        until(page, "document.querySelector('#notice.bad p')?.textContent.includes('left in the middle')")
+        until(page, "document.querySelector('#notice.bad p')?.textContent.includes('in the middle of the text')")
         page.unroute("**/v1/completions")
         page.click("#notice button")  # try again
         finished(page, 1)

@@ -1,4 +1,4 @@
-"""The page in a real browser: recordings, large ones among them and how fast they are drawn, and that everybody can use it."""
+"""The page in a real browser: recordings, drawing speed of large ones, keyboard use and accessibility."""
 
 import base64
 import json
@@ -80,8 +80,8 @@ def test_a_file_that_is_no_recording_is_told(browser, site, recording, tmp_path)
     damaged = json.loads(json.dumps(recording))
     damaged["sides"][0]["received"]["data"] = base64.b64encode(zlib.compress(b"abc")).decode()
     files = {
-        "no JSON": "<p>",
-        "no recording of": '{"a": 1}',
+        "not JSON": "<p>",
+        "not a recording of": '{"a": 1}',
         "version 9": json.dumps({**recording, "version": 9}),
         "damaged": json.dumps(damaged),
     }
@@ -265,7 +265,18 @@ def test_a_step_of_a_large_trajectory_is_drawn_in_50_ms(browser, site, tmp_path)
         assert drawn.max() < 50, np.sort(drawn)[-5:]  # and from anywhere to anywhere
         side(page, "plain").locator(".cell").nth(3).click()
         looked(page)
-        assert "not in this recording" in side(page, "plain").locator(".looks").text_content()
+        assert "recording does not hold" in side(page, "plain").locator(".looks").text_content()
+
+
+def test_an_example_is_written_at_a_click(browser, site):
+    with opened(browser, site.url) as page:
+        example = page.locator("#examples button").first
+        example.wait_for()
+        text = example.text_content()
+        example.click()
+        finished(page)
+        assert page.input_value("#prompt") == text
+        assert page.is_hidden("#welcome")
 
 
 # -- everybody --------------------------------------------------------------------------------------------------------------------
@@ -334,6 +345,7 @@ def test_labels_and_contrast_hold(browser, site, scheme):
         assert violations(page) == []
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, re.findall(r"\d+", ground))) > 380) == (scheme == "light")
+        assert page.text_content("#theme") == "Theme: auto"
         for _ in range(2 if scheme == "light" else 1):  # auto, light, dark
             page.click("#theme")
         other = page.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -1,4 +1,4 @@
-"""Recordings: what a file of a trajectory holds, that it is the analysis's own, and how large it may be."""
+"""Recordings: their content, its agreement with the analysis, and their size limits."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Plans: what they say is what was measured, within ten per cent, and what they propose fits."""
+"""Plans: they match measurements within ten per cent, and the changes that they propose fit."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def run(*words):
 
 
 def test_planned_rates_are_within_ten_per_cent_of_the_measured_ones():
-    """Of every record that times a whole step of ours: train-*, train_step-*, checkpoint-*."""
+    """For every record that times a whole step of ours: train-*, train_step-*, checkpoint-*."""
     steps = [step for step in calibrate.timed_steps() if step.date >= calibration()["since"]]
     assert len(steps) >= 10
     assert len({step.result for step in steps}) >= 6
@@ -43,7 +43,7 @@ def test_planned_rates_are_within_ten_per_cent_of_the_measured_ones():
 
 
 def test_planned_memory_is_within_ten_per_cent_of_the_measured_peaks():
-    """By today's formula, against what a rank of an H200 held: train-*, train_step-*, memory-*."""
+    """Today's formula against peaks of a rank on an H200: train-*, train_step-*, memory-*."""
     peaks = calibrate.peaks(since=calibration()["since"])
     assert len(peaks) >= 31
     assert len({peak.result for peak in peaks}) >= 5
@@ -60,14 +60,14 @@ def test_a_plan_counts_logits_as_the_loss_makes_them():
 
 
 def test_the_constants_are_those_that_the_records_give():
-    """`python -m benchmarks.calibrate` was run since the records changed."""
+    """Fails until `python -m benchmarks.calibrate` has run on the current records."""
     kept, now = calibration(), calibrate.table(since=calibration()["since"])
     assert {key: now[key] for key in ("device", "records")} == {key: kept[key] for key in ("device", "records")}
     assert now["constants"] == pytest.approx(kept["constants"], rel=0.01)
 
 
 def test_a_record_of_steps_is_read_in_all_its_forms(tmp_path):
-    """train_step: our forms and the sweep, never the official one; a peak beside other models in memory is none."""
+    """train_step: our forms and the sweep, never the official one; a peak counts only where the model was alone in memory."""
     timed = {"ms_step": {"p50": 100.0}, "peak_gb": 20.0}
     entry = {
         "benchmark": "train_step",
@@ -87,7 +87,7 @@ def test_a_record_of_steps_is_read_in_all_its_forms(tmp_path):
     assert [step.tokens for step in steps] == [32768, 32768, 32768, 2048]
     launched = {**entry, "settings": {**entry["settings"], "graphs": "off"}}
     (tmp_path / "train_step-x.json").write_text(json.dumps(launched))
-    assert calibrate.timed_steps(tmp_path) == []  # it says how fast the host is
+    assert calibrate.timed_steps(tmp_path) == []  # without graphs a record times the host
     assert calibrate.host_seconds(tmp_path) == pytest.approx(0.1 / 18)
     entry["settings"]["alone"] = True
     (tmp_path / "train_step-x.json").write_text(json.dumps(entry))
@@ -136,7 +136,7 @@ def test_faster_devices_and_more_of_them_take_less_time():
     assert hours == sorted(hours, reverse=True)
     rates = [plan_of(ranks=ranks).tokens_per_second for ranks in (1, 2, 8, 64)]
     assert rates == sorted(rates)
-    assert rates[-1] <= 64 * rates[0] * 1.2  # a rank with fewer rows is not faster
+    assert rates[-1] <= 64 * rates[0] * 1.2  # fewer rows make a rank no faster
 
 
 def test_recomputation_costs_time_and_saves_memory():
@@ -160,7 +160,7 @@ def test_ranks_that_share_weights_hold_less_and_send_more():
 
 
 def test_a_last_forward_that_is_smaller_costs_less():
-    """64 rows in three forwards take as long as 64 rows, not as 3 times 22."""
+    """64 rows in three forwards cost as much as 64 rows, not as 3 times 22."""
     recipe = Recipe.load(SINK)
     even, odd = (step_seconds(recipe, rows, 3, CHIPS["h100"]).total for rows in (66, 64))
     assert odd == pytest.approx(even * 64 / 66, rel=0.01)
@@ -170,7 +170,7 @@ def test_a_last_forward_that_is_smaller_costs_less():
 
 
 def test_a_step_is_never_faster_than_its_host_can_start_it():
-    """Unless its kernels are captured, and no host has to start them."""
+    """Unless CUDA graphs launch its kernels without the host."""
     train = {"steps": 1, "batch": 1, "graphs": "off"}
     recipe = Recipe.resolve({"model": {"preset": "smdm-6m"}, "data": {"length": 8}, "train": train})
     seconds = step_seconds(recipe, 1, 1, CHIPS["b200"])
@@ -182,7 +182,7 @@ def test_a_step_is_never_faster_than_its_host_can_start_it():
 
 
 def test_what_fits_a_cpu_is_counted_in_its_precision():
-    """ "auto" is float32 there, and a row takes more room than in bf16."""
+    """ "auto" is float32 there: a row takes more memory than in bf16."""
     recipe = Recipe.resolve({"model": {"preset": "smdm-34m"}, "data": {"length": 1024}, "train": {"steps": 1, "batch": 64}})
     rows = [fitting_micro_batch(settle_precision(recipe, on_gpu=on_gpu), 16 * 10**9, 64) for on_gpu in (True, False)]
     assert 1 <= rows[1] < rows[0]
@@ -219,7 +219,7 @@ def test_what_is_proposed_fits(ranks, overrides, first):
 def test_where_nothing_helps_it_says_so():
     plan = plan_of(device="a100", ranks=1, overrides=["model.preset=llada-8b", "train.batch=1"])
     assert changes_that_fit(plan) == []
-    assert "nothing that was tried is enough" in describe(plan)
+    assert "no change that was tried is enough" in describe(plan)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_several_recipes_give_a_table():
 
 def test_a_budget_of_passes_needs_the_rows():
     path = PAPER / "sft-gsm8k-smdm-472m.toml"
-    assert "--rows says how many" in run(path).stdout
+    assert "give its number of rows with --rows" in run(path).stdout
     assert json.loads(run(path, "--rows", 769_240, "--json").stdout)[0]["steps"] == 30048
     plans = [plan_of(path, ranks=1), plan_of(ranks=1)]
     assert plans[0].hours is None

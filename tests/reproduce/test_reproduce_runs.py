@@ -66,11 +66,11 @@ def test_a_finished_reproduction_makes_nothing_again(made, tmp_path):
 def test_records_of_other_settings_are_not_mixed(made, command_line):
     status, _, said = command_line("reproduce", "figure3", "--out", made / "cut", "--seeds", 1, "--set", "train.steps=5")
     assert status == 2
-    assert "of runs with --set" in said
+    assert "made with --set" in said
 
 
 def test_records_of_other_data_are_not_mixed(made, tmp_path, capsys):
-    """Neither among themselves, nor with what is given now; nor do processes with other settings begin in one folder."""
+    """Results made from other data or settings are refused, and so is a folder that has other settings."""
     shutil.copytree(made / "cut", tmp_path / "cut")
     records = tmp_path / "cut" / "records"
     for path in sorted(records.iterdir()):
@@ -80,10 +80,10 @@ def test_records_of_other_data_are_not_mixed(made, tmp_path, capsys):
         assert reproduce("figure3", "--out", tmp_path / "cut", *CUT) == 2
         told = " ".join(capsys.readouterr().err.split())
         assert "other data (corpus)" in told
-    assert f"{records / 'adapt-sink-lr0.json'}: of runs on other data (corpus); give the same, or give another --records" in told
+    assert f"{records / 'adapt-sink-lr0.json'}: made from other data (corpus); give the same, or give another --records" in told
     shutil.rmtree(records)
     assert reproduce("figure3", "--out", tmp_path / "cut", *CUT[2:], "--set", "train.steps=5") == 2
-    assert "settings.json: of runs with --set" in capsys.readouterr().err
+    assert "settings.json: made with --set" in capsys.readouterr().err
 
 
 def test_a_plan_says_what_is_missing(made, command_line):
@@ -93,7 +93,7 @@ def test_a_plan_says_what_is_missing(made, command_line):
 
 
 def test_a_plan_says_about_how_long(made, tmp_path, command_line):
-    """Before anything was made, by what the scale declares of every part."""
+    """Expected times come from the scale's declared seconds before there are results."""
     asked = ("reproduce", "all", "--out", made / "cut", "--records", tmp_path / "none", *CUT[:2], "--seeds", 1, "--plan")
     status, said, _ = command_line(*asked)
     assert status == 0
@@ -145,7 +145,7 @@ def test_time_that_is_up_within_a_run_keeps_what_is_done(made, tmp_path):
 
 
 def test_what_another_process_makes_is_left_to_it(made, tmp_path):
-    """Its run is waited for where something needs it; the rest, which it makes too, is then there."""
+    """The command waits for another process's run only if its own runs need it."""
     out, theirs = tmp_path / "cut", tmp_path / "theirs"
     shutil.copytree(made / "cut", out)
     for name in ("adapt-sink-s1", "sft-sink-s1"):
@@ -183,7 +183,7 @@ def test_a_run_that_fits_is_made_where_one_before_it_does_not(made, tmp_path):
 
 
 def test_nobody_waits_for_what_nobody_makes(made, tmp_path):
-    """A base has no time left here and is in no other's hands: its fine-tuning will not come, whatever others make meanwhile."""
+    """Without time for a base, and with no other process making it, its fine-tuning is not waited for."""
     out = tmp_path / "cut"
     shutil.copytree(made / "cut", out)
     (out / "records" / "adapt-sink-lr1.json").unlink()  # in other hands, and nothing that is left needs it
@@ -210,6 +210,12 @@ def test_a_report_tells_of_what_others_made_last(made, tmp_path):
         patch.setattr(command.Work, "run", others_go_on)
         assert reproduce("figure3", "--out", out, *CUT) == 0
     assert json.loads((out / "report.json").read_text()) == json.loads((made / "cut" / "report.json").read_text())
+
+
+def test_every_study_is_named_to_who_asks_for_it_as_a_target():
+    modules = {path.stem for path in (Path(__file__).parents[2] / "studies").glob("*.py") if "run_study(" in path.read_text()}
+    assert len(modules) >= 5
+    assert modules - {"asking"} == set(STUDIES)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from sinkdlm.sampling.unmasking import NAMED, ORDERS, REMASKS, policy_of
 from small_models import VARIANTS, small_tokens
 
 EOS = 3
-small_model = partial(small_models.small_model, n_layers=2)  # a forward is most of what a sampler spends
+small_model = partial(small_models.small_model, n_layers=2)  # forwards take most of the time
 POLICIES = {
     **{name: {"config": name, "steps": 9} for name in NAMED if name != "fast"},
     **{order: {"order": order, "steps": 7, "temperature": 0.9} for order in ORDERS},
@@ -30,6 +30,8 @@ POLICIES = {
     "threshold": {"threshold": 0.2, "temperature": 0.5},
     "threshold-in-time": {"threshold": 0.3, "steps": 4, "block": 6},
     "guided": {"guidance": 1.5, "temperature": 0.8, "steps": 5},
+    "order-temperature": {"config": "dream", "order_temperature": 0.5, "top_p": 0.9, "top_k": 4, "steps": 8},
+    "last-ids": {"last_ids": (2, 5), "threshold": 0.2, "temperature": 0.7},
     "top-k-p": {"temperature": 1.3, "top_k": 5, "top_p": 0.8, "steps": 6},
     "suppressed": {"suppressed": (0, 7), "guidance": 0.5, "steps": 5, "temperature": 1.0},
     "prefix-cache": {"block": 5, "cache": "prefix", "temperature": 0.6},
@@ -65,7 +67,7 @@ def run(model, requests, barred=(), **how):
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_same_output_alone_and_in_a_batch(name):
     model = small_model(n_sinks=1, **({"shift_logits": True} if "cache" in name else {}))
-    requests = mixed_requests(model, POLICIES[name], 11)  # every length and every prompt's length that they can have
+    requests = mixed_requests(model, POLICIES[name], 11)  # covers every canvas and prompt length
     alone = [run(model, [request])[0] for request in requests]
     assert run(model, requests[:2]) == alone[:2]
     assert run(model, requests) == alone
@@ -80,7 +82,7 @@ def test_same_output_alone_and_in_a_batch(name):
 
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_barred_ids_are_never_written_and_change_nothing_else(name):
-    """As if each policy suppressed them, in every path; what the denoiser predicts stays."""
+    """Barred ids act as if each policy suppressed them, in every path; the denoiser's predictions stay the same."""
     model = small_model(n_sinks=1)
     options = POLICIES[name]
     requests = mixed_requests(model, options, 5)
@@ -96,7 +98,7 @@ def test_barred_ids_are_never_written_and_change_nothing_else(name):
 
 
 def test_requests_of_all_policies_join_and_leave_between_steps():
-    """One server's day: every step the batch has other rows, of other policies and ages, and each gets what it gets alone."""
+    """As in a server: at every step the batch has other rows, of other policies and progress, and each gets its own tokens."""
     model = small_model(n_sinks=2, sink_position="end")
     requests = [mixed_requests(model, options, i + 1)[i] for i, options in enumerate(POLICIES.values())]
     alone = [run(model, [request])[0] for request in requests]
@@ -133,7 +135,7 @@ def test_deterministic_float32_is_bit_equal_in_any_batch(name):
 @pytest.mark.parametrize("small_batch", [0, 4096])
 @pytest.mark.parametrize("name", ["llada", "threshold", "eos", "blocks", "guided", "smdm-origin", "remask-cap"])
 def test_replayed_steps_are_the_steps(name, small_batch, monkeypatch):
-    """What a GPU does with captured steps, with the capture played by a function: same buffers, same widths of prediction."""
+    """Steps captured as on a GPU, with a function in place of the capture: same buffers, same widths of prediction."""
     model = small_model(n_sinks=1)
     long = Request([1] + [11] * 24, policy_of(**{**POLICIES[name], "steps": None}), 11)
     batches = [mixed_requests(model, POLICIES[name], 5), [long]]
@@ -152,7 +154,7 @@ def test_replayed_steps_are_the_steps(name, small_batch, monkeypatch):
 
 @pytest.mark.parametrize("most", [2, 5, 32, 252, 1000])
 def test_widths_of_captured_steps(most):
-    """Wide enough for what is asked, at most twice that, and few."""
+    """Widths cover the positions asked for, are at most twice that, and are few."""
     widths = [cuda_graph.round_width(count, most, rows=5000) for count in range(1, most + 1)]
     for count, width in enumerate(widths, start=1):
         assert count <= width <= min(most, max(2 * count, cuda_graph._LEAST_WIDTH))
@@ -161,7 +163,7 @@ def test_widths_of_captured_steps(most):
 
 
 def test_a_plain_callable_is_enough():
-    """No lengths=, no where=: rows are then grouped by length, and get what the model's own denoiser gives them."""
+    """A denoiser without lengths= and where=: rows are grouped by length and get the same tokens as from our own denoiser."""
     model = small_model(n_sinks=1)
     for name in ("llada", "guided", "threshold", "smdm-origin", "remask-cap", "eos"):
         requests = mixed_requests(model, POLICIES[name], 6)
@@ -188,7 +190,7 @@ def test_a_shift_of_foreign_logits_is_undone():
 
 @pytest.mark.parametrize("seed", range(12))
 def test_greedy_and_llada_are_the_plain_samplers(seed):
-    """Always with a prompt: to a model without one all positions look alike, and rounding decides which comes first."""
+    """Always with a prompt: without one, all positions look alike to a model, and rounding decides which comes first."""
     flags = list(VARIANTS.values())[seed % len(VARIANTS)]
     model = small_model(seed=seed, **flags)
     mask_id = model.config.mask_id
@@ -211,9 +213,10 @@ def test_greedy_and_llada_are_the_plain_samplers(seed):
                     assert torch.equal(ours.tokens[0], llada(predict, row, given, steps, block, mask_id, guidance))
 
 
+@pytest.mark.parametrize("cuts", [None, (0.6, 3)])
 @pytest.mark.parametrize("seed", range(6))
-def test_dream_is_the_plain_sampler(seed):
-    """A foreign denoiser whose rows are for the next token, as Dream's are."""
+def test_dream_is_the_plain_sampler(seed, cuts):
+    """A foreign denoiser whose rows are for the next token, as Dream's are. Cuts change the entropies, so the order too."""
     model = small_model(seed=seed)
 
     def raw(tokens):
@@ -223,8 +226,9 @@ def test_dream_is_the_plain_sampler(seed):
         row = torch.full((length,), 11)
         row[:given] = small_tokens(1, length, seed=seed)[0, :given]
         with model.inference():
-            ours = generate(raw, prompt=row[None, :given], length=length, mask_id=11, config="dream", steps=steps, shift=True)
-            assert torch.equal(ours.tokens[0], dream(lambda tokens: raw(tokens[None])[0], row, steps, 11))
+            options = {"config": "dream", "steps": steps, "shift": True} | ({"top_p": cuts[0], "top_k": cuts[1]} if cuts else {})
+            ours = generate(raw, prompt=row[None, :given], length=length, mask_id=11, **options)
+            assert torch.equal(ours.tokens[0], dream(lambda tokens: raw(tokens[None])[0], row, steps, 11, cuts=cuts))
 
 
 # -- what every run keeps --------------------------------------------------------------------------------------------------------
@@ -266,7 +270,7 @@ def test_exact_caches_change_nothing(variant):
 @pytest.mark.parametrize("name", ["prefix", "dual"])
 @pytest.mark.parametrize("flags", [{"n_sinks": 1}, {"n_sinks": 2, "sink_position": "end"}, VARIANTS["parent"]])
 def test_a_block_cache_is_exact_in_the_first_step_of_a_block(name, flags):
-    """One step a block: every forward covers whole rows, so that the approximation has nothing to approximate."""
+    """One step per block: every forward covers whole rows, so that the cache approximates nothing."""
     model = small_model(**flags)
     for steps, same in ((3, True), (12, False)):
         plain, cached = (
@@ -282,11 +286,11 @@ def test_a_block_cache_is_exact_in_the_first_step_of_a_block(name, flags):
             for kind in ("none", name)
         )
         close = torch.allclose(plain.confidence.nan_to_num(-1), cached.confidence.nan_to_num(-1), atol=1e-6)
-        assert close == same  # with more steps the cache is stale, and seen to be used
+        assert close == same  # with more steps the stale cache changes the result
 
 
 def test_a_span_sees_what_the_whole_row_sees():
-    """A cached step whose outside has not changed gives the exact prediction: nothing was committed but in the block itself."""
+    """A cached step is exact while nothing outside its block has changed."""
     model = small_model(**VARIANTS["parent"])
     mask_id = model.config.mask_id
     asked = []
@@ -351,6 +355,27 @@ def test_a_threshold_commits_all_that_pass_and_at_least_one():
     assert in_time.steps == 2
 
 
+def test_last_ids_are_committed_when_nothing_else_is_left():
+    """However sure the model is of them, and leftmost first, so that a row ends as soon as all before its EOS is written."""
+
+    def denoise(tokens):
+        logits = torch.zeros(1, 6, 5, dtype=torch.float64)
+        logits[0, :, 1] = torch.arange(6, dtype=torch.float64)
+        logits[0, 3:, EOS] = torch.tensor([20.0, 30.0, 40.0], dtype=torch.float64)
+        return logits
+
+    def committed(**options):
+        rows = requests_of([[]], length=6, mask_id=5, **options)
+        return [found.committed[0].nonzero().flatten().tolist() for found in stream(denoise, start(rows))]
+
+    assert committed() == [[5], [4], [3], [2], [1], [0]]
+    assert committed(last_ids=[EOS]) == [[2], [1], [0], [3], [4], [5]]
+    assert committed(last_ids=EOS, steps=3) == [[1, 2], [0, 3], [4, 5]]
+    assert committed(last_ids=[EOS], eos_id=EOS) == [[2], [1], [0], [3]]
+    assert committed(threshold=0.5) == [[2, 3, 4, 5], [1], [0]]
+    assert committed(threshold=0.5, last_ids=[EOS]) == [[2], [1], [0], [3], [4], [5]]
+
+
 def test_only_positions_that_can_change_reach_the_head():
     model = small_model(n_sinks=1)
     asked = []
@@ -364,7 +389,7 @@ def test_only_positions_that_can_change_reach_the_head():
     assert asked == [4, 3, 2, 1, 4, 3, 2, 1]
     asked.clear()
     generate(denoise, prompt=small_tokens(2, 3), length=11, mask_id=mask_id, config="smdm-origin", steps=1000)
-    assert sum(asked) <= 16  # an ancestral step asks for what it reveals, and steps that reveal nothing ask nobody
+    assert sum(asked) <= 16  # an ancestral step predicts only what it reveals; steps that reveal nothing run no forward
     assert len(asked) <= 16
 
 
@@ -384,7 +409,7 @@ def test_stream_yields_every_step():
 
 def test_guidance_moves_away_from_the_blind_prediction_and_gives_no_nan():
     def denoise(tokens):
-        """Sure of 1 when it sees the prompt, mildly for 2 always; [MASK], inside the vocabulary, is the likeliest of all."""
+        """Strongly prefers 1 if it sees the prompt, slightly 2 in any case; [MASK], in the vocabulary, is the likeliest."""
         logits = torch.zeros(*tokens.shape, 4)
         logits[..., 3] = 50.0
         logits[..., 2] = 2.0
@@ -422,7 +447,7 @@ def ending(at):
 @pytest.mark.parametrize("name", list(POLICIES))
 @pytest.mark.parametrize("eos", [None, EOS])
 def test_tokens_are_not_chosen_by_what_is_no_number(name, eos):
-    """A model that overflows would write its first token everywhere, and nobody would know why."""
+    """Without an error, a model that overflows would write its first token everywhere."""
     options = {**POLICIES[name], "eos_id": eos}
     model = small_model(n_sinks=1)
     with torch.no_grad():
@@ -434,7 +459,7 @@ def test_tokens_are_not_chosen_by_what_is_no_number(name, eos):
 @pytest.mark.parametrize("name", list(POLICIES))
 @pytest.mark.parametrize("eos", [None, EOS])
 def test_rows_of_no_numbers_end_and_the_others_get_what_they_get_alone(name, eos):
-    """A token whose embedding is broken, in one row; another joins later, so that the broken one moves to a new batch."""
+    """One row holds a token with a NaN embedding; another row joins later, so that the broken one moves to a new batch."""
     model = small_model(n_sinks=1)
     policy = policy_of(**{**POLICIES[name], "eos_id": eos, "suppressed": (7,)})
     mask_id = model.config.mask_id
@@ -457,7 +482,7 @@ def test_rows_of_no_numbers_end_and_the_others_get_what_they_get_alone(name, eos
 
 
 def test_what_was_no_number_is_not_forgotten_where_a_row_moves():
-    """Values that overflow in one step alone: the row goes on in another batch, and is no answer at its end."""
+    """Values overflow in a single step: the row moves on to another batch, and must still fail at its end."""
     calls = []
 
     def denoise(tokens):
@@ -536,21 +561,27 @@ def test_gaps_and_suffixes_are_filled_around_what_is_given():
         ({"length": 5, "order": "best"}, "order = 'best': allowed: confidence"),
         ({"length": 5, "tempratur": 1}, "option 'tempratur': unknown"),
         ({"length": 5, "remask": "cap"}, "goes with order = 'ancestral'"),
-        ({"length": 5, "order": "random", "threshold": 0.5}, "looks at the prediction"),
+        ({"length": 5, "order": "random", "threshold": 0.5}, "reads predictions"),
         ({"length": 5, "threshold": 1.5}, "above 0 and at most 1"),
-        ({"length": 5, "top_k": 3}, "top_k = 3: at temperature 0 the likeliest token is taken.*give a temperature above 0"),
-        ({"length": 5, "top_p": 0.9, "config": "fast"}, "top_p = 0.9: at temperature 0"),
+        ({"length": 5, "top_k": 3}, "top_k = 3: has no effect at temperature 0.*give a temperature above 0"),
+        ({"length": 5, "top_p": 0.9, "config": "fast"}, "top_p = 0.9: has no effect at temperature 0"),
         ({"length": 5, "remask_rate": 0.1}, "remask_rate = 0.1: goes with remask"),
         ({"length": 5, "cache": "dual"}, "needs a block length"),
-        ({"length": 5, "config": "fast"}, "this denoiser keeps none"),
+        ({"length": 5, "config": "fast"}, "this denoiser supports none"),
         ({"length": 9, "block": 2, "steps": 3}, "fewer than the 4 blocks"),
-        ({"length": 5, "limit": 9}, "give length="),
-        ({}, "give length="),
+        ({"length": 5, "limit": 9}, "give either length="),
+        ({}, "give either length="),
         ({"limit": 9}, "an open end needs block="),
-        ({"limit": 9, "block": 2, "eos_id": 1, "suffix": [[1]]}, "an open end and text after a gap"),
+        ({"limit": 9, "block": 2, "eos_id": 1, "suffix": [[1]]}, "an open end cannot have given text after a gap"),
         ({"length": 5, "suffix": [[1], [1]]}, "1 prompts, 2 suffixes"),
-        ({"length": 5, "suppressed": [9]}, "below the vocabulary's 3"),
-        ({"length": 5, "suppressed": [0, 1, 2]}, "no token of the vocabulary of 3 is left"),
+        ({"length": 5, "suppressed": [9]}, "suppressed = .* below the vocabulary size 3"),
+        ({"length": 5, "last_ids": [9]}, "last_ids = .* below the vocabulary size 3"),
+        ({"length": 5, "last_ids": ["a"]}, r"last_ids = \['a'\]: expected token ids"),
+        ({"length": 5, "last_ids": 1, "order": "random"}, "last_ids: goes with an order that reads predictions"),
+        ({"length": 5, "order_temperature": -1}, "order_temperature = -1: allowed is 0 or more"),
+        ({"length": 5, "order_temperature": 0.1, "config": "smdm-origin"}, "order_temperature: goes with an order that reads"),
+        ({"length": 5, "order_temperature": 0.1, "threshold": 0.9}, "order_temperature = 0.1: .*; leave one out"),
+        ({"length": 5, "suppressed": [0, 1, 2]}, "leaves none of the vocabulary's 3 tokens"),
     ],
 )
 def test_bad_arguments_are_named(options, words):
@@ -559,7 +590,7 @@ def test_bad_arguments_are_named(options, words):
 
 
 def test_cuts_that_mean_something_are_taken_at_temperature_0():
-    """Dream orders positions by the distribution that is cut; and top_p = 1 asks for nothing."""
+    """Dream orders positions by the distribution after top_k and top_p; top_p = 1 changes nothing."""
     assert policy_of("dream", top_k=3).top_k == 3
     assert policy_of("llada", top_p=1).top_p == 1
 
@@ -572,7 +603,7 @@ def test_a_cache_beside_a_register_is_refused(kind):
 
 
 def test_a_batch_goes_when_its_requests_go():
-    """Without waiting for the garbage collector: on a GPU a batch holds much."""
+    """A batch is freed without waiting for the garbage collector: on a GPU it holds much memory."""
     states = start(requests_of(small_tokens(2, 3), length=[9, 9], mask_id=11))
     gc.disable()
     try:
@@ -612,3 +643,9 @@ def test_rows_with_a_cache_wait_for_each_other_and_change_no_token(kind):
     assert found[True].row_steps == found[False].row_steps
     assert len(set(found[True].row_steps)) > 1
     assert n_forwards[True] < n_forwards[False]
+
+
+@pytest.mark.parametrize("prompt", ["text", ["text"], ["one", "two"]])
+def test_text_is_no_prompt_of_generate(prompt):
+    with pytest.raises(SamplingError, match="prompt: text; give rows of token ids"):
+        generate(lambda tokens: tokens, prompt=prompt, mask_id=3, length=8)

@@ -1,10 +1,11 @@
-"""The arithmetic of policies: quotas, blocks, masking again, draws; and that ancestral sampling gives the model's own joint."""
+"""The arithmetic of policies: quotas, blocks, remasking, draws; and that ancestral sampling gives the model's own joint."""
 
 import itertools
 
 import pytest
 import torch
 
+from plain_samplers import kept
 from sinkdlm.noise import Stream, hash_words
 from sinkdlm.sampling import generate, requests_of, stream
 from sinkdlm.sampling.drawing import _pick, cut, draw, gumbel, log_odds_, margin, negative_entropy
@@ -42,7 +43,7 @@ def test_quotas_add_up_to_the_canvas(schedule):
     {"block": 64, "config": "smdm-origin"}, {"config": "smdm-origin", "block": 6, "schedule": "cosine"},
 ])  # fmt: skip
 def test_every_plan_commits_every_position_once(options):
-    """The steps of a request, without a denoiser: within its block, in time, and adding up, for all lengths and steps to 64."""
+    """The plans of a request, without a denoiser: within blocks, in the steps given, with the right sums, for sizes up to 64."""
     for n in range(1, 65):
         for steps in (None, *range(max(1, -(-n // options.get("block", 64))), 65, 7)):
             policy = policy_of(**{**options, "steps": steps})
@@ -115,11 +116,52 @@ def test_noise_has_the_tail_that_a_float32_uniform_cuts_off():
 def test_cut_keeps_the_top_tokens():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 2.0]])
     assert torch.isfinite(cut(logits, 2, None)).tolist() == [[True, False, False, False, True]]
-    assert torch.isfinite(cut(logits, 1, None)).tolist() == [[True, False, False, False, False]]
+    assert torch.isfinite(cut(logits, 1, None)).tolist() == [[True, False, False, False, True]]  # all that are as likely
     probabilities = logits.softmax(-1)
     assert torch.isfinite(cut(logits, None, float(probabilities[0, 0]) + 0.01)).sum() == 2
     assert torch.isfinite(cut(logits, None, 1e-9)).sum() == 1
     assert torch.equal(cut(logits, 5, 1.0), logits)
+
+
+def test_both_cuts_together_are_dreams():
+    """First p, then k. Half of the rows hold equal logits; the other order would keep other tokens in most of them."""
+    generator, n_other = torch.Generator().manual_seed(0), 0
+    for case in range(16):
+        logits = 2 * torch.randn(40, generator=generator, dtype=torch.float64)
+        logits = logits.round() if case % 2 else logits
+        top_p, top_k = 0.5 + 0.03 * case, 2 + case % 7
+        found = torch.isfinite(cut(logits[None], top_k, top_p))[0].nonzero().flatten().tolist()
+        assert set(found) == kept(logits, top_p, top_k)
+        turned = torch.isfinite(cut(cut(logits[None], top_k, None), None, top_p))[0].nonzero().flatten().tolist()
+        n_other += turned != found
+    assert n_other > 4
+
+
+@pytest.mark.parametrize("order", ["confidence", "margin", "entropy"])
+def test_positions_are_drawn_in_proportion(order):
+    """Two of four positions, drawn one after the other by softmax(confidence / order_temperature), against the exact chances."""
+    logits = torch.tensor([[2.0, 0.0, 0.0], [1.0, 0.5, 0.0], [0.0, 3.0, 1.0], [0.2, 0.0, 0.1]], dtype=torch.float64)
+    p, temperature, n = logits.softmax(-1), 0.4, 3_000
+    ordered = p.sort(-1, descending=True).values
+    sure = {"confidence": ordered[:, 0], "margin": ordered[:, 0] - ordered[:, 1], "entropy": (p * p.log()).sum(-1)}[order]
+    weight = (sure / temperature).softmax(0)
+    pairs = list(itertools.combinations(range(4), 2))
+    expected = [n * float(weight[a] * weight[b] * (1 / (1 - weight[a]) + 1 / (1 - weight[b]))) for a, b in pairs]
+    options = {"order": order, "order_temperature": temperature, "steps": 2}
+    states = start(requests_of(torch.zeros(n, 0, dtype=torch.int64), length=4, mask_id=3, **options))
+    first = next(iter(stream(lambda tokens: logits.expand(len(tokens), 4, 3).clone(), states))).committed
+    counts = [int((first[:, a] & first[:, b]).sum()) for a, b in pairs]
+    assert sum(counts) == n
+    spread = sum((count - mean) ** 2 / mean for count, mean in zip(counts, expected, strict=True))
+    assert spread < 20.5  # 0.999 quantile at 5 degrees of freedom
+
+
+def test_named_policies_draw_as_their_authors_do():
+    """diff_sample draws at 1; LLaDA's generate, Dream's config and Fast-dLLM's generate take the likeliest token."""
+    assert {name: policy.temperature for name, policy in NAMED.items()} == {
+        "smdm-origin": 1.0, "smdm-greedy": 0.0, "llada": 0.0, "dream": 0.0, "fast": 0.0,
+    }  # fmt: skip
+    assert not any(policy.guidance or policy.order_temperature or policy.last_ids for policy in NAMED.values())
 
 
 def test_sureness_is_that_of_the_softmax():
@@ -191,7 +233,7 @@ def sample_joint(n, batches, **options):
 
 @pytest.mark.slow
 def test_ancestral_sampling_reproduces_the_joint():
-    """2e5 samples at 512 steps; drawing all places in one step ignores what they tell about each other."""
+    """2e5 samples at 512 steps; drawing all places in one step ignores that they depend on each other."""
     assert sample_joint(50_000, 4, config="smdm-origin", steps=512) < 0.02
     assert sample_joint(50_000, 1, config="smdm-origin", steps=1) > 0.1
 
@@ -199,7 +241,7 @@ def test_ancestral_sampling_reproduces_the_joint():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in REMASKS if kind != "none"])
 def test_remasking_keeps_the_joint(kind):
-    """ReMDM changes the path, not where it leads. Few samples here: the bound is what 4,000 of the joint itself can be off by."""
+    """ReMDM gives the same joint. There are few samples: the bound is the error of 4,000 draws of the joint itself."""
     rate = {"cap": 0.05, "rescale": 0.05, "conf": 0.3, "loop": 0.05}[kind]
     found = sample_joint(2000, 2, order="ancestral", schedule="timesteps", steps=48, remask=kind, remask_rate=rate)
     assert found < 0.06
@@ -207,20 +249,20 @@ def test_remasking_keeps_the_joint(kind):
 
 @pytest.mark.parametrize("kind", [kind for kind in REMASKS if kind != "none"])
 def test_exchange_keeps_the_share_that_is_revealed(kind):
-    """Iterating a plan's chances gives the schedule's shares, ends with everything revealed, and does mask again."""
+    """Iterating a plan's probabilities gives the schedule's shares, ends with everything revealed, and does remask."""
     policy = policy_of(order="ancestral", remask=kind, remask_rate=0.1)
     found = exchanges(policy, 40)
     shares = masked_shares(40, "linear")
     revealed = 0.0
-    for step, chance in enumerate(found):
-        assert 0 <= chance.reveal <= 1
-        assert 0 <= chance.remask <= 1
-        drained = 0.0 if kind == "conf" else chance.remask
-        revealed = revealed * (1 - drained) + (1 - revealed) * chance.reveal
+    for step, (reveal, remask) in enumerate(found):
+        assert 0 <= reveal <= 1
+        assert 0 <= remask <= 1
+        drained = 0.0 if kind == "conf" else remask
+        revealed = revealed * (1 - drained) + (1 - revealed) * reveal
         if kind != "loop":
             assert revealed == pytest.approx(1 - shares[step + 1])
     assert revealed == pytest.approx(1.0)
-    assert max(chance.remask for chance in found) > 0
+    assert max(remask for _, remask in found) > 0
     assert found[-1] == (1.0, 0.0)
 
 

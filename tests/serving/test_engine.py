@@ -1,4 +1,4 @@
-"""The engine alone: requests that come and go, and what each of them is owed."""
+"""The engine alone: requests join and leave, and each gets its own tokens."""
 
 import gc
 import math
@@ -69,8 +69,9 @@ def test_requests_of_every_kind_together_write_what_each_writes_alone(make, dtyp
         engine.submit(owner.ticket)
     gate.set()
     for owner, request in zip(owners, requests, strict=True):
-        first = request.canvas.index(MASK)
-        assert owner.tokens() == [alone(model, request).rows[0][first:]]
+        first, written = request.canvas.index(MASK), owner.tokens()
+        assert written == [alone(model, owner.as_written(request)).rows[0][first:]]
+        assert owner.ticket.without_cache == (not deterministic and request.policy.cache != "none")
     assert max(rows) == 8
     assert sum(rows) > 2 * len(rows)
 
@@ -113,7 +114,7 @@ def test_tokens_of_a_forward_are_limited_and_a_long_row_holds_nobody_up(make):
 
 
 def test_steps_are_made_without_attention_that_plans_each_shape(make):
-    """Whoever joins or leaves makes a new shape, and a plan for it would hold up everybody."""
+    """Each row that joins or leaves makes a new shape, and planning for it would delay all rows."""
     model, allowed = small_model(seed=1), []
     model.register_forward_pre_hook(lambda *_: allowed.append(torch.backends.cuda.cudnn_sdp_enabled()))
     owner = Owner([request_of("greedy", 0)])
@@ -159,8 +160,44 @@ def test_rows_share_a_forward_unless_padding_costs_more_than_another():
     assert cut(*[16] * 30, *[64] * 30, *[256] * 30) == [[16] * 30, [64] * 30, [256] * 16, [256] * 14]
 
 
+def test_a_request_alone_keeps_its_cache_and_its_rows_share_forwards(make):
+    """Rows that reach their blocks at different steps wait for each other."""
+    model, spans = small_model(seed=1), []
+    policy = policy_of("fast", block=4, temperature=0.5)
+    requests = [Request([1, 4, *[MASK] * 12], policy, MASK, seed=2, number=number) for number in range(4)]
+    expected = [alone(model, request).rows[0][2:] for request in requests]
+    handle = model.register_forward_pre_hook(lambda _, given: spans.append(tuple(given[0].shape)))
+    owner = Owner(requests)
+    make(of=model).submit(owner.ticket)
+    assert owner.tokens() == expected
+    handle.remove()
+    assert not owner.ticket.without_cache
+    assert [rows for rows, width in spans if width == 14] == [4, 4, 4]  # the first step of each block
+
+
+def test_rows_with_caches_among_others_share_one_forward(make):
+    """At different places of texts of different lengths each would need a forward of its own."""
+    model, forwards, steps = small_model(seed=1, dtype=torch.float64), [], []
+    engine, gate = make(of=model, stepped=lambda n, _: steps.append(n)), threading.Event()
+    model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    hold(engine, gate)
+    requests = [request_of("fast", number, n_open=9 + number) for number in range(8)]
+    owners = [Owner([request]) for request in requests]
+    for owner in owners:
+        engine.submit(owner.ticket)
+    gate.set()
+    written = [owner.tokens() for owner in owners]
+    assert len(forwards) == len(steps)
+    assert all(owner.ticket.without_cache for owner in owners)
+    for owner, request, tokens in zip(owners, requests, written, strict=True):
+        assert tokens == [alone(model, owner.as_written(request)).rows[0][request.canvas.index(MASK) :]]
+    last = Owner([requests[0]])
+    engine.submit(last.ticket)
+    assert last.tokens() == [alone(model, requests[0]).rows[0][requests[0].canvas.index(MASK) :]]  # with its cache
+
+
 def test_progress_is_what_stays(make, model):
-    """Tokens that were told as final are those of the end, for every policy; also where tokens are masked again."""
+    """Tokens reported as final never change, for every policy; also where tokens are masked again."""
     engine = make()
     requests = [request_of(name, number) for number, name in enumerate(POLICIES)]
     owners = [Owner([request], progress=True, frames=True) for request in requests]
@@ -176,7 +213,7 @@ def test_progress_is_what_stays(make, model):
         frames = [event for event in owner.events if isinstance(event, Frame)]
         assert frames[0].tokens == list(request.canvas)
         assert all(math.isnan(sure) for sure in frames[0].confidence)
-        expected = alone(model, request)
+        expected = alone(model, owner.as_written(request))
         assert frames[-1].tokens == expected.rows[0]
         first = request.canvas.index(MASK)
         torch.testing.assert_close(torch.tensor(frames[-1].confidence), expected.confidence[0].float(), equal_nan=True)
@@ -217,7 +254,7 @@ def test_a_full_queue_says_when_to_come_back(make):
 
 
 def test_whoever_leaves_makes_room_and_hears_nothing_more(make, model):
-    """One that runs and one that waits."""
+    """Cancel one request that runs and one that waits."""
     engine = make(rows=1, waiting=1)
     stepped, gate = threading.Event(), threading.Event()
 
@@ -269,12 +306,13 @@ def test_who_fails_alone_fails_alone(make, model):
         engine.submit(owner.ticket)
     assert "suppressed" in str(owners.pop(4).wait())
     for owner, request in zip(owners, good, strict=True):
-        assert owner.tokens() == [alone(model, request).rows[0][request.canvas.index(MASK) :]]
+        written = owner.tokens()
+        assert written == [alone(model, owner.as_written(request)).rows[0][request.canvas.index(MASK) :]]
 
 
 @pytest.mark.parametrize("eos", [None, 3])
 def test_rows_of_no_numbers_fail_alone(make, eos):
-    """A prompt with a token whose embedding is broken: it fails with the model's failure, the others write on."""
+    """A prompt with a NaN embedding: its request fails with a ModelError, the others write on."""
     model = small_model(seed=1, n_sinks=1)
     policy = policy_of("llada", eos_id=eos, suppressed=[7])
     requests = [Request([token, *[MASK] * 6], policy, MASK, number=token) for token in (1, 7, 2)]

@@ -1,4 +1,4 @@
-"""What can be watched: frames while a text is written, finished requests looked into, and the page that shows them."""
+"""Frames while a text is written, inspection of finished requests, and the page that shows them."""
 
 import base64
 
@@ -54,7 +54,7 @@ def test_what_is_never_written_is_no_candidate():
 
 @pytest.mark.parametrize("flags", [{}, {"n_sinks": 0}, {"sink_kind": "register"}, {"sink_kind": "logit"}, {"sink_position": "end"}])
 def test_a_finished_request_can_be_looked_into(flags):
-    """Against the model itself, given the canvas that the step saw."""
+    """Values equal those of the model itself on the canvas that the step saw."""
     lm = letters_lm(seed=6, **flags)
     with serving({"letters": lm}) as found, httpx.Client(base_url=found.url, timeout=SECONDS) as http:
         body = {"model": "letters", "prompt": PROMPT, "max_tokens": 6, "seed": 2, "n": 2, "temperature": 1.0}
@@ -185,7 +185,7 @@ def test_bytes_are_within_half_a_step_of_the_numbers():
 
 
 def test_two_models_write_from_the_same_noise():
-    """Side by side, as the page shows them: models that agree in their weights agree in every token."""
+    """Side by side, as on the page: models with equal weights agree in every token."""
     twins = {"a": letters_lm(seed=8), "b": letters_lm(seed=8)}
     with serving(twins) as found, openai.OpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0) as both:
         texts = [complete(both, model=name, temperature=1.0, seed=3, max_tokens=20).choices[0].text for name in twins]

@@ -16,8 +16,8 @@ import pytest
 from benchmarks.serving import answers_alone, load, mixed_requests, n_differing, nano_checkpoint, server
 
 CLIENTS = 64
-# The command, which also tells on SIGUSR1 how many bytes are allocated. Resident pages would tell how the allocator is filled, too.
-# What is kept for inspection has its limit, here one that the first hundreds of requests reach.
+# The command, which prints its allocated bytes on SIGUSR1; resident pages would also depend on fragmentation.
+# Frames kept for inspection have a limit, here one that the first hundreds of requests reach.
 WEIGHED = """
 import ctypes, functools, gc, os, signal
 from sinkdlm.cli import entry as cli
@@ -39,7 +39,7 @@ signal.signal(signal.SIGUSR1, tell)
 site.Settings = functools.partial(site.Settings, frame_bytes=1 << 16)
 cli.main()
 """
-# The command, whose steps take so long on any machine that there is time to ask something while texts are written.
+# The command with steps slow enough, on any machine, to send requests while texts are written.
 SLOW = """
 import time
 from sinkdlm.cli import entry as cli
@@ -51,8 +51,7 @@ def take_time(*given, **more):
 engine.step = take_time
 cli.main()
 """
-# All of Python's memory is the allocator's; what is freed is free at once; and oneDNN keeps 8 products of shapes that it met
-# instead of 1,024.
+# Python allocates by malloc alone, freed memory is free at once, and oneDNN caches 8 matmuls instead of 1,024.
 PLAIN_MEMORY = {
     "PYTHONMALLOC": "malloc",
     "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
@@ -67,14 +66,14 @@ def checkpoint(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_minute_of_many_clients_changes_no_answer(checkpoint):
-    """Nothing but honest refusals, and every answer is the one that the same request gets alone."""
+    """The only failures are refusals of a full queue, and every answer is the one that the same request gets alone."""
     bodies = mixed_requests("nano", 36)
     with server(checkpoint, "--deterministic", "--max-queue", "40", "--max-batch", "16") as process:
         alone = answers_alone(process.url, bodies)
         found = asyncio.run(load(process.url, bodies, CLIENTS, 60))
     assert found.broken == []
     assert set(found.refused) <= {429}
-    assert found.refused[429] >= 1  # 16 and 40 have room, the others are told
+    assert found.refused[429] >= 1  # 16 run and 40 wait; others get 429
     assert len(found.answers) > 100
     assert n_differing(found, alone) == 0
     assert process.popen.returncode == 0
@@ -88,10 +87,9 @@ def processor_seconds(pid: int) -> float:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux for a process's time")
 def test_together_is_three_times_as_fast_as_one_by_one(checkpoint):
-    """In one run, by turns, for each second that a server had of the processor: neighbours take the clock's unequally. (On a
-    machine of their own both servers compute all the time: the record has that.) Single rounds vary by a third, so that three which
-    fall short are followed by four more, and all seven are judged. Without --deterministic rounding may change a token: that share
-    is small."""
+    """Both servers take turns in one run, measured per second of processor time, because other processes disturb wall time.
+    (On an idle machine both compute all the time: see the record.) Single rounds vary by a third: if three fall short, four more
+    follow and all seven count. Without --deterministic, rounding may change a small share of tokens."""
     bodies = mixed_requests("nano", 36)
     rounds, ratios = [], []
     with server(checkpoint) as together, server(checkpoint, "--max-batch", "1") as singly:
@@ -153,7 +151,7 @@ def test_sigterm_under_load_loses_no_request_that_was_taken(checkpoint):
 
 
 def bytes_held(process) -> int:
-    """The least of five: what clients have left may be on its way out."""
+    """The least of five measurements: memory of clients that left may not be free yet."""
     found = []
     for _ in range(5):
         time.sleep(0.1)
@@ -162,13 +160,13 @@ def bytes_held(process) -> int:
     return min(found)
 
 
-LEAKED = 2000 * 200  # bytes by as many requests
+LEAKED = 2000 * 200  # bytes, over 2,000 requests
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc 2.33 what is allocated")
 def test_memory_is_flat_over_thousands_of_requests(checkpoint):
-    """Of every kind: whole, streamed, with frames, kept for inspection, refused, and left by their clients."""
+    """Requests of every kind: whole, streamed, with frames, kept for inspection, refused, and left by their clients."""
     ours = ({}, {"block": 2}, {"policy": "fast", "block": 4}, {"frames": True}, {"inspect": True}, {"step": 1})
     with server(checkpoint, "--timeout", "60", program=("-c", WEIGHED), **PLAIN_MEMORY) as process:
 
@@ -199,7 +197,7 @@ def test_memory_is_flat_over_thousands_of_requests(checkpoint):
             return bytes_held(process)
 
         held = [weigh_after(part) for part in range(3)]
-        if max(held[1:]) - held[0] >= LEAKED:  # once, it may be something that is made once: a leak goes on
+        if max(held[1:]) - held[0] >= LEAKED:  # one rise may be a one-time allocation: a leak goes on
             held = [held[-1], *(weigh_after(part) for part in (3, 4))]
-    assert held[0] > 1e8  # it is this allocator that all of it is from
+    assert held[0] > 1e8  # the count covers all memory
     assert max(held[1:]) - held[0] < LEAKED, held

@@ -1,4 +1,4 @@
-"""The server as its users meet it: OpenAI's own client, plain HTTP, and people who mean no good."""
+"""The server as its users meet it: OpenAI's own client, plain HTTP, and attacks."""
 
 import gc
 import json
@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -15,7 +16,7 @@ import openai
 import pytest
 import torch
 
-from evaluated import padded_lm
+from evaluated import padded_lm, small_lm
 from sinkdlm.sampling import policy_of
 from sinkdlm.serving import app
 from sinkdlm.serving.engine import LONGEST_RETRY, Capacity
@@ -90,6 +91,18 @@ def test_prompts_begin_as_those_of_the_command_line(bos):
         assert chat.usage.prompt_tokens == len("user: hi\nassistant: ")
 
 
+def test_the_example_of_the_page_works_as_it_stands(capsys):
+    """With the model that it names, which has no chat template."""
+    page = (Path(__file__).parents[2] / "docs/howto/serve.md").read_text()
+    (example,) = re.findall(r"```python\n(import openai\n.*?)```", page, re.DOTALL)
+    assert 'model="nano-sink"' in example
+    with serving({"nano-sink": small_lm(seed=3)}) as found:
+        exec(compile(example.replace("http://127.0.0.1:8000", found.url), "docs/howto/serve.md", "exec"), {})
+    whole, _, streamed = capsys.readouterr().out.partition("\n")
+    assert "completion_tokens=" in whole
+    assert streamed
+
+
 def test_ids_without_a_token_are_never_written():
     lm = padded_lm()
     with serving({"letters": lm}) as found, openai.OpenAI(base_url=f"{found.url}/v1", api_key="none") as client:
@@ -100,7 +113,7 @@ def test_ids_without_a_token_are_never_written():
 
 
 def test_top_p_without_a_temperature_is_refused_and_beside_0_taken(client):
-    with pytest.raises(openai.BadRequestError, match=r"top_p = 0.9: at temperature 0.*give a temperature above 0"):
+    with pytest.raises(openai.BadRequestError, match=r"top_p = 0.9: has no effect at temperature 0.*give a temperature above 0"):
         complete(client, top_p=0.9)
     assert complete(client, top_p=0.9, temperature=0).choices[0].text == complete(client, top_p=1).choices[0].text
 
@@ -135,7 +148,7 @@ def test_chat_goes_through_the_template(client, lms):
 @pytest.mark.parametrize("extras", [{}, {"block": 4}, {"block": 1}, {"policy": "fast", "block": 6}, {"policy": "dream"}], ids=str)
 @pytest.mark.parametrize("model", ["letters", "bytes"])
 def test_a_stream_adds_up_to_the_answer(client, model, extras):
-    """Also where a character lies across tokens, and some are broken."""
+    """Also where a character spans several tokens, and some are broken."""
     given = {"model": model, "max_tokens": 20, "temperature": 1.0, "seed": 4, "n": 2, **ours(**extras)}
     whole = complete(client, **given)
     chunks = list(complete(client, **given, stream=True, stream_options={"include_usage": True}))
@@ -246,7 +259,7 @@ MISTAKES = {
     "unknown and long": (400, {"x" * 5000: 1}, "x: unknown field; allowed: model, n, seed,"),
     "frames": (400, {"sinkdlm": {"frames": True}}, "stream"),
     "grows": (400, {"sinkdlm": {"until_eos": True}, "suffix": "x"}, "open end"),
-    "grows on": (400, {"sinkdlm": {"until_eos": True, "ignore_eos": True}}, "a text until EOS: and EOS is not to end it"),
+    "grows on": (400, {"sinkdlm": {"until_eos": True, "ignore_eos": True}}, "a text until EOS: EOS is set not to end it"),
     "options": (400, {"stream_options": {"include_usage": True}}, "stream"),
     "surrogate": (400, {"prompt": "\ud800"}, "prompt"),
     "surrogate key": (400, {"\ud800": 1}, "?: unknown field; allowed: model,"),
@@ -268,7 +281,7 @@ def test_a_mistake_is_told_in_openais_shape(http, name):
 
 
 def test_an_unknown_field_is_named_with_what_is_allowed(http):
-    """Where it stands, of a chat too; and what would be refused in turn is not among the allowed."""
+    """The error gives the place, also within a chat; the allowed fields it lists hold none that would be refused."""
     turn = {"role": "user", "content": [{"type": "text", "text": "x", "txt": "y"}]}
     asked = {"model": "letters", "messages": [{"role": "user", "content": "x"}]}
     for fields, param, words in (
@@ -357,7 +370,7 @@ def test_a_body_without_a_length_is_measured_as_it_comes(http):
 
 
 def test_a_page_of_another_site_gets_nothing(lms, running, http):
-    """No CORS, no form that passes for JSON, and with `hosts` no name but the server's own."""
+    """No CORS, no HTML form accepted as JSON, and with `hosts` only the server's own names."""
     body = json.dumps({"model": "letters", "prompt": PROMPT})
     told = http.post("/v1/completions", content=body, headers={"content-type": "text/plain"})
     assert told.status_code == 400
@@ -398,7 +411,7 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(lms):
 
 
 class Slow:
-    """A model whose every forward takes a while, or waits for the gate, so that something can happen in between."""
+    """A model with slow forwards, or forwards that wait for the gate, so that something can happen in between."""
 
     def __init__(self, lm, seconds=0.0):
         self.model, self.forwards, self.gate = lm.model, 0, threading.Event()
@@ -429,7 +442,7 @@ def until(condition):
 
 @pytest.fixture(scope="module")
 def narrow():
-    """One place, and one place to wait."""
+    """Room for one running and one waiting request."""
     lm = letters_lm(seed=4)
     watch = Slow(lm)
     with serving({"letters": lm}, capacity=Capacity(rows=1, waiting=1)) as found:
@@ -453,13 +466,34 @@ def test_when_all_places_are_taken_a_client_is_told_when_to_come_back(narrow):
         assert told.status_code == 429
         assert told.json()["error"]["code"] == "queue_full"
         assert 1 <= int(told.headers["retry-after"]) <= LONGEST_RETRY
-        assert narrow.server.config.timeout_keep_alive > LONGEST_RETRY  # who waits so long does not find the connection closed
+        assert narrow.server.config.timeout_keep_alive > LONGEST_RETRY  # a client that waits so long finds its connection open
         assert [answer.status_code for answer in answers] == [200, 200]
         assert 'sinkdlm_requests_total{path="/v1/completions",status="429"}' in http.get("/metrics").text
 
 
+def test_an_answer_says_whether_its_cache_was_used():
+    lm, answers = letters_lm(seed=4), []
+    watch = Slow(lm)
+    body = {"model": "letters", "prompt": PROMPT, "max_tokens": 8, "seed": 1, "sinkdlm": {"policy": "fast", "block": 4}}
+    with serving({"letters": lm}) as found, httpx.Client(base_url=found.url, timeout=SECONDS) as http:
+        engine = found.site.models["letters"].engine
+        threads = [threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body))) for _ in range(2)]
+        with watch.held():
+            threads[0].start()
+            until(lambda: len(engine.running) == 1)
+            threads[1].start()
+            until(lambda: len(engine.waiting) == 1)
+        for thread in threads:
+            thread.join()
+        used = {answer.json()["sinkdlm"]["policy"]["cache"]: answer.json()["choices"] for answer in answers}
+        assert set(used) == {"dual", "none"}
+        for cache, choices in used.items():  # what it says gives the same text again
+            again = http.post("/v1/completions", json={**body, "sinkdlm": {"policy": "fast", "block": 4, "cache": cache}})
+            assert again.json()["choices"] == choices
+
+
 def ask_and_leave(narrow, **more):
-    """In the middle of the first forward."""
+    """The client leaves during the first forward."""
     body = {"model": "letters", "prompt": PROMPT, "max_tokens": 150, "sinkdlm": {"ignore_eos": True}, **more}
     sent = json.dumps(body).encode()
     head = (
@@ -471,7 +505,7 @@ def ask_and_leave(narrow, **more):
         with socket.create_connection((address.hostname, address.port), SECONDS) as client:
             client.sendall(head.encode() + sent)
             until(lambda: narrow.watch.forwards == before + 1)
-        until(lambda: narrow.site.n_inside == 0)  # the server knows
+        until(lambda: narrow.site.n_inside == 0)  # the server has noticed
     until(lambda: len(narrow.engine.running) == 0)
 
 
@@ -484,7 +518,7 @@ def test_nothing_is_computed_for_a_client_that_left(narrow, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_a_request_held_is_free_when_it_ends(narrow, monkeypatch, stream):
-    """Answered, or left with a text that never began; and not only once cycles are collected, which may be thousands later."""
+    """Answered requests, or those left before they began, are freed at once, not only by the garbage collector."""
     kept = []
 
     class Watched(app.Exchange):
@@ -514,7 +548,7 @@ def slow():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_takes_too_long_is_told_so(slow, stream):
-    """200 steps of 20 ms at least, and it may take 1.5 s."""
+    """The request needs 200 steps of at least 20 ms, and may take 1.5 s."""
     body = {"model": "letters", "max_tokens": 240, "stream": stream, "sinkdlm": {"ignore_eos": True}}
     with httpx.Client(base_url=slow.url, timeout=SECONDS) as http:
         answer = http.post("/v1/completions", json=body)
@@ -548,7 +582,7 @@ def test_a_request_that_breaks_the_model_gets_500_and_no_details(monkeypatch):
 
 @pytest.mark.parametrize("extras", [{}, {"ignore_eos": True}], ids=str)
 def test_a_model_that_overflows_is_no_mistake_of_the_client(extras):
-    """Finite weights, and outputs that are no numbers: 500 and the cure, in a stream too."""
+    """Finite weights with NaN outputs: status 500 and the cure, in a stream too."""
     lm = letters_lm(seed=5)
     with torch.no_grad():
         lm.model.lm_head.weight.fill_(1.7e308)

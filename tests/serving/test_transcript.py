@@ -1,4 +1,4 @@
-"""Text of final tokens: in whatever pieces it comes, it is the same, and no half character or half stop string is ever shown."""
+"""The text of final tokens is the same in any pieces, and half characters or half stop strings are never shown."""
 
 import random
 
@@ -32,7 +32,7 @@ def test_characters_come_whole(by_bytes, text):
 
 
 def test_pieces_add_up_to_the_whole_text_for_any_tokens_and_cuts(by_bytes):
-    """Random bytes: most are no characters at all."""
+    """Random bytes: most are not valid characters."""
     draw, broken = random.Random(0), 0
     for _ in range(200):
         tokens = [draw.randrange(257) for _ in range(draw.randrange(1, 30))]  # 256 is EOS

@@ -1,4 +1,4 @@
-"""Random inputs of attention, and what looks for large tensors."""
+"""Random inputs of attention, and a watch for large tensors."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +17,7 @@ def random_inputs(heads, kv_heads, n_sinks, tokens=33, batch=3, width=8, sink_ro
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the largest tensor that any operation returns."""
+    """Remember the largest tensor that any operation returns."""
 
     def __init__(self):
         super().__init__()

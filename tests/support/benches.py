@@ -69,6 +69,7 @@ HUB: dict[str, tuple[str, list[dict[str, Any]]]] = {
     ),
 }
 HUB["arc_challenge"] = HUB["arc_easy"]
+HUB["lambada_standard"] = ("test", [{"text": "the cat sat on the mat"}, {"text": "he said : `` go away . '' now"}])
 
 # Task -> the path of the hub's own file, less its ending.
 HUB_PATHS = {
@@ -79,6 +80,7 @@ HUB_PATHS = {
     "social_iqa": "lighteval/siqa/data/validation-00000-of-00001",
     "race": "race/high/test-00000-of-00001",
     "lambada_openai": "EleutherAI/lambada_openai/data/lambada_test_en",
+    "lambada_standard": "cimec/lambada/plain_text/test-00000-of-00001",
     "gsm8k": "openai/gsm8k/main/test-00000-of-00001",
     "openbookqa": "openbookqa/main/test-00000-of-00001",
     "boolq": "super_glue/boolq/validation-00000-of-00001",
@@ -110,9 +112,9 @@ def plain_files(task: str) -> dict[str, str]:
         ]
     if task == "race":
         return {"race_test_high.jsonl": lines([race_columns(row) for row in rows])}
-    if task == "lambada_openai":
+    if task.startswith("lambada"):
         halves = [row["text"].rpartition(" ") for row in rows]
-        return {"lambada_openai.jsonl": lines([{"context": context, "continuation": word} for context, _, word in halves])}
+        return {f"{task}_test.jsonl": lines([{"context": context, "continuation": word} for context, _, word in halves])}
     name = "social_i_qa" if task == "social_iqa" else task
     return {f"{name}_{split}.jsonl": lines(rows)}
 

@@ -1,4 +1,4 @@
-"""Kernels beside their plain forms: random tensors where they run, and what alike means."""
+"""Compare kernels with their plain forms: random tensors on the right device, and tolerances."""
 
 import torch
 
@@ -10,7 +10,7 @@ def random(*shape, seed=0, dtype=torch.float32):
 
 
 def assert_like(found, wanted, **tolerance):
-    """Shapes, strides and types too: the compiler is told those of the plain form. Empty tensors hold nothing to compare."""
+    """Compare values, shapes, strides and dtypes: the compiler is told the plain form's."""
     if isinstance(wanted, tuple | list):
         assert len(found) == len(wanted)
         for one, other in zip(found, wanted, strict=True):
@@ -24,15 +24,15 @@ def assert_like(found, wanted, **tolerance):
 
 
 def assert_rounded_alike(found, wanted):
-    """To float8, up to a last bit before rounding."""
+    """Compare float8 tensors whose values may differ in the last bit before rounding."""
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     if not wanted.numel():
         return
     assert found.stride() == wanted.stride()
     found, wanted = found.float(), wanted.float()
     assert (found == wanted).float().mean() > (0.9 if DEVICE == "cpu" else 0.99)
-    step = wanted.abs() / 4 + 2**-8  # to which a last bit before rounding may decide
+    step = wanted.abs() / 4 + 2**-8  # one step of float8
     near = (found - wanted).abs() <= step
-    if DEVICE == "cpu":  # Triton's interpreter does not carry: what rounds up to a power of two becomes half of it
+    if DEVICE == "cpu":  # Triton's interpreter drops the carry: a value that rounds up to a power of two is halved
         near |= 2 * found == wanted
     assert near.all()

@@ -1,6 +1,7 @@
 """Requests of every policy, and owners that wait for an engine's answers."""
 
 import queue
+from dataclasses import replace
 
 from sinkdlm.sampling import Request, gather, policy_of, start, step
 from sinkdlm.serving.engine import Over, Ticket, Written
@@ -28,7 +29,7 @@ def request_of(name, number, n_open=9, **more):
 
 
 def alone(model, request, **given):
-    """The plain loop."""
+    """Run a request by itself, in the plain loop."""
     (state,) = start([request])
     with model.inference():
         while not state.done:
@@ -37,7 +38,7 @@ def alone(model, request, **given):
 
 
 class Owner:
-    """Whoever asked: takes what is told, and waits for the end of it."""
+    """The owner of a ticket: collects its events and waits for the last."""
 
     def __init__(self, requests, **wanted):
         self.events, self._queue = [], queue.Queue()
@@ -47,6 +48,12 @@ class Owner:
         while not (self.events and isinstance(self.events[-1], Over)):
             self.events += self._queue.get(timeout=SECONDS)
         return self.events[-1].failure
+
+    def as_written(self, request):
+        """The request with the policy by which it was written: with others around there is no block cache."""
+        if not self.ticket.without_cache or request.policy.cache == "none":
+            return request
+        return replace(request, policy=replace(request.policy, cache="none"))
 
     def tokens(self):
         assert self.wait() is None

@@ -14,7 +14,7 @@ TEXTS = ["the cat sat on the mat. ", "a dog ran home, fast. ", "why is it so col
 
 
 def tiny_tokenizer(*, bos: bool = False) -> PreTrainedTokenizerFast:
-    """A token for each letter; with bos, texts begin with one, as Llama-2's do."""
+    """A token for each letter; with bos, texts begin with that token, as Llama-2's do."""
     special = ["<unk>", "</s>", "<s>"]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*special, *LETTERS])}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -27,7 +27,7 @@ def tiny_tokenizer(*, bos: bool = False) -> PreTrainedTokenizerFast:
 
 
 def small_lm(seed: int = 0, *, bos: bool = False, **flags) -> Loaded:
-    """float64, with weights of a size at which every term matters."""
+    """A float64 model with weights so large that every term matters."""
     tokenizer = tiny_tokenizer(bos=bos)
     vocab = len(tokenizer)
     shape = {"n_layers": 2, "n_heads": 2, "d_model": 16, "d_ff": 24, "context_length": 256, "n_sinks": 1}
@@ -41,7 +41,7 @@ def small_lm(seed: int = 0, *, bos: bool = False, **flags) -> Loaded:
 
 
 def padded_lm(seed: int = 0, *, rows: int = 8, **flags) -> Loaded:
-    """Its head has rows that the tokenizer has no tokens for, and predicts them far above all others."""
+    """A model whose head has rows without a token, and predicts them far above all others."""
     lm = small_lm(seed)
     vocab = lm.config.vocab_size + rows
     config = lm.config.replace(vocab_size=vocab, mask_id=vocab, **flags)

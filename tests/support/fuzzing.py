@@ -1,4 +1,4 @@
-"""Requests made up by schemathesis from the server's own schema, valid and not."""
+"""Valid and invalid requests, made by schemathesis from the server's schema."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ class Tally:
 
 
 def known_schema(url: str, models: list[str], inspected: str) -> dict[str, Any]:
-    """The server's schema, with names that are there and small numbers: else hardly a case would get beyond the first check."""
+    """The server's schema with real names and small numbers: else hardly a case would pass the first check."""
     schema = httpx.get(f"{url}/openapi.json", timeout=SECONDS).json()
     parts = schema["components"]["schemas"]
     for name in ("CompletionRequest", "ChatRequest"):
@@ -43,7 +43,7 @@ def known_schema(url: str, models: list[str], inspected: str) -> dict[str, Any]:
 
 
 def fuzz(url: str, schema: dict[str, Any], cases: int, seed: int) -> Tally:
-    """At least so many cases, over all operations: three of four as the schema has them."""
+    """Send at least so many cases over all operations; three of four follow the schema."""
     found = Tally(statuses={})
     operations = [result.ok() for result in schemathesis.openapi.from_dict(schema).get_all_operations()]
     found.operations = len(operations)

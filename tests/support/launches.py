@@ -1,4 +1,4 @@
-"""Launches as the tests see them: started through the scripts of launch/, read, signalled, and cleared away to the last process."""
+"""Launches under test: start them through the scripts of launch/, read and signal them, and end every process."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from benchmarks import kills
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "torchrun.sh"
 PATIENCE = 300.0  # seconds: ranks that share few cores with others take long to import what they need
-_MARK = "SINKDLM_LAUNCH"  # in the environment of every process of a launch, whoever its parent has become
-# Ranks and nothing else.
+_MARK = "SINKDLM_LAUNCH"  # marks every process of a launch in its environment, even orphans
+# Starts ranks and nothing else.
 _STARTER = """
 import os, subprocess, sys
 numbers = [str(rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
@@ -28,7 +28,7 @@ sys.exit(max(abs(rank.wait()) for rank in ranks))
 
 
 class Launch:
-    """A command that runs, and everything that it has started."""
+    """A running command and all processes that it has started."""
 
     def __init__(self, command: list[str], said: Path, environment: dict[str, str]) -> None:
         self._mark = f"{_MARK}={secrets.token_hex(8)}"
@@ -39,7 +39,7 @@ class Launch:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, env=full, cwd=ROOT)
 
     def environments(self) -> dict[int, dict[str, str]]:
-        """Of every living process of this launch, by its id."""
+        """Return the environment of every living process of this launch, by process id."""
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             try:
@@ -52,7 +52,7 @@ class Launch:
         return found
 
     def ranks(self) -> dict[int, int]:
-        """The process of each rank."""
+        """Return the process id of each rank."""
         return {int(words["RANK"]): pid for pid, words in self.environments().items() if "RANK" in words}
 
     def wait(self, seconds: float = PATIENCE) -> int:
@@ -62,7 +62,7 @@ class Launch:
         return self.said.read_text()
 
     def kill(self) -> None:
-        """Everything at once, as a host that loses power."""
+        """Kill every process at once, as if the host lost power."""
         while alive := self.environments():
             for pid in alive:
                 try:
@@ -83,8 +83,7 @@ def launched(command: list[str], said: Path, **environment: str) -> Iterator[Lau
 
 
 def free_port() -> int:
-    """One that stays free until a rank has imported what it needs and takes it: none of those that systems give out by themselves,
-    to whoever connects somewhere."""
+    """Return a port that stays free until a rank takes it: below the range that systems give to outgoing connections."""
     while True:
         port = 10_000 + secrets.randbelow(20_000)
         with socket.socket() as place, suppress(OSError):
@@ -94,7 +93,7 @@ def free_port() -> int:
 
 @contextmanager
 def plain_ranks(size: int, arguments: list[str], said: Path, **environment: str) -> Iterator[Launch]:
-    """Python with these arguments as ranks that no launcher watches: they begin sooner than under one, by its imports."""
+    """Run Python with these arguments as ranks without a launcher, whose imports would delay the start."""
     world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with launched([sys.executable, "-c", _STARTER, sys.executable, *arguments], said, **world, **environment) as launch:
         yield launch
@@ -109,7 +108,7 @@ def script(recipe: Path, out: Path) -> list[str]:
 
 
 def make_undisturbed(folder: Path, n_ranks: int, steps: int) -> None:
-    """Data, recipe.toml, and in `alone` what comes of it on ranks of one host that nobody disturbs."""
+    """Make data and recipe.toml, and in `alone` the run of undisturbed ranks on one host."""
     recipe = kills.write_recipe(folder / "recipe.toml", kills.write_set(folder / "data"), steps=steps)
     with launched(script(recipe, folder / "alone"), folder / "alone.said", NPROC=str(n_ranks)) as launch:
         assert launch.wait() == 0, launch.text()[-4000:]
@@ -118,7 +117,7 @@ def make_undisturbed(folder: Path, n_ranks: int, steps: int) -> None:
 def wait_until(what: Callable[[], object], launch: Launch, seconds: float = PATIENCE) -> None:
     end = time.monotonic() + seconds
     while True:
-        over = launch.process.poll() is not None or time.monotonic() > end  # before it looks: what comes last is seen, too
+        over = launch.process.poll() is not None or time.monotonic() > end  # before `what`, so that the last change is seen
         if what():
             return
         assert not over, launch.text()[-4000:]
@@ -126,7 +125,7 @@ def wait_until(what: Callable[[], object], launch: Launch, seconds: float = PATI
 
 
 def starts(out: Path) -> list[dict]:
-    """What a run noted each time it was started."""
+    """Return what a run recorded at each of its starts."""
     return json.loads((out / "environment.json").read_text())["starts"]
 
 

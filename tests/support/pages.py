@@ -1,4 +1,4 @@
-"""What tests of the page share: models to show, a browser's page that must stay quiet, and what can be read from it."""
+"""Shared by tests of the page: models to show, a browser page that must stay silent, and readers of it."""
 
 import re
 import time
@@ -21,7 +21,7 @@ BYTE = 0.5 / 255  # quantisation: half a step of a scale that is at most 1
 
 @contextmanager
 def opened(browser, url, *, said=None, **options):
-    """A page that must say nothing on the console, ask nobody else, and open no dialog."""
+    """Open a page that must log nothing, contact no other host, and open no dialog."""
     with browser.new_context(viewport={"width": 1440, "height": 900}, **options) as context:
         page = context.new_page()
         page.set_default_timeout(WAIT)
@@ -36,7 +36,7 @@ def opened(browser, url, *, said=None, **options):
 
 
 def until(page, condition, arg=None):
-    """Asked again and again: the browser's own way to wait for a condition evaluates text, which the page's policy forbids."""
+    """Poll a condition: the browser's own wait evaluates text, which the page's policy forbids."""
     deadline = time.monotonic() + SECONDS
     while not page.evaluate(condition, arg):
         assert time.monotonic() < deadline, f"still not: {condition}; the page says {page.said}, {page.text_content('#notice')}"
@@ -53,12 +53,12 @@ def finished(page, sides=2):
 
 
 def looked(page, sides=2):
-    """What is told of the chosen token is there. Candidates alone do not say so: those of the token before stay until then."""
+    """Wait for the chosen token's details. Candidates are no sign: the last token's stay until then."""
     until(page, LOOKED.format(sides))
 
 
 def open_file(page, path):
-    """Until it is shown: all that can be seen of it may have been there of the text before."""
+    """Open a file and wait until it is shown: the text before may look the same."""
     page.evaluate("document.querySelectorAll('article.side').forEach(one => one.classList.add('before'))")
     page.set_input_files("#open", path)
     until(page, "!document.querySelector('article.side.before')")
@@ -82,7 +82,7 @@ def scrub(page, step):
 
 
 def said_by(locator):
-    """Its text; a number and its sign are held together by a space that breaks no line."""
+    """Return a locator's text, with plain instead of non-breaking spaces."""
     return locator.text_content().replace("\xa0", " ")
 
 
@@ -102,7 +102,7 @@ def shown_number(text):
 
 
 def assert_shown(text, value, tolerance):
-    """To the digits that are shown, and no more than the quantisation beside."""
+    """Compare to the shown digits, plus at most the quantisation error."""
     if np.isnan(value):
         assert text == "n/a"
         return

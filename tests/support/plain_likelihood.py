@@ -23,7 +23,7 @@ class TableDenoiser:
 
     @classmethod
     def at_random(cls, length: int, seed: int = 0) -> "TableDenoiser":
-        """Of no joint at all: the order matters."""
+        """A denoiser of no joint distribution: the order matters."""
         return cls(torch.randn(4**length, length, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), length)
 
     @classmethod
@@ -90,7 +90,7 @@ class MarkovDenoiser:
 def masked_log_probs(
     denoise, row: list[int], targets: list[int], masked: list[int], mask_id: int, guidance: float = 0.0
 ) -> dict[int, float]:
-    """log p of each masked target token, with the formulas of the paper: [MASK] is no outcome, and guidance comes before that."""
+    """log p of each masked target token, by the paper's formulas: guidance first, then [MASK] is excluded."""
     canvas = [mask_id if place in masked else token for place, token in enumerate(row)]
     logits = denoise(torch.tensor([canvas]))[0].double()
     if guidance:

@@ -27,7 +27,7 @@ def turnovers(steps_of_heads):
 
 
 def run_lengths(steps):
-    """Of one head: for each token, the lengths of its runs."""
+    """List the lengths of each token's runs in one head."""
     lengths = []
     for token in set().union(*steps):
         inside = "".join("x" if token in step else " " for step in steps)
@@ -43,7 +43,7 @@ def is_anchored(steps, tops):
 
 
 def quarter(pairs, largest):
-    """(mean resting, mean update) of a quarter of (resting, update) pairs; queries that rest equally share what is left equally."""
+    """(mean resting, mean update) of a quarter of (resting, update) pairs; ties share the rest of the quarter equally."""
     left = whole = Fraction(len(pairs), 4)
     rest = change = 0.0
     for value in sorted({resting for resting, _ in pairs}, reverse=largest):

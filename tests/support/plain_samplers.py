@@ -61,8 +61,22 @@ def llada(predict: Predict, row: Tensor, given: int, steps: int, block: int, mas
     return row
 
 
-def dream(predict: Predict, row: Tensor, steps: int, mask_id: int, eps: float = 1e-3) -> Tensor:
-    """By entropy, least first. Row i of `predict` is for token i + 1; token 0 has its own."""
+def kept(logits: Tensor, top_p: float, top_k: int) -> set[int]:
+    """Ids that Dream may draw: the likeliest until their sum passes p, then all of those as likely as the k-th."""
+    ids, found, total = sorted(range(len(logits)), key=lambda token: -float(logits[token])), [], 0.0
+    chances = torch.softmax(logits, dim=0)
+    for token in ids:
+        if total <= top_p:
+            found.append(token)
+        total += float(chances[token])
+    least = float(logits[found[min(top_k, len(found)) - 1]])
+    return {token for token in found if float(logits[token]) >= least}
+
+
+def dream(
+    predict: Predict, row: Tensor, steps: int, mask_id: int, eps: float = 1e-3, cuts: tuple[float, int] | None = None
+) -> Tensor:
+    """By entropy, least first. Row i of `predict` is for token i + 1; token 0 has its own. cuts: top_p and top_k."""
     row, times = row.clone(), torch.linspace(1, eps, steps + 1)
     for i in range(steps):
         logits = predict(row)
@@ -70,6 +84,8 @@ def dream(predict: Predict, row: Tensor, steps: int, mask_id: int, eps: float = 
         for position in range(len(row)):
             if int(row[position]) == mask_id:
                 own = without_mask(logits[max(0, position - 1)], mask_id).double()
+                if cuts is not None:
+                    own[list(set(range(len(own))) - kept(own, *cuts))] = -torch.inf
                 terms = [float(p) for p in torch.softmax(own, dim=0)]
                 guesses[position] = (-sum(p * math.log(p) for p in terms if p > 0), terms.index(max(terms)))
         count = len(guesses) if i == steps - 1 else int(len(guesses) * (1 - times[i + 1] / times[i]))

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 tests/support/ranks.py JOBS.json
 
-Each job is {"recipe": tables, "out": folder} and, if wanted, "stop": {"rank", "step"}: a rank that is sent SIGTERM as it looks
-around after that step; "chunks": true: a chunk of the head for each position; "full": true: rank 0's disk is full at the first
+Each job is {"recipe": tables, "out": folder} and, if wanted, "stop": {"rank", "step"}: that rank gets SIGTERM as it checks for
+signals after that step; "chunks": true: a chunk of the head for each position; "full": true: rank 0's disk is full at the first
 state. Or {"validate": file, "model": folder, "recipe": tables, "shard": whether}; or {"held": file, "recipe": tables}. Warnings are
 errors. Beside each run every rank writes down which samples it read, and how they were masked.
 """
@@ -41,9 +41,9 @@ def run(job: dict) -> None:
     def note(tokens, samples, **settings):
         noisy = corrupt(tokens, samples, **settings)
         trains = settings["seed"] != VALIDATION_SEED
-        if trains and (settings["maskable"] is None or bool(settings["maskable"].any())):  # else it is nobody's row
+        if trains and (settings["maskable"] is None or bool(settings["maskable"].any())):  # else the row is padding of the batch
             for sample, masked, t in zip(samples.tolist(), noisy.masked.tolist(), noisy.t.tolist(), strict=True):
-                places = [str(place) for place, bit in enumerate(masked) if bit]  # however much padding lies behind the row
+                places = [str(place) for place, bit in enumerate(masked) if bit]  # whatever the row's padding
                 seen[sample] = " ".join([t.hex(), *places])
         return noisy
 
@@ -76,7 +76,7 @@ def run(job: dict) -> None:
 
 
 def validate(job: dict) -> None:
-    """The validation loss of a checkpoint, its weights whole on every rank or sharded."""
+    """Compute a checkpoint's validation loss, with weights whole on every rank or sharded."""
     recipe = Recipe.resolve(job["recipe"])
     few = 2 * recipe.data.length  # tokens a forward: several forwards a rank, and one rank with fewer
     with mock.patch.object(evaluate, "_VALIDATION_TOKENS", few), joined("cpu") as world:
@@ -90,7 +90,7 @@ def validate(job: dict) -> None:
 
 
 def held(job: dict) -> None:
-    """Bytes of weights and moments that each rank holds, sharded over all."""
+    """Count the bytes of weights and moments that each rank holds, sharded over all."""
     recipe = Recipe.resolve(job["recipe"])
     with joined("cpu") as world, torch.device("meta"):
         model = DiffusionLM(recipe.model)

@@ -5,7 +5,7 @@ import numpy as np
 
 
 def unpack(packed):
-    """What `recording.pack` was given, to half a step of its scale."""
+    """Unpack what `recording.pack` wrote, to half a step of its scale."""
     levels = np.frombuffer(zlib.decompress(base64.b64decode(packed["data"])), np.uint8).reshape(packed["shape"])
     scales = np.array(packed["scales"]).reshape(-1, *[1] * (levels.ndim - 1))
     return levels * scales

@@ -1,4 +1,4 @@
-"""Results made up for tests: variants with planted effects, on items that scatter far more. And a cut of nano."""
+"""Invented results: variants with planted effects, on items that vary far more. And a smaller nano."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from sinkdlm.reproduce.matrix import SCALES
 from sinkdlm.reproduce.results import RUN, TRIAL, Outcome, RunResult
 
 ITEMS = 200
-TOKENS = 10.0  # of an item
+TOKENS = 10.0  # tokens of an item
 FACTS = {
     "tokens": 1000,
     "steps": 10,
@@ -30,7 +30,7 @@ FACTS = {
 
 
 def result(group: str, variant: str, seed: int, effect: float, *, scale: str = "small", seeds: float = 0.001) -> RunResult:
-    """effect: nats a token that the variant has more than nothing; seeds: how far it scatters from seed to seed."""
+    """effect: nats per token that the variant adds; seeds: its spread from seed to seed."""
     items = np.random.default_rng([seed, 7]).gamma(4.0, 12.0, ITEMS)  # shared by variants: hard items are hard for all
     own = np.random.default_rng([seed, *map(ord, group + variant)])
     shift = effect + seeds * own.standard_normal()
@@ -74,7 +74,7 @@ TIMES = ("seconds", "made", "command")
 
 
 def told(found: dict) -> dict:
-    """A report without how long things took."""
+    """Return a report without its timings."""
     if isinstance(found, dict):
         return {key: told(value) for key, value in found.items() if key not in TIMES}
     return [told(value) for value in found] if isinstance(found, list) else found
@@ -82,7 +82,7 @@ def told(found: dict) -> dict:
 
 @contextmanager
 def less_of_nano() -> Iterator[None]:
-    """Fewer questions, and a parent that hardly learned."""
+    """Run nano with fewer questions and a parent that hardly learned."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nano, "_STEPS", 4)
         patch.setitem(SCALES, "nano", replace(SCALES["nano"], **LESS))
@@ -90,7 +90,7 @@ def less_of_nano() -> Iterator[None]:
 
 
 def reproduce(*words: object, whole: bool = False) -> int:
-    """whole: nano as it is."""
+    """Run `sinkdlm reproduce`. whole: with nano at full size."""
     with pytest.MonkeyPatch.context() as patch, nullcontext() if whole else less_of_nano():
         patch.setattr(sys, "argv", ["sinkdlm", "reproduce", *map(str, words)])
         with pytest.raises(SystemExit) as left:
@@ -99,7 +99,7 @@ def reproduce(*words: object, whole: bool = False) -> int:
 
 
 def make_cut(folder: Path) -> None:
-    """Figure 3 in small: trials, an adapted run and its fine-tuning. Stopped by Ctrl-C in the middle of the run, then run again."""
+    """A small Figure 3: trials, an adapted run and its fine-tuning, stopped by Ctrl-C in mid-run and started again."""
     watch = running.watch
 
     def interrupt(*given: object) -> object:

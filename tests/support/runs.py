@@ -1,4 +1,4 @@
-"""Training runs of a second, interrupted ones too."""
+"""Training runs of about a second, interrupted ones too."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ TINY = {"preset": "nano", "n_layers": 2, "d_model": 16, "n_heads": 2, "d_ff": 24
 
 
 def recipe_of(folder: Path, /, **sections) -> Recipe:
-    """A run of a second: sections are merged over small defaults."""
+    """Make a recipe that runs for a second: sections are merged over small defaults."""
     tables = {
         "model": TINY,
         "data": {"length": 16, "sets": {str(folder): 1.0}},
@@ -42,7 +42,7 @@ def metrics(out: Path, kind: str = "train") -> list[dict]:
 
 
 def interrupted(recipe: Recipe, out: Path, monkeypatch, after: int, **more) -> None:
-    """A run that crashes before its step after + 1."""
+    """Run a recipe that crashes before step after + 1."""
     make_step = loop.Trainer._make_step
 
     def die(self, batch, lr, signals):

@@ -8,10 +8,10 @@ import pytest
 
 
 def make_once(folder: Path, make: Callable[[Path], object]) -> Path:
-    """make(folder) by the first process that asks; the others wait for it, and are told where it failed or was killed."""
+    """Call make(folder) in the first process that asks; others wait, and fail if it failed or was killed."""
     done, failure = folder.with_name(f"{folder.name}.done"), folder.with_name(f"{folder.name}.failed")
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the system takes it from a process that dies
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system frees a dead process's lock
         if done.exists():
             return folder
         if folder.exists():

@@ -16,20 +16,20 @@ from sinkdlm.serving.served import Limits
 from sinkdlm.serving.server import Server, address_of, bind, make_site
 from sinkdlm.serving.site import Settings, Site
 
-SECONDS = 120  # for what takes a moment: a machine that is busy elsewhere fails nothing
+SECONDS = 120  # generous, so that a busy machine fails no test
 PROMPT = "the cat "
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
 
 
 def letters_lm(seed: int = 0, **flags) -> Loaded:
-    """A token for each letter; float64, so that a batch changes no answer."""
+    """A model with a token for each letter; float64, so that a batch changes no answer."""
     lm = small_lm(seed, **flags)
     lm.tokenizer.chat_template = TEMPLATE
     return lm
 
 
 def sharp_lm(seed: int = 9, **flags) -> Loaded:
-    """Letters again, with attention sharp enough that some tokens are sinks, and move."""
+    """`letters_lm` with sharp attention: some tokens are sinks, and move."""
     lm = letters_lm(seed, **flags)
     with torch.no_grad():
         for block in lm.model.blocks:
@@ -52,7 +52,7 @@ NASTY = [
 
 
 def nasty_lm(seed: int = 0) -> Loaded:
-    """Its every token is something that a page must show and not obey."""
+    """A model whose tokens are all text that a page must show and never run."""
     inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(["<unk>", *NASTY])}, unk_token="<unk>"))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.Split("|", "removed"), decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
@@ -65,7 +65,7 @@ def nasty_lm(seed: int = 0) -> Loaded:
 
 
 def bytes_lm(seed: int = 0) -> Loaded:
-    """A token for each byte, so that a character may lie across several; random weights write broken ones, too."""
+    """A token for each byte: a character may need several, and random weights write broken ones."""
     names = {name: number for number, name in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     inner = Tokenizer(models.BPE(names, []))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

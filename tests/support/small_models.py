@@ -1,4 +1,4 @@
-"""Small models of every variant, with random weights of a size at which every term matters."""
+"""Small models of every variant, with random weights so large that every term matters."""
 
 import copy
 import functools
@@ -12,7 +12,7 @@ PLAN = fast.Plan()
 
 SMALL = {"vocab_size": 11, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "d_model": 24, "d_ff": 20, "context_length": 64}
 
-# Every value of every flag, and the combinations that could trip each other.
+# Every value of every flag, and combinations that could conflict.
 VARIANTS = {
     "vanilla": {},
     "sink": {"n_sinks": 1},
@@ -37,9 +37,9 @@ def small_config(**flags) -> ModelConfig:
 def small_model(
     seed: int = 0, dtype: torch.dtype = torch.float64, attention: str = "auto", plan: fast.Plan | None = PLAN, **flags
 ) -> DiffusionLM:
-    """Random weights of a size at which every term matters: biases and logits away from zero, norms away from one.
+    """Make a model with weights so large that every term matters: biases and logits not near zero, norms not near one.
 
-    plan: of its fast runner, which is what `load` gives; None: the plain one."""
+    plan: of the fast runner, as `load` gives it; None: the plain runner."""
     model = copy.deepcopy(_small_model(seed, dtype, attention, tuple(flags.items())))
     if plan is not None:
         fast.prepare(model, plan)
@@ -48,7 +48,7 @@ def small_model(
 
 @functools.cache
 def _small_model(seed: int, dtype: torch.dtype, attention: str, given: tuple) -> DiffusionLM:
-    """Nobody's own: a copy takes less than half the time of making one."""
+    """Make a model once; callers copy it, in less than half the time."""
     flags = dict(given)
     model = DiffusionLM(small_config(**flags), seed=seed, attention=attention).to(dtype)
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Random rules of who sees whom."""
+"""Random visibility rules."""
 
 import torch
 

@@ -64,7 +64,7 @@ def as_json(*words):
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 3])
 def test_ranks_share_the_texts_and_write_the_same(checkpoint, n):
-    """Three texts on two ranks; and one, for which the second rank has nothing to do."""
+    """Three texts on two ranks; then one text, so that the second rank has nothing to do."""
     words = ["--prompt", "tom has ", "--length", 12, "-n", n, "--temperature", 1.0, "--no-stop", "--deterministic"]
     expected = as_json(checkpoint, *words)["samples"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "sinkdlm"]
@@ -135,13 +135,13 @@ def test_bos_is_the_templates_where_there_is_one(with_bos, tmp_path):
 
 def test_a_tokenizer_without_bos_gets_none(checkpoint):
     assert len(as_json(checkpoint, "--prompt", "tom", "--length", 2, "--no-stop")["samples"][0]["tokens"]) == 5
-    with pytest.raises(SamplingError, match="--bos: the tokenizer has no beginning-of-text token"):
+    with pytest.raises(SamplingError, match="--bos: the tokenizer has no beginning-of-sequence token"):
         sample(checkpoint, "--prompt", "tom", "--bos")
 
 
 @pytest.mark.parametrize("more", [[], ["--watch"], ["--config", "fast", "--set", "block=4"], ["--temperature", "1"]], ids=str)
 def test_ids_without_a_token_are_never_written(tmp_path, more):
-    """Of a vocabulary that was rounded up beyond the tokenizer's."""
+    """Ids beyond the tokenizer's vocabulary, which was rounded up in the model."""
     lm = padded_lm()
     path = sinkdlm.save(tmp_path / "padded", lm.model, lm.tokenizer)
     tokens = torch.tensor([[5, *[lm.config.mask_id] * 8]])
@@ -231,7 +231,7 @@ def test_messages_make_no_chat_of_the_prompts_beside_them(chatty, tmp_path):
 
 
 def test_a_field_that_is_null_is_not_there(chatty, tmp_path):
-    """As tables with a column for each kind are written."""
+    """Null fields, as in tables with a column for each kind of prompt."""
     talk = {"messages": [{"role": "user", "content": "hi"}]}
     rows = [
         {"prompt": None, **talk},
@@ -250,14 +250,14 @@ def test_a_length_that_nobody_gave_is_what_fits(checkpoint):
     given = ["--prompt", "a" * (room - 7), "--suffix", "bb", "--no-stop"]
     assert len(as_json(checkpoint, *given)["samples"][0]["tokens"]) == room
     assert len(as_json(checkpoint, "--prompt", "a", "--no-stop")["samples"][0]["tokens"]) == min(room, 65)
-    with pytest.raises(SamplingError, match=r"and 64 tokens to write.*shorten the prompt or --length"):
+    with pytest.raises(SamplingError, match=r"tokens and 64 to write.*shorten the prompt or --length"):
         sample(checkpoint, *given, "--length", 64)
-    with pytest.raises(SamplingError, match=r"and 1 tokens to write.*shorten the prompt$"):
+    with pytest.raises(SamplingError, match=r"tokens and 1 to write.*shorten the prompt$"):
         sample(checkpoint, "--prompt", "a" * room)
 
 
 def test_an_open_end_that_nothing_ends_is_refused(checkpoint):
-    with pytest.raises(SamplingError, match="a text until EOS: and EOS is not to end it; leave one of them out"):
+    with pytest.raises(SamplingError, match="a text until EOS: EOS is set not to end it; leave one of the two out"):
         sample(checkpoint, "--prompt", "tom", "--until-eos", "--no-stop")
 
 
@@ -273,12 +273,31 @@ def test_an_open_end_stops_at_eos_or_the_limit(checkpoint):
         assert "<eos>" not in row["text"]
 
 
+def test_no_number_makes_a_canvas_that_no_memory_holds(tmp_path, command_line):
+    """Also where a config promises to read anything: the canvas is laid out after it was found to fit."""
+    tokenizer = character_tokenizer()
+    endless = small_model(dtype=torch.float32, vocab_size=len(tokenizer), context_length=1 << 60)
+    sinkdlm.save(tmp_path / "model", endless, tokenizer)
+    number = 1_000_000_000
+    for more, words in {
+        ("--length", number): f"and {number} to write: the model reads at most {1 << 20}",
+        ("--length", number, "--until-eos"): f"and {number} to write: the model reads at most {1 << 20}",
+        ("--infill", f"a [_:{number}]"): f"and {number} to write",
+        ("--infill", f"a [_:{'9' * 5000}]"): " to write: the model reads",
+        ("--infill", "a [____]", "--gap", number): f"and {number} to write",
+        ("-n", number): f"--n {number}: at most 100000 texts",
+    }.items():
+        status, _, said = command_line("sample", tmp_path / "model", "--device", "cpu", *more)
+        assert (status, said.count("\n")) == (2, 1), more
+        assert words in said
+
+
 def test_watching_shows_every_step_and_the_sink(checkpoint):
     found = sample(checkpoint, "--prompt", "tom has", "--length", 6, "--watch", "--no-stop")
     steps = [line for line in found.stderr.splitlines() if line.startswith("step ")]
     assert len(steps) == 6
     assert "sink " in steps[0]
-    assert "most attended: place" in steps[0]
+    assert "most attended: position" in steps[0]
     assert steps[0].count("░") == 5
     assert "░" not in steps[-1]
     assert found.stdout == sample(checkpoint, "--prompt", "tom has", "--length", 6, "--no-stop").stdout
@@ -289,24 +308,24 @@ MISTAKES = [
     (["--prompt", "a" * 90], ["prompt of 90", "shorten"]),
     (["--infill", "the [] sat"], ["zero length"]),
     (["--infill", "the cat sat"], ["has no gap"]),
-    (["--infill", "a [_:500] b"], ["500 tokens to write", "shorten the text or its gaps"]),
-    (["--infill", "a [_] b", "--gap", "500"], ["500 tokens to write", "shorten the text or --gap"]),
+    (["--infill", "a [_:500] b"], ["tokens and 500 to write", "shorten the text or its gaps"]),
+    (["--infill", "a [_] b", "--gap", "500"], ["tokens and 500 to write", "shorten the text or --gap"]),
     (["--infill", "a [_] b", "--length", "5"], ["--length", "[_:12]", "--gap"]),
-    (["--gap", "3"], ["--gap goes with --infill"]),
+    (["--gap", "3"], ["--gap: goes with --infill"]),
     (["--policy", "best"], ["policy 'best'", "smdm-origin"]),
     (["--steps", "0"], ["steps = 0", "1 or more"]),
     (["--temperature", "-1"], ["temperature = -1.0", "0 or more"]),
     (["--prompts", "empty.txt"], ["empty.txt", "holds no prompt"]),
     (["--prompts", "none.txt"], ["none.txt", "cannot be read"]),
-    (["--prompts", "bad.jsonl"], ["bad.jsonl: line 1 is no JSON"]),
-    (["--prompts", "half.jsonl"], ["surrogate", "no text"]),
-    (["--prompt", "a\udcff"], ["no UTF-8", "no text"]),
-    (["--prompts", "talk.jsonl"], ["talk.jsonl: line 1: messages is no list"]),
-    (["--prompts", "bare.jsonl"], ["bare.jsonl: line 1: messages is no list"]),
+    (["--prompts", "bad.jsonl"], ["bad.jsonl: line 1 is not JSON"]),
+    (["--prompts", "half.jsonl"], ["surrogate", "give plain text"]),
+    (["--prompt", "a\udcff"], ["not UTF-8", "give plain text"]),
+    (["--prompts", "talk.jsonl"], ["talk.jsonl: line 1: messages is not a list"]),
+    (["--prompts", "bare.jsonl"], ["bare.jsonl: line 1: messages is not a list"]),
     (["--prompts", "null.jsonl"], ["null.jsonl: line 2: message 1 (user): content is null, expected text"]),
     (["--prompts", "number.jsonl"], ["number.jsonl: line 1: prompt is int, expected text"]),
     (["--prompts", "nothing.jsonl"], ["nothing.jsonl: line 1 has neither prompt nor question nor messages"]),
-    (["--prompt", "a", "--infill", "[_]"], ["give one of them"]),
+    (["--prompt", "a", "--infill", "[_]"], ["give only one of them"]),
     (["--watch", "--n", "2"], ["shows one text"]),
     (["--cache", "dual"], ["needs a block length"]),
     (["--dtype", "float8", "--device", "cpu"], ["a CPU has no float8 matmuls", "leave it out"]),

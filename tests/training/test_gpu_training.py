@@ -1,4 +1,4 @@
-"""Training steps captured as CUDA graphs, on a GPU. Skipped elsewhere; test_gradients.py shows what needs none."""
+"""Training steps captured as CUDA graphs, on a GPU. Skipped elsewhere; test_gradients.py tests what needs no GPU."""
 
 from typing import ClassVar
 
@@ -43,7 +43,7 @@ class Counted(Capturer):
 
 
 class Refusing(Capturer):
-    """Nothing can be captured: the same kernels are launched one by one."""
+    """Fails to capture, so that the same kernels are launched one by one."""
 
     def capture(self, run):
         raise RuntimeError("refused")
@@ -81,13 +81,13 @@ def assert_same_bits(ours, theirs):
 
 @pytest.mark.parametrize(("forwards", "recompute"), [(3, "none"), (3, "full"), (1, "selective")])
 def test_captured_steps_are_those_launched_one_by_one(runs, forwards, recompute):
-    """Float64, whose kernels give the same bits every time; without a fixed number of slots the order of sums is another."""
+    """In float64, whose kernels give the same bits every time. Without a fixed number of slots the order of sums differs."""
     given = {"micro_batch": 6 // forwards, "recompute": recompute}
     captured = runs("captured", **given)
     assert captured[3] == 20 * forwards
-    assert not any("could not be captured" in line for line in captured[2])
+    assert not any("cannot capture" in line for line in captured[2])
     launched = runs("launched", Refusing, **given)
-    assert sum("could not be captured (RuntimeError: refused)" in line for line in launched[2]) == 1
+    assert sum("cannot capture the step's CUDA graphs (RuntimeError: refused)" in line for line in launched[2]) == 1
     assert_same_bits(captured, launched)
     plain = runs("plain", **given, graphs="off")
     assert plain[3] == 0
@@ -111,7 +111,7 @@ def test_compiled_blocks_are_captured(runs, recompute):
 
 def test_a_resumed_run_captures_anew_and_ends_as_one_left_alone(runs):
     alone, resumed = runs("alone", micro_batch=3), runs("resumed", micro_batch=3, crash=9)
-    assert resumed[3] == 2 * (9 + 13)  # it goes on from the state of step 7
+    assert resumed[3] == 2 * (9 + 13)  # resumed from the state of step 7
     assert_same_bits(alone, resumed)
 
 
@@ -144,7 +144,7 @@ def test_a_capture_that_breaks_off_leaves_training_as_it_was(runs, monkeypatch):
     monkeypatch.setattr(gradients, "denoising_loss", waits)
     broken = runs("broken", micro_batch=3)
     assert broken[3] == 0
-    assert sum("could not be captured" in line for line in broken[2]) == 1
+    assert sum("cannot capture" in line for line in broken[2]) == 1
     assert_same_bits(whole, broken)
 
 
@@ -175,7 +175,7 @@ def test_a_last_layer_ends_where_the_loss_looks_with_the_same_gradients(name, sl
         if compiled:
             compile_blocks(model)
         if compiled and form != "compiled":
-            # A last layer that ends early runs as it is written, and is compared with one that does: a compiled gate rounds less.
+            # A last layer that ends early is not compiled, so neither is the one compared with it: a compiled gate rounds less.
             del model.blocks[-1].forward
         if form in ("whole", "compiled"):
             model.runner = lambda model, x, ctx, select=None, run=early: run(model, x, ctx).flatten(0, 1)[select]
@@ -189,7 +189,7 @@ def test_a_last_layer_ends_where_the_loss_looks_with_the_same_gradients(name, sl
     exact = found.pop("float32")[0]
     errors = {form: float((one - exact).norm()) for form, (one, _) in found.items()}
     assert all(error <= 0.05 * exact.norm() for error in errors.values()), (errors, exact.norm())
-    assert errors["early"] <= 1.1 * errors["whole"] + 1e-6  # as far from it as rounding takes either
+    assert errors["early"] <= 1.1 * errors["whole"] + 1e-6  # both within rounding
     for _, loss in found.values():
         assert loss.item() == pytest.approx(found["whole"][1].item(), rel=1e-3)
 
@@ -198,7 +198,7 @@ def test_a_last_layer_ends_where_the_loss_looks_with_the_same_gradients(name, sl
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("graphs", ["on", "off"])
 def test_a_run_whose_blocks_are_left_to_kernels_is_the_compiled_one(runs, graphs, monkeypatch):
-    """Validations, probes and the state of a resumed run among it."""
+    """Includes validations, probes and the state of a resumed run."""
     monkeypatch.setattr(choose, "_AHEAD", {"bf16": 0.0, "fp8": 0.0})
     given = {"precision": "bf16", "micro_batch": 2, "graphs": graphs, "data_more": {"length": 512}}
     given["model_more"] = {"d_model": 256, "n_heads": 4, "d_ff": 1024, "context_length": 512}
@@ -219,4 +219,4 @@ def test_a_run_whose_blocks_are_left_to_kernels_is_the_compiled_one(runs, graphs
     assert found[1][3] == (60 if graphs == "on" else 0)
     assert found[0][1] == pytest.approx(found[1][1], rel=0.02)
     assert resumed[1] == pytest.approx(found[1][1], rel=0.02)  # cuDNN's backward adds up in any order
-    assert thin[1] == pytest.approx(found[1][1], rel=0.02)  # layers that add in bf16
+    assert thin[1] == pytest.approx(found[1][1], rel=0.02)  # bf16 residual stream

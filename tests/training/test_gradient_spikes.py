@@ -1,4 +1,4 @@
-"""Gradients that jump: what counts as a peak."""
+"""Gradient spikes: what counts as one, and where a run reports them."""
 
 import json
 from statistics import median
@@ -28,7 +28,7 @@ probe_every = 0
 
 
 def test_peaks_are_beyond_five_medians_once_a_run_has_settled():
-    gradients = [40.0, 30.0, *[1.0] * 14, 5.5, None, 4.9, 12.0]  # the first two steps of twenty are not looked at
+    gradients = [40.0, 30.0, *[1.0] * 14, 5.5, None, 4.9, 12.0]  # the first two steps of twenty are not checked
     peaks = peaks_of(gradients)
     assert (peaks.median, peaks.steps, peaks.largest, peaks.at) == (1.0, [17, 18, 20], 12.0, 20)
 
@@ -58,6 +58,6 @@ def test_a_run_tells_its_peaks(tmp_path, command_line):
     lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     norms = [line["grad_norm"] for line in lines if line["kind"] == "train"][2:]  # of twenty steps
     middle = median(norms)
-    found = json.loads(said)["gradient_peaks"]
+    found = json.loads(said)["gradient_spikes"]
     assert found["largest"] == pytest.approx(max(norms) / middle, abs=0.01)
     assert (found["count"], found["at"]) == (sum(norm > 5 * middle for norm in norms), norms.index(max(norms)) + 3)

@@ -1,4 +1,4 @@
-"""A step's gradient by the fixed way: a given number of head slots, and micro-batches that are captured and replayed."""
+"""A step's gradient with a fixed number of head slots, from micro-batches that are captured and replayed."""
 
 from contextlib import nullcontext
 
@@ -73,7 +73,7 @@ def train_section(**train):
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 @pytest.mark.parametrize("n_rows", [5, 64])
 def test_consecutive_samples_always_find_slots(schedule, n_rows, monkeypatch):
-    """Golden times: every stretch of samples fits, and those with most masked fill nearly all that their times can ask for."""
+    """Golden times: every run of samples fits, and those with most masked positions nearly fill what their times allow."""
     monkeypatch.setattr(head_slots, "_TOGETHER", 40)
     train, length = train_section(schedule=schedule, seed=3), 128
     found = plan_slots(train, n_rows, length, torch.tensor([length]))
@@ -94,7 +94,7 @@ def test_consecutive_samples_always_find_slots(schedule, n_rows, monkeypatch):
 
 
 def test_samples_that_do_not_fit_are_known_beforehand():
-    """Independent times, rows that differ: some micro-batches are refused, and no other is masked at more positions."""
+    """Independent times, rows that differ: some micro-batches are refused, and no accepted one exceeds the slots."""
     train, length, n_rows = train_section(times="independent", seed=1), 256, 16
     counts = torch.randint(20, 257, (4000, n_rows), generator=torch.Generator().manual_seed(0))
     found = plan_slots(train, n_rows, length, counts.flatten())
@@ -116,8 +116,8 @@ def test_samples_that_do_not_fit_are_known_beforehand():
         ("smollm2-135m", 64, 512, True),
         ("qwen2.5-0.5b", 8, 2048, True),
         ("smdm-6m", 64, 512, True),
-        ("smdm-6m", 4, 64, False),  # few rows: twice the slots, and nearly all of such a model is its head
-        ("smdm-472m", 16, 2048, False),  # the device is busy for long with each layer
+        ("smdm-6m", 4, 64, False),  # few rows: twice the slots, and the head is nearly all of such a model
+        ("smdm-472m", 16, 2048, False),  # each layer keeps the device busy for long
     ],
 )
 def test_whether_capturing_pays_is_arithmetic(preset, n_rows, length, pays):
@@ -129,8 +129,8 @@ def test_whether_capturing_pays_is_arithmetic(preset, n_rows, length, pays):
 
 
 class Again:
-    """Captures by keeping what to call. As a graph does, a capture writes the gradients' memory that it was made with, whatever
-    the parameters hold now: from nothing, where there was none, or adding to it."""
+    """Captures by keeping what to call. Like a graph, a replay writes the gradient tensors of its capture, whatever the parameters
+    hold now: it overwrites them if there were none at capture, or adds to them."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.failure, self.parameters, self.replays, self.closed = failure, [], [], False
@@ -203,7 +203,7 @@ def test_replayed_steps_are_the_plain_ones(micro_batch, replays):
     captured = steps_of(gradients_of(capturer, micro_batch=micro_batch), batches)
     plain = steps_of(gradients_of(micro_batch=micro_batch), batches)
     torch.testing.assert_close(captured, plain, rtol=1e-10, atol=1e-13)
-    assert capturer.replays == 4 * replays  # rows that are left over go the plain way, and add to what was captured
+    assert capturer.replays == 4 * replays  # left-over rows are launched, and add to replayed gradients
     assert captured[0][0][1] > 0
     eager = gradients_of(Again(RuntimeError("no")), micro_batch=micro_batch)
     for ours, theirs in zip(steps_of(eager, batches), captured, strict=True):
@@ -211,7 +211,7 @@ def test_replayed_steps_are_the_plain_ones(micro_batch, replays):
 
 
 def test_the_host_counts_slots_as_the_device_does(monkeypatch):
-    """Where a last layer ends early on a GPU: masks are drawn on the host as well. A step made again asks the device."""
+    """Where a last layer ends early on a GPU, the host draws the masks as well. A repeated step asks the device."""
     batches = [rows_of(step) for step in range(3)] + [rows_of(3, lengths=[16, 16, 3, 9, 1, 16]), rows_of(4, prompt=9)]
     plain = steps_of(gradients_of(micro_batch=3), batches)
     monkeypatch.setattr(objective, "_MULTIPLE", 4)
@@ -243,7 +243,7 @@ def test_other_micro_batches_go_the_plain_way_within_the_same_step():
     whole, short, late = ["write", "add", "add"], ["write", "add"], ["write", "add"]
     assert capturer.replays == [*whole, *short, *late, *whole, *whole]
     without = Again()
-    strict = gradients_of(without, micro_batch=2)  # captured without maskable: rows that have it go the plain way
+    strict = gradients_of(without, micro_batch=2)  # captured without maskable: rows that have it are launched
     torch.testing.assert_close(steps_of(strict, batches), steps_of(gradients_of(micro_batch=2), batches), rtol=1e-10, atol=1e-13)
     assert without.replays == 2 * whole
 
@@ -256,9 +256,7 @@ def test_what_cannot_be_captured_is_said_and_computed_all_the_same():
     torch.testing.assert_close(steps_of(ours, batches), steps_of(gradients_of(micro_batch=3), batches), rtol=1e-10, atol=1e-13)
     assert broken.closed
     (line,) = said
-    assert line.startswith(
-        "the kernels of a step could not be captured (RuntimeError: operation not permitted when stream is capturing)"
-    )
+    assert line.startswith("cannot capture the step's CUDA graphs (RuntimeError: operation not permitted when stream is capturing)")
 
 
 def test_captures_give_way_where_memory_runs_out():
@@ -276,7 +274,7 @@ def test_captures_give_way_where_memory_runs_out():
 
     assert ours.with_room(look) == "seen"
     assert calls == [False, True]
-    assert ["no room beside the captured kernels" in line for line in said] == [True]
+    assert ["out of memory beside the step's CUDA graphs" in line for line in said] == [True]
     plain = steps_of(gradients_of(micro_batch=4), batches)
     assert capturer.replays == ["write"]
     rest = [ours.add(batch, 51.0 + number) for number, batch in enumerate(batches[1:])]
@@ -311,7 +309,7 @@ def capturer(monkeypatch):
 
 
 def test_a_run_with_captured_steps_ends_as_one_without(tmp_path, token_set, capturer, monkeypatch):
-    """Float64, three forwards a step, random lengths; and resumed, to the bit."""
+    """In float64, with three forwards a step and random lengths; a resumed run is bit-equal."""
     train = {"steps": 8, "batch": 6, "micro_batch": 2, "precision": "float64", "ema": 0.9, "graphs": "on"}
     recipe = recipe_of(token_set, data={"random_lengths": 0.1}, train=train, **QUIET)
     plain = recipe_of(token_set, data={"random_lengths": 0.1}, train={**train, "graphs": "off"}, **QUIET)
@@ -351,4 +349,4 @@ def test_a_step_that_lacked_slots_is_made_again_before_anything_changes(tmp_path
 
 def test_a_machine_that_captures_nothing_says_so_where_it_was_asked_to(tmp_path, token_set):
     _, said = run(recipe_of(token_set, train={"steps": 1, "graphs": "on"}, **QUIET), tmp_path / "run")
-    assert sum("only a process alone on a GPU captures its steps" in line for line in said) == (not torch.cuda.is_available())
+    assert sum("CUDA graphs need a single process on a GPU" in line for line in said) == (not torch.cuda.is_available())

@@ -1,4 +1,4 @@
-"""The looks at attention along a run, of which `metrics.jsonl` has lines: what counts as a sink, and what as a row."""
+"""Probes of attention during a run, as `metrics.jsonl` has them: which positions count as sinks, and which as rows."""
 
 from contextlib import nullcontext
 
@@ -12,7 +12,7 @@ from small_models import small_model, small_tokens
 
 
 class Given:
-    """Rows that are these, in which nothing is masked."""
+    """The given rows, with nothing masked."""
 
     def __init__(self, tokens, lengths=None):
         self.tokens, self.lengths = tokens, lengths
@@ -49,7 +49,7 @@ def test_a_register_is_a_sink_and_no_content(position):
 
 @pytest.mark.parametrize("sinks", [{}, {"n_sinks": 1}, {"n_sinks": 1, "sink_kind": "register"}], ids=str)
 def test_padding_is_out_of_sight(sinks):
-    """Rows that end early are seen as they are alone, whatever lies behind their end."""
+    """Short rows are measured as if alone, whatever lies behind their end."""
     model, tokens = small_model(**sinks), small_tokens(2, 9)
     lengths = torch.tensor([6, 6])
     for layer, alone in zip(look(model, tokens, lengths), look(model, tokens[:, :6]), strict=True):

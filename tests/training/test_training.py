@@ -2,6 +2,7 @@ import errno
 import io
 import itertools
 import json
+import math
 import os
 import re
 import resource
@@ -24,6 +25,7 @@ from rich.console import Console
 from evaluated import tiny_tokenizer
 from runs import TINY, interrupted, load_parent, metrics, recipe_of, run
 from sinkdlm import DiffusionLM, ModelConfig, Recipe, UserError, load, save
+from sinkdlm.checkpoint.directory import fingerprint
 from sinkdlm.checkpoint.tokenizer import write_tokenizer
 from sinkdlm.config.recipe import LogSection, TrainSection
 from sinkdlm.data.rows import open_rows
@@ -35,7 +37,7 @@ from sinkdlm.text.generate import Job, write
 from sinkdlm.training import evaluate, gradients, loop, optimizer, setup, state
 from sinkdlm.training.evaluate import VALIDATION_SEED, validate
 from sinkdlm.training.health import read_lines
-from sinkdlm.training.monitor import Metrics, Monitor, flat_numbers
+from sinkdlm.training.monitor import Metrics, Monitor, Pace, flat_numbers
 from sinkdlm.training.optimizer import learning_rate
 from sinkdlm.training.weights import as_sharded, own_part
 
@@ -43,7 +45,7 @@ ALONE = World(torch.device("cpu"))
 
 
 def test_first_weights_drawn_ahead_are_those_of_the_model():
-    """In order and out of order; all begun at once and brought to where they stay, or not."""
+    """In order and out of order; a few at a time on the host, or all at once to their final place."""
     model = DiffusionLM(ModelConfig.preset("nano", n_sinks=1), seed=3)
     wanted = {name: p.detach() for name, p in model.named_parameters()}
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -70,7 +72,7 @@ def test_first_weights_that_stay_are_begun_with_the_largest(monkeypatch):
 
 
 def test_a_failure_ends_the_drawing_of_first_weights(monkeypatch):
-    """What the first worker fails with is told, and the others' work is not done."""
+    """The first worker's failure is raised, and the others' work is cancelled."""
     model, order = DiffusionLM(ModelConfig.preset("nano", n_sinks=1), seed=3), []
 
     def fails(name, *_):
@@ -92,7 +94,7 @@ def test_a_failure_ends_the_drawing_of_first_weights(monkeypatch):
 
 @pytest.mark.parametrize("norm", [3.0, 0.2, float("nan")])
 def test_clipping_within_the_update_is_clipping_before_it(norm, monkeypatch):
-    """On a GPU by its own kernel. A gradient that is not finite changes nothing by either way."""
+    """On a GPU, with the GPU's kernel. A gradient that is not finite changes nothing either way."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     drawn = torch.Generator().manual_seed(0)
     first, *gradients = (torch.randn(7, 5, generator=drawn).to(device) for _ in range(4))
@@ -112,7 +114,7 @@ def test_clipping_within_the_update_is_clipping_before_it(norm, monkeypatch):
     assert torch.equal(found[1][0], first) == (norm != norm)
 
 
-# The command, whose fifth step waits for a signal: it does not end before one has come.
+# The command, with a fifth step that waits for a signal.
 WAITING = """
 import time
 from sinkdlm.cli import entry as cli
@@ -190,7 +192,7 @@ def test_the_comparison_of_runs_can_fail(tmp_path, token_set):
 
 
 def test_padding_that_no_row_needs_changes_nothing_but_time(tmp_path, token_set, monkeypatch):
-    """Short rows go through the model apart from full ones, and without their padding."""
+    """Short rows run apart from full ones, without padding."""
     seen, losses = [], {}
     corrupt = evaluate.corrupt
 
@@ -374,7 +376,7 @@ def test_a_full_disk_in_the_middle_is_said_and_tried_again(tmp_path, token_set, 
 
 
 def test_a_failing_write_in_the_background_costs_no_other_state(tmp_path, token_set, monkeypatch):
-    """One write fails while training goes on: it is said, and the next state, here the last, is written all the same."""
+    """One write fails while training goes on: it is reported, and the next state, here the last, is still written."""
     recipe = recipe_of(token_set, train={"ema": 0.9}, save={"every": 4, "background": True})
     run(recipe, tmp_path / "alone")
     full_once, calls = fails_once(state._save_tensors, 1, NO_SPACE, after=0.2)
@@ -387,8 +389,8 @@ def test_a_failing_write_in_the_background_costs_no_other_state(tmp_path, token_
 
 @pytest.mark.slow
 def test_writing_behind_holds_no_other_thread(tmp_path, monkeypatch):
-    """Another thread, as training is, comes to its turn between the files: the longest it waits falls with their size. The best of
-    several tries counts: what files cost is in every one of them, what other processes take is not."""
+    """Another thread, like training, runs between the files: the longest it waits falls with their size. The best of several tries
+    counts: every try has the cost of the files, not every one that of other processes."""
     tensors = {f"w{i}": torch.zeros(2 << 20) for i in range(40)}  # 8 MB each
 
     def longest_wait(folder: Path) -> float:
@@ -414,7 +416,7 @@ def test_writing_behind_holds_no_other_thread(tmp_path, monkeypatch):
 
 
 def test_a_signal_while_a_state_is_being_written_waits_for_it(tmp_path, token_set, monkeypatch):
-    """The state of the very step is in the background and fails: what is said to be saved is saved."""
+    """The state of the signal's step fails in the background: a state that is reported as saved is saved."""
     look = loop.Trainer._look_around
 
     def interrupt(self):
@@ -461,7 +463,7 @@ def test_lost_metrics_do_not_end_a_run(tmp_path, token_set, monkeypatch):
 
 
 def test_metrics_that_were_cut_within_a_line_do_not_end_a_run(tmp_path, token_set, monkeypatch):
-    """Looks at attention before the interruption are read again: what is left of a line tells nothing."""
+    """Probes before the interruption are read again; a partial line is ignored."""
     recipe = recipe_of(token_set)
     interrupted(recipe, tmp_path / "run", monkeypatch, after=3)
     path = tmp_path / "run" / "metrics.jsonl"
@@ -474,7 +476,7 @@ def test_metrics_that_were_cut_within_a_line_do_not_end_a_run(tmp_path, token_se
 @pytest.mark.parametrize("long", [3, 200_000])
 @pytest.mark.parametrize("before", ["", '{"a": 1}\n'])
 def test_metrics_go_on_behind_the_last_whole_line(tmp_path, before, long):
-    """However long what is left of a line is, and whether or not a state knew of it."""
+    """However long the partial line is, and whether or not a state's length includes it."""
     for length, whole in ((10**6, False), (len(before) + 2, True)):
         (tmp_path / "m.jsonl").write_text(before + "{" + "x" * long)
         written = Metrics(tmp_path / "m.jsonl")
@@ -590,6 +592,9 @@ def test_an_id_beyond_the_vocabulary_in_the_middle_keeps_the_steps_made(tmp_path
     place = np.flatnonzero([tokens[i : i + 16].tolist() == samples[17].tolist() for i in range(0, len(tokens) - 16, 16)])[0] * 16
     tokens[place + 3] = token
     tokens.tofile(own_set / "train-00000.bin")
+    index = json.loads((own_set / "index.json").read_text())
+    index["splits"]["train"]["shards"][0]["sha256"] = fingerprint(own_set / "train-00000.bin")["sha256"]
+    (own_set / "index.json").write_text(json.dumps(index))  # else the run ends because the file was altered
     with pytest.raises(UserError) as failure:
         run(recipe, tmp_path / "run")
     assert words in str(failure.value)
@@ -637,7 +642,7 @@ def test_three_bad_steps_in_a_row_stop_the_run_with_the_last_good_state(tmp_path
     second = torch_state(tmp_path / "second" / "checkpoints" / "step-0000000002")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    result, _ = run(recipe, tmp_path / "run")  # goes on behind the bad steps
+    result, _ = run(recipe, tmp_path / "run")  # goes on after the bad steps
     assert (result["steps"], result["updates"], result["skipped"]) == (6, 3, 3)
 
 
@@ -656,7 +661,7 @@ def test_another_recipe_in_the_same_folder_is_refused_with_the_keys(tmp_path, to
     assert "model.n_sinks = 2, not 1" in message
     assert "min_lr" not in message
     _, said = run(recipe_of(token_set, train={"micro_batch": 2}, save={"keep": 5}), tmp_path / "run")
-    assert any("finished before, after 6 steps" in line for line in said)
+    assert any("already finished after 6 steps" in line for line in said)
 
 
 def test_a_start_that_failed_does_not_hold_the_folder(tmp_path, token_set):
@@ -713,16 +718,16 @@ def test_a_folder_has_one_run_and_one_process(tmp_path, token_set):
         ({"data": {"sets": {"nowhere": 1.0}}}, "nowhere: no such folder; make one with: sinkdlm data prepare"),
         ({"data": {"length": 65}}, "data.length = 65: allowed is at most model.context_length = 64"),
         ({"data": {"length": 64, "validation": "nowhere"}}, "nowhere: no such folder"),
-        ({"data": {"first": 999}}, "data.first = 999: allowed is an id of the vocabulary (below "),
+        ({"data": {"first": 999}}, "data.first = 999: must be an id of the vocabulary (below "),
         (
             {"model": {"n_sinks": 1, "sink_kind": "register"}, "data": {"documents": "confined"}},
-            "data.documents = 'confined': does not go with model.sink_kind = 'register'",
+            "data.documents = 'confined': impossible with model.sink_kind = 'register'",
         ),
         ({"train": {"steps": None}}, "no budget; set one of train.steps, train.tokens, train.epochs, train.flops"),
         ({"train": {"steps": None, "tokens": 10}}, "less than one step"),
         ({"init": {"from": "x"}}, "no loader was given"),
         ({"train": {"betas": [0.9, 1.0]}}, "train.betas.1 = 1.0"),
-        ({"log": {"sample_every": 1}}, "neither the data nor the parent brings a tokenizer"),
+        ({"log": {"sample_every": 1}}, "neither the data nor the parent has a tokenizer"),
     ],
 )
 def test_a_run_that_cannot_start_says_why(tmp_path, token_set, sections, words):
@@ -732,7 +737,7 @@ def test_a_run_that_cannot_start_says_why(tmp_path, token_set, sections, words):
 
 
 def test_sampled_texts_begin_as_those_of_sample(tmp_path, token_set):
-    """With BOS where the tokenizer puts it, which takes room and is not shown."""
+    """With BOS where the tokenizer adds it; it counts in the length and is not shown."""
     tokenizer = tiny_tokenizer(bos=True)
     own = shutil.copytree(token_set, tmp_path / "set")
     write_tokenizer(own / "tokenizer", tokenizer)
@@ -746,7 +751,7 @@ def test_sampled_texts_begin_as_those_of_sample(tmp_path, token_set):
     assert expected["samples"][0]["tokens"][0] == tokenizer.bos_token_id
     assert found["text"] == expected["samples"][0]["text"]
     longer = recipe_of(own, model={**TINY, "vocab_size": size, "mask_id": size}, log={**log, "sample_length": length + 1})
-    with pytest.raises(UserError, match=r"log\.sample_length = 57: with the prompt allowed is model\.context_length = 64"):
+    with pytest.raises(UserError, match=r"log\.sample_length = 57: at most model\.context_length = 64 with the prompt"):
         run(longer, tmp_path / "longer")
 
 
@@ -773,7 +778,7 @@ def test_a_broken_tokenizer_is_told_of_before_the_first_step(broken, tmp_path, t
 def test_the_run_folder_holds_everything(tmp_path, token_set):
     recipe = recipe_of(token_set, train={"ema": 0.9}, save={"every": 2, "keep": 1, "milestones": [3, 6, 60]})
     result, said = run(recipe, tmp_path / "run")
-    assert "save.milestones: 6, 60: not before the last step, 6; what is left then is model/" in said
+    assert "save.milestones: 6, 60: not before the last step, 6; only model/ is exported then" in said
     out = tmp_path / "run"
     assert Recipe.load(out / "recipe.toml") == recipe
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-0000000006"]
@@ -828,7 +833,7 @@ def test_float8_needs_a_gpu_that_has_it(tmp_path, token_set, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 units says so
 def test_the_residual_stream_may_be_bf16(tmp_path, token_set, monkeypatch):
-    """Where matmuls are in bf16; and what training leaves behind is as it always is."""
+    """With bf16 matmuls; exported weights stay float32."""
     seen: dict[str, set[torch.dtype]] = {"float32": set(), "bf16": set()}
     losses, plain = {}, blocks.Block.compute
     for residual, found in seen.items():
@@ -988,7 +993,7 @@ def test_adaptation_opens_attention_and_adds_a_sink(tmp_path, token_set):
     ],
 )
 def test_a_parent_of_another_shape_is_named_with_what_differs(tmp_path, token_set, parent, model, words):
-    """Before its weights are read, and never as a --set that nobody gave."""
+    """Before its weights are read, and without naming a --set that nobody gave."""
     save(tmp_path / "parent", DiffusionLM(Recipe.resolve({"model": parent}).model))
     with pytest.raises(UserError) as failure:
         run(recipe_of(token_set, model=model, init={"from": str(tmp_path / "parent")}), tmp_path / "run", load_parent=load_parent)
@@ -1037,7 +1042,7 @@ def test_mlflow_hears_of_a_step_once(tmp_path, token_set, monkeypatch):
 
 @pytest.mark.parametrize("device", ["foo", "mps", "cuda:99"])
 def test_a_device_that_is_not_there_is_named(tmp_path, token_set, device):
-    with pytest.raises(UserError, match=f"device = '{device}': not to be had here"):
+    with pytest.raises(UserError, match=f"device = '{device}': not available here"):
         run(recipe_of(token_set), tmp_path / "run", device=device)
 
 
@@ -1081,13 +1086,13 @@ def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on(tmp_path, token_set
 
     monkeypatch.setitem(monitor.TRACKERS, "wandb", lambda *_: (fails, fails))
     _, said = run(recipe_of(token_set, log={"probe_every": 0, "trackers": ["wandb"]}), tmp_path / "run")
-    assert sum("wandb: dropped: no route; metrics.jsonl goes on" in line for line in said) == 1
+    assert sum("wandb: dropped: no route; metrics.jsonl is still written" in line for line in said) == 1
     assert len(metrics(tmp_path / "run")) == 6
 
 
 @pytest.mark.parametrize(("kept", "status"), [(True, 0), (False, -signal.SIGTERM)])
 def test_a_rank_that_failed_is_not_ended_before_it_has_said_why(kept, status):
-    """Its launcher asks it to end as soon as another one is lost, while its own failure is on its way up."""
+    """Its launcher signals it as soon as another rank is lost, while its own failure is being raised."""
     script = f"""
 import os, signal
 from sinkdlm.distributed.signals import noted_signals
@@ -1107,14 +1112,24 @@ def test_a_bar_shows_the_time_that_is_left_at_any_width(tmp_path, columns, rate)
     folder.mkdir()
     monitor = Monitor(folder, LogSection(), console)
     monitor.begin(0, 1100, {})
-    monitor.progress(106, 1100, "loss 3.4201  grad 0.64  lr 3.98e-03  3,052 tokens/s")
+    monitor.progress(106, 1100, "loss 3.420  3,052 tokens/s  grad 0.64  lr 3.98e-03")
     monitor._bar.refresh()
     monitor.close()
     line = console.file.getvalue().split("\x1b[2K")[-1]
-    assert "106/1100  loss 3.4201" in line
-    assert "-:--:--" in line or re.search(r"\d:\d\d:\d\d", line)
+    assert re.search(r"106/1100  loss 3\.420  \d:\d\d:\d\d left", line)
     assert ("3,052 tokens/s" in line) == rate
-    assert line.count("\N{HORIZONTAL ELLIPSIS}") <= 1  # the name's alone
+    assert line.count("\N{HORIZONTAL ELLIPSIS}") <= 1  # only the name's
+
+
+def test_a_shown_loss_and_rate_are_smoothed():
+    """The first step's time counts for nothing, and a loss that is not finite for nothing later."""
+    pace = Pace(tokens=1000)
+    assert pace.text(4.0, 10.0) == "loss 4.000  100 tokens/s"
+    assert pace.text(math.nan, 0.5) == "loss nan  2,000 tokens/s"
+    assert pace.text(2.0, 0.5) == "loss 2.990  2,000 tokens/s"  # the later of two weighs 1 of 1.98
+    for _ in range(500):
+        last = pace.text(3.0, 0.25)
+    assert last == "loss 3.000  4,000 tokens/s"
 
 
 @pytest.mark.parametrize(
@@ -1125,7 +1140,7 @@ def test_a_bar_shows_the_time_that_is_left_at_any_width(tmp_path, columns, rate)
     ],
 )
 def test_the_time_that_is_left_is_said_early_and_without_the_first_step(tmp_path, monkeypatch, seconds, said):
-    """The first step warms up or compiles. Where steps are short, the first line waits until it knows better."""
+    """The first step warms up or compiles. With short steps, the first line waits for a timed step."""
     from sinkdlm.training import monitor as module
 
     now = 1000.0

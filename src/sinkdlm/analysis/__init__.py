@@ -1,1 +1,1 @@
-"""Where attention goes in a diffusion model, and what happens when it cannot: capture, metrics, interventions, figures, report."""
+"""Measure where attention goes in a diffusion model: capture, metrics, interventions, figures, report."""

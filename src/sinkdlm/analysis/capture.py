@@ -1,7 +1,7 @@
-"""Watches a model denoise: reduced statistics of every forward, layer and head, without changing what comes out.
+"""Watch a model denoise: reduced statistics of every forward, layer and head, without changing the output.
 
-No map of all queries and keys is held; single maps are taken afterwards from what a forward saw. Runs with core packages alone, on
-any model that the package can load. Knows no tokenizer and no file.
+No (T, T) map is held; single maps are computed afterwards from the tokens that a forward saw. Needs the core packages alone.
+Knows no tokenizer and no file.
 
 B rows, N forwards of a row, E layers, H heads, T tokens, S sinks of the model.
 """
@@ -23,14 +23,14 @@ from sinkdlm.noise import Stream, fold, hash_words, unit_interval
 from sinkdlm.sampling.loop import step
 from sinkdlm.sampling.requests import Request, start
 
-_NOISE = -3  # a word beside those of sampling: which positions of a given text are masked
+_NOISE = -3  # noise key beside those of sampling: which positions of a given text are masked
 
 
 class Rules(NamedTuple):
-    """What counts as a content sink."""
+    """The two rules for content sinks."""
 
-    threshold: float = 0.3  # received attention above it (Gu et al.)
-    margin: float = 3.0  # its column sum is above the mean of the other tokens' by more (Rulli et al.)
+    threshold: float = 0.3  # absolute: received attention is above it (Gu et al.)
+    margin: float = 3.0  # relative: the column sum exceeds the other tokens' mean by more (Rulli et al.)
 
 
 RULES = Rules()
@@ -40,9 +40,9 @@ _PER_TOKEN = {"absolute", "relative", "received", "value_norm", "resting", "upda
 
 
 class Watched(Denoiser):
-    """A denoiser whose every forward is looked at. `last` holds what the last one showed, a dictionary for each row.
+    """A denoiser that captures statistics of every forward. `last`: those of the last forward, a dictionary for each row.
 
-    barred: ids that are never written, as `model.denoiser` has them."""
+    barred: ids that are never written, as in `model.denoiser`."""
 
     capturable = False
 
@@ -50,7 +50,7 @@ class Watched(Denoiser):
         super().__init__(model, barred)
         self.rules, self._n_registers = rules, model.config.n_registers
         self.last: list[dict[str, np.ndarray]] = []
-        self._layers: list[dict[str, Tensor]] = []  # what each showed, rows first, named as in Trajectory
+        self._layers: list[dict[str, Tensor]] = []  # statistics of each, rows first, named as in Trajectory
         self._states: Tensor | None = None  # |h| of the layer that is being computed, (B, R + T)
         self._lengths: Tensor | None = None
 
@@ -65,7 +65,7 @@ class Watched(Denoiser):
             with torch.no_grad():
                 self.model(tokens, lengths=lengths, observe=self._look)
         self.last = self._collect(tokens)
-        # A watched forward runs plain and whole, so it rounds otherwise: the sampler gets what it would get unwatched.
+        # The watched forward runs the plain path and rounds differently: the sampler gets an unwatched forward's output.
         return super().__call__(tokens, lengths=lengths, where=where, cache=cache, **facts)
 
     def _look(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
@@ -94,7 +94,7 @@ class Watched(Denoiser):
         self._layers[-1]["update_ratio"] = (_norms(update) / self._states)[:, self._n_registers :]
 
     def _collect(self, tokens: Tensor) -> list[dict[str, np.ndarray]]:
-        """One transfer for each statistic, then rows apart, at their own lengths."""
+        """Transfer each statistic once, then split it by row and cut padding."""
         columns = {name: torch.stack([one[name] for one in self._layers], dim=1).cpu().numpy() for name in self._layers[0]}
         seen = tokens.cpu().numpy()
         sizes = [tokens.shape[1]] * tokens.shape[0] if self._lengths is None else self._lengths.tolist()
@@ -114,7 +114,7 @@ def sink_logit_of(model: DiffusionLM, layer: int) -> Tensor | None:
 
 
 def stands_out(received: Tensor, lengths: Tensor | None, margin: float) -> Tensor:
-    """(B, H, L): whose column sum exceeds the mean column sum of the other tokens by more than the margin."""
+    """(B, H, L) bool: the column sum exceeds the mean column sum of the other tokens by more than the margin."""
     n_tokens = received.new_full((received.shape[0],), received.shape[-1]) if lengths is None else lengths
     n_tokens = n_tokens.to(received)[:, None, None]
     column = received * n_tokens
@@ -131,9 +131,9 @@ def capture(
     tick: Callable[[int], None] = lambda forwards: None,
     barred: Sequence[int] = (),
 ) -> Iterator[Trajectory]:
-    """Samples the requests and yields the trajectory of each, in their order; `batch` of them are under way at a time.
+    """Sample the requests, `batch` at a time, and yield the trajectory of each in order.
 
-    tick: called with the number of forwards of rows that a step made. barred: ids that are never written.
+    tick: called after a step with the number of rows that went through the model. barred: ids that are never written.
     """
     for request in requests:
         _check(request)
@@ -146,7 +146,7 @@ def capture(
                 watched.last = []
                 step(states, watched, device=watched.device)
                 for (number, plan), row in zip(plans, watched.last, strict=False):  # no row where none had a forward
-                    if plan.n_predicted:  # one that only masks again has none, even where others of its batch do
+                    if plan.n_predicted:  # a step that only remasks needs no forward, even if others of its batch do
                         seen[number].append(row)
                 tick(len(watched.last))
         for state, steps in zip(states, seen, strict=True):
@@ -158,9 +158,9 @@ def capture(
 def _check(request: Request) -> None:
     policy = request.policy
     for refused, why in (
-        (policy.guidance, "guidance: a step then has two forwards, one without the prompt; analyse without it"),
-        (policy.cache != "none", f"cache = {policy.cache!r}: its forwards see a part of the row; analyse with cache = 'none'"),
-        (request.grow, "an open end: positions of a row that grows cannot be compared; give a length"),
+        (policy.guidance, "guidance: each step has two forwards, one without the prompt; analyse without guidance"),
+        (policy.cache != "none", f"cache = {policy.cache!r}: its forwards see only a part of the row; analyse with cache = 'none'"),
+        (request.grow, "an open end: positions of a growing row cannot be compared; give a length"),
     ):
         if refused:
             raise AnalysisError(why)
@@ -181,9 +181,9 @@ def capture_noise(
     batch: int = 8,
     tick: Callable[[int], None] = lambda forwards: None,
 ) -> Iterator[Trajectory]:
-    """Given texts, each under several noise levels: a forward for each share of masked tokens, the greatest first.
+    """Yield a trajectory for each given text: one forward for each share of masked tokens, the largest first.
 
-    A token has one number of its own, (seed, row, position), and is masked at every share above it, so that a text only clears up.
+    Each token has one random number, keyed by (seed, row, position), and is masked at every share above it: masks are nested.
     """
     mask_id, device = model.config.mask_id, model.embed.weight.device
     if not shares or not all(0 <= share <= 1 for share in shares):
@@ -197,7 +197,7 @@ def capture_noise(
         with model.inference():
             watched = Watched(model, rules)
             for tokens in inputs:
-                if bool(watched(tokens, lengths=lengths).isnan().any()):  # text that is written is looked at by the sampler itself
+                if bool(watched(tokens, lengths=lengths).isnan().any()):  # in `capture` the sampler checks this
                     raise ModelError
                 for steps, found in zip(seen, watched.last, strict=True):
                     steps.append(found)
@@ -209,7 +209,7 @@ def capture_noise(
 def noisy(
     rows: Sequence[Sequence[int]], shares: Sequence[float], mask_id: int, seed: int, *, numbers: Sequence[int], device: torch.device
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """For each share the rows (B, T), padded on the right, with so much of them masked, and what was masked."""
+    """For each share: the rows (B, T) with that share masked, padded on the right; and which positions are masked."""
     padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row, device=device) for row in rows], batch_first=True)
     places = torch.arange(padded.shape[1], device=device)
     inside = places < torch.tensor([len(row) for row in rows], device=device)[:, None]
@@ -223,7 +223,7 @@ def noisy(
 def attention_maps(
     model: DiffusionLM, tokens: Sequence[int], places: Sequence[tuple[int, int]], *, query: int | None = None
 ) -> dict[tuple[int, int], Tensor]:
-    """Attention (T, S + T) of the chosen (layer, head) when the model sees this row; sinks in front. A logit has no column.
+    """Attention (T, S + T) of each chosen (layer, head) on this row, sinks in front; a sink logit has no column.
 
     query: only this token's row, (1, S + T).
     """
@@ -233,7 +233,7 @@ def attention_maps(
     for layer, head in places:
         if not (0 <= layer < model.config.n_layers and 0 <= head < model.config.n_heads):
             most = f"{model.config.n_layers - 1}, {model.config.n_heads - 1}"
-            raise AnalysisError(f"layer {layer}, head {head}: this model has them from 0, 0 to {most}")
+            raise AnalysisError(f"layer {layer}, head {head}: not in this model; choose from 0, 0 to {most}")
 
     def look(layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
         logit = sink_logit_of(model, layer)

@@ -1,7 +1,7 @@
-"""Figures of captures: the paper's Figure 1 and Figure 3, paths of sinks over steps, heads by layers, differences.
+"""Figures of captures: the paper's Figure 1 and Figure 3, paths of the top token, heads by layers, differences.
 
-Each function returns a Plate: a figure and its caption, or no figure and the sentence that says why. Figures have canvases of their
-own, in colours that the colour-blind can tell apart; what is drawn twice has the same bytes. Knows captures as dictionaries.
+Each function returns a Plate: a figure and its caption, or no figure and a sentence that says why. Colours suit colour-blind
+readers; drawing the same capture twice gives the same bytes. Knows captures as dictionaries.
 
 N steps, E layers, H heads, T tokens, S sinks of the model.
 """
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 import numpy as np
 
-from sinkdlm.analysis.findings import Capture, Comparison, layers_of
-from sinkdlm.analysis.glossary import QUANTITIES, defined, write_count, write_interval, write_number
+from sinkdlm.analysis.findings import OF_SINKS, Capture, Comparison, layers_of
+from sinkdlm.analysis.glossary import QUANTITIES, defined, quoted, write_count, write_interval, write_number
 from sinkdlm.errors import AnalysisError
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ _NORMS = {  # quantity -> name, line and marker
     "content_sink_norm": ("content sinks", "--", "^"),
     "normal_norm": ("other tokens", ":", "s"),
 }
-_BELOW: dict[str, Any] = {"orientation": "horizontal", "format": "{x:g}", "shrink": 0.6}
+_SHARES = ("sink_mass", "sink_heads")  # by layer in figure 3
+_HEADS = {"lane": "attention on the sink token", "content": "share of steps with a content sink"}
+_BELOW: dict[str, Any] = {"orientation": "horizontal", "format": "{x:.2g}", "shrink": 0.6}
 FOREST = (
     *("sink_mass", "content_sinks", "relative_sinks", "sink_heads", "turnover", "relative_turnover", "move_rate", "lifetime"),
     *("anchored", "norm_ratio", "entropy", "bound_ratio", "update_ratio", "noop"),
@@ -55,7 +57,7 @@ FOREST = (
 
 
 class Plate(NamedTuple):
-    """figure None: it cannot be drawn, and the caption says why. svg: the figure, drawn."""
+    """figure None: nothing to draw, and the caption says why. svg: the drawn figure."""
 
     figure: "Figure | None"
     caption: str
@@ -63,7 +65,7 @@ class Plate(NamedTuple):
 
 
 def check_drawing() -> None:
-    """That what figures and reports need is installed."""
+    """Raise unless the packages that draw are installed."""
     for package in ("matplotlib", "jinja2"):
         try:
             __import__(package)
@@ -73,7 +75,7 @@ def check_drawing() -> None:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Our settings, whatever the user's own are; theirs come back."""
+    """Draw with our matplotlib settings; the user's own are restored."""
     check_drawing()
     import matplotlib
 
@@ -91,7 +93,7 @@ def drawn(draw: Callable[_P, Plate]) -> Callable[_P, Plate]:
             if plate.figure is None:
                 return plate
             svg = _to_svg(plate.figure)
-            plate.figure.set_layout_engine(None)  # found, and kept: whatever engine there is has a file drawn twice
+            plate.figure.set_layout_engine(None)  # keep the layout found for the SVG; an engine would lay the PNG out again
             return plate._replace(svg=svg)
 
     return in_style
@@ -104,7 +106,7 @@ def _to_svg(figure: "Figure") -> str:
 
 
 def pair_maps(capture: Capture) -> list[list[dict[str, Any]]]:
-    """All maps, for figures of two: those of one head beside each other, in the order of steps."""
+    """All maps in lists of at most two for a figure: maps of one head side by side, in the order of steps."""
     ordered = sorted(capture["maps"], key=itemgetter("number", "layer", "head", "step"))
     of_heads = [list(own) for _, own in groupby(ordered, key=itemgetter("number", "layer", "head"))]
     return [own[begin : begin + 2] for own in of_heads for begin in range(0, len(own), 2)]
@@ -112,7 +114,7 @@ def pair_maps(capture: Capture) -> list[list[dict[str, Any]]]:
 
 @drawn
 def figure1(capture: Capture, maps: Sequence[Mapping[str, Any]], *, norms: bool = True) -> Plate:
-    """Attention maps at one or two steps with their sink columns, and value norms of sinks and other tokens."""
+    """Draw attention maps at one or two steps with their sink columns, and value norms of sinks and other tokens."""
     scatter = capture["scatter"]
     groups = [
         (label, colour, scatter[group], scatter[f"{group}_mean"], scatter[f"n_{group}"])
@@ -120,7 +122,7 @@ def figure1(capture: Capture, maps: Sequence[Mapping[str, Any]], *, norms: bool 
         if norms and scatter[group]
     ]
     if not maps and not groups:
-        return Plate(None, f"Figure 1 of {capture['name']}: no attention map and no value norms were captured.")
+        return Plate(None, f"Figure 1 of {quoted(capture)}: no attention map and no value norms were captured.")
     kinds = ["map"] * len(maps) + ["plot"] * bool(groups)
     figure, axes = panels(kinds, 3.5, small=kinds == ["map"])
     captions = []
@@ -134,7 +136,7 @@ def figure1(capture: Capture, maps: Sequence[Mapping[str, Any]], *, norms: bool 
         captions.append(
             f"Attention of layer {first['layer']}, head {first['head']} in trajectory {first['number']} at "
             f"{'step' if len(maps) == 1 else 'steps'} {' and '.join(str(one['step']) for one in maps)}; "
-            f"triangles mark tokens that receive more than {_threshold(capture)}. The colour scale is a square root."
+            f"triangles mark content sinks (more than {_threshold(capture)}) and the sink token. The colour scale is a square root."
         )
     else:
         captions.append("No attention map was captured.")
@@ -145,8 +147,8 @@ def figure1(capture: Capture, maps: Sequence[Mapping[str, Any]], *, norms: bool 
         if any(n > len(values) for _, _, values, _, n in groups):
             captions.append(f"At most {max(len(values) for _, _, values, _, _ in groups):,} points of each kind are drawn.")
     if norms and not scatter["sink"]:
-        captions.append(f"No token of the text is a sink by the threshold of {_threshold(capture)}.")
-    return Plate(figure, f"{capture['name']}. {' '.join(captions)}")
+        captions.append(f"No token of the text is a content sink: none receives more than {_threshold(capture)}.")
+    return Plate(figure, f"{quoted(capture)}. {' '.join(captions)}")
 
 
 def _draw_map(axis: "Axes", one: Mapping[str, Any], limit: float) -> Any:
@@ -171,7 +173,7 @@ def _draw_map(axis: "Axes", one: Mapping[str, Any], limit: float) -> Any:
     last = -length
     for place, label, colour in marks:
         axis.plot([place], [1.02], "v", markersize=4, color=colour, transform=above, clip_on=False)
-        if place - last >= 0.05 * length:  # names that would run into each other are left out
+        if place - last >= 0.05 * length:  # leave out names that would overlap
             axis.text(place, 1.05, label, color=colour, transform=above, **upright)
             last = place
     name_axes(axis, f"step {one['step']}: key", "query", most=5)
@@ -195,27 +197,34 @@ def _draw_norms(axis: "Axes", groups: Sequence[tuple[str, str, list[float], floa
 
 @drawn
 def figure3(captures: Sequence[Capture]) -> Plate:
-    """Per layer: value norms of sinks and other tokens; share of attention on the model's own sinks."""
+    """Draw per layer: the share of attention on the model's own sinks, how many heads have a content sink, and value norms."""
     norms = [(c, name) for c in captures for name in _NORMS if layers_of(c, name)]
-    shares = [c for c in captures if c["model"]["n_sinks"] and layers_of(c, "sink_mass")]
+    shares = {name: [c for c in captures if c["model"]["n_sinks"] or name not in OF_SINKS] for name in _SHARES}
+    shares = {name: [c for c in having if layers_of(c, name)] for name, having in shares.items()}
+    shares = {name: having for name, having in shares.items() if having}
     if not norms:
         return Plate(None, "Figure 3: no value norm was measured.")
-    figure, axes = panels(["plot"] * (1 + bool(shares)), 2.9)
+    from matplotlib.ticker import PercentFormatter
+
+    figure, axes = panels(["plot"] * (1 + len(shares)), 2.7)
     colours = {c["name"]: COLOURS[place % len(COLOURS)] for place, c in enumerate(captures)}
+    for axis, (name, having) in zip(axes, shares.items(), strict=False):
+        for c in having:
+            _draw_layers(axis, c["quantities"][name]["layers"], colours[c["name"]], "-", "o")
+        axis.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
     for c, name in norms:
-        _draw_layers(axes[0], c["quantities"][name]["layers"], colours[c["name"]], *_NORMS[name][1:])
-    for c in shares:
-        _draw_layers(axes[1], c["quantities"]["sink_mass"]["layers"], colours[c["name"]], "-", "o")
-    for axis, label, top in zip(axes, ("value norm", "attention on the sink token"), (None, 1), strict=False):
+        _draw_layers(axes[-1], c["quantities"][name]["layers"], colours[c["name"]], *_NORMS[name][1:])
+    for axis, label in zip(axes, [*(QUANTITIES[name].label for name in shares), "value norm"], strict=True):
         name_axes(axis, "layer", label, whole="x")
-        axis.set_ylim(0, top)
-    keys = [(c["name"], {"color": colours[c["name"]], "linewidth": 3}) for c in captures]
+        axis.set_ylim(0, None)
+    keys = [(quoted(c), {"color": colours[c["name"]], "linewidth": 3}) for c in captures]
     looks = [look for name, look in _NORMS.items() if any(name == own for _, own in norms)]
     keys += [(label, {"color": FAINT, "linestyle": line, "marker": marker}) for label, line, marker in looks]
     add_legend(figure, keys)
-    caption = f"Value norms (eq. 16) per layer, and the share of attention on the sink token. {_sizes(captures)}"
-    caption += "" if shares else " No checkpoint has a sink token, so no share of attention is drawn."
-    caption += f" Bands are 95 % intervals over trajectories; content sinks receive more than {_threshold(captures[0])}."
+    caption = "" if "sink_mass" in shares else "No checkpoint has a sink token. "
+    caption += f"By layer: {', '.join(QUANTITIES[name].label for name in shares)}, value norms (eq. 16). "
+    caption += f"{_sizes(captures)} Bands are 95 % intervals over trajectories. "
+    caption += f"Content sinks receive more than {_threshold(captures[0])}."
     return Plate(figure, caption)
 
 
@@ -227,15 +236,15 @@ def _draw_layers(axis: "Axes", layers: Sequence[Mapping[str, Any]], colour: str,
 
 @drawn
 def trajectory(capture: Capture) -> Plate:
-    """The most-received token of each layer at each step, over what is still [MASK]."""
-    name = f"Paths of sinks of {capture['name']}"
+    """Draw the token that receives most attention in each layer at each step, over what is still [MASK]."""
+    name = f"Path of the most attended token in {quoted(capture)}"
     if not capture["paths"]:
         return Plate(None, f"{name}: no path was captured.")
     path = capture["paths"][0]
     top, received = (np.asarray(path[part], dtype=float) for part in ("top", "received"))  # (E, N); null is not a number
     n_layers, n_steps = top.shape
     if n_steps < 2:
-        return Plate(None, f"{name}: the trajectory has one step, and nothing can move.")
+        return Plate(None, f"{name}: the trajectory has only one step, and nothing can move.")
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm, ListedColormap
@@ -258,50 +267,56 @@ def trajectory(capture: Capture) -> Plate:
     norm = BoundaryNorm(np.arange(n_layers + 1) - 0.5, n_layers)
     ticks = np.unique(np.linspace(0, n_layers - 1, 9).round())
     add_bar(figure, ScalarMappable(norm, colours), [axis], "layer", aspect=35, ticks=ticks)
-    name_axes(axis, "step", "token of the row")
+    name_axes(axis, "step", "position in the row")
     there = [label for place, label in enumerate(grounds) if (ground == place).any()]
     patch = {"marker": "s", "markersize": 8, "markeredgecolor": FAINT, "markeredgewidth": 0.5, "linestyle": "none"}
     add_legend(figure, [(label, {"color": grounds[label], **patch}) for label in there])
     return Plate(
         figure,
-        f"{capture['name']}. The token that receives most attention in each layer (mean over heads) at each of {n_steps} steps of "
-        f"trajectory {path['number']} (n = 1 of {capture['n']['trajectories']}); a dot's area is what it receives. "
+        f"{quoted(capture)}. The token that receives most attention in each layer (mean over heads) at each of {n_steps} steps of "
+        f"trajectory {path['number']} (n = 1 of {capture['n']['trajectories']}); the area of a dot shows how much it receives. "
         "Layers on the same token are drawn side by side.",
     )
 
 
+def _heads_of(capture: Capture) -> dict[str, Any]:
+    """Kind of share -> (E, H), for the kinds that the model has."""
+    kinds = [kind for kind in _HEADS if capture["heads"].get(kind) and (kind != "lane" or capture["model"]["n_sinks"])]
+    return {kind: np.asarray(capture["heads"][kind], dtype=float) for kind in kinds}
+
+
 @drawn
-def heads(capture: Capture) -> Plate:
-    """Which heads rest on the model's own sinks, and which on tokens of the text."""
-    titles = {"lane": "attention on the sink token", "content": "share of steps with a content sink"}
-    found = {kind: np.asarray(capture["heads"][kind], dtype=float) for kind in titles if capture["heads"].get(kind)}
-    if not capture["model"]["n_sinks"]:
-        found.pop("lane", None)
+def heads(capture: Capture, together: Sequence[Capture] = ()) -> Plate:
+    """Draw how much each head attends to the model's own sinks, and how often it has a content sink. The colour scales end at the
+    largest share of all the captures that are shown together."""
+    found = _heads_of(capture)
     if not found:
-        return Plate(None, f"Heads of {capture['name']}: no head was measured.")
+        return Plate(None, f"Heads of {quoted(capture)}: no head was measured.")
     n_layers, n_heads = next(iter(found.values())).shape
     figure, axes = panels(["plot"] * len(found), min(5.0, max(2.2, 0.2 * n_layers + 1.2)), small=len(found) == 1)
     for axis, (kind, shares) in zip(axes, found.items(), strict=True):
-        image = axis.imshow(shares, vmin=0, vmax=1, cmap="cividis", aspect="auto", origin="lower", interpolation="none")
-        axis.set_title(titles[kind])
+        shown_with = [_heads_of(one).get(kind, shares) for one in (capture, *together)]
+        top = max(float(np.nanmax(one, initial=0)) for one in shown_with) or 1.0
+        image = axis.imshow(shares, vmin=0, vmax=top, cmap="cividis", aspect="auto", origin="lower", interpolation="none")
+        axis.set_title(_HEADS[kind])
         name_axes(axis, "head", "layer")
+        add_bar(figure, image, [axis], "share", ticks=[0, top / 2, top], **_BELOW)
         for (layer, head), share in np.ndenumerate(shares) if n_heads <= 8 and n_layers <= 16 else ():
-            colour = "white" if share < 0.55 else "black"
+            colour = "white" if share < 0.55 * top else "black"
             axis.text(head, layer, f"{share:.2f}", ha="center", va="center", size=6.5, color=colour)
-    add_bar(figure, image, axes, "share", ticks=[0, 0.2, 0.4, 0.6, 0.8, 1], **_BELOW)
     seen = f"{write_count(capture['n']['forwards'], 'forward')} of "
     seen += write_count(capture["n"]["trajectories"], "trajectory", "trajectories")
-    caption = f"{capture['name']}. Every head of every layer, mean over {seen}. "
+    caption = f"{quoted(capture)}. Every head of every layer, mean over {seen}. A colour scale ends at the largest share. "
     caption += "" if "lane" in found else "The model has no sink token. "
     return Plate(figure, f"{caption}A content sink is a token of the text that receives more than {_threshold(capture)}.")
 
 
 @drawn
 def forest(first: Capture, second: Capture, difference: Mapping[str, Any]) -> Plate:
-    """Second minus first, quantity by quantity, with 95 % intervals."""
+    """Draw second minus first, quantity by quantity, with 95 % intervals."""
     totals = {name: difference["quantities"].get(name, {}).get("total", {}) for name in FOREST}
     totals = {name: one for name, one in totals.items() if all(defined(one.get(part)) for part in ("mean", "low", "high"))}
-    title = f"{second['name']} minus {first['name']}"
+    title = f"{quoted(second)} minus {quoted(first)}"
     if not totals:
         return Plate(None, f"{title}: no quantity has an interval in both.")
     figure, (axis,) = panels(["plot"], 0.24 * len(totals) + 0.7)
@@ -323,15 +338,15 @@ def forest(first: Capture, second: Capture, difference: Mapping[str, Any]) -> Pl
     pairing = "paired by trajectory" if difference["paired"] else "trajectories not paired"
     return Plate(
         figure,
-        f"{title}: differences with 95 % intervals, {pairing}; each row on its own scale, pp are "
-        f"percentage points. Filled: the interval leaves out zero. {_sizes((first, second))}",
+        f"{title}: differences with 95 % intervals, {pairing}. Each row has its own scale; pp are "
+        f"percentage points. Filled dots: the interval excludes zero. {_sizes((first, second))}",
     )
 
 
 def draw_all(captures: Sequence[Capture], compared: Sequence[Comparison]) -> dict[str, Plate]:
-    """Name -> plate."""
-    plates = {f"difference-{file_name(one.second['name'])}": forest(*one[:3]) for one in compared}
-    plates["layers"] = figure3(captures)
+    """Draw every figure of a report; name -> plate."""
+    plates = {"layers": figure3(captures)}
+    plates |= {f"difference-{file_name(one.second['name'])}": forest(*one[:3]) for one in compared}
     for capture in captures:
         own = file_name(capture["name"])
         first, *more = pair_maps(capture) or [[]]
@@ -339,17 +354,17 @@ def draw_all(captures: Sequence[Capture], compared: Sequence[Comparison]) -> dic
         for place, maps in enumerate(more, start=2):
             plates[f"maps-{own}~{place}"] = figure1(capture, maps, norms=False)
         plates[f"paths-{own}"] = trajectory(capture)
-        plates[f"heads-{own}"] = heads(capture)
+        plates[f"heads-{own}"] = heads(capture, captures)
     return plates
 
 
 def file_name(name: str) -> str:
-    """Letters, digits and -_. as they are, every other character as its number, so that names stay apart."""
+    """Letters, digits and -_. as they are, every other character as its code, so that different names stay different."""
     return "".join(letter if letter.isascii() and (letter.isalnum() or letter in "-_.") else f"~{ord(letter):x}" for letter in name)
 
 
 def write_files(plates: Mapping[str, Plate], folder: Path) -> dict[str, dict[str, Path]]:
-    """NAME.svg and NAME.png of every plate that has a figure; name -> suffix -> file."""
+    """Write NAME.svg and NAME.png of every plate that has a figure; name -> suffix -> file."""
     written: dict[str, dict[str, Path]] = {}
     folder.mkdir(parents=True, exist_ok=True)
     for name, (figure, _, svg) in plates.items():
@@ -361,11 +376,8 @@ def write_files(plates: Mapping[str, Plate], folder: Path) -> dict[str, dict[str
     return written
 
 
-# -- parts of figures -----------------------------------------------------------------------------------------------------------
-
-
 def panels(kinds: Sequence[str], height: float, *, small: bool = False) -> tuple["Figure", list["Axes"]]:
-    """Panels in a row; a map is wider than a plot. small: of one panel, which would be stretched over the page."""
+    """A figure with panels in a row; a map is wider than a plot. small: half as wide, for a single panel."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_SMALL if small else _WIDTH, height), layout="constrained")
@@ -374,7 +386,7 @@ def panels(kinds: Sequence[str], height: float, *, small: bool = False) -> tuple
 
 
 def name_axes(axis: "Axes", across: str, up: str, whole: str = "xy", most: int = 8) -> None:
-    """whole: axes whose marks are whole numbers, at most so many."""
+    """Label both axes. whole: axes whose ticks are whole numbers, at most `most` of them."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set(xlabel=across, ylabel=up)
@@ -389,7 +401,7 @@ def add_bar(figure: "Figure", image: Any, axes: list["Axes"], label: str, **look
 
 
 def add_legend(figure: "Figure", keys: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """Under the axes. Labels are set afterwards, because a legend leaves out names that begin with _ and reads $ as mathematics."""
+    """Add a legend under the axes. Labels are set last: a legend drops names that begin with _ and reads $ as mathematics."""
     from matplotlib.lines import Line2D
 
     names = [shown(name, 30) for name, _ in keys]
@@ -409,7 +421,7 @@ def _glyphs() -> frozenset[int]:
 
 
 def shown(text: str, most: int = 14) -> str:
-    """A token or a name as a figure can show it: what has no visible form is named, what the font lacks is numbered."""
+    """A token or a name as a figure can show it: signs for invisible characters, codes for those that the font lacks."""
     marks = {"\n": "\N{RETURN SYMBOL}", "\t": "\N{RIGHTWARDS ARROW TO BAR}", "\r": "\N{LEFTWARDS ARROW}"}
     text = text.strip(" ") or "\N{OPEN BOX}" * len(text) or "(empty)"
     text = "".join(marks.get(letter, letter) for letter in text)
@@ -423,5 +435,5 @@ def _threshold(capture: Capture) -> str:
 
 
 def _sizes(captures: Sequence[Capture]) -> str:
-    counts = [f"{write_count(c['n']['trajectories'], 'trajectory', 'trajectories')} ({c['name']})" for c in captures]
+    counts = [f"{write_count(c['n']['trajectories'], 'trajectory', 'trajectories')} ({quoted(c)})" for c in captures]
     return f"n = {', '.join(counts)}."

@@ -1,15 +1,11 @@
-"""What captures say: what was found in each, and which claims of the paper show here. Numbers alone decide.
-
-Sentences are templates over told numbers: one whose number was not measured is left out. Takes captures (as dictionaries) and
-their differences; knows no file, figure or page.
-"""
+"""Turn captures (dictionaries) into sentences: findings, and verdicts on the paper's claims. Numbers alone decide."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sinkdlm.analysis.glossary import QUANTITIES, defined, write_interval, write_number, write_value
+from sinkdlm.analysis.glossary import QUANTITIES, defined, quoted, write_interval, write_number, write_value
 from sinkdlm.analysis.intervals import mean_interval
 from sinkdlm.analysis.metrics import difference
 
@@ -20,57 +16,57 @@ OF_SINKS = ("sink_mass", "lane_heads", "sink_value_norm", "lane_norm_ratio")  # 
 KIND_NAMES = {"mask": "[MASK]", "punctuation": "punctuation", "space": "white space", "special": "special tokens", "word": "words"}
 _NOTHING: Estimate = {"mean": None, "low": None, "high": None, "n": 0}
 
-# Topic -> what is said where the first sentence has no number, then the sentences.
+# Topic -> the text where the first sentence lacks its number, then the sentences; one that lacks a number is left out.
 _TOPICS = {
     "Attention on the sink": (
-        "The model has no sink of its own: all attention goes to tokens of the text.",
+        "The model has no sink token: all attention goes to tokens of the text.",
         "The {sink} receives {sink_mass} of attention; an even share would be {even}.{sink_mass_layers}",
-        "In {lane_heads} of heads it receives more than the threshold of {threshold}.",
+        "It receives more than the threshold of {threshold} in {lane_heads} of heads and steps.",
     ),
     "Content sinks": (
         "Content sinks were not measured.",
-        "A head has {content_sinks} tokens of the text at a step that receive more than {threshold}.{content_sinks_layers}",
+        "A head has {content_sinks} content sinks at a step: tokens that receive more than {threshold}.{content_sinks_layers}",
         "{sink_heads} of heads and steps have at least one.",
         "By the relative rule a head has {relative_sinks}.",
     ),
-    "How they move": (
-        "Whether content sinks move cannot be said: no two consecutive steps have one.",
-        "From one step to the next the turnover of content sinks is {turnover}; in chance order it would be {turnover_null}.",
-        "They {turnover_gap}.",
-        "A content sink lasts {lifetime} steps.",
-        "The top one moves in {move_rate} of steps, {moved} tokens on average over all steps.",
-        "{anchored} of heads are anchored to one token.",
-        "By the relative rule turnover is {relative_turnover}, in chance order {relative_turnover_null}:",
-        "they {relative_turnover_gap}.",
+    "Movement of content sinks": (
+        "Movement cannot be judged: there are no content sinks, or there is only one step.",
+        "Turnover between consecutive steps is {turnover}; with the steps in random order it would be {turnover_null}.",
+        "Content sinks {turnover_gap}.",
+        "One lasts {lifetime} steps on average.",
+        "A head's top content sink moves in {move_rate} of steps, by {moved} tokens on average, counting 0 where it stays.",
+        "{anchored} of heads are anchored: their top content sink is nearly always the same token.",
+        "By the relative rule turnover is {relative_turnover}, in random order {relative_turnover_null}:",
+        "content sinks {relative_turnover_gap}.",
     ),
-    "Which tokens": ("", "Of content sinks (and, in brackets, of all tokens seen): {kinds}."),
+    "Kinds of content sinks": ("", "Share of each kind among content sinks, and in brackets among all tokens seen: {kinds}."),
     "Value norms": (
-        "Without content sinks, the paper's claim that they have low value norms is not decidable here.",
-        "Values of content sinks have {norm_ratio} times the norm of other tokens'{with_sinks}.",
-        "The paper's claim that sinks have low norms {norm_ratio_verdict}.",
-        "The value of the {sink} has {lane_norm_ratio} times the norm of other tokens'.",
+        "There are no content sinks, so the paper's claim that they have low value norms cannot be decided here.",
+        "The value norm of content sinks is {norm_ratio} times that of other tokens{with_sinks}.",
+        "The paper's claim that content sinks have low value norms {norm_ratio_verdict}.",
+        "The value norm of the {sink} is {lane_norm_ratio} times that of other tokens.",
     ),
-    "Resting as a no-op": (
+    "Attention as a no-op": (
         "",
-        "Attention writes {bound_ratio} of the most its weights allow (eq. 20).",
-        "Its update has {update_ratio} times the norm of the residual stream (eq. 21, 22).",
-        "Between queries that rest most and least on sinks the update differs by {noop}: {noop_verdict}.",
+        "The norm of a head's output is {bound_ratio} times its bound, the attention-weighted mean of value norms (eq. 20).",
+        "The norm of attention's update is {update_ratio} times that of the residual stream (eq. 21, 22).",
+        "From queries that attend least to sinks to those that attend most, this ratio changes by {noop}: {noop_verdict}.",
     ),
 }
-# What is said of an interval that lies below a border, above it, around it, or is not there.
+# Words for an interval that lies below a border, above it, around it, or is missing.
 _CHANCE = (
-    *("move less than in chance order ({gap})", "move more than in chance order ({gap})"),
-    *("move no differently than in chance order ({gap})", "may move as in chance order or not: there is no interval to decide it"),
+    *("move less than in random order ({gap})", "move more than in random order ({gap})"),
+    *("move no differently than in random order ({gap})", "cannot be compared with random order: there is no interval"),
 )
 _LOW_NORM = (
-    *("holds here", "does not hold here: theirs are higher", "is not decidable here: the interval contains 1"),
-    "is not decidable here: there is no interval",
+    *("holds here", "does not hold here: theirs are higher", "cannot be decided here: the interval contains 1"),
+    "cannot be decided here: there is no interval",
 )
 _RESTING = (
-    *("resting goes with smaller updates", "resting goes with larger updates", "resting goes with no clear difference"),
+    *("attending to sinks goes with smaller updates", "attending to sinks goes with larger updates", "no clear difference"),
     "there is no interval to judge it by",
 )
-_NELBO = ("is lower", "is higher", "does not clearly change", "changes, by how much is not sure")
+_NELBO = ("is lower", "is higher", "does not clearly change", "changes (no interval)")
 
 
 class Finding(NamedTuple):
@@ -79,7 +75,7 @@ class Finding(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A claim of the paper, and whether it shows here. rule: what would make it show."""
+    """A claim of the paper, and whether it shows here. rule: the condition for "shows"."""
 
     claim: str
     verdict: str
@@ -88,7 +84,7 @@ class Claim(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """second minus first. cautions: what else differs between them than the model."""
+    """second minus first. cautions: differences beside the one that is studied."""
 
     first: Capture
     second: Capture
@@ -97,7 +93,7 @@ class Comparison(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """A claim shows where the interval of a quantity lies below the border; where it lies above, it does not show."""
+    """A claim shows where the interval of its quantity lies below the border, and does not show where it lies above."""
 
     claim: str
     of: str  # whose quantity: "own", of the model with a sink; "reference", of the one without; "gap", the difference
@@ -111,38 +107,39 @@ class _Rule(NamedTuple):
 _RULES = (
     _Rule(
         *("The sink token absorbs attention", "own", "sink_mass", 0.0),
-        "it receives more than an even share, and more than {threshold} in some heads",
+        "the sink token receives more than an even share, and more than {threshold} in some heads",
         "Attention on the {sink} was not measured.",
         (
             "It receives {sink_mass} of attention; an even share would be {even}.",
-            "It receives more than {threshold} in {lane_heads} of heads.",
+            "It receives more than {threshold} in {lane_heads} of heads and steps.",
         ),
     ),
     _Rule(
-        *("Content sinks become fewer", "gap", "content_sinks", 0.0, "the difference in content sinks lies below zero"),
-        "Content sinks were not measured in both.",
+        *("Content sinks become fewer", "gap", "content_sinks", 0.0, "the interval of the difference lies below zero"),
+        "Content sinks were not measured in both models.",
         (
-            "A head has {new_content_sinks} against {old_content_sinks}: {gap_content_sinks}.",
-            "By the relative rule: {gap_relative_sinks}.",
+            'A head has {new_content_sinks} in "{new_name}", {old_content_sinks} in "{old_name}": difference {gap_content_sinks}.',
+            "The difference by the relative rule is {gap_relative_sinks}.",
         ),
     ),
     _Rule(
-        *("Content sinks move less", "gap", "turnover", 0.0, "the difference in turnover lies below zero"),
-        "No content sinks whose movement could be compared{without}.",
+        *("Content sinks move less", "gap", "turnover", 0.0, "the interval of the difference in turnover lies below zero"),
+        "There are no content sinks whose movement could be compared{without}.",
         (
-            "Turnover is {new_turnover} against {old_turnover}: {gap_turnover} (n = {n} trajectories).{other_layers}",
-            "By the relative rule: {gap_relative_turnover}.",
+            'Turnover is {new_turnover} in "{new_name}", {old_turnover} in "{old_name}": '
+            "difference {gap_turnover} (n = {n} trajectories).{other_layers}",
+            "The difference by the relative rule is {gap_relative_turnover}.",
         ),
     ),
     _Rule(
-        *("Content sinks have low value norms", "reference", "norm_ratio", 1.0, "the ratio of norms lies below 1"),
-        "{old_name} has no content sinks by the threshold.",
-        ("In {old_name} their values have {old_norm_ratio} times the norm of other tokens'.{higher}",),
+        *("Content sinks have low value norms", "reference", "norm_ratio", 1.0, "the interval of the norms' ratio lies below 1"),
+        'No token of the text is a content sink in "{old_name}".',
+        ('In "{old_name}" their value norm is {old_norm_ratio} times that of other tokens.{higher}',),
     ),
     _Rule(
-        *("The sink token has a low value norm", "own", "lane_norm_ratio", 1.0, "the ratio of norms lies below 1"),
-        "The {sink} has no value whose norm could be taken.",
-        ("Its value has {lane_norm_ratio} times the norm of other tokens'.{higher}",),
+        *("The sink token has a low value norm", "own", "lane_norm_ratio", 1.0, "the interval of the norms' ratio lies below 1"),
+        "The {sink} has no value, so no norm.",
+        ("Its value norm is {lane_norm_ratio} times that of other tokens.{higher}",),
     ),
 )
 
@@ -162,7 +159,7 @@ def sink_name(capture: Capture) -> str:
 
 
 def compare(captures: Sequence[Capture], *, seed: int = 0) -> list[Comparison]:
-    """Every other capture against the reference: the first one without sinks of its own, or else the first."""
+    """Compare every other capture with the reference: the first one without a sink token, else the first."""
     first = next((one for one in captures if not one["model"]["n_sinks"]), captures[0])
     others = [one for one in captures if one is not first]
     return [Comparison(first, one, difference(first, one, seed=seed), _cautions(first, one)) for one in others]
@@ -178,14 +175,14 @@ def _cautions(first: Capture, second: Capture) -> list[str]:
         for key in keys:
             old, new = (one[part].get(key) for one in (first, second))
             if old != new:
-                told.append(f"{differs.format(key)}: {write_value(old)} in {first['name']}, {write_value(new)} in {second['name']}")
+                told.append(f'{differs.format(key)}: "{first["name"]}" {write_value(old)}; "{second["name"]}" {write_value(new)}')
     if [row.get("prompt") for row in first["trajectories"]] != [row.get("prompt") for row in second["trajectories"]]:
         told.append("they were not given the same prompts")
     return told
 
 
 def _fill(template: str, facts: Mapping[str, str]) -> str:
-    """The sentence, or nothing where one of its numbers is missing."""
+    """The sentence, or "" where one of its numbers is missing."""
     try:
         return template.format_map(facts)
     except KeyError:
@@ -221,7 +218,7 @@ def findings(capture: Capture, *, interventions: bool = True) -> list[Finding]:
 
 
 def _facts(capture: Capture) -> dict[str, str]:
-    """What templates name: quantities that were measured, and what follows from them."""
+    """Values for the templates: the measured quantities, and what follows from them."""
     model, settings = capture["model"], capture["settings"]
     n_layers, seed = model["n_layers"], settings.get("seed", 0)
     totals = {name: total(capture, name) for name in QUANTITIES if model["n_sinks"] or name not in OF_SINKS}
@@ -247,13 +244,13 @@ def _facts(capture: Capture) -> dict[str, str]:
 
 
 def layers_of(capture: Capture, name: str) -> dict[int, float]:
-    """Means of the layers that have a quantity."""
+    """Layer -> mean, for the layers that have the quantity."""
     layers = capture["quantities"].get(name, {}).get("layers", [])
     return {layer: one["mean"] for layer, one in enumerate(layers) if defined(one["mean"])}
 
 
 def even_share(capture: Capture) -> float:
-    """What the model's own sinks would receive if every key received the same."""
+    """The share of attention on the model's own sinks if every key received the same."""
     n_sinks = capture["model"]["n_sinks"]
     return n_sinks / (n_sinks + float(np.mean([row["length"] for row in capture["trajectories"]])))
 
@@ -270,7 +267,7 @@ def _range(capture: Capture, name: str) -> str:
 
 
 def against_chance(capture: Capture, name: str = "turnover", *, seed: int = 0) -> Estimate:
-    """Turnover less that of steps in shuffled order, trajectory by trajectory."""
+    """Turnover minus turnover of the steps in random order, per trajectory."""
     rows = [[row["values"][one]["total"] for one in (name, f"{name}_null")] for row in capture["trajectories"]]
     found = np.array(rows, dtype=float).reshape(-1, 2)
     return mean_interval(found[:, 0] - found[:, 1], seed=seed)
@@ -287,14 +284,17 @@ def _intervention(one: Mapping[str, Any]) -> Finding:
 
 
 def claims(capture: Capture, comparison: Comparison | None = None) -> list[Claim]:
-    """For one capture, alone or as the second of a comparison with a model without sinks."""
+    """Judge one capture, alone or as the second of a comparison with a model without a sink token."""
     old = capture if comparison is None else comparison.first
     gaps = {} if comparison is None else {name: one["total"] for name, one in comparison.difference["quantities"].items()}
     facts = _facts(capture)
     facts |= {f"new_{name}": text for name, text in facts.items()} | {f"old_{name}": text for name, text in _facts(old).items()}
     facts |= {f"gap_{name}": tell(one, name, signed=True) for name, one in gaps.items() if defined(one["mean"])}
     without = [one["name"] for one in (old, capture) if not layers_of(one, "turnover")]
-    facts |= {"without": f" in {without[0]}" if len(without) == 1 else "", "other_layers": _other_layers(old, capture, "turnover")}
+    facts |= {
+        "without": f' in "{without[0]}"' if len(without) == 1 else "",
+        "other_layers": _other_layers(old, capture, "turnover"),
+    }
     found = []
     for one in _RULES:
         if (one.of == "gap" and comparison is None) or (one.of == "own" and not capture["model"]["n_sinks"]):
@@ -311,7 +311,7 @@ def claims(capture: Capture, comparison: Comparison | None = None) -> list[Claim
 
 
 def _absorbs(capture: Capture) -> str:
-    """Two borders: an even share for its attention, none for the heads that use it."""
+    """Shows where the sink receives more than an even share and some heads use it."""
     mass, users = _side(total(capture, "sink_mass"), even_share(capture)), total(capture, "lane_heads")
     if mass == -1 or users["mean"] == 0:
         return FAILS
@@ -319,30 +319,58 @@ def _absorbs(capture: Capture) -> str:
 
 
 def _other_layers(old: Capture, new: Capture, name: str) -> str:
-    """Each total is over the layers that have content sinks, and those may be others in the other model."""
+    """Totals are over the layers that have content sinks; say where those layers differ between the models."""
     layers = [set(layers_of(one, name)) for one in (old, new)]
     if layers[0] == layers[1]:
         return ""
-    told = " and ".join(f"{len(own)} in {one['name']}" for own, one in zip(layers, (old, new), strict=True))
-    return f" Not the same layers have content sinks: {told}, {len(layers[0] & layers[1])} of them in both."
+    told = " and ".join(f'{len(own)} in "{one["name"]}"' for own, one in zip(layers, (old, new), strict=True))
+    return f" The layers with content sinks differ: {told}, {len(layers[0] & layers[1])} of them in both."
 
 
 def _higher(capture: Capture, name: str) -> str:
-    """A mean over layers may hide some that say otherwise."""
+    """Say how many layers lie above 1, which the mean may hide."""
     means = layers_of(capture, name).values()
     above = sum(mean > 1 for mean in means)
-    return f" It is above 1 in {above} of {len(means)} layers." if above else ""
+    return f" The ratio is above 1 in {above} of {len(means)} layers." if above else ""
 
 
 def headline(captures: Sequence[Capture], judged: Mapping[str, Sequence[Claim]]) -> str:
-    """judged: the name of a capture with a sink that was compared with one without -> its claims."""
+    """The report's title. judged: name of a capture with a sink -> its claims against one without."""
     if len(judged) > 2:
-        return f"{len(judged)} checkpoints with a sink against one without"
+        return f"{len(judged)} checkpoints with a sink token against one without"
     if judged:
         counts = {name: sum(one.verdict == SHOWS for one in told) for name, told in judged.items()}
-        return "; ".join(f"{name}: {n} of {len(judged[name])} claims of the paper show" for name, n in counts.items())
+        return "; ".join(f'"{name}": {n} of {len(judged[name])} claims of the paper show' for name, n in counts.items())
     capture = captures[0]
     mass, heads = (total(capture, name)["mean"] for name in ("sink_mass", "sink_heads"))
     if capture["model"]["n_sinks"] and defined(mass):
-        return f"{capture['name']}: {write_number(mass, 'share')} of attention rests on its {sink_name(capture)}"
-    return f"{capture['name']}: {write_number(heads, 'share') if heads else 'none'} of heads and steps have a content sink"
+        return f"{quoted(capture)}: {write_number(mass, 'share')} of attention rests on its {sink_name(capture)}"
+    return f"{quoted(capture)}: {write_number(heads, 'share') if heads else 'none'} of heads and steps have a content sink"
+
+
+def lead(captures: Sequence[Capture], judged: Sequence[Sequence[Claim]]) -> list[str]:
+    """The report's first sentences: attention on the sinks, content sinks, and which claims show."""
+    masses, heads = (
+        [(one, write_number(mean, "share")) for one in captures if defined(mean := total(one, name)["mean"])]
+        for name in ("sink_mass", "sink_heads")
+    )
+    own = [
+        f"The {sink_name(one)} of {quoted(one)} receives {mass} of attention; "
+        f"an even share would be {write_number(even_share(one), 'share')}."
+        for one, mass in masses
+        if one["model"]["n_sinks"]
+    ]
+    told = [" ".join(own) or "No model here has a sink token."]
+    if heads:
+        shares = ", ".join(f"{share} in {quoted(one)}" for one, share in heads)
+        told.append(f"Heads and steps with a content sink: {shares}.")
+    return told + [_count(one) for one in judged if len(judged) == 1]
+
+
+def _count(judged: Sequence[Claim]) -> str:
+    parts = []
+    for verdict, one, many in ((SHOWS, SHOWS, "show"), (FAILS, FAILS, "do not show"), (UNDECIDED, "is undecided", "are undecided")):
+        names = [claim.claim[0].lower() + claim.claim[1:] for claim in judged if claim.verdict == verdict]
+        if names:
+            parts.append(f"{len(names)} {one if len(names) == 1 else many} ({', '.join(names)})")
+    return f"Of {len(judged)} claims of the paper {'; '.join(parts)}."

@@ -1,4 +1,4 @@
-"""What each measured quantity is called, what it means, and how numbers are written. Knows no file, figure or page."""
+"""Names and meanings of the measured quantities, and how their numbers are written. Knows no file, figure or page."""
 
 import math
 from collections.abc import Mapping
@@ -14,38 +14,38 @@ class Quantity(NamedTuple):
     meaning: str
 
 
-# "Content sink" alone: by the absolute rule.
+# "Content sink" without "relative": by the absolute rule.
 _QUANTITIES = {
-    "sink_mass": ("attention on the sink token", "share", "Received by the model's own sinks; mean over steps and heads."),
-    "lane_heads": ("heads that use the sink token", "share", "(Step, head) whose own sinks receive more than the threshold."),
+    "sink_mass": ("attention on the sink token", "share", "Share that the model's own sinks receive; mean over steps and heads."),
+    "lane_heads": ("heads that use the sink token", "share", "Heads and steps whose own sinks receive more than the threshold."),
     "content_sinks": ("content sinks of a head", "tokens", "Tokens of the text that receive more than the threshold (Gu et al.)."),
     "relative_sinks": (
         "relative content sinks of a head",
         "tokens",
-        "Column sum above the others' mean by the margin (Rulli et al.).",
+        "Tokens of the text whose column sum exceeds the other tokens' mean by more than the margin (Rulli et al.).",
     ),
-    "sink_heads": ("heads with a content sink", "share", "(Step, head) with at least one content sink."),
+    "sink_heads": ("heads with a content sink", "share", "Heads and steps with at least one content sink."),
     "turnover": (
         "turnover of content sinks",
         "share",
-        "Jaccard distance between a head's sets at consecutive steps; 0 % if all stay.",
+        "Jaccard distance between a head's sets of content sinks at consecutive steps; 0 % if all stay.",
     ),
-    "turnover_null": ("turnover in chance order", "share", "The same over all pairs of different steps."),
+    "turnover_null": ("turnover in random order", "share", "Turnover over all pairs of different steps."),
     "relative_turnover": ("turnover of relative sinks", "share", "Turnover of relative content sinks."),
-    "relative_turnover_null": ("turnover of relative sinks in chance order", "share", "The same over all pairs of steps."),
+    "relative_turnover_null": ("turnover of relative sinks in random order", "share", "Their turnover over all pairs of steps."),
     "moved": ("distance moved", "tokens", "Between a head's top content sinks at consecutive steps that both have one."),
-    "move_rate": ("top content sink moves", "share", "Of those pairs of steps, those in which it is another token."),
+    "move_rate": ("top content sink moves", "share", "Share of those pairs of steps in which it is another token."),
     "lifetime": ("lifetime of a content sink", "steps", "Consecutive steps for which a token stays a content sink of a head."),
-    "anchored": ("anchored heads", "share", "Content sinks in at least half of the steps, the top one the same in 90 % of those."),
+    "anchored": ("anchored heads", "share", "Heads with content sinks in half of the steps, and the same top one in 90 % of them."),
     "sink_value_norm": ("value norm of the sink token", "norm", "L2 norm of its value, mean over heads (eq. 15, 16)."),
-    "content_sink_norm": ("value norm of content sinks", "norm", "Of tokens that are content sinks of any head of the layer."),
-    "normal_norm": ("value norm of other tokens", "norm", "Of all other tokens of the text."),
-    "norm_ratio": ("content sinks' norm to others'", "ratio", "Value norm of content sinks over that of other tokens."),
-    "lane_norm_ratio": ("sink token's norm to others'", "ratio", "Value norm of the sink token over that of other tokens."),
-    "entropy": ("entropy of attention", "nats", "Of the attention weights of a query, over tokens and sinks."),
-    "bound_ratio": ("output norm to its bound", "ratio", "Attention's output |o| over its bound, the sum of a|v| (eq. 20)."),
-    "update_ratio": ("update to residual", "ratio", "|z| / |h|: what attention adds to the residual stream (eq. 21, 22)."),
-    "noop": ("update when resting", "ratio", "Update ratio where queries attend most to sinks (a quarter), less where least."),
+    "content_sink_norm": ("value norm of content sinks", "norm", "Mean over tokens that are content sinks of a head of the layer."),
+    "normal_norm": ("value norm of other tokens", "norm", "Mean over all other tokens of the text."),
+    "norm_ratio": ("norm ratio of content sinks", "ratio", "Value norm of content sinks divided by that of other tokens."),
+    "lane_norm_ratio": ("norm ratio of the sink token", "ratio", "Value norm of the sink token divided by that of other tokens."),
+    "entropy": ("entropy of attention", "nats", "Entropy of a query's attention weights, over tokens and sinks."),
+    "bound_ratio": ("output norm / bound", "ratio", "Norm |o| of a head's output divided by its bound, the sum of a|v| (eq. 20)."),
+    "update_ratio": ("update norm / residual norm", "ratio", "|z| / |h|, for attention's update z of the residual h (eq. 21, 22)."),
+    "noop": ("change of update on sinks", "ratio", "|z| / |h| of the quarter of queries most on sinks, minus the quarter least."),
 }
 QUANTITIES = {name: Quantity(*row) for name, row in _QUANTITIES.items()}
 
@@ -55,12 +55,12 @@ def defined(value: Any) -> bool:
 
 
 def write_number(value: Any, unit: str = "", signed: bool = False) -> str:
-    """Three significant digits, or tenths of a per cent; signed: a difference, of shares in percentage points."""
+    """Three significant digits, or tenths of a per cent. signed: a difference; shares are in percentage points."""
     return write_interval({"mean": value}, unit, signed)
 
 
 def write_interval(estimate: Mapping[str, Any], unit: str = "", signed: bool = False) -> str:
-    """`12.3 % [11.0, 13.6]`: digits that tell the ends of the interval apart. The value alone where there is none."""
+    """`12.3 % [11.0, 13.6]`, with digits that tell the interval's ends apart; the value alone without an interval."""
     found: list[Any] = [estimate.get(part) for part in ("mean", "low", "high")]
     if not defined(found[0]):
         return UNDEFINED
@@ -91,12 +91,17 @@ def _write(value: float, decimals: int, unit: str, signed: bool) -> str:
 
 
 def write_value(value: Any) -> str:
-    """A setting, or several."""
+    """Write a setting, or a list or table of settings."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {write_value(one)}" for key, one in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(map(write_value, value)) or "none"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def quoted(capture: Mapping[str, Any]) -> str:
+    """A model's name in quotes: a model may be called sink, and is no sink token."""
+    return f'"{capture["name"]}"'
 
 
 def write_count(n: int, one: str, many: str = "") -> str:

@@ -1,7 +1,7 @@
-"""What happens when attention may not do what it does: the sink is taken away, emptied or moved, or the top content sink is banned.
+"""Change attention at inference and measure the effect: remove, empty or move the sink, or ban the top content sink.
 
-Each change is applied inside attention, at inference, to weights that were trained without it; what it does to NELBO, predictions
-and samples is measured against the untouched model with the same noise. Knows no tokenizer and no file.
+The weights were trained without the change. NELBO, predictions and samples are compared with those of the unchanged model, with
+the same noise. Knows no tokenizer and no file.
 
 B rows, T tokens, S sinks, H query heads, K key/value heads, D head width, V vocabulary.
 """
@@ -35,15 +35,15 @@ class Change(NamedTuple):
 
 
 def find_changes(model: DiffusionLM, rules: Rules = RULES) -> tuple[list[Change], dict[str, str]]:
-    """The changes that make sense for a model, and why the others do not."""
+    """The changes that a model allows, and why it does not allow the others."""
     config = model.config
     omitted: dict[str, str] = {}
     if not config.n_sinks:
-        omitted = dict.fromkeys(("remove", "zero", "move"), "the model has no sink")
+        omitted = dict.fromkeys(("remove", "zero", "move"), "the model has no sink token")
     elif config.has_sink_logit:
         omitted = dict.fromkeys(("zero", "move"), "a sink logit has neither value nor position")
     elif config.n_registers:
-        omitted = {"move": "a register sees the tokens, and would see them from elsewhere too"}
+        omitted = {"move": "a register sees the tokens, so moving it also changes what it sees"}
     far, banned = "end" if config.sink_position == "front" else "front", f"it receives more than {rules.threshold:g}"
     changes = [
         Change("remove", "sink removed", partial(_remove, config.n_registers)),
@@ -68,7 +68,7 @@ def _zero(n_registers: int, _: int, seen: Seen) -> Seen:
 
 
 def _move(config: Any, where: str, _: int, seen: Seen) -> Seen:
-    """Rotary angles add up: the sinks' keys are turned on from where they stand. Only distances to the tokens matter."""
+    """Rotate the sinks' keys on from their place: rotary angles add up, and only distances to the tokens matter."""
     if seen.sink_k is None:
         return seen
     batch = seen.q.shape[0]
@@ -84,7 +84,7 @@ def _move(config: Any, where: str, _: int, seen: Seen) -> Seen:
 
 
 def _ban(model: DiffusionLM, threshold: float, _: int, seen: Seen) -> Seen:
-    """In each head the content token that receives most is hidden from everyone, if it receives more than the threshold."""
+    """In each head, hide the content token that receives most from all queries, if it receives more than the threshold."""
     n = model.config.n_registers
     lengths = None
     if isinstance(seen.visible, Tensor):
@@ -95,7 +95,7 @@ def _ban(model: DiffusionLM, threshold: float, _: int, seen: Seen) -> Seen:
     ).received  # (B, H, T)
     most = found.max(-1, keepdim=True)
     banned = torch.zeros_like(found, dtype=torch.bool).scatter(-1, most.indices, most.values > threshold)
-    if not n and seen.sink_k is None and seen.sink_logit is None:  # a lonely token has nothing else to attend to
+    if not n and seen.sink_k is None and seen.sink_logit is None:  # a single token has nothing else to attend to
         banned &= (torch.full_like(banned[:, 0, 0], found.shape[-1] > 1) if lengths is None else lengths > 1)[:, None, None]
     if not banned.any():
         return seen
@@ -107,24 +107,24 @@ def _and(visible: Any, also: Tensor) -> Tensor:
 
 
 class Ground(NamedTuple):
-    """What a change is measured on."""
+    """The texts and requests on which changes are measured."""
 
-    texts: Sequence[Sequence[int]]  # for NELBO and predictions; each with a token to predict, which a shifted row's first is not
+    texts: Sequence[Sequence[int]]  # for NELBO and predictions; each has a token to predict (a shifted row's first is none)
     requests: Sequence[Request]  # for samples
-    draws: int = 16  # of NELBO, each text
+    draws: int = 16  # of NELBO for each text
     batch: int = 8  # samples at a time
     seed: int = 0
-    barred: Sequence[int] = ()  # ids that samples never have
+    barred: Sequence[int] = ()  # ids that are never written
 
 
 def measure_changes(
     model: DiffusionLM, ground: Ground, rules: Rules = RULES, *, tick: Callable[[int], None] = lambda done: None
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """For each change: NELBO before and after, its difference, how far predictions moved, and the share of tokens that are written
-    differently, with intervals over texts and requests; and what was left out. tick: called after each model, the untouched first.
+    """For each change: NELBO before and after, their difference, the KL divergence of predictions, and the share of written tokens
+    that differ, with intervals over texts and requests; and what was left out. tick: called after each model, the unchanged first.
     """
     changes, omitted = find_changes(model, rules)
-    n_tokens = sum(map(len, ground.texts)) / max(1, len(ground.texts))  # short rows have stronger sinks: it is told
+    n_tokens = sum(map(len, ground.texts)) / max(1, len(ground.texts))  # reported, as short rows have stronger sinks
     with model.inference():
         before = _look(model, ground, None)
         tick(1)
@@ -138,9 +138,9 @@ def measure_changes(
 
 
 def _look(model: DiffusionLM, ground: Ground, intervene: Intervention | None) -> tuple[np.ndarray, list[Tensor]]:
-    """With or without a change: nats a token of each text, the tokens that were written for each request."""
+    """With or without a change: NELBO of each text in nats a token, and the tokens written for each request."""
     denoiser: Any = partial(model.denoiser(), intervene=intervene)
-    denoiser.barred = tuple(ground.barred)  # a partial has none of what it wraps
+    denoiser.barred = tuple(ground.barred)  # a partial does not pass attributes on
     texts = [list(row) for row in ground.texts]
     scored = [[position > 0 or not model.config.shift_logits for position in range(len(row))] for row in texts]
     device, mask_id = model.embed.weight.device, model.config.mask_id
@@ -151,13 +151,13 @@ def _look(model: DiffusionLM, ground: Ground, intervene: Intervention | None) ->
 
 
 def _divergences(model: DiffusionLM, ground: Ground, intervene: Intervention) -> np.ndarray:
-    """Of each text: how far predictions at masked positions move, in nats. Predictions of one forward are held at a time."""
+    """KL divergence of predictions at masked positions for each text, in nats. One forward's predictions are held at a time."""
     mask_id, device, denoiser = model.config.mask_id, model.embed.weight.device, model.denoiser()
     found = []
     for number, row in enumerate(ground.texts):
         total, n_masked = 0.0, 0
         for tokens, masked in zip(*noisy([row], _SHARES, mask_id, ground.seed, numbers=[number], device=device), strict=True):
-            masked[:, :1] &= not model.config.shift_logits  # there nothing predicts a row's first token
+            masked[:, :1] &= not model.config.shift_logits  # nothing predicts a shifted row's first token
             old, new = (
                 _log_probabilities(denoiser(tokens, where=masked, intervene=change), mask_id) for change in (None, intervene)
             )

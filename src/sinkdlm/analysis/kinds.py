@@ -1,6 +1,6 @@
-"""What a token is: [MASK], special, white space, punctuation, or a word; and its text.
+"""Kinds of tokens ([MASK], special, white space, punctuation, word) and their texts.
 
-Read from each token's own text, which a vocabulary writes in one of three ways: bytes as printable letters (byte-level BPE, where
+A token's text is read from its vocabulary, which writes it in one of three ways: bytes as printable letters (byte-level BPE, where
 "Ġthe" is " the"), spaces as "▁" with single bytes as "<0x0A>" (SentencePiece), or plainly. Knows tokenizers, not models.
 """
 
@@ -22,11 +22,11 @@ _MARKER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")  # <|im_start|>, </tool_call>
 
 
 def classify(tokenizer: Any, n_ids: int, mask_id: int) -> np.ndarray:
-    """(n_ids,) uint8, an index into KINDS for every id that a model may see.
+    """(n_ids,) uint8: an index into KINDS for every id that a model may see.
 
-    special: what the tokenizer calls so, markers added to its vocabulary, characters that show nothing, and ids without a token.
+    special: what the tokenizer calls so, markers added to its vocabulary, invisible characters, and ids without a token.
     space: white space only. word: any letter or digit, or a part of a character that takes several tokens. punctuation: the
-    rest, other symbols included. n_ids: as many rows as the model embeds, [MASK] among them.
+    rest, other symbols included. n_ids: the model's embedding rows, [MASK] among them.
     """
     special, texts = special_ids(tokenizer), texts_of(tokenizer, range(n_ids))
     kinds = np.array([SPECIAL if index in special else kind_of(text) for index, text in enumerate(texts)], dtype=np.uint8)
@@ -35,7 +35,7 @@ def classify(tokenizer: Any, n_ids: int, mask_id: int) -> np.ndarray:
 
 
 def kind_finder(tokenizer: Any, mask_id: int) -> Callable[[int], str]:
-    """The name of a token's kind, by its id: one at a time, where a whole vocabulary need not be read."""
+    """A function from a token's id to the name of its kind, without reading the whole vocabulary."""
     special = special_ids(tokenizer)
 
     def find(token: int) -> str:
@@ -47,7 +47,7 @@ def kind_finder(tokenizer: Any, mask_id: int) -> Callable[[int], str]:
 
 
 def kind_of(text: bytes | None) -> int:
-    """Of a token's own bytes; None: there is no such token."""
+    """The kind of a token, from its bytes; None: there is no such token."""
     if not text:
         return SPECIAL
     try:
@@ -63,16 +63,16 @@ def kind_of(text: bytes | None) -> int:
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """What is called special, and what was added and looks like a marker: Qwen's <|fim_pad|> is not called so."""
+    """Ids called special, and added ids that look like markers: Qwen's <|fim_pad|> is not called special."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     marked = {index for index, token in added.items() if token.special or _MARKER.fullmatch(token.content)}
     return marked | set(tokenizer.all_special_ids)
 
 
 def texts_of(tokenizer: Any, ids: Sequence[int] | range) -> list[bytes | None]:
-    """What each token stands for, a leading space included, in bytes: one token may be a part of a character. None: no such token.
+    """The bytes of each token, a leading space included; a token may be a part of a character. None: no such token.
 
-    Not by `decode`, which drops the space in front of a single token of SentencePiece and cannot show parts of characters.
+    `decode` will not do: it drops a leading space of SentencePiece tokens and cannot show parts of characters.
     """
     added, read = getattr(tokenizer, "added_tokens_decoder", {}), _reader(tokenizer)
     found: list[bytes | None] = []
@@ -85,7 +85,7 @@ def texts_of(tokenizer: Any, ids: Sequence[int] | range) -> list[bytes | None]:
 
 
 def _reader(tokenizer: Any) -> Any:
-    """How this vocabulary writes text, by the parts that undo it."""
+    """The function that reads this vocabulary's token names, found from the tokenizer's parts."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts = [] if backend is None else [backend.decoder, backend.pre_tokenizer, backend.normalizer]
     states = b"".join(part.__getstate__() for part in parts if part is not None).decode()
@@ -107,7 +107,7 @@ def _byte_letters() -> dict[str, int]:
 def _read_byte_letters(name: str) -> bytes:
     try:
         return bytes(map(_byte_letters().__getitem__, name))
-    except KeyError:  # not written in that way after all: a name of its own
+    except KeyError:  # a name that is not written in byte letters
         return name.encode()
 
 
@@ -117,7 +117,7 @@ def _read_sentencepiece(name: str) -> bytes:
 
 
 def labels(tokenizer: Any, ids: Sequence[int] | np.ndarray, mask_id: int) -> list[str]:
-    """Each token's own text, a leading space included; what is no text by itself is a replacement sign. Without one, the id."""
+    """Each token's text, a leading space included; bytes that are no text become a replacement sign. #id without a text."""
     ids = [int(index) for index in ids]
     texts = (
         text.decode(errors="replace") if text else f"#{index}" for index, text in zip(ids, texts_of(tokenizer, ids), strict=True)

@@ -1,9 +1,8 @@
-"""What is kept of a denoising trajectory, and what sinks do along it: where they are, how they move, what they weigh.
+"""Measure sinks along denoising trajectories: where they are, how they move, their value norms.
 
-`measure` reduces one trajectory, which can then be thrown away; `summarize` joins many, with intervals over trajectories;
-`difference` compares two captures. A quantity is worked out per layer; its total is the mean over the layers that have it. Not a
-number means that there was nothing to measure: no sink to lose its place, no second step to lose it in. Numpy, and the keyed noise
-for samples; knows no model, tokenizer or file.
+`measure` reduces one trajectory to a few numbers; `summarize` joins many, with intervals over trajectories; `difference` compares
+two captures. Quantities are per layer; a total is the mean over the layers that have it. NaN: nothing to measure, such as no
+content sink or a single step. Knows no model, tokenizer or file.
 
 N forwards ("steps"), E layers, H heads, T tokens of the row, S sinks of the model (0 without; a sink logit counts as one).
 """
@@ -21,24 +20,24 @@ from sinkdlm.analysis.intervals import difference_interval, finite, mean_interva
 from sinkdlm.analysis.kinds import KINDS
 from sinkdlm.noise import Stream, random_bits
 
-SAMPLE = 10_000  # value norms that a figure shows of each group
+SAMPLE = 10_000  # value norms of each group in a figure
 _ANCHOR_STEPS = (1, 2)  # an anchored head has a sink in at least this share of steps,
 _ANCHOR_SAME = (9, 10)  # and its top sink is the same token in at least this share of those
-_REST_SPREAD = 0.01  # quarters of queries that differ by less in the attention they rest on sinks say nothing about resting
+_REST_SPREAD = 0.01  # least difference between the quarters' attention on sinks for `noop` to be defined
 GROUPS = ("sink", "normal", "lane")  # of value norms
 _DIGITS = 6  # significant, of sampled norms in a file
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One row on its way from masks to text, or one text under several noise levels: each forward is a step.
+    """One row from masks to text, or one text under several noise levels: each forward is a step.
 
     Received attention of key j in a head is the mean over the row's queries of A[q, j]. A content sink by the absolute rule (Gu et
     al.) receives more than a threshold; by the relative rule (Rulli et al.) its column sum, T times what it receives, exceeds the
-    mean column sum of the other tokens by a margin. Statistics that a forward did not yield are not a number.
+    mean column sum of the other tokens by a margin. Statistics that a forward did not yield are NaN.
     """
 
-    number: int  # among the trajectories of a capture: with the seed, the key of its noise
+    number: int  # index within the capture; with the seed, the key of its noise
     n_prompt: int  # fixed tokens that were given
     mask_id: int
     tokens: np.ndarray  # (N, T) int32: what each forward saw
@@ -73,7 +72,7 @@ class Trajectory:
 
 
 class Sample(NamedTuple):
-    """At most SAMPLE of many values: those with the smallest keys, whatever the order they came in; sum and count of all."""
+    """At most SAMPLE of many values, those with the smallest keys in any order of arrival; sum and count of all."""
 
     keys: np.ndarray  # int64, ascending
     values: np.ndarray
@@ -88,7 +87,7 @@ class Sample(NamedTuple):
     def merged(cls, samples: Sequence["Sample"]) -> "Sample":
         keys, values, totals, counts = zip(*samples, strict=True)
         order = np.concatenate(keys).argsort(kind="stable")[:SAMPLE]
-        total = math.fsum(totals)  # rounded once: no order
+        total = math.fsum(totals)  # rounded once, so the order does not matter
         return cls(np.concatenate(keys)[order], np.concatenate(values)[order], total, sum(counts))
 
     @property
@@ -98,7 +97,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """What is kept of one trajectory."""
+    """The numbers that are kept of one trajectory."""
 
     number: int
     n_steps: int
@@ -110,18 +109,18 @@ class Measured:
     content: np.ndarray  # (E, H): share of steps with a content sink (absolute)
 
     def hand_norms_to(self, other: "Measured") -> tuple["Measured", "Measured"]:
-        """This one without its samples and the other with those of both: so that many trajectories hold no more than one."""
+        """Move this one's samples to the other, so that many trajectories together hold one set of samples."""
         merged = {group: Sample.merged([sample, other.norms[group]]) for group, sample in self.norms.items()}
         return replace(self, norms={}), replace(other, norms=merged)
 
 
 def measure(trajectory: Trajectory, kinds: np.ndarray, *, threshold: float = 0.3, seed: int = 0) -> Measured:
-    """kinds: of every token id, as kinds.classify gives them. threshold: the one the trajectory's sinks were found with."""
+    """Reduce a trajectory. kinds: of every token id, from kinds.classify. threshold: that of the trajectory's absolute sinks."""
     layers, samples = [], []
     seen = kinds[trajectory.tokens].ravel()
     counted: dict[str, Any] = {"all": _count(seen), "absolute": 0, "relative": 0}
     content = np.empty((trajectory.n_layers, trajectory.n_heads))
-    for layer in range(trajectory.n_layers):  # one at a time: all sets of a long trajectory at once would need gigabytes
+    for layer in range(trajectory.n_layers):  # one at a time: all layers of a long trajectory would need gigabytes
         absolute, relative = (np.ascontiguousarray(sets[:, layer]) for sets in (trajectory.absolute, trajectory.relative))
         sinks = absolute.sum(1, dtype=np.int32)  # (N, T): heads whose sink it is
         counted["absolute"] += _count(seen, sinks)
@@ -145,7 +144,7 @@ def measure(trajectory: Trajectory, kinds: np.ndarray, *, threshold: float = 0.3
 
 
 def _mean(values: np.ndarray, where: np.ndarray | bool = True) -> float:
-    """Of what is a number; not a number where nothing is."""
+    """The mean of what is not NaN; NaN where everything is."""
     known = ~np.isnan(values) & where
     n = np.count_nonzero(known)
     return float(values.sum(where=known, dtype=np.float64)) / n if n else math.nan
@@ -156,16 +155,16 @@ def _ratio(above: float, below: float) -> float:
 
 
 def _count(seen: np.ndarray, times: np.ndarray | None = None) -> np.ndarray:
-    """How many there are of each kind, each token counted so many times; float64 counts exactly up to 2 ** 53."""
+    """Count tokens of each kind, each token `times` times; float64 counts exactly up to 2 ** 53."""
     weights = None if times is None else times.ravel()
     return np.bincount(seen, weights=weights, minlength=len(KINDS)).astype(np.int64)
 
 
 def _sets(absolute: np.ndarray, relative: np.ndarray) -> dict[str, float]:
-    """Of one layer's sets of sinks, (N, H, T): their sizes and how they change."""
+    """Sizes and changes of one layer's sets of content sinks, (N, H, T)."""
     sizes, shared = _overlaps(absolute)
     relative_sizes, relative_shared = _overlaps(relative)
-    runs = sizes.sum() - shared.sum()  # a run starts with each member of a set that was not in the one before
+    runs = sizes.sum() - shared.sum()  # a run starts where a member was not in the set before
     return {
         "content_sinks": sizes.mean(dtype=np.float64),
         "relative_sinks": relative_sizes.mean(dtype=np.float64),
@@ -179,7 +178,7 @@ def _sets(absolute: np.ndarray, relative: np.ndarray) -> dict[str, float]:
 
 
 def _overlaps(sets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes (N, H), and how many members consecutive steps share (N - 1, H)."""
+    """Sizes (N, H), and the number of members that consecutive steps share (N - 1, H)."""
     return sets.sum(-1, dtype=np.int32), (sets[1:] & sets[:-1]).sum(-1, dtype=np.int32)
 
 
@@ -189,7 +188,7 @@ def _turnover(sizes: np.ndarray, shared: np.ndarray) -> float:
 
 
 def _turnover_null(sets: np.ndarray, sizes: np.ndarray) -> float:
-    """Over all pairs of different steps, exactly: the product of a head's sets with themselves counts what each pair shares."""
+    """Turnover over all pairs of different steps, exactly: a matmul of a head's sets counts what each pair shares."""
     distance, pairs = 0.0, 0
     for head in range(sets.shape[1]):
         members = sets[:, head, sets[:, head].any(0)].astype(np.float32)  # (N, tokens that ever are sinks): counts are exact
@@ -197,14 +196,14 @@ def _turnover_null(sets: np.ndarray, sizes: np.ndarray) -> float:
         shared = members @ members.T
         union = size[:, None] + size - shared
         either = np.maximum(union, 1)
-        # A step against itself has distance 0; it is left out of the count alone.
+        # A step has distance 0 to itself, so only the count leaves it out.
         distance += float(np.divide(union - shared, either, dtype=np.float64).sum())
         pairs += int(np.count_nonzero(union) - np.count_nonzero(size))
     return _ratio(distance, pairs)
 
 
 def _moves(held: np.ndarray, top: np.ndarray) -> dict[str, float]:
-    """Of one layer's heads: whether they have a content sink (N, H), and which token receives most (N, H)."""
+    """Moves of one layer's top sinks. held (N, H): the head has a content sink; top (N, H): the token that receives most."""
     distance = np.abs(np.diff(top.astype(np.int64), axis=0)).astype(np.float64)
     both, n_held = held[1:] & held[:-1], held.sum(0)
     same = np.array([np.bincount(top[held[:, head], head], minlength=1).max() for head in range(top.shape[1])])
@@ -213,12 +212,12 @@ def _moves(held: np.ndarray, top: np.ndarray) -> dict[str, float]:
     return {
         "moved": _mean(distance, both),
         "move_rate": _mean((distance > 0).astype(np.float64), both),
-        "anchored": float(anchored.mean()) if len(top) > 1 else math.nan,  # one step would anchor every sink
+        "anchored": float(anchored.mean()) if len(top) > 1 else math.nan,  # with one step every sink would count
     }
 
 
 def _norms(trajectory: Trajectory, layer: int, sink: np.ndarray) -> dict[str, float]:
-    """sink (N, T): tokens that are a content sink of any head."""
+    """Value norms of one layer. sink (N, T): tokens that are a content sink of any head."""
     norms = trajectory.value_norm[:, layer]
     lane = _mean(trajectory.sink_value_norm[:, layer])
     content, normal = _mean(norms, sink), _mean(norms, ~sink)
@@ -245,7 +244,7 @@ def _flow(trajectory: Trajectory, layer: int, threshold: float) -> dict[str, flo
 
 
 def _noop(resting: np.ndarray, update: np.ndarray) -> float:
-    """Quarters may cut through queries that rest equally: each then has the group's mean update, as if ties were drawn by lot."""
+    """Mean update of the quarter of queries most on sinks, minus that of the least. Tied queries share their mean update."""
     known = ~np.isnan(resting) & ~np.isnan(update)
     n = np.count_nonzero(known)
     if n == 0:
@@ -255,13 +254,13 @@ def _noop(resting: np.ndarray, update: np.ndarray) -> float:
     starts = np.flatnonzero(np.concatenate([[True], resting[1:] != resting[:-1]]))
     sizes = np.append(starts[1:], n) - starts
     update = np.repeat(np.add.reduceat(update, starts) / sizes, sizes)
-    least = np.clip(n / 4 - np.arange(n), 0, 1) / (n / 4)  # a quarter of a number that four does not divide ends within a query
+    least = np.clip(n / 4 - np.arange(n), 0, 1) / (n / 4)  # weights of the quarter; its last query may count in part
     weight = least[::-1] - least
     return float(weight @ update) if weight @ resting >= _REST_SPREAD else math.nan
 
 
 def _sampled(trajectory: Trajectory, layer: int, sink: np.ndarray, seed: int) -> dict[str, Sample]:
-    """A token's key depends on what it is, not on how many others there are; the lane's sinks count on from the tokens."""
+    """Samples of value norms. A value's key depends on layer, step and position alone; sinks count on from the tokens."""
     norms = np.concatenate([trajectory.value_norm[:, layer], trajectory.sink_value_norm[:, layer]], axis=-1)  # (N, T + S)
     steps, places = (torch.arange(n) for n in norms.shape)
     keys = random_bits(63, seed, int(Stream.ANALYSIS), trajectory.number, layer, steps[:, None], places).numpy()
@@ -273,7 +272,7 @@ def _sampled(trajectory: Trajectory, layer: int, sink: np.ndarray, seed: int) ->
 
 
 def summarize(measured: Iterable[Measured], seed: int = 0) -> dict[str, Any]:
-    """The parts of a capture that come from trajectories, as JSON values; the order they were measured in does not matter."""
+    """Join trajectories into parts of a capture, as JSON values; the order of measuring does not matter."""
     ordered = sorted(measured, key=lambda one: one.number)
     tables = {name: np.array([[one.values[name][0], *one.values[name][1]] for one in ordered]) for name in QUANTITIES}
     counts = {"trajectories": len(ordered), "forwards": sum(one.n_steps for one in ordered)}
@@ -302,7 +301,7 @@ def _by_layer(columns: list[Any]) -> dict[str, Any]:
 
 
 def _kind_shares(counted: Sequence[dict[str, np.ndarray]]) -> dict[str, dict[str, float] | None]:
-    """Shares over all trajectories together; None for a rule that found no sink."""
+    """Shares of kinds over all trajectories together; None for a rule that found no sink."""
     found = {}
     for among in counted[0]:
         total = np.sum([counts[among] for counts in counted], axis=0)
@@ -318,10 +317,10 @@ def _scatter(norms: Sequence[dict[str, Sample]]) -> dict[str, Any]:
 
 
 def difference(a: Mapping[str, Any], b: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
-    """What b's trajectories have more than a's, for every quantity of both captures; layers only where both have as many.
+    """b minus a, for every quantity of both captures; per layer only where both have the same number of layers.
 
-    "paired": both captures have the same trajectory numbers with the same prompts, so that each trajectory is compared with its
-    own twin; otherwise only the means are, and intervals are wider. n of a pair: both have the value.
+    "paired": both have the same trajectory numbers and prompts, so each trajectory is compared with its twin. Otherwise means
+    are compared, and intervals are wider. n of pairs counts those where both have the value.
     """
     rows = [sorted(capture["trajectories"], key=lambda row: row["number"]) for capture in (a, b)]
     keys = [[(row["number"], row.get("prompt")) for row in side] for side in rows]
@@ -342,7 +341,7 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any], seed: int = 0) -> dic
 
 
 def paths_of(trajectory: Trajectory, labels: Sequence[str]) -> dict[str, Any]:
-    """Where each layer's attention goes at each step, as JSON values; null where a forward did not say."""
+    """The most attended token of each layer at each step, as JSON values; null where a forward did not say."""
     received = trajectory.received.swapaxes(0, 1)  # (E, N, T)
     top = np.where(np.isnan(received), -np.inf, received).argmax(-1)
     highest = np.take_along_axis(received, top[..., None], -1)[..., 0]

@@ -1,4 +1,4 @@
-"""What trajectories begin with where the user gives nothing: questions with numbers, instructions, and openings of running text."""
+"""Default prompts of trajectories: questions with numbers, instructions, and openings of running text."""
 
 PROMPTS = (
     "Question: A shop sells pencils in boxes of 12. Mara buys 3 boxes and gives 10 pencils away. How many does she keep? Answer:",

@@ -1,7 +1,7 @@
-"""One trajectory as the inspector page shows it, in a file: canvases, received attention, sinks, value norms, rows, candidates.
+"""Recordings: one trajectory in a file for the inspector page, with canvases, attention, sinks, value norms and candidates.
 
-Owns the form of recordings. The server makes them of finished requests, `analyze` of a capture's first trajectory; the page reads
-them without either. Numbers travel as bytes, sinks exactly: what is a sink is decided before anything is rounded.
+Owns the form of recordings. The server makes them of finished requests, `analyze` of a capture's first trajectory. Numbers are
+rounded to bytes; content sinks are exact, as they are found before rounding.
 
 N frames (frame i is what step i saw, the last one the finished text), E layers, H heads, T tokens, S sinks, K = S + T keys.
 """
@@ -35,13 +35,13 @@ _DIGITS = 4  # of a probability
 
 
 class Seen(NamedTuple):
-    """One canvas. A sink logit has a column in received, and none in values."""
+    """Statistics of one canvas. A sink logit has a column in received, and none in values."""
 
     received: np.ndarray  # (E, H, K)
     values: np.ndarray  # (E, K)
-    absolute: list[int]  # content sinks by the absolute rule, as places in (E, H, T) laid out flat
+    absolute: list[int]  # content sinks by the absolute rule, as indices into a flat (E, H, T)
     relative: list[int]  # and by the relative one
-    top: list[int]  # of each layer and head, (E, H) laid out flat: the token of the text that receives most
+    top: list[int]  # a flat (E, H): the token of the text that receives most
 
 
 def look_at(model: DiffusionLM, tokens: Sequence[int], rules: Rules = RULES) -> Seen:
@@ -61,8 +61,8 @@ def look_at(model: DiffusionLM, tokens: Sequence[int], rules: Rules = RULES) -> 
 def likeliest(
     model: DiffusionLM, tokens: Sequence[int], positions: Sequence[int], k: int, barred: Sequence[int] = ()
 ) -> list[list[tuple[int, float]]]:
-    """Of each position the k most likely tokens and their probabilities, [MASK] left out. barred: ids that are never written, as
-    `model.denoiser` has them."""
+    """The k most likely tokens of each position and their probabilities, [MASK] left out. barred: ids that are never written, as
+    in `model.denoiser`."""
     config, device = model.config, model.embed.weight.device
     forbidden = sorted({*barred, config.mask_id} & set(range(config.vocab_size)))
     found: list[list[tuple[int, float]]] = []
@@ -79,9 +79,9 @@ def likeliest(
 
 @dataclass(eq=False)
 class Recorder:
-    """Takes frames one by one, so that others may use the model in between; `side` is then one model's half of a recording.
+    """Takes frames one by one, so that others can use the model in between; `side` is one model's part of a recording.
 
-    confidence: of each frame a byte a token, 0 for none, else 1 + 254 p.
+    confidence: for each frame a byte a token, 0 for none, else 1 + 254 p.
     """
 
     lm: Any
@@ -93,12 +93,12 @@ class Recorder:
 
     def __post_init__(self) -> None:
         n_frames, config, length = len(self.canvases), self.lm.config, len(self.canvases[0])
-        self._barred = absent_ids(self.lm.tokenizer, config.vocab_size)  # what is never written is no candidate
+        self._barred = absent_ids(self.lm.tokenizer, config.vocab_size)  # never written, so never a candidate
         self._seen: list[Seen] = []
         self._rows: list[np.ndarray] = []
         self._candidates: list[list[list[tuple[int, float]]]] = []
         if any(len(canvas) != length for canvas in self.canvases):
-            raise AnalysisError("a text that grew as it was written: frames of one length can be recorded, and these differ")
+            raise AnalysisError("the text grew while it was written: only frames of one length can be recorded; give a length")
         per_frame = config.n_layers * config.n_heads * (config.n_sinks + length)
         if per_frame * n_frames > MOST_VALUES:
             raise AnalysisError(
@@ -108,7 +108,7 @@ class Recorder:
         self._with_rows = per_frame * length * n_frames <= MOST_ROWS
 
     def take(self) -> None:
-        """The next frame."""
+        """Take the next frame."""
         canvas, model, config = self.canvases[len(self._seen)], self.lm.model, self.lm.config
         self._seen.append(look_at(model, canvas, self.rules))
         self._candidates.append(likeliest(model, canvas, range(len(canvas)), N_CANDIDATES, self._barred))
@@ -118,7 +118,7 @@ class Recorder:
             self._rows.append(rows.reshape(config.n_layers, config.n_heads, *rows.shape[1:]))
 
     def record(self, tick: Callable[[int], None] = lambda rows: None) -> dict[str, Any]:
-        """All frames at once, for whoever has the model alone."""
+        """Take all frames at once, and return the side."""
         for _ in self.canvases:
             self.take()
             tick(1)
@@ -150,7 +150,7 @@ class Recorder:
 
 
 def pack(frames: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Numbers from 0 up: value = byte * scale of its frame. data: base64 of zlib, frames first, the last dimension fastest."""
+    """Pack non-negative numbers: value = byte * scale of its frame. data: base64 of zlib, frames first, last dimension fastest."""
     scales = [float(frame.max(initial=0.0)) / _LEVELS or 1.0 for frame in frames]
     levels = np.stack([np.rint(frame / scale) for frame, scale in zip(frames, scales, strict=True)]).astype(np.uint8)
     data = base64.b64encode(zlib.compress(levels.tobytes(), 9)).decode()
@@ -158,5 +158,5 @@ def pack(frames: Sequence[np.ndarray]) -> dict[str, Any]:
 
 
 def join_sides(sides: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """A whole recording. asked: prompt, seed, policy, steps, length; what the page shows as its settings."""
+    """A whole recording. asked: the settings that the page shows (prompt, seed, policy, steps, length)."""
     return {"format": FORMAT, "version": VERSION, "made": {"sinkdlm": __version__}, "asked": dict(asked), "sides": list(sides)}

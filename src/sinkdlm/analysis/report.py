@@ -1,4 +1,4 @@
-"""The report of one or more captures: report.html, figures, metrics.json, summary.md. One page that needs nothing beside itself.
+"""Write the report of captures: report.html (self-contained), figures, metrics.json, summary.md.
 
 Lays out what findings and figures give. Measures nothing.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sinkdlm.analysis import figures
-from sinkdlm.analysis.findings import OF_SINKS, Capture, Claim, Comparison, claims, compare, findings, headline, tell, total
-from sinkdlm.analysis.glossary import QUANTITIES, defined, write_count, write_interval, write_number, write_value
+from sinkdlm.analysis.findings import OF_SINKS, Capture, Claim, Comparison, claims, compare, findings, headline, lead, tell, total
+from sinkdlm.analysis.glossary import QUANTITIES, defined, quoted, write_count, write_interval, write_number, write_value
 from sinkdlm.analysis.intervals import MIN_TRAJECTORIES
 from sinkdlm.analysis.recording import join_sides
 from sinkdlm.errors import AnalysisError
@@ -24,10 +24,11 @@ _KEPT = ("name", "source", "model", "made", "settings", "n", "quantities", "kind
 _GLOSSARY = {
     **{one.label: one.meaning for one in QUANTITIES.values()},
     "pp": "Percentage points: the difference of two shares.",
-    "95 % interval": "Bootstrap over trajectories: percentiles of resampled means, their tails widened to those of Student's t. "
-    f"With fewer than {MIN_TRAJECTORIES} trajectories there is none.",
+    "95 % interval": "Bootstrap over trajectories: percentiles of resampled means, with tails widened to those of Student's t. "
+    f"There is none with fewer than {MIN_TRAJECTORIES} trajectories.",
 }
 _N_TEXTS = 3  # of each capture
+_N_FIRST = 2  # figures before everything else
 _INSPECT = "inspect.html"
 
 
@@ -38,13 +39,19 @@ class Grid(NamedTuple):
 
 
 class Chapter(NamedTuple):
-    """What is known of the models beside captures: a table of the page, and its values in metrics.json."""
+    """What a report tells beside its captures: its headline, a section of notes and a table, and their values in metrics.json.
+
+    claims: said after the sentence that counts claims. shown: captures of other models with the note that tells them apart, which
+    the report shows first; they hold only what figure 3 draws."""
 
     key: str
+    headline: str
     title: str
     notes: Sequence[str]
     grid: Grid
     values: Mapping[str, Any]
+    claims: str
+    shown: Mapping[str, Any]
 
 
 class Judged(NamedTuple):
@@ -57,25 +64,28 @@ class Judged(NamedTuple):
 
 
 class Report:
-    """Captures of different names, compared and judged, and the files and texts made of them."""
+    """Compare and judge captures of different names; write the files and texts about them."""
 
     def __init__(self, captures: Sequence[Capture], chapter: Chapter | None = None) -> None:
         self.captures, self.chapter, self.comparisons = captures, chapter, compare(captures)
         pairs = [one for one in self.comparisons if one.second["model"]["n_sinks"] and not one.first["model"]["n_sinks"]]
         told = {one.second["name"]: claims(one.second, one) for one in pairs}
-        self.title = headline(captures, told)
+        self.title = chapter.headline if chapter else headline(captures, told)
         self.judged = [Judged(_versus(one, "against"), "", told[one.second["name"]], one.cautions) for one in pairs]
-        note = "Whether content sinks become fewer and move less needs checkpoints with and without a sink token, side by side."
-        self.judged = self.judged or [Judged(capture["name"], note, claims(capture), []) for capture in captures]
+        note = "To judge whether content sinks become fewer and move less, analyse models with and without a sink token together."
+        self.judged = self.judged or [Judged(quoted(capture), note, claims(capture), []) for capture in captures]
+        self.lead = lead(captures, [one.claims for one in self.judged])
+        if chapter:
+            self.lead[-1] += f" {chapter.claims}"
         self.lede = _lede(captures)
 
     def write(self, out: Path) -> dict[str, Any]:
-        """What was written: "report", "metrics", "summary", "figures" (name -> suffix -> file), and where captures hold recordings
-        "recording" and "inspect", the page that shows it."""
+        """Write all files and return their paths: "report", "metrics", "summary", "figures" (name -> suffix -> file), and where
+        captures hold recordings "recording" and "inspect", the page that shows it."""
         figures.check_drawing()
         try:
-            out.mkdir(parents=True, exist_ok=True)  # a folder that cannot be had is told before anything is drawn
-            drawn = figures.draw_all(self.captures, self.comparisons)
+            out.mkdir(parents=True, exist_ok=True)  # fail before drawing, which takes seconds
+            drawn = self._draw_shown() | figures.draw_all(self.captures, self.comparisons)
             texts = {"report.html": self.page(drawn), "metrics.json": to_json(self.metrics()), "summary.md": self.summary()}
             if recording := self.recording():
                 texts |= {"recording.json": json.dumps(recording, separators=(",", ":")) + "\n", _INSPECT: build_viewer(recording)}
@@ -88,12 +98,12 @@ class Report:
         return paths
 
     def recording(self) -> dict[str, Any] | None:
-        """First trajectories side by side. A capture may bear another name by now than when it was made."""
+        """First trajectories side by side, under the captures' present names, which --names may have changed."""
         found = [(capture["name"], capture["recording"]) for capture in self.captures if capture.get("recording")]
         return join_sides([{**one["side"], "model": name} for name, one in found], found[0][1]["asked"]) if found else None
 
     def metrics(self) -> dict[str, Any]:
-        """What metrics.json holds; needs nothing that draws."""
+        """The content of metrics.json; needs no drawing packages."""
         return {
             "format": REPORT_FORMAT,
             "version": REPORT_VERSION,
@@ -106,18 +116,27 @@ class Report:
             "claims": [{"about": one.name, "claims": [claim._asdict() for claim in one.claims]} for one in self.judged],
         }
 
+    def _draw_shown(self) -> dict[str, figures.Plate]:
+        if self.chapter is None:
+            return {}
+        shown = self.chapter.shown
+        return {"shown": figures.figure3(shown["captures"])._replace(caption=shown["caption"])}
+
     def page(self, drawn: Mapping[str, figures.Plate]) -> str:
         from jinja2 import Environment, StrictUndefined
         from markupsafe import Markup
 
         own = resources.files("sinkdlm.analysis")
         environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+        plates = [(name, plate, Markup(_inline(name, plate))) for name, plate in drawn.items()]
         return environment.from_string(own.joinpath("report.html.jinja").read_text(encoding="utf-8")).render(
             report=self,
             inspect=_INSPECT if self.recording() else None,
-            style=Markup(own.joinpath("report.css").read_text(encoding="utf-8")),
-            plates=[(name, plate, Markup(_inline(name, plate))) for name, plate in drawn.items()],
+            style=Markup(style()),
+            first=plates[:_N_FIRST],
+            more=plates[_N_FIRST:],
             tables=self._grids(),
+            quoted=quoted,
             glossary=_GLOSSARY,
             findings=findings,
             texts=_texts,
@@ -125,20 +144,21 @@ class Report:
         )
 
     def short(self) -> str:
-        """For a terminal: claims with their verdicts, and what was found. Evidence, interventions and tables are in the files."""
-        lines = [self.title, self.lede]
+        """A short text for a terminal: verdicts and findings. Evidence, interventions and tables are in the files."""
+        lines = [self.title, " ".join(self.lead[:2]), self.lede]
         for one in self.judged:
             lines += ["", f"The paper's claims: {one.name}", *(f"  {claim.verdict:15s}{claim.claim}" for claim in one.claims)]
             lines += [f"  caution: {caution}" for caution in one.cautions]
         for capture in self.captures:
             told = findings(capture, interventions=False)
-            lines += ["", f"Found in {capture['name']}", *(f"  {found.topic}: {found.text}" for found in told)]
+            lines += ["", f"Findings in {quoted(capture)}", *(f"  {found.topic}: {found.text}" for found in told)]
         return "\n".join([*lines, ""])
 
     def summary(self) -> str:
         """The report as markdown, without figures and texts."""
-        lines = [f"# {_mark(self.title)}", "", _mark(self.lede), ""]
+        lines = [f"# {_mark(self.title)}", "", *map(_mark, self.lead), "", _mark(self.lede), ""]
         if self.chapter:
+            lines += _section(self.chapter.shown["title"], (f"- {_mark(note)}" for note in self.chapter.shown["notes"]))
             lines += _section(self.chapter.title, (f"- {_mark(note)}" for note in self.chapter.notes))
             lines += [*_table(self.chapter.grid), ""]
         for one in self.judged:
@@ -146,15 +166,15 @@ class Report:
             told += [f"- **{claim.verdict}**: {claim.claim}. {_mark(claim.evidence)}" for claim in one.claims]
             lines += _section(f"The paper's claims: {one.name}", [*told, *(["", one.note] if one.note else [])])
         for capture in self.captures:
-            lines += _section(f"Found in {capture['name']}", _items(findings(capture)))
+            lines += _section(f"Findings in {quoted(capture)}", _items(findings(capture)))
         for grid in self._grids():
             lines += _section(grid.title, _table(grid))
         for capture in self.captures:
-            lines += _section(f"Where {capture['name']} comes from", _items(_facts(capture)))
+            lines += _section(f"Provenance of {quoted(capture)}", _items(_facts(capture)))
         return "\n".join(lines)
 
     def _grids(self) -> list[Grid]:
-        """All quantities, and what interventions did."""
+        """Tables of all quantities, and of each model's interventions."""
         rows = []
         for name, quantity in QUANTITIES.items():
             having = [one["model"]["n_sinks"] or name not in OF_SINKS for one in self.captures]
@@ -163,7 +183,7 @@ class Report:
                 cells = [tell(one, name) if one else "none" for one in totals]
                 gaps = (one.difference["quantities"].get(name, {}).get("total", {}) for one in self.comparisons)
                 rows.append([quantity.label, *cells, *(tell(gap, name, signed=True) for gap in gaps)])
-        head = ["quantity", *(capture["name"] for capture in self.captures)]
+        head = ["quantity", *map(quoted, self.captures)]
         head += [_versus(one, "\N{MINUS SIGN}") for one in self.comparisons]
         pairing = ", paired by trajectory" if all(one.difference["paired"] for one in self.comparisons) else ", not paired"
         title = f"All quantities, mean over layers, with 95 % intervals{pairing if self.comparisons else ''}"
@@ -171,7 +191,12 @@ class Report:
 
 
 def _versus(comparison: Comparison, word: str) -> str:
-    return f"{comparison.second['name']} {word} {comparison.first['name']}"
+    return f"{quoted(comparison.second)} {word} {quoted(comparison.first)}"
+
+
+def style() -> str:
+    """The style sheet of all reports."""
+    return resources.files("sinkdlm.analysis").joinpath("report.css").read_text(encoding="utf-8")
 
 
 def _lede(captures: Sequence[Capture]) -> str:
@@ -180,13 +205,13 @@ def _lede(captures: Sequence[Capture]) -> str:
         n, settings = capture["n"], capture["settings"]
         kind = ("trajectory", "trajectories") if settings["inputs"] == "trajectories" else ("text under noise", "texts under noise")
         counts = [write_count(n["trajectories"], *kind), write_count(n["forwards"], "forward")]
-        parts.append(f"{capture['name']}: {', '.join(counts)}, {write_count(n['tokens_seen'], 'token')} seen")
+        parts.append(f"{quoted(capture)}: {', '.join(counts)}, {write_count(n['tokens_seen'], 'token')} seen")
     threshold = f"{captures[0]['settings']['threshold']:g}"
     return f"{'; '.join(parts)}. A content sink is a token of the text that receives more than {threshold} of a head's attention."
 
 
 def _inline(name: str, plate: figures.Plate) -> str:
-    """An SVG file as part of a page: without a head, sized by the page, with names that no other figure of the page has."""
+    """An SVG to inline in a page: no XML head, sized by the page, with ids that no other figure of the page has."""
     from markupsafe import escape
 
     if plate.figure is None:
@@ -194,6 +219,7 @@ def _inline(name: str, plate: figures.Plate) -> str:
     head, rest = plate.svg[plate.svg.index("<svg") :].split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
     rest = re.sub(r"<metadata>.*?</metadata>", "", rest, flags=re.DOTALL)
+    rest = re.sub(r'id="image[^"]*"', "", rest)  # nothing refers to them, and equal colour bars share one
     prefix = re.sub(r"[^\w.-]", "_", name)
     rest = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}-", rest)
     return f'{head} role="img" aria-label="{escape(plate.caption)}">{rest}'
@@ -207,12 +233,12 @@ def _intervention_grid(capture: Capture) -> Grid:
         cells += [write_interval({**nelbo, "mean": nelbo["change"]}, signed=True), write_interval(one["kl"])]
         rows.append([one["label"], *cells, write_interval(one["changed"], "share")])
     texts = f"{nelbo['n']} texts of {one['text_tokens']:.0f} tokens on average"
-    title = f"{capture['name']}: interventions (NELBO and KL in nats per token; {texts})"
+    title = f"{quoted(capture)}: interventions (NELBO and KL in nats per token; {texts})"
     return Grid(title, ["intervention", "NELBO before", "after", "change", "KL", "generated tokens that differ"], rows)
 
 
 def _texts(capture: Capture) -> list[tuple[str, str]]:
-    """What the first trajectories began with, and their texts; without a tokenizer there is none."""
+    """Prompts and texts of the first trajectories; "none" without a tokenizer."""
     found = []
     for row in capture["trajectories"][:_N_TEXTS]:
         given = capture["settings"]["inputs"] == "noise"
@@ -248,5 +274,5 @@ def _table(grid: Grid) -> list[str]:
 
 
 def _mark(text: str) -> str:
-    """Text that markdown shows as it is, on one line."""
+    """Escape text for markdown, on one line."""
     return re.sub(r"([\\`*_|<>#$~])", r"\\\1", " ".join(text.split()))

@@ -1,7 +1,7 @@
-"""One model, looked at: from prompts to the capture file that reports are made of.
+"""Analyse one model: from prompts to the capture file that reports are made of.
 
-Owns the form of capture files (format, version, names of their parts). Runs trajectories through capture and metrics one at a
-time, so that memory does not grow with their number. Core packages alone; knows no figures.
+Owns the form of capture files (format, version, names of their parts). Trajectories pass through capture and metrics one at a
+time, so memory does not grow with their number. Needs the core packages alone; knows no figures.
 """
 
 import json
@@ -25,35 +25,35 @@ from sinkdlm.text.prompts import lay_out
 
 FORMAT, VERSION = "sinkdlm-capture", 1
 _DIGITS = 4  # of attention maps
-_N_TEXTS, _N_SAMPLES = 32, 16  # that interventions are measured on, at most
+_N_TEXTS, _N_SAMPLES = 32, 16  # at most, for interventions
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is looked at. Prompts, as tokens, are taken in turn until there are enough trajectories."""
+    """What to capture. Prompts, as tokens, are taken in turn until there are enough trajectories."""
 
     prompts: Sequence[Sequence[int]]
     policy: Policy
     trajectories: int = 32
     length: int = 64  # tokens to write after a prompt
-    texts: Sequence[str] = ()  # masked in part instead of being written: `shares` of each
+    texts: Sequence[str] = ()  # given texts, of which `shares` are masked, instead of written ones
     shares: Sequence[float] = ()
     seed: int = 0
     batch: int = 8
     rules: Rules = RULES
     interventions: bool = True
-    draws: int = 16  # of NELBO, under interventions: the same before and after
+    draws: int = 16  # of NELBO under interventions, the same before and after
     maps: Sequence[tuple[int, int, int]] = ()  # (step, layer, head) of the first trajectory; by default the strongest head
 
     @property
     def n_steps(self) -> int:
-        """At most; remasking alone takes more steps than there are tokens to write."""
+        """The most steps of a trajectory; only remasking takes more steps than there are tokens to write."""
         steps = self.policy.steps or self.length
         return len(self.shares) or (steps if self.policy.remask != "none" else min(steps, self.length))
 
     @property
     def n_different(self) -> int | None:
-        """Trajectories that are not copies of each other; None: any number, as noise tells them apart."""
+        """The number of trajectories that are not copies of each other; None: any number, as they are drawn."""
         return None if self.policy.is_drawn else len(set(map(tuple, self.prompts)))
 
     def with_trajectories(self, count: int) -> "Plan":
@@ -66,16 +66,16 @@ class Plan:
         return replace(self, trajectories=count, prompts=prompts)
 
     def check_maps(self, n_layers: int, n_heads: int) -> None:
-        """Before anything is captured."""
+        """Refuse --map places that do not exist, before anything is captured."""
         ends = (self.n_steps - 1, n_layers - 1, n_heads - 1)
         for place in self.maps:
             if not all(0 <= index <= end for index, end in zip(place, ends, strict=True)):
                 asked, most = (",".join(map(str, one)) for one in (place, ends))
-                raise AnalysisError(f"--map {asked}: steps, layers and heads are from 0,0,0 to {most} here")
+                raise AnalysisError(f"--map {asked}: no such step, layer or head; choose from 0,0,0 to {most}")
 
 
 class _Seen:
-    """What is kept of trajectories while they pass."""
+    """Collects what is kept of trajectories."""
 
     def __init__(self, lm: Any, plan: Plan) -> None:
         config = lm.config
@@ -83,7 +83,7 @@ class _Seen:
         self.kinds = classify(lm.tokenizer, max(config.embedding_rows, config.mask_id + 1), config.mask_id)
         self.measured: list[Measured] = []
         self.finals: dict[int, list[int]] = {}
-        self.top = np.zeros((config.n_layers, config.n_heads))  # what the most received token receives, summed over trajectories
+        self.top = np.zeros((config.n_layers, config.n_heads))  # attention of the most attended token, summed over trajectories
 
     def take(self, trajectory: Trajectory) -> None:
         measured = measure(trajectory, self.kinds, threshold=self.plan.rules.threshold, seed=self.plan.seed)
@@ -96,9 +96,9 @@ class _Seen:
         self.top += trajectory.top_received.mean(0)
 
     def draw_maps(self) -> list[dict[str, Any]]:
-        """Of the first trajectory: the chosen places, or its first and middle step in the head with the strongest content sink.
+        """Attention maps of the first trajectory: at the chosen places, or at its first and middle step in the strongest head.
 
-        One that stopped by itself may have fewer steps than were chosen from.
+        A trajectory that stopped early lacks some steps.
         """
         first, (layer, head) = self.first, np.unravel_index(int(self.top.argmax()), self.top.shape)
         asked = list(self.plan.maps) or [(step, int(layer), int(head)) for step in sorted({0, first.n_steps // 2})]
@@ -115,7 +115,7 @@ class _Seen:
         }
 
     def record(self, name: str, prompt: str, tick: Callable[[int], None]) -> dict[str, Any]:
-        """The first trajectory, for the page: what was asked, and what was seen."""
+        """The first trajectory for the inspector page: its settings, and the model's side."""
         first, plan = self.first, self.plan
         asked = {"prompt": prompt, "seed": str(plan.seed), "policy": None, "steps": first.n_steps, "length": plan.length}
         noise = {"shares": list(plan.shares), "length": len(first.final)} if plan.shares else {}
@@ -129,7 +129,7 @@ class _Seen:
 def study(
     lm: Any, plan: Plan, *, name: str, source: str, made: Mapping[str, Any], show: Callable[[int], None] = lambda rows: None
 ) -> dict[str, Any]:
-    """The capture of a loaded model with its tokenizer, as JSON values. show: called with the rows that have gone through the
+    """Capture a loaded model with its tokenizer, as JSON values. show: called with the number of rows that have gone through the
     model so far, of about `count_rows`."""
     plan.check_maps(lm.config.n_layers, lm.config.n_heads)
     began, done, seen = time.monotonic(), 0, _Seen(lm, plan)
@@ -139,7 +139,7 @@ def study(
         done += rows
         show(done)
 
-    barred = absent_ids(lm.tokenizer, lm.config.vocab_size)  # as whoever writes with this model
+    barred = absent_ids(lm.tokenizer, lm.config.vocab_size)  # as in `sinkdlm sample`
     how: dict[str, Any] = {"rules": plan.rules, "batch": plan.batch, "tick": tick}
     if plan.shares:
         texts, requests = _encode_texts(lm, plan.texts), list[Request]()
@@ -161,7 +161,7 @@ def study(
     except AnalysisError as refused:
         recording, omitted["a recording"] = None, str(refused)
     if len(maps) < len(plan.maps):
-        omitted["maps of later steps"] = f"the first trajectory ended by itself, with step {seen.first.n_steps - 1}"
+        omitted["maps of later steps"] = f"the first trajectory stopped after step {seen.first.n_steps - 1}"
     policy = {key: value for key, value in asdict(plan.policy).items() if value is not None}
     inputs = {"shares": list(plan.shares)} if plan.shares else {"policy": policy, "length": plan.length}
     settings = {"inputs": "noise" if plan.shares else "trajectories", **inputs, "steps": plan.n_steps, "seed": plan.seed}
@@ -179,23 +179,23 @@ def _requests(lm: Any, plan: Plan) -> list[Request]:
 
 
 def _encode_texts(lm: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Each text, cut where the model ends."""
+    """Tokens of each text, cut to the model's context length."""
     rows = [lm.tokenizer.encode(text, add_special_tokens=False)[: lm.config.context_length] for text in texts]
     for text, row in zip(texts, rows, strict=True):
         if not row:
-            raise AnalysisError(f"a text without a token: {text!r}; leave it out")
+            raise AnalysisError(f"--texts: {text!r} has no token; leave it out")
     return rows
 
 
 def _intervene(
     lm: Any, plan: Plan, requests: list[Request], texts: list[list[int]], barred: Sequence[int], tick: Callable[[int], None]
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """NELBO of the given texts, or of the prompts as texts; samples of the first requests."""
+    """Measure interventions: NELBO on the given texts, or on the prompts; samples on the first requests."""
     if not plan.interventions:
         return [], {"interventions": "not asked for"}
     texts = [row for row in texts if len(row) > int(lm.config.shift_logits)]  # nothing predicts a shifted row's first token
     if not texts:
-        return [], {"interventions": "the prompts hold no token to score; give --prompts or --texts"}
+        return [], {"interventions": "the prompts have no token to score; give --prompts or --texts"}
     ground = Ground(texts[:_N_TEXTS], requests[:_N_SAMPLES], plan.draws, plan.batch, plan.seed, barred)
     return measure_changes(lm.model, ground, plan.rules, tick=lambda looks: tick(looks * _rows_of_look(plan)))
 
@@ -207,13 +207,13 @@ def _rows_of_look(plan: Plan) -> int:
 
 
 def count_rows(lm: Any, plan: Plan) -> int:
-    """That go through the model, about: for a time estimate."""
+    """About how many rows will go through the model, for a time estimate."""
     looks = 1 + len(find_changes(lm.model, plan.rules)[0]) if plan.interventions else 0
     return plan.n_steps * (len(plan.texts) if plan.shares else plan.trajectories) + looks * _rows_of_look(plan) + plan.n_steps + 1
 
 
 def write_capture(path: Path, found: dict[str, Any]) -> dict[str, Any]:
-    """The capture as it will be read."""
+    """Write a capture, and return it as a reader will get it."""
     text = json.dumps(found, allow_nan=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -227,7 +227,7 @@ def read_capture(path: Path) -> Any:
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as failure:
-        reason = getattr(failure, "strerror", None) or "it is no JSON"
+        reason = getattr(failure, "strerror", None) or "not JSON"
         raise AnalysisError(f"{path}: cannot be read: {reason}") from None
     if not isinstance(found, Mapping) or found.get("format") != FORMAT:
         raise AnalysisError(f"{path}: not a capture; make one with: sinkdlm analyze CKPT --out DIR")

@@ -6,10 +6,11 @@ Owns atomic writes, fingerprints, and the refusal of damaged or foreign files. K
 import functools
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -23,10 +24,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sinkdlm import __version__
-from sinkdlm.checkpoint.durable import read_object, sync
+from sinkdlm.checkpoint.durable import is_plain_name, read_object, sync
 from sinkdlm.checkpoint.tokenizer import check_vocabulary, read_tokenizer, write_tokenizer
 from sinkdlm.config.model import MODEL_TYPE, ModelConfig
-from sinkdlm.errors import CheckpointError, ConfigError, first_line
+from sinkdlm.errors import CheckpointError, ConfigError, UserError, first_line
 from sinkdlm.fast import accelerate
 from sinkdlm.model.model import DiffusionLM
 
@@ -54,7 +55,7 @@ class Loaded:
 
     @property
     def dtype(self) -> str:
-        """Of the weights, as in "float32"."""
+        """The weights' dtype, as in "float32"."""
         return _short(self.model.embed.weight.dtype)
 
 
@@ -83,8 +84,8 @@ def save_weights(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """`save` for weights by name, wherever the model that they belong to is."""
-    path = Path(path).resolve()  # through a link, to what it points at
+    """Write a checkpoint as `save` does, from weights by name."""
+    path = Path(path).resolve()  # a link is followed, not replaced
     _check_weights(config, weights)
     if tokenizer is not None:
         check_vocabulary(tokenizer, config, "tokenizer")
@@ -151,7 +152,7 @@ def check_destination(path: Path) -> None:
         return
     try:
         own = json.loads((path / CONFIG).read_text()).get("model_type") == MODEL_TYPE
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         own = False
     if not own:
         raise CheckpointError(f"{path}: exists and is no sinkdlm checkpoint; choose another folder or remove it")
@@ -162,7 +163,7 @@ def check_destination(path: Path) -> None:
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """A temporary sibling folder, which replaces `path` once it is complete and on disk."""
+    """Yield a temporary sibling folder, which replaces `path` once it is complete and on disk."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
@@ -203,8 +204,8 @@ def _umask() -> int:
 
 
 def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, Any]:
-    """model.safetensors, or shards with their index; returns each file's size and SHA-256."""
-    split = split_state_dict_into_shards_factory(  # its form for torch loads torch's distributed tensors, which takes a second
+    """Write model.safetensors, or shards with their index; return each file's size and SHA-256."""
+    split = split_state_dict_into_shards_factory(  # its torch form imports distributed tensors, which takes a second
         dict(state),
         get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors",
@@ -256,6 +257,7 @@ def load(
     config, provenance, files = read_config(path), read_provenance(path), weight_files(path)
     if verify:
         _verify(path, provenance, files)
+    check_size(path / CONFIG, config, _shapes(files), CheckpointError)
     with torch.device("meta"):
         model = DiffusionLM(config)
     if runner == "auto":
@@ -271,7 +273,7 @@ def load(
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """The config of a checkpoint directory, without its weights."""
+    """Read the config of a checkpoint directory, without its weights."""
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path}: a file, not a checkpoint folder; other models are read by `sinkdlm convert`")
@@ -302,7 +304,7 @@ def weight_files(path: Path) -> list[Path]:
     if not (path / INDEX).exists():
         raise CheckpointError(f"{path}: neither {WEIGHTS} nor {INDEX}")
     names = read_object(path / INDEX, CheckpointError).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(name, str) and Path(name).name == name for name in names.values()):
+    if not isinstance(names, dict) or not all(isinstance(name, str) and is_plain_name(name) for name in names.values()):
         raise CheckpointError(f"{path / INDEX}: no weight_map of file names")
     files = [path / name for name in sorted(set(names.values()))]
     for file in files:
@@ -312,14 +314,14 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def find_device(device: str | torch.device) -> torch.device:
-    """The device of this name; an error if this machine does not have it, or it holds no values."""
+    """Return the device of this name. Raise if this machine lacks it, or if it holds no values (meta)."""
     try:
         place = torch.device(device)
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as failure:
-        raise CheckpointError(f"device = {device!r}: not to be had here: {first_line(failure)}") from None
+        raise CheckpointError(f"device = {device!r}: not available here: {first_line(failure)}") from None
     if place.type == "meta":
-        raise CheckpointError("device = 'meta': has no room for values; build DiffusionLM(read_config(path)) there instead")
+        raise CheckpointError("device = 'meta': stores no values; build DiffusionLM(read_config(path)) there instead")
     return place
 
 
@@ -343,6 +345,25 @@ def _verify(path: Path, provenance: Mapping[str, Any], files: list[Path]) -> Non
             raise CheckpointError(f"{file}: {kind}: {size} bytes, {PROVENANCE} says {mark['bytes']}")
         if fingerprint(file)["sha256"] != mark["sha256"]:
             raise CheckpointError(f"{file}: {changed}")
+
+
+def check_size(place: object, config: ModelConfig, shapes: Iterable[Sequence[int]], error: type[UserError]) -> None:
+    """Refuse a config of a far larger model than the weights before it is built. What fits about is compared tensor by tensor."""
+    sizes = [math.prod(shape) for shape in shapes]
+    if config.n_layers > len(sizes) or config.count_parameters().total > 8 * sum(sizes):
+        described = f"{config.n_layers} layers, {config.count_parameters().total} parameters"
+        raise error(f"{place}: describes a model of {described}, and its weights are {len(sizes)} tensors of {sum(sizes)} numbers")
+
+
+def _shapes(files: Iterable[Path]) -> list[tuple[int, ...]]:
+    found = []
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                found += [tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()]  # noqa: SIM118  (not a mapping)
+        except (SafetensorError, OSError) as failure:
+            raise CheckpointError(f"{file}: not a whole safetensors file: {failure}") from None
+    return found
 
 
 def _fill(model: DiffusionLM, path: Path, files: list[Path], device: torch.device, dtype: torch.dtype | None) -> None:

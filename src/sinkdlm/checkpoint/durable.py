@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sinkdlm.errors import BusyError, UserError
+from sinkdlm.errors import BusyError, UserError, check_regular
 
 LOCK = ".lock"
 
@@ -26,16 +26,22 @@ def sync(path: Path) -> None:
 
 
 def read_object(path: Path, error: type[UserError], cure: str = "") -> dict[str, Any]:
-    """The JSON object in a file, or an error of this type, which ends with the cure."""
+    """Read the JSON object in a file, or raise an error of this type whose message ends with the cure."""
+    check_regular(path, error)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as failure:
         raise error(f"{path}: {failure.strerror}{cure}") from None
-    except ValueError as failure:
+    except (ValueError, RecursionError) as failure:
         raise error(f"{path}: not valid JSON: {failure}{cure}") from None
     if not isinstance(content, dict):
         raise error(f"{path}: expected a JSON object{cure}")
     return content
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether this names a file within a folder. What an index names is never read elsewhere."""
+    return Path(name).name == name and name not in ("", "..")
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -49,9 +55,18 @@ def replace_text(path: Path, text: str) -> None:
     sync(path.parent)
 
 
+def write_text(path: Path, text: str, error: type[UserError], cure: str = "") -> None:
+    """Replace a file's content, in a folder that is made if missing, or raise an error whose message ends with the cure."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, text)
+    except OSError as failure:
+        raise error(f"{path}: cannot be written: {failure.strerror}{cure}") from None
+
+
 @contextmanager
 def held(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
-    """Lock a folder, made if need be, for one process. Another one waits, or gets a BusyError that calls it a `what`."""
+    """Lock a folder, created if missing, for one process. Others wait or get a BusyError, in which `what` names the holder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkdlm.config.model import ModelConfig
-from sinkdlm.errors import CheckpointError, first_line
+from sinkdlm.errors import CheckpointError, first_line, panics_raised
 
 
 def write_tokenizer(folder: Path, tokenizer: Any) -> None:
@@ -18,12 +18,12 @@ def write_tokenizer(folder: Path, tokenizer: Any) -> None:
         tokenizer.save_pretrained(folder)
     except OSError:
         raise
-    except Exception as failure:  # tokenizers raises a bare one, also where the disk is full
+    except Exception as failure:  # tokenizers raises a bare Exception, also where the disk is full
         raise OSError(f"tokenizer: {first_line(failure)}") from None
 
 
 def is_filler(token: str) -> bool:
-    """Whether this is one of the unused [PADn] tokens that fill up the vocabulary of a GGUF file."""
+    """Check whether a token is one of the unused [PADn] tokens that fill up a GGUF file's vocabulary."""
     return re.fullmatch(r"\[PAD\d+\]", token) is not None
 
 
@@ -32,17 +32,17 @@ def _used_ids(tokenizer: Any) -> set[int]:
 
 
 def highest_id(tokenizer: Any) -> int:
-    """The last id in use."""
+    """Return the highest id in use."""
     return max(_used_ids(tokenizer))
 
 
 def absent_ids(tokenizer: Any, vocab_size: int) -> list[int]:
-    """The ids below vocab_size that no token has. A model whose vocabulary was rounded up may still predict them."""
+    """Return ids below vocab_size without a token. A model whose vocabulary was rounded up may still predict them."""
     return sorted(set(range(vocab_size)) - _used_ids(tokenizer))
 
 
 def check_vocabulary(tokenizer: Any, config: ModelConfig, place: Path | str, cure: str = "") -> None:
-    """Refuse a tokenizer whose ids go beyond the model's vocabulary; [MASK], in a row after it, may have a name."""
+    """Refuse a tokenizer whose ids go beyond the model's vocabulary; only [MASK], in the row after it, may have a token."""
     highest = highest_id(tokenizer)
     named_mask = highest == config.mask_id and getattr(tokenizer, "mask_token_id", None) == config.mask_id
     if highest >= config.vocab_size and not named_mask:
@@ -51,30 +51,31 @@ def check_vocabulary(tokenizer: Any, config: ModelConfig, place: Path | str, cur
 
 
 def read_tokenizer(path: Path) -> Any:
-    """The tokenizer saved with a checkpoint, or None."""
+    """Load the tokenizer saved with a checkpoint, or None."""
     if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return None
     try:
-        # AutoTokenizer asks config.json which class to take, and our model type has none of its own.
+        # AutoTokenizer picks a class by config.json's model type, and ours has none.
         if (path / "tokenizer.json").exists():
             from transformers import PreTrainedTokenizerFast
 
-            return PreTrainedTokenizerFast.from_pretrained(path)
+            with panics_raised():
+                return PreTrainedTokenizerFast.from_pretrained(path)
         from transformers import AutoTokenizer
 
-        with hushed():
-            return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # and ask nobody whether a folder's code may run
+        with hushed(), panics_raised():
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # and no prompt to run the folder's code
     except Exception as failure:  # transformers raises whatever its parsers raise
         if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             what = "tokenizer_config.json and no tokenizer.json; put that back"
         else:
             what = f"tokenizer files cannot be read: {first_line(failure)}; put whole ones there"
-        raise CheckpointError(f"{path}: {what}, or remove tokenizer*: the model is read without") from failure
+        raise CheckpointError(f"{path}: {what}, or remove tokenizer* to load the model without one") from failure
 
 
 @contextmanager
 def hushed() -> Iterator[None]:
-    """Silence transformers: warnings about a model type that it does not know, and progress bars even where nobody looks."""
+    """Silence transformers: its warnings about our model type, and its progress bars."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

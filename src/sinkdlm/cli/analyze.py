@@ -17,31 +17,31 @@ _MODELS = Argument(metavar="CKPT...", help="Checkpoints, anything that `convert`
 
 def analyze(
     models: Annotated[list[str], _MODELS],
-    out: Annotated[Path, option("A folder for report.html, figures, metrics.json, summary.md and captures.")],
-    prompts: Annotated[Path | None, option("Prompts: lines, or .jsonl with prompt or question; else built-in ones.")] = None,
+    out: Annotated[Path, option("Folder for report.html, figures, metrics.json, summary.md and captures.")],
+    prompts: Annotated[Path | None, option("File of prompts: lines, or .jsonl with prompt or question; default: built-in.")] = None,
     chat: Chat = False,
     bos: Bos = None,
-    names: Annotated[str | None, option("What to call the models, with commas; by default their folders' names.")] = None,
-    trajectories: Annotated[int | None, option("Trajectories of each model; by default 32, or one a prompt.", min=1)] = None,
-    forwards: Annotated[int | None, option("Instead: as many trajectories as give so many inference steps.", min=1)] = None,
-    length: Annotated[int | None, option("Tokens to write after a prompt; by default 64, if they fit.", min=1)] = None,
-    steps: Annotated[int | None, option("Denoising steps; by default one for two tokens.", min=1)] = None,
+    names: Annotated[str | None, option("Names of the models, comma-separated; by default their folders' names.")] = None,
+    trajectories: Annotated[int | None, option("Trajectories per model; by default 32, or one per prompt.", min=1)] = None,
+    forwards: Annotated[int | None, option("Inference steps per model, in place of --trajectories.", min=1)] = None,
+    length: Annotated[int | None, option("Tokens to write after a prompt; by default 64, or as many as fit.", min=1)] = None,
+    steps: Annotated[int | None, option("Denoising steps; by default one per two tokens.", min=1)] = None,
     config: Sampler = "llada",
     overrides: PolicySet = None,
-    texts: Annotated[Path | None, option("Instead of writing: texts, a line each, with a part of them masked.")] = None,
-    shares: Annotated[str | None, option(f"With --texts: the masked shares; by default {_SHARES}.")] = None,
+    texts: Annotated[Path | None, option("File of texts, one per line: mask a part of each, write nothing.")] = None,
+    shares: Annotated[str | None, option(f"With --texts: shares to mask, comma-separated; by default {_SHARES}.")] = None,
     threshold: Annotated[float, option("Received attention above which a token is a sink.", min=0, max=1)] = 0.3,
-    margin: Annotated[float, option("Column sum above the others' mean: a sink by the relative rule.", min=0)] = 3.0,
-    maps: Annotated[list[str] | None, option("A map of the first trajectory.", "--map", metavar="STEP,LAYER,HEAD")] = None,
+    margin: Annotated[float, option("Relative rule: by how much a sink's column sum exceeds the mean.", min=0)] = 3.0,
+    maps: Annotated[list[str] | None, option("Draw this map of the first trajectory.", "--map", metavar="STEP,LAYER,HEAD")] = None,
     interventions: Annotated[bool, option("Measure what removing sinks does.", "--interventions/--no-interventions")] = True,
-    capture_only: Annotated[bool, option("Write captures and no report: needs no matplotlib.", "--capture-only")] = False,
-    batch: Annotated[int, option("Trajectories at the same time.", min=1)] = 8,
+    capture_only: Annotated[bool, option("Write captures but no report; needs no matplotlib.", "--capture-only")] = False,
+    batch: Annotated[int, option("Number of trajectories at the same time.", min=1)] = 8,
     seed: Seed = 0,
     device: Device = None,
     dtype: Precision = None,
     as_json: Json = False,
 ) -> None:
-    """Watch models denoise: where attention sinks are, how they move, what they do; as a report with figures."""
+    """Record models while they denoise; report, with figures, where attention sinks are, how they move and what they do."""
     from sinkdlm.analysis import study
     from sinkdlm.analysis.capture import Rules
     from sinkdlm.analysis.prompts import PROMPTS
@@ -50,18 +50,18 @@ def analyze(
 
     called = name_models(models, names)
     if capture_only and any(Path(model).suffix == ".json" for model in models):
-        raise AnalysisError("--capture-only with a capture: it is made already; leave it out")
+        raise AnalysisError("--capture-only: one of the models is a capture already; leave it out")
     if shares is not None and texts is None:
-        raise AnalysisError("--shares: of the texts of --texts; give them")
+        raise AnalysisError("--shares: goes with --texts; add --texts FILE")
     if not capture_only:
         from sinkdlm.analysis.figures import check_drawing
 
         check_drawing()  # before hours of capture, not after them
     written = given(prompts=prompts, trajectories=trajectories, forwards=forwards, length=length, steps=steps)
     if texts is not None and written:
-        raise AnalysisError(f"--texts: each is looked at as it is, and nothing is written; leave out --{next(iter(written))}")
+        raise AnalysisError(f"--texts: texts are measured as they are, nothing is written; leave out --{next(iter(written))}")
     if texts is not None and bos is not None:
-        raise AnalysisError("--texts: each is looked at as it is; leave out --bos and --no-bos, which are of prompts")
+        raise AnalysisError("--texts: texts are measured as they are; leave out --bos and --no-bos, which go with prompts")
     plan = study.Plan(
         prompts=[],
         policy=policy_of(config, **dict(overrides or [])),
@@ -109,7 +109,7 @@ def analyze(
 
 
 def _fit(plan: Any, prompts: Any, room: int, own: bool, n_used: int | None, length: int | None, steps: int | None) -> Any:
-    """The plan with prompts in a model's tokens, and by default with a length that leaves them room.
+    """Fit the plan to a model: its prompts as tokens and, by default, a length that leaves room for them.
 
     own: the prompts are the built-in ones, which may be cut. n_used: how many prompts the length must fit; None: all."""
     from dataclasses import replace
@@ -147,7 +147,7 @@ def _numbers(text: str, option: str, kind: Any) -> list[Any]:
     try:
         return [kind(part) for part in text.split(",")]
     except ValueError:
-        raise AnalysisError(f"{option} {text}: expected numbers with commas between them") from None
+        raise AnalysisError(f"{option} {text}: expected numbers, comma-separated") from None
 
 
 def _read_lines(path: Path, *, chat: bool = False) -> list[Any]:

@@ -1,65 +1,70 @@
 """The command line: one Typer app of all commands.
 
-Each command imports what it needs when it runs, so that `sinkdlm --help` stays light.
+A command's module is imported when the command runs, and imports what it needs then, so that `sinkdlm --help` stays light.
 """
 
+from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from sinkdlm.cli import data, recipe
-from sinkdlm.cli.analyze import analyze
-from sinkdlm.cli.convert import convert
-from sinkdlm.cli.demo import demo
-from sinkdlm.cli.evaluate import evaluate, score, score_requests
 from sinkdlm.cli.options import option
-from sinkdlm.cli.plan import plan
-from sinkdlm.cli.reproduce import reproduce
-from sinkdlm.cli.sample import sample
-from sinkdlm.cli.serve import serve
-from sinkdlm.cli.train import train
 
-# In the order in which a newcomer meets them; a docstring's first line would be cut at the edge of the terminal.
-COMMANDS: dict[str, tuple[Any, str]] = {
-    "demo": (demo, "Twins with and without a sink, trained in minutes; a report."),
-    "data": (data.app, "Prepare training data, and look at it."),
-    "recipe": (recipe.app, "Look at recipes."),
-    "presets": (recipe.presets, "List model presets with their parameter counts."),
-    "plan": (plan, "Memory, hours and cost of a run, before it is started."),
-    "train": (train, "Pretrain, adapt an AR parent or fine-tune, by a recipe."),
-    "sample": (sample, "Write text: after a prompt, into gaps, or as an answer."),
-    "eval": (evaluate, "Evaluate a model on benchmarks, with lm-eval's tasks."),
-    "score": (score, "Bits per byte and perplexity of documents."),
-    "score-requests": (score_requests, "Answer requests of eval without the harness."),
-    "analyze": (analyze, "Where attention sinks are, and what they do: a report."),
-    "reproduce": (reproduce, "Repeat the paper's tables, with a verdict on each claim."),
-    "inspect": (serve, "Open a page that shows one or two models writing."),
-    "serve": (serve, "Serve one or two models over HTTP, as OpenAI's API."),
-    "convert": (convert, "Read any supported model, and write it in another form."),
+# Where a command is, and its line in the help, in the order in which a newcomer meets them. A line must fit a terminal.
+COMMANDS = {
+    "demo": ("demo:demo", "Train twins with and without a sink in minutes; report."),
+    "data": ("data:app", "Prepare training data and look at it."),
+    "recipe": ("recipe:app", "List recipes, or print one in full."),
+    "presets": ("recipe:presets", "List model presets with their parameter counts."),
+    "plan": ("plan:plan", "Estimate memory, hours and cost of a run before it starts."),
+    "train": ("train:train", "Pretrain, adapt an AR parent or fine-tune, from a recipe."),
+    "sample": ("sample:sample", "Write text after a prompt, into gaps, or as a chat answer."),
+    "eval": ("evaluate:evaluate", "Evaluate a model on lm-eval's benchmarks."),
+    "score": ("evaluate:score", "Measure bits per byte and perplexity of documents."),
+    "compare": ("compare:compare", "Compare two models on the same texts."),
+    "score-requests": ("evaluate:score_requests", "Answer the requests of an eval where lm-eval is missing."),
+    "analyze": ("analyze:analyze", "Report where attention sinks are and what they do."),
+    "reproduce": ("reproduce:reproduce", "Repeat the paper's tables and judge each claim."),
+    "inspect": ("serve:serve", "Open a page that shows one or two models writing."),
+    "serve": ("serve:serve", "Serve one or two models over OpenAI's HTTP API."),
+    "convert": ("convert:convert", "Convert a model from one format to another."),
 }
 
 
-class _InOrder(TyperGroup):
+class _Commands(TyperGroup):
+    """The commands by name, each built when it is asked for."""
+
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        found = resolve_name(f"sinkdlm.cli.{COMMANDS[cmd_name][0]}")
+        if not isinstance(found, typer.Typer):
+            one = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+            opens = "Serve one or two models and open the page that shows them writing." if cmd_name == "inspect" else None
+            one.command(cmd_name, help=opens)(found)
+            found = one
+        command = typer.main.get_command(found)
+        command.name = cmd_name
+        return command
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
 
 app = typer.Typer(
     name="sinkdlm",
-    cls=_InOrder,
+    cls=_Commands,
     help="Masked diffusion language models with a stable sink token.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
     add_completion=False,
 )
-for _name, (_command, _summary) in COMMANDS.items():
-    if isinstance(_command, typer.Typer):
-        app.add_typer(_command, name=_name, short_help=_summary)
-    else:
-        _help = "Serve one or two models and open the page that shows them writing." if _name == "inspect" else None
-        app.command(_name, short_help=_summary, help=_help)(_command)
 
 
 def _version(asked: bool) -> None:

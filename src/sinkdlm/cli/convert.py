@@ -12,17 +12,17 @@ from sinkdlm.cli.options import Json, ModelSet, Seed, option
 def convert(
     source: Annotated[Path, Argument(metavar="SRC", help="Official .pth or .safetensors, a model or run folder, or a GGUF.")],
     destination: Annotated[Path, Argument(metavar="DST")],
-    to: Annotated[Literal["sinkdlm", "official", "hf"], option("The form to write.")] = "sinkdlm",
+    to: Annotated[Literal["sinkdlm", "official", "hf"], option("Format to write; hf is for transformers.")] = "sinkdlm",
     overrides: ModelSet = None,
-    tokenizer: Annotated[Path | None, option("A tokenizer to put with the model: a folder or a file.")] = None,
-    sink_init: Annotated[Literal["mean", "normal"], option("New sinks: mean of the embeddings plus noise, or normal.")] = "mean",
-    gate_init: Annotated[Literal["normal", "keep"], option("A new gate: normal, or keep the parent's function.")] = "normal",
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, option("Of the weights; by default as they are.")] = None,
+    tokenizer: Annotated[Path | None, option("Tokenizer to store with the model: a folder or a file.")] = None,
+    sink_init: Annotated[Literal["mean", "normal"], option("Start of new sinks: mean embedding plus noise, or normal.")] = "mean",
+    gate_init: Annotated[Literal["normal", "keep"], option("Start of a new gate: normal, or the parent's function.")] = "normal",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, option("Precision of weights; by default as found.")] = None,
     seed: Seed = 0,
-    standalone: Annotated[bool, option("With --to hf: add a modelling file of its own.", "--standalone")] = False,
+    standalone: Annotated[bool, option("With --to hf: add code, so that it loads without sinkdlm.", "--standalone")] = False,
     as_json: Json = False,
 ) -> None:
-    """Read any supported model (its kind is detected) and write it as a checkpoint, in the official form or for transformers."""
+    """Read any supported model (its format is detected); write a checkpoint, the official format, or one for transformers."""
     import torch
 
     from sinkdlm import interop

@@ -8,14 +8,14 @@ from sinkdlm.cli.options import Json, Seed, option
 
 
 def demo(
-    out: Annotated[Path, option("A folder for the twins, the report and what was measured.")] = Path("runs/demo"),
+    out: Annotated[Path, option("Folder for the twins, the report and the measurements.")] = Path("runs/demo"),
     steps: Annotated[int, option("Training steps of each twin.", min=1)] = 1000,
-    trajectories: Annotated[int, option("Stories of each twin that are watched as they are written.", min=1)] = 32,
+    trajectories: Annotated[int, option("Stories per twin, recorded as they are written.", min=1)] = 32,
     seed: Seed = 0,
-    fresh: Annotated[bool, option("Start over, whatever an earlier demo left.", "--fresh")] = False,
+    fresh: Annotated[bool, option("Start over instead of resuming an earlier demo.", "--fresh")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train twins with and without a sink on a small language, score and watch them, and write a report: minutes on a CPU."""
+    """Train twins with and without a sink on a small language, compare them, and write a report; takes minutes on a CPU."""
     from sinkdlm.demo.run import run_demo
 
     found = run_demo(out, steps=steps, seed=seed, trajectories=trajectories, fresh=fresh, as_json=as_json)

@@ -1,13 +1,13 @@
-"""How a command begins and ends: Ctrl-C has its handler before the command line is loaded, and a mistake becomes one line.
+"""Start and end a command: handle Ctrl-C before the command line is loaded, and print a user's mistake as one line.
 
-Imports next to nothing at its top: Ctrl-C before the handler is set ends with Python's own traceback.
+Imports almost nothing at its top: Ctrl-C before the handler is set would end with Python's own traceback.
 """
 
 import os
 import signal
 import sys
 
-TYPE_CHECKING = False  # typing's, which takes longer to load than all else here
+TYPE_CHECKING = False  # in place of typing's: typing takes longer to load than all else here
 if TYPE_CHECKING:
     from types import FrameType
     from typing import Any, NoReturn
@@ -28,7 +28,7 @@ def _interrupt(number: int, frame: "FrameType | None") -> None:
 
 
 def _leave(status: int) -> "NoReturn":
-    """End the process; one of several ranks at once, since a process group that lost a member may wait for it for ever."""
+    """End the process. A rank of several exits at once: a process group could wait for ever for its lost member."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -39,7 +39,8 @@ def _leave(status: int) -> "NoReturn":
 def main() -> None:
     """Run the command line; a user's mistake becomes one line on stderr and exit status 2.
 
-    Ctrl-C within an import ends the process at once: torch and others try imports, catch it, and go on with half a package."""
+    Ctrl-C during an import ends the process at once: torch and others would catch it and go on with half a package."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch loads: threads that spin collapse beside a busy core
     takes = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     try:
         if takes:
@@ -57,11 +58,11 @@ def _run() -> None:
     from sinkdlm.distributed.signals import Stopped
     from sinkdlm.errors import UserError
 
-    # typer carries click inside it, and exports only the ends of its exception tree.
+    # typer has its own copy of click and exports only the leaves of its exception tree.
     usage_error: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
     try:
         status = app(standalone_mode=False)
-        if status == 130:  # typer makes an exit of Ctrl-C, and says nothing
+        if status == 130:  # typer turns Ctrl-C into a silent exit
             raise KeyboardInterrupt
         raise SystemExit(status)
     except (UserError, Stopped) as ended:
@@ -80,6 +81,11 @@ def _run() -> None:
     except KeyboardInterrupt:
         print("sinkdlm: interrupted", file=sys.stderr)
         _leave(130)
+    except OSError as failure:  # of a file that somebody named: its name too long, a loop of links, a folder that may not be read
+        if failure.filename is None:
+            raise
+        print(f"sinkdlm: {failure.filename}: {failure.strerror}", file=sys.stderr)
+        _leave(2)
     except Exception:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise

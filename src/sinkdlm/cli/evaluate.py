@@ -11,10 +11,10 @@ from sinkdlm.cli.loading import check_tokenizer, given, load_on_ranks, say
 from sinkdlm.cli.options import Bos, Chat, Checkpoint, Compile, Device, Documents, Field, Json, Precision, Seed, TaskSet, option
 from sinkdlm.errors import ConfigError, EvalError
 
-Draws = Annotated[int | None, option("Monte Carlo masks of a request or window; by default 128.", min=1)]
-Causal = Annotated[bool, option("Score the AR parent: causal attention, no [MASK], no sink.", "--causal")]
-BatchTokens = Annotated[int | None, option("Tokens in a forward.", min=1)]
-# Options of eval that go with --responses; the others are in its file.
+Draws = Annotated[int | None, option("Monte Carlo masks per request or window; by default 128.", min=1)]
+Causal = Annotated[bool, option("Run the model as its AR parent: causal attention, no [MASK], no sink.", "--causal")]
+BatchTokens = Annotated[int | None, option("Tokens per forward; by default chosen for the device.", min=1)]
+# Options of eval that go with --responses; its file fixes the others.
 _WITH_RESPONSES = {"checkpoint", "responses", "data", "out", "log_samples", "paper", "as_json"}
 _WITH_RESPONSES |= {"batch_tokens", "compile_", "device", "dtype"}
 
@@ -22,38 +22,38 @@ _WITH_RESPONSES |= {"batch_tokens", "compile_", "device", "dtype"}
 def evaluate(
     context: typer.Context,
     checkpoint: Annotated[str | None, Argument(metavar="CKPT", help="A checkpoint, or anything that `convert` reads.")] = None,
-    tasks: Annotated[str, option("Names of the harness's tasks, with commas; also lambada, siqa, gsm8k_two_stage.")] = "",
-    data: Annotated[Path | None, option("A folder of the benchmarks' files; without it the harness asks the hub.")] = None,
-    limit: Annotated[int | None, option("The first so many documents of each task.", min=1)] = None,
-    num_fewshot: Annotated[int | None, option("Examples in a prompt; by default what the task says.", min=0)] = None,
-    estimator: Annotated[str | None, option("exact_k, official, chain or causal; by default the official choice.")] = None,
+    tasks: Annotated[str, option("lm-eval's tasks, comma-separated; also lambada, siqa, gsm8k_two_stage, gsm8k_one_stage.")] = "",
+    data: Annotated[Path | None, option("Folder of benchmark files; by default lm-eval downloads from the hub.")] = None,
+    limit: Annotated[int | None, option("Use only the first N documents of each task.", min=1)] = None,
+    num_fewshot: Annotated[int | None, option("Examples per prompt; by default the task's own number.", min=0)] = None,
+    estimator: Annotated[str | None, option("exact_k, official, chain or causal; by default the task's choice.")] = None,
     draws: Draws = None,
-    guidance: Annotated[float | None, option("Of all tasks; by default the official choice for each.")] = None,
-    adaptive: Annotated[bool, option("Draw no more once a question's ranking is settled.", "--adaptive")] = False,
-    error: Annotated[float | None, option("With --adaptive: the chance of a wrong ranking; by default 0.05.")] = None,
-    tolerance: Annotated[float | None, option("With --adaptive: the agreement with a full run that may be lost.")] = None,
+    guidance: Annotated[float | None, option("Guidance weight for all tasks; by default each task's official one.")] = None,
+    adaptive: Annotated[bool, option("Stop drawing once a question's ranking is settled.", "--adaptive")] = False,
+    error: Annotated[float | None, option("With --adaptive: accepted chance of a wrong ranking; by default 0.05.")] = None,
+    tolerance: Annotated[float | None, option("With --adaptive: agreement with a full run that may be lost; by default 0.")] = None,
     causal: Causal = False,
     bos: Bos = None,
-    policy: Annotated[str | None, option("Of generated answers: the sampler; by default llada.")] = None,
-    steps: Annotated[int | None, option("Of generated answers: denoising steps.", min=1)] = None,
-    block: Annotated[int | None, option("Of generated answers: tokens of a block.", min=1)] = None,
-    gen_kwargs: Annotated[str | None, option("Of generated answers: as in max_gen_toks=128,temperature=0.5.")] = None,
+    policy: Annotated[str | None, option("Sampling policy of generated answers; by default the task's, else llada.")] = None,
+    steps: Annotated[int | None, option("Denoising steps of generated answers.", min=1)] = None,
+    block: Annotated[int | None, option("Tokens per block of generated answers.", min=1)] = None,
+    gen_kwargs: Annotated[str | None, option("lm-eval's generation settings, as in max_gen_toks=128,temperature=0.5.")] = None,
     overrides: TaskSet = None,
     chat: Chat = False,
     seed: Seed = 0,
-    out: Annotated[Path | None, option("A folder for results.json and responses; the same command goes on there.")] = None,
+    out: Annotated[Path | None, option("Folder for results.json and responses; the same command resumes there.")] = None,
     log_samples: Annotated[bool, option("With --out: write every document with its answers.", "--log-samples")] = False,
-    paper: Annotated[str | None, option("A row of the paper to stand beside, as in table1:0.5b:sink.")] = None,
-    write_requests: Annotated[Path | None, option("Only write down what would be asked. Needs no CKPT.")] = None,
-    responses: Annotated[Path | None, option("Score what score-requests has answered.")] = None,
-    use_cache: Annotated[bool, option("Keep the harness's own (pickled) cache of requests.", "--use-cache")] = False,
+    paper: Annotated[str | None, option("Print a row of the paper beside the results, as in table1:0.5b:sink.")] = None,
+    write_requests: Annotated[Path | None, option("Only write the requests to this file; needs CKPT only with --chat.")] = None,
+    responses: Annotated[Path | None, option("Compute results from this file, which score-requests wrote.")] = None,
+    use_cache: Annotated[bool, option("Use lm-eval's own (pickled) cache of requests.", "--use-cache")] = False,
     batch_tokens: BatchTokens = None,
     compile_: Compile = False,
     device: Device = None,
     dtype: Precision = None,
     as_json: Json = False,
 ) -> None:
-    """Evaluate a model on benchmarks, with lm-evaluation-harness; in one go, or in two halves."""
+    """Evaluate a model on benchmarks with lm-evaluation-harness (lm-eval): in one go, or in two halves on two machines."""
     from sinkdlm.evals.paper import paper_row
 
     row = paper_row(paper) if paper is not None else None
@@ -61,16 +61,16 @@ def evaluate(
     if responses is not None:
         said = [name for name in context.params if getattr(context.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"]
         if set(said) - _WITH_RESPONSES:
-            raise EvalError("--responses: its file says what was asked and how; leave out all but CKPT, --data and what is shown")
+            raise EvalError("--responses: its file fixes requests and settings; leave out all but CKPT, --data and output options")
         _score_responses(checkpoint, responses, data, report)
         return
     chosen = _estimator(causal, estimator, draws)
     if adaptive and chosen not in (None, "exact_k"):
         raise EvalError(f"--adaptive: goes with estimator exact_k, not {chosen}")
     if log_samples and out is None and write_requests is None:
-        raise EvalError("--log-samples: say where, with --out")
+        raise EvalError("--log-samples: needs a folder; add --out DIR")
     if checkpoint is None and (write_requests is None or chat):
-        raise EvalError("CKPT: which model? (--write-requests needs none, but with --chat)")
+        raise EvalError("CKPT: missing; name a model (only --write-requests without --chat needs none)")
     changes = given(estimator=chosen, draws=draws, guidance=guidance, policy=policy, steps=steps, block=block, bos=bos)
     changes |= given(adaptive=adaptive or None, error=error, tolerance=tolerance)
     plan: dict[str, Any] = {"tasks": tuple(name.strip() for name in tasks.split(",") if name.strip()), "limit": limit, "chat": chat}
@@ -85,7 +85,7 @@ def evaluate(
         say(found, f"wrote {len(sheet.requests):,} requests to {write_requests}", as_json)
         return
     assert checkpoint is not None
-    # Rank 0 has the harness; every rank answers its share.
+    # Only rank 0 loads the harness; every rank answers its share.
     with load_on_ranks(checkpoint, device, dtype, compiled=compile_) as (world, lm):
         evaluation, sheet = ask(lm.tokenizer) if world.first else (None, None)
         sheet = world.from_first(lambda: sheet)
@@ -103,11 +103,11 @@ def _check_changes(changes: dict[str, Any], overrides: list[tuple[str, Any]]) ->
     if not any(name.rpartition(".")[2] == "adaptive" for name in (*changes, *dict(overrides))):
         for name in ("error", "tolerance"):
             if name in changes:
-                raise EvalError(f"--{name} goes with --adaptive")
+                raise EvalError(f"--{name}: goes with --adaptive; add it, or leave this out")
 
 
 def _ask(plan: dict[str, Any], changes: dict[str, Any], overrides: list[Any], seed: int, tokenizer: Any) -> tuple[Any, Any]:
-    """The evaluation, and the sheet of its requests."""
+    """Build the evaluation and the sheet of its requests."""
     from sinkdlm.evals import harness
     from sinkdlm.evals.generating import ignored_cuts
     from sinkdlm.evals.requests import GENERATE
@@ -119,13 +119,13 @@ def _ask(plan: dict[str, Any], changes: dict[str, Any], overrides: list[Any], se
     generated = [request for request in sheet.requests if request.kind == GENERATE]
     said = [name for name in ("policy", "steps", "block") if name in changes] + ["gen-kwargs"] * bool(fields)
     if said and not generated:
-        raise EvalError(f"--{said[0]}: of generated answers, and {', '.join(sheet.settings)} ask for none; leave it out")
+        raise EvalError(f"--{said[0]}: is for generated answers, and {', '.join(sheet.settings)} ask for none; leave it out")
     if "draws" in changes and not any(settings.estimator in MONTE_CARLO for settings in sheet.settings.values()):
         why = ", ".join(f"{task} is scored by {settings.estimator}" for task, settings in sheet.settings.items())
         raise EvalError(f"--draws: {why}, which draws nothing; leave it out, or give --estimator exact_k")
     cuts = [name for name in ("top_k", "top_p") if name in fields]
     if cuts and all(ignored_cuts(request, sheet.settings[request.task]) for request in generated):
-        raise EvalError(f"--gen-kwargs {cuts[0]}: means nothing at temperature 0; give temperature=0.7 too, or leave it out")
+        raise EvalError(f"--gen-kwargs {cuts[0]}: has no effect at temperature 0; add temperature=0.7, or leave it out")
     return evaluation, sheet
 
 
@@ -143,21 +143,21 @@ def _generation_fields(text: str) -> dict[str, Any] | None:
         except ConfigError:
             raise EvalError(f"--gen-kwargs {text}: expected key=value pairs, as in max_gen_toks=128,temperature=0.5") from None
     if "temperature" in fields:
-        fields.setdefault("do_sample", bool(fields["temperature"]))  # tasks that say not to sample would drop it
+        fields.setdefault("do_sample", bool(fields["temperature"]))  # a task's do_sample = false would ignore it
     return fields or None
 
 
 def score_requests(
     checkpoint: Checkpoint,
-    requests: Annotated[Path, Argument(metavar="FILE", help="What `eval --write-requests` wrote.")],
-    out: Annotated[Path, option("The file of responses to write, or to go on with.")],
+    requests: Annotated[Path, Argument(metavar="FILE", help="File that `eval --write-requests` wrote.")],
+    out: Annotated[Path, option("File of responses to write; the same command resumes it.")],
     batch_tokens: BatchTokens = None,
     compile_: Compile = False,
     device: Device = None,
     dtype: Precision = None,
     as_json: Json = False,
 ) -> None:
-    """Answer requests without the harness. The same command goes on where it was interrupted."""
+    """Answer the requests of an eval; lm-eval need not be installed. After an interruption, the same command resumes."""
     from sinkdlm.evals.requests import Sheet
 
     sheet = Sheet.read(requests)
@@ -174,30 +174,29 @@ def score(
     file: Annotated[Path, Argument(metavar="FILE", help="txt, md, jsonl (also .gz, .zst), parquet, or a folder of these.")],
     field: Field = "text",
     documents: Documents = "file",
-    limit: Annotated[int | None, option("The first so many documents.", min=1)] = None,
-    estimator: Annotated[str | None, option("exact_k, official, chain or causal; by default exact_k.")] = None,
+    limit: Annotated[int | None, option("Use only the first N documents.", min=1)] = None,
+    estimator: Annotated[str | None, option("Estimator: exact_k, official, chain or causal; by default exact_k.")] = None,
     draws: Draws = None,
     causal: Causal = False,
     bos: Bos = None,
     seed: Seed = 0,
-    out: Annotated[Path | None, option("A file of responses: the same command goes on there.")] = None,
+    out: Annotated[Path | None, option("File of responses; the same command resumes it.")] = None,
     batch_tokens: BatchTokens = None,
     device: Device = None,
     dtype: Precision = None,
     as_json: Json = False,
 ) -> None:
-    """Nats, bits per byte and perplexity of documents, with standard errors; upper bounds, unless by chain or causal."""
+    """Print nats, bits per byte and perplexity of documents with standard errors: upper bounds; exact by chain or causal."""
     from sinkdlm.evals import documents as texts
     from sinkdlm.evals.settings import settings_for
-    from sinkdlm.text.prompts import begin, check_bos
 
-    settings = settings_for("", given(estimator=_estimator(causal, estimator, draws), draws=draws, greedy=False))
+    changes = given(estimator=_estimator(causal, estimator, draws), draws=draws)
+    settings_for("", changes)  # report a wrong one before reading the model
     found, n_left_out = texts.read_documents(file, field=field, documents=documents)
     found = found[:limit]
     with load_on_ranks(checkpoint, device, dtype) as (world, lm):
-        check_bos(lm.tokenizer, bos)
-        settings = settings.replace(bos=bool(begin(lm.tokenizer, [], bos)))  # documents begin as prompts of `sample`
-        answers = _answer(lm, texts.sheet_of(found, settings, seed), checkpoint, world, batch_tokens, out)
+        sheet = texts.sheet_of(found, texts.scoring(lm.tokenizer, changes, bos), seed)
+        answers = _answer(lm, sheet, checkpoint, world, batch_tokens, out)
     if world.first:
         report = texts.report(found, answers, n_left_out)
         say(report, texts.draw_table(report), as_json)
@@ -206,10 +205,10 @@ def score(
 def _estimator(causal: bool, estimator: str | None, draws: int | None) -> str | None:
     """The estimator of --causal and --estimator, which must go with --draws."""
     if causal and estimator not in (None, "causal"):
-        raise EvalError(f"--causal: its estimator is causal, not {estimator}; leave one of them out")
+        raise EvalError(f"--causal: uses estimator causal, not {estimator}; leave one of the two out")
     chosen = "causal" if causal else estimator
     if draws is not None and chosen in ("chain", "causal"):
-        raise EvalError(f"--draws: estimator {chosen} draws nothing, it is exact; leave one of them out")
+        raise EvalError(f"--draws: estimator {chosen} is exact and draws nothing; leave one of the two out")
     return chosen
 
 
@@ -246,7 +245,7 @@ def _score_responses(checkpoint: str | None, path: Path, data: Path | None, repo
 
     header, answers = read_answers(path)
     if "plan" not in header["about"]:
-        raise EvalError(f"{path}: answers no evaluation; `sinkdlm score` reads its own")
+        raise EvalError(f"{path}: holds no answers of `sinkdlm eval`; `sinkdlm score` reads its own files")
     from sinkdlm.evals import harness
 
     told = header["about"]["plan"] | ({} if data is None else {"data": str(data)})
@@ -254,7 +253,7 @@ def _score_responses(checkpoint: str | None, path: Path, data: Path | None, repo
     evaluation = harness.Evaluation(harness.Plan(**told | {"tasks": tuple(told["tasks"])}), tokenizer)
     settings = {task: Settings.of(values, task) for task, values in header["settings"].items()}
     if Sheet(evaluation.ask().requests, settings, header["seed"]).digest != header["requests"]:
-        raise EvalError(f"{path}: answers other questions than the harness asks here; give the same --data, and the same version")
+        raise EvalError(f"{path}: its requests differ from what lm-eval asks here; use the same --data and lm-eval version")
     report(evaluation, settings, answers, {"model": header["model"], "seed": header["seed"], "device": "cpu"})
 
 

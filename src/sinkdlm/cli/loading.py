@@ -1,8 +1,8 @@
-"""What several commands load: recipes, the parents of runs, models with their tokenizers; and how they name and print.
+"""Load what several commands need (recipes, parents of runs, models with tokenizers), name models, print results.
 
 A recipe that starts from a parent may leave [model] fields out: the parent fills them in. A recipe that gives all fields can be
-shown and planned without the parent. A run that has begun keeps its whole recipe and no longer needs the parent; where the parent
-is still here, it is read all the same, so that a line taken out of a recipe counts. Commands import what they need when they run.
+shown and planned without the parent. A run that has begun keeps its whole recipe and no longer needs the parent. If the parent is
+still there, it is read all the same, so that removing a line from a recipe has effect. Commands import what they need when run.
 """
 
 import json
@@ -24,15 +24,35 @@ def load_recipe(path: Path, overrides: Sequence[str] | None, out: Path | None = 
 
 
 def _fill_model(table: Mapping[str, Any], out: Path | None) -> Mapping[str, Any]:
+    from sinkdlm.config.recipe import expand
+
     init, model = table.get("init"), table.get("model", {})
     parent = init.get("from") if isinstance(init, Mapping) else None
-    if not isinstance(parent, str) or not isinstance(model, Mapping):
-        return table  # there is no parent; or a mistake, which Recipe reports
-    return {**table, "model": {**_fields_of_parent(parent, model, _fields_of_run(out, parent)), **model}}
+    if not isinstance(model, Mapping) or not isinstance(parent, str | None):
+        return table  # a mistake, which Recipe reports
+    if parent is None:
+        return table if "vocab_size" in model else {**table, "model": {**model, **_vocabulary(table, out)}}
+    return {**table, "model": _with_parent(parent, model, expand(model), _fields_of_run(out, parent))}
 
 
-def _fields_of_run(out: Path | None, parent: str) -> dict[str, Any] | None:
-    """[model] of the run in this folder, if it has begun from this parent."""
+def _vocabulary(table: Mapping[str, Any], out: Path | None) -> dict[str, int]:
+    """vocab_size of a model from scratch: that of the run which goes on, or the rows that the data's tokenizer needs."""
+    if (begun := _fields_of_run(out, None)) is not None:
+        return {"vocab_size": begun["vocab_size"]}
+    from sinkdlm.data.shards import open_split
+
+    section = table.get("data")
+    sets = section.get("sets") if isinstance(section, Mapping) else None
+    try:
+        found = [open_split(folder).tokenizer for folder in sets] if isinstance(sets, Mapping) else []
+    except UserError:
+        return {}  # training reports it
+    rows = [tokenizer["rows"] for tokenizer in found if tokenizer is not None]
+    return {"vocab_size": max(rows)} if rows else {}
+
+
+def _fields_of_run(out: Path | None, parent: str | None) -> dict[str, Any] | None:
+    """[model] of the run in this folder, if it has begun from this parent, or without one."""
     if out is None or not (out / "recipe.toml").is_file():
         return None
     from sinkdlm.config.recipe import Recipe
@@ -41,18 +61,24 @@ def _fields_of_run(out: Path | None, parent: str) -> dict[str, Any] | None:
     try:
         kept = Recipe.load(out / "recipe.toml")
     except ConfigError:
-        return None  # training says what is wrong with it
+        return None  # training reports what is wrong with it
     return kept.model.model_dump() if kept.init.from_ == parent and made_a_step(out) else None
 
 
-def _fields_of_parent(parent: str, model: Mapping[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
-    """begun: [model] of the run that goes on, if there is one."""
+def _with_parent(parent: str, own: Mapping[str, Any], model: dict[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
+    """Complete [model] from its parent. own: as written; model: with the preset's fields; begun: of the run that goes on.
+
+    A preset's vocabulary gives way to that of a diffusion model, which follows the data it was trained on.
+    """
     from sinkdlm.config.model import ModelConfig
 
-    given = {"mask_id", "n_kv_heads", *model}  # these two follow from others
+    given = {"mask_id", "n_kv_heads", *model}  # these two are derived from others
     missing = [name for name, field in ModelConfig.model_fields.items() if field.is_required() and name not in given]
+    follows = "vocab_size" not in own and model.get("mask_id") == model.get("vocab_size")
+    vocabulary = {"vocab_size", "mask_id"} - {*own} if follows else set()
+    open_model = {key: value for key, value in model.items() if key not in vocabulary}
     if not Path(parent).exists() and (begun is not None or not missing):
-        return begun or {}  # before anything heavy is imported
+        return {**begun, **open_model} if begun else model  # before anything heavy is imported
     from sinkdlm import interop
     from sinkdlm.interop.adapt import check_mask, choose_mask
     from sinkdlm.interop.tokenizer import tokenizer_of
@@ -62,15 +88,16 @@ def _fields_of_parent(parent: str, model: Mapping[str, Any], begun: dict[str, An
         source = interop.open_source(parent)
     except UserError as failure:
         if begun is not None or not missing:
-            return begun or {}  # a new run reports it; a plan needs no parent
-        why = f"[model] leaves out {', '.join(missing)}, and the parent cannot be asked: {failure}"
-        raise ConfigError(f"init.from = {parent!r}: {why}; give it where it can be read, or a preset") from None
+            return {**begun, **open_model} if begun else model  # a new run reports it; a plan needs no parent
+        why = f"[model] leaves out {', '.join(missing)}, and the parent cannot be read: {failure}"
+        raise ConfigError(f"init.from = {parent!r}: {why}; give a parent that can be read, or a preset") from None
+    model = open_model if source.has_mask else model
     try:
         check_shape(parent, model, source.config, interop.fixed_keys(source))
     except UserError:
         if begun is None:
             raise
-        return begun  # another parent lies there by now, or training says how the recipe differs from the run's
+        return {**begun, **model}  # the path holds another parent now, or training reports how the recipe differs from the run's
     found = source.config.model_dump()
     if not source.has_mask:
         del found["mask_id"]
@@ -81,13 +108,13 @@ def _fields_of_parent(parent: str, model: Mapping[str, Any], begun: dict[str, An
             tokenizer = tokenizer_of(source)
             if tokenizer is not None:
                 check_mask(mask_id, tokenizer, "model.mask_id")
-    return found
+    return {**found, **model}
 
 
 def load_parent(recipe: Any, dtype: Any, source: Any = None, tokenizer: Any = None) -> Any:
     """Load init.from of a recipe, whatever `convert` reads, as the variant that [model] describes.
 
-    source, tokenizer: given where they have been read before."""
+    source, tokenizer: pass them if they are already read."""
     from sinkdlm import interop
     from sinkdlm.training.setup import check_shape
 
@@ -114,7 +141,7 @@ def say(found: Any, text: str, as_json: bool) -> None:
 
 
 def name_models(models: list[str], given: str | None = None) -> list[str]:
-    """A short and different name for each model: those given, with commas, or their folders' names."""
+    """Give each model a short name of its own: from `given`, comma-separated, or from its folder."""
     if given is not None:
         names = [name.strip() for name in given.split(",")]
     else:
@@ -125,12 +152,12 @@ def name_models(models: list[str], given: str | None = None) -> list[str]:
         raise AnalysisError(f"--names {','.join(names)}: give a different name for each of the {len(models)} models")
     for name in names:
         if "/" in name or name.startswith("."):
-            raise AnalysisError(f"--names: {name!r} becomes a file's name; leave out slashes and a dot in front")
+            raise AnalysisError(f"--names: {name!r} is used as a file name; leave out slashes and a leading dot")
     return names
 
 
 def choose_device(name: str | None) -> Any:
-    """The device of this name; by default a GPU where there is one."""
+    """Find the device of this name; by default a GPU if there is one."""
     import torch
 
     from sinkdlm.checkpoint.directory import find_device
@@ -138,8 +165,21 @@ def choose_device(name: str | None) -> Any:
     return find_device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def load_model(checkpoint: str, device: Any, dtype: str | None, *, compiled: bool = False) -> Any:
-    """Load a model with its tokenizer. dtype: None or auto for bfloat16 on a GPU and float32 elsewhere; float8 on a GPU."""
+def open_writer(checkpoint: str) -> Any:
+    """Open a source of a model that can fill gaps."""
+    from sinkdlm import interop
+
+    source = interop.open_source(checkpoint)
+    if not source.has_mask:
+        cure = "adapt it first: sinkdlm train RECIPE --set init.from=..., as in smollm2-135m-sink"
+        raise UserError(f"{checkpoint}: an AR model ({source.kind}), which has not learned to fill [MASK]; {cure}")
+    return source
+
+
+def load_model(checkpoint: str, device: Any, dtype: str | None, *, compiled: bool = False, writes: bool = False) -> Any:
+    """Load a model with its tokenizer. dtype: None or auto is bfloat16 on a GPU, float32 elsewhere; float8 needs a GPU.
+
+    writes: refuse an AR parent, which cannot fill gaps."""
     import torch
 
     from sinkdlm import interop
@@ -151,7 +191,8 @@ def load_model(checkpoint: str, device: Any, dtype: str | None, *, compiled: boo
             raise UserError(f"--dtype float8: {missing}; leave it out")
     if dtype in (None, "auto"):
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-    lm = interop.load_any(checkpoint, device=device, dtype=torch.bfloat16 if dtype == "float8" else getattr(torch, str(dtype)))
+    source = open_writer(checkpoint) if writes else interop.open_source(checkpoint)
+    lm = interop.load_any(source, device=device, dtype=torch.bfloat16 if dtype == "float8" else getattr(torch, str(dtype)))
     check_tokenizer(lm.tokenizer, checkpoint)
     if dtype == "float8":
         from sinkdlm.fast.quantized import to_float8
@@ -164,12 +205,14 @@ def load_model(checkpoint: str, device: Any, dtype: str | None, *, compiled: boo
 
 
 @contextmanager
-def load_on_ranks(checkpoint: str, device: str | None, dtype: str | None, *, compiled: bool = False) -> Iterator[tuple[Any, Any]]:
-    """Join the other ranks, if torchrun started some, and load a model on this one's device: (world, model)."""
+def load_on_ranks(
+    checkpoint: str, device: str | None, dtype: str | None, *, compiled: bool = False, writes: bool = False
+) -> Iterator[tuple[Any, Any]]:
+    """Join the ranks that torchrun started, if any, and yield (world, model), the model on this rank's device."""
     from sinkdlm.distributed.world import joined
 
     with joined(device) as world:
-        yield world, load_model(checkpoint, world.device, dtype, compiled=compiled)
+        yield world, load_model(checkpoint, world.device, dtype, compiled=compiled, writes=writes)
 
 
 def check_tokenizer(tokenizer: Any, checkpoint: str) -> None:

@@ -1,4 +1,4 @@
-"""The command `plan`. Only plans for a CPU load torch."""
+"""The command `plan`. Loads torch only to plan for a CPU."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -7,29 +7,29 @@ from sinkdlm.cli.loading import load_recipe, say
 from sinkdlm.cli.options import Json, Overrides, RecipeFiles, option
 from sinkdlm.errors import UserError
 
-_AUGMENTED_GSM8K = 769_240  # examples an epoch of the official SFT, which data of one's own need not have
+_AUGMENTED_GSM8K = 769_240  # examples per epoch of the official SFT; other data may have more or fewer
 Hardware = Literal["a100", "h100", "h200", "b200", "cpu"]
 
 
 def plan(
     recipes: RecipeFiles = None,
-    paper: Annotated[bool, option("All runs of the paper.", "--paper")] = False,
-    gpus: Annotated[int, option("How many devices; from 9 on, 8 on each host.", min=1)] = 1,
-    device: Annotated[Hardware, option("Of the data sheets, or this machine's CPU.")] = "h100",
-    price: Annotated[float | None, option("Of one GPU-hour, in any currency.", min=0)] = None,
-    rows: Annotated[int | None, option("Rows, for budgets in epochs; by default those of the data, if here.", min=1)] = None,
+    paper: Annotated[bool, option("Plan all runs of the paper.", "--paper")] = False,
+    gpus: Annotated[int, option("Number of GPUs; more than 8 are planned as 8 per host.", min=1)] = 1,
+    device: Annotated[Hardware, option("GPU, by its data sheet; or this machine's CPU.")] = "h100",
+    price: Annotated[float | None, option("Price of a GPU-hour, in any currency.", min=0)] = None,
+    rows: Annotated[int | None, option("Rows per epoch, for budgets in epochs; by default counted in the data.", min=1)] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a run takes before it is started: memory and whether it fits, tokens/s, hours, cost, disk."""
+    """Estimate what a run needs before it starts: memory and whether it fits, tokens/s, hours, cost, disk."""
     from sinkdlm.config.shipped import RECIPES
     from sinkdlm.planning.plan import describe, describe_all, make_plan
 
     paths = [*(recipes or []), *(sorted((RECIPES / "paper").glob("*.toml")) if paper else [])]
     if not paths:
-        raise UserError("plan: no recipe; name some, or say --paper")
+        raise UserError("plan: no recipe given; name one or more, or add --paper")
     if device == "cpu" and gpus > 1:
-        raise UserError("--gpus: goes with a GPU; a CPU is planned for one process")
+        raise UserError("--gpus: goes with a GPU; a CPU is planned as one process, so leave it out")
     found = []
     for path in paths:
         recipe = load_recipe(path, overrides)

@@ -1,4 +1,4 @@
-"""The commands that look at recipes and presets: recipe list, recipe show, recipe schema, presets."""
+"""The commands `recipe list`, `recipe show`, `recipe schema` and `presets`."""
 
 import json
 
@@ -7,12 +7,12 @@ import typer
 from sinkdlm.cli.loading import load_recipe, say
 from sinkdlm.cli.options import Json, Overrides, RecipeFile
 
-app = typer.Typer(help="Look at recipes.", rich_markup_mode=None, no_args_is_help=True)
+app = typer.Typer(help="List recipes, or print one in full.", rich_markup_mode=None, no_args_is_help=True, add_completion=False)
 
 
 @app.command("list")
 def recipe_list(as_json: Json = False) -> None:
-    """Name the recipes that come with the package: every command takes such a name in place of a file."""
+    """List the recipes of the package. Every command takes such a name in place of a file."""
     from sinkdlm.config.shipped import describe_recipe, shipped_recipes
 
     found, lines, group = [], [], None
@@ -27,14 +27,14 @@ def recipe_list(as_json: Json = False) -> None:
 
 @app.command("show")
 def recipe_show(recipe: RecipeFile, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Resolve a recipe (base, preset, overrides, defaults) and print it whole, as TOML."""
+    """Print a recipe in full, as TOML. Its base, preset, overrides and defaults are resolved."""
     resolved = load_recipe(recipe, overrides)
     say(resolved.to_dict(), resolved.to_toml().rstrip("\n"), as_json)
 
 
 @app.command("schema")
 def recipe_schema() -> None:
-    """Print the JSON schema of recipes, for editors that complete and check TOML."""
+    """Print the JSON schema of recipes. Editors complete and check TOML with it."""
     from sinkdlm.config.recipe import Recipe
 
     typer.echo(json.dumps(Recipe.json_schema(), indent=2))

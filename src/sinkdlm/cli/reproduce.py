@@ -17,24 +17,24 @@ def reproduce(
     target: Annotated[str, _TARGET],
     scale: Annotated[Scale, option("nano: minutes on a CPU; small: one GPU; paper: recipes for a cluster.")] = "nano",
     seeds: Annotated[int | None, option("Seeds of the main variants; by default nano 3, small 5.", min=1)] = None,
-    out: Annotated[Path, option("The folder to work in, or to go on in; several at once share it.")] = Path("runs/reproduce"),
-    records: Annotated[Path | None, option("Where results are kept; by default records/ in OUT.")] = None,
-    parent: Annotated[str | None, option("small: the autoregressive model, as `convert` reads it.")] = None,
-    corpus: Annotated[list[str] | None, option("small: a prepared set, or texts; may be given several times.")] = None,
+    out: Annotated[Path, option("Folder to work or resume in; several processes may share it.")] = Path("runs/reproduce"),
+    records: Annotated[Path | None, option("Folder for results; by default records/ in --out.")] = None,
+    parent: Annotated[str | None, option("small: the autoregressive parent, anything that `convert` reads.")] = None,
+    corpus: Annotated[list[str] | None, option("small: a prepared set, or texts; may be repeated.")] = None,
     sft: Annotated[Path | None, option("small: GSM8K's chain-of-thought file, or a set prepared from it.")] = None,
-    data: Annotated[Path | None, option("small: a folder of the benchmarks' files; needs the harness.")] = None,
-    requests: Annotated[Path | None, option("small: instead, what `eval --write-requests` wrote.")] = None,
-    tasks: Annotated[str | None, option("Only these tasks, with commas; '' for none.")] = None,
-    only: Annotated[list[str] | None, option("Only these runs; either may be left out.", metavar="VARIANT,SEED")] = None,
-    time_limit: Annotated[float | None, option("Begin no run that would end later.", min=0, metavar="SECONDS")] = None,
-    plan: Annotated[bool, option("Only say what is missing, and about how long it takes.", "--plan")] = False,
-    official: Annotated[bool, option("Score table 1's twins of seed 1 with the official settings too.", "--official")] = False,
-    keep_weights: Annotated[bool, option("Keep the models after their results are written.", "--keep-weights")] = False,
+    data: Annotated[Path | None, option("small: a folder of benchmark files; needs lm-eval.")] = None,
+    requests: Annotated[Path | None, option("small: in place of --data, a file that `eval --write-requests` wrote.")] = None,
+    tasks: Annotated[str | None, option("Only these tasks, comma-separated; '' for none.")] = None,
+    only: Annotated[list[str] | None, option("Only these runs; VARIANT or SEED may be left out.", metavar="VARIANT,SEED")] = None,
+    time_limit: Annotated[float | None, option("Start no run that would end after this time.", min=0, metavar="SECONDS")] = None,
+    plan: Annotated[bool, option("Only list the runs that are missing, with estimated times.", "--plan")] = False,
+    official: Annotated[bool, option("Also score table 1's twins of seed 1 with the official settings.", "--official")] = False,
+    keep_weights: Annotated[bool, option("Keep the models once their results are written.", "--keep-weights")] = False,
     overrides: Overrides = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Repeat the paper's tables and figures: paired runs over seeds, intervals, and a verdict on each claim."""
+    """Repeat the paper's tables and figures with paired runs over seeds; print intervals and a verdict on each claim."""
     if scale == "paper":
         from sinkdlm.reproduce.paper import lay_out
 

@@ -15,30 +15,31 @@ _MODELS = Argument(metavar="CKPT [CKPT2]", help="Checkpoints, or anything that `
 def serve(
     context: typer.Context,
     models: Annotated[list[str], _MODELS],
-    host: Annotated[str, option("The address to listen on; by default this machine alone.")] = "127.0.0.1",
-    port: Annotated[int, option("0: any that is free; it is printed.", min=0, max=65535)] = 8000,
-    api_key: Annotated[str | None, option("What clients must send.", envvar="SINKDLM_API_KEY")] = None,
-    cors: Annotated[list[str] | None, option("An origin that may read answers: https://example.org.", metavar="ORIGIN")] = None,
-    max_queue: Annotated[int, option("Requests that may wait; more get 429.", min=1)] = 256,
-    max_batch: Annotated[int, option("Texts that are written at the same time.", min=1)] = 64,
-    batch_tokens: Annotated[int, option("Tokens in a forward: texts times the longest.", min=1)] = 16_384,
-    max_length: Annotated[int | None, option("Tokens of a text with its prompt; by default all it reads.", min=1)] = None,
-    max_steps: Annotated[int, option("Denoising steps that a request may ask for.", min=1)] = 1024,
-    max_n: Annotated[int, option("Texts for one prompt.", min=1, max=64)] = 16,
+    host: Annotated[str, option("Address to listen on; the default takes only clients on this machine.")] = "127.0.0.1",
+    port: Annotated[int, option("Port to listen on; 0 takes a free one and prints it.", min=0, max=65535)] = 8000,
+    api_key: Annotated[str | None, option("Key that clients must send.", envvar="SINKDLM_API_KEY")] = None,
+    allow_anyone: Annotated[bool, option("Serve other machines without a key.", "--allow-anyone")] = False,
+    cors: Annotated[list[str] | None, option("Origin to allow by CORS, as in https://example.org.", metavar="ORIGIN")] = None,
+    max_queue: Annotated[int, option("Requests that may wait; the next gets status 429.", min=1)] = 256,
+    max_batch: Annotated[int, option("Number of texts written at the same time.", min=1)] = 64,
+    batch_tokens: Annotated[int, option("Tokens per forward: texts times the longest.", min=1)] = 16_384,
+    max_length: Annotated[int | None, option("Tokens of prompt and text; by default the context length.", min=1)] = None,
+    max_steps: Annotated[int, option("Most denoising steps that a request may ask for.", min=1)] = 1024,
+    max_n: Annotated[int, option("Most texts per prompt.", min=1, max=64)] = 16,
     timeout: Annotated[float, option("Seconds that a request may take, waiting included.", min=0.1)] = 300.0,
     deterministic: Exact = False,
     bos: Bos = None,
-    browser: Annotated[bool | None, option("Open the page; by default `inspect` does.", "--browser/--no-browser")] = None,
+    browser: Annotated[bool | None, option("Open the page; by default only `inspect` does.", "--browser/--no-browser")] = None,
     device: Device = None,
     dtype: Computing = "auto",
 ) -> None:
-    """Serve one or two models over HTTP, in OpenAI's manner: completions, chat, streams, metrics."""
+    """Serve one or two models over OpenAI's HTTP API: completions, chat, streams; with metrics and health."""
     if len(models) > 2:
-        raise UserError(f"{len(models)} checkpoints: one process serves one or two")
+        raise UserError(f"{len(models)} checkpoints: a process serves one or two; start another for more")
     if api_key == "":
-        raise UserError("--api-key: is empty, and would let everybody in; give one, or leave it out")
+        raise UserError("--api-key: an empty key would let everybody in; give one, or leave it out")
     try:
-        from sinkdlm.serving.server import LOOPBACK, address_of, bind, make_site, run
+        from sinkdlm.serving.server import LOOPBACK, address_of, bind, is_local, make_site, run
     except ModuleNotFoundError as missing:
         raise UserError(f"{missing.name} is not installed; pip install 'sinkdlm[serve]'") from None
     from sinkdlm.serving.engine import Capacity
@@ -46,14 +47,14 @@ def serve(
     from sinkdlm.serving.site import Settings
 
     names = name_models(models)
-    local = host in LOOPBACK
-    hosts = frozenset(LOOPBACK) if local and api_key is None else None
-    with bind(host, port) as bound:  # a port that is taken is said before models are read
-        if not local and api_key is None:
-            typer.echo(f"sinkdlm: warning: anybody who reaches {host} can use this server; set --api-key", err=True)
+    with bind(host, port) as bound:  # report a taken port before reading models
+        local = is_local(bound)
+        if not (local or api_key or allow_anyone):
+            raise UserError(f"--host {host}: anybody who reaches it could use this server; set --api-key, or give --allow-anyone")
+        hosts = frozenset((*LOOPBACK, host.lower())) if local and api_key is None else None
         place = choose_device(device)
         site = make_site(
-            {name: load_model(path, place, dtype) for name, path in zip(names, models, strict=True)},
+            {name: load_model(path, place, dtype, writes=True) for name, path in zip(names, models, strict=True)},
             Capacity(rows=max_batch, tokens=batch_tokens, waiting=max_queue, seconds=timeout),
             Limits(length=max_length, steps=max_steps, n=max_n),
             Settings(api_key=api_key, hosts=hosts, origins=tuple(cors or ())),
@@ -70,7 +71,7 @@ def serve(
 
 
 def _open_page(address: str) -> None:
-    """In a thread of its own: some browsers hold on to whoever opens them, and the server has started."""
+    """Open the page in a thread: some browsers block their caller, and the server must go on."""
     import threading
     import webbrowser
 
@@ -78,6 +79,6 @@ def _open_page(address: str) -> None:
 
     def open_it() -> None:
         if not webbrowser.open(url):
-            typer.echo(f"no browser here could be opened: open {url} in one", err=True)
+            typer.echo(f"no browser could be opened here; open {url} yourself", err=True)
 
     threading.Thread(target=open_it, daemon=True).start()

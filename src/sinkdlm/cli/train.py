@@ -1,11 +1,13 @@
 """The command `train`; it warms up CUDA, Triton and cuBLAS in threads while Python loads torch and the package.
 
-Errors of the warm-up are ignored: the foreground code raises them again. Its threads are no daemons: Python must not end while one
+Errors of the warm-up are ignored: the foreground code raises them again. Its threads are not daemons: Python must not end while one
 of them is in torch or in the driver.
 """
 
 import ctypes
+import json
 import os
+import shlex
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -13,36 +15,100 @@ from typing import Annotated, Any
 
 from sinkdlm.cli.loading import load_parent, load_recipe, say
 from sinkdlm.cli.options import Device, Json, Overrides, RecipeFile, option
+from sinkdlm.cli.sample import BASE_POLICY
 
 _DRIVER = "libcuda.so.1"
 
 
 def train(
     recipe: RecipeFile,
+    data: Annotated[Path | None, option("Folder of a prepared set to train on, in place of the recipe's.")] = None,
     overrides: Overrides = None,
-    out: Annotated[Path | None, option("The run folder; by default runs/ and the recipe's name.")] = None,
+    out: Annotated[Path | None, option("Run folder; by default runs/ plus the recipe's name.")] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Pretrain, adapt from an AR parent, or fine-tune: what the recipe says. The same command goes on where a run stopped."""
+    """Pretrain, adapt an AR parent or fine-tune, as the recipe says. The same command resumes a run that stopped."""
     folder = out or Path("runs") / recipe.stem
-    resolved = load_recipe(recipe, overrides, folder)
+    given = [] if data is None else [f"data.sets={{{json.dumps(str(data))} = 1}}"]  # a JSON string is a TOML key
+    resolved = load_recipe(recipe, [*given, *(overrides or [])], folder)
     opened = open_device(device)
     import torch  # noqa: F401  (before the next line)
 
     load_kernels(opened)
-    from sinkdlm.training.health import read_peaks, read_sink_loss
+    from sinkdlm.training.health import read_peaks, read_sink_loss, read_stuck
     from sinkdlm.training.loop import train as run
 
     found = run(resolved, folder, load_parent=load_parent, device=device)
     if found["rank"]:
         return
-    found |= {"gradient_peaks": read_peaks(folder), "sink_lost": read_sink_loss(folder)}
-    say(found, f"{found['model']}: {found['tokens']:,} tokens, {found['steps']} steps", as_json)
+    found |= {"gradient_spikes": read_peaks(folder), "sink_lost": read_sink_loss(folder), "stuck": read_stuck(folder)}
+    found["next"] = next_commands(folder, resolved)
+    lines = [
+        f"{found['model']}: {found['tokens']:,} tokens, {found['steps']} steps",
+        "next:",
+        *(f"  {one}" for one in found["next"]),
+    ]
+    say(found, "\n".join(lines), as_json)
+
+
+def next_commands(folder: Path, recipe: Any) -> list[str]:
+    """Commands that use what a run made: write a text, measure the model, look at its attention."""
+    from sinkdlm.checkpoint.tokenizer import read_tokenizer
+    from sinkdlm.data.shards import INDEX, open_split
+
+    model, data = folder / "model", Path(next(iter(recipe.data.sets)))
+    tokenizer = read_tokenizer(model)
+    if tokenizer is None:
+        return [_command("convert", model, folder / "with-tokenizer", "--tokenizer", "TOKENIZER")]
+    split = open_split(data, "validation")
+    split = split if split.n_tokens else open_split(data)
+    settings = json.loads((data / INDEX).read_text())["settings"] if (data / INDEX).exists() else {}
+    written = [*BASE_POLICY, *_base_prompt(split, tokenizer)] if split.kind == "text" else _example_prompt(split, tokenizer)
+    return [
+        _command("sample", model, *written),
+        _command(*_measure(model, folder, settings)),
+        _command("analyze", model, "--out", folder / "report"),
+    ]
+
+
+def _command(*words: object) -> str:
+    return shlex.join(["sinkdlm", *map(str, words)])
+
+
+def _base_prompt(split: Any, tokenizer: Any) -> list[str]:
+    """The first words of the data."""
+    text = tokenizer.decode(split.read(0, min(64, split.n_tokens)).tolist(), skip_special_tokens=True)
+    return ["--prompt", " ".join(text[:40].split()[:6])]
+
+
+def _example_prompt(split: Any, tokenizer: Any) -> list[str]:
+    """The first example's prompt; of a chat, what the user says."""
+    from sinkdlm.text.prompts import chat_text, has_chat_template
+
+    start, prompt, _ = split.example_rows()[0].tolist()
+    ids = split.read(start, start + prompt).tolist()
+    if has_chat_template(tokenizer):
+        whole, said = tokenizer.decode(ids), "QUESTION"
+        before, _, after = chat_text(tokenizer, [{"role": "user", "content": said}]).partition(said)
+        if whole.startswith(before) and whole.endswith(after):
+            return ["--chat", "--prompt", whole[len(before) : len(whole) - len(after)]]
+    return ["--prompt", tokenizer.decode(ids, skip_special_tokens=True)]
+
+
+def _measure(model: Path, folder: Path, settings: dict[str, Any]) -> list[object]:
+    """Score a part of the texts that were prepared, where they are still there; else ask a benchmark."""
+    kind, names = settings.get("kind", "text"), settings.get("inputs", {}).get("names", [])
+    texts = next((name for name in names if kind == "text" and Path(name).exists()), None)
+    if texts is not None:
+        field = [] if settings["field"] == "text" else ["--field", settings["field"]]
+        return ["score", model, texts, *field, "--documents", "paragraph", "--limit", 20]
+    task = kind.replace("-", "_") if kind.startswith("gsm8k") else "arc_easy"
+    return ["eval", model, "--tasks", task, "--limit", 100, "--out", folder / "eval"]
 
 
 def open_device(device: str | None) -> tuple[Thread, int] | None:
-    """Open the GPU that training will choose, in a thread; None where `device`, as the command line has it, names no GPU."""
+    """Open the GPU that training will use, in a thread; None if `device`, as on the command line, names no GPU."""
     kind, _, number = (device or "cuda").partition(":")
     number = number or os.environ.get("LOCAL_RANK", "0")
     return (_begin(_retain, int(number)), int(number)) if kind == "cuda" and number.isdecimal() else None
@@ -71,7 +137,7 @@ def _retain(index: int) -> None:
 
 def _load(opened: Thread, index: int) -> None:
     opened.join()
-    with suppress(Exception):  # whatever the toolchain raises, and torch where a warning is an error
+    with suppress(Exception):  # whatever the toolchain raises, or torch if warnings are errors
         import torch
 
         if index < torch.cuda.device_count():

@@ -1,1 +1,1 @@
-"""What users write down: a model's fields, a recipe, presets, and the TOML they stand in."""
+"""What users write: a model's fields, recipes, presets, and their TOML."""

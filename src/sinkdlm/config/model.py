@@ -1,14 +1,16 @@
-"""What a model is: ModelConfig, its presets and its parameter counts; and the frozen base that recipe sections share.
+"""ModelConfig: a model's fields, presets and parameter counts; and Frozen, the base class of all settings.
 
 Knows nothing of recipes, files or torch.
 """
 
+import tomllib
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sinkdlm.config.presets import PRESETS
 from sinkdlm.config.toml import describe_mistake, suggest
 from sinkdlm.errors import ConfigError
 
@@ -32,7 +34,7 @@ class Frozen(BaseModel):
         try:
             return handler(data)
         except ValidationError as failure:
-            # ConfigError is no ValueError, so pydantic lets it pass through enclosing tables, which add their name.
+            # ConfigError is not a ValueError, so pydantic lets it pass through enclosing tables, which add their name.
             raise ConfigError(*(describe_mistake(error) for error in failure.errors())) from None
 
     @field_validator("*", mode="wrap")
@@ -48,19 +50,19 @@ class Frozen(BaseModel):
 
     @classmethod
     def keys(cls) -> list[str]:
-        """The keys as they are written in a file."""
+        """Return the keys as they are written in a file."""
         return [field.alias or name for name, field in cls.model_fields.items()]
 
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(by_alias=True)
 
     def replace(self, **changes: Any) -> Self:
-        """A validated copy with some fields changed."""
+        """Return a validated copy with some fields changed."""
         return type(self)(**{**self.to_dict(), **changes})
 
 
 class ParameterCount(NamedTuple):
-    """non_embedding is what model names count: everything but embedding rows (tokens, [MASK], sinks) and an untied head."""
+    """non_embedding, which model names count, is all but embedding rows (tokens, [MASK], sinks) and an untied head."""
 
     embedding: int
     non_embedding: int
@@ -74,8 +76,8 @@ class ParameterCount(NamedTuple):
 class ModelConfig(Frozen):
     """The shape of a model and its variant. Every field travels in a checkpoint's config.json."""
 
-    vocab_size: Count = Field(description="rows of the head: what can be predicted")
-    mask_id: int = Field(ge=0, description="[MASK]: vocab_size for an extra embedding row, or a row of the parent's vocabulary")
+    vocab_size: Count = Field(description="rows of the head: the ids that can be predicted")
+    mask_id: int = Field(ge=0, description="id of [MASK]: vocab_size for an embedding row of its own, or one in the vocabulary")
     n_layers: Count
     n_heads: Count
     n_kv_heads: Count = Field(description="key/value heads; each serves n_heads / n_kv_heads query heads")
@@ -102,7 +104,7 @@ class ModelConfig(Frozen):
     def _derive(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        # Where n_heads or vocab_size itself is missing, any value will do: that is the mistake to report.
+        # If n_heads or vocab_size is missing, any value will do: the missing one is reported.
         return {"n_kv_heads": data.get("n_heads", 1), "mask_id": data.get("vocab_size", 0), **data}
 
     @model_validator(mode="after")
@@ -121,7 +123,7 @@ class ModelConfig(Frozen):
 
     @classmethod
     def preset(cls, name: str, **flags: Any) -> "ModelConfig":
-        """A named shape with flags on top: `ModelConfig.preset("smdm-34m", n_sinks=1)`."""
+        """Build a named shape with flags on top: `ModelConfig.preset("smdm-34m", n_sinks=1)`."""
         return cls(**with_changes(preset_fields(name), flags))
 
     @property
@@ -134,27 +136,31 @@ class ModelConfig(Frozen):
 
     @property
     def n_lane(self) -> int:
-        """Sinks that travel as a lane beside the tokens."""
+        """Number of sinks that run as a lane beside the tokens."""
         return self.n_sinks if self.sink_kind == "isolated" else 0
 
     @property
     def n_registers(self) -> int:
-        """Sinks that join the sequence."""
+        """Number of sinks that are tokens of the sequence."""
         return self.n_sinks if self.sink_kind == "register" else 0
 
     @property
     def has_sink_logit(self) -> bool:
         return self.n_sinks > 0 and self.sink_kind == "logit"
 
+    @property
+    def gate_width(self) -> int:
+        """Numbers that a layer's gate gives for a token; 0 without a gate."""
+        return {"none": 0, "elementwise": self.d_model, "headwise": self.n_heads}[self.gate]
+
     def count_parameters(self) -> ParameterCount:
-        """Of the embedding, of the head, and of all else."""
+        """Count the parameters of the embedding, the head, and all else."""
         kv_width = self.n_kv_heads * self.head_dim
         qkv = (self.d_model + int(self.qkv_bias)) * (self.d_model + 2 * kv_width)
-        gate = {"none": 0, "elementwise": self.d_model**2, "headwise": self.d_model * self.n_heads}[self.gate]
         mlp = 3 * self.d_model * self.d_ff
         norms = 2 * self.d_model
         logit = self.n_heads if self.has_sink_logit else 0
-        layer = qkv + self.d_model**2 + gate + mlp + norms + logit
+        layer = qkv + self.d_model**2 + self.d_model * self.gate_width + mlp + norms + logit
         return ParameterCount(
             embedding=(self.embedding_rows + self.n_lane + self.n_registers) * self.d_model,
             non_embedding=self.n_layers * layer + self.d_model,
@@ -162,33 +168,38 @@ class ModelConfig(Frozen):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """What config.json holds."""
+        """Return the content of config.json."""
         return {"model_type": MODEL_TYPE, **super().to_dict()}
 
     def replace(self, **changes: Any) -> "ModelConfig":
-        """A validated copy with some fields changed; [MASK] and key/value heads that followed from others follow them again."""
+        """Return a validated copy with changes. mask_id and n_kv_heads still follow vocab_size and n_heads."""
         return ModelConfig(**with_changes(self.model_dump(), changes))
 
 
-# What a preset leaves open.
+# The fields that a preset does not set.
 _FLAGS = ("n_sinks", "sink_kind", "sink_position", "sink_value", "gate")
 
 
 def with_changes(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields with changes on top. A field that followed from another ([MASK] from the vocabulary, key/value heads from heads)
-    follows it again."""
+    """Apply changes to fields. A changed vocab_size or n_heads also changes the mask_id or n_kv_heads that equalled it, unless
+    that is set too."""
     derived = (("mask_id", "vocab_size"), ("n_kv_heads", "n_heads"))
     stale = [field for field, source in derived if source in changes and fields.get(field) == fields.get(source)]
     return {**{key: value for key, value in fields.items() if key not in stale}, **changes}
 
 
+@cache
+def _presets() -> dict[str, dict[str, Any]]:
+    return tomllib.loads((Path(__file__).parent / "presets.toml").read_text(encoding="utf-8"))
+
+
 def preset_names() -> list[str]:
-    return list(PRESETS)
+    return list(_presets())
 
 
 def preset_fields(name: Any) -> dict[str, Any]:
-    """Every field of a shape, defaults written out, so that a preset set later replaces one set earlier whole."""
-    if name not in PRESETS:
-        raise ConfigError(f"preset = {name!r}: unknown preset; {suggest(name, list(PRESETS))}")
-    shape = ModelConfig(**PRESETS[name]).model_dump()
+    """Return every field of a preset, defaults included, so that a later preset replaces all of an earlier one."""
+    if name not in preset_names():
+        raise ConfigError(f"preset = {name!r}: unknown preset; {suggest(name, preset_names())}")
+    shape = ModelConfig(**_presets()[name]).model_dump()
     return {key: value for key, value in shape.items() if key not in _FLAGS}

@@ -1,4 +1,4 @@
-"""What a run does: Recipe and its sections, frozen and validated once.
+"""The recipe of a run and its sections, frozen and validated once.
 
 Owns every default and allowed value of a run, and how a recipe changes its base. Knows nothing of torch.
 """
@@ -22,30 +22,30 @@ Compile = Literal["auto", "blocks", "whole", "none"]
 
 
 def key(default: Any, description: str, **limits: Any) -> Any:
-    """A key of a section, with the description that the JSON schema shows."""
+    """Define a key of a section. The JSON schema shows the description."""
     return Field(default=default, description=description, **limits)
 
 
 class InitSection(Frozen):
     """Where the weights come from. Without `from`, the official random initialisation."""
 
-    from_: str | None = key(None, "what `convert` reads: a checkpoint, an AR parent", alias="from", min_length=1)
+    from_: str | None = key(None, "a checkpoint, or an AR parent that `convert` reads", alias="from", min_length=1)
     sink_init: Literal["mean", "normal"] = key("mean", "sinks added to a parent: the mean of its embeddings plus noise, or normal")
-    gate_init: Literal["normal", "keep"] = key("normal", "a gate added to a parent: near 0.5 (paper), or keep its function")
+    gate_init: Literal["normal", "keep"] = key("normal", "gate added to a parent: near 0.5 (paper), or keep its function")
 
 
 class DataSection(Frozen):
-    """What is read: prepared sets with their weights, and how rows are cut."""
+    """The prepared sets that a run reads, their weights, and how rows are cut."""
 
-    sets: dict[str, Positive] = key({}, "folder of a prepared set -> its share; relative paths start where the command runs")
+    sets: dict[str, Positive] = key({}, "folder of a prepared set -> its share; relative paths start at the working directory")
     validation: str | None = key(None, "folder to validate on; by default the validation splits of the sets", min_length=1)
     length: Count = key(2048, "tokens in a row")
     stride: Count | None = key(None, "tokens from the start of one row to the next; by default length (SMDM: length + 1)")
     random_lengths: Fraction = key(0.0, "share of rows cut to a random length (LLaDA: 0.01); rows of examples are not cut")
-    documents: Literal["joined", "confined"] = key("joined", "attention crosses a row's documents (SMDM), or stays within each")
-    padding: Literal["train", "ignore"] = key("train", "EOS after an example: trained on (official SFT), or out of sight and loss")
-    eos: Natural | None = key(None, "id that ends documents, for sets that do not say (datatrove's, SMDM's)")
-    first: Natural | None = key(None, "id that replaces the first token of rows of text, never masked: a control")
+    documents: Literal["joined", "confined"] = key("joined", "attention over all documents of a row (SMDM), or confined to each")
+    padding: Literal["train", "ignore"] = key("train", "EOS after an example: trained on (official SFT), or no attention, no loss")
+    eos: Natural | None = key(None, "id that ends documents, for sets without one (datatrove's, SMDM's)")
+    first: Natural | None = key(None, "control experiment: id that replaces each text row's first token, never masked")
 
 
 BUDGETS = ("steps", "tokens", "epochs", "flops")
@@ -63,8 +63,8 @@ class TrainSection(Frozen):
     micro_batch: Count | None = key(None, "sequences in one forward on one device; by default what fits")
     lr: Positive = 2e-4
     min_lr: float = Field(default=2e-5, ge=0)
-    warmup: Fraction = key(0.01, "share of the budget spent on linear warmup")
-    min_warmup: Natural = key(0, "steps of warmup at least (official: 100)")
+    warmup: Fraction = key(0.01, "share of the budget for linear warm-up")
+    min_warmup: Natural = key(0, "least steps of warm-up (official: 100)")
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), strict=False)
     adam_eps: Positive = 1e-8
     weight_decay: float = Field(default=0.1, ge=0)
@@ -76,19 +76,22 @@ class TrainSection(Frozen):
         "bf16: autocast over float32 weights; fp8: the same, with the matmuls of each block in float8, on GPUs that have them; "
         "auto: bf16 on a GPU, float32 on a CPU; float64: for tests",
     )
-    residual: Literal["float32", "bf16"] = key("float32", "residual stream, where precision is bf16 or fp8; bf16 takes less memory")
-    runner: Literal["auto", "plain"] = key("auto", "plain: train by the readable model alone, without kernels or compiler")
+    residual: Literal["float32", "bf16"] = key("float32", "residual stream's dtype in bf16 or fp8 runs; bf16 takes less memory")
+    runner: Literal["auto", "plain"] = key("auto", "plain: train with the readable model, without kernels or compiler")
     compile: Compile = key(
         "auto",
-        "torch's compiler for each block; whole: of all as one, on a CPU; auto: each, on a GPU, where kernels leave work to fuse",
+        "torch.compile for each block; whole: all blocks as one, on a CPU; auto: each on a GPU, where kernels leave work to fuse",
     )
     recompute: Literal["none", "selective", "full"] = key(
-        "none", "activation checkpointing: full keeps each block's input alone; selective the results of matmuls and attention too"
+        "none", "activation checkpointing: full keeps only each block's input; selective also results of matmuls and attention"
     )
-    graphs: Literal["auto", "on", "off"] = key("auto", "CUDA graphs of a micro-batch, on one GPU; auto: where they may gain")
+    graphs: Literal["auto", "on", "off"] = key("auto", "CUDA graphs of a micro-batch, on one GPU; auto: where they may help")
     schedule: Literal["linear", "cosine", "loglinear"] = "linear"
     eps: Decay = 1e-3
-    times: Literal["golden", "independent"] = key("golden", "t of samples: spread by the golden ratio, or independent (official)")
+    weights: Literal["bound", "equal"] = key(
+        "bound", "of masked tokens in the loss: p'/p, or all equal; validation keeps the bound"
+    )
+    times: Literal["golden", "independent"] = key("golden", "t of samples: spread evenly (golden ratio), or independent (official)")
 
     @field_validator("recompute", mode="before")
     @classmethod
@@ -98,7 +101,7 @@ class TrainSection(Frozen):
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
         if self.min_lr > self.lr:
-            raise ConfigError(f"min_lr = {self.min_lr}: allowed is at most lr = {self.lr}; whoever sets lr sets both")
+            raise ConfigError(f"min_lr = {self.min_lr}: allowed is at most lr = {self.lr}; set both")
         if self.micro_batch is not None and self.micro_batch > self.batch:
             raise ConfigError(f"micro_batch = {self.micro_batch}: allowed is at most batch = {self.batch}")
         if self.residual == "bf16" and self.precision in ("float32", "float64"):
@@ -110,14 +113,14 @@ class TrainSection(Frozen):
 
 
 class ParallelSection(Frozen):
-    """How a run spreads over the ranks that torchrun starts. Changes nothing that is computed."""
+    """How a run uses the ranks that torchrun starts. Changes no result."""
 
     mode: Literal["auto", "replicate", "shard", "hybrid"] = key(
-        "auto", "every rank holds all, or a part (FSDP2), or copies are sharded over some ranks; auto: fits, with the least traffic"
+        "auto", "replicate: all weights on each rank; shard: a part (FSDP2); hybrid: sharded copies; auto: what fits, least traffic"
     )
     shard_ranks: Count | None = key(None, "hybrid: ranks that share one copy; by default those of one node")
-    reshard: bool = key(True, "sharded blocks drop their gathered weights after the forward and gather them again")
-    gather: Literal["auto", "bf16", "float32"] = key("auto", "dtype of sharded weights on the way; auto: that of the matmuls")
+    reshard: bool = key(True, "sharded blocks free gathered weights after the forward and gather them again")
+    gather: Literal["auto", "bf16", "float32"] = key("auto", "dtype in which sharded weights are gathered; auto: the matmuls'")
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
@@ -127,40 +130,40 @@ class ParallelSection(Frozen):
 
 
 class EvalSection(Frozen):
-    """Validation while training, with the same rows and noise every time."""
+    """Validation during training, on the same rows and noise every time."""
 
     every: Natural = key(1000, "steps between validations; 0: never")
     draws: Count = key(128, "Monte Carlo draws over the validation set, spread evenly over t")
 
 
 class LogSection(Frozen):
-    """What a run says while it goes. Changes nothing that is computed."""
+    """What a run reports. Changes no result."""
 
     every: Count = key(1, "steps between lines in metrics.jsonl")
-    probe_every: Natural = key(1000, "steps between looks at attention (sink share, top content column, value norms); 0: never")
-    probe_rows: Count = key(2, "validation rows a look reads")
+    probe_every: Natural = key(1000, "steps between probes of attention (sink share, top content column, value norms); 0: never")
+    probe_rows: Count = key(2, "validation rows of a probe")
     sample_every: Natural = key(0, "steps between sampled texts; 0: never")
     sample_length: Count = key(64, "tokens of a sampled text")
-    sample_prompt: str = key("", "what a sampled text begins with")
+    sample_prompt: str = key("", "beginning of a sampled text")
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(default=(), strict=False)
     project: str = key("sinkdlm", "project or experiment name for the trackers")
 
 
 class SaveSection(Frozen):
-    """When state is written. Changes nothing that is computed."""
+    """When a run writes its state. Changes no result."""
 
     every: Count = key(1000, "steps between states to resume from; one is always written at the end")
     keep: Count = key(2, "states kept, the newest")
-    background: bool = key(False, "write while training goes on, from a copy in memory")
+    background: bool = key(False, "write during training, from a copy in memory")
     milestones: tuple[Count, ...] = key((), "steps after which a checkpoint is exported as well", strict=False)
 
 
-# How a run goes on may change between its parts; what it computes may not.
+# A resumed run may change these keys, and none that decides what is computed.
 CHANGEABLE = ("log", "save", "parallel", "train.micro_batch", "train.runner", "train.compile", "train.recompute", "train.graphs")
 
 
 class Recipe(Frozen):
-    """One run, whole: what the model is, where it starts, what it reads, how it trains."""
+    """A whole run: its model, initial weights, data and training."""
 
     model: ModelConfig
     init: InitSection = InitSection()
@@ -177,10 +180,10 @@ class Recipe(Frozen):
     ) -> "Recipe":
         """Read a recipe, its base first, then `a.b=c` overrides. path: a TOML file, or the name of a shipped recipe.
 
-        fill: adds what the table leaves out. Without it nothing is added, not even from the parent of init.from."""
+        fill: completes the table. Without it nothing is added, not even from the parent of init.from."""
         table = _read_with_base(find_recipe(path), ())
         changes: dict[str, Any] = {}
-        for override in overrides:  # together: two shares of a mixture are one change
+        for override in overrides:  # together: overrides of one mixture are one change
             changes = overlay(changes, nest(*parse_override(override)))
         try:
             return cls.resolve(fill(merge(table, changes)))
@@ -189,11 +192,12 @@ class Recipe(Frozen):
 
     @classmethod
     def resolve(cls, table: Mapping[str, Any]) -> "Recipe":
-        """A recipe from a table whose [model] may name a preset and set only what differs."""
-        return cls(**merge({}, table))
+        """Build a recipe from a table whose [model] may name a preset and set only what differs."""
+        whole = merge({}, table)
+        return cls(**{**whole, **({"model": expand(whole["model"])} if isinstance(whole.get("model"), Mapping) else {})})
 
     def differences(self, other: "Recipe") -> list[str]:
-        """`key: ours, not theirs` for every key that decides what is computed and differs."""
+        """List `key = ours, not theirs` for each differing key that decides what is computed."""
         ours, theirs = flatten(self.to_dict()), flatten(other.to_dict())
         return [
             f"{key} = {ours.get(key)!r}, not {theirs.get(key)!r}"
@@ -202,14 +206,14 @@ class Recipe(Frozen):
         ]
 
     def to_toml(self) -> str:
-        """The resolved recipe; `Recipe.load` reads it back unchanged. TOML has no null: an unset key is left out."""
+        """Write the resolved recipe; `Recipe.load` reads it back unchanged. TOML has no null: an unset key is left out."""
         import tomli_w
 
         return tomli_w.dumps(self.model_dump(by_alias=True, exclude_none=True))
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """The JSON schema of a recipe file, for editors: sections may be partial, `base` and `preset` are allowed."""
+        """Return the JSON schema of a recipe file, for editors: sections may be partial, `base` and `preset` are allowed."""
         schema = cls.model_json_schema(by_alias=True)
         schema.pop("required", None)
         schema["properties"]["base"] = {
@@ -223,14 +227,14 @@ class Recipe(Frozen):
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables with changes on top, table by table. A preset is written out where it is set, over what stood there before."""
+    """Merge changes into a table, table by table. A preset replaces all fields that it has."""
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
         if key == "model" and isinstance(value, Mapping) and isinstance(old, Mapping | None):
             merged[key] = _merge_model(old or {}, value)
         elif key == "sets" and isinstance(value, Mapping):
-            merged[key] = dict(value)  # a mixture is one value: its shares mean nothing beside those of another
+            merged[key] = dict(value)  # a mixture is one value: shares of two mixtures do not add up
         elif isinstance(old, Mapping) and isinstance(value, Mapping):
             budgets = BUDGETS if key == "train" and any(name in value for name in BUDGETS) else ()
             merged[key] = merge({name: kept for name, kept in old.items() if name not in budgets}, value)
@@ -242,12 +246,21 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _merge_model(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge [model] tables. A preset stays a name until `expand`, so that keys set beside it can be told from its own."""
     if "preset" in changes:
         try:
-            base = {**base, **preset_fields(changes["preset"])}
+            own = preset_fields(changes["preset"])
         except ConfigError as failure:
             raise failure.within("model") from None
-    return with_changes(base, {key: value for key, value in changes.items() if key != "preset"})
+        base = {key: value for key, value in base.items() if key not in own}
+    return with_changes(base, changes)
+
+
+def expand(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the preset of a merged [model] by its fields."""
+    if "preset" not in model:
+        return dict(model)
+    return with_changes(preset_fields(model["preset"]), {key: value for key, value in model.items() if key != "preset"})
 
 
 def _read_with_base(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""Tables of settings as TOML writes them: read from a file, from `a.b=c` on the command line, laid over each other; and how a wrong
-value is told.
+"""TOML tables of settings: read files and `a.b=c` overrides, merge them, and word errors.
 
-Owns the forms a table takes. Does not know which keys there are, nor what they mean.
+Does not know which keys there are, nor what they mean.
 """
 
 import difflib
@@ -11,22 +10,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sinkdlm.errors import ConfigError
+from sinkdlm.errors import ConfigError, check_regular
 
 
 def read_table(path: Path) -> dict[str, Any]:
     """Read a recipe's file."""
+    check_regular(path, ConfigError)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as failure:
         reason = failure.strerror if isinstance(failure, OSError) else "not UTF-8 text"
         raise ConfigError(f"{path}: cannot read recipe: {reason}") from None
-    except tomllib.TOMLDecodeError as failure:
+    except (tomllib.TOMLDecodeError, RecursionError) as failure:
         raise ConfigError(f"{path}: not valid TOML: {failure}") from None
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{a: {b: c}} as {"a.b": c}."""
+    """Turn {a: {b: c}} into {"a.b": c}."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -34,24 +34,24 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """`a.b=c` as (key, value): the value is read as TOML, and as a plain string where it is no TOML."""
+    """Split `a.b=c` into key and value. The value is TOML, or a plain string where it is not valid TOML."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {text}: expected key=value; {f'give {key} a value' if key.strip() else 'name the key'}")
     try:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return key.strip(), value.strip()
 
 
 def nest(key: str, value: Any) -> dict[str, Any]:
-    """a.b = c as {a: {b: c}}."""
+    """Turn a.b = c into {a: {b: c}}."""
     first, _, rest = key.partition(".")
     return {first: nest(rest, value)} if rest else {first: value}
 
 
 def overlay(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides that add up: tables key by key, values replaced."""
+    """Merge overrides: tables key by key, other values replaced."""
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
@@ -60,19 +60,19 @@ def overlay(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def suggest(word: Any, allowed: Sequence[str]) -> str:
-    """The end of a refusal: the nearest of the allowed words, and all of them."""
+    """Return the end of an error message: the closest allowed word, and all of them."""
     close = difflib.get_close_matches(str(word), allowed, n=1)
     return (f"did you mean {close[0]}? " if close else "") + f"allowed: {', '.join(allowed)}"
 
 
 def describe_mistake(error: Any) -> str:
-    """One pydantic error as `key = value: what is allowed`, in TOML's words."""
+    """Word one pydantic error as `key = value: what is allowed`, in TOML's terms."""
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "missing":
         return f"{key}: missing; it has no default"
     reason = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]
     if error["type"] == "tuple_type":
-        reason = f"allowed is a list, as in [{json.dumps(error['input'], default=str)}]"  # TOML writes a plain value alike
+        reason = f"allowed is a list, as in [{json.dumps(error['input'], default=str)}]"  # JSON and TOML write plain values alike
     elif error["type"] == "dict_type":
         names = error["input"] if isinstance(error["input"], list) else [error["input"]]
         reason = f"allowed is a table, as in {{{', '.join(f'{json.dumps(str(name))} = 1' for name in names)}}}"

@@ -1,1 +1,1 @@
-"""From texts to token shards, and from shards to training rows. Importing it imports nothing: each module is named where used."""
+"""Turn texts into token shards, and shards into training rows. Importing the package imports none of its modules."""

@@ -1,4 +1,4 @@
-"""How far long work has come: a bar on a terminal, a plain line now and then elsewhere; on stderr, never on stdout."""
+"""Show the progress of long work: a bar on a terminal, a plain line now and then elsewhere; on stderr, never on stdout."""
 
 import sys
 import time
@@ -8,12 +8,12 @@ _EVERY = 10.0  # seconds between plain lines
 
 
 def counted(n: int, what: str) -> str:
-    """So many of something, which takes an s where there is not one of it."""
+    """A count with its noun, in the plural unless it is one."""
     return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 class Bar:
-    """total: of whatever is counted, 0 where unknown. done: what was there already; rates are of what this run did."""
+    """A progress bar. total: of whatever is counted, 0 where unknown. done: finished before, and not part of the rates."""
 
     counts = False  # show how many of how many, not per cent
 
@@ -55,7 +55,7 @@ class Bar:
 
 
 class ByteBar(Bar):
-    """Work over bytes."""
+    """Progress in bytes."""
 
     def update(self, done: int, n_bytes: int, n_tokens: int | None = None) -> None:
         """done: bytes of `total`; n_bytes and n_tokens: what this run has gone through, for the rates."""
@@ -67,12 +67,12 @@ class ByteBar(Bar):
 
 
 class ItemBar(Bar):
-    """Work over counted items."""
+    """Progress in items."""
 
     counts = True
 
     def update(self, done: int, share: float = 0.0, under_way: int = 0) -> None:
-        """share: how much of those under way is done too."""
+        """share: finished part of the items under way."""
         so_far = done + share * under_way
         per_second = (so_far - self._start) / self.seconds
         # Long documents on a CPU take minutes each, and 0.0/s says nothing.

@@ -1,4 +1,4 @@
-"""A tokenizer as preparation uses it: texts in batches to ids on all cores, its end-of-document id, and its mark in the index."""
+"""Encode texts for preparation, in batches on all cores, and identify the tokenizer that did it."""
 
 import functools
 import hashlib
@@ -12,11 +12,14 @@ from sinkdlm.errors import DataError
 
 _UINT16_IDS = 1 << 16
 _LEAD = "\n"
+_LONG = 3 << 19  # characters of a piece that is encoded window by window: only text without line breaks has such
+_WINDOW, _OVERLAP, _ALIKE = 1 << 16, 1 << 12, 1 << 8
+_TRIES = 4  # at places where a window may begin: within digits, which many tokenizers take three by three, one in so many fits
 
 
 def mark_tokenizer(tokenizer: Any, source: str | None = None) -> dict[str, Any]:
-    """What tells one tokenizer from another: `sha256` of everything it does to a text, `vocabulary_sha256` of its tokens and ids
-    alone, and how many rows its ids need. source: where it came from, as the user said it."""
+    """Identify a tokenizer: `sha256` of everything it does to a text, `vocabulary_sha256` of its tokens and ids alone, and the
+    embedding rows that its ids need. source: where it came from, as the user named it."""
     content = _content(tokenizer)
     vocabulary = sorted(tokenizer.get_vocab().items())
     return {
@@ -32,23 +35,23 @@ def _canonical(value: Any) -> bytes:
 
 
 def _content(tokenizer: Any) -> dict[str, Any]:
-    """tokenizer.json without padding and truncation, which a user of the tokenizer may have switched on."""
+    """tokenizer.json without padding and truncation, which a caller may have switched on."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise DataError(f"tokenizer {type(tokenizer).__name__}: has no tokenizer.json form, which preparing needs")
     return {**json.loads(backend.to_str()), "padding": None, "truncation": None}
 
 
-def unknown_counter(tokenizer: Any) -> Callable[[Sequence[int]], int]:
-    """Counts tokens that stand for what the tokenizer does not have: none where every text can be spelled, byte by byte."""
+def unknown_counter(tokenizer: Any) -> Callable[[Sequence[int] | np.ndarray[Any, Any]], int]:
+    """Return a counter of unknown tokens. It finds none where the tokenizer can spell every text byte by byte."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     token = getattr(model, "unk_token", tokenizer.unk_token)  # a Unigram model does not say
     unknown = None if token is None else tokenizer.get_vocab().get(token)
-    return lambda ids: list[Any](ids).count(unknown)
+    return lambda ids: int(np.count_nonzero(np.asarray(ids) == unknown))
 
 
 def with_bos(ids: list[int], bos_id: Any, bos: bool | None) -> list[int]:
-    """BOS in front of the ids, or none there; None: as they are."""
+    """Put BOS in front of the ids or remove it; None leaves them as they are."""
     if bos is None:
         return ids
     bare = ids[1:] if ids[:1] == [bos_id] else ids
@@ -56,16 +59,16 @@ def with_bos(ids: list[int], bos_id: Any, bos: bool | None) -> list[int]:
 
 
 def literal_content(tokenizer: Any, eos_id: int) -> dict[str, Any]:
-    """The same, with the end-of-document token among the special ones: those that a text can be kept from spelling."""
+    """tokenizer.json with the end-of-document token marked special: texts can be kept from spelling special tokens."""
     content = _content(tokenizer)
     added = [{**token, "special": token["special"] or token["id"] == eos_id} for token in content.get("added_tokens") or []]
     return {**content, "added_tokens": added}
 
 
 class Encoder:
-    """Texts to ids. A text that spells a special token ("<|endoftext|>") is taken literally, letter by letter, unless `parse`.
+    """Encodes texts to ids. A text that spells a special token ("<|endoftext|>") is taken literally, unless `parse`.
 
-    bos: where special tokens are added, BOS in front or not, whatever the tokenizer does by itself (None: what it does)."""
+    bos: whether BOS goes in front where special tokens are added; None: as the tokenizer does by itself."""
 
     def __init__(self, tokenizer: Any, eos_id: int | None = None, bos: bool | None = None) -> None:
         from tokenizers import Tokenizer
@@ -96,20 +99,63 @@ class Encoder:
         return Tokenizer.from_str(self._content)
 
     def encode(self, texts: Sequence[str], *, add_special: bool = False, parse: bool = False) -> list[list[int]]:
-        """add_special: with the tokens that the tokenizer puts around a text (BOS). Waits without holding Python's lock."""
+        """Encode texts. add_special: with the tokens that the tokenizer puts around a text (BOS). Releases Python's lock."""
         backend = self._parsing if parse else self._literal
         bos = self.bos if add_special else None
         return [
             with_bos(found.ids, self._bos_id, bos) for found in backend.encode_batch_fast(texts, add_special_tokens=add_special)
         ]
 
-    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[list[int]]:
-        """(piece, does it begin a text?). A later piece is read after a line break, which is then taken off again, so that what a
-        tokenizer puts at the start of a text ("▁") stands only there."""
-        found = self.encode([piece if first else _LEAD + piece for piece, first in pieces])
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[Any]:
+        """Encode pairs (piece, does it begin a text?). A later piece is encoded behind a line break, whose ids are then removed:
+        what a tokenizer puts at the start of a text ("▁") must appear only there."""
+        led = [piece if first else _LEAD + piece for piece, first in pieces]
+        short = iter(self.encode([text for text in led if len(text) <= _LONG]))
+        found: list[Any] = [next(short) if len(text) <= _LONG else self._encode_long(text) for text in led]
         n = len(self._lead)
         for place, (piece, first) in enumerate(pieces):
             if not first:
                 ids = found[place]
-                found[place] = ids[n:] if ids[:n] == self._lead else self.encode([piece])[0]
+                whole = self._encode_long if len(piece) > _LONG else lambda text: self.encode([text])[0]
+                found[place] = ids[n:] if list(ids[:n]) == self._lead else whole(piece)
         return found
+
+    def _encode_long(self, text: str) -> Any:
+        """The ids of the whole text, in the memory of a window: tokenizers takes 400 bytes for a character.
+
+        Each window begins at a token of the one before. Two are joined where both have the same tokens for a while, so that neither
+        feels its end there; where they never agree, as in a word without end that has no token, the text is encoded whole."""
+        found, (ids, spans), start, end = [], self._window(text, 0, _WINDOW), 0, _WINDOW
+        while end < len(text):
+            for begin in spans[spans[:, 0] >= end - _OVERLAP, 0][:_TRIES].tolist():
+                middle, following = (begin + end) // 2, self._window(text, begin, begin + _WINDOW)
+                others = [following]
+                if not any(map(str.isspace, text[middle - _ALIKE : middle + _ALIKE])):  # so long a word may feel how it ends
+                    others.append(self._window(text, start, end - 1))
+                place = _common_token(middle, (ids, spans), others)
+                if place is not None:
+                    break
+            else:
+                return self.encode([text])[0]
+            found.append(ids[: np.searchsorted(spans[:, 0], place)])
+            kept, start, end = np.searchsorted(following[1][:, 0], place), begin, begin + _WINDOW
+            ids, spans = following[0][kept:], following[1][kept:]
+        return np.concatenate([*found, ids])
+
+    def _window(self, text: str, begin: int, end: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Ids, and where in the text each begins and ends."""
+        (found,) = self._literal.encode_batch([text[begin:end]], add_special_tokens=False)
+        return np.array(found.ids, self.dtype), begin + np.array(found.offsets, np.int64).reshape(-1, 2)
+
+
+def _common_token(middle: int, one: Any, others: Any) -> int | None:
+    """Where a token begins, about the middle, with the same tokens on both sides of it in all."""
+    seen = []
+    for ids, spans in (one, *others):
+        near = (spans[:, 0] >= middle - _ALIKE) & (spans[:, 1] <= middle + _ALIKE)
+        seen.append((ids[near], spans[near]))
+        if bool((np.diff(spans[:, 0]) < 0).any()):
+            return None
+    starts = seen[0][1][:, 0]
+    same = len(starts) > 2 and all(np.array_equal(a, b) for found in seen[1:] for a, b in zip(seen[0], found, strict=True))
+    return int(starts[len(starts) // 2]) if same else None

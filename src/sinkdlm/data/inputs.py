@@ -1,7 +1,7 @@
-"""What there is to read: files, folders and data sets of the Hugging Face hub, as rows in a fixed order.
+"""Read files, folders and data sets of the Hugging Face hub as rows in a fixed order.
 
-A row is a document's text, or a mapping that one is taken from. Rows of a source are numbered, so that reading can go on where it
-stopped. Knows nothing of tokens. Nothing is held whole but a row; a text file taken as one document comes in pieces.
+A row is a document's text, or a mapping that contains one. Rows of a source are numbered, so that reading can resume. At most one
+row is in memory; a text file that is one document comes in pieces. Must not know tokens.
 """
 
 import codecs
@@ -16,25 +16,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from sinkdlm.errors import DataError, first_line
+from sinkdlm.errors import DataError, check_regular, first_line
 
 Form = Literal["text", "jsonl", "parquet", "hub", "memory"]
 _FORMS: dict[str, Form] = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".json": "jsonl"}
 _PACKED = (".gz", ".zst")
-_TABLES = (".csv", ".tsv", ".ndjson", ".arrow", ".xml")  # of a folder that is left to datasets
+_TABLES = (".csv", ".tsv", ".ndjson", ".arrow", ".xml")  # folders with these are read by the datasets package
 SUPPORTED = ".txt, .md, .jsonl, .json (each also .gz or .zst), .parquet, a folder of these, or a data set of the Hugging Face hub"
 EXTRA = "pip install 'sinkdlm[data]'"
 _HUB_WORD = r"(?![.-])(?!.*(--|\.\.))[\w.-]+(?<![.-])"
-_HUB_NAME = re.compile(rf"[\w-]+|{_HUB_WORD}/{_HUB_WORD}", re.ASCII)  # names without an owner are old, and none has a dot
+_HUB_NAME = re.compile(rf"[\w-]+|{_HUB_WORD}/{_HUB_WORD}", re.ASCII)  # old names have no owner, and none of them has a dot
 _CHUNK = 1 << 18  # bytes read at a time
+_PACKED_CHUNK = 1 << 10  # and unpacked: they may become 32 MB
+_MOST_UNPACKED = 200  # times as much as is packed: texts shrink to a third or a tenth
+_LINE_LIMIT = 1 << 28  # bytes of a line, which is read whole
 PIECE = 1 << 20  # characters after which a long text is cut at the next line break
-PIECE_LIMIT = 16 * PIECE  # where there is no line break: at a space
+PIECE_LIMIT = 16 * PIECE  # without a line break up to here, it is cut at a space
 _LINE_BREAK = re.compile(r"(?<=\S)\n(?=\S)")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file, or one data set. `stamp` changes when its content does, as far as that can be told without reading it."""
+    """One file, or one data set. `stamp` changes with its content, as far as that shows without reading it."""
 
     name: str
     form: Form
@@ -53,14 +56,14 @@ class Row(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """A long text: its digest, made in a first reading, and its pieces as they are read."""
+    """A long text: its digest, from a first reading, and its pieces, read one by one."""
 
     digest: bytes
     pieces: Iterator[str]
 
 
 def text_digest(text: str | None = None) -> Any:
-    """BLAKE2b under a key of its own: the same text has the same digest everywhere, and no other use of BLAKE2b shares it."""
+    """Keyed BLAKE2b digest: the same text has the same digest everywhere; the key keeps it apart from other uses."""
     digest = hashlib.blake2b(digest_size=8, key=b"sinkdlm document")
     if text is not None:
         digest.update(text.encode())
@@ -68,7 +71,7 @@ def text_digest(text: str | None = None) -> Any:
 
 
 def find_sources(names: Sequence[str], *, split: str = "train", config: str | None = None) -> list[Source]:
-    """Every file behind the names, folders opened and sorted. A name that is no path is a data set of the hub."""
+    """List every file behind the names, folders opened and sorted. A name that is no path is a data set of the hub."""
     found: list[Source] = []
     for name in names:
         path = Path(name)
@@ -78,13 +81,19 @@ def find_sources(names: Sequence[str], *, split: str = "train", config: str | No
             found += _folder(path, split, config)
         elif path.exists():
             found.append(_file(path))
-        elif not _may_be_hub(name) or ("/" in name and path.parent.is_dir()):  # meant to be a file of a folder that is here
+        elif not _may_be_hub(name) or ("/" in name and path.parent.is_dir()):  # its folder exists: it means a file
             hint = f"; hf:{name} names a data set of the hub" if _may_be_hub(name) else ""
             raise DataError(f"{name}: no such file or folder{hint}")
         else:
             found.append(_hub(name, split, config))
     if not found:
         raise DataError(f"nothing to read; give {SUPPORTED}")
+    seen: dict[tuple[str, str, str | None], Source] = {}
+    for source in found:  # through links, too
+        key = str(Path(source.name).resolve()) if source.form != "hub" else source.name, source.split, source.config
+        if seen.setdefault(key, source) is not source:
+            told = f"{seen[key].name} and {source.name}" if seen[key].name != source.name else source.name
+            raise DataError(f"{told}: the same file twice, whose documents would count twice; leave one out")
     return found
 
 
@@ -93,19 +102,20 @@ def _may_be_hub(name: str) -> bool:
 
 
 def _ending(path: Path) -> str:
-    """A compression's left aside."""
+    """The ending, without that of a compression."""
     return Path(path.stem).suffix if path.suffix in _PACKED else path.suffix
 
 
 def form_of(path: Path) -> Form | None:
-    """By the ending."""
+    """Form of a file, by its ending; None if unknown."""
     return "parquet" if path.suffix == ".parquet" else _FORMS.get(_ending(path))
 
 
 def _file(path: Path) -> Source:
     form = form_of(path)
     if form is None:
-        raise DataError(f"{path}: cannot be read by its ending; supported: {SUPPORTED}")
+        raise DataError(f"{path}: unknown ending; supported: {SUPPORTED}")
+    check_regular(path, DataError)
     return Source(str(path), form, path.stat().st_size, _stamp(path, path.name))
 
 
@@ -114,9 +124,9 @@ def _folder(folder: Path, split: str, config: str | None) -> list[Source]:
         return [_hub(str(folder), split, config)]
     inner = [path for path in sorted(folder.rglob("*")) if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     shards = {path.parent for path in inner if path.name in ("index.json", "progress.json") and any(path.parent.glob("*.bin*"))}
-    inner = [path for path in inner if not any(parent in shards for parent in path.parents)]  # what preparing wrote there
+    inner = [path for path in inner if not any(parent in shards for parent in path.parents)]  # not prepared shards
     files = [path for path in inner if path.is_file() and form_of(path) is not None]
-    if any(form_of(path) != "text" for path in files):  # a data set's own description is none of its documents
+    if any(form_of(path) != "text" for path in files):  # a data set's description is not one of its documents
         files = [path for path in files if path.name.lower() != "readme.md"]
     if files:
         return [_file(path) for path in files]
@@ -132,7 +142,7 @@ def _hub(name: str, split: str, config: str | None) -> Source:
 
 
 def _is_stored(folder: Path) -> bool:
-    """As datasets' save_to_disk leaves it."""
+    """Whether the datasets package's save_to_disk wrote this folder."""
     return (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists()
 
 
@@ -141,16 +151,16 @@ def _stamp(path: Path, name: object) -> str:
 
 
 class Reader:
-    """Rows of sources one after the other, from a position on: (source, rows of it already taken)."""
+    """Reads the rows of sources one after the other, from a position on: (source, rows of it already taken)."""
 
     def __init__(self, sources: Sequence[Source], *, documents: str = "file", start: tuple[int, int] = (0, 0)) -> None:
         self.sources = sources
         self.documents = documents
         self.start = start
-        self.bytes_done = sum(source.size for source in sources[: start[0]])  # as they lie on disk
+        self.bytes_done = sum(source.size for source in sources[: start[0]])  # bytes on disk, compressed or not
 
     def rows(self, fields: Sequence[str] | None = None) -> Iterator[tuple[int, int, Row]]:
-        """(source, rows taken with this one, row). fields: those that will be asked for, where a format can leave the rest."""
+        """Yield (source, rows taken with this one, row). fields: those that are needed; some formats can skip the others."""
         first, skip = self.start
         for index in range(first, len(self.sources)):
             source = self.sources[index]
@@ -175,44 +185,50 @@ class Reader:
         return itertools.islice(self._text_rows(source), skip, None)
 
     def _chunks(self, source: Source) -> Iterator[bytes]:
-        """The bytes of a file, unpacked."""
+        """Yield the bytes of a file, decompressed."""
         path, before = Path(source.name), self.bytes_done
         try:
             with path.open("rb") as file:
+                size = 0
                 for unpacked in _unpacked(path, iter(lambda: file.read(_CHUNK), b"")):
                     self.bytes_done = before + file.tell()
+                    size += len(unpacked)
+                    if size > _MOST_UNPACKED * file.tell() + 256 * _CHUNK:
+                        times = f"{size} bytes come out of {file.tell()}, more than of any text"
+                        raise DataError(f"{path}: {times}; if it is one all the same, unpack it first")
                     yield unpacked
         except OSError as failure:
             raise DataError(f"{path}: cannot be read: {failure.strerror or failure}") from None
-        except Exception as failure:  # zlib.error and ZstdError have no base in common
+        except Exception as failure:  # zlib.error and ZstdError share no base class
             if isinstance(failure, zlib.error) or type(failure).__name__ == "ZstdError":
                 raise DataError(f"{path}: damaged: {failure}") from None
             raise
 
     def _json_rows(self, source: Source, skip: int) -> Iterator[Row]:
-        numbered = ((n, line) for n, line in enumerate(_lines(self._chunks(source)), start=1) if line.strip())
+        numbered = ((n, line) for n, line in enumerate(_lines(self._chunks(source), source.name), start=1) if line.strip())
         for number, line in itertools.islice(numbered, skip, None):
             place = f"{source.name}: line {number}"
             yield Row(_parse(place, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, number), place)
 
     def _text_rows(self, source: Source) -> Iterator[Row]:
-        """Lines, or paragraphs: lines up to a blank one. The break at the end is kept for "line-with-break" only."""
-        held, start = b"", 1
-        for number, line in enumerate(itertools.chain(_lines(self._chunks(source)), [b""]), start=1):
+        """Yield lines, or paragraphs (lines up to a blank one). Only "line-with-break" keeps the break at the end."""
+        held: list[bytes] = []
+        start = 1
+        for number, line in enumerate(itertools.chain(_lines(self._chunks(source), source.name), [b""]), start=1):
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 start = start if held else number
-                held += line
+                held.append(line)
             if held and (not line.strip() or self.documents != "paragraph"):
                 place = f"{source.name}: line {start}"
                 try:
-                    text = held.decode()
+                    text = b"".join(held).decode()
                 except UnicodeDecodeError:
                     raise _not_utf8(place) from None
                 kept = text if self.documents == "line-with-break" else text.removesuffix("\n").removesuffix("\r")
                 yield Row(kept, place)
-                held = b""
+                held = []
 
     def _whole_file(self, source: Source) -> Iterator[Row]:
         place, begun = f"{source.name}: line 1", self.bytes_done
@@ -267,9 +283,9 @@ class Reader:
 
 
 def cut(texts: Iterable[str]) -> Iterator[str]:
-    """A text in pieces, so that it need not lie in memory whole: after PIECE characters at the next line break between two
-    characters that are no space, and where there is none up to PIECE_LIMIT, before a space. Where the pieces end depends on the
-    text alone, not on how it arrives. A short text is one piece."""
+    """Cut a text into pieces, so that it is never whole in memory. A piece ends after PIECE characters, at the next line break
+    between two characters that are not spaces; if there is none up to PIECE_LIMIT, before a space. The cuts depend on the text
+    alone, not on how it arrives. A short text is one piece."""
     held, searched = "", 0
     for text in texts:
         held, begin = held + text if held else text, 0
@@ -291,7 +307,7 @@ def cut(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _unpacked(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Of a .gz or .zst file, in which one packed stream may follow another."""
+    """Decompress a .gz or .zst file, which may hold several compressed streams in a row."""
     make: Callable[[], Any]
     if path.suffix == ".gz":
         make = functools.partial(zlib.decompressobj, wbits=31)
@@ -304,22 +320,30 @@ def _unpacked(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:
     else:
         yield from chunks
         return
-    unpacker = None
-    for chunk in chunks:
+    unpacker, ready = None, bytearray()
+    for chunk in (whole[begin : begin + _PACKED_CHUNK] for whole in chunks for begin in range(0, len(whole), _PACKED_CHUNK)):
         while chunk:
             unpacker = unpacker or make()
-            yield unpacker.decompress(chunk)
+            ready += unpacker.decompress(chunk)
             chunk, unpacker = (unpacker.unused_data, None) if unpacker.eof else (b"", unpacker)
+        if len(ready) >= _CHUNK:
+            yield bytes(ready)
+            ready.clear()
+    yield bytes(ready)
     if unpacker:
         raise DataError(f"{path}: ends in the middle of its compressed data: truncated")
 
 
-def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """With the breaks that end them. A line over many chunks is joined once."""
+def _lines(chunks: Iterable[bytes], name: str) -> Iterator[bytes]:
+    """Yield lines with their line breaks. A line over many chunks is joined once."""
     held: list[bytes] = []
+    n_held = 0
     for chunk in chunks:
         parts = chunk.split(b"\n")
         held.append(parts[0])
+        n_held = n_held + len(chunk) if len(parts) == 1 else len(parts[-1])
+        if n_held > _LINE_LIMIT:
+            raise DataError(f"{name}: a line of more than {_LINE_LIMIT >> 20} MB; --documents file reads a .txt in pieces")
         if len(parts) > 1:
             yield b"".join([*held, b"\n"])
             for part in parts[1:-1]:
@@ -356,11 +380,11 @@ def count_bytes(text: str, place: str) -> int:
     try:
         return len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError:
-        raise DataError(f"{place}: half of a surrogate pair, which is no text; repair the row or remove it") from None
+        raise DataError(f"{place}: half of a surrogate pair, which is not text; repair the row or remove it") from None
 
 
 def text_of(row: Row, field: str) -> str | Pieces | None:
-    """A row's text; None where it has none, and is left out."""
+    """Return a row's text; None where it has none and is left out."""
     value = row.value
     if isinstance(value, Mapping):
         if field not in value:
@@ -390,7 +414,7 @@ def _hub_rows(source: Source, skip: int) -> Iterator[Row]:
 
 
 def open_hub(source: Source) -> Any:
-    """Streamed: nothing is copied to disk first, and a data set larger than the disk can be read."""
+    """Open a data set as a stream: nothing is copied to disk first, so it may be larger than the disk."""
     try:
         import datasets
     except ImportError:

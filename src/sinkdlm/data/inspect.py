@@ -1,4 +1,4 @@
-"""Looks at a set of token shards: every size and checksum, counts, settings, and some of it as text."""
+"""Check and describe a set of token shards: every size and checksum, counts, settings, and samples as text."""
 
 import itertools
 from pathlib import Path
@@ -10,15 +10,15 @@ from sinkdlm.data.display import ByteBar, counted
 from sinkdlm.data.encoding import mark_tokenizer
 from sinkdlm.data.shards import INDEX, SPLITS, Split, document_ends, open_split
 from sinkdlm.data.writing import read_json
-from sinkdlm.errors import DataError
+from sinkdlm.errors import DataError, panics_raised
 
-_WINDOW = 1 << 16  # tokens looked through for a document's ends
+_WINDOW = 1 << 16  # tokens searched for the ends of a document
 _UNBOUND = 128  # tokens shown where a format does not say where documents end
 _SHOWN = 2000  # characters of a sample
 
 
 def read_set(folder: str | Path, tokenizer: Any = None, *, samples: int = 2) -> dict[str, Any]:
-    """Checks and describes a set, ours, datatrove's or SMDM's packed one. tokenizer: for the samples, instead of the set's own."""
+    """Check and describe a set, ours, datatrove's or SMDM's packed one. tokenizer: for the samples, instead of the set's own."""
     folder = Path(folder)
     splits = {split: opened for split in SPLITS if (opened := open_split(folder, split)).shards or split == "train"}
     train, own = splits["train"], (folder / INDEX).exists()
@@ -49,7 +49,7 @@ def _facts(split: Split) -> dict[str, Any]:
 
 
 def _verify(splits: dict[str, Split]) -> None:
-    """Checksums, and that shards hold whole documents."""
+    """Compare checksums, and check that shards hold whole documents."""
     total = sum(shard.path.stat().st_size for split in splits.values() for shard in split.shards if shard.sha256)
     sizes = (size for split in splits.values() for size in split.verify())
     with ByteBar("checking", total) as display:
@@ -74,19 +74,20 @@ def _decoder(folder: Path, index: dict[str, Any], tokenizer: Any) -> tuple[Any, 
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(path)), []
+        with panics_raised():
+            return Tokenizer.from_file(str(path)), []
     except Exception as failure:  # the library raises bare Exceptions
         raise DataError(f"{path}: cannot be read: {failure}; --tokenizer gives another") from None
 
 
 def _samples(split: Split, decode: Any, n: int) -> list[dict[str, Any]]:
-    """Spread evenly over the split."""
+    """Return samples spread evenly over the split."""
 
     def text(start: int, stop: int) -> str:
         try:
             return str(decode.decode(split.read(start, stop).tolist(), skip_special_tokens=False))[:_SHOWN]
         except (OverflowError, TypeError) as failure:
-            raise DataError(f"{split.folder}: tokens {start} to {stop} are no ids of the tokenizer: {failure}") from None
+            raise DataError(f"{split.folder}: tokens {start} to {stop} are not ids of the tokenizer: {failure}") from None
 
     if split.kind == "examples":
         rows = split.example_rows()
@@ -104,7 +105,7 @@ def _samples(split: Split, decode: Any, n: int) -> list[dict[str, Any]]:
 
 
 def _document_at(split: Split, position: int) -> tuple[int, int]:
-    """Start and end of the document that holds a token, or of what follows it where ends are unknown."""
+    """Start and end of the document that holds a token; where ends are unknown, of a few tokens from there on."""
     if split.eos_id is None:
         shard = int(np.searchsorted(split.starts, position, side="right")) - 1
         begin, ends = int(split.starts[shard]), document_ends(split.shards[shard].path)
@@ -119,7 +120,7 @@ def _document_at(split: Split, position: int) -> tuple[int, int]:
 
 
 def describe(found: dict[str, Any]) -> str:
-    """For reading: one fact a line, samples at the end."""
+    """Format what `read_set` found for people: one fact a line, samples at the end."""
     what = "example" if found["kind"] == "examples" else "document"
     lines = [f"{found['folder']}: {found['format']}, {found['kind']}"]
     for split, part in found["splits"].items():

@@ -1,7 +1,7 @@
-"""From texts to token shards: reads, tokenises on all cores, splits by document, and writes, all at once and in a fixed order.
+"""Turn texts into token shards: read, tokenise on all cores, split by document and write, in parallel and in a fixed order.
 
-Owns the settings of a preparation and the order of its steps. What comes out depends on the inputs, the tokenizer and the settings
-alone: not on batch sizes, timing, or how often the work was interrupted.
+Owns the settings of a preparation and the order of its steps. The result depends only on the inputs, the tokenizer and the
+settings: not on batch sizes, timing or interruptions.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _NOTE_SECONDS = 30.0
 
 
 class Settings(Frozen):
-    """How texts become tokens. Recorded in the index; a folder is only ever continued with the same."""
+    """How texts become tokens. The index records it, and a folder can be resumed only with the same settings."""
 
     kind: Literal["text", "sft", "gsm8k-two-stage", "gsm8k-one-stage"] = "text"
     field: str = "text"
@@ -41,8 +41,8 @@ class Settings(Frozen):
     validation: float = Field(default=0.01, ge=0, lt=1)  # share of documents
     shard_tokens: int = Field(default=100_000_000, ge=1)
     length: int | None = Field(default=None, ge=2)  # longest example
-    eos_id: int | None = None  # the tokenizer's own
-    bos: bool | None = None  # before the segments of examples; None: as the tokenizer does by itself
+    eos_id: int | None = None  # None: the tokenizer's own
+    bos: bool | None = None  # BOS before the segments of examples; None: as the tokenizer does
     split: str = "train"  # of a data set of the hub
     config: str | None = None
 
@@ -55,7 +55,7 @@ class Settings(Frozen):
 
 
 class Unit(NamedTuple):
-    """A row, or a piece of a long one, on its way to the encoder. position: rows taken when it is done."""
+    """A row, or a piece of a long one, on its way to the encoder. position: (source, rows taken) once it is done."""
 
     content: Any  # a piece of text, the drafts of a row, or None for a row without text
     split: str
@@ -67,7 +67,7 @@ class Unit(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A unit in ids. rows: prompt tokens and tokens in all of each example."""
+    """A unit as ids. rows: (prompt tokens, all tokens) of each example."""
 
     tokens: Array
     rows: Array | None
@@ -78,7 +78,7 @@ class Encoded(NamedTuple):
 def prepare(
     names: Sequence[str], tokenizer: Any, out: str | Path, settings: Settings | None = None, *, source: str | None = None
 ) -> dict[str, Any]:
-    """Texts in files, folders or data sets of the hub to token shards in `out`. Run again after an interruption, it goes on.
+    """Turn texts in files, folders or data sets of the hub into token shards in `out`. Call it again to resume after a stop.
 
     tokenizer: a transformers tokenizer; source: where it came from, for the record. Returns a summary.
     """
@@ -122,13 +122,13 @@ def _summary(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finer(settings: Settings) -> str | None:
-    """How text files are cut into more documents than they were."""
+    """The option that cuts text files into more documents, if there is one."""
     ways = {"file": "--documents line or paragraph splits text files", "paragraph": "--documents line splits text files further"}
     return ways.get(settings.documents) if settings.kind == "text" else None
 
 
 def _settle(store: Store, settings: Settings) -> list[str]:
-    """What can only be said at the end: is there anything, is there a validation split, what was left out."""
+    """Check at the end that there is data and a validation split; return notes on what was moved or left out."""
     train, validation = (store.splits[split] for split in SPLITS)
     counts, n_rows = store.counts, store.counts["rows"]
     if train.total("documents") + validation.total("documents") == 0:
@@ -145,6 +145,10 @@ def _settle(store: Store, settings: Settings) -> list[str]:
         if n_rows > 1:
             store.move_last("train", "validation")
             notes.append(f"none of {n_rows} rows fell into the validation split by its digest; the last one was put there")
+        elif settings.kind == "text" and (end := round(settings.validation * (train.total("tokens") - 1))) > 1:
+            store.hold_out_end(end)
+            cure = _finer(settings) or "more documents make one of whole documents"
+            notes.append(f"one document only: its last {end:,} tokens are the validation split; {cure}")
         else:
             notes.append(f"one row only: there is no validation split; {_finer(settings) or 'give more rows'}")
     held = validation.total("tokens")
@@ -155,14 +159,15 @@ def _settle(store: Store, settings: Settings) -> list[str]:
     said = {
         "too_long": f"examples longer than {settings.length} tokens were left out",
         "empty": "rows without text were left out",
-        "eos_spelled": "times a text gave the end-of-document id, which was taken out",
+        "marks": "lines with more than one || or #### were left out, as by the official code",
+        "eos_spelled": "times a text gave the end-of-document id, which was removed",
         "unknown": lost,
     }
     return notes + [f"{counts[name]} {text}" for name, text in said.items() if counts[name]]
 
 
 class _Run:
-    """One pass: a thread reads, two encode in turn (one fills the cores while the other hands over), this one writes."""
+    """One pass: one thread reads, two encode in turn (one fills the cores while the other hands over), this one writes."""
 
     def __init__(self, sources: Sequence[Source], settings: Settings, tokenizer: Any, encoder: Encoder, store: Store) -> None:
         self.settings, self.tokenizer, self.encoder, self.store = settings, tokenizer, encoder, store
@@ -178,18 +183,18 @@ class _Run:
         self._stopped = False
 
     def fill(self, mark: dict[str, Any]) -> dict[str, Any]:
-        """Do all that is left, write the index, and return a summary. mark: the tokenizer's."""
+        """Do all that is left, write the index, and return a summary. mark: identifies the tokenizer."""
         store, encoder, kind = self.store, self.encoder, self.settings.kind
         try:
             if kind.startswith("gsm8k") and encoder.count_unknown(encoder.encode([examples.MARK])[0]):
-                told = f"answers begin with {examples.MARK}, which the tokenizer cannot write; take another one"
+                told = f"answers begin with {examples.MARK}, which the tokenizer cannot encode; choose another --tokenizer"
                 raise DataError(f"--kind {kind}: {told}")
             seconds = self._run()
             notes = _settle(store, self.settings)
             facts = {"kind": "text" if kind == "text" else "examples", "dtype": encoder.dtype.name}
             index = store.finish({**facts, "eos_id": encoder.eos_id, "tokenizer": mark}, self.tokenizer)
         except DataError:
-            if not store.noted:  # nothing to go on with, so the next attempt may use other settings
+            if not store.noted:  # nothing to resume: the next attempt may use other settings
                 store.abandon()
             raise
         finally:
@@ -198,7 +203,7 @@ class _Run:
         return {**_summary(store.folder, index), "notes": notes, "already": False, **speed, "resumed": store.resumed}
 
     def _run(self) -> float:
-        """Read, encode and write; the seconds that it took."""
+        """Read, encode and write; return the seconds that it took."""
         noted = time.monotonic()
         with ByteBar("preparing", self.total, self.reader.bytes_done) as display, closing(self._encoded()) as found:
             for units, bytes_done, encoded in found:
@@ -208,7 +213,7 @@ class _Run:
             return display.seconds
 
     def _encoded(self) -> Generator[tuple[list[Unit], int, list[Encoded]]]:
-        """Batches in their order. A failure of the reading comes after all that was read before it."""
+        """Yield batches in order. A reading failure is raised after everything that was read before it."""
         batches = self._batches()
 
         def encode(read: Future[tuple[list[Unit], int] | None]) -> tuple[list[Unit], int, list[Encoded]] | None:
@@ -225,7 +230,7 @@ class _Run:
                 self._stopped = True
 
     def _batches(self) -> Iterator[tuple[list[Unit], int]]:
-        """Units, and the bytes on disk that are read by then."""
+        """Yield batches of units, and the bytes on disk read so far."""
         units: list[Unit] = []
         size = 0
         for unit in self._units():
@@ -258,9 +263,12 @@ class _Run:
 
     def _example_units(self, row: Row, position: tuple[int, int]) -> Iterator[Unit]:
         drafts = examples.drafts_of(self.settings.kind, row.value, self.tokenizer, row.place)
-        size = sum(count_bytes(text, row.place) for draft in drafts for text in (draft.prompt, draft.rest))
-        # By what is asked: rows that answer one question in several ways fall on the same side.
-        split = self._split(text_digest(drafts[0].prompt).digest())
+        if not drafts:
+            yield Unit([], "train", True, True, position, row.place, 0)
+            return
+        size = sum(count_bytes(text, row.place) for draft in drafts for text in (*draft.prompt, draft.rest))
+        # By the question: rows with several answers to it fall into the same split.
+        split = self._split(text_digest("".join(drafts[0].prompt)).digest())
         yield Unit(drafts, split, True, True, position, row.place, size)
 
     def _split(self, digest: bytes) -> str:
@@ -278,7 +286,7 @@ class _Run:
             ids = next(found)
             tokens = np.array(ids, self.encoder.dtype)
             kept = tokens[tokens != end]
-            counts = {"eos_spelled": len(tokens) - len(kept), "unknown": self.encoder.count_unknown(ids)}
+            counts = {"eos_spelled": len(tokens) - len(kept), "unknown": self.encoder.count_unknown(tokens)}
             encoded.append(Encoded(np.concatenate([kept, end]) if unit.last else kept, None, int(unit.last), counts))
         return encoded
 
@@ -290,15 +298,17 @@ class _Run:
         for unit in units:
             whole = [next(found) for _ in unit.content]
             kept = [pair for pair in whole if self.settings.length is None or len(pair[0]) + len(pair[1]) <= self.settings.length]
+            if self.settings.kind == "gsm8k-two-stage" and len(kept) < len(whole):
+                kept = []  # both stages or neither
             tokens = np.array([token for prompt, rest in kept for token in (*prompt, *rest)], self.encoder.dtype)
             rows = np.array([(len(prompt), len(prompt) + len(rest)) for prompt, rest in kept], np.int64).reshape(-1, 2)
             unknown = sum(self.encoder.count_unknown(part) for pair in kept for part in pair)
-            counts = {"too_long": len(whole) - len(kept), "unknown": unknown}
+            counts = {"too_long": len(whole) - len(kept), "unknown": unknown, "marks": int(not whole)}
             encoded.append(Encoded(tokens, rows, len(kept), counts))
         return encoded
 
     def _write(self, units: list[Unit], encoded: list[Encoded], due: bool) -> bool:
-        """Was progress noted on disk? Counts are added row by row, so that what is noted fits the row it is noted at."""
+        """Write units; return whether progress was saved. Counts grow row by row, so that saved counts fit the saved position."""
         store, noted = self.store, False
         for unit, found in zip(units, encoded, strict=True):
             noted |= store.write(unit.split, found.tokens, found.rows, found.n_documents, first=unit.first)

@@ -1,10 +1,10 @@
-"""From token shards to batches of rows: blocks of text cut across documents, and prompt-and-response examples.
+"""Make batches of rows from token shards: blocks of text cut across documents, and prompt-and-response examples.
 
 Owns how a row is cut and filled, and which row of which set a sample index reads. A batch is a pure function of its sample indices,
-so that resuming needs no loader state. Knows nothing of models or devices.
+so that resuming needs no loader state. Must not know models or devices.
 
-Sets are dealt out by their shares without a remainder anywhere: among any n samples a set has its share to within one. Within a
-set, each pass over its rows follows a keyed permutation of its own. B rows, T tokens.
+Sets are interleaved by their shares: among any n samples, a set has its share to within one. Each pass over a set's rows follows
+its own keyed permutation. B rows, T tokens.
 """
 
 import functools
@@ -23,14 +23,14 @@ from sinkdlm.errors import DataError
 from sinkdlm.noise import Stream, permute, uniform
 
 Array = np.ndarray[Any, Any]
-_BLOCK = 4096  # turns whose rows are computed together
-_GRAIN = 1 << 31  # shares are kept in parts of this; int64 then counts 2**32 rows
+_BLOCK = 4096  # indices whose rows are computed together
+_GRAIN = 1 << 31  # shares are fractions of this; int64 then counts 2**32 rows
 
 
 @dataclass(frozen=True)
 class Batch:
     """tokens (B, T) int64. samples (B,): sample indices, which key the noise. maskable (B, T): positions that may be masked and
-    are trained on, None for all. lengths (B,): rows end there, None for full rows. documents (B, T): confines of attention."""
+    are trained on, None for all. lengths (B,): of rows, None for full rows. documents (B, T): ids that confine attention."""
 
     tokens: Tensor
     samples: Tensor
@@ -40,7 +40,7 @@ class Batch:
 
     @classmethod
     def nothing(cls, length: int) -> "Batch":
-        """One row in which nothing may be masked: what a rank computes when the others have more rows than it has."""
+        """One row in which nothing may be masked, for a rank that has fewer rows than the others."""
         maskable = torch.zeros(1, length, dtype=torch.bool)
         return cls(torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), maskable)
 
@@ -55,24 +55,24 @@ class Batch:
         return scored
 
     def count_scored(self, *, shifted: bool = False) -> int:
-        """Positions that the loss is divided by."""
+        """Number of positions that the loss is divided by."""
         if self.maskable is None and not shifted:
             return self.tokens.numel()
         return int(self.scored(shifted=shifted).sum())
 
     def rows(self, part: slice) -> "Batch":
-        """Some of the rows, or nothing's row where there are none."""
+        """Some of the rows, or the row of `nothing` where there are none."""
         if part.start >= self.tokens.shape[0]:
             return Batch.nothing(self.tokens.shape[1])
         return self._each(lambda x: x[part])._without_full_lengths()
 
     @property
     def n_full(self) -> int:
-        """Rows that reach the end; they come first."""
+        """Number of full rows; they come first."""
         return self.tokens.shape[0] if self.lengths is None else int((self.lengths == self.tokens.shape[1]).sum())
 
     def trimmed(self) -> "Batch":
-        """Without the columns behind the end of every row, which nobody attends to and nothing scores."""
+        """Drop the columns behind the longest row: nothing attends to them or scores them."""
         if self.lengths is None:
             return self
         end = int(self.lengths.max())
@@ -107,7 +107,7 @@ class TextRows:
 
 
 class ExampleRows:
-    """One example a row: the prompt, which is never masked, the response, and EOS up to T."""
+    """Rows of one example each: the prompt, which is never masked, the response, then EOS up to T."""
 
     def __init__(self, split: Split, length: int, eos: int, padding: str) -> None:
         self.split, self.length, self.eos, self.trains_padding = split, length, eos, padding == "train"
@@ -128,30 +128,30 @@ class ExampleRows:
 
 
 def deal(samples: Array, shares: Sequence[float]) -> tuple[Array, Array]:
-    """(set of each sample, its turn within that set), for sample indices (B,).
+    """Return (set of each sample, its index within that set), for sample indices (B,).
 
-    The first set takes sample n where floor((n + 1) w) steps up from floor(n w); what is left is renumbered without gaps and dealt
-    to the next set with its share of the rest.
+    The first set takes sample n where floor((n + 1) w) exceeds floor(n w). The others are renumbered without gaps and dealt to the
+    next set with its share of the rest.
     """
     chosen = np.full(samples.shape, len(shares) - 1, np.int64)
-    turns = samples.astype(np.int64).copy()
+    indices = samples.astype(np.int64).copy()
     open_ = np.ones(samples.shape, bool)
     left = float(sum(shares))
     for number, share in enumerate(shares[:-1]):
         part = max(1, round(_GRAIN * share / left))
-        before = turns * part // _GRAIN
-        taken = open_ & ((turns + 1) * part // _GRAIN > before)
+        before = indices * part // _GRAIN
+        taken = open_ & ((indices + 1) * part // _GRAIN > before)
         chosen[taken] = number
-        turns = np.where(open_, np.where(taken, before, turns - before), turns)
+        indices = np.where(open_, np.where(taken, before, indices - before), indices)
         open_ &= ~taken
         left -= share
-    return chosen, turns
+    return chosen, indices
 
 
-def rows_of(turns: Array, n_rows: int, seed: int, number: int) -> Array:
-    """The row that each turn of set `number` reads: pass after pass, each in an order of its own."""
-    blocks, places = turns // _BLOCK, turns % _BLOCK
-    rows = np.empty_like(turns)
+def rows_of(indices: Array, n_rows: int, seed: int, number: int) -> Array:
+    """The row of each index within set `number`: pass after pass, each in its own order."""
+    blocks, places = indices // _BLOCK, indices % _BLOCK
+    rows = np.empty_like(indices)
     for block in np.unique(blocks):
         here = blocks == block
         rows[here] = _block(int(block), n_rows, seed, number)[places[here]]
@@ -160,14 +160,14 @@ def rows_of(turns: Array, n_rows: int, seed: int, number: int) -> Array:
 
 @functools.lru_cache(maxsize=1024)  # 32 MB at most: several blocks of every set of a mixture
 def _block(block: int, n_rows: int, seed: int, number: int) -> Array:
-    """The rows of many turns at once: a permutation of a hundred numbers takes as long as one of thousands."""
-    turns = np.arange(block * _BLOCK, (block + 1) * _BLOCK)
-    passes, places = torch.from_numpy(turns // n_rows), torch.from_numpy(turns % n_rows)
+    """The rows of many indices, computed at once: permuting thousands of numbers takes no longer than a hundred."""
+    indices = np.arange(block * _BLOCK, (block + 1) * _BLOCK)
+    passes, places = torch.from_numpy(indices // n_rows), torch.from_numpy(indices % n_rows)
     return permute(places, n_rows, seed, number, passes).numpy()
 
 
 class Rows:
-    """The rows of one or several sets, and the batch that any sample indices read."""
+    """The rows of one or several sets. Makes the batch of any sample indices."""
 
     def __init__(
         self, splits: Sequence[Split], shares: Sequence[float], section: DataSection, *, seed: int, vocab_size: int, mask_id: int
@@ -185,7 +185,7 @@ class Rows:
         self.n_rows = sum(rows.n_rows for rows in self.sets)
         self.n_too_long = sum(rows.n_too_long for rows in self.sets if isinstance(rows, ExampleRows))
         self._of_examples = np.array([isinstance(rows, ExampleRows) for rows in self.sets])
-        # Whether the positions that a batch is scored on depend on which rows it holds.
+        # Whether the number of scored positions depends on which rows a batch holds.
         self.counts_vary = bool(
             section.random_lengths or section.documents == "confined" or section.first is not None or self._of_examples.any()
         )
@@ -213,19 +213,19 @@ class Rows:
             raise DataError(f"{split.folder}: does not say which id ends documents; data.documents = 'confined' needs data.eos")
         text = TextRows(split, section.length, section.stride or section.length)
         if text.n_rows == 0:
-            raise DataError(f"{split.folder}: {split.n_tokens} tokens make no row of data.length = {section.length}; lower it")
+            raise DataError(f"{split.folder}: {split.n_tokens} tokens fill no row of data.length = {section.length}; lower it")
         return text
 
     def batch(self, samples: Array) -> Batch:
-        """The rows that these sample indices (B,) read. Rows cut short come last, so that few forwards need to look at lengths."""
+        """Return the rows of these sample indices (B,). Short rows come last, so that few forwards need their lengths."""
         length, samples = self.section.length, samples.astype(np.int64)
         if not len(samples):
             return Batch(torch.empty(0, length, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
-        chosen, turns = deal(samples, self.shares)
-        rows = np.empty_like(turns)
+        chosen, indices = deal(samples, self.shares)
+        rows = np.empty_like(indices)
         for number in np.unique(chosen).tolist():
             here = chosen == number
-            rows[here] = rows_of(turns[here], self.sets[number].n_rows, self.seed, number)
+            rows[here] = rows_of(indices[here], self.sets[number].n_rows, self.seed, number)
         whole = self._of_examples[chosen]
         lengths = self._random_lengths(samples, whole)
         tokens = np.empty((len(samples), length), np.int64)
@@ -250,7 +250,7 @@ class Rows:
         )
 
     def _random_lengths(self, samples: Array, whole: Array) -> Array:
-        """LLaDA's rows of random length, keyed by the sample index; never of examples."""
+        """Lengths of rows: random for some, as LLaDA does, keyed by the sample index; never for examples."""
         full = np.full(len(samples), self.section.length, np.int64)
         if not self.section.random_lengths:
             return full
@@ -259,13 +259,13 @@ class Rows:
         return np.where((cut < self.section.random_lengths) & ~whole, drawn, full)
 
     def _documents(self, tokens: Array, whole: Array) -> Tensor:
-        """Ids that step up after each EOS, which belongs to the document it ends. An example is one document, EOS and all."""
+        """Document ids that step up after each EOS; the EOS belongs to the document it ends. An example is one document."""
         ends = (tokens == self.eos) & ~whole[:, None]
         return torch.from_numpy(np.cumsum(ends, axis=1) - ends)
 
     def _check_ids(self, tokens: Array, chosen: Array, rows: Array) -> None:
         masks = self.mask_id < self.vocab_size and bool((tokens == self.mask_id).any())
-        if int(tokens.view(np.uint64).max()) < self.vocab_size and not masks:  # a negative id is a large one
+        if int(tokens.view(np.uint64).max()) < self.vocab_size and not masks:  # unsigned: negative ids are large
             return
         bad = (tokens < 0) | (tokens >= self.vocab_size) | (tokens == self.mask_id)
         slot, position = (int(value) for value in np.argwhere(bad)[0])
@@ -279,7 +279,7 @@ class Rows:
 
 
 def open_rows(section: DataSection, split: str, *, seed: int, vocab_size: int, mask_id: int) -> Rows | None:
-    """The rows of a recipe's sets, or of what it validates on (None where there is nothing to validate on)."""
+    """Open the rows of a recipe's sets, or of its validation data (None where there is none)."""
     if not section.sets:
         raise DataError("data.sets: empty; name a prepared set: --set 'data.sets={\"data/mine\"=1}'")
     if split == "validation" and section.validation is not None:
@@ -305,6 +305,6 @@ def _check_one_tokenizer(splits: Sequence[Split]) -> None:
 
 
 def tokenizer_folder(splits: Sequence[Split]) -> Path | None:
-    """Where a prepared set keeps the tokenizer that made it."""
+    """Folder of the tokenizer that prepared these splits; None where none was kept."""
     folders = (split.folder / "tokenizer" for split in splits)
     return next((folder for folder in folders if folder.is_dir()), None)

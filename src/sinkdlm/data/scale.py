@@ -1,6 +1,6 @@
-"""Preparing on many machines: a datatrove pipeline around our readers and datatrove's DocumentTokenizer, on its executors.
+"""Prepare data on many machines: a datatrove pipeline of our readers and datatrove's DocumentTokenizer, on its executors.
 
-Writes datatrove's own `*.ds` files, which training reads as they are. Files are dealt to tasks; finished tasks are not done again.
+Writes datatrove's own `*.ds` files, which training reads directly. Files are dealt to tasks; finished tasks are not repeated.
 """
 
 import functools
@@ -32,7 +32,7 @@ def prepare_at_scale(
     time: str = "24:00:00",
     logging_dir: Path | None = None,
 ) -> dict[str, Any]:
-    """Runs the pipeline here ("datatrove"), or hands it to Slurm or Ray; returns what was done."""
+    """Run the pipeline here ("datatrove"), or hand it to Slurm or Ray; return what was done."""
     if settings.kind != "text":
         raise DataError(f"--kind {settings.kind}: datatrove writes running text only; use --executor local")
     if executor == "slurm" and partition is None:
@@ -45,7 +45,7 @@ def prepare_at_scale(
     pipeline = _pipeline(sources, folder, tokenizer, encoder, settings)
     logs = str((logging_dir or folder / "logs").resolve())
     made = _executor(executor, partition, time)(pipeline=pipeline, tasks=tasks, workers=workers, logging_dir=logs)
-    # datatrove skips the tasks that it finds done, whatever they did: other settings belong in another folder.
+    # datatrove skips finished tasks whatever their settings were: other settings need another folder.
     now = {**settings.to_dict(), "eos_id": encoder.eos_id, "tokenizer": mark_tokenizer(tokenizer), "tasks": tasks}
     now["inputs"] = {"stamps": [one.stamp for one in sources]}
     if (folder / _RECORD).exists():
@@ -65,7 +65,7 @@ def prepare_at_scale(
                 f"{failed} of {tasks} tasks failed; see {logs}/logs, then run the same command: it does only those again"
             )
         wrote = f"wrote {len(list(folder.glob('*.ds')))} files in {folder}"
-        said = f"{wrote}; no split is held out: prepare a validation set on its own"
+        said = f"{wrote}; no split is held out: prepare a validation set separately"
     else:
         said = f"handed {tasks} tasks to {executor}; logs in {logs}; then: sinkdlm data info {folder}"
     return {"out": str(folder), "executor": executor, "tasks": tasks, "logs": logs, "said": said}
@@ -100,7 +100,7 @@ def _pipeline(sources: list[Source], folder: Path, tokenizer: Any, encoder: Enco
         raise DataError(f"--executor: needs datatrove: {EXTRA}") from None
 
     class LiteralTokenizer(DocumentTokenizer):
-        """A text that spells a special token does not become one: a switch that tokenizer.json cannot hold."""
+        """Takes special tokens in texts literally: a switch that tokenizer.json cannot store."""
 
         @property
         def tokenizer(self) -> Any:
@@ -127,7 +127,7 @@ def _pipeline(sources: list[Source], folder: Path, tokenizer: Any, encoder: Enco
 
 
 class _Texts:
-    """The reading step: our own readers, so that broken rows are named here as they are elsewhere, dealt by file to tasks."""
+    """The reading step: our own readers, so that broken rows are reported as elsewhere. Files are dealt to tasks."""
 
     def __init__(self, sources: list[Source], settings: Settings) -> None:
         self.sources, self.settings = sources, settings

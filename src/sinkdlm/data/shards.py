@@ -1,12 +1,13 @@
-"""Token shards as they lie on disk: ours, datatrove's and SMDM's packed files, each read as one flat run of tokens.
+"""Read token shards from disk, ours, datatrove's or SMDM's packed files, as one flat run of tokens.
 
-Owns the formats for reading. A split is opened by looking at sizes alone; checksums are compared when asked. Knows nothing of
-rows, order or tokenizers.
+Owns the formats for reading. Opening a split checks sizes alone; checksums are compared on request. Must not know rows, order or
+tokenizers.
 """
 
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from sinkdlm.checkpoint.durable import is_plain_name
 from sinkdlm.errors import DataError
 
 INDEX = "index.json"
@@ -41,6 +43,13 @@ class Shard:
     rows_sha256: str | None = None
 
 
+class _Descriptor(int):
+    """Of an open file, which is closed when nobody reads it any more."""
+
+    def __del__(self) -> None:
+        os.close(self)
+
+
 @dataclass(eq=False)
 class Split:
     """The shards of one split as one run of tokens: `read(start, stop)` crosses from shard to shard."""
@@ -60,11 +69,11 @@ class Split:
         self.n_tokens = int(self.starts[-1])
         for shard in shards:
             _check_size(shard)
-        # Mapped as they are read: a large set has more shards than a process may hold open.
-        self._map = functools.lru_cache(maxsize=_OPEN_SHARDS)(lambda number: _map(shards[number]))
+        # Opened on first use: a large set has more shards than a process may hold open.
+        self._open = functools.lru_cache(_OPEN_SHARDS)(lambda number: _Descriptor(os.open(shards[number].path, os.O_RDONLY)))
 
     def read(self, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Tokens start..stop-1 of the split: a view into the file where one shard holds them all."""
+        """Tokens start..stop-1 of the split."""
         if not 0 <= start <= stop <= self.n_tokens:
             raise IndexError(f"tokens {start}..{stop} of {self.n_tokens}")
         if start == stop:
@@ -72,11 +81,26 @@ class Split:
         first = int(np.searchsorted(self.starts, start, side="right")) - 1
         last = first + 1 if stop <= self.starts[first + 1] else int(np.searchsorted(self.starts, stop))
         begins = enumerate(self.starts[first:last].tolist(), start=first)
-        pieces = [self._map(number)[max(0, start - begin) : stop - begin] for number, begin in begins]
+        pieces = [self._read_shard(number, max(0, start - begin), stop - begin) for number, begin in begins]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    def _read_shard(self, number: int, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Read instead of mapped: a mapped file that is cut while a run reads it ends the process without a word."""
+        shard = self.shards[number]
+        found = np.empty(min(stop, shard.n_tokens) - start, shard.dtype)
+        rest, place = found.view(np.uint8).data, shard.offset + start * shard.dtype.itemsize
+        try:
+            while len(rest):
+                done = os.preadv(self._open(number), [rest], place)
+                if not done:
+                    raise DataError(f"{shard.path}: cut while it was read: no byte {place}; restore it or prepare the set again")
+                rest, place = rest[done:], place + done
+        except OSError as failure:
+            raise DataError(f"{shard.path}: cannot be read: {failure.strerror}; restore it or prepare the set again") from None
+        return found
+
     def example_rows(self) -> np.ndarray[Any, Any]:
-        """(examples, 3) int64 of a split of examples: where each begins, its prompt tokens, its tokens in all."""
+        """(examples, 3) int64 of a split of examples: start, prompt tokens, all tokens."""
         parts = []
         for shard, begin in zip(self.shards, self.starts[:-1], strict=True):
             assert shard.rows is not None
@@ -88,13 +112,16 @@ class Split:
         return np.concatenate(parts) if parts else np.zeros((0, 3), np.int64)
 
     def verify(self) -> Iterator[int]:
-        """Compares every checksum; yields the bytes of each file as it is done."""
+        """Compare every checksum; yield the bytes of each file as it is done."""
         for shard in self.shards:
             for path, expected in ((shard.path, shard.sha256), (shard.rows, shard.rows_sha256)):
                 if path is None or expected is None:
                     continue
-                with path.open("rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                try:
+                    with path.open("rb") as file:
+                        found = hashlib.file_digest(file, "sha256").hexdigest()
+                except OSError as failure:
+                    raise DataError(f"{path}: cannot be read: {failure.strerror}; restore it or prepare the set again") from None
                 if found != expected:
                     raise DataError(f"{path}: damaged: its SHA-256 is not the one in {INDEX}; prepare the set again or restore it")
                 yield path.stat().st_size
@@ -104,7 +131,7 @@ _NOTHING = np.zeros(0, np.uint16)
 
 
 def open_split(folder: str | Path, split: str = "train") -> Split:
-    """A split of a folder of ours, of datatrove's `*.ds` files, or of SMDM's packed `*.bin` files (those two have `train` only)."""
+    """Open a split of our format, of datatrove's `*.ds` files or of SMDM's packed `*.bin` files (these two have `train` only)."""
     folder = Path(folder)
     if folder.is_file():
         raise DataError(f"{folder}: a file, not a folder of token shards; make one with: sinkdlm data prepare {folder} ...")
@@ -134,16 +161,16 @@ def open_split(folder: str | Path, split: str = "train") -> Split:
 
 
 def _scale_record(folder: Path) -> tuple[int | None, dict[str, Any] | None]:
-    """What `sinkdlm data prepare --executor` noted beside datatrove's files; nothing where datatrove was run by itself."""
+    """End-of-document id and tokenizer that `sinkdlm data prepare --executor` recorded; None where datatrove was run by itself."""
     try:
         noted = json.loads((folder / "settings.json").read_text())
         return int(noted["eos_id"]), dict(noted["tokenizer"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None, None
 
 
 def _fingerprint(index: Mapping[str, Any], part: Mapping[str, Any]) -> str:
-    """Of what a split holds, wherever it lies and whatever its sources were called."""
+    """Fingerprint of a split's content, wherever it lies and whatever its sources were called."""
     files = [[entry["sha256"], entry.get("rows_sha256")] for entry in part["shards"]]
     told = [index["kind"], index["dtype"], index["eos_id"], (index["tokenizer"] or {}).get("vocabulary_sha256"), files]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
@@ -155,9 +182,12 @@ def _open_own(folder: Path, split: str) -> Split:
         index = json.loads(path.read_bytes())
         if index.get("format") != FORMAT or index.get("version") != VERSION:
             told = f"format {index.get('format')!r}, version {index.get('version')!r}"
-            raise DataError(f"{path}: {told}: not one that this version reads")
+            raise DataError(f"{path}: {told}: not readable by this version; prepare the set again")
         dtype: np.dtype[Any] = _DTYPES[index["dtype"]]
         part = index["splits"][split]
+        for name in [entry[key] for entry in part["shards"] for key in ("file", "rows") if key in entry]:
+            if not is_plain_name(name):
+                raise ValueError(f"{name!r} is no file of this folder")
         shards = [
             Shard(folder / entry["file"], int(entry["tokens"]), dtype, 0, entry["sha256"], rows, entry.get("rows_sha256"))
             for entry in part["shards"]
@@ -166,7 +196,7 @@ def _open_own(folder: Path, split: str) -> Split:
         facts = {"n_documents": part["documents"], "highest_id": part["highest_id"]}
         facts |= {name: index[name] for name in ("kind", "eos_id", "tokenizer")}
         return Split(folder, shards, _fingerprint(index, part), **facts)
-    except (ValueError, KeyError, TypeError, AttributeError) as failure:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as failure:
         raise DataError(f"{path}: damaged ({type(failure).__name__}: {failure}); prepare the set again") from None
 
 
@@ -181,13 +211,6 @@ def _check_size(shard: Shard) -> None:
         raise DataError(f"{shard.path}: {what}: {size} bytes, expected {expected}; {cure}")
     if shard.rows is not None and not shard.rows.exists():
         raise DataError(f"{shard.rows}: missing; {cure}")
-
-
-def _map(shard: Shard) -> np.ndarray[Any, Any]:
-    if shard.n_tokens == 0:
-        return np.zeros(0, shard.dtype)
-    mapped = np.memmap(shard.path, dtype=shard.dtype, mode="r", offset=shard.offset, shape=(shard.n_tokens,))
-    return mapped.view(np.ndarray)  # plain slices: memmap's own class costs more than the read of a short row
 
 
 def _read_rows(path: Path) -> np.ndarray[Any, Any]:
@@ -211,7 +234,7 @@ def _packed_shard(path: Path) -> Shard:
 
 
 def _datatrove_shard(path: Path) -> Shard:
-    """Bytes per token are the file's size over the last document's end, and stand in the metadata where there is no index."""
+    """Open a datatrove file. Bytes per token: its size over the last document's end, or the metadata's where there is no index."""
     size, ends = path.stat().st_size, document_ends(path)
     metadata = path.with_name(path.name + ".metadata")
     if len(ends):
@@ -220,12 +243,12 @@ def _datatrove_shard(path: Path) -> Shard:
         stated = metadata.read_text().split("\n")[0].rpartition("|")[2] if metadata.exists() else ""
         width = int(stated) if stated.isdigit() else 2
     if width not in (2, 4) or size % width or (len(ends) and int(ends[-1]) * width != size):
-        raise DataError(f"{path}: {size} bytes do not make the whole tokens of its index and metadata: damaged or unfinished")
+        raise DataError(f"{path}: {size} bytes do not fit its index and metadata: damaged or unfinished")
     return Shard(path, size // width, np.dtype(f"<u{width}"))
 
 
 def document_ends(path: Path) -> np.ndarray[Any, Any]:
-    """Where the documents of a datatrove file end; empty where it has no index of them."""
+    """Ends of the documents in a datatrove file; empty where it has no index."""
     index = path.with_name(path.name + ".index")
     count = index.stat().st_size // 8 if index.exists() else 0
     return np.memmap(index, "<i8", "r", shape=(count,)) if count else np.zeros(0, np.int64)

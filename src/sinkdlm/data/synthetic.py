@@ -1,7 +1,6 @@
-"""A small made-up corpus with real structure, for models that learn on a CPU: its grammar, its answers, its own tokenizer.
+"""Make a small synthetic corpus for models that learn on a CPU, with a grammar, checkable answers and its own tokenizer.
 
-Every document is a pure function of (seed, number). Numbers, names and things vary; what follows from them is always right, so that
-a model's answers can be checked.
+Every document is a pure function of (seed, number). Numbers, names and things vary; the answers that follow are always right.
 """
 
 from collections.abc import Callable
@@ -11,13 +10,13 @@ from typing import Any, Literal
 import torch
 
 from sinkdlm.data.inputs import Source
+from sinkdlm.data.own_tokenizer import EOS, UNKNOWN, characters
 from sinkdlm.data.prepare import Settings, prepare_sources
 from sinkdlm.noise import random_bits
 
-EOS, UNKNOWN = "<eos>", "<unk>"
 SYMBOLS = "\n !+,.-0123456789:=?abcdefghijklmnopqrstuvwxyz"
-_FURTHER = "#AQ"  # not of the corpus: what GSM8K's rows have besides
-_KEY = 0x636F72707573  # "corpus": what these numbers are for
+_FURTHER = "#AQ"  # characters that GSM8K's rows have and the corpus has not
+_KEY = 0x636F72707573  # "corpus" in ASCII, to keep these random numbers apart
 _LINES = (3, 6)  # fewest and most lines of a document
 _DRAWS = 1 + 8 * _LINES[1]  # random numbers that the longest document uses: its lines, and for each its form and 7 choices
 
@@ -44,7 +43,7 @@ class _Draws:
 
 
 def _problem(draws: _Draws) -> tuple[str, str]:
-    """A word problem and its answer; nobody ever has one thing, so that plurals are right."""
+    """A word problem and its answer. Nobody ever has just one thing, so that plurals are right."""
     name, thing = draws.one(_NAMES), draws.one(_THINGS)
     if draws.below(2):
         have, more = 2 + draws.below(8), 1 + draws.below(9)
@@ -91,7 +90,7 @@ def _pair(draws: _Draws) -> dict[str, str]:
 
 
 def corpus(documents: int, seed: int, kind: str = "text") -> list[Any]:
-    """Texts, or of kind "sft" rows with prompt and response."""
+    """Return texts, or for kind "sft" rows with prompt and response."""
     make: Callable[[_Draws], Any] = _document if kind == "text" else _pair
     drawn = random_bits(31, seed, _KEY, torch.arange(documents)[:, None], torch.arange(_DRAWS)[None])
     return [make(_Draws(bits)) for bits in drawn.tolist()]
@@ -99,21 +98,13 @@ def corpus(documents: int, seed: int, kind: str = "text") -> list[Any]:
 
 def character_tokenizer() -> Any:
     """One id a character, EOS, and one id for all other characters: fewer than 64 in all."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {symbol: index for index, symbol in enumerate((*SYMBOLS, EOS, *_FURTHER, UNKNOWN))}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([AddedToken(EOS, special=True, normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, unk_token=UNKNOWN, clean_up_tokenization_spaces=False)
+    return characters((*SYMBOLS, EOS, *_FURTHER, UNKNOWN))
 
 
 def prepare_example(
     out: str | Path, *, documents: int = 20_000, kind: Literal["text", "sft"] = "text", seed: int = 0
 ) -> dict[str, Any]:
-    """The corpus as token shards, with the tokenizer beside them; a twentieth is held out."""
+    """Write the corpus as token shards, with the tokenizer beside them; 5 % are held out for validation."""
     rows = corpus(documents, seed, kind)
     values = [{"text": row} for row in rows] if kind == "text" else rows
     name = f"made-up corpus, {documents} documents, seed {seed}"

@@ -1,7 +1,7 @@
-"""Token shards as they are written: whole or not at all, and resumable after the process or the machine dies at any moment.
+"""Write token shards whole or not at all, resumable after the process or the machine dies at any moment.
 
-Owns the files of a prepared folder while it is unfinished: until index.json, which comes last, nobody reads them. progress.json,
-replaced as a whole, says how long each file was when a row was last finished. Going on cuts them back to it.
+Owns the files of an unfinished folder: nobody reads them before index.json, which is written last. progress.json, replaced
+atomically, records each file's length at the last finished row. Resuming cuts the files back to it.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class GrowingFile:
-    """A file written from its start, that can be cut back to an earlier length."""
+    """A file that grows from its start and can be cut back to an earlier length."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
@@ -49,7 +49,7 @@ class GrowingFile:
         os.fsync(self._file.fileno())
 
     def tail(self, n_bytes: int) -> bytes:
-        """The last bytes."""
+        """Read the last `n_bytes`."""
         self._file.seek(-n_bytes, os.SEEK_END)
         return self._file.read()
 
@@ -58,7 +58,7 @@ class GrowingFile:
         self._file.seek(size)
 
     def finish(self) -> str:
-        """Close the file; its SHA-256."""
+        """Close the file and return its SHA-256."""
         self.sync()
         self._file.seek(0)
         digest = hashlib.file_digest(self._file, "sha256").hexdigest()
@@ -71,7 +71,7 @@ class GrowingFile:
 
 
 class SplitWriter:
-    """The shards of one split: those that are finished, and one that grows. `last`: tokens and documents of the last row."""
+    """The shards of one split: finished ones, and one that grows. `last`: tokens and documents of the last row."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], with_rows: bool, state: Mapping[str, Any]) -> None:
         self.folder, self.split, self.dtype, self.with_rows = folder, split, dtype, with_rows
@@ -91,11 +91,11 @@ class SplitWriter:
         return {key: getattr(self, key) for key in self.empty()}
 
     def total(self, what: str) -> int:
-        """All "tokens", or all "documents"."""
+        """Number of "tokens" or "documents" in all shards."""
         return int(getattr(self, what)) + sum(shard[what] for shard in self.shards)
 
     def _sizes(self, tokens: int, documents: int) -> list[int]:
-        """Bytes of so many, in each file."""
+        """Bytes of so many tokens and documents, per file."""
         return [tokens * self.dtype.itemsize, documents * _ROW_BYTES][: 1 + self.with_rows]
 
     def _open(self) -> None:
@@ -104,7 +104,7 @@ class SplitWriter:
         self.files = [GrowingFile(self.folder / name, size) for name, size in zip(names, sizes, strict=False)]
 
     def write(self, contents: Sequence[bytes], n_tokens: int, n_documents: int, *, first: bool) -> None:
-        """Add a row, or a piece of one. contents: of each file."""
+        """Add a row, or a piece of one. contents: one per file."""
         last = [0, 0] if first else self.last
         self.last = [last[0] + n_tokens, last[1] + n_documents]
         self.tokens, self.documents = self.tokens + n_tokens, self.documents + n_documents
@@ -125,7 +125,7 @@ class SplitWriter:
         self._open()
 
     def move_last(self, other: "SplitWriter") -> None:
-        """Write the last row at the end of another split's open shard, and count it out here; cut_back then takes it off."""
+        """Copy the last row to the end of another split's open shard and stop counting it here; cut_back then removes it."""
         other.write(
             [file.tail(size) for file, size in zip(self.files, self._sizes(*self.last), strict=True)], *self.last, first=True
         )
@@ -141,7 +141,7 @@ class SplitWriter:
 
 
 class Store:
-    """A folder that is being prepared. Opening one that is unfinished takes it up where it was."""
+    """A folder under preparation. Opening an unfinished one resumes it."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], dtype: np.dtype[Any]) -> None:
         self.folder, self.settings, self.dtype = folder, dict(settings), dtype
@@ -153,13 +153,13 @@ class Store:
         self.splits = {split: SplitWriter(folder, split, dtype, with_rows, noted["splits"][split]) for split in SPLITS}
 
     def _begin(self) -> dict[str, Any]:
-        """What was noted, or a first note. One of a run that died before it finished a row binds nobody."""
+        """Return the saved progress, or start it. A run that died before it finished a row binds nobody to its settings."""
         path = self.folder / PROGRESS
         noted = read_json(path) if path.exists() else None
         if noted is None:
             other = sorted(file.name for file in self.folder.iterdir() if file.name not in (LOCK, f".{PROGRESS}.partial"))
             if other:
-                raise DataError(f"{self.folder}: holds {other[0]} and is no unfinished set; choose another --out or remove it")
+                raise DataError(f"{self.folder}: holds {other[0]} and is not an unfinished set; choose another --out or remove it")
         if noted is None or noted["position"] == [0, 0]:
             splits = {split: SplitWriter.empty() for split in SPLITS}
             noted = {"settings": self.settings, "position": [0, 0], "counts": {}, "splits": splits}
@@ -172,9 +172,9 @@ class Store:
         return [file for writer in self.splits.values() for file in writer.files]
 
     def write(self, split: str, tokens: Array, rows: Array | None, n_documents: int, *, first: bool) -> bool:
-        """Add a row, or a piece of one. A full shard is closed before the next row begins. Was something noted on disk?
+        """Add a row, or a piece of one; return whether progress was saved. A full shard is closed before the next row begins.
 
-        rows: (examples, 2), prompt tokens and tokens in all."""
+        rows: (examples, 2), prompt tokens and all tokens."""
         writer = self.splits[split]
         if not len(tokens):  # every example of the row was too long
             return False
@@ -187,7 +187,7 @@ class Store:
         return closes
 
     def note(self) -> None:
-        """Make everything up to the last finished row safe."""
+        """Save progress: everything up to the last finished row is then safe on disk."""
         for file in self._files:
             file.sync()
         content = {"settings": self.settings, "position": list(self.position), "counts": self.counts}
@@ -196,11 +196,20 @@ class Store:
         self.noted = True
 
     def move_last(self, split: str, target: str) -> None:
-        """The last row of one split to the other. Noted before the file is cut, so that dying in between loses nothing and does
-        nothing twice."""
+        """Move the last row of one split to the other. Progress is saved before the file is cut: a crash in between loses nothing
+        and repeats nothing."""
         self.splits[split].move_last(self.splits[target])
         self.note()
         self.splits[split].cut_back()
+
+    def hold_out_end(self, n_tokens: int) -> None:
+        """Move the end of the only document to the validation split, as a document of its own. A run that dies in between finds no
+        document left in training, moves the end back, and begins again."""
+        train = self.splits["train"]
+        train.last = [n_tokens, 1]
+        self.move_last("train", "validation")
+        train.write([np.array([self.settings["eos_id"]], self.dtype).tobytes()], 1, 1, first=True)
+        self.note()
 
     def finish(self, index: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
         for writer in self.splits.values():
@@ -218,7 +227,7 @@ class Store:
         return whole
 
     def abandon(self) -> None:
-        """Remove what was begun."""
+        """Remove the files that were begun, and the folder if it is empty."""
         for file in self._files:
             file.discard()
         self._unlink_notes()
@@ -239,7 +248,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def compare(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
-    """Refuses to go on with other settings than those on disk."""
+    """Refuse to go on with settings other than those on disk."""
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if keys:
         plain = [key for key in keys if not isinstance(now.get(key, before.get(key)), dict)]

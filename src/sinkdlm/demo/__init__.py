@@ -1,5 +1,5 @@
-"""The demo: twins that differ in one flag learn a small language, and what their attention does is measured.
+"""The demo: train twins that differ in one flag on a small language, and measure their attention.
 
-language.py has the language, run.py the order of things and the held-out sums, screen.py what is seen while they train, words.py
-what is said at the end. A leaf that uses the package as a user would; nothing but the command line imports it.
+language.py makes the language, run.py trains, scores and reports, screen.py shows training, words.py writes the closing text.
+It uses the package as a user would; the command line and `reproduce` (the language) import it.
 """

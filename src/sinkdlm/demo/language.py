@@ -1,8 +1,8 @@
-"""A small language of little stories and two-digit sums, made from (seed, number) alone, with a tokenizer of whole words.
+"""Make a small language of short stories and two-digit sums from the seed alone, with a tokenizer of whole words.
 
-Sums are fine-tuning examples, of which only the answer is ever masked: with everything masked a nano model learns digits and no
-addition. Stories are running text, masked everywhere. A pair of numbers is held out in both orders, so that no held-out sum is a
-training sum turned round.
+Sums are fine-tuning examples, of which only the answer is ever masked: with everything masked a nano model learns digits but not
+addition. Stories are running text, masked everywhere. A pair of numbers is held out in both orders, so no held-out sum is a
+training sum with its numbers swapped.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ from sinkdlm.noise import permute, random_bits
 
 EOS = "<eos>"
 N_NUMBERS = 100  # 00 to 99
-N_PAIRS = N_NUMBERS * (N_NUMBERS + 1) // 2  # whichever comes first
+N_PAIRS = N_NUMBERS * (N_NUMBERS + 1) // 2  # unordered
 N_HELD_OUT = 500  # pairs
-ANSWER = 3  # digits, zeros in front: every answer has its digits in the same places
+ANSWER = 3  # digits, padded with zeros, so that digits have fixed places
 N_STORIES = 6_000
-_KEY = 0x73746F726965  # "storie": what these numbers are for
+_KEY = 0x73746F726965  # "storie": the noise key of stories
 
 _NAMES = ("tom", "ann", "ben", "eva", "max", "lily", "sam", "mia")
 _PLACES = ("house", "garden", "river", "hill", "market", "forest")
@@ -43,13 +43,13 @@ class Problem(NamedTuple):
 
 
 def _pair(number: int) -> tuple[int, int]:
-    """Pair `number` of all with first <= second."""
+    """Pair `number` among all pairs with first <= second."""
     second = int(((8 * number + 1) ** 0.5 - 1) / 2)
     return number - second * (second + 1) // 2, second
 
 
 def problems(seed: int, *, held_out: bool) -> list[Problem]:
-    """The sums to learn, or those never seen: a keyed shuffle of all pairs sets the last ones apart, each in both orders."""
+    """The sums to train on, or the held-out ones: the last pairs of a keyed shuffle, each in both orders."""
     order = permute(torch.arange(N_PAIRS), N_PAIRS, seed).tolist()
     chosen = order[N_PAIRS - N_HELD_OUT :] if held_out else order[: N_PAIRS - N_HELD_OUT]
     found = []
@@ -60,7 +60,7 @@ def problems(seed: int, *, held_out: bool) -> list[Problem]:
 
 
 def story(draws: Sequence[int]) -> str:
-    """Two people and a thing; who has it at the end follows from what happened."""
+    """A story of two people and a thing; who has it at the end follows from the story."""
     form, a, b, *others = draws
     second = a + 1 + b % (len(_NAMES) - 1)
     lists = {"c": COLOURS, "t": THINGS, "p": _PLACES, "m": _MOODS}
@@ -74,13 +74,13 @@ def stories(n: int, seed: int) -> list[str]:
 
 
 def openings(n: int, seed: int) -> list[str]:
-    """First sentences, all different, of stories beyond those that are trained on."""
+    """Different first sentences, of stories that are not trained on."""
     later = stories(N_STORIES + 100 + 4 * n, seed)[N_STORIES:]
     return list(dict.fromkeys(text[: text.index(".") + 1] for text in later))[:n]
 
 
 def digest(seed: int) -> str:
-    """Of all that is made: another version of the language is another language."""
+    """A hash of the whole language, which changes with its version."""
     made = [problems(seed, held_out=True), problems(seed, held_out=False), stories(N_STORIES, seed), vocabulary()]
     return hashlib.sha256(json.dumps(made).encode()).hexdigest()
 
@@ -105,7 +105,7 @@ def word_tokenizer() -> Any:
 
 
 def write_sets(folder: Path, seed: int) -> dict[str, str]:
-    """The token shards of both, by name. A set that stands there already, whole or begun, is gone on with."""
+    """Write the token shards of both sets; name -> folder. Resumes a set that is there, whole or in part."""
     version = digest(seed)
     rows = [{"prompt": one.question, "response": one.answer} for one in problems(seed, held_out=False)]
     texts = [{"text": text} for text in stories(N_STORIES, seed)]

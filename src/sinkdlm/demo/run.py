@@ -1,12 +1,12 @@
-"""The order of the demo: data, twins, held-out sums, trajectories, report. Owns its folder and what goes on in it.
+"""Run the demo: data, twins, held-out sums, trajectories, report. Owns the demo's folder:
 
     data/         the language as token shards
-    vanilla.toml  the recipe of each twin, which `sinkdlm train` takes as it is
-    vanilla/      its run folder; likewise sink.toml, sink/
-    openings.txt  how the stories begin that were watched
+    vanilla.toml  a twin's recipe, which `sinkdlm train` takes as it is; likewise sink.toml
+    vanilla/      its run folder; likewise sink/
+    openings.txt  first sentences of the captured stories
     captures/, figures/, report.html, summary.md, metrics.json
 
-A demo that was interrupted goes on: what is finished stays, a twin goes on after its last state. Other settings start over.
+An interrupted demo resumes: finished parts stay, and a twin resumes from its last state. Other settings start over.
 """
 
 import functools
@@ -41,8 +41,8 @@ from sinkdlm.training.run import environment
 
 TWINS = {"vanilla": 0, "sink": 1}  # the one flag that differs: n_sinks
 LENGTH = 32  # tokens of a row
-WRITTEN = 20  # tokens of the stories that are watched as they are written
-_EXAMPLES = 3  # sums that are shown
+WRITTEN = 20  # tokens that a captured story writes
+_EXAMPLES = 3  # sums in the report
 _OWN = (
     *("data", "captures", "figures", "report.html", "summary.md", "metrics.json", "openings.txt", "demo.json"),
     *TWINS,
@@ -51,8 +51,8 @@ _OWN = (
 
 
 def recipe_of(twin: str, sets: Mapping[str, str], steps: int, seed: int) -> Recipe:
-    """eps: rows are masked by half at least. A mask that hides nothing of a three-digit answer teaches nothing, and one that hides
-    little weighs much."""
+    """The recipe of a twin. eps = 0.5 masks each token with a probability of one half or more: a mask that hides no digit of the
+    answer teaches nothing, and one that hides few has a large loss weight."""
     shape = {"preset": "nano", "vocab_size": len(language.vocabulary()), "context_length": 2 * LENGTH, "n_sinks": TWINS[twin]}
     train = {"seed": seed, "steps": steps, "batch": 90, "lr": 5e-3, "min_lr": 2e-4, "warmup": 0.05, "weight_decay": 0.01}
     mixture = {"sets": {sets["sums"]: 8, sets["stories"]: 1}, "validation": sets["stories"], "length": LENGTH, "padding": "ignore"}
@@ -69,7 +69,7 @@ def recipe_of(twin: str, sets: Mapping[str, str], steps: int, seed: int) -> Reci
 
 
 def run_demo(out: Path, *, steps: int, seed: int, trajectories: int, fresh: bool, as_json: bool) -> dict[str, Any]:
-    """What metrics.json holds. as_json: leaves stdout to whoever prints that."""
+    """Run the whole demo; return the content of metrics.json. as_json: keep stdout free for it."""
     console = Console(stderr=as_json, highlight=False, markup=False)
     console.soft_wrap = not console.is_terminal  # a terminal breaks lines between words, a file keeps them whole
     began = time.monotonic()
@@ -79,7 +79,7 @@ def run_demo(out: Path, *, steps: int, seed: int, trajectories: int, fresh: bool
             console.print(words.GREETING)
             for number, (twin, recipe) in enumerate(recipes.items(), start=1):
                 _train(recipe, out / twin, number, console)
-            console.print("measuring: held-out sums, and stories as they are written")
+            console.print("measuring held-out sums, and attention while stories are written")
             models = {twin: load(out / twin / "model") for twin in TWINS}
             facts = _score(models, out, steps, seed)
             captures = [_capture(lm, twin, out, trajectories, seed) for twin, lm in models.items()]
@@ -96,8 +96,8 @@ def run_demo(out: Path, *, steps: int, seed: int, trajectories: int, fresh: bool
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Forwards this small gain nothing from a second thread, and lose much to it where another program wants that core too. One
-    thread also gives the same numbers on any number of cores."""
+    """Use one thread. Forwards this small gain nothing from a second one and lose much on a busy machine. One thread also gives
+    the same numbers on any number of cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -107,7 +107,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _settle(out: Path, steps: int, seed: int, fresh: bool, console: Console) -> dict[str, Recipe]:
-    """The recipes, and the data they need, written. A demo with other settings, or of another version, makes way."""
+    """Write recipes and data, and return the recipes. Removes a demo with other settings or of another version."""
     place = out.resolve()  # so that the recipes work from anywhere
     sets = {name: str(place / "data" / name) for name in ("sums", "stories")}
     recipes = {twin: recipe_of(twin, sets, steps, seed) for twin in TWINS}
@@ -115,13 +115,13 @@ def _settle(out: Path, steps: int, seed: int, fresh: bool, console: Console) -> 
     note = out / "demo.json"
     others = [entry.name for entry in out.iterdir() if entry.name not in (*_OWN, ".lock")]
     if others and not note.exists():
-        raise UserError(f"{out}: holds other files ({others[0]}) and no demo; choose another --out")
+        raise UserError(f"{out}: holds other files ({others[0]}) but no demo; choose another --out")
     if note.exists():
         same = note.read_text() == json.dumps(settings)
         if same and not fresh:
-            console.print(f"{out}: goes on with the demo that is there; --fresh starts over")
+            console.print(f"{out}: resuming the demo that is there; --fresh starts over")
         else:
-            console.print(f"{out}: starts over" + ("" if same else ": the demo that is there has other settings"))
+            console.print(f"{out}: starting over" + ("" if same else ": the demo that is there has other settings"))
             for name in _OWN:
                 shutil.rmtree(out / name) if (out / name).is_dir() else (out / name).unlink(missing_ok=True)
     replace_text(note, json.dumps(settings))
@@ -148,7 +148,7 @@ def _train_seconds(folder: Path) -> float:
 
 
 def _score(models: Mapping[str, Any], out: Path, steps: int, seed: int) -> dict[str, Any]:
-    """What the demo adds to a report: the values of its chapter, and of metrics.json."""
+    """Score both twins: the values of the demo's chapter in the report and in metrics.json."""
     held_out = language.problems(seed, held_out=True)
     questions, opening = [problem.question for problem in held_out], language.openings(1, seed)[0]
     answers = {twin: answer(lm, questions) for twin, lm in models.items()}
@@ -187,13 +187,13 @@ def _capture(lm: Any, twin: str, out: Path, trajectories: int, seed: int) -> dic
 
 
 def _report(captures: list[dict[str, Any]], facts: dict[str, Any], out: Path) -> tuple[dict[str, Any], str | None]:
-    """metrics.json always; the page where what draws it is installed, else why not."""
+    """Write metrics.json, and the report if the packages that draw it are installed; else return the reason."""
     report, problem = Report(captures, words.chapter(facts)), None
     try:
         figures.check_drawing()
     except AnalysisError as missing:
         problem = str(missing)
-        (out / "report.html").unlink(missing_ok=True)  # of an earlier demo: its numbers are not these
+        (out / "report.html").unlink(missing_ok=True)  # an earlier demo's report has other numbers
         (out / "metrics.json").write_text(to_json(report.metrics()), encoding="utf-8")
     else:
         report.write(out)
@@ -201,7 +201,7 @@ def _report(captures: list[dict[str, Any]], facts: dict[str, Any], out: Path) ->
 
 
 def answer(lm: Any, questions: Sequence[str]) -> list[str]:
-    """Digit by digit, the most confident first."""
+    """Answer sums one digit a step, the most confident first."""
     return [
         text[len(question) :]
         for text, question in zip(_write(lm, questions, language.ANSWER, steps=language.ANSWER), questions, strict=True)
@@ -214,7 +214,7 @@ def tell_story(lm: Any, opening: str, length: int) -> str:
 
 
 def _write(lm: Any, prompts: Sequence[str], n: int, **more: Any) -> list[str]:
-    """Each prompt, and n tokens after it."""
+    """Each prompt with n tokens written after it."""
     rows = [lm.tokenizer.encode(prompt) for prompt in prompts]
     with lm.model.inference():
         asked = {"prompt": rows, "length": [len(row) + n for row in rows], "mask_id": lm.config.mask_id, "config": "llada"}
@@ -223,7 +223,7 @@ def _write(lm: Any, prompts: Sequence[str], n: int, **more: Any) -> list[str]:
 
 
 def attention_on_sums(lm: Any, questions: Sequence[str]) -> list[dict[str, float]]:
-    """Per layer, answers masked: the share of attention on the sink, where there is one, and on the most attended token."""
+    """For each layer, with answers masked: attention on the sink, if there is one, and on the most attended token."""
     mask_id = lm.config.mask_id
     tokens = torch.tensor([[*lm.tokenizer.encode(question), *[mask_id] * language.ANSWER] for question in questions])
     watcher = Watcher()
@@ -243,7 +243,7 @@ def exact_match(answers: Sequence[str], problems: Sequence[language.Problem]) ->
 
 
 def share_interval(count: int, n: int) -> tuple[float, float]:
-    """Wilson's, which is sound near 0 and 1, where these shares are."""
+    """Wilson's interval, which is sound near 0 and 1, where these shares lie."""
     z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     centre = (count + z * z / 2) / (n + z * z)
     half = z / (n + z * z) * math.sqrt(count * (n - count) / n + z * z / 4)
@@ -251,7 +251,7 @@ def share_interval(count: int, n: int) -> tuple[float, float]:
 
 
 def compare_answers(first: Sequence[str], second: Sequence[str], problems: Sequence[language.Problem]) -> dict[str, Any]:
-    """Sums that one twin alone gets right; the sign test on them asks whether that could be a coin's doing."""
+    """Count the sums that only one twin gets right, with a sign test on them."""
     rights = [(a == problem.answer, b == problem.answer) for a, b, problem in zip(first, second, problems, strict=True)]
     only_first, only_second = rights.count((True, False)), rights.count((False, True))
     n = only_first + only_second
@@ -261,6 +261,6 @@ def compare_answers(first: Sequence[str], second: Sequence[str], problems: Seque
 
 
 def compare_losses(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Of two means over the same draws, taken as if those were independent: the error is an upper estimate."""
+    """Compare two means over the same draws as if these were independent, which overestimates the error."""
     difference, stderr = second["loss"] - first["loss"], math.hypot(first["stderr"], second["stderr"])
     return {"difference": difference, "stderr": stderr, "differ": abs(difference) > 2 * stderr}

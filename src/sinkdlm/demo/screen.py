@@ -1,7 +1,7 @@
-"""What is seen while a twin trains: a live picture on a terminal that has room for it, plain short lines elsewhere.
+"""Show a twin while it trains: a live picture on a terminal that is large enough, else short plain lines.
 
-A monitor that looks for itself: now and then it lets the model fill in a held-out sum and a story, and keeps every step of that.
-Draws on no global randomness and changes no weight, so a twin that nobody watches is the same twin.
+A monitor that now and then lets the model fill in a held-out sum and a story, and keeps every step. It uses no global randomness
+and changes no weight, so training is bit-equal without it.
 """
 
 import time
@@ -19,7 +19,7 @@ from sinkdlm.demo.language import ANSWER, EOS, Problem
 from sinkdlm.sampling import requests_of, start, stream
 from sinkdlm.training.monitor import Monitor
 
-WIDE, TALL = 60, 10  # columns and lines that the picture needs
+WIDE, TALL = 60, 10  # least columns and lines for the picture
 OPEN, END = "\N{MEDIUM SHADE}", "|"  # a masked token, and the end of a text
 _LOOK_SECONDS, _LINE_SECONDS, _FRAME_SECONDS = 3.0, 10.0, 0.5
 _BARS = "▁▂▃▄▅▆▇█"
@@ -27,7 +27,7 @@ _STORY_STEPS = 8
 
 
 class Look(NamedTuple):
-    """A sum and a story on their way from masks to text, a text for each step."""
+    """A sum and a story while they are filled in: a text for each step."""
 
     sums: list[str]
     stories: list[str]
@@ -38,8 +38,8 @@ def has_room(console: Console) -> bool:
 
 
 class Screen(Monitor):
-    """Of one twin, which has its folder's name: the `number`th of `of`. problem: a sum that it has not seen; opening: how a story
-    begins; length: tokens of the story."""
+    """The display of one twin, named like its folder: the `number`th of `of`. problem: a held-out sum; opening: a story's first
+    sentence; length: tokens of the story."""
 
     def __init__(
         self, folder: Path, log: LogSection, console: Console, number: int, of: int, problem: Problem, opening: str, length: int
@@ -62,13 +62,13 @@ class Screen(Monitor):
         self.steps = steps
         self._began = self._spoke = time.monotonic()
         if step:
-            self.console.print(f"{self.name}: goes on after step {step} of {steps}")
+            self.console.print(f"{self.name}: resuming after step {step} of {steps}")
         if has_room(self.console):
             self._live = Live(self, console=self.console, refresh_per_second=4, transient=True)
             self._live.start()
 
     def say(self, text: str) -> None:
-        """What a run says in sentences stands in the picture already, or comes as an error."""
+        """Print nothing: the picture already shows it, or an error tells it."""
 
     def line(self, line: dict[str, Any]) -> None:
         self.metrics.write(line)
@@ -111,7 +111,7 @@ class Screen(Monitor):
 
     @property
     def loss(self) -> float:
-        """Of the last fifty steps: rows are few, and a single step's loss jumps."""
+        """The mean loss of the last fifty steps, as a single step's is noisy."""
         recent = self.losses[-50:]
         return sum(recent) / max(1, len(recent))
 
@@ -121,7 +121,7 @@ class Screen(Monitor):
 
     @property
     def seconds_left(self) -> float:
-        """Of all training: this twin's and that of those after it."""
+        """Time left for this twin and those after it."""
         steps = self.steps - self.step + (self._of - self._number) * self.steps
         return steps / self.rate if self.rate else 0.0
 
@@ -144,10 +144,10 @@ class Screen(Monitor):
         if shares:
             return "on the sink, by layer: " + "  ".join(f"{_bar(share)} {share:.0%}" for share in shares)
         top = max((layer["top_content_share"] for layer in self.layers), default=0.0)
-        return f"top {top:.0%}" if short else f"no sink; the most attended token of a row has {top:.0%}"
+        return f"top {top:.0%}" if short else f"no sink; the most attended token of a row gets {top:.0%}"
 
     def __rich__(self) -> Text:
-        """Called by the picture's own thread; text moves on by itself between two looks."""
+        """The picture, drawn by a thread of its own, which plays the last look's steps."""
         twin = f"twin {self._number} of {self._of}: {self.name}"
         lines = [f"{twin}  {_bar(self.step / self.steps)} {self.step}/{self.steps}  {self._pace()}"]
         if self.losses:
@@ -167,7 +167,7 @@ def _bar(share: float) -> str:
 
 
 def spark(values: Sequence[float], width: int = 24) -> str:
-    """A curve of at most `width` characters: means of equal stretches, the highest one full."""
+    """A curve of at most `width` characters: means of equal stretches, relative to the highest."""
     size = max(1, -(-len(values) // width))
     means = [sum(values[at : at + size]) / len(values[at : at + size]) for at in range(0, len(values), size)]
     top = max(means, default=0.0)

@@ -1,27 +1,47 @@
-"""What the demo says: of numbers that metrics.json holds, and nothing else. One place, so that terminal and page agree."""
+"""The demo's texts, made only from numbers in metrics.json. One place, so that terminal and page agree."""
 
+import json
 import shlex
 import sys
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from sinkdlm.analysis.glossary import write_interval
+from sinkdlm.analysis.glossary import write_interval, write_number
 from sinkdlm.analysis.report import Chapter, Grid
 
 GREETING = (
-    "Two models that differ in one flag, n_sinks, learn a small language: stories and two-digit sums.\n"
-    "They read the same rows in the same order under the same masks. 500 pairs of numbers are never shown."
+    'Two models learn a small language of stories and two-digit sums. "vanilla" has no sink token, "sink" has one (n_sinks = 1).\n'
+    "They train on the same rows, in the same order, with the same masks. 500 pairs of numbers are held out."
 )
+
+
+LARGER = "What does not show here is claimed of larger models: compare the recorded twins."
+_LEARNED = 0.8  # share of held-out sums above which a twin has learned to add
+
+
+def real_twins() -> dict[str, Any]:
+    """Twins of SmolLM2-135M by layer, from the reproduction's records; benchmarks/real_twins.py writes them."""
+    found: dict[str, Any] = json.loads(resources.files("sinkdlm.demo").joinpath("real_twins.json").read_text(encoding="utf-8"))
+    return found
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """What the twins learned, which the page and the terminal say first."""
+    shares = {name: twin["exact_match"]["mean"] for name, twin in facts["twins"].items()}
+    told = " and ".join(f'{write_number(share, "share")} ("{name}")' for name, share in shares.items())
+    done = "Both twins learned to add" if min(shares.values()) > _LEARNED else "The twins have not both learned to add"
+    return f"{done}: {told} of sums they never saw are right"
 
 
 def sums_text(facts: Mapping[str, Any]) -> str:
     found, (one, other) = facts["sums"], facts["twins"]
-    counts = f"{found['only_first']} only {one} gets right, {found['only_second']} only {other}; sign test p = {found['p']:.2g}"
+    counts = f'{found["only_first"]} only "{one}" gets right, {found["only_second"]} only "{other}"; sign test p = {found["p"]:.2g}'
     if not found["differ"]:
         return f"Held-out sums: the twins do not differ ({counts})."
     ahead = other if found["difference"] > 0 else one
-    return f"Held-out sums: {ahead} is ahead by {100 * abs(found['difference']):.1f} points ({counts}). {_one_seed(facts)}"
+    return f'Held-out sums: "{ahead}" is ahead by {100 * abs(found["difference"]):.1f} points ({counts}). {_one_seed(facts)}'
 
 
 def stories_text(facts: Mapping[str, Any]) -> str:
@@ -29,12 +49,12 @@ def stories_text(facts: Mapping[str, Any]) -> str:
     gap = f"{other} \N{MINUS SIGN} {one} = {found['difference']:+.3f} \N{PLUS-MINUS SIGN} {found['stderr']:.3f} nats a token"
     if not found["differ"]:
         return f"Held-out stories: the twins do not differ by more than two standard errors ({gap})."
-    return f"Held-out stories: {other if found['difference'] < 0 else one} has the lower loss ({gap}). {_one_seed(facts)}"
+    return f'Held-out stories: "{other if found["difference"] < 0 else one}" has the lower loss ({gap}). {_one_seed(facts)}'
 
 
 def _one_seed(facts: Mapping[str, Any]) -> str:
-    """Tests over sums or stories know nothing of how twins scatter from training to training."""
-    return f"That holds for these two models; another seed may reverse it: --seed {facts['seed'] + 1}."
+    """The tests are over sums or stories, and cannot tell how twins vary between seeds."""
+    return f"This holds for these two models; another seed may reverse it: try --seed {facts['seed'] + 1}."
 
 
 def match_text(match: Mapping[str, Any]) -> str:
@@ -50,8 +70,8 @@ def chapter(facts: Mapping[str, Any]) -> Chapter:
     rows = [
         ["held-out sums right", *(match_text(twin["exact_match"]) for twin in twins)],
         ["loss on held-out stories, nats a token", *(loss_text(twin["story_loss"]) for twin in twins)],
-        ["attention on the sink while answering sums, by layer", *(_shares(twin, "sink_share") for twin in twins)],
-        ["on the most attended token of a sum, by layer", *(_shares(twin, "top_content_share") for twin in twins)],
+        ["attention on the sink token while answering sums, by layer", *(_shares(twin, "sink_share") for twin in twins)],
+        ["attention on the most attended token of a sum, by layer", *(_shares(twin, "top_content_share") for twin in twins)],
         ["seconds of training", *(f"{twin['train_seconds']:.0f}" for twin in twins)],
     ]
     for answers in zip(*(twin["sums"] for twin in twins), strict=True):
@@ -59,11 +79,12 @@ def chapter(facts: Mapping[str, Any]) -> Chapter:
         rows.append([answers[0]["question"], *told])
     rows.append(["a story", *(twin["story"] for twin in twins)])
     about = (
-        f"{facts['steps']} steps each, seed {facts['seed']}. Sums have their digits in fixed places (07+25=032). In training, "
-        "only the answers of sums are ever masked, stories everywhere. No held-out pair was trained on, in either order."
+        f"{facts['steps']} steps each, seed {facts['seed']}. Digits of sums have fixed places (07+25=032). Training masks only the "
+        "answers of sums, and any token of stories. No held-out pair was trained on, in either order."
     )
-    grid = Grid("Learned", ["", *facts["twins"]], rows)
-    return Chapter("twins", "What the twins learned", [sums_text(facts), stories_text(facts), about], grid, facts)
+    grid = Grid("Learned", ["measured", *(f'"{name}"' for name in facts["twins"])], rows)
+    notes = [sums_text(facts), stories_text(facts), about]
+    return Chapter("twins", headline(facts), "What this demo's twins learned", notes, grid, facts, LARGER, real_twins())
 
 
 def _shares(twin: Mapping[str, Any], name: str) -> str:
@@ -71,16 +92,17 @@ def _shares(twin: Mapping[str, Any], name: str) -> str:
 
 
 def tell(found: Mapping[str, Any], out: Path, problem: str | None) -> list[str]:
-    """The last words on a terminal, before the commands. problem: why there is no page."""
+    """The closing text on a terminal, before the commands. problem: why there is no report."""
     facts = found["twins"]
     told = chapter(facts)
-    lines = [""]
+    lines = ["", told.headline]
     for place, name in enumerate(facts["twins"], start=1):
-        lines += [name, *(f"  {row[0]}: {row[place]}" for row in told.grid.rows)]
-    lines += ["", *told.notes, "", "The paper's claims, in these two models as they write stories:"]
+        lines += [f'"{name}"', *(f"  {row[0]}: {row[place]}" for row in told.grid.rows)]
+    lines += ["", *told.notes, "", "The paper's claims in these two models while they write stories:"]
     for judged in found["claims"]:
         lines += [f"  {claim['verdict']:14s}{claim['claim']}. {claim['evidence']}" for claim in judged["claims"]]
-    lines += ["", f"No page: {problem}, then run the same command again" if problem else f"report   {out / 'report.html'}"]
+    lines += [LARGER, "", f"{told.shown['title']}. {' '.join(told.shown['notes'])}"]
+    lines += ["", f"No report: {problem}, then run the same command again" if problem else f"report   {out / 'report.html'}"]
     return [*lines, f"numbers  {out / 'metrics.json'}", f"took     {facts['seconds']:.0f} s", "", "Try next:"]
 
 
@@ -96,5 +118,5 @@ def commands(found: Mapping[str, Any], out: Path, *, draws: bool) -> list[str]:
 
 
 def program() -> list[str]:
-    """How this program was called, so that what is printed works where it is printed."""
+    """How this program was called, so that the printed commands work where they are printed."""
     return [sys.executable, "-m", "sinkdlm"] if Path(sys.argv[0]).name == "__main__.py" else [sys.argv[0]]

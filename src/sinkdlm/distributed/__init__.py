@@ -1,1 +1,1 @@
-"""Ranks: who they are, how they meet, whether they are alive, and which part of a tensor each holds."""
+"""Connect the ranks of a run: rendezvous, collectives, heartbeats and the signals that end it."""

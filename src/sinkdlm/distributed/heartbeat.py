@@ -1,7 +1,7 @@
-"""Who of a run's ranks is still there: each one's heartbeat in the store that all reach, and a name for the one that is lost.
+"""Watch the ranks of a run by heartbeats in their shared store, and name the one that is lost.
 
-A collective whose partner has died either fails without saying who it was (gloo) or waits (NCCL). Here ranks learn the name, and
-end. Knows nothing of training.
+A collective whose partner has died either fails without naming it (gloo) or waits forever (NCCL). Here ranks learn the name, and
+end. Must not know training.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 BEAT = 1.0  # seconds between signs of life
-_SILENCE = 20.0  # without one, after which a rank counts as lost
-_SUSPECT = 3.0  # the same, when a collective has failed already
-_GRACE = 10.0  # for a rank to end by itself before it is ended
+_SILENCE = 20.0  # seconds without a beat after which a rank counts as lost
+_SUSPECT = 3.0  # the same, once a collective has failed
+_GRACE = 10.0  # seconds for a rank to end by itself before it is killed
 
 
 class Departure(NamedTuple):
@@ -28,41 +28,41 @@ class Departure(NamedTuple):
 
 
 class Heartbeat:
-    """Rank 0 listens to all, the others to rank 0 and to what it says. A second thread listens to the first: a store on a host that
-    fell silent closes no connection, and whoever asks it waits for ever."""
+    """Sends this rank's beats and checks others: rank 0 checks all, the rest check rank 0 and read its reports. A second thread
+    checks the first: a store on a silent host closes no connection, and asking it waits forever."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank, self.size, self._store = rank, size, store
         self._store.set_timeout(timedelta(seconds=_GRACE))
-        self._heard: dict[int, tuple[bytes, int]] = {}  # the last beat of each rank, and when it came, in beats of our own
+        self._heard: dict[int, tuple[bytes, int]] = {}  # each rank's last beat, and our own count when it came
         self._count = 0
         self._closed = threading.Event()
         self._gone: Departure | None = None
         self._first = "rank 0"
         self._beat()
         self._store.set(f"name/{rank}", f"rank {rank} ({socket.gethostname()}, process {os.getpid()})")
-        self._unanswered = 0  # beats since the store last answered: counted, because a clock runs on while a process is held up
+        self._unanswered = 0  # beats since the store last answered; no clock, which runs on while a process is suspended
         self._thread = threading.Thread(target=self._run, name="sinkdlm-watch", daemon=True)
         self._guard = threading.Thread(target=self._watch_store, name="sinkdlm-watch-store", daemon=True)
 
     def start(self) -> None:
-        """Once every rank has made its heartbeat."""
-        self._first = self._name(0)  # read now: when the store is gone, nobody can be asked
+        """Start checking; call it once every rank has made its heartbeat."""
+        self._first = self._name(0)  # read now: a lost store cannot be asked
         self._thread.start()
         self._guard.start()
 
     def close(self) -> None:
-        """Only when every rank has come to its end: a closed heartbeat is silence."""
+        """Stop. Call it only when every rank has finished: a closed heartbeat looks like a lost rank."""
         self._closed.set()
         self._thread.join()
         self._guard.join()
 
     def leave(self, why: str, *, own: bool) -> None:
-        """Says to the others that this rank ends. own: because of itself, not because another one is gone."""
+        """Tell the others that this rank ends. own: for its own reason, not because another rank is gone."""
         self._tell(f"left/{self.rank}", {"why": why, "own": own})
 
     def find(self, seconds: float) -> Departure | None:
-        """Who is gone, when a collective has failed: waits for a name that long."""
+        """After a collective has failed, wait up to `seconds` to learn which rank is gone."""
         end = time.monotonic() + seconds
         while self._gone is None and time.monotonic() < end:
             if found := self._look(range(self.size), _SUSPECT):
@@ -71,7 +71,7 @@ class Heartbeat:
         return self._gone
 
     def left(self, rank: int) -> dict[str, Any] | None:
-        """What a rank said as it left."""
+        """What a rank said as it left; None if it said nothing."""
         with contextlib.suppress(RuntimeError):
             return self._read(f"left/{rank}")
         return None
@@ -102,9 +102,9 @@ class Heartbeat:
                 self._end(self._no_store(), tell=False)
 
     def _look(self, ranks: Any, silence: float) -> Departure | None:
-        """The first of these ranks that left for a reason of its own, or is silent without having said that it leaves."""
+        """Return the first of these ranks that left for its own reason, or fell silent without saying so."""
         others = [rank for rank in ranks if rank != self.rank]
-        now = self._count  # no clock: it runs on while a job is suspended, and everybody would seem silent
+        now = self._count  # no clock: it runs on while a job is suspended, and all ranks would seem silent
         try:
             if told := self._told():
                 return told
@@ -126,7 +126,7 @@ class Heartbeat:
         return None
 
     def _told(self) -> Departure | None:
-        """Whom another rank found gone."""
+        """The rank that another one reported as gone."""
         found = self._read("gone")
         return found and Departure(*found)
 
@@ -138,13 +138,13 @@ class Heartbeat:
             self._store.set(key, json.dumps(value))
 
     def _no_store(self) -> Departure:
-        return Departure(0, f"the store beside {self._first} cannot be reached: that rank, its launcher or its host was lost")
+        return Departure(0, f"the store of {self._first} cannot be reached: that rank, its launcher or its host was lost")
 
     def _name(self, rank: int) -> str:
         return self._store.get(f"name/{rank}").decode()
 
     def _end(self, found: Departure, *, tell: bool = True) -> None:
-        """Tells the others, and ends this rank where it does not end by itself: a collective on a GPU waits for ever."""
+        """Tell the others, and kill this rank if it does not end by itself: a collective on a GPU waits forever."""
         self._gone = found
         if tell:
             self._tell("gone", found)

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: noted, so that the step can be finished and its state saved."""
+"""Note signals that ask a run to end, so that it can finish the step and save its state."""
 
 import signal
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT)
 class Stopped(Exception):  # noqa: N818  (no error: it was asked for)
     """A signal ended the run after a whole step. `number` is the signal's."""
 
-    quiet = False  # whether another process of the same run says it already
+    quiet = False  # whether another process of the same run reports it already
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)
@@ -26,10 +26,10 @@ class Signals:
 
 @contextmanager
 def noted_signals(*, after_failure: bool = False) -> Iterator[Signals]:
-    """SIGTERM and SIGINT are noted and the step is finished; a second SIGINT interrupts at once.
+    """Note SIGTERM and SIGINT, so that the step can be finished; a second SIGINT interrupts at once.
 
-    after_failure: they are still noted when a failure leaves this scope, which then ends the process. One of several ranks needs
-    it: a launcher that sees another rank die asks this one to end, which has yet to say who it was.
+    after_failure: keep noting them after a failure has left this scope, until the process ends. Several ranks need it: a launcher
+    that sees one rank die signals the others, which still have to name it.
     """
     seen = Signals()
 
@@ -40,7 +40,7 @@ def noted_signals(*, after_failure: bool = False) -> Iterator[Signals]:
 
     try:
         before = {number: signal.signal(number, note) for number in ENDING}
-    except ValueError:  # not the main thread: whoever runs us there handles signals
+    except ValueError:  # not the main thread: the caller handles signals
         before = {}
     try:
         yield seen

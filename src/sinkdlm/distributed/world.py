@@ -1,7 +1,7 @@
-"""The processes of one run: which of them this is, what they tell each other, and how they end together.
+"""Join the processes of one run: find this one's rank, exchange values, and end together.
 
 A launcher (torchrun, Slurm, Ray) describes them in the environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Without
-it a process is alone, and nothing here costs anything. Knows nothing of models.
+it a process is alone, and nothing here costs anything. Must not know models.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from sinkdlm.distributed.heartbeat import BEAT, Departure, Heartbeat
 from sinkdlm.distributed.signals import Stopped
 from sinkdlm.errors import CheckpointError, TrainError, UserError
 
-_PATIENCE = 600.0  # seconds for all ranks to come
-_NAMING = 25.0  # seconds that a rank whose collective failed waits for the name of the one that is gone
+_PATIENCE = 600.0  # seconds for all ranks to arrive
+_NAMING = 25.0  # seconds to wait for the name of the lost rank after a collective has failed
 _Value = TypeVar("_Value")
 
 
 class World:
-    """This process among those of the run. `words` carries Python objects, `files` what the background writer says: both over the
-    network of the hosts, whatever the GPUs use."""
+    """This process among those of the run. Group `words` carries Python objects, `files` those of the background writer: both over
+    the hosts' network, whatever the GPUs use."""
 
     def __init__(self, device: torch.device, rank: int = 0, size: int = 1) -> None:
         self.device, self.rank, self.size = device, rank, size
@@ -43,10 +43,10 @@ class World:
         self.heartbeat: Heartbeat | None = None
         hosts, memories = zip(*self.gather((socket.gethostname(), _memory_of(device))), strict=True)
         counts = {hosts.count(host) for host in hosts}
-        self.local_size = counts.pop() if len(counts) == 1 else size  # ranks of a host, where all have as many
+        self.local_size = counts.pop() if len(counts) == 1 else size  # ranks per host, if equal on all hosts
         known = [memory for memory in memories if memory is not None]
         sharing = 1 if device.type == "cuda" else self.local_size
-        self.memory = min(known) // sharing if known else None  # bytes that every rank has to itself, at the least
+        self.memory = min(known) // sharing if known else None  # bytes that every rank has at least
 
     @property
     def first(self) -> bool:
@@ -58,7 +58,7 @@ class World:
         return self.size == 1
 
     def from_first(self, make: Callable[[], _Value], group: Any = None) -> _Value:
-        """What rank 0 makes, on every rank."""
+        """Return on every rank what rank 0 makes."""
         if self.alone:
             return make()
         held: list[Any] = [make() if self.first else None]
@@ -66,7 +66,7 @@ class World:
         return held[0]
 
     def attempt_first(self, make: Callable[[], _Value], group: Any = None) -> _Value:
-        """What rank 0 makes, on every rank. Where it cannot write, all raise a CheckpointError."""
+        """Return on every rank what rank 0 makes. If rank 0 cannot write, all raise CheckpointError."""
 
         def attempt() -> tuple[_Value | None, str | None]:
             try:
@@ -80,7 +80,7 @@ class World:
         return made  # type: ignore[return-value]
 
     def gather(self, value: _Value, group: Any = None) -> list[_Value]:
-        """What each rank has, in their order."""
+        """Return the values of all ranks, in rank order."""
         if self.alone:
             return [value]
         found: list[Any] = [None] * self.size
@@ -88,13 +88,13 @@ class World:
         return found
 
     def sum_(self, values: Tensor) -> Tensor:
-        """In place, over all ranks: the same bits on each."""
+        """Sum in place over all ranks, with the same bits on each."""
         if not self.alone:
             dist.all_reduce(values)
         return values
 
     def wait(self) -> None:
-        """Until every rank is here."""
+        """Wait for every rank."""
         if not self.alone:
             dist.barrier(group=self.words)
 
@@ -107,7 +107,7 @@ class World:
 
 
 def _memory_of(device: torch.device) -> int | None:
-    """Bytes of the device, which for a CPU are this machine's, where the system says it."""
+    """Memory of the device in bytes; for a CPU the machine's, None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     try:
@@ -117,7 +117,7 @@ def _memory_of(device: torch.device) -> int | None:
 
 
 def _described_world() -> tuple[int, int, int]:
-    """(rank, size, local rank) as the launcher says them."""
+    """Read (rank, size, local rank) from the launcher's environment."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return 0, 1, int(os.environ.get("LOCAL_RANK", "0"))
@@ -144,9 +144,9 @@ def _choose_device(wanted: str | None, local_rank: int) -> torch.device:
 
 @contextmanager
 def joined(device: str | None = None) -> Iterator[World]:
-    """The world of this process, joined for as long as the scope lasts. A process group that is there already is used, and kept.
+    """Join the run's processes for the length of this scope. An existing process group is used, and kept.
 
-    What one rank fails with ends the others too: they raise a TrainError that names it.
+    If one rank fails, the others end too: they raise a TrainError that names it.
     """
     if dist.is_initialized():
         world = World(_choose_device(device, int(os.environ.get("LOCAL_RANK", "0"))), dist.get_rank(), dist.get_world_size())
@@ -193,10 +193,10 @@ def _join(device: torch.device, rank: int, size: int) -> World:
 
 
 def _meet(store: Any, rank: int, size: int) -> Any:
-    """Waits for all ranks of this start and returns a part of the store that no earlier one has written to.
+    """Rendezvous: wait for all ranks of this start; return a part of the store that no earlier start has written to.
 
-    torchrun keeps its store over restarts, and the counts of restarts that it tells differ between hosts: a rank cannot know from
-    the environment which words are new. So each brings a word of its own; a roster counts only for those who find theirs in it.
+    torchrun keeps its store over restarts, and its restart counts differ between hosts: the environment does not tell a rank which
+    entries are new. So each rank brings a random word, and a roster counts only for ranks that find theirs in it.
     """
     store.set(f"meet/hello/{rank}", own := secrets.token_hex(8))
     end = time.monotonic() + _PATIENCE
@@ -206,7 +206,7 @@ def _meet(store: Any, rank: int, size: int) -> Any:
 
 
 def _lead(store: Any, size: int, end: float, pause: float) -> str:
-    """Writes rosters of whoever said hello until everybody has agreed to one and the same."""
+    """Write rosters of the ranks that said hello until all have agreed to the same one."""
     hellos = [f"meet/hello/{rank}" for rank in range(size)]
     names: list[str] = []
     name = ""
@@ -221,11 +221,11 @@ def _lead(store: Any, size: int, end: float, pause: float) -> str:
                 return name
         time.sleep(pause)
     missing = [rank for rank in range(size) if not store.check([f"meet/agreed/{name}/{rank}"])]
-    raise TrainError(f"ranks {', '.join(map(str, missing[1:9]))}: did not come within {_PATIENCE:g} s; see what they say")
+    raise TrainError(f"ranks {', '.join(map(str, missing[1:9]))}: did not arrive within {_PATIENCE:g} s; see their output")
 
 
 def _follow(store: Any, rank: int, size: int, own: str, end: float, pause: float) -> str:
-    """Agrees to every roster that has this rank's own word, until rank 0 says that one of them holds."""
+    """Agree to every roster that has this rank's own word, until rank 0 declares one final."""
     agreed = ""
     while time.monotonic() < end:
         if agreed and store.check([f"meet/begin/{agreed}"]):
@@ -236,16 +236,16 @@ def _follow(store: Any, rank: int, size: int, own: str, end: float, pause: float
                 agreed = roster["name"]
                 store.set(f"meet/agreed/{agreed}/{rank}", "")
         time.sleep(pause)
-    raise TrainError(f"rank {rank}: not all ranks came within {_PATIENCE:g} s; see what rank 0 says")
+    raise TrainError(f"rank {rank}: not all ranks arrived within {_PATIENCE:g} s; see the output of rank 0")
 
 
 def _explain(failure: BaseException, world: World) -> BaseException:
-    """The failure that this rank ends with: its own, or the name of the rank whose end made a collective fail."""
+    """Return the failure that this rank ends with: its own, or one that names the rank whose end broke a collective."""
     heartbeat = world.heartbeat
     assert heartbeat is not None
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher that sees one rank die asks the others to end: they do
-    if isinstance(failure, Stopped):  # all of them, after the same step: nobody goes before rank 0 has said it
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher that sees one rank die signals the others: they end anyway
+    if isinstance(failure, Stopped):  # all ranks stop after the same step; none leaves before rank 0
         failure.quiet = not world.first
         with contextlib.suppress(RuntimeError):
             world.wait()
@@ -260,13 +260,13 @@ def _explain(failure: BaseException, world: World) -> BaseException:
         heartbeat.leave(f"{type(failure).__name__}: {failure}".splitlines()[0], own=True)
         if isinstance(failure, UserError) and not world.first:
             failure.quiet = _said_by_first(failure, heartbeat)
-    if world.first:  # the store may end with this rank: the others are given time to read what was said
+    if world.first:  # the store may end with this rank: give the others time to read it
         time.sleep(2 * BEAT)
     return failure
 
 
 def _said_by_first(failure: UserError, heartbeat: Heartbeat) -> bool:
-    """Whether rank 0 ends with the same words, which are then said once."""
+    """Whether rank 0 ends with the same message, which is then printed once."""
     for _ in range(20):
         said = heartbeat.left(0)
         if said is not None:

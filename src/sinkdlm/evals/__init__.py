@@ -1,1 +1,1 @@
-"""Evaluation: requests.py and responses.py hold what is asked and answered, answering.py answers; harness.py is lm-eval's side."""
+"""Evaluation: requests.py holds requests and responses, answering.py answers them, harness.py connects lm-eval."""

@@ -1,8 +1,8 @@
-"""Requests answered by a model: log-likelihoods with their errors, whole documents, and generated text.
+"""Answer requests with a model: log-likelihoods with their errors, whole documents, and generated text.
 
-Owns what happens between a sheet of requests and the numbers: which requests make a batch, which rank answers it, how noise is
-keyed. A number is a function of (weights, request, settings, seed): not of its batch, its order, or who computed it. Uses the
-estimators and the sampler as any user would; needs nothing but the core packages.
+Owns which requests make a batch, which rank answers it, and how noise is keyed. A number is a function of (weights, request,
+settings, seed): not of its batch, its order, or the rank that computed it. Uses the estimators and the sampler as any user would;
+needs only the core packages.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ from sinkdlm.likelihood import Adaptive, Estimates, document_likelihood, is_gree
 from sinkdlm.likelihood.mask_draws import MONTE_CARLO
 from sinkdlm.model.model import Denoiser, DiffusionLM
 
-_LETTERS = 4  # about so many make a token: enough to say how much work a request is
-# Forwards of a batch: many fill up better, few are lost less and shown sooner.
+_LETTERS = 4  # characters per token, roughly: enough to estimate the work of a request
+# Forwards per batch: many fill up better; with few, a kill loses less and progress shows sooner.
 _FORWARDS = {"cpu": 2, "cuda": 32}
-_NEARLY = 0.99  # an estimate of how much is done is never all of it
-_CPU_TOKENS, _LEAST_TOKENS, _MOST_TOKENS = 1 << 11, 1 << 12, 1 << 16  # in a forward; a GPU's, by its memory
-# Of a GPU's memory, one part in so many is for logits: rounded, in float32, and once more while they are summed up.
+_NEARLY = 0.99  # an estimated share of a batch never reaches 1
+_CPU_TOKENS, _LEAST_TOKENS, _MOST_TOKENS = 1 << 11, 1 << 12, 1 << 16  # per forward; on a GPU by its memory
+# An eighth of a GPU's memory is for logits: in half precision, in float32, and once more while they are summed.
 _LOGITS_SHARE = 8
 
 
@@ -49,7 +49,7 @@ class CausalDenoiser(Denoiser):
 
 
 def forward_tokens(device: torch.device, vocab: int) -> int:
-    """Tokens in a forward, of which a quarter at most reaches the head. Too few leave a GPU waiting for its host."""
+    """Choose the tokens per forward; at most a quarter reaches the head. With too few, a GPU waits for its host."""
     if device.type != "cuda":
         return _CPU_TOKENS
     places = torch.cuda.get_device_properties(device).total_memory // (_LOGITS_SHARE * 10 * vocab)
@@ -57,7 +57,7 @@ def forward_tokens(device: torch.device, vocab: int) -> int:
 
 
 class Answerer:
-    """A model that answers the requests of a sheet. budget: tokens in a forward."""
+    """Answer the requests of a sheet with a model. budget: tokens per forward."""
 
     def __init__(self, lm: Any, sheet: Sheet, *, budget: int | None = None) -> None:
         self.lm, self.sheet = lm, sheet
@@ -65,13 +65,13 @@ class Answerer:
         self.device = lm.model.embed.weight.device
         self.budget = budget or forward_tokens(self.device, lm.config.vocab_size)
         self._options: dict[str, Any] = {"mask_id": lm.config.mask_id, "budget": self.budget, "device": self.device}
-        absent = absent_ids(lm.tokenizer, lm.config.vocab_size)  # never written; logits are the same
+        absent = absent_ids(lm.tokenizer, lm.config.vocab_size)  # ids that are never written; logits stay the same
         self._denoisers = {False: lm.model.denoiser(absent), True: CausalDenoiser(lm.model, absent)}
         self._computed = self._expected = 0  # tokens of forwards, in the batch under way
 
     @contextmanager
     def watched(self, tell: Callable[[float], None]) -> Iterator[None]:
-        """tell(share): after every forward, about how much of the batch under way is done. A long document is many forwards."""
+        """Call tell(share) after every forward, with the estimated share of the batch that is done."""
 
         def count(model: torch.nn.Module, given: tuple[Tensor, ...], _: Tensor) -> None:
             self._computed += given[0].numel()
@@ -84,7 +84,7 @@ class Answerer:
             hook.remove()
 
     def batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
-        """Whole questions that are answered alike, as many as make a few forwards."""
+        """Yield batches of whole questions with the same settings, each about a few forwards."""
         for request in requests:
             if request.kind == GENERATE:
                 check_room(request, self.sheet.settings[request.task], self.lm.config.context_length)
@@ -92,7 +92,7 @@ class Answerer:
         for question in by_question(requests):
             for kind, part in itertools.groupby(question, key=lambda request: request.kind):
                 own = list(part)
-                # Ranked by the same metrics: a test that allows for those of others would depend on the batch.
+                # Only questions with the same metrics: else a stopping test would depend on its batch.
                 metrics = tuple(sorted(own[0].divisors)) if _has_ranking(own) else ()
                 alike.setdefault((kind, self.sheet.settings[own[0].task], metrics), []).append(own)
         most = self.budget * _FORWARDS.get(self.device.type, _FORWARDS["cpu"])
@@ -109,7 +109,7 @@ class Answerer:
                 yield batch
 
     def _work(self, request: Request) -> int:
-        """Tokens that go through the model for it, about."""
+        """Estimate the tokens that go through the model for a request."""
         settings = self.sheet.settings[request.task]
         length = 1 + (len(request.context) + len(request.continuation)) // _LETTERS
         if request.kind == GENERATE:
@@ -117,7 +117,7 @@ class Answerer:
         return _forwarded(length, length if request.kind == ROLLING else 1 + len(request.continuation) // _LETTERS, settings)
 
     def answer(self, batch: Sequence[Request]) -> list[Response]:
-        """Requests of one kind, with one way of being answered."""
+        """Answer requests of one kind with the same settings."""
         began = time.perf_counter()
         settings = self.sheet.settings[batch[0].task]
         self._computed, self._expected = 0, sum(map(self._work, batch))
@@ -132,7 +132,7 @@ class Answerer:
         return int(self.lm.config.context_length) + settings.causal
 
     def _drawn(self, settings: Settings) -> dict[str, Any]:
-        """What every estimator is told."""
+        """Options of every estimator."""
         return {"estimator": settings.estimator, "draws": settings.draws, "seed": self.sheet.seed, **self._options}
 
     def _score(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
@@ -169,7 +169,7 @@ class Answerer:
 
 
 def _forwarded(length: int, target: int, settings: Settings) -> int:
-    """Tokens that go through the model for the likelihood of `target` of a row's tokens."""
+    """Tokens that go through the model to score `target` tokens of a row."""
     if settings.causal:
         return length
     return length * (settings.draws if settings.estimator in MONTE_CARLO else target) * (2 if settings.guidance else 1)
@@ -180,7 +180,7 @@ def _has_ranking(question: Sequence[Request]) -> bool:
 
 
 def _adaptive(batch: Sequence[Request], settings: Settings) -> Adaptive | None:
-    """Options of questions are ranked under every metric that is reported; nothing else has a ranking to settle."""
+    """The stopping rule, under every reported metric; None where the batch has no options to rank."""
     if not settings.adaptive or settings.estimator != "exact_k" or not all(map(_has_ranking, by_question(batch))):
         return None
     names = sorted({name for request in batch for name in request.divisors})
@@ -194,18 +194,18 @@ def _numbers(estimates: Estimates, row: int) -> dict[str, Any]:
 
 
 def fingerprint(model: DiffusionLM) -> str:
-    """Of a model's config and of the bits of its weights, the same on every device."""
+    """Hash a model's config and the bits of its weights, the same on every device."""
     found = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True).encode())
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for name, weight in sorted(model.state_dict().items()):
         bits = weight.detach().contiguous().view(words[weight.element_size()]).flatten().to(torch.int64)
-        odd = 2 * torch.arange(len(bits), device=bits.device) + 1  # where a number stands counts too
+        odd = 2 * torch.arange(len(bits), device=bits.device) + 1  # so that the order of weights counts
         found.update(f"{name} {tuple(weight.shape)} {int((bits * odd).sum())}".encode())
     return found.hexdigest()
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Of everything by which a tokenizer turns text into ids and back."""
+    """Hash everything by which a tokenizer turns text into ids and back."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     ids = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id, getattr(tokenizer, "chat_template", None))
@@ -213,9 +213,9 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def answer_sheet(answerer: Answerer, journal: Journal, *, world: World | None = None, quiet: bool = False) -> dict[Any, Response]:
-    """Every response of the sheet, on every rank; what the journal has is not asked again.
+    """Return every response of the sheet, on every rank; responses in the journal are not computed again.
 
-    Ranks answer a batch each and then write them down together, so that a kill loses at most the batches under way.
+    Each rank answers a batch, then rank 0 writes them all: a kill loses at most the batches under way.
     """
     world = world or World(answerer.device)
     sheet = answerer.sheet
@@ -227,9 +227,9 @@ def answer_sheet(answerer: Answerer, journal: Journal, *, world: World | None = 
     under_way = 0  # requests
     display = ItemBar("requests", len(sheet.requests), len(sheet.requests) - len(open_), shown=world.first and not quiet)
     with display, answerer.watched(lambda share: display.update(len(found), share, under_way)):
-        for turn in range(0, len(batches), world.size):
-            under_way = sum(map(len, batches[turn : turn + world.size]))
-            mine = batches[turn + world.rank : turn + world.rank + 1]
+        for begin in range(0, len(batches), world.size):
+            under_way = sum(map(len, batches[begin : begin + world.size]))
+            mine = batches[begin + world.rank : begin + world.rank + 1]
             answers = answerer.answer(mine[0]) if mine else []
             fresh = [response for part in world.gather(answers) for response in part]
             if world.first:

@@ -1,7 +1,7 @@
-"""Text of requests as rows of tokens, cut as the harness cuts them.
+"""Encode the text of requests as rows of tokens, cut as the harness cuts them.
 
-A prompt and its continuation are tokenised together, so that their border is where the tokenizer puts it; blanks at the end of the
-prompt go with the continuation. The tokenizer's own beginning (BOS) is kept. What does not fit the model is cut from the left.
+A prompt and its continuation are tokenised together, so that the tokenizer sets their border; blanks at the end of the prompt go
+with the continuation. The tokenizer's own BOS is kept. Rows that do not fit the model are cut from the left.
 """
 
 import bisect
@@ -32,24 +32,24 @@ class EncodedRow(NamedTuple):
 
 
 class TextEncoder:
-    """A tokenizer, asked once for each text of a batch.
+    """Encode each text of a batch once.
 
-    bos: in front of prompts and documents or not, whatever the tokenizer does by itself. None: of prompts as it does, and of
-    documents as in the harness."""
+    bos: whether prompts and documents begin with BOS, whatever the tokenizer does. None: prompts as it does, documents as in the
+    harness."""
 
     def __init__(self, tokenizer: Any, bos: bool | None = None) -> None:
         self.tokenizer, self.bos = tokenizer, bos
         self.eos_id: int | None = tokenizer.eos_token_id
         self.bos_id: int | None = tokenizer.bos_token_id
-        # Stands for an empty prompt and before a document, as in the harness; without BOS a text follows the EOS of another.
+        # In place of an empty prompt and before a document, as in the harness; without BOS, the EOS of another text.
         self.prefix_id = self.eos_id if self.bos_id is None or bos is False else self.bos_id
         if bos and self.bos_id is None:
-            raise EvalError("--bos: the tokenizer has no beginning-of-text token")
-        self.count_unknown = unknown_counter(tokenizer)  # what they stand for is not scored
-        self._closes = self.eos_id is not None and tokenizer.encode(_PROBE)[-1:] == [self.eos_id]  # every text, by itself
+            raise EvalError("--bos: the tokenizer has no beginning-of-sequence token")
+        self.count_unknown = unknown_counter(tokenizer)  # counts ids of characters that the tokenizer does not have
+        self._closes = self.eos_id is not None and tokenizer.encode(_PROBE)[-1:] == [self.eos_id]  # every text
 
     def encode(self, texts: Iterable[str], *, special: bool = True) -> dict[str, list[int]]:
-        """Ids of each text. special: with what the tokenizer itself puts around a text, unless it begins with BOS already."""
+        """Ids of each text. special: with the special tokens that the tokenizer adds, unless the text begins with BOS already."""
         bos = self.tokenizer.bos_token if special else None
         found: dict[str, list[int]] = {}
         wanted = list(dict.fromkeys(texts))
@@ -58,16 +58,21 @@ class TextEncoder:
             if part:
                 ids = self.tokenizer(part, add_special_tokens=add, verbose=False)["input_ids"]
                 found |= dict(zip(part, ids, strict=True))
-        return {text: self._framed(ids) if special else ids for text, ids in found.items()}
+        if not special:
+            return found
+        # The EOS that the tokenizer adds would end a prompt.
+        return {text: with_bos(ids[:-1] if self._closes else ids, self.bos_id, self.bos) for text, ids in found.items()}
 
     def encode_documents(self, texts: Iterable[str]) -> dict[str, list[int]]:
-        """Ids of each text without its beginning: where BOS is decided, one that the text spells is that one, never a second."""
-        found = self.encode(texts, special=False)
-        return found if self.bos is None else {text: with_bos(ids, self.bos_id, False) for text, ids in found.items()}
+        """Ids of each text without BOS: as in the harness, or, if bos is set, as training data is made.
 
-    def _framed(self, ids: list[int]) -> list[int]:
-        """With or without BOS, as asked. Never with an EOS of the tokenizer's own, which would end a prompt."""
-        return with_bos(ids[:-1] if self._closes else ids, self.bos_id, self.bos)
+        A text that spells a special token is then taken letter by letter. BOS at its beginning is dropped: there are never two."""
+        if self.bos is None:
+            return self.encode(texts, special=False)
+        wanted = list(dict.fromkeys(texts))
+        bare = [text.removeprefix(self.tokenizer.bos_token or "") for text in wanted]
+        ids = self.tokenizer(bare, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        return dict(zip(wanted, ids, strict=True))
 
     def pairs(self, requests: Sequence[Request], room: int) -> list[EncodedRow]:
         """Rows of at most `room` tokens, prompt and continuation."""
@@ -90,14 +95,14 @@ class TextEncoder:
 
     def prefix(self, place: str) -> list[int]:
         if self.prefix_id is None:
-            without, cure = "no EOS beside the BOS that is left out", "say --bos"
+            without, cure = "no EOS (and BOS is left out)", "say --bos"
             if self.bos_id is None:
                 without, cure = "neither BOS nor EOS", "name one as eos_token in its tokenizer_config.json"
             raise EvalError(f"{place}: the prompt is empty, and the tokenizer has {without} to stand for it; {cure}")
         return [self.prefix_id]
 
     def decode(self, tokens: Sequence[int], until: Sequence[str] = ()) -> str:
-        """Up to the first EOS or stop string, without special tokens. A stop string may be one: it is looked for among them."""
+        """Decode up to the first EOS or stop string, without special tokens. A stop string may be a special token."""
         ended = list(tokens[: tokens.index(self.eos_id)] if self.eos_id in tokens else tokens)
         if self.stops(ended, until):
             least = bisect.bisect_left(range(len(ended)), True, key=lambda n: self.stops(ended[:n], until))

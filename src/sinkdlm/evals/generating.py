@@ -1,7 +1,7 @@
-"""Answers in words: prompts continued by the sampler until a stop string, in one stage or several.
+"""Generate answers: the sampler continues prompts until a stop string, in one stage or several.
 
-Owns what the harness's generation settings mean here, and when a text has ended. Each stage writes after all that was written
-before it, which is tokenised anew. Takes a denoiser; noise is keyed by the request, so a text is the same in any batch.
+Owns what the harness's generation settings mean here, and when a text has ended. Each stage continues all text so far, which is
+tokenised again. Takes a denoiser; noise is keyed by the request, so a text is the same in any batch.
 """
 
 from collections import Counter
@@ -17,15 +17,15 @@ from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.sampling import Denoise, DenoiserAdapter, Policy, State, policy_of, start, step
 from sinkdlm.sampling import Request as Canvas
 
-_TOKENS = 256  # to write, where a task does not say: the harness's own default
+_TOKENS = 256  # tokens to write by default, as in the harness
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-_LEAST = 16  # tokens that a canvas of fixed size leaves to write, however long the prompt
+_LEAST = 16  # tokens that a canvas of fixed size always leaves to write
 _KNOWN = (*_LIMITS, "until", "do_sample", "temperature", "top_k", "top_p", "steps", "block", "policy", "canvas", "stages")
 
 
 @dataclass(frozen=True)
 class Manner:
-    """How a request is written. canvas: tokens of the whole row, prompt included, in place of a number of tokens to write.
+    """How to write an answer. canvas: tokens of the whole row, prompt included, in place of a number of tokens to write.
 
     stages: passes, each of which continues prompt and text so far.
     """
@@ -46,14 +46,14 @@ class Manner:
         until = given.get("until") or []
         stops = [until] if isinstance(until, str) else until
         if not (isinstance(stops, list | tuple) and all(isinstance(stop, str) for stop in stops)):
-            raise EvalError(f"{request.task}: until = {until!r}: a string, or a list of strings")
+            raise EvalError(f"{request.task}: until = {until!r}: expected a string, or a list of strings")
         temperature, named = _temperature(request), given.get("policy") or settings.policy
         chosen: dict[str, Any] = {"steps": settings.steps, "block": settings.block, "guidance": settings.guidance, "eos_id": eos_id}
         chosen |= {name: given[name] for name in ("steps", "block") if given.get(name) is not None}
         if temperature > 0 or policy_of(named).tempered:  # tasks have top_p beside do_sample = false, where it means nothing
             chosen |= {"top_k": given.get("top_k") or None, "top_p": given.get("top_p")}
         options = {name: value for name, value in chosen.items() if value is not None} | {"temperature": temperature}
-        if settings.causal:  # one token after the other is what an AR model's own decoding is
+        if settings.causal:  # an AR model decodes one token after the other
             options |= {"block": 1, "steps": None, "shift": True}
         limits = [_whole(request, name, given[name]) for name in _LIMITS if given.get(name) is not None]
         return cls(
@@ -68,15 +68,15 @@ class Manner:
 
 def _whole(request: Request, name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise EvalError(f"{request.task}: {name} = {value!r}: a whole number, at least 1")
+        raise EvalError(f"{request.task}: {name} = {value!r}: expected a whole number of at least 1")
     return value
 
 
 def _temperature(request: Request) -> float:
-    """As the harness reads it: no sampling, no temperature."""
+    """Read the temperature as the harness does: 0 without sampling."""
     sample, value = request.generation.get("do_sample"), request.generation.get("temperature")
     if isinstance(value, bool) or not isinstance(value, int | float | None):
-        raise EvalError(f"{request.task}: temperature = {value!r}: a number, 0 or more")
+        raise EvalError(f"{request.task}: temperature = {value!r}: expected a number of 0 or more")
     if sample is False:
         return 0.0
     return float(value or 0.0) if "temperature" in request.generation else float(bool(sample))
@@ -89,7 +89,7 @@ def ignored_cuts(request: Request, settings: Settings) -> bool:
 
 
 def check_room(request: Request, settings: Settings, room: int) -> None:
-    """Before hours of other requests are answered: whether what is to be written fits beside one token of the prompt."""
+    """Refuse, before hours of other requests, an answer that does not fit beside one token of the prompt."""
     manner = Manner.of(request, settings, None)
     if manner.canvas is None and manner.n_tokens >= room:
         raise _no_room(request.place, manner.n_tokens, room, "--gen-kwargs max_gen_toks=N")
@@ -100,7 +100,7 @@ def _no_room(place: str, size: int, room: int, cure: str) -> EvalError:
 
 
 class Generator:
-    """A denoiser that writes. room: tokens that the model reads; budget: tokens in a forward."""
+    """Write answers with a denoiser. room: tokens that the model reads; budget: tokens per forward."""
 
     def __init__(self, denoiser: Denoise, encoder: TextEncoder, *, mask_id: int, room: int, budget: int, seed: int) -> None:
         self.access, self.encoder, self.mask_id = DenoiserAdapter.of(denoiser), encoder, mask_id
@@ -108,7 +108,7 @@ class Generator:
         self.device: Any = getattr(denoiser, "device", None)
 
     def write(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
-        """The fields of a Response for each request."""
+        """Return the fields of each request's Response."""
         manners = [Manner.of(request, settings, self.encoder.eos_id) for request in batch]
         contexts = [request.context for request in batch]
         found = [Counter[str](truncated=0, unknown=0, forwards=0, n_tokens=0) for _ in batch]
@@ -132,7 +132,7 @@ class Generator:
             cure = "--gen-kwargs max_gen_toks=N" if manner.canvas is None else f"canvas={self.room}"
             raise _no_room(request.place, size, self.room, cure)
         found["truncated"] += max(0, len(prompt) - kept)
-        if stage == 0:  # later prompts hold the first
+        if stage == 0:  # the prompts of later stages contain the first
             found["unknown"] = self.encoder.count_unknown(prompt)
         row = [*prompt[-kept:], *[self.mask_id] * size]
         return Canvas(row, manner.policy, self.mask_id, self.seed, number_of(*request.key, stage), grow=manner.grows)

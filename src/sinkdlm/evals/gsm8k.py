@@ -1,8 +1,8 @@
-"""GSM8K after fine-tuning: the official protocol in two stages, one in a single stage, and when two answers are the same.
+"""GSM8K after fine-tuning: the official two-stage protocol, a one-stage protocol, and when two answers are the same.
 
-The prompts are those of the fine-tuning examples. In two stages a thought is written, and then, after it, the answer; both on a
+The prompts are those of the fine-tuning examples. The first stage writes a thought, the second the answer after it; each on a
 canvas of 256 tokens, prompt included, in 256 steps at temperature 0.1, without guidance. The answer is what follows the last
-`####`. Answers are compared as numbers, and else as algebra by a library that parses LaTeX with a grammar: nothing that a model
+`####`. Answers are compared as numbers, else as algebra by a library that parses LaTeX with a grammar: nothing that a model
 wrote is ever evaluated as code.
 """
 
@@ -17,6 +17,7 @@ STAGES = {"gsm8k_two_stage": 2, "gsm8k_one_stage": 1}
 CANVAS = 256
 _LONGEST = 200  # characters of an answer that algebra is tried on
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(/\d+)?%?")
+_UNIT = re.compile(r"(?<=[\d.%])\s*(?!.*\b(?:hundred|thousand|[mb]illion|dozen|hal(?:f|ves))\b)[a-z][a-z \-]*\Z")  # of "18 dollars"
 _NOISE = re.compile(r"[,$€£¥]|\\[!,;$]|\\(?=%)|\\text\{[^}]*\}")
 
 
@@ -30,11 +31,13 @@ def extract_answer(text: str) -> str:
 
 
 def normalise(answer: str) -> str:
-    return " ".join(_NOISE.sub("", answer).split()).rstrip(".").lower()
+    """The right side of an equation, in lower case, without currency signs and without units after a number."""
+    text = " ".join(_NOISE.sub("", answer).rpartition("=")[2].split()).rstrip(".").lower()
+    return _UNIT.sub("", text)
 
 
 def _numbers(text: str) -> set[Fraction]:
-    """What a text may mean: a share in per cent is also the number before the sign."""
+    """The numbers that a text may mean: 50% is a half, or 50."""
     if not _NUMBER.fullmatch(text) or ("." in text and "/" in text):
         return set()
     try:
@@ -60,7 +63,7 @@ def is_same_answer(gold: str, answer: str) -> bool:
 def _are_equal_expressions(gold: str, answer: str) -> bool:
     from math_verify import LatexExtractionConfig, parse, verify
 
-    # Only LaTeX, in a box: the library's other reader hands plain text to sympy's, which evaluates it.
+    # Parse only boxed LaTeX: the library's reader of plain text uses sympy's, which evaluates it.
     read = [LatexExtractionConfig(boxed_match_priority=0)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -69,5 +72,5 @@ def _are_equal_expressions(gold: str, answer: str) -> bool:
 
 
 def process_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """The harness's hook: a document and what was written for it."""
+    """Score what was written for a document; a hook of the harness."""
     return {"exact_match": float(is_same_answer(extract_answer(doc["answer"]), extract_answer(results[0])))}

@@ -1,11 +1,12 @@
-"""lm-evaluation-harness's side: its tasks make the requests, and its metrics judge the answers.
+"""Connect lm-evaluation-harness (the harness): its tasks make the requests, its metrics judge the answers.
 
-Owns the harness's model class, which tasks are loaded and from where, and what is asked of them. How a request is answered is not
-its business: it hands neutral requests to a callable. Everything that needs lm-eval is here.
+Owns the harness's model class, which tasks are loaded and from where, and what is asked. Hands neutral requests to a callable and
+does not know how they are answered. Everything that needs lm-eval is here.
 """
 
 import contextlib
 import difflib
+import functools
 import importlib.metadata
 import io
 import logging
@@ -34,10 +35,11 @@ from sinkdlm.evals.generating import Manner
 from sinkdlm.evals.offline import BENCHMARKS, load_splits
 from sinkdlm.evals.requests import GENERATE, LOGLIKELIHOOD, ROLLING, Journal, Key, Request, Response, Sheet
 from sinkdlm.evals.settings import ALIASES, Settings, read_changes, settings_for
+from sinkdlm.text.prompts import render_chat
 
 Answer = Callable[[Sequence[Request]], Sequence[Response]]
 _FEWSHOT_SEED = 1234  # the harness's own
-# Metric -> how the harness measures an option, whose value it divides by it.
+# Metric -> the length of an option, by which the harness divides its value.
 _LENGTHS: dict[str, Callable[[str], float]] = {
     "acc": lambda _: 1.0,
     "acc_norm": lambda choice: float(len(choice)),
@@ -47,7 +49,7 @@ _LENGTHS: dict[str, Callable[[str], float]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What is evaluated. data: a folder of files, or the hub. limit: the first so many documents of each task."""
+    """What to evaluate. data: a folder of files; None: the hub. limit: only the first documents of each task."""
 
     tasks: tuple[str, ...]
     data: str | None = None
@@ -56,7 +58,7 @@ class Plan:
     chat: bool = False
     gen_kwargs: Mapping[str, Any] | None = None
     use_cache: bool = False
-    bootstrap: int = 1000  # resamplings for the error of metrics that have no formula for it
+    bootstrap: int = 1000  # resamplings for the error of metrics without a formula for it
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -67,7 +69,7 @@ class Plan:
 
 
 def load_tasks(plan: Plan) -> dict[str, Any]:
-    """The harness's tasks, from files or from the hub, with the number of examples that their prompts shall have."""
+    """Load the harness's tasks, from files or the hub, and set the number of examples in their prompts."""
     with _quiet():
         manager = _manager(plan)
         specs = [_spec(plan, task, manager) for task in plan.tasks]
@@ -86,7 +88,7 @@ def load_tasks(plan: Plan) -> dict[str, Any]:
 
 
 def _manager(plan: Plan) -> Any:
-    """Tasks that are known here are looked for in their own folders: an index of all takes a quarter of a minute."""
+    """Known tasks are looked up in their own folders: indexing all tasks takes a quarter of a minute."""
     known = {name: one.folder for name, one in BENCHMARKS.items()} | dict.fromkeys(gsm8k.STAGES, "gsm8k")
     unknown = [task for task in plan.tasks if task not in known]
     if not unknown:
@@ -105,7 +107,7 @@ def _manager(plan: Plan) -> Any:
 
 
 def _spec(plan: Plan, task: str, manager: Any) -> Any:
-    """What the harness builds a task from: its name, or with files its own config, with rows that come from there."""
+    """What the harness builds a task from: its name, or, with --data, its config with rows from files."""
     staged = task in gsm8k.STAGES
     if plan.data is None:
         return _stage_task(task) if staged else task
@@ -114,24 +116,12 @@ def _spec(plan: Plan, task: str, manager: Any) -> Any:
     tables = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in splits.items()})
     found = {**own, **_absent_splits(task, tables), "custom_dataset": lambda **_: tables}
     if callable(found.get("process_docs")):
-        found["process_docs"] = _once(found["process_docs"])
+        found["process_docs"] = functools.cache(found["process_docs"])  # the harness calls it at every access
     return found
 
 
-def _once(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The harness processes all documents anew whenever it looks at them."""
-    done: dict[int, Any] = {}
-
-    def processed(table: Any) -> Any:
-        if id(table) not in done:
-            done[id(table)] = (table, process(table))  # the table is kept, so that its number stays its own
-        return done[id(table)][1]
-
-    return processed
-
-
 def _absent_splits(task: str, tables: Mapping[str, Any]) -> dict[str, None]:
-    """Splits that the task's own config names and that are not there: it would ask for them as it starts."""
+    """Unset splits that the task's config names and the files lack: the task would load them at its start."""
     named = {"training_split": "train", "validation_split": "validation"} | ({"fewshot_split": "train"} if task == "gsm8k" else {})
     return {key: None for key, split in named.items() if split not in tables and task not in gsm8k.STAGES}
 
@@ -154,23 +144,21 @@ def _stage_task(task: str) -> dict[str, Any]:
 
 
 def _set_examples(plan: Plan, name: str, task: Any) -> None:
-    """As the harness's own entry sets them: a task that says 0 keeps it."""
+    """Set the number of examples as the harness's own entry does: a task with 0 keeps it."""
     default = task.get_config("num_fewshot")
     if default is None or (plan.num_fewshot is not None and default != 0):
         task.set_config(key="num_fewshot", value=plan.num_fewshot or 0)
     task.set_fewshot_seed(seed=_FEWSHOT_SEED)
     wanted = task.get_config("num_fewshot")
     if plan.data is not None and wanted and BENCHMARKS[name].trains and "train" not in task.dataset:
-        raise EvalError(
-            f"{name}: prompts with {wanted} examples need a train file in {plan.data}, and there is none; or say --num-fewshot 0"
-        )
+        raise EvalError(f"{name}: prompts with {wanted} examples need a train file in {plan.data}: add one, or say --num-fewshot 0")
 
 
 class HarnessLM(LM):
-    """The harness's face of a model. answer: neutral requests in, responses out, in their order.
+    """A model as the harness sees it. answer: maps neutral requests to responses, in their order.
 
-    tokenizer: for chat templates alone; requests are tokenised where they are answered.
-    tasks: by name, so that requests can say what their options are divided by.
+    tokenizer: only for chat templates; requests are tokenised where they are answered.
+    tasks: by name, to find the divisors of options.
     """
 
     def __init__(self, answer: Answer, *, tokenizer: Any = None, tasks: Mapping[str, Any] | None = None) -> None:
@@ -179,12 +167,12 @@ class HarnessLM(LM):
 
     @classmethod
     def of(cls, lm: Any, *, seed: int = 0, budget: int | None = None, **changes: Any) -> "HarnessLM":
-        """For lm_eval.simple_evaluate(model=HarnessLM.of(sinkdlm.load(...)), tasks=[...]). changes: of every task's Settings.
+        """For lm_eval.simple_evaluate(model=HarnessLM.of(sinkdlm.load(...)), tasks=[...]). changes: Settings of every task.
 
-        greedy=False saves the prediction of what the model itself would write, which choice tasks do not read.
+        greedy=False skips the prediction of what the model itself would write, which multiple-choice tasks do not read.
         """
         if changes.get("adaptive"):
-            raise EvalError("adaptive: here nobody says what options are divided by; use `sinkdlm eval --adaptive`, or Evaluation")
+            raise EvalError("adaptive: lm-eval passes no divisors of options here; use `sinkdlm eval --adaptive`, or Evaluation")
 
         def answer(requests: Sequence[Request]) -> list[Response]:
             settings = {task: settings_for(task, changes) for task in {request.task for request in requests}}
@@ -245,11 +233,14 @@ class HarnessLM(LM):
             raise EvalError("--chat: this tokenizer has no chat template; leave --chat out, or give CKPT with one")
         assert self.tokenizer is not None
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **options))
+        try:
+            return render_chat(self.tokenizer, chat_history, **options)
+        except Exception as failure:  # templates raise what they like
+            raise EvalError(f"--chat: the tokenizer's chat template fails: {first_line(failure)}") from None
 
 
 class Evaluation:
-    """A plan with its tasks loaded: asks everything first, and judges once all of it is answered."""
+    """A plan with its tasks loaded: collects all requests first, and judges once all are answered."""
 
     def __init__(self, plan: Plan, tokenizer: Any = None) -> None:
         self.plan, self.tokenizer = plan, tokenizer
@@ -257,23 +248,23 @@ class Evaluation:
         self.tasks: dict[str, Any] = self._loaded["tasks"]
 
     def ask(self, *, changes: Mapping[str, Any] | None = None, overrides: Sequence[tuple[str, Any]] = (), seed: int = 0) -> Sheet:
-        """Everything that the harness would ask a model. changes: settings of all tasks; overrides: (task.key, value) of one."""
+        """Collect all that the harness would ask a model. changes: settings of all tasks; overrides: (task.key, value) of one."""
         own = read_changes(overrides, self.tasks)
         settings = {name: _settings(name, task, changes or {}, own.get(name)) for name, task in self.tasks.items()}
         asked: list[Request] = []
 
         def record(requests: Sequence[Request]) -> list[Response]:
             asked.extend(requests)
-            return [Response(*request.key, value=0.0) for request in requests]  # thrown away, with what the harness makes of it
+            return [Response(*request.key, value=0.0) for request in requests]  # dropped, like the harness's results
 
         self._run(record, bootstrap=0, log_samples=False)
         for request in asked:
             if request.kind == GENERATE:
-                Manner.of(request, settings[request.task], None)  # what cannot be written is said now
+                Manner.of(request, settings[request.task], None)  # refuse now what cannot be written
         return Sheet(asked, settings, seed, {"plan": asdict(self.plan), "gold": self._gold()})
 
     def _gold(self) -> dict[str, list[Any]]:
-        """Task -> the right option of each document, or the answer that is to be written; for readers without the harness."""
+        """Task -> the right option of each document, or the expected answer; for readers without the harness."""
         found: dict[str, list[Any]] = {}
         for name, task in self.tasks.items():
             docs = list(task.eval_docs)[: self.plan.limit]
@@ -286,19 +277,19 @@ class Evaluation:
         return found
 
     def judge(self, responses: Mapping[Key, Response]) -> dict[str, Any]:
-        """The harness's results for what was answered."""
+        """Return the harness's results for the responses."""
 
         def look_up(requests: Sequence[Request]) -> list[Response]:
             missing = [request for request in requests if request.key not in responses]
             if missing:
-                raise EvalError(f"{missing[0].place}: not answered, one of {len(missing)}; go on with score-requests first")
+                raise EvalError(f"{missing[0].place}: not answered, one of {len(missing)}; run score-requests again to answer them")
             return [responses[request.key] for request in requests]
 
         return self._run(look_up, bootstrap=self.plan.bootstrap, log_samples=True)
 
     def _run(self, answer: Answer, *, bootstrap: int, log_samples: bool) -> dict[str, Any]:
         for task in self.tasks.values():
-            task.set_fewshot_seed(seed=_FEWSHOT_SEED)  # it is used up by a run, and judging must see the prompts that were asked
+            task.set_fewshot_seed(seed=_FEWSHOT_SEED)  # a run uses it up, and judging must see the same prompts
         with _quiet():
             found = evaluate(
                 lm=HarnessLM(answer, tokenizer=self.tokenizer, tasks=self.tasks),
@@ -315,7 +306,7 @@ class Evaluation:
 
 
 def _right_option(task: Any, doc: Any) -> int | None:
-    """As the harness reads it: a number, or one of the options' texts; None where a document has none, or several."""
+    """The right option, as the harness reads it: a number, or an option's text; None for none, or several."""
     target = task.doc_to_target(doc)
     if isinstance(target, str):
         choices = task.doc_to_choice(doc)
@@ -324,7 +315,7 @@ def _right_option(task: Any, doc: Any) -> int | None:
 
 
 def _settings(name: str, task: Any, changes: Mapping[str, Any], own: Mapping[str, Any] | None) -> Settings:
-    """Greedy prediction costs a forward a token: it is made where a metric reads it."""
+    """A task's settings. Greedy prediction costs a forward per token: only where a metric reads it."""
     found = settings_for(name, changes, own)
     reads = task.OUTPUT_TYPE == LOGLIKELIHOOD or "exact_match" in getattr(task, "_metric_fn_list", {})
     return found.replace(greedy=found.greedy and reads)
@@ -336,7 +327,7 @@ def version() -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The harness logs, prints and draws bars as it likes, and starts processes to resample: none of it here."""
+    """Silence the harness: no logs, prints or progress bars, and no processes for resampling."""
     alone, level, bars = os.environ.get("DISABLE_MULTIPROC"), logging.root.manager.disable, datasets.are_progress_bars_disabled()
     os.environ["DISABLE_MULTIPROC"] = "1"
     logging.disable(logging.ERROR)

@@ -1,7 +1,7 @@
-"""Benchmarks from files: finds a task's splits in a folder and gives their rows the shape that the harness's task expects.
+"""Read benchmarks from files: find a task's splits in a folder and give their rows the shape that the harness's task expects.
 
-Owns which files belong to which task, and the forms that they come in: the makers' own, the hub's (JSON lines or parquet, as they
-are downloaded), and plain ones with the same fields. Prompts are none of its business: the harness's task makes them from the rows.
+Owns which files belong to which task, and their formats: the authors' own, the hub's (JSON lines or parquet, as downloaded), and
+plain ones with the same fields. Makes no prompts: the harness's task makes them from the rows.
 """
 
 import json
@@ -25,12 +25,12 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def _fields(*names: str, **others: Callable[[Any], Any]) -> Callable[[Row], Row]:
-    """Takes fields as they are, and others through a function each."""
+    """Make a converter that copies the fields `names` and passes each of `others` through its function."""
     return lambda row: {name: row[name] for name in names} | {name: change(row[name]) for name, change in others.items()}
 
 
 def _stated(stem: str, row: Row) -> Row:
-    """A question as ARC and OpenBookQA have it: the makers' nested form, the hub's, or a list with the gold index."""
+    """Convert a question of ARC or OpenBookQA: the authors' nested form, the hub's, or a list with the gold index."""
     question = row["question"] if "question" in row else row[stem]
     nested = isinstance(question, Mapping)
     options = question["choices"] if nested else row["choices"]
@@ -49,7 +49,7 @@ def _hellaswag(row: Row) -> Row:
 
 
 def _race(row: Row) -> Row:
-    """One article; the harness asks its last question and gives the others with their answers. It reads problems as a literal."""
+    """Convert an article. The harness asks its last question, shows the others answered, and reads problems as a literal."""
     if isinstance(row.get("problems"), str):
         return {"article": row["article"], "problems": row["problems"]}
     columns = (row["questions"], row["options"], row["answers"])
@@ -58,7 +58,7 @@ def _race(row: Row) -> Row:
 
 
 def _lambada(row: Row) -> Row:
-    """A text is cut at its last space, and only there: its last word may have line breaks in it or after it."""
+    """The harness cuts a text at its last space only: line breaks in or after the last word stay in it."""
     return {"text": row["text"] if "text" in row else f"{row['context']} {row['continuation'].removeprefix(' ')}"}
 
 
@@ -68,12 +68,12 @@ def _boolq(row: Row) -> Row:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """names: sequences of words, one of which a file's path has. needs, without: words that it must, or must not have.
+    """names: word sequences, one of which must be in a file's path. needs, without: words that must, or must not, be there.
 
     split: what the harness scores. folder: where the harness keeps the task, below its tasks/.
-    labels: whether the makers give them in a .lst file beside the rows.
-    whole: whether a file without the name of a split is the test set.
-    trains: whether examples in prompts come from a train split; else the harness takes them from what it scores.
+    labels: whether the authors give labels in a .lst file beside the rows.
+    whole: whether a file whose path names no split is the test set.
+    trains: whether examples in prompts come from a train split; else they come from the scored split.
     """
 
     names: tuple[str, ...]
@@ -102,6 +102,7 @@ BENCHMARKS = {
     "lambada_openai": Benchmark(
         ("lambada openai",), _lambada, "test", "lambada", without=("de", "es", "fr", "it"), whole=True, trains=False
     ),
+    "lambada_standard": Benchmark(("lambada standard", "cimec lambada"), _lambada, "test", "lambada", trains=False),
     "gsm8k": Benchmark(("gsm8k",), _fields("question", "answer"), "test", "gsm8k", without=("socratic", "cot")),
     "openbookqa": Benchmark(("openbookqa",), _OPENBOOKQA, "test", "openbookqa", without=("additional",)),
     "boolq": Benchmark(("boolq",), _boolq, "validation", "super_glue/boolq"),
@@ -109,7 +110,7 @@ BENCHMARKS = {
 
 
 def find_splits(folder: Path, task: str) -> dict[str, list[Path]]:
-    """The files of each split of a task that are there: its shards, or of RACE as published a file for each article."""
+    """Find the files of each split of a task: its shards, or for RACE as published a file per article."""
     if not folder.is_dir():
         raise EvalError(f"--data {folder}: no such folder")
     wanted = BENCHMARKS[task]
@@ -130,7 +131,7 @@ def find_splits(folder: Path, task: str) -> dict[str, list[Path]]:
 
 def _is_rows(path: Path, task: str) -> bool:
     if path.suffix == ".txt":
-        return task == "race" and path.parent.name == "high"  # the makers' form: a JSON object a file
+        return task == "race" and path.parent.name == "high"  # as published: a JSON object per file
     return form_of(path) in ("jsonl", "parquet")
 
 
@@ -152,19 +153,19 @@ def read_rows(files: Sequence[Path], task: str) -> list[Row]:
     wanted = BENCHMARKS[task]
     found = []
     for path in files:
-        beside = path.with_name(f"{path.name.split('.')[0]}-labels.lst")  # what the makers keep apart
+        beside = path.with_name(f"{path.name.split('.')[0]}-labels.lst")  # labels that the authors keep apart
         labels = beside.read_text().split() if wanted.labels and beside.exists() else None
         for number, row in enumerate(_rows(path)):
             if labels is not None and "label" not in row:
                 if number >= len(labels):
-                    raise EvalError(f"{path}: has more rows than its labels, which are {len(labels)}")
+                    raise EvalError(f"{path}: has more rows than labels, which are {len(labels)}")
                 row = {**row, "label": labels[number]}
             try:
                 found.append(wanted.convert(row))
             except (KeyError, TypeError, ValueError, IndexError) as failure:
                 what = f"no field {failure}" if isinstance(failure, KeyError) else str(failure)
                 there = ", ".join(sorted(row)) or "none"
-                raise EvalError(f"{path}: row {number + 1} is none of {task}: {what}; its fields are {there}") from None
+                raise EvalError(f"{path}: row {number + 1} does not fit {task}: {what}; its fields are {there}") from None
     if not found:
         raise EvalError(f"{files[0]}: holds no row")
     return found
@@ -174,7 +175,7 @@ def _rows(path: Path) -> Iterator[Row]:
     if path.suffix in (".txt", ".json"):
         try:
             value = json.loads(read_bytes(path))
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None  # one object a line, perhaps
         if isinstance(value, dict) and isinstance(value.get("data"), list):
             value = value["data"]
@@ -188,7 +189,7 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def load_splits(folder: Path, task: str) -> dict[str, list[Row]]:
-    """The split that is scored, which must be there, and train, where there is one."""
+    """Load the scored split, which must be there, and the train split, if there is one."""
     if task not in BENCHMARKS:
         raise EvalError(f"task {task!r}: not among those that --data reads: {', '.join([*BENCHMARKS, *ALIASES])}")
     files = find_splits(folder, task)

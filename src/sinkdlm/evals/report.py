@@ -1,4 +1,4 @@
-"""What came of an evaluation: a table to read, and results.json in lm-eval's form with where it came from.
+"""Report an evaluation: a table to read, and results.json in lm-eval's format, with its provenance.
 
 Takes the harness's results as a plain dictionary; knows neither the harness nor a model.
 """
@@ -15,7 +15,7 @@ _HEAD = ("task", "metric", "value", "stderr", "items", "draws", "seconds")
 
 
 def summarise(results: Mapping[str, Any], responses: Mapping[Key, Response]) -> list[dict[str, Any]]:
-    """A line for each metric of each task. draws: of a request, on average; seconds: of computing, over all ranks."""
+    """One line per metric of each task. draws: mean per request; seconds: computing time, summed over ranks."""
     by_task: dict[str, list[Response]] = {}
     for response in responses.values():
         by_task.setdefault(response.task, []).append(response)
@@ -51,17 +51,21 @@ def notes_on(responses: Mapping[Key, Response]) -> list[str]:
         notes.append(f"{len(cut)} of {len(found)} requests were longer than the model and lost up to {max(cut)} tokens on the left")
     if lost:
         what = f"characters that the tokenizer does not have ({sum(lost)} in all)"
-        notes.append(f"{len(lost)} of {len(found)} requests have {what}: lost")
+        notes.append(f"{len(lost)} of {len(found)} requests have {what}; these are lost")
     if drawn < full:
         saved = f"adaptive draws saved {1 - drawn / full:.1%} of {full:,}"
-        notes.append(f"{saved}; values of questions that ended early serve to rank them")
+        notes.append(f"{saved}; values of questions that ended early only rank their options")
     if any(response.kind == "score" for response in found):
         notes.append("guided values are scores: they rank options, and are neither likelihoods nor bounds on them")
     return notes
 
 
+# Task -> the paper's column. Its GSM8K has two stages; it does not name its LAMBADA (its release scores the standard one).
+_SAME = {"gsm8k_two_stage": "gsm8k", "gsm8k_one_stage": "gsm8k", "lambada_standard": "lambada_openai"}
+
+
 def draw_table(lines: Sequence[Mapping[str, Any]], paper: Mapping[str, float] | None = None) -> str:
-    """paper: task -> the paper's value, beside the first share of right answers of each task."""
+    """paper: task -> the paper's value, shown beside the first accuracy of each task."""
     rows: list[tuple[str, ...]] = [(*_HEAD, "paper") if paper is not None else _HEAD]
     told: set[str] = set()
     for line in lines:
@@ -69,7 +73,7 @@ def draw_table(lines: Sequence[Mapping[str, Any]], paper: Mapping[str, float] | 
         cells = [line["task"], line["metric"], f"{line['value']:.4f}", error, f"{line['items']}"]
         cells += [f"{line['draws']:.1f}", f"{line['seconds']:.1f}"]
         if paper is not None:
-            value = paper.get(line["task"].removesuffix("_two_stage").removesuffix("_one_stage"))
+            value = paper.get(_SAME.get(line["task"], line["task"]))
             beside = value is not None and line["task"] not in told and line["metric"].startswith(("acc", "exact_match"))
             cells.append(f"{value:.4f}" if beside else "")
             told |= {line["task"]} if beside else set()
@@ -99,5 +103,5 @@ def write_results(folder: Path, results: Mapping[str, Any], samples: Mapping[str
 
 
 def to_json(value: Any) -> str:
-    """numpy's numbers, and whatever else a task's config holds, become plain ones or text."""
+    """Encode as JSON; numpy's numbers become plain ones, other objects of a task's config text."""
     return json.dumps(value, indent=2, ensure_ascii=False, default=lambda odd: odd.item() if hasattr(odd, "item") else str(odd))

@@ -1,10 +1,10 @@
-"""What is asked of a model and what it answers, as text: the neutral form between a harness and a machine that has none.
+"""Requests and responses as text: the neutral format between a machine with the harness and one without.
 
-A sheet is a list of requests and how they are to be answered. On disk it is JSON lines: a header, and a line for each request.
+A sheet is a list of requests with the settings to answer them. On disk it is JSON lines: a header, and a line for each request.
 Requests hold text, which is tokenised where it is answered. Knows no harness and no model.
 
-A file of responses is appended batch by batch, so that a kill loses at most the batch under way. Its first line says what is
-answered, by what and how; a run that goes on must be the same in all of it.
+A file of responses is appended batch by batch, so that a kill loses at most the batch under way. Its header names the requests,
+the model and the settings; a run that resumes must match it.
 """
 
 import fcntl
@@ -17,14 +17,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
-from sinkdlm.checkpoint.durable import replace_text
-from sinkdlm.errors import EvalError
+from sinkdlm.checkpoint.durable import write_text
+from sinkdlm.errors import EvalError, check_regular
 from sinkdlm.evals.settings import Settings
 
 LOGLIKELIHOOD, ROLLING, GENERATE = "loglikelihood", "loglikelihood_rolling", "generate_until"
 KINDS = (LOGLIKELIHOOD, ROLLING, GENERATE)
 VERSION = 1
-# What must be equal for a file to be gone on with -> what to say otherwise.
+# Header fields that must match to resume a file -> how the error names a mismatch.
 _SAME = {
     "requests": "answers to other requests or settings",
     "arithmetic": "answers in another precision",
@@ -34,7 +34,7 @@ _SAME = {
 
 
 class Key(NamedTuple):
-    """Tells requests of a sheet apart. Those of one document are options of a question."""
+    """Names a request within its sheet. The requests of one document are the options of a question."""
 
     task: str
     doc: int
@@ -46,7 +46,7 @@ class Key(NamedTuple):
 class Request:
     """context: the prompt; of a rolling request, the text. generation: as the harness's gen_kwargs.
 
-    divisors: metric -> what the option's value is divided by before options are compared, where they are options of a question.
+    divisors: metric -> what divides an option's value before the options of a question are compared.
     """
 
     kind: str
@@ -84,7 +84,7 @@ class Request:
 
 
 def number_of(*parts: object) -> int:
-    """A number for a name: what keys noise, so that it is the same in any batch, order and process."""
+    """Hash a name to the number that keys its noise, the same in any batch, order and process."""
     digest = hashlib.sha256(json.dumps(parts).encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
@@ -107,7 +107,7 @@ class Sheet:
                 raise EvalError(f"{request.place}: asked twice")
             seen.add(request.key)
             if request.task not in self.settings:
-                raise EvalError(f"{request.place}: the sheet has no settings for this task")
+                raise EvalError(f"{request.place}: the file of requests has no settings for this task")
 
     @property
     def _lines(self) -> list[dict[str, Any]]:
@@ -117,18 +117,14 @@ class Sheet:
 
     @cached_property
     def digest(self) -> str:
-        """Of everything that decides the answers."""
+        """Hash of everything that decides the answers."""
         found = hashlib.sha256()
         for line in self._lines:
             found.update(json.dumps({**line, "about": None}, sort_keys=True).encode())
         return found.hexdigest()
 
     def write(self, path: Path) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(path, b"".join(map(_encode, self._lines)).decode())
-        except OSError as failure:
-            raise EvalError(f"{path}: cannot be written: {failure.strerror}") from None
+        write_text(path, b"".join(map(_encode, self._lines)).decode(), EvalError)
 
     @classmethod
     def read(cls, path: Path) -> "Sheet":
@@ -137,14 +133,15 @@ class Sheet:
             settings = {task: Settings.of(values, task) for task, values in header["settings"].items()}
             requests = [Request(**line) for line in lines]
             if len(requests) != header["count"]:
-                raise EvalError(f"{path}: {len(requests)} of {header['count']} requests: it was cut; write it again")
+                raise EvalError(f"{path}: {len(requests)} of {header['count']} requests: the file was cut; write it again")
             return cls(requests, settings, header["seed"], header["about"])
         except (KeyError, TypeError, AttributeError) as failure:
-            told = f"not as a file of requests should be: {failure}; write it again with --write-requests"
+            told = f"not a file of requests: {failure}; write it again with --write-requests"
             raise EvalError(f"{path}: {told}") from None
 
 
 def read_bytes(path: Path) -> bytes:
+    check_regular(path, EvalError)
     try:
         return path.read_bytes()
     except OSError as failure:
@@ -157,13 +154,13 @@ def parse(path: Path, content: bytes, kind: str) -> tuple[dict[str, Any], list[d
     for number, line in enumerate(content.splitlines() or [b"{}"], start=1):
         try:
             value = json.loads(line)
-        except ValueError:
-            raise EvalError(f"{path}: line {number} is no JSON") from None
+        except (ValueError, RecursionError):
+            raise EvalError(f"{path}: line {number} is not JSON") from None
         if not isinstance(value, dict):
-            raise EvalError(f"{path}: line {number} is no JSON object")
+            raise EvalError(f"{path}: line {number} is not a JSON object")
         objects.append(value)
         if objects[0].get("sinkdlm") != kind:
-            raise EvalError(f"{path}: no file of {kind}; its first line should say so")
+            raise EvalError(f"{path}: not a file of {kind}; its first line must say so")
         if objects[0].get("version") != VERSION:
             raise EvalError(f"{path}: {kind} of version {objects[0].get('version')}, and this sinkdlm reads {VERSION}")
     return objects[0], objects[1:]
@@ -179,10 +176,10 @@ def by_question(requests: Iterable[Request]) -> list[list[Request]]:
 
 @dataclass(frozen=True)
 class Response:
-    """value: log p, a bound on it or a score, as `kind` says, in nats; of a generated answer, `texts`: one for each stage.
+    """value: log p, a bound on it or a score, as `kind` says, in nats. texts: a generated answer, one for each stage.
 
-    truncated: tokens that did not fit the model and were cut from the left. unknown: that stand for what the tokenizer does not
-    have. full_draws: without adaptive draws.
+    truncated: tokens that did not fit the model and were cut from the left. unknown: tokens that stand for characters that the
+    tokenizer does not have. full_draws: draws without adaptive stopping.
     """
 
     task: str
@@ -212,7 +209,7 @@ class Response:
 
 
 def header_of(sheet: Sheet, checkpoint: str, tokenizer: str, arithmetic: str, model: Mapping[str, Any]) -> dict[str, Any]:
-    """checkpoint, tokenizer: fingerprints. model: facts of it, to be shown."""
+    """Build the header of a file of responses. checkpoint, tokenizer: fingerprints. model: facts to show."""
     return {
         "sinkdlm": "responses",
         "version": VERSION,
@@ -228,7 +225,7 @@ def header_of(sheet: Sheet, checkpoint: str, tokenizer: str, arithmetic: str, mo
 
 
 class Journal:
-    """The file of a run that answers: made, or opened to go on. Without a path answers are held in memory alone."""
+    """A file of responses, made or resumed. Without a path, responses stay in memory."""
 
     def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
         self.done: dict[Key, Response] = {}
@@ -247,7 +244,7 @@ class Journal:
             self._file = path.open("a+b")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise EvalError(f"{path}: another run is writing there") from None
+            raise EvalError(f"{path}: another run is writing it; wait for it, or choose another --out") from None
         except OSError as failure:
             raise EvalError(f"{path}: cannot be written: {failure.strerror}") from None
         found, self.done, size = _read_whole_lines(path, _encode(header))
@@ -255,12 +252,12 @@ class Journal:
             for name, other in _SAME.items():
                 if found.get(name) != header[name]:
                     raise EvalError(f"{path}: has {other}; choose another --out, or remove it")
-        self._file.truncate(size)  # not before it is known that the file is ours
+        self._file.truncate(size)  # not before we know that the file is ours
         if found is None:
             self._write([header])
 
     def append(self, responses: Sequence[Response]) -> None:
-        """On disk when it returns."""
+        """Append responses; they are on disk when this returns."""
         self.done |= {response.key: response for response in responses}
         self._write([asdict(response) for response in responses])
 
@@ -272,12 +269,15 @@ class Journal:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as failure:
-            raise EvalError(f"{self._file.name}: writing failed: {failure.strerror}; run the same command again to go on") from None
+            raise EvalError(f"{self._file.name}: writing failed: {failure.strerror}; the same command resumes") from None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        """A run that was refused before its first answer leaves no file, which would bind the next run to its settings."""
+        if kind is not None and self._file is not None and not self.done:
+            Path(self._file.name).unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:
@@ -290,18 +290,18 @@ def _encode(line: Mapping[str, Any]) -> bytes:
 
 
 def _read_whole_lines(path: Path, begun: bytes = b"") -> tuple[dict[str, Any] | None, dict[Key, Response], int]:
-    """The header, the responses, and the bytes up to the end of the last whole line.
+    """Read the header, the responses, and the number of bytes up to the end of the last whole line.
 
-    begun: a first line that may have been cut off while it was written; any other text without an end is not ours."""
+    begun: our first line, which may have been cut off; any other text without a line end is not ours."""
     content = read_bytes(path)
-    size = content.rfind(b"\n") + 1  # a line without its end was being written when something ended the run
+    size = content.rfind(b"\n") + 1  # a kill may have cut the last line
     if not size and begun.startswith(content):
         return None, {}, 0
     header, lines = parse(path, content[:size] or content, "responses")
     try:
         responses = [Response(**line) for line in lines]
     except TypeError as failure:
-        raise EvalError(f"{path}: not as a file of responses should be: {failure}") from None
+        raise EvalError(f"{path}: not a file of responses: {failure}") from None
     return header, {response.key: response for response in responses}, size
 
 

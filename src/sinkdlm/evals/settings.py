@@ -3,7 +3,9 @@
 Knows no harness, model or file.
 """
 
+import tomllib
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -16,37 +18,22 @@ from sinkdlm.likelihood.estimators import ADAPTIVE_SETS
 from sinkdlm.likelihood.mask_draws import MONTE_CARLO
 from sinkdlm.sampling import policy_of
 
-# Of the official scripts, with their chain rule and guidance. ARC-Challenge is in none of them: taken as ARC-Easy. Where they draw
-# 1,024 masks by their own estimator, exact_k has the same mean and a bounded variance; theirs is estimator official, draws 1024.
-OFFICIAL: dict[str, dict[str, Any]] = {
-    "arc_easy": {"guidance": 0.6},
-    "arc_challenge": {"guidance": 0.6},
-    "social_iqa": {"guidance": 0.6},
-    "hellaswag": {"guidance": 0.7},
-    "race": {"guidance": 0.7},
-    "piqa": {"estimator": "chain", "guidance": 0.6},
-    "openbookqa": {"estimator": "chain", "guidance": 1.6},
-    "boolq": {"estimator": "chain", "guidance": 1.6},
-    "gsm8k_two_stage": {"policy": "smdm-greedy", "steps": 256},
-    "gsm8k_one_stage": {"policy": "smdm-greedy", "steps": 256},
-    "lambada_openai": {"estimator": "chain", "guidance": 1.1},
-    "lambada_standard": {"estimator": "chain", "guidance": 1.1},
-}
+OFFICIAL = tomllib.loads((Path(__file__).parent / "official.toml").read_text(encoding="utf-8"))
 ALIASES = {"lambada": "lambada_openai", "siqa": "social_iqa"}
 
 
 class Settings(Frozen):
-    """guidance is that of log-likelihoods and of samples; whole documents are never guided.
+    """guidance is for log-likelihoods and samples; whole documents are never guided.
 
-    bos: whether prompts begin with it, and documents; None: as the tokenizer itself has it, and before documents as the harness.
+    bos: whether prompts and documents begin with BOS; None: prompts as the tokenizer does it, documents as the harness does.
     """
 
     estimator: str = "exact_k"
     draws: int = Field(default=128, ge=1)
     guidance: float = Field(default=0.0, ge=-1)
     adaptive: bool = False  # draws end once a question's ranking is settled
-    error: float = Field(default=0.05, gt=0, lt=1)  # the chance of a wrong ranking that adaptive draws may take
-    tolerance: float = Field(default=0.0, ge=0, lt=1)  # of agreement with another full run that they may give up for a question
+    error: float = Field(default=0.05, gt=0, lt=1)  # adaptive: accepted chance of a wrong ranking
+    tolerance: float = Field(default=0.0, ge=0, lt=1)  # adaptive: agreement with another full run that a question may lose
     greedy: bool = True  # also tell whether the continuation is what the model itself would write
     bos: bool | None = None
     policy: str = "llada"
@@ -59,9 +46,9 @@ class Settings(Frozen):
             raise ConfigError(f"estimator = {self.estimator!r}: allowed: {', '.join(ESTIMATORS)}")
         if self.estimator in MONTE_CARLO and self.draws < MIN_SETS:
             sets = f"the {MIN_SETS} draw sets that give its standard error"
-            raise ConfigError(f"draws = {self.draws}: at least one for each of {sets}")
+            raise ConfigError(f"draws = {self.draws}: needs at least one for each of {sets}")
         if self.adaptive and self.estimator == "exact_k" and self.draws < ADAPTIVE_SETS:
-            raise ConfigError(f"draws = {self.draws}: at least one for each of the {ADAPTIVE_SETS} draw sets of --adaptive")
+            raise ConfigError(f"draws = {self.draws}: needs at least one for each of the {ADAPTIVE_SETS} draw sets of --adaptive")
         if self.causal and self.guidance:
             raise ConfigError("guidance: an AR parent has no [MASK] to hide a prompt behind; leave it at 0 with estimator causal")
         policy_of(self.policy, **{name: getattr(self, name) for name in ("steps", "block") if getattr(self, name) is not None})
@@ -73,7 +60,7 @@ class Settings(Frozen):
 
     @classmethod
     def of(cls, values: Mapping[str, Any], place: str) -> "Settings":
-        """Of what a file or a command line gives. place: the task, for messages."""
+        """Build settings from a file or a command line. place: the task, for errors."""
         try:
             return cls(**values)
         except ConfigError as failure:
@@ -81,19 +68,19 @@ class Settings(Frozen):
 
 
 def settings_for(task: str, changes: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Settings:
-    """What a task is answered with: the official choices, changes for all tasks, and then its own."""
+    """The settings of a task: the official choices, then changes for all tasks, then its own."""
     given = {**changes, **(own or {})}
     official = {} if given.get("estimator") == "causal" else OFFICIAL.get(task, {})
     return Settings.of({**official, **given}, task)
 
 
 def read_changes(overrides: Iterable[tuple[str, Any]], tasks: Collection[str]) -> dict[str, dict[str, Any]]:
-    """`task.key = value` pairs by task."""
+    """Group `task.key = value` pairs by task."""
     found: dict[str, dict[str, Any]] = {}
     for name, value in overrides:
         given, _, key = name.rpartition(".")
         task = ALIASES.get(given, given)
         if task not in tasks:
-            raise EvalError(f"--set {name}: there is no task {task!r} among {', '.join(tasks)}; say TASK.KEY=VALUE")
+            raise EvalError(f"--set {name}: there is no task {task!r} among {', '.join(tasks)}; write TASK.KEY=VALUE")
         found.setdefault(task, {})[key] = value
     return found

@@ -1,4 +1,4 @@
-"""How the same model runs fast. The only room, with kernels/, that asks about gradients, autocast, device and compiler."""
+"""Fast runners of the same model. Only this package and kernels/ ask about gradients, autocast, device and compiler."""
 
 from sinkdlm.fast.runner import FastRunner, Plan, accelerate, compile_blocks, prepare, supports_flat
 

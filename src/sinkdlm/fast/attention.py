@@ -1,5 +1,5 @@
-"""Attention as GPU kernels take it: grouped heads as they are, rules of who sees whom inside the kernel, and the content's part
-with its log-sum-exp, for sinks to be merged into.
+"""Attention by fused kernels: grouped heads without copies, FlexAttention with visibility rules, and attention over content with
+its log-sum-exp, into which sinks are merged.
 
 Knows tensors alone; runner.py decides which of these runs. Shapes as in model/attention.py.
 """
@@ -22,48 +22,33 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def attend_grouped(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink_k: Tensor | None = None,
-    sink_v: Tensor | None = None,
-    *,
-    sink_logit: Tensor | None = None,
-    visible: Tensor | None = None,
-    causal: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None = None, sink_v: Tensor | None = None, *, causal: bool = False, **how: Any
 ) -> Tensor:
-    """`model.attention.attend`, without a copy of each key/value head for every query head where the kernel can share them."""
-    if visible is not None or sink_logit is not None or q.dtype not in _HALF or k.shape[1] == q.shape[1]:
-        return attend(q, k, v, sink_k, sink_v, sink_logit=sink_logit, visible=visible, causal=causal)
+    """Compute `model.attention.attend` without repeating key/value heads, where the kernel takes groups."""
+    if any(part is not None for part in how.values()) or q.dtype not in _HALF or k.shape[1] == q.shape[1]:
+        return attend(q, k, v, sink_k, sink_v, causal=causal, **how)
     check_causal(causal, sink_k)
     k, v, _ = append_sinks(k, v, sink_k, sink_v, None)
     return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
 
 def attend_flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink_k: Tensor | None = None,
-    sink_v: Tensor | None = None,
-    *,
-    sink_logit: Tensor | None = None,
-    visible: BlockMask,
-    causal: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None = None, sink_v: Tensor | None = None, *, visible: BlockMask, **how: Any
 ) -> Tensor:
-    """FlexAttention; visible: from `block_mask`, which has the sinks behind the content keys."""
+    """Attend by FlexAttention. visible: from `block_mask`, which has the sinks behind the content keys. how: as in `attend`."""
+    sink_logit: Tensor | None = how.get("sink_logit")
     with torch.autocast(q.device.type, enabled=False):
         if sink_k is not None and sink_v is not None:
             k = torch.cat([k, sink_k.expand(k.shape[0], -1, -1, -1)], dim=2)
             v = torch.cat([v, sink_v.expand(v.shape[0], -1, -1, -1)], dim=2)
-        # Its eager form holds all scores: on a GPU it must be compiled, here or with the block around it.
+        # The eager form holds all scores: on a GPU it must be compiled, here or with the block around it.
         as_is = q.device.type == "cpu" or torch.compiler.is_compiling()
         kernel = cast(Callable[..., Any], flex_attention) if as_is else _compiled_flex()
         grouped = k.shape[1] != q.shape[1]
         if sink_logit is None:
             return cast(Tensor, kernel(q, k, v, block_mask=visible, enable_gqa=grouped))
         out, extra = kernel(q, k, v, block_mask=visible, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
-        # exp(lse) / (exp(lse) + exp(logit)): what the logit's column leaves to the content.
+        # exp(lse) / (exp(lse) + exp(logit)): the content's share of the softmax.
         left = torch.sigmoid(extra.lse - sink_logit.to(extra.lse.dtype)[:, None])
         return (out.to(left.dtype) * left[..., None]).to(q.dtype)
 
@@ -74,10 +59,10 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def block_mask(rule: Visibility, batch: int, n_sinks: int) -> BlockMask:
-    """The rule over T content keys and then the sinks, without a (T, T) tensor: only (T / 128, T / 128).
+    """Build FlexAttention's mask over T content keys, then the sinks, from (T / 128, T / 128) tables: no (T, T) tensor.
 
-    Sinks come last so that blocks of keys and of queries begin at the same tokens. A block is skipped, whole, or computed by the
-    rule; a block that may hold a hidden and a visible pair is computed by the rule.
+    Sinks come last so that blocks of keys and queries begin at the same tokens. A block is skipped, whole or partial; the kernel
+    applies the rule in partial blocks, which may hold hidden and visible pairs.
     """
     queries = rule.documents.expand(batch, -1).contiguous()
     keys = pad(queries, (0, n_sinks), value=SHARED)
@@ -89,7 +74,7 @@ def block_mask(rule: Visibility, batch: int, n_sinks: int) -> BlockMask:
     whole = (first_query == last_query) & (first_key == last_key) & (first_query == first_key)
     row = torch.arange(touched.shape[1], device=queries.device)[:, None]
     column = torch.arange(touched.shape[2], device=queries.device)
-    whole = whole & (row < queries.shape[1] // _BLOCK) & (column < keys.shape[1] // _BLOCK)  # a cut block has pairs beyond the end
+    whole = whole & (row < queries.shape[1] // _BLOCK) & (column < keys.shape[1] // _BLOCK)  # a block cut at the end is partial
     if rule.annealing is None:
 
         def is_seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -115,20 +100,20 @@ def block_mask(rule: Visibility, batch: int, n_sinks: int) -> BlockMask:
 
 
 def _block_ranges(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the greatest number of each block, (B, blocks). A last block that is cut is filled up with its last token."""
+    """Return each block's least and greatest document number, (B, blocks). A cut last block repeats its last token."""
     n_tokens = numbers.shape[1]
     index = torch.arange(-(-n_tokens // _BLOCK) * _BLOCK, device=numbers.device).clamp_max(n_tokens - 1)
     return torch.aminmax(numbers[:, index].unflatten(1, (-1, _BLOCK)), dim=2)
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Chosen blocks (B, rows, columns) as FlexAttention lists them: how many in each row, and their columns, those first."""
+    """List chosen blocks (B, rows, columns) for FlexAttention: how many in each row, and column indices, chosen ones first."""
     columns = chosen.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32)[:, None], columns.to(torch.int32)[:, None]
 
 
 def content_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Attention over content as (output, log-sum-exp (B, H, T), what the backward needs besides): cuDNN's kernel, or a CPU's."""
+    """Attend over content by cuDNN, or on a CPU: output, log-sum-exp (B, H, T), and what else the backward needs."""
     scale = 1 / math.sqrt(q.shape[3])
     if q.device.type == "cpu":
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
@@ -140,14 +125,14 @@ def content_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tu
 def content_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. Given the merged output and log-sum-exp, the kernel rebuilds the weights of the whole softmax."""
+    """Return gradients of q, k and v. From the merged output and log-sum-exp, the kernel rebuilds the joint softmax."""
     scale, aten = 1 / math.sqrt(q.shape[3]), torch.ops.aten
     if q.device.type != "cpu":
         stats = lse.contiguous()[..., None]
         return aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, stats, *rest, None, None, None, q.shape[2], k.shape[2], 0.0, False, scale=scale
         )
-    wide = (repeat_heads(x, q.shape[1]) for x in (k, v))  # this kernel knows no groups
+    wide = (repeat_heads(x, q.shape[1]) for x in (k, v))  # this kernel takes no grouped heads
     found = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, *wide, out, lse, 0.0, False, scale=scale)
     grad_k, grad_v = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in found[1:])
     return found[0], grad_k, grad_v

@@ -2,7 +2,7 @@
 
 `prepare` of runner.py swaps the class of each plain Block for this one. With a plain `View` it is the plain block.
 
-B batch, T tokens, S sinks, N flat tokens behind the others (the sinks, and zeros that fill up), d model width.
+B batch, T tokens, S sinks, N rows behind the B T flat tokens (sinks, then zero padding), d model width.
 """
 
 from typing import Any, NamedTuple
@@ -18,35 +18,35 @@ from sinkdlm.model import model as plain
 from sinkdlm.model.context import View
 from sinkdlm.model.lane import Lane
 
-_FUSED_SIZE = 1 << 20  # elements from which on SwiGLU pays as a kernel of its own
+_FUSED_SIZE = 1 << 20  # elements from which a fused SwiGLU kernel pays
 
 
 class FastContext(NamedTuple):
-    """What a runner decided for one forward, the same for every layer but the last."""
+    """A runner's decisions for one forward, the same for every layer but the last."""
 
     view: View
-    flat_batch: int = 0  # B, on the flat path: tokens and, behind them, sinks are flat tokens of one matrix (B T + N, d)
-    dtype: torch.dtype = torch.float32  # of its matmuls
+    flat_batch: int = 0  # B, on the flat path: one matrix (B T + N, d) holds tokens, then sinks; 0 elsewhere
+    dtype: torch.dtype = torch.float32  # of the flat path's matmuls
     float8: bool = False  # whether those are in float8
-    kernels: Any = None  # of inference, where nothing needs gradients
+    kernels: Any = None  # inference kernels, where nothing needs gradients
     recompute: Recompute = "none"
     select: Tensor | None = None  # (M,), for the last layer: the only tokens whose output is needed
-    per_row: int = 0  # how many of each row, where that is the same for all
-    keeps_lane: bool = False  # whether layers hand back their lane, for a cache
+    per_row: int = 0  # how many of each row, where rows select equally many, else 0
+    keeps_lane: bool = False  # whether layers return their Lane, for a cache
 
 
 Result = tuple[Tensor, Tensor | None, Lane | None]
 
 
 class Block(plain.Block):
-    """Named as the plain one, which is what wrappers look for."""
+    """The fast block. It has the plain one's name because wrappers look for that."""
 
     def forward(self, x: Tensor, carried: Tensor | Lane | None, ctx: View | FastContext) -> Result:
-        """carried: the sinks' states or cached Lane; on the flat path the layer before's last update, not yet added to x."""
+        """Run one layer. carried: the sinks' states or cached Lane; on the flat path, the pending residual update."""
         if not isinstance(ctx, FastContext):
             return super().forward(x, carried, ctx)
         if ctx.recompute != "none":
-            # In here, so that hooks which gather a sharded block's weights, and the compiler, lie around it.
+            # Inside forward, so that the compiler and hooks that gather sharded weights wrap it.
             return run_again(self.compute, ctx.recompute, x, carried, ctx)
         return self.compute(x, carried, ctx)
 
@@ -72,10 +72,12 @@ class Block(plain.Block):
             mixed = mixed if ctx.per_row else pick(mixed, ctx)
             x, normed = pick(x, ctx), pick(normed, ctx)
         x = x + self.attention.finish(normed, mixed)
-        return x + self._feed_forward(self.mlp_norm(x), ctx), states, lane if ctx.keeps_lane else None
+        hidden = self.mlp_norm(x)
+        update = self.mlp(hidden) if ctx.kernels is None else self.mlp.down(ctx.kernels.swiglu(self.mlp.gate_up(hidden)))
+        return x + update, states, lane if ctx.keeps_lane else None
 
     def _place_heads(self, x: Tensor, lane: Lane | None, ctx: FastContext) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Attention.see in one pass over memory, the sinks' keys and values in front of the tokens'."""
+        """Compute `Attention.see` in one pass over memory, with the sinks' keys and values in front of the tokens'."""
         attention, view = self.attention, ctx.view
         heads = attention.qkv(x).unflatten(-1, (-1, attention.head_dim))
         lane = None if lane is None or view.sink_rotation is None else Lane(lane.k.to(heads.dtype), lane.v.to(heads.dtype))
@@ -89,11 +91,8 @@ class Block(plain.Block):
         start = start if isinstance(start, Tensor) else heads.new_full((), start, dtype=torch.int64)
         return *ctx.kernels.place_heads(*given, whole, start), visible
 
-    def _feed_forward(self, x: Tensor, ctx: FastContext) -> Tensor:
-        return self.mlp(x) if ctx.kernels is None else self.mlp.down(ctx.kernels.swiglu(self.mlp.gate_up(x)))
-
     def _flat(self, x: Tensor, update: Tensor | None, ctx: FastContext) -> Result:
-        """Tokens and sinks share every matmul, so the lane costs none of its own; a layer's update is added in the next norm."""
+        """Run the layer on the flat path: sinks share the tokens' matmuls, and the next norm adds the residual update."""
         attention, view = self.attention, ctx.view
         x, normed = add_norm(x, update, self.attention_norm.weight, self.attention_norm.eps, ctx.dtype)
         heads = _matmul(attention.qkv, normed, ctx).unflatten(-1, (-1, attention.head_dim))
@@ -122,7 +121,7 @@ class Block(plain.Block):
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Whether there is no more to a layer than its weight and bias, as there is to an adapter's."""
+    """Check that a layer is only weight and bias, unlike an adapter."""
     return type(layer) in (nn.Linear, float8.Linear)
 
 
@@ -133,7 +132,7 @@ def _matmul(layer: nn.Linear, x: Tensor, ctx: FastContext) -> Tensor:
 
 
 def pick(x: Tensor, ctx: FastContext) -> Tensor:
-    """(B, T, ...) at the selected tokens: (B, per_row, ...), or (M, ...) where rows select unequally many."""
+    """Select tokens of (B, T, ...): (B, per_row, ...), or (M, ...) where rows select unequally many."""
     assert ctx.select is not None
     found = x.flatten(0, 1).index_select(0, ctx.select)
     return found.unflatten(0, (-1, ctx.per_row)) if ctx.per_row else found

@@ -1,4 +1,4 @@
-"""Activation checkpointing: results that the backward computes again instead of keeping them."""
+"""Activation checkpointing: the backward recomputes activations instead of keeping them."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 Recompute = Literal["none", "selective", "full"]
 
-# What selective recomputation keeps: products of matrices and attention, which cost most of the time and some of the room.
+# Selective recomputation keeps these results: matmuls and attention take most of the time and some of the memory.
 _COSTLY = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -24,8 +24,8 @@ _COSTLY = [
 
 
 def run_again(run: Callable[..., Any], how: Recompute, *arguments: Any) -> Any:
-    """run(*arguments), whose intermediate results are computed again when the backward wants them."""
-    # No layer draws random numbers, and the state of torch's generator cannot be kept while kernels are recorded.
+    """Call run(*arguments); the backward recomputes its intermediate results."""
+    # No layer draws random numbers, and the generator's state cannot be saved during a CUDA graph capture.
     if how == "full":
         return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
     keep = functools.partial(create_selective_checkpoint_contexts, _COSTLY)

@@ -1,8 +1,8 @@
-"""Matmuls of a training step in float8, each one autograd function with its own backward.
+"""Float8 matmuls of a training step, as autograd functions with their own backward.
 
-Every tensor has one scale, found anew at each matmul: predictions from step to step change no result, so a run resumes bit for bit.
-What is kept for the backward is the rounded input, transposed, half of what bfloat16 keeps; weights are rounded again, so that a
-sharded block need not stay whole in float8. Inference in float8 is quantized.py's.
+Every tensor has one scale, computed at each matmul: predictions of it change no result, so a run resumes bit for bit. For the
+backward only the rounded, transposed input is kept, half of bfloat16's memory. Weights are rounded again, so that a sharded block
+need not stay whole in float8. Float8 inference is in quantized.py.
 """
 
 from typing import Any
@@ -15,12 +15,12 @@ from sinkdlm.kernels import float8_ops as ops
 from sinkdlm.kernels.available import has_kernels
 from sinkdlm.kernels.float8_format import GRADIENTS, MULTIPLE, TOKENS, VALUES, new_predictions
 
-_TENSORS = 6  # of a layer whose scales are found, at most
-CAPABILITY = (8, 9)  # of a GPU, from which on it has such matmuls
+_TENSORS = 6  # of a layer that need a scale, at most
+CAPABILITY = (8, 9)  # the first compute capability with float8 matmuls
 
 
 def why_not(device: torch.device) -> str | None:
-    """What is missing for matmuls in float8; None where they run."""
+    """Return why float8 matmuls cannot run on a device; None where they can."""
     if device.type != "cuda":
         return "a CPU has no float8 matmuls"
     if torch.cuda.get_device_capability(device) < CAPABILITY:
@@ -29,22 +29,22 @@ def why_not(device: torch.device) -> str | None:
 
 
 def check_training(device: torch.device) -> None:
-    """Raises where a run in float8 cannot be made."""
+    """Raise a TrainError where float8 training cannot run."""
     missing = why_not(device)
     if missing is None and not has_kernels():
-        missing = "Triton's kernels, which round, cannot be built here"
+        missing = "the Triton kernels that round to float8 cannot be built here"
     if missing is not None:
         raise TrainError(f'train.precision = "fp8": {missing}; set train.precision = "bf16"')
 
 
 def fits(*layers: nn.Module) -> bool:
-    """Whether float8 matmuls take these layers' weights."""
+    """Check whether float8 matmuls take these layers' weights."""
     linear = [layer for layer in layers if isinstance(layer, nn.Linear) and type(layer) in (nn.Linear, Linear)]
     return len(linear) == len(layers) and not any(size % MULTIPLE for layer in linear for size in layer.weight.shape)
 
 
 class Linear(nn.Linear):
-    """A linear layer whose matmuls are in float8 while it trains. `fast.prepare` makes one of an nn.Linear by its class alone."""
+    """A linear layer with float8 matmuls while it trains. `fast.prepare` makes one by setting an nn.Linear's class."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -54,13 +54,13 @@ class Linear(nn.Linear):
 
 
 def linear(layer: nn.Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """layer(x) in dtype, by a float8 matmul."""
+    """Compute layer(x) in dtype, by a float8 matmul."""
     out = matmul(x, layer.weight, dtype, predictions_of(layer, layer.weight))
     return out if layer.bias is None else out + layer.bias.to(out.dtype)
 
 
 def predictions_of(layer: nn.Module, weight: Tensor) -> Tensor | None:
-    """A layer's predicted scales, made when they are first asked for; None under the compiler, which does not predict."""
+    """Return a layer's predicted scales, created on first use; None under the compiler, where nothing is predicted."""
     if torch.compiler.is_compiling():
         return None
     found: Tensor | None = getattr(layer, "float8_predictions", None)
@@ -70,13 +70,13 @@ def predictions_of(layer: nn.Module, weight: Tensor) -> Tensor | None:
 
 
 def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype, predictions: Tensor | None = None) -> Tensor:
-    """x (..., K) @ weight (N, K).T, in dtype."""
+    """Compute x (..., K) @ weight (N, K).T, in dtype."""
     return _Matmul.apply(x, weight, dtype, predictions)
 
 
 def swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype, predictions: Tensor | None = None) -> Tensor:
-    """(silu(gate) * up) @ down.T, gate and up being the halves of x (..., K) @ gate_up (2 F, K).T: one function, so that what
-    flows between the matmuls is rounded where it is made."""
+    """Compute (silu(gate) * up) @ down.T, where x (..., K) @ gate_up (2 F, K).T gives gate and up. It is one function so that
+    values between the matmuls are rounded as they are computed."""
     return _SwigluMlp.apply(x, gate_up, down, dtype, predictions)
 
 
@@ -85,11 +85,11 @@ def _transpose_weight(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def _multiply(left: Tensor, right: Tensor, inverses: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """left @ right.T, both float8, with their inverse scales. fast: sums with fewer bits, as is usual for a forward and not for
-    gradients, which are small beside what they are added to."""
+    """Compute left @ right.T, both float8, with their inverse scales. fast: accumulate with fewer bits, as is usual in a forward;
+    gradients are small beside their sums and need more."""
     if left.is_cuda:
         return torch._scaled_mm(left, right.T, scale_a=inverses[0], scale_b=inverses[1], out_dtype=dtype, use_fast_accum=fast)
-    with torch.autocast(left.device.type, enabled=False):  # which would take the factors' matmul to half precision
+    with torch.autocast(left.device.type, enabled=False):  # autocast would round to half precision
         return ((left.float() @ right.float().T) * (inverses[0] * inverses[1])).to(dtype)
 
 

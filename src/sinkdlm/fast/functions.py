@@ -1,7 +1,7 @@
-"""Parts of a layer in a training step, each one autograd function with its own backward, in few passes over memory.
+"""Autograd functions of a training step: parts of a layer with their own backward, in few passes over memory.
 
-Attention over tokens and sinks as flat tokens of one matrix; the norm with the addition before it; matmuls, whose weights get
-gradients in their own precision; and SwiGLU with the matmul after it. kernels/ops.py says what the operators under them compute.
+Attention over flat tokens and sinks; residual addition with RMSNorm; matmuls with weight gradients in the weight's dtype; SwiGLU
+with the matmul after it. kernels/ops.py defines the operators that they call.
 """
 
 import math
@@ -26,8 +26,8 @@ def attend_flat(
     zero_value: bool = False,
     sink_logit: Tensor | None = None,
 ) -> Tensor:
-    """heads (B T + N, H + 2K, D): queries, keys, values before rotary, of all tokens and, behind them, of the sinks that they see
-    and that see only themselves. -> (B T + N, H, D). Rows behind the sinks' fill up and count for nothing.
+    """Attend with heads (B T + N, H + 2K, D), which hold q, k and v before rotary: (B T + N, H, D). Rows are the tokens, then the
+    sinks, which all tokens see and which see only themselves, then padding.
 
     sink_logit (H,): joins each head's softmax without a value; there are no sinks then."""
     angles = (rotation.cos, rotation.sin, *(sink_rotation or (None, None)))
@@ -59,7 +59,7 @@ class _Attend(torch.autograd.Function):
         v = heads[:n_tokens, n_heads + n_kv :].unflatten(0, (batch, -1)).transpose(1, 2)
         out, lse, rest = content_forward(q, k, v)
         if sink_v is not None and own is not None:
-            # Saved are the merged output and log-sum-exp: given these, the content's own backward rebuilds the whole softmax.
+            # Save the merged output and log-sum-exp: from them, content attention's backward rebuilds the joint softmax.
             rows, lse = ops.merge_flat(scores, out, lse, sink_v, own)
         else:
             if sink_logit is not None:
@@ -77,7 +77,7 @@ class _Attend(torch.autograd.Function):
         out, flowing = (ops.by_sample(x, batch, tokens) for x in (rows, grad))
         grads = content_backward(flowing, q, k, v, out, lse, rest)
         grad_logit = None
-        if sink_logit is not None:  # its weight times what its value, zero, lies below the mean
+        if sink_logit is not None:  # softmax backward with value 0: -weight * (grad . out)
             weights = torch.exp(sink_logit.to(lse.dtype)[:, None] - lse)
             grad_logit = -(weights * (flowing * out).sum(-1, dtype=lse.dtype)).sum((0, 2)).to(sink_logit.dtype)
         if sink_k is None:
@@ -90,7 +90,7 @@ class _Attend(torch.autograd.Function):
 
 
 def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The fused norm: x + update, and its RMSNorm in `dtype`, the matmuls' precision."""
+    """Compute the fused norm: x + update, and the sum's RMSNorm in `dtype`, that of the matmuls."""
     return _AddNorm.apply(x, update, weight, eps, dtype)
 
 
@@ -100,47 +100,29 @@ class _AddNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         total, normed = ops.add_norm(x, update, weight, eps, dtype)
-        x = x.view_as(x) if update is None else total  # autograd takes no input as an output
+        x = x.view_as(x) if update is None else total  # autograd needs an output other than the input
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.update_dtype = eps, None if update is None else update.dtype
         return x, normed
 
     @staticmethod
     def backward(ctx: Any, grad_sum: Tensor, grad_normed: Tensor) -> tuple[Tensor | None, ...]:
-        return *_norm_backward(ctx, grad_sum, grad_normed), None, None
-
-
-def _norm_backward(ctx: Any, grad_sum: Tensor | None, grad_normed: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gradients of x, of the update and of the weight. Where x and the update have one dtype, both get the same tensor."""
-    x, weight = ctx.saved_tensors
-    alike = ctx.update_dtype == x.dtype
-    update_dtype = None if alike else ctx.update_dtype
-    grad_x, grad_update, grad_weight = ops.add_norm_backward(grad_sum, grad_normed, x, weight, ctx.eps, update_dtype)
-    if alike:
-        grad_update = grad_x
-    return grad_x, None if ctx.update_dtype is None else grad_update, grad_weight
+        x, weight = ctx.saved_tensors
+        alike = ctx.update_dtype == x.dtype  # x and update get the same tensor
+        update_dtype = None if alike else ctx.update_dtype
+        grad_x, grad_update, grad_weight = ops.add_norm_backward(grad_sum, grad_normed, x, weight, ctx.eps, update_dtype)
+        if alike:
+            grad_update = grad_x
+        return grad_x, None if ctx.update_dtype is None else grad_update, grad_weight, None, None
 
 
 def add_last_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """The norm of x + update in `dtype`, where the sum goes nowhere else."""
-    return _AddLastNorm.apply(x, update, weight, eps, dtype)
-
-
-class _AddLastNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, update: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        total, normed = ops.add_norm(x, update, weight, eps, dtype)
-        ctx.save_for_backward(total, weight)
-        ctx.eps, ctx.update_dtype = eps, update.dtype
-        return normed
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_norm_backward(ctx, None, grad), None, None
+    """Compute only the RMSNorm of x + update, in `dtype`: nothing else needs the sum."""
+    return add_norm(x, update, weight, eps, dtype)[1]
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias in x's precision."""
+    """Compute x @ weight.T + bias in x's dtype."""
     return _Project.apply(x, weight, bias)
 
 
@@ -162,7 +144,7 @@ class _Project(torch.autograd.Function):
 
 
 def swiglu_matmul(gate_up: Tensor, weight: Tensor) -> Tensor:
-    """(silu(gate) * up) @ weight.T. Keeps gate_up alone, and goes over it once in the backward."""
+    """Compute (silu(gate) * up) @ weight.T. Saves gate_up alone, which the backward reads once."""
     return _SwigluMatmul.apply(gate_up, weight)
 
 

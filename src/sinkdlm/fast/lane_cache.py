@@ -1,7 +1,7 @@
-"""The lane of an inference scope, computed once.
+"""The cached lane of an inference scope.
 
-Owns the question whether cached lanes still are those of the weights, and the rotary tables that captured steps read. Takes a model
-by its parts (`embed`, `blocks`); does not know how a lane is computed.
+Checks that cached lanes still match the weights, and keeps the rotary tables that CUDA graphs read. Uses a model's `embed` and
+`blocks`; does not know how a lane is computed.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from sinkdlm.model.lane import Lane
 
 _MOST_TABLES = 64
-# Adapters switch on and off without a trace: with modules of others in a block, the lane is computed every time.
+# Adapters can switch on and off unnoticed: with foreign modules in a block, nothing is cached.
 _OWN = ("sinkdlm.model.model", "sinkdlm.fast.blocks", "sinkdlm.fast.quantized", "sinkdlm.fast.float8_training")
 
 
 def arithmetic_of(model: Any) -> tuple[torch.device, torch.dtype, torch.dtype | None]:
-    """Where and in what precision a forward computes: device, dtype of the weights, dtype of autocast where it is on."""
+    """Return a forward's device, dtype of the weights, and dtype of autocast where it is on."""
     weight = model.embed.weight
     kind = weight.device.type
     return weight.device, weight.dtype, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -32,18 +32,14 @@ class LaneCache:
         self._tables: dict[Any, Any] = {}  # what depends on shapes alone: rotary angles
         self._module_tables: list[dict[str, nn.Module | None]] = []
         self._weight_tables: list[dict[str, nn.Parameter | None]] = []
-        self._stamps: list[tuple[int, int, int]] = []
+        self._stamps: tuple[list[int], ...] = ()
         self._children: list[int] = []
-        self._ids: list[int] = []
-        self._pointers: list[int] = []
-        self._counting: list[Tensor] = []
-        self._versions: list[int] = []
         self._fingerprints: list[Tensor] = []
         self._cacheable = False
 
     def table(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What make() gives for this shape. A scope may stay open for weeks and meet every length, so only the first are kept;
-        and those for good, because captured steps read them where they are."""
+        """Return make(), cached by key. A scope may stay open for weeks and meet every length, so only the first are cached. They
+        are never evicted, because CUDA graphs read them in place."""
         if key in self._tables:
             return self._tables[key]
         made = make()
@@ -51,34 +47,24 @@ class LaneCache:
             self._tables[key] = made
         return made
 
-    def _stamp(self) -> list[tuple[int, int, int]]:
-        """Identity, storage and version of every weight."""
-        return [(id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._weights()]
-
-    def _unchanged(self) -> bool:
-        """Whether the same modules hold the same weights at the same versions. It runs in every forward: walks over flat lists."""
-        if self._children != [id(child) for table in self._module_tables for child in table.values()]:
-            return False
+    def _stamp(self) -> tuple[list[int], ...]:
+        """Return identities, storages and versions of the weights: flat lists, because it runs at every forward."""
         weights = self._weights()
-        if self._ids != list(map(id, weights)) or self._pointers != list(map(Tensor.data_ptr, weights)):
-            return False
-        return self._versions == [weight._version for weight in self._counting]  # the same objects, as their identities say
+        versions = [0 if p.is_inference() else p._version for p in weights]
+        return list(map(id, weights)), list(map(Tensor.data_ptr, weights)), versions
 
-    def _watch(self, model: Any) -> None:
-        modules = list(model.modules())
-        self._module_tables = [module._modules for module in modules]
-        self._weight_tables = [module._parameters for module in modules]
-        self._stamps = self._stamp()
-        self._children = [id(child) for table in self._module_tables for child in table.values()]
-        self._ids, self._pointers = [stamp[0] for stamp in self._stamps], [stamp[1] for stamp in self._stamps]
-        self._counting = [weight for weight in self._weights() if not weight.is_inference()]  # those count no versions
-        self._versions = [weight._version for weight in self._counting]
+    def _child_ids(self) -> list[int]:
+        return [id(child) for table in self._module_tables for child in table.values()]
 
     def find(self, model: Any) -> list[Lane] | None:
-        if not self._stamps or not self._unchanged():
+        """Return the cached lanes while the same modules hold the same weights at the same versions."""
+        if not self._stamps or self._children != self._child_ids() or self._stamps != self._stamp():
             self.verify()
             self._lanes.clear()
-            self._watch(model)
+            modules = list(model.modules())
+            self._module_tables = [module._modules for module in modules]
+            self._weight_tables = [module._parameters for module in modules]
+            self._stamps, self._children = self._stamp(), self._child_ids()
             own = (*_OWN, "torch.nn.modules.linear")
             self._cacheable = all(type(module).__module__ in own for block in model.blocks for module in block.modules())
         return self._lanes.get(arithmetic_of(model))
@@ -94,13 +80,14 @@ class LaneCache:
         return [weight for table in self._weight_tables for weight in table.values() if weight is not None]
 
     def verify(self) -> None:
-        """Raises if a weight was changed in place without a new version, as through `.data`."""
+        """Raise if a weight was changed in place without a new version, as through `.data`."""
         if not self._lanes:
             return
         now, served = self._stamp(), self._stamps
-        if len(now) != len(served):
-            return  # other parameters than those served: the change is seen
-        for weight, new, old, mark in zip(self._weights(), now, served, self._fingerprints, strict=True):
+        if len(now[0]) != len(served[0]):
+            return  # parameters were added or removed, which `find` notices
+        stamped = zip(zip(*now, strict=True), zip(*served, strict=True), strict=True)
+        for weight, (new, old), mark in zip(self._weights(), stamped, self._fingerprints, strict=True):
             if new == old and not torch.allclose(_fingerprint(weight), mark, rtol=0, atol=0, equal_nan=True):
                 self._lanes.clear()
                 raise RuntimeError(
@@ -110,9 +97,9 @@ class LaneCache:
 
 
 def _fingerprint(weight: Tensor) -> Tensor:
-    """A number per row that moves with any element of it: one read of the weight, on its device, without waiting for it."""
+    """Return a number per row that changes with any of its elements: one read of the weight, without a host sync."""
     precise = torch.float64 if weight.dtype == torch.float64 else torch.float32
     rows = weight.detach().to(precise).reshape(-1, weight.shape[-1])
     probe = torch.linspace(1.0, 2.0, rows.shape[1], dtype=rows.dtype, device=rows.device) * torch.pi
-    with torch.autocast(rows.device.type, enabled=False):  # else the same weights would give another number outside it
+    with torch.autocast(rows.device.type, enabled=False):  # autocast would change the numbers
         return rows @ probe

@@ -1,6 +1,6 @@
-"""The objective as a run computes it: corruption compiled, the head a chunk at a time, results read without a wait.
+"""Fast forms of the objective: compiled corruption, a loss over chunks of logits, results read without a sync.
 
-The same results as diffusion.py's plain forms, to which `corrupt(mask=...)` and `denoising_loss(nll=...)` are given these.
+They equal diffusion.py's plain forms, and are passed to it as `corrupt(mask=...)` and `denoising_loss(nll=...)`.
 
 N masked positions, V vocabulary, d model width.
 """
@@ -20,11 +20,11 @@ from sinkdlm.kernels.available import has_kernels
 
 _COMPILE_FROM = 1 << 16  # positions from which corruption on a GPU is compiled
 _LOGITS = 160_000_000  # held at once, about 0.6 GB in float32
-_LEAST, _MULTIPLE = 2048, 256  # rows of them: with fewer a large head's gradient is read and written too often
+_LEAST, _MULTIPLE = 2048, 256  # rows of a chunk: with fewer, a large head's gradient is read and written too often
 
 
 def mask_compiled(tokens: Tensor, *given: Any) -> Noisy:
-    """`diffusion.mask_rows` in one or two kernels: on a GPU, launching its operations takes longer than their arithmetic."""
+    """Compute `diffusion.mask_rows` in one or two kernels: on a GPU, launching its operations takes longer than running them."""
     pays = tokens.is_cuda and tokens.numel() >= _COMPILE_FROM and not torch.compiler.is_compiling()
     return (_compiled() if pays else mask_rows)(tokens, *given)
 
@@ -35,12 +35,12 @@ def _compiled() -> Mask:
 
 
 def round_slots(count: int) -> int:
-    """Head slots for so many positions: at least one, and a multiple that matmuls like."""
+    """Round a count of positions up to head slots: a multiple that makes matmuls fast, and never 0."""
     return max(1, -(-count // _MULTIPLE)) * _MULTIPLE
 
 
 def read_later(values: Tensor) -> Callable[[], Any]:
-    """values.tolist(), asked for now and read later: the host need not wait until a GPU has computed what was begun since."""
+    """Start a copy to the host; call the result for values.tolist(). It does not wait for GPU work that began later."""
     if not values.is_cuda:
         return values.tolist
     landing = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
@@ -55,7 +55,7 @@ def read_later(values: Tensor) -> Callable[[], Any]:
 
 
 def head_chunk(vocab_size: int) -> int:
-    """Rows of logits that exist at a time; planning/formulas.py counts them likewise."""
+    """Return the rows of logits that exist at a time; planning/formulas.py has the same formula."""
     return max(_LEAST, _LOGITS // vocab_size // _MULTIPLE * _MULTIPLE)
 
 
@@ -68,9 +68,9 @@ def chunked_nll(
     *,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`diffusion.token_nll`, a chunk of logits at a time.
+    """Compute `diffusion.token_nll`, a chunk of logits at a time.
 
-    Gradients are formed in the forward, chunk by chunk, so that no more than one chunk of logits ever exists.
+    The forward computes the gradients too, chunk by chunk, so that no more than one chunk of logits ever exists.
     """
     chunk = chunk or head_chunk(head_weight.shape[0])
     return _ChunkedNLL.apply(hidden, head_weight, targets, weights, exclude, chunk, torch.is_grad_enabled())
@@ -99,13 +99,13 @@ class _ChunkedNLL(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             for start in range(0, rows.shape[0], chunk):
                 part = slice(start, start + chunk)
-                logits = grad = None  # the chunk before is let go before this one is made
+                logits = grad = None  # free the last chunk before making this one
                 weight = weights[part, None]
                 logits = _multiply(rows[part], matrix.mT, precise)  # (chunk, V)
                 nll[part], grad = _nll(logits, targets[part], exclude, dtype if wants_hidden or wants_matrix else None)
                 if grad is None:
                     continue
-                # The row's weight goes to the thin factor of each matmul, not to (chunk, V).
+                # The row weights multiply the small factor of each matmul, not (chunk, V).
                 if grad_hidden is not None:
                     grad_hidden[part] = (grad @ matrix) * weight
                 if grad_matrix is not None:
@@ -127,7 +127,7 @@ class _ChunkedNLL(torch.autograd.Function):
 
 
 def _nll(logits: Tensor, targets: Tensor, exclude: int | None, grad_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """nll (N,) of logits (N, V), which may be overwritten, and d nll / d logits = p - onehot in grad_dtype."""
+    """Return nll (N,) of logits (N, V), which may be overwritten, and d nll / d logits = p - onehot in grad_dtype."""
     if logits.dtype == torch.float32 and logits.is_cuda and has_kernels():
         from sinkdlm.kernels import dense
 
@@ -145,14 +145,14 @@ def _nll(logits: Tensor, targets: Tensor, exclude: int | None, grad_dtype: torch
 
 
 def _multiply(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right in `dtype`, which is theirs or wider."""
+    """Compute left @ right in `dtype`, which is theirs or wider."""
     if left.is_cuda and left.dtype != dtype:
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, the matmul never rounded to less than total's precision."""
+    """Add left @ right to total, without rounding the matmul below total's precision."""
     if left.is_cuda and left.dtype != total.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:

@@ -1,7 +1,7 @@
-"""Matmuls in float8, for inference: about half the time of bfloat16's on GPUs that have them, and less precision.
+"""Float8 matmuls for inference: about half the time of bfloat16's on GPUs that have them, and less precision.
 
-Weights are rounded once, a scale for each output; inputs at every matmul, a scale for each token. Embedding, norms, attention,
-head and the residual stream stay as they are. Takes a model by its blocks; knows no sampler.
+Weights are rounded once, with a scale per output; inputs at every matmul, with a scale per token. Embedding, norms, attention,
+head and residual stream do not change. Knows a model's blocks, and no sampler.
 """
 
 from typing import Any, cast
@@ -19,7 +19,7 @@ _TINY = 1e-12
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(M, N) -> the same in float8, and what each row is to be multiplied by (M, 1)."""
+    """Round rows to float8: (M, N) -> (M, N), and the factor (M, 1) that restores each row."""
     kernels = find_kernels(x)
     if kernels is not None:
         return kernels.to_float8(x, DTYPE)
@@ -40,7 +40,7 @@ class Float8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, scale = round_rows(x.reshape(-1, x.shape[-1]))
         if x.is_cuda:
-            kind = torch.bfloat16  # the only one that scales by row gives out
+            kind = torch.bfloat16  # the only output dtype of scaling by row
             out = torch._scaled_mm(rows, self.weight.T, scale_a=scale, scale_b=self.scale, out_dtype=kind, use_fast_accum=True)
         else:
             out = (rows.float() @ self.weight.float().T) * scale * self.scale
@@ -48,12 +48,12 @@ class Float8Linear(nn.Module):
         return out if self.bias is None else out + self.bias
 
     def _save_to_state_dict(self, *_: Any) -> None:
-        raise RuntimeError("a model in float8 is for inference: save the one that it was made from")
+        raise RuntimeError("a float8 model is for inference only: save the model that it was made from")
 
 
 @torch.no_grad()
 def to_float8(model: DiffusionLM) -> DiffusionLM:
-    """Replaces the matmuls of the model's blocks, in place. Its weights are rounded: load them again to have them back."""
+    """Replace the matmuls of the model's blocks, in place. This rounds the weights: load the model again to undo it."""
     weight = model.embed.weight
     missing = why_not(weight.device) if weight.is_cuda else None
     if missing is not None:

@@ -1,8 +1,8 @@
-"""Who decides how a model runs: `prepare` or `accelerate` once, then a `FastRunner` once per forward.
+"""Decide how a model runs: `prepare` or `accelerate` once, then a `FastRunner` at each forward.
 
-The only place that asks about gradients, autocast, device and compiler before a forward. Four paths, all equal to
-`run_plain`: flat (a training step in half precision on a GPU: tokens and sinks as flat tokens of one matrix), inference (on a GPU,
-by kernels), flex (documents and annealing on a GPU), and blocks (the plain arithmetic, whose last layer ends where a caller looks).
+The only place that asks about gradients, autocast, device and compiler before a forward. Four paths, all equal to `run_plain`:
+flat (half-precision training on a GPU, tokens and sinks in one matrix), inference (Triton kernels on a GPU), flex (documents and
+annealing on a GPU), and blocks (plain arithmetic, whose last layer computes only selected positions).
 """
 
 from collections.abc import Callable
@@ -27,33 +27,33 @@ from sinkdlm.model.model import DiffusionLM, run_plain
 
 _HALF = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 8  # elements; GPU kernels read heads in 16-byte pieces
-_CUDNN_WIDTH = 128  # the widest head of its backward
-_FLAT_TOKENS = 512  # of rows from which on merging sinks pays
-_FLEX_WIDTH = 16  # the narrowest head its GPU kernel takes
-_MULTIPLE = 16  # of flat tokens, which matmuls like
+_CUDNN_WIDTH = 128  # the widest head of cuDNN attention's backward
+_FLAT_TOKENS = 512  # row length from which merging sinks pays
+_FLEX_WIDTH = 16  # the narrowest head of FlexAttention's GPU kernel
+_MULTIPLE = 16  # flat tokens are padded to it, for fast matmuls
 
 Path = Literal["blocks", "flat", "inference", "flex"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is decided for a whole run, before weights are on their device."""
+    """Decisions for a whole run, made before weights are on their device."""
 
     float8: bool = False  # matmuls of blocks, while they train
-    residual: torch.dtype | None = None  # of the residual stream under autocast; None: the weights'
-    recompute: Recompute = "none"  # activation checkpointing: what the backward computes again
+    residual: torch.dtype | None = None  # dtype of the residual stream under autocast; None: the weights'
+    recompute: Recompute = "none"  # activation checkpointing: what the backward recomputes
     compile: Literal["none", "blocks", "whole"] = "none"
 
 
 def prepare(model: DiffusionLM, plan: Plan) -> list[str]:
-    """Gives a model a fast runner and fast blocks, in place; before it is materialised, sharded, compiled and captured.
+    """Give a model a fast runner and fast blocks, in place. Call it before materialising, sharding, compiling and capturing.
 
-    Only the shipped Block is exchanged: a subclass of somebody else's runs plain. Returns what is to be said about that.
+    Only the shipped Block is replaced; with a user's subclass the model runs plain. Returns log lines about that.
     """
     foreign = [type(block).__name__ for block in model.blocks if type(block) not in (plain.Block, blocks.Block)]
     if foreign:
         model.runner = run_plain
-        return [f"blocks of class {foreign[0]}: not the package's own, so the plain runner runs them"]
+        return [f"blocks of class {foreign[0]}: not sinkdlm's own, so the plain runner is used"]
     for block in model.blocks:
         block.__class__ = blocks.Block
         for layer in block.modules() if plan.float8 else ():
@@ -64,19 +64,19 @@ def prepare(model: DiffusionLM, plan: Plan) -> list[str]:
 
 
 def accelerate(model: DiffusionLM) -> DiffusionLM:
-    """The model with a fast runner, for inference: what `sinkdlm.load` returns."""
+    """Give a model a fast runner for inference, as `sinkdlm.load` does."""
     prepare(model, Plan())
     return model
 
 
 def compile_blocks(model: DiffusionLM) -> None:
-    """Has torch's compiler take each block's arithmetic; hooks that gather its weights stay outside."""
+    """Compile each block's forward; hooks that gather its weights stay outside."""
     for block in model.blocks:
         block.forward = _compiled(block.forward)
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A watched forward runs as it is written: a watcher cannot live in a compiled block."""
+    """Compile a forward, but run it eagerly while it is observed or intervened in."""
     fast = torch.compile(forward)
 
     def run(x: Tensor, sinks: Tensor | Lane | None, ctx: FastContext) -> Any:
@@ -87,8 +87,8 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def supports_flat(config: ModelConfig, device: str, dtype: torch.dtype, tokens: int) -> bool:
-    """Whether full rows of so many tokens train as flat tokens: where cuDNN's attention runs, which is slower for T + 1 keys than
-    for T, and where Triton's kernels can be built."""
+    """Check whether full rows of `tokens` tokens train on the flat path. It needs Triton kernels and cuDNN attention, which is
+    slower for T + 1 keys than for T: hence sinks are merged."""
     if device != "cuda" or dtype not in _HALF or tokens < _FLAT_TOKENS or config.n_registers:
         return False
     if config.head_dim > _CUDNN_WIDTH or config.head_dim % _ALIGNMENT:
@@ -98,30 +98,30 @@ def supports_flat(config: ModelConfig, device: str, dtype: torch.dtype, tokens: 
 
 
 def supports_flex(config: ModelConfig, device: str, dtype: torch.dtype) -> bool:
-    """Whether FlexAttention's GPU kernel takes these heads."""
+    """Check whether FlexAttention's GPU kernel takes these heads."""
     width = config.head_dim
     return device == "cuda" and dtype != torch.float64 and width >= _FLEX_WIDTH and width & (width - 1) == 0
 
 
 def dtype_of(x: Tensor) -> torch.dtype:
-    """In which matmuls of x are computed here and now."""
+    """Return the dtype of matmuls with x: autocast's where it is on, else x's."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class FastRunner:
-    """Runs a prepared model. Holds a plan, and no model.
+    """Run a prepared model. Holds a plan, and no model.
 
-    force: a path for every forward that can take it, for tests."""
+    force: for tests, a path for every forward that can take it."""
 
     def __init__(self, plan: Plan, *, force: Path | None = None) -> None:
         self.plan, self._force = plan, force
         self._blocks: Callable[..., tuple[Tensor, list[Lane]]] = run_blocks
-        if plan.compile == "whole":  # all blocks as one function without Python inside, in which a small model spends its time
+        if plan.compile == "whole":  # one function: Python between blocks is most of a small model's time
             self._blocks = torch.compile(run_blocks, dynamic=True, options={"cpp_wrapper": True})
 
     def choose(self, config: ModelConfig, x: Tensor, ctx: Context) -> Path:
-        """The one decision of a forward."""
+        """Choose the path of a forward."""
         trains, kind, dtype = torch.is_grad_enabled(), x.device.type, dtype_of(x)
         if _watched(ctx) or torch.compiler.is_compiling():
             return "blocks"
@@ -131,8 +131,8 @@ class FastRunner:
             asked = ctx.form == "flex" or self._force == "flex"
             if asked and kind != "cpu" and not runs:
                 raise ValueError(
-                    f"attention form 'flex': on a GPU it takes float32 or half precision and heads of a power of two from "
-                    f"{_FLEX_WIDTH}, not {dtype}, heads of {config.head_dim}; use 'auto'"
+                    f"attention form 'flex': on a GPU it needs float32 or half precision and a head width of a power of two from "
+                    f"{_FLEX_WIDTH} on, not {dtype} and {config.head_dim}; use 'auto'"
                 )
             return "flex" if asked or (ctx.form == "auto" and runs) else "blocks"
         if ctx.causal or ctx.form not in ("auto", "append") or config.n_registers:
@@ -170,12 +170,12 @@ class FastRunner:
         return x.flatten(0, 1).index_select(0, select) if last.select is None else x.flatten(0, -2)
 
     def _end_early(self, fast: FastContext, ctx: Context, select: Tensor | None, path: Path) -> FastContext:
-        """What the last layer is told: to compute the selected positions alone, where it can."""
-        recompiles = self.plan.compile == "blocks" and torch.is_grad_enabled()  # for every number of positions
+        """Return the last layer's context: to compute only the selected positions, where it can."""
+        recompiles = self.plan.compile == "blocks" and torch.is_grad_enabled()  # for each number of positions
         uneven = path == "inference" and not ctx.per_row
         if select is None or ctx.causal or _watched(ctx) or recompiles or uneven:
             return fast
-        # Masks of documents and annealing hold all T queries: positions are picked after attention.
+        # Masks of documents and annealing cover all T queries: positions are selected after attention.
         masked = ctx.documents is not None or ctx.annealing is not None
         return fast._replace(select=select, per_row=0 if masked else ctx.per_row)
 
@@ -197,13 +197,13 @@ class FastRunner:
         return View(rotation, of_sinks, visible, ctx.causal, attend, *watchers)
 
     def _run_flat(self, model: DiffusionLM, x: Tensor, fast: FastContext, select: Tensor | None) -> Tensor:
-        """The result is of the matmuls' precision."""
+        """Run the blocks on the flat path. The result has the matmuls' dtype."""
         n_tokens = x.shape[0] * x.shape[1]
         flat = x.flatten(0, 1)
         if fast.view.sink_rotation is not None and model.sinks is not None:
             filling = x.new_zeros(-(n_tokens + len(model.sinks)) % _MULTIPLE, x.shape[2])
             flat = torch.cat([flat, model.sinks.to(x), filling])
-        # Nothing to add yet, in a form that lets the first block run what the others run.
+        # A zero update, so that the first block runs the same code as the others.
         update = torch.zeros_like(flat, dtype=fast.dtype, requires_grad=True)
         *others, last = model.blocks
         for block in others:
@@ -211,7 +211,7 @@ class FastRunner:
         own = type(last) is blocks.Block  # not sharded
         early = select is not None and (own or self.plan.compile == "none")
         fast = fast._replace(select=select if early else None)
-        if early and own:  # as it is written, not as it is compiled: its shapes are new in every step
+        if early and own:  # eager, not compiled: its shapes change at every step
             flat, update, _ = blocks.Block.forward(cast(blocks.Block, last), flat, update, fast)  # type: ignore[assignment]
         else:
             flat, update, _ = last(flat, update, fast)
@@ -224,8 +224,8 @@ class FastRunner:
 def run_blocks(
     model: DiffusionLM, x: Tensor, sinks: Tensor | list[Lane] | None, fast: FastContext, last: FastContext
 ) -> tuple[Tensor, list[Lane]]:
-    """The layers of `run_plain`, with the lane's states beside them, or each layer's Lane from before; a change to one loop is made
-    in the other. last: what the last layer is told. Returns new Lanes too, where `fast` asks for them."""
+    """Run all blocks as `run_plain` does; keep the two loops alike. sinks: the lane's states, or each layer's cached Lane. last:
+    the last layer's context. Also returns new Lanes, if `fast` asks for them."""
     found: list[Lane] = []
     cached = sinks if isinstance(sinks, list) else None
     states: Any = None if cached is not None else sinks
@@ -242,7 +242,7 @@ def _watched(ctx: Context) -> bool:
 
 
 def _lane_cache(model: DiffusionLM) -> LaneCache | None:
-    """That of the model's inference scope, made by the scope's first forward."""
+    """Return the cache of the model's inference scope, created at its first forward; None without one."""
     if model.scope is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     if model.scope.kept is None:

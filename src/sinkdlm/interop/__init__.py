@@ -1,4 +1,4 @@
-"""Models of other families, in and out. Importing it registers sinkdlm checkpoints with transformers' Auto classes."""
+"""Read and write models of other families. Importing it registers sinkdlm checkpoints with transformers' Auto classes."""
 
 import functools
 from pathlib import Path
@@ -22,7 +22,7 @@ __all__ = ["FREE_KEYS", "SinkDLMConfig", "SinkDLMForMaskedLM", "Source", "conver
 
 
 def __getattr__(name: str) -> Any:
-    """Commands come by here, and transformers' models take seconds to load."""
+    """Import the model class on first use: commands import this package, and transformers' models take seconds to load."""
     if name == "SinkDLMForMaskedLM":
         from sinkdlm.interop.hf import SinkDLMForMaskedLM
 
@@ -42,7 +42,7 @@ def _register_models() -> None:
 
 
 def _stamp(folder: Path, config: SinkDLMConfig) -> None:
-    """Fingerprints for `sinkdlm.load`, in place of those of a checkpoint that was there before."""
+    """Write fingerprints for `sinkdlm.load`, in place of those of an earlier checkpoint."""
     fingerprints = {file.name: fingerprint(file) for file in sorted(folder.glob("*.safetensors"))}
     write_provenance(folder, config.model_config(), fingerprints, {"written_by": "transformers"})
 

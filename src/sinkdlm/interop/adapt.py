@@ -1,6 +1,6 @@
-"""From what was found to a diffusion model of ours: [MASK], new sinks, a new gate.
+"""Turn a model found on disk into our diffusion model: [MASK], new sinks, a new gate.
 
-Tensors that the source has are kept bit for bit (or converted to the dtype asked for); only what the new config adds is made.
+Tensors of the source are kept bit for bit (or converted to the requested dtype); only what the new config adds is made.
 """
 
 import math
@@ -23,7 +23,7 @@ from sinkdlm.model.model import DiffusionLM, draw_normal
 
 SHAPE_KEYS = ("n_heads", "n_kv_heads")
 FREE_KEYS = ("mask_id", "context_length", "shift_logits", "n_sinks", "sink_kind", "sink_position", "sink_value", "gate")
-_LITTLE = 0.02  # of the embedding table's spread: enough for sinks that start equal to part
+_LITTLE = 0.02  # noise of new rows, as a share of the table's spread: enough for equal sinks to diverge
 
 SinkInit = Literal["mean", "normal"]
 GateInit = Literal["normal", "keep"]
@@ -40,7 +40,7 @@ def load_any(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
 ) -> Loaded:
-    """Any model that `convert` reads, as a diffusion model in memory. changes: config fields to set (`--set`)."""
+    """Load any model that `convert` reads, as a diffusion model in memory. changes: config fields to set (`--set`)."""
     changes = dict(changes or {})
     shape = {key: changes.pop(key) for key in SHAPE_KEYS if key in changes}
     source = path if isinstance(path, Source) else open_source(path, shape)
@@ -58,22 +58,24 @@ def load_any(
         model = accelerate(DiffusionLM(config))
     model.load_state_dict(state, assign=True)
     parent = {"kind": source.kind, "form": source.form, "path": str(source.path), "found": source.describe(), "changes": changes}
+    if source.special_ids:
+        parent["special_ids"] = dict(source.special_ids)
     before: dict[str, Any] = {}
     if source.kind == MODEL_TYPE:  # a checkpoint of ours keeps its history, and the family that it came from
         before = own_history(read_provenance(source.path))
-        parent["kind"] = family_of(before) or MODEL_TYPE
+        parent |= {"kind": family_of(before) or MODEL_TYPE, "special_ids": special_ids_of(before)}
     inits = {"sink_init": sink_init, "gate_init": gate_init, "init_seed": seed} if made else {}
     notes = [*notes_of(before), *notes, *made]
     return Loaded(model.to(device), given, config, {**before, "parent": parent, "notes": notes, **inits})
 
 
 def own_history(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """What a provenance says beyond the facts that saving writes anew."""
+    """A provenance without the facts that saving writes anew."""
     return {key: value for key, value in provenance.items() if key not in RESERVED}
 
 
 def notes_of(provenance: Mapping[str, Any]) -> list[Any]:
-    """Of every conversion so far; whoever saves a checkpoint may have put anything there."""
+    """Notes of all conversions so far. Other programs may have put anything there."""
     found = provenance.get("notes", [])
     return found if isinstance(found, list) else [found]
 
@@ -83,14 +85,21 @@ def family_of(provenance: Mapping[str, Any]) -> str | None:
     return str(parent["kind"]) if isinstance(parent, dict) and "kind" in parent else None
 
 
+def special_ids_of(provenance: Mapping[str, Any]) -> dict[str, int]:
+    """The parent's ids of bos, eos and pad, as far as it had them."""
+    parent = provenance.get("parent")
+    found = parent.get("special_ids") if isinstance(parent, dict) else None
+    return dict(found) if isinstance(found, dict) else {}
+
+
 def target_config(source: Source, changes: Mapping[str, Any], tokenizer: Any) -> tuple[ModelConfig, list[str]]:
-    """The config of the diffusion model, and what was decided on the way."""
+    """Return the config of the diffusion model, and notes on what was decided."""
     found, fixed = source.config, fixed_keys(source)
     for key, value in changes.items():
         if key in fixed and value != getattr(found, key):
             free = [name for name in FREE_KEYS if name not in fixed] + list(SHAPE_KEYS) * (source.kind == "official")
             trained = f"the model was trained with {key} = {getattr(found, key)}"
-            raise ConvertError(f"--set {key}={value}: {trained}; free are {', '.join(free)}")
+            raise ConvertError(f"--set {key}={value}: {trained}; what can be set: {', '.join(free)}")
     notes = list(source.notes)
     if source.kind == "official" and "context_length" not in changes:
         notes.append(f"context_length is {found.context_length}, as the authors': weights do not tell it; --set context_length=N")
@@ -108,7 +117,7 @@ def target_config(source: Source, changes: Mapping[str, Any], tokenizer: Any) ->
 
 
 def check_mask(mask_id: int, tokenizer: Any, option: str = "--set mask_id") -> None:
-    """A token of text cannot be [MASK] as well: a prompt that has it would be taken for one with gaps."""
+    """Refuse a text token as [MASK]: a prompt that has it would be taken for one with gaps."""
     token = tokenizer.convert_ids_to_tokens(mask_id) if mask_id < len(tokenizer) else None
     special = getattr(tokenizer.added_tokens_decoder.get(mask_id), "special", False)
     in_use = mask_id in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)
@@ -119,14 +128,14 @@ def check_mask(mask_id: int, tokenizer: Any, option: str = "--set mask_id") -> N
 
 
 def fixed_keys(source: Source) -> list[str]:
-    """The fields that a source's weights decide: a model made of it cannot have others."""
+    """The config fields that a source's weights decide, and that cannot be changed."""
     has_sinks = source.config.n_sinks > 0
     decided = {"mask_id": source.has_mask, "n_sinks": has_sinks, "sink_kind": has_sinks, "gate": source.config.gate != "none"}
     return [key for key in ModelConfig.keys() if key not in FREE_KEYS or decided.get(key, False)]  # noqa: SIM118  (a method)
 
 
 def choose_mask(source: Source, tokenizer: Any) -> tuple[int, str]:
-    """An unused row of the parent's vocabulary where there is one, or a new row."""
+    """Choose [MASK]: an unused row of the parent's vocabulary where there is one, or a new row. Returns the reason too."""
     vocab = source.config.vocab_size
     used = None if tokenizer is None else highest_id(tokenizer) + 1
     if source.kind == "qwen2" and vocab > DREAM_MASK_ID >= (used or 0):
@@ -145,7 +154,7 @@ def _assemble(
     for name, tensor in source.read():
         if not tensor.is_floating_point():
             raise ConvertError(f"{source.path}: {name} is {tensor.dtype}, not floating point")
-        # A copy: no view into a file that is mapped into memory, or into a larger tensor.
+        # A copy, not a view into a mapped file or a larger tensor.
         state[name] = tensor.to(dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
         check_finite(state[name], f"{source.path}: {name}")
     odd = [name for name in state if name not in wanted]
@@ -175,7 +184,7 @@ def _assemble(
 
 
 def _new_rows(table: Tensor, rows: int, seed: int, name: str, init: SinkInit = "mean") -> Tensor:
-    """Rows for an embedding table: its mean plus a little noise, or normal with its spread."""
+    """New rows for an embedding table: its mean plus a little noise, or normal with its spread."""
     center, share = (table.float().mean(0), _LITTLE) if init == "mean" else (0.0, 1.0)
     return (center + draw_normal((rows, table.shape[1]), seed, name) * (share * table.float().std())).to(table.dtype)
 
@@ -183,8 +192,8 @@ def _new_rows(table: Tensor, rows: int, seed: int, name: str, init: SinkInit = "
 def _add_gate(
     state: dict[str, Tensor], wanted: Mapping[str, tuple[int, ...]], config: ModelConfig, gate_init: GateInit, seed: int
 ) -> str:
-    """normal: the paper's, gates scatter around 0.5 and halve what attention adds. keep: zero weights make every gate exactly 0.5,
-    and doubling the output projection, which is exact in floating point, gives the parent's function back."""
+    """Add gates. normal, as in the paper: they scatter around 0.5 and halve attention's output. keep: zero weights make every gate
+    exactly 0.5; the output projection is doubled, which is exact, so the model computes what its parent does."""
     for layer in range(config.n_layers):
         name, out = f"blocks.{layer}.attention.gate.weight", f"blocks.{layer}.attention.out.weight"
         if gate_init == "keep":

@@ -1,19 +1,19 @@
-"""Out again: the official layout, transformers directories, and the whole conversion from path to path."""
+"""Write models in the official layout or as transformers directories, and convert from path to path."""
 
 import json
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from sinkdlm.checkpoint.directory import CONFIG, WEIGHTS, Loaded, read_provenance, save, write_weights, written_aside
 from sinkdlm.checkpoint.tokenizer import hushed
 from sinkdlm.config.model import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConvertError
 from sinkdlm.interop import layouts
-from sinkdlm.interop.adapt import SHAPE_KEYS, family_of, load_any, notes_of, own_history
-from sinkdlm.interop.sources import open_source
+from sinkdlm.interop.adapt import SHAPE_KEYS, family_of, load_any, notes_of, own_history, special_ids_of
+from sinkdlm.interop.sources import SPECIAL, open_source
+from sinkdlm.interop.tokenizer import named_mask
 
 Target = Literal["sinkdlm", "official", "hf"]
 
@@ -21,10 +21,10 @@ Target = Literal["sinkdlm", "official", "hf"]
 def convert(
     source: str | Path, destination: str | Path, to: Target = "sinkdlm", *, standalone: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Reads any supported model and writes it as `to`. Returns what was found and done. options: those of load_any."""
+    """Read any supported model and write it as `to`; return what was found and done. options: those of load_any."""
     destination = Path(destination)
     if standalone and to != "hf":
-        raise ConvertError("--standalone goes with --to hf")
+        raise ConvertError("--standalone: works only with --to hf")
     if to != "sinkdlm" and destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConvertError(f"{destination}: exists and is not empty; choose another folder or remove it")
     _check_no_run(destination)
@@ -32,7 +32,7 @@ def convert(
     found = open_source(source, {key: value for key, value in changes.items() if key in SHAPE_KEYS})
     loaded = load_any(found, **options)
     earlier = notes_of(read_provenance(found.path)) if found.kind == MODEL_TYPE else []
-    notes = notes_of(loaded.provenance)[len(earlier) :]  # a checkpoint's own notes are of when it was made
+    notes = notes_of(loaded.provenance)[len(earlier) :]  # without those of when the checkpoint was made
     if to == "official":
         wrote = write_official(destination, loaded)
         notes += _untold(destination, loaded.config)
@@ -53,15 +53,15 @@ def convert(
 
 
 def _check_no_run(destination: Path) -> None:
-    """A checkpoint may be made again by whatever made it; what a run has trained is not convert's to replace."""
+    """Refuse to replace what a run has trained. Other checkpoints may be overwritten."""
     place = destination.resolve()
     owned = [place.parent] if place.name in ("model", "ema") else [place.parents[1]] if place.parent.name == "milestones" else []
     if place.exists() and owned and (owned[0] / "run.json").is_file():
-        raise ConvertError(f"{destination}: is what the run in {owned[0]} has trained; choose another folder")
+        raise ConvertError(f"{destination}: was trained by the run in {owned[0]}; choose another folder")
 
 
 def write_official(destination: Path, loaded: Loaded) -> str:
-    """DST/model.safetensors, with the authors' keys, shapes and embedding rows."""
+    """Write DST/model.safetensors, with the authors' keys, shapes and embedding rows."""
     config = loaded.config
     allowed: dict[str, tuple[Any, ...]] = {
         "qkv_bias": (False,),
@@ -76,7 +76,7 @@ def write_official(destination: Path, loaded: Loaded) -> str:
     if config.n_sinks:
         allowed |= {"sink_kind": ("isolated",), "sink_position": ("front",), "sink_value": ("learned",)}
     odd = [
-        f"{key} = {getattr(config, key)!r} has no place there, only {' or '.join(map(repr, values))}"
+        f"{key} = {getattr(config, key)!r} is not supported there, only {' or '.join(map(repr, values))}"
         for key, values in allowed.items()
         if getattr(config, key) not in values
     ]
@@ -94,20 +94,20 @@ def write_official(destination: Path, loaded: Loaded) -> str:
 
 
 def _untold(path: Path, config: ModelConfig) -> list[str]:
-    """What of a model its official form does not tell whoever reads it again."""
+    """Note the config fields that the official form does not record."""
     heads = {key: getattr(config, key) for key in SHAPE_KEYS}
     told = open_source(path, heads).config.to_dict()
     try:
         found = open_source(path).config
         told |= {key: getattr(found, key) for key in SHAPE_KEYS}
-    except ConvertError:  # of no size of the table
+    except ConvertError:  # a size that is not in the table
         told |= dict.fromkeys(SHAPE_KEYS)
     lost = [f"{key}={value}" for key, value in config.to_dict().items() if told[key] != value]
-    return [f"these weights do not tell {', '.join(lost)}: give them with --set where they are read again"] if lost else []
+    return [f"these weights do not tell {', '.join(lost)}: give them with --set when they are read again"] if lost else []
 
 
 def write_transformers(destination: Path, loaded: Loaded, *, standalone: bool) -> str:
-    """The parent's own architecture for a vanilla model of such a parent; our class, registered or standalone, for all others."""
+    """Write a vanilla model in its parent's architecture where there is one; all others as our class, registered or standalone."""
     kind = None if standalone else parent_architecture(loaded)
     with written_aside(destination) as aside:
         if kind is None:
@@ -119,17 +119,22 @@ def write_transformers(destination: Path, loaded: Loaded, *, standalone: bool) -
             if standalone:
                 make_standalone(aside)
         else:
-            (aside / CONFIG).write_text(json.dumps(_parent_config(kind, loaded), indent=2) + "\n")
-            write_weights(aside, _parent_state(kind, loaded))
+            config = _parent_config(kind, loaded)
+            ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
+            for name, content in ((CONFIG, config), ("generation_config.json", ids)):  # Dream's code asks for the second
+                (aside / name).write_text(json.dumps(content, indent=2) + "\n")
+            layout, state = layouts.LLADA if kind == "llada" else layouts.TRANSFORMERS, loaded.model.state_dict()
+            head = {} if loaded.config.tie_embeddings else {layout.head: state["lm_head.weight"]}
+            write_weights(aside, {layout.embed: state["embed.weight"], **layout.write(state, loaded.config), **head})
         if loaded.tokenizer is not None:
-            loaded.tokenizer.save_pretrained(aside)
+            named_mask(loaded.tokenizer, loaded.config).save_pretrained(aside)
     if kind is not None:
         return f"transformers directory ({kind})"
     return "transformers directory (sinkdlm, with its own modelling file)" if standalone else "transformers directory (sinkdlm)"
 
 
 _LLADA_CODE = dict.fromkeys(("AutoModelForCausalLM", "AutoModel"), "modeling_llada.LLaDAModelLM")
-# Kind: model type, class, and where its own code lies, if not in transformers.
+# Kind: (model type, class, where its code is if not in transformers).
 _ARCHITECTURES: dict[str, tuple[str, str, dict[str, str]]] = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM", {}),
     "llama": ("llama", "LlamaForCausalLM", {}),
@@ -139,26 +144,17 @@ _ARCHITECTURES: dict[str, tuple[str, str, dict[str, str]]] = {
 
 
 def parent_architecture(loaded: Loaded) -> str | None:
-    """The family that can hold this model as it is, or None."""
+    """The parent's family, if it can hold this model unchanged; else None."""
     config, kind = loaded.config, family_of(loaded.provenance)
     if config.n_sinks or config.gate != "none" or kind not in _ARCHITECTURES:
         return None
     if config.embedding_rows != config.vocab_size and not config.tie_embeddings:
-        return None  # a [MASK] row of its own beside an untied head: these families have as many embedding as head rows
+        return None  # a [MASK] row that the head lacks: these families have equally many embedding and head rows
     if kind in ("llada", "dream") and config.shift_logits != (kind == "dream"):
-        return None  # their own code shifts or does not
+        return None  # Dream's own code shifts, LLaDA's does not
     if kind == "llama" and config.qkv_bias:
         return None
     return kind
-
-
-def _parent_state(kind: str, loaded: Loaded) -> dict[str, Tensor]:
-    layout = layouts.LLADA if kind == "llada" else layouts.TRANSFORMERS
-    state = loaded.model.state_dict()
-    tensors = {layout.embed: state["embed.weight"], **layout.write(state, loaded.config)}
-    if not loaded.config.tie_embeddings:
-        tensors[layout.head] = state["lm_head.weight"]
-    return tensors
 
 
 def _parent_config(kind: str, loaded: Loaded) -> dict[str, Any]:
@@ -166,8 +162,10 @@ def _parent_config(kind: str, loaded: Loaded) -> dict[str, Any]:
     names = layouts.LLADA_FIELDS if kind == "llada" else layouts.TRANSFORMERS_FIELDS
     found = {theirs: getattr(config, ours) for ours, theirs in names.items()}
     found["dtype"] = loaded.dtype
-    for name in ("bos", "eos", "pad"):  # the families' defaults are other models' ids
-        found[f"{name}_token_id"] = getattr(loaded.tokenizer, f"{name}_token_id", None)
+    ids = special_ids_of(loaded.provenance)
+    for name in SPECIAL:  # the families' defaults are other models' ids
+        own = getattr(loaded.tokenizer, f"{name}_token_id", None)
+        found[f"{name}_token_id"] = ids.get(name) if own is None else own
     if kind == "llada":
         found |= {**layouts.LLADA_SWITCHES, "vocab_size": config.vocab_size, "embedding_size": config.embedding_rows}
         found |= dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout"), 0.0)

@@ -1,10 +1,10 @@
-"""transformers classes over the same checkpoint directory: AutoConfig, AutoModel and AutoModelForMaskedLM read and write it.
+"""transformers classes over our checkpoint directory: AutoConfig, AutoModel and AutoModelForMaskedLM read and write it.
 
-With hf_config.py it is also a part of the standalone modelling file: they use the room model/ and ModelConfig, nothing else of the
-package. What else a package's model has (speed, fingerprints) interop/__init__.py puts into the class.
+This file and hf_config.py also go into the standalone modelling file: they may use only noise, model/ and ModelConfig of the
+package. interop/__init__.py adds the rest (speed, fingerprints) to the class.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from sinkdlm.model.model import DiffusionLM, Norm
 
 
 def run_again(model: DiffusionLM, x: Tensor, ctx: Context, select: Tensor | None = None) -> Tensor:
-    """`run_plain` with activation checkpointing: the backward computes each block again."""
+    """`run_plain` with activation checkpointing: the backward recomputes each block."""
     view, sinks = ctx.view(model.config, x), model.first_lane(x, ctx)
     for block in model.blocks:
         x, sinks, _ = checkpoint(block, x, sinks, view, use_reentrant=False, preserve_rng_state=False)
@@ -29,7 +29,7 @@ def run_again(model: DiffusionLM, x: Tensor, ctx: Context, select: Tensor | None
 
 
 class SinkDLMForMaskedLM(PreTrainedModel):
-    """Logits aligned to the token each position predicts; with labels, their cross-entropy (positions of -100 left out)."""
+    """Returns logits aligned to the token each position predicts, and with labels the cross-entropy (labels of -100 left out)."""
 
     config_class = SinkDLMConfig
     base_model_prefix = "model"
@@ -40,7 +40,7 @@ class SinkDLMForMaskedLM(PreTrainedModel):
 
     accelerate: ClassVar[Callable[[DiffusionLM], object]] = staticmethod(lambda model: model)
     stamp: ClassVar[Callable[[Path, SinkDLMConfig], None]] = staticmethod(
-        lambda folder, config: (folder / "provenance.json").unlink(missing_ok=True)  # fingerprints of the weights before
+        lambda folder, config: (folder / "provenance.json").unlink(missing_ok=True)  # fingerprints of the old weights
     )
 
     def __init__(self, config: SinkDLMConfig) -> None:
@@ -51,14 +51,14 @@ class SinkDLMForMaskedLM(PreTrainedModel):
 
     @classmethod
     def wrap(cls, model: DiffusionLM) -> "SinkDLMForMaskedLM":
-        """The same weights behind the transformers interface."""
+        """Put a model behind the transformers interface, with the same weights."""
         with torch.device("meta"):
             wrapped = cls(SinkDLMConfig(**vars(model.config)))
         wrapped.model = model
         return wrapped
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Only for weights that a checkpoint lacks: DiffusionLM initialises its own."""
+        """Initialise weights that a checkpoint lacks; otherwise DiffusionLM initialises its own."""
         std = (2 / (5 * self.config.d_model)) ** 0.5
         for name, weight in module.named_parameters(recurse=False):
             if getattr(weight, "_is_hf_initialized", False):
@@ -117,12 +117,18 @@ class SinkDLMForMaskedLM(PreTrainedModel):
         output = MaskedLMOutput(loss=loss, logits=logits, hidden_states=(hidden,) if output_hidden_states else None)
         return output if return_dict is not False else output.to_tuple()
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Under these names, or those of a checkpoint: Trainer reads its own folders back this way."""
+        if not any(name.startswith("model.") for name in state_dict):
+            state_dict = {f"model.{name}": value for name, value in state_dict.items()}
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
     def save_pretrained(self, save_directory: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
-        """As a sinkdlm checkpoint: the same names, so that either library reads what the other wrote."""
+        """Save as a sinkdlm checkpoint: same names, so that either library reads what the other wrote."""
         state = self.state_dict() if state_dict is None else state_dict
         if kwargs.get("is_main_process", True):
             for stale in [*Path(save_directory).glob("model*.safetensors"), *Path(save_directory).glob("model*.index.json")]:
-                stale.unlink()  # of another number of shards, which loading would prefer
+                stale.unlink()  # of an earlier save, which loading might prefer
         super().save_pretrained(save_directory, state_dict={k.removeprefix("model."): v for k, v in state.items()}, **kwargs)
         if kwargs.get("is_main_process", True):
             type(self).stamp(Path(save_directory), self.config)

@@ -1,4 +1,4 @@
-"""The config that transformers knows our models by. Apart from their classes, which take seconds to load: see SinkDLMConfig."""
+"""The config class by which transformers knows our models, apart from the model classes, which take seconds to load."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -13,14 +13,14 @@ MODEL_FIELDS = tuple(ModelConfig.__annotations__)
 class SinkDLMConfig(PretrainedConfig):
     """The fields of ModelConfig, as transformers carries them.
 
-    The first that is made, or unpickled, registers the model classes: nobody can ask an Auto class for a model without a config,
-    and commands that make none need not load transformers' models.
+    The first one made, or unpickled, registers the model classes. An Auto class needs a config to find a model, so commands that
+    make none never load transformers' models.
     """
 
     model_type = "sinkdlm"
     attribute_map = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}  # noqa: RUF012
 
-    register_models: ClassVar[Callable[[], None]] = staticmethod(lambda: None)  # interop/__init__.py has it
+    register_models: ClassVar[Callable[[], None]] = staticmethod(lambda: None)  # set by interop/__init__.py
 
     def __new__(cls, *_: Any, **__: Any) -> "SinkDLMConfig":
         cls.register_models()
@@ -28,7 +28,7 @@ class SinkDLMConfig(PretrainedConfig):
 
     def __init__(self, **kwargs: Any) -> None:
         fields = {key: kwargs.pop(key) for key in MODEL_FIELDS if key in kwargs}
-        kwargs["tie_word_embeddings"] = False  # a tied head is no parameter of its own here
+        kwargs["tie_word_embeddings"] = False  # our tied head has no parameter to tie
         super().__init__(**kwargs)
         for key, value in (vars(ModelConfig(**fields)) if fields else {}).items():
             setattr(self, key, value)

@@ -1,12 +1,14 @@
-"""Key maps: the names of each family's tensors and config fields, and how their rows combine into ours.
+"""Map each family's tensor names, config fields and row orders to ours and back, bit for bit.
 
-Owns names and row orders, both ways, bit for bit. Knows no file format.
+Owns names and row orders. Must not know file formats.
 
 Ours, per block: attention.qkv (all query heads, then key heads, then value heads), mlp.gate_up (gate rows, then up rows).
 """
 
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ Get = Callable[[str], Tensor]
 
 
 def qkv_rows(config: ModelConfig) -> list[int]:
-    """Rows of queries, keys and values in ours."""
+    """Numbers of query, key and value rows in our qkv tensor."""
     return [config.d_model, *[config.n_kv_heads * config.head_dim] * 2]
 
 
@@ -33,7 +35,7 @@ class Layout:
     parts: Mapping[str, tuple[str, ...]]
 
     def blocks(self, config: ModelConfig) -> Iterator[tuple[str, str, list[str]]]:
-        """The block tensors of a model of this config: our name within a block, our whole name, their names."""
+        """Yield the block tensors of this config: our name within a block, our full name, their names."""
         absent = {"attention.qkv.bias": not config.qkv_bias, "attention.gate.weight": config.gate == "none"}
         for layer in range(config.n_layers):
             for ours, theirs in self.parts.items():
@@ -44,8 +46,8 @@ class Layout:
         """How many rows each part of one of our tensors has."""
         if ours.startswith("attention.qkv"):
             return qkv_rows(config)
-        gate = config.n_heads if config.gate == "headwise" else config.d_model
-        return {"mlp.gate_up.weight": [config.d_ff, config.d_ff], "attention.gate.weight": [gate]}.get(ours, [config.d_model])
+        found = {"mlp.gate_up.weight": [config.d_ff, config.d_ff], "attention.gate.weight": [config.gate_width]}
+        return found.get(ours, [config.d_model])
 
     def shapes(self, ours: str, config: ModelConfig) -> list[tuple[int, ...]]:
         """The shape of each part of one of our tensors."""
@@ -59,7 +61,7 @@ class Layout:
         return [part.contiguous() for part in tensor.split(self.rows(ours, config))]
 
     def read(self, get: Get, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-        """Our blocks and final norm, tensor by tensor, each part's shape checked."""
+        """Yield our blocks and final norm, tensor by tensor, with each part's shape checked."""
         for ours, whole, names in self.blocks(config):
             parts = [get(name) for name in names]
             for name, part, wanted in zip(names, parts, self.shapes(ours, config), strict=True):
@@ -70,7 +72,7 @@ class Layout:
         yield "norm.weight", norm
 
     def write(self, state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-        """Their names and rows for our blocks and final norm."""
+        """Return our blocks and final norm under their names, in their row order."""
         out: dict[str, Tensor] = {}
         for ours, whole, names in self.blocks(config):
             out.update(zip(names, self.split(ours, state[whole], config), strict=True))
@@ -83,17 +85,17 @@ class Layout:
 
 def check_shape(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != wanted:
-        raise ConvertError(f"{name} has shape {tuple(tensor.shape)}, the model it belongs to has {wanted}")
+        raise ConvertError(f"{name} has shape {tuple(tensor.shape)}, expected {wanted} by the model's config")
 
 
 class OfficialLayout(Layout):
-    """SMDM's: query, key and value rows interleaved per key/value group: its queries, its key, its value."""
+    """SMDM's layout: rows of qkv interleaved by key/value group (its queries, its key, its value)."""
 
     def rows(self, ours: str, config: ModelConfig) -> list[int]:
         return [sum(qkv_rows(config))] if ours.startswith("attention.qkv") else super().rows(ours, config)
 
     def _order(self, config: ModelConfig) -> Tensor:
-        """Where our query rows, key rows and value rows stand in theirs."""
+        """Positions in their qkv tensor of our query, key and value rows."""
         groups = torch.arange(sum(qkv_rows(config))).unflatten(0, (config.n_kv_heads, -1, config.head_dim))
         return torch.cat([part.flatten() for part in (groups[:, :-2], groups[:, -2], groups[:, -1])])
 
@@ -118,27 +120,13 @@ class PermutedLayout(Layout):
         return super().join(ours, parts, config)
 
 
-# Their names, without `.weight`; {} stands for q, k and v; commas between the parts of one of our tensors; - for none.
-_NAMES = """
-                TRANSFORMERS               LLADA                     OFFICIAL                     GGUF
-embed           model.embed_tokens         model.transformer.wte     transformer.wte              token_embd
-norm            model.norm                 model.transformer.ln_f    transformer.ln_f             output_norm
-head            lm_head                    model.transformer.ff_out  lm_head                      output
-block           model.layers               model.transformer.blocks  transformer.h                blk
-attention_norm  input_layernorm            attn_norm                 norm_1                       attn_norm
-attention.qkv   self_attn.{}_proj          {}_proj                   attn.attn                    attn_{}
-attention.out   self_attn.o_proj           attn_out                  attn.proj                    attn_output
-attention.gate  -                          -                         attn.gate                    -
-mlp_norm        post_attention_layernorm   ff_norm                   norm_2                       ffn_norm
-mlp.gate_up     mlp.gate_proj,mlp.up_proj  ff_proj,up_proj           mlp.swiglu.w1,mlp.swiglu.w2  ffn_gate,ffn_up
-mlp.down        mlp.down_proj              ff_out                    mlp.swiglu.w3                ffn_down
-"""
-_FAMILIES, *_TENSORS = (line.split() for line in _NAMES.strip().splitlines())
+_NAMES = tomllib.loads((Path(__file__).parent / "layouts.toml").read_text(encoding="utf-8"))
+_FAMILIES = ("TRANSFORMERS", "LLADA", "OFFICIAL", "GGUF")
 
 
 def _layout(kind: type[Layout], family: str) -> Layout:
     column = _FAMILIES.index(family)
-    names = {ours: theirs[column].split(",") for ours, *theirs in _TENSORS if theirs[column] != "-"}
+    names = {ours: theirs[column].split(",") for ours, theirs in _NAMES["tensors"].items() if theirs[column] != "-"}
     names["attention.qkv"] = list(dict.fromkeys(names["attention.qkv"][0].format(letter) for letter in "qkv"))
     embed, norm, head, block = (names.pop(end)[0] for end in ("embed", "norm", "head", "block"))
     parts = {f"{ours}.weight": tuple(f"{name}.weight" for name in theirs) for ours, theirs in names.items()}
@@ -148,32 +136,7 @@ def _layout(kind: type[Layout], family: str) -> Layout:
 
 TRANSFORMERS, LLADA, OFFICIAL = _layout(Layout, "TRANSFORMERS"), _layout(Layout, "LLADA"), _layout(OfficialLayout, "OFFICIAL")
 GGUF_QWEN2, GGUF_LLAMA = _layout(Layout, "GGUF"), _layout(PermutedLayout, "GGUF")
-
-# Names of our fields in config.json: of the transformers families, and of LLaDA.
-_FIELDS = """
-vocab_size      vocab_size               embedding_size
-mask_id         mask_token_id            mask_token_id
-n_layers        num_hidden_layers        n_layers
-n_heads         num_attention_heads      n_heads
-n_kv_heads      num_key_value_heads      n_kv_heads
-d_model         hidden_size              d_model
-d_ff            intermediate_size        mlp_hidden_size
-context_length  max_position_embeddings  max_sequence_length
-rope_base       rope_theta               rope_theta
-norm_eps        rms_norm_eps             rms_norm_eps
-qkv_bias        -                        include_qkv_bias
-tie_embeddings  tie_word_embeddings      weight_tying
-shift_logits    shift_logits             -
-"""
 TRANSFORMERS_FIELDS, LLADA_FIELDS = (
-    {row[0]: row[column] for row in map(str.split, _FIELDS.strip().splitlines()) if row[column] != "-"} for column in (1, 2)
+    {ours: theirs[column] for ours, theirs in _NAMES["fields"].items() if theirs[column] != "-"} for column in (0, 1)
 )
-# What LLaDA's own code can do otherwise.
-LLADA_SWITCHES = {
-    "block_type": "llama",
-    "layer_norm_type": "rms",
-    "rope": True,
-    "alibi": False,
-    "include_bias": False,
-    "activation_type": "silu",
-}
+LLADA_SWITCHES = _NAMES["llada_switches"]

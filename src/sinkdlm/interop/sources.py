@@ -1,35 +1,37 @@
-"""What a path holds: detection from content, the config it implies, and its tensors under our names.
+"""Detect which model a path holds, derive its config, and read its tensors under our names.
 
 Kinds: official (SMDM and the paper's code), qwen2 and llama (AR parents, as transformers directories or GGUF), llada and dream
-(diffusion models), sinkdlm (our own). Detected, never asked.
+(diffusion models), sinkdlm (our own). The content decides; the user is never asked.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sinkdlm.checkpoint.directory import CONFIG, read_config
+from sinkdlm.checkpoint.directory import CONFIG, check_size, read_config
 from sinkdlm.checkpoint.durable import read_object
 from sinkdlm.config.model import MODEL_TYPE, ModelConfig, preset_fields, preset_names
-from sinkdlm.errors import ConfigError, ConvertError
+from sinkdlm.errors import ConfigError, ConvertError, check_regular, first_line
 from sinkdlm.interop import layouts
 from sinkdlm.interop.layouts import Layout, check_shape
 from sinkdlm.interop.tensors import TensorFile, open_gguf, open_safetensors, open_torch
 
 AR_KINDS = ("qwen2", "llama")
 SUPPORTED = "official/SMDM .safetensors or .pth; Qwen2, Llama, LLaDA, Dream or sinkdlm directories; GGUF of Qwen2 or Llama"
-DREAM_MASK_ID = 151666  # free in every Qwen2.5 vocabulary, and Dream's choice
+DREAM_MASK_ID = 151666  # unused in every Qwen2.5 vocabulary; Dream chose it too
 GGUF_MARK = b"GGUF"
+SPECIAL = ("bos", "eos", "pad")  # tokens whose ids config.json has
+_ODD = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError)
 _WRAPPERS = ("_forward_module.", "module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model found on disk. `config` is as found: for an AR parent, before it becomes a diffusion model."""
+    """A model found on disk. `config` is as found: an AR parent's, before it becomes a diffusion model."""
 
     path: Path
     kind: str
@@ -37,9 +39,10 @@ class Source:
     config: ModelConfig
     tensors: TensorFile
     layout: Layout | None  # None: our own names
-    prefix: str = ""  # that a wrapper put before every name
-    has_mask: bool = True  # false for an AR parent, whose [MASK] is to be chosen
-    notes: tuple[str, ...] = ()  # where its files do not say the same
+    prefix: str = ""  # that a training wrapper put before every name
+    has_mask: bool = True  # false for an AR parent, whose [MASK] is still to be chosen
+    notes: tuple[str, ...] = ()  # on files that disagree
+    special_ids: Mapping[str, int] = field(default_factory=dict)  # bos, eos, pad: as config.json has them
 
     def describe(self) -> str:
         config = self.config
@@ -48,7 +51,7 @@ class Source:
         return f"{self.kind} ({self.form}): {what}, vocabulary {config.vocab_size}, {millions:.1f}M parameters"
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors under our names, one at a time."""
+        """Yield tensors under our names, one at a time."""
         if self.layout is None:
             for name in sorted(self.tensors.shapes):
                 yield name, self.tensors.get(name)
@@ -60,7 +63,7 @@ class Source:
 
     def _read_as(self, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         config, names = self.config, {name.removeprefix(self.prefix) for name in self.tensors.shapes}
-        # Rotary tables that older tools saved, GGUF's precomputed frequencies, and a tied head written out.
+        # Rotary tables that older tools saved, and GGUF's precomputed frequencies.
         ignorable = {name for name in names if name.endswith(("rotary_emb.inv_freq", "rope_freqs.weight"))}
         unknown = sorted(names - ignorable - layout.all_names(config))
         if unknown:
@@ -83,27 +86,34 @@ class Source:
             check_shape(layout.head, head, (config.vocab_size, config.d_model))
             yield "lm_head.weight", head
         elif layout.head in names and not torch.equal(get(layout.head).to(embed.dtype), embed):
-            # Of another table than the embedding, some readers would take it and some would not.
+            # Some readers would use a head that differs from its embedding, and some would not.
             switch = "weight_tying" if self.kind == "llada" else "tie_word_embeddings"
             cure = f"set {switch} there to false, or leave the tensor out"
-            raise ConvertError(f"{layout.head} is not the embedding, to which {CONFIG} ties it; {cure}")
+            raise ConvertError(f"{layout.head} differs from the embedding, to which {CONFIG} ties it; {cure}")
 
 
 def open_source(path: str | Path, shape: Mapping[str, Any] | None = None) -> Source:
-    """Finds out what `path` holds. shape: n_heads and n_kv_heads for an official file of a shape outside the table."""
+    """Detect what `path` holds. shape: n_heads and n_kv_heads, for an official file whose size is not in the table."""
     path = Path(path)
     shape = dict(shape or {})
     if not path.exists():
-        raise ConvertError(f"{path}: no such file or folder")
+        hub = not path.is_absolute() and len(path.parts) == 2
+        cure = f"; a model of the hub is fetched first: hf download {path} --local-dir {path.name}" if hub else ""
+        raise ConvertError(f"{path}: no such file or folder{cure}")
     path = model_in(path)
-    source = _open_folder(path, shape) if path.is_dir() else _open_file(path, shape)
+    try:
+        source = _open_folder(path, shape) if path.is_dir() else _open_file(path, shape)
+    except _ODD as failure:  # values of kinds and sizes that no model has
+        told = f"{type(failure).__name__}: {first_line(failure)}"
+        raise ConvertError(f"{path}: its config or header is not that of a model: {told}") from None
+    check_size(source.path, source.config, source.tensors.shapes.values(), ConvertError)
     if shape and source.kind != "official":
-        raise ConvertError(f"{', '.join(shape)}: only an official file leaves the heads open; {source.kind} says them itself")
+        raise ConvertError(f"{', '.join(shape)}: only an official file leaves the heads open; {source.kind} files record them")
     return source
 
 
 def model_in(path: Path) -> Path:
-    """A run folder of `train` stands for what came of it; any other path for itself."""
+    """Return the model of a run folder of `train`; any other path unchanged."""
     if not (path / "recipe.toml").exists() or (path / CONFIG).exists():
         return path
     if not (path / "model").is_dir():
@@ -122,7 +132,8 @@ def _open_folder(path: Path, shape: dict[str, Any]) -> Source:
 
 
 def _open_file(path: Path, shape: dict[str, Any]) -> Source:
-    """By the first bytes, not by the ending."""
+    """Open a file by its first bytes, not by its ending."""
+    check_regular(path, ConvertError)
     try:
         with path.open("rb") as file:
             start = file.read(16)
@@ -148,7 +159,7 @@ def _open_official(tensors: TensorFile, form: str, shape: dict[str, Any]) -> Sou
     up = block + layout.parts["mlp.gate_up.weight"][0]
     for name in (embed, head, up):
         if name not in shapes:
-            raise ConvertError(f"{tensors.path}: no official state dict: {name} is missing; supported: {SUPPORTED}")
+            raise ConvertError(f"{tensors.path}: not an official state dict: {name} is missing; supported: {SUPPORTED}")
     (rows, width), vocab, d_ff = shapes[embed], shapes[head][0], shapes[up][0]
     n_layers = 1 + max(int(name.removeprefix(prefix).split(".")[2]) for name in shapes if ".h." in name)
     n_sinks = rows - vocab - 1
@@ -166,7 +177,7 @@ def _open_official(tensors: TensorFile, form: str, shape: dict[str, Any]) -> Sou
 
 
 def _heads_of(path: Path, n_layers: int, width: int, d_ff: int, shape: dict[str, Any]) -> dict[str, Any]:
-    """A state dict does not tell its number of heads: the table of sizes does, or the user."""
+    """Find the number of heads in the table of sizes, or in what the user set: a state dict does not tell it."""
     if "n_heads" in shape:
         return shape
     for name in preset_names():
@@ -174,7 +185,7 @@ def _heads_of(path: Path, n_layers: int, width: int, d_ff: int, shape: dict[str,
         if name.startswith("smdm-") and (preset["n_layers"], preset["d_model"], preset["d_ff"]) == (n_layers, width, d_ff):
             return {"n_heads": preset["n_heads"], **shape}
     raise ConvertError(
-        f"{path}: {n_layers} layers of width {width} and feed-forward {d_ff} is no SMDM size, and weights do not tell "
+        f"{path}: {n_layers} layers of width {width} and feed-forward {d_ff} is not an SMDM size, and weights do not tell "
         f"the number of heads: give it with --set n_heads=N"
     )
 
@@ -202,24 +213,27 @@ def _open_directory(path: Path) -> Source:
         raise ConvertError(f"{path / CONFIG}: a value of the wrong kind: {failure}") from None
     layout = layouts.LLADA if family == "llada" else layouts.TRANSFORMERS
     tensors = open_safetensors(path)
-    # A diffusion model in its parent's form says its [MASK].
+    # A diffusion model in its parent's architecture records its [MASK].
     has_mask = family not in AR_KINDS or fields.get("mask_token_id") is not None
     notes: tuple[str, ...] = ()
     if not config.tie_embeddings and layout.head not in tensors.shapes and family in AR_KINDS:
         config = config.replace(tie_embeddings=True)
         notes = (f"no {layout.head} among the weights: the head is tied to the embedding",)
-    return Source(path, family, "transformers directory", config, tensors, layout, has_mask=has_mask, notes=notes)
+    special = {name: fields.get(f"{name}_token_id") for name in SPECIAL}
+    ids = {name: value for name, value in special.items() if isinstance(value, int)}
+    form = "transformers directory"
+    return Source(path, family, form, config, tensors, layout, has_mask=has_mask, notes=notes, special_ids=ids)
 
 
 def _refuse(path: Path, fields: Mapping[str, Any], **wanted: Any) -> None:
-    """A switch that our model does not have must be in the position that our model is."""
+    """Refuse a config that sets a switch to anything but what our model does."""
     for key, value in wanted.items():
         if fields.get(key, value) not in (value, None):
             raise ConvertError(f"{path}: {key} = {fields[key]!r} is not supported, only {value!r}")
 
 
 def _qwen2_like(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Qwen2, Llama and Dream share their config's names."""
+    """Read the config of Qwen2, Llama or Dream, which share their field names."""
     _refuse(path, fields, hidden_act="silu", mlp_bias=False, use_sliding_window=False, partial_rotary_factor=1.0)
     if family == "llama":
         _refuse(path, fields, attention_bias=False)
@@ -232,7 +246,7 @@ def _qwen2_like(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str,
     if fields.get("head_dim") not in (None, width // heads):
         raise ConvertError(f"{path}: head_dim = {fields['head_dim']} is not supported, only hidden_size / heads = {width // heads}")
     theirs = {"num_key_value_heads": heads, "rope_theta": 10000.0, "tie_word_embeddings": False, "shift_logits": family == "dream"}
-    if family in AR_KINDS:  # [MASK] is decided when it becomes a diffusion model; until then, a row it has keeps the table's size
+    if family in AR_KINDS:  # an existing row, so that the table keeps its size until [MASK] is chosen
         theirs["mask_token_id"] = 0
     theirs |= _given(fields) | _given({"rope_theta": rope.get("rope_theta")})
     return _ours(layouts.TRANSFORMERS_FIELDS, theirs) | {"qkv_bias": family in ("qwen2", "dream")}
@@ -242,7 +256,7 @@ def _llada(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str, Any]
     off = ("attention_layer_norm", "scale_logits", "input_emb_norm", "bias_for_layer_norm")
     _refuse(path, fields, **layouts.LLADA_SWITCHES, **dict.fromkeys(off, False))
     theirs = {"n_kv_heads": fields["n_heads"], "rms_norm_eps": 1e-5, "include_qkv_bias": False, "weight_tying": True}
-    theirs |= {"embedding_size": fields["vocab_size"], "mlp_hidden_size": fields.get("mlp_ratio", 0) * fields["d_model"]}
+    theirs |= {"embedding_size": fields["vocab_size"], "mlp_hidden_size": int(fields.get("mlp_ratio", 0)) * int(fields["d_model"])}
     return _ours(layouts.LLADA_FIELDS, theirs | _given(fields))
 
 

@@ -1,7 +1,7 @@
-"""A modelling file that needs transformers and torch alone, generated from this package's own sources.
+"""Generate a modelling file that needs only transformers and torch, from this package's own sources.
 
-`trust_remote_code=True` loads it where sinkdlm is not installed. It is the same code: noise, the room model/ and the transformers
-classes, one after another without the package's imports, and a plain dataclass in place of the validated config.
+`trust_remote_code=True` loads it where sinkdlm is not installed. It is the same code: noise, model/ and the transformers classes,
+one after another without the package's imports. A plain dataclass replaces the validated config.
 """
 
 import ast
@@ -37,7 +37,7 @@ def source_text() -> str:
     for module in _SOURCES:
         text = inspect.getsource(module)
         lines = text.splitlines()
-        for node in reversed(ast.parse(text).body):  # from below, so that line numbers stay right
+        for node in reversed(ast.parse(text).body):  # bottom up, so that line numbers stay right
             if isinstance(node, ast.Import):
                 plain.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -53,7 +53,7 @@ def source_text() -> str:
 
 
 def _config_source() -> str:
-    """ModelConfig as a dataclass: its fields, which a checkpoint's config.json gives, and its properties."""
+    """ModelConfig as a dataclass: its fields, filled from a checkpoint's config.json, and its properties."""
     lines = ["@dataclasses.dataclass(frozen=True)", "class ModelConfig:"]
     for name, field in ModelConfig.model_fields.items():
         kind, default = ("int", "") if field.is_required() else (type(field.default).__name__, f" = {field.default!r}")

@@ -1,12 +1,14 @@
-"""Tokenizers that come with a model, or are given beside it."""
+"""Read tokenizers that come with a model, or are given beside it."""
 
+import copy
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from sinkdlm.checkpoint.tokenizer import hushed
-from sinkdlm.errors import ConvertError, first_line
+from sinkdlm.config.model import ModelConfig
+from sinkdlm.errors import ConvertError, check_regular, first_line, panics_raised
 from sinkdlm.interop.sources import GGUF_MARK, Source, model_in, open_source
 
 EXPECTED = "give a tokenizer.json, a SentencePiece .model, a GGUF file, or a checkpoint or folder with one"
@@ -26,7 +28,7 @@ def tokenizer_of(source: Source) -> Any:
 
 
 def read_tokenizer_at(path: str | Path) -> Any:
-    """From a folder, a tokenizer.json (whatever its name), a SentencePiece model or a GGUF file."""
+    """Read a tokenizer from a folder, a tokenizer.json (whatever its name), a SentencePiece model or a GGUF file."""
     from transformers import PreTrainedTokenizerFast
 
     path = Path(path)
@@ -40,6 +42,7 @@ def read_tokenizer_at(path: str | Path) -> Any:
         return found
     if not path.exists():
         raise ConvertError(f"{path}: no such tokenizer file or folder")
+    check_regular(path, ConvertError)
     if path.name == "tokenizer.json":
         return read_folder(path.parent)
     if path.suffix == ".json":
@@ -52,6 +55,19 @@ def read_tokenizer_at(path: str | Path) -> Any:
     return found
 
 
+def named_mask(tokenizer: Any, config: ModelConfig) -> Any:
+    """A copy in which [MASK] has a name, so that transformers' fill-mask pipeline finds it; ids before it that no token has get
+    fillers."""
+    if tokenizer.mask_token_id == config.mask_id:
+        return tokenizer
+    found, rows = copy.deepcopy(tokenizer), len(tokenizer)
+    own = found.convert_ids_to_tokens(config.mask_id) if config.mask_id < rows else None
+    if own is None:
+        found.add_tokens([f"[PAD{index}]" for index in range(rows, config.mask_id)])
+    found.add_special_tokens({"mask_token": own or "[MASK]"})
+    return found if found.mask_token_id == config.mask_id else tokenizer  # its text has another [MASK]
+
+
 def _is_gguf(path: Path) -> bool:
     try:
         with path.open("rb") as file:
@@ -61,7 +77,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 def read_folder(folder: Path) -> Any:
-    """By the files that are there, never by code that a folder brings along; None where there are none."""
+    """Read a folder's tokenizer files, and never run code that it brings along; None where there are none."""
     from transformers import PreTrainedTokenizerFast
 
     if (folder / "tokenizer.json").exists():
@@ -76,7 +92,7 @@ def read_folder(folder: Path) -> Any:
 
 
 def _sentencepiece(path: Path) -> Any:
-    """As LlamaTokenizer, compared with SentencePiece itself: other classes read such a file and give other ids without a word."""
+    """Read as LlamaTokenizer and compare with SentencePiece itself: other classes silently give other ids for such a file."""
     try:
         import sentencepiece
     except ImportError:
@@ -99,7 +115,7 @@ def _sentencepiece(path: Path) -> Any:
 
 def _guarded(path: Path, read: Any) -> Any:
     try:
-        with hushed():
+        with hushed(), panics_raised():
             return read()
     except Exception as failure:  # transformers raises whatever its parsers raise
         raise ConvertError(f"{path}: tokenizer cannot be read: {first_line(failure)}; --tokenizer gives another") from failure

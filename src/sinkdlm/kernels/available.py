@@ -1,6 +1,7 @@
-"""Whether Triton kernels can run, here and now."""
+"""Check whether Triton kernels can run here."""
 
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -9,14 +10,19 @@ from torch import Tensor
 
 @functools.cache
 def load_kernels() -> Any:
-    """The kernels of inference.py, once one has been built; None without a GPU, Triton or a C compiler."""
+    """Return inference.py, after building one of its kernels; None without a GPU, Triton or a C compiler."""
     if not torch.cuda.is_available():
         return None
     try:
         from sinkdlm.kernels import inference
     except ImportError:
         return None
-    return inference if inference.is_usable() else None
+    try:
+        inference.build_one()
+    except Exception as error:  # whatever the toolchain raises
+        warnings.warn(f"Triton kernels cannot be built here ({error}); slower plain operations are used", stacklevel=2)
+        return None
+    return inference
 
 
 def has_kernels() -> bool:
@@ -24,7 +30,7 @@ def has_kernels() -> bool:
 
 
 def find_kernels(x: Tensor) -> Any:
-    """Kernels for what is computed with x: on a GPU, without gradients, and outside the compiler, which fuses by itself."""
+    """Return the inference kernels if x is on a GPU, without gradients and outside torch.compile, which fuses by itself."""
     if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     kernels = load_kernels()

@@ -1,6 +1,6 @@
-"""CUDA graphs: capture the kernels of a run once, then launch them all at once.
+"""CUDA graphs: capture kernel launches once, then replay them with one call.
 
-Owns what a capture must be shielded from, and the cleanup after one that failed. Training and sampling capture by it.
+Protects a capture from the rest of the process and cleans up after a failed one. Training and sampling use it.
 """
 
 import contextlib
@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Pool = Any  # of torch.cuda.graph_pool_handle(): the memory that captures share
+Pool = Any  # a torch.cuda.graph_pool_handle(): the memory that captures share
 
 _CAPTURE_AFTER = 2  # steps of one shape before its kernels are captured
-_SMALL_BATCH = 4096  # positions up to which a GPU gains nothing from narrower predictions
-_LEAST_WIDTH = 8  # positions of a row that are predicted at least, in larger batches
+_SMALL_BATCH = 4096  # positions up to which predicting fewer of them saves a GPU no time
+_LEAST_WIDTH = 8  # least number of predicted positions per row in larger batches
 
 
 def capture_graph(
     run: Callable[[], None], device: torch.device, pool: Pool, stream: torch.cuda.Stream | None = None
 ) -> torch.cuda.CUDAGraph:
-    """Capture what `run` launches, on tensors that must stay where they are. After a failure the pool is not used again."""
+    """Capture what `run` launches; its tensors must keep their addresses. After a failure, do not use the pool again."""
     graph = torch.cuda.CUDAGraph()
     now = torch.cuda.current_stream(device)
     try:
-        # Other threads go on meanwhile, pin memory, wait for results and free graphs: none of it may end the capture.
+        # Other threads keep pinning memory, synchronizing and freeing graphs: none of this may break the capture.
         with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             run()
     except BaseException:
@@ -39,7 +39,7 @@ def capture_graph(
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep the collector off: this thread must free no graph during a capture, and garbage may hold some."""
+    """Disable garbage collection: this thread must not free a graph during a capture, and garbage may hold one."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -50,24 +50,21 @@ def _no_collection() -> Iterator[None]:
 
 
 def _end_broken(device: torch.device, pool: Pool) -> None:
-    """Tell torch's allocator that a capture broke off; else it keeps the memory and looks for its end at every allocation.
+    """Tell torch's allocator that a capture failed; else it keeps the memory and checks for the end at every allocation.
 
-    Where torch told it already, the first line fails, and the second must not run."""
+    If torch has told it already, the first call raises, and the second must not run."""
     with contextlib.suppress(RuntimeError, AttributeError):
         torch._C._cuda_endAllocateToPool(device.index or 0, pool)
         torch._C._cuda_releasePool(device.index or 0, pool)
 
 
-# -- steps of a sampler -----------------------------------------------------------------------------------------------------------
-
-
 def can_capture(device: torch.device) -> bool:
-    """Whether kernels can be captured here and now. Autocast keeps copies of its own, which a graph would not refresh."""
+    """Check whether kernels can be captured. Autocast caches cast weights, which a replay would not refresh."""
     return device.type == "cuda" and not torch.is_autocast_enabled("cuda")
 
 
 class StepGraphs:
-    """Run steps of repeating shapes, as CUDA graphs once a shape was seen often enough. The graphs share one pool."""
+    """Run steps of repeating shapes; from a shape's third step on, replay a CUDA graph. The graphs share one pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -76,7 +73,7 @@ class StepGraphs:
         self._graphs: dict[Hashable, tuple[Tensor, Callable[[], None]]] = {}
 
     def run(self, shape: Hashable, control: Tensor, compute: Callable[[Tensor], None]) -> None:
-        """Run compute(control), which may read nothing else that changes between steps except tensors that stay in place."""
+        """Run compute(control). What else it reads must be constant, or tensors that keep their addresses between steps."""
         self._seen[shape] = self._seen.get(shape, 0) + 1
         if self._seen[shape] <= _CAPTURE_AFTER:
             compute(control)
@@ -107,7 +104,7 @@ def round_width(count: int, most: int, rows: int) -> int:
 
 
 class _CudnnAttentionOff:
-    """Turn cuDNN's attention off while any thread is inside: the switch belongs to the process."""
+    """Disable cuDNN attention while any thread is inside: the switch is process-wide."""
 
     def __init__(self) -> None:
         self._lock, self._inside, self._before = threading.Lock(), 0, True
@@ -126,5 +123,5 @@ class _CudnnAttentionOff:
                 torch.backends.cuda.enable_cudnn_sdp(self._before)
 
 
-# Where shapes hardly repeat: cuDNN's attention makes a plan for every new one, about 80 ms on an H200, longer than most forwards.
+# For shapes that rarely repeat: cuDNN attention builds a plan for each, about 80 ms on an H200, longer than most forwards.
 many_shapes = _CudnnAttentionOff()

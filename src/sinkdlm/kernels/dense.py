@@ -1,8 +1,7 @@
 """Triton kernels of a training step: the fused norm (residual addition and RMSNorm) and its backward, SwiGLU's backward (its
-forward is inference.py's) and the loss, each in one pass over memory.
+forward is in inference.py) and the loss, each in one pass over memory.
 
-ops.py says what each function computes, in torch's own operations. Sums in float32. Imported only where it is used, because Triton
-is.
+ops.py defines each function in plain torch. Sums are float32. Imported only where a kernel runs: importing Triton is slow.
 """
 
 import torch
@@ -11,16 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 _WARPS = 8
-_COLUMNS = 1024  # _swiglu_backward: of a program
-_ROW_ELEMENTS = 256  # _add_norm: of a warp
-# Neighbours in a row that a thread reads at once. Left alone Triton takes 8 of half precision and 4 of float32, and brings them
-# together through shared memory.
+_COLUMNS = 1024  # _swiglu_backward: columns of a program
+_ROW_ELEMENTS = 256  # _add_norm: elements of a warp
+# Consecutive elements that a thread loads. By default Triton takes 8 of half precision and 4 of float32, and then converts the
+# layout through shared memory.
 _TOGETHER = 4
-_NORM_WARPS, _NORM_ELEMENTS = 16, 512  # _norm_backward: warps of a multiprocessor, elements of a warp
-_NORM_STAGES = {4: 2, 2: 3}  # _norm_backward: rows read ahead, by bytes of an element
-_SUM_ROWS, _SUM_COLUMNS = 256, 16  # _sum_rows: a tile
-_VOCABULARY = 4096  # _nll: logits that a program holds at a time
-_NLL_WARPS = 16  # _nll: many, so that few programs run at once and find their rows in the cache when they read them again
+_NORM_WARPS, _NORM_ELEMENTS = 16, 512  # _norm_backward: warps per SM, elements of a warp
+_NORM_STAGES = {4: 2, 2: 3}  # _norm_backward: pipeline stages (rows), by bytes of an element
+_SUM_ROWS, _SUM_COLUMNS = 256, 16  # _sum_rows: its tile
+_VOCABULARY = 4096  # _nll: logits of a tile
+_NLL_WARPS = 16  # _nll: many, for low occupancy: rows are still in cache when they are read again
 
 
 @triton.jit
@@ -32,7 +31,7 @@ def _swiglu_backward(gate_up, grad, into, out, n, block: tl.constexpr):
     up = tl.load(gate_up + row * 2 * n + n + column, inside, 0).to(tl.float32)
     given = tl.load(grad + row * n + column, inside, 0).to(tl.float32)
     chance = 1 / (1 + tl.exp(-gate))
-    silu = (gate * chance).to(out.dtype.element_ty).to(tl.float32)  # rounded as the forward rounds it
+    silu = (gate * chance).to(out.dtype.element_ty).to(tl.float32)  # rounded as in the forward
     tl.store(out + row * n + column, (silu * up).to(out.dtype.element_ty), inside)
     slope = chance * (1 + gate * (1 - chance))
     tl.store(into + row * 2 * n + column, (given * up * slope).to(into.dtype.element_ty), inside)
@@ -50,7 +49,7 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _add_norm(x, update, weight, into, normed, eps, n, block: tl.constexpr, adds: tl.constexpr, together: tl.constexpr):
-    """The fused norm of one row, which stays in registers."""
+    """Compute the fused norm of one row, which stays in registers."""
     column = tl.max_contiguous(tl.arange(0, block), together)
     inside = column < n
     place = tl.program_id(0).to(tl.int64) * n + column
@@ -85,9 +84,9 @@ def _add_pairs(a, b, c, d):
 @triton.jit
 def _norm_backward(
     grad_sum, grad_normed, x, weight, into, half_into, into_weight, eps, n_rows, n,
-    block: tl.constexpr, stages: tl.constexpr, adds: tl.constexpr, writes_half: tl.constexpr, together: tl.constexpr,
+    block: tl.constexpr, stages: tl.constexpr, writes_half: tl.constexpr, together: tl.constexpr,
 ):  # fmt: skip
-    """Each program goes through every num_programs-th row, and sums what they say of the weight."""
+    """A program takes every num_programs-th row and sums their gradients of the weight."""
     column, first = tl.max_contiguous(tl.arange(0, block), together), tl.program_id(0).to(tl.int64)
     inside = column < n
     sum_ = tl.zeros([block], tl.float32)
@@ -95,16 +94,13 @@ def _norm_backward(
         place = row * n + column
         values = tl.load(x + place, inside, 0).to(tl.float32)
         grads = tl.load(grad_normed + place, inside, 0).to(tl.float32)
-        if adds:
-            given = tl.load(grad_sum + place, inside, 0).to(tl.float32)
-        gain = tl.load(weight + column, inside, 0).to(tl.float32)  # from a cache: registers are scarce
-        # Both sums at once: warps wait for each other only here.
+        given = tl.load(grad_sum + place, inside, 0).to(tl.float32)
+        gain = tl.load(weight + column, inside, 0).to(tl.float32)  # reloaded from cache: registers would spill
+        # One reduction for both sums: the only place where warps synchronize.
         square, along = tl.reduce((values * values, grads * gain * values), 0, _add_pairs)
         scale = 1 / tl.sqrt(square / n + eps)
         sum_ += grads * (values * scale)
-        total = (grads * gain - values * (along / n * scale * scale)) * scale
-        if adds:
-            total += given
+        total = given + (grads * gain - values * (along / n * scale * scale)) * scale
         tl.store(into + place, total.to(into.dtype.element_ty), inside)
         if writes_half:
             tl.store(half_into + place, total.to(half_into.dtype.element_ty), inside)
@@ -122,10 +118,9 @@ def _sum_rows(rows, into, n_rows, n, block: tl.constexpr, columns: tl.constexpr)
 
 
 def add_norm_backward(
-    grad_sum: Tensor | None, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
+    grad_sum: Tensor, grad_normed: Tensor, x: Tensor, weight: Tensor, eps: float, update_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_normed, x = grad_normed.contiguous(), x.contiguous()
-    given = x if grad_sum is None else grad_sum.contiguous()
+    grad_sum, grad_normed, x = grad_sum.contiguous(), grad_normed.contiguous(), x.contiguous()
     n = x.shape[-1]
     n_rows = x.numel() // n
     into = torch.empty_like(x)
@@ -136,8 +131,8 @@ def add_norm_backward(
     n_programs = min(n_rows, _NORM_WARPS // warps * processors)
     sums = torch.empty(n_programs, n, dtype=torch.float32, device=x.device)
     _norm_backward[(n_programs,)](
-        given, grad_normed, x, weight.contiguous(), into, half, sums, eps, n_rows, n,
-        block=block, stages=_NORM_STAGES.get(x.element_size(), 2), adds=grad_sum is not None,
+        grad_sum, grad_normed, x, weight.contiguous(), into, half, sums, eps, n_rows, n,
+        block=block, stages=_NORM_STAGES.get(x.element_size(), 2),
         writes_half=update_dtype is not None, together=_TOGETHER, num_warps=warps,
     )  # fmt: skip
     grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
@@ -149,7 +144,7 @@ def add_norm_backward(
 
 @triton.jit
 def _read_logits(logits, column, n, exclude, policy: tl.constexpr):
-    # What is excluded is read and then left out: a condition on single columns would have every one of them read alone.
+    # The excluded logit is loaded, then masked: a load mask per column would prevent vectorized loads.
     score = tl.load(logits + column, column < n, float("-inf"), eviction_policy=policy)
     return tl.where(column == exclude, float("-inf"), score)
 
@@ -157,7 +152,7 @@ def _read_logits(logits, column, n, exclude, policy: tl.constexpr):
 @triton.jit
 def _nll(logits, targets, nll, grad, n, exclude, wants: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    most, total = tl.full([block], -3e38, tl.float32), tl.zeros([block], tl.float32)  # finite: inf - inf is no number
+    most, total = tl.full([block], -3e38, tl.float32), tl.zeros([block], tl.float32)  # finite: inf - inf would be NaN
     for begin in range(0, n, block):
         column = begin + tl.arange(0, block)
         score = _read_logits(logits + row * n, column, n, exclude, "")
@@ -170,12 +165,12 @@ def _nll(logits, targets, nll, grad, n, exclude, wants: tl.constexpr, block: tl.
     loss = whole - tl.load(logits + row * n + target)
     tl.store(nll + row, loss)
     if wants:
-        # At the target p - 1 = expm1(-nll), by its series where p is near 1 and the difference would round away.
+        # At the target p - 1 = expm1(-nll): a series where p is near 1, because exp(-nll) - 1 would cancel.
         small = loss * (-1 + loss * (0.5 + loss * (-1 / 6 + loss * (1 / 24))))
         surplus = tl.where(loss < 0.05, small, tl.exp(-loss) - 1)
         for begin in range(0, n, block):
             column = begin + tl.arange(0, block)
-            score = _read_logits(logits + row * n, column, n, exclude, "evict_first")  # for the last time
+            score = _read_logits(logits + row * n, column, n, exclude, "evict_first")  # last read
             chance = tl.where(column == target, surplus, tl.exp(score - whole))
             tl.store(grad + row * n + column, chance.to(grad.dtype.element_ty), column < n, eviction_policy="evict_first")
 
@@ -183,7 +178,7 @@ def _nll(logits, targets, nll, grad, n, exclude, wants: tl.constexpr, block: tl.
 def nll_of_logits(
     logits: Tensor, targets: Tensor, exclude: int | None, grad_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """logits (N, V) float32 -> nll (N,) and, in grad_dtype, p - onehot(target) (N, V). `exclude` is no outcome."""
+    """Compute nll (N,) of float32 logits (N, V) and, in grad_dtype, p - onehot(target). exclude: an id outside the softmax."""
     n_rows, n = logits.shape
     nll = torch.empty(n_rows, dtype=torch.float32, device=logits.device)
     grad = None if grad_dtype is None else torch.empty_like(logits, dtype=grad_dtype)

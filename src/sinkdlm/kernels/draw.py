@@ -1,7 +1,7 @@
 """A Triton kernel that reads logits once: it draws a token for each row and computes the token's log-odds.
 
-sampling/drawing.py computes the same in several passes on any device; the tests compare the two. The noise is the same function of
-the same keys. sampling.py imports this module only where the kernel runs, because Triton is slow to import.
+sampling/drawing.py computes the same from the same keys in several passes on any device; the tests compare the two. sampling.py
+imports this module only where the kernel runs: importing Triton is slow.
 
 N rows of logits, V vocabulary.
 """
@@ -32,7 +32,7 @@ def _mix(word):
 
 @triton.jit
 def _gumbel(word):
-    """-log(-log(1 - x)), x from the upper 63 bits. Below 1/8 the inner logarithm is a series: 1 - x would round x away."""
+    """Compute -log(-log(1 - x)), x from the upper 63 bits. Below 1/8 the inner logarithm is a series: 1 - x would lose x."""
     x = (word >> 1).to(tl.int64).to(tl.float32) * 1.0842021724855044e-19  # 2^-63
     x = tl.minimum(tl.maximum(x, 5.421010862427522e-20), 0.99999988079071045)
     series = 1 / 8 + x / 9
@@ -46,12 +46,12 @@ def _choose(
     logits, keys, words, tokens, odds, stride, vocab, temperature,
     is_drawn: tl.constexpr, is_tempered: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Each lane keeps the best of its columns and the log-sum-exp of the others; at the end the lanes are joined likewise."""
+    """Each element of a tile keeps the best of its columns and the log-sum-exp of the rest; at the end they are reduced alike."""
     row = tl.program_id(0).to(tl.int64)
     if is_drawn:
         key = tl.load(keys + row).to(tl.uint64, bitcast=True)
     best = tl.full([block], -float("inf"), tl.float32)
-    own = best  # the logit of a lane's best
+    own = best  # the logit of each element's best column
     chosen = tl.arange(0, block)
     most = tl.full([block], _NONE, tl.float32)
     total = tl.zeros([block], tl.float32)
@@ -81,9 +81,9 @@ def _choose(
 
 
 def choose(logits: Tensor, keys: Tensor | None, temperature: float, tempered: bool) -> tuple[Tensor, Tensor]:
-    """(..., V) -> a token for each row, and its log-odds in the softmax of the logits, or of those that were drawn from.
+    """Choose a token for each row of logits (..., V); also return its log-odds under the softmax, tempered or not.
 
-    keys (...): 64 random bits of each row; None takes the likeliest.
+    keys (...): 64 random bits per row, to draw; None takes the likeliest token.
     """
     shape, vocab = logits.shape[:-1], logits.shape[-1]
     flat = logits.reshape(-1, vocab)

@@ -1,12 +1,12 @@
-"""Triton kernels of training in float8: a matrix is read once and written in both layouts that matmuls read.
+"""Triton kernels of float8 training: one pass reads a matrix and writes it row-major and transposed.
 
-float8_ops.py says what each function computes. Imported only where it is used, because Triton is.
+float8_ops.py defines each function in plain torch. Imported only where a kernel runs: importing Triton is slow.
 
-A kernel that rounds by a scale which is still to be found is launched twice: first it `seeks` the largest magnitude, and leaves it
-in the prediction's slots; `_settle` makes the scale of it; then the kernel `writes`. With a predicted scale the first launch seeks
-and writes, and the second writes only where the prediction missed (`again`).
+A kernel whose scale is unknown is launched twice. The first launch `seeks` the amax and stores it in the prediction's slots,
+`_settle` computes the scale, and the second launch `writes`. With a predicted scale the first launch seeks and writes; the second
+(`again`) writes only if the prediction missed.
 
-M tokens, K columns, F half the columns of a gate and its input.
+M tokens, K columns, F width of SwiGLU's output.
 """
 
 from collections.abc import Callable
@@ -18,24 +18,24 @@ from torch import Tensor
 
 from sinkdlm.kernels.float8_format import EXPONENTS, GRADIENTS, LARGEST, ONE, SLOTS, TINY, TOKENS, VALUES, new_predictions, padded
 
-_ROWS, _COLUMNS = 128, 64  # of a tile that is rounded
-_BACK_ROWS, _BACK_COLUMNS, _BACK_WARPS = 32, 128, 8  # of one of SwiGLU's backward, which holds more at a time
-_SWIGLU_ROWS, _SWIGLU_COLUMNS, _SWIGLU_WARPS = 16, 256, 4  # of one of SwiGLU
+_ROWS, _COLUMNS = 128, 64  # _round: a tile
+_BACK_ROWS, _BACK_COLUMNS, _BACK_WARPS = 32, 128, 8  # _swiglu_round_backward, which needs more registers: a tile, and warps
+_SWIGLU_ROWS, _SWIGLU_COLUMNS, _SWIGLU_WARPS = 16, 256, 4  # _swiglu_round: a tile, and warps
 _WARPS = 8
-_AGAIN = 1024  # programs that write again, where a prediction missed
+_AGAIN = 1024  # programs of a second launch: each loops over tiles
 
 
 @triton.jit
 def _load_again(scale):
-    """So that what is transposed is rounded by itself: where bytes are taken out of numbers that are also stored as they are, CUDA
-    12.8's assembler for Hopper (Triton 3.6's) reads registers that nothing has written."""
+    """Load the scale again, so that transposed values are rounded separately from row-major ones. If the same bytes are stored and
+    packed, CUDA 12.8's assembler for Hopper (in Triton 3.6) reads uninitialised registers."""
     return tl.load(scale, volatile=True)
 
 
 @triton.jit
 def _store_transposed(into, first, second, third, fourth, scale, quad, k, n_columns, n_quads):
-    """Tiles (quads of tokens, columns), of each quad's first to fourth token, times scale, into (columns, tokens and zeros).
-    A quad's four bytes go as one number: a fourth of what is exchanged between threads."""
+    """Store four tiles (quads of tokens, columns), the first to fourth token of a quad, times scale, as (columns, padded tokens).
+    Four bytes are packed into one number, so that the transpose exchanges a fourth of the data between threads."""
     kind: tl.constexpr = into.dtype.element_ty
     packed = (first * scale).to(kind).to(tl.uint8, bitcast=True).to(tl.uint32)
     packed |= (second * scale).to(kind).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
@@ -50,7 +50,7 @@ def _store_transposed(into, first, second, third, fourth, scale, quad, k, n_colu
 def _settle(
     predicted, scale, inverse, largest, tiny: tl.constexpr, exponents: tl.constexpr, one: tl.constexpr, slots: tl.constexpr
 ):  # fmt: skip
-    """The scale by the largest that was seen, as float8_format.scale_of has it, and whether it is another than was tried."""
+    """Compute the scale from the amax in the slots, as float8_format.scale_of does, and whether the prediction missed."""
     place = predicted + 2 + tl.arange(0, slots)
     most = tl.div_rn(largest, tl.maximum(tl.max(tl.load(place), 0), tiny))
     bits = ((most.to(tl.int32, bitcast=True) + one) & exponents) - one
@@ -63,14 +63,14 @@ def _settle(
 
 
 def _programs(n_tiles: int, *, again: bool, **_: bool) -> tuple[int]:
-    """One for each tile; few where most likely nothing is left to do."""
+    """Return the grid: a program for each tile, or few programs where a second launch likely has nothing to write."""
     return (min(n_tiles, _AGAIN) if again else n_tiles,)
 
 
 def _find_scale(
     launch: Callable[..., None], predicted: Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """launch: a kernel, given the prediction and what it is to do. The scale and its inverse."""
+    """Run both launches; return the scale and its inverse. launch: starts the kernel, given the prediction and its flags."""
     trusts = predicted is not None
     predicted = new_predictions(1, device)[0] if predicted is None else predicted
     launch(predicted, seeks=True, writes=trusts, again=False)
@@ -84,19 +84,19 @@ def _find_scale(
 
 @triton.jit
 def _note_amax(predicted, value, slots: tl.constexpr):
-    """value: a program's largest magnitude. Which slot it goes to, and in what order, does not matter to the largest of all."""
+    """Store a program's amax in a slot by an atomic maximum: neither slot nor order changes the result."""
     tl.atomic_max(predicted + 2 + tl.program_id(0) % slots, value, sem="relaxed")
 
 
 @triton.jit
 def _largest(first, second, third, fourth):
-    """Magnitude of tiles."""
+    """Return the elementwise largest magnitude of four tiles."""
     return tl.maximum(tl.maximum(tl.abs(first), tl.abs(second)), tl.maximum(tl.abs(third), tl.abs(fourth)))
 
 
 @triton.jit
 def _round_fourth(x, scale, rows, m, k, n_rows, n, writes: tl.constexpr):
-    """Every fourth token of a tile: their values, which are also rounded where rows are wanted."""
+    """Load every fourth token of a tile; if `writes`, also round and store them row-major."""
     inside = (m < n_rows)[:, None] & (k < n)[None, :]
     place = m.to(tl.int64)[:, None] * n + k[None, :]
     value = tl.load(x + place, inside, 0).to(tl.float32)
@@ -131,7 +131,7 @@ def _round(
     has_rows: tl.constexpr, has_transposed: tl.constexpr, seeks: tl.constexpr, writes: tl.constexpr, again: tl.constexpr,
     slots: tl.constexpr, block_m: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """scale: that, or a predicted, which begins with one."""
+    """Round tiles of x row-major and transposed. scale: a scale, or a prediction, whose first element is one."""
     if again:
         if tl.load(scale + 1) != 0:
             for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
@@ -139,7 +139,7 @@ def _round(
                     x, scale, rows, transposed, tile, n_rows, n, n_quads,
                     has_rows, has_transposed, seeks, writes, slots, block_m, block_k,
                 )  # fmt: skip
-    else:
+    else:  # no loop: it costs 2 % of a training step
         _round_tile(
             x, scale, rows, transposed, tl.program_id(0), n_rows, n, n_quads,
             has_rows, has_transposed, seeks, writes, slots, block_m, block_k,
@@ -158,7 +158,7 @@ def quantize(x: Tensor, predicted: Tensor | None, dtype: torch.dtype, transposed
 
 
 def _rounding(x: Tensor, dtype: torch.dtype, rows: bool, transposed: int) -> tuple[Callable[..., None], Tensor, Tensor]:
-    """What launches the kernel, and what it writes to."""
+    """Return a function that launches `_round`, and the two matrices that it writes."""
     x = x.contiguous()
     m, k = x.shape
     wide = padded(m, transposed or 1)
@@ -224,7 +224,7 @@ def swiglu_float8(gate_up: Tensor, predicted: Tensor | None) -> tuple[Tensor, Te
 
 @triton.jit
 def _swiglu_slopes(gate_up, grad, predicted, rows, m, f, n_rows, n, writes: tl.constexpr):
-    """Every fourth token of a tile: the gradients of gate and up, which are also rounded as rows, and what swiglu gave."""
+    """Compute every fourth token of a tile: gradients of gate and up, also rounded row-major if `writes`, and swiglu's output."""
     inside = (m < n_rows)[:, None] & (f < n)[None, :]
     row = m.to(tl.int64)[:, None]
     place = row * 2 * n + f[None, :]

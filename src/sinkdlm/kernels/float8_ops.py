@@ -1,13 +1,13 @@
-"""Operators of training in float8: what each computes, in torch's own operations, and the Triton kernel that does it on a GPU.
+"""Operators of float8 training: each in plain torch, with a Triton kernel on a GPU.
 
 A float8 matmul reads both factors along the axis that it sums over, so a matrix is needed row-major for one matmul and transposed
-for another: one pass writes both. A transposed matrix is filled up with columns of zeros, which add nothing.
+for another: one pass writes both. A transposed matrix is padded with columns of zeros.
 
-A scale depends on the amax of what is rounded, so a matrix is read twice. The last scale predicts the next: it is used while the
-amax is found, and on a miss the matrix is rounded again, with the same bits as without a prediction. `predicted` is a row of
-float8_format.new_predictions, written in place, or None, as under the compiler.
+A scale depends on amax, so without a prediction a matrix is read twice. The last scale predicts the next: one pass rounds by it
+and finds the amax. On a miss the matrix is rounded again, bit for bit as without a prediction. `predicted` is a row of
+float8_format.new_predictions, updated in place, or None, as under the compiler.
 
-M tokens, K columns, F half the columns of a gate and its input.
+M tokens, K columns, F width of SwiGLU's output.
 """
 
 from types import ModuleType
@@ -26,13 +26,13 @@ def _float8() -> ModuleType:
 
 
 def _transpose(x: Tensor, dtype: torch.dtype, multiple: int) -> Tensor:
-    """(M, K) float32 -> (K, M and zeros)."""
+    """Transpose, round and pad with zeros: (M, K) float32 -> (K, padded M)."""
     filled = torch.nn.functional.pad(x, (0, 0, 0, padded(x.shape[0], multiple) - x.shape[0]))
     return filled.mT.contiguous().to(dtype)
 
 
 def _note(scale: Tensor, predicted: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The scale and its inverse, with the prediction brought up to date."""
+    """Update the prediction; return the scale and its inverse."""
     if predicted is not None:
         predicted[1] = scale != predicted[0]
         predicted[0] = scale
@@ -41,8 +41,8 @@ def _note(scale: Tensor, predicted: Tensor | None) -> tuple[Tensor, Tensor]:
 
 @operator(_float8)
 def round_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, multiple: int) -> tuple[Tensor, Tensor]:
-    """x (M, K) times a known scale in float8: row-major, and transposed (K, M and zeros) to a multiple, one of 4. Either is empty
-    where it is not asked for; multiple 0: not transposed."""
+    """Round x (M, K) times a known scale to float8, row-major and transposed (K, M padded to `multiple`, a multiple of 4). A form
+    that is not wanted is empty; multiple 0 wants no transpose."""
     whole = x.float() * scale
     none = whole.new_empty(0, dtype=dtype)
     return whole.to(dtype) if rows else none, _transpose(whole, dtype, multiple) if multiple else none.clone()
@@ -50,14 +50,14 @@ def round_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, multi
 
 @operator(_float8)
 def quantize(x: Tensor, predicted: Tensor | None, dtype: torch.dtype, multiple: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """round_float8 both ways by the scale of x's amax; that scale, and its inverse. What is no number stays none."""
+    """Round x by the scale of its amax, in both forms; also return the scale and its inverse. NaN stays NaN."""
     scale = scale_of(x.abs().amax(), dtype)
     return *round_float8.plain(x, scale, dtype, True, multiple), *_note(scale, predicted)
 
 
 @operator(_float8)
 def swiglu_float8(gate_up: Tensor, predicted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(M, 2 F) -> silu of the first half times the second, (M, F), as values in float8; their scale, and its inverse."""
+    """Compute silu(gate) * up, (M, 2 F) -> (M, F), in float8 (e4m3); also return its scale and the inverse."""
     gate, up = (half.float() for half in gate_up.chunk(2, dim=-1))
     hidden = gate * torch.sigmoid(gate) * up
     scale = scale_of(hidden.abs().amax(), VALUES)
@@ -68,8 +68,8 @@ def swiglu_float8(gate_up: Tensor, predicted: Tensor | None) -> tuple[Tensor, Te
 def swiglu_float8_backward(
     gate_up: Tensor, grad: Tensor, hidden_scale: Tensor, predicted: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradient of gate_up as gradients in float8, (M, 2 F) and transposed (2 F, M and zeros), and its inverse scale; and once
-    more what swiglu_float8 gave, with the scale that it gave, transposed (F, M and zeros): cheaper to compute than to keep."""
+    """Return gate_up's gradient in float8 (e5m2), (M, 2 F) and transposed (2 F, padded M), and its inverse scale; and
+    swiglu_float8's output once more, by its own scale, transposed (F, padded M): recomputing is cheaper than keeping it."""
     gate, up = (half.float() for half in gate_up.chunk(2, dim=-1))
     chance = torch.sigmoid(gate)
     silu, given = gate * chance, grad.float()

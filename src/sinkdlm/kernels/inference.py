@@ -1,15 +1,13 @@
-"""Triton kernels for inference on a GPU: chains of small operations of a layer, each as one pass over memory.
+"""Triton kernels for inference on a GPU: each fuses a chain of a layer's small operations into one pass over memory.
 
-Owns how, not what: the model computes the same with torch's own operations wherever there is no GPU, no Triton, a gradient or a
-compiler, and the tests hold the two together. Half precision and float32; sums and rotations in float32. Imported only where it is
-used, because Triton is.
+Without a GPU or Triton, with gradients or under the compiler, the model computes the same in plain torch; the tests compare the
+two. Inputs are half precision or float32; sums and rotations are float32. Imported only where a kernel runs: importing Triton is
+slow.
 
 B rows, T tokens, S sinks, H query heads, K key/value heads, D head width.
 """
 
-import functools
 import threading
-import warnings
 from typing import Any
 
 import torch
@@ -23,20 +21,9 @@ _building = threading.Lock()
 
 
 def build_one(device: str = "cuda") -> None:
-    """Has Triton set itself up, which reads all of its own library. Who comes second waits, and has little to do."""
+    """Build one small kernel, for which Triton loads its whole library. A second thread waits for the first."""
     with _building:
         swiglu(torch.zeros(2, device=device))
-
-
-@functools.cache
-def is_usable() -> bool:
-    """Whether a kernel can be built here, which needs a C compiler beside Triton."""
-    try:
-        build_one()
-    except Exception as error:  # whatever the toolchain raises
-        warnings.warn(f"Triton's kernels cannot be built here ({error}); plain operations are used, which are slower", stacklevel=2)
-        return False
-    return True
 
 
 @triton.jit
@@ -51,7 +38,7 @@ def _place_heads(
     n_heads: tl.constexpr, n_kv: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
     heads_block: tl.constexpr, kv_block: tl.constexpr, half_block: tl.constexpr, is_moved: tl.constexpr,
 ):  # fmt: skip
-    """One program for each (row, token): splits and rotates its heads. The programs before the first token place the sinks."""
+    """A program per (row, token) splits and rotates the token's heads; the first n_sinks programs of a row place the sinks."""
     b, t = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = width // 2
     column, kv = tl.arange(0, half_block)[None, :], tl.arange(0, kv_block)[:, None]
@@ -103,15 +90,15 @@ def place_heads(
     into: tuple[Tensor, Tensor] | None = None,
     start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """heads (B, T, H + 2K, D) -> q (B, H, T, D) and k, v (B, K, S + T, D), rotated, the sinks' own in front.
+    """Split heads (B, T, H + 2K, D) into q (B, H, T, D) and k, v (B, K, S + T, D), rotate q and k, put the sinks in front.
 
-    lane: the sinks' keys, before rotary, and values, (1, S, K, D) each. into: (B, K, S + L, D) tensors for keys and values of
-    longer rows, of which these are the tokens from `start` () on; all other tokens' stay as they are.
+    lane: the sinks' keys (before rotary) and values, (1, S, K, D) each. into: key and value buffers (B, K, S + L, D) of longer
+    rows, where these tokens begin at index `start` (); other tokens are left as they are.
     """
     batch, n_tokens, n_all, width = heads.shape
     n_kv = (n_all - n_heads) // 2
     n_sinks = 0 if lane is None else lane.k.shape[1]
-    # Attention answers in the layout of its queries: token by token, heads side by side, as the next product reads it.
+    # Attention's output has the layout of its queries: token-major, as the next matmul reads it.
     q = heads.new_empty(batch, n_tokens, n_heads, width).transpose(1, 2)
     k, v = into or (heads.new_empty(batch, n_kv, n_sinks + n_tokens, width) for _ in range(2))
     cos, sin = rotation.cos, rotation.sin
@@ -139,13 +126,13 @@ def _swiglu(gate_up, out, n, block: tl.constexpr):
     inside = column < n
     gate = tl.load(gate_up + row * 2 * n + column, inside).to(tl.float32)
     up = tl.load(gate_up + row * 2 * n + n + column, inside).to(tl.float32)
-    # Rounded in between as torch's two operations round.
+    # Rounded in between, as torch's two operations are.
     gate = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * n + column, (gate * up).to(out.dtype.element_ty), inside)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """(..., 2 F) -> (..., F): silu of the first half times the second."""
+    """Compute silu(gate) * up: (..., 2 F) -> (..., F)."""
     gate_up = gate_up.contiguous()
     n = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], n)
@@ -170,7 +157,7 @@ def _to_float8(x, rows, scales, n, largest, block: tl.constexpr):
 
 
 def to_float8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(M, N) -> the same in float8, and what each row is to be multiplied by (M, 1)."""
+    """Round rows to float8: (M, N) -> (M, N), and the factor (M, 1) that restores each row."""
     x = x.contiguous()
     rows, scales = torch.empty_like(x, dtype=dtype), torch.empty(x.shape[0], 1, device=x.device)
     block = min(2048, triton.next_power_of_2(x.shape[1]))

@@ -1,7 +1,6 @@
-"""Custom operators that torch's compiler does not look into. In eager mode their Triton function is called directly.
+"""Custom operators that are opaque to torch.compile. Eager code calls their Triton function directly.
 
-Calling through torch.library loads the compiler at the first call, two seconds of a start, and takes some twenty microseconds to
-dispatch each time.
+The first call through torch.library loads the compiler, about two seconds; each call takes about 20 microseconds to dispatch.
 """
 
 from collections.abc import Callable
@@ -15,9 +14,9 @@ _R = TypeVar("_R")
 
 
 class Operator(Generic[_P, _R]):
-    """`plain` in torch's own operations, and on a GPU the kernel of the same name in the module that `home` imports.
+    """An operator: `plain` torch, and on a GPU the kernel of the same name in the module that `home` imports.
 
-    Without gradients: those are the callers', which call from functions with a backward of their own."""
+    It has no gradients: callers are autograd functions with their own backward."""
 
     def __init__(self, plain: Callable[_P, _R], home: Callable[[], ModuleType]) -> None:
         self.plain, self._home, self._name = plain, home, plain.__name__
@@ -29,7 +28,7 @@ class Operator(Generic[_P, _R]):
         return getattr(self._home(), self._name)(*args, **given)
 
     def __call__(self, *args: _P.args, **given: _P.kwargs) -> _R:
-        # With gradients on, through torch.library: it raises where a caller forgot to write the backward.
+        # With gradients on, call through torch.library: it raises where a caller lacks a backward.
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return self.op(*args, **given)
         on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in (*args, *given.values()))
@@ -37,5 +36,5 @@ class Operator(Generic[_P, _R]):
 
 
 def operator(home: Callable[[], ModuleType]) -> Callable[[Callable[_P, _R]], Operator[_P, _R]]:
-    """Decorates the plain form. home: imports the module of its kernel, and with it Triton, when it is first needed."""
+    """Decorate the plain form. home: imports the kernel's module, and Triton, on first use."""
     return lambda plain: Operator(plain, home)

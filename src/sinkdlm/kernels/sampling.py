@@ -1,4 +1,4 @@
-"""Decides which fused operations a sampler's step may use. Imports Triton only where a kernel runs."""
+"""Fused operations of a sampler's step, where this machine has them. Imports Triton only where a kernel runs."""
 
 import sys
 from typing import Any
@@ -19,6 +19,6 @@ def draw_candidates(logits: Tensor, keys: Tensor | None, temperature: float, tem
 
 
 def keep_eager(owner: Any, method: str) -> None:
-    """Keep the compiler out of a method of this object that it would compile again for every value of an argument."""
+    """Exclude `owner.method` from torch.compile, which would recompile it for every value of an argument."""
     if "torch._dynamo" in sys.modules:  # whoever compiles has imported it; importing it here would take seconds
         setattr(owner, method, torch.compiler.disable(getattr(owner, method)))

@@ -1,8 +1,7 @@
-"""Triton kernels for attention in training: rotary with the sinks' scores, sinks merged into attention over content, and the
-backwards of both, each in one pass over memory.
+"""Triton kernels of attention in training: rotary with the sinks' scores, merging sinks into attention over content, and both
+backwards, each in one pass over memory.
 
-ops.py says what each function computes, in torch's own operations. Sums in float32. Imported only where it is used, because Triton
-is.
+ops.py defines each function in plain torch. Sums are float32. Imported only where a kernel runs: importing Triton is slow.
 
 B rows, T tokens, S sinks, H query heads, K key/value heads, D head width.
 """
@@ -13,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 _MERGED_TILE, _MERGE_WARPS = 1024, 2  # _merge: elements and warps of a program
-_BACK_TILE, _BACK_WARPS, _BACK_STAGES = 1024, 2, 3  # _merge_backward: elements of a tile, warps, tiles read ahead
+_BACK_TILE, _BACK_WARPS, _BACK_STAGES = 1024, 2, 3  # _merge_backward: elements of a tile, warps, pipeline stages
 _SPAN, _LEAST_SPAN = 512, 64  # _merge_backward: tokens of a program, at most and at least
-_BUSY = 4  # _merge_backward: programs for each multiprocessor, below which spans get shorter
+_BUSY = 4  # _merge_backward: programs per SM below which spans get shorter
 _RETURNED_TILE, _RETURN_WARPS = 8192, 4  # _return_sinks: elements and warps of a program
-_WARPS = 8  # of a program, at most
-_JOINED_WARPS, _JOINED_BY_WARP = 4, 768  # _join_heads: warps of a token at most, pairs of a warp
-_ROTATE_WARPS, _SCORED_BY_WARP = 4, 1024  # _rotate_heads: warps of a token without sinks; elements of a warp with them
+_WARPS = 8  # _rotate_heads: most warps with sinks
+_JOINED_WARPS, _JOINED_BY_WARP = 4, 768  # _join_heads: most warps, rotary pairs of a warp
+_ROTATE_WARPS, _SCORED_BY_WARP = 4, 1024  # _rotate_heads: warps without sinks; rotary pairs of a warp with them
 
 
 @triton.jit
@@ -28,8 +27,8 @@ def _merge(
     n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
     width_block: tl.constexpr, block: tl.constexpr, behind_block: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens and a head; programs beside each other have the same tokens, whose heads lie beside each other in memory. The
-    first program of a head has what lies behind all tokens, too."""
+    """A program merges some tokens of one head by online softmax. Neighbouring programs take neighbouring heads of the same tokens,
+    which are contiguous in memory. A head's first program also copies the rows behind the tokens."""
     b, h = tl.program_id(1).to(tl.int64), tl.program_id(0) % n_heads
     row = b * n_heads + h
     token, column = tl.program_id(0) // n_heads * block + tl.arange(0, block), tl.arange(0, width_block)
@@ -37,7 +36,7 @@ def _merge(
     inside = exists[:, None] & wide[None, :]
     sum_ = tl.load(content + c_b * b + c_h * h + c_t * token[:, None] + column[None, :], inside, 0).to(tl.float32)
     most = tl.load(lse + row * n_tokens + token, exists, 0)
-    total = tl.full([block], 1.0, tl.float32)  # of all weights, as multiples of exp(most)
+    total = tl.full([block], 1.0, tl.float32)  # sum of softmax weights, relative to exp(most)
     for s in tl.static_range(n_sinks):
         value = tl.load(sink_v + v_h * (h // group) + v_s * s + column, wide, 0).to(tl.float32)
         score = tl.load(scores + ((b * n_tokens + token) * n_heads + h) * n_sinks + s, exists, 0)
@@ -73,12 +72,12 @@ def merge_flat(scores: Tensor, content: Tensor, lse: Tensor, sink_v: Tensor, beh
 
 
 def _by_sample(rows: Tensor, batch: int, tokens: int) -> Tensor:
-    """The tokens' (B T or more, H, D) as (B, H, T, D)."""
+    """View flat tokens (B T or more, H, D) as (B, H, T, D)."""
     return rows[: batch * tokens].unflatten(0, (batch, tokens)).transpose(1, 2)
 
 
 def _narrow(x: Tensor) -> Tensor:
-    """With the last dimension laid out element by element."""
+    """Make the last dimension contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -89,7 +88,7 @@ def _merge_backward(
     n_heads: tl.constexpr, group: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
     width_block: tl.constexpr, block: tl.constexpr, n_blocks: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
-    """One sink, a head and some blocks of tokens. The sink's gradients are summed block by block, and across tokens at the end."""
+    """A program takes one sink, one head and some tiles of tokens. It sums the gradients by tile, and over tokens at the end."""
     part, b, s = tl.program_id(0) // n_heads, tl.program_id(1).to(tl.int64), tl.program_id(2)
     h = tl.program_id(0) % n_heads
     row = b * n_heads + h
@@ -119,7 +118,7 @@ def _merge_backward(
 def _sink_backward(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sink_v: Tensor, scores: Tensor, scale: float
 ) -> tuple[Tensor, list[Tensor], int]:
-    """Gradients of the sinks' scores; of keys and values (B, H, parts, S, D), part by part; and how many parts a head has."""
+    """Return gradients of the sinks' scores; partial sums of keys' and values' (B, H, parts, S, D); and the number of parts."""
     batch, heads, tokens, width = q.shape
     grad, q, out, sink_v = (_narrow(x) for x in (grad, q, out, sink_v))
     n_kv, n_sinks = sink_v.shape[1:3]
@@ -128,7 +127,7 @@ def _sink_backward(
     n_blocks = max(1, _choose_span(batch * heads * n_sinks, tokens, q.device) // block)
     n_parts = triton.cdiv(tokens, block * n_blocks)
     score_grads = torch.empty(batch, heads, tokens, n_sinks, dtype=torch.float32, device=q.device)
-    # Each program's own sums, added up in a fixed order afterwards: no atomics, the same bits every time.
+    # A partial sum per program, added in a fixed order afterwards: without atomics, results are deterministic.
     parts = [torch.empty(batch, heads, n_parts, n_sinks, width, dtype=torch.float32, device=q.device) for _ in range(2)]
     _merge_backward[(n_parts * heads, batch, n_sinks)](
         grad, q, scores.contiguous(), out, lse.contiguous(), sink_v, score_grads, *parts, scale, tokens,
@@ -140,7 +139,7 @@ def _sink_backward(
 
 
 def _choose_span(n_heads: int, tokens: int, device: torch.device) -> int:
-    """n_heads: of all rows, times sinks."""
+    """Choose how many tokens a program takes: fewer while SMs would idle. n_heads: B H S."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     span = _SPAN
     while span > _LEAST_SPAN and n_heads * triton.cdiv(tokens, span) < _BUSY * processors:
@@ -154,7 +153,7 @@ def _rotate_heads(
     n_heads: tl.constexpr, n_kv: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
     heads_block: tl.constexpr, kv_block: tl.constexpr, half_block: tl.constexpr,
 ):  # fmt: skip
-    """One program for each token: its queries and keys, rotated, and its queries' scores."""
+    """A program per token rotates its queries and keys and computes its queries' scores on the sinks."""
     b, t = tl.program_id(1).to(tl.int64), tl.program_id(0)
     half: tl.constexpr = width // 2
     column = tl.arange(0, half_block)[None, :]
@@ -173,7 +172,7 @@ def _rotate_heads(
     tl.store(into + h * width + half, rotated_second, mine)
     for sink in tl.static_range(n_sinks):
         place = sink_k + sk_h * (h // (n_heads // n_kv)) + sk_s * sink + column
-        product = rotated_first.to(tl.float32) * tl.load(place, mine, 0).to(tl.float32)  # of queries as attention reads them
+        product = rotated_first.to(tl.float32) * tl.load(place, mine, 0).to(tl.float32)  # rounded, as attention reads queries
         product += rotated_second.to(tl.float32) * tl.load(place + half, mine, 0).to(tl.float32)
         score = tl.sum(product, 1, keep_dims=True) * scale
         tl.store(scores + ((b * n_tokens + t) * n_heads + h) * n_sinks + sink, score, h < n_heads)
@@ -210,7 +209,7 @@ def _join_heads(
     n_heads: tl.constexpr, n_kv: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
     heads_block: tl.constexpr, kv_block: tl.constexpr, half_block: tl.constexpr,
 ):  # fmt: skip
-    """One program for each token: its gradients, rotated back, into one row."""
+    """A program per token rotates its gradients back and joins them into one row."""
     b, t = tl.program_id(1).to(tl.int64), tl.program_id(0)
     half: tl.constexpr = width // 2
     column = tl.arange(0, half_block)[None, :]
@@ -249,7 +248,7 @@ def join_heads(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin:
 def _join_into(
     into: Tensor, grads: list[Tensor], cos: Tensor, sin: Tensor, score_grads: Tensor | None, sink_k: Tensor | None
 ) -> None:
-    """Into the first rows, as many as there are tokens. grads: of q, k and v."""
+    """Write the joined gradients to the first B T rows of `into`. grads: of q, k and v."""
     grad_q, grad_k, grad_v = (_narrow(x) for x in grads)
     batch, n_heads, tokens, width = grad_q.shape
     n_kv = grad_k.shape[1]
@@ -270,7 +269,7 @@ def _join_into(
 @triton.jit
 def _sum_halves(parts, n_all, n_each, n_between, kv, row, column, wide, n_sinks, width: tl.constexpr, block: tl.constexpr,
                 half_block: tl.constexpr):  # fmt: skip
-    """Both halves of a sink's key (or value): n_all parts, n_each side by side, the next ones n_between further on."""
+    """Sum n_all partial gradients of a sink's key (or value), half by half: n_each are adjacent, the next n_between further on."""
     first, second = tl.zeros([block, half_block], tl.float32), tl.zeros([block, half_block], tl.float32)
     for begin in range(0, n_all, block):
         part = begin + tl.arange(0, block)
@@ -287,14 +286,14 @@ def _return_sinks(
     n_kv: tl.constexpr, group: tl.constexpr, width: tl.constexpr, half_block: tl.constexpr, zero_value: tl.constexpr,
     block: tl.constexpr,
 ):  # fmt: skip
-    """One row behind the tokens, and one head of its queries, keys or values."""
+    """A program takes one row behind the tokens, and one head of its queries, keys or values."""
     row, head = tl.program_id(0), tl.program_id(1)
     half: tl.constexpr = width // 2
     column = tl.arange(0, half_block)
     wide = column < half
     kv = (head - n_heads) % n_kv
     is_sink, is_key = (row < n_sinks) & (head >= n_heads), head < n_heads + n_kv
-    n_all = tl.where(is_sink, n_all, 0)  # parts; the other rows and heads have none
+    n_all = tl.where(is_sink, n_all, 0)  # the other rows and heads have no parts to sum
     parts = from_k if is_key else from_v
     first, second = _sum_halves(parts, n_all, n_each, n_between, kv, row, column, wide, n_sinks, width, block, half_block)
     rotates = column < tl.where(is_sink & is_key, half, 0)
@@ -342,7 +341,7 @@ def _rotate_sinks(
     heads, cos, sin, sink_k, sink_v, own, n_sinks, n_heads, heads_t,
     n_kv: tl.constexpr, group: tl.constexpr, width: tl.constexpr, half_block: tl.constexpr, zero_value: tl.constexpr,
 ):  # fmt: skip
-    """One row behind the tokens, and one query head: a sink's value or nothing; with the first head of a group, its key too."""
+    """A program takes one row behind the tokens and one query head: it writes a sink's value or zeros, and per group its key."""
     row, h = tl.program_id(0), tl.program_id(1)
     half: tl.constexpr = width // 2
     column = tl.arange(0, half_block)

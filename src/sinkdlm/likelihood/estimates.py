@@ -1,7 +1,7 @@
-"""What an estimate is: a mean, its standard error, how many draws it took, and what kind of number it is.
+"""Estimates: a mean, its standard error, the draws it took, and whether it is a bound, a likelihood or a score.
 
-Owns the statistics of independent draw sets: their mean is the estimate, their spread its standard error, and Student's t says how
-far off it may be, because with few sets the spread is itself uncertain. Knows no tokens and no denoiser.
+Owns the statistics of independent draw sets: their mean is the estimate, their spread its standard error. Intervals use Student's
+t, because the spread of few sets is itself uncertain. Knows no tokens and no denoiser.
 
 N rows, S draw sets.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MIN_SETS = 8  # fewer say too little about their own spread
+MIN_SETS = 8  # with fewer, the standard error itself is too uncertain
 _HALVINGS = 80
 
 
@@ -24,9 +24,9 @@ class Estimates:
 
     kind: "bound" (a lower bound on log p of the target, by Monte Carlo), "likelihood" (log p itself, in the order of a chain), or
     "score" (guided: no bound on anything).
-    stderr: 0 where nothing was drawn; not a number where the mean is infinite.
-    forwards: rows that were computed for it; equal draws are computed once.
-    set_means (N, S): the independent estimates that the mean is of; not a number where adaptive draws ended before.
+    stderr: 0 where nothing was drawn; NaN where the mean is infinite.
+    forwards: rows that were computed; equal draws are computed once.
+    set_means (N, S): the independent estimates behind the mean; NaN for sets that adaptive stopping left out.
     """
 
     mean: Tensor
@@ -35,13 +35,13 @@ class Estimates:
     forwards: Tensor
     set_means: Tensor
     kind: str
-    full_draws: Tensor  # without adaptive draws
+    full_draws: Tensor  # without adaptive stopping
 
     @classmethod
     def of(
         cls, sets: Sequence[Sequence[float]], draws: Sequence[int], full: Sequence[int], forwards: Sequence[int], kind: str
     ) -> "Estimates":
-        """From each row's set means; a single one is exact."""
+        """Build estimates from each row's set means; a single one is exact."""
         rows = [torch.tensor(row, dtype=torch.float64) for row in sets]
         spread = [float(row.std()) / math.sqrt(len(row)) if len(row) > 1 else 0.0 for row in rows]
         return cls(
@@ -60,7 +60,7 @@ class Estimates:
         return 1 - int(self.draws.sum()) / int(self.full_draws.sum())
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """(low, high), each (N,): where the mean of endless draws lies, by Student's t with one degree less than sets."""
+        """Confidence interval (low, high), each (N,), by Student's t with S - 1 degrees of freedom."""
         sets = (~self.set_means.isnan()).sum(1).tolist()
         reach = [student_quantile((1 + level) / 2, n - 1) if n > 1 else 0.0 for n in sets]
         width = torch.tensor(reach, dtype=torch.float64) * self.stderr

@@ -1,6 +1,6 @@
 """Likelihood estimators: log p(target | prefix) with error bars, whole documents, greedy prediction.
 
-Owns which queries of a row make up its number. mask_draws.py has the draws, scoring.py the forwards, estimates.py the
+Owns which queries make up a row's estimate. mask_draws.py has the draws, scoring.py the forwards, estimates.py the
 statistics, ranking.py when to stop. Takes any callable that maps tokens (B, T) to logits (B, T, V); knows no model, tokenizer or
 file. Noise is keyed by (seed, group, set, draw, target token), so a row draws the same masks alone and in any batch, on any rank.
 
@@ -30,8 +30,8 @@ from sinkdlm.sampling.unmasking import policy_of
 
 ESTIMATORS = (*MONTE_CARLO, "chain", "causal")
 _BUDGET = 1 << 14  # tokens in a forward
-_WORDS = 1 << 22  # of noise held at once
-ADAPTIVE_SETS = 32  # smaller sets, so that there are looks before the last
+_WORDS = 1 << 22  # 64-bit words of noise held at once
+ADAPTIVE_SETS = 32  # smaller sets, so that draws can stop early
 
 
 @torch.no_grad()
@@ -69,15 +69,15 @@ def log_likelihood(
     causal = estimator == "causal"
     scorer = Scorer(denoiser, mask_id, guidance, budget, shift or causal, _home(device, tokens))
     if not rows:
-        raise LikelihoodError("tokens: there is no row to score")
+        raise LikelihoodError("tokens: no row to score; give at least one")
     if estimator not in ESTIMATORS:
         raise LikelihoodError(f"estimator = {estimator!r}: allowed: {', '.join(ESTIMATORS)}")
     if sets < MIN_SETS:
         raise LikelihoodError(f"sets = {sets}: a standard error needs at least {MIN_SETS} independent draw sets")
     if estimator in MONTE_CARLO and draws < sets:
-        raise LikelihoodError(f"draws = {draws}: at least one for each of the {sets} draw sets")
+        raise LikelihoodError(f"draws = {draws}: needs at least one for each of the {sets} draw sets")
     if groups is not None and len(groups) != len(rows):
-        raise LikelihoodError(f"groups has {len(groups)} numbers: one for each of the {len(rows)} rows")
+        raise LikelihoodError(f"groups: {len(groups)} numbers for {len(rows)} rows; give one per row")
     if adaptive is not None:
         adaptive.check(len(rows))
         if groups is None or estimator != "exact_k":  # no test holds where the variance is unbounded
@@ -98,7 +98,7 @@ def log_likelihood(
 
 
 def _home(device: Device, tokens: Rows) -> Device:
-    """Where forwards run: as asked, else where the tokens are, else None for where the denoiser is."""
+    """Where forwards run: as asked, else where the tokens are, else None: where the denoiser is."""
     return tokens.device if device is None and isinstance(tokens, Tensor) else device
 
 
@@ -112,13 +112,13 @@ def _causal_queries(rows: list[Row], guidance: float) -> list[Query]:
 
 
 def _default_groups(rows: list[Row]) -> list[int]:
-    """Equal prefixes, equal noise. Rows without one have nothing in common, and their errors should not have either."""
+    """Rows with equal prefixes share noise. Rows without a prefix get their own, so that their errors are independent."""
     given = [np.delete(row.tokens, row.targets) for row in rows]
     return [content_key(prefix if len(prefix) else row.tokens) for prefix, row in zip(given, rows, strict=True)]
 
 
 def _add_up(scorer: Scorer, queries: list[list[Query]]) -> Estimates:
-    """queries: of each row, whose sums make up its likelihood."""
+    """Add up each row's queries to its likelihood."""
     counts = [len(own) for own in queries]
     parts = np.split(scorer.sums(list(itertools.chain(*queries))), np.cumsum(counts)[:-1])
     kind = "score" if scorer.guidance else "likelihood"
@@ -126,7 +126,7 @@ def _add_up(scorer: Scorer, queries: list[list[Query]]) -> Estimates:
 
 
 class _Sampled:
-    """Draws of some rows so far. A mask that comes up again is not computed again: short targets have few."""
+    """The draws of some rows so far. A repeated mask is not computed again: short targets have few masks."""
 
     def __init__(self, scorer: Scorer, rows: list[Row], keys: Tensor, estimator: str, size: int) -> None:
         self.scorer, self.rows, self.keys, self.estimator, self.size = scorer, rows, keys, estimator, size
@@ -135,7 +135,7 @@ class _Sampled:
         self.known = [{bytes(math.ceil(len(row.targets) / 8)): 0.0} for row in rows]
 
     def extend(self, active: Sequence[int], sets: range) -> None:
-        """Adds sets to some rows."""
+        """Draw more sets for some rows."""
         drawn, queries, homes = [], [], []
         for i, masked, weight in self._draw(active, sets):
             names = [bits.tobytes() for bits in np.packbits(masked, axis=1)]
@@ -191,7 +191,7 @@ def _is_over(sampled: _Sampled, rows: list[int], adaptive: Adaptive, looks: list
 
 @dataclass(frozen=True)
 class Documents:
-    """Estimates of whole documents. bits_per_byte is of what the documents' bytes are said to be."""
+    """Estimates of whole documents. bits_per_byte needs n_bytes, which the caller gave."""
 
     estimates: Estimates
     n_tokens: Tensor
@@ -237,15 +237,15 @@ def document_likelihood(
     numbers: Sequence[int] | None = None,
     **options: Any,
 ) -> Documents:
-    """Each document's tokens, every one scored once, in windows of at most `window` tokens.
+    """Score every token of each document once, in windows of at most `window` tokens.
 
-    A window after the first is given the tokens before it: `context` of them, and the last as many as fit (as the harness rolls).
-    prefix: given in front of the first window (BOS or EOS), not scored. numbers: names of the documents, by which equal ones draw
-    noise of their own. options: those of log_likelihood.
+    Each later window also reads `context` tokens before it; the last reads as many as fit (as lm-evaluation-harness does).
+    prefix: tokens in front of the first window (BOS or EOS), not scored. numbers: ids of the documents, so that equal ones draw
+    different noise. options: those of log_likelihood.
     """
     if not 0 <= context < window or len(prefix) >= window:
         raise LikelihoodError(
-            f"window = {window}, context = {context}, {len(prefix)} tokens of prefix: a window must have room for more"
+            f"window = {window}, context = {context}, {len(prefix)} tokens of prefix: give a window longer than both"
         )
     if options.get("guidance"):
         raise LikelihoodError("guidance: a guided score is no bound on a document; leave it at 0")
@@ -254,7 +254,7 @@ def document_likelihood(
     if not texts or min(sizes) < 1:
         raise LikelihoodError(f"document {sizes.index(min(sizes)) if texts else 0}: has no token")
     if n_bytes is not None and len(n_bytes) != len(texts):
-        raise LikelihoodError(f"n_bytes has {len(n_bytes)} numbers: one for each of the {len(texts)} documents")
+        raise LikelihoodError(f"n_bytes: {len(n_bytes)} numbers for {len(texts)} documents; give one per document")
     windows = [roll(len(text), len(prefix), window, context) for text in texts]
     rows, scored, keys = [], [], []
     names = [[]] * len(texts) if numbers is None else [[number] for number in numbers]
@@ -262,11 +262,15 @@ def document_likelihood(
         for number, (begin, first, stop) in enumerate(spans):
             rows.append(text[begin:stop])
             scored.append([place >= first for place in range(begin, stop)])
-            # Noise of its own, so that errors of windows do not add up.
+            # Each window has its own noise, so that errors of windows do not add up.
             keys.append(content_key(np.array([*name, number, *rows[-1]])))
     parts = log_likelihood(denoiser, rows, scored, mask_id=mask_id, groups=keys, **options)
     counts = [len(spans) for spans in windows]
-    return Documents(_join(parts, counts), torch.tensor(sizes), None if n_bytes is None else torch.tensor(n_bytes))
+    # Sum each document's windows set by set: the sums are as independent as the windows' sets.
+    columns = (parts.set_means, parts.draws, parts.full_draws, parts.forwards)
+    sums, draws, full, forwards = ([block.sum(0).tolist() for block in column.split(counts)] for column in columns)
+    estimates = Estimates.of(sums, draws, full, forwards, parts.kind)
+    return Documents(estimates, torch.tensor(sizes), None if n_bytes is None else torch.tensor(n_bytes))
 
 
 def roll(length: int, given: int, window: int, context: int) -> list[tuple[int, int, int]]:
@@ -277,13 +281,6 @@ def roll(length: int, given: int, window: int, context: int) -> list[tuple[int, 
         first, stop = stop, min(stop + window - context, length)
         found.append((stop - window, first, stop))
     return found
-
-
-def _join(parts: Estimates, counts: list[int]) -> Estimates:
-    """Sums over each document's windows, set by set: a document's sets are as independent as its windows'."""
-    columns = (parts.set_means, parts.draws, parts.full_draws, parts.forwards)
-    sums, draws, full, forwards = ([block.sum(0).tolist() for block in column.split(counts)] for column in columns)
-    return Estimates.of(sums, draws, full, forwards, parts.kind)
 
 
 @torch.no_grad()
@@ -299,9 +296,9 @@ def is_greedy(
     budget: int = _BUDGET,
     device: Device = None,
 ) -> list[bool]:
-    """Whether the target is what the denoiser itself writes: one token a step, the most confident first, the likeliest each time.
+    """Whether the denoiser itself would write the target: one token a step, the most confident first, always the likeliest.
 
-    A row is done with as soon as it has written anything else.
+    A row stops as soon as it writes anything else.
     causal: the denoiser is an AR model, which writes from left to right: one forward tells.
     """
     rows, home = read_rows(tokens, scored, mask_id), _home(device, tokens)

@@ -15,7 +15,6 @@ R rows, S draw sets, b draws in a set, L target tokens.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,19 +23,12 @@ from torch import Tensor
 from sinkdlm.noise import Stream, fold, hash_words, unit_interval
 
 MONTE_CARLO = ("exact_k", "official")
-_TIME = 0  # keys beside a set's number; its draws are numbered from 1
+_TIME = 0  # key of a set's time; its draws are numbered from 1
 _LEAST_TIME = 2.0**-53
 
 
-class MaskDraws(NamedTuple):
-    """masked (R, S * b, L) bool, weight (R, S * b) float64: draws of one set after another."""
-
-    masked: np.ndarray
-    weight: np.ndarray
-
-
 def noise_keys(seed: int, groups: Sequence[int]) -> Tensor:
-    """(R,): what all draws of a group go on from."""
+    """(R,): the root key of all draws of each group."""
     return torch.as_tensor(hash_words(seed, int(Stream.LIKELIHOOD), torch.tensor(list(groups), dtype=torch.int64)))
 
 
@@ -45,10 +37,10 @@ def content_key(tokens: np.ndarray) -> int:
     return int(torch.as_tensor(hash_words(torch.arange(len(tokens)), torch.from_numpy(tokens))).sum())
 
 
-def draw_masks(estimator: str, keys: Tensor, n_targets: int, sets: range, size: int) -> MaskDraws:
-    """The draws of some sets, each a function of (key, set, draw, target token) alone.
+def draw_masks(estimator: str, keys: Tensor, n_targets: int, sets: range, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """masked (R, S * b, L) bool and weight (R, S * b) float64 of some sets: functions of (key, set, draw, target token) alone.
 
-    Target tokens are numbered within the target: two options of a question, with one key, mask the same places of both.
+    Target tokens are numbered within the target: two options of a question share a key, so the same places are masked in both.
     """
     begun = fold(keys[:, None, None, None], torch.arange(sets.start, sets.stop)[:, None, None])  # (R, S, 1, 1)
     words = torch.as_tensor(fold(begun, torch.arange(1, size + 1)[:, None], torch.arange(n_targets)))  # (R, S, b, L)
@@ -60,4 +52,4 @@ def draw_masks(estimator: str, keys: Tensor, n_targets: int, sets: range, size: 
         whole, part = n_targets, 1 + (n_targets * times).floor().clamp_max(n_targets - 1)  # L and k
         first = (torch.arange(n_targets) < part).expand(words.shape)
         masked = torch.zeros_like(first).scatter(-1, words.argsort(dim=-1, stable=True), first)
-    return MaskDraws(masked.flatten(1, 2).numpy(), whole / part.flatten(1).numpy())
+    return masked.flatten(1, 2).numpy(), whole / part.flatten(1).numpy()

@@ -1,14 +1,14 @@
-"""When enough has been drawn to say which option of a question is best.
+"""Adaptive draws: stop once it is clear which option of a question is best.
 
-Owns the rule by which draws stop. A question is looked at after a growing number of draw sets; it is settled once the leader beats
-every other option under every metric, by a paired t test over sets: options share their noise, so set i of one belongs to set i of
-another. Knows no tokens and no denoiser.
+Owns the stopping rule. A question is looked at after a growing number of draw sets; it is settled once the leader beats every other
+option under every metric, by a paired t test over sets: options share their noise, so set i of one pairs with set i of another.
+Knows no tokens and no denoiser.
 
 A wrong winner must have beaten the best option at some look under some metric. There are (options - 1) wrong winners; so each test
 is made at error / (looks x metrics x (options - 1)), and the chance that a question is settled wrongly is at most `error` in all.
 
-Options that lie close are never settled: another full run would choose otherwise about as often. With a `tolerance` a question
-also ends once going on to the last set would raise the chance to agree with another full run by no more than that.
+Close options are never settled: two full runs, too, would often disagree on them. With a `tolerance`, a question also ends once
+drawing to the last set would raise the chance of agreeing with another full run by no more than that.
 
 O options of a question, n draw sets so far, M metrics.
 """
@@ -25,15 +25,15 @@ from sinkdlm.errors import LikelihoodError
 from sinkdlm.likelihood.estimates import MIN_SETS, student_quantile
 
 _GROWTH = math.sqrt(2)  # from one look to the next
-_FUTURES = 4096  # ways in which a question could go on that are tried
+_FUTURES = 4096  # simulated continuations of a question
 
 
 @dataclass(frozen=True)
 class Adaptive:
-    """metrics: name -> what divides each row's value before options are compared: ones for acc, lengths in bytes for acc_norm.
+    """metrics: name -> what divides each row's value before options are compared: ones for acc, lengths for acc_norm.
 
-    error: the chance, at most, that a question is settled for an option that is not the best under one of the metrics. Where a
-    question stops depends on its values, so these serve to rank options; who wants the values themselves draws in full.
+    error: highest chance that a question is settled on an option that is not the best under one of the metrics. Where a question
+    stops depends on its values, so use these only to rank options; for the values themselves, draw in full.
 
     tolerance: how much of a question's expected agreement with another full run may be given up to end it early; 0: nothing.
     """
@@ -51,12 +51,12 @@ class Adaptive:
             raise LikelihoodError(f"adaptive: tolerance = {self.tolerance}: allowed is 0 or more, and below 1")
         for name, values in self.metrics.items():
             if not all(math.isfinite(value) and value > 0 for value in values):
-                raise LikelihoodError(f"adaptive: metric {name!r}: what it divides by must be above 0")
+                raise LikelihoodError(f"adaptive: metric {name!r}: divisors must be above 0")
 
     def check(self, n_rows: int) -> None:
         for name, values in self.metrics.items():
             if len(values) != n_rows:
-                raise LikelihoodError(f"adaptive: metric {name!r} has {len(values)} values: one for each of the {n_rows} rows")
+                raise LikelihoodError(f"adaptive: metric {name!r}: {len(values)} divisors for {n_rows} rows; give one per row")
 
     def divisors(self, rows: Sequence[int]) -> Tensor:
         """(M, O) for the rows of one question."""
@@ -74,7 +74,7 @@ def plan_looks(sets: int) -> list[int]:
 def is_settled(set_means: Tensor, divisors: Tensor, error: float, n_looks: int, certain: Tensor) -> bool:
     """Whether one option (O, n) beats the others under every metric (M, O), at one of n_looks looks.
 
-    certain (O,): options whose sets cannot vary. Elsewhere no spread is chance, and says nothing.
+    certain (O,): options whose sets cannot vary. For others a spread of 0 is chance and proves nothing.
     """
     n_options, n = set_means.shape
     if n_options == 1:
@@ -86,18 +86,18 @@ def is_settled(set_means: Tensor, divisors: Tensor, error: float, n_looks: int, 
     lead = scaled[torch.arange(len(divisors)), leaders][:, None] - scaled
     spread = lead.std(-1) / math.sqrt(n)
     beaten = (spread > 0) & (lead.mean(-1) > bar * spread)
-    known = (certain & certain[leaders, None]) | (lead.mean(-1) == math.inf)  # what one draw finds impossible is so
+    known = (certain & certain[leaders, None]) | (lead.mean(-1) == math.inf)  # one draw of -inf proves an option impossible
     return bool((beaten | known).scatter(1, leaders[:, None], True).all())
 
 
 def expected_loss(set_means: Tensor, divisors: Tensor, sets: int) -> float:
-    """By how much going on to `sets` would raise the chance that a question's winners (O, n) are those of another full run.
+    """How much drawing on to `sets` would raise the chance that a question's winners agree with those of another full run.
 
-    Sets are taken as normal with the covariance that they show, known as well as n of them tell it. For many futures: true values,
-    what another full run would find, and what this one would find with the sets that are left.
+    set_means (O, n) are modelled as normal with their observed covariance, as uncertain as n sets leave it. Each of many futures
+    has true values, the means of another full run, and the means of this one with the sets that are left.
     """
     n = set_means.shape[1]
-    possible = set_means.isfinite().all(1)  # what one draw finds impossible wins in no future
+    possible = set_means.isfinite().all(1)  # an option with a draw of -inf wins in no future
     values, divisors = set_means[possible], divisors[:, possible]
     if len(values) < 2 or n >= sets:
         return 0.0
@@ -119,7 +119,7 @@ def expected_loss(set_means: Tensor, divisors: Tensor, sets: int) -> float:
 
 @functools.cache
 def _futures(sets: int) -> tuple[Tensor, Tensor]:
-    """The same for every question, so that no question depends on which others are asked."""
+    """Noise of the futures, the same for every question: none depends on which others are asked."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(4, _FUTURES, sets, generator=generator, dtype=torch.float64)
     return noise[:3], noise[3].square()

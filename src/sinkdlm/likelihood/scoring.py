@@ -1,8 +1,8 @@
 """Log-probabilities of target tokens: queries to a denoiser, in forwards that are filled across rows.
 
 A `Query` is one row with some target tokens masked. Owns which queries share a forward, which positions reach the head, guidance,
-and that [MASK] is no outcome. A query gets the same number in any batch, up to rounding in the denoiser's own arithmetic: sums are
-taken in float64, in an order that is the query's own. Takes a denoiser; knows no model, tokenizer or file.
+and the exclusion of [MASK] as an outcome. A query gets the same number in any batch, up to rounding in the denoiser: sums are in
+float64, in the query's own order. Takes a denoiser; knows no model, tokenizer or file.
 
 B queries in a forward, T width, n positions that a query reads, L target tokens of a row, V vocabulary.
 """
@@ -22,9 +22,9 @@ from sinkdlm.sampling.batch import Denoise, DenoiserAdapter
 from sinkdlm.sampling.drawing import guide, precise
 from sinkdlm.sampling.loop import Rows
 
-_HEAD_SHARE = 4  # of the tokens in a forward, one in so many may reach the head: logits take most of the memory
-_SPARE = 256  # positions read in vain that are too few to part a batch for
-_SLACK = 8  # a row joins longer ones if it lacks less than this part of their length
+_HEAD_SHARE = 4  # at most one in 4 tokens of a forward reaches the head: logits take most of the memory
+_SPARE = 256  # so many padded positions at the head do not split a batch
+_SLACK = 8  # a row joins longer ones if it is shorter by at most an eighth
 
 Device = torch.device | str | None
 
@@ -53,22 +53,22 @@ class Query(NamedTuple):
 
 
 def read_rows(tokens: Rows, scored: Rows, mask_id: int) -> list[Row]:
-    """Rows of a call, checked: every row has a target, and no target token is [MASK]."""
+    """Check a call's rows: every row has a target, and no target token is [MASK]."""
     # A tensor is fetched whole: its rows one by one would each wait for the device.
     lists = [[_on_host(row) for row in (given.cpu() if isinstance(given, Tensor) else given)] for given in (tokens, scored)]
     if len(lists[0]) != len(lists[1]):
-        raise LikelihoodError(f"{len(lists[0])} rows of tokens, {len(lists[1])} of scored: one for each")
+        raise LikelihoodError(f"{len(lists[0])} rows of tokens, {len(lists[1])} of scored: give one of each per row")
     rows = []
     for number, (own, flags) in enumerate(zip(*lists, strict=True)):
         if own.shape != flags.shape or own.ndim != 1:
-            raise LikelihoodError(f"row {number}: {own.size} tokens, {flags.size} of scored: one for each token")
+            raise LikelihoodError(f"row {number}: {own.size} tokens, {flags.size} of scored: give one per token")
         targets = np.flatnonzero(flags)
         if not len(targets):
             raise LikelihoodError(f"row {number}: no token is scored; an empty target has no likelihood")
         if own.min() < 0:
             raise LikelihoodError(f"row {number}: token {own.min()}: ids are 0 or more; give rows of different lengths as a list")
         if (own[targets] == mask_id).any():
-            raise LikelihoodError(f"row {number}: a scored token is [MASK] ({mask_id}), which is no outcome")
+            raise LikelihoodError(f"row {number}: a scored token is [MASK] ({mask_id}), which a model never predicts")
         rows.append(Row(own, targets))
     return rows
 
@@ -84,7 +84,7 @@ class Scorer:
         if not (math.isfinite(guidance) and guidance >= -1):
             raise LikelihoodError(f"guidance = {guidance}: allowed is -1 or more")
         if budget < 1:
-            raise LikelihoodError(f"budget = {budget}: tokens in a forward, at least 1")
+            raise LikelihoodError(f"budget = {budget}: expected tokens per forward, at least 1")
         self.adapter, self.mask_id, self.guidance, self.shift = DenoiserAdapter.of(denoiser), mask_id, guidance, shift
         self.branches = 2 if guidance else 1
         self.room = budget // self.branches
@@ -94,7 +94,7 @@ class Scorer:
     def sums(self, queries: Sequence[Query]) -> np.ndarray:
         """(queries,) float64: the sum of the log-probabilities of the tokens that each reads."""
         found = self._run(queries, lambda logits, truth: _at(logits, truth) - logits.logsumexp(-1))
-        if np.isnan(found).any():  # options would be ranked all the same
+        if np.isnan(found).any():  # else options would be ranked by NaN
             raise ModelError
         return found
 
@@ -105,7 +105,7 @@ class Scorer:
     def _run(self, queries: Sequence[Query], score: Callable[[Tensor, Tensor], Tensor]) -> np.ndarray:
         """(queries,) float64: the sum of scores. score: logits (B, n, V) and the tokens there (B, n) to values (B, n)."""
         found = np.empty(len(queries))
-        # Nothing waits for the device until every forward is on its way.
+        # Nothing waits for the device until every forward is queued.
         batches = plan_batches(queries, self.room, self.adapter.takes_lengths)
         with many_shapes:
             pending = [(batch, score(*self._forward([queries[i] for i in batch]))) for batch in batches]
@@ -115,7 +115,7 @@ class Scorer:
         return found
 
     def _forward(self, queries: list[Query]) -> tuple[Tensor, Tensor]:
-        """Logits (B, n, V) where something is read, and the tokens there (B, n); beyond a query's own n, of its first again."""
+        """Logits (B, n, V) at the positions read, and the tokens there (B, n); a query with fewer repeats its first position."""
         tokens, positions, truth = (torch.from_numpy(part).to(self.device) for part in self._assemble(queries))
         sizes = [query.length for query in queries]
         lengths = torch.tensor(sizes * self.branches).to(self.device) if len(set(sizes)) > 1 else None
@@ -127,7 +127,7 @@ class Scorer:
         logits = precise(logits)
         vocab, most = logits.shape[-1], max(int(query.row.tokens[query.row.targets].max()) for query in queries)
         if most >= vocab:
-            raise LikelihoodError(f"token {most} is scored: ids are below the vocabulary's {vocab}")
+            raise LikelihoodError(f"token {most} is scored: ids must be below the vocabulary size {vocab}")
         if self.mask_id < vocab:
             logits[..., self.mask_id] = -math.inf
         return logits, truth
@@ -135,7 +135,7 @@ class Scorer:
     def _assemble(self, queries: list[Query]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """tokens (branches * B, T), padded with [MASK]; positions and the tokens there, (B, n) each.
 
-        The unconditional branch sees nothing but those target tokens that are not masked.
+        The unconditional branch sees only the target tokens that are not masked.
         """
         width, n = max(query.length for query in queries), max(query.n_read for query in queries)
         tokens = np.full((self.branches, len(queries), width), self.mask_id)
@@ -158,7 +158,7 @@ def _at(logits: Tensor, tokens: Tensor) -> Tensor:
 def plan_batches(queries: Sequence[Query], room: int, mix: bool) -> list[list[int]]:
     """Queries, by index, that share a forward of at most `room` tokens, longest first.
 
-    Equal lengths first, which need no padding. mix: what is left over of each length shares forwards with lengths close by.
+    Equal lengths go together first, without padding. mix: the leftovers share forwards with similar lengths.
     """
     order = sorted(range(len(queries)), key=lambda i: (-queries[i].length, -queries[i].n_read))
     whole, left = [], []
@@ -175,7 +175,7 @@ def _cut(order: Iterable[int], queries: Sequence[Query], room: int) -> Iterator[
     for i in order:
         length, n_read, count = queries[i].length, queries[i].n_read, len(batch) + 1
         slots = count * max(reads, n_read)
-        spare = slots - total - n_read  # positions that reach the head a second time, because queries read unequally many
+        spare = slots - total - n_read  # repeated positions at the head, because queries read unequally many
         full = count * width > room or slots * _HEAD_SHARE > room
         if batch and (full or (width - length) * _SLACK > width or (spare > _SPARE and spare * _HEAD_SHARE > slots)):
             yield batch

@@ -1,8 +1,7 @@
 """Attention with a sink lane: every token sees every visible token, and the sinks.
 
-Owns the arithmetic of joining sinks to attention: `attend_naive`, the oracle, which also returns the weights, and `attend`, which
-gives the sinks to torch's kernel as more keys and never holds a tokens-by-tokens tensor. Knows nothing of layers, positions or
-configs: keys come rotated.
+Owns two forms: `attend_naive`, the reference, which also returns the weights; and `attend`, which passes the sinks to torch's
+kernel as extra keys and never holds a (T, T) tensor. Knows nothing of layers, positions or configs: keys are already rotated.
 
 B batch, T tokens, S sinks, H query heads, K key/value heads (H a multiple of K), D head width.
 q (B, H, T, D); k, v (B, K, L, D), L = T unless keys are cached; sink_k, sink_v (1 or B, K, S, D); sink_logit (H,);
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-_LOGIT_WIDTH = 8  # elements that a head grows by to hold a sink logit: kernels read heads in pieces of 16 bytes
+_LOGIT_WIDTH = 8  # elements added to a head for a sink logit: kernels read heads in 16-byte pieces
 
 
 def attend(
@@ -29,7 +28,7 @@ def attend(
     visible: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Softmax over sinks and content keys, times values: (B, H, T, D)."""
+    """Attend to sinks and content: softmax over all keys, times values, (B, H, T, D)."""
     check_causal(causal, sink_k, sink_logit, visible)
     scale, width, heads = 1 / math.sqrt(q.shape[3]), q.shape[3], q.shape[1]
     k, v, visible = append_sinks(k, v, sink_k, sink_v, visible)
@@ -43,7 +42,7 @@ def attend(
 def append_sinks(
     k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None, visible: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys, values and visibility with the sinks in front of the content."""
+    """Put the sinks in front of the content's keys, values and visibility."""
     if sink_k is None or sink_v is None or not sink_k.shape[2]:
         return k, v, visible
     k = torch.cat([sink_k.expand(k.shape[0], -1, -1, -1), k], dim=2)
@@ -54,8 +53,8 @@ def append_sinks(
 def append_logit(
     q: Tensor, k: Tensor, v: Tensor, sink_logit: Tensor, visible: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """A sink that is only a logit, as a key without a value: heads grow by elements that are 1 in queries and, in this key alone,
-    add up to the logit. Three of them hold a float32 in half precision."""
+    """Add a sink logit as one more key with a zero value. Heads get more elements: 1 in queries, and in this key three parts that
+    sum to the logit: three half-precision numbers hold a float32."""
     batch, heads, _, width = q.shape
     left = sink_logit.to(torch.promote_types(q.dtype, torch.float32)) * math.sqrt(width)
     parts = []
@@ -81,9 +80,9 @@ def attend_naive(
     visible: Tensor | None = None,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Output and weights (B, H, T, S + L), sinks first. Weights in float32 or better; a sink logit's column is dropped."""
+    """Return output and weights (B, H, T, S + L), sinks first. Weights are float32 or wider; a sink logit's column is dropped."""
     check_causal(causal, sink_k, sink_logit, visible)
-    with torch.autocast(q.device.type, enabled=False):  # which would take the matmuls back to half precision
+    with torch.autocast(q.device.type, enabled=False):  # autocast would round the matmuls to half precision
         batch, heads, tokens, width = q.shape
         k, v, visible = append_sinks(k, v, sink_k, sink_v, visible)
         k, v = repeat_heads(k, heads), repeat_heads(v, heads)
@@ -102,10 +101,10 @@ def attend_naive(
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """(B, K, ...) -> (B, H, ...): each key/value head once for every query head of its group."""
+    """Repeat each key/value head for the query heads of its group: (B, K, ...) -> (B, H, ...)."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def check_causal(causal: bool, *others: Tensor | None) -> None:
     if causal and any(other is not None and other.numel() for other in others):
-        raise ValueError("causal attention is the AR parent's: without sinks and without a visible mask")
+        raise ValueError("causal=True: attention of the AR parent; leave out sinks, sink_logit and visible")

@@ -1,13 +1,13 @@
-"""What one forward is told: facts, and what every layer sees of them.
+"""The arguments of one forward, and what its layers use of them.
 
-A `Context` holds facts alone. A runner turns it into a `View`: rotations, who sees whom, and how attention is computed. Knows no
-layer and no weights.
+A `Context` holds the arguments. A runner turns it into a `View`: rotations, visibility and the attention function. Knows no layer
+and no weights.
 
 B batch, T tokens, S sinks, H query heads, K key/value heads, D head width, R registers in front of the tokens.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,14 +19,14 @@ from sinkdlm.model.positions import Documents, Rotation, place
 from sinkdlm.model.visibility import PADDING, SHARED, Annealing, DrawnAnnealing, Visibility
 from sinkdlm.noise import Stream, pair_words
 
-FORMS = ("auto", "naive", "append", "flex")  # of attention; a runner that lacks one computes the same by another
+FORMS = ("auto", "naive", "append", "flex")  # of attention; a runner without one computes the same by another
 
 Attend = Callable[..., Tensor]
 Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
 
 
 class Seen(NamedTuple):
-    """What attention sees in one layer (attention.py has the shapes), for those who change it."""
+    """One layer's inputs of attention (shapes as in attention.py), which `intervene` may change."""
 
     q: Tensor
     k: Tensor
@@ -40,68 +40,55 @@ class Seen(NamedTuple):
 Intervention = Callable[[int, Seen], Seen]
 
 
-class KeyValueCache(Protocol):
-    """Keys and values of tokens outside the span that is being computed (block caches of sampling)."""
-
-    start: int | Tensor  # index of the span's first token in its row; a tensor () where only the device knows it
-    length: int  # tokens of the whole row
-
-    def rows(self, layer: int, k: Tensor, n_sinks: int) -> tuple[Tensor, Tensor]:
-        """Where keys and values of the whole row lie, (B, K, S + length, D), with room for the sinks' in front."""
-
-    def join(self, layer: int, k: Tensor, v: Tensor, n_sinks: int) -> tuple[Tensor, Tensor]:
-        """Takes the span's rotated keys and values (B, K, span, D) and returns those of the whole row, without the sinks'."""
-
-
 class View(NamedTuple):
-    """What every layer of one forward sees."""
+    """What every layer of one forward uses."""
 
     rotation: Rotation
     sink_rotation: Rotation | None = None
-    visible: Any = None  # boolean, as attention.py has it, or what the runner's own `attend` takes
+    visible: Any = None  # boolean as in attention.py, or what the runner's `attend` takes
     causal: bool = False
     attend: Attend = attend
     observe: Observer | None = None
     intervene: Intervention | None = None
-    cache: KeyValueCache | None = None
+    cache: Any = None  # keys and values of tokens outside the computed span: sampling's BlockCache
 
 
 class Context(NamedTuple):
-    """The facts of one forward; `DiffusionLM.forward` says what each means."""
+    """The arguments of one forward; `DiffusionLM.forward` explains them."""
 
-    span: tuple[int | Tensor, int]  # index of the first token in its row, tokens of the whole row
+    span: tuple[int | Tensor, int]  # index of the first token in its row, length of the row
     lengths: Tensor | None = None
     documents: Documents | None = None
     annealing: Annealing | None = None
     causal: bool = False
     observe: Observer | None = None
     intervene: Intervention | None = None
-    cache: KeyValueCache | None = None
+    cache: Any = None
     form: str = "auto"
-    per_row: int = 0  # n where every row selects n positions
+    per_row: int = 0  # n where every row selects n positions, else 0
 
     @classmethod
     def of(
         cls, config: ModelConfig, tokens: Tensor, *, documents: Tensor | None, annealing: Annealing | None, **facts: Any
     ) -> "Context":
-        """The facts of a call, checked against each other."""
+        """Collect a call's arguments and check them against each other."""
         if annealing is not None and annealing.share >= 1:
             annealing = None
         cache, lengths = facts.get("cache"), facts.get("lengths")
         if cache is not None and (lengths is not None or config.n_registers):
-            raise ValueError("a cache takes rows of one length, and no register sinks: those see every token and change with it")
+            raise ValueError("cache= takes neither lengths= nor register sinks, which change with every token; leave it out")
         given = "documents" if documents is not None else "annealing"
         for name in ("causal", "cache", "observe"):
             if (documents is not None or annealing is not None) and facts.get(name):
-                raise ValueError(f"{given}= and {name}= do not go together")
+                raise ValueError(f"{given}= and {name}= do not go together; give one of them")
         packed = None
         if documents is not None:
             if documents.shape != tokens.shape or documents.is_floating_point():
                 wrong = f"{documents.dtype} {tuple(documents.shape)}"
-                raise ValueError(f"documents: an integer for each of the tokens {tuple(tokens.shape)}, not {wrong}")
+                raise ValueError(f"documents: give an integer for each of the tokens {tuple(tokens.shape)}, not {wrong}")
             if config.n_registers:
                 raise ValueError(
-                    "documents= with sink_kind 'register': a register sees every document and tells each of the others; "
+                    "documents= with sink_kind 'register': a register attends to every document and would mix them; "
                     "pack rows without documents, or use sink_kind 'isolated'"
                 )
             packed = Documents.of(documents, inside_of(tokens.shape[1], lengths))
@@ -109,7 +96,7 @@ class Context(NamedTuple):
         return cls(span, documents=packed, annealing=annealing, **facts)
 
     def select(self, positions: Tensor, n_tokens: int, n_registers: int, *, shifted: bool) -> tuple["Context", Tensor]:
-        """positions, (B, n) of each row or (N,) of the flattened batch, as flat indices of the states that predict them."""
+        """Turn positions, (B, n) of each row or (N,) of the flattened batch, into flat indices of the states that predict them."""
         if positions.dim() == 2:
             positions = positions + n_tokens * torch.arange(len(positions), device=positions.device)[:, None]
         source = positions.flatten()
@@ -120,12 +107,12 @@ class Context(NamedTuple):
         return self._replace(per_row=positions.shape[1] if positions.dim() == 2 else 0), source
 
     def shift(self, x: Tensor) -> Tensor:
-        """States (B, T, d) of a model that predicts the next token, aligned to the token that each predicts."""
+        """Align states (B, T, d) of a next-token model with the tokens that they predict."""
         shifted = torch.cat([x[:, :1], x[:, :-1]], dim=1)
         return shifted if self.documents is None else torch.where(self.documents.first[..., None], x, shifted)
 
     def view(self, config: ModelConfig, x: Tensor) -> View:
-        """For states x (B, R + T, d), in plain torch."""
+        """Build the View of states x (B, R + T, d), in plain torch."""
         how = _naive if self.form == "naive" else attend
         rule = visibility(config, x, self)
         visible = padding_mask(config, x, self) if rule is None else rule.dense()
@@ -137,7 +124,7 @@ def _naive(*seen: Tensor | None, **how: Any) -> Tensor:
 
 
 def inside_of(n_tokens: int, lengths: Tensor | None) -> Tensor | None:
-    """(B, T): which tokens are no padding."""
+    """Return which tokens (B, T) are not padding; None without lengths."""
     return None if lengths is None else torch.arange(n_tokens, device=lengths.device) < lengths[:, None]
 
 
@@ -147,7 +134,7 @@ def rotations(config: ModelConfig, x: Tensor, ctx: Context) -> tuple[Rotation, R
 
 
 def padding_mask(config: ModelConfig, x: Tensor, ctx: Context) -> Tensor | None:
-    """Who sees whom where only padding is hidden. Right padding is out of sight of causal rows."""
+    """Build the mask that hides padding. Causal rows need none: their padding comes last."""
     if ctx.lengths is None or ctx.causal:
         return None
     inside = inside_of(x.shape[1] - config.n_registers, ctx.lengths)
@@ -156,7 +143,7 @@ def padding_mask(config: ModelConfig, x: Tensor, ctx: Context) -> Tensor | None:
 
 
 def visibility(config: ModelConfig, x: Tensor, ctx: Context) -> Visibility | None:
-    """Who sees whom where documents or annealing hide more than padding."""
+    """Build the visibility rule of documents and annealing; None where neither is given."""
     if ctx.documents is None and ctx.annealing is None:
         return None
     n_registers = config.n_registers

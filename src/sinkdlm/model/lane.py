@@ -1,4 +1,4 @@
-"""What the sinks of a layer hand to its tokens, and the scope in which it may be kept.
+"""The sinks' keys and values of a layer, and the scope in which a runner may cache them.
 
 S sinks, K key/value heads, D head width.
 """
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 class Lane(NamedTuple):
-    """Keys of a layer's sinks before rotary, and their values, each (1, S, K, D)."""
+    """Keys (before rotary) and values of a layer's sinks, (1, S, K, D) each."""
 
     k: Tensor
     v: Tensor
 
 
 class Scope:
-    """One `model.inference()`: weights stay as they are in it, so a runner may keep what depends on them alone.
+    """One `model.inference()` scope: weights must not change in it, so a runner may cache what depends on them alone.
 
-    kept: whatever the runner keeps, with a method `verify()` that raises if weights have changed all the same.
+    kept: the runner's cache, with a method `verify()` that raises if weights have changed.
     """
 
     kept: Any = None

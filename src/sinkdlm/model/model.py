@@ -3,9 +3,8 @@
 A sink attends only to itself, so its states depend on the weights alone, not on the batch or the tokens. Each layer therefore runs
 its sinks by themselves (`run_lane`) and hands their keys and values to the tokens' attention, which needs no mask.
 
-Owns the whole model in plain torch: layers, the lane, initialisation, and the one way in which a forward is run by default
-(`run_plain`). A runner may run the same blocks in another way. Does not know of noise schedules, losses, samplers, files,
-tokenizers, devices or kernels.
+Owns the whole model in plain torch: layers, the lane, initialisation, and the default runner, `run_plain`. Other runners compute
+the same from the same blocks. Does not know of noise schedules, losses, samplers, files, tokenizers, devices or kernels.
 
 B batch, T tokens, S sinks, H query heads, K key/value heads, D head width, d model width.
 """
@@ -20,14 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sinkdlm.config.model import ModelConfig
-from sinkdlm.model.context import FORMS, Context, Intervention, KeyValueCache, Observer, Seen, View, inside_of
+from sinkdlm.model.context import FORMS, Context, Intervention, Observer, Seen, View, inside_of
 from sinkdlm.model.lane import Lane, Scope
 from sinkdlm.model.visibility import Annealing
 from sinkdlm.noise import Stream, hash_words
 
 
 def draw_normal(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
-    """Standard normal values for the tensor of this name: float32, on the CPU, whatever the defaults are."""
+    """Draw standard normal values from (seed, name) alone: float32, on the CPU, whatever torch's defaults are."""
     key = hash_words(seed, int(Stream.WEIGHTS), *name.encode())
     return torch.randn(shape, generator=torch.Generator().manual_seed(int(key) >> 1), dtype=torch.float32, device="cpu")
 
@@ -41,16 +40,15 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, self.weight.dtype)  # rounded once where x is narrower
+        wide = torch.promote_types(x.dtype, self.weight.dtype)  # so that a narrower x is rounded once, at the end
         return functional.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
 
 
 class Embedding(nn.Embedding):
-    """Embeds, and projects where the head is tied to it. Both go through forward, so that hooks (sharding, offloading) have the
-    weight ready."""
+    """Embed tokens, or project to logits as a tied head. Both call forward, where hooks (sharding, offloading) load the weight."""
 
     def reset_parameters(self) -> None:
-        """Nothing: the model draws its weights."""
+        """Do nothing: the model draws its weights."""
 
     def forward(self, x: Tensor, project_to: int | None = None) -> Tensor:
         return super().forward(x) if project_to is None else functional.linear(x, self.weight[:project_to])
@@ -65,8 +63,7 @@ class Attention(nn.Module):
         self.n_registers = config.n_registers
         self.qkv = nn.Linear(config.d_model, (config.n_heads + 2 * config.n_kv_heads) * config.head_dim, bias=config.qkv_bias)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
-        gate_width = {"none": 0, "elementwise": config.d_model, "headwise": config.n_heads}[config.gate]
-        self.gate = nn.Linear(config.d_model, gate_width, bias=False) if gate_width else None
+        self.gate = nn.Linear(config.d_model, config.gate_width, bias=False) if config.gate_width else None
         self.sink_logit = nn.Parameter(torch.zeros(config.n_heads)) if config.has_sink_logit else None
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,14 +73,14 @@ class Attention(nn.Module):
         return q, k, v
 
     def run_lane(self, x: Tensor) -> tuple[Tensor, Lane]:
-        """The sinks' own attention: each sees only itself, so its output is its value (eq. 6)."""
+        """Run the sinks' own attention: each sees only itself, so its output is its value (eq. 6)."""
         _, k, v = self.project(x)
         if self.zero_value:
             v = torch.zeros_like(v)
         return self.finish(x, v.repeat_interleave(self.n_heads // self.n_kv_heads, dim=-2)), Lane(k, v)
 
     def see(self, x: Tensor, lane: Lane | None, view: View) -> Seen:
-        """Queries (B, H, T, D), keys and values of the tokens (B, K, T, D) and of the sinks (1 or B, K, S, D), rotated."""
+        """Compute queries (B, H, T, D), and keys and values of tokens (B, K, T, D) and sinks (1 or B, K, S, D), after rotary."""
         q, k, v = self.project(x)
         if self.zero_value and self.n_registers and not view.causal:
             v = torch.cat([torch.zeros_like(v[:, : self.n_registers]), v[:, self.n_registers :]], dim=1)
@@ -96,13 +93,13 @@ class Attention(nn.Module):
         return Seen(q, k, v, sink_k, sink_v, None if view.causal else self.sink_logit, view.visible)
 
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """Gates the mixed values (B, T, H, D) by the layer's input x (eq. 9) and projects them back."""
+        """Gate attention's output (B, T, H, D) by the layer's input x (eq. 9) and project it to (B, T, d)."""
         if self.gate is not None:
             mixed = mixed * torch.sigmoid(self.gate(x)).unflatten(-1, (self.n_heads, -1))  # (B, T, H, D or 1)
         return self.out(mixed.flatten(-2))
 
     def forward(self, x: Tensor, lane: Lane | None, view: View) -> Tensor:
-        """Every token sees the visible tokens and the sinks (eq. 5)."""
+        """Attend from each token to the visible tokens and the sinks (eq. 5)."""
         seen = self.see(x, lane, view)
         if view.intervene is not None:
             seen = view.intervene(self.layer, seen)
@@ -126,7 +123,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer, for tokens and lane in one forward: the unit of sharding."""
+    """One layer, which runs tokens and lane in one forward: the unit of sharding."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -141,21 +138,21 @@ class Block(nn.Module):
         return sinks + self.mlp(self.mlp_norm(sinks)), lane
 
     def forward(self, x: Tensor, sinks: Tensor | Lane | None, view: View) -> tuple[Tensor, Tensor | None, Lane | None]:
-        """sinks: the lane's states (1, S, d), which go on to the next layer, or this layer's Lane from before, or nothing."""
+        """Return x, the lane's next states and this layer's Lane. sinks: the lane's states (1, S, d), a cached Lane, or None."""
         states, lane = self.run_lane(sinks) if isinstance(sinks, Tensor) else (None, sinks)
         x = x + self.attention(self.attention_norm(x), lane, view)
         return x + self.mlp(self.mlp_norm(x)), states, lane
 
 
 class Runner(Protocol):
-    """Runs a model's blocks: embedded tokens (B, T, d) -> hidden states after the final norm, of all positions (B, T, d) or of
-    those that `select` (N,) names in the flattened batch (N, d). Holds no model and no weights."""
+    """Run a model's blocks: embedded tokens (B, T, d) -> hidden states after the final norm, (B, T, d), or (N, d) at the positions
+    `select` (N,) of the flattened batch. Holds no model and no weights."""
 
     def __call__(self, model: "DiffusionLM", x: Tensor, ctx: Context, select: Tensor | None) -> Tensor: ...
 
 
 def run_plain(model: "DiffusionLM", x: Tensor, ctx: Context, select: Tensor | None = None) -> Tensor:
-    """All that the paper needs, and what every other runner is compared with."""
+    """Run the model as in the paper: the reference that every other runner must equal."""
     view = ctx.view(model.config, x)
     sinks = model.first_lane(x, ctx)
     for block in model.blocks:
@@ -165,10 +162,10 @@ def run_plain(model: "DiffusionLM", x: Tensor, ctx: Context, select: Tensor | No
 
 
 class DiffusionLM(nn.Module):
-    """`model(tokens)` gives hidden states, `model.head(hidden)` logits. Callers never see a sink."""
+    """The model: `model(tokens)` gives hidden states, `model.head(hidden)` logits. Callers never see a sink."""
 
     def __init__(self, config: ModelConfig, *, seed: int = 0, attention: str = "auto") -> None:
-        """attention: a form of context.py. On the meta device weights stay empty until `init_weights`."""
+        """attention: one of context.FORMS. On the meta device, weights stay empty until `init_weights`."""
         super().__init__()
         if attention not in FORMS:
             raise ValueError(f"attention form {attention!r}: allowed: {', '.join(FORMS)}")
@@ -190,12 +187,12 @@ class DiffusionLM(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
-        """The official initialisation. Each tensor's draw depends on (seed, its name) alone, so twins share what they share."""
+        """Initialise as the official code does. A tensor depends on (seed, its name) alone: variants share weights."""
         for name, weight in self.named_parameters():
             weight.copy_(self.initial_weight(name, tuple(weight.shape), seed))
 
     def initial_weight(self, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-        """What the parameter of this name begins as: float32, whole, on the CPU."""
+        """Return the initial value of the parameter `name`: float32, unsharded, on the CPU."""
         width = self.config.d_model
         kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
         if kind in ("attention_norm", "mlp_norm", "norm", "bias", "sink_logit"):
@@ -211,22 +208,22 @@ class DiffusionLM(nn.Module):
         documents: Tensor | None = None,
         annealing: Annealing | None = None,
         causal: bool = False,
-        cache: KeyValueCache | None = None,
+        cache: Any = None,
         observe: Observer | None = None,
         intervene: Intervention | None = None,
         select: Tensor | None = None,
     ) -> Tensor:
-        """(B, T) int64 -> (B, T, d), after the final norm, each position aligned to the token it predicts.
+        """Compute hidden states after the final norm, (B, T) int64 -> (B, T, d), each at the position of the token it predicts.
 
-        lengths (B,): rows are padded on the right; padding is never attended to, whatever it holds.
-        documents (B, T), integers: a run of equal ids is a document, which is computed as if it were alone in a row.
-        annealing: a token sees only some of those after it, as an AR parent on its way to full attention does.
-        causal: the AR parent: causal attention, no sinks, no shift; position i predicts token i+1.
-        cache: tokens are a span of a longer row whose other keys and values the cache holds. The shift of a shifted model
-            stays within the span: give it one token more on the left.
-        observe(layer, q, k, v, sink_k, sink_v): sees what attention sees. Registers lie in front of the tokens.
-        intervene(layer, seen): changes what attention sees, before an observer looks.
-        select: positions whose states come back: (B, n) of each row gives (B, n, d), (N,) of the flattened batch (N, d).
+        lengths (B,): rows are padded on the right; no token attends to padding, whatever it holds.
+        documents (B, T), integers: a run of equal ids is a document, computed as if alone in its row.
+        annealing: each token sees a random share of later tokens, for an AR parent on its way to full attention.
+        causal: run the AR parent: causal attention, no sinks, no shift; position i predicts token i+1.
+        cache: holds the keys and values of a longer row, of which `tokens` is a span. A shifted model's span needs one more
+            token on its left.
+        observe(layer, q, k, v, sink_k, sink_v): called with the inputs of attention, registers in front of the tokens.
+        intervene(layer, seen): returns changed inputs of attention; `observe` is called after it.
+        select: return only these positions: (B, n) of each row gives (B, n, d), (N,) of the flattened batch (N, d).
         """
         config = self.config
         facts: dict[str, Any] = {"lengths": lengths, "causal": causal, "cache": cache, "form": self.attention_form}
@@ -236,35 +233,35 @@ class DiffusionLM(nn.Module):
         x = self.embed(tokens if inside is None else tokens.masked_fill(~inside, config.mask_id))
         n_registers = 0 if causal else config.n_registers
         if n_registers and self.sinks is not None:
-            # Attention reads rotary positions, not storage order: registers lie in front even where they sit at the end.
+            # Only rotary positions give an order, so registers are stored in front even where their position is the end.
             x = torch.cat([self.sinks.expand(x.shape[0], -1, -1).to(x), x], dim=1)
         shifted = config.shift_logits and not causal
         if select is not None:
             ctx, source = ctx.select(select, tokens.shape[1], n_registers, shifted=shifted)
             states = self.runner(self, x, ctx, source)
-            return states if select.ndim == 1 else states.unflatten(0, select.shape)  # FSDP warns of a view
+            return states if select.ndim == 1 else states.unflatten(0, select.shape)  # a needless view makes FSDP warn
         x = self.runner(self, x, ctx, None)[:, n_registers:]
         return ctx.shift(x) if shifted else x
 
     def first_lane(self, x: Tensor, ctx: Context) -> Tensor | None:
-        """The lane's states (1, S, d) before the first layer, in x's precision."""
+        """Return the lane's states (1, S, d) before the first layer, in x's dtype; None without a lane."""
         return None if self.sinks is None or ctx.causal or not self.config.n_lane else self.sinks[None].to(x)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Raw logits (..., vocab_size), also for a [MASK] row inside the vocabulary."""
+        """Compute raw logits (..., vocab_size); a [MASK] row inside the vocabulary has one too."""
         return self.embed(hidden, self.config.vocab_size) if self.lm_head is None else self.lm_head(hidden)
 
     @property
     def head_weight(self) -> Tensor:
-        """(vocab_size, d): what a loss multiplies by."""
+        """The head's matrix, (vocab_size, d)."""
         return self.embed.weight[: self.config.vocab_size] if self.lm_head is None else self.lm_head.weight
 
     @contextmanager
     def inference(self) -> Iterator["DiffusionLM"]:
-        """A scope without gradients, in which a runner may compute the lane once. Weights must not change inside it.
+        """Open a scope without gradients, in which a runner may cache the lane. Weights must not change inside it.
 
-        A runner that keeps the lane notices an optimizer step, load_state_dict or a swap, and computes it again. An edit through
-        `.data` leaves no trace; as the scope closes it raises if the weights are no longer those whose lane it served.
+        A runner with a cache notices an optimizer step, load_state_dict or a replaced weight, and recomputes the lane. It misses an
+        edit through `.data` until the scope closes, which then raises a RuntimeError.
         """
         if self.scope is not None:
             with torch.no_grad():
@@ -279,27 +276,27 @@ class DiffusionLM(nn.Module):
             self.scope = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is outside the scope of the original, and plain: runners are given by those who load or train."""
+        """Copy and pickle without the scope, and with the plain runner: whoever loads or trains a model sets a fast one."""
         return {**self.__dict__, "scope": None, "runner": run_plain}
 
     def denoiser(self, barred: Sequence[int] = ()) -> "Denoiser":
-        """A callable tokens -> logits for samplers and estimators. Inside `inference()` it uses what the scope keeps.
+        """Return a callable tokens -> logits for samplers and estimators. Inside `inference()` it uses the cached lane.
 
-        barred: ids that samplers never write, as those that a tokenizer lacks; logits are the same."""
+        barred: ids that samplers never write, such as those without a token in the tokenizer; logits do not change."""
         return Denoiser(self, barred)
 
 
 class Denoiser:
-    """(B, T) tokens -> (B, T, V) logits, without gradients.
+    """A model as a function: (B, T) tokens -> (B, T, V) logits, without gradients.
 
-    where: positions (B, n), whose logits come back as (B, n, V); or boolean (B, T): (number of True, V), row by row.
+    where: return logits at these positions only: (B, n) gives (B, n, V); boolean (B, T) gives (number of True, V), row by row.
     """
 
-    capturable = True  # nothing in a forward waits for the device
+    capturable = True  # a forward never waits for the device, so that a sampler may record it once and replay it
 
     def __init__(self, model: DiffusionLM, barred: Sequence[int] = ()) -> None:
         self.model, self.barred = model, tuple(barred)
-        self.reach = int(model.config.shift_logits)  # tokens to the left that a span must have beside its own
+        self.reach = int(model.config.shift_logits)  # extra tokens that a span needs on its left
         self.cacheable = not model.config.n_registers
 
     @property
@@ -312,10 +309,10 @@ class Denoiser:
         *,
         lengths: Tensor | None = None,
         where: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        cache: Any = None,
         **facts: Any,
     ) -> Tensor:
-        """facts: observe and intervene, as the model's forward takes them. Samplers look for the names of the others."""
+        """facts: `observe` and `intervene` of the model's forward. Samplers inspect this signature for the other names."""
         with torch.no_grad():
             chosen = where is not None and where.dtype == torch.bool
             hidden = self.model(tokens, lengths=lengths, cache=cache, select=None if chosen else where, **facts)

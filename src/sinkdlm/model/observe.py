@@ -1,7 +1,7 @@
-"""What attention does, reduced: who receives it, how spread it is, how much rests on sinks, what the values weigh.
+"""Attention statistics of a layer: attention received by keys and sinks, entropy, value norms, output bounds.
 
-Statistics of one layer are computed from what attention sees (`observe` of the model), a few queries at a time, so that no map of
-all queries and keys is ever held. Used while training and by the analysis; knows no model, tokenizer or file.
+They are computed from the inputs of attention (the model's `observe`), a chunk of queries at a time, so that no full attention map
+is ever held. Used in training and by the analysis; knows no model, tokenizer or file.
 
 B batch, T queries, S sinks, L content keys, H query heads, K key/value heads, D head width.
 """
@@ -19,10 +19,10 @@ _CHUNK_WEIGHTS_GPU = 1 << 26
 
 
 class AttentionStatistics(NamedTuple):
-    """Means over a row's own queries (padding left out), in float32 or better.
+    """Means over a row's queries (without padding), in float32 or wider.
 
-    received (B, H, L): received attention of content key j, the mean over queries of A[q, j] (Gu et al.); padding receives zero.
-    sink_received (B, H, S): the same for each sink; for a sink logit (B, H, 1), what its column took.
+    received (B, H, L): attention received by content key j, the mean over queries of A[q, j] (Gu et al.); zero for padding.
+    sink_received (B, H, S): the same for each sink; for a sink logit (B, H, 1), the share of its column.
     entropy (B, H): of the attention weights, in nats, over content and sinks.
     value_norm (B, L), sink_value_norm (B, S): eq. 15 and 16: the L2 norm of a token's value, averaged over heads.
     output_norm, bound (B, H): eq. 20: |o_i| and sum_j a_ij |v_j|.
@@ -38,14 +38,14 @@ class AttentionStatistics(NamedTuple):
 
     @property
     def sink_share(self) -> Tensor:
-        """(B, H): attention that rests on sinks."""
+        """(B, H): share of attention on sinks."""
         return self.sink_received.sum(-1)
 
 
 def part_registers(
     n: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Registers lie in front of the tokens: as keys they are sinks, and nobody asks what they attend to."""
+    """Split off the n registers in front of the tokens: their keys count as sinks, their queries are dropped."""
     return (q[:, :, n:], k[:, :, n:], v[:, :, n:], k[:, :, :n], v[:, :, :n]) if n else (q, k, v, sink_k, sink_v)
 
 
@@ -60,7 +60,7 @@ def summarize(
     sink_logit: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> AttentionStatistics:
-    """Statistics of one layer. Shapes as in attention.py; lengths (B,): rows are padded on the right."""
+    """Compute one layer's statistics. Shapes as in attention.py; lengths (B,): rows are padded on the right."""
     batch, heads, queries, _ = q.shape
     n_keys, n_sinks = k.shape[2], 0 if sink_k is None else sink_k.shape[2]
     precise = torch.promote_types(q.dtype, torch.float32)
@@ -107,7 +107,7 @@ def share_on(
     sink_logit: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """(B, T): each query's attention on the chosen content keys (B, H, L) of each head and on all sinks, mean over heads."""
+    """Return each query's attention (B, T) on the chosen content keys (B, H, L) and on all sinks, averaged over heads."""
     n_sinks = 0 if sink_k is None else sink_k.shape[2]
     wanted = torch.nn.functional.pad(chosen, (n_sinks, 0), value=True)
     parts = []
@@ -118,8 +118,8 @@ def share_on(
 
 
 class _Queries(NamedTuple):
-    """Some of a layer's queries (Q): out (B, H, Q, D), weights (B, H, Q, S + L), the column that a sink logit takes and whether a
-    query counts (0 or 1), (B, H, Q) each."""
+    """A chunk of Q queries: out (B, H, Q, D), weights (B, H, Q, S + L); column, the share of a sink logit, and keep, 0 for padding
+    and 1 for other queries, (B, H, Q) each."""
 
     out: Tensor
     weights: Tensor
@@ -128,13 +128,7 @@ class _Queries(NamedTuple):
 
 
 def _look_at_queries(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink_k: Tensor | None,
-    sink_v: Tensor | None,
-    sink_logit: Tensor | None,
-    lengths: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None, sink_logit: Tensor | None, lengths: Tensor | None
 ) -> Iterator[_Queries]:
     batch, heads, queries, _ = q.shape
     n_keys = k.shape[2] + (0 if sink_k is None else sink_k.shape[2])
@@ -155,10 +149,10 @@ def _look_at_queries(
 
 
 class Watcher:
-    """An observer that keeps the statistics of every layer of one forward: `model(tokens, observe=watcher)`.
+    """Collect the statistics of every layer of one forward: `model(tokens, observe=watcher)`.
 
-    sink_logits: for a model with sink logits, those of each layer, which the model does not hand to observers.
-    n_registers: for a model with register sinks, how many, which are then counted as sinks and not as content.
+    sink_logits: each layer's sink logits, if the model has them: observers do not receive them.
+    n_registers: number of register sinks, which then count as sinks and not as content.
     """
 
     def __init__(self, lengths: Tensor | None = None, sink_logits: Sequence[Tensor] | None = None, *, n_registers: int = 0) -> None:

@@ -1,6 +1,6 @@
-"""Where everything sits: rotary angles of content and sinks, and the documents of packed rows.
+"""Rotary positions of content and sinks, and the documents of packed rows.
 
-Owns the positions of tokens and sinks. Does not know who attends to whom, nor how attention is computed.
+Does not know who attends to whom, nor how attention is computed.
 
 B batch, T tokens, P positions, S sinks, D head width.
 """
@@ -22,7 +22,7 @@ class Rotation(NamedTuple):
 
     @classmethod
     def at(cls, positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> "Rotation":
-        """For positions (P,) or (B, P). Tables are float32 whatever the model's dtype (float64 for a float64 model)."""
+        """Compute the tables for positions (P,) or (B, P): float32 whatever the model's dtype (float64 for a float64 model)."""
         precise = torch.promote_types(dtype, torch.float32)
         pairs = torch.arange(0, config.head_dim, 2, dtype=precise, device=positions.device)
         frequencies = 1.0 / config.rope_base ** (pairs / config.head_dim)
@@ -31,17 +31,17 @@ class Rotation(NamedTuple):
         return cls(angles.cos(), angles.sin())
 
     def apply(self, x: Tensor) -> Tensor:
-        """Rotates (B, P, heads, D): the first half of D pairs with the second half."""
+        """Rotate (B, P, heads, D): the first half of D pairs with the second half."""
         first, second = x.to(self.cos.dtype).chunk(2, dim=-1)
         rotated = torch.cat([first * self.cos - second * self.sin, second * self.cos + first * self.sin], dim=-1)
         return rotated.to(x.dtype)
 
 
 class Documents(NamedTuple):
-    """Where the documents of packed rows lie, each (B, T): a document is a run of equal ids, and padding ends one."""
+    """Each token's document in packed rows, (B, T) each. A document is a run of equal ids; padding ends it."""
 
-    number: Tensor  # int32, growing along the row
-    first: Tensor  # whether a token opens its document
+    number: Tensor  # int32, grows along the row
+    first: Tensor  # whether the token is its document's first
     start: Tensor  # index of its document's first token
     end: Tensor  # index after its document's last token
 
@@ -67,13 +67,13 @@ def place(
     packed: Documents | None,
     causal: bool,
 ) -> tuple[Rotation, Rotation | None]:
-    """Rotations of the tokens, registers included, and of the lane.
+    """Compute rotations of the tokens, registers included, and of the lane.
 
-    Sinks in front sit at 0..S-1 and content after them, or content comes first and sinks sit at each row's end. `span`: index of
-    the first token in its row, tokens of the whole row.
+    Sinks in front have positions 0..S-1, and content follows; sinks at the end have those after each row's last token. `span`:
+    index of the first token in its row, length of the row.
 
-    Packed documents share the sinks. With sinks in front each begins after them; with sinks at the end each is moved so that it
-    ends where they begin: rotary angles are relative, so either way it stands to them as if alone.
+    Packed documents share the sinks. With sinks in front, each document starts right after them; with sinks at the end, each ends
+    right before them. Rotary angles are relative, so each document attends to them as if it were alone.
     """
     n_sinks = 0 if causal or config.has_sink_logit else config.n_sinks
     in_front = config.sink_position == "front"

@@ -1,6 +1,6 @@
 """Who sees whom in attention, as a rule over pairs of tokens, and as a dense mask.
 
-Documents of packed rows, padding, and attention on its way from causal to full. Knows nothing of queries, keys or values.
+Covers packed documents, padding and annealing from causal to full attention. Knows nothing of queries, keys or values.
 
 B batch, T tokens.
 """
@@ -12,16 +12,16 @@ from torch import Tensor
 
 _WORD_VALUES = 1 << 32
 
-# Numbers of tokens that are of no document.
+# Document numbers of tokens outside documents.
 SHARED = -1  # a sink or register: seen by all; a register sees all but padding
 PADDING = (1 << 31) - 1  # sees and is seen by padding alone
 
 
 class Annealing(NamedTuple):
-    """Attention of an AR parent on its way from causal to full, as DiffuLLaMA anneals it.
+    """Attention of an AR parent between causal and full, as in DiffuLLaMA.
 
-    A token sees those before it and itself always, and each later one with probability `share`, drawn for (key, i, j) alone: one
-    draw for all rows, heads and layers. Give each step its own key. From a share of 1 on, attention is plain and full.
+    A token always sees itself and earlier tokens. It sees a later one with probability `share`, drawn from (key, i, j): one draw
+    for all rows, heads and layers. Give each step its own key. With a share of 1 or more, attention is full.
     """
 
     share: float
@@ -29,7 +29,7 @@ class Annealing(NamedTuple):
 
 
 class DrawnAnnealing(NamedTuple):
-    """An annealing as tensors: words (2, T) int32 of queries and of keys, and a threshold ()."""
+    """An Annealing as tensors: hashed words (2, T) int32 of queries and of keys, and a () threshold."""
 
     words: Tensor
     threshold: Tensor
@@ -43,7 +43,7 @@ class DrawnAnnealing(NamedTuple):
 
 
 def pair_bits(rows: Tensor, columns: Tensor) -> Tensor:
-    """32 random bits for each pair of hashed words, as int32: wrapping arithmetic, the same in torch and inside a kernel.
+    """Hash pairs of words to 32 random bits, int32: wrapping arithmetic, the same in torch and inside a kernel.
 
     The mixer is Wellons's lowbias32 ("Prospecting for hash functions", 2018).
     """
@@ -54,7 +54,7 @@ def pair_bits(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def sees(mine: Tensor, theirs: Tensor, annealed: Tensor | None = None) -> Tensor:
-    """The rule, for a query's and a key's document numbers."""
+    """Apply the rule to the document numbers of a query and a key."""
     seen = mine == theirs
     if annealed is not None:
         seen = seen & annealed
@@ -76,7 +76,7 @@ class Visibility(NamedTuple):
     annealing: DrawnAnnealing | None = None
 
     def dense(self) -> Tensor:
-        """(B or 1, 1, T, T) boolean: the oracle, and what kernels without rules take."""
+        """Return the boolean mask (B or 1, 1, T, T): the reference, and the input of kernels that take no rule."""
         annealed = None
         if self.annealing is not None:
             index = torch.arange(self.documents.shape[1], device=self.documents.device)

@@ -1,1 +1,1 @@
-"""The inspector's page, and the bundle that makes one file of it."""
+"""The inspector page, and the bundle that makes one file of it."""

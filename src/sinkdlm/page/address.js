@@ -1,7 +1,7 @@
-// What is shown, as the part of the address after #: to share a view, and to get the same one after a reload.
+// Keeps the view in the part of the address after #, so that it can be shared and survives a reload.
 
 /**
- * null: not chosen, or all of them.
+ * The view. null: not chosen, or all.
  * @typedef {object} Shown
  * @property {string | null} prompt
  * @property {string} left
@@ -38,7 +38,7 @@ function whole(text, least) {
 }
 
 /**
- * What an address asks for; what it spells wrong is left as it is without it.
+ * Reads a view from an address; a value that is not valid gets its default.
  * @param {string} hash
  * @returns {Shown}
  */

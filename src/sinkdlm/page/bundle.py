@@ -1,7 +1,7 @@
-"""The inspector page as one file with a recording inside, which needs no server and no network.
+"""Build the inspector page as one file with a recording inside, which needs no server and no network.
 
-Modules do not load from a file, so the page's are joined here into one plain script; hashes in the file's own policy allow that
-script and that style, and nothing else. Knows the page's files and no model.
+Browsers do not load modules from files, so the page's modules are joined into one script. The file's policy allows that script and
+style by their hashes, and nothing else. Knows the page's files and no model.
 """
 
 import base64
@@ -22,7 +22,7 @@ _ICON = '<link rel="icon" href="/page/icon.svg" type="image/svg+xml">\n'
 
 
 def join_modules(folder: Path = PAGE, entry: str = "main") -> str:
-    """A script that does what the entry module does: each module a function of its own, after those it imports."""
+    """Join modules into one script: each becomes a function, after the modules that it imports."""
     order: dict[str, str] = {}
 
     def add(name: str, above: tuple[str, ...]) -> None:
@@ -38,7 +38,7 @@ def join_modules(folder: Path = PAGE, entry: str = "main") -> str:
         body = re.sub(r"^export (?=(?:async )?(?:function|class|const)\b)", "", body, flags=re.MULTILINE)
         left = _LEFT_OVER.search(body)
         if left is not None:
-            raise ValueError(f"{name}.js: {left[0]!r} is written in a way that cannot be joined")
+            raise ValueError(f"{name}.js: {left[0]!r} cannot be joined; write `import {{...}} from` or export a declaration")
         order[name] = f"const {_called(name)} = (() => {{\n{body}return {{ {exported} }};\n}})();\n"
 
     add(entry, ())
@@ -50,12 +50,12 @@ def _called(name: str) -> str:
 
 
 def build_viewer(recording: Mapping[str, Any]) -> str:
-    """The page with this recording, as HTML."""
+    """The page with this recording inside, as HTML."""
     script, style = join_modules(), (PAGE / "style.css").read_text(encoding="utf-8")
     page = (PAGE / "index.html").read_text(encoding="utf-8")
     allowed = f"script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:"
     policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
-    # A recording holds text of models: no part of it may end its element.
+    # A recording holds text of models, which must not close its element.
     data = json.dumps(recording, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = {
         _ICON: '<link rel="icon" href="data:,">\n',
@@ -65,10 +65,10 @@ def build_viewer(recording: Mapping[str, Any]) -> str:
         "</body>": f'<script type="application/json" id="recording">{data}</script>\n<script>{script}</script>\n</body>',
     }
     if "</script" in script.lower() or "</style" in style.lower():
-        raise ValueError("the page's own files would end their element")
+        raise ValueError("the page's own script or style would close its element")
     for part, instead in parts.items():
         if page.count(part) != 1:
-            raise ValueError(f"index.html: {part.strip()!r} is there {page.count(part)} times, and once is expected")
+            raise ValueError(f"index.html: {part.strip()!r} occurs {page.count(part)} times; it must occur once")
         page = page.replace(part, instead)
     return page
 

@@ -1,4 +1,4 @@
-// Numbers on their way: base64, and zlib where it is a file.
+// Unpacks numbers: from base64, and from zlib in files.
 
 /**
  * @param {string} text base64
@@ -13,7 +13,7 @@ export function bytesOf(text) {
 
 /**
  * @param {string} text base64 of zlib
- * @param {number} most bytes; a file that unpacks to more is not one of ours
+ * @param {number} most the bytes that it must unpack to
  * @returns {Promise<Uint8Array<ArrayBuffer>>}
  */
 export async function inflated(text, most) {
@@ -24,10 +24,10 @@ export async function inflated(text, most) {
   for (;;) {
     const { done, value } = await reader.read();
     if (done) break;
-    if (size + value.length > most) throw new Error("more numbers than its shape has");
+    if (size + value.length > most) throw new Error("an array has more numbers than its shape");
     found.set(value, size);
     size += value.length;
   }
-  if (size !== most) throw new Error("fewer numbers than its shape has");
+  if (size !== most) throw new Error("an array has fewer numbers than its shape");
   return found;
 }

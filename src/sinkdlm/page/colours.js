@@ -1,4 +1,4 @@
-// The page's colours for canvases: read from the style sheet, so that light and dark are decided in one place.
+// Reads the page's colours for canvases from the style sheet, so that light and dark are set in one place.
 
 /**
  * @typedef {object} Colours
@@ -28,7 +28,7 @@ export function channels(colour) {
 }
 
 /**
- * A canvas at the screen's own resolution.
+ * Sizes a canvas to the screen's resolution.
  * @param {HTMLCanvasElement} canvas
  * @param {number} width
  * @param {number} height
@@ -39,7 +39,7 @@ export function sized(canvas, width, height) {
   const [wide, high] = [Math.max(1, Math.round(width * ratio)), Math.max(1, Math.round(height * ratio))];
   if (canvas.width !== wide || canvas.height !== high) [canvas.width, canvas.height] = [wide, high];
   const context = canvas.getContext("2d");
-  if (!context) throw new Error("this browser draws no canvas");
+  if (!context) throw new Error("this browser cannot draw a canvas; use another browser");
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   return context;
 }

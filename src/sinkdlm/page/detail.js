@@ -1,4 +1,4 @@
-// Draws what is known of the chosen token: what it is, what it receives, what it looks at, what it could become.
+// Draws the chosen token: its kind, the attention it receives, what it attends to, and what it could become.
 
 import { number, ownName, percent } from "./words.js";
 import { Profile } from "./profile.js";
@@ -77,7 +77,7 @@ export class Detail {
       facts.push(...this._origin(trajectory, frame, position));
     }
     fillFacts(this._facts, facts);
-    const alone = sinkKind === "register" ? "It looks at every token, as any token does." : "It looks at nothing but itself: what it holds never depends on the text.";
+    const alone = sinkKind === "register" ? "It attends to every token, as any token does." : "It attends to nothing but itself, so it is the same for every text.";
     this._looks.textContent = own ? alone : "";
     if (own) this._candidates.replaceChildren();
     this._caption.textContent = "";
@@ -106,7 +106,7 @@ export class Detail {
    */
   showRow(trajectory, frame, row) {
     if (!row) {
-      this._looks.textContent = "What it looks at is not in this recording: a row for every token would make the file too large.";
+      this._looks.textContent = "This recording does not hold what a token attends to: a row for every token would make the file too large.";
       return;
     }
     const before = trajectory.nKeys - trajectory.facts.length - (trajectory.nKeys - row.length);
@@ -115,7 +115,7 @@ export class Detail {
       const piece = key < before ? `the ${ownName(trajectory.facts)}` : this._named(trajectory, frame, key - before);
       return `${percent(row[key])} on ${piece}`;
     });
-    this._looks.textContent = `It looks most at: ${named.join(", ")}.`;
+    this._looks.textContent = `It attends most to: ${named.join(", ")}.`;
   }
 
   /**
@@ -134,7 +134,7 @@ export class Detail {
    * @param {boolean} blank
    */
   showCandidates(candidates, blank) {
-    this._caption.textContent = candidates.length ? (blank ? "What it could become:" : "What the model would say here:") : "";
+    this._caption.textContent = candidates.length ? (blank ? "Most likely tokens for this blank:" : "Tokens that the model finds most likely here:") : "";
     this._candidates.replaceChildren(
       ...candidates.map(({ piece, probability }) => {
         const line = make("li");

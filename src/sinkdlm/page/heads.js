@@ -1,4 +1,4 @@
-// Draws a map of all heads over the whole trajectory: how often each has a sink in the text, and what it gives the model's own sink.
+// Draws a map of all heads over the whole trajectory: how often each has a content sink, and its attention on the model's own sink.
 
 import { sized } from "./colours.js";
 import { Trajectory } from "./trajectory.js";
@@ -12,7 +12,7 @@ const LEFT = 30;
 const BELOW = 18;
 
 /**
- * Of every head (E, H): the share of steps with a sink in the text, and the mean attention on the model's own sinks.
+ * For every head (E, H): the share of steps with a content sink, and the mean attention on the model's own sinks.
  * @param {Trajectory} trajectory
  * @param {Choice["rule"]} rule
  * @returns {{held: Float32Array, own: Float32Array}}
@@ -108,7 +108,7 @@ export class HeadMap {
     const most = (/** @type {Float32Array} */ of) => of.indexOf(Math.max(...of));
     const named = (/** @type {number} */ at) => `layer ${Math.floor(at / nHeads)}, head ${at % nHeads}`;
     const [held, own] = [most(found.held), most(found.own)];
-    const lines = [found.held[held] > 0 ? `Sinks in the text most often in ${named(held)}: ${percent(found.held[held])} of steps.` : "No head has a sink in the text."];
+    const lines = [found.held[held] > 0 ? `Content sinks are most frequent in ${named(held)}: ${percent(found.held[held])} of steps.` : "No head has a content sink."];
     if (nSinks) lines.push(`Most attention on the ${ownName(trajectory.facts)} in ${named(own)}: ${percent(found.own[own])}.`);
     return lines.join(" ");
   }

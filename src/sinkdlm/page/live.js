@@ -1,11 +1,11 @@
-// A finished request that the server still holds, looked into frame by frame as it is asked for.
+// Reads a finished request that the server still holds, frame by frame as needed.
 
 import { bytesOf } from "./bytes.js";
 import { get, Problem } from "./server.js";
 import { Trajectory } from "./trajectory.js";
 
 /**
- * Where a side's numbers come from: a server or a file.
+ * The source of a side's numbers: a server or a file.
  * @typedef {object} Source
  * @property {Trajectory} trajectory
  * @property {(frame: number, signal: AbortSignal) => Promise<void>} load
@@ -15,8 +15,8 @@ import { Trajectory } from "./trajectory.js";
  * @property {boolean} offline whether it answers without a server
  */
 
-const SOME_FRAMES = 256; // of one answer
-const MOST_VALUES = 1 << 27; // received attention of one text that a tab holds
+const SOME_FRAMES = 256; // in one answer
+const MOST_VALUES = 1 << 27; // numbers of received attention that a tab holds for one text
 
 /**
  * @param {string} id
@@ -28,7 +28,7 @@ export async function openRequest(id, signal) {
   const told = await get(base, signal);
   const choice = told.choices[0];
   if (choice.frames * told.n_layers * told.n_heads * (told.n_sinks + choice.length) > MOST_VALUES) {
-    throw new Problem("This text is too long to look into, with all its steps and heads. Take fewer steps or tokens.", "refused");
+    throw new Problem("The attention of all steps and heads of this text is too large for the page. Take fewer steps or tokens.", "refused");
   }
   const trajectory = new Trajectory({
     model: told.model, nLayers: told.n_layers, nHeads: told.n_heads, nSinks: told.n_sinks, sinkKind: told.sink_kind,

@@ -1,4 +1,4 @@
-// The page: its form, its controls, and the sides that they move together. Everything that draws is in modules of its own.
+// The page: its form, its controls, and the sides that they control together. Drawing is in other modules.
 
 import { nothingShown, readAddress, writeAddress } from "./address.js";
 import { readColours } from "./colours.js";
@@ -14,8 +14,8 @@ import { askedWords, counted, pairWords, place, sinkDoes } from "./words.js";
 /** @typedef {import("./server.js").Card} Card */
 
 const STEPS = [4, 8, 16, 32, 64, 128, 256];
-const QUIET = 1500; // ms after which somebody who waits is told so
-const LARGEST = 256 << 20; // bytes of a file that is read
+const QUIET = 1500; // ms of waiting before the page says so
+const LARGEST = 256 << 20; // bytes of a recording, at most
 
 const notice = new Notice();
 const form = part("ask", HTMLFormElement);
@@ -34,7 +34,7 @@ let colours = readColours();
 let sides = [];
 /** @type {Card[]} */
 let cards = [];
-/** @type {Record<string, any> | null} what was asked for, where it came from a file */
+/** @type {Record<string, any> | null} the settings of an opened recording */
 let recorded = null;
 let writing = new AbortController();
 let starts = 0;
@@ -48,8 +48,8 @@ const player = new Player((step) => {
 });
 
 /**
- * To be called by whatever is chosen to be shown: a text to write, a file, what an address names.
- * @returns {() => boolean} whether nothing was chosen since
+ * Call this for each new choice of what to show: a text to write, a file, an address.
+ * @returns {() => boolean} whether this is still the newest choice
  */
 function choose() {
   choices += 1;
@@ -74,12 +74,12 @@ function keepAddress() {
   history.replaceState(null, "", writeAddress(recorded ? { ...nothingShown(), policy: "", seed: "", ...choiceNow(), step, token } : shown));
 }
 
-/** The line above the sides: what two of them show together. */
+/** Writes the sentences above the sides, which compare two models. */
 function summarize() {
   const root = part("summary", HTMLElement);
   const found = sides.flatMap((side) => (side.measures && side.source ? [{ measures: side.measures, facts: side.source.trajectory.facts }] : []));
   const words = found.length === 2 ? pairWords([found[0].measures, found[0].facts], [found[1].measures, found[1].facts], counted(choiceNow())) : null;
-  const lines = words ? [words, `Measured ${place(choiceNow())}, in this one text; many texts are what sinkdlm analyze measures.`] : [];
+  const lines = words ? [words, `Measured ${place(choiceNow())}, in this text only; sinkdlm analyze measures many texts.`] : [];
   const now = lines.join("");
   if (root.textContent === now) return;
   root.replaceChildren(
@@ -135,7 +135,7 @@ function closeSides() {
 
 const mostFrames = () => Math.max(1, ...sides.map((side) => side.nFrames));
 
-/** All sides are open: their controls. */
+/** Sets the controls once all sides are open. */
 function ready() {
   const facts = sides.flatMap((side) => (side.source ? [side.source.trajectory.facts] : []));
   fill(layers, "all layers", Math.max(...facts.map((one) => one.nLayers)), shown.layer);
@@ -218,7 +218,7 @@ function requestOf(model) {
   return `{"seed":${shown.seed},${JSON.stringify(asked).slice(1)}`;
 }
 
-/** Writes what the form asks for, with every chosen model, and opens what was written. */
+/** Writes the form's request with every chosen model, and opens the texts. */
 async function run() {
   choose();
   writing.abort();
@@ -256,7 +256,7 @@ async function run() {
 }
 
 /**
- * Somebody who waits is told for how long, until the returned function is called.
+ * Shows how long the user has waited, until the returned function is called.
  * @param {AbortSignal} signal
  * @returns {() => void}
  */
@@ -265,7 +265,7 @@ function startWaiting(signal) {
   notice.clear();
   const timer = setInterval(() => {
     const seconds = Math.round((performance.now() - began) / 1000);
-    if (performance.now() - began > QUIET) notice.say(`Waiting for the model: ${seconds} s. Others may be before you in the queue.`);
+    if (performance.now() - began > QUIET) notice.say(`Waiting for the model: ${seconds} s. Other requests may be ahead in the queue.`);
   }, 250);
   let over = false;
   const end = () => {
@@ -338,6 +338,13 @@ prompt.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
 });
 prompt.addEventListener("input", notePrompt);
+for (const button of part("examples", HTMLElement).querySelectorAll("button")) {
+  button.addEventListener("click", () => {
+    prompt.value = button.textContent ?? "";
+    notePrompt();
+    form.requestSubmit();
+  });
+}
 part("stop", HTMLButtonElement).addEventListener("click", () => {
   writing.abort();
   setBusy(false);
@@ -351,7 +358,7 @@ part("key-form", HTMLFormElement).addEventListener("submit", (event) => {
 });
 
 function notePrompt() {
-  part("prompt-note", HTMLElement).textContent = prompt.value ? "" : "Without a prompt the model writes a text of its own, from blanks alone.";
+  part("prompt-note", HTMLElement).textContent = prompt.value ? "" : "Without a prompt the model writes a text from blanks alone.";
 }
 
 // -- recordings -------------------------------------------------------------------------------------------------------------------
@@ -383,14 +390,14 @@ async function openFile(file) {
   writing.abort();
   setBusy(false);
   if (file.size > LARGEST) {
-    fail(new Error("This file is larger than any recording."), null);
+    fail(new Error("This file is too large for a recording (more than 256 MiB). Choose another."), null);
     return;
   }
   let text;
   try {
     text = await file.text();
   } catch {
-    if (newest()) fail(new Error("This file cannot be read: it has changed or is gone since it was chosen. Choose it again."), null);
+    if (newest()) fail(new Error("This file cannot be read: it has changed or is gone. Choose it again."), null);
     return;
   }
   if (!newest()) return;
@@ -401,7 +408,7 @@ async function openFile(file) {
 async function save() {
   const button = part("save", HTMLButtonElement);
   button.disabled = true;
-  notice.say("Collecting all frames for the file…");
+  notice.say("Collecting all frames for the recording…");
   try {
     const saved = await Promise.all(sides.map((side) => side.source?.side()));
     const { prompt: text, seed, policy, steps, length, temperature } = shown;
@@ -412,7 +419,7 @@ async function save() {
     link.download = "recording.json";
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
-    notice.say("Saved. Whoever gets the file can open it in this page, or drop it there; no server is asked.");
+    notice.say("Saved. To show the recording, open it or drop it in this page; it needs no server.");
   } catch (failure) {
     fail(failure, save);
   } finally {
@@ -454,6 +461,7 @@ function fillForm() {
   [inputs.seed.value, inputs.temperature.value] = [shown.seed, String(shown.temperature)];
   prompt.value = shown.prompt ?? "";
   notePrompt();
+  part("examples", HTMLElement).hidden = false;
 }
 
 async function start() {
@@ -469,7 +477,7 @@ async function start() {
   const newest = shown.prompt === null ? () => false : choose();
   try {
     const listed = await listModels();
-    if (mine !== starts) return; // one that began later has the word
+    if (mine !== starts) return; // a later start takes over
     cards = listed;
     part("key-form", HTMLFormElement).hidden = true;
     form.hidden = false;

@@ -1,7 +1,7 @@
-// What sinks do along a trajectory, in numbers: the analysis's own quantities, for all heads, one layer or one head.
+// Measures sinks along a trajectory, for all heads, one layer or one head.
 //
-// The same definitions as `sinkdlm analyze`: a quantity is worked out per layer, its total is the mean over the layers that have it,
-// and null means that there was nothing to measure. Means are over what steps saw; the finished text is no step.
+// Definitions are those of `sinkdlm analyze`: quantities are per layer, a total is the mean over the layers that have it, and null
+// means that there was nothing to measure. Means are over what steps saw; the finished text is no step.
 
 import { Trajectory } from "./trajectory.js";
 
@@ -15,11 +15,11 @@ import { Trajectory } from "./trajectory.js";
 /**
  * @typedef {object} Measures
  * @property {number | null} sink_mass attention on the model's own sinks
- * @property {number | null} top_received what the strongest token of the text receives
- * @property {number | null} content_sinks tokens of the text that are sinks, of a head at a step
- * @property {number | null} sink_heads share of heads and steps with such a token
- * @property {number | null} turnover of a head's sinks between consecutive steps
- * @property {number | null} moved tokens between a head's strongest sinks at consecutive steps
+ * @property {number | null} top_received attention on the most attended token of the text
+ * @property {number | null} content_sinks content sinks of a head at a step
+ * @property {number | null} sink_heads share of heads and steps with a content sink
+ * @property {number | null} turnover of a head's content sinks between consecutive steps
+ * @property {number | null} moved tokens between a head's top content sinks at consecutive steps
  */
 
 /** @type {(keyof Measures)[]} */
@@ -38,7 +38,7 @@ export function chosen(trajectory, choice) {
 }
 
 /**
- * Over the frames from first to last, both included; all must be known.
+ * Measures the frames from first to last, both included; all must be known.
  * @param {Trajectory} trajectory
  * @param {Choice} choice
  * @param {number} first

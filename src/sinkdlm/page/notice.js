@@ -1,4 +1,4 @@
-// One line about what is going on or what went wrong, with what can be done about it.
+// Shows one line about progress or a failure, with a button to try again.
 
 import { part } from "./player.js";
 

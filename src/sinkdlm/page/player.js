@@ -1,7 +1,7 @@
-// The step slider with its buttons and keys: which frame is shown, and playing through them.
+// The step slider with its buttons and keys: chooses the shown frame, and plays.
 
-const WHOLE = 5000; // ms of a whole trajectory when it plays
-const FASTEST = 60;
+const WHOLE = 5000; // ms to play a whole trajectory
+const FASTEST = 60; // ms of a frame, at least
 
 /**
  * @template {HTMLElement} Kind

@@ -1,4 +1,4 @@
-// Received attention of the chosen heads, made ready for drawing: one number for each frame and key, computed once a choice.
+// Prepares received attention of the chosen heads for drawing: one number for each frame and key, computed once a choice.
 
 import { chosen } from "./measures.js";
 import { Trajectory } from "./trajectory.js";
@@ -19,7 +19,7 @@ export class Profile {
     this._heads = heads;
     this.nHeads = this._layers.length * this._heads.length;
     this.received = new Float32Array(nFrames * trajectory.nKeys);
-    this.nSinkHeads = new Uint16Array(nFrames * length); // heads whose sink a token is
+    this.nSinkHeads = new Uint16Array(nFrames * length); // number of heads in which a token is a content sink
     this.ready = new Uint8Array(nFrames);
   }
 

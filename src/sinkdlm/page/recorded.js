@@ -1,4 +1,4 @@
-// A recording: the same views from a file, without a server. What is no recording is refused in words.
+// Reads a recording: the same views from a file, without a server. Other files are refused with a message.
 
 import { bytesOf, inflated } from "./bytes.js";
 import { Trajectory } from "./trajectory.js";
@@ -11,7 +11,7 @@ import { Trajectory } from "./trajectory.js";
  * @property {Source[]} sources
  */
 
-const MOST_VALUES = 1 << 26; // of one array: far more than recordings have, far less than a tab
+const MOST_VALUES = 1 << 26; // of one array: far more than a recording has, far less than a tab can hold
 
 /**
  * @param {string} text
@@ -22,10 +22,10 @@ export async function readRecording(text) {
   try {
     told = JSON.parse(text);
   } catch {
-    throw new Error("This file is no JSON, so no recording.");
+    throw new Error("This file is not JSON, so not a recording. Choose a recording.json.");
   }
-  if (told?.format !== "sinkdlm-recording") throw new Error("This file is no recording of sinkdlm.");
-  if (told.version !== 1) throw new Error(`This recording is of version ${Number(told.version)}, and this page reads version 1.`);
+  if (told?.format !== "sinkdlm-recording") throw new Error("This file is not a recording of sinkdlm. Choose a recording.json.");
+  if (told.version !== 1) throw new Error(`This recording has version ${Number(told.version)}, but this page reads version 1. Record it again.`);
   try {
     return { asked: told.asked ?? {}, sources: await Promise.all(told.sides.map(openSide)) };
   } catch (failure) {
@@ -39,7 +39,7 @@ export async function readRecording(text) {
  */
 async function levels(packed) {
   const size = packed.shape.reduce((/** @type {number} */ all, /** @type {number} */ one) => all * one, 1);
-  if (!(size > 0 && size <= MOST_VALUES)) throw new Error("an array of no possible size");
+  if (!(size > 0 && size <= MOST_VALUES)) throw new Error("an array is empty or too large");
   return inflated(packed.data, size);
 }
 
@@ -60,7 +60,7 @@ async function openSide(side) {
   for (const [id, kind] of Object.entries(side.kinds)) trajectory.kinds.set(Number(id), String(kind));
   const [received, values] = await Promise.all([levels(side.received), levels(side.values)]);
   const [size, width] = [received.length / nFrames, values.length / nFrames];
-  if (size !== side.n_layers * side.n_heads * trajectory.nKeys) throw new Error("received attention of another shape");
+  if (size !== side.n_layers * side.n_heads * trajectory.nKeys) throw new Error("received attention has the wrong shape");
   for (let frame = 0; frame < nFrames; frame += 1) {
     trajectory.take(frame, {
       received: received.subarray(frame * size, (frame + 1) * size),

@@ -1,7 +1,7 @@
-// Talks to the server that sent this page: models, streams of frames, looks into finished requests. Knows no drawing.
+// Talks to the server that sent this page: lists models, streams frames, reads finished requests. Knows no drawing.
 
 /**
- * Why something could not be had, in words for people.
+ * A failed request, with a message for the user.
  */
 export class Problem extends Error {
   /**
@@ -53,7 +53,7 @@ export function keepKey(key) {
   try {
     sessionStorage.setItem(KEY, key);
   } catch {
-    // A browser that keeps nothing asks again after a reload.
+    // Without storage the key is asked for again after a reload.
   }
 }
 
@@ -71,7 +71,7 @@ async function send(path, options = {}) {
     answer = await fetch(path, { ...options, headers });
   } catch (failure) {
     if (failure instanceof DOMException && failure.name === "AbortError") throw failure;
-    throw new Problem("The server does not answer. It may have ended, or the way to it is cut.", "lost");
+    throw new Problem("The server does not answer. It may have stopped, or the network is down.", "lost");
   }
   if (!answer.ok) throw await problemOf(answer);
   return answer;
@@ -86,11 +86,11 @@ async function problemOf(answer) {
   try {
     told = String((await answer.json()).error.message);
   } catch {
-    // Not this server's own words: the status has to do.
+    // Not this server's own error: the status is all there is.
   }
   if (answer.status === 401) return new Problem("This server asks for its API key.", "key");
   if (answer.status === 429) return new Problem(`The queue is full: ${told}`, "full", Number(answer.headers.get("Retry-After") ?? 5));
-  if (answer.status === 503) return new Problem(`The server is ending: ${told}`, "lost");
+  if (answer.status === 503) return new Problem(`The server is shutting down: ${told}`, "lost");
   if (answer.status === 404) return new Problem(told, "gone");
   return new Problem(told, answer.status < 500 ? "refused" : "failed");
 }
@@ -110,8 +110,8 @@ export async function listModels() {
 }
 
 /**
- * Writes a text, and tells every frame as it comes. Returns the id under which the server keeps it.
- * @param {string} body the request, as JSON text: its seed may be longer than numbers here are
+ * Requests a text and passes on every frame. Returns the id under which the server keeps the text.
+ * @param {string} body the request, as JSON text: its seed may have 64 bits, more than a number holds
  * @param {(frame: Frame) => void} tell
  * @param {AbortSignal} signal
  * @returns {Promise<string>}
@@ -150,5 +150,5 @@ async function* events(answer) {
       else if (line.startsWith("data: ")) yield JSON.parse(line.slice(6));
     }
   }
-  if (!whole) throw new Problem("The server left in the middle of the text.", "lost");
+  if (!whole) throw new Problem("The connection to the server broke in the middle of the text.", "lost");
 }

@@ -1,4 +1,4 @@
-// Draws one model: its text, where attention goes, the numbers and the chosen token. Knows a source, not where it comes from.
+// Draws one model: its text, where attention goes, its numbers and the chosen token. Does not know whether its source is a server or a file.
 
 import { Detail, fillFacts, make } from "./detail.js";
 import { HeadMap } from "./heads.js";
@@ -23,7 +23,7 @@ import { counted, number, ownName, percent, place, sideWords, sinkDoes, stepWord
  * @property {Colours} colours
  */
 
-const SETTLED = 120; // ms without a change before a server is asked about a token
+const SETTLED = 120; // ms without a change before the server is asked about a token
 
 /** @param {Choice} choice */
 const nameOf = (choice) => `${choice.layer}/${choice.head}/${choice.rule}`;
@@ -71,7 +71,7 @@ export class Side {
     this._asking = new AbortController();
     this._row = /** @type {Float32Array | null} */ (null);
     this._asked = "";
-    /** @type {Colours | null} those in which the map of heads is drawn */
+    /** @type {Colours | null} the colours in which the map of heads was drawn */
     this._mapped = null;
     this._chosen = false;
   }
@@ -80,14 +80,14 @@ export class Side {
     return this.source?.trajectory.facts.nFrames ?? 0;
   }
 
-  /** Nothing more is asked for. */
+  /** Stops all requests. */
   close() {
     this._leaving.abort();
     this._asking.abort();
   }
 
   /**
-   * A frame of a text that is being written.
+   * Shows a frame of a text while it is written.
    * @param {Frame} frame
    * @param {number} nSinks
    */
@@ -103,7 +103,7 @@ export class Side {
   }
 
   /**
-   * A finished text. Its attention is loaded frame by frame, the shown one first.
+   * Shows a finished text, and loads its attention frame by frame, starting with the shown one.
    * @param {Source} source
    */
   open(source) {
@@ -147,7 +147,7 @@ export class Side {
     this._told.learned();
   }
 
-  /** The frame nearest to the shown one that is not here yet. */
+  /** The frame nearest to the shown one that is not loaded. */
   _nextUnknown() {
     const known = this.source?.trajectory.known ?? new Uint8Array(0);
     const shown = this._frame();
@@ -200,7 +200,7 @@ export class Side {
     if (asked !== this._asked && (token !== null || this._chosen)) this._choose(token, frame);
     this._asked = asked;
     this._field.draw(trajectory, frame, profile, this._row, moment.colours);
-    this._trace.draw(profile, frame, token, moment.colours, `Attention received by each place of the text of ${this.model}, a row for each step.`);
+    this._trace.draw(profile, frame, token, moment.colours, `Attention received by each position of the text of ${this.model}, a row for each step.`);
     this._sayStep(frame);
   }
 
@@ -224,22 +224,22 @@ export class Side {
     const { trajectory } = source;
     const { facts } = trajectory;
     if (!this.measures) {
-      this._words.replaceChildren(make("li", `Looking at attention: ${trajectory.nKnown} of ${facts.nFrames} frames.`));
+      this._words.replaceChildren(make("li", `Loading attention: ${trajectory.nKnown} of ${facts.nFrames} frames.`));
       this._facts.replaceChildren();
       return;
     }
     const found = this.measures;
     const { choice } = this._profile;
     const lines = sideWords(found, facts, sinkDoes(choice.rule, trajectory.rules), counted(choice));
-    if (!there) lines.unshift("This model has no such layer or head: all of them are shown.");
+    if (!there) lines.unshift("This model has no such layer or head, so all layers and heads are shown.");
     this._words.replaceChildren(...lines.map((line) => make("li", line)));
     /** @type {[string, string, string][]} */
     const rows = [
-      ["sink_mass", `on the ${ownName(facts)}`, percent(found.sink_mass)],
-      ["top_received", "on the strongest token", percent(found.top_received)],
-      ["content_sinks", "sinks of a head in the text", number(found.content_sinks)],
-      ["sink_heads", `${counted(choice)} with a sink`, percent(found.sink_heads)],
-      ["turnover", "sinks exchanged a step", percent(found.turnover)],
+      ["sink_mass", `attention on the ${ownName(facts)}`, percent(found.sink_mass)],
+      ["top_received", "on the most attended token", percent(found.top_received)],
+      ["content_sinks", "content sinks of a head", number(found.content_sinks)],
+      ["sink_heads", `${counted(choice)} with a content sink`, percent(found.sink_heads)],
+      ["turnover", "turnover of content sinks", percent(found.turnover)],
       ["moved", "tokens moved a step", number(found.moved)],
     ];
     fillFacts(this._facts, rows.slice(facts.nSinks ? 0 : 1));
@@ -253,7 +253,7 @@ export class Side {
     const { trajectory } = source;
     const { facts } = trajectory;
     if (!trajectory.known[frame]) {
-      this._step.textContent = "Asking the model where it looks in this step…";
+      this._step.textContent = "Loading the attention of this step…";
       return;
     }
     const one = profile.choice.layer !== null && profile.choice.head !== null ? [profile.choice.layer, profile.choice.head] : null;

@@ -1,4 +1,4 @@
-// Light and dark: as the system has it, or as somebody chose.
+// Sets light or dark colours: the system's, or the user's choice.
 
 const NAMES = ["auto", "light", "dark"];
 const KEPT = "sinkdlm-theme";
@@ -20,8 +20,7 @@ export function startTheme(button, changed) {
   const use = (/** @type {string} */ name) => {
     if (name === "auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = name;
-    button.textContent = name === "auto" ? "Auto" : name === "light" ? "Light" : "Dark";
-    button.setAttribute("aria-label", `Colours: ${name === "auto" ? "as the system has them" : name}`);
+    button.textContent = `Theme: ${name}`;
     changed();
   };
   let now = NAMES.includes(kept()) ? kept() : "auto";
@@ -31,7 +30,7 @@ export function startTheme(button, changed) {
     try {
       localStorage.setItem(KEPT, now);
     } catch {
-      // It holds until the page is left.
+      // Without storage the choice lasts until the page is closed.
     }
     use(now);
   });

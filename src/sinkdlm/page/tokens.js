@@ -1,6 +1,6 @@
-// Draws the text as cells, a token each, with the attention it receives as a bar beneath; the model's own sinks stand in front.
+// Draws the text as one cell a token, with the attention it receives as a bar beneath; the model's own sinks stand in front.
 //
-// Bars and tints lie on one canvas behind the cells, whose places are read once: a step changes a few texts and draws once.
+// Bars and tints lie on one canvas behind the cells, whose places are read once, so a step changes a few texts and draws once.
 
 import { sized } from "./colours.js";
 import { Profile } from "./profile.js";
@@ -10,7 +10,7 @@ import { visible } from "./visible.js";
 /** @typedef {import("./colours.js").Colours} Colours */
 
 const BAR = 16; // px, the tallest
-const FULL = 0.3; // the share at which a bar is full: the same in both models, whatever they have
+const FULL = 0.3; // the share at which a bar is full, the same in both models
 const SETTLED = 150; // ms
 const MARGIN = 60; // px above and below what is in sight
 const BLANK = "·";
@@ -31,7 +31,7 @@ export class TokenField {
     this._list.setAttribute("aria-label", label);
     this._root = root;
     root.classList.add("field");
-    this._scrolled = 0; // kept, because asking for it would lay the page out in the middle of a step
+    this._scrolled = 0; // kept here, as reading it would force a layout in the middle of a step
     const scrolled = () => {
       this._scrolled = root.scrollTop;
       this._writeRest();
@@ -64,7 +64,7 @@ export class TokenField {
   }
 
   /**
-   * Cells for so many tokens, the model's own sinks in front.
+   * Makes the cells, the model's own sinks in front.
    * @param {number} nSinks
    * @param {number} length
    * @param {number} nGiven
@@ -102,12 +102,12 @@ export class TokenField {
     }
   }
 
-  /** Cells that are out of sight get their texts when nothing has moved for a while, or when they come into sight. */
+  /** Writes the texts of cells out of sight: when nothing has moved for a while, or when they come into sight. */
   _writeRest() {
     this._wanted.forEach((text, token) => this._put(token, text));
   }
 
-  /** @returns {[number, number]} from where to where cells can be seen, or everything while places are not known */
+  /** @returns {[number, number]} the visible range, or everything while the cells' places are not known */
   _inSight() {
     if (!this._list.classList.contains("fixed")) return [-Infinity, Infinity];
     return [this._scrolled - MARGIN, this._scrolled + this._seen + MARGIN];
@@ -127,7 +127,7 @@ export class TokenField {
     cell.classList.toggle("blank", text === null);
   }
 
-  /** Every cell keeps the width of its text as it is now, so that no step moves another token's place. */
+  /** Fixes every cell's width to that of its present text, so that no step moves other tokens. */
   fix() {
     const widths = this._cells.map((cell) => cell.getBoundingClientRect().width);
     this._cells.forEach((cell, place) => {
@@ -137,12 +137,12 @@ export class TokenField {
     this._measure();
   }
 
-  /** Cells of any width again, for a text that is being written. */
+  /** Frees the cells' widths again, for a text that is being written. */
   loosen() {
     this._list.classList.remove("fixed");
   }
 
-  /** @param {number | null} position null: none is chosen, and the keyboard comes back to where it was */
+  /** @param {number | null} position null: no token; the keyboard returns to the last one */
   choose(position) {
     const before = this._cells[this._chosen];
     before?.setAttribute("aria-selected", "false");
@@ -158,7 +158,7 @@ export class TokenField {
    * @param {Trajectory} trajectory
    * @param {number} frame
    * @param {Profile} profile
-   * @param {Float32Array | null} row what the chosen token attends to, its own keys last
+   * @param {Float32Array | null} row attention of the chosen token, sinks first and tokens last
    * @param {Colours} colours
    */
   draw(trajectory, frame, profile, row, colours) {
@@ -170,7 +170,7 @@ export class TokenField {
     if (!profile.prepare(frame) || this._places.length < 4 * trajectory.nKeys) return;
     const { nSinks, length } = trajectory.facts;
     const [received, counts] = [frame * trajectory.nKeys, frame * length - nSinks];
-    /** @type {number[][]} the model's own sinks, sinks in the text, other tokens */
+    /** @type {number[][]} the model's own sinks, content sinks, other tokens */
     const groups = [[], [], []];
     for (let key = 0; key < trajectory.nKeys; key += 1) groups[key < nSinks ? 0 : profile.nSinkHeads[counts + key] > 0 ? 1 : 2].push(key);
     [colours.own, colours.sink, colours.bar].forEach((colour, group) => {
@@ -208,7 +208,7 @@ export class TokenField {
   }
 
   /**
-   * The ground behind texts, from one cell up to another.
+   * Fills the ground behind texts, from one cell up to another.
    * @param {CanvasRenderingContext2D} context
    * @param {string} colour
    * @param {number} from
@@ -223,7 +223,7 @@ export class TokenField {
   }
 
   /**
-   * Sinks for those who do not see the bars, once nothing has moved for a while.
+   * Describes content sinks to screen readers, once nothing has moved for a while.
    * @param {number[]} sinks places of cells
    */
   _describe(sinks) {
@@ -232,7 +232,7 @@ export class TokenField {
       this._writeRest();
       const now = new Set(sinks);
       this._cells.forEach((cell, place) => {
-        if (now.has(place)) cell.setAttribute("aria-description", "sink");
+        if (now.has(place)) cell.setAttribute("aria-description", "content sink");
         else cell.removeAttribute("aria-description");
         if (cell.classList.contains("blank")) cell.setAttribute("aria-label", "blank");
         else cell.removeAttribute("aria-label");

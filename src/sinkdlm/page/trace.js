@@ -1,6 +1,6 @@
-// Draws where attention went over all steps: a column for each place in the text, a row for each step, sinks in their own colour.
+// Draws where attention went over all steps: a column for each position, a row for each step, content sinks in their own colour.
 //
-// The picture is made a frame at a time, off the screen, at one dot a token; a step only moves the line across it.
+// The picture is made off the screen, one dot a token, once for each frame; a step only moves the cursor.
 
 import { channels, sized } from "./colours.js";
 import { Profile } from "./profile.js";
@@ -8,7 +8,7 @@ import { Profile } from "./profile.js";
 /** @typedef {import("./colours.js").Colours} Colours */
 
 const GAP = 1; // columns between the model's own sinks and the text
-const FULL = 0.3; // the share that is drawn in full
+const FULL = 0.3; // the share that gets the full colour
 const LEFT = 30;
 const BELOW = 18;
 const FONT = "11px system-ui, sans-serif";
@@ -102,7 +102,7 @@ export class Trace {
     this._paintCursor();
   }
 
-  /** What does not depend on the step: once for every choice and size. */
+  /** Paints what does not depend on the step: once for each choice and size. */
   _paintPicture() {
     const [profile, colours, width, height] = [this._profile, this._colours, this._width, this._height];
     if (!profile || !colours) return;
@@ -114,7 +114,7 @@ export class Trace {
     context.strokeRect(LEFT + 0.5, 0.5, width - LEFT - 1, height - BELOW - 1);
     context.fillStyle = colours.ink;
     context.font = FONT;
-    context.fillText("step ↓   place in the text →", LEFT, height - 4);
+    context.fillText("step ↓   position in the text →", LEFT, height - 4);
     context.textAlign = "right";
     context.fillText(String(profile.trajectory.facts.length - 1), width, height - 4);
     context.textAlign = "left";

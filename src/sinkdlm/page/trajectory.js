@@ -1,4 +1,4 @@
-// One model's way from blanks to text, in typed arrays: what every frame held, and what attention did in it.
+// One model's trajectory from blanks to text, in typed arrays: tokens and attention of every frame.
 //
 // N frames (frame i is what step i saw, the last one the finished text), E layers, H heads, T tokens, S sinks, K = S + T keys.
 
@@ -15,18 +15,18 @@
  */
 
 /**
- * What one forward showed.
+ * Statistics of one forward.
  * @typedef {object} Look
  * @property {Uint8Array} received (E, H, K)
  * @property {number} scale
  * @property {Uint8Array} values (E, S or 0 + T)
  * @property {number} valueScale
- * @property {ArrayLike<number>} absolute sinks by the absolute rule, as places in (E, H, T)
+ * @property {ArrayLike<number>} absolute content sinks by the absolute rule, as indices into (E, H, T)
  * @property {ArrayLike<number>} relative
  * @property {ArrayLike<number>} top (E, H)
  */
 
-/** @typedef {"absolute" | "relative"} Rule what makes a token of the text a sink */
+/** @typedef {"absolute" | "relative"} Rule the rule for content sinks */
 
 /** @type {Rule[]} */
 export const RULES = ["absolute", "relative"];
@@ -59,12 +59,12 @@ export class Trajectory {
     this.nKnown = 0;
   }
 
-  /** Frames that a step saw: the finished text is none of them. */
+  /** The number of frames that a step saw, without the finished text. */
   get nSteps() {
     return Math.max(1, this.facts.nFrames - 1);
   }
 
-  /** Whether all that steps saw is here. */
+  /** Whether all frames that steps saw are loaded. */
   get whole() {
     for (let frame = 0; frame < this.nSteps; frame += 1) if (!this.known[frame]) return false;
     return true;
@@ -91,7 +91,7 @@ export class Trajectory {
   }
 
   /**
-   * The text of a token of a frame; null where it is still to be written.
+   * The text of a token in a frame; null for a blank.
    * @param {number} frame
    * @param {number} position
    * @returns {string | null}
@@ -112,7 +112,7 @@ export class Trajectory {
   }
 
   /**
-   * The value norm of a key (sinks first), mean over layers where none is given; null where there is none, as of a sink logit.
+   * The value norm of a key (sinks first), mean over layers if none is given; null for a sink logit, which has no value.
    * @param {number} frame
    * @param {number | null} layer
    * @param {number} key

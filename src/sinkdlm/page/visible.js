@@ -1,7 +1,7 @@
-// Text of models and users as something to see: control and format characters get a sign of their own. Never makes HTML.
+// Makes text of models and users visible: control and format characters get signs. Never makes HTML.
 
 const MARKS = new Map([[" ", "␣"], ["\n", "↵"], ["\t", "⇥"], ["\r", "␍"], ["\u007f", "␡"]]);
-// Characters that show nothing, or turn what follows around: they could hide what was written.
+// Invisible characters, and those that reverse what follows: they could hide text.
 const UNSEEN = /[\p{Cc}\p{Cf}\p{Co}\p{Cn}\u2028\u2029\u115f\u1160\u3164\uffa0]/u;
 
 /**
@@ -29,7 +29,7 @@ export function visible(text) {
 }
 
 /**
- * The same in a sentence, cut where it is long.
+ * A token's text for a sentence: in quotes, cut to 24 characters.
  * @param {string} text
  * @returns {string}
  */

@@ -1,4 +1,4 @@
-// What is seen, in one line each. Every sentence follows from numbers of the shown trajectory; what they do not show is not said.
+// The page's sentences. Each follows from numbers of the shown trajectory; one that they do not support is left out.
 
 import { quoted, visible } from "./visible.js";
 
@@ -46,7 +46,7 @@ export function place(choice) {
 }
 
 /**
- * Of what shares of sinks are shares.
+ * The unit that shares of content sinks are counted in.
  * @param {Choice} choice
  * @returns {string}
  */
@@ -55,7 +55,7 @@ export function counted(choice) {
 }
 
 /**
- * What a recording was asked for.
+ * The settings of a recording.
  * @param {Record<string, any>} asked
  * @returns {string}
  */
@@ -65,18 +65,18 @@ export function askedWords(asked) {
 }
 
 /**
- * What a sink in the text does, as the end of a sentence.
+ * The condition for a content sink, as the end of a sentence.
  * @param {Choice["rule"]} rule
  * @param {{threshold: number, margin: number}} rules
  * @returns {string}
  */
 export function sinkDoes(rule, rules) {
-  if (rule === "absolute") return `takes more than ${percent(rules.threshold)} of a head’s attention`;
-  return `draws the attention of ${rules.margin} tokens more than the others do on average`;
+  if (rule === "absolute") return `receives more than ${percent(rules.threshold)} of a head’s attention`;
+  return `receives the attention of ${rules.margin} tokens more than the other tokens do on average`;
 }
 
 /**
- * What the model's own sink is called.
+ * The name of the model's own sink.
  * @param {Facts} facts
  * @returns {string}
  */
@@ -87,11 +87,11 @@ export function ownName(facts) {
 }
 
 /**
- * Of one model, over the whole trajectory.
+ * Sentences about one model, over the whole trajectory.
  * @param {Measures} found
  * @param {Facts} facts
- * @param {string} does what a sink does
- * @param {string} of what shares are counted in
+ * @param {string} does the condition for a content sink
+ * @param {string} of the unit of shares
  * @returns {string[]}
  */
 export function sideWords(found, facts, does, of) {
@@ -100,15 +100,15 @@ export function sideWords(found, facts, does, of) {
     const even = facts.nSinks / (facts.nSinks + facts.length);
     lines.push(
       found.sink_mass > even
-        ? `${percent(found.sink_mass)} of all attention goes to the ${ownName(facts)}, outside the text; an even share would be ${percent(even)}.`
-        : `The ${ownName(facts)} gets ${percent(found.sink_mass)} of all attention, no more than an even share (${percent(even)}).`,
+        ? `The ${ownName(facts)} receives ${percent(found.sink_mass)} of all attention; an even share would be ${percent(even)}.`
+        : `The ${ownName(facts)} receives ${percent(found.sink_mass)} of all attention, no more than an even share (${percent(even)}).`,
     );
   }
-  if (found.top_received !== null) lines.push(`The strongest token of the text takes ${percent(found.top_received)} of a head’s attention, on average.`);
-  if (found.sink_heads === 0) lines.push(`No token of the text ever ${does}: the text has no sink.`);
-  else if (found.sink_heads !== null) lines.push(`In ${percent(found.sink_heads)} of ${of} a token of the text ${does}: a sink.`);
-  if (found.turnover !== null && found.turnover > 0) lines.push(`From one step to the next ${percent(found.turnover)} of these sinks are exchanged for others${movedWords(found)}.`);
-  else if (found.turnover === 0) lines.push("These sinks stay where they are from step to step.");
+  if (found.top_received !== null) lines.push(`The most attended token of the text receives ${percent(found.top_received)} of a head’s attention, on average.`);
+  if (found.sink_heads === 0) lines.push(`No token of the text ever ${does}: there are no content sinks.`);
+  else if (found.sink_heads !== null) lines.push(`${percent(found.sink_heads)} of ${of} have a content sink, a token of the text that ${does}.`);
+  if (found.turnover !== null && found.turnover > 0) lines.push(`The turnover of content sinks is ${percent(found.turnover)} from one step to the next${movedWords(found)}.`);
+  else if (found.turnover === 0) lines.push("Content sinks stay where they are from step to step.");
   return lines;
 }
 
@@ -117,14 +117,14 @@ export function sideWords(found, facts, does, of) {
  * @returns {string}
  */
 function movedWords(found) {
-  return found.moved === null || found.moved === 0 ? "" : `; the strongest moves ${number(found.moved)} tokens a step, on average`;
+  return found.moved === null || found.moved === 0 ? "" : `; the top one moves ${number(found.moved)} tokens a step, on average`;
 }
 
 /**
- * Of two models, where one has a sink of its own and the other has none.
+ * A sentence about two models, one with a sink of its own and one without.
  * @param {[Measures, Facts]} one
  * @param {[Measures, Facts]} other
- * @param {string} of what shares are counted in
+ * @param {string} of the unit of shares
  * @returns {string | null}
  */
 export function pairWords(one, other, of) {
@@ -135,27 +135,27 @@ export function pairWords(one, other, of) {
   const heads = `${percent(plain.sink_heads)} of ${of} without it, ${percent(own.sink_heads)} with it`;
   const fewer = plain.sink_heads - own.sink_heads > CLEARLY;
   if (own.sink_mass > own.top_received && fewer) {
-    const shifts = plain.turnover ? `, and ${percent(plain.turnover)} of them change from step to step` : "";
-    return `Without a ${name}, attention piles up on a few tokens of the text${shifts}. With it, ${percent(own.sink_mass)} of attention rests on one fixed place outside the text. Sinks in the text: in ${heads}.`;
+    const shifts = plain.turnover ? `, and ${percent(plain.turnover)} of these content sinks change from step to step` : "";
+    return `Without a ${name}, attention gathers on a few tokens of the text${shifts}. With it, the ${name} receives ${percent(own.sink_mass)} of all attention. Content sinks are in ${heads}.`;
   }
-  if (fewer) return `With the ${name} there are fewer sinks in the text: in ${heads}. But attention does not rest on it here: it takes ${percent(own.sink_mass)}, the strongest token of the text ${percent(own.top_received)}.`;
-  if (own.sink_heads - plain.sink_heads > CLEARLY) return `In this text the ${name} does not keep attention off the text: sinks in the text are in ${heads}.`;
-  return `In this text there is little to tell the two apart: sinks in the text are in ${heads}, and the ${name} takes ${percent(own.sink_mass)} of all attention.`;
+  if (fewer) return `With the ${name} there are fewer content sinks: they are in ${heads}. But the ${name} receives only ${percent(own.sink_mass)} of all attention, and the most attended token of the text ${percent(own.top_received)}.`;
+  if (own.sink_heads - plain.sink_heads > CLEARLY) return `In this text the ${name} does not make content sinks fewer: they are in ${heads}.`;
+  return `In this text the two models hardly differ: content sinks are in ${heads}, and the ${name} receives ${percent(own.sink_mass)} of all attention.`;
 }
 
 /**
- * Of one step, and what changed since the one before.
+ * A sentence about one step, and what changed since the one before.
  * @param {Measures} now
- * @param {{position: number, piece: string | null, share: number, sink: boolean} | null} top the strongest token, where one head is chosen
+ * @param {{position: number, piece: string | null, share: number, sink: boolean} | null} top the most attended token, where one head is chosen
  * @param {{position: number} | null} before
  * @param {Facts} facts
  * @returns {string}
  */
 export function stepWords(now, top, before, facts) {
   const own = facts.nSinks ? `${percent(now.sink_mass)} on the ${ownName(facts)}, ` : "";
-  if (top === null) return `This step: ${own}${percent(now.top_received)} on the strongest token of the text, ${number(now.content_sinks)} sinks a head.`;
+  if (top === null) return `Attention in this step: ${own}${percent(now.top_received)} on the most attended token of the text; ${number(now.content_sinks)} content sinks a head.`;
   const named = `“${top.piece === null ? "blank" : visible(top.piece)}” at ${top.position}`;
-  const role = top.sink ? "a sink" : "the strongest token, no sink";
+  const role = top.sink ? "a content sink" : "the most attended token of the text, but no content sink";
   const way = before === null ? "" : before.position === top.position ? "; it stayed where it was" : `; it moved ${tokens(Math.abs(top.position - before.position))}, from ${before.position}`;
-  return `This step: ${own}${percent(top.share)} on ${named}, ${role}${way}.`;
+  return `Attention in this step: ${own}${percent(top.share)} on ${named}, ${role}${way}.`;
 }

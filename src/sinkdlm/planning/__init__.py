@@ -1,1 +1,1 @@
-"""What a run will cost: FLOPs, memory, seconds of a step. Imports no torch."""
+"""The cost of a run: FLOPs, memory, seconds of a step. Imports no torch."""

@@ -1,7 +1,7 @@
-"""What a recipe takes on given hardware: memory, and what to change where it does not fit; tokens a second, hours, cost, disk.
+"""Plan a recipe on given hardware: memory, changes that make it fit, tokens a second, hours, cost, disk.
 
-Puts formulas.py's bytes and step_time.py's seconds together, and into words. Knows nothing of torch: what a CPU does is measured by
-others and handed in.
+Combines formulas.py's bytes and step_time.py's seconds, and words them. Knows nothing of torch: a CPU's rate is measured elsewhere
+and passed in.
 """
 
 from dataclasses import dataclass, replace
@@ -24,15 +24,15 @@ from sinkdlm.planning.formulas import (
 )
 from sinkdlm.planning.step_time import HOST_RANKS, calibration, step_seconds
 
-_MOST_RANKS = 1024  # that are proposed
+_MOST_RANKS = 1024  # most ranks that are proposed
 _SHARD = {"mode": "shard", "shard_ranks": None}
 _SHARDED = "--set parallel.mode=shard"
-_Tables = dict[str, dict[str, Any]]  # of a recipe, by name: what to change in each
+_Tables = dict[str, dict[str, Any]]  # changes to a recipe, by table
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan is made for: so many devices of a kind."""
+    """The hardware of a plan: a number of devices of one kind."""
 
     device: str  # a100, h100, h200, b200 or cpu
     ranks: int = 1
@@ -56,7 +56,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one recipe on one machine. Bytes are of one device; hours are those of steps alone: no validation, no saving."""
+    """The plan of one recipe on one machine. Bytes are per device; hours are of steps alone, without validation and saving."""
 
     name: str
     recipe: Recipe
@@ -65,7 +65,7 @@ class Plan:
     rows: int  # of a forward
     forwards: int  # of a step, on the device that makes most
     memory: Memory
-    steps: int | None  # None: passes over data that is not here
+    steps: int | None  # None: epochs over data that is not here
     tokens_per_second: float | None
     source: str  # of the rate, or why there is none
 
@@ -103,7 +103,7 @@ class Plan:
 
     @property
     def state_bytes(self) -> int:
-        """A state to resume from: weights, two moments, the average."""
+        """Size of a state to resume from: weights, two moments, the average."""
         return self.checkpoint_bytes * (3 + (self.recipe.train.ema is not None))
 
     def to_dict(self, price: float | None = None) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Plan:
 
 
 def make_plan(recipe: Recipe, name: str, machine: Machine, n_rows: int | None = None) -> Plan:
-    """n_rows: of the data, where the budget counts passes over it."""
+    """Plan a recipe. n_rows: of the data, where the budget is in epochs."""
     train = recipe.train
     if machine.ranks > train.batch:
         raise UserError(f"{name}: {machine.ranks} devices for train.batch = {train.batch} rows; give at most that many")
@@ -149,7 +149,7 @@ def make_plan(recipe: Recipe, name: str, machine: Machine, n_rows: int | None = 
 
 
 def _cut(recipe: Recipe, machine: Machine, layout: Layout | None, rows: int | None = None) -> tuple[int, int, Memory]:
-    """Rows of a forward and forwards of a step, and what they take. rows: by default as `train` would choose them."""
+    """Return rows of a forward, forwards of a step, and their memory. rows: by default as `train` would choose them."""
     share, compiled = -(-recipe.train.batch // machine.ranks), machine.device != "cpu"
     rows = rows or recipe.train.micro_batch
     rows = min(rows, share) if rows else fitting_micro_batch(recipe, machine.capacity, share, layout, compiled=compiled)
@@ -158,7 +158,7 @@ def _cut(recipe: Recipe, machine: Machine, layout: Layout | None, rows: int | No
 
 
 def _rate(recipe: Recipe, machine: Machine, layout: Layout | None, forwards: int) -> tuple[float | None, str]:
-    """Tokens a second of all devices together, and where the number comes from."""
+    """Return tokens a second of all devices together, and where the number comes from."""
     if machine.device == "cpu":
         rate = machine.tokens_per_second
         return rate, "not known: too large to try on a CPU" if rate is None else "measured here, by a few steps in float32"
@@ -173,7 +173,7 @@ def _rate(recipe: Recipe, machine: Machine, layout: Layout | None, forwards: int
 
 
 def changes_that_fit(plan: Plan) -> list[str]:
-    """What to say on the command line where a plan does not fit: each alone is enough, the gentlest first."""
+    """List options that make a plan fit: each alone is enough, the gentlest first."""
     machine, train = plan.machine, plan.recipe.train
     if plan.fits:
         return []
@@ -194,7 +194,7 @@ def changes_that_fit(plan: Plan) -> list[str]:
 
 
 def _try(plan: Plan, words: str, machine: Machine, tables: _Tables) -> str | None:
-    """The words of a change that is enough, with as many rows a forward as fit: who forces their number must be told another."""
+    """Return the options of a change if it makes the plan fit; they replace a train.micro_batch that the recipe forces."""
     whole = plan.recipe.to_dict()
     whole["train"] |= {"micro_batch": None}
     recipe = Recipe.resolve({**whole, **{name: {**whole[name], **table} for name, table in tables.items()}})
@@ -208,13 +208,13 @@ def describe(plan: Plan, price: float | None = None) -> str:
     count, train, length = plan.recipe.model.count_parameters(), plan.recipe.train, plan.recipe.data.length
     memory, capacity = plan.memory, plan.machine.capacity
     untied = f" + head {_big(count.head)}" if count.head else ""
-    budget, flops = f"{train.epochs or 0:g} passes over data that is not here; --rows says how many rows it has", ""
+    budget, flops = f"{train.epochs or 0:g} passes over data that is not here; give its number of rows with --rows", ""
     if plan.tokens is not None:
         budget = f"{plan.tokens:,} tokens, {plan.steps:,} steps of {train.batch} rows of {length}"
         flops = f", {plan.flops_per_token * plan.tokens:.3g} in all"
     verdict = "fits" if plan.fits else f"does not fit in the {USABLE:.0%} that can be used"
     room = "" if capacity is None else f" of {_bytes(capacity)} on each device: {verdict}"
-    # Gradients come as activations go, so parts add up to more than the peak.
+    # Gradients grow while activations are freed, so the parts add up to more than the peak.
     sizes = {**memory._asdict(), "accumulates": 0}
     names = {"ema": "average", "backward": "a block's backward"}
     parts = [f"{names.get(name, name)} {_bytes(size)}" for name, size in sizes.items() if size]
@@ -233,7 +233,7 @@ def describe(plan: Plan, price: float | None = None) -> str:
         f"recompute {train.recompute}",
     ]
     if not plan.fits:
-        enough = changes_that_fit(plan) or ["nothing that was tried is enough: a device with more memory, or a smaller model"]
+        enough = changes_that_fit(plan) or ["no change that was tried is enough: use a device with more memory or a smaller model"]
         lines += [f"{'change' if number == 0 else '    or':12s}{words}" for number, words in enumerate(enough)]
     lines.append(f"speed       {speed}")
     if plan.hours is not None and plan.gpu_hours is not None:
@@ -268,7 +268,7 @@ def _bytes(size: float) -> str:
 
 
 def describe_all(plans: list[Plan], price: float | None = None) -> str:
-    """A table, and what its rates come from."""
+    """Format plans as a table, with the sources of their rates."""
     names = ("recipe", "GPUs", "parameters", "tokens", "GB each", "rows a forward", "tokens/s", "hours", "GPU-hours", "cost")
     table = [names[: None if price is not None else -1]]
     for plan in plans:
@@ -288,7 +288,7 @@ def describe_all(plans: list[Plan], price: float | None = None) -> str:
 def line_of_run(
     recipe: Recipe, device: str, memory: int | None, layout: Layout | None, rows: int, ranks: int, steps: int
 ) -> str | None:
-    """What `train` says before it starts, of the steps that are left; None where nothing is known of the device."""
+    """Return the line on the remaining steps that `train` prints at its start; None for an unknown device."""
     chip = find_chip(device)
     if chip is None:
         return None

@@ -1,10 +1,9 @@
 """How long a training step takes, by a small physical model. Knows nothing of torch or of what is installed.
 
-A step is matmuls at a share of the device's peak, attention's at another, the traffic of everything else at the speed of
-its memory, and what small kernels and the host cost. The constants are fitted to records of an H200 by `python -m
-benchmarks.calibrate`, which writes calibration.json beside this file and names the records there. Other devices are scaled by their
-data sheets. Of several devices nothing has been measured: what ranks exchange is counted at the links' own rates, and hidden behind
-arithmetic where it takes less.
+A step is the sum of matmuls at a share of peak FLOP/s, attention at another share, other traffic at the memory's bandwidth, small
+kernels, and the host. `python -m benchmarks.calibrate` fits the constants to records of an H200 and writes calibration.json beside
+this file, with the names of the records. Other devices are scaled by their data sheets. Several devices have not been measured:
+communication is counted at the links' rates, and overlaps with arithmetic.
 """
 
 import json
@@ -16,30 +15,30 @@ from sinkdlm.config.recipe import Recipe
 from sinkdlm.planning.formulas import Chip, Layout, kept_by_block
 
 CALIBRATION = Path(__file__).parent / "calibration.json"
-HOST_RANKS = 8  # devices of a host that are joined by the chip's own link
+HOST_RANKS = 8  # devices of a host, joined by the chip's own link
 NETWORK = 50e9  # bytes a second and device between hosts, one way: 400 Gb/s for each, as such hosts are sold
 _SCORED = 0.5  # share of positions that reach the head, with t uniform
-# Bytes that pass through memory for every parameter. An update reads and writes weight and moments, and reads the gradient twice
+# Memory traffic per parameter, in bytes. An update reads and writes weight and moments, and reads the gradient twice
 # (norm, update); a forward and its backward round weights to bf16 and gradients back.
 _UPDATE_BYTES = 32
 _ROUNDING_BYTES = 12
 
 
 class Constants(NamedTuple):
-    """What is fitted."""
+    """The fitted constants."""
 
     matmuls: float  # share of the peak
-    attention: float  # share of the peak, by the FLOPs of planning.py
-    passes: float  # over what a block keeps for its backward, forward and backward together
+    attention: float  # share of the peak, by the FLOPs of formulas.py
+    passes: float  # over the bytes that a block keeps for its backward, forward and backward together
     logit: float  # bytes of traffic for each logit
-    lane: float  # bytes of traffic for each token and query channel, to join a sink to attention
+    lane: float  # bytes of traffic for each token and query channel, to merge a sink into attention
     block: float  # seconds that a block's small kernels add to a forward and its backward
-    launch: float  # seconds in which the host can start a block, forward and backward: no step is faster, unless it is captured
+    launch: float  # seconds that the host takes to launch a block, forward and backward: a lower bound unless captured
     step: float  # seconds of a step outside of its blocks and head
 
 
 class Seconds(NamedTuple):
-    """Of one step on one rank."""
+    """Seconds of one step on one rank, by part."""
 
     matmuls: float
     attention: float
@@ -48,7 +47,7 @@ class Seconds(NamedTuple):
     update: float
     small: float  # small kernels and gaps
     exchange: float  # between ranks, at the links' rates
-    launch: float  # what the host needs at the least
+    launch: float  # the host's lower bound
 
     @property
     def total(self) -> float:
@@ -57,7 +56,7 @@ class Seconds(NamedTuple):
 
 @cache
 def calibration() -> dict[str, Any]:
-    """Constants, and the records that they come from."""
+    """Read the constants, and the records that they come from."""
     return json.loads(CALIBRATION.read_text())
 
 
@@ -68,16 +67,16 @@ def fitted() -> Constants:
 def step_seconds(
     recipe: Recipe, rows: int, forwards: int, chip: Chip, layout: Layout | None = None, constants: Constants | None = None
 ) -> Seconds:
-    """Of a rank that cuts so many rows into so many forwards, in bf16 with compiled blocks, and makes one update."""
+    """Estimate one rank's step: its rows cut into so many forwards, in bf16 with compiled blocks, and one update."""
     fit, config, layout = constants or fitted(), recipe.model, layout or Layout()
     count, length = config.count_parameters(), recipe.data.length
     tokens = rows * length
-    # A forward is a third of both. Recomputation makes it again: full all of it, selective what is neither product nor attention.
+    # A forward is a third of the work. Full recomputation repeats all of it, selective all but matmuls and attention.
     again, rewritten = {"full": (4 / 3, 4 / 3), "selective": (1, 4 / 3), "none": (1, 1)}[recipe.train.recompute]
     channels = tokens * config.n_layers * config.d_model
     kept = kept_by_block(config, 2, compiled=True, residual=recipe.train.residual)["none"]
     traffic = fit.passes * tokens * config.n_layers * kept * rewritten + fit.lane * channels * config.n_lane
-    captured = layout == Layout() and recipe.train.graphs != "off"  # where the host would be the slow one
+    captured = layout == Layout() and recipe.train.graphs != "off"  # where the host would be the limit
     return Seconds(
         matmuls=6 * tokens * count.non_embedding * again / (fit.matmuls * chip.flops),
         attention=12 * channels * length * again / (fit.attention * chip.flops),
@@ -91,13 +90,13 @@ def step_seconds(
 
 
 def head_seconds(scored: float, width: int, vocab: int, chip: Chip, constants: Constants) -> float:
-    """Of so many positions, forward and backward."""
+    """Estimate the head on `scored` positions, forward and backward."""
     return scored * vocab * (6 * width / (constants.matmuls * chip.flops) + constants.logit / chip.bandwidth)
 
 
 def exchange_seconds(recipe: Recipe, forwards: int, chip: Chip, layout: Layout) -> float:
-    """What a rank sends in a step: gathered blocks (bf16, again for the backward where they were dropped), the root once, sums of
-    gradients (float32) after every backward where they are sharded and once a step between copies."""
+    """Estimate a rank's communication in a step: blocks gathered (bf16; again for the backward if resharded), the root once, and
+    gradients reduced (float32): after every backward if sharded, once a step between copies."""
     count, seconds = recipe.model.count_parameters(), 0.0
     if layout.shards > 1:
         gathered = 2 * count.non_embedding * (2 if recipe.parallel.reshard else 1) + 4 * (count.embedding + count.head)

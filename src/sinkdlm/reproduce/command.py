@@ -1,10 +1,10 @@
-"""`sinkdlm reproduce`: which runs are missing, in which order they are made, when to stop, and what is written at the end.
+"""`sinkdlm reproduce`: find the missing runs, make them in order, stop in time, write the report.
 
 OUT/records/     results, a small JSON file for each run (--records names another place)
 OUT/report.json, report.md, report.html
-OUT/data, parent, runs, parts    what the work needs; runs and parts go as their results come
-OUT/settings.json                what is made here: --set, and marks of the data
-OUT/claims/      locks: several processes of the same command share the work, a run at a time each
+OUT/data, parent, runs, parts    work files; runs and parts are removed once their results are written
+OUT/settings.json                --set changes and fingerprints of the data
+OUT/claims/      locks: processes with the same command share the work, each makes one run at a time
 """
 
 import json
@@ -28,11 +28,11 @@ from sinkdlm.reproduce.results import TRIAL, best_rate, find_made, read_results,
 from sinkdlm.reproduce.running import Bench, TimeUp, clear, recipe_of, run_job, stages_of, train_job
 
 Say = Callable[[str], None]
-_PAUSE = 1.0  # seconds between looks at what others have made
+_PAUSE = 1.0  # seconds between checks for results of other processes
 
 
 class Planned(NamedTuple):
-    """A run that is to be made. seconds: about."""
+    """A run to make. seconds: the expected time."""
 
     job: Job
     stages: list[str]
@@ -40,10 +40,10 @@ class Planned(NamedTuple):
 
 
 def reproduce(asked: Asked, load_parent: Load, say: Say) -> dict[str, Any]:
-    """Works through the matrix, and writes the report of the results that are there then."""
+    """Make the missing runs, then write the report of all results."""
     targets = targets_of(asked.target)
     if asked.scale == "small" and asked.data is None and asked.requests is None and asked.tasks != []:
-        raise ReproduceError("--data or --requests: which questions? --tasks '' leaves them out")
+        raise ReproduceError("--data or --requests: this scale needs questions; give one of them, or --tasks '' for none")
     with open_work(asked, targets, load_parent, say) as work:
         work.run()
         with held(asked.out, "reproduction", wait=True):
@@ -53,7 +53,7 @@ def reproduce(asked: Asked, load_parent: Load, say: Say) -> dict[str, Any]:
 
 @contextmanager
 def open_work(asked: Asked, targets: Sequence[str], load_parent: Load, say: Say = lambda _: None) -> Iterator["Work"]:
-    """What is there and what is missing. Makes no run; nano's data and parent, which it is about, are made.
+    """Open the work: the results that are there, and what is missing. Makes no run, only nano's data and parent.
 
     Nano's forwards gain nothing from a second thread, and one thread gives the same numbers on any number of cores.
     """
@@ -67,7 +67,7 @@ def open_work(asked: Asked, targets: Sequence[str], load_parent: Load, say: Say 
 
 
 class Work:
-    """Runs that were asked, results that are there, and the bench on which what is missing is made."""
+    """The requested runs, the results that are there, and the bench that makes the missing ones."""
 
     def __init__(self, asked: Asked, targets: Sequence[str], load_parent: Load, say: Say) -> None:
         self.asked, self.scale, self.say = asked, SCALES[asked.scale], say
@@ -79,7 +79,7 @@ class Work:
         self.look()
 
     def _settle(self) -> None:
-        """Processes that share a folder make the same runs: the first one notes what they are, the others compare."""
+        """Note the settings of this folder, or compare them: processes that share a folder must make the same runs."""
         path, data = self.asked.out / "settings.json", dict(self.bench.inputs.about)
         with held(self.asked.out, "reproduction", wait=True):
             if path.exists():
@@ -89,7 +89,7 @@ class Work:
             write_text(path, json.dumps({"changes": self.asked.changes, "data": data}, indent=1) + "\n")
 
     def look(self) -> list[Planned]:
-        """What is missing, by the results that are there now, whoever made them."""
+        """Read all results that are there now, also those of other processes; return what is missing."""
         self.results = read_results(self.asked.folder, self.scale.name)
         for result in self.results.values():
             path = self.asked.folder / f"{result.name}.json"
@@ -98,29 +98,27 @@ class Work:
 
     def _compare(self, path: Path, changes: Mapping[str, Any], data: Mapping[str, str], cure: str) -> None:
         if changes != self.asked.changes:
-            raise ReproduceError(f"{path}: of runs with --set {changes}, not {self.asked.changes}; give the same, or {cure}")
+            raise ReproduceError(f"{path}: made with --set {changes}, not {self.asked.changes}; give the same, or {cure}")
         given = self.bench.inputs.about
         if odd := [name for name in given if name in data and data[name] != given[name]]:
-            raise ReproduceError(f"{path}: of runs on other data ({'; '.join(odd)}); give the same, or {cure}")
+            raise ReproduceError(f"{path}: made from other data ({'; '.join(odd)}); give the same, or {cure}")
 
     def _inputs(self) -> Inputs:
         if self.scale.name == "nano":
             return nano_inputs(self.scale, self.asked.out)
         found = given_inputs(self.asked)
         if any(job.group == SFT for job in self.jobs) and found.sft is None:
-            raise ReproduceError("--sft: which fine-tuning data? give GSM8K's chain-of-thought file, or a set prepared from it")
+            raise ReproduceError("--sft: fine-tuning data is needed; give GSM8K's chain-of-thought file, or a set prepared from it")
         if found.parent is None and any(job.group != "scratch" for job in self.jobs):
             raise ReproduceError(NO_PARENT)
         return found
 
     def _sheets(self, inputs: Inputs) -> dict[str, Sheet]:
-        """Of the tasks that are asked and that there are questions for."""
+        """The questions of each requested task that has some."""
         asked = list(self.scale.tasks) if self.asked.tasks is None else self.asked.tasks
         if unknown := [task for task in asked if task not in self.scale.tasks]:
             raise ReproduceError(f"--tasks {unknown[0]}: not among {', '.join(self.scale.tasks)}")
         return {task: sheet for task in asked if (sheet := inputs.questions(self.scale, task)) is not None}
-
-    # -- what is missing ----------------------------------------------------------------------------------------------------------
 
     def missing(self) -> list[Planned]:
         found = []
@@ -132,7 +130,7 @@ class Work:
         return found
 
     def _expected(self, job: Job, stages: Sequence[str]) -> float:
-        """What the scale declares, times what results of the group took more than declared."""
+        """The scale's declared seconds, times the ratio of actual to declared seconds of the group's results."""
         own = [result for result in self.results.values() if result.group == job.group]
         planned = [self._declared(job.group, result.kind == TRIAL, list(result.facts["seconds"])) for result in own]
         slower = sum(result.seconds for result in own) / sum(planned) if own else 1.0
@@ -142,10 +140,8 @@ class Work:
         seconds, share = self.scale.seconds, TRIAL_SHARE if is_trial else 1.0
         return seconds["start"] + seconds[group] * share + sum(seconds.get(stage.split()[0], 0.0) for stage in stages)
 
-    # -- the work --------------------------------------------------------------------------------------------------------------
-
     def run(self) -> None:
-        """Until everything is made, time is up, or the rest is with other processes."""
+        """Make runs until all are there, time is up, or the rest is with other processes."""
         self._settle()
         left, waits = self.missing(), False
         if left:
@@ -154,13 +150,13 @@ class Work:
             try:
                 tried = self._make_one(left)
             except TimeUp as late:
-                self.say(f"time is up in {late}, whose weights and results so far are kept; the same command goes on")
+                self.say(f"time is up in {late}; its weights and results so far are kept, and the same command goes on")
                 return
             if tried == "nothing":
                 break
             if tried == "wait":
                 if not waits:
-                    self.say("waits for runs that other processes make, and that the next ones need")
+                    self.say("waiting for runs of other processes, which the next runs need")
                 time.sleep(_PAUSE)
             waits = tried == "wait"
             left = self.look()
@@ -170,9 +166,9 @@ class Work:
             self.say(f"{len(left)} runs are left to other processes that work in {self.asked.out}")
 
     def _make_one(self, left: Sequence[Planned]) -> Literal["done", "wait", "nothing"]:
-        """The first run that nobody works on, that has what it needs, and that ends in time; a shorter one may, further on.
+        """Make the first run that no process works on, that has what it needs, and that can end in time.
 
-        wait: what others make now is needed for the rest."""
+        "wait": the rest needs runs that other processes make now."""
         open_ = {one.job for one in left}
         needed, busy = set[Job](), set[Job]()
         for one in left:
@@ -205,7 +201,7 @@ class Work:
             made = self.results.get(base.name)
             rate = self._learning_rate(base)[0] if made is None else made.lr
             told = {**told, "base_lr": rate}
-            if not (self.bench.folder(base) / "model").is_dir():  # gone with its result: its recipe gives it again
+            if not (self.bench.folder(base) / "model").is_dir():  # removed with its result; its recipe makes it again
                 train_job(recipe_of(base, self.bench, rate), self.bench.folder(base), self.bench)
         result = run_job(job, self.bench, lr, told, (lambda _: None) if self.bench.quiet else self.say, self._is_late)
         self.results[job.name] = result
@@ -217,7 +213,7 @@ class Work:
         self.say(f"{job.name}: {measured:.4f} nats a token, {time.monotonic() - began:.1f} s, {len(later)} to go")
 
     def _learning_rate(self, job: Job) -> tuple[float | None, dict[str, Any]]:
-        """A trial's own; a run's is the best of its variant's trials, and what they gave is told."""
+        """A trial's own rate; for a run the best of its variant's trials, with the trials' values."""
         rates = self.scale.lrs.get(job.group)
         if rates is None:
             return None, {}
@@ -227,13 +223,13 @@ class Work:
         tried = {}
         for rate, trial in zip(rates, trials, strict=True):
             if trial.name not in self.results:
-                raise ReproduceError(f"{trial.name}: this trial comes before the runs of {job.variant}; leave its trials in --only")
+                raise ReproduceError(f"{trial.name}: missing, but the runs of {job.variant} need this trial; include it in --only")
             tried[rate] = self.results[trial.name].outcomes[NELBO].value
         return best_rate(tried), {"trials": {f"{rate:g}": round(value, 5) for rate, value in tried.items()}}
 
 
 def about(left: Sequence[Planned]) -> str:
-    """How long all of it takes, to end a sentence with."""
+    """The expected time of all runs, as the end of a sentence."""
     seconds = sum(one.seconds for one in left)
     if not left:
         return ""

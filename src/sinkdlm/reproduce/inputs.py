@@ -1,14 +1,14 @@
-"""What was asked, and what runs of a scale read: data, a parent, questions, prompts; made here (nano), or given (small)."""
+"""The command's options, and the inputs of runs: data, parent, questions, prompts; made here (nano) or given (small)."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from sinkdlm.analysis.prompts import PROMPTS
 from sinkdlm.checkpoint.directory import fingerprint, written_aside
@@ -26,21 +26,22 @@ from sinkdlm.errors import ReproduceError
 from sinkdlm.evals.requests import GENERATE, Sheet
 from sinkdlm.evals.settings import Settings
 from sinkdlm.interop import Source, open_source
+from sinkdlm.interop.tensors import TensorFile
 from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of
 from sinkdlm.reproduce.matrix import SCALES, Scale
 
 GOLD = "gold"  # in a sheet's `about`: task -> the right option, or the right answer, of each document
-NO_PARENT = "--parent: which autoregressive model? a folder or a GGUF file, as `convert` reads it"
-_HELD_OUT = 0.05  # of a corpus that is prepared here: enough documents for pairs
+NO_PARENT = "--parent: an autoregressive model is needed; give a folder or a GGUF file, as `convert` reads it"
+_HELD_OUT = 0.05  # validation share of a corpus that is prepared here: enough documents for pairs
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_SHORTEST = 8  # tokens of a document that is worth scoring
+_SHORTEST = 8  # tokens of the shortest document that is scored
 
 
 Load = Callable[..., Any]  # (recipe, dtype, source=, tokenizer=): as the command line loads init.from
 
 
 class Asked(NamedTuple):
-    """What the command line asks. seeds: None for the scale's own number."""
+    """The options of the command line. seeds: None for the scale's number."""
 
     target: str
     scale: str
@@ -62,12 +63,12 @@ class Asked(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Of results."""
+        """The folder of results."""
         return self.records or self.out / "records"
 
     @property
     def changes(self) -> dict[str, Any]:
-        """--set: a result of other settings must not pass for one of the declared ones."""
+        """The --set changes, kept with results so that these do not pass for results of the declared settings."""
         return dict(parse_override(override) for override in self.overrides)
 
 
@@ -98,7 +99,7 @@ class Inputs(NamedTuple):
         return found
 
     def documents(self, count: int, length: int) -> list[list[int]]:
-        """The first documents of the validation split, which was split by document; each cut where a row ends."""
+        """The first documents of the validation split, each cut to `length` tokens."""
         every = documents_of(open_split(self.text, "validation"), self.eos)
         found = [document[:length].tolist() for document in every if len(document) >= _SHORTEST][:count]
         if not found:
@@ -106,7 +107,7 @@ class Inputs(NamedTuple):
         return found
 
     def questions(self, scale: Scale, task: str) -> Sheet | None:
-        """One task's requests, as many documents as the scale asks, answered the declared way: exact-k, no guidance."""
+        """One task's requests, of as many documents as the scale says, to answer with exact-k and no guidance."""
         if self.sheet is None:
             return None
         most = scale.tasks.get(task)
@@ -126,12 +127,9 @@ def documents_of(split: Split, eos: int | None) -> Iterator[np.ndarray]:
     return (tokens[before + 1 : end] for before, end in pairwise([-1, *ends]))
 
 
-# -- small: given ---------------------------------------------------------------------------------------------------------------
-
-
 def given_inputs(asked: Asked) -> Inputs:
     if not asked.corpus:
-        raise ReproduceError("--corpus: which text? give a prepared set, or texts that are prepared with the parent's tokenizer")
+        raise ReproduceError("--corpus: text is needed; give a prepared set, or texts to prepare with the parent's tokenizer")
     scale, sheet = SCALES[asked.scale], read_questions(asked)
     text = prepared_corpus(asked)
     about = {"corpus": open_split(text, "train").fingerprint, "validation": open_split(text, "validation").fingerprint}
@@ -139,8 +137,10 @@ def given_inputs(asked: Asked) -> Inputs:
         about["requests"] = sheet.digest
     if asked.parent is not None:
         about["parent"] = _mark_parent(asked.parent)
-    sft, examples = prepared_sft(asked), list[Example]()
+    sft, examples = asked.sft, list[Example]()
     if sft is not None:
+        if not sft.is_dir():
+            sft = _prepare(asked, [str(sft)], "sft", Preparation(kind="gsm8k-two-stage", validation=_HELD_OUT))
         splits = {split: open_split(sft, split) for split in ("train", "validation")}
         about |= {f"fine-tuning, {name}": split.fingerprint for name, split in splits.items()}
         held_out, longest = splits["validation"], scale.tables["sft"]["data"]["length"]
@@ -150,7 +150,7 @@ def given_inputs(asked: Asked) -> Inputs:
 
 
 def _mark_parent(name: str) -> str:
-    """Of its weights' files, where they lie here; else its name."""
+    """A hash of the parent's weight files if they are local, else its name."""
     path = Path(name)
     if path.is_file():
         return str(fingerprint(path)["sha256"])
@@ -159,18 +159,12 @@ def _mark_parent(name: str) -> str:
 
 
 def prepared_corpus(asked: Asked) -> Path:
-    """A prepared set as it is; texts become one, in the folder of the reproduction."""
+    """The folder of a prepared set; texts are prepared into one."""
     first = Path(asked.corpus[0])
     if len(asked.corpus) == 1 and first.is_dir() and ((first / INDEX).exists() or any(first.glob("*.ds"))):
         return first
-    find_sources(list(asked.corpus))  # a wrong name is said before the tokenizer is read
+    find_sources(list(asked.corpus))  # fail on a wrong name before the tokenizer is read
     return _prepare(asked, list(asked.corpus), "corpus", Preparation(validation=_HELD_OUT))
-
-
-def prepared_sft(asked: Asked) -> Path | None:
-    if asked.sft is None or asked.sft.is_dir():
-        return asked.sft
-    return _prepare(asked, [str(asked.sft)], "sft", Preparation(kind="gsm8k-two-stage", validation=_HELD_OUT))
 
 
 def _prepare(asked: Asked, sources: list[str], name: str, settings: Preparation) -> Path:
@@ -186,7 +180,7 @@ def parent_tokenizer(parent: str | None) -> Any:
 
 
 def read_questions(asked: Asked) -> Sheet | None:
-    """From a file of requests, or asked of the harness; None where neither is given: then no task is scored."""
+    """Questions from a file of requests or from the harness; None without either, and then no task is scored."""
     if asked.requests is not None:
         sheet = Sheet.read(asked.requests)
         if GOLD not in sheet.about:
@@ -201,23 +195,10 @@ def read_questions(asked: Asked) -> Sheet | None:
     return harness.Evaluation(harness.Plan(tasks=tasks, data=str(asked.data))).ask()
 
 
-# -- parents --------------------------------------------------------------------------------------------------------------------
-
-
-class HeldSource(Source):
-    """A foreign model whose tensors are kept in memory. Whoever reads them makes copies, so that none is ever changed."""
-
-    def __init__(self, found: Source) -> None:
-        self.__dict__.update(found.__dict__, held=list(found.read()))
-
-    def read(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.__dict__["held"])
-
-
 class Parents:
     """Loads `init.from` of recipes; a foreign one is read once: a GGUF file takes a quarter of a minute to unpack.
 
-    Checkpoints of ours are quick to read and are not held. folder: for parents' tokenizers."""
+    Our own checkpoints are quick to read and are not kept in memory. folder: for parents' tokenizers."""
 
     def __init__(self, load: Load, folder: Path) -> None:
         self._load, self._folder = load, folder
@@ -227,12 +208,16 @@ class Parents:
         path = str(recipe.init.from_)
         if path not in self._held:
             found = open_source(path)
-            own = found.kind == MODEL_TYPE
-            self._held[path] = {} if own else {"source": HeldSource(found), "tokenizer": self._tokenizer(found)}
+            self._held[path] = {}
+            if found.kind != MODEL_TYPE:
+                held = dict(found.read())  # under our names; readers copy them, so they never change
+                shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+                kept = replace(found, layout=None, tensors=TensorFile(found.path, shapes, held.__getitem__))
+                self._held[path] = {"source": kept, "tokenizer": self._tokenizer(found)}
         return self._load(recipe, dtype, **self._held[path])
 
     def _tokenizer(self, found: Source) -> Path | None:
-        """Written once and whole: other processes may be reading it."""
+        """Write the parent's tokenizer once and atomically, as other processes may read it."""
         tokenizer = tokenizer_of(found)
         if tokenizer is None:
             return None

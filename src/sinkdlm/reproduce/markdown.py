@@ -1,15 +1,14 @@
-"""A report as blocks of markdown (headings, paragraphs, lists, tables), and the same blocks as a page of HTML. Knows no numbers."""
+"""Write blocks of Markdown (headings, paragraphs, lists, tables), also as one page of HTML. Knows no numbers."""
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 
 from markdown_it import MarkdownIt
 
-_STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
-    "table{display:block;overflow-x:auto;border-collapse:collapse;font-variant-numeric:tabular-nums}code{font-size:.9em}"
-    "td,th{padding:.25rem .75rem;text-align:left;border-bottom:1px solid #8886}"
-)
+from sinkdlm.analysis.report import style
+
+_STYLE = "td { white-space: normal; } td, th { text-align: left; }"  # over that of all reports: cells hold sentences
 
 
 def bullets(lines: Iterable[str]) -> str:
@@ -26,7 +25,12 @@ def to_markdown(blocks: Iterable[str]) -> str:
 
 
 def to_html(title: str, blocks: Iterable[str]) -> str:
-    """One file, without scripts and without anything from elsewhere."""
+    """One file, without scripts or outside resources. Sections after the first are folded."""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
-    body = MarkdownIt("js-default").render(to_markdown(blocks))  # HTML in the text is shown, not taken
-    return f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>\n{body}</body></html>\n'
+    body = MarkdownIt("js-default").render(to_markdown(blocks))  # HTML in the text is escaped
+    body = body.replace("<table>", '<div class="scroll" tabindex="0"><table>').replace("</table>", "</table></div>")
+    first, *rest = re.split(r"(?=<h2>)", body)
+    folded = (re.sub(r"^(<h2>.*?</h2>)", r"<details><summary>\1</summary>", part) + "</details>\n" for part in rest[1:])
+    main = "".join([first, *rest[:1], *folded])
+    styles = f"<style>{style()}{_STYLE}</style>"
+    return f'<!doctype html>\n<html lang="en"><head>{head}{styles}</head>\n<body>\n<main>\n{main}</main>\n</body></html>\n'

@@ -1,6 +1,6 @@
-"""What is measured of a trained model: documents, questions, held-out answers, attention. Each is a stage of a run.
+"""Measure a trained model: documents, questions, held-out answers, attention. Each measurement is a stage of a run.
 
-Variants are scored on the same items under the same noise. Needs the core packages alone: a machine with a GPU has no harness.
+Variants are scored on the same items with the same noise. Needs the core packages alone: a GPU machine may have no harness.
 """
 
 import math
@@ -25,16 +25,16 @@ from sinkdlm.reproduce.matrix import Scale
 from sinkdlm.reproduce.results import Outcome
 from sinkdlm.sampling import policy_of
 
-SCORING_SEED = 20_260_127  # of every run: pairs share their masks
+SCORING_SEED = 20_260_127  # the same for every run, so that pairs share their masks
 _LAYERS = ("sink_mass", "sink_value_norm", "normal_norm", "content_sink_norm", "sink_heads", "turnover", "update_ratio")
 _OF_SINKS = ("sink_mass", "lane_heads", "middle_sink_times")
 _BINS = 24
-ROWS, ENDS, WRITES = "rows", "ends", "writes"  # outcomes of documents that are cut
+ROWS, ENDS, WRITES = "rows", "ends", "writes"  # outcomes of cut documents; "writes": see `_writes`
 _CUT_ROWS, _WRITTEN_ROWS = 128, 8
 
 
 class Found(NamedTuple):
-    """layers, told: of attention alone."""
+    """What a stage found. layers and told: of attention alone."""
 
     outcomes: Mapping[str, Outcome] = {}
     layers: Mapping[str, list[float | None]] = {}
@@ -42,7 +42,7 @@ class Found(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A trained run. first: the id that stood first in its training rows, which it is given here as well."""
+    """A trained model. first: the id that began its training rows, and that begins its rows here as well."""
 
     lm: Any
     first: int | None
@@ -56,7 +56,7 @@ class Model(NamedTuple):
         return [] if self.first is None else [self.first]
 
     def score(self, rows: list[list[int]], n_given: list[int], draws: int) -> Outcome:
-        """Nats of what follows the given tokens of each row."""
+        """NLL in nats of the tokens after the first `n_given` of each row."""
         framed = [[*self.front, *row] for row in rows]
         scored = [[place >= len(self.front) + n for place in range(len(row))] for row, n in zip(framed, n_given, strict=True)]
         with self.lm.model.inference():
@@ -81,8 +81,8 @@ def score_documents(model: Model, inputs: Inputs, scale: Scale, length: int) -> 
 
 
 def score_cuts(model: Model, inputs: Inputs, scale: Scale) -> Found:
-    """Documents cut to several lengths, those of training the last. The whole row; its last tokens, given the others, which are the
-    same tokens at every length, as options of questions are; and how much heads write."""
+    """Score documents cut to several lengths, the training length last: whole rows; the last tokens given the others, which are
+    the same tokens at every length; and the norm of heads' outputs relative to that of the values (`_writes`)."""
     longest, n_last = scale.cuts[-1], scale.cuts[0] // 2
     documents = inputs.documents(scale.documents, longest)
     full = [document for document in documents if len(document) == longest][:_CUT_ROWS]
@@ -99,14 +99,14 @@ def score_cuts(model: Model, inputs: Inputs, scale: Scale) -> Found:
 
 
 def _writes(model: Model, rows: list[list[int]]) -> float:
-    """The norm of what a head writes, of the mean norm of the values it mixes: 0 where it writes nothing, 1 where it copies.
+    """The norm of a head's output, after any gate, relative to the layer's mean value norm: 0 for no output, 1 for a copied value.
 
-    A gate is part of it. Half of the tokens are masked. Mean over rows, tokens, heads and layers.
+    Half of the tokens are masked. Mean over rows, tokens, heads and layers.
     """
     lm, wrote, values = model.lm, list[float](), list[float]()
 
     def keep(module: Any, given: tuple[Tensor]) -> None:
-        if given[0].shape[1] >= len(rows[0]):  # what a sink writes to itself is not meant
+        if given[0].shape[1] >= len(rows[0]):  # skip the lane's own output
             wrote.append(float(given[0].unflatten(-1, (lm.config.n_heads, -1)).float().norm(dim=-1).mean()))
 
     def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
@@ -126,16 +126,13 @@ def _writes(model: Model, rows: list[list[int]]) -> float:
 
 
 def score_answers(model: Model, inputs: Inputs, scale: Scale) -> Found:
-    """Held-out examples of fine-tuning: the response, given its prompt."""
+    """Score the responses of held-out fine-tuning examples, given their prompts."""
     rows, given = [one.tokens for one in inputs.examples], [one.n_prompt for one in inputs.examples]
     return Found({ANSWERS: model.score(rows, given, scale.draws)})
 
 
-# -- questions -----------------------------------------------------------------------------------------------------------------
-
-
 def ask(model: Model, sheet: Sheet, task: str) -> Found:
-    if model.first is not None:  # prompts begin with what rows began with
+    if model.first is not None:  # prompts begin as training rows did
         model.lm.tokenizer.bos_token = model.lm.tokenizer.convert_ids_to_tokens(model.first)
         sheet = replace(sheet, settings={task: sheet.settings[task].replace(bos=True)})
     with Journal(None, {}) as journal:
@@ -146,7 +143,7 @@ def ask(model: Model, sheet: Sheet, task: str) -> Found:
 
 
 def ask_officially(model: Model, sheet: Sheet, task: str, most: int) -> Found:
-    """The first questions with the official estimator and guidance. Guided values are scores: what they rank is kept, not they."""
+    """Score the first questions with the official estimator and guidance. Guided values are no NLLs: only their ranking is kept."""
     settings = {task: settings_for(task, {}).replace(greedy=sheet.settings[task].greedy)}
     first = [request for request in sheet.requests if request.doc < most]
     kept = ask(model, replace(sheet, requests=first, settings=settings), task).outcomes
@@ -154,7 +151,7 @@ def ask_officially(model: Model, sheet: Sheet, task: str, most: int) -> Found:
 
 
 def _judge_options(sheet: Sheet, answers: Mapping[Any, Response], task: str) -> Found:
-    """NLL of the right option; where there are several, whether it wins, plain and by length as the harness divides."""
+    """NLL of the right option; with several options also whether it wins, plain and divided by length as in the harness."""
     nll, n_tokens, right = [], 0, dict[str, list[float]]()
     for question in by_question(sheet.requests):
         gold = sheet.about[GOLD][question[0].doc]
@@ -175,7 +172,7 @@ def _judge_options(sheet: Sheet, answers: Mapping[Any, Response], task: str) -> 
 
 
 def _judge_texts(sheet: Sheet, answers: Mapping[Any, Response], task: str) -> Found:
-    """Numbers alone are compared: the benchmark's answers are numbers, and algebra needs a package that is not here."""
+    """Compare numbers only: the benchmark's answers are numbers, and algebra would need another package."""
     right = []
     for request in sheet.requests:
         written = answers[request.key].text
@@ -188,14 +185,11 @@ def _number(answer: str) -> float:
     try:
         return float(normalise(answer))
     except ValueError:
-        return math.nan  # which equals nothing
-
-
-# -- attention ----------------------------------------------------------------------------------------------------------------
+        return math.nan  # equals nothing
 
 
 def watch(model: Model, inputs: Inputs, scale: Scale) -> Found:
-    """Trajectories of the model as it writes: every quantity of the analysis, per layer where a figure shows layers."""
+    """Analyse trajectories of the model: every quantity of the analysis, per layer where a figure shows layers."""
     lm = model.lm
     room = lm.config.context_length - scale.written
     prompts = [[*model.front, *lm.tokenizer.encode(prompt, add_special_tokens=False)][:room] for prompt in inputs.prompts]
@@ -209,7 +203,7 @@ def watch(model: Model, inputs: Inputs, scale: Scale) -> Found:
     found = study(lm, plan, name="run", source="run", made={})
     quantities = found["quantities"]
     values = {name: one["total"]["mean"] for name, one in quantities.items()} | _middle(found)
-    absent = () if lm.config.n_sinks else _OF_SINKS  # what a model has none of is not 0 of it
+    absent = () if lm.config.n_sinks else _OF_SINKS  # undefined without a sink, not 0
     known = {name: value for name, value in values.items() if value is not None and name not in absent}
     outcomes = {f"attention.{name}": Outcome.of_value(value) for name, value in known.items()}
     layers = {name: [short(layer["mean"]) for layer in quantities[name]["layers"]] for name in _LAYERS}
@@ -226,7 +220,7 @@ def middle_layers(n: int) -> slice:
 
 
 def _middle(found: Mapping[str, Any]) -> dict[str, float]:
-    """Of the middle layers: attention on the sink against an even share, its norm too; what has no value there is left out."""
+    """In the middle layers: attention on the sink in even shares, and its norm ratio; left out where a layer has no value."""
     rows = found["trajectories"]
     keys = sum(row["length"] for row in rows) / len(rows) + 1
     told = {}

@@ -1,7 +1,7 @@
-"""The nano scale's world: the demo's little language, an autoregressive parent that learned it, and questions about it.
+"""Inputs of the nano scale: the demo's small language, an autoregressive parent trained on it, and questions about it.
 
-Questions stand where the benchmarks stand at larger scales: the last words of stories for LAMBADA, stories with four endings for
-the choice tasks, sums never seen for GSM8K. Minutes on a CPU, one thread; it shows the machinery, not the paper's effect.
+Questions take the benchmarks' places: the last words of stories for LAMBADA, stories with four endings for the choice tasks,
+held-out sums for GSM8K. Takes minutes on one CPU thread; it shows the machinery, not the paper's effect.
 """
 
 from pathlib import Path
@@ -25,10 +25,10 @@ from sinkdlm.reproduce.inputs import GOLD, Example, Inputs
 from sinkdlm.reproduce.matrix import Scale
 
 _SEED = 0  # of the language and the parent: data do not change with a run's seed
-_KEY = 0x656E64696E67  # "ending": what the numbers of options are for
+_KEY = 0x656E64696E67  # "ending": the noise key of options
 _LENGTH, _BATCH, _STEPS, _LR = 32, 32, 150, 4e-3
 _OPTIONS = 4
-_WRITTEN = 200  # sums that are answered in writing
+_WRITTEN = 200  # sums that are answered by sampling
 
 
 def nano_inputs(scale: Scale, out: Path) -> Inputs:
@@ -53,7 +53,7 @@ def nano_inputs(scale: Scale, out: Path) -> Inputs:
 
 
 def train_parent(config: ModelConfig, folder: Path) -> DiffusionLM:
-    """A causal model of the same shape: next-token prediction, which the diffusion loop does not have."""
+    """Train a causal model of the same shape by next-token prediction, which the diffusion loop lacks."""
     model = DiffusionLM(config, seed=_SEED)
     section = DataSection(sets={str(folder): 1.0}, length=_LENGTH)
     rows = open_rows(section, "train", seed=_SEED, vocab_size=config.vocab_size, mask_id=config.mask_id)
@@ -72,7 +72,7 @@ def train_parent(config: ModelConfig, folder: Path) -> DiffusionLM:
 
 
 def questions() -> Sheet:
-    """Of stories beyond those that are trained on."""
+    """Questions about stories and sums that are not trained on."""
     later = language.stories(language.N_STORIES + 400, _SEED)[language.N_STORIES :]
     texts = list(dict.fromkeys(later))[:200]
     requests: list[Request] = []
@@ -85,7 +85,7 @@ def questions() -> Sheet:
         place = draws[number][0] % _OPTIONS
         cut = text.rindex(". ") + 1
         start, last = text[:cut], text[cut:]
-        colour = next(word for word in language.COLOURS if f" {word} " in last)  # what came before says which one is right
+        colour = next(word for word in language.COLOURS if f" {word} " in last)  # the story so far decides which one is right
         rest = [word for word in language.COLOURS if word != colour]
         others = (rest[(draws[number][1] + turn) % len(rest)] for turn in range(_OPTIONS - 1))
         endings = [last.replace(f" {colour} ", f" {other} ") for other in others]

@@ -1,7 +1,7 @@
-"""The paper's own scale, laid out: a recipe for each run of a target, the commands that launch it on a cluster, and what it takes.
+"""Lay out the paper's own scale: a recipe for each run of a target, the commands that launch it on a cluster, and its cost.
 
-Recipes are those of recipes/paper with the variant's changes and a seed on top. Trains nothing. The learning rate is the paper's:
-at this scale nobody chooses it from trials.
+Recipes are those of recipes/paper with the variant's changes and a seed on top; learning rates are the paper's, without trials.
+Trains nothing.
 """
 
 import json
@@ -23,7 +23,7 @@ _RECIPES = {
     SCRATCH: ("smdm-472m",),
     SFT: ("sft-gsm8k-qwen2.5-0.5b", "sft-gsm8k-qwen2.5-1.5b"),
 }
-_ABLATED = ("qwen2.5-0.5b",)  # tables 3 to 5, controls and figures are of the smaller one
+_ABLATED = ("qwen2.5-0.5b",)  # tables 3 to 5, controls and figures use the smaller one only
 _TASKS = "arc_easy,arc_challenge,hellaswag,piqa,race,social_iqa,lambada"
 _EOS = 151643  # Qwen2.5's <|endoftext|>, which ends documents
 _EXAMPLES = 769_240  # of an epoch of the augmented GSM8K, as the authors count them
@@ -63,7 +63,7 @@ def _runs(targets: list[str], seeds: int) -> dict[tuple[str, Job], None]:
 
 
 def lay_out(target: str, out: Path, seeds: int) -> dict[str, Any]:
-    """Recipes, launch.sh and plan.json in `out`; what plan.json holds, and how to say it."""
+    """Write recipes, launch.sh and plan.json to `out`; return the content of plan.json."""
     told = "# Each line goes on where it stopped. launch/torchrun.sh says how to use several hosts."
     lines = ["#!/usr/bin/env bash", told, "set -e"]
     rows: list[dict[str, Any]] = []

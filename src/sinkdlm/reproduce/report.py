@@ -1,15 +1,18 @@
-"""What results say about each table and figure: our means and intervals, the paper's numbers, a verdict on each claim.
+"""Report on each table and figure: our means and intervals, the paper's numbers, a verdict on each claim.
 
-Made from results alone. Owns the form of report.json.
+Reads results alone. Owns the form of report.json.
 """
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from sinkdlm.analysis.capture import RULES
+from sinkdlm.analysis.findings import OF_SINKS
 from sinkdlm.evals.paper import paper_row
 from sinkdlm.reproduce.claims import (
     ANSWERS,
@@ -32,17 +35,18 @@ from sinkdlm.reproduce.results import TRIAL, RunResult, best_rate, write_text
 from sinkdlm.reproduce.statistics import ALPHA, MIN_SEEDS, holm, over_seeds
 
 _NANO = (
-    "Nano shows the machinery. Its models have 0.2M parameters and learn generated stories for 40 steps; tasks that bear a "
-    "benchmark's name are generated too. Verdicts are of these models and say nothing about the paper's."
+    "Nano shows the machinery. Its models have 0.2M parameters and learn generated stories for 40 steps; tasks with a "
+    "benchmark's name are generated too. These verdicts say nothing about the paper's models."
 )
-_DIVIDED = "; ours with an option's score divided by its length (`acc_norm`) where the harness has that, the paper does not say"
-_SOLVED = "; ours of few questions, of which hardly any are solved: the answers' NELBO is what is judged"
-OFFICIAL, FIRST = "official.", "first."  # outcomes of the official settings; of the same questions by ours
-# Figure -> what is shown of attention.
+_DIVIDED = " Ours are `acc_norm` (score divided by the option's length) where the harness has it; the paper does not say."
+_SOLVED = " Ours are of few questions, hardly any solved: the verdict rests on the answers' NELBO."
+OFFICIAL, FIRST = "official.", "first."  # by the official settings; by ours on the same questions
+# Figure -> quantities of attention that it shows.
 _FIGURES = {
     "figure1": ("sink_heads", "turnover", "turnover_null", "norm_ratio"),
     "figure3": ("sink_mass", "middle_sink_times", "middle_norm_ratio"),
 }
+_DRAWN = ("sink_mass", "sink_heads", "sink_value_norm", "normal_norm")  # by layer
 Results = Mapping[str, RunResult]
 
 
@@ -69,9 +73,6 @@ def findings(targets: Sequence[str], scale: Scale, results: Results, left: Seque
     }
     found = {target: _target(target, results) for target in targets}
     return {"scale": scale.name, "left": list(left), "targets": found, "rates": _rates(targets, scale, results), "work": work}
-
-
-# -- a target ---------------------------------------------------------------------------------------------------------------------
 
 
 def _target(target: str, results: Results) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def _row(results: Results, group: str, variant: str, paper: Sequence[str]) -> di
 
 
 def _on_the_same(runs: Iterable[RunResult]) -> dict[str, list[float]]:
-    """What the official settings were asked, first questions alone, by the settings of all others: else the two do not compare."""
+    """Score by our settings the first questions alone, which the official settings were asked: else the two do not compare."""
     found: dict[str, list[float]] = {}
     for run in runs:
         for name, official in run.outcomes.items():
@@ -124,9 +125,9 @@ def _claim(claim: Claim, results: Results) -> dict[str, Any]:
 
 
 def _exploratory(target: str, results: Results) -> list[dict[str, Any]]:
-    """Every other outcome of every comparison of the target's claims, with Holm's correction over all that have seeds enough.
+    """Test all other outcomes of the target's comparisons, with Holm's correction over those that have enough seeds.
 
-    A comparison that several targets make is explored in the first of them.
+    A comparison of several targets is explored in the first of them.
     """
     found: list[dict[str, Any]] = []
     for claim in CLAIMS:
@@ -144,7 +145,7 @@ def _exploratory(target: str, results: Results) -> list[dict[str, Any]]:
 
 
 def _rates(targets: Sequence[str], scale: Scale, results: Results) -> list[dict[str, Any]]:
-    """What trials gave: the chosen learning rate of each variant, and whether it lies at the end of the values tried."""
+    """The learning rate that trials chose for each variant, and whether it is the smallest or largest of those tried."""
     found: dict[tuple[str, str], dict[float, float]] = {}
     for job in jobs_of(targets, scale, 1):
         result = results.get(job.name)
@@ -159,11 +160,32 @@ def _rates(targets: Sequence[str], scale: Scale, results: Results) -> list[dict[
     return rows
 
 
-# -- in words ---------------------------------------------------------------------------------------------------------------------
+def layer_captures(results: Results, group: str, variants: Mapping[str, str], seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """What figure 3 of the analysis draws: means over seeds with the lowest and highest, by layer. variants: name -> variant."""
+    found = []
+    for name, variant in variants.items():
+        runs = [run for seed, run in runs_of(results, group, variant).items() if seed in seeds and run.layers]
+        if runs:
+            n_sinks = int(any(runs[0].layers["sink_mass"]))
+            about = {"name": name, "model": {"n_sinks": n_sinks}, "settings": {"threshold": RULES.threshold}}
+            drawn = [one for one in _DRAWN if n_sinks or one not in OF_SINKS]
+            rows = {one: zip(*(run.layers[one] for run in runs), strict=True) for one in drawn}
+            layers = {one: {"layers": [_ends(values) for values in own]} for one, own in rows.items()}
+            found.append({**about, "n": {"trajectories": len(runs)}, "quantities": layers})
+    return found
+
+
+def _ends(values: Sequence[float | None]) -> dict[str, float | None]:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return dict.fromkeys(("mean", "low", "high"))
+    return {"mean": round(fmean(known), 5), "low": min(known), "high": max(known)}
 
 
 def blocks_of(found: Mapping[str, Any]) -> list[str]:
     blocks = [f"# Reproduction at scale {found['scale']}"]
+    counts = Counter(claim["verdict"] for one in found["targets"].values() for claim in one["claims"])
+    blocks.append(f"Claims by verdict: {', '.join(f'{n} {verdict}' for verdict, n in counts.most_common())}.")
     if found["scale"] == "nano":
         blocks.append(_NANO)
     if found["left"]:
@@ -190,15 +212,15 @@ def target_blocks(target: str, one: Mapping[str, Any]) -> list[str]:
     beside = _paper_rows(one)
     if beside is not None:
         divided = _SOLVED if target == "gsm8k" else _DIVIDED
-        told = f"Right answers in per cent, ours (mean over seeds) and the paper's, which has a larger model{divided}:"
+        told = f"Correct answers in %, ours (mean over seeds) and the paper's, of a larger model.{divided}"
         blocks += [told, table(*beside)]
     for claim in one["claims"]:
         blocks += [f"**{claim['text']}: {claim['verdict']}.**", bullets(outcome["sentence"] for outcome in claim["outcomes"])]
     tests = [row for row in one["exploratory"] if row["holm"] is not None]
     if tests:
         kept = [row for row in tests if row["holm"] <= ALPHA]
-        told = ", ".join(f"{row['comparison']} in {row['outcome']} ({row['mean']:+.4g})" for row in kept) or "none"
-        blocks.append(f"Exploratory: {len(tests)} other comparisons; different after Holm's correction: {told}.")
+        told = ", ".join(f"{row['comparison']}, `{row['outcome']}` {row['mean']:+.4g}" for row in kept) or "none"
+        blocks.append(f"Exploratory: {len(tests)} other comparisons. Different after Holm's correction: {told}.")
     return blocks
 
 
@@ -211,7 +233,7 @@ def _values_table(target: str, one: Mapping[str, Any]) -> str:
         work = [f"{row['tokens']:,}", f"{row['seconds']:.0f}"] if row["seeds"] else ["", ""]
         rows.append([label, *(_cell(row["values"].get(name)) for name in names), *work])
     told = [OUTCOMES.get(name, outcome_name(name)) for name in names]
-    return table(["", *told, "tokens of a run", "seconds of a run"], rows)
+    return table(["mean [interval] (seeds)", *told, "tokens/run", "s/run"], rows)
 
 
 def _cell(value: Mapping[str, Any] | None) -> str:
@@ -222,8 +244,7 @@ def _cell(value: Mapping[str, Any] | None) -> str:
 
 
 def _paper_rows(one: Mapping[str, Any]) -> tuple[list[str], list[list[str]]] | None:
-    """A table's head and rows. The paper does not say whether its numbers are divided by length; ours are where the harness
-    divides. GSM8K is asked of fine-tuned models alone, and stands with them."""
+    """A table's head and rows. GSM8K is asked of fine-tuned models alone, and shown with them."""
     named = dict.fromkeys(task for row in one["rows"] for values in row["paper"].values() for task in values)
     tuned = {row["group"] == SFT for row in one["rows"]}
     tasks = [task for task in named if (task == "gsm8k") in tuned]
@@ -235,8 +256,8 @@ def _paper_rows(one: Mapping[str, Any]) -> tuple[list[str], list[list[str]]] | N
         ours, same, official = ([_accuracy(row["values"], by + task) for task in tasks] for by in ("", FIRST, OFFICIAL))
         rows.append([f"{label}, ours", *ours])
         if any(official):
-            rows.append([f"{label}, ours on the questions of the next line, seed {FIRST_SEED}", *same])
-            rows.append([f"{label}, ours with the official settings, seed {FIRST_SEED}", *official])
+            rows.append([f"{label}, ours, seed {FIRST_SEED}, same questions as the next line", *same])
+            rows.append([f"{label}, ours, seed {FIRST_SEED}, official settings", *official])
         for name, values in row["paper"].items():
             rows.append([f"{label}, paper ({name})", *(f"{100 * values[task]:.2f}" for task in tasks)])
     return ["", *tasks], rows
@@ -257,13 +278,13 @@ def rate_blocks(found: Mapping[str, Any]) -> list[str]:
         rows.append([row["group"], LABELS[row["variant"]], *tried, f"{row['chosen']:g}", "yes" if row["edge"] else ""])
     if not rows:
         return []
-    told = "Validation NELBO of each variant's three trials, from the smallest rate to the largest, on a seed that no table uses."
-    head = ["group", "variant", "low", "middle", "high", "chosen", "at an end"]
+    told = "Validation NELBO of each variant's three trials, on a seed that no table uses."
+    head = ["group", "variant", "lowest rate", "middle", "highest", "chosen", "lowest or highest"]
     return ["## Learning rates", told, table(head, rows), *_differing(found["rates"])]
 
 
 def _differing(rates: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Claims that compare variants whose trials chose different rates. Fine-tuned models have their bases'."""
+    """Claims that compare variants whose trials chose different learning rates. Fine-tuned models count by their bases."""
     chosen = {(row["group"], row["variant"]): row["chosen"] for row in rates}
     lines = []
     for claim in CLAIMS:
@@ -275,15 +296,15 @@ def _differing(rates: Sequence[Mapping[str, Any]]) -> list[str]:
         if ours is not None and theirs is not None and ours != theirs:
             both = f"{LABELS[claim.variant]} at {ours:g}, {LABELS[claim.against]} at {theirs:g}"
             lines.append(f"{claim.target}: {claim.text} ({both}{', before fine-tuning' if tuned else ''})")
-    told = "These claims compare variants whose rates differ, so that what is seen of them may be the rate's:"
+    told = "These claims compare variants with different learning rates, so their differences may come from the rate:"
     return [told, bullets(lines)] if lines else []
 
 
 def work_blocks(found: Mapping[str, Any]) -> list[str]:
     work = found["work"]
     text = (
-        f"{work['records']} results, {work['tokens']:,} tokens trained on, {work['seconds'] / 60:.0f} minutes of work "
-        f"on {', '.join(work['devices']) or 'nothing yet'}; torch {', '.join(work['torch']) or 'unknown'}. Seconds of a run have "
-        "its scoring in them, and runs may have shared a device: they do not compare variants."
+        f"{work['records']} results, {work['tokens']:,} tokens trained on, {work['seconds'] / 60:.0f} minutes "
+        f"on {', '.join(work['devices']) or 'nothing yet'}; torch {', '.join(work['torch']) or 'unknown'}. A run's seconds include "
+        "its scoring, and runs may have shared a device: do not compare variants by them."
     )
     return ["## Work", text]

@@ -1,6 +1,6 @@
-"""A run's result: what ran, and what came of it, small enough to be kept with the project (80 kB at most).
+"""Results of runs: settings and outcomes, in files small enough to keep with the project (80 kB at most).
 
-Values of single items are kept, since pairs need them: as whole multiples of a unit, in base64. Owns the form of these files.
+Values of single items are kept for paired tests, as whole multiples of a unit in base64. Owns the form of these files.
 """
 
 import base64
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sinkdlm.checkpoint.durable import replace_text
+from sinkdlm.checkpoint import durable
 from sinkdlm.errors import ReproduceError
 from sinkdlm.reproduce.matrix import Job, Scale
 from sinkdlm.training.run import environment
@@ -29,7 +29,7 @@ _FIRST_UNIT = 1e-3  # nats; coarser by tens until 16 bits hold every value
 
 @dataclass(frozen=True)
 class Outcome:
-    """One thing that was measured: `total / units` is its value. items: what the total is a sum of, where there are items.
+    """One measured outcome: `total / units` is its value. items: the terms of the total, if it has terms.
 
     units: tokens for nats a token, items for shares. Rounded to the file's precision when made, so that a value is the same
     before and after it was written.
@@ -53,7 +53,7 @@ class Outcome:
     def of_items(cls, values: Iterable[float], units: float) -> "Outcome":
         exact = np.array(list(values), dtype=np.float64)
         if not np.isfinite(exact).all():
-            raise ReproduceError("a score is not finite: the run went wrong, and has no result")
+            raise ReproduceError("a score is not finite, so the run has no result; look at its training")
         unit, largest = _FIRST_UNIT, float(np.abs(exact).max(initial=0.0))
         if np.isin(exact, (0.0, 1.0)).all():
             unit = 1.0
@@ -91,7 +91,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RunResult:
-    """facts: recipe, environment, seconds and all else that is told. layers: of attention, quantity -> a value a layer."""
+    """facts: recipe, environment, seconds and other facts. layers: quantity of attention -> a value for each layer."""
 
     name: str
     kind: str
@@ -110,7 +110,7 @@ class RunResult:
 
     @property
     def data(self) -> dict[str, str]:
-        """What it was made from: a kind of data -> its mark."""
+        """Kind of data -> fingerprint of the data that it was made from."""
         return dict(self.facts.get("data", {}))
 
     @property
@@ -133,17 +133,14 @@ class RunResult:
 def write_result(folder: Path, result: RunResult) -> Path:
     text = result.to_json()
     if len(text) > MAX_BYTES:
-        raise ReproduceError(f"{result.name}: its result has {len(text):,} bytes, and {MAX_BYTES:,} is the most: score fewer items")
-    return write_text(folder / f"{result.name}.json", text)
-
-
-def write_text(path: Path, text: str) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, text)
-    except OSError as failure:
-        raise ReproduceError(f"{path}: cannot be written: {failure.strerror}") from None
+        raise ReproduceError(f"{result.name}: its result has {len(text):,} bytes, more than {MAX_BYTES:,}; score fewer items")
+    path = folder / f"{result.name}.json"
+    write_text(path, text)
     return path
+
+
+def write_text(path: Path, text: str) -> None:
+    durable.write_text(path, text, ReproduceError, "; choose another --out")
 
 
 def read_result(path: Path) -> RunResult:
@@ -159,7 +156,7 @@ def read_result(path: Path) -> RunResult:
 
 
 def read_results(folder: Path, scale: str) -> dict[str, RunResult]:
-    """Those of one scale, by name; all of the same data, or none."""
+    """Results of one scale, by name; refused if they were made from different data."""
     found = {one.name: one for path in sorted(folder.glob("*.json")) if (one := read_result(path)).scale == scale}
     first: dict[str, RunResult] = {}  # that names a kind of data
     for result in found.values():
@@ -172,7 +169,7 @@ def read_results(folder: Path, scale: str) -> dict[str, RunResult]:
 
 
 def provenance(where: torch.device) -> dict[str, Any]:
-    """What a file of numbers says about how it came to be."""
+    """How a file of numbers was made: time, command, environment."""
     made, started = environment(where), getattr(sys.modules["__main__"], "__spec__", None)
     program = "sinkdlm" if started is None or started.name.startswith("sinkdlm") else f"python -m {started.name}"  # a study
     told = {name: made[name] for name in _FACTS if name in made}
@@ -183,12 +180,12 @@ _FACTS = ("commit", "device", "torch", "triton", "transformers", "cuda", "python
 
 
 def best_rate(tried: Mapping[float, float]) -> float:
-    """Of learning rates and what their trials gave; of equal ones the smallest."""
+    """The learning rate whose trial gave the lowest value; of equal ones the smallest."""
     return min(tried, key=lambda rate: (tried[rate], rate))
 
 
 def find_made(job: Job, results: Mapping[str, RunResult], scale: Scale) -> RunResult | None:
-    """A job's result, unless learning rates are others now: a trial's own, those that a run chose from, or its base's."""
+    """A job's result, unless learning rates have changed: a trial's own, those that a run chose from, or its base's."""
     found, rates = results.get(job.name), scale.lrs.get(job.group)
     if found is None:
         return None

@@ -1,7 +1,7 @@
-"""One run: trained where it was left, measured stage by stage, and its result. Each stage is kept as soon as it is done.
+"""Make one run: resume its training, measure it stage by stage, write its result. Each stage is kept once it is done.
 
-runs/NAME/      the run folder of training; gone once the result is written, unless weights are kept
-parts/NAME/     what stages found, until the result is written
+runs/NAME/      the run folder of training; removed once the result is written, unless weights are kept
+parts/NAME/     outcomes of stages, until the result is written
 records/NAME.json
 """
 
@@ -31,7 +31,7 @@ from sinkdlm.training.setup import LoadParent
 
 
 class Bench(NamedTuple):
-    """Where runs are made, and with what. sheets: of each task that is asked."""
+    """What runs are made with. sheets: questions of each requested task."""
 
     asked: Asked
     inputs: Inputs
@@ -51,7 +51,7 @@ class Bench(NamedTuple):
         return torch.device(self.asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     def provenance(self) -> dict[str, Any]:
-        """What a file of numbers says about how it came to be."""
+        """How a result was made: time, command, environment, data."""
         return {**provenance(self.where), "data": dict(self.inputs.about)}
 
     def folder(self, job: Job) -> Path:
@@ -62,7 +62,7 @@ class Bench(NamedTuple):
 
 
 def recipe_of(job: Job, bench: Bench, lr: float | None) -> Recipe:
-    """The group's table, the variant's changes, this run's seed and learning rate, what data and parent say, and --set on top."""
+    """The group's table, then the variant's changes, the job's seed and learning rate, data and parent, and --set on top."""
     inputs, base = bench.inputs, job.base
     changes = VARIANTS[job.variant].changes
     if "first" in changes.get("data", {}):
@@ -89,7 +89,7 @@ def recipe_of(job: Job, bench: Bench, lr: float | None) -> Recipe:
 
 
 def stages_of(job: Job, bench: Bench) -> list[str]:
-    """Those that are declared, of the tasks that are asked."""
+    """The declared stages of the requested tasks."""
     found = []
     for stage in stages_declared(job, bench.scale):
         kind, _, task = stage.partition(" ")
@@ -116,11 +116,11 @@ class TimeUp(Exception):  # noqa: N818  (no error: it was asked for)
 def run_job(
     job: Job, bench: Bench, lr: float | None, told: Mapping[str, Any], say: Callable[[str], None], is_late: Callable[[], bool]
 ) -> RunResult:
-    """Trains what is left to train, measures what is left to measure, and writes the result. Raises TimeUp between stages."""
+    """Train and measure what is left, and write the result. Raises TimeUp between stages."""
     recipe = recipe_of(job, bench, lr)
     folder, parts = bench.folder(job), bench.parts(job)
     mark = parts / "recipe.toml"
-    if parts.is_dir() and (not mark.exists() or mark.read_text() != recipe.to_toml()):  # what stages of another recipe found
+    if parts.is_dir() and (not mark.exists() or mark.read_text() != recipe.to_toml()):  # outcomes of another recipe
         shutil.rmtree(parts)
     write_text(mark, recipe.to_toml())
     done = {path.stem: json.loads(path.read_text()) for path in sorted(parts.glob("*.json"))}
@@ -162,7 +162,7 @@ def run_job(
 
 def train_job(recipe: Recipe, folder: Path, bench: Bench) -> dict[str, Any]:
     if torch.cuda.is_available():
-        torch.compiler.reset()  # variants are recompilations of the same blocks, and after some of these the compiler gives up
+        torch.compiler.reset()  # each variant recompiles the same blocks, and the compiler gives up after some recompilations
     _give_back()
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, quiet=bench.quiet)
     found = train(recipe, folder, load_parent=bench.load_parent, device=bench.asked.device, console=console)
@@ -171,14 +171,14 @@ def train_job(recipe: Recipe, folder: Path, bench: Bench) -> dict[str, Any]:
 
 
 def _give_back() -> None:
-    """The device's memory: a micro-batch is chosen for the whole of it, and other processes may share it."""
-    gc.collect()  # a run leaves cycles
+    """Free the device's cached memory: micro-batches are chosen for all of it, and other processes may share it."""
+    gc.collect()  # a run leaves reference cycles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def clear(job: Job, bench: Bench) -> None:
-    """Once there is a result: weights are large, and it says how to make them again."""
+    """Remove a run's files once there is a result: weights are large, and its recipe can make them again."""
     shutil.rmtree(bench.parts(job), ignore_errors=True)
     if not bench.asked.keep_weights:
         shutil.rmtree(bench.folder(job), ignore_errors=True)

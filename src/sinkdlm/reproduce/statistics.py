@@ -1,8 +1,8 @@
-"""What a difference is, and how sure it is: paired over items, then over seeds.
+"""Differences between variants and their uncertainty: paired over items, then over seeds.
 
-Within a seed, variants are scored on the same items under the same noise, so that the difference of an item is one number. Over
-seeds, which change data order, noise and new parameters together, the differences of seeds are taken as a normal sample: intervals
-and tests are Student's. Numbers alone: knows no run, file or claim.
+Within a seed, variants are scored on the same items with the same noise, so each item has one difference. Seeds change data order,
+noise and new parameters together; the seeds' differences are taken as a normal sample, with Student's intervals and tests.
+Knows no run, file or claim.
 """
 
 import math
@@ -17,11 +17,11 @@ from sinkdlm.likelihood.estimates import student_cdf, student_quantile
 LEVEL = 0.95
 ALPHA = 1 - LEVEL
 MIN_SEEDS = 3  # with two, Student's interval is 12.7 standard errors wide on each side
-_ROUNDING = 1e-12  # of a mean: a standard error below it is that of arithmetic
+_ROUNDING = 1e-12  # a standard error below this share of the mean is rounding
 
 
 class Paired(NamedTuple):
-    """Of one seed: the difference of two variants per unit (a token, an item), and its standard error over items."""
+    """One seed's difference of two variants per unit (a token, an item), and its standard error over items."""
 
     difference: float
     stderr: float
@@ -29,9 +29,9 @@ class Paired(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """Of seeds: their mean, Student's interval, the standard error, and the p of the two-sided test against 0.
+    """Over seeds: mean, Student's interval, standard error, and p of the two-sided test against 0.
 
-    Not a number where a single seed says nothing of how seeds scatter; p also where equal values, which are not 0, do not.
+    NaN for a single seed, which cannot show how seeds vary; p is also NaN for equal values that are not 0.
     """
 
     mean: float
@@ -61,7 +61,7 @@ def pair_items(one: np.ndarray, other: np.ndarray, units: float) -> Paired:
 
 
 def over_seeds(values: Sequence[float], level: float = LEVEL) -> Spread:
-    """Of one value for each seed. Equal values have an interval without width."""
+    """The spread of one value for each seed. Equal values have an interval without width."""
     n, unknown = len(values), math.nan
     if n < 2:
         return Spread(values[0] if n else unknown, unknown, unknown, unknown, n, unknown)
@@ -74,9 +74,9 @@ def over_seeds(values: Sequence[float], level: float = LEVEL) -> Spread:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p of each test; one without a p takes no part and stays without."""
+    """Holm's adjusted p of each test; a NaN takes no part and stays NaN."""
     p = np.array(p_values, dtype=np.float64)
-    order = np.argsort(p)  # those without a p last
+    order = np.argsort(p)  # NaN last
     times = np.isfinite(p).sum() - np.arange(len(p))
     p[order] = np.minimum(1, np.maximum.accumulate(p[order] * times))
     return p.tolist()

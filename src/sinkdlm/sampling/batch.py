@@ -1,13 +1,13 @@
 """One denoising step of a batch of rows: query the denoiser, draw candidates, commit the best.
 
 `Batch.advance` takes the plans of its rows (requests.py) and runs, on the device: choose positions, `_propose` a token for each
-(drawing.py), `_take` the best, `_commit` them; `_move_on` then plans the next step of each row. Rows of other lengths, policies and
-ages share a batch; nothing that a row gets depends on the others. Takes a denoiser; knows no model.
+(drawing.py), `_take` the best, `_commit` them; `_move_on` then plans the next step of each row. Rows of any length, policy and
+progress share a batch; no row's result depends on the others. Takes a denoiser; knows no model.
 
-A step waits for a GPU only where a policy must know its outcome: a threshold how many positions passed, EOS whether it stands,
-remasking by confidence how sure the tokens were. Steps of repeating shapes are captured as CUDA graphs and replayed.
+A step waits for a GPU only where the next plan needs its outcome: how many positions passed a threshold, whether a row has ended
+with EOS, or the confidences for remasking. Steps of repeating shapes are captured as CUDA graphs and replayed.
 
-B rows of a batch, T canvas, n positions of a row whose prediction is needed, V vocabulary.
+B rows of a batch, T canvas, n positions predicted in a row, V vocabulary.
 """
 
 import contextlib
@@ -33,10 +33,11 @@ Denoise = Callable[..., Tensor]
 
 
 class BlockCache:
-    """Keys and values of whole rows, kept from a block's first step while its others run: approximate, as in Fast-dLLM.
+    """Keys and values of whole rows, kept from a block's first step for its later ones: approximate, as in Fast-dLLM.
 
     The first forward covers whole rows of `length` and fills it; later ones replace a span from `start`, and the rest stays as it
-    was when the block began. The sink lane is no part of it: it is exact, with or without a cache.
+    was when the block began. The sink lane is not cached here: it is exact with or without a cache. The model calls `join`; a fast
+    block writes into `rows`. start: index of the span's first token; a () tensor where only the device knows it.
     B rows, K key/value heads, T tokens, D head width.
     """
 
@@ -44,10 +45,10 @@ class BlockCache:
         self.start: int | Tensor = 0
         self.length = length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values (B, K, S + T, D)
-        keep_eager(self, "join")  # compiled into a block, it would be compiled again for every start
+        keep_eager(self, "join")  # in a compiled block it would be recompiled for every start
 
     def rows(self, layer: int, k: Tensor, n_sinks: int) -> tuple[Tensor, Tensor]:
-        """Buffers of a layer's keys and values, shaped for keys like k (B, K, any, D), with room for the sinks' in front.
+        """The layer's key and value buffers, for keys like k (B, K, any, D), with room for the sinks in front.
 
         They stay in place as long as the cache lives: captured steps write to them.
         """
@@ -57,6 +58,7 @@ class BlockCache:
         return self._layers[layer]
 
     def join(self, layer: int, k: Tensor, v: Tensor, n_sinks: int) -> tuple[Tensor, Tensor]:
+        """Store the span's rotated keys and values (B, K, span, D); return those of the whole row, without the sinks'."""
         positions = torch.arange(n_sinks, n_sinks + k.shape[2], device=k.device) + self.start
         whole = self.rows(layer, k, n_sinks)
         for mine, span in zip(whole, (k, v), strict=True):
@@ -65,7 +67,7 @@ class BlockCache:
 
     @classmethod
     def collect(cls, rows: "Sequence[tuple[BlockCache, int]]") -> "BlockCache":
-        """One cache of single rows of others, all of one length."""
+        """Build one cache from single rows of others, all of one length."""
         found = cls(rows[0][0].length)
         for layer in rows[0][0]._layers:
             k, v = (torch.stack([cache._layers[layer][part][row] for cache, row in rows]) for part in (0, 1))
@@ -74,7 +76,7 @@ class BlockCache:
 
 
 class DenoiserAdapter:
-    """Call any denoiser alike. Only our own take lengths=, where= (positions (B, n) -> logits (B, n, V)) and cache=."""
+    """Give every denoiser one interface. Only ours take lengths=, where= (positions (B, n) -> logits (B, n, V)) and cache=."""
 
     def __init__(self, denoiser: Denoise) -> None:
         names: Any = ()
@@ -83,7 +85,7 @@ class DenoiserAdapter:
         self.call = denoiser
         self.takes_lengths, self.takes_where, self.takes_cache = (name in names for name in ("lengths", "where", "cache"))
         self.takes_cache &= getattr(denoiser, "cacheable", True)
-        self.reach = int(getattr(denoiser, "reach", 0))  # tokens to the left that a span must have beside its own
+        self.reach = int(getattr(denoiser, "reach", 0))  # tokens to the left of a span that its forward also needs
         self.capturable = bool(getattr(denoiser, "capturable", False))
         self.barred: Sequence[int] = getattr(denoiser, "barred", ())  # ids that are never written
 
@@ -92,7 +94,7 @@ class DenoiserAdapter:
         return denoiser if isinstance(denoiser, DenoiserAdapter) else cls(denoiser)
 
     def logits(self, tokens: Tensor, positions: Tensor, lengths: Tensor | None, cache: BlockCache | None) -> Tensor:
-        """(B, n, V), a tensor of its own."""
+        """Logits (B, n, V) in a tensor that the caller may overwrite."""
         given = {name: value for name, value in (("lengths", lengths), ("cache", cache)) if value is not None}
         if self.takes_where:
             return self.call(tokens, where=positions, **given)
@@ -101,7 +103,7 @@ class DenoiserAdapter:
 
 
 class _Shape(NamedTuple):
-    """What decides the shapes of a step's tensors, known to the host."""
+    """Everything that fixes the shapes of a step's tensors, known on the host."""
 
     n: int  # positions of each row that are predicted
     width: int  # tokens of the longest row
@@ -110,7 +112,7 @@ class _Shape(NamedTuple):
 
 
 class _Query(NamedTuple):
-    """One call of the denoiser: logits at positions (B, n) of tokens (B, T). low: where the span begins, on the device."""
+    """One call of the denoiser: logits at positions (B, n) of tokens (B, T). low: start of the span, on the device."""
 
     tokens: Tensor
     positions: Tensor
@@ -120,8 +122,8 @@ class _Query(NamedTuple):
 
 
 class Batch:
-    """Rows that share a forward, and their tokens as long as they stay together. Never holds their states: a cycle would keep its
-    memory."""
+    """Rows that share a forward, and their tokens as long as they stay together. Holds no states: a reference cycle would keep the
+    memory alive."""
 
     def __init__(self, states: list[State], device: torch.device) -> None:
         policies = [scoring_policy(state.policy) for state in states]
@@ -129,7 +131,7 @@ class Batch:
         self.mask_id, self.cache_kind, self.shift = states[0].request.mask_id, policies[0].cache, policies[0].shift
         self.width = max(len(state.request.canvas) for state in states)
         self.keys = torch.tensor([state.key for state in states], dtype=torch.uint64).view(torch.int64).to(device)
-        # Rows whose candidates are scored alike: all, or an index of them.
+        # Each policy with the rows that it scores: all, or an index of them.
         alike: dict[Policy, Any] = {}
         for row, policy in enumerate(policies):
             alike.setdefault(policy, []).append(row)
@@ -141,7 +143,7 @@ class Batch:
             members = [[(cache, state.row) for cache in state.batch.caches] for state in states]
             self.caches = [BlockCache.collect(branch) for branch in zip(*members, strict=True)]
         self._collect(states)
-        # Least first: by the time of being revealed where noise decides, else by position alone (the sort is stable).
+        # The lowest comes first: latest reveal time where noise decides the order, else by position (the sort is stable).
         planned = torch.tensor([[policy.order in PLANNED_ORDERS] for policy in policies]).to(device)
         self.priority = -reveal_times(self.keys[:, None], self.width) * planned
         self.remasked = torch.tensor([[policy.remask != "none"] for policy in policies]).to(device)
@@ -152,22 +154,22 @@ class Batch:
 
     @classmethod
     def of(cls, states: list[State], device: torch.device) -> "Batch":
-        """The batch that these rows are, if they came from one and nobody joined or left; else a new one."""
+        """Return the rows' common batch if no row has joined or left it; else make a new one."""
         old: Batch | None = states[0].batch
         if old is None or [(old, row) for row in range(old.n_rows)] != [(state.batch, state.row) for state in states]:
             return cls(states, device)
         return old
 
     def _collect(self, states: list[State]) -> None:
-        """Lay out the canvases, and take over what the rows have become in other batches. All are (B, T), the report (3, B)."""
+        """Lay out the canvases and copy the rows' progress from their old batches. All are (B, T), the report (3, B)."""
         canvases = [torch.tensor(state.request.canvas) for state in states]
         tokens = torch.nn.utils.rnn.pad_sequence(canvases, batch_first=True, padding_value=-1)
         self.editable = (tokens == self.mask_id).to(self.device)
-        # Shorter canvases are filled up with [MASK] that is not open.
+        # Shorter canvases are padded with [MASK] that is not open.
         self.tokens, self.open = tokens.masked_fill(tokens < 0, self.mask_id).to(self.device), self.editable.clone()
         self.confidence = torch.full(tokens.shape, math.nan, device=self.device)
         self.committed = torch.zeros_like(self.open)
-        # Tokens committed, whether EOS stands, how many tokens ever were chosen by what is no number.
+        # Tokens committed, whether EOS has ended the row, tokens ever committed with NaN confidence.
         self.report = torch.zeros(3, self.n_rows, dtype=torch.int64, device=self.device)
         for old in {state.batch: None for state in states if state.batch is not None}:
             moved = [(row, state.row) for row, state in enumerate(states) if state.batch is old]
@@ -204,7 +206,7 @@ class Batch:
         return marked.to(self.device)
 
     def _span(self, adapter: DenoiserAdapter, plan: StepPlan) -> tuple[int, int]:
-        """Where the next forward begins, and how many tokens it computes: all, or with a cache after a block's first step fewer."""
+        """(start, length) of the next forward: the whole row, or with a cache, after a block's first step, a span of it."""
         if self.cache_kind == "none" or plan.first:
             return 0, plan.length
         low = max(0, plan.start - max(adapter.reach, int(self.shift)))
@@ -241,13 +243,14 @@ class Batch:
         for policy, rows in self.groups:
             logits = conditional[rows]
             if policy.guidance:
-                # The unconditional branch sees nothing that was given.
+                # The unconditional branch sees no given token.
                 blank = self.tokens.masked_fill(~self.editable, self.mask_id)[rows, : query.tokens.shape[1]]
                 lengths = None if query.lengths is None else query.lengths[rows]
                 unconditional = query._replace(tokens=blank, positions=query.positions[rows], lengths=lengths)
                 logits = guide(logits, self._logits(adapter, unconditional, 1), policy.guidance)
             logits = logits.index_fill_(-1, self._forbidden(policy, logits.shape[-1], adapter.barred), -math.inf)
-            keys = fold(self.keys[rows][:, None], step[rows], positions[rows]) if policy.temperature > 0 else None
+            needed = policy.temperature > 0 or policy.order_temperature > 0
+            keys = fold(self.keys[rows][:, None], step[rows], positions[rows]) if needed else None
             found.append(score_candidates(policy, logits, cast("Tensor | None", keys)))
         if len(found) == 1:
             return found[0]
@@ -264,28 +267,29 @@ class Batch:
             self.caches[branch].start = 0
             return adapter.logits(query.tokens, query.positions, None, self.caches[branch])
         self.caches[branch].start = query.low
-        inside = (query.positions - query.low).clamp(0, query.span - 1)  # some rows query positions outside, which nobody reads
+        inside = (query.positions - query.low).clamp(0, query.span - 1)  # logits of positions outside are never read
         here = query.tokens.index_select(1, query.low + counter(query.span, self.device))
         return adapter.logits(here, inside, None, self.caches[branch])
 
     def _forbidden(self, policy: Policy, vocab: int, barred: Sequence[int]) -> Tensor:
         if policy not in self.forbidden:
             ids = [*policy.suppressed, *([self.mask_id] if self.mask_id < vocab else []), *barred]
-            if any(not 0 <= token < vocab for token in ids):
-                raise SamplingError(f"suppressed = {policy.suppressed}: ids are below the vocabulary's {vocab}")
+            for name, given in (("suppressed", ids), ("last_ids", policy.last_ids)):
+                if any(not 0 <= token < vocab for token in given):
+                    raise SamplingError(f"{name} = {getattr(policy, name)}: ids must be below the vocabulary size {vocab}")
             if len(set(ids)) >= vocab:
-                raise SamplingError(f"suppressed: no token of the vocabulary of {vocab} is left")
+                raise SamplingError(f"suppressed: leaves none of the vocabulary's {vocab} tokens; suppress fewer")
             self.forbidden[policy] = torch.tensor(ids, dtype=torch.int64).to(self.device)
         return self.forbidden[policy]
 
     def _take(self, score: Tensor, sure: Tensor, valid: Tensor, quota: Tensor) -> Tensor:
-        """(B, n): the `quota` best of each row, ties to the left, and whatever is as sure as the threshold."""
+        """(B, n): the `quota` best of each row, ties to the left, and every position that reaches the threshold."""
         order = score.masked_fill(~valid, -math.inf).argsort(dim=1, descending=True, stable=True)
         best = (counter(score.shape[1], self.device) < quota).expand(score.shape)
         taken = torch.zeros_like(valid).scatter_(1, order, best)
         for policy, rows in self.groups:
             if policy.threshold is not None:
-                taken[rows] |= sure[rows] >= policy.threshold
+                taken[rows] |= (sure[rows] >= policy.threshold) & (score[rows] > -math.inf)  # -inf: one of its last_ids
         return taken & valid
 
     def _commit(self, positions: Tensor, taken: Tensor, proposal: Tensor, sure: Tensor) -> None:
@@ -300,7 +304,7 @@ class Batch:
                 self._end_rows(rows, policy.eos_id)
 
     def _end_rows(self, rows: Any, eos_id: int) -> None:
-        """A row has ended where nothing is open before its first EOS; what it had written after it becomes EOS too."""
+        """End rows with nothing open before their first EOS; whatever they wrote after it becomes EOS too."""
         everywhere = counter(self.width, self.device)
         tokens, editable, open_ = self.tokens[rows], self.editable[rows], self.open[rows]
         first_end, first_open = (
@@ -314,7 +318,7 @@ class Batch:
         self.report[1, rows] = ended.to(torch.int64)
 
     def _move_on(self, states: list[State], plans: list[StepPlan]) -> None:
-        """Plan the next step of each row. Reads from the device only where a policy must know."""
+        """Plan the next step of each row. Reads from the device only where a plan needs the outcome."""
         reads = any(state.policy.threshold is not None or state.policy.eos_id is not None for state in states)
         nothing = [0] * len(plans)
         counts, ended, lost = self.report.tolist() if reads else ([plan.quota for plan in plans], nothing, nothing)
@@ -335,5 +339,5 @@ class Batch:
 
 @functools.lru_cache(maxsize=256)
 def scoring_policy(policy: Policy) -> Policy:
-    """The fields of a policy that matter once a step is planned; rows that agree in them are scored together."""
+    """Keep only the fields that matter once a step is planned; rows that agree in them are scored together."""
     return replace(policy, steps=None, schedule="linear", last_time=1.0)

@@ -1,4 +1,4 @@
-"""From logits to candidates: guidance, a draw at a temperature, and a score that says how sure the prediction is.
+"""Turn logits into candidates: apply guidance, draw at a temperature, score how sure the prediction is.
 
 `score_candidates` is what batch.py calls. Works row by row: no number depends on another row. Half-precision logits are read as
 float32; nothing is computed in float64 unless the logits are.
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sinkdlm.kernels.sampling import draw_candidates
 from sinkdlm.noise import counter, fold
+from sinkdlm.sampling.requests import ORDER
 from sinkdlm.sampling.unmasking import Policy
 
 _CHUNK = 1 << 25  # elements of noise held at once
@@ -24,33 +25,31 @@ def precise(logits: Tensor) -> Tensor:
 
 
 def guide(conditional: Tensor, unconditional: Tensor, guidance: float) -> Tensor:
-    """un + (w + 1)(cond - un), before anything is forbidden: -inf - -inf is no number. What the denoiser forbids stays so."""
+    """un + (w + 1)(cond - un), before we forbid tokens: -inf - -inf is NaN. What the denoiser forbids stays forbidden."""
     conditional = precise(conditional)
     away = (conditional - precise(unconditional)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     return away.mul_(guidance).add_(conditional)
 
 
 def cut(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """Keeps the k most likely tokens of a row, and of those the fewest whose probabilities reach p. Ties go to lower ids."""
-    if top_k is None and top_p is None:
-        return logits
-    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
-    if top_k is not None and top_k < logits.shape[-1]:
-        ordered = ordered.index_fill(-1, counter(logits.shape[-1], logits.device)[top_k:], -math.inf)
-    if top_p is not None:
-        chances = ordered.softmax(-1)
-        beyond = chances.cumsum(-1) - chances >= top_p
+    """Dream's cuts, in its order: keep the fewest tokens whose probabilities pass p, and of those all as likely as the k-th.
+
+    Of equally likely tokens p keeps the lower ids."""
+    if top_p is not None and top_p < 1:
+        ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+        beyond = ordered.softmax(-1).cumsum(-1).roll(1, -1) > top_p  # the sum of all before
         beyond[..., 0] = False
-        ordered = ordered.masked_fill(beyond, -math.inf)
-    return torch.empty_like(logits).scatter_(-1, ids, ordered)
+        logits = logits.masked_fill(torch.empty_like(beyond).scatter_(-1, ids, beyond), -math.inf)
+    if top_k is not None and top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k, dim=-1).values[..., -1:], -math.inf)
+    return logits
 
 
 def gumbel(words: Tensor, dtype: torch.dtype) -> Tensor:
     """Standard Gumbel noise -log(-log u) from 64-bit words.
 
-    A float32 uniform has 2^-24 steps, so it can give no noise above 16.6 and cuts off what decides rare draws. Here 1 - u is an
-    integer of 63 bits, which float32 holds to 24 significant ones however small it is: the tail reaches 43, further than a float64
-    uniform's (36).
+    A float32 uniform has steps of 2^-24, so its noise ends at 16.6 and rare tokens are never drawn. Here 1 - u is a 63-bit integer,
+    of which float32 keeps 24 significant bits however small it is: the tail reaches 43, further than a float64 uniform's (36).
     """
     tail = ((words >> 1) & ((1 << _WORD_BITS) - 1)).to(dtype).mul_(2.0**-_WORD_BITS)
     tail = tail.clamp_(2.0 ** -(_WORD_BITS + 1), 1 - torch.finfo(dtype).eps)
@@ -63,14 +62,14 @@ def _pick(logits: Tensor, keys: Tensor, words: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, keys: Tensor) -> Tensor:
-    """A token for each row of (N, V), from the softmax of its logits; keys (N,): 64 random bits that are the row's own."""
+    """Draw a token for each row of (N, V) from the softmax of its logits; keys (N,): 64 random bits per row."""
     words = counter(logits.shape[-1], logits.device)
     size = max(1, _CHUNK // logits.shape[-1])
     return torch.cat([_pick(rows, own, words) for rows, own in zip(logits.split(size), keys.split(size), strict=True)])
 
 
 def log_odds_(logits: Tensor, tokens: Tensor) -> Tensor:
-    """log p / (1 - p) of a token in each row's softmax: ordered like p, and exact where p rounds to 1. Uses logits up."""
+    """log p / (1 - p) of a token in each row's softmax: ordered like p, and exact where p rounds to 1. Overwrites logits."""
     own = logits.gather(-1, tokens[..., None])
     others = logits.scatter_(-1, tokens[..., None], -math.inf).logsumexp(-1)
     return own[..., 0] - others
@@ -89,10 +88,21 @@ def negative_entropy(logits: Tensor) -> Tensor:
 
 
 def score_candidates(policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw a token for each row of (rows, n, V) logits, which are used up: (tokens, score, probability), (rows, n) each.
+    """Draw a token for each row of (rows, n, V) logits, which are overwritten: (tokens, score, probability), (rows, n) each.
 
-    keys (rows, n): random bits, where the temperature is above 0."""
-    cuts = (keys is not None or policy.tempered) and (policy.top_k is not None or policy.top_p is not None)
+    keys (rows, n): random bits, where tokens or positions are drawn at a temperature above 0."""
+    tokens, score, sure = _draw_scored(policy, logits, keys if policy.temperature > 0 else None)
+    if policy.order_temperature and keys is not None:
+        # The k best of these are k positions drawn one after the other, without replacement, by softmax(confidence / temperature).
+        noise = gumbel(torch.as_tensor(fold(keys, ORDER)), score.dtype)
+        score = (sure if policy.order == "confidence" else score) + noise * policy.order_temperature
+    for token in policy.last_ids:
+        score = score.masked_fill(tokens == token, -math.inf)
+    return tokens, score, sure
+
+
+def _draw_scored(policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    cuts = (keys is not None or policy.tempered) and (policy.top_k is not None or (policy.top_p or 1) < 1)
     by_odds = policy.order not in ("margin", "entropy")
     if not cuts and by_odds and (fused := draw_candidates(logits, keys, policy.temperature, policy.tempered)):
         return *fused, fused[1].sigmoid()
@@ -103,5 +113,5 @@ def score_candidates(policy: Policy, logits: Tensor, keys: Tensor | None) -> tup
     tokens = drawn.argmax(-1) if keys is None else draw(drawn.flatten(0, 1), keys.flatten()).view(keys.shape)
     scored = drawn if policy.tempered else logits
     score = {"margin": margin, "entropy": negative_entropy}[policy.order](scored) if not by_odds else None
-    odds = log_odds_(scored, tokens)  # the last to read the logits
+    odds = log_odds_(scored, tokens)  # last, because it overwrites the logits
     return tokens, odds if score is None else score, odds.sigmoid()

@@ -1,4 +1,4 @@
-"""The sampling loop: requests of any length, policy and age share forwards, one step at a time.
+"""The sampling loop: requests of any length, policy and progress share forwards, one step at a time.
 
 `generate` fills whole canvases, `stream` yields after each step, and both call `step(states, denoiser)`, which groups states by the
 forward they can share and advances each group as a `Batch`. Between steps requests may join and leave. Noise is keyed by (seed,
@@ -35,10 +35,9 @@ def step(
 ) -> list[State]:
     """Take one step of every request that is not done; return those that took it. Rows share a forward wherever they can.
 
-    deterministic: each row is computed alone, in shapes that are its own, so that its tokens are bit for bit those of the request
-    alone whatever else is in the batch.
-    together: rows with a cache wait at the end of a block for those that are still in it, so that they go on in one forward. It
-    changes no token; a batch to which others are added all the time had better not wait.
+    deterministic: compute each row alone, in shapes of its own, so that its tokens are bit-identical whatever else is in the batch.
+    together: rows with a cache wait at the end of a block for those still in it, so that they go on in one forward. Changes no
+    token; leave it off where requests join all the time.
     """
     adapter = DenoiserAdapter.of(denoiser)
     active = [state for state in states if not state.done]
@@ -70,15 +69,15 @@ def _forward_key(state: State, adapter: DenoiserAdapter) -> Any:
     if policy.cache == "none":
         return state.request.mask_id, policy.shift, None if adapter.takes_lengths else plan.length
     if not adapter.takes_cache:
-        why = "this denoiser keeps none, as where a register sink sees every token"
+        why = "this denoiser supports none, as with a register sink, which sees every token"
         raise SamplingError(f"cache = {policy.cache!r}: {why}; use cache = 'none'")
     return _shared(state), plan.start, plan.stop, plan.first
 
 
 class Sampled(NamedTuple):
-    """tokens (B, T), prompt included, -1 beyond the end of a shorter row; the steps of the row that took most.
+    """tokens (B, T): prompt included, -1 beyond the end of a shorter row. steps: of the row that took most.
 
-    lengths, row_steps: of each row. confidence (B, T): how sure the model was of each token it wrote; not a number elsewhere.
+    lengths, row_steps: of each row. confidence (B, T): probability of each written token when it was committed; NaN elsewhere.
     """
 
     tokens: Tensor
@@ -130,16 +129,16 @@ def requests_of(
     heads = as_rows(prompt)
     tails = [[]] * len(heads) if suffix is None else as_rows(suffix)
     if (length is None) == (limit is None):
-        raise SamplingError("give length= (the whole canvas, prompt included) or limit= (an open end, at most so long)")
+        raise SamplingError("give either length= (the whole canvas, prompt included) or limit= (an open end, at most this long)")
     given: Any = limit if length is None else length
     sizes = [given] * len(heads) if isinstance(given, int) else list(given)
     if not len(heads) == len(tails) == len(sizes):
-        raise SamplingError(f"{len(heads)} prompts, {len(tails)} suffixes, {len(sizes)} lengths: one for each row")
+        raise SamplingError(f"{len(heads)} prompts, {len(tails)} suffixes, {len(sizes)} lengths: give one of each per row")
     found = []
     for number, head, tail, size in zip(numbers or range(len(heads)), heads, tails, sizes, strict=True):
         n_given = len(head) + len(tail)
         if size < n_given or (size == n_given and mask_id not in head + tail):
-            why = f"counts the whole canvas, prompt included, and what is given has {n_given} tokens"
+            why = f"counts the whole canvas, prompt included, and {n_given} tokens are given; give a larger one"
             raise SamplingError(f"length = {size}: {why}")
         canvas = [*head, *[mask_id] * (size - n_given), *tail]
         found.append(Request(canvas, policy, mask_id, seed, number, grow=limit is not None))
@@ -147,6 +146,8 @@ def requests_of(
 
 
 def as_rows(rows: Rows) -> list[list[int]]:
+    if isinstance(rows, str) or any(isinstance(row, str) for row in rows):
+        raise SamplingError("prompt: text; give rows of token ids, as in prompt=[tokenizer.encode(text)]")
     return [row.tolist() if isinstance(row, Tensor) else list(row) for row in rows]
 
 

@@ -1,4 +1,4 @@
-"""One request and the plan of its steps: a `Request` is what is asked, a `State` where it stands, a `StepPlan` its next step.
+"""A request and the plan of its steps: `Request` is what is asked, `State` how far it is, `StepPlan` its next step.
 
 Plans are made on the host before each forward: which block, how many positions are predicted and committed, which are masked
 again. Knows no denoiser; the tokens themselves lie in the `Batch` that a state is in (batch.py).
@@ -19,8 +19,8 @@ from sinkdlm.errors import SamplingError
 from sinkdlm.noise import Key, Stream, fold, hash_words, unit_interval
 from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy, cut_blocks, exchanges, masked_shares, quotas, split_steps
 
-# Keys beside (request, step, position, word), whose numbers are never negative.
-_REVEAL, _REMASK = -1, -2
+# Noise keys that never meet those of (request, step, position, word), which are not negative.
+_REVEAL, _REMASK, ORDER = -1, -2, -3
 _EVERY_STEP = -1
 
 
@@ -29,7 +29,7 @@ class Request:
     """canvas: the whole row at its greatest length, mask_id where a token is to be written; all else is fixed.
 
     (seed, number) key the request's noise: the same two give the same draws in any batch.
-    grow: the row is only as long as the block that is being written, and its next block is appended when that is full.
+    grow: the row ends with the block that is being written; the next block is appended when that one is full.
     """
 
     canvas: Sequence[int]
@@ -45,9 +45,9 @@ class Request:
         if not open_at:
             raise SamplingError("the canvas has no open position: give a length beyond the prompt, or gaps in it")
         if self.grow and (self.policy.block is None or self.policy.eos_id is None):
-            raise SamplingError("an open end needs block= (what is appended at a time) and eos_id= (what ends it)")
+            raise SamplingError("an open end needs block= (tokens appended at a time) and eos_id= (the token that ends it)")
         if self.grow and open_at != list(range(open_at[0], len(self.canvas))):
-            raise SamplingError("an open end and text after a gap do not go together: give a length")
+            raise SamplingError("an open end cannot have given text after a gap: give a length")
         blocks = cut_blocks(open_at[0], len(self.canvas), self.policy.block)
         kept = [(a, b) for a, b in blocks if self.mask_id in self.canvas[a:b]]
         object.__setattr__(self, "blocks", kept)
@@ -68,22 +68,22 @@ class StepPlan(NamedTuple):
 
 
 def reveal_times(keys: Key, length: int) -> Tensor:
-    """Draw for keys (..., 1) when each position is revealed, (..., length) in (0, 1), as time runs from 1 to 0.
+    """Draw the time in (0, 1) at which each position is revealed, as time runs from 1 to 0: keys (..., 1) -> (..., length).
 
-    Revealing a masked token with probability 1 - s/t in each step is the same as drawing its time evenly once. So the steps of an
-    ancestral sampler in which nothing happens need no forward.
+    Revealing a masked token with probability 1 - s/t in each step is the same as drawing its time uniformly once. So the steps of
+    an ancestral sampler that reveal nothing need no forward.
     """
     device = keys.device if isinstance(keys, Tensor) else None
     return unit_interval(fold(keys, _EVERY_STEP, torch.arange(length, device=device), _REVEAL))
 
 
 class State:
-    """A request on its way. `plan` is its next step, or its last one once it is done."""
+    """A request in progress. `plan` is its next step, or its last one once it is done."""
 
     def __init__(self, request: Request) -> None:
         self.request, self.policy = request, request.policy
         self.steps = 0  # steps with a forward
-        self.key = hash_words(request.seed, int(Stream.SAMPLING), request.number)  # from which all its noise goes on
+        self.key = hash_words(request.seed, int(Stream.SAMPLING), request.number)  # root of all its noise keys
         self.batch: Any = None  # the Batch that holds its tokens, and the row there
         self.row = 0
         self._plans = self._plan_steps()
@@ -101,7 +101,7 @@ class State:
 
     @property
     def confidence(self) -> Tensor:
-        """(length,): how sure the model was of each token when it was committed; not a number elsewhere."""
+        """(length,): probability of each token when it was committed; NaN elsewhere."""
         return self._view("confidence")
 
     @property
@@ -114,13 +114,13 @@ class State:
         return rows[self.row, : self.length]
 
     def advance(self, committed: int) -> None:
-        """Plan the next step; the last one committed so many tokens."""
+        """Plan the next step. committed: tokens that the last one committed."""
         self._committed = committed
         plan = next(self._plans, None)
         self.done, self.plan = plan is None, plan or self.plan
 
     def end(self) -> None:
-        """Nothing more is to be written: EOS stands, or nobody waits for it any longer."""
+        """Write nothing more: EOS has ended the row, or nobody waits for it any longer."""
         self.done = True
         self._plans = iter(())  # the generator holds the state, and would keep it and its batch in memory
 
@@ -153,11 +153,11 @@ class State:
             left -= quota
 
     def _quotas(self, here: list[int], steps: int) -> list[tuple[int, int]]:
-        """The steps that commit something, and how much."""
+        """(step, count) of the steps that commit something."""
         schedule = (steps, self.policy.schedule, self.policy.last_time)
         if self.policy.order != "ancestral":
             return [(step, quota) for step, quota in enumerate(quotas(len(here), *schedule)) if quota]
-        # Step i reveals what has its time between shares i + 1 and i; the last step whatever is left.
+        # Step i reveals the positions with times between shares i + 1 and i; the last step reveals the rest.
         shares, times = masked_shares(*schedule), reveal_times(self.key, here[-1] + 1).tolist()
         return sorted(Counter(bisect_right(shares, -times[p], 1, steps, key=operator.neg) - 1 for p in here).items())
 
@@ -172,14 +172,14 @@ class State:
                 return
 
     def _exchange(self, plan: StepPlan, here: list[int], steps: int) -> Iterator[StepPlan]:
-        """ReMDM: draw what is revealed and what is masked again before the forward."""
+        """ReMDM: draw before the forward which positions are revealed and which are masked again."""
         masked, first = dict.fromkeys(here, True), True
         numbers, purposes = torch.arange(plan.step, plan.step + steps), torch.tensor([_REVEAL, _REMASK])
         drawn = unit_interval(fold(self.key, numbers[:, None, None], torch.tensor(here), purposes[:, None])).tolist()
-        for step, (chance, noise) in enumerate(zip(exchanges(self.policy, steps), drawn, strict=True)):
-            rates = self._remask_rates(here, masked, chance.remask)
+        for step, ((chance, sigma), noise) in enumerate(zip(exchanges(self.policy, steps), drawn, strict=True)):
+            rates = self._remask_rates(here, masked, sigma)
             last = step == steps - 1
-            reveal = tuple(p for p, u in zip(here, noise[0], strict=True) if masked[p] and (last or u < chance.reveal))
+            reveal = tuple(p for p, u in zip(here, noise[0], strict=True) if masked[p] and (last or u < chance))
             remask = tuple(p for p, u, rate in zip(here, noise[1], rates, strict=True) if not masked[p] and u < rate)
             masked |= dict.fromkeys(reveal, False) | dict.fromkeys(remask, True)
             if reveal or remask:
@@ -188,7 +188,7 @@ class State:
                 first = False
 
     def _remask_rates(self, here: list[int], masked: dict[int, bool], sigma: float) -> list[float]:
-        """The chance of each committed position to be masked again; with "conf" unsure tokens get the greater part of sigma."""
+        """The chance that each committed position is masked again; with "conf", unsure tokens get the larger part of sigma."""
         if self.policy.remask != "conf" or all(masked.values()) or not sigma:
             return [sigma] * len(here)
         sure = self.confidence.tolist()

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,57 +22,64 @@ REMASKS = ("none", "cap", "rescale", "conf", "loop")
 CACHES = ("none", "prefix", "dual")
 _CHOICES = {"order": ORDERS, "schedule": SCHEDULES, "remask": REMASKS, "cache": CACHES}
 _WHOLE = ("steps", "block", "top_k", "eos_id")
-_LEAST = {"steps": 1, "block": 1, "top_k": 1, "temperature": 0, "guidance": -1}
+_LEAST = {"steps": 1, "block": 1, "top_k": 1, "temperature": 0, "order_temperature": 0, "guidance": -1}
+_IDS = ("suppressed", "last_ids")
 _SHARES = ("threshold", "top_p", "remask_rate", "last_time")
 
 # ReMDM's loop: tokens are revealed up to a share, kept there and exchanged, and then the rest is revealed.
 _LOOP_FROM, _LOOP_TO, _LOOP_REVEALED = 0.55, 0.05, 0.9
-# Its authors' eta (their scripts for text): "conf" takes the whole of the largest rate, which is about one token a step.
+# The authors' eta, from their scripts for text. "conf" takes all of the largest rate: about one token a step.
 _RATES = {"cap": 0.008, "rescale": 0.015, "conf": 1.0, "loop": 0.02}
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How a canvas is filled. Every field has a meaning with every other, or the two are refused together."""
+    """How a canvas is filled. Fields that mean nothing together are refused together."""
 
-    order: str = "confidence"  # which positions first: sure of the drawn token, margin to the second, low entropy, by chance
+    order: str = "confidence"  # which positions first: most probable draw, margin to the second, lowest entropy, by chance
+    order_temperature: float = 0.0  # draw positions by softmax(confidence / order_temperature); 0: the surest
+    last_ids: tuple[int, ...] = ()  # positions that would get one of these come after all others, leftmost first
     schedule: str = "linear"  # how many in a step: equal shares, cosine, or SMDM's times
-    steps: int | None = None  # over all blocks; None: one a position
+    steps: int | None = None  # over all blocks; None: one per position
     block: int | None = None  # positions in a block, filled left to right; None: the canvas is one block
-    threshold: float | None = None  # commit every position this sure, and at least one
+    threshold: float | None = None  # commit every draw of at least this probability, and at least one
     last_time: float = 1e-5  # where the times of schedule "timesteps" end
     remask: str = "none"  # ReMDM: committed tokens may be masked again
-    remask_rate: float | None = None  # its eta: the most a step masks (cap, loop), or a factor (rescale, conf); None: its authors'
-    cache: str = "none"  # approximate: keys and values outside the block as of the block's first step
+    remask_rate: float | None = None  # ReMDM's eta: the most a step masks (cap, loop), or a factor (rescale, conf); None: theirs
+    cache: str = "none"  # prefix, dual: reuse keys and values outside the block from its first step (approximate)
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
-    tempered: bool = False  # score by the distribution that is drawn from (Dream), not by the model's own
+    tempered: bool = False  # score by the tempered distribution, as Dream, not by the model's own
     guidance: float = 0.0
     shift: bool = False  # the denoiser's row i is for token i + 1 (a foreign one; our models align their rows)
     suppressed: tuple[int, ...] = ()
-    eos_id: int | None = None  # a row ends where everything up to its first EOS is committed
+    eos_id: int | None = None  # a row ends once everything up to its first EOS is committed
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             _check_value(name, value)
         if self.remask != "none" and self.order != "ancestral":
             raise SamplingError(f"remask = {self.remask!r}: goes with order = 'ancestral', not {self.order!r}")
-        if self.threshold is not None and self.order in PLANNED_ORDERS:
-            raise SamplingError(f"threshold: goes with an order that looks at the prediction, not {self.order!r}")
+        for name in ("threshold", "order_temperature", "last_ids"):
+            if getattr(self, name) and self.order in PLANNED_ORDERS:
+                raise SamplingError(f"{name}: goes with an order that reads predictions, not {self.order!r}; leave one out")
+        if self.order_temperature and self.threshold is not None:
+            why = "draws among the positions, and a threshold takes all that pass"
+            raise SamplingError(f"order_temperature = {self.order_temperature}: {why}; leave one out")
         if self.remask_rate is not None and self.remask == "none":
-            raise SamplingError(f"remask_rate = {self.remask_rate}: goes with remask, as in remask='cap'; leave it out")
+            raise SamplingError(f"remask_rate = {self.remask_rate}: goes with remask, as in remask='cap'; give both or neither")
         for name, value in (("top_k", self.top_k), ("top_p", None if self.top_p == 1 else self.top_p)):
             if value is not None and self.temperature == 0 and not self.tempered:
-                why = "at temperature 0 the likeliest token is taken, among however many"
+                why = "has no effect at temperature 0, which takes the likeliest token"
                 raise SamplingError(f"{name} = {value}: {why}; give a temperature above 0, or leave it out")
         if self.cache != "none" and self.block is None:
             raise SamplingError(f"cache = {self.cache!r}: needs a block length, as in block=32")
 
     @property
     def is_drawn(self) -> bool:
-        """Whether noise decides anything: without, texts of the same prompt are copies. Remasking has a planned order."""
-        return self.temperature > 0 or self.order in PLANNED_ORDERS
+        """Whether noise decides anything; if not, texts of the same prompt are copies. Remasking implies a planned order."""
+        return self.temperature > 0 or self.order_temperature > 0 or self.order in PLANNED_ORDERS
 
     @property
     def eta(self) -> float:
@@ -80,15 +87,15 @@ class Policy:
 
 
 def _check_value(name: str, value: Any) -> None:
-    """Refuse a field of a policy that is wrong by itself."""
+    """Refuse a field whose value is wrong by itself."""
     if name in _CHOICES and value not in _CHOICES[name]:
         raise SamplingError(f"{name} = {value!r}: allowed: {', '.join(_CHOICES[name])}")
-    if name == "suppressed" and not all(isinstance(token, int) for token in value):
-        raise SamplingError(f"suppressed = {list(value)}: ids, as in [3, 5]")
+    if name in _IDS and not all(isinstance(token, int) for token in value):
+        raise SamplingError(f"{name} = {list(value)}: expected token ids, as in [3, 5]")
     if value is None or name not in (*_WHOLE, *_LEAST, *_SHARES):
         return
     if isinstance(value, bool) or not isinstance(value, int if name in _WHOLE else int | float):
-        raise SamplingError(f"{name} = {value!r}: a {'whole ' if name in _WHOLE else ''}number")
+        raise SamplingError(f"{name} = {value!r}: expected a {'whole ' if name in _WHOLE else ''}number")
     if name in _LEAST and not (math.isfinite(value) and value >= _LEAST[name]):
         raise SamplingError(f"{name} = {value}: allowed is {_LEAST[name]} or more")
     if name in _SHARES and not 0 < value <= 1:
@@ -96,7 +103,7 @@ def _check_value(name: str, value: Any) -> None:
 
 
 NAMED = {
-    "smdm-origin": Policy(order="ancestral", schedule="timesteps"),
+    "smdm-origin": Policy(order="ancestral", schedule="timesteps", temperature=1.0),
     "smdm-greedy": Policy(order="confidence", schedule="timesteps"),
     "llada": Policy(order="confidence", schedule="linear"),
     "dream": Policy(order="entropy", schedule="timesteps", last_time=1e-3, tempered=True),
@@ -111,9 +118,9 @@ def policy_of(config: "str | Policy" = "llada", **options: Any) -> Policy:
     names = [field.name for field in fields(Policy)]
     if unknown := [name for name in options if name not in names]:
         raise SamplingError(f"option {unknown[0]!r}: unknown; a policy has {', '.join(names)}")
-    if "suppressed" in options:
-        ids = options["suppressed"]
-        options["suppressed"] = tuple(ids) if isinstance(ids, list | tuple | set) else (ids,)
+    for name in options.keys() & set(_IDS):
+        ids = options[name]
+        options[name] = tuple(ids) if isinstance(ids, list | tuple | set) else (ids,)
     return replace(NAMED[config] if isinstance(config, str) else config, **options)
 
 
@@ -133,14 +140,14 @@ def quotas(n: int, steps: int, schedule: str, last_time: float = 1e-5) -> list[i
 
 @functools.lru_cache(maxsize=64)
 def _fractions(steps: int, last_time: float) -> Any:
-    """1 - s/t of each step, in float32 as the originals compute it: n times it is truncated, so its rounding counts."""
+    """1 - s/t of each step, in float32 as the original code: n times it is truncated, so its rounding matters."""
     times = torch.linspace(1, last_time, steps + 1, dtype=torch.float32, device="cpu")
     return (1 - times[1:] / times[:-1]).numpy()
 
 
 @functools.lru_cache(maxsize=64)
 def masked_shares(steps: int, schedule: str, last_time: float = 1e-5) -> tuple[float, ...]:
-    """Share that is masked before each step, and after the last: where it is not zero, the last step reveals what is left."""
+    """Masked share before each step and after the last; where that is not zero, the last step reveals the rest."""
     if schedule == "cosine":
         return (*(math.cos(math.pi / 2 * step / steps) for step in range(steps)), 0.0)
     last = last_time if schedule == "timesteps" else 0.0
@@ -152,7 +159,7 @@ def split_steps(sizes: list[int], steps: int | None) -> list[int]:
     if steps is None:
         return list(sizes)
     if steps < len(sizes):
-        raise SamplingError(f"steps = {steps}: fewer than the {len(sizes)} blocks; give at least one a block, or longer blocks")
+        raise SamplingError(f"steps = {steps}: fewer than the {len(sizes)} blocks; give at least one per block, or longer blocks")
     return quotas(steps, len(sizes), "linear")
 
 
@@ -162,16 +169,11 @@ def cut_blocks(first: int, length: int, block: int | None) -> list[tuple[int, in
     return [(start, min(start + width, length)) for start in range(first, length, width)]
 
 
-class Exchange(NamedTuple):
-    """Probabilities in one step of ReMDM: that a masked position is revealed, that a committed one is masked again."""
-
-    reveal: float
-    remask: float
-
-
 @functools.lru_cache(maxsize=64)
-def exchanges(policy: Policy, steps: int) -> tuple[Exchange, ...]:
-    """ReMDM's posterior (Wang et al. 2025): with a(t) the share revealed and sigma the chance to be masked again, a masked position
+def exchanges(policy: Policy, steps: int) -> tuple[tuple[float, float], ...]:
+    """For each step, the probabilities that a masked position is revealed and that a committed one is masked again.
+
+    ReMDM's posterior (Wang et al. 2025): with a(t) the share revealed and sigma the chance to be masked again, a masked position
     is revealed with (a(s) - (1 - sigma) a(t)) / (1 - a(t)), which keeps a(s) revealed on average. The last step reveals all."""
     loop = policy.remask == "loop"
     revealed = [1 - share for share in masked_shares(steps, policy.schedule, policy.last_time)]
@@ -183,9 +185,9 @@ def exchanges(policy: Policy, steps: int) -> tuple[Exchange, ...]:
         sigma = min(policy.eta, most) if policy.remask in ("cap", "loop") else policy.eta * most
         if loop and now != then:
             sigma = 0.0
-        drained = 0.0 if policy.remask == "conf" else sigma  # there sigma is shared out among committed positions alone
-        found.append(Exchange(min(1.0, max(0.0, (then - (1 - drained) * now) / (1 - now))) if now < 1 else 1.0, sigma))
-    return (*found[:-1], Exchange(1.0, 0.0))
+        drained = 0.0 if policy.remask == "conf" else sigma  # "conf" shares sigma among committed positions only
+        found.append((min(1.0, max(0.0, (then - (1 - drained) * now) / (1 - now))) if now < 1 else 1.0, sigma))
+    return (*found[:-1], (1.0, 0.0))
 
 
 def _loop_revealed(t: float) -> float:

@@ -8,6 +8,7 @@ import json
 import math
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any
@@ -19,8 +20,48 @@ from sinkdlm.serving.problems import api_error
 from sinkdlm.serving.schemas import Answer, ChatCompletion, Completion, FinishReason, Usage, Written
 from sinkdlm.serving.served import Order, Served
 
-_QUIET = 15.0  # seconds after which a stream shows that it lives
+_QUIET = 15.0  # seconds of silence before a stream sends a keep-alive line
 _DIGITS = 4  # of a confidence
+_AHEAD = 1 << 14  # tokens of events that wait for a client to read
+
+
+class _Inbox:
+    """Events on their way from the engine's thread to the event loop. Where a client reads more slowly than the model writes, it
+    misses some of them, but none of a row's last step: what waits is bounded. keep: takes every frame, read or not."""
+
+    def __init__(self, keep: Callable[[Frame], None] | None) -> None:
+        self._loop, self._keep = asyncio.get_running_loop(), keep
+        self._events: deque[Event] = deque()
+        self._arrived = asyncio.Event()
+        self._n_tokens = 0
+
+    def tell(self, events: list[Event]) -> None:
+        """May be called in any thread."""
+        self._loop.call_soon_threadsafe(self._put, events)
+
+    def _put(self, events: list[Event]) -> None:
+        done = {event.row for event in events if isinstance(event, Tokens) and event.done}
+        for event in events:
+            if self._keep is not None and isinstance(event, Frame):
+                self._keep(event)
+            if isinstance(event, Over):
+                self._events.append(event)
+            elif event.row in done or self._n_tokens < _AHEAD:
+                self._events.append(event)
+                self._n_tokens += len(event.tokens)
+        self._arrived.set()
+
+    async def take(self) -> Event | None:
+        """None where nothing has happened for a while."""
+        if not self._events:
+            self._arrived.clear()
+            try:
+                await asyncio.wait_for(self._arrived.wait(), _QUIET)
+            except TimeoutError:
+                return None
+        event = self._events.popleft()
+        self._n_tokens -= 0 if isinstance(event, Over) else len(event.tokens)
+        return event
 
 
 class Exchange:
@@ -35,17 +76,15 @@ class Exchange:
         if inspect:
             given = [row.canvas.index(row.mask_id) for row in order.rows]
             self.frames = RequestFrames(self.id, served.name, served.lm.config.mask_id, given, [[] for _ in order.rows])
-        # The ticket holds the queue alone: one that held the exchange, which holds it, would stay until cycles are collected.
-        self._events = queue = asyncio.Queue[list[Event]]()
-        loop = asyncio.get_running_loop()
-        self._tell = lambda events: loop.call_soon_threadsafe(queue.put_nowait, events)
+        # The ticket holds only the inbox: if it held the exchange, the cycle would keep both until garbage is collected.
+        self._inbox = _Inbox(self.frames.add if self.frames is not None else None)
         self.ticket: Ticket | None = None
 
     def submit(self, *, progress: bool, frames: bool) -> None:
-        """Queue the request. May be called in another thread: it lays out the plan of every row."""
+        """Queue the request. Slow, since it plans every row: call it in another thread."""
         transcripts, frames = self.order.transcripts, frames or self.frames is not None
         ends = (lambda row, tokens: transcripts[row].stops_in(tokens)) if transcripts[0].stops else None
-        ticket = Ticket(self.order.rows, self._tell, ends=ends, progress=progress, frames=frames)
+        ticket = Ticket(self.order.rows, self._inbox.tell, ends=ends, progress=progress, frames=frames)
         self.served.engine.submit(ticket)
         self.ticket = ticket
 
@@ -56,22 +95,15 @@ class Exchange:
     async def events(self) -> AsyncIterator[Tokens | Frame | None]:
         """Yield events until all rows are done; None where nothing has happened for a while."""
         while True:
-            try:
-                events = await asyncio.wait_for(self._events.get(), _QUIET)
-            except TimeoutError:
-                yield None
-                continue
-            for event in events:
-                if isinstance(event, Over):
-                    if event.failure is not None:
-                        raise api_error(event.failure)
-                    self._finished(self)
-                    return
-                if isinstance(event, Tokens):
-                    self.steps[event.row] = event.steps
-                elif self.frames is not None:
-                    self.frames.add(event)
-                yield event
+            event = await self._inbox.take()
+            if isinstance(event, Over):
+                if event.failure is not None:
+                    raise api_error(event.failure)
+                self._finished(self)
+                return
+            if isinstance(event, Tokens):
+                self.steps[event.row] = event.steps
+            yield event
 
     async def answer(self) -> Answer:
         transcripts = self.order.transcripts
@@ -96,6 +128,8 @@ class Exchange:
 
     def _written(self) -> Written:
         policy = asdict(self.order.policy)
+        if self.ticket is not None and self.ticket.without_cache:
+            policy["cache"] = "none"
         return Written(seed=self.order.seed, steps=self.steps, policy=policy, inspect=self.frames is not None)
 
     def _reason(self, row: int) -> FinishReason:
@@ -126,7 +160,7 @@ class Exchange:
         yield "data: [DONE]\n\n"
 
     def _line(self, choices: list[dict[str, Any]], with_usage: bool, usage: Any = None, **ours: Any) -> str:
-        """usage: null in all but the last where the client asked for it, as OpenAI has it."""
+        """Make a line of the stream. usage: null in all but the last if the client asked for it, as in OpenAI's API."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         body = {**self._head(), "object": kind, "choices": choices}
         if with_usage:

@@ -33,7 +33,7 @@ _KINDS = {
     ".svg": "image/svg+xml",
     ".png": "image/png",
 }
-# The page runs its own modules, talks to this server, and nothing else.
+# The page may run its own modules and talk to this server, nothing else.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -42,7 +42,6 @@ _PAGE_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-_READING = 60.0  # seconds that a client may take to read a stream to its end, beyond the time of the request
 
 
 def make_app(site: Site) -> FastAPI:
@@ -54,7 +53,7 @@ def make_app(site: Site) -> FastAPI:
     app.include_router(inspecting.router)
     _serve_page(app)
     app.add_middleware(Guard, site=site)
-    if origins := list(site.settings.origins):  # outside the guard: a browser asks first, without a key
+    if origins := list(site.settings.origins):  # outside the guard: a browser's preflight request has no key
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
@@ -69,7 +68,7 @@ def _serve_facts(app: FastAPI, site: Site) -> None:
         return site.find(model).card()
 
     @app.get("/health", responses={503: {"model": Health}})
-    def health() -> Response:
+    async def health() -> Response:  # not in a thread: all threads may be taken
         alive = all(served.engine.alive for served in site.models.values())
         report = Health(status="draining" if site.draining else "ok" if alive else "failed", models=list(site.models))
         return JSONResponse(report.model_dump(), 200 if report.status == "ok" else 503)
@@ -113,7 +112,7 @@ async def _answer(site: Site, body: CompletionRequest | ChatRequest, request: Re
 
 async def _unless_client_leaves(request: Request, exchange: Exchange) -> Response:
     answering = asyncio.ensure_future(exchange.answer())
-    leaving = asyncio.ensure_future(request.receive())  # the body is read: what comes next is the client's leaving
+    leaving = asyncio.ensure_future(request.receive())  # the body is read: only the client's leaving can follow
     try:
         await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if answering.done():
@@ -133,10 +132,7 @@ class _Events(StreamingResponse):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
-            async with asyncio.timeout(self._exchange.served.engine.capacity.seconds + _READING):
-                await super().__call__(scope, receive, send)
-        except TimeoutError:  # the connection is cut: its client hardly reads
-            pass
+            await super().__call__(scope, receive, send)
         finally:
             self._exchange.cancel()
 

@@ -1,7 +1,7 @@
 """Continuous batching: one model, one bounded queue, and one thread that steps all requests that run.
 
-Requests join and leave between steps, whatever their lengths, policies and ages. Owns who may wait and run, limits of time and
-size, cancellation, and a shutdown that finishes what it took in. Knows no HTTP, tokenizer or text: canvases in, tokens out.
+Requests join and leave between steps, whatever their lengths, policies and progress. Owns admission, limits of time and size,
+cancellation, and a shutdown that finishes accepted requests. Knows no HTTP, tokenizer or text: canvases in, tokens out.
 """
 
 import logging
@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,13 +21,13 @@ from sinkdlm.model.model import DiffusionLM
 from sinkdlm.sampling import DenoiserAdapter, Request, State, start, step
 
 _RECENT = 32  # finished requests from which the rate is taken
-_FORWARD_TOKENS = 512  # that a forward costs as much as, however few it has; a rough figure, for small models and large ones
-LONGEST_RETRY = 60  # seconds that a client is told to wait at most
+_FORWARD_TOKENS = 512  # fixed cost of a forward, in tokens: a rough figure for models of any size
+LONGEST_RETRY = 60  # most seconds that a client is told to wait
 _log = logging.getLogger(__name__)
 
 
 class QueueFullError(Exception):
-    """Not taken in: too many wait. retry_after: seconds until there should be room."""
+    """Refused: too many requests wait. retry_after: seconds until there should be room."""
 
     def __init__(self, retry_after: int) -> None:
         super().__init__("too many requests are waiting")
@@ -35,7 +35,7 @@ class QueueFullError(Exception):
 
 
 class ClosedError(Exception):
-    """Not taken in: the engine is finishing what it has."""
+    """Refused: the engine is shutting down."""
 
 
 class ExpiredError(Exception):
@@ -47,12 +47,12 @@ class Capacity:
     rows: int = 64  # denoised at a time
     tokens: int = 16_384  # in a forward: rows times the longest of them; a single row may be longer
     waiting: int = 256  # requests that wait for a place
-    queries: int = 16  # about finished requests, that wait for an answer
+    queries: int = 16  # about finished requests, that may wait for an answer
     seconds: float = 300.0  # that a request may take, waiting included
 
 
 class Written(NamedTuple):
-    """The tokens that a row has written and that can no longer change; once `done`, all there will be."""
+    """The tokens of a row that can no longer change; once `done`, all of them."""
 
     row: int
     tokens: list[int]
@@ -61,7 +61,7 @@ class Written(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A whole row after a step; before the first, as it was given. confidence: not a number where nothing was written."""
+    """A whole row after a step; before the first, as it was given. confidence: NaN where nothing was written."""
 
     row: int
     steps: int
@@ -70,7 +70,7 @@ class Frame(NamedTuple):
 
 
 class Over(NamedTuple):
-    """The last event of a ticket, with what went wrong, if anything did."""
+    """The last event of a ticket, with its failure, if any."""
 
     failure: Exception | None
 
@@ -79,20 +79,20 @@ Event = Written | Frame | Over
 
 
 class _Row:
-    """A canvas under way. Tokens are written in one gap of it, from `first` to `stop`."""
+    """A canvas being written, in one gap from `first` to `stop`."""
 
     def __init__(self, ticket: "Ticket", index: int, state: State) -> None:
         canvas, mask_id = state.request.canvas, state.request.mask_id
         self.ticket, self.index, self.state = ticket, index, state
         self.first = canvas.index(mask_id)
         self.stop = self.first + list(canvas).count(mask_id)
-        self.told = 0  # final tokens that the ticket was told of
+        self.told = 0  # final tokens already told to the ticket
 
 
 class Ticket:
     """A request of one or several rows.
 
-    tell: takes the events of a step, in the engine's thread; it must not block. ends(row, tokens): whether the row ends at its
+    tell: takes the events of a step, in the engine's thread; must not block. ends(row, tokens): whether the row ends at its
     final tokens. progress, frames: whether to tell `Written` and `Frame` before a row is done.
     """
 
@@ -111,9 +111,16 @@ class Ticket:
         self.submitted = self.began = self.ended = 0.0
         self.deadline = math.inf
         self.over = False  # finished, failed, or nobody waits for it any longer
+        self.without_cache = False  # whether rows that asked for a block cache are written without it
+
+    def leave_cache(self) -> None:
+        """Before the first step: its rows share the forwards of the others."""
+        for row in self.pending:
+            if row.state.policy.cache != "none":
+                row.state.policy, self.without_cache = replace(row.state.policy, cache="none"), True
 
     def close(self) -> None:
-        """Tell nothing more, and drop rows that will never begin: they hold the ticket, and would keep it in memory."""
+        """Send no more events, and drop rows that will never begin: they hold the ticket and would keep it in memory."""
         self.over = True
         for row in self.pending:
             row.state.end()
@@ -121,7 +128,7 @@ class Ticket:
 
 
 def share_forwards(rows: Sequence[_Row], most_tokens: int) -> list[Sequence[_Row]]:
-    """Group rows of about one length: padding the short ones to the longest must not cost more than another forward."""
+    """Group rows of similar length: padding the short ones to the longest must not cost more than another forward."""
     ordered = sorted(rows, key=lambda row: row.state.length)  # stable, so that rows stay together from step to step
     found: list[Sequence[_Row]] = []
     for part in _cut(ordered):
@@ -139,7 +146,7 @@ def _cut(ordered: Sequence[_Row]) -> list[Sequence[_Row]]:
 
 
 class FairLock:
-    """A lock handed out in the order of asking: engines that share a device alternate, and none is starved."""
+    """A lock granted in the order of asking: engines that share a device alternate, and none starves."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -157,7 +164,7 @@ class FairLock:
 
 
 class Engine:
-    """stepped(rows, seconds): called after every step, for whoever counts. barred: ids that are never written."""
+    """A model with its queue and thread. stepped(rows, seconds): called after every step. barred: ids never written."""
 
     def __init__(
         self,
@@ -184,14 +191,12 @@ class Engine:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    # -- called from any thread ---------------------------------------------------------------------------------------------------
-
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
 
     def check_room(self) -> None:
-        """Raise what `submit` would raise now: to be called before a request costs anything."""
+        """Raise what `submit` would raise now. Call it before a request costs anything."""
         self._check_open()
         if len(self.waiting) >= self.capacity.waiting:
             raise QueueFullError(self._retry_after())
@@ -209,7 +214,7 @@ class Engine:
             self._changed.notify()
 
     def cancel(self, ticket: Ticket) -> None:
-        """Its rows leave before the next step, and nothing more is told. Its place in the queue is free at once."""
+        """Drop a ticket: its rows leave before the next step, and no events follow. Its place in the queue is free at once."""
         with self._changed:
             ticket.close()
             if ticket in self.waiting:
@@ -217,7 +222,7 @@ class Engine:
             self._changed.notify()
 
     def query(self, compute: Callable[[], Any]) -> "Future[Any]":
-        """Run something with the model between two steps: the model is only ever used by the engine's thread."""
+        """Run a function between two steps, in the engine's thread, which alone may use the model."""
         future: Future[Any] = Future()
         with self._changed:
             self._check_open()
@@ -228,7 +233,7 @@ class Engine:
         return future
 
     def close(self, timeout: float | None = None) -> bool:
-        """Take nothing more in, finish what is there, and return whether that was done in time."""
+        """Refuse new requests, finish accepted ones, and return whether that was done in time."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -236,13 +241,11 @@ class Engine:
         return not self.alive
 
     def _retry_after(self) -> int:
-        """Seconds that the queue will take at the rate of the last requests."""
+        """Estimate the seconds that the queue will take, at the rate of the last requests."""
         if len(self._finished) < 2:
             return 1
         pace = (self._finished[-1] - self._finished[0]) / (len(self._finished) - 1)
         return min(LONGEST_RETRY, max(1, math.ceil(pace * len(self.waiting))))
-
-    # -- the engine's own thread ---------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         try:
@@ -272,7 +275,7 @@ class Engine:
         return dict.fromkeys([*self.waiting, *(row.ticket for row in self.running)])
 
     def _wait(self) -> bool:
-        """Until there is something to do; False once there never will be."""
+        """Wait for something to do; False if the engine is closed and idle."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self.waiting or self.running or self._queries)
             return bool(self.waiting or self.running or self._queries)
@@ -289,6 +292,10 @@ class Engine:
             self.waiting = deque(ticket for ticket in self.waiting if not ticket.over)
             while self.waiting and len(self.running) < self.capacity.rows:
                 ticket = self.waiting[0]
+                # Rows with a block cache share a forward only at one place in canvases of one length. Among others every row would
+                # be a forward of its own, which costs more than a cache saves.
+                if not (ticket.began or self.deterministic) and (self.running or len(self.waiting) > 1):
+                    ticket.leave_cache()
                 begun.append(ticket.pending.popleft())
                 self.running.append(begun[-1])
                 ticket.began = ticket.began or now
@@ -300,14 +307,14 @@ class Engine:
                 self._tell(row.ticket, [Frame(row.index, 0, tokens, [math.nan] * len(tokens))])
 
     def _let_go(self) -> None:
-        """Forget rows that are done or whose ticket is over: a state would keep its batch in memory."""
+        """Drop rows that are done or whose ticket is over: a state would keep its batch in memory."""
         for row in self.running:
             if row.ticket.over:
                 row.state.end()
         self.running = [row for row in self.running if not row.state.done]
 
     def _answer_query(self) -> None:
-        """One a step, so that queries do not hold up requests."""
+        """Answer one query per step, so that queries do not hold up requests."""
         with self._changed:
             if not self._queries:
                 return
@@ -319,7 +326,7 @@ class Engine:
                 future.set_exception(failure)
 
     def _advance(self) -> None:
-        """Take one step of all rows, in as many forwards as their lengths ask for."""
+        """Take one step of all rows, in as many forwards as their lengths need."""
         if not self.running:
             return
         began, n_rows = time.perf_counter(), len(self.running)
@@ -329,11 +336,12 @@ class Engine:
         self._stepped(n_rows, time.perf_counter() - began)
 
     def _step(self, rows: Sequence[_Row]) -> None:
-        """Step rows together. Where that fails, those it has not reached step alone, and who fails alone ends with its failure.
+        """Step rows together. If that fails, rows that have not taken the step take it alone; one that fails alone ends with that.
 
-        Rows for which the model had no numbers are known, and end with that; the others of their forward have taken the step."""
+        A ModelError names the rows whose outputs were NaN: these end with it; the others of the forward have taken the step."""
         plans = [row.state.plan for row in rows]
-        take = partial(step, denoiser=self._adapter, device=self._device, deterministic=self.deterministic)
+        # together: rows with a cache are of one request, so that none waits for a stranger.
+        take = partial(step, denoiser=self._adapter, device=self._device, deterministic=self.deterministic, together=True)
         try:
             take([row.state for row in rows])
         except Exception as broken:
@@ -354,7 +362,7 @@ class Engine:
         events: dict[Ticket, list[Event]] = {}
         for row, tokens, n_final, confidence in _views(self.running):
             events.setdefault(row.ticket, []).extend(self._events(row, tokens, n_final, confidence))
-        self._let_go()  # whoever is told, finds it so
+        self._let_go()  # first, so that listeners find the rows gone
         for ticket, told in events.items():
             self._tell(ticket, told)
             if not ticket.n_left:
@@ -388,12 +396,12 @@ class Engine:
         if events and not ticket.over:
             try:
                 ticket.tell(events)
-            except Exception:  # whoever asked is gone
+            except Exception:  # the listener is gone
                 self.cancel(ticket)
 
 
 def _views(rows: list[_Row]) -> Iterable[tuple[_Row, list[int], int, list[float]]]:
-    """Of rows with news: tokens, how many of the written ones are final, and confidences. One transfer for all of a batch."""
+    """Yield rows with news: tokens, how many of the written ones are final, and confidences. One transfer per batch."""
     batches: dict[int, list[list[list[Any]]]] = {}
     with_frames = any(row.ticket.frames for row in rows)
     for row in rows:
@@ -409,7 +417,7 @@ def _views(rows: list[_Row]) -> Iterable[tuple[_Row, list[int], int, list[float]
 
 
 def _n_final(row: _Row, still_open: list[bool]) -> int:
-    """Written tokens that stay: those before the first open one; where tokens may be masked again, those before the block."""
+    """Count final tokens: those before the first open one; where tokens may be masked again, those before the block."""
     stop = min(row.stop, len(still_open))
     if not row.state.done and row.state.policy.remask != "none":
         return min(stop, row.state.plan.start) - row.first

@@ -1,6 +1,6 @@
 """Frames of finished requests, kept for a while and within a number of bytes.
 
-A frame is a canvas and its confidences as the next step saw them. Numpy alone; knows no model and no HTTP.
+A frame is a canvas and its confidences as the next step saw them. Needs only numpy; knows no model and no HTTP.
 
 T tokens of a frame.
 """
@@ -23,14 +23,14 @@ _BYTES_PER_FRAME = 320  # two arrays without their contents, and what holds them
 
 
 def quantise(values: np.ndarray) -> dict[str, Any]:
-    """Numbers from 0 up as bytes: value = byte * scale. data: base64, the last dimension first to change."""
+    """Encode numbers of 0 or more as bytes: value = byte * scale. data: base64, in row-major order."""
     scale = float(values.max(initial=0.0)) / 255 or 1.0
     levels = np.rint(values.astype(np.float64) / scale).astype(np.uint8)
     return {"shape": list(values.shape), "scale": scale, "data": base64.b64encode(levels.tobytes()).decode()}
 
 
 def size_of(rows: Iterable[tuple[int, int]]) -> int:
-    """Bytes that rows of (frames, tokens) come to at most."""
+    """The most bytes that rows of (frames, tokens) can take."""
     return sum(frames * (tokens * _BYTES_PER_TOKEN + _BYTES_PER_FRAME) for frames, tokens in rows)
 
 
@@ -61,7 +61,7 @@ class FrameStore:
         self.n_bytes = 0
 
     def add(self, new: RequestFrames) -> None:
-        """Keep a request's frames; the oldest go where there is no room, and they are not kept where there never was."""
+        """Keep a request's frames and drop the oldest ones for room; frames larger than the whole store are not kept."""
         with self._lock:
             self._forget(room=new.n_bytes)
             if new.n_bytes <= self.most_bytes:

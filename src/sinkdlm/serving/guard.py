@@ -5,6 +5,7 @@ A plain ASGI layer, so that a handler learns at once that its client has left.
 
 import asyncio
 import hmac
+import time
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,15 +15,17 @@ from sinkdlm.serving.site import Site
 
 _OPEN = ("/", "/health")  # without a key; and /page/, which asks for it
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/inspect", "/metrics", "/health", "/page")
-_SLOW = 30.0  # seconds between two parts of a body
+_SLOW = 60.0  # seconds for a body to arrive
+_LARGE, _PAUSE = 1 << 16, 0.01  # bytes of a body that holds the event loop up as it is parsed; seconds for others before it
 
 
 class Guard:
-    """A page of another site can make a browser send requests to 127.0.0.1 under that site's name, and then the host's name is the
-    only thing that gives it away."""
+    """Refuses a request by its host, key or size. The host matters without a key: another site's page can point its own name at
+    127.0.0.1 and make a browser send requests here; only the Host header tells them apart."""
 
     def __init__(self, app: ASGIApp, site: Site) -> None:
         self._app, self._site, self._settings = app, site, site.settings
+        self._large = asyncio.Lock()  # large bodies are parsed one by one
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -36,8 +39,13 @@ class Guard:
 
         problem = self._problem(scope)
         if problem is not None:
-            await problem.response()(scope, receive, count)
+            answer = problem.response()
+            if problem.status == 400:
+                answer.headers["connection"] = "close"
+            await answer(scope, receive, count)
             return
+        if scope["method"] == "HEAD":  # what GET answers; the server leaves the body out
+            scope = {**scope, "method": "GET"}
         writes = scope["method"] == "POST"
         self._site.n_inside += writes
         try:
@@ -55,6 +63,8 @@ class Guard:
             return ApiError(401, "no API key, or a wrong one; send it as Authorization: Bearer KEY")
         if self._site.draining and scope["method"] == "POST":
             return shutting_down()
+        if b"content-length" in headers and b"transfer-encoding" in headers:  # where would the next request begin?
+            return ApiError(400, "a body has Content-Length or Transfer-Encoding, not both; send one of them")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self._settings.most_bytes:
             return self._too_large()
@@ -65,14 +75,14 @@ class Guard:
 
     def _measured(self, receive: Receive) -> Receive:
         """Pass the parts of the body on while it is neither too large nor too slow."""
-        n_bytes, whole = 0, False
+        n_bytes, whole, end = 0, False, time.monotonic() + _SLOW
 
         async def take() -> Message:
             nonlocal n_bytes, whole
-            if whole:  # all there is to come is that the client leaves
+            if whole:  # only the client's leaving can follow
                 return await receive()
             try:
-                message = await asyncio.wait_for(receive(), _SLOW)
+                message = await asyncio.wait_for(receive(), end - time.monotonic())
             except TimeoutError:
                 raise HTTPException(408, "the body did not arrive in time") from None
             if message["type"] == "http.request":
@@ -80,6 +90,9 @@ class Guard:
                 whole = not message.get("more_body", False)
                 if n_bytes > self._settings.most_bytes:
                     raise HTTPException(413, str(self._too_large()))
+                if whole and n_bytes > _LARGE:
+                    async with self._large:
+                        await asyncio.sleep(_PAUSE)
             return message
 
         return take
@@ -94,5 +107,5 @@ def _host(headers: dict[bytes, bytes]) -> str:
 
 
 def _path(path: str) -> str:
-    """One of few values, whatever the path: it is a label of counters."""
+    """Reduce a path to one of few values, because it is a label of counters."""
     return next((known for known in _PATHS if path == known or path.startswith(f"{known}/")), "other")

@@ -43,8 +43,8 @@ class _Kept:
         site: Site = request.app.state.site
         found = site.frames.find(request_id)
         if found is None:
-            cure = "ask with sinkdlm.inspect = true to keep one for a while"
-            raise ApiError(404, f"{request_id}: no such request, or it is gone; {cure}")
+            cure = "send a request with sinkdlm.inspect = true to keep it for a while"
+            raise ApiError(404, f"{request_id}: no such request, or no longer kept; {cure}")
         self.request, self.seconds_left = found, site.frames.left(found)
         self.served = site.find(found.model)
 
@@ -59,7 +59,7 @@ Kept = Annotated[_Kept, Depends()]
 
 
 class _Canvas:
-    """What a step saw, by the path."""
+    """The canvas that a step saw, by the path."""
 
     def __init__(self, kept: Kept, choice: Index, step: Index) -> None:
         self.kept, self.served, self.model = kept, kept.served, kept.served.lm.model
@@ -70,7 +70,7 @@ class _Canvas:
             raise AnalysisError(f"position {position}: this canvas has {len(self.tokens)} tokens, from 0 on")
 
     async def look(self, n_layers: int, cure: str) -> Seen:
-        """What attention did, unless received attention of so many layers is too large for one answer."""
+        """Compute the attention of the canvas; refuse what is too large for one answer, at n_layers layers."""
         config = self.model.config
         if n_layers * config.n_heads * (config.n_sinks + len(self.tokens)) > _MOST_VALUES:
             raise AnalysisError(f"received attention of all layers is too much for one answer; {cure}")
@@ -92,7 +92,7 @@ def _of(rows: list[_T], index: int, name: str) -> _T:
 
 @router.get("")
 def describe(kept: Kept) -> dict[str, Any]:
-    """What there is to see: a frame is a canvas as a step saw it, the last one the finished text."""
+    """The choices of a request and their frames. A frame is a canvas as a step saw it; the last is the finished text."""
     found, config = kept.request, kept.served.lm.config
     choices = [
         {"index": index, "frames": len(frames), "length": len(frames[-1][0]), "n_given": given}
@@ -124,7 +124,7 @@ def frames(
 
 @router.get("/{choice}/recording")
 async def recording(kept: Kept, choice: Index) -> dict[str, Any]:
-    """All there is to see, for a file: one model's side of a recording, a frame computed at a time."""
+    """All that a file needs to show the request: one model's side of a recording, computed frame by frame."""
     served, frames = kept.served, kept.frames(choice)
     canvases, sure = [tokens.tolist() for tokens, _ in frames], [levels.tobytes() for _, levels in frames]
     recorder = Recorder(served.lm, served.name, canvases, kept.request.n_given[choice], confidence=sure)
@@ -135,8 +135,8 @@ async def recording(kept: Kept, choice: Index) -> dict[str, Any]:
 
 @router.get("/{choice}/{step}/look")
 async def look(canvas: Canvas) -> dict[str, Any]:
-    """Received attention (layers, heads, sinks + tokens) and norms of values (layers, sinks + tokens); found before anything is
-    rounded: content sinks by either rule as places in (layers, heads, tokens), and each head's most received token."""
+    """Received attention (layers, heads, sinks + tokens) and norms of values (layers, sinks + tokens). Computed before rounding:
+    content sinks by either rule as places in (layers, heads, tokens), and each head's most attended token."""
     seen = await canvas.look(canvas.model.config.n_layers, "ask for one layer's")
     sinks = {"absolute": seen.absolute, "relative": seen.relative, "top": seen.top, "rules": RULES._asdict()}
     return {"received": quantise(seen.received), "values": quantise(seen.values), **sinks}
@@ -154,7 +154,7 @@ async def received(canvas: Canvas, layer: Number | None = None) -> dict[str, Any
 
 @router.get("/{choice}/{step}/row")
 async def row(canvas: Canvas, position: Number, layer: Number | None = None, head: Number | None = None) -> dict[str, Any]:
-    """What one token attends to, (sinks + tokens); mean over all layers, or heads, where none is given."""
+    """What one token attends to, (sinks + tokens): a mean over layers, or heads, where none is given."""
     canvas.check_position(position)
     config = canvas.model.config
     layers = range(config.n_layers) if layer is None else [layer]

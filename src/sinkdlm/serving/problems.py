@@ -1,4 +1,4 @@
-"""Turn every failure into an error as OpenAI's clients know it: {"error": {"message", "type", "param", "code"}}."""
+"""Turn every failure into an error in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
 import logging
 from typing import Any
@@ -16,9 +16,9 @@ _log = logging.getLogger(__name__)
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 429: "queue_full"}
 _LONGEST = 1000  # characters of a message
-_RETRY = 5  # seconds after which another server may have taken this one's place
+_RETRY = 5  # seconds after which another server may have taken over
 
-# What every route may answer, for the schema.
+# The errors of every route, for the schema.
 RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503, 504)
 }
@@ -33,7 +33,7 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        # A client's own words may come back, and hold what UTF-8 cannot.
+        # A client's own words come back here, and may not be valid UTF-8.
         message, param = (text and text[:_LONGEST].encode("utf-8", "replace").decode() for text in (str(self), self.param))
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code or _CODES.get(self.status)}}
 
@@ -49,7 +49,7 @@ def shutting_down() -> ApiError:
 
 
 def api_error(failure: BaseException) -> ApiError:
-    """The error that a client gets. Of a failure that is our own it gets the kind alone; the log has the rest."""
+    """The error that a client gets. Of an internal failure it gets only the type; the log has the rest."""
     if isinstance(failure, ApiError):
         return failure
     if isinstance(failure, RequestValidationError):
@@ -73,12 +73,12 @@ def _invalid(failure: RequestValidationError) -> ApiError:
     """The first mistake, by the name of its field."""
     errors = failure.errors()
     if not errors or errors[0]["type"] == "json_invalid":
-        return ApiError(400, "the body is no JSON object")
-    # A value of several kinds has a mistake for each: a field that nobody knows is the one that tells.
+        return ApiError(400, "the body is not a JSON object")
+    # A field of several types gives a mistake for each: an unknown field says most.
     first = next((error for error in errors if error["type"] == UNKNOWN), errors[0])
     if first["loc"] == ("body",) and first["type"] in ("model_attributes_type", "dict_type"):
-        return ApiError(400, "the body is no JSON object, or was not sent as one: Content-Type: application/json")
-    # Of a field that may be of several kinds the place names the kind, too: that is no field.
+        return ApiError(400, "the body is not a JSON object, or was sent without Content-Type: application/json")
+    # For a field of several types the location also names the type, which is no field.
     kinds = ("str", "int", "list")
     place = [str(part) for part in first["loc"][1:] if isinstance(part, int) or (part.isidentifier() and part not in kinds)]
     if first["type"] == UNKNOWN:

@@ -1,35 +1,36 @@
 """Bodies of requests and answers: OpenAI's fields, checked by pydantic, and ours under `sinkdlm`.
 
-Every field that OpenAI defines is known. A field that this server cannot honour is refused unless its value asks for nothing. A
-field that OpenAI does not define is refused too: it is a typing mistake, or an option that would be ignored.
+Every field that OpenAI defines is known. A field that this server cannot honour is refused unless its value is neutral. A field
+that OpenAI does not define is refused too: it is a typing mistake, or an option that would be ignored.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from sinkdlm.config.toml import suggest
 from sinkdlm.sampling.unmasking import CACHES, NAMED, ORDERS, REMASKS, SCHEDULES
 
 UNKNOWN = "unknown_field"
-_LONGEST_NAME = 64  # characters of a field's name that are repeated
+_LONGEST_NAME = 64  # characters of an unknown field's name that the error repeats
 MOST_STOPS, LONGEST_STOP, MOST_PROMPTS = 16, 256, 64
+_MOST_TOKENS, _MOST_MESSAGES, _MOST_PAIRS = 1 << 17, 1024, 16
 _INT64 = 2**63
 
 
 def only(*neutral: Any) -> Any:
-    """Declare a field that this server cannot honour: only values that ask for nothing pass. `exclude` marks it."""
+    """Declare a field that this server cannot honour: only neutral values pass. `exclude` marks it."""
     return Field(default=None, exclude=True, json_schema_extra={"enum": [None, *neutral]})
 
 
 def _check_text(text: str) -> str:
-    """JSON can spell halves of characters, which no encoding holds and no tokenizer takes."""
+    """Refuse lone surrogates: JSON can spell them, but no tokenizer takes them."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise PydanticCustomError("text", "holds a lone surrogate, which is no character") from None
+        raise PydanticCustomError("text", "holds a lone surrogate, which is not a character") from None
     return text
 
 
@@ -69,23 +70,23 @@ class Strict(BaseModel):
 
 
 class Extras(Strict):
-    """How a diffusion model writes. Fields of a policy replace those of the named one."""
+    """How a diffusion model writes. Fields given here replace those of the named policy."""
 
     policy: Annotated[str, _named(NAMED)] = "llada"
-    steps: int | None = Field(default=None, ge=1, description="Denoising steps; by default one a token.")
-    block: int | None = Field(default=None, ge=1, le=_INT64 - 1, description="Tokens of a block; blocks are filled left to right.")
-    threshold: float | None = Field(default=None, gt=0, le=1, description="Commit every token this sure, and at least one a step.")
-    guidance: float | None = Field(default=None, ge=-1, le=100, description="Classifier-free guidance.")
+    steps: int | None = Field(default=None, ge=1, description="Denoising steps; by default one per token.")
+    block: int | None = Field(default=None, ge=1, le=_INT64 - 1, description="Tokens per block; blocks are filled left to right.")
+    threshold: float | None = Field(default=None, gt=0, le=1, description="Commit all tokens this probable, at least one per step.")
+    guidance: float | None = Field(default=None, ge=-1, le=100, description="Weight of classifier-free guidance; 0: none.")
     top_k: int | None = Field(default=None, ge=1, le=_INT64 - 1)
     order: Annotated[str, _named(ORDERS)] | None = None
     schedule: Annotated[str, _named(SCHEDULES)] | None = None
     remask: Annotated[str, _named(REMASKS)] | None = None
     remask_rate: float | None = Field(default=None, gt=0, le=1)
     cache: Annotated[str, _named(CACHES)] | None = None
-    until_eos: bool = Field(default=False, description="Append blocks until EOS; the number of tokens is the limit.")
-    ignore_eos: bool = Field(default=False, description="EOS is a token like any other.")
-    frames: bool = Field(default=False, description="With stream: the canvas and confidences after every step.")
-    inspect: bool = Field(default=False, description="Keep what was seen for a while, for /v1/inspect.")
+    until_eos: bool = Field(default=False, description="Write block after block until EOS, at most max_tokens.")
+    ignore_eos: bool = Field(default=False, description="Do not end a text at EOS.")
+    frames: bool = Field(default=False, description="With stream: send the canvas and confidences after every step.")
+    inspect: bool = Field(default=False, description="Keep the request's frames for a while, for /v1/inspect.")
 
     def policy_fields(self) -> dict[str, Any]:
         return self.model_dump(exclude={"policy", "until_eos", "ignore_eos", "frames", "inspect"}, exclude_none=True)
@@ -100,11 +101,11 @@ Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
 class _Body(Strict):
-    """What completions and chat have in common."""
+    """The fields of both completions and chat."""
 
     model: str = Field(max_length=256)
     n: int | None = Field(default=None, ge=1)
-    seed: int | None = Field(default=None, ge=-_INT64, le=_INT64 - 1, description="The same request and seed: the same noise.")
+    seed: int | None = Field(default=None, ge=-_INT64, le=_INT64 - 1, description="The same request and seed draw the same noise.")
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -129,18 +130,20 @@ class _Body(Strict):
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("together", "stream_options: only with stream = true")
         if self.sinkdlm.frames and not self.stream:
-            raise PydanticCustomError("together", "sinkdlm.frames: only with stream = true; later there is sinkdlm.inspect")
+            raise PydanticCustomError("together", "sinkdlm.frames: only with stream = true; without it use sinkdlm.inspect")
         return self
 
 
-Ids = Annotated[list[Annotated[int, Field(ge=0, le=_INT64 - 1)]], Field(min_length=1)]
-_MANY = Field(min_length=1, max_length=MOST_PROMPTS)
+# fail_fast: a list of a million mistakes would take seconds, and a gigabyte, to tell them all.
+Ids = Annotated[list[Annotated[int, Field(ge=0, le=_INT64 - 1)]], Field(min_length=1, max_length=_MOST_TOKENS, fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
 
 
 class CompletionRequest(_Body):
-    prompt: Text | Ids | Annotated[list[Text], _MANY] | Annotated[list[Ids], _MANY] | None = ""
-    suffix: Text | None = Field(default=None, description="What stands after the gap: the text is written in between.")
-    max_tokens: int | None = Field(default=None, ge=1, description="Tokens to write; by default 64, or what fits.")
+    prompt: Text | Ids | Texts | ManyIds | None = ""
+    suffix: Text | None = Field(default=None, description="Given text after the gap; the model writes what is between.")
+    max_tokens: int | None = Field(default=None, ge=1, description="Tokens to write; by default 64, or as many as fit.")
     echo: bool | None = None
     best_of: Any = only(1)
     logprobs: Any = only()
@@ -158,12 +161,12 @@ class TextPart(Strict):
 
 
 class Message(BaseModel):
-    """Clients send answers back with empty fields of OpenAI's; a field that is not empty is refused."""
+    """A message of a chat. Clients send answers back with OpenAI's empty fields; a field that is not empty is refused."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": {"enum": [None, [], {}]}})
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
     name: Text | None = None
 
     @model_validator(mode="after")
@@ -180,11 +183,30 @@ class Message(BaseModel):
         return found if self.name is None else {**found, "name": self.name}
 
 
+def _check_parts(messages: Any) -> Any:
+    """Before any of them is looked at: the limit of a list of parts holds for all lists together."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
+    if sum(len(content) for content in contents if isinstance(content, list)) > _MOST_MESSAGES:
+        raise PydanticCustomError("parts", "more than {most} parts in all; join them", {"most": _MOST_MESSAGES})
+    return messages
+
+
+def _check_pairs(given: Any) -> Any:
+    """Before any of them is looked at: pydantic counts them last."""
+    if isinstance(given, dict) and len(given) > _MOST_PAIRS:
+        raise PydanticCustomError("pairs", "has {n} entries; give at most {most}", {"n": len(given), "most": _MOST_PAIRS})
+    return given
+
+
 class ChatRequest(_Body):
-    messages: list[Message] = Field(min_length=1, max_length=1024)
-    max_completion_tokens: int | None = Field(default=None, ge=1, description="Tokens to write; by default 64, or what fits.")
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True), BeforeValidator(_check_parts)
+    ]
+    max_completion_tokens: int | None = Field(default=None, ge=1, description="Tokens to write; by default 64, or as many as fit.")
     max_tokens: int | None = Field(default=None, ge=1, description="The older name of max_completion_tokens.")
-    metadata: dict[str, str] | None = Field(default=None, description="Accepted and not used.")
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_check_pairs)] = Field(
+        default=None, description="Accepted and not used."
+    )
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -220,12 +242,12 @@ class Usage(BaseModel):
 
 
 class Written(BaseModel):
-    """What is needed to get the same answer again."""
+    """What reproduces an answer."""
 
     seed: int
-    steps: list[int] = Field(description="Forwards of each choice.")
+    steps: list[int] = Field(description="Denoising steps of each choice.")
     policy: dict[str, Any]
-    inspect: bool = Field(description="Whether /v1/inspect/{id} has it.")
+    inspect: bool = Field(description="Whether /v1/inspect/{id} has its frames.")
 
 
 FinishReason = Literal["stop", "length"]
@@ -242,7 +264,7 @@ class CompletionChoice(Choice):
 
 
 class Answer(BaseModel):
-    """What completions and chat answer alike."""
+    """The fields of answers of both completions and chat."""
 
     id: str
     object: str

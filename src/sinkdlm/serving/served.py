@@ -1,4 +1,4 @@
-"""A served model: its name, tokenizer and engine, and how the body of a request becomes canvases for the engine.
+"""A served model: its name, tokenizer and engine, and the step from a request's body to canvases for the engine.
 
 Owns every refusal that depends on the model. Knows no HTTP.
 """
@@ -26,7 +26,7 @@ from sinkdlm.text.prompts import LENGTH, begin, chat_text, encode, has_chat_temp
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one request."""
+    """Limits of one request."""
 
     length: int | None = None  # tokens of a canvas; None: what the model reads
     steps: int = 1024
@@ -46,16 +46,16 @@ class Order:
 
 
 class Served:
-    """bos: before prompts in text or not; None: as the tokenizer, or its chat template, begins a text."""
+    """A model behind the server. bos: whether text prompts begin with BOS; None: as the tokenizer or chat template does."""
 
     def __init__(self, name: str, lm: Loaded, engine: Engine, limits: Limits, bos: bool | None = None) -> None:
         self.name, self.lm, self.engine, self.limits, self.bos = name, lm, engine, limits, bos
         self.room = min(lm.config.context_length, limits.length or lm.config.context_length)
         self.fingerprint = _fingerprint(lm)
-        # A token as it reads within a text, and what sort of token it is, as the analysis has it.
+        # The text of a token as it reads within a text, and its kind, as in the analysis.
         self.piece: Callable[[int], str] = functools.cache(functools.partial(piece_of, lm.tokenizer))
         self.kind = kind_finder(lm.tokenizer, lm.config.mask_id)
-        self._tokenizing = threading.Lock()  # fast tokenizers may not be entered by two threads at once
+        self._tokenizing = threading.Lock()  # fast tokenizers are not thread-safe
 
     def card(self) -> Card:
         config, engine = self.lm.config, self.engine
@@ -95,11 +95,11 @@ class Served:
         n, mask_id = body.n or 1, config.mask_id
         for token in itertools.chain(*heads, tail):
             if token == mask_id:
-                raise SamplingError("the prompt holds the mask token; give prompt and suffix, and the gap lies between them")
+                raise SamplingError("the prompt holds the mask token; give prompt and suffix, and the model writes between them")
             if not 0 <= token < config.vocab_size:
-                raise SamplingError(f"token {token}: this model has {config.vocab_size}, from 0 on")
+                raise SamplingError(f"token {token}: this model has {config.vocab_size} tokens, from 0 on")
         if n > self.limits.n or n * len(heads) > self.limits.rows:
-            raise SamplingError(f"n = {n}: this server writes at most {self.limits.n} texts a prompt and {self.limits.rows} in all")
+            raise SamplingError(f"n = {n}: this server writes at most {self.limits.n} texts per prompt, {self.limits.rows} in all")
         policy = self._policy(body)
         seed = secrets.randbits(63) if body.seed is None else body.seed
         rows: list[Request] = []
@@ -117,7 +117,7 @@ class Served:
         options = extras.policy_fields()
         options |= {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
         if body.temperature == 0 and not policy_of(extras.policy).tempered:
-            options.pop("top_p", None)  # clients send both by habit, and the likeliest token is among those of any top_p
+            options.pop("top_p", None)  # clients send both by habit; at temperature 0 top_p changes nothing
         policy = policy_of(extras.policy, **options)
         own = policy_for(self.lm.tokenizer, policy, stop=not extras.ignore_eos, until_eos=extras.until_eos)
         policy = policy_of(policy, **own)
@@ -129,7 +129,7 @@ class Served:
 
 
 def _fingerprint(lm: Loaded) -> str:
-    """A hash of what decides about answers besides the request: weights, precision, device and version."""
+    """Hash what decides answers besides the request: weights, precision, device and version."""
     weight = lm.model.embed.weight
     facts = [lm.config.to_dict(), lm.provenance.get("weights"), str(weight.dtype), weight.device.type, __version__]
     return f"fp_{hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]}"

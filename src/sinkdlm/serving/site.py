@@ -1,4 +1,4 @@
-"""What the parts of a server share: models, settings, counters, frames of finished requests, and whether it is shutting down."""
+"""State that the parts of a server share: models, settings, counters, frames of finished requests, and whether it shuts down."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 @dataclass(frozen=True)
 class Settings:
     api_key: str | None = None
-    hosts: frozenset[str] | None = None  # names under which the server may be called; None: any
-    origins: Sequence[str] = ()  # CORS: pages that may read answers
-    most_bytes: int = 1 << 20  # of a body
+    hosts: frozenset[str] | None = None  # host names under which the server may be called; None: any
+    origins: Sequence[str] = ()  # CORS: origins whose pages may read answers
+    most_bytes: int = 1 << 20  # of a request's body
     frame_bytes: int = 64 << 20  # kept of finished requests
     frame_seconds: float = 600.0
 
@@ -33,14 +33,14 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         of_model: dict[str, Any] = {"labelnames": ["model"], "registry": registry}
         self.requests = Counter("sinkdlm_requests", "Answers by status.", ["path", "status"], registry=registry)
-        self.seconds = Histogram("sinkdlm_request_seconds", "From a request's arrival to its end.", buckets=_SECONDS, **of_model)
-        self.queued = Histogram("sinkdlm_queue_seconds", "From its arrival to its first step.", buckets=_SECONDS, **of_model)
-        self.prompt_tokens = Counter("sinkdlm_prompt_tokens", "Tokens that were given.", **of_model)
-        self.completion_tokens = Counter("sinkdlm_completion_tokens", "Tokens that were written.", **of_model)
-        self.rows = Histogram("sinkdlm_batch_rows", "Texts in a step.", buckets=_ROWS, **of_model)
-        self.step_seconds = Counter("sinkdlm_step_seconds", "Time spent in steps.", **of_model)
+        self.seconds = Histogram("sinkdlm_request_seconds", "Seconds from arrival to the last step.", buckets=_SECONDS, **of_model)
+        self.queued = Histogram("sinkdlm_queue_seconds", "Seconds from arrival to the first step.", buckets=_SECONDS, **of_model)
+        self.prompt_tokens = Counter("sinkdlm_prompt_tokens", "Tokens of prompts.", **of_model)
+        self.completion_tokens = Counter("sinkdlm_completion_tokens", "Tokens written.", **of_model)
+        self.rows = Histogram("sinkdlm_batch_rows", "Texts per step.", buckets=_ROWS, **of_model)
+        self.step_seconds = Counter("sinkdlm_step_seconds", "Seconds spent in steps.", **of_model)
         self.waiting = Gauge("sinkdlm_waiting_requests", "Requests in the queue.", **of_model)
-        self.running = Gauge("sinkdlm_running_rows", "Texts that are being written.", **of_model)
+        self.running = Gauge("sinkdlm_running_rows", "Texts being written.", **of_model)
 
     def watch(self, model: str, engine: Engine) -> None:
         """Read the gauges of a model from its engine whenever they are collected."""
@@ -60,7 +60,7 @@ class Site:
     models: dict[str, Served]
     metrics: Metrics
     settings: Settings
-    draining: bool = False  # whether it takes no more requests
+    draining: bool = False  # whether it refuses new requests
     n_inside: int = 0  # POST requests that are being answered
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The text of a row that is being written: what of it can be shown, and where it ends.
+"""The text of a row while it is written: what can be shown of it, and where it ends.
 
 A diffusion model does not write left to right. A transcript shows what can no longer change: the tokens before the first open
 one, less a broken character and the beginning of a possible stop string. Piece by piece or at once, the text is the same.
@@ -7,12 +7,12 @@ one, less a broken character and the beginning of a possible stop string. Piece 
 from collections.abc import Sequence
 from typing import Any
 
-_CONTEXT = 8  # given tokens that are decoded with the written ones: some tokenizers drop a blank in front of a text
+_CONTEXT = 8  # given tokens decoded with the written ones: some tokenizers drop a blank at a text's beginning
 _BROKEN = "\ufffd"
 
 
 class Transcript:
-    """given: the tokens before the gap. stops: strings before which the text ends. echo: text that stands before the answer."""
+    """given: the tokens before the gap. stops: strings before which the text ends. echo: text shown before the answer."""
 
     def __init__(self, tokenizer: Any, given: Sequence[int], eos_id: int | None, stops: Sequence[str] = (), echo: str = "") -> None:
         self._tokenizer, self._eos_id, self.stops, self.echo = tokenizer, eos_id, tuple(stops), echo
@@ -26,7 +26,7 @@ class Transcript:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def read(self, tokens: Sequence[int], *, done: bool) -> str:
-        """Given all final tokens, returns the text that may be shown beyond what was shown before."""
+        """Take all final tokens; return the text that may be shown and was not shown before."""
         kept = list(tokens)
         if self._eos_id in kept:
             kept = kept[: kept.index(self._eos_id)]
@@ -36,7 +36,7 @@ class Transcript:
         end = first_stop(text, self.stops)
         self.stopped |= end is not None
         text = text[:end] if done or self.stopped else _settled(text, self.stops)
-        if not text.startswith(self.text):  # a decoder that changes its mind: what was shown stays
+        if not text.startswith(self.text):  # the decoding has changed: keep what was shown
             text = self.text
         new, self.text = text[len(self.text) :], text
         return new
@@ -51,13 +51,13 @@ class Transcript:
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the text ends: before the stop string that is complete first, so that it does not matter in what pieces it came."""
+    """Where the text ends: before the stop string that is complete first, so that the size of pieces does not matter."""
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return min(found)[1] if found else None
 
 
 def _settled(text: str, stops: Sequence[str]) -> str:
-    """Without a character that is not whole, and without what may be the beginning of a stop string."""
+    """Hold back an incomplete character, and what may be the beginning of a stop string."""
     text = text.rstrip(_BROKEN)
     held = max((size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
     return text[: len(text) - held]

@@ -1,1 +1,1 @@
-"""Training: one loop for pretraining, adaptation and SFT, which differ in data, initial weights and hyper-parameters alone."""
+"""Train models: one loop for pretraining, adaptation and SFT, which differ only in data, initial weights and hyper-parameters."""

@@ -1,4 +1,4 @@
-"""How the steps of a run are computed: the recipe's "auto", as it is read on this machine."""
+"""Decide how a run computes its steps: what each "auto" of the recipe means on this machine."""
 
 import importlib.util
 from collections.abc import Callable
@@ -14,19 +14,18 @@ from sinkdlm.model.model import DiffusionLM, run_plain
 from sinkdlm.planning.formulas import Layout, fitting_micro_batch, settle_precision, training_flops
 from sinkdlm.training.head_slots import plan_slots
 
-# FLOPs of a layer in one micro-batch from which the host, launching each kernel by itself, is ahead of a device all the same: an
-# H200 takes 10 ms for them, and the host 3 to 5 to launch a layer forward and backward. In float8 there is more to launch, and a
-# device is done sooner.
+# FLOPs of one layer in a micro-batch above which the host stays ahead of the GPU without CUDA graphs. In bf16 an H200 takes 10 ms
+# for them; the host launches a layer's forward and backward in 3 to 5 ms. float8 launches more kernels, and the GPU is done sooner.
 _AHEAD = {"bf16": 3e12, "fp8": 6e12}
 
 
 class Way(NamedTuple):
-    """compile: what torch's compiler takes. flat: rows are full, and train as flat tokens of one matrix."""
+    """How steps are computed. compile: what torch.compile covers. flat: full rows train as one matrix of flat tokens."""
 
     compile: Literal["none", "blocks", "whole"]
     micro_batch: int
     flat: bool
-    ends_early: bool = False  # whether the last layer ends where the loss looks, which counts in FLOPs
+    ends_early: bool = False  # after attention, the last layer computes scored positions only
 
     @property
     def compiled(self) -> bool:
@@ -34,12 +33,12 @@ class Way(NamedTuple):
 
     @property
     def frugal(self) -> bool:
-        """Whether blocks keep for the backward no more than they need."""
+        """Whether blocks keep only what their backward needs."""
         return self.compiled or self.flat
 
 
 def settle_runner(model: DiffusionLM, way: Way, recipe: Recipe, precision: str, say: Callable[[str], None]) -> None:
-    """Gives a model the runner of its run, before its weights are on their device. precision: with "auto" settled."""
+    """Set the model's runner; call it before the weights are on their device. precision: with "auto" settled."""
     train = recipe.train
     if train.runner == "plain":
         model.runner = run_plain
@@ -51,15 +50,15 @@ def settle_runner(model: DiffusionLM, way: Way, recipe: Recipe, precision: str, 
 
 
 def settle_way(recipe: Recipe, world: World, layout: Layout | None = None, *, full_rows: bool) -> Way:
-    """full_rows: every row is full and sees all of itself."""
+    """Decide how steps are computed. full_rows: every row is full and attends to all of itself."""
     device = world.device
     recipe = settle_precision(recipe, on_gpu=device.type == "cuda")
     train, plain = recipe.train, recipe.train.runner == "plain"
     if train.compile == "whole" and not (device.type == "cpu" and world.alone):
-        raise TrainError("train.compile = 'whole': for one process on a CPU; 'blocks' is the cure")
+        raise TrainError("train.compile = 'whole': works for one process on a CPU only; set train.compile = 'blocks'")
     if plain and (train.precision == "fp8" or train.recompute != "none" or train.residual == "bf16"):
         raise TrainError(
-            "train.runner = 'plain': knows no fp8, no recomputation and no bf16 residual stream; train.runner = 'auto' is the cure"
+            "train.runner = 'plain': supports no fp8, no recomputation and no bf16 residual stream; set train.runner = 'auto'"
         )
     flat = full_rows and train.precision in ("bf16", "fp8") and not plain
     flat = flat and fast.supports_flat(recipe.model, device.type, torch.bfloat16, recipe.data.length)
@@ -75,9 +74,9 @@ def settle_way(recipe: Recipe, world: World, layout: Layout | None = None, *, fu
 
 
 def _needs_no_compiler(recipe: Recipe, micro_batch: int) -> bool:
-    """Whether torch's compiler would not help: kernels leave it nothing to fuse, and the GPU is busy or replays captures."""
+    """Whether torch.compile would not help: our kernels leave nothing to fuse, and the GPU is busy or replays CUDA graphs."""
     config, train, length = recipe.model, recipe.train, recipe.data.length
-    biased = train.precision == "fp8" and config.qkv_bias  # added beside the float8 matmuls
+    biased = train.precision == "fp8" and config.qkv_bias  # the bias is added outside the float8 matmuls
     if config.gate != "none" or train.anneal or biased:
         return False
     if micro_batch * length * training_flops(config, length) / config.n_layers >= _AHEAD[train.precision]:

@@ -1,4 +1,4 @@
-"""How fast this machine trains a recipe, by a few steps on made-up tokens: for plans on a CPU, of which no table tells anything."""
+"""Measure how fast this CPU trains a recipe, with a few steps on made-up tokens. Plans need it: no table covers CPUs."""
 
 import time
 
@@ -13,13 +13,13 @@ from sinkdlm.planning.formulas import training_flops
 from sinkdlm.training.optimizer import Optimizer
 
 _WANTED = 2e10  # FLOPs of a step that is long enough to time
-_MOST = 5e11  # FLOPs of a row that is not tried any more: tens of seconds on one core
+_MOST = 5e11  # FLOPs of a row above which nothing is tried: tens of seconds on one core
 _STEPS = 3
-_PATIENCE = 2.0  # seconds of a step after which there is no second one
+_PATIENCE = 2.0  # seconds; a first step longer than this is the only one
 
 
 def tokens_per_second(recipe: Recipe) -> float | None:
-    """In float32 on this machine's CPU; None for a model whose single row would take too long."""
+    """Tokens per second in float32 on this machine's CPU; None if a single row would take too long."""
     length = recipe.data.length
     of_row = length * training_flops(recipe.model, length)
     if of_row > _MOST:

@@ -1,6 +1,6 @@
-"""What is measured while training: the validation loss with fixed noise, where attention goes, a sampled text.
+"""Measure a model while it trains: validation loss with fixed noise, attention and value norms, a sampled text.
 
-Nothing here changes weights or draws on global randomness, so a run with and without it is the same run.
+Nothing here changes weights or uses global randomness: a run gives the same weights with and without it.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ from sinkdlm.model.observe import Watcher
 from sinkdlm.sampling import generate
 from sinkdlm.text.prompts import begin, encode
 
-VALIDATION_SEED = 20_260_127  # of every run, so that runs are compared on the same rows and the same masks
+VALIDATION_SEED = 20_260_127  # the same in every run, so that all are compared on the same rows and masks
 BUCKETS = 4  # of the masked ratio
-_VALIDATION_TOKENS = 16_384  # of a forward: fixed, because how rows share a forward shows in the last bits
-_PROBE_TOKENS = 512  # of a row, which bounds what a look costs
+_VALIDATION_TOKENS = 16_384  # per forward; fixed, because how rows share a forward changes the last bits
+_PROBE_TOKENS = 512  # per row of a probe, to bound its cost
 
 Precision = Callable[[], AbstractContextManager[Any]]
 Times = Literal["golden", "independent"]
@@ -35,9 +35,9 @@ def bucket_of(probability: Tensor) -> Tensor:
 
 
 def add_by_ratio(sums: Tensor, probability: Tensor, loss: Loss) -> None:
-    """Adds per-token NLL and counts to sums (2, BUCKETS) by the row's masked ratio: easy rows and hard ones move differently.
+    """Add per-token NLL and counts to sums (2, BUCKETS), by the row's masked ratio: easy and hard rows improve differently.
 
-    probability (B,): of masking, of each row of the loss."""
+    probability (B,): masking probability of each row."""
     index = bucket_of(probability)[loss.rows]
     counted = torch.ones_like(index, dtype=torch.float64) if loss.used is None else loss.used.double()
     sums[0].index_add_(0, index, loss.nll.double())
@@ -59,13 +59,13 @@ def corrupt_batch(
 def validate(
     model: DiffusionLM, rows: Rows, n_draws: int, schedule: Schedule, precision: Precision, world: World
 ) -> dict[str, Any]:
-    """The bound on nats per token over `n_draws` draws, with its standard error, and the mean NLL by masked ratio.
+    """Return the bound in nats per token over `n_draws` draws, its standard error, and the mean NLL by masked ratio.
 
-    Draw i reads a fixed row and is masked at a fixed t. The t are spread evenly, so the standard error of independent draws is an
-    upper estimate. Batches are dealt to the ranks and are the same on any number of them, so the result is too.
+    Draw i masks a fixed row at a fixed t. The t are evenly spread, so the standard error of independent draws is an upper
+    estimate. Batches are dealt to the ranks, but neither they nor the result depend on the number of ranks.
     """
     device, size = world.device, max(1, _VALIDATION_TOKENS // rows.section.length)
-    found = torch.zeros(5, n_draws, dtype=torch.float64, device=device)  # of each draw: loss, NLL, scored, maskable, ratio
+    found = torch.zeros(5, n_draws, dtype=torch.float64, device=device)  # per draw: loss, NLL, scored, maskable, ratio
     for first in range(size * world.rank, n_draws + size * world.rank, size * world.size):
         part = slice(first, min(n_draws, first + size))
         host_batch = rows.batch(np.arange(part.start, part.stop)).rows(slice(0, size))
@@ -98,9 +98,9 @@ def validate(
 def probe(
     model: DiffusionLM, rows: Rows, n_rows: int, schedule: Schedule, precision: Precision, device: torch.device
 ) -> list[dict[str, float]]:
-    """Per layer: the share of attention on sinks, on the most attended content position, and the value norms (eq. 16).
+    """Return per layer: attention shares on sinks and on the most attended content position, value norms (eq. 16), entropy.
 
-    Every rank looks at the same few rows: with sharded weights a forward is one of all ranks.
+    Every rank runs the same few rows: with sharded weights all ranks take part in a forward.
     """
     batch = rows.batch(np.arange(n_rows)).rows(slice(0, n_rows)).to(device)
     noisy = corrupt_batch(batch, model, schedule)
@@ -127,7 +127,7 @@ def probe(
 def sample_text(
     model: DiffusionLM, tokenizer: Any, prompt: str, length: int, seed: int, precision: Precision, device: torch.device
 ) -> str:
-    """The same text on every rank, which all must call. It begins as one of `sample`, and is shown without BOS."""
+    """Sample a text, the same on every rank; all must call it. The prompt starts as in `sample`; the text comes without BOS."""
     ids = begin(tokenizer, encode(tokenizer, prompt))
     with precision():
         out = generate(

@@ -1,8 +1,7 @@
-"""A step's gradient, micro-batch by micro-batch: which rows share a forward, and by which way each goes.
+"""Compute a step's gradient, micro-batch by micro-batch: which rows share a forward, and whether it is replayed or launched.
 
-Owns the arithmetic of a micro-batch from its rows to gradients and sums. Where it can, a micro-batch takes the captured way: a
-given number of head slots, tensors that stay in place, CUDA graphs that are replayed. Any other is launched kernel by kernel. Knows
-nothing of learning rates, updates or files.
+Owns the arithmetic from a micro-batch's rows to gradients and sums. Where possible, a micro-batch is captured: fixed head slots,
+fixed tensors, replayed CUDA graphs. Others launch kernel by kernel. Must not know learning rates, updates or files.
 """
 
 import functools
@@ -37,13 +36,13 @@ class StepResult(NamedTuple):
     grad_norm: float
     loss: float
     n_masked: int
-    n_missed: int  # masked positions without a head slot: such a step is made again before anything changes
+    n_missed: int  # masked positions without a head slot: such a step is repeated before any update
     nll_by_ratio: list[float | None]
-    signal: int  # the number of one that asks some rank to end, or 0
+    signal: int  # number of a signal that asked some rank to end, or 0
 
     @classmethod
     def read(cls, values: list[float]) -> Self:
-        """values: the norm, the sums that `Gradients.add` returns, and behind them how many ranks each signal reached."""
+        """values: the gradient norm, the sums of `Gradients.add`, then how many ranks caught each signal."""
         norm, loss, masked, missed, *rest = values
         asked = next((number for number, count in zip(ENDING, rest[2 * BUCKETS :], strict=False) if count), 0)
         means = means_by_ratio([rest[:BUCKETS], rest[BUCKETS : 2 * BUCKETS]])
@@ -69,9 +68,9 @@ class Gradients:
         """precision: the scope in which each loss is computed."""
         self.recipe, self.plan, self.weights = recipe, recipe.train, weights
         self.world, self.device, self.model = weights.world, weights.world.device, weights.model
-        self.schedule = Schedule(self.plan.schedule, self.plan.eps)
+        self.schedule = Schedule(self.plan.schedule, self.plan.eps, equal=self.plan.weights == "equal")
         self.micro_batch, self._compiled = micro_batch, compiled
-        self._counts_slots = self.device.type != "cpu"  # which never waits
+        self._counts_slots = self.device.type != "cpu"  # on a CPU there is no sync to avoid
         self._precision, self._say = precision, say
         self._sums = torch.zeros(_N_TOTALS + 2 * BUCKETS, dtype=torch.float64, device=self.device)  # of this rank's rows
         self._by_ratio = self._sums[_N_TOTALS:].view(2, BUCKETS)
@@ -79,7 +78,7 @@ class Gradients:
         self._held: list[Tensor] = []
 
     def fix(self, like: Batch, capturer: Capturer) -> None:
-        """From here on, full micro-batches take the captured way, where the recipe lets them and their rows are like these."""
+        """From here on, replay full micro-batches whose rows are like these from captures, where the recipe allows it."""
         length = like.tokens.shape[1]
         counts = self._counts(like)
         if like.lengths is not None:
@@ -95,7 +94,7 @@ class Gradients:
             torch.zeros(self.micro_batch, dtype=torch.int64, device=self.device),
             None if like.maskable is None else torch.ones(shape, dtype=torch.bool, device=self.device),
         )
-        # Tables that a capture reads: caches that make them may forget them, and their memory would go to others.
+        # Keep the tables that a capture reads: if their cache dropped them, their memory would be reused.
         states = (stream_state(self.plan.seed, stream, self.device) for stream in (Stream.TIME, Stream.MASK))
         self._held = [counter(length, self.device), *states]
         self.captured = Captured(self.model.parameters(), inputs, slots, capturer, self._say)
@@ -105,9 +104,9 @@ class Gradients:
         return piece.scored(shifted=self.recipe.model.shift_logits).sum(1)
 
     def add(self, batch: Batch, denominator: Tensor | float, annealing: Annealing | None = None, *, fixed: bool = True) -> Tensor:
-        """This rank's part of the step's gradient, and of its sums (`StepResult.read`). Gradients are clear before it.
+        """Add up this rank's part of the step's gradient and return its sums (`StepResult.read`). Clear the gradients before.
 
-        fixed: micro-batches may take the captured way; if the sums say that a position was missed, the step is to be made without.
+        fixed: allow a fixed number of head slots; if the sums report missed positions, repeat the step with fixed=False.
         """
         return self.with_room(lambda: self._add_all(batch, denominator, annealing, fixed))
 
@@ -115,7 +114,7 @@ class Gradients:
         self._sums.zero_()
         forwards = self._forwards(batch)
         for part in forwards:
-            piece = batch.rows(part)  # cut and counted on the host: no wait
+            piece = batch.rows(part)  # cut and counted on the host: no sync
             piece = piece.trimmed() if self._trims() else piece
             captured = self.captured if fixed and annealing is None else None
             if captured is not None and captured.takes(piece, self._counts):
@@ -129,7 +128,7 @@ class Gradients:
         return self._sums.clone()
 
     def _count_slots(self, piece: Batch) -> int:
-        """Head slots that a piece needs: the host draws its masks as well, and need not wait until the device has."""
+        """Head slots that a piece needs. The host draws its masks as well, so that it need not wait for the device."""
         shifted = self.recipe.model.shift_logits
         return round_slots(int(scored_of(self._corrupt(piece), shifted=shifted, documents=piece.documents).sum()))
 
@@ -145,7 +144,7 @@ class Gradients:
         last: bool = True,
         slots: int | None = None,
     ) -> None:
-        """One micro-batch, on the device."""
+        """Run one micro-batch, on the device."""
         noisy = self._corrupt(piece)
         with self._precision:
             loss = denoising_loss(
@@ -167,7 +166,7 @@ class Gradients:
         add_by_ratio(self._by_ratio, self.schedule.probability(noisy.t), loss)
 
     def with_room(self, call: Callable[[], _Found]) -> _Found:
-        """call(), and once more without what captures hold, where memory runs out beside them."""
+        """Run call(); if memory runs out, free the captures and run it once more."""
         try:
             return call()
         except torch.OutOfMemoryError:
@@ -176,7 +175,7 @@ class Gradients:
         return call()
 
     def _trims(self) -> bool:
-        """Whether short rows go apart, without their padding. Ranks need as many forwards each, and compiled blocks few shapes."""
+        """Whether short rows run apart, without padding. Not with ranks, which need equally many forwards, or compiled blocks."""
         return self.world.alone and not self._compiled
 
     def _forwards(self, batch: Batch) -> list[slice]:

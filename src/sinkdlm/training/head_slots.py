@@ -1,7 +1,7 @@
-"""How many head slots a micro-batch needs, said before its masks are drawn: arithmetic on the host, no device.
+"""Fix the number of head slots of a micro-batch before its masks are drawn: arithmetic on the host, no device.
 
-A captured step has shapes of its own that no mask may change, so its head takes a fixed number of positions. Which samples fit in
-is a function of their indices and of the recipe, like everything else of them: a resumed run decides as one left alone.
+A captured step has fixed shapes, so its head takes a fixed number of positions. Whether samples fit depends only on their indices
+and the recipe: a resumed run decides as an uninterrupted one does.
 
 n rows, T tokens of each; p the probability of masking, a function of t.
 """
@@ -18,19 +18,19 @@ from sinkdlm.diffusion import Schedule, times_of
 from sinkdlm.noise import golden_words, unit_interval
 from sinkdlm.planning.formulas import training_flops
 
-_SURE = 6.0  # standard deviations of what masks draw: no run is long enough to see more
-_LIKELY = 3.0  # of what rows differ by; those that need more go another way, known beforehand
-_MULTIPLE = 256  # which the matrix units like
+_SURE = 6.0  # standard deviations of the number of masked positions: no run is long enough to see more
+_LIKELY = 3.0  # standard deviations between rows; samples beyond are known beforehand and run uncaptured
+_MULTIPLE = 256  # slots are rounded up to this, which suits the GPU's matrix units
 _TOGETHER = 512  # rows whose spread over t is computed exactly
 _CELLS = 4096  # of (0, 1), for integrals over t
 _DEAREST = 0.05  # share of a step's arithmetic that spare slots may add
-# FLOPs of a layer in one micro-batch. On an H200, which computes about 3e14 of them a second, the host takes 3 to 5 ms to launch a
-# layer's kernels: from 20 ms of work on, it is so far ahead that capturing gains nothing.
+# FLOPs of one layer in a micro-batch above which capturing gains nothing: 20 ms of an H200 (about 3e14 FLOPs a second), while the
+# host launches a layer's kernels in 3 to 5 ms.
 _BUSY = 6e12
 
 
 class HeadSlots(NamedTuple):
-    """size: of the head, in positions. expected: those that are masked of a micro-batch, on average."""
+    """size: head slots of a micro-batch. expected: its masked positions, on average."""
 
     size: int
     expected: float
@@ -39,7 +39,7 @@ class HeadSlots(NamedTuple):
     train: TrainSection
 
     def fit(self, samples: Tensor, counts: Tensor) -> bool:
-        """Whether these samples (n,) find slots, of whose positions `counts` (n,) may be masked. Both on the host."""
+        """Whether these samples (n,) fit the slots. counts (n,): their maskable positions. Both on the host."""
         if self.size >= self.n_rows * self.length:
             return True
         schedule = Schedule(self.train.schedule, self.train.eps)
@@ -48,7 +48,7 @@ class HeadSlots(NamedTuple):
         return float(mean + _SURE * variance.sqrt()) <= self.size
 
     def pay(self, config: ModelConfig) -> bool:
-        """Whether replaying may gain more than spare slots cost."""
+        """Whether replaying may gain more than unused slots cost."""
         positions = self.n_rows * self.length
         needed, whole = (training_flops(config, self.length, slots / positions) for slots in (self.expected, self.size))
         busy = positions * training_flops(config, self.length) / config.n_layers > _BUSY
@@ -56,7 +56,7 @@ class HeadSlots(NamedTuple):
 
 
 def plan_slots(train: TrainSection, n_rows: int, length: int, counts: Tensor) -> HeadSlots:
-    """For micro-batches of n_rows, whose rows may be masked at as many positions as these (any number of rows) may be."""
+    """Size the head slots for micro-batches of n_rows. counts: maskable positions of typical rows, however many."""
     schedule = Schedule(train.schedule, train.eps)
     p = schedule.probability((torch.arange(_CELLS, dtype=torch.float64) + 0.5) / _CELLS)
     mean, square = float(p.mean()), float(p.square().mean())
@@ -72,9 +72,9 @@ def plan_slots(train: TrainSection, n_rows: int, length: int, counts: Tensor) ->
 
 
 def _golden_shares(schedule: Schedule, n_rows: int) -> float:
-    """The largest sum of p over n_rows consecutive samples, whichever they are.
+    """The largest sum of p over any n_rows consecutive samples.
 
-    Their t are n_rows fixed points of a circle, turned. p grows with t, so the sum is largest just before one of them passes 1.
+    Their t are n_rows fixed points of a circle, rotated. p grows with t, so the sum is largest just before a point passes 1.
     """
     whole, rest = divmod(n_rows, _TOGETHER)
     found = 0.0

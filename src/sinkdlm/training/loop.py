@@ -1,7 +1,7 @@
-"""The loop: one for pretraining, adaptation and SFT. Everything random is keyed by the sample index, everything else is state.
+"""The training loop, one for pretraining, adaptation and SFT.
 
-Owns the order of things in a step and what happens when something goes wrong. A resumed run makes the steps that an uninterrupted
-one would have made, bit for bit on the same number of threads.
+Owns the order of a step and the handling of failures. Randomness is keyed by the sample index, everything else is saved state: a
+resumed run makes the steps of an uninterrupted one, bit for bit on the same number of threads.
 """
 
 import math
@@ -36,8 +36,8 @@ from sinkdlm.training.captured import find_capturer
 from sinkdlm.training.choose import settle_runner, settle_way
 from sinkdlm.training.evaluate import probe, sample_text, validate
 from sinkdlm.training.gradients import Gradients, StepResult
-from sinkdlm.training.health import SinkHealth
-from sinkdlm.training.monitor import MakeMonitor, Monitor, Silent
+from sinkdlm.training.health import ContextUse, SinkHealth, read_lines, unigram_entropy
+from sinkdlm.training.monitor import MakeMonitor, Monitor, Pace, Silent
 from sinkdlm.training.optimizer import MOMENTS, Average, Optimizer, learning_rate
 from sinkdlm.training.prefetch import prefetch
 from sinkdlm.training.run import RunFolder
@@ -45,8 +45,9 @@ from sinkdlm.training.setup import LoadParent, open_data, open_model
 from sinkdlm.training.state import States
 from sinkdlm.training.weights import Weights
 
-_BAD_IN_A_ROW = 3  # steps without a finite loss that end a run
-_SAMPLED_ROWS = 256  # that tell how many positions of the others may be masked
+_BAD_IN_A_ROW = 3  # consecutive steps without a finite loss that end a run
+_SAMPLED_ROWS = 256  # rows that tell how many positions of a row may be masked
+_COUNTED_TOKENS = 1 << 18  # tokens that tell the unigram entropy
 _COUNTED = ("step", "updates", "skipped", "bad_in_a_row")
 _Found = TypeVar("_Found")
 
@@ -60,10 +61,10 @@ def train(
     console: Console | None = None,
     monitor: MakeMonitor = Monitor,
 ) -> dict[str, Any]:
-    """Runs a recipe in the folder `out`, from where an earlier start left it, and returns what came of it.
+    """Run a recipe in the folder `out`, resuming what is there, and return a summary.
 
-    load_parent: reads `init.from` (the command line passes one that reads whatever `convert` reads). monitor: makes what speaks of
-    the run.
+    load_parent: reads `init.from` (the command line passes one that reads whatever `convert` reads). monitor: makes the object
+    that reports the run.
     """
     console = console or Console(highlight=False, soft_wrap=True, markup=False, stderr=True)
     with joined(device) as world, closing(RunFolder(Path(out), recipe, world)) as folder:
@@ -77,12 +78,12 @@ def train(
 
 
 class Trainer:
-    """One run, from its setup to its export: the same steps on every rank, each with its share of the rows."""
+    """One run, from setup to export. Every rank makes the same steps, each with its share of the rows."""
 
     def __init__(
         self, recipe: Recipe, folder: RunFolder, load_parent: LoadParent | None, world: World, monitor: Monitor | None
     ) -> None:
-        """monitor: of the rank that speaks."""
+        """monitor: for rank 0, which reports; None on the others."""
         self.recipe, self.folder, self.world, self.device = recipe, folder, world, world.device
         self.plan = recipe.train
         self.precision = settle_precision(recipe, on_gpu=self.device.type == "cuda").train.precision
@@ -107,14 +108,15 @@ class Trainer:
         self.average = Average(self.weights.local, self.plan.ema) if self.plan.ema is not None else None
         self._resume()
         self.sinks = SinkHealth.read(folder.path) if world.first else SinkHealth()
+        self.pace, self.context = Pace(self._tokens(1)), ContextUse(self.steps, self._tokens(1), self._unigram_entropy)
+        for line in read_lines(folder.path, "train") if world.first else ():
+            self.context.look(line["step"], line["nll_by_ratio"])
         if recipe.save.background:
             self.states.prepare(self._tensors())
         self.gradients = self._prepare_gradients()
 
-    # -- setup ----------------------------------------------------------------------------------------------------------------
-
     def _build(self, load_parent: LoadParent | None) -> Weights:
-        """The model on its device or devices, with the way its steps are going to be made."""
+        """Open the model on its device or devices, and decide how its steps are computed."""
         resumes = self.world.from_first(lambda: bool(self.states.steps()))
         given = (self.recipe, self.folder, self.data, self.dtype, load_parent)
         model, first, self.tokenizer, self.facts = open_model(*given, resumes=resumes)
@@ -125,7 +127,7 @@ class Trainer:
             self.micro_batch = self.way.micro_batch
             settle_runner(model, self.way, self.recipe, self.precision, self.say)
             if section.gather == "bf16" and not self.autocasts:
-                raise TrainError(f"parallel.gather = 'bf16': goes with train.precision = 'bf16' or 'fp8', not {self.precision!r}")
+                raise TrainError(f"parallel.gather = 'bf16': needs train.precision = 'bf16' or 'fp8', not {self.precision!r}")
             travels_as = torch.bfloat16 if self.autocasts and section.gather != "float32" else None
             weights = Weights(model, world, self.dtype, first, layout, reshard=section.reshard, travels_as=travels_as)
         if self.way.compile == "blocks":
@@ -148,17 +150,15 @@ class Trainer:
         found = Gradients(self.recipe, self.weights, self._precision(), *chosen)
         capturer = find_capturer(self.device) if self.world.alone and self.plan.graphs != "off" else None
         if capturer is not None:
-            # The first samples of the run, whatever step it goes on from: what they say of the rest must not change in between.
+            # Always the run's first samples: what they decide must not change when a run is resumed.
             found.fix(self.rows.batch(np.arange(min(self.plan.batch, _SAMPLED_ROWS))), capturer)
         elif self.plan.graphs == "on":
-            self.say('train.graphs = "on": only a process alone on a GPU captures its steps; goes on without')
+            self.say('train.graphs = "on": CUDA graphs need a single process on a GPU; training goes on without')
         return found
-
-    # -- the run --------------------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
         if self.step >= self.steps and self.world.from_first((self.folder.path / "model").is_dir):
-            self.say(f"finished before, after {self.step} steps: {self.folder.path / 'model'}")
+            self.say(f"already finished after {self.step} steps: {self.folder.path / 'model'}")
             self.monitor.close()
             return self._summary()
         layout = (self.weights.layout or Layout()).text
@@ -167,13 +167,13 @@ class Trainer:
         self.monitor.begin(self.step, self.steps, {"recipe": self.recipe.to_toml()})
         self._greet(layout)
         try:
-            # To the very end: a signal after the last step finds the state and the model written.
+            # Until the export is done: a signal after the last step must not keep state or model from being written.
             with noted_signals(after_failure=not self.world.alone) as signals:
                 self._make_steps(signals)
                 self._save_state(final=True)
                 self._export(self.folder.path / "model", final=True)
         finally:
-            self.states.wait()  # a state that is being written behind speaks of metrics, and syncs them
+            self.states.wait()  # a state written in the background still syncs the metrics
             self.monitor.close()
         return self._summary()
 
@@ -196,16 +196,15 @@ class Trainer:
             if plan is not None:
                 self.say(plan)
         if self.precision == "bf16" and not on_gpu:
-            self.say('train.precision = "bf16" is slow on most CPUs; "float32" or "auto" is the cure')
-
-    # -- steps ----------------------------------------------------------------------------------------------------------------
+            self.say('train.precision = "bf16": slow on most CPUs; set "float32" or "auto"')
 
     def _make_steps(self, signals: Signals) -> None:
         share = self.world.share(self.plan.batch)
         try:
             if self.step == 0:
                 self._look_at_attention()
-            with closing(prefetch(self.rows, self.step, self.steps, self.plan.batch, share, self.device)) as batches:
+            checked = [split for rows in (self.rows, self.validation) if rows for split in rows.splits] if self.world.first else []
+            with closing(prefetch(self.rows, self.step, self.steps, self.plan.batch, share, self.device, checked)) as batches:
                 began = time.perf_counter()
                 for batch in batches:
                     waited = time.perf_counter() - began
@@ -217,7 +216,7 @@ class Trainer:
                     self._save_or_stop(signals.caught if self.world.alone else result.signal)
                     began = time.perf_counter()
         except DataError:
-            if self.world.alone:  # the steps made so far are good; ranks save together or not at all
+            if self.world.alone:  # the steps so far are good; several ranks save together or not at all
                 self._save_state(final=True)
             raise
         except torch.OutOfMemoryError:
@@ -227,9 +226,9 @@ class Trainer:
             ) from None
 
     def _make_step(self, batch: Batch, lr: float, signals: Signals) -> StepResult:
-        """Forward and backward of every micro-batch, then one update, unless something is not finite."""
+        """Run forward and backward of every micro-batch, then one update, unless something is not finite."""
         result = self._try_step(batch, lr, signals.caught)
-        if result.n_missed:  # more masked than there were head slots for: nothing is lost yet
+        if result.n_missed:  # more masked positions than head slots: nothing was updated, so repeat the step
             result = self._try_step(batch, lr, signals.caught, fixed=False)
         if result.finite:
             self.updates += 1
@@ -242,8 +241,8 @@ class Trainer:
         return result
 
     def _try_step(self, batch: Batch, lr: float, caught: int, *, fixed: bool = True) -> StepResult:
-        """A step with numbers that are not finite, or without enough head slots, is skipped by a flag on the device. The host waits
-        once, after the update is launched."""
+        """Try one step. A flag on the device skips the update if numbers are not finite or head slots are too few. The host syncs
+        once, after launching the update."""
         found = self._gather(self.gradients.add(batch, self._denominator(batch), self._annealing(), fixed=fixed), caught)
         read = read_later(found)
         norm, loss, _, missed = found[:4]
@@ -253,7 +252,7 @@ class Trainer:
         return StepResult.read(read())
 
     def _denominator(self, batch: Batch) -> Tensor | float:
-        """Positions that the whole batch, over all ranks, may be scored on."""
+        """Number of positions that may be scored in the whole batch, over all ranks."""
         shifted = self.recipe.model.shift_logits
         if self.world.alone:
             return float(max(1, batch.count_scored(shifted=shifted)))
@@ -263,7 +262,7 @@ class Trainer:
         return self.world.sum_(own).clamp_min(1).to(self.dtype)
 
     def _gather(self, sums: Tensor, caught: int) -> Tensor:
-        """The gradient's norm, the sums and the ranks that each signal reached, over all ranks in one collective, on the device."""
+        """Return the gradient norm, the sums and how many ranks caught each signal: one collective, on the device."""
         gradients = self.weights.take_gradients()
         if self.world.alone:
             return torch.cat([torch.nn.utils.get_total_norm(gradients).double()[None], sums])
@@ -274,7 +273,7 @@ class Trainer:
         return torch.cat([norm.double()[None], found[:end], found[end + 1 :]])
 
     def _annealing(self) -> Annealing | None:
-        """How far attention has opened from causal to full at this step; None when it is open."""
+        """How far attention has opened from causal to full at this step; None once it is full."""
         last = self.plan.anneal * self.steps
         if self.step >= last:
             return None
@@ -304,6 +303,7 @@ class Trainer:
                 f"({self.bad_in_a_row} in a row, {self.skipped} in all)"
             )
         if self.step % self.recipe.log.every == 0 or self.step == self.steps or not result.finite:
+            nll_by_ratio = [_finite(value) for value in result.nll_by_ratio]
             self.monitor.line(
                 {
                     "kind": "train",
@@ -314,19 +314,26 @@ class Trainer:
                     "lr": lr,
                     "grad_norm": _finite(result.grad_norm),
                     "masked": result.n_masked,
-                    "nll_by_ratio": [_finite(value) for value in result.nll_by_ratio],
+                    "nll_by_ratio": nll_by_ratio,
                     "updates": self.updates,
                     "skipped": self.skipped,
                     "timing": timing,
                 }
             )
-        rate = f"{tokens / seconds:,.0f} tokens/s" + (f"  MFU {timing['mfu']:.1%}" if timing.get("mfu") else "")
-        self.monitor.progress(self.step, self.steps, f"loss {result.loss:.4f}  grad {result.grad_norm:.2f}  lr {lr:.2e}  {rate}")
+            stuck = self.context.look(self.step, nll_by_ratio) if self.world.first else None
+            if stuck is not None:
+                self.monitor.line({"kind": "stuck", **stuck._asdict()})
+                self.say(f"step {self.step}: {stuck.text}")
+        seen = self.pace.text(result.loss, seconds) + (f"  MFU {timing['mfu']:.1%}" if timing.get("mfu") else "")
+        self.monitor.progress(self.step, self.steps, f"{seen}  grad {result.grad_norm:.2f}  lr {lr:.2e}")
 
-    # -- looks on the way -----------------------------------------------------------------------------------------------------
+    def _unigram_entropy(self) -> float:
+        """Of the positions that are scored, in the run's first samples."""
+        batch = self.rows.batch(np.arange(min(self.rows.n_rows, -(-_COUNTED_TOKENS // self.recipe.data.length))))
+        return unigram_entropy(batch.tokens[batch.scored(shifted=self.recipe.model.shift_logits)])
 
     def _look_around(self) -> None:
-        """Validation, attention and samples, where they are due. Every rank takes part."""
+        """Run validation, probe and sampling where they are due. Every rank takes part."""
         recipe, log = self.recipe, self.recipe.log
         last = self.step == self.steps
         if self.validation is not None and recipe.eval.every and (self.step % recipe.eval.every == 0 or last):
@@ -365,23 +372,22 @@ class Trainer:
         self.weights.settle()
         return found
 
-    # -- saving ---------------------------------------------------------------------------------------------------------------
-
     def _save_or_stop(self, caught: int) -> None:
-        """caught: the signal that asks to end, after the same step on all ranks; or 0."""
+        """caught: the signal that asks to end, or 0; all ranks see it after the same step."""
         if self.bad_in_a_row >= _BAD_IN_A_ROW:
             self._give_up()
+        self.folder.check()
         if self.step == self.steps:
             return
         if self.step in self.recipe.save.milestones:
-            self._export(self.folder.path / "milestones" / f"step-{self.step}")  # before the state: a kill here repeats it
+            self._export(self.folder.path / "milestones" / f"step-{self.step}")  # before the state: a kill here repeats the export
         if self.step % self.recipe.save.every == 0:
             self._save_state()
         if caught:
             self._stop(caught)
 
     def _save_state(self, *, final: bool = False) -> None:
-        """A failure in the middle of a run is said and tried again at the next turn; at the end it is an error."""
+        """Save the state. A failure during the run is reported, and the next due save tries again; at the end it is an error."""
         if final:
             self.states.wait()
         if self.step in self.states.whole:
@@ -390,7 +396,7 @@ class Trainer:
             if final or not self.recipe.save.background:
                 self.states.save(self.step, self._tensors(), self._scalars())
             elif not self.states.save_behind(self.step, self._tensors(), self._scalars()):
-                self.say(f"step {self.step}: no state: the one before is still being written; save.every may be larger")
+                self.say(f"step {self.step}: state not saved: the previous one is still being written; raise save.every")
         except (CheckpointError, OSError) as failure:
             if final:
                 kept = self.states.steps()
@@ -406,7 +412,7 @@ class Trainer:
         return {f"{kind}.{name}": self.weights.spread(name, part) for kind, parts in kinds.items() for name, part in parts.items()}
 
     def _scalars(self) -> dict[str, Any]:
-        """Raises CheckpointError, on every rank, where rank 0 cannot write its metrics."""
+        """Numbers of the run's state. Raises CheckpointError on every rank if rank 0 cannot write its metrics."""
         return {
             **{name: getattr(self, name) for name in _COUNTED},
             "samples": self.step * self.plan.batch,
@@ -414,20 +420,21 @@ class Trainer:
         }
 
     def _export(self, path: Path, *, final: bool = False) -> None:
-        """Writes a checkpoint, with the average beside it where one is kept. It says where it comes from: what the parent said of
-        itself stays, where the run does not say otherwise."""
+        """Write a checkpoint, and the weight average beside it where one is kept. Its provenance is the parent's, updated with this
+        run's facts."""
         provenance = {
             **self.facts.get("parent", {}),
             "recipe": self.recipe.to_dict(),
             "seed": self.plan.seed,
             "tokens_seen": self._tokens(self.step),
             "data": self.facts["data"],
+            "data_kind": "examples" if any(split.kind == "examples" for split in self.rows.splits) else "text",
             "run": self.folder.path.name,
             "steps": self.step,
             "updates": self.updates,
         }
         found = [(path, self.weights.collect(self.weights.local), provenance)]
-        if self.average is not None:  # first: a run that has `path` is finished
+        if self.average is not None:  # written first: a run that has `path` counts as finished
             beside = path.with_name("ema" if final else f"{path.name}-ema")
             found.insert(0, (beside, self.weights.collect(self.average.weights), {**provenance, "ema": self.plan.ema}))
 
@@ -442,8 +449,6 @@ class Trainer:
                 raise TrainError(f"{failure}; the state is saved: make room and run the same command again") from None
             self.say(f"step {self.step}: milestone not exported: {failure}")
 
-    # -- the end --------------------------------------------------------------------------------------------------------------
-
     def _stop(self, number: int) -> None:
         self._save_state(final=True)
         raise Stopped(
@@ -453,12 +458,12 @@ class Trainer:
         )
 
     def _give_up(self) -> None:
-        """The weights are still those of the last good step: skipped steps do not touch them."""
+        """End the run with the weights of the last good step: skipped steps do not touch them."""
         self._save_state(final=True)
         first = self.step - self.bad_in_a_row + 1
         raise TrainError(
             f"steps {first} to {self.step}: no finite loss {_BAD_IN_A_ROW} times in a row; weights of step {first - 1} are kept "
-            f"in {self.states.place(self.step)}; lower train.lr or train.clip in a new run, or run again to go on behind them"
+            f"in {self.states.place(self.step)}; lower train.lr or train.clip in a new run, or run again to go on after them"
         )
 
     def _summary(self) -> dict[str, Any]:

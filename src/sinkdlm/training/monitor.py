@@ -1,11 +1,12 @@
-"""What a run says: metrics.jsonl always, trackers by name, progress on a terminal and plain lines elsewhere.
+"""Report a run: metrics.jsonl always, trackers by name, a progress bar on a terminal and plain lines elsewhere.
 
-Owns the metrics file, whose lines are never doubled: a state records how long the file was, and resuming cuts it back to that.
+Owns the metrics file, whose lines are never doubled: a state records the file's length, and resuming cuts it back to that.
 Computes nothing about the run itself.
 """
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import time
@@ -16,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from sinkdlm.config.recipe import LogSection
 from sinkdlm.errors import CheckpointError, TrainError, first_line
 
-_PLAIN_SECONDS = 10.0  # between lines where there is no terminal
-_FIRST_SECONDS = 1.0  # before the first of them, which shall know what a step takes
-_CLOCK = len("99:59:59")
+_PLAIN_SECONDS = 10.0  # between progress lines without a terminal
+_FIRST_SECONDS = 1.0  # before the first of them, which needs a timed step
+_SPAN = 50  # steps that a shown loss or rate covers, about
 _LONGEST_LINE = 1 << 26  # bytes
 
 
@@ -37,9 +38,8 @@ class Metrics:
         self._waiting = b""
 
     def cut(self, length: int) -> bool:
-        """Forgets what was written after a state: those steps are about to be made again. False where the file is shorter than
-        that already: somebody else cut it, which is no reason not to go on. What is left of a line goes too: the next one would
-        be lost behind it."""
+        """Cut the file back to the length that a state recorded: the steps after it are made again. A partial last line goes too,
+        or it would spoil the next one. Returns False if the file is already shorter; the run goes on all the same."""
         whole, end = self._length >= length, min(length, self._length)
         begin = max(0, end - _LONGEST_LINE)
         self._length = begin + os.pread(self._file, end - begin, begin).rfind(b"\n") + 1
@@ -52,8 +52,8 @@ class Metrics:
             self.flush()
 
     def flush(self) -> int:
-        """The file's length with everything in it. Raises CheckpointError where the disk does not take it; the file then still ends
-        with a whole line."""
+        """Write what is waiting and return the file's length. Raises CheckpointError if the disk fails; the file still ends with a
+        whole line."""
         done = 0
         try:
             while done < len(self._waiting):
@@ -66,7 +66,7 @@ class Metrics:
         return self._length
 
     def sync(self) -> None:
-        """Until everything that was flushed is on disk."""
+        """Wait until everything that was flushed is on disk."""
         os.fsync(self._file)
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Metrics:
 
 
 def flat_numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """`a/b`: value for every number of a line, nested tables and lists included."""
+    """Yield (`a/b`, value) for every number of a line, nested tables and lists included."""
     for key, value in line.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
@@ -88,7 +88,7 @@ def flat_numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 Settings = Mapping[str, Any]
-Tracker = tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]  # what writes a step's numbers, and what closes
+Tracker = tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]  # (write a step's numbers, close)
 
 
 def _tensorboard(folder: Path, log: LogSection, settings: Settings, step: int) -> Tracker:
@@ -127,7 +127,7 @@ def _mlflow(folder: Path, log: LogSection, settings: Settings, step: int) -> Tra
 
     def write(step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
-            if name not in logged:  # steps that are made again stand in its history already
+            if name not in logged:  # repeated steps are in its history already
                 logged[name] = max((point.step for point in client.get_metric_history(run, name)), default=-1)
             if step > logged[name]:
                 client.log_metric(run, name, value, step=step)
@@ -136,7 +136,7 @@ def _mlflow(folder: Path, log: LogSection, settings: Settings, step: int) -> Tra
 
 
 def _identity(folder: Path, tracker: str, make: Callable[[], str]) -> str:
-    """The tracker's name for this run, kept in the run folder so that a resumed run goes on under it."""
+    """The tracker's id of this run, kept in the run folder so that a resumed run continues it."""
     path = folder / f"{tracker}.id"
     if not path.exists():
         path.write_text(make())
@@ -147,15 +147,41 @@ TRACKERS: dict[str, Any] = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflo
 
 
 def fitted(seen: str, room: int) -> str:
-    """Whole parts that fit: how far it is and the loss come first, the rate (the last) next; a number cut in two says nothing."""
-    parts = seen.split("  ")
-    while len(parts) > 1 and len("  ".join(parts)) > room:
-        parts.pop(2 if len(parts) > 3 else -1)
-    return "  ".join(parts)
+    """Keep the first parts, as many as fit. A number cut in two would mislead."""
+    while len(seen) > room and "  " in seen:
+        seen = seen.rpartition("  ")[0]
+    return seen
+
+
+class Smoothed:
+    """An exponential mean. Called with a value, it returns the mean so far."""
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    def __call__(self, value: float) -> float:
+        kept = 1 - 1 / _SPAN
+        self._sum, self._weight = self._sum * kept + value, self._weight * kept + 1
+        return self._sum / self._weight
+
+
+class Pace:
+    """Describes a step for the progress line, its loss and rate smoothed."""
+
+    def __init__(self, tokens: int) -> None:
+        """tokens: of a step."""
+        self._tokens, self._loss, self._seconds, self._warm = tokens, Smoothed(), Smoothed(), False
+
+    def text(self, loss: float, seconds: float) -> str:
+        """A loss that is not finite is shown as it is, and leaves no trace in the next."""
+        mean = self._seconds(seconds)
+        if not self._warm:  # the first step also warms up or compiles
+            self._seconds, self._warm = Smoothed(), True
+        return f"loss {self._loss(loss) if math.isfinite(loss) else loss:.3f}  {self._tokens / mean:,.0f} tokens/s"
 
 
 class Monitor:
-    """Everything that is said about one run."""
+    """Reports one run: metrics file, trackers, console."""
 
     def __init__(self, folder: Path, log: LogSection, console: Console) -> None:
         self.folder, self.console, self._log = folder, console, log
@@ -164,11 +190,11 @@ class Monitor:
         self._bar: Progress | None = None
         self._bar_width = max(4, min(40, console.width // 8))
         self._due = 0.0
-        self._set_out = (0.0, 0)  # the time and step from which steps are timed
+        self._set_out = (0.0, 0)  # time and step from which steps are timed
         self._warm = False
 
     def meet(self, model: Any, tokenizer: Callable[[], Any]) -> None:
-        """Before the run begins: whom it is about, for monitors that look for themselves. tokenizer(): loaded when first called."""
+        """Called before the run begins, for monitors that need the model. tokenizer(): loads it on the first call."""
 
     def begin(self, step: int, steps: int, settings: Settings) -> None:
         for name in self._log.trackers:
@@ -182,7 +208,7 @@ class Monitor:
         self._set_out, self._due, self._warm = (now, step), now + _FIRST_SECONDS, False
         if self.console.is_terminal:
             texts = (TextColumn("{task.description}", markup=False), TextColumn("{task.fields[seen]}", markup=False))
-            self._bar = Progress(texts[0], BarColumn(self._bar_width), TimeRemainingColumn(), texts[1], console=self.console)
+            self._bar = Progress(texts[0], BarColumn(self._bar_width), texts[1], console=self.console)
             self._bar.add_task(self._name(), total=steps, completed=step, seen="")
             self._bar.start()
 
@@ -197,17 +223,18 @@ class Monitor:
             self._guarded(name, partial(write, line["step"], numbers))
 
     def progress(self, step: int, steps: int, seen: str) -> None:
+        """seen: what the step found, two spaces between its parts, the most important first."""
+        now, (began, first) = time.monotonic(), self._set_out
+        left = timedelta(seconds=int((now - began) * (steps - step) / max(1, step - first)))
+        loss, *rest = seen.split("  ")
+        text = "  ".join([f"{step}/{steps}", loss, f"{left} left", *rest])
         if self._bar is not None:
-            room = self.console.width - len(self._name()) - self._bar_width - _CLOCK - 3  # a space between columns
-            self._bar.update(self._bar.task_ids[0], completed=step, seen=fitted(f"{step}/{steps}  {seen}", room))
-            return
-        now = time.monotonic()
-        if now >= self._due or step == steps:
+            room = self.console.width - len(self._name()) - self._bar_width - 2  # a space between columns
+            self._bar.update(self._bar.task_ids[0], completed=step, seen=fitted(text, room))
+        elif now >= self._due or step == steps:
             self._due = now + _PLAIN_SECONDS
-            began, first = self._set_out
-            left = (now - began) * (steps - step) / max(1, step - first)
-            self.say(f"step {step}/{steps}  {seen}  {timedelta(seconds=int(left))} left")
-        if not self._warm:  # the first step also warms up, or compiles: it says nothing of the others
+            self.say(f"step {text}")
+        if not self._warm:  # the first step also warms up or compiles, so it is not timed
             self._set_out, self._warm = (now, step), True
 
     def _name(self) -> str:
@@ -225,19 +252,19 @@ class Monitor:
         self.metrics.close()
 
     def _guarded(self, name: str, use: Callable[[], None]) -> None:
-        """A tracker that fails in the middle is dropped: a run does not end because a server did."""
+        """Drop a tracker that fails: a run does not end because a server did."""
         try:
             use()
         except Exception as failure:
             del self._trackers[name]
-            self.say(f"{name}: dropped: {first_line(failure)}; metrics.jsonl goes on")
+            self.say(f"{name}: dropped: {first_line(failure)}; metrics.jsonl is still written")
 
 
 MakeMonitor = Callable[[Path, LogSection, Console], Monitor]
 
 
 class Silent:
-    """The monitor, and its metrics, of ranks that do not speak: takes every call and does nothing."""
+    """Monitor and metrics of the ranks that do not report: takes every call and does nothing."""
 
     path = Path()
 

@@ -1,4 +1,4 @@
-"""AdamW, its learning rate, and the average of the weights. State is plain tensors by parameter name, ready for a checkpoint."""
+"""AdamW, its learning rate, and the moving average of the weights. State is plain tensors by parameter name, for checkpoints."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -11,11 +11,11 @@ from torch.optim.adamw import adamw
 from sinkdlm.config.recipe import TrainSection
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_CLIP_EPS = 1e-6  # beside a norm, as torch clips
+_CLIP_EPS = 1e-6  # added to the norm, as torch's clipping does
 
 
 def learning_rate(step: int, steps: int, train: TrainSection) -> float:
-    """Of step 0..steps-1: linear warmup, then a cosine down to min_lr."""
+    """Learning rate of step 0..steps-1: linear warm-up, then a cosine down to min_lr."""
     warmup = min(steps, max(round(train.warmup * steps), train.min_warmup))
     if step < warmup:
         return train.lr * (step + 1) / warmup
@@ -24,14 +24,14 @@ def learning_rate(step: int, steps: int, train: TrainSection) -> float:
 
 
 class Optimizer:
-    """AdamW on every parameter, weight decay on all of them as the official code has it, as one fused operation.
+    """AdamW in one fused operation, with weight decay on every parameter, as in the official code.
 
-    Its state exists from the start, so that saving before the first step and loading after any are the same operation. By torch's
-    function rather than its class, which would load the compiler (1.5 s) to be made.
+    Its state exists from the start, so that it can be saved or loaded at any step. It calls torch's function: torch's class would
+    load the compiler (1.5 s).
     """
 
     def __init__(self, weights: Mapping[str, Tensor], train: TrainSection) -> None:
-        """weights: by name, as this process holds them: parameters, or its rows of them with their gradients beside them."""
+        """weights: by name, as this process holds them: parameters, or its shards of them with their gradients."""
         self.named, self._train = dict(weights), train
         self.moments = {
             moment: {name: torch.zeros_like(p, memory_format=torch.preserve_format) for name, p in self.named.items()}
@@ -40,16 +40,16 @@ class Optimizer:
         self.set_updates(0)
 
     def set_updates(self, count: int) -> None:
-        """How many updates the moments have seen, which corrects their bias."""
+        """Set how many updates the moments have seen, for their bias correction."""
         device = next(iter(self.named.values())).device
         counts = torch.full((len(self.named),), float(count), dtype=torch.float32, device=device)
         self._updates = dict(zip(self.named, counts.unbind(), strict=True))
 
     @torch.no_grad()
     def step(self, lr: float, norm: Tensor | None = None, withheld: Tensor | None = None) -> None:
-        """norm (): of the whole gradient, which is clipped by it. Gradients are used up.
+        """Make one update; gradients are used up. norm (): of the whole gradient, for clipping.
 
-        withheld (): 1 where nothing is to change after all; the device finds out, so that the host need not wait.
+        withheld (): 1 skips the update on the device, without a host sync.
         """
         moving = {name: p.grad for name, p in self.named.items() if p.grad is not None}
         if not moving:
@@ -76,7 +76,7 @@ class Optimizer:
         )
 
     def _clip(self, norm: Tensor, gradients: list[Tensor]) -> Tensor | None:
-        """What the update is to divide gradients by; nothing where they have been clipped."""
+        """Return what the update divides gradients by; None where they are clipped here."""
         if not _divides(gradients):
             torch.nn.utils.clip_grads_with_norm_(list(self.named.values()), self._train.clip, norm.to(gradients[0].dtype))
             return None
@@ -84,12 +84,12 @@ class Optimizer:
 
 
 def _divides(gradients: list[Tensor]) -> bool:
-    """Whether the update itself clips, which on a GPU spares a pass over them. It divides by a float32, too coarse for float64."""
+    """Whether the update itself clips, which saves a pass on a GPU. Its divisor is float32: too coarse for float64."""
     return all(gradient.device.type == "cuda" and gradient.dtype == torch.float32 for gradient in gradients)
 
 
 class Average:
-    """An exponential moving average of the weights. Early on it forgets faster, so that it does not remember the initial ones."""
+    """Exponential moving average of the weights. It forgets faster at first, so that the initial weights soon drop out."""
 
     def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
         """weights: by name, as this process holds them; the average follows them."""
@@ -98,13 +98,13 @@ class Average:
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
-        """After update number `updates` (from 1)."""
+        """Call it after update number `updates` (from 1)."""
         decay = min(self.decay, updates / (updates + 10))
         torch._foreach_lerp_(list(self.weights.values()), list(self._live.values()), 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The average in place of the weights."""
+        """Put the average in place of the weights for this scope."""
         live = list(self._live.values())
         kept = [weight.clone() for weight in live]
         torch._foreach_copy_(live, list(self.weights.values()))

@@ -9,7 +9,7 @@
     milestones/       checkpoints exported on the way
     model/            the checkpoint at the end (ema/ beside it where an average is kept)
 
-Owns the folder's rules: one run at a time, one recipe for good, and rank 0 alone writes here (but for the parts of states).
+Owns the folder's rules: one run at a time, one recipe, and only rank 0 writes here (except for the parts of states).
 """
 
 import contextlib
@@ -33,23 +33,23 @@ from typing import Any
 import torch
 
 from sinkdlm import __version__
-from sinkdlm.checkpoint.durable import held, replace_text
+from sinkdlm.checkpoint.durable import LOCK, held, write_text
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.distributed.world import World
 from sinkdlm.errors import BusyError, ConfigError, TrainError
 
-_LOCK_SECONDS = 120.0  # that the ranks of a restarted run wait for those before them
+_LOCK_SECONDS = 120.0  # how long a restarted run waits for the one before it to end
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "tokenizers", "safetensors")
 
 
 def made_a_step(path: Path) -> bool:
-    """Whether a run folder holds more than a start that failed."""
+    """Whether a run folder holds more than a failed start."""
     metrics, states = path / "metrics.jsonl", path / "checkpoints"
     return (metrics.exists() and metrics.stat().st_size > 0) or (states.is_dir() and any(states.glob("step-*")))
 
 
 class RunFolder:
-    """Opened for one run: a lock that dies with rank 0 keeps others out."""
+    """A folder opened for one run. A lock keeps others out and dies with rank 0."""
 
     def __init__(self, path: Path, recipe: Recipe, world: World) -> None:
         self.path, self.world = path, world
@@ -62,11 +62,11 @@ class RunFolder:
                 for left in path.glob(".*.here"):
                     left.unlink(missing_ok=True)
                 self._check_recipe(recipe)
-                self._lock = lock.pop_all()
+                self._lock, self._inode = lock.pop_all(), _inode(path / LOCK)
         self._check_shared()
 
     def _take(self, lock: ExitStack) -> None:
-        """Restarted ranks wait a little: those before them may be ending on another host."""
+        """Take the lock. Restarted ranks wait a little: the earlier ones may still be ending on another host."""
         patience = 0.0 if self.world.alone else _LOCK_SECONDS
         while True:
             try:
@@ -81,7 +81,7 @@ class RunFolder:
             patience -= 0.5
 
     def _check_shared(self) -> None:
-        """Every rank must see what rank 0 writes."""
+        """Check that every rank sees what rank 0 writes."""
         if self.world.alone:
             return
         word = self.world.from_first(lambda: secrets.token_hex(8))
@@ -100,7 +100,7 @@ class RunFolder:
             raise TrainError(f"{self.path}: {blind[0]} does not see it; --out must be on a file system that all hosts share")
 
     def _check_recipe(self, recipe: Recipe) -> None:
-        """The first start writes the recipe; later ones must bring the same, but for how it runs."""
+        """Write the recipe at the first start. Later starts must bring the same one, except for keys that may change."""
         file = self.path / "recipe.toml"
         if file.exists():
             try:
@@ -119,33 +119,34 @@ class RunFolder:
         self.write("recipe.toml", recipe.to_toml())
 
     def _cure(self, odd: Sequence[str]) -> str:
-        """Of a finished run that is to go on, longer or with other data, its model is where another one starts."""
+        """Say what to do instead. To go on longer or with other data, a new run starts from this one's finished model."""
         model = self.path / "model"
         if not model.is_dir() or any(key.startswith(("model.", "init.")) for key in odd):
             return "choose another --out"
         start = shlex.quote(f"init.from={model}")
-        return f"choose another --out, and with --set {start} it starts from what this run has trained, its steps counted anew"
+        return f"choose another --out; add --set {start} to start from this run's weights, with steps counted anew"
 
     def write(self, name: str, text: str) -> None:
-        """A small file, whole or not at all; by rank 0."""
-        if not self.world.first:
-            return
-        try:
-            replace_text(self.path / name, text)
-        except OSError as failure:
-            raise TrainError(f"{self.path / name}: cannot be written: {failure.strerror}") from None
+        """Write a small file whole or not at all; only rank 0 writes."""
+        if self.world.first:
+            write_text(self.path / name, text, TrainError)
+
+    def check(self) -> None:
+        """Is the folder still the one that was opened? Saving would make it anew, without the recipe and the metrics."""
+        if self.world.first and self._inode != _inode(self.path / LOCK):
+            raise TrainError(f"{self.path}: was removed, or its {LOCK}, while the run wrote there; run the same command again")
 
     def discard_if_new(self) -> None:
-        """Takes away the folder of a run that could not start, if it was made for it."""
+        """Remove the folder of a run that could not start, if this start made it."""
         if self._new and self.world.first and not made_a_step(self.path):
             shutil.rmtree(self.path, ignore_errors=True)
 
     def facts(self) -> dict[str, Any] | None:
-        """run.json of an earlier start."""
+        """Read run.json of an earlier start."""
         file = self.path / "run.json"
         try:
             return json.loads(file.read_text()) if file.exists() else None
-        except ValueError as failure:
+        except (ValueError, RecursionError) as failure:
             raise TrainError(f"{file}: damaged: {failure}; restore it, or choose another --out") from None
 
     def write_json(self, name: str, facts: dict[str, Any]) -> None:
@@ -161,6 +162,13 @@ class RunFolder:
 
     def close(self) -> None:
         self._lock.close()
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -181,7 +189,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Of the source that runs, where it lies in a git checkout; SINKDLM_COMMIT says it where there is no git."""
+    """Commit of the running source, if it is a git checkout. SINKDLM_COMMIT overrides it, for machines without git."""
     given = os.environ.get("SINKDLM_COMMIT")
     if given:
         return given

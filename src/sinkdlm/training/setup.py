@@ -1,6 +1,6 @@
-"""What a run needs before its first step: its data, the facts that it keeps, its model with its tokenizer.
+"""Open what a run needs before its first step: its data, recorded facts, model and tokenizer.
 
-Every rank opens the same things; rank 0 writes down what is to be kept. Knows nothing of the loop.
+Every rank opens the same things; rank 0 writes down what is kept. Must not know the loop.
 """
 
 import functools
@@ -23,7 +23,7 @@ from sinkdlm.config.model import ModelConfig, preset_fields, preset_names
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.encoding import mark_tokenizer
 from sinkdlm.data.rows import Rows, open_rows, tokenizer_folder
-from sinkdlm.errors import TrainError
+from sinkdlm.errors import TrainError, panics_raised
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.planning.formulas import budget_steps
 from sinkdlm.text.prompts import begin, encode
@@ -32,7 +32,7 @@ from sinkdlm.training.run import RunFolder
 
 LoadParent = Callable[[Recipe, torch.dtype], Loaded]
 Say = Callable[[str], None]
-_DRAWING = 16  # threads that draw first weights
+_DRAWING = 16  # threads that draw initial weights, at most
 _SHAPE = ("vocab_size", "n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")
 
 
@@ -43,14 +43,14 @@ class Data(NamedTuple):
 
 
 class DrawnAhead:
-    """A model's random first weights, drawn by several threads ahead of whoever asks for them in order: one thread would keep a GPU
-    waiting for seconds. Which weights come does not depend on the order."""
+    """Draws a model's random initial weights in several threads, ahead of their use: one thread would keep a GPU waiting for
+    seconds. The weights do not depend on the order."""
 
     def __init__(
         self, model: DiffusionLM, seed: int, n_threads: int, *, to: tuple[torch.device, torch.dtype] | None = None
     ) -> None:
-        """to: where and as what all of them are going to stay. They are then begun at once, the largest first, and brought there by
-        the threads that draw them; else they wait on the host, a few at a time."""
+        """to: final device and dtype of all weights. All are then started at once, the largest first, and moved there by the
+        threads that draw them. Without it they wait on the host, a few at a time."""
         shapes, (device, dtype) = {name: tuple(p.shape) for name, p in model.named_parameters()}, to or (None, None)
         self._draw = lambda name: model.initial_weight(name, shapes[name], seed).to(device, dtype)
         self._drawn: dict[str, Future[Tensor]] = {}
@@ -70,7 +70,7 @@ class DrawnAhead:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """What nobody is going to ask for, because something failed, is not drawn."""
+        """Cancel weights that are not drawn yet: after a failure nobody asks for them."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, name: str) -> None:
@@ -78,8 +78,8 @@ class DrawnAhead:
 
 
 class RunTokenizer:
-    """What a run writes texts with and exports, by calling it: read when first asked for, as transformers takes a second to load.
-    Files that are broken or do not go with the model are told of at once all the same."""
+    """The tokenizer for sampled texts and exports. It is read on the first call, because transformers takes a second to load.
+    Files that are broken or do not fit the model still fail at once."""
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         self._read = functools.cache(lambda: read_tokenizer(folder))
@@ -92,11 +92,12 @@ class RunTokenizer:
 
 
 def _highest_id(folder: Path) -> float:
-    """As far as that can be told without transformers; else infinite."""
+    """The highest id, if it can be found without transformers; else infinity."""
     from tokenizers import Tokenizer
 
     try:
-        ids = set(Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab().values())
+        with panics_raised():
+            ids = set(Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab().values())
         for settings in folder.glob("*_*.json"):
             ids.update(map(int, json.loads(settings.read_text()).get("added_tokens_decoder", ())))
         return max(ids)
@@ -110,12 +111,12 @@ def open_data(recipe: Recipe, say: Say) -> Data:
         raise TrainError(f"data.length = {section.length}: allowed is at most model.context_length = {config.context_length}")
     if section.first is not None and (section.first >= config.vocab_size or section.first == config.mask_id):
         raise TrainError(
-            f"data.first = {section.first}: allowed is an id of the vocabulary (below {config.vocab_size}) that is not [MASK]"
+            f"data.first = {section.first}: must be an id of the vocabulary (below {config.vocab_size}) other than [MASK]"
         )
     if section.documents == "confined" and config.n_registers:
         raise TrainError(
-            "data.documents = 'confined': does not go with model.sink_kind = 'register', which sees every document; "
-            "data.documents = 'joined' is the cure, or sink_kind = 'isolated'"
+            "data.documents = 'confined': impossible with model.sink_kind = 'register', which sees every document; "
+            "set data.documents = 'joined' or model.sink_kind = 'isolated'"
         )
     ids = {"vocab_size": config.vocab_size, "mask_id": config.mask_id}
     rows = open_rows(section, "train", seed=train.seed, **ids)
@@ -124,16 +125,16 @@ def open_data(recipe: Recipe, say: Say) -> Data:
     if rows.n_too_long:
         say(f"{rows.n_too_long} examples are longer than data.length = {section.length} and are left out")
     if validation is None and recipe.eval.every:
-        say("no validation split among data.sets: no validation (data.validation names another folder)")
+        say("data.sets: no validation split, so there is no validation; data.validation can name another folder")
     steps = budget_steps(train, config, section.length, rows.n_rows)
     beyond = [milestone for milestone in recipe.save.milestones if milestone >= steps]
     if beyond:
-        say(f"save.milestones: {', '.join(map(str, beyond))}: not before the last step, {steps}; what is left then is model/")
+        say(f"save.milestones: {', '.join(map(str, beyond))}: not before the last step, {steps}; only model/ is exported then")
     return Data(rows, validation, steps)
 
 
 def settle_facts(folder: RunFolder, data: Data) -> dict[str, Any]:
-    """What the first start found, kept: a resumed run on other data would be another run, and so would a rank that reads other."""
+    """Record what the first start found; refuse other data in a resumed run or on another rank: it would be another run."""
     parts = (("data", data.rows), ("validation", data.validation))
     marks = {part: _mark_sets(rows) for part, rows in parts if rows is not None}
     kept = folder.world.from_first(folder.facts)
@@ -150,7 +151,7 @@ def settle_facts(folder: RunFolder, data: Data) -> dict[str, Any]:
 
 
 def _mark_sets(rows: Rows) -> dict[str, Any]:
-    """What tells the sets of a run from others."""
+    """What identifies a run's data sets."""
     return {
         str(split.folder): {
             "fingerprint": split.fingerprint,
@@ -163,7 +164,7 @@ def _mark_sets(rows: Rows) -> dict[str, Any]:
 
 
 def check_parent(recipe: Recipe, rows: Rows, loaded: Loaded) -> None:
-    """The parent has the shape that [model] names, and its tokenizer made the data."""
+    """Check that the parent has the shape of [model] and that its tokenizer made the data."""
     check_shape(recipe.init.from_, recipe.model.to_dict(), loaded.config, ModelConfig.keys())
     marks = [split.tokenizer["vocabulary_sha256"] for split in rows.splits if split.tokenizer is not None]
     if loaded.tokenizer is not None and marks and mark_tokenizer(loaded.tokenizer)["vocabulary_sha256"] != marks[0]:
@@ -174,7 +175,7 @@ def check_parent(recipe: Recipe, rows: Rows, loaded: Loaded) -> None:
 
 
 def check_shape(name: str | None, given: Mapping[str, Any], parent: ModelConfig, fixed: Sequence[str]) -> None:
-    """[model], or as much of it as is given, says of a parent what its weights do. fixed: the keys that they decide."""
+    """Check that the given part of [model] agrees with a parent. fixed: the keys that the parent's weights decide."""
     found = parent.to_dict()
     wanted = {**found, **given}
     odd = [f"{key} = {found[key]!r}, model.{key} is {wanted[key]!r}" for key in fixed if found[key] != wanted[key]]
@@ -183,27 +184,27 @@ def check_shape(name: str | None, given: Mapping[str, Any], parent: ModelConfig,
 
 
 def _fitting(found: dict[str, Any], wanted: dict[str, Any], fixed: Sequence[str]) -> str:
-    """What to write into [model]: the preset whose shape this is, if another than the one that is there, and what it leaves."""
+    """What to write into [model]: the preset of this shape, if another one is set, and the keys that it leaves open."""
     shape = [key for key in _SHAPE if found[key] != wanted[key]]
     for name in preset_names() if shape else ():
         preset = preset_fields(name)
         if all(preset[key] == found[key] for key in _SHAPE):
             rest = [f"{key} = {found[key]!r}" for key in fixed if preset.get(key, wanted[key]) != found[key]]
             return f'set model.preset = "{name}"' + (f", and with it {', '.join(rest)}" if rest else "")
-    return "leave out of [model], preset or key, what the parent decides, and it is the parent's"
+    return "leave out of [model] these keys, or the preset that sets them, to take the parent's"
 
 
 def open_model(
     recipe: Recipe, folder: RunFolder, data: Data, dtype: torch.dtype, load_parent: LoadParent | None, *, resumes: bool
 ) -> tuple[DiffusionLM, DrawnAhead | None, RunTokenizer, dict[str, Any]]:
-    """The model, its first weights, its tokenizer and the run's facts.
+    """Open the model, its initial weights, its tokenizer and the run's facts.
 
-    It is a parent on the host; else on the meta device, with the official first weights by name, or None: a state will fill them.
-    """
+    A parent's model is on the host. Any other is on the meta device, with initial weights as in the official code, or None where a
+    state will fill them."""
     facts = settle_facts(folder, data)
     if not resumes and folder.world.from_first((folder.path / "model").is_dir):
         raise TrainError(
-            f"{folder.path}: has its model/ and no state to resume from: the run is over; "
+            f"{folder.path}: has a model/ but no state to resume from: the run is over; "
             "choose another --out, or remove model/ to train it again"
         )
     if recipe.init.from_ is not None and not resumes:
@@ -218,7 +219,7 @@ def open_model(
         model = DiffusionLM(recipe.model)
     n_threads = max(1, min(_DRAWING, (os.cpu_count() or 1) // folder.world.local_size))
     tokenizer = _settle_tokenizer(recipe, folder, data.rows, None)
-    # Several ranks may have no room for all of them whole.
+    # With several ranks, the whole weights may not fit on one device.
     place = (folder.world.device, dtype) if folder.world.alone else None
     first = None if resumes else DrawnAhead(model, recipe.train.seed, n_threads, to=place)
     return model, first, tokenizer, facts
@@ -234,15 +235,15 @@ def _settle_tokenizer(recipe: Recipe, folder: RunFolder, rows: Rows, given: Any)
     if not log.sample_every:
         return tokenizer
     if tokenizer() is None:
-        raise TrainError("log.sample_every: neither the data nor the parent brings a tokenizer to write texts with; set it to 0")
+        raise TrainError("log.sample_every: neither the data nor the parent has a tokenizer to write texts with; set it to 0")
     if len(begin(tokenizer(), encode(tokenizer(), log.sample_prompt))) + log.sample_length > most:
-        raise TrainError(f"log.sample_length = {log.sample_length}: with the prompt allowed is model.context_length = {most}")
+        raise TrainError(f"log.sample_length = {log.sample_length}: at most model.context_length = {most} with the prompt")
     return tokenizer
 
 
 def _keep_tokenizer(kept: Path, config: ModelConfig, source: Path | None, given: Any) -> None:
     if given is None and source is not None:
-        of_data = RunTokenizer(source, config)  # which says what is wrong before anything is kept
+        of_data = RunTokenizer(source, config)  # checked before anything is kept
         if (source / "tokenizer.json").exists():
             with written_aside(kept) as aside:
                 for file in filter(Path.is_file, source.iterdir()):

@@ -1,8 +1,8 @@
-"""The state of a run on disk: written aside, synced, renamed; verified when read; the newest whole one is taken.
+"""Save and load a run's state: written aside, synced, renamed; verified when read; the newest whole one is used.
 
-Tensors go through torch.distributed.checkpoint in its safetensors storage, scalars into state.json beside them. Every rank writes
-its own parts and checks its share of the files; any number of ranks reads what any other wrote. Owns the folder `checkpoints/` of a
-run. Knows nothing of what the tensors mean.
+Tensors go through torch.distributed.checkpoint as safetensors, scalars into state.json beside them. Every rank writes its own parts
+and checks its share of the files; any number of ranks can read them. Owns a run's folder `checkpoints/`. Must not know what the
+tensors mean.
 """
 
 import hashlib
@@ -36,19 +36,19 @@ Scalars = Mapping[str, Any]
 
 
 class States:
-    """The states of one run. `save` and `load` take the tensors by name; a load fills them in place. All ranks call them."""
+    """The states of one run. `save` and `load` take tensors by name; `load` fills them in place. All ranks must call them."""
 
     def __init__(self, folder: Path, *, keep: int, warn: Say, world: World, before: Callable[[], None] = lambda: None) -> None:
-        """before: what rank 0 does before a state gets its name (what the state speaks of must be on disk)."""
+        """before: rank 0 calls it before a state gets its name, to put on disk what the state refers to."""
         self.folder, self.keep, self._warn, self.world, self._before = folder, keep, warn, world, before
         self._on_gpu = world.device.type == "cuda"
         self._pool = ThreadPoolExecutor(1, "sinkdlm-state")
         self._writing: Future[None] | None = None
         self._staged: dict[str, Tensor] = {}
-        self.whole: set[int] = set()  # steps whose state this process has written, or read, to the end
+        self.whole: set[int] = set()  # steps whose state this process has fully written or read
 
     def clean(self) -> None:
-        """Removes what a kill left half written. Only the one process that holds the run may call it."""
+        """Remove what a kill left half written. Only the process that holds the run's lock may call it."""
         for left in self.folder.glob(".*"):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -61,38 +61,38 @@ class States:
         return self.folder / f"step-{step:010d}"
 
     def save(self, step: int, tensors: Tensors, scalars: Scalars) -> None:
-        """Raises CheckpointError, on every rank, where it cannot be written; what was there before stays."""
+        """Write a state. If that fails, every rank raises CheckpointError, and earlier states stay."""
         self.wait()
         self._write(step, tensors, scalars)
 
     def save_behind(self, step: int, tensors: Tensors, scalars: Scalars) -> bool:
-        """The same while training goes on, from a copy that is taken first: the step waits for the copy and for nothing else. False
-        where the state before is still being written: this one is left out."""
+        """Save a copy in the background: the step waits only for the copy. Returns False, and saves nothing, while the state before
+        is still being written."""
         busy = self._writing is not None and not self._writing.done()
-        if self.world.from_first(lambda: busy):  # the first rank ends last, with the renaming
+        if self.world.from_first(lambda: busy):  # rank 0 finishes last: it renames
             return False
         self.wait()
         self._writing = self._pool.submit(self._write, step, self._copy(tensors), dict(scalars))
         return True
 
     def prepare(self, tensors: Tensors) -> None:
-        """Makes the buffers that `save_behind` copies to and loads what its thread needs: no step should wait these seconds."""
+        """Allocate the buffers of `save_behind` and import what it needs, so that no step waits seconds for that."""
         _dcp()
         for name, tensor in tensors.items():
             part = own_part(tensor).detach()
-            self._staged[name] = torch.zeros_like(part, device="cpu", pin_memory=self._on_gpu)  # touched, so that it is there
+            self._staged[name] = torch.zeros_like(part, device="cpu", pin_memory=self._on_gpu)  # zeroed, so that it is allocated
 
     def wait(self) -> None:
-        """Until nothing is being written; says what went wrong with it."""
+        """Wait until nothing is being written; warn if that failed."""
         writing, self._writing = self._writing, None
         try:
             if writing is not None:
                 writing.result()
-        except (CheckpointError, OSError, RuntimeError) as failure:  # the last where another rank is gone
+        except (CheckpointError, OSError, RuntimeError) as failure:  # RuntimeError: another rank is gone
             self._warn(f"a state could not be saved: {failure}")
 
     def _copy(self, tensors: Tensors) -> dict[str, Tensor]:
-        """Into buffers that are made once: page-locked for a GPU, so that the copy runs at the bus's pace."""
+        """Copy into buffers that are made once, page-locked for a GPU, so that the copy runs at bus speed."""
         if not self._staged:
             self.prepare(tensors)
         parts = {name: own_part(tensor).detach() for name, tensor in tensors.items()}
@@ -102,7 +102,7 @@ class States:
         return found
 
     def _write(self, step: int, tensors: Tensors, scalars: Scalars) -> None:
-        """Rank 0 makes the folder aside and, once every rank's part is in it and on disk, gives it its name."""
+        """Write into a folder aside. Rank 0 makes it, and renames it once every rank's part is on disk."""
         with ExitStack() as aside:
             written = written_aside(self.place(step))
             folder = self.world.attempt_first(lambda: aside.enter_context(written), self.world.files)
@@ -120,7 +120,7 @@ class States:
             self._retire()
 
     def _write_part(self, folder: Path, tensors: Tensors) -> dict[str, Any]:
-        """This rank's files, synced; the marks of everybody's. Where one rank fails, all raise."""
+        """Write and sync this rank's files; return the fingerprints of all files. If one rank fails, all raise."""
         _save_tensors(folder, tensors, self.world.files)
         marks, problem = {}, None
         try:
@@ -136,18 +136,18 @@ class States:
         return {name: mark for found, _ in everyone for name, mark in found.items()}
 
     def _retire(self) -> None:
-        """Removes what is older than the newest few. A failure here costs room, not work."""
-        newest = max(self.whole)  # newer ones, if any, are damaged, and count for nothing
+        """Remove all but the newest `keep` states. A failure here costs space, not work."""
+        newest = max(self.whole)  # newer ones, if any, are damaged and do not count
         for old in [step for step in self.steps() if step <= newest][self.keep :]:
             retired = self.folder / f".{self.place(old).name}.old"
             try:
-                self.place(old).rename(retired)  # first out of sight: a kill while it is being deleted leaves no half state
+                self.place(old).rename(retired)  # renamed first: a kill during the deletion leaves no half state
             except OSError as failure:
                 self._warn(f"{self.place(old)}: cannot be removed: {failure.strerror}")
             shutil.rmtree(retired, ignore_errors=True)
 
     def load(self, tensors: Tensors) -> dict[str, Any] | None:
-        """Fills the tensors from the newest whole state and returns its scalars; None where there is no state at all."""
+        """Fill the tensors from the newest whole state and return its scalars; None where there is no state at all."""
         steps = self.world.from_first(self.steps)
         for step in steps:
             scalars, problem = self._check(step)
@@ -165,7 +165,7 @@ class States:
         return None
 
     def _check(self, step: int) -> tuple[dict[str, Any], str | None]:
-        """The scalars, and what is wrong with the state as far as this rank sees it. Ranks share the reading of the files."""
+        """Return the scalars and what this rank found wrong with the state, or None. Ranks share the reading of the files."""
         folder = self.place(step)
         try:
             scalars = json.loads((folder / SCALARS).read_text())
@@ -178,7 +178,7 @@ class States:
                 if number % self.world.size == self.world.rank and fingerprint(folder / name)["sha256"] != mark["sha256"]:
                     return {}, f"{name} has another SHA-256 than when it was written"
             return scalars, None
-        except (OSError, ValueError, KeyError) as failure:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
             return {}, str(failure)
 
 
@@ -187,16 +187,16 @@ def _digest(content: Scalars) -> str:
 
 
 def _like(tensor: Tensor, part: Tensor) -> Tensor:
-    """The part on the host, knowing of the other ranks' as `tensor` does."""
+    """The part on the host, sharded over the ranks as `tensor` is."""
     sharded = as_sharded(tensor)
     return part if sharded is None else type(sharded)(part, sharded._spec, requires_grad=False)
 
 
 def _deal_to_files(tensors: Tensors) -> dict[str, int]:
-    """Which file each tensor goes to, from 1. Files are small, because torch serialises one at a time in a call that keeps every
-    other thread of the process waiting: training goes on between them."""
+    """Return the file of each tensor, from 1. Files are small, because torch holds Python's lock while it serialises one: training
+    goes on between them."""
     parts = {name: own_part(tensor) for name, tensor in tensors.items()}
-    sizes = {name: part.numel() * part.element_size() for name, part in parts.items()}  # rank 0's, which decides for all
+    sizes = {name: part.numel() * part.element_size() for name, part in parts.items()}  # rank 0's decide for all
     most = max(_FILE_BYTES, sum(sizes.values()) // _MOST_FILES)
     files: dict[str, int] = {}
     number, filled = 1, 0
@@ -209,14 +209,14 @@ def _deal_to_files(tensors: Tensors) -> dict[str, int]:
 
 
 def _dcp() -> Any:
-    """torch's package for it, which is slow to load."""
+    """torch.distributed.checkpoint, imported late because it is slow to load."""
     import torch.distributed.checkpoint
 
     return torch.distributed.checkpoint
 
 
 def _save_tensors(folder: Path, tensors: Tensors, group: Any) -> None:
-    """group: of the ranks that write together; None for a process alone."""
+    """group: the ranks that write together; None for a single process."""
     files = _deal_to_files(tensors)
     writer = _dcp().HuggingFaceStorageWriter(path=str(folder), fqn_to_index_mapping=files, save_distributed=group is not None)
     with _torchs_failures():
@@ -231,7 +231,7 @@ def _load_tensors(folder: Path, tensors: Tensors, group: Any) -> None:
 
 @contextmanager
 def _torchs_failures() -> Iterator[None]:
-    """As what went wrong with a file, whichever rank's it was; and without what torch says about being alone."""
+    """Turn torch's failures into the OSError behind them, on any rank, and silence its warning about a single process."""
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():

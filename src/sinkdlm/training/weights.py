@@ -1,8 +1,8 @@
-"""A model's weights as one rank holds them: whole, or its rows of each (FSDP2). Optimizer, average and states work on these.
+"""Hold a model's weights on one rank: whole, or its rows of each (FSDP2). Optimizer, average and states work on these.
 
-fully_shard per block; embedding, final norm and head in the root group, gathered until the backward, so that no collective runs per
-chunk of the head and a rank may have no masked position at all. What a block does not hand to a matmul (the norms' gains,
-sink logits) stays whole on every rank: it is tiny, and it keeps its precision where the rest of the block travels as bf16.
+Blocks are sharded one by one. Embedding, final norm and head form the root group and stay gathered until the backward: the head's
+chunks need no collective, and a rank may have no masked position. Parameters outside linear layers (norm weights, sink logits) stay
+whole on every rank: they are tiny, and keep their precision where the block travels as bf16.
 """
 
 import sys
@@ -19,20 +19,20 @@ from sinkdlm.planning.formulas import Layout
 
 
 def as_sharded(tensor: Tensor) -> Any:
-    """The tensor where it is a DTensor, else None. Loads nothing: torch's packages for DTensors take most of a second."""
-    # A package that another thread is just loading may lack its names, and then nobody has made such a tensor either.
+    """Return the tensor if it is a DTensor, else None. Imports nothing: torch's DTensor package takes most of a second."""
+    # While another thread imports the package, its names may be missing: then nobody has made a DTensor yet.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return tensor if kind is not None and isinstance(tensor, kind) else None
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """This rank's, which is all of a tensor that is not sharded."""
+    """This rank's part of a tensor; all of it where it is not sharded."""
     sharded = as_sharded(tensor)
     return tensor if sharded is None else sharded.to_local()
 
 
 def _unsharded(block: nn.Module) -> set[nn.Parameter]:
-    """A block's parameters that stay whole: whatever is no matrix or bias of a linear layer."""
+    """A block's parameters that stay whole: all but the weights and biases of linear layers."""
     linear = {id(p) for module in block.modules() if isinstance(module, nn.Linear) for p in module.parameters(recurse=False)}
     return {p for p in block.parameters() if id(p) not in linear}
 
@@ -41,8 +41,8 @@ FirstWeight = Callable[[str, tuple[int, ...]], Tensor]
 
 
 class Weights:
-    """`local[name]` is this rank's storage of a parameter: the parameter itself where nothing is sharded, else its own rows, which
-    an update changes in place."""
+    """A model's weights on this rank. `local[name]` is its storage of a parameter: the parameter itself where nothing is sharded,
+    else its own rows. Updates change it in place."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Weights:
         reshard: bool = True,
         travels_as: torch.dtype | None = None,
     ) -> None:
-        """Takes a model on the host or on the meta device (first: its weights by name and shape) to this rank's device, block by
-        block, so that no more than one block and the root are ever whole there.
+        """Move a model from the host or the meta device to this rank's device, block by block: at most one block and the root are
+        whole there at a time.
 
-        layout: None for a process alone. travels_as: the dtype in which blocks are gathered; None: the weights' own.
-        """
+        first: initial weights by name and shape, for the meta device. layout: None for a single process. travels_as: the dtype in
+        which blocks are gathered; None: the weights' own."""
         self.model, self.world, self.layout = model, world, layout
         self._groups: Any = () if layout is None else (model, *model.blocks)  # what fully_shard is called on
         self.mesh: DeviceMesh | None = None
@@ -89,7 +89,7 @@ class Weights:
         self._copied = [name for name, p in self._named.items() if layout is not None and as_sharded(p) is None]
 
     def before_backward(self, *, last: bool) -> None:
-        """Copies exchange gradients once a step; shards after every backward, or each rank would hold them whole."""
+        """Set when gradients are exchanged: between copies once a step, between shards after every backward, to save memory."""
         if self.layout is None:
             return
         if self.layout.shards == 1:
@@ -98,7 +98,7 @@ class Weights:
             self._groups[0].set_requires_all_reduce(last)
 
     def take_gradients(self) -> list[Tensor]:
-        """After the last backward of a step: this rank's part of the gradient, summed over all ranks, beside its weights."""
+        """After a step's last backward, return this rank's part of the gradient, summed over all ranks; `local` has it too."""
         if self.layout is not None:
             for name, p in self._named.items():
                 self.local[name].grad = None if p.grad is None else own_part(p.grad)
@@ -110,7 +110,7 @@ class Weights:
         return [part.grad for part in self.local.values() if part.grad is not None]
 
     def square_norm(self) -> Tensor:
-        """This rank's part of the squared gradient norm: over all ranks each element is counted once."""
+        """This rank's part of the squared gradient norm; over all ranks, each element is counted once."""
         counted = self.local
         if self.layout is not None and self.mesh is not None:
             first_copy = self.layout.copies == 1 or self.mesh.get_local_rank("copy") == 0
@@ -126,12 +126,12 @@ class Weights:
             self.local[name].grad = None
 
     def settle(self) -> None:
-        """After a forward without a backward: drops what was gathered, so that the next one sees changed weights."""
+        """Drop gathered weights after a forward without a backward, so that the next forward sees updates."""
         for group in self._groups:
             group.reshard()
 
     def spread(self, name: str, part: Tensor) -> Tensor:
-        """A rank's storage of a parameter, or of something shaped like it, as a tensor that knows the other ranks' parts."""
+        """Turn this rank's storage of a parameter, or a tensor of its shape, into a tensor over all ranks."""
         p = as_sharded(self._named[name])
         if p is None:
             return part.detach()
@@ -140,7 +140,7 @@ class Weights:
         return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
     def collect(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """The whole tensors, on rank 0's host; None on the others, which all must call."""
+        """Gather the whole tensors on rank 0's host; None on the others. All ranks must call it."""
         found: dict[str, Tensor] = {}
         for name, part in parts.items():
             sharded = as_sharded(self.spread(name, part))
@@ -151,7 +151,7 @@ class Weights:
 
 
 def materialise(module: nn.Module, prefix: str, device: torch.device, dtype: torch.dtype, first: FirstWeight | None) -> None:
-    """Puts a module on the device. What lies on the meta device gets its first weights there, or with None is left as it comes."""
+    """Put a module on the device. Parameters on the meta device get initial weights from `first`, or stay unset without it."""
     for place, holder in module.named_modules(prefix=prefix):
         for key, p in holder._parameters.items():
             if p is None or not p.is_meta:
