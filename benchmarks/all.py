@@ -1,4 +1,4 @@
-"""Runs every benchmark that this machine can run."""
+"""Run the benchmarks that need no options: noise, attention, loss, loader."""
 
 import runpy
 

@@ -1,9 +1,9 @@
-"""Attention with a sink lane against float64, and its time beside the plain kernel.
+"""Time and check attention with a sink lane: errors against float64, milliseconds beside the plain kernel.
 
-For each shape: the relative error of torch's kernel without a sink (plain) and with the sinks as more keys (append), forward and
-every gradient, against the naive form in float64 on the same inputs; and milliseconds of forward plus backward, on a GPU of its
-kernels alone (replayed as a graph: in training, the host is ahead). trained, trained-plain: from projected heads to mixed values
-as a training step computes it, rotary included, with and without the lane, and their kernels one by one.
+For each shape, plain is torch's kernel without a sink and append has the sinks as more keys. Errors: forward and every gradient,
+relative to the naive form in float64. Times: forward plus backward; on a GPU, kernels only (replayed as a graph, since in training
+the host runs ahead). trained, trained-plain: attention as a training step computes it, from projected heads to mixed values with
+rotary, with and without the lane, and the time of each kernel.
 """
 
 import sys
@@ -20,7 +20,7 @@ from sinkdlm.fast.functions import attend_flat
 from sinkdlm.model.attention import attend_naive
 from sinkdlm.model.positions import Rotation
 
-# batch, tokens, query heads, key/value heads, head width. What training meets first; then a grid of lengths, widths and groups.
+# batch, tokens, query heads, key/value heads, head width: shapes whose errors are checked; then a grid that is timed.
 CHECKED = {"cuda": [(2, 2048, 10, 10, 128), (2, 1000, 14, 2, 64)], "cpu": [(2, 257, 4, 4, 64), (2, 257, 14, 2, 64)]}
 _HEADS = [(10, 10, 128), (20, 20, 64), (16, 4, 128), (14, 2, 64)]
 TIMED = {"cuda": [(32768 // tokens, tokens, *heads) for tokens in (1024, 2048, 4096) for heads in _HEADS], "cpu": []}
@@ -42,7 +42,7 @@ def run(form: str, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
 
 
 def trained(shape: tuple[int, ...], n_sinks: int) -> Callable[[], list[Tensor]]:
-    """Attention of a training step on a GPU, whose sinks lie behind the tokens."""
+    """Attention of a training step on a GPU, with the sinks behind the tokens."""
     batch, tokens, heads, kv_heads, width = shape
     generator = torch.Generator("cuda").manual_seed(0)
     n_rows = batch * tokens + (16 if n_sinks else 0)

@@ -1,10 +1,10 @@
-"""Fits the constants of `sinkdlm plan` to the results, and writes them with the results' names.
+"""Fit the constants of `sinkdlm plan` to the results, and write them with the results' names.
 
-    python -m benchmarks.calibrate              # refit, and say how well each result is met
-    python -m benchmarks.calibrate --since 2026-12-01    # leave out steps timed before: of slower code
+    python -m benchmarks.calibrate              # refit, and print how well each result is predicted
+    python -m benchmarks.calibrate --since 2026-12-01    # leave out earlier steps, of slower code
 
-Needs no GPU. Reads train-*, train_step-* and checkpoint-* (steps of whole models), attention-* and loss-* (their parts). Few
-results leave some constants open, so each has a value that it does not leave without a reason.
+Needs no GPU. Reads train-*, train_step-* and checkpoint-* (steps of whole models), attention-* and loss-* (their parts). There are
+few results, so the fit keeps each constant near a prior value.
 """
 
 import argparse
@@ -21,18 +21,18 @@ from sinkdlm.config.recipe import Recipe
 from sinkdlm.planning.formulas import Chip, Layout, find_chip, fitting_micro_batch, training_memory
 from sinkdlm.planning.step_time import CALIBRATION, Constants, fitted, head_seconds, step_seconds
 
-# Where the fit begins, and how strongly it stays there: matmuls as timed in log.md's profile of a forward; six passes: written and
-# read forward, read and written for gradients, and once more.
+# Prior values of the fit. matmuls: from the profile of a forward in findings.md; passes: six over memory in forward and backward.
+# _STAY: the weight of the priors.
 _FIRST = {"matmuls": 0.7, "attention": 0.45, "passes": 6.0, "logit": 40.0, "lane": 18.0, "block": 3e-4, "step": 3e-3}
 _STAY = 0.15
-_PART = 0.3  # the weight of a part's result beside that of a whole step
-_TURNS, _TINY = 60, 1e-6  # of the fit, and the change that ends it
+_PART = 0.3  # weight of a part's result, relative to a whole step's
+_TURNS, _TINY = 60, 1e-6  # most iterations of the fit, and the change that ends it
 _OURS = ("vanilla", "sink", "gate")
-_HALF = "-residual"  # the same, whose layers add in bf16
+_HALF = "-residual"  # suffix of forms with a bf16 residual stream
 
 
 class Timed(NamedTuple):
-    """A training step as a result has it, on one GPU."""
+    """A timed training step from a result, on one GPU."""
 
     result: str
     name: str
@@ -61,7 +61,7 @@ class Timed(NamedTuple):
 
 
 def entries(benchmark: str, folder: Path = RESULTS) -> Iterator[tuple[str, dict[str, Any], Chip]]:
-    """Results of a benchmark on a GPU that the tables know."""
+    """Results of a benchmark on GPUs that `plan` knows."""
     for path in sorted(folder.glob(f"{benchmark}-*.json")):
         entry = json.loads(path.read_text())
         chip = find_chip(entry["hardware"].get("gpu", ""))
@@ -70,7 +70,7 @@ def entries(benchmark: str, folder: Path = RESULTS) -> Iterator[tuple[str, dict[
 
 
 def timed_steps(folder: Path = RESULTS) -> list[Timed]:
-    """Every step of a whole model that a result holds, of our own code."""
+    """Every timed step of a whole model, of our own code."""
     return [*_runs(folder), *_forms(folder), *_saving_runs(folder)]
 
 
@@ -91,7 +91,7 @@ def _recipe(preset: str, length: int, residual: str = "float32", **flags: Any) -
 
 
 def _forms(folder: Path) -> Iterator[Timed]:
-    """train_step: the forms of a result, whose peaks hold those made before them unless each was alone, and its sweep."""
+    """Steps of train_step results and their sweeps. Peak memory is kept only for forms that were alone or first."""
     flags: dict[str, dict[str, Any]] = {"vanilla": {}, "sink": {"n_sinks": 1}, "gate": {"gate": "elementwise"}}
     for name, entry, chip in entries("train_step", folder):
         given, figures = entry["settings"], entry["figures"]
@@ -121,7 +121,7 @@ def _saving_runs(folder: Path) -> Iterator[Timed]:
 
 
 class Peak(NamedTuple):
-    """Memory of one rank as a result has it."""
+    """Peak memory of one rank from a result, and as planned."""
 
     result: str
     name: str
@@ -130,7 +130,7 @@ class Peak(NamedTuple):
 
 
 def peaks(folder: Path = RESULTS, since: str = "") -> list[Peak]:
-    """By today's formula, beside what a rank of a GPU held. since: of steps; layouts are measured by a benchmark of their own."""
+    """Measured peaks beside today's formula. since: leaves out earlier steps, but no result of benchmarks.memory."""
     steps = [step for step in timed_steps(folder) if step.date >= since]
     found = [Peak(step.result, step.name, step.peak, step.planned_peak) for step in steps if step.peak is not None]
     for result, entry, _ in entries("memory", folder):
@@ -147,7 +147,7 @@ def peaks(folder: Path = RESULTS, since: str = "") -> list[Peak]:
 
 
 class Part(NamedTuple):
-    """A part of a step, timed alone: the constants give it so many seconds."""
+    """A part of a step that was timed alone; `planned` gives its seconds by the constants."""
 
     result: str
     name: str
@@ -181,8 +181,8 @@ def timed_parts(folder: Path = RESULTS) -> list[Part]:
 
 
 def host_seconds(folder: Path = RESULTS) -> float:
-    """What the host needs to start a block, forward and backward, in a step that waits for it: the least that a block takes where
-    kernels are launched one by one."""
+    """Seconds that the host needs to launch a block, forward and backward: the least time of a block in results whose kernels were
+    launched one by one."""
     found = []
     for _, entry, _ in entries("train_step", folder):
         if is_launched(entry):
@@ -192,12 +192,12 @@ def host_seconds(folder: Path = RESULTS) -> float:
 
 
 def is_launched(entry: dict[str, Any]) -> bool:
-    """Whether a result of steps is of one that was launched kernel by kernel, which says how fast a host is."""
+    """Whether the steps of a result were launched kernel by kernel, and so are bound by the host."""
     return entry["settings"].get("graphs", "off") == "off"
 
 
 def fit(steps: list[Timed], parts: list[Part], launch: float) -> Constants:
-    """Least squares of log ratios, by Gauss and Newton over the logarithms of the constants."""
+    """Fit the constants: least squares of log ratios, by Gauss-Newton over the constants' logarithms."""
     names, first = list(_FIRST), np.log(list(_FIRST.values()))
 
     def misses(point: Any) -> Any:
@@ -222,7 +222,7 @@ def fit(steps: list[Timed], parts: list[Part], launch: float) -> Constants:
 
 
 def foretold(steps: list[Timed], folder: Path = RESULTS) -> list[float]:
-    """Seconds of each step by constants that were fitted without its result."""
+    """Seconds of each step, by constants fitted without its result (cross-validation)."""
     parts, launch = timed_parts(folder), host_seconds(folder)
     without = {
         name: fit([step for step in steps if step.result != name], parts, launch) for name in {step.result for step in steps}
@@ -231,7 +231,7 @@ def foretold(steps: list[Timed], folder: Path = RESULTS) -> list[float]:
 
 
 def table(folder: Path = RESULTS, since: str = "") -> dict[str, Any]:
-    """What calibration.json holds."""
+    """The content of calibration.json."""
     steps = timed_steps(folder)
     used = [step for step in steps if step.date >= since]
     parts = timed_parts(folder)
@@ -243,7 +243,7 @@ def table(folder: Path = RESULTS, since: str = "") -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--since", default=None, metavar="DATE", help="leave out earlier steps; by default as last time")
+    parser.add_argument("--since", default=None, metavar="DATE", help="leave out earlier steps; default: the last --since")
     given = parser.parse_args()
     before = json.loads(CALIBRATION.read_text()) if CALIBRATION.exists() else {"since": ""}
     found = table(since=before["since"] if given.since is None else given.since)

@@ -1,10 +1,10 @@
-"""What saving states costs a run: seconds lost for each, written before the next step or behind it.
+"""Measure the cost of saving states: time lost for each save, written before the next step or in the background.
 
     python -m benchmarks.checkpoint --model smdm-472m --rows 8 --length 2048 --out benchmarks/results
     torchrun --standalone --nproc-per-node 4 -m benchmarks.checkpoint --device cpu --model nano --rows 8 --length 64
 
-Each way is a real training run on made-up tokens. Lost is what the steps took beyond the median step of
-the same run, so that writing behind, which slows the steps beside it, is charged for that too.
+Each way is a real training run on synthetic tokens. Lost time is the steps' time beyond the median step of the same run,
+so background writing is charged for the steps that it slows.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from sinkdlm.training.gradients import StepResult
 from sinkdlm.training.monitor import Monitor
 from sinkdlm.training.run import RunFolder
 
-_WARM = 5  # steps that are not timed: compilation, page-locked buffers
+_WARM = 5  # untimed steps: compilation, pinned buffers
 
 
 class Timed(loop.Trainer):

@@ -1,17 +1,16 @@
-"""Starts of the same recipe: seconds from the command to the first step, with empty caches and with full ones.
+"""Time starts of a training run: seconds from the command to the first step, with empty and with full caches.
 
     python -m benchmarks.cold_start --model smdm-472m --rows 16 --out benchmarks/results
 
-Each start is `sinkdlm train` in a process of its own, ended after its first step. Starts take turns:
+Each start is `sinkdlm train` in a new process, killed after its first step. Starts take turns:
 
-- cold: nothing is cached, neither kernels nor Python's bytecode of torch and the other packages, as in the first start of an
-  environment that uv has installed, or an image without bytecode;
-- installed: the bytecode is there, as after an installation by pip, and no kernel is;
-- warm: a start before it has filled both.
+- cold: neither kernels nor the Python bytecode of torch and other packages are cached, as in the first start of an
+  environment that uv installed, or of an image without bytecode;
+- installed: the bytecode is cached, as after an installation by pip, and no kernel is;
+- warm: an earlier start has filled both caches.
 
-Bytecode goes to a folder of its own (PYTHONPYCACHEPREFIX), whatever the environment has. Beside the first step: when the
-run's folder is there (packages are loaded, and the device is), and when the weights are. --profile makes one warm start more, under
-cProfile, and writes where its time went.
+Bytecode goes to a separate folder (PYTHONPYCACHEPREFIX). Also timed: until the run's folder is there (packages and device are
+loaded), and until the weights are. --profile makes one more warm start under cProfile and writes where its time went.
 """
 
 import argparse
@@ -38,8 +37,8 @@ _KINDS = ("cold", "installed", "warm")
 def seconds_of_start(
     recipe: Path, out: Path, bytecode: Path, kernels: Path, overrides: list[str], profile: Path | None = None
 ) -> dict[str, float]:
-    """Until the first step's line is in metrics.jsonl, and until files that a run writes before; the run is then ended, unless it
-    is profiled, which its end does."""
+    """Seconds until the first step's line is in metrics.jsonl, and until earlier files of the run are there. The run is then
+    killed; a profiled one runs to its end, which writes the profile."""
     watched = [] if profile is None else ["-m", "cProfile", "-o", str(profile)]
     command = [sys.executable, *watched, "-m", "sinkdlm", "train", str(recipe), "--out", str(out)]
     command += [word for override in overrides for word in ("--set", override)]
@@ -67,7 +66,7 @@ def seconds_of_start(
 
 
 def write_profile(profile: Path, text: Path) -> None:
-    """The functions that took longest with all they called, and then by themselves."""
+    """Write the slowest functions, by cumulative time and then by own time."""
     with text.open("w") as stream:
         for order in ("cumulative", "tottime"):
             pstats.Stats(str(profile), stream=stream).sort_stats(order).print_stats(_LINES)
@@ -101,7 +100,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--starts", type=int, default=2, help="of each kind")
-    parser.add_argument("--profile", type=Path, help="a text file for where a warm start's time goes")
+    parser.add_argument("--profile", type=Path, help="write a profile of a warm start to this text file")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     args = parser.parse_args()

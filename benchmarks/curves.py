@@ -1,10 +1,10 @@
-"""Losses of the fast training step beside the plain one's, over the same rows and noise, and how far two seeds lie apart.
+"""Compare loss curves of the fast and the plain training step on the same rows and noise, beside those of two seeds.
 
     python -m benchmarks.curves --model smdm-170m --steps 300 --out benchmarks/results
 
-Rows are made up but can be learned: each token follows from the one before it, up to a few choices, so that a loss falls from the
-first step on. Every step has new rows. official: the plain path of benchmarks/train_step.py, eager, under a dense mask; sink: what
-`sinkdlm train` does. Where the fast path computes the same thing, the two differ less than two seeds of the plain path do.
+Rows are synthetic but can be learned: each token follows from the one before it, up to a few choices. Every step has new rows.
+official: the plain path of benchmarks/train_step.py, eager, with a dense mask; sink: what `sinkdlm train` does. If the fast path is
+right, the two differ less than two seeds of the plain path do.
 """
 
 import argparse
@@ -18,13 +18,13 @@ from torch import Tensor
 from benchmarks.measuring import result, write
 from benchmarks.train_step import Step, check_device, form_names, free, recipe_of, split_form
 
-_CHOICES = 4  # that may follow a token
-_WORDS = 4096  # of the language
-_SMOOTHED = 20  # steps that are averaged before curves are compared: a step's own loss varies with its noise
+_CHOICES = 4  # tokens that may follow a token
+_WORDS = 4096  # size of the language
+_SMOOTHED = 20  # steps to average before curves are compared, as a single step's loss is noisy
 
 
 def make_rows(seed: int, steps: int, rows: int, length: int, vocab: int) -> Tensor:
-    """(steps, rows, length): a place follows from the one before it, so rows of all steps are made together, place by place."""
+    """(steps, rows, length): all rows are made together, position by position, as each token follows from the one before it."""
     generator = torch.Generator().manual_seed(seed)
     n_words = min(_WORDS, vocab)
     tokens = 97 * torch.randint(0, _CHOICES, (length, steps * rows), generator=generator)
@@ -49,7 +49,7 @@ def curve(args: argparse.Namespace, form: str, seed: int) -> list[float]:
 
 
 def apart(one: list[float], other: list[float]) -> dict[str, float]:
-    """Relative differences of two curves, averaged over some steps at a time."""
+    """Relative differences of two smoothed curves."""
     size = min(_SMOOTHED, len(one))
     smooth = [torch.tensor(losses).double().unfold(0, size, size).mean(1) for losses in (one, other)]
     differences = ((smooth[0] - smooth[1]) / smooth[0]).abs()
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--forms", type=form_names, default="official,sink", help="those of benchmarks.train_step")
+    parser.add_argument("--forms", type=form_names, default="official,sink", help="train_step's forms, the baseline first")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     args = parser.parse_args()
     check_device(parser, args)

@@ -1,14 +1,13 @@
-"""Kills a training run again and again and resumes it; the end must be bit-equal to that of a run left alone.
+"""Kill a training run again and again and resume it; its end must be bit-equal to that of an undisturbed run.
 
     python -m benchmarks.kills --kills 50
     python -m benchmarks.kills --kills 20 --ranks 4
 
-Each life of the run is ended by SIGKILL at a random moment: while it starts, after a few steps, or while a state is being written.
-A life that is to die while it trains is a fork of a process that has imported everything and done nothing, which spares it the
-seconds of its imports; the others, the first and the last are started as a user starts them.
-With --ranks torchrun starts that many, one of them is killed each time, and torchrun restarts them all by itself. There, too, ranks
-that are to die while they train are forks, of a launch of their own; behind it a second one, started as a user starts it, has the
-other kills and the end.
+Each process of the run is ended by SIGKILL at a random moment: while it starts, after a few steps, or while it writes a state.
+Processes to be killed in training are forked from one that has done all imports, which saves seconds. The others, the first and
+the last are started as a user starts them.
+With --ranks, torchrun starts that many ranks; one is killed each time, and torchrun restarts all. Kills in training again hit
+forks, in a first launch; a second launch, started as a user starts it, gets the other kills and ends the run.
 Compared at the end: exported weights, the whole last state (moments included), and every line of metrics.jsonl but its timings.
 """
 
@@ -31,11 +30,11 @@ from safetensors.numpy import load_file
 from benchmarks.measuring import result, write
 
 STEPS_PER_KILL = 8
-_PATIENCE = 120.0  # seconds for one life to show the sign it is waited for
+_PATIENCE = 120.0  # seconds to wait for the moment of a kill
 
 
 def write_set(folder: Path, *, tokens: int = 20_000, seed: int = 0) -> Path:
-    """A small prepared set with structure to learn: each token is the one before plus 0, 1 or 2."""
+    """Write a small prepared set that can be learned: each token is the one before plus 0, 1 or 2."""
     import hashlib
 
     folder.mkdir(parents=True)
@@ -103,11 +102,11 @@ def start(recipe: Path, out: Path, ranks: int = 1, restarts: int = 0) -> subproc
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, env=environment)
 
 
-_PRELOADED = ["sinkdlm.cli.app", "sinkdlm.training.loop", "torch._dynamo"]  # the last one by whoever shards
+_PRELOADED = ["sinkdlm.cli.app", "sinkdlm.training.loop", "torch._dynamo"]  # sharding imports the last one
 
 
 class Fork:
-    """`sinkdlm train`, forked from a process that has imported what it needs. Has what is used of subprocess.Popen here."""
+    """`sinkdlm train`, forked from a process that has done the imports; used here like subprocess.Popen."""
 
     def __init__(self, recipe: Path, out: Path) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -130,7 +129,7 @@ class Fork:
 
 
 def _train(words: list[str], said: Path) -> None:
-    """The command line in a process of its own, with nothing to say but to the file."""
+    """The command line in a forked process; its stderr goes to the file."""
     import torch
 
     from sinkdlm.cli.entry import main
@@ -144,7 +143,7 @@ def _train(words: list[str], said: Path) -> None:
 
 
 def start_forks(recipe: Path, out: Path, ranks: int, restarts: int) -> subprocess.Popen[bytes]:
-    """What torchrun does, with ranks that are forks of a process that has imported what they need."""
+    """Launch ranks as torchrun does, forked from a process that has done the imports."""
     words = ["train", str(recipe), "--out", str(out)]
     program = f"from benchmarks.kills import launch_forks; launch_forks({words!r}, {ranks}, {restarts})"
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -195,7 +194,7 @@ def check_end(process: Life, out: Path) -> None:
 
 
 def kill_once(recipe: Path, out: Path, rng: random.Random) -> str:
-    """One life. Returns the moment of its end: "start", "step", "save", or "end" where it was over before."""
+    """Start the run and kill it. Returns the moment: "start", "step", "save", or "end" if the run was over before."""
     moment = choose_moment(rng)
     process = start(recipe, out) if moment == "start" else Fork(recipe, out)
     wait_for_moment(moment, process, out, rng)
@@ -218,7 +217,7 @@ def wait_for_moment(moment: str, process: Life, out: Path, rng: random.Random, s
     if moment == "start":
         changed, until = _changed(metrics), time.monotonic() + rng.uniform(0, starting)
         while process.poll() is None and time.monotonic() < until and _changed(metrics) == changed:
-            time.sleep(0.005)  # no longer than it starts: on a fast machine the run would be over before the kill
+            time.sleep(0.005)  # only while it starts: on a fast machine the run would be over before the kill
     elif moment == "step":
         lines = rng.randint(1, STEPS_PER_KILL)
         while process.poll() is None and time.monotonic() < deadline and _lines_after(metrics, size) < lines:
@@ -229,14 +228,14 @@ def wait_for_moment(moment: str, process: Life, out: Path, rng: random.Random, s
         seen: set[str] = set()
         changed = _changed(metrics)
         while process.poll() is None and time.monotonic() < deadline and _changed(metrics) == changed:
-            time.sleep(0.001)  # it starts; what follows takes all of a core
+            time.sleep(0.001)  # it starts; the next loop polls without sleeping
         while process.poll() is None and time.monotonic() < deadline and len(seen) <= skip:
             seen |= {path.name for path in states.glob(".step-*.partial")}
         _wait(process, rng.uniform(0, 0.004))
 
 
 def workers(launcher: int) -> list[int]:
-    """The ranks that a launcher has started, where there is /proc."""
+    """Process ids of the ranks that a launcher has started; needs /proc."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -249,7 +248,7 @@ def workers(launcher: int) -> list[int]:
 
 
 def kill_ranks(recipe: Path, out: Path, ranks: int, kills: int, rng: random.Random) -> tuple[dict[str, int], int]:
-    """Ranks are killed one at a time and restarted together. Returns the moments, and how many tore a state."""
+    """Kill ranks one at a time; torchrun restarts all of them. Returns the moments, and how many kills tore a state."""
     chosen = [choose_moment(rng) for _ in range(kills)]
     training = [moment for moment in chosen if moment != "start"]
     plain = [*training[-1:], *(moment for moment in chosen if moment == "start")]
@@ -287,7 +286,7 @@ def _wait_for_ranks(process: subprocess.Popen[bytes], ranks: int, forks: bool, b
             return alive
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"{len(alive)} of {ranks} ranks")
-        time.sleep(0.1)  # looking takes as long as a step
+        time.sleep(0.1)  # looking through /proc takes as long as a step
 
 
 def _wait(process: Life, seconds: float) -> None:
@@ -298,7 +297,7 @@ def _wait(process: Life, seconds: float) -> None:
 
 
 def _lines_after(path: Path, size: int) -> int:
-    """A resumed run first cuts the file, so lines are counted from wherever it is shorter."""
+    """Lines after `size` bytes, or after the file's end if it is shorter now: a resumed run first cuts the file."""
     if not path.exists():
         return 0
     content = path.read_bytes()
@@ -315,17 +314,17 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 
 
 def read_tensors(folder: Path) -> dict[str, Any]:
-    """Of weights, which are each in one file."""
+    """Tensors of weights by name; each is in one file."""
     return {name: value for (_, name), value in _read_by_file(folder).items()}
 
 
 def _read_by_file(folder: Path) -> dict[tuple[str, str], Any]:
-    """Of a state's tensors each rank's file has its own rows, under the same names."""
+    """Tensors by file and name: in a state, each rank's file has its own rows under the same names."""
     return {(file.name, name): value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 def differences(first: Path, second: Path) -> list[str]:
-    """What differs between the ends of two runs; nothing is the only good answer."""
+    """What differs between the ends of two runs; empty if they are bit-equal."""
     found = []
     ours, theirs = read_metrics(first), read_metrics(second)
     if ours != theirs:
@@ -372,7 +371,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--background", action="store_true", help="write states in the background")
-    parser.add_argument("--ranks", type=int, default=1, help="under torchrun, with restarts")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks under torchrun, with restarts")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,16 +1,15 @@
-"""Log-likelihoods, timed: our estimator beside a plain loop that takes one request at a time, with the same weights, in one run.
+"""Time log-likelihoods: our estimator beside a plain loop over single requests, with the same weights, in one run.
 
     sinkdlm eval --tasks hellaswag --data DIR --limit 200 --write-requests hellaswag.jsonl
     python -m benchmarks.likelihood hellaswag.jsonl --tokenizer T --out benchmarks/results      a GPU: smdm-472m shape
-    python -m benchmarks.likelihood arc.jsonl --checkpoint runs/x --adaptive                    what adaptive draws save, and cost
-    python -m benchmarks.likelihood --made 200 --checkpoint runs/nano-sink/model --adaptive     the same on made-up questions
+    python -m benchmarks.likelihood arc.jsonl --checkpoint runs/x --adaptive                    savings and errors of adaptive draws
+    python -m benchmarks.likelihood --made 200 --checkpoint runs/nano-sink/model --adaptive     the same on synthetic questions
 
-The plain loop masks a request 16 times at once, runs both branches of guidance through the masked form of the model, takes logits
-at every position and sums cross entropies: the official way. It is timed on requests spread evenly over the sheet and scaled.
-Random weights do for timing; --adaptive compares rankings and needs a trained model: two full runs with noise of their own, and
-adaptive runs at several errors with the noise of the first. A made-up question is half a text of the made-up corpus, its other half
-and those of three other texts. A run agrees with the second full run on a question where both prefer
-the same option under every metric of the sheet.
+The plain loop works as the official code: 16 masked copies of a request at once, both branches of guidance, a dense mask, logits
+at every position. It is timed on requests spread evenly over the sheet, and scaled. Random weights suffice for timing.
+--adaptive compares rankings and needs a trained model: two full runs with different noise, and adaptive runs at several tolerances
+with the first run's noise. A run agrees with the second full run on a question if both prefer the same option under every metric.
+A synthetic question (--made) is half a text of the synthetic corpus; its options are the other half and those of three other texts.
 """
 
 import argparse
@@ -38,14 +37,14 @@ from sinkdlm.interop.tokenizer import read_tokenizer_at
 from sinkdlm.likelihood import Adaptive, Estimates, log_likelihood
 
 _MADE_SEED = 1_000_003  # texts that no nano model was trained on
-_MADE_LENGTH = 96  # letters: what a nano model reads, whichever halves meet
+_MADE_LENGTH = 96  # letters: any two halves fit into a nano model
 _PLAIN_BATCH = 16
 _PLAIN_REQUESTS = 24
 _RULES = ((0.05, 0.0), (0.05, 0.005), (0.05, 0.02), (0.05, 0.05), (0.05, 0.1), (0.05, 0.2))  # error, tolerance
 
 
 class Work(NamedTuple):
-    """Requests as rows of tokens, and how they are scored."""
+    """Requests as rows of tokens, and the settings to score them."""
 
     requests: list[Request]
     tokens: list[list[int]]
@@ -137,7 +136,7 @@ def throughput(model: DiffusionLM, work: Work, given: argparse.Namespace) -> dic
     chosen = range(0, len(work.tokens), max(1, len(work.tokens) // _PLAIN_REQUESTS))
     form, mask_id = MaskedForm(model), model.config.mask_id
     rows = [(torch.tensor(work.tokens[i]).to(given.device), torch.tensor(work.scored[i]).to(given.device)) for i in chosen]
-    values = [score_plainly(form, *rows[0], work, mask_id)]  # warm
+    values = [score_plainly(form, *rows[0], work, mask_id)]  # warm-up
     plain, values = seconds_of(lambda: [score_plainly(form, *row, work, mask_id) for row in rows], given.device)
     few = work._replace(requests=work.requests[:8], tokens=work.tokens[:8], scored=work.scored[:8])
     figures: dict[str, Any] = {"plain": {"requests_per_second": len(rows) / plain, "timed_requests": len(rows)}}
@@ -163,13 +162,13 @@ def throughput(model: DiffusionLM, work: Work, given: argparse.Namespace) -> dic
 
 
 def _agreement_of_means(mine: Tensor, theirs: Tensor, stderr: Tensor) -> dict[str, float]:
-    """The plain loop has noise of its own: differences in units of our standard error, about sqrt(2) where both are right."""
+    """Differences in units of our standard error: about sqrt(2) if both are right, as the plain loop has its own noise."""
     ratio = (mine - theirs) / stderr
     return {"root_mean_square_in_stderr": float(ratio.square().mean().sqrt()), "mean_relative": float((mine / theirs - 1).mean())}
 
 
 def _flops(model: DiffusionLM, work: Work, found: Estimates) -> float:
-    """Of products and attention in the blocks, both branches; the head, where about half of the target is read, is left out."""
+    """FLOPs of matmuls and attention in the blocks, both branches; without the head, which reads about half of the target."""
     config = model.config
     weights = sum(parameter.numel() for block in model.blocks for parameter in block.parameters())
     branches = 2 if work.guidance else 1
@@ -181,7 +180,7 @@ def _flops(model: DiffusionLM, work: Work, found: Estimates) -> float:
 
 
 def winners(work: Work, values: Tensor) -> list[tuple[int, ...]]:
-    """Of each question, the option preferred under each metric."""
+    """For each question, the option preferred under each metric."""
     place = {request.key: i for i, request in enumerate(work.requests)}
     found = []
     for question in by_question(work.requests):
@@ -197,7 +196,7 @@ def equal_share(first: Sequence[Any], second: Sequence[Any]) -> float:
 
 
 def adaptive_curve(model: DiffusionLM, work: Work, budget: int) -> dict[str, Any]:
-    """Adaptive runs with seed 0 against a full run with seed 1; the bar is what a full run with seed 0 reaches."""
+    """Adaptive runs with seed 0 against a full run with seed 1; the baseline is a full run with seed 0."""
     names = sorted(work.requests[0].divisors)
     metrics = {name: [request.divisors[name] for request in work.requests] for name in names}
     full = [ours(model, work, budget, seed=seed, sets=32) for seed in (0, 1)]
@@ -242,15 +241,15 @@ def open_model(given: argparse.Namespace) -> DiffusionLM:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sheet", type=Path, nargs="?", help="requests, as `sinkdlm eval --write-requests` writes them")
-    parser.add_argument("--made", type=int, default=0, help="so many made-up questions instead")
+    parser.add_argument("--made", type=int, default=0, help="number of synthetic questions, instead of a sheet")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--preset", default="smdm-472m", help="shape of random weights")
     parser.add_argument("--checkpoint", type=Path, default=None, help="a trained model instead")
-    parser.add_argument("--tokenizer", type=Path, default=None, help="of the random model")
+    parser.add_argument("--tokenizer", type=Path, default=None, help="tokenizer for random weights")
     parser.add_argument("--draws", type=int, default=128)
-    parser.add_argument("--guidance", type=float, default=None, help="by default the sheet's")
-    parser.add_argument("--budget", type=int, default=1 << 15, help="tokens in a forward")
-    parser.add_argument("--adaptive", action="store_true", help="adaptive draws against full runs, instead of speed")
+    parser.add_argument("--guidance", type=float, default=None, help="default: the sheet's")
+    parser.add_argument("--budget", type=int, default=1 << 15, help="tokens of a forward")
+    parser.add_argument("--adaptive", action="store_true", help="compare adaptive draws with full runs, instead of speed")
     parser.add_argument("--subject", default="")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     given = parser.parse_args()

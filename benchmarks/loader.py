@@ -1,8 +1,8 @@
-"""How fast rows come, alone, against how fast a model of 34M takes them: both measured in one run on the same machine.
+"""Measure the data loader's tokens a second beside those of a training step of smdm-34m, in one run.
 
     python -m benchmarks.loader
 
-The loader is the whole of it: keyed order, reading, filling rows, checks of ids, the reader thread, and the copy to the device.
+The loader is measured as a whole: keyed order, reading, filling rows, checks of ids, the reader thread, the copy to the device.
 """
 
 import tempfile
@@ -26,7 +26,7 @@ TOKENS = 20_000_000
 
 
 def loader_rates(rows: Rows, batch: int, device: torch.device, repeats: int) -> dict[str, float]:
-    """Tokens a second over several stretches of batches."""
+    """Tokens a second of the loader, over several stretches of batches."""
     per_stretch = max(4, 2_000_000 // (batch * LENGTH))
     rates = []
     for number in range(repeats + 1):
@@ -41,7 +41,7 @@ def loader_rates(rows: Rows, batch: int, device: torch.device, repeats: int) -> 
 
 
 def model_rate(rows: Rows, batch: int, device: torch.device) -> dict[str, float]:
-    """Tokens a second of forward, backward and update of smdm-34m with a sink, in the form that training uses there."""
+    """Tokens a second of training steps of smdm-34m with a sink: forward, backward and update."""
     model = DiffusionLM(ModelConfig.preset("smdm-34m", n_sinks=1)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
     if device.type == "cuda":
@@ -62,7 +62,7 @@ def model_rate(rows: Rows, batch: int, device: torch.device) -> dict[str, float]
 
 
 def _slow_first(times: dict[str, float]) -> dict[str, float]:
-    """As rates: the 20th percentile of a rate is the 80th of its time."""
+    """Swap percentiles for rates: the 20th of a rate is the 80th of its time."""
     return {"p20": times["p80"], "p50": times["p50"], "p80": times["p20"], "repeats": times["repeats"]}
 
 

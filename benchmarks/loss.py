@@ -1,4 +1,4 @@
-"""The chunked head loss beside the full-logits form: time and peak memory of forward plus backward."""
+"""Compare the chunked head loss with the full-logits form: time and peak memory of forward plus backward."""
 
 from collections.abc import Callable
 from functools import partial

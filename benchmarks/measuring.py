@@ -1,4 +1,4 @@
-"""How everything is timed and written down: one timer, one result form.
+"""The timer and the result form of all benchmarks.
 
 A result is one JSON object: command, commit, hardware, versions, and figures. A timed figure has p20, p50 and p80 over its repeats.
 """
@@ -39,7 +39,7 @@ def measure(run: Callable[[], Any], device: str, *, warmup: int = 3, repeats: in
 
 
 def measure_together(runs: Mapping[str, Callable[[], Any]], device: str, *, warmup: int = 3, repeats: int = 20) -> dict[str, Any]:
-    """Several forms in turn, so that a ratio between them does not depend on when each was measured."""
+    """Time several forms by turns, so that their ratios do not depend on when each was measured."""
     for run in runs.values():
         for _ in range(warmup):
             run()
@@ -65,7 +65,7 @@ def _time_once(run: Callable[[], Any], device: str) -> float:
 
 
 def graphed(run: Callable[[], Any]) -> Callable[[], Any]:
-    """The kernels of one call, replayed without the host's part."""
+    """Capture one call as a CUDA graph; the returned function replays its kernels without the host's work."""
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):
         for _ in range(3):
@@ -76,14 +76,14 @@ def graphed(run: Callable[[], Any]) -> Callable[[], Any]:
         run()
 
     def replay(_kept: Any = run) -> None:
-        """What it reads lives as long as it does."""
+        """Replay; `_kept` keeps alive what the kernels read."""
         graph.replay()
 
     return replay
 
 
 def kernel_times(run: Callable[[], Any], device: str, repeats: int = 3) -> list[dict[str, Any]]:
-    """Milliseconds and calls of each kernel of one run (on a CPU: of each operation), those that take most first."""
+    """Milliseconds and calls of each kernel of one run (on a CPU: of each operation), the slowest first."""
     on_gpu = device == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as seen:
@@ -133,7 +133,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit measured: SINKDLM_COMMIT where there is no git, "+changes" where the tree is not clean."""
+    """The measured commit, with "+changes" if the tree is not clean; SINKDLM_COMMIT overrides it."""
     given = os.environ.get("SINKDLM_COMMIT")
     if given:
         return given
@@ -160,7 +160,7 @@ def result(name: str, figures: dict[str, Any], *, device: str, settings: dict[st
 
 
 def write(entry: dict[str, Any], out: Path | None, *, subject: str = "") -> None:
-    """Prints the result and, with --out, writes it to a file of its own, named by benchmark, subject and hardware."""
+    """Print the result and, with --out, write it to a file named by benchmark, subject and hardware."""
     text = json.dumps(entry, indent=2)
     print(text, flush=True)
     if out is not None:

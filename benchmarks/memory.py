@@ -1,9 +1,9 @@
-"""GPU memory of one rank, by layout and recomputation, against what planning/formulas.py says.
+"""Measure GPU memory of one rank by layout and recomputation, beside the formula of planning/formulas.py.
 
     python -m benchmarks.memory --model smdm-472m --rows 8 --ranks 1,2,4,8,64 --out benchmarks/results
 
-One GPU stands for one rank of many: torch's fake process group lets rank 0 hold its shards and its buffers while the other ranks,
-who would only send it numbers, are not there. What is computed is worthless; what is allocated is what such a rank allocates.
+One GPU stands for one rank of many: with torch's fake process group, rank 0 holds its shards and buffers without other ranks. The
+computed numbers are meaningless, but the allocations are those of a real rank.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _STEPS = 3
 
 
 def pretend(ranks: int, device: torch.device) -> World:
-    """Rank 0 of so many, the others made up."""
+    """The world of rank 0 among `ranks`, of which the others are fake."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -42,7 +42,7 @@ def pretend(ranks: int, device: torch.device) -> World:
 
 
 def measure_rank(recipe: Recipe, rows: int, layout: Layout | None, forwards: int, device: torch.device) -> dict[str, int]:
-    """Peak bytes of a training step, and what is held between steps."""
+    """Peak bytes of a training step, and bytes held between steps."""
     ranks = 1 if layout is None else layout.ranks
     world = pretend(ranks, device)
     gc.collect()

@@ -1,4 +1,4 @@
-"""Corruption by keyed noise: time for a million positions, and a digest of the masks, equal on every device."""
+"""Time corruption by keyed noise for a million positions, and hash the masks, which are equal on every device."""
 
 import hashlib
 from typing import Any

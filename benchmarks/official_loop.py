@@ -1,8 +1,8 @@
-"""What samplers are measured against: the official loop and the official form of the model, re-implemented plainly.
+"""The baseline of the benchmarks: a plain re-implementation of the official sampling loop and model form.
 
 The sink is a token in front, isolated by a dense (T+1)^2 mask that is built in every forward; the head gives logits everywhere; a
-step takes a float64 softmax over every masked position. Norms, products and the attention kernel are torch's own, as ours
-are, so that the difference is that of the two forms.
+step takes a float64 softmax over every masked position. Norms, matmuls and attention are torch's own kernels, so that the form
+makes the difference.
 """
 
 import math
@@ -31,11 +31,11 @@ class MaskedForm:
 
     @staticmethod
     def _norm(x: Tensor, norm: Norm) -> Tensor:
-        """torch's own, whatever ours has become."""
+        """torch's RMSNorm, even if `accelerate` has replaced the model's."""
         return functional.rms_norm(x, norm.weight.shape, norm.weight.to(x.dtype), norm.eps)
 
     def _rotate(self, x: Tensor) -> Tensor:
-        """(B, H, T, D), with tables in the model's own precision, as the official code has them."""
+        """Rotate (B, H, T, D) with tables in the model's precision, as the official code does."""
         n, half = x.shape[2], x.shape[3] // 2
         turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
         return x * self.cos[:n].to(x.dtype) + turned * self.sin[:n].to(x.dtype)
@@ -78,7 +78,7 @@ def _unmask(
     temperature: float = 0.0,
     first_steps: int = 0,
 ) -> Tensor:
-    """An official loop over a batch of one length: fill says which token each masked place gets, if any. Or only first_steps."""
+    """The official loop over a batch of one length; fill chooses the tokens of masked positions. first_steps: stop after them."""
     times = torch.linspace(1, 1e-5, steps + 1)
     shares = 1 - times[1:] / times[:-1]
     shares[-1] = 1.0
@@ -90,7 +90,7 @@ def _unmask(
 
 
 def _fill_greedily(logits: Tensor, share: Tensor, temperature: float) -> Tensor:
-    """The surest, chosen over the flattened batch."""
+    """Reveal the most confident positions, chosen over the flattened batch."""
     proposal = _gumbel_max(logits, temperature)
     probabilities = logits.to(torch.float64).softmax(-1)
     confidence = probabilities.gather(-1, proposal[:, None])[:, 0]
@@ -99,7 +99,7 @@ def _fill_greedily(logits: Tensor, share: Tensor, temperature: float) -> Tensor:
 
 
 def _fill_at_random(logits: Tensor, share: Tensor, temperature: float) -> Tensor:
-    """Noise decides what is revealed, and only those tokens are drawn."""
+    """Reveal random positions, and draw only their tokens."""
     revealed = torch.rand(len(logits), device=logits.device) < float(share)
     filled = torch.full((len(logits),), -1, device=logits.device)
     filled[revealed] = _gumbel_max(logits[revealed], temperature)
@@ -110,7 +110,7 @@ official_greedy, official_origin = partial(_unmask, _fill_greedily), partial(_un
 
 
 def _gumbel_max(logits: Tensor, temperature: float) -> Tensor:
-    """In float64, as the official code draws. At temperature 0 without the noise that it would then raise to the power of 0."""
+    """Draw in float64, as the official code does; at temperature 0 take the argmax, without noise."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.to(torch.float64)

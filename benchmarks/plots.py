@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/benchmarks.md and of the README from the results. Needs matplotlib (the viz extra)."""
+"""Draw the pictures of docs/benchmarks.md and the README from the records. Needs matplotlib (the viz extra)."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from benchmarks.measuring import RESULTS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: told apart by all
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: safe for colour blindness
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "path",
     "svg.hashsalt": "sinkdlm",
@@ -24,7 +24,7 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "figure.facecolor": "white",
 }
-_SMOOTHED = 9  # points of a loss curve that are averaged
+_SMOOTHED = 9  # points of a loss curve, averaged
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def draw_training(path: Path) -> None:
             per_step = found["tokens"] / found["steps"] / 1e6
             at = [line["step"] * per_step for line in found["validation"]]
             axes.plot(at, [line["loss"] for line in found["validation"]], "o-", color=colour, markersize=3.5, label=name)
-        axes.set(xlabel="million tokens", ylabel="nats a token", ylim=(3.5, 9))
+        axes.set(xlabel="million tokens", ylabel="nats/token", ylim=(3.5, 9))
         axes.legend(title="dots: validation")
 
 
@@ -96,7 +96,7 @@ def swept_steps() -> list[Timed]:
 
 
 def draw_steps(path: Path) -> None:
-    """A step's time over rows and over length, beside the plan's: straight in rows; in length as attention's square says."""
+    """Time of a step by rows and by length, measured and planned."""
     steps = swept_steps()
     with figure(path, 7.2, 2.8) as made:
         left, right = made.subplots(1, 2)
@@ -107,14 +107,14 @@ def draw_steps(path: Path) -> None:
             at = [place(step) for step in chosen]
             axes.plot(at, [1000 * step.planned_seconds for step in chosen], "-", color=_COLOURS[5], label="planned")
             axes.plot(at, [1000 * step.seconds for step in chosen], "o", color=_COLOURS[0], markersize=4, label="measured")
-            axes.set(ylabel="ms a step", ylim=(0, None), xlim=(0, None))
+            axes.set(ylabel="ms/step", ylim=(0, None), xlim=(0, None))
             axes.legend()
         left.set(xlabel="rows of 2048 tokens")
-        right.set(xlabel="tokens a row, 32768 in all")
+        right.set(xlabel="tokens per row, 32768 in all")
 
 
 def draw_sinks(path: Path, folder: Path = RESULTS) -> None:
-    """Where attention rests at the end of the deepest run with a sink; its vanilla twin beside it, where a result has one."""
+    """Attention and value norms by layer, at the end of the deepest run with a sink; its twin without one, if there is a record."""
     seen = {name: found["probe"][-1]["layers"] for name, found in runs(folder).items() if found["probe"]}
     name = max((name for name in seen if name.endswith("-sink")), key=lambda name: len(seen[name]))
     layers, twin = seen[name], seen.get(name.removesuffix("-sink"))
@@ -123,17 +123,17 @@ def draw_sinks(path: Path, folder: Path = RESULTS) -> None:
         left, right = made.subplots(1, 2)
         left.bar(at, [100 * layer["sink_share"] for layer in layers], color=_COLOURS[1], label="on the sink")
         top = [100 * layer["top_content_share"] for layer in layers]
-        left.plot(at, top, "o-", color=_COLOURS[0], markersize=2.5, linewidth=1, label="on the text's most attended token")
+        left.plot(at, top, "o-", color=_COLOURS[0], markersize=2.5, linewidth=1, label="on the top content token")
         if twin is not None:
             without = [100 * layer["top_content_share"] for layer in twin]
-            left.plot(at, without, "s--", color="#222222", markersize=2.5, linewidth=1, label="the same in the twin without a sink")
+            left.plot(at, without, "s--", color="#222222", markersize=2.5, linewidth=1, label="the same, twin without a sink")
         left.set(xlabel="layer", ylabel="% of attention", ylim=(0, 100))
         left.legend(loc="upper left", fontsize=7.5)
         right.plot(
-            at, [layer["content_value_norm"] for layer in layers], "o-", color=_COLOURS[0], markersize=3, label="tokens of the text"
+            at, [layer["content_value_norm"] for layer in layers], "o-", color=_COLOURS[0], markersize=3, label="content tokens"
         )
         right.plot(at, [layer["sink_value_norm"] for layer in layers], "o-", color=_COLOURS[1], markersize=3, label="the sink")
-        right.set(xlabel="layer", ylabel="mean norm of values", ylim=(0, None))
+        right.set(xlabel="layer", ylabel="mean value norm", ylim=(0, None))
         right.legend(loc="upper left", fontsize=7.5)
 
 

@@ -1,13 +1,13 @@
-"""The same run in several precisions: losses, validation and tokens a second beside each other.
+"""Train the same run in several precisions, and compare losses, validation and tokens a second.
 
     python -m benchmarks.precision smdm-472m-sink --precisions bf16,fp8 --subject smdm-472m \\
         --set 'data.sets={"data/corpus"=1}' --set train.tokens=40e6 --set train.batch=32 --out benchmarks/results
 
-Each is a `sinkdlm train` of its own with the same rows, noise and first weights: what differs is what products are computed in.
+Each precision is a `sinkdlm train` with the same rows, noise and initial weights: only the matmuls' precision differs.
 
---start 20e6: the first weights are not random, but what so many tokens (in another order) made of them in the first precision, at
-an even rate. At random ones a model rests for a while where it knows how often each token comes and nothing of its neighbours, and
-when it leaves there any change of rounding may decide; what a precision does to learning shows after that.
+--start 20e6: begin with weights trained on that many tokens (in another order) in the first precision, at a constant rate. From
+random weights, a model first learns only token frequencies and stays on this plateau for a while; when it leaves it may depend on
+rounding alone. The effect of a precision on learning shows after the plateau.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _KEPT = ("train", "validation", "steps", "skipped", "tokens", "tokens_per_second
 
 
 def train(recipe: Path, out: Path, precision: str, overrides: list[str], *, to_end: bool = False) -> dict[str, Any]:
-    """to_end: with the model that it leaves; else as far as its last validation."""
+    """Train in one precision and return its figures. to_end: keep the trained model; else end after the last validation."""
     command = [sys.executable, "-m", "sinkdlm", "train", str(recipe), "--out", str(out)]
     command += [word for override in (*overrides, f"train.precision={precision}") for word in ("--set", override)]
 
@@ -42,13 +42,13 @@ def train(recipe: Path, out: Path, precision: str, overrides: list[str], *, to_e
 
 
 def starting(recipe: Path, overrides: list[str], tokens: float) -> list[str]:
-    """Overrides of a run before the others: rows of another seed, and a rate that stays what it is after its warm-up."""
+    """Overrides of the run that makes the initial weights: another seed, and a constant rate after warm-up."""
     given = load_recipe(recipe, overrides).train
     return [*overrides, f"train.tokens={tokens}", f"train.seed={given.seed + 1}", f"train.min_lr={given.lr}", "eval.every=0"]
 
 
 def compare(base: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
-    """Relative: of each validation, that of the end last; and of tokens a second."""
+    """Relative differences of the validation losses and of tokens a second."""
     pairs = zip(base["validation"], other["validation"], strict=True)
     apart = [new["loss"] / old["loss"] - 1 for old, new in pairs]
     return {
@@ -61,10 +61,10 @@ def compare(base: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=find_recipe)
-    parser.add_argument("--precisions", default="bf16,fp8", help="the first is what others are compared with")
+    parser.add_argument("--precisions", default="bf16,fp8", help="the first one is the baseline")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
-    parser.add_argument("--start", type=float, default=0, help="tokens that have trained the weights that all begin with")
-    parser.add_argument("--subject", default=None, help="of the result's name; by default the recipe's")
+    parser.add_argument("--start", type=float, default=0, help="pretrain the initial weights on this many tokens")
+    parser.add_argument("--subject", default=None, help="part of the result's name; default: the recipe's name")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     given = parser.parse_args()
     first, *others = given.precisions.split(",")

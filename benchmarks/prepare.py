@@ -1,6 +1,6 @@
-"""Preparing text (reading, tokenising, splitting, writing) against the bare tokenizers library on the same texts and cores.
+"""Compare preparing text (reading, tokenising, splitting, writing) with the bare tokenizers library, on the same texts and cores.
 
-Both run in turn in one process. The bare library has its texts in memory and keeps nothing; preparing starts from a compressed file
+Both run by turns in one process. The library reads texts from memory and keeps nothing; preparing starts from a compressed file
 and ends with token shards on disk.
 """
 
@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokenizer", required=True, type=Path)
     parser.add_argument("--field", default="text")
-    parser.add_argument("--megabytes", type=float, default=10.0, help="of text, from the start of the files")
+    parser.add_argument("--megabytes", type=float, default=10.0, help="megabytes of text, from the start of the files")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     parser.add_argument("files", nargs="+")

@@ -1,165 +1,166 @@
-"""The README's measured numbers as the results give them, so that a test can hold the one against the other."""
+"""Read the measured numbers of README.md, and compute them anew from the records it links.
 
+A statement is a table row, list item or paragraph that links one of LABELS, as in `[record][step]`. All numbers of a statement are
+compared, in order. Words with digits in them (`smdm-472m`, `H200`) must stand in the record.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 from benchmarks.measuring import RESULTS
-from benchmarks.page import read_results
 from benchmarks.reproduction_page import declared_results
-from sinkdlm.reproduce.claims import HEADS, LAMBADA, NELBO, compare, measured
+from sinkdlm.reproduce.claims import CLAIMS, FAILS, FEW, HEADS, HOLDS, LAMBADA, NELBO, OPEN, compare, judge, measured, overall
 from sinkdlm.reproduce.matrix import ADAPT
 from sinkdlm.reproduce.statistics import over_seeds
 
-_GPU = "nvidia-h200.json"
+ROOT = RESULTS.parents[1]
+_UNITS = "tokens/s|requests/s|%|ms|s|GB|MB|nats|times|seconds|minutes|hours"
+_MEASURED = re.compile(rf"\d[kM]?\s*(?:{_UNITS}|\N{{MULTIPLICATION SIGN}})(?!\w)")
 
 
-def expected() -> dict[str, list[str]]:
-    """Result -> what the README says of it, word for word."""
-    figures = {name: entry["figures"] for name, entry in read_results().items()}
-    return {
-        f"loss-{_GPU}": _loss(figures[f"loss-{_GPU}"]["8192x896x151936"]),
-        f"attention-{_GPU}": _attention(figures[f"attention-{_GPU}"]["2x2048x10x10x128"]["relative_error"]),
-        f"noise-{_GPU}": [f"{figures[f'noise-{_GPU}']['ms_corrupt']['p50']:.3f} ms"],
-        f"memory-smdm-472m-{_GPU}": _memory(figures[f"memory-smdm-472m-{_GPU}"]),
-        f"train-smdm-34m-sink-{_GPU}": _training(figures[f"train-smdm-34m-sink-{_GPU}"]),
-        f"train-smollm2-135m-sink-{_GPU}": _adapted(figures[f"train-smollm2-135m-sink-{_GPU}"]),
-        f"train_step-smdm-472m-2048-{_GPU}": _step(figures[f"train_step-smdm-472m-2048-{_GPU}"]["forms"]),
-        f"train_step-smdm-472m-2048-compilers-{_GPU}": _compiled(figures[f"train_step-smdm-472m-2048-compilers-{_GPU}"]["forms"]),
-        f"train_step-smdm-472m-2048-fp8-{_GPU}": _float8(figures[f"train_step-smdm-472m-2048-fp8-{_GPU}"]["forms"]),
-        f"cold_start-smdm-472m-{_GPU}": _starts(figures[f"cold_start-smdm-472m-{_GPU}"]["seconds_to_first_step"]),
-        f"train_step-qwen2.5-0.5b-2048-{_GPU}": _against(figures[f"train_step-qwen2.5-0.5b-2048-{_GPU}"]["forms"]),
-        f"train_step-smollm2-135m-512-{_GPU}": _twins(figures[f"train_step-smollm2-135m-512-{_GPU}"]["forms"]),
-        f"train_step-smollm2-135m-512-rows256-{_GPU}": _halves(figures[f"train_step-smollm2-135m-512-rows256-{_GPU}"]["forms"]),
-        f"train_step-smollm2-135m-512-fp8-{_GPU}": _narrow(figures[f"train_step-smollm2-135m-512-fp8-{_GPU}"]["forms"]),
-        f"sampling-{_GPU}": _sampling(figures[f"sampling-{_GPU}"]),
-        f"likelihood-{_GPU}": _likelihood(figures[f"likelihood-{_GPU}"]),
-        "serving-cpu-aarch64.json": _serving(figures["serving-cpu-aarch64.json"]),
-        f"loader-{_GPU}": _loader(figures[f"loader-{_GPU}"]),
-        "reproduction": _reproduced(),
-    }
+# -- what README says -------------------------------------------------------------------------------------------------------------
 
 
-def _loss(row: Any) -> list[str]:
-    forms = ("chunked", "full_logits")
-    times = [f"{row['ms_forward_backward'][form]['p50']:.2f} ms" for form in forms]
-    return [*times, *(f"{row['peak_bytes'][form] / 1e9:.1f} GB" for form in forms)]
+def units(text: str) -> Iterator[str]:
+    """Rows of tables, items of lists and paragraphs, without code blocks and definitions of links."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+    text = re.sub(r"^(#.*|\[[\w-]+\]: .*)$", "", text, flags=re.M)
+    yield from (unit for unit in re.split(r"\n\s*\n|\n(?=[|-])", text) if unit.strip())
 
 
-def _attention(errors: Any) -> list[str]:
-    said = (("append", "append"), ("merge:cudnn", "merge"), ("plain", "no sink"))
-    return [f"{1000 * errors[form]['out']:.2f}e-3 ({words})" for form, words in said]
+def definitions(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^\[([\w-]+)\]: (\S+)$", text, re.M))
 
 
-def _memory(figures: Any) -> list[str]:
-    held = {name: figure["peak"] / 1e9 for name, figure in figures.items()}
-    pairs = [[held[f"{how}, {place}, 1 forwards"] for place in ("alone 1", "shard 64")] for how in ("none", "full")]
-    return [f"{alone:.1f} / {shard:.1f} GB" for alone, shard in pairs]
+def label_of(unit: str) -> str | None:
+    found = re.search(r"\]\[([\w-]+)\]", unit)
+    return found[1] if found else None
 
 
-def _training(figures: Any) -> list[str]:
-    rate = figures["tokens_per_second"]["p50"]
-    words = f"{rate / 1e6:.2f}M" if rate >= 1e6 else f"{rate / 1e3:.0f}k"
-    return [f"{words} tokens/s, {100 * figures['mfu']['p50']:.1f} % MFU"]
+def words_with_digits(unit: str) -> tuple[list[str], list[str]]:
+    """Numbers of a statement, and its names that have digits."""
+    words = [word.strip("*()[].,;:`") for word in re.sub(r"\]\[.*?\]", "", unit).replace("|", " ").split()]
+    words = [word for word in words if re.search(r"\d", word)]
+    return ([word for word in words if re.match(r"[+-]?\d", word)], [word for word in words if not re.match(r"[+-]?\d", word)])
 
 
-def _adapted(figures: Any) -> list[str]:
-    """Its rates, and what the picture shows of the upper layers."""
-    shares = [100 * layer["sink_share"] for layer in figures["probe"][-1]["layers"][12:]]
+# -- what the records say ---------------------------------------------------------------------------------------------------------
+
+
+def _picture(record: Any) -> list[str]:
+    figures = record["figures"]
+    shares = [layer["sink_share"] for layer in figures["probe"][-1]["layers"]]
+    first = 1 + max(layer for layer, share in enumerate(shares) if share < 0.2)
+    shown = [100 * share for share in shares[first:]]
     minutes = sum(figures["lives_seconds"]) / 60
-    budget = f"for {figures['tokens'] / 1e6:.0f}M tokens in {minutes:.0f} minutes"
-    return [*_training(figures), budget, f"from layer 12 on, {min(shares):.0f} to {max(shares):.0f} % of all attention"]
+    return [f"{figures['tokens'] / 1e6:.0f}M", f"{minutes:.0f}", str(first), f"{min(shown):.0f}", f"{max(shown):.0f}"]
 
 
-def _thousands(row: Any) -> str:
-    return f"{row['tokens_per_second'] / 1000:.0f}k"
+def _step(record: Any, forms: tuple[str, ...] = ("sink", "vanilla", "official")) -> list[str]:
+    settings = record["settings"]
+    rates = [record["figures"]["forms"][form]["tokens_per_second"] for form in forms]
+    return [str(settings["rows"]), str(settings["length"]), *(f"{rate / 1000:.0f}k" for rate in rates)]
 
 
-def _step(forms: Any) -> list[str]:
-    return [
-        f"{_thousands(forms['sink'])} tokens/s, {100 * forms['sink']['mfu']:.1f} % MFU; "
-        f'`residual = "bf16"` {_thousands(forms["sink-residual"])}',
-        f"{_thousands(forms['official'])} tokens/s (official form)",
-    ]
+def _cost(record: Any) -> list[str]:
+    return _step(record, ("sink", "vanilla"))
 
 
-def _compiled(forms: Any) -> list[str]:
-    ours, official = (_thousands(forms[form]) for form in ("sink", "official-compiled"))
-    return [f"{official} (the same, compiled; {ours} ours in that run)"]
+def _sampling(record: Any) -> list[str]:
+    settings, rows = record["settings"], max(record["settings"]["batch"])
+    figures = record["figures"][f"batch {rows}"]
+    temperature = "0.1"
+    rates = [figures[f"{who}_temperature_{temperature}"]["tokens_per_second"]["p50"] for who in ("ours", "official")]
+    return [str(settings["length"]), str(settings["steps"]), str(rows), temperature, *(f"{rate:,.0f}" for rate in rates)]
 
 
-def _float8(forms: Any) -> list[str]:
-    rates = [forms[form]["tokens_per_second"] for form in ("sink-fp8", "sink")]
-    return [f'`precision = "fp8"` {_thousands(forms["sink-fp8"])}, {rates[0] / rates[1]:.2f} times bf16 in its run']
+def _likelihood(record: Any) -> list[str]:
+    figures = record["figures"]
+    rates = [f"{figures[form]['requests_per_second']:.1f}" for form in ("ours", "plain")]
+    return [str(figures["requests"]), str(record["settings"]["draws"]), *rates]
 
 
-def _starts(seconds: Any) -> list[str]:
-    return [f"{seconds['warm']['p50']:.1f} s, where kernels are to be built {seconds['installed']['p50']:.1f} s"]
+def _exact(test: str) -> list[str]:
+    return _found(r"def test_whole_model_equals_masked_reference.*?\*expected, (1e-\d+)\)", test)
 
 
-def _against(forms: Any) -> list[str]:
-    ours, official = (f"{_thousands(forms[form])} tokens/s, {forms[form]['peak_gb']:.0f} GB" for form in ("sink", "official"))
-    return [f"{ours} | {official} (official form)"]
+def _resume(test: str) -> list[str]:
+    return _found(r"def test_fifty_kills_change_nothing.*?kills\.run\((\d+)", test)
 
 
-def _twins(forms: Any) -> list[str]:
-    return [f"{_thousands(forms['sink'])} tokens/s; without a sink {_thousands(forms['vanilla'])}"]
+def _found(pattern: str, text: str) -> list[str]:
+    found = re.search(pattern, text, re.S)
+    assert found, f"the test that README names is not as it was: {pattern}"
+    return [found[1]]
 
 
-def _halves(forms: Any) -> list[str]:
-    """By what layers add to."""
-    rates = [_thousands(forms[f"{form}{half}"]) for half in ("", "-residual") for form in ("sink", "vanilla")]
-    return ['256 rows: {}; {}, and {}; {} with `residual = "bf16"`'.format(*rates)]
-
-
-def _narrow(forms: Any) -> list[str]:
-    rates = [_thousands(forms[f"{form}-fp8-residual"]) for form in ("sink", "vanilla")]
-    return ['{}; {} with `precision = "fp8"` as well'.format(*rates)]
-
-
-def _sampling(figures: Any) -> list[str]:
-    def rates(form: str, *rows: int) -> str:
-        return " / ".join(f"{figures[f'batch {number}'][form]['tokens_per_second']['p50']:,.0f}" for number in rows)
-
-    ours, official = rates("ours_temperature_0.1", 64, 1), rates("official_temperature_0.1", 64, 1)
-    cached = f"{rates('blocks_cache_dual', 64)} / {rates('1.1_tokens_a_step_cache_dual', 64)} tokens/s"
-    origin = f"{rates('ours_origin', 64, 1)} tokens/s; float8 {rates('ours_float8_origin', 64, 1)}"
-    return [
-        f"{ours} tokens/s; float8 {rates('ours_float8_temperature_0.1', 64, 1)} | {official} tokens/s (official loop)",
-        f"{origin} | {rates('official_origin', 64, 1)} tokens/s (official loop)",
-        f"{cached} | {rates('official', 64)} tokens/s (official loop, no blocks)",
-    ]
-
-
-def _likelihood(figures: Any) -> list[str]:
-    ours, plain = (figures[form]["requests_per_second"] for form in ("ours", "plain"))
-    return [f"{ours:.1f} requests/s | {plain:.1f} requests/s (one at a time)"]
-
-
-def _serving(figures: Any) -> list[str]:
-    together, fixed, alone = (figures[form]["requests_per_second"]["p50"] for form in ("together", "deterministic", "one_by_one"))
-    return [f"{together:.1f}; `--deterministic` {fixed:.1f} | {alone:.1f} (one by one)"]
-
-
-def _reproduced() -> list[str]:
-    """Of the twins of table 1, over their seeds."""
+def _claims(page: str) -> list[str]:
+    """The row's count of verdicts, then the paragraph on adapted twins. Computed from the runs' own records, not from the page."""
     results = declared_results(RESULTS / "reproduction")
-    means = {
-        (variant, name): over_seeds(measured(results, ADAPT, variant, name)).mean
-        for variant in ("vanilla", "sink")
-        for name in (HEADS, LAMBADA)
-    }
-    shares = [100 * means[variant, HEADS] for variant in ("vanilla", "sink")]
-    nats = [means[variant, LAMBADA] for variant in ("vanilla", "sink")]
+    verdicts = [overall(judge(claim, results)) for claim in CLAIMS]
+    counts = [len(verdicts), *(verdicts.count(verdict) for verdict in (HOLDS, FAILS, OPEN, FEW))]
+
+    def mean(variant: str, name: str) -> float:
+        return over_seeds(measured(results, ADAPT, variant, name)).mean
+
     change = compare(results, ADAPT, "sink", "vanilla", NELBO).spread
+    lambada = [f"{mean(variant, LAMBADA):.2f}" for variant in ("vanilla", "sink")]
+    heads = [f"{100 * mean(variant, HEADS):.0f}" for variant in ("vanilla", "sink")]
+    at_its_rate, at_theirs = (
+        [compare(results, ADAPT, *twins, name).spread for name in (LAMBADA, NELBO)]
+        for twins in (("sink", "vanilla-sink-rate"), ("sink-dlm-rate", "vanilla"))
+    )
     equal = [
-        [compare(results, ADAPT, *pair, name).spread.mean for pair in (("sink", "vanilla-sink-rate"), ("sink-dlm-rate", "vanilla"))]
-        for name in (LAMBADA, NELBO)
+        f"{spread.mean:+.{digits}f}" for spreads in (at_its_rate, at_theirs) for spread, digits in zip(spreads, (2, 4), strict=True)
     ]
-    return [
-        f"heads that rest on a token of the text go from {shares[0]:.0f} to {shares[1]:.0f} %, LAMBADA from {nats[0]:.2f} to "
-        f"{nats[1]:.2f} nats a token over {change.n} seeds, and validation NELBO by {change.mean:+.4f}",
-        f"at equal rates by {equal[0][0]:+.2f} and {equal[0][1]:+.2f}, and NELBO by {equal[1][0]:+.4f} and {equal[1][1]:+.4f}",
-    ]
+    equal.insert(2, str(at_theirs[0].n))
+    spread = [f"{value:+.4f}" for value in (change.mean, change.low, change.high)]
+    return [*map(str, counts), *spread, str(change.n), *lambada, *equal, *heads]
 
 
-def _loader(figures: Any) -> list[str]:
-    return [f"{figures['loader_tokens_per_second']['p50'] / 1e6:.0f}M tokens/s, {figures['ratio']:.0f}\N{MULTIPLICATION SIGN}"]
+# Label -> the record, and the numbers that README takes from it, in the order in which it says them.
+LABELS: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
+    "picture": ("benchmarks/results/train-smollm2-135m-sink-nvidia-h200.json", _picture),
+    "exact": ("tests/model/test_model.py", _exact),
+    "step": ("benchmarks/results/train_step-smdm-472m-2048-nvidia-h200.json", _step),
+    "sampling": ("benchmarks/results/sampling-nvidia-h200.json", _sampling),
+    "resume": ("tests/training/test_training.py", _resume),
+    "claims": ("docs/reproduction.md", _claims),
+    "likelihood": ("benchmarks/results/likelihood-nvidia-h200.json", _likelihood),
+    "cost": ("benchmarks/results/train_step-smollm2-135m-512-nvidia-h200.json", _cost),
+}
+
+
+@cache
+def expected(label: str) -> tuple[list[str], str]:
+    """A record's numbers, and its text in lower case."""
+    path, numbers = LABELS[label]
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return numbers(json.loads(text) if path.endswith(".json") else text), f"{path} {text}".lower()
+
+
+# -- the two, compared ------------------------------------------------------------------------------------------------------------
+
+
+def faults(text: str) -> list[str]:
+    """What README says and its records do not."""
+    said: dict[str, list[str]] = {}
+    found = []
+    results = text.partition("\n## Results\n")[2].partition("\n## ")[0]
+    for unit in units(text):
+        label = label_of(unit)
+        if label not in LABELS:
+            outside = unit in results and re.search(r"\d", unit)
+            found += [f"a number without a record: {unit}"] if outside or _MEASURED.search(unit) else []
+            continue
+        numbers, names = words_with_digits(unit)
+        said.setdefault(label, []).extend(numbers)
+        found += [f"{label}: {name} does not stand in its record" for name in names if name.lower() not in expected(label)[1]]
+    found += [
+        f"{label}: {said.get(label)}, its record {expected(label)[0]}" for label in LABELS if said.get(label) != expected(label)[0]
+    ]
+    linked = {label: path for label, path in definitions(text).items() if label in LABELS}
+    return found + [f"[{label}] is not {path}" for label, (path, _) in LABELS.items() if linked.get(label) != path]

@@ -1,8 +1,8 @@
-"""Writes docs/reproduction.md and its pictures from the results of reproduction runs.
+"""Write the tables of docs/reproduction.md and docs/reproduction-method.md, and draw their pictures.
 
     python -m benchmarks.reproduction [--records DIR] [--docs DIR]
 
-Pictures are drawn where there are results for them; the page holds tables of every number in them.
+The prose of the pages stays as it is. Pictures are drawn where there are results for them.
 """
 
 import argparse
@@ -20,7 +20,17 @@ from studies.steadiness import NAME as STEADINESS
 from studies.steadiness import warmup_of
 
 from benchmarks.measuring import RESULTS
-from benchmarks.reproduction_page import PICTURES, SCALE, VERDICTS, declared_results, write_page
+from benchmarks.reproduction_page import (
+    DOCS,
+    METHOD,
+    PAGE,
+    PICTURES,
+    SCALE,
+    VERDICTS,
+    declared_results,
+    write_method,
+    write_page,
+)
 from sinkdlm.reproduce.claims import ANSWERS, CLAIMS, MARGIN, NELBO, PRIMARY, SAME, judge, outcome_name, runs_of
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, SCALES, SFT
 from sinkdlm.reproduce.measuring import ROWS, WRITES
@@ -28,13 +38,12 @@ from sinkdlm.reproduce.results import RunResult
 from sinkdlm.reproduce.statistics import LEVEL
 
 RECORDS = RESULTS / "reproduction"
-DOCS = Path(__file__).parents[1] / "docs"
 _STYLE: dict[Any, Any] = {"svg.fonttype": "path", "svg.hashsalt": "sinkdlm", "font.size": 8.0, "axes.spines.top": False}
 _ONE, _TWO = "#0072B2", "#D55E00"  # Okabe and Ito
 
 
 def draw_differences(results: Mapping[str, RunResult], figure: Any) -> bool:
-    """A forest of all comparisons that have a verdict, an outcome beside the other: their differences are of different sizes."""
+    """Forest plot of all comparisons with a verdict, one panel per outcome."""
     rows = {
         claim: {one.outcome: one for one in judge(claim, results) if one.spread.known and one.outcome in _PANELS}
         for claim in CLAIMS
@@ -61,7 +70,7 @@ def draw_differences(results: Mapping[str, RunResult], figure: Any) -> bool:
     kinds = ((_ONE, "claimed to be lower"), (_TWO, "claimed to be the same"))
     marks = [Line2D([], [], color=colour, marker="o", ms=3, lw=1.2, label=label) for colour, label in kinds]
     figure.legend(handles=marks, loc="outside upper right", ncols=2, frameon=False, fontsize=7)
-    figure.supxlabel(f"difference, nats a token, {LEVEL:.0%} interval over seeds (shaded: the margin)", fontsize=8)
+    figure.supxlabel(f"difference, nats/token, {LEVEL:.0%} interval over seeds (shaded: the margin)", fontsize=8)
     return True
 
 
@@ -95,7 +104,7 @@ _SHOWN = ("sink_value_norm", "normal_norm", "sink_mass")
 
 
 def draw_sinks(results: Mapping[str, RunResult], figure: Any) -> bool:
-    """Figure 1, of the first seed that there is: norms of content sinks against others, and the top content sink step by step."""
+    """Figure 1, first seed: value norms of content sinks and other tokens, and the top content sink step by step."""
     runs = runs_of(results, ADAPT, "vanilla")
     if not runs:
         return False
@@ -116,7 +125,7 @@ def draw_sinks(results: Mapping[str, RunResult], figure: Any) -> bool:
 
 
 def draw_lengths(results: Mapping[str, RunResult], figure: Any) -> bool:
-    """Documents cut to several lengths: how much is lost on short ones, and how much heads write."""
+    """Documents cut to several lengths: NELBO, and attention output norm."""
     cuts = SCALES[SCALE].cuts
     runs = {variant: runs_of(results, ADAPT, variant).get(FIRST_SEED) for variant in (*PLAIN, *MIXED)}
     made = {variant: run for variant, run in runs.items() if run is not None and f"{ROWS}.{cuts[0]}" in run.outcomes}
@@ -129,7 +138,7 @@ def draw_lengths(results: Mapping[str, RunResult], figure: Any) -> bool:
         for axes, name in ((left, ROWS), (right, f"attention.{WRITES}")):
             axes.plot(cuts, [run.outcomes[f"{name}.{length}"].value for length in cuts], style, color=colour, marker=".")
         left.plot([], [], style, color=colour, marker=".", label=LABELS[variant])
-    for axes, label in ((left, "NELBO of whole rows, nats a token"), (right, "norm of what heads write, of the values'")):
+    for axes, label in ((left, "NELBO of whole rows, nats/token"), (right, "attention output norm /\nmean value norm")):
         axes.set_xscale("log", base=2)
         axes.set_xticks(cuts, map(str, cuts))
         axes.set(xlabel=f"tokens of a row, seed {FIRST_SEED}", ylabel=label)
@@ -138,13 +147,13 @@ def draw_lengths(results: Mapping[str, RunResult], figure: Any) -> bool:
 
 
 def draw_steadiness(found: Mapping[str, Any] | None, figure: Any) -> bool:
-    """Gradient norms, and attention on the sink, of trainings that were watched."""
+    """Gradient norm and attention on the sink, of trainings with probes."""
     if found is None:
         return False
     figure.set_size_inches(7.2, 3.2)
     left, right = figure.subplots(1, 2)
     for number, form in enumerate(found["forms"].values()):
-        colour, label = f"C{number}", f"{form['label']}, {form['lr']:g}, {warmup_of(form)} steps to warm up"
+        colour, label = f"C{number}", f"{form['label']}, {form['lr']:g}, {warmup_of(form)} warm-up steps"
         norms = [np.nan if norm is None else norm for norm in form["gradient"]]
         left.plot(np.arange(1, len(norms) + 1), norms, color=colour, lw=0.7, label=label)
         shares = np.array(form["share"], dtype=float)  # looks x layers, nan without a sink
@@ -176,7 +185,8 @@ def main() -> None:
     assets = asked.docs / "assets"
     assets.mkdir(parents=True, exist_ok=True)
     draw(declared_results(asked.records), read_beside(asked.records, STEADINESS, SCALE), assets)
-    (asked.docs / "reproduction.md").write_text(write_page(asked.records, assets), encoding="utf-8")
+    (asked.docs / PAGE).write_text(write_page(asked.records, assets), encoding="utf-8")
+    (asked.docs / METHOD).write_text(write_method(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""Sampling, timed: our loop beside a plain re-implementation of the official one, with the same weights, in one run.
+"""Time sampling: our loop beside a plain re-implementation of the official one, with the same weights, in one run.
 
     python -m benchmarks.sampling --tokens-per-step 3 --out benchmarks/results      a GPU: smdm-472m, 256 tokens, 256 steps
     python -m benchmarks.sampling --device cpu                                      nano, 128 tokens in 64 steps
-    python -m benchmarks.sampling --checkpoint runs/x --subject trained             what caches and thresholds do to a model
+    python -m benchmarks.sampling --checkpoint runs/x --subject trained             effects of caches and thresholds on a model
 
-Every form fills the same canvas with the same policy (smdm-greedy) unless its name says otherwise; at temperature 0, and at 0.1,
-the official one, where the official loop draws with float64 noise; `origin` at 1. Rates are compared at equal policies and
-temperatures. Random weights do
-for timing; what depends on the model's predictions (steps of a threshold, agreement of caches) needs --checkpoint.
-On a GPU the official loop is timed over evenly spaced steps of its run, put at the right number of masked tokens, and scaled to
-all steps; our loops run whole, capture of graphs included, after one run that builds kernels and warms up.
+Every form fills the same canvas with the same policy (smdm-greedy) unless its name says otherwise: at temperature 0, at 0.1 (that
+of the official evaluation, drawn with float64 noise), and `origin` at 1. Rates are compared at equal policies and temperatures.
+Random weights suffice for timing; what depends on predictions (steps of a threshold, agreement of caches) needs --checkpoint.
+On a GPU the official loop is timed at evenly spaced steps, each with its number of masked tokens, and scaled to all steps; our
+loops run whole, with graph capture, after one run that builds kernels and warms up.
 """
 
 import argparse
@@ -72,7 +71,7 @@ def seconds_of(run: Callable[[], Any], device: str) -> float:
 
 
 def time_runs(case: Case, run: Callable[[], Sampled], repeats: int) -> dict[str, Any]:
-    """Whole runs, after one that is not counted."""
+    """Time whole runs, after one untimed run."""
     out = run()
     taken = [seconds_of(run, case.device) for _ in range(repeats)]
     rate = quantiles([case.written / seconds for seconds in taken])
@@ -83,7 +82,7 @@ def time_runs(case: Case, run: Callable[[], Sampled], repeats: int) -> dict[str,
 def time_official(
     case: Case, repeats: int, temperature: float = 0.0, loop: Callable[..., Tensor] = official_greedy
 ) -> dict[str, Any]:
-    """An official loop: whole runs on a CPU; on a GPU evenly spaced steps, each at the number of masked tokens it has there."""
+    """Time an official loop: whole runs on a CPU; on a GPU evenly spaced steps, each with its number of masked tokens."""
     form, mask_id = MaskedForm(case.model), case.model.config.mask_id
     run = partial(loop, form, mask_id=mask_id, temperature=temperature)
     blank = torch.full((case.prompt.shape[0], case.length), mask_id, device=case.prompt.device)
@@ -111,7 +110,7 @@ def _spread_steps(case: Case, run: Callable[..., Tensor], blank: Tensor) -> floa
 
 
 def speed(case: Case, repeats: int) -> dict[str, Any]:
-    """All forms in turn. The bound is the forward alone: no head, no choice."""
+    """Time all forms. The bound is the forward alone, without head and choice."""
     figures: dict[str, Any] = {"rows": case.prompt.shape[0], "official": time_official(case, repeats)}
     figures[f"official{_TEMPERED}"] = time_official(case, repeats, _OFFICIAL_TEMPERATURE)
     figures[f"official{_ORIGIN}"] = time_official(case, repeats, 1.0, official_origin)
@@ -126,7 +125,7 @@ def speed(case: Case, repeats: int) -> dict[str, Any]:
 
 
 def speed_exact(case: Case, repeats: int, name: str) -> dict[str, Any]:
-    """The official policies: greedy at both temperatures, origin at 1."""
+    """Time our loop with the official policies: greedy at both temperatures, origin at 1."""
     with case.model.inference():
         canvas = torch.full((case.prompt.shape[0], case.length), case.model.config.mask_id, device=case.prompt.device)
         return {
@@ -138,7 +137,7 @@ def speed_exact(case: Case, repeats: int, name: str) -> dict[str, Any]:
 
 
 def compare(figures: dict[str, Any]) -> dict[str, float]:
-    """Tokens a second as a multiple of the official loop's of the same policy, at the same temperature."""
+    """Tokens a second relative to the official loop with the same policy and temperature."""
     timed = {name: value for name, value in figures.items() if isinstance(value, dict) and "tokens_per_second" in value}
     found = {}
     for name, value in timed.items():
@@ -148,7 +147,7 @@ def compare(figures: dict[str, Any]) -> dict[str, float]:
 
 
 def threshold_speed(case: Case, tokens_per_step: float, name: str = "") -> dict[str, Any]:
-    """Parallel decoding at a stated number of tokens a step, as a schedule of so many steps: what random weights can show."""
+    """Time parallel decoding at a given number of tokens a step, as a schedule with that many steps: it needs no trained model."""
     steps = max(1, round((case.length - case.prompt.shape[1]) / tokens_per_step))
     figures = {}
     with case.model.inference():
@@ -159,7 +158,7 @@ def threshold_speed(case: Case, tokens_per_step: float, name: str = "") -> dict[
 
 
 def agreement(case: Case) -> dict[str, Any]:
-    """Caches, thresholds and float8 against the exact loop of the same blocks: share of equal tokens, steps, speed."""
+    """Compare caches, thresholds and float8 with the exact loop on the same blocks: share of equal tokens, steps, speed."""
     figures: dict[str, Any] = {}
     with case.model.inference():
         exact = case.ours(config="llada", block=case.block)
@@ -178,12 +177,12 @@ def agreement(case: Case) -> dict[str, Any]:
                     "equal_tokens": equal,
                     "mean_confidence": float(out.confidence[:, given:].mean()),
                     "tokens_per_step": (case.length - given) / (sum(out.row_steps) / len(out.row_steps)),
-                    "steps": out.steps,  # of the row that took most
+                    "steps": out.steps,  # of the slowest row
                     "tokens_per_second": case.written / seconds,
                 }
     base = figures["threshold None, cache none"]["tokens_per_second"]
     for found in figures.values():
-        found["times_as_fast"] = found["tokens_per_second"] / base  # as the exact loop
+        found["times_as_fast"] = found["tokens_per_second"] / base  # relative to the exact loop
     float8 = replace(case, model=to_float8(copy.deepcopy(case.model)))
     with float8.model.inference():
         out = float8.ours(config="llada", block=case.block)
@@ -195,7 +194,7 @@ def agreement(case: Case) -> dict[str, Any]:
 
 
 def alone_and_together(case: Case, rows: int = 8) -> dict[str, Any]:
-    """Share of tokens that differ between a request in the batch and alone: rounding, since the noise is the same."""
+    """Share of tokens that differ between a request in a batch and alone. The noise is the same, so rounding is the cause."""
     mask_id = case.model.config.mask_id
     figures = {}
     with case.model.inference():
@@ -221,7 +220,7 @@ def open_model(given: argparse.Namespace) -> DiffusionLM:
 
 
 def case_of(model: DiffusionLM, given: argparse.Namespace, rows: int) -> Case:
-    """Prompts of a few tokens, another for each row: of a text's lines, or at random."""
+    """A case with a different short prompt for each row: from a text's lines, or random."""
     words = torch.randint(0, model.config.vocab_size, (rows, given.prompt), generator=torch.Generator().manual_seed(0))
     if given.text is not None or given.made:
         tokenizer = load(given.checkpoint).tokenizer
@@ -235,19 +234,19 @@ def arguments() -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--preset", default=None, help="shape of random weights; by default smdm-472m on a GPU, nano elsewhere")
+    parser.add_argument("--preset", default=None, help="shape of random weights; default: smdm-472m on a GPU, else nano")
     parser.add_argument("--checkpoint", type=Path, default=None, help="a trained model instead")
     parser.add_argument("--batch", type=int, nargs="+", default=None)
     parser.add_argument("--length", type=int, default=None)
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--block", type=int, default=32)
-    parser.add_argument("--prompt", type=int, default=4, help="tokens that are given")
-    parser.add_argument("--made", action="store_true", help="with --checkpoint: rows begin as texts of the made-up corpus do")
-    parser.add_argument("--text", type=Path, default=None, help="with --checkpoint: a file whose lines begin the rows")
-    parser.add_argument("--tokens-per-step", type=float, default=None, help="what a trained twin reaches with a threshold")
+    parser.add_argument("--prompt", type=int, default=4, help="tokens of each prompt")
+    parser.add_argument("--made", action="store_true", help="with --checkpoint: prompts from the synthetic corpus")
+    parser.add_argument("--text", type=Path, default=None, help="with --checkpoint: prompts from the lines of this file")
+    parser.add_argument("--tokens-per-step", type=float, default=None, help="also time parallel decoding at this rate")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--agreement-only", action="store_true", help="with --checkpoint: only what caches and thresholds do to it")
-    parser.add_argument("--compile", action="store_true", help="time compiled blocks too")
+    parser.add_argument("--agreement-only", action="store_true", help="with --checkpoint: only effects of caches and thresholds")
+    parser.add_argument("--compile", action="store_true", help="also time compiled blocks")
     parser.add_argument("--subject", default="")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     given = parser.parse_args()

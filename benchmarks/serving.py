@@ -1,8 +1,7 @@
-"""A server under load: requests that are denoised together against one by one, in one run, over HTTP.
+"""Load servers over HTTP: requests denoised together, one by one, and with --deterministic, in one run.
 
-Two servers of the same weights, one with places for many texts and one with a single place, take turns; so many clients send the
-next request as soon as they have their answer. Requests differ in prompt, length, policy and steps. Also: the share of answers that
-differ from the answer of the same request sent alone, with and without --deterministic.
+Servers of the same weights take turns; each of --clients sends its next request as soon as it has its answer. Requests differ in
+prompt, length, policy and steps. Also measured: the share of answers that differ from those of the same requests sent alone.
 """
 
 import argparse
@@ -30,7 +29,7 @@ WAIT = 120.0  # seconds for a server to come up, an answer to come, a server to 
 
 
 def nano_checkpoint(folder: Path) -> Path:
-    """The nano shape with a sink and random weights: as fast as a trained one."""
+    """A nano checkpoint with a sink and random weights, which is as fast as a trained one."""
     model = DiffusionLM(ModelConfig.preset("nano", n_sinks=1), seed=0)
     return save(folder / "nano", model, character_tokenizer())
 
@@ -61,7 +60,7 @@ def server(
 
 
 def mixed_requests(model: str, n: int, *, longest: int = 32) -> list[dict[str, Any]]:
-    """Different prompts, lengths, policies, steps and temperatures; every one has its seed."""
+    """Requests with different prompts, lengths, policies, steps and temperatures, each with its own seed."""
     policies: list[dict[str, Any]] = [
         {"policy": "llada"},
         {"policy": "llada", "block": 8},
@@ -80,7 +79,7 @@ def mixed_requests(model: str, n: int, *, longest: int = 32) -> list[dict[str, A
 
 @dataclass
 class Outcome:
-    """What clients saw: answers as (number of the request, text, seconds), and how often which other status."""
+    """What clients got: answers as (request index, text, seconds), and counts of other statuses."""
 
     seconds: float = 0.0
     answers: list[tuple[int, str, float]] = field(default_factory=list)
@@ -94,7 +93,7 @@ class Outcome:
 
 
 async def load(url: str, bodies: list[dict[str, Any]], clients: int, seconds: float) -> Outcome:
-    """Clients that each send one request after the other until the time is up, and wait for the last."""
+    """Run clients that each send one request after the other until the time is up."""
     found, end, turn = Outcome(), time.monotonic() + seconds, iter(range(10**9))
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
 
@@ -123,7 +122,7 @@ async def load(url: str, bodies: list[dict[str, Any]], clients: int, seconds: fl
 
 
 def answers_alone(url: str, bodies: list[dict[str, Any]]) -> list[str]:
-    """The text of each request when nobody else asks."""
+    """The answer to each request when it is sent alone."""
     with httpx.Client(base_url=url, timeout=WAIT) as http:
         return [http.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]["text"] for body in bodies]
 
@@ -146,14 +145,14 @@ def _sums(outcomes: list[Outcome]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoint", type=Path, default=None, help="by default the nano shape, random weights")
+    parser.add_argument("--checkpoint", type=Path, default=None, help="default: the nano shape with random weights")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of one turn")
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of one turn")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=48, help="different ones")
-    parser.add_argument("--longest", type=int, default=32, help="tokens to write")
-    parser.add_argument("--threads", type=int, default=1, help="of a server on a CPU")
+    parser.add_argument("--requests", type=int, default=48, help="number of different requests")
+    parser.add_argument("--longest", type=int, default=32, help="most tokens to write")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a server on a CPU")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

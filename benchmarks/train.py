@@ -1,9 +1,9 @@
-"""A recipe trained for real, killed once in the middle and resumed, as a result: loss curve, tokens a second, MFU, sinks.
+"""Train a recipe, kill it once in the middle and resume it; record loss curve, tokens a second, MFU and sinks.
 
     python -m benchmarks.train smdm-34m-sink --kill-at 450 --out benchmarks/results \\
         --set 'data.sets={"data/small-llama2"=1}'
 
-The run is the `sinkdlm train` that a user starts. The steps between the last state and the kill are made twice; their losses are
+The run is `sinkdlm train`, as a user starts it. The steps between the last state and the kill are made twice, and their losses
 compared.
 """
 
@@ -23,8 +23,8 @@ import torch
 from benchmarks.measuring import quantiles, result, write
 from sinkdlm.config.shipped import find_recipe
 
-_SETTLED = 20  # steps after a start that are not timed: compilation, caches
-_POINTS = 200  # of a curve that are kept
+_SETTLED = 20  # untimed steps after a start: compilation, caches
+_POINTS = 200  # points of a curve to keep
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -33,7 +33,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def run(command: list[str], metrics: Path, ends: Callable[[list[dict[str, Any]]], bool] | None = None) -> float:
-    """Seconds of one life of the run, ended by SIGKILL once its lines say so."""
+    """Run a command until it ends, or kill it once `ends` is true of its metrics; return the seconds."""
     began = time.monotonic()
     process = subprocess.Popen(command)
     while process.poll() is None:
@@ -90,8 +90,8 @@ def main() -> None:
     parser.add_argument("recipe", type=find_recipe)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--kill-at", type=int, default=None, help="step after which the run is killed once")
-    parser.add_argument("--subject", default=None, help="of the result's name; by default the recipe's")
-    parser.add_argument("--run", type=Path, default=None, help="keep the run folder here")
+    parser.add_argument("--subject", default=None, help="part of the result's name; default: the recipe's name")
+    parser.add_argument("--run", type=Path, default=None, help="keep the run folder at this path")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

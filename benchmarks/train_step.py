@@ -1,18 +1,17 @@
-"""One training step, ours beside the official form, in one run: tokens a second, MFU, peak memory, and where the time goes.
+"""Time a training step, ours beside the official form, in one run: tokens a second, MFU, peak memory, and kernels.
 
     python -m benchmarks.train_step --model smdm-472m --rows 16 --out benchmarks/results
 
-official: the sink is a token in front under a dense (T+1)^2 mask, every position has logits in float32, blocks run eagerly, as the
-authors' code trains, by torch's own norm and AdamW; official-compiled: the same, compiled whole. vanilla, sink, gate, logit: what
-`sinkdlm train` does, its micro-batches recorded as CUDA graphs where train.graphs = "auto" records them (--graphs: wherever they
-can be, --no-graphs: nowhere). Ours may have more in their names, and then train by it: sink-fp8 is sink with train.precision =
-"fp8", whose matmuls need a GPU that has them (a CPU emulates them); -whole is train.compile = "whole", which is for a CPU; -blocks
-is train.compile = "blocks", where "auto" leaves blocks to kernels of their own; -residual is train.residual = "bf16"; -torchao and
--torchaorows have torchao's float8 layers, scaled by tensor or by row, in compiled blocks; -plain is train.runner = "plain"; and
-sink-fp8-residual has two of these.
-Forms take turns, so that a ratio does not depend on when each was measured. --profile NAME: the kernels of one step of that form,
-by kind.
---sweep: the time of a step by rows and by length, beside planning.py's FLOPs.
+- official: as the authors' code trains: the sink is a token in front under a dense (T+1)^2 mask, every position has logits in
+  float32, blocks run eagerly, with torch's own norm and AdamW; official-compiled: the same, compiled whole.
+- vanilla, sink, gate, logit: what `sinkdlm train` does, with CUDA graphs where train.graphs = "auto" captures them (--graphs:
+  wherever possible, --no-graphs: nowhere).
+- Suffixes change a form of ours: -fp8 is train.precision = "fp8" (a CPU emulates its matmuls), -whole and -blocks are
+  train.compile, -residual is train.residual = "bf16", -plain is train.runner = "plain"; -torchao and -torchaorows use torchao's
+  float8 layers, scaled by tensor or by row, in compiled blocks. They combine: sink-fp8-residual.
+
+Forms take turns, so that ratios do not depend on when each was measured. --profile FORM: the kernels of one step of that form, by
+kind. --sweep: the time of a step by rows and by length, beside the FLOPs of planning/formulas.py.
 """
 
 import argparse
@@ -49,8 +48,8 @@ _MODELS: dict[str, dict[str, Any]] = {
     "logit": {"n_sinks": 1, "sink_kind": "logit"},
     "official": {"n_sinks": 1},
 }
-_TORCHAO = {"torchao": "tensorwise", "torchaorows": "rowwise"}  # the toolkit's names of its recipes
-_TRAINED = {  # what may follow a form of ours, and what it sets of a recipe's train
+_TORCHAO = {"torchao": "tensorwise", "torchaorows": "rowwise"}  # torchao's names of its recipes
+_TRAINED = {  # suffix of a form of ours -> what it sets in a recipe's train
     "fp8": {"precision": "fp8"},
     "residual": {"residual": "bf16"},
     "whole": {"compile": "whole"},
@@ -58,8 +57,8 @@ _TRAINED = {  # what may follow a form of ours, and what it sets of a recipe's t
     "plain": {"runner": "plain"},
     **{change: {"compile": "blocks"} for change in _TORCHAO},
 }
-_STEPS = 4  # that are timed together
-# Kernels by a word of their name, in this order.
+_STEPS = 4  # steps that are timed together
+# Kind of kernels -> words in their names; the first match counts.
 _KINDS = {
     "attention": ("flash", "fmha", "cudnn", "sdpa", "attention", "_merge"),
     "matrix products": ("gemm", "nvjet", "cutlass", "matmul", "xmma", "mm_"),
@@ -81,7 +80,7 @@ _KINDS = {
 
 
 def split_form(form: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """What its name gives a recipe's model and train: sink-fp8-residual is sink with two things changed."""
+    """The recipe's model and train settings of a form: sink-fp8-residual is sink with two changes."""
     base, *changes = form.split("-")
     allowed = ["compiled"] if base == "official" else list(_TRAINED)
     if base not in _MODELS or any(change not in allowed for change in changes):
@@ -99,25 +98,25 @@ def split_form(form: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def form_name(form: str) -> str:
-    """One form, checked before anything is measured."""
+    """Check one form before anything is measured."""
     split_form(form)
     return form
 
 
 def form_names(text: str) -> str:
-    """Several, with commas between them."""
+    """Check several forms, separated by commas."""
     return ",".join(form_name(form) for form in text.split(","))
 
 
 def check_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """A CPU's steps are in float32, and so is what its layers add to."""
+    """Refuse -residual on a CPU, whose steps are in float32."""
     for form in args.forms.split(",") if args.device == "cpu" else []:
         if "residual" in split_form(form)[1]:
             parser.error(f"form {form!r} needs --device cuda: a CPU's steps are timed in float32")
 
 
 def to_torchao(model: DiffusionLM, scaling: str) -> None:
-    """Gives the matmuls of the blocks to torchao's float8 layers: those that train.precision = "fp8" would compute."""
+    """Convert the blocks' linear layers to torchao's float8 layers: those that train.precision = "fp8" covers."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     for block in model.blocks:
@@ -129,7 +128,7 @@ def to_torchao(model: DiffusionLM, scaling: str) -> None:
 
 
 class Step:
-    """A model that makes training steps on rows of random tokens, each with noise of its own."""
+    """A model that makes training steps on rows of random tokens, with new noise for each step."""
 
     def __init__(self, recipe: Recipe, form: str, rows: int, device: torch.device) -> None:
         self.recipe, self.form, self.device, self.rows = recipe, form, device, rows
@@ -172,7 +171,7 @@ class Step:
             self.gradients.fix(self._batch(), capturer)
 
     def _as_trained(self) -> Recipe:
-        """What `train` would be given to make these steps."""
+        """The recipe with which `train` would make these steps."""
         table = self.recipe.to_dict()
         train = {**table["train"], "batch": self.rows, "micro_batch": self.rows, **split_form(self.form)[1]}
         return Recipe.resolve({**table, "train": train})
@@ -198,7 +197,7 @@ class Step:
         return update
 
     def take(self, tokens: Tensor) -> None:
-        """Rows for the steps to come."""
+        """Set the rows of the next steps."""
         self.host_tokens = tokens.pin_memory() if self.device.type == "cuda" else tokens
         self.tokens = self.host_tokens.to(self.device)
 
@@ -211,7 +210,7 @@ class Step:
         return torch.autocast(self.device.type, half, enabled=half is not None)
 
     def _batch(self) -> Batch:
-        """As the thread that reads rows hands them over."""
+        """A batch as the reader thread provides it."""
         samples = torch.arange(self.done * self.rows, (self.done + 1) * self.rows)
         return Batch(self.host_tokens, samples.pin_memory() if self.device.type == "cuda" else samples)
 
@@ -243,7 +242,7 @@ class Step:
         return loss
 
     def several(self) -> None:
-        """As a loop that trains makes them: nobody waits for the device in between."""
+        """Make several steps as the training loop does, without waiting for the device in between."""
         for _ in range(_STEPS):
             self()
 
@@ -254,7 +253,7 @@ def recipe_of(preset: str, length: int, *, graphs: str = "auto", **model: Any) -
 
 
 def flops_of(step: Step) -> float:
-    """Head, and what a last layer that ends early has behind attention, are counted where they are computed: at the masked half."""
+    """FLOPs of a step. The head, and a last layer that ends early, count only the masked half, where they are computed."""
     length = step.recipe.data.length
     return step.rows * length * training_flops(step.recipe.model, length, ends_early=step.ends_early)
 
@@ -263,7 +262,7 @@ def rates(step: Step, timed: dict[str, float], device: str) -> dict[str, Any]:
     """timed: of several steps."""
     if float(step.missed):
         raise RuntimeError(
-            f"{step.form}: {float(step.missed):.0f} masked positions found no place; such a step is no training step"
+            f"{step.form}: {float(step.missed):.0f} masked positions found no head slot, so this is not a full training step"
         )
     tokens = step.rows * step.recipe.data.length
     timed = {name: value if name == "repeats" else value / _STEPS for name, value in timed.items()}
@@ -275,9 +274,9 @@ def rates(step: Step, timed: dict[str, float], device: str) -> dict[str, Any]:
 
 
 def peak_gb(step: Step, before: int) -> float:
-    """Of a step, its model and optimizer. before: bytes held when there was none of it.
+    """Peak memory of a step with its model and optimizer. before: bytes held before these were made.
 
-    Replayed kernels take no memory that could be counted: that of a recorded step was taken when it was recorded.
+    A captured step allocates while it is captured, not when it is replayed.
     """
     torch.cuda.synchronize()
     if not step.recorded:
@@ -288,7 +287,7 @@ def peak_gb(step: Step, before: int) -> float:
 
 
 def measure_forms(args: argparse.Namespace) -> dict[str, Any]:
-    """Memory first, each form alone; then all of them by turns."""
+    """Measure each form's memory and first steps, then time all forms by turns."""
     device = torch.device(args.device)
     figures: dict[str, Any] = {}
     made: dict[str, Step] = {}
@@ -334,7 +333,7 @@ def kind_of(kernel: str) -> str:
 
 
 def profile(args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of one step by kind of kernel, and the kernels that take most."""
+    """Milliseconds of one step by kind of kernel, and the slowest kernels."""
     recipe = recipe_of(args.model, args.length, graphs=args.graphs, **split_form(args.profile)[0])
     step = Step(recipe, args.profile, args.rows, torch.device(args.device))
     for _ in range(args.warmup):
@@ -349,7 +348,7 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The step's time over rows and over lengths, with the FLOPs that planning.py gives it."""
+    """Time steps by rows and by length, with the FLOPs of planning/formulas.py."""
     found = []
     shapes = [(rows, args.length) for rows in map(int, args.sweep_rows.split(","))]
     shapes += [(max(1, args.rows * args.length // length), length) for length in map(int, args.sweep_lengths.split(","))]
@@ -370,17 +369,17 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--forms", type=form_names, default="vanilla,sink,gate,official,official-compiled")
-    parser.add_argument("--alone", action="store_true", help="one form in memory at a time")
-    parser.add_argument("--graphs", dest="graphs", action="store_const", const="on", default="auto", help="record wherever it can")
-    parser.add_argument("--no-graphs", dest="graphs", action="store_const", const="off", help="launch every kernel")
-    parser.add_argument("--threads", type=int, default=None, help="of a CPU; by default as many as torch takes")
+    parser.add_argument("--alone", action="store_true", help="keep only one form in memory at a time")
+    parser.add_argument("--graphs", dest="graphs", action="store_const", const="on", default="auto", help="capture where possible")
+    parser.add_argument("--no-graphs", dest="graphs", action="store_const", const="off", help="capture no CUDA graph")
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: torch's")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--profile", type=form_name, default=None, help="a form")
+    parser.add_argument("--profile", type=form_name, default=None, help="also profile this form's kernels")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--sweep-rows", default="4,8,16,32")
     parser.add_argument("--sweep-lengths", default="512,1024,4096")
-    parser.add_argument("--subject", default=None, help="of the result's name; by default model and length")
+    parser.add_argument("--subject", default=None, help="part of the result's name; default: model and length")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     args = parser.parse_args()
     check_device(parser, args)

@@ -1,10 +1,10 @@
-"""Two checkouts of sinkdlm on one machine, by turns: is the new one as fast as the old one?
+"""Compare the speed of this checkout with another one on the same machine, by turns.
 
     python -m benchmarks.trees ../old --out benchmarks/results          a GPU: training steps, sampling and starts
 
-Each subject has one process a tree, both warm, that run once each by turns. `to_old` is the old tree's median over this one's,
-above 1 where this tree is faster; `pairs` is the same for each turn. A start is `sinkdlm train` in a process of its own, from the
-command to the first step's line, with kernels and bytecode cached.
+For each subject there is one warm process a tree; the two run by turns. `to_old` is the old tree's median time divided by this
+one's, above 1 if this tree is faster; `pairs` has this ratio for each turn. A start is a new process of `sinkdlm train`, timed from
+the command to the first step's line, with kernels and bytecode cached.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def sampling(rows: int) -> Callable[[], Any]:
     model = DiffusionLM(config, seed=0).to("cuda", torch.bfloat16)
     try:
         from sinkdlm.fast import accelerate
-    except ImportError:  # a tree whose models decide for themselves
+    except ImportError:  # an older tree, which accelerates models by itself
         pass
     else:
         accelerate(model)
@@ -63,7 +63,7 @@ def sampling(rows: int) -> Callable[[], Any]:
 
 
 def work(subject: str) -> None:
-    """Warms up, says so, and answers each line with the milliseconds of one run."""
+    """Warm up, print that it is ready, and answer each line with the milliseconds of one run."""
     from benchmarks.measuring import measure
 
     kind, *words = subject.split(":")
@@ -83,7 +83,7 @@ class Worker:
         )
 
     def read(self) -> str:
-        """Its next line, whatever torch prints before."""
+        """The worker's next answer; other lines, as torch prints them, are skipped."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.strip() == _READY or line[0].isdigit():
@@ -159,7 +159,7 @@ def main() -> None:
     if args.work:
         work(args.work)
         return
-    from benchmarks.measuring import result, write  # not above: a worker imports those of its own tree
+    from benchmarks.measuring import result, write  # here, as a worker imports those of its own tree
 
     trees = {"old": args.old.resolve(), "new": _HERE}
     figures: dict[str, Any] = {}
@@ -169,7 +169,7 @@ def main() -> None:
         taken = starts(trees, words[0], args.pairs) if kind == "start" else by_turns(trees, subject, args.pairs)
         figures[subject] = compare(taken)
         print(subject, round(figures[subject]["to_old"], 4), figures[subject]["pairs"], file=sys.stderr, flush=True)
-        write(result("trees", figures, device="cuda", settings=settings), args.out)  # whatever comes after
+        write(result("trees", figures, device="cuda", settings=settings), args.out)  # in case the next subject fails
 
 
 if __name__ == "__main__":

@@ -65,3 +65,14 @@ def test_attention_with_sinks_is_as_exact_as_the_plain_kernel() -> None:
                 assert error <= 1.5 * limit, (form, name)
                 checked += 1
     assert checked >= 2 * (4 + 6)  # shapes, of plain without a sink and of one form with it
+
+
+def test_the_laptop_recipes_read_their_context_on_three_books() -> None:
+    seen: dict[str, Any] = {}
+    for path in RESULTS.glob("laptop-*.json"):
+        seen |= json.loads(path.read_text())["figures"]
+    assert len(seen) == 3
+    for book, figures in seen.items():
+        assert set(figures["recipes"]) == {"laptop", "laptop-sink"}
+        for recipe, run in figures["recipes"].items():
+            assert run["below_unigram"]["0.25"] >= 0.8, (book, recipe)
