@@ -2,6 +2,9 @@
 
 A sample is corrupted at a time t in (0, 1): each maskable token becomes [MASK] with probability p(t), and the loss is
 p'(t)/p(t) times the cross-entropy of the masked tokens, whose expectation bounds the negative log-likelihood (paper eq. 3, 4).
+In block diffusion (Arriola et al. 2025), each block of a sample has a time of its own, and is predicted after the clean blocks
+before it.
+
 Takes any model that maps tokens to hidden states and has a head weight; knows no architecture, tokenizer or file.
 
 B batch, T tokens, N masked positions, V vocabulary, d model width.
@@ -56,7 +59,8 @@ LINEAR = Schedule()
 
 
 class Noisy(NamedTuple):
-    """A corrupted batch: tokens (B, T) with [MASK] where masked (B, T); t and the loss weight of each row (B,), float64."""
+    """A corrupted batch: tokens (B, T) with [MASK] where masked (B, T); t and the loss weight of each row (B,), float64. In block
+    diffusion, t and weight are those of each token's block, (B, T)."""
 
     tokens: Tensor
     masked: Tensor
@@ -74,11 +78,17 @@ def corrupt(
     times: Literal["golden", "independent"] = "golden",
     maskable: Tensor | None = None,
     mask: "Mask | None" = None,
+    block_size: int | None = None,
+    documents: Tensor | None = None,
+    t_range: tuple[float, float] = (0.0, 1.0),
 ) -> Noisy:
     """Mask tokens (B, T) by their sample indices (B,): a pure function of (seed, sample, position), whatever the batch.
 
     maskable (B, T): only these positions can be masked (a prompt never is, padding never is).
     mask: a faster form of `mask_rows`.
+    block_size: block diffusion. The times of a sample's n blocks lie in n equal parts of (0, 1), one in each, in random order; only
+        blocks with maskable tokens count. documents (B, T): in packed rows, blocks count from a document's first token.
+    t_range: times are drawn from this part of (0, 1) instead, which lowers the variance of gradients for short blocks.
     """
     if schedule.name not in get_args(ScheduleName) or times not in ("golden", "independent"):
         raise ValueError(
@@ -87,6 +97,9 @@ def corrupt(
     if samples.shape != tokens.shape[:1]:
         raise ValueError(f"samples has shape {tuple(samples.shape)}: give one index for each of the {tokens.shape[0]} rows")
     device = tokens.device
+    blocks = None
+    if block_size is not None and tokens.shape[1] > block_size:
+        blocks = number_blocks(tokens.shape[1], block_size, documents).to(device)
     return (mask or mask_rows)(
         tokens,
         samples.to(device),
@@ -97,7 +110,19 @@ def corrupt(
         mask_id,
         schedule,
         times,
+        blocks,
+        t_range,
     )
+
+
+def number_blocks(n_tokens: int, block_size: int, documents: Tensor | None = None) -> Tensor:
+    """Number the blocks of a row from 0, (1, T), or of packed rows, (B, T): there, each document begins a block."""
+    index = torch.arange(n_tokens, device=None if documents is None else documents.device)[None]
+    if documents is None:
+        return index // block_size
+    parts = functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    start = torch.where(parts, index, 0).cummax(1).values
+    return ((index - start) % block_size == 0).cumsum(1) - 1
 
 
 def mask_rows(
@@ -110,12 +135,21 @@ def mask_rows(
     mask_id: int,
     schedule: Schedule,
     times: str,
+    blocks: Tensor | None = None,
+    t_range: tuple[float, float] = (0.0, 1.0),
 ) -> Noisy:
-    """Compute `corrupt`, with positions and noise streams given as tensors."""
+    """Compute `corrupt`, with positions and noise streams given as tensors, and the number of each token's block."""
     t = _times(time_state, samples, times)
+    if blocks is not None:
+        blocks = blocks.expand(tokens.shape)
+        t = _block_times(time_state, samples, t, blocks, maskable, times).gather(1, blocks)
+    if t_range != (0.0, 1.0):
+        t = t_range[0] + (t_range[1] - t_range[0]) * t
     # Compare integers: a rounding difference between devices moves the threshold by at most one part in 2**32.
     threshold = (schedule.probability(t) * 2.0**_PROBABILITY_BITS).round().to(torch.int64)
-    masked = top_bits(_PROBABILITY_BITS, fold(mask_state, samples[:, None], positions)) < threshold[:, None]
+    if t.dim() == 1:
+        threshold = threshold[:, None]
+    masked = top_bits(_PROBABILITY_BITS, fold(mask_state, samples[:, None], positions)) < threshold
     if maskable is not None:
         masked &= maskable
     return Noisy(torch.where(masked, mask_id, tokens), masked, t, schedule.weight(t))
@@ -126,6 +160,23 @@ Mask = Callable[..., Noisy]
 
 def _times(state: Key, samples: Tensor, times: str) -> Tensor:
     return unit_interval(golden_words(state, samples) if times == "golden" else fold(state, samples))
+
+
+def _block_times(state: Key, samples: Tensor, t: Tensor, blocks: Tensor, maskable: Tensor | None, times: str) -> Tensor:
+    """Return the time of each block, (B, T), where T bounds the number of blocks. t (B,): the samples' own times.
+
+    Of n blocks, one has time (rank + t) / n for each rank below n: a keyed permutation. A sample of one block keeps its t.
+    """
+    index = counter(blocks.shape[1], blocks.device)
+    words = fold(state, samples[:, None], index)  # (B, blocks)
+    held = torch.ones_like(blocks) if maskable is None else maskable.to(torch.int64)
+    counts = torch.zeros_like(blocks).scatter_add_(1, blocks, held) > 0
+    n = counts.sum(1, keepdim=True).clamp_min(1)
+    if times == "independent":
+        return torch.where(n == 1, t[:, None], unit_interval(words))
+    order = words.masked_fill(~counts, torch.iinfo(torch.int64).max).argsort(dim=1, stable=True)
+    ranks = torch.empty_like(order).scatter_(1, order, index.expand(order.shape).contiguous())
+    return ((ranks + t[:, None]) / n).where(counts, t[:, None])
 
 
 def times_of(samples: Tensor, *, seed: int, times: Literal["golden", "independent"] = "golden") -> Tensor:
@@ -170,6 +221,8 @@ def denoising_loss(
     annealing: tuple[float, int] | None = None,
     slots: int | None = None,
     nll: Nll | None = None,
+    block_size: int | None = None,
+    two_copies: bool = False,
 ) -> Loss:
     """Compute one micro-batch's loss. `denominator` is global (maskable positions of the whole batch), so cuts change nothing.
 
@@ -177,16 +230,22 @@ def denoising_loss(
     run of equal ids is a document. A [MASK] row inside the vocabulary is left out of the softmax, as in sampling and likelihood.
 
     model: has `config` and `head_weight`; model(tokens, lengths=, select=) gives hidden states (N, d) at the flattened positions
-    `select` (N,), and takes `documents` and `annealing` where they are given.
+    `select` (N,), and takes `documents`, `annealing`, and for block diffusion `clean` and `block_size`, where they are given.
     slots: a fixed number of positions that reach the head: no shape depends on the masks, and nothing waits for the device.
     Unused slots have weight 0. nll: a faster form of `token_nll`.
+    block_size: of block diffusion, instead of the model's. Rows longer than a block are computed beside their clean tokens;
+        two_copies: shorter rows, too, which changes nothing but the rounding.
     """
-    options = {name: value for name, value in (("documents", documents), ("annealing", annealing)) if value is not None}
+    block_size = block_size or getattr(model.config, "block_size", None)
+    clean = tokens if block_size is not None and (two_copies or tokens.shape[1] > block_size) else None
+    facts = {"documents": documents, "annealing": annealing, "clean": clean, "block_size": None if clean is None else block_size}
+    options = {name: value for name, value in facts.items() if value is not None}
     scored = scored_of(noisy, shifted=model.config.shift_logits, documents=documents)
     index, used = choose_positions(scored, slots)
     states = model(noisy.tokens, lengths=lengths, **options, select=index)
     rows = index // scored.shape[1]
-    weights = noisy.weight.to(torch.promote_types(states.dtype, torch.float32))[rows]
+    weights = noisy.weight.to(torch.promote_types(states.dtype, torch.float32))
+    weights = weights[rows] if weights.dim() == 1 else weights.flatten()[index]
     if used is not None:
         weights = weights.where(used, 0)
     config = model.config

@@ -89,6 +89,9 @@ class ModelConfig(Frozen):
     qkv_bias: bool = False
     tie_embeddings: bool = False
     shift_logits: bool = Field(default=False, description="predict token i from position i-1, as Dream does")
+    block_size: int | None = Field(
+        default=None, ge=1, description="block diffusion: a token sees its own block and all blocks before it; None: every token"
+    )
     n_sinks: int = Field(default=0, ge=0)
     sink_kind: Literal["isolated", "register", "logit"] = Field(
         default="isolated",
@@ -119,7 +122,17 @@ class ModelConfig(Frozen):
             raise ConfigError(f"mask_id = {self.mask_id}: allowed is {rows}")
         if self.sink_kind == "logit" and self.n_sinks > 1:
             raise ConfigError(f"n_sinks = {self.n_sinks}: allowed with sink_kind = 'logit' is 0 or 1 (several add up to one)")
+        if self.block_size is not None:
+            self._check_blocks(self.block_size)
         return self
+
+    def _check_blocks(self, size: int) -> None:
+        if self.n_registers:
+            why = "a register sees every token, later blocks too, and would tell them to earlier ones"
+            raise ConfigError(f"sink_kind = 'register': does not go with block_size = {size}: {why}; use 'isolated'")
+        if self.n_lane and self.sink_position == "end":
+            why = "a finished block's keys would move whenever the row grows"
+            raise ConfigError(f"sink_position = 'end': does not go with block_size = {size}: {why}; use 'front'")
 
     @classmethod
     def preset(cls, name: str, **flags: Any) -> "ModelConfig":

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sinkdlm.model.attention import append_sinks, attend, check_causal, repeat_heads
-from sinkdlm.model.visibility import SHARED, Visibility, is_annealed, sees
+from sinkdlm.model.visibility import SHARED, Visibility, follows, is_annealed, sees
 
 _BLOCK = 128  # queries and keys of one block of FlexAttention, its own default
 _HALF = (torch.bfloat16, torch.float16)
@@ -75,7 +75,15 @@ def block_mask(rule: Visibility, batch: int, n_sinks: int) -> BlockMask:
     row = torch.arange(touched.shape[1], device=queries.device)[:, None]
     column = torch.arange(touched.shape[2], device=queries.device)
     whole = whole & (row < queries.shape[1] // _BLOCK) & (column < keys.shape[1] // _BLOCK)  # a block cut at the end is partial
-    if rule.annealing is None:
+    if rule.blocks is not None:
+        codes = rule.blocks.expand(batch, -1).contiguous()
+        key_codes = pad(codes, (0, n_sinks))
+        touched, whole = _join_blocks(codes, key_codes, touched, whole)
+
+        def is_seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return sees(queries[b, i], keys[b, j], follows(codes[b, i], key_codes[b, j]))
+
+    elif rule.annealing is None:
 
         def is_seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return sees(queries[b, i], keys[b, j])
@@ -97,6 +105,19 @@ def block_mask(rule: Visibility, batch: int, n_sinks: int) -> BlockMask:
         mask_mod=is_seen,
         seq_lengths=(queries.shape[1], keys.shape[1]),
     )
+
+
+def _join_blocks(codes: Tensor, key_codes: Tensor, touched: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Narrow tables of documents by codes of block diffusion: which of FlexAttention's blocks hold a visible pair, and no other."""
+    first, last = (edge[:, :, None] for edge in _block_ranges(codes))
+    first_key, last_key = (edge[:, None] for edge in _block_ranges(key_codes))
+    odd, odd_key = (edge[:, :, None] for edge in _block_ranges(codes % 2)), (edge[:, None] for edge in _block_ranges(key_codes % 2))
+    (all_noised, noised), (all_noised_key, noised_key) = odd, odd_key  # 1: all tokens are noised, some are
+    alike = ((noised & noised_key) == 1) | ((all_noised | all_noised_key) == 0)
+    equal = alike & (first <= last_key) & (first_key <= last)
+    before = (all_noised_key == 0) & (first_key < last - last % 2)
+    same = (first == last) & (first_key == last_key) & (first == first_key)
+    return touched & (equal | before), whole & (same | ((noised_key == 0) & (last_key < first - first % 2)))
 
 
 def _block_ranges(numbers: Tensor) -> tuple[Tensor, Tensor]:

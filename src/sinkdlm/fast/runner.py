@@ -1,8 +1,8 @@
 """Decide how a model runs: `prepare` or `accelerate` once, then a `FastRunner` at each forward.
 
 The only place that asks about gradients, autocast, device and compiler before a forward. Four paths, all equal to `run_plain`:
-flat (half-precision training on a GPU, tokens and sinks in one matrix), inference (Triton kernels on a GPU), flex (documents and
-annealing on a GPU), and blocks (plain arithmetic, whose last layer computes only selected positions).
+flat (half-precision training on a GPU, tokens and sinks in one matrix), inference (Triton kernels on a GPU), flex (documents,
+annealing and blocks on a GPU), and blocks (plain arithmetic, whose last layer computes only selected positions).
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from sinkdlm.fast.functions import add_last_norm
 from sinkdlm.fast.lane_cache import LaneCache
 from sinkdlm.kernels.available import has_kernels, load_kernels
 from sinkdlm.model import model as plain
-from sinkdlm.model.context import Context, View, padding_mask, rotations, visibility
+from sinkdlm.model.context import Context, View, rotations, unruled_mask, visibility
 from sinkdlm.model.lane import Lane
 from sinkdlm.model.model import DiffusionLM, run_plain
 
@@ -91,6 +91,8 @@ def supports_flat(config: ModelConfig, device: str, dtype: torch.dtype, tokens: 
     slower for T + 1 keys than for T: hence sinks are merged."""
     if device != "cuda" or dtype not in _HALF or tokens < _FLAT_TOKENS or config.n_registers:
         return False
+    if config.block_size is not None and config.block_size < tokens:
+        return False
     if config.head_dim > _CUDNN_WIDTH or config.head_dim % _ALIGNMENT:
         return False
     has_cudnn = torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability()[0] >= 9
@@ -125,8 +127,7 @@ class FastRunner:
         trains, kind, dtype = torch.is_grad_enabled(), x.device.type, dtype_of(x)
         if _watched(ctx) or torch.compiler.is_compiling():
             return "blocks"
-        pairwise = ctx.documents is not None or ctx.annealing is not None
-        if pairwise:
+        if ctx.pairwise:
             runs = supports_flex(config, kind, dtype)
             asked = ctx.form == "flex" or self._force == "flex"
             if asked and kind != "cpu" and not runs:
@@ -135,7 +136,8 @@ class FastRunner:
                     f"{_FLEX_WIDTH} on, not {dtype} and {config.head_dim}; use 'auto'"
                 )
             return "flex" if asked or (ctx.form == "auto" and runs) else "blocks"
-        if ctx.causal or ctx.form not in ("auto", "append") or config.n_registers:
+        kept = ctx.cache is not None and ctx.block_size is not None  # by an exact cache, with a start for each row
+        if kept or ctx.causal or ctx.form not in ("auto", "append") or config.n_registers:
             return "blocks"
         if trains:
             full = ctx.lengths is None and ctx.cache is None and ctx.form == "auto"
@@ -175,8 +177,8 @@ class FastRunner:
         uneven = path == "inference" and not ctx.per_row
         if select is None or ctx.causal or _watched(ctx) or recompiles or uneven:
             return fast
-        # Masks of documents and annealing cover all T queries: positions are selected after attention.
-        masked = ctx.documents is not None or ctx.annealing is not None
+        # These masks cover all T queries: positions are selected after attention.
+        masked = ctx.pairwise or (ctx.cache is not None and ctx.block_size is not None)
         return fast._replace(select=select, per_row=0 if masked else ctx.per_row)
 
     def _view(self, config: ModelConfig, x: Tensor, ctx: Context, path: Path, kept: LaneCache | None) -> View:
@@ -184,7 +186,7 @@ class FastRunner:
             return ctx.view(config, x)
         by_shape = ctx.lengths is None and ctx.documents is None and isinstance(ctx.span[0], int)
         if by_shape and kept is not None:
-            key = (x.dtype, x.device, ctx.causal, x.shape[1], ctx.span)
+            key = (x.dtype, x.device, ctx.causal, x.shape[1], ctx.copies, ctx.span)
             rotation, of_sinks = kept.table(key, lambda: rotations(config, x, ctx))
         else:
             rotation, of_sinks = rotations(config, x, ctx)
@@ -192,7 +194,7 @@ class FastRunner:
         watchers = (ctx.observe, ctx.intervene, ctx.cache)
         if path == "flex" and rule is not None:
             return View(rotation, of_sinks, block_mask(rule, x.shape[0], config.n_lane), ctx.causal, attend_flex, *watchers)
-        visible = padding_mask(config, x, ctx) if rule is None else rule.dense()
+        visible = unruled_mask(config, x, ctx) if rule is None else rule.dense()
         attend = attend_grouped if x.device.type == "cuda" else View._field_defaults["attend"]
         return View(rotation, of_sinks, visible, ctx.causal, attend, *watchers)
 

@@ -207,6 +207,8 @@ class DiffusionLM(nn.Module):
         lengths: Tensor | None = None,
         documents: Tensor | None = None,
         annealing: Annealing | None = None,
+        clean: Tensor | None = None,
+        block_size: int | None = None,
         causal: bool = False,
         cache: Any = None,
         observe: Observer | None = None,
@@ -218,9 +220,12 @@ class DiffusionLM(nn.Module):
         lengths (B,): rows are padded on the right; no token attends to padding, whatever it holds.
         documents (B, T), integers: a run of equal ids is a document, computed as if alone in its row.
         annealing: each token sees a random share of later tokens, for an AR parent on its way to full attention.
+        clean (B, T): for block diffusion, the tokens without noise. Each block of `tokens` sees itself and the clean blocks before
+            it. Without `clean`, it sees itself and the blocks of `tokens` before it.
+        block_size: instead of the config's.
         causal: run the AR parent: causal attention, no sinks, no shift; position i predicts token i+1.
         cache: holds the keys and values of a longer row, of which `tokens` is a span. A shifted model's span needs one more
-            token on its left.
+            token on its left, but for a cache of block diffusion, which keeps that token's state.
         observe(layer, q, k, v, sink_k, sink_v): called with the inputs of attention, registers in front of the tokens.
         intervene(layer, seen): returns changed inputs of attention; `observe` is called after it.
         select: return only these positions: (B, n) of each row gives (B, n, d), (N,) of the flattened batch (N, d).
@@ -228,20 +233,27 @@ class DiffusionLM(nn.Module):
         config = self.config
         facts: dict[str, Any] = {"lengths": lengths, "causal": causal, "cache": cache, "form": self.attention_form}
         facts |= {"documents": documents, "annealing": annealing, "observe": observe, "intervene": intervene}
-        ctx = Context.of(config, tokens, **facts)
-        inside = inside_of(tokens.shape[1], lengths)
-        x = self.embed(tokens if inside is None else tokens.masked_fill(~inside, config.mask_id))
+        ctx = Context.of(config, tokens, clean=clean, block_size=block_size, **facts)
+        n_tokens = tokens.shape[1]
+        inside = inside_of(n_tokens, lengths)
+        row = tokens if clean is None else torch.cat([tokens, clean], dim=1)
+        x = self.embed(row if inside is None else row.masked_fill(~inside.repeat(1, ctx.copies), config.mask_id))
         n_registers = 0 if causal else config.n_registers
         if n_registers and self.sinks is not None:
             # Only rotary positions give an order, so registers are stored in front even where their position is the end.
             x = torch.cat([self.sinks.expand(x.shape[0], -1, -1).to(x), x], dim=1)
         shifted = config.shift_logits and not causal
+        if shifted and cache is not None and ctx.block_size is not None:
+            x = cache.shift(self.runner(self, x, ctx, None))
+            return x if select is None else x.take_along_dim(select[..., None], dim=1)
         if select is not None:
-            ctx, source = ctx.select(select, tokens.shape[1], n_registers, shifted=shifted)
+            ctx, source = ctx.select(select, n_tokens, n_registers, shifted=shifted)
             states = self.runner(self, x, ctx, source)
             return states if select.ndim == 1 else states.unflatten(0, select.shape)  # a needless view makes FSDP warn
-        x = self.runner(self, x, ctx, None)[:, n_registers:]
-        return ctx.shift(x) if shifted else x
+        x = self.runner(self, x, ctx, None)
+        if shifted:
+            return x.take_along_dim(ctx.sources(n_tokens, n_registers, x.device, shifted=True)[..., None], dim=1)
+        return x[:, n_registers : n_registers + n_tokens]
 
     def first_lane(self, x: Tensor, ctx: Context) -> Tensor | None:
         """Return the lane's states (1, S, d) before the first layer, in x's dtype; None without a lane."""
@@ -298,6 +310,7 @@ class Denoiser:
         self.model, self.barred = model, tuple(barred)
         self.reach = int(model.config.shift_logits)  # extra tokens that a span needs on its left
         self.cacheable = not model.config.n_registers
+        self.block_size = model.config.block_size
 
     @property
     def device(self) -> torch.device:
@@ -310,10 +323,12 @@ class Denoiser:
         lengths: Tensor | None = None,
         where: Tensor | None = None,
         cache: Any = None,
+        clean: Tensor | None = None,
         **facts: Any,
     ) -> Tensor:
         """facts: `observe` and `intervene` of the model's forward. Samplers inspect this signature for the other names."""
         with torch.no_grad():
             chosen = where is not None and where.dtype == torch.bool
-            hidden = self.model(tokens, lengths=lengths, cache=cache, select=None if chosen else where, **facts)
+            select = None if chosen else where
+            hidden = self.model(tokens, lengths=lengths, cache=cache, clean=clean, select=select, **facts)
             return self.model.head(hidden[where] if chosen else hidden)

@@ -66,8 +66,9 @@ def place(
     lengths: Tensor | None,
     packed: Documents | None,
     causal: bool,
+    copies: int = 1,
 ) -> tuple[Rotation, Rotation | None]:
-    """Compute rotations of the tokens, registers included, and of the lane.
+    """Compute rotations of the tokens, registers included, and of the lane. copies: of the same row, one behind the other.
 
     Sinks in front have positions 0..S-1, and content follows; sinks at the end have those after each row's last token. `span`:
     index of the first token in its row, length of the row.
@@ -82,6 +83,7 @@ def place(
     content = torch.arange(n_tokens, device=device) + start + (n_sinks if in_front else 0)
     if packed is not None:
         content = content - packed.start if in_front else content + (row_end - packed.end)
+    content = torch.cat([content] * copies, dim=-1)
     sinks = torch.arange(n_sinks, device=device)
     if not in_front and n_sinks:
         sinks = sinks + row_end

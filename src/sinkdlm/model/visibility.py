@@ -1,6 +1,7 @@
 """Who sees whom in attention, as a rule over pairs of tokens, and as a dense mask.
 
-Covers packed documents, padding and annealing from causal to full attention. Knows nothing of queries, keys or values.
+Covers packed documents, padding, annealing from causal to full attention, and block diffusion. Knows nothing of queries, keys or
+values.
 
 B batch, T tokens.
 """
@@ -53,11 +54,11 @@ def pair_bits(rows: Tensor, columns: Tensor) -> Tensor:
     return word ^ ((word >> 16) & 0xFFFF)
 
 
-def sees(mine: Tensor, theirs: Tensor, annealed: Tensor | None = None) -> Tensor:
-    """Apply the rule to the document numbers of a query and a key."""
+def sees(mine: Tensor, theirs: Tensor, allowed: Tensor | None = None) -> Tensor:
+    """Apply the rule to the document numbers of a query and a key. allowed: what annealing or blocks allow within a document."""
     seen = mine == theirs
-    if annealed is not None:
-        seen = seen & annealed
+    if allowed is not None:
+        seen = seen & allowed
     return seen | (theirs == SHARED) | ((mine == SHARED) & (theirs != PADDING))
 
 
@@ -65,21 +66,35 @@ def is_annealed(i: Tensor, j: Tensor, rows: Tensor, columns: Tensor, threshold: 
     return (j <= i) | (pair_bits(rows, columns) < threshold)
 
 
+def block_codes(blocks: Tensor, *, noised: bool) -> Tensor:
+    """Turn numbers of blocks into the codes that `follows` compares: clean tokens have even codes, noised ones odd codes."""
+    return (2 * blocks + noised).to(torch.int32)
+
+
+def follows(mine: Tensor, theirs: Tensor) -> Tensor:
+    """Apply the rule of block diffusion: a token sees its own copy of its block, and the clean copies of all blocks before it."""
+    return (mine == theirs) | ((theirs % 2 == 0) & (theirs < mine - mine % 2))
+
+
 class Visibility(NamedTuple):
     """Who sees whom, as a rule. Every token sees itself, so that no softmax is empty.
 
     documents (B or 1, T) int32: numbers that grow along the row; a token sees those of its own number. SHARED registers lie in
-    front, PADDING lies at the end.
+    front, PADDING lies at the end. blocks (B or 1, T): codes of block diffusion. Where a row has a noised and a clean copy, T
+    counts both.
     """
 
     documents: Tensor
     annealing: DrawnAnnealing | None = None
+    blocks: Tensor | None = None
 
     def dense(self) -> Tensor:
         """Return the boolean mask (B or 1, 1, T, T): the reference, and the input of kernels that take no rule."""
-        annealed = None
+        allowed = None
         if self.annealing is not None:
             index = torch.arange(self.documents.shape[1], device=self.documents.device)
             rows, columns = self.annealing.words
-            annealed = is_annealed(index[:, None], index, rows[:, None], columns, self.annealing.threshold)
-        return sees(self.documents[:, :, None], self.documents[:, None], annealed)[:, None]
+            allowed = is_annealed(index[:, None], index, rows[:, None], columns, self.annealing.threshold)
+        elif self.blocks is not None:
+            allowed = follows(self.blocks[:, :, None], self.blocks[:, None])
+        return sees(self.documents[:, :, None], self.documents[:, None], allowed)[:, None]
