@@ -26,6 +26,7 @@ from sinkdlm.kernels.cuda_graph import StepGraphs, can_capture, round_width
 from sinkdlm.kernels.sampling import keep_eager
 from sinkdlm.noise import counter, fold
 from sinkdlm.sampling.drawing import guide, score_candidates
+from sinkdlm.sampling.prefix_cache import PrefixCache
 from sinkdlm.sampling.requests import State, StepPlan, reveal_times
 from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 
@@ -85,6 +86,7 @@ class DenoiserAdapter:
         self.call = denoiser
         self.takes_lengths, self.takes_where, self.takes_cache = (name in names for name in ("lengths", "where", "cache"))
         self.takes_cache &= getattr(denoiser, "cacheable", True)
+        self.block_size: int | None = getattr(denoiser, "block_size", None)  # of block diffusion
         self.reach = int(getattr(denoiser, "reach", 0))  # tokens to the left of a span that its forward also needs
         self.capturable = bool(getattr(denoiser, "capturable", False))
         self.barred: Sequence[int] = getattr(denoiser, "barred", ())  # ids that are never written
@@ -93,7 +95,7 @@ class DenoiserAdapter:
     def of(cls, denoiser: "Denoise | DenoiserAdapter") -> "DenoiserAdapter":
         return denoiser if isinstance(denoiser, DenoiserAdapter) else cls(denoiser)
 
-    def logits(self, tokens: Tensor, positions: Tensor, lengths: Tensor | None, cache: BlockCache | None) -> Tensor:
+    def logits(self, tokens: Tensor, positions: Tensor, lengths: Tensor | None, cache: Any) -> Tensor:
         """Logits (B, n, V) in a tensor that the caller may overwrite."""
         given = {name: value for name, value in (("lengths", lengths), ("cache", cache)) if value is not None}
         if self.takes_where:
@@ -112,7 +114,8 @@ class _Shape(NamedTuple):
 
 
 class _Query(NamedTuple):
-    """One call of the denoiser: logits at positions (B, n) of tokens (B, T). low: start of the span, on the device."""
+    """One call of the denoiser: logits at positions (B, n) of tokens (B, T). low: start of the span, on the device; (B, 1) where
+    rows have their own."""
 
     tokens: Tensor
     positions: Tensor
@@ -138,8 +141,16 @@ class Batch:
         self.groups: list[tuple[Policy, Any]] = [(policies[0], slice(None))]
         if len(alike) > 1:
             self.groups = [(policy, torch.tensor(rows).to(device)) for policy, rows in alike.items()]
-        self.caches: list[BlockCache] = []
-        if self.cache_kind != "none" and not states[0].plan.first:
+        self.caches: list[Any] = []
+        self.block_size = states[0].request.block_size
+        if self.cache_kind == "exact":
+            olds = [state.batch for state in states]
+            members = [
+                [None if old is None else (old.caches[branch], state.row) for old, state in zip(olds, states, strict=True)]
+                for branch in range(2 if policies[0].guidance else 1)
+            ]
+            self.caches = [PrefixCache.collect(rows, states[0].request.block_size or 1, self.width) for rows in members]
+        elif self.cache_kind != "none" and not states[0].plan.first:
             members = [[(cache, state.row) for cache in state.batch.caches] for state in states]
             self.caches = [BlockCache.collect(branch) for branch in zip(*members, strict=True)]
         self._collect(states)
@@ -181,13 +192,13 @@ class Batch:
 
     def advance(self, states: list[State], adapter: DenoiserAdapter) -> None:
         plans = [state.plan for state in states]
-        low, span = self._span(adapter, plans[0])
+        lows, span = self._open_span(adapter, states)
         if any(plan.reveal is not None for plan in plans):  # ReMDM: the positions that this step reveals come first
             revealed = self._mark([plan.reveal or () for plan in plans])
             self.priority.copy_(torch.where(self.remasked, (~revealed).double(), self.priority))
         count = max(plan.n_predicted for plan in plans)
         if count:
-            control = torch.tensor([(*plan[:6], low) for plan in plans]).T.contiguous()  # (7, B)
+            control = torch.tensor([(*plan[:6], low) for plan, low in zip(plans, lows, strict=True)]).T.contiguous()  # (7, B)
             self._forward(adapter, plans, control.to(self.device, non_blocking=True), count, span)
         else:
             self.committed.zero_()
@@ -205,16 +216,51 @@ class Batch:
             marked[row, list(positions)] = True
         return marked.to(self.device)
 
-    def _span(self, adapter: DenoiserAdapter, plan: StepPlan) -> tuple[int, int]:
-        """(start, length) of the next forward: the whole row, or with a cache, after a block's first step, a span of it."""
+    def _open_span(self, adapter: DenoiserAdapter, states: list[State]) -> tuple[list[int], int]:
+        """Starts of the rows' spans in the next forward, and their length: whole rows, or what a cache does not hold."""
+        plan = states[0].plan
+        if self.cache_kind == "exact":
+            return self._open_blocks(adapter, states)
         if self.cache_kind == "none" or plan.first:
-            return 0, plan.length
+            return [0] * len(states), plan.length
         low = max(0, plan.start - max(adapter.reach, int(self.shift)))
-        return low, (plan.length if self.cache_kind == "prefix" else plan.stop) - low
+        return [low] * len(states), (plan.length if self.cache_kind == "prefix" else plan.stop) - low
+
+    def _open_blocks(self, adapter: DenoiserAdapter, states: list[State]) -> tuple[list[int], int]:
+        """Prefill what rows are more than a block behind, and open the exact caches for a forward of the current blocks, and of
+        those before them that are not kept yet."""
+        spans = [state.request.model_block(state.plan.start) for state in states]
+        kept, size = self.caches[0].kept, states[0].request.block_size or 1
+        behind = [
+            row
+            for row, (state, (begin, _)) in enumerate(zip(states, spans, strict=True))
+            if begin > kept[row] and (not state.steps or begin - kept[row] > size)
+        ]
+        for cache, tokens in zip(self.caches, (self.tokens, self._blank()), strict=False):
+            for begin in {spans[row][0] for row in behind}:
+                self._prefill(adapter, cache, tokens, [row for row in behind if spans[row][0] == begin], begin)
+        length = max(stop - min(begin, kept[row]) for row, (begin, stop) in enumerate(spans))
+        for cache in self.caches:
+            cache.open(spans, length, self.device)
+        return [stop - length for _, stop in spans], length
+
+    def _prefill(self, adapter: DenoiserAdapter, cache: PrefixCache, tokens: Tensor, rows: list[int], begin: int) -> None:
+        """Compute the finished blocks in front of rows; equal ones once."""
+        texts = [tuple(row) for row in tokens[rows, :begin].tolist()]
+        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+        found = PrefixCache(cache.block_size, len(numbers), begin)
+        found.open([(begin, begin)] * len(numbers), begin, self.device)
+        last = torch.full((len(numbers), 1), begin - 1, device=self.device)
+        adapter.logits(torch.tensor(list(numbers)).to(self.device), last, None, found)
+        cache.take(rows, found, [numbers[text] for text in texts])
+
+    def _blank(self) -> Tensor:
+        """The canvases without their given tokens, for the unconditional branch of guidance."""
+        return self.tokens.masked_fill(~self.editable, self.mask_id)
 
     def _forward(self, adapter: DenoiserAdapter, plans: list[StepPlan], control: Tensor, count: int, span: int) -> None:
         lengths = {plan.length for plan in plans}
-        capturing = adapter.capturable and can_capture(self.device)
+        capturing = adapter.capturable and can_capture(self.device) and self.cache_kind != "exact"
         if capturing:
             count = round_width(count, max(plan.stop - plan.start for plan in plans), len(plans))
         shape = _Shape(count, max(lengths), len(lengths) > 1, span)
@@ -232,7 +278,8 @@ class Batch:
         positions = ranks.argsort(dim=1, stable=True)[:, : shape.n]  # (B, n)
         valid = counter(shape.n, self.device) < counts
         queried = (positions - 1).clamp_min(0) if self.shift else positions
-        query = _Query(self.tokens[:, : shape.width], queried, length[:, 0] if shape.padded else None, shape.span, low[0, 0])
+        start = low if self.cache_kind == "exact" else low[0, 0]
+        query = _Query(self.tokens[:, : shape.width], queried, length[:, 0] if shape.padded else None, shape.span, start)
         proposal, score, sure = self._propose(adapter, query, positions, step)
         self._commit(positions, self._take(score, sure, valid, quota), proposal, sure)
 
@@ -243,8 +290,7 @@ class Batch:
         for policy, rows in self.groups:
             logits = conditional[rows]
             if policy.guidance:
-                # The unconditional branch sees no given token.
-                blank = self.tokens.masked_fill(~self.editable, self.mask_id)[rows, : query.tokens.shape[1]]
+                blank = self._blank()[rows, : query.tokens.shape[1]]
                 lengths = None if query.lengths is None else query.lengths[rows]
                 unconditional = query._replace(tokens=blank, positions=query.positions[rows], lengths=lengths)
                 logits = guide(logits, self._logits(adapter, unconditional, 1), policy.guidance)
@@ -261,15 +307,17 @@ class Batch:
     def _logits(self, adapter: DenoiserAdapter, query: _Query, branch: int) -> Tensor:
         if self.cache_kind == "none":
             return adapter.logits(query.tokens, query.positions, query.lengths, None)
+        inside = (query.positions - query.low).clamp(0, query.span - 1)  # logits of positions outside are never read
+        span = query.low + counter(query.span, self.device)
+        if self.cache_kind == "exact":
+            return adapter.logits(query.tokens.gather(1, span.clamp_min(0)), inside, None, self.caches[branch])
         if query.span == query.tokens.shape[1]:
             if branch == len(self.caches) or self.caches[branch].length != query.span:
                 self.caches[branch:] = [BlockCache(query.span)]
             self.caches[branch].start = 0
             return adapter.logits(query.tokens, query.positions, None, self.caches[branch])
         self.caches[branch].start = query.low
-        inside = (query.positions - query.low).clamp(0, query.span - 1)  # logits of positions outside are never read
-        here = query.tokens.index_select(1, query.low + counter(query.span, self.device))
-        return adapter.logits(here, inside, None, self.caches[branch])
+        return adapter.logits(query.tokens.index_select(1, span), inside, None, self.caches[branch])
 
     def _forbidden(self, policy: Policy, vocab: int, barred: Sequence[int]) -> Tensor:
         if policy not in self.forbidden:

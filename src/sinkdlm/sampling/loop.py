@@ -17,7 +17,7 @@ from torch import Tensor
 from sinkdlm.errors import SamplingError
 from sinkdlm.sampling.batch import Batch, Denoise, DenoiserAdapter, scoring_policy
 from sinkdlm.sampling.requests import Request, State, start
-from sinkdlm.sampling.unmasking import Policy, policy_of
+from sinkdlm.sampling.unmasking import APPROXIMATE, Policy, policy_of
 
 _PADDING = -1  # beyond a row's end, where rows of a result differ in length
 
@@ -54,7 +54,7 @@ def step(
 
 def _without_waiting(active: list[State]) -> list[State]:
     """Leave out rows about to begin a block while others that could share their forward are still in the block before."""
-    open_until = {(_shared(state), state.plan.stop) for state in active if state.policy.cache != "none"}
+    open_until = {(_shared(state), state.plan.stop) for state in active if state.policy.cache in APPROXIMATE}
     return [state for state in active if not (state.plan.first and (_shared(state), state.plan.start) in open_until)]
 
 
@@ -66,6 +66,11 @@ def _shared(state: State) -> Any:
 def _forward_key(state: State, adapter: DenoiserAdapter) -> Any:
     """Rows with equal keys share a forward."""
     policy, plan = state.policy, state.plan
+    if state.request.block_size != adapter.block_size:
+        given = f"the request was made for block_size = {state.request.block_size}, the denoiser has {adapter.block_size}"
+        raise SamplingError(f"{given}; make requests with the model's own, as generate does")
+    if policy.cache == "exact" and adapter.takes_cache:
+        return "exact", state.request.mask_id, scoring_policy(policy) if policy.guidance else None
     if policy.cache == "none":
         return state.request.mask_id, policy.shift, None if adapter.takes_lengths else plan.length
     if not adapter.takes_cache:
@@ -122,6 +127,7 @@ def requests_of(
     config: str | Policy = "llada",
     seed: int = 0,
     numbers: Sequence[int] | None = None,
+    block_size: int | None = None,
     **options: Any,
 ) -> list[Request]:
     """Make a request of each row of the prompt (B, P), or of each of a list of rows. `generate` says what the arguments mean."""
@@ -141,7 +147,7 @@ def requests_of(
             why = f"counts the whole canvas, prompt included, and {n_given} tokens are given; give a larger one"
             raise SamplingError(f"length = {size}: {why}")
         canvas = [*head, *[mask_id] * (size - n_given), *tail]
-        found.append(Request(canvas, policy, mask_id, seed, number, grow=limit is not None))
+        found.append(Request(canvas, policy, mask_id, seed, number, grow=limit is not None, block_size=block_size))
     return found
 
 
@@ -167,10 +173,10 @@ def generate(
     length: an open end, to which blocks are appended until EOS. config: a named configuration or a Policy; its fields may be given
     beside it (steps, temperature, block, threshold, guidance, ...). (seed, numbers) key the noise; rows are numbered from 0.
     """
-    states = start(requests_of(prompt, mask_id=mask_id, length=length, **given))
+    adapter = DenoiserAdapter.of(denoiser)
+    states = start(requests_of(prompt, mask_id=mask_id, length=length, block_size=adapter.block_size, **given))
     if device is None:
         device = prompt.device if isinstance(prompt, Tensor) else getattr(denoiser, "device", None)
-    adapter = DenoiserAdapter.of(denoiser)
     while step(states, adapter, device=device, deterministic=deterministic, together=True):
         pass
     return gather(states)

@@ -9,7 +9,7 @@ import operator
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,16 @@ from torch import Tensor
 
 from sinkdlm.errors import SamplingError
 from sinkdlm.noise import Key, Stream, fold, hash_words, unit_interval
-from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy, cut_blocks, exchanges, masked_shares, quotas, split_steps
+from sinkdlm.sampling.unmasking import (
+    APPROXIMATE,
+    PLANNED_ORDERS,
+    Policy,
+    cut_blocks,
+    exchanges,
+    masked_shares,
+    quotas,
+    split_steps,
+)
 
 # Noise keys that never meet those of (request, step, position, word), which are not negative.
 _REVEAL, _REMASK, ORDER = -1, -2, -3
@@ -30,6 +39,7 @@ class Request:
 
     (seed, number) key the request's noise: the same two give the same draws in any batch.
     grow: the row ends with the block that is being written; the next block is appended when that one is full.
+    block_size: of a block-diffusion model. Its blocks count from the row's first token, and are written from left to right.
     """
 
     canvas: Sequence[int]
@@ -38,19 +48,43 @@ class Request:
     seed: int = 0
     number: int = 0
     grow: bool = False
+    block_size: int | None = None
     blocks: list[tuple[int, int]] = field(init=False, repr=False)  # those with open positions
 
     def __post_init__(self) -> None:
         open_at = [position for position, token in enumerate(self.canvas) if token == self.mask_id]
         if not open_at:
             raise SamplingError("the canvas has no open position: give a length beyond the prompt, or gaps in it")
+        object.__setattr__(self, "policy", self._settle())
         if self.grow and (self.policy.block is None or self.policy.eos_id is None):
             raise SamplingError("an open end needs block= (tokens appended at a time) and eos_id= (the token that ends it)")
         if self.grow and open_at != list(range(open_at[0], len(self.canvas))):
             raise SamplingError("an open end cannot have given text after a gap: give a length")
-        blocks = cut_blocks(open_at[0], len(self.canvas), self.policy.block)
+        first = open_at[0]
+        if self.block_size is not None and self.policy.block is not None:
+            first -= first % self.policy.block
+        blocks = cut_blocks(first, len(self.canvas), self.policy.block)
         kept = [(a, b) for a, b in blocks if self.mask_id in self.canvas[a:b]]
         object.__setattr__(self, "blocks", kept)
+
+    def _settle(self) -> Policy:
+        """Return the policy with its cache and block as the model's blocks want them."""
+        policy, size = self.policy, self.block_size
+        if size is None:
+            if policy.cache == "exact":
+                raise SamplingError("cache = 'exact': needs a block-diffusion model (block_size in its config); use cache = 'none'")
+            return replace(policy, cache="none") if policy.cache == "auto" else policy
+        if policy.cache in APPROXIMATE:
+            raise SamplingError(f"cache = {policy.cache!r}: this model keeps finished blocks exactly; use cache = 'exact'")
+        if size % (policy.block or size):
+            raise SamplingError(f"block = {policy.block}: must divide the model's block_size = {size}")
+        return replace(policy, block=policy.block or size, cache="exact" if policy.cache == "auto" else policy.cache)
+
+    def model_block(self, position: int) -> tuple[int, int]:
+        """(start, stop) of the model's block around a position."""
+        size = self.block_size or len(self.canvas)
+        start = position - position % size
+        return start, min(start + size, len(self.canvas))
 
 
 class StepPlan(NamedTuple):
@@ -129,7 +163,8 @@ class State:
         open_at = [[p for p in range(start, stop) if canvas[p] == mask_id] for start, stop in self.request.blocks]
         base = 0
         for (start, stop), here, steps in zip(self.request.blocks, open_at, self._split([*map(len, open_at)]), strict=True):
-            plan = StepPlan(base, start, stop, stop if self.request.grow else len(canvas), n_predicted=len(here), quota=0)
+            end = stop if self.request.block_size is None else self.request.model_block(start)[1]
+            plan = StepPlan(base, start, stop, end if self.request.grow else len(canvas), n_predicted=len(here), quota=0)
             if policy.remask != "none":
                 yield from self._exchange(plan, here, steps)
             elif policy.threshold is not None:

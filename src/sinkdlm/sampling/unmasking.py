@@ -19,7 +19,8 @@ ORDERS = ("confidence", "margin", "entropy", "random", "ancestral")
 PLANNED_ORDERS = ("random", "ancestral")  # decided by noise alone, before the forward
 SCHEDULES = ("linear", "cosine", "timesteps")
 REMASKS = ("none", "cap", "rescale", "conf", "loop")
-CACHES = ("none", "prefix", "dual")
+CACHES = ("auto", "none", "prefix", "dual", "exact")
+APPROXIMATE = ("prefix", "dual")
 _CHOICES = {"order": ORDERS, "schedule": SCHEDULES, "remask": REMASKS, "cache": CACHES}
 _WHOLE = ("steps", "block", "top_k", "eos_id")
 _LEAST = {"steps": 1, "block": 1, "top_k": 1, "temperature": 0, "order_temperature": 0, "guidance": -1}
@@ -46,7 +47,9 @@ class Policy:
     last_time: float = 1e-5  # where the times of schedule "timesteps" end
     remask: str = "none"  # ReMDM: committed tokens may be masked again
     remask_rate: float | None = None  # ReMDM's eta: the most a step masks (cap, loop), or a factor (rescale, conf); None: theirs
-    cache: str = "none"  # prefix, dual: reuse keys and values outside the block from its first step (approximate)
+    # prefix, dual: reuse keys and values outside the block from its first step (approximate); exact: of finished blocks, in block
+    # diffusion; auto: exact there, else none
+    cache: str = "auto"
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
@@ -73,7 +76,7 @@ class Policy:
             if value is not None and self.temperature == 0 and not self.tempered:
                 why = "has no effect at temperature 0, which takes the likeliest token"
                 raise SamplingError(f"{name} = {value}: {why}; give a temperature above 0, or leave it out")
-        if self.cache != "none" and self.block is None:
+        if self.cache in APPROXIMATE and self.block is None:
             raise SamplingError(f"cache = {self.cache!r}: needs a block length, as in block=32")
 
     @property
