@@ -155,6 +155,13 @@ def mask_rows(
     return Noisy(torch.where(masked, mask_id, tokens), masked, t, schedule.weight(t))
 
 
+def complement(tokens: Tensor, noisy: Noisy, *, mask_id: int, schedule: Schedule = LINEAR, maskable: Tensor | None = None) -> Noisy:
+    """Mask what `noisy` leaves, at the time 1 - t (Fast-dLLM v2): of the two, each maskable token is masked in one."""
+    masked = ~noisy.masked if maskable is None else maskable & ~noisy.masked
+    t = 1 - noisy.t
+    return Noisy(torch.where(masked, mask_id, tokens), masked, t, schedule.weight(t))
+
+
 Mask = Callable[..., Noisy]
 
 
@@ -168,7 +175,7 @@ def _block_times(state: Key, samples: Tensor, t: Tensor, blocks: Tensor, maskabl
     Of n blocks, one has time (rank + t) / n for each rank below n: a keyed permutation. A sample of one block keeps its t.
     """
     index = counter(blocks.shape[1], blocks.device)
-    words = fold(state, samples[:, None], index)  # (B, blocks)
+    words = torch.as_tensor(fold(state, samples[:, None], index))  # (B, blocks)
     held = torch.ones_like(blocks) if maskable is None else maskable.to(torch.int64)
     counts = torch.zeros_like(blocks).scatter_add_(1, blocks, held) > 0
     n = counts.sum(1, keepdim=True).clamp_min(1)
@@ -191,14 +198,15 @@ Nll = Callable[[Tensor, Tensor, Tensor, Tensor, int | None], tuple[Tensor, Tenso
 class Loss(NamedTuple):
     """total: sum of weight * nll / denominator, differentiable. nll (N,): of each scored position, detached, row by row.
 
-    rows (N,): the row of each scored position. With a fixed number of head slots, `used` marks the slots that hold a position,
-    nll is 0 in the others, and `missed` counts positions without a slot: unless it is 0, the loss is wrong.
+    positions, rows (N,): of each, in the flattened batch, and its row. With a fixed number of head slots, `used` marks the slots
+    that hold a position, nll is 0 in the others, and `missed` counts positions without a slot: unless it is 0, the loss is wrong.
     """
 
     total: Tensor
     nll: Tensor
     scored: Tensor
     rows: Tensor
+    positions: Tensor
     used: Tensor | None = None
     missed: Tensor | None = None
 
@@ -252,8 +260,8 @@ def denoising_loss(
     exclude = config.mask_id if config.mask_id < config.vocab_size else None
     total, each = (nll or token_nll)(states, model.head_weight, tokens.flatten()[index], weights, exclude)
     if used is None:
-        return Loss(total / denominator, each, scored, rows)
-    return Loss(total / denominator, each.where(used, 0), scored, rows, used, scored.sum() - used.sum())
+        return Loss(total / denominator, each, scored, rows, index)
+    return Loss(total / denominator, each.where(used, 0), scored, rows, index, used, scored.sum() - used.sum())
 
 
 def scored_of(noisy: Noisy, *, shifted: bool, documents: Tensor | None = None) -> Tensor:

@@ -190,7 +190,7 @@ class ModelConfig(Frozen):
 
 
 # The fields that a preset does not set.
-_FLAGS = ("n_sinks", "sink_kind", "sink_position", "sink_value", "gate")
+_FLAGS = ("n_sinks", "sink_kind", "sink_position", "sink_value", "gate", "block_size")
 
 
 def with_changes(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

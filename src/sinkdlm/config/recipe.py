@@ -112,6 +112,36 @@ class TrainSection(Frozen):
         return self
 
 
+class BlocksSection(Frozen):
+    """How a block-diffusion model (model.block_size) trains. Validation keeps the model's own blocks and the full range of t."""
+
+    t_range: tuple[Fraction, Fraction] = key(
+        (0.0, 1.0), "t of blocks is drawn from this range; BD3-LM: 0.45 to 0.95 for blocks of 4, 0.3 to 0.8 for 16", strict=False
+    )
+    complementary: bool = key(False, "train each sample with its mask and with the complement of it (Fast-dLLM v2)")
+    sizes: tuple[Annotated[tuple[Natural, Count], Field(strict=False)], ...] = key(
+        (),
+        "[step, size] pairs: blocks have this size from that step on (LLaDA2's warm-up and decay); the last is the model's",
+        strict=False,
+    )
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        low, high = self.t_range
+        if low >= high:
+            raise ConfigError(f"t_range = [{low}, {high}]: allowed is a lower and a higher time, as in [0.3, 0.8]")
+        if self.complementary and self.t_range != (0.0, 1.0):
+            raise ConfigError(f"complementary = true: the complement of t in [{low}, {high}] lies outside; leave one out")
+        steps = [step for step, _ in self.sizes]
+        if steps and (steps[0] != 0 or sorted(set(steps)) != steps):
+            raise ConfigError(f"sizes: steps {steps}: allowed are growing steps from 0 on, as in [[0, 4], [1000, 32]]")
+        return self
+
+    def size_at(self, step: int) -> int | None:
+        """Return the block size that replaces the model's at a step; None: the model's own."""
+        return next((size for first, size in reversed(self.sizes) if step >= first), None)
+
+
 class ParallelSection(Frozen):
     """How a run uses the ranks that torchrun starts. Changes no result."""
 
@@ -169,10 +199,24 @@ class Recipe(Frozen):
     init: InitSection = InitSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
+    blocks: BlocksSection = BlocksSection()
     parallel: ParallelSection = ParallelSection()
     eval: EvalSection = EvalSection()
     log: LogSection = LogSection()
     save: SaveSection = SaveSection()
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        size = self.model.block_size
+        if size is None and self.blocks != BlocksSection():
+            raise ConfigError("blocks: goes with model.block_size, which is not set; set it, or leave [blocks] out")
+        if size is not None and self.train.anneal:
+            raise ConfigError(
+                f"train.anneal = {self.train.anneal}: does not go with model.block_size; let blocks.sizes grow instead"
+            )
+        if self.blocks.sizes and self.blocks.sizes[-1][1] != size:
+            raise ConfigError(f"blocks.sizes: ends with {self.blocks.sizes[-1][1]}, and model.block_size = {size}; end with that")
+        return self
 
     @classmethod
     def load(

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.data.rows import Batch, Rows
@@ -35,10 +36,12 @@ def bucket_of(probability: Tensor) -> Tensor:
 
 
 def add_by_ratio(sums: Tensor, probability: Tensor, loss: Loss) -> None:
-    """Add per-token NLL and counts to sums (2, BUCKETS), by the row's masked ratio: easy and hard rows improve differently.
+    """Add per-token NLL and counts to sums (2, BUCKETS), by the masked ratio of the row or block: easy and hard ones improve
+    differently.
 
-    probability (B,): masking probability of each row."""
-    index = bucket_of(probability)[loss.rows]
+    probability: of masking, (B,) of each row, or (B, T) of each token's block."""
+    buckets = bucket_of(probability)
+    index = buckets[loss.rows] if buckets.dim() == 1 else buckets.flatten()[loss.positions]
     counted = torch.ones_like(index, dtype=torch.float64) if loss.used is None else loss.used.double()
     sums[0].index_add_(0, index, loss.nll.double())
     sums[1].index_add_(0, index, counted)
@@ -49,10 +52,20 @@ def means_by_ratio(sums: list[list[float]]) -> list[float | None]:
 
 
 def corrupt_batch(
-    batch: Batch, model: DiffusionLM, schedule: Schedule, seed: int = VALIDATION_SEED, times: Times = "golden"
+    batch: Batch,
+    model: DiffusionLM,
+    schedule: Schedule,
+    seed: int = VALIDATION_SEED,
+    times: Times = "golden",
+    *,
+    block_size: int | None = None,
+    t_range: tuple[float, float] = (0.0, 1.0),
 ) -> Noisy:
-    chosen: dict[str, Any] = {"schedule": schedule, "seed": seed, "times": times, "mask_id": model.config.mask_id}
-    return corrupt(batch.tokens, batch.samples, **chosen, maskable=batch.maskable, mask=mask_compiled)
+    """Mask a batch. block_size: instead of the model's."""
+    config = model.config
+    chosen: dict[str, Any] = {"schedule": schedule, "seed": seed, "times": times, "mask_id": config.mask_id, "t_range": t_range}
+    chosen |= {"maskable": batch.maskable, "block_size": block_size or config.block_size, "documents": batch.documents}
+    return corrupt(batch.tokens, batch.samples, **chosen, mask=mask_compiled)
 
 
 @torch.no_grad()
@@ -65,7 +78,8 @@ def validate(
     estimate. Batches are dealt to the ranks, but neither they nor the result depend on the number of ranks.
     """
     device, size = world.device, max(1, _VALIDATION_TOKENS // rows.section.length)
-    found = torch.zeros(5, n_draws, dtype=torch.float64, device=device)  # per draw: loss, NLL, scored, maskable, ratio
+    # Per draw: loss, maskable, then sums of NLL and counts by masked ratio.
+    found = torch.zeros(2 + 2 * BUCKETS, n_draws, dtype=torch.float64, device=device)
     for first in range(size * world.rank, n_draws + size * world.rank, size * world.size):
         part = slice(first, min(n_draws, first + size))
         host_batch = rows.batch(np.arange(part.start, part.stop)).rows(slice(0, size))
@@ -78,14 +92,17 @@ def validate(
             continue
         per_position = torch.zeros(batch.tokens.shape, dtype=torch.float64, device=device)
         per_position[loss.scored] = loss.nll.double()
-        nll = per_position.sum(1)
+        by_row = noisy.t.dim() == 1
+        losses = per_position.sum(1) * noisy.weight if by_row else (per_position * noisy.weight).sum(1)
         maskable = host_batch.scored(shifted=model.config.shift_logits).sum(1).to(device)
-        values = (nll * noisy.weight, nll, loss.scored.sum(1), maskable, schedule.probability(noisy.t))
-        found[:, part] = torch.stack([value.double() for value in values])
-    losses, nll, n_scored, maskable, ratio = world.sum_(found).cpu()
+        buckets = bucket_of(schedule.probability(noisy.t if not by_row else noisy.t[:, None]))
+        chosen = functional.one_hot(buckets, BUCKETS).double().expand(*per_position.shape, -1)
+        sums = [(values[..., None] * chosen).sum(1).T for values in (per_position, loss.scored.double())]
+        found[:, part] = torch.cat([losses[None], maskable.double()[None], *sums])
+    losses, maskable, *sums = world.sum_(found).cpu()
     scored = float(maskable.sum())
     stderr = float(losses.std() / n_draws**0.5) / (scored / n_draws) if n_draws > 1 else None
-    buckets = torch.zeros(2, BUCKETS, dtype=torch.float64).index_add_(1, bucket_of(ratio), torch.stack([nll, n_scored]))
+    buckets = torch.stack(sums).sum(1).view(2, BUCKETS)
     return {
         "loss": float(losses.sum()) / scored,
         "stderr": stderr,

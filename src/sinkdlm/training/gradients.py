@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.rows import Batch
-from sinkdlm.diffusion import Noisy, Schedule, denoising_loss, scored_of
+from sinkdlm.diffusion import Noisy, Schedule, complement, denoising_loss, scored_of
 from sinkdlm.distributed.signals import ENDING
 from sinkdlm.fast.objective import chunked_nll, round_slots
 from sinkdlm.model.visibility import Annealing
@@ -85,6 +85,8 @@ class Gradients:
             counts = counts[like.lengths == length]
         if self.plan.graphs == "off" or not self.world.alone or like.documents is not None or not len(counts):
             return
+        if self.recipe.model.block_size is not None:  # the head slots are sized for one time a row
+            return
         slots = plan_slots(self.plan, self.micro_batch, length, counts)
         if self.plan.graphs == "auto" and not slots.pay(self.recipe.model):
             return
@@ -103,14 +105,25 @@ class Gradients:
         """Positions of each row (B,) that may be scored."""
         return piece.scored(shifted=self.recipe.model.shift_logits).sum(1)
 
-    def add(self, batch: Batch, denominator: Tensor | float, annealing: Annealing | None = None, *, fixed: bool = True) -> Tensor:
+    def add(
+        self,
+        batch: Batch,
+        denominator: Tensor | float,
+        annealing: Annealing | None = None,
+        block_size: int | None = None,
+        *,
+        fixed: bool = True,
+    ) -> Tensor:
         """Add up this rank's part of the step's gradient and return its sums (`StepResult.read`). Clear the gradients before.
 
-        fixed: allow a fixed number of head slots; if the sums report missed positions, repeat the step with fixed=False.
+        block_size: instead of the model's. fixed: allow a fixed number of head slots; if the sums report missed positions, repeat
+        the step with fixed=False.
         """
-        return self.with_room(lambda: self._add_all(batch, denominator, annealing, fixed))
+        return self.with_room(lambda: self._add_all(batch, denominator, annealing, block_size, fixed))
 
-    def _add_all(self, batch: Batch, denominator: Tensor | float, annealing: Annealing | None, fixed: bool) -> Tensor:
+    def _add_all(
+        self, batch: Batch, denominator: Tensor | float, annealing: Annealing | None, block_size: int | None, fixed: bool
+    ) -> Tensor:
         self._sums.zero_()
         forwards = self._forwards(batch)
         for part in forwards:
@@ -123,17 +136,26 @@ class Gradients:
                     self._sums.zero_()
                 captured.add(piece, float(denominator), compute)
             else:
-                slots = self._count_slots(piece) if fixed and self._counts_slots else None
-                self._add(piece.to(self.device), denominator, annealing, last=part is forwards[-1], slots=slots)
+                halves = range(1 + self.recipe.blocks.complementary)
+                for half in halves:
+                    slots = self._count_slots(piece, block_size, half) if fixed and self._counts_slots else None
+                    last = part is forwards[-1] and half == halves[-1]
+                    given: dict[str, Any] = {"block_size": block_size, "half": half, "last": last, "slots": slots}
+                    self._add(piece.to(self.device), denominator * len(halves), annealing, **given)
         return self._sums.clone()
 
-    def _count_slots(self, piece: Batch) -> int:
+    def _count_slots(self, piece: Batch, block_size: int | None, half: int) -> int:
         """Head slots that a piece needs. The host draws its masks as well, so that it need not wait for the device."""
-        shifted = self.recipe.model.shift_logits
-        return round_slots(int(scored_of(self._corrupt(piece), shifted=shifted, documents=piece.documents).sum()))
+        noisy = self._corrupt(piece, block_size, half)
+        return round_slots(int(scored_of(noisy, shifted=self.recipe.model.shift_logits, documents=piece.documents).sum()))
 
-    def _corrupt(self, piece: Batch) -> Noisy:
-        return corrupt_batch(piece, self.model, self.schedule, self.plan.seed, self.plan.times)
+    def _corrupt(self, piece: Batch, block_size: int | None, half: int) -> Noisy:
+        """Mask a piece; half 1 is the complement of half 0."""
+        given: dict[str, Any] = {"block_size": block_size, "t_range": self.recipe.blocks.t_range}
+        noisy = corrupt_batch(piece, self.model, self.schedule, self.plan.seed, self.plan.times, **given)
+        if half == 0:
+            return noisy
+        return complement(piece.tokens, noisy, mask_id=self.model.config.mask_id, schedule=self.schedule, maskable=piece.maskable)
 
     def _add(
         self,
@@ -141,11 +163,13 @@ class Gradients:
         denominator: Tensor | float,
         annealing: Annealing | None = None,
         *,
+        block_size: int | None = None,
+        half: int = 0,
         last: bool = True,
         slots: int | None = None,
     ) -> None:
         """Run one micro-batch, on the device."""
-        noisy = self._corrupt(piece)
+        noisy = self._corrupt(piece, block_size, half)
         with self._precision:
             loss = denoising_loss(
                 self.model,
@@ -157,6 +181,7 @@ class Gradients:
                 annealing=annealing,
                 slots=slots,
                 nll=chunked_nll,
+                block_size=block_size,
             )
         self.weights.before_backward(last=last)
         loss.total.backward()

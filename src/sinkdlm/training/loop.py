@@ -243,7 +243,8 @@ class Trainer:
     def _try_step(self, batch: Batch, lr: float, caught: int, *, fixed: bool = True) -> StepResult:
         """Try one step. A flag on the device skips the update if numbers are not finite or head slots are too few. The host syncs
         once, after launching the update."""
-        found = self._gather(self.gradients.add(batch, self._denominator(batch), self._annealing(), fixed=fixed), caught)
+        given = (self._denominator(batch), self._annealing(), self.recipe.blocks.size_at(self.step))
+        found = self._gather(self.gradients.add(batch, *given, fixed=fixed), caught)
         read = read_later(found)
         norm, loss, _, missed = found[:4]
         withheld = ~(norm.isfinite() & loss.isfinite() & (missed == 0))
