@@ -58,7 +58,7 @@ def write_set(folder: Path, *, tokens: int = 20_000, seed: int = 0) -> Path:
     return folder
 
 
-def write_recipe(path: Path, data: Path, *, steps: int, background: bool = False) -> Path:
+def write_recipe(path: Path, data: Path, *, steps: int, background: bool = False, block_size: int | None = None) -> Path:
     path.write_text(
         f"""
 [model]
@@ -67,6 +67,7 @@ n_layers = 2
 d_model = 32
 d_ff = 64
 n_sinks = 1
+{"" if block_size is None else f"block_size = {block_size}"}
 [data]
 length = 32
 sets = {{"{data}" = 1}}
@@ -343,10 +344,13 @@ def differences(first: Path, second: Path) -> list[str]:
     return found
 
 
-def run(kills: int, seed: int, folder: Path, *, background: bool = False, ranks: int = 1) -> dict[str, Any]:
+def run(
+    kills: int, seed: int, folder: Path, *, background: bool = False, ranks: int = 1, block_size: int | None = None
+) -> dict[str, Any]:
     rng = random.Random(seed)
     data = write_set(folder / "data")
-    recipe = write_recipe(folder / "recipe.toml", data, steps=STEPS_PER_KILL * max(kills, 4), background=background)
+    steps = STEPS_PER_KILL * max(kills, 4)
+    recipe = write_recipe(folder / "recipe.toml", data, steps=steps, background=background, block_size=block_size)
     finish(recipe, folder / "alone", ranks)
     moments: dict[str, int] = {}
     torn = 0
@@ -372,11 +376,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--background", action="store_true", help="write states in the background")
     parser.add_argument("--ranks", type=int, default=1, help="ranks under torchrun, with restarts")
+    parser.add_argument("--block-size", type=int, default=None, help="block diffusion, in blocks of so many tokens")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = run(given.kills, given.seed, Path(folder), background=given.background, ranks=given.ranks)
-    settings = {"kills": given.kills, "seed": given.seed, "background": given.background, "ranks": given.ranks}
+        how = {"background": given.background, "ranks": given.ranks, "block_size": given.block_size}
+        found = run(given.kills, given.seed, Path(folder), **how)
+    settings = {"kills": given.kills, "seed": given.seed, **how}
     write(result("kills", found, device="cpu", settings=settings), given.out)
     if found["differences"]:
         raise SystemExit(f"not bit-equal: {', '.join(found['differences'])}")

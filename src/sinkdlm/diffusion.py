@@ -246,7 +246,7 @@ def denoising_loss(
     """
     block_size = block_size or getattr(model.config, "block_size", None)
     clean = tokens if block_size is not None and (two_copies or tokens.shape[1] > block_size) else None
-    facts = {"documents": documents, "annealing": annealing, "clean": clean, "block_size": None if clean is None else block_size}
+    facts = {"documents": documents, "annealing": annealing, "clean": clean, "block_size": block_size}
     options = {name: value for name, value in facts.items() if value is not None}
     scored = scored_of(noisy, shifted=model.config.shift_logits, documents=documents)
     index, used = choose_positions(scored, slots)

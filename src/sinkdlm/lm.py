@@ -102,8 +102,8 @@ class LM(Loaded):
         job = Job(**asked, **{name: options[name] for name in of_job if name in options})
         check(job)
         policy = policy_of(options.get("policy", "llada"), **{name: options[name] for name in of_policy if name in options})
-        ends = policy_for(self.tokenizer, policy, stop=options.get("stop", True), until_eos=job.until_eos)
-        return job, policy_of(policy, **ends)
+        ends = {"stop": options.get("stop", True), "until_eos": job.until_eos, "block_size": self.config.block_size}
+        return job, policy_of(policy, **policy_for(self.tokenizer, policy, **ends))
 
 
 class Watched:

@@ -18,10 +18,11 @@ from sinkdlm.analysis.metrics import Trajectory
 from sinkdlm.errors import AnalysisError, ModelError
 from sinkdlm.model.attention import attend_naive
 from sinkdlm.model.model import Block, Denoiser, DiffusionLM
-from sinkdlm.model.observe import part_registers, share_on, summarize
+from sinkdlm.model.observe import part_registers, see_blocks, share_on, summarize
 from sinkdlm.noise import Stream, fold, hash_words, unit_interval
 from sinkdlm.sampling.loop import step
 from sinkdlm.sampling.requests import Request, start
+from sinkdlm.sampling.unmasking import APPROXIMATE
 
 _NOISE = -3  # noise key beside those of sampling: which positions of a given text are masked
 
@@ -36,13 +37,15 @@ class Rules(NamedTuple):
 RULES = Rules()
 
 
-_PER_TOKEN = {"absolute", "relative", "received", "value_norm", "resting", "update_ratio"}  # their last dimension is T
+_MEASURED = {"received", "value_norm", "resting", "update_ratio"}  # numbers whose last dimension is T
+_PER_TOKEN = {"absolute", "relative", *_MEASURED}
 
 
 class Watched(Denoiser):
     """A denoiser that captures statistics of every forward. `last`: those of the last forward, a dictionary for each row.
 
-    barred: ids that are never written, as in `model.denoiser`."""
+    barred: ids that are never written, as in `model.denoiser`. reached: for each row, the tokens that count; later ones, of blocks
+    not yet begun, get NaN."""
 
     capturable = False
 
@@ -50,14 +53,17 @@ class Watched(Denoiser):
         super().__init__(model, barred)
         self.rules, self._n_registers = rules, model.config.n_registers
         self.last: list[dict[str, np.ndarray]] = []
+        self.reached: Sequence[int] | None = None
         self._layers: list[dict[str, Tensor]] = []  # statistics of each, rows first, named as in Trajectory
         self._states: Tensor | None = None  # |h| of the layer that is being computed, (B, R + T)
-        self._lengths: Tensor | None = None
+        self._lengths: Tensor | None = None  # of the rows
+        self._counted: Tensor | None = None  # tokens that count
 
     def __call__(
         self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None, cache: Any = None, **facts: Any
     ) -> Tensor:
         self._layers, self._lengths = [], lengths
+        self._counted = lengths if self.reached is None else torch.tensor(self.reached, device=tokens.device)
         with ExitStack() as stack:
             for block in cast(list[Block], self.model.blocks):
                 stack.callback(block.register_forward_pre_hook(self._enter).remove)
@@ -70,16 +76,18 @@ class Watched(Denoiser):
 
     def _look(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
         given, logit = part_registers(self._n_registers, q, k, v, sink_k, sink_v), sink_logit_of(self.model, layer)
-        found = summarize(*given, sink_logit=logit, lengths=self._lengths)
+        visible = see_blocks(given[1].shape[2], self.model.config.block_size, q.device)
+        how: dict[str, Any] = {"sink_logit": logit, "lengths": self._counted, "visible": visible}
+        found = summarize(*given, **how)
         absolute = found.received > self.rules.threshold
         most = found.received.max(-1)
         self._layers.append(
             {
                 "absolute": absolute,
-                "relative": stands_out(found.received, self._lengths, self.rules.margin),
+                "relative": stands_out(found.received, self._counted, self.rules.margin),
                 "top": most.indices,
                 "top_received": most.values,
-                "resting": share_on(absolute, *given, sink_logit=logit, lengths=self._lengths),
+                "resting": share_on(absolute, *given, **how),
                 **found._asdict(),
                 "received": found.received.mean(1),
             }
@@ -101,6 +109,8 @@ class Watched(Denoiser):
         rows = []
         for row, size in enumerate(sizes):
             found = {name: x[row][..., :size] if name in _PER_TOKEN else x[row] for name, x in columns.items()}
+            for name in _MEASURED if self.reached is not None else ():
+                found[name][..., self.reached[row] :] = np.nan
             rows.append({**found, "tokens": seen[row, :size].astype(np.int32)})
         return rows
 
@@ -114,7 +124,8 @@ def sink_logit_of(model: DiffusionLM, layer: int) -> Tensor | None:
 
 
 def stands_out(received: Tensor, lengths: Tensor | None, margin: float) -> Tensor:
-    """(B, H, L) bool: the column sum exceeds the mean column sum of the other tokens by more than the margin."""
+    """(B, H, L) bool: the column sum exceeds the mean column sum of the other tokens by more than the margin. In block diffusion
+    a column counts as if all tokens saw it."""
     n_tokens = received.new_full((received.shape[0],), received.shape[-1]) if lengths is None else lengths
     n_tokens = n_tokens.to(received)[:, None, None]
     column = received * n_tokens
@@ -140,10 +151,14 @@ def capture(
     for begin in range(0, len(requests), batch):
         states = start(requests[begin : begin + batch])
         seen: list[list[dict[str, np.ndarray]]] = [[] for _ in states]
+        for state in states:
+            state.leave_cache()  # an exact one; others are refused
         with model.inference():
             watched = Watched(model, rules, barred)
             while plans := [(number, state.plan) for number, state in enumerate(states) if not state.done]:
                 watched.last = []
+                if model.config.block_size is not None:
+                    watched.reached = [states[number].reached for number, _ in plans]
                 step(states, watched, device=watched.device)
                 for (number, plan), row in zip(plans, watched.last, strict=False):  # no row where none had a forward
                     if plan.n_predicted:  # a step that only remasks needs no forward, even if others of its batch do
@@ -159,7 +174,10 @@ def _check(request: Request) -> None:
     policy = request.policy
     for refused, why in (
         (policy.guidance, "guidance: each step has two forwards, one without the prompt; analyse without guidance"),
-        (policy.cache != "none", f"cache = {policy.cache!r}: its forwards see only a part of the row; analyse with cache = 'none'"),
+        (
+            policy.cache in APPROXIMATE,
+            f"cache = {policy.cache!r}: its forwards see only a part of the row; analyse with cache = 'none'",
+        ),
         (request.grow, "an open end: positions of a growing row cannot be compared; give a length"),
     ):
         if refused:
@@ -229,6 +247,8 @@ def attention_maps(
     """
     rows = slice(None) if query is None else slice(query, query + 1)
     found: dict[tuple[int, int], Tensor] = {}
+    visible = see_blocks(len(tokens), model.config.block_size, model.embed.weight.device)
+    visible = None if visible is None else visible[:, :, rows]
     n, group = model.config.n_registers, model.config.n_heads // model.config.n_kv_heads
     for layer, head in places:
         if not (0 <= layer < model.config.n_layers and 0 <= head < model.config.n_heads):
@@ -241,7 +261,8 @@ def attention_maps(
             one = slice(head // group, head // group + 1)
             of_head = [None if x is None else x[:, one] for x in (k, v, sink_k, sink_v)]
             given = None if logit is None else logit[head : head + 1]
-            _, weights = attend_naive(q[:, head : head + 1, n:][:, :, rows], *of_head, sink_logit=given)  # type: ignore[arg-type]
+            one_q = q[:, head : head + 1, n:][:, :, rows]
+            _, weights = attend_naive(one_q, *of_head, sink_logit=given, visible=visible)  # type: ignore[arg-type]
             found[layer, head] = weights[0, 0].cpu()
 
     with model.inference():

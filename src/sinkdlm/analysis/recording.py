@@ -44,16 +44,25 @@ class Seen(NamedTuple):
     top: list[int]  # a flat (E, H): the token of the text that receives most
 
 
-def look_at(model: DiffusionLM, tokens: Sequence[int], rules: Rules = RULES) -> Seen:
-    logits: Any = [sink_logit_of(model, layer) for layer in range(model.config.n_layers)]
-    watcher = Watcher(sink_logits=logits, n_registers=model.config.n_registers)
+def look_at(model: DiffusionLM, tokens: Sequence[int], rules: Rules = RULES, *, whole: bool = False) -> Seen:
+    """Compute the statistics of a canvas. In block diffusion they are of the blocks up to the first that is not finished, unless
+    `whole`, and received attention is zero behind it."""
+    config, device = model.config, model.embed.weight.device
+    logits: Any = [sink_logit_of(model, layer) for layer in range(config.n_layers)]
+    lengths = None
+    if config.block_size is not None and not whole and config.mask_id in tokens:
+        first = list(tokens).index(config.mask_id)
+        reached = first - first % config.block_size + config.block_size
+        lengths = torch.tensor([min(reached, len(tokens))], device=device)
+    watcher = Watcher(lengths, logits, n_registers=config.n_registers, block_size=config.block_size)
     with model.inference():
-        model(torch.tensor([list(tokens)], device=model.embed.weight.device), observe=watcher)
+        model(torch.tensor([list(tokens)], device=device), observe=watcher)
     layers = watcher.layers
     received = torch.stack([torch.cat([one.sink_received, one.received], dim=-1)[0] for one in layers])
     values = torch.stack([torch.cat([one.sink_value_norm, one.value_norm], dim=-1)[0] for one in layers])
     content = torch.stack([one.received[0] for one in layers])
-    rules_say = (content > rules.threshold, stands_out(content, None, rules.margin))
+    many = None if lengths is None else lengths.expand(len(layers))
+    rules_say = (content > rules.threshold, stands_out(content, many, rules.margin))
     absolute, relative = (said.flatten().nonzero()[:, 0].tolist() for said in rules_say)
     return Seen(received.cpu().numpy(), values.cpu().numpy(), absolute, relative, content.argmax(-1).flatten().tolist())
 
@@ -81,7 +90,7 @@ def likeliest(
 class Recorder:
     """Takes frames one by one, so that others can use the model in between; `side` is one model's part of a recording.
 
-    confidence: for each frame a byte a token, 0 for none, else 1 + 254 p.
+    confidence: for each frame a byte a token, 0 for none, else 1 + 254 p. whole: as of `look_at`.
     """
 
     lm: Any
@@ -90,6 +99,7 @@ class Recorder:
     n_given: int
     confidence: Sequence[bytes] = ()
     rules: Rules = RULES
+    whole: bool = False
 
     def __post_init__(self) -> None:
         n_frames, config, length = len(self.canvases), self.lm.config, len(self.canvases[0])
@@ -110,7 +120,7 @@ class Recorder:
     def take(self) -> None:
         """Take the next frame."""
         canvas, model, config = self.canvases[len(self._seen)], self.lm.model, self.lm.config
-        self._seen.append(look_at(model, canvas, self.rules))
+        self._seen.append(look_at(model, canvas, self.rules, whole=self.whole))
         self._candidates.append(likeliest(model, canvas, range(len(canvas)), N_CANDIDATES, self._barred))
         if self._with_rows:
             maps = attention_maps(model, canvas, list(np.ndindex(config.n_layers, config.n_heads)))  # in this order

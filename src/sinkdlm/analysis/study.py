@@ -122,7 +122,7 @@ class _Seen:
         canvases = [*first.tokens.tolist(), first.final.tolist()]
         return {
             "asked": {**asked, **noise},
-            "side": Recorder(self.lm, name, canvases, first.n_prompt, rules=plan.rules).record(tick),
+            "side": Recorder(self.lm, name, canvases, first.n_prompt, rules=plan.rules, whole=bool(plan.shares)).record(tick),
         }
 
 
@@ -175,7 +175,8 @@ def _requests(lm: Any, plan: Plan) -> list[Request]:
     prompts = [plan.prompts[number % len(plan.prompts)] for number in range(plan.trajectories)]
     mask_id, room = lm.config.mask_id, lm.config.context_length
     canvases = [lay_out(prompt, [], plan.length, mask_id, room, "the prompt or --length") for prompt in prompts]
-    return [Request(canvas, plan.policy, mask_id, plan.seed, number) for number, canvas in enumerate(canvases)]
+    size = lm.config.block_size
+    return [Request(canvas, plan.policy, mask_id, plan.seed, number, block_size=size) for number, canvas in enumerate(canvases)]
 
 
 def _encode_texts(lm: Any, texts: Sequence[str]) -> list[list[int]]:

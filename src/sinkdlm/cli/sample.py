@@ -27,13 +27,15 @@ def sample(
     seed: Seed = 0,
     config: Sampler = "llada",
     steps: Annotated[int | None, option("Denoising steps; by default one per token.")] = None,
-    block: Annotated[int | None, option("Tokens per block, filled left to right; by default one block.")] = None,
+    block: Annotated[int | None, option("Tokens per block, filled left to right; by default one block, or the model's own.")] = None,
     temperature: Annotated[float | None, option("Temperature of the draw; by default 0, the most likely token.")] = None,
     top_k: Annotated[int | None, option("Draw from this many of the most likely tokens.")] = None,
     top_p: Annotated[float | None, option("Draw from the most likely tokens that together have this probability.")] = None,
     guidance: Annotated[float | None, option("Weight of classifier-free guidance; by default 0, none.")] = None,
     threshold: Annotated[float | None, option("Commit every token with at least this probability; at least one per step.")] = None,
-    cache: Annotated[str | None, option("KV cache: none; or, with --block, prefix or dual (approximate).")] = None,
+    cache: Annotated[
+        str | None, option("KV cache: auto, none, exact (block diffusion, the default there); with --block prefix, dual (approximate).")
+    ] = None,
     overrides: PolicySet = None,
     stop: Annotated[bool, option("End a text at EOS, or write on.", "--stop/--no-stop")] = True,
     batch: Annotated[int, option("Number of texts written at the same time.", min=1)] = 64,
@@ -56,7 +58,8 @@ def sample(
     job = Job(prompt, prompts, infill, suffix, chat, length, gap, n, seed, until_eos, batch, deterministic, bos)
     check(job)  # report a wrong file or gap before reading the model
     with load_on_ranks(checkpoint, device, dtype, compiled=compile_, writes=True) as (world, lm):  # each rank writes a share
-        policy = policy_of(policy, **policy_for(lm.tokenizer, policy, stop=stop, until_eos=until_eos))
+        ends = {"stop": stop, "until_eos": until_eos, "block_size": lm.config.block_size}
+        policy = policy_of(policy, **policy_for(lm.tokenizer, policy, **ends))
         found = write(lm, job, policy, watch=watch, world=world)
     if not world.first:
         return

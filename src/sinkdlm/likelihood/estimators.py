@@ -2,7 +2,10 @@
 
 Owns which queries make up a row's estimate. mask_draws.py has the draws, scoring.py the forwards, estimates.py the
 statistics, ranking.py when to stop. Takes any callable that maps tokens (B, T) to logits (B, T, V); knows no model, tokenizer or
-file. Noise is keyed by (seed, group, set, draw, target token), so a row draws the same masks alone and in any batch, on any rank.
+file. Noise is keyed by (seed, group, block, set, draw, target token): a row draws the same masks alone, in any batch, on any rank.
+
+In block diffusion, a row's estimate is the sum of its blocks' own. No block sees what is masked in another, so one forward reads
+them all.
 
 N rows, T tokens, L target tokens of a row.
 """
@@ -20,9 +23,9 @@ from torch import Tensor
 from sinkdlm.errors import LikelihoodError
 from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.likelihood.estimates import MIN_SETS, Estimates
-from sinkdlm.likelihood.mask_draws import MONTE_CARLO, content_key, draw_masks, noise_keys
+from sinkdlm.likelihood.mask_draws import MONTE_CARLO, block_keys, content_key, draw_masks, noise_keys
 from sinkdlm.likelihood.ranking import Adaptive, expected_loss, is_settled, plan_looks
-from sinkdlm.likelihood.scoring import Device, Query, Row, Scorer, read_rows
+from sinkdlm.likelihood.scoring import Device, Query, Row, Scorer, read_rows, split_targets
 from sinkdlm.sampling.batch import Denoise, DenoiserAdapter
 from sinkdlm.sampling.loop import Rows, as_rows, step
 from sinkdlm.sampling.requests import Request, State
@@ -55,9 +58,10 @@ def log_likelihood(
     """log p(scored tokens | the others) of each row of tokens (N, T), or of a list of rows of different lengths.
 
     estimator: "exact_k" or "official" (Monte Carlo over masks, see mask_draws.py; the variance of "official" is unbounded),
-        "chain" (one forward for each target token, which is given those before it), or "causal" (one forward, for a denoiser that
-        is an AR model: row i predicts token i + 1).
-    draws: masks per row, in `sets` independent sets of equal size (8; with adaptive 32), rounded up to fill them.
+        "chain" (one forward for each target token, which is given those before it; in block diffusion, for each token of a block),
+        or "causal" (one forward, for a denoiser that is an AR model: row i predicts token i + 1).
+    draws: masks per row, or of each of its blocks, in `sets` independent sets of equal size (8; with adaptive 32), rounded up to
+        fill them.
     guidance w: un + (w + 1)(cond - un), where un does not see the prefix; the result is then a score.
     groups: rows with the same number share their noise, as options of a question should. By default, rows with the same prefix.
     adaptive: questions (rows of one group) get no more draws once their ranking is settled.
@@ -82,12 +86,12 @@ def log_likelihood(
         adaptive.check(len(rows))
         if groups is None or estimator != "exact_k":  # no test holds where the variance is unbounded
             raise LikelihoodError("adaptive: needs groups= (which rows make up a question) and estimator = 'exact_k'")
+    if shift and scorer.block_size is not None and not causal:
+        raise LikelihoodError("shift: a block-diffusion denoiser aligns its own rows; leave it out")
     if causal:
         return _add_up(scorer, [[query] for query in _causal_queries(rows, guidance)])
     if estimator == "chain":
-        return _add_up(
-            scorer, [[Query(row, row.targets[i:], row.targets[i : i + 1]) for i in range(len(row.targets))] for row in rows]
-        )
+        return _add_up(scorer, [_chain_queries(row, split_targets(row, scorer.block_size)) for row in rows])
     numbers = _default_groups(rows) if groups is None else list(groups)
     sampled = _Sampled(scorer, rows, noise_keys(seed, numbers), estimator, -(-draws // sets))
     if adaptive is None:
@@ -111,6 +115,14 @@ def _causal_queries(rows: list[Row], guidance: float) -> list[Query]:
     return [Query(row, row.targets[:0], row.targets) for row in rows]
 
 
+def _chain_queries(row: Row, blocks: list[np.ndarray]) -> list[Query]:
+    """Read the next target of every block, the later ones of its block masked."""
+    return [
+        Query(row, np.concatenate([own[i:] for own in blocks]), np.concatenate([own[i : i + 1] for own in blocks]))
+        for i in range(max(map(len, blocks)))
+    ]
+
+
 def _default_groups(rows: list[Row]) -> list[int]:
     """Rows with equal prefixes share noise. Rows without a prefix get their own, so that their errors are independent."""
     given = [np.delete(row.tokens, row.targets) for row in rows]
@@ -126,48 +138,71 @@ def _add_up(scorer: Scorer, queries: list[list[Query]]) -> Estimates:
 
 
 class _Sampled:
-    """The draws of some rows so far. A repeated mask is not computed again: short targets have few masks."""
+    """The draws of some rows so far. A block's repeated mask is not computed again: short targets have few masks."""
 
     def __init__(self, scorer: Scorer, rows: list[Row], keys: Tensor, estimator: str, size: int) -> None:
         self.scorer, self.rows, self.keys, self.estimator, self.size = scorer, rows, keys, estimator, size
+        self.blocks = [split_targets(row, scorer.block_size) for row in rows]
         self.set_means: list[list[float]] = [[] for _ in rows]
-        # Mask, in bits -> sum of log-probabilities; where nothing is masked, 0.
-        self.known = [{bytes(math.ceil(len(row.targets) / 8)): 0.0} for row in rows]
+        self.forwards = [0] * len(rows)
+        # For each block of a row: mask, in bits -> sum of log-probabilities; where nothing is masked, 0.
+        self.known = [[{bytes(math.ceil(len(targets) / 8)): 0.0} for targets in own] for own in self.blocks]
 
     def extend(self, active: Sequence[int], sets: range) -> None:
         """Draw more sets for some rows."""
-        drawn, queries, homes = [], [], []
-        for i, masked, weight in self._draw(active, sets):
+        drawn: dict[int, dict[int, tuple[list[bytes], np.ndarray]]] = {}  # row -> block -> masks and their weight
+        fresh: dict[
+            int, dict[int, list[tuple[bytes, np.ndarray]]]
+        ] = {}  # row -> block -> masks that are not known, and what they mask
+        for i, b, masked, weight in self._draw(active, sets):
             names = [bits.tobytes() for bits in np.packbits(masked, axis=1)]
-            drawn.append((i, names, weight))
-            for name, chosen in dict(zip(names, masked, strict=True)).items():
-                if name not in self.known[i]:
-                    positions = self.rows[i].targets[chosen]
-                    queries.append(Query(self.rows[i], positions, positions))
-                    homes.append((i, name))
-        for (i, name), value in zip(homes, self.scorer.sums(queries), strict=True):
-            self.known[i][name] = float(value)
-        for i, names, weight in drawn:
-            values = weight * np.array([self.known[i][name] for name in names])
+            drawn.setdefault(i, {})[b] = names, weight
+            unique, known, targets = dict(zip(names, masked, strict=True)), self.known[i][b], self.blocks[i][b]
+            fresh.setdefault(i, {})[b] = [(name, targets[chosen]) for name, chosen in unique.items() if name not in known]
+        queries, homes = [], []
+        for i, masks in fresh.items():
+            # The next mask of every block that has one left, all in one forward.
+            for turn in itertools.zip_longest(*(masks[b] for b in sorted(masks))):
+                parts = [(b, *mask) for b, mask in enumerate(turn) if mask is not None]
+                positions = np.concatenate([own for _, _, own in parts])
+                queries.append(Query(self.rows[i], positions, positions))
+                homes.append((i, parts))
+                self.forwards[i] += 1
+        for number, values in self.scorer.values(queries):
+            i, parts = homes[number]
+            ends = np.cumsum([len(own) for _, _, own in parts])
+            for (b, name, _), part in zip(parts, np.split(values, ends[:-1]), strict=True):
+                self.known[i][b][name] = float(part.sum())
+        for i, blocks in drawn.items():
+            values = sum(self._weigh(i, b, *blocks[b]) for b in sorted(blocks))
             self.set_means[i] += values.reshape(len(sets), self.size).mean(1).tolist()
 
-    def _draw(self, active: Sequence[int], sets: range) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """(row, masked, weight): targets of one length are drawn together, as many as fit in memory."""
-        by_length: dict[int, list[int]] = {}
+    def _weigh(self, row: int, block: int, names: list[bytes], weight: np.ndarray) -> np.ndarray:
+        known = self.known[row][block]
+        return weight * np.array([known[name] for name in names])
+
+    def _draw(self, active: Sequence[int], sets: range) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+        """(row, block, masked, weight): blocks with equally many targets are drawn together, as many as fit in memory."""
+        by_length: dict[int, list[tuple[int, int]]] = {}
         for i in active:
-            by_length.setdefault(len(self.rows[i].targets), []).append(i)
+            for b, targets in enumerate(self.blocks[i]):
+                by_length.setdefault(len(targets), []).append((i, b))
         for length, same in by_length.items():
             at_once = max(1, _WORDS // (len(sets) * self.size * length))
             for first in range(0, len(same), at_once):
                 part = same[first : first + at_once]
-                found = draw_masks(self.estimator, self.keys[part], length, sets, self.size)
-                yield from zip(part, *found, strict=True)
+                rows, blocks = torch.tensor(part).T
+                found = draw_masks(self.estimator, block_keys(self.keys[rows], blocks), length, sets, self.size)
+                yield from ((i, b, masked, weight) for (i, b), masked, weight in zip(part, *found, strict=True))
+
+    def is_certain(self, row: int) -> bool:
+        """Whether draws cannot vary: no block has more than one target."""
+        return all(len(targets) == 1 for targets in self.blocks[row])
 
     def result(self, sets: int) -> Estimates:
         draws = [len(means) * self.size for means in self.set_means]
-        forwards = [len(known) - 1 for known in self.known]
         kind = "score" if self.scorer.guidance else "bound"
-        return Estimates.of(self.set_means, draws, [sets * self.size] * len(draws), forwards, kind)
+        return Estimates.of(self.set_means, draws, [sets * self.size] * len(draws), self.forwards, kind)
 
 
 def _race(sampled: _Sampled, groups: list[int], adaptive: Adaptive, sets: int) -> None:
@@ -182,7 +217,7 @@ def _race(sampled: _Sampled, groups: list[int], adaptive: Adaptive, sets: int) -
 
 def _is_over(sampled: _Sampled, rows: list[int], adaptive: Adaptive, looks: list[int]) -> bool:
     means = torch.tensor([sampled.set_means[i] for i in rows], dtype=torch.float64)
-    certain = torch.tensor([len(sampled.rows[i].targets) == 1 for i in rows])
+    certain = torch.tensor([sampled.is_certain(i) for i in rows])
     divisors = adaptive.divisors(rows)
     if is_settled(means, divisors, adaptive.error, len(looks) - 1, certain):
         return True
@@ -311,7 +346,7 @@ def is_greedy(
     while order:
         size = max(1, budget // len(rows[order[0]].tokens))
         batch, order = order[:size], order[size:]
-        active = [(i, State(Request(_blank(rows[i], mask_id), policy, mask_id))) for i in batch]
+        active = [(i, State(Request(_blank(rows[i], mask_id), policy, mask_id, block_size=adapter.block_size))) for i in batch]
         while active:
             with many_shapes:
                 step([state for _, state in active], adapter, device=home or getattr(denoiser, "device", None))

@@ -11,6 +11,9 @@ exact_k: exactly k of L are masked and their sum weighs L/k, with k even over 1.
 official: each is masked with probability t and the sum weighs 1/t, with t = frac(u + i/b). Its variance is unbounded near t = 0:
     one masked token there weighs 1/t.
 
+In block diffusion, each block of a row draws as a target of its own: its bound is given the clean blocks before it, and the row's
+bound is their sum.
+
 R rows, S draw sets, b draws in a set, L target tokens.
 """
 
@@ -30,6 +33,11 @@ _LEAST_TIME = 2.0**-53
 def noise_keys(seed: int, groups: Sequence[int]) -> Tensor:
     """(R,): the root key of all draws of each group."""
     return torch.as_tensor(hash_words(seed, int(Stream.LIKELIHOOD), torch.tensor(list(groups), dtype=torch.int64)))
+
+
+def block_keys(keys: Tensor, blocks: Tensor) -> Tensor:
+    """(R,): the keys of blocks of rows, which are numbered among those with targets; the first has its row's own key."""
+    return torch.where(blocks == 0, keys, torch.as_tensor(fold(keys, -blocks)))  # a negative number is that of no set
 
 
 def content_key(tokens: np.ndarray) -> int:

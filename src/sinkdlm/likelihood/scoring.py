@@ -4,6 +4,9 @@ A `Query` is one row with some target tokens masked. Owns which queries share a 
 and the exclusion of [MASK] as an outcome. A query gets the same number in any batch, up to rounding in the denoiser: sums are in
 float64, in the query's own order. Takes a denoiser; knows no model, tokenizer or file.
 
+A block-diffusion denoiser (its `block_size` is set) predicts each block after the clean blocks before it. A query may mask tokens
+of many blocks: the row then goes in twice, noised and clean, and no block sees what is masked in another.
+
 B queries in a forward, T width, n positions that a query reads, L target tokens of a row, V vocabulary.
 """
 
@@ -52,6 +55,13 @@ class Query(NamedTuple):
         return len(self.read)
 
 
+def split_targets(row: Row, block_size: int | None) -> list[np.ndarray]:
+    """Positions of the targets in each block that has any; blocks count from the row's first token. None: one block."""
+    if block_size is None:
+        return [row.targets]
+    return np.split(row.targets, np.flatnonzero(np.diff(row.targets // block_size)) + 1)
+
+
 def read_rows(tokens: Rows, scored: Rows, mask_id: int) -> list[Row]:
     """Check a call's rows: every row has a target, and no target token is [MASK]."""
     # A tensor is fetched whole: its rows one by one would each wait for the device.
@@ -86,6 +96,7 @@ class Scorer:
         if budget < 1:
             raise LikelihoodError(f"budget = {budget}: expected tokens per forward, at least 1")
         self.adapter, self.mask_id, self.guidance, self.shift = DenoiserAdapter.of(denoiser), mask_id, guidance, shift
+        self.block_size = self.adapter.block_size
         self.branches = 2 if guidance else 1
         self.room = budget // self.branches
         home: Any = device or getattr(self.adapter.call, "device", "cpu")
@@ -93,34 +104,57 @@ class Scorer:
 
     def sums(self, queries: Sequence[Query]) -> np.ndarray:
         """(queries,) float64: the sum of the log-probabilities of the tokens that each reads."""
-        found = self._run(queries, lambda logits, truth: _at(logits, truth) - logits.logsumexp(-1))
-        if np.isnan(found).any():  # else options would be ranked by NaN
-            raise ModelError
+        found = np.empty(len(queries))
+        for i, values in self.values(queries):
+            found[i] = values.sum()
         return found
+
+    def values(self, queries: Sequence[Query]) -> Iterator[tuple[int, np.ndarray]]:
+        """(number of the query, log-probabilities (n,) of the tokens that it reads), in no order of queries."""
+        for i, values in self._run(queries, lambda logits, truth: _at(logits, truth) - logits.logsumexp(-1)):
+            if np.isnan(values).any():  # else options would be ranked by NaN
+                raise ModelError
+            yield i, values
 
     def hits(self, queries: Sequence[Query]) -> np.ndarray:
         """(queries,): how many of the tokens that each reads are the likeliest at their position."""
-        return self._run(queries, lambda logits, truth: _at(logits, truth) >= logits.amax(-1))
-
-    def _run(self, queries: Sequence[Query], score: Callable[[Tensor, Tensor], Tensor]) -> np.ndarray:
-        """(queries,) float64: the sum of scores. score: logits (B, n, V) and the tokens there (B, n) to values (B, n)."""
         found = np.empty(len(queries))
-        # Nothing waits for the device until every forward is queued.
-        batches = plan_batches(queries, self.room, self.adapter.takes_lengths)
-        with many_shapes:
-            pending = [(batch, score(*self._forward([queries[i] for i in batch]))) for batch in batches]
-        for batch, values in pending:
-            for i, line in zip(batch, values.double().cpu().numpy(), strict=True):
-                found[i] = line[: queries[i].n_read].sum()
+        for i, values in self._run(queries, lambda logits, truth: _at(logits, truth) >= logits.amax(-1)):
+            found[i] = values.sum()
         return found
 
-    def _forward(self, queries: list[Query]) -> tuple[Tensor, Tensor]:
+    def _run(self, queries: Sequence[Query], score: Callable[[Tensor, Tensor], Tensor]) -> Iterator[tuple[int, np.ndarray]]:
+        """(number of the query, its scores (n,) in float64). score: logits (B, n, V) and the tokens there (B, n) to (B, n)."""
+        copies = [self._copies(query) for query in queries]
+        pending = []
+        with many_shapes:  # nothing waits for the device until every forward is queued
+            for n_copies in sorted(set(copies)):
+                own = [i for i, count in enumerate(copies) if count == n_copies]
+                room, mix = self.room // n_copies, self.adapter.takes_lengths
+                for batch in plan_batches([queries[i] for i in own], room, mix):
+                    numbers = [own[i] for i in batch]
+                    pending.append((numbers, score(*self._forward([queries[i] for i in numbers], n_copies))))
+        for numbers, values in pending:
+            for i, line in zip(numbers, values.double().cpu().numpy(), strict=True):
+                yield i, line[: queries[i].n_read]
+
+    def _copies(self, query: Query) -> int:
+        """2: the noised row and the clean one. 1: the noised row, whose other blocks are clean where one alone is masked."""
+        if self.block_size is None or not len(query.masked):
+            return 1
+        blocks = query.masked // self.block_size
+        return 1 + int((blocks != blocks[0]).any())
+
+    def _forward(self, queries: list[Query], n_copies: int) -> tuple[Tensor, Tensor]:
         """Logits (B, n, V) at the positions read, and the tokens there (B, n); a query with fewer repeats its first position."""
-        tokens, positions, truth = (torch.from_numpy(part).to(self.device) for part in self._assemble(queries))
+        tokens, clean, positions, truth = (torch.from_numpy(part).to(self.device) for part in self._assemble(queries))
         sizes = [query.length for query in queries]
         lengths = torch.tensor(sizes * self.branches).to(self.device) if len(set(sizes)) > 1 else None
-        sources = (positions - 1).clamp_min(0) if self.shift else positions
-        logits = self.adapter.logits(tokens, sources.repeat(self.branches, 1), lengths, None)
+        sources = ((positions - 1).clamp_min(0) if self.shift else positions).repeat(self.branches, 1)
+        if n_copies == 1:
+            logits = self.adapter.logits(tokens, sources, lengths, None)
+        else:
+            logits = self.adapter.call(tokens, where=sources, lengths=lengths, clean=clean)
         if self.guidance:
             conditional, unconditional = logits.chunk(2)
             logits = guide(conditional, unconditional, self.guidance)
@@ -132,23 +166,25 @@ class Scorer:
             logits[..., self.mask_id] = -math.inf
         return logits, truth
 
-    def _assemble(self, queries: list[Query]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """tokens (branches * B, T), padded with [MASK]; positions and the tokens there, (B, n) each.
+    def _assemble(self, queries: list[Query]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Noised and clean tokens (branches * B, T), padded with [MASK]; positions and the tokens there, (B, n) each.
 
-        The unconditional branch sees only the target tokens that are not masked.
+        The unconditional branch has [MASK] for every given token, in the clean tokens as well.
         """
         width, n = max(query.length for query in queries), max(query.n_read for query in queries)
-        tokens = np.full((self.branches, len(queries), width), self.mask_id)
+        clean = np.full((self.branches, len(queries), width), self.mask_id)
         positions = np.empty((len(queries), n), dtype=np.int64)
         truth = np.empty_like(positions)
-        for i, (row, masked, read) in enumerate(queries):
-            tokens[0, i, : len(row.tokens)] = row.tokens
+        for i, (row, _, read) in enumerate(queries):
+            clean[0, i, : len(row.tokens)] = row.tokens
             if self.guidance:
-                tokens[1, i, row.targets] = row.tokens[row.targets]
-            tokens[:, i, masked] = self.mask_id
+                clean[1, i, row.targets] = row.tokens[row.targets]
             positions[i, : len(read)], positions[i, len(read) :] = read, read[0]
             truth[i] = row.tokens[positions[i]]
-        return tokens.reshape(-1, width), positions, truth
+        tokens = clean.copy()
+        for i, query in enumerate(queries):
+            tokens[:, i, query.masked] = self.mask_id
+        return tokens.reshape(-1, width), clean.reshape(-1, width), positions, truth
 
 
 def _at(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -147,6 +147,15 @@ class State:
         rows: Tensor = getattr(self.batch, name)
         return rows[self.row, : self.length]
 
+    @property
+    def reached(self) -> int:
+        """Tokens up to the end of the model's block that is being written; no token of it sees later ones."""
+        return min(self.request.model_block(self.plan.start)[1], self.length)
+
+    def leave_cache(self) -> None:
+        """Before the first step: compute whole rows at every step, as whoever looks at attention needs."""
+        self.policy = replace(self.policy, cache="none")
+
     def advance(self, committed: int) -> None:
         """Plan the next step. committed: tokens that the last one committed."""
         self._committed = committed

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from sinkdlm.errors import ModelError
 from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.sampling import DenoiserAdapter, Request, State, start, step
+from sinkdlm.sampling.unmasking import APPROXIMATE
 
 _RECENT = 32  # finished requests from which the rate is taken
 _FORWARD_TOKENS = 512  # fixed cost of a forward, in tokens: a rough figure for models of any size
@@ -111,13 +112,14 @@ class Ticket:
         self.submitted = self.began = self.ended = 0.0
         self.deadline = math.inf
         self.over = False  # finished, failed, or nobody waits for it any longer
-        self.without_cache = False  # whether rows that asked for a block cache are written without it
+        self.without_cache = False  # whether rows that asked for an approximate cache are written without it
 
     def leave_cache(self) -> None:
-        """Before the first step: its rows share the forwards of the others."""
+        """Before the first step: its rows share the forwards of the others. An exact cache is shared as it is."""
         for row in self.pending:
-            if row.state.policy.cache != "none":
-                row.state.policy, self.without_cache = replace(row.state.policy, cache="none"), True
+            if row.state.policy.cache in APPROXIMATE:
+                row.state.leave_cache()
+                self.without_cache = True
 
     def close(self) -> None:
         """Send no more events, and drop rows that will never begin: they hold the ticket and would keep it in memory."""
@@ -129,19 +131,26 @@ class Ticket:
 
 def share_forwards(rows: Sequence[_Row], most_tokens: int) -> list[Sequence[_Row]]:
     """Group rows of similar length: padding the short ones to the longest must not cost more than another forward."""
-    ordered = sorted(rows, key=lambda row: row.state.length)  # stable, so that rows stay together from step to step
+    ordered = sorted(rows, key=_n_computed)  # stable, so that rows stay together from step to step
     found: list[Sequence[_Row]] = []
     for part in _cut(ordered):
         while part:
-            begin = max(0, len(part) - max(1, most_tokens // part[-1].state.length))
+            begin = max(0, len(part) - max(1, most_tokens // _n_computed(part[-1])))
             found.append(part[begin:])
             part = part[:begin]
     return found
 
 
+def _n_computed(row: _Row) -> int:
+    """The most tokens of a row that its next forward computes."""
+    state, size = row.state, row.state.request.block_size
+    # The first step computes the prompt; a later one the current block, and the one before it once more.
+    return 2 * size if size is not None and state.policy.cache == "exact" and state.steps else state.length
+
+
 def _cut(ordered: Sequence[_Row]) -> list[Sequence[_Row]]:
-    longest = ordered[-1].state.length
-    saved, cut = max((cut * (longest - ordered[cut - 1].state.length), cut) for cut in range(len(ordered)))
+    longest = _n_computed(ordered[-1])
+    saved, cut = max((cut * (longest - _n_computed(ordered[cut - 1])), cut) for cut in range(len(ordered)))
     return [ordered] if saved <= _FORWARD_TOKENS else _cut(ordered[:cut]) + _cut(ordered[cut:])
 
 

@@ -74,7 +74,9 @@ class Extras(Strict):
 
     policy: Annotated[str, _named(NAMED)] = "llada"
     steps: int | None = Field(default=None, ge=1, description="Denoising steps; by default one per token.")
-    block: int | None = Field(default=None, ge=1, le=_INT64 - 1, description="Tokens per block; blocks are filled left to right.")
+    block: int | None = Field(
+        default=None, ge=1, le=_INT64 - 1, description="Tokens per block, filled left to right; in block diffusion a part of its own."
+    )
     threshold: float | None = Field(default=None, gt=0, le=1, description="Commit all tokens this probable, at least one per step.")
     guidance: float | None = Field(default=None, ge=-1, le=100, description="Weight of classifier-free guidance; 0: none.")
     top_k: int | None = Field(default=None, ge=1, le=_INT64 - 1)
@@ -82,7 +84,9 @@ class Extras(Strict):
     schedule: Annotated[str, _named(SCHEDULES)] | None = None
     remask: Annotated[str, _named(REMASKS)] | None = None
     remask_rate: float | None = Field(default=None, gt=0, le=1)
-    cache: Annotated[str, _named(CACHES)] | None = None
+    cache: Annotated[str, _named(CACHES)] | None = Field(
+        default=None, description="auto: exact in block diffusion, else none. prefix, dual: approximate, with a block."
+    )
     until_eos: bool = Field(default=False, description="Write block after block until EOS, at most max_tokens.")
     ignore_eos: bool = Field(default=False, description="Do not end a text at EOS.")
     frames: bool = Field(default=False, description="With stream: send the canvas and confidences after every step.")

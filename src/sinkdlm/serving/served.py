@@ -18,6 +18,7 @@ from sinkdlm.analysis.kinds import kind_finder
 from sinkdlm.checkpoint.directory import Loaded
 from sinkdlm.errors import SamplingError
 from sinkdlm.sampling import NAMED, Policy, Request, policy_of
+from sinkdlm.sampling.unmasking import APPROXIMATE
 from sinkdlm.serving.engine import Engine
 from sinkdlm.serving.schemas import Card, ChatRequest, CompletionRequest
 from sinkdlm.serving.transcript import Transcript
@@ -60,7 +61,7 @@ class Served:
     def card(self) -> Card:
         config, engine = self.lm.config, self.engine
         sinks = {"n": config.n_sinks, "kind": config.sink_kind, "position": config.sink_position, "value": config.sink_value}
-        named = ("context_length", "vocab_size", "mask_id", "n_layers", "n_heads", "gate")
+        named = ("context_length", "vocab_size", "mask_id", "n_layers", "n_heads", "gate", "block_size")
         facts = {name: getattr(config, name) for name in named} | {
             "eos_id": self.lm.tokenizer.eos_token_id,
             "sinks": sinks,
@@ -102,13 +103,14 @@ class Served:
             raise SamplingError(f"n = {n}: this server writes at most {self.limits.n} texts per prompt, {self.limits.rows} in all")
         policy = self._policy(body)
         seed = secrets.randbits(63) if body.seed is None else body.seed
+        how = {"grow": body.sinkdlm.until_eos, "block_size": config.block_size}
         rows: list[Request] = []
         transcripts: list[Transcript] = []
         for head in heads:
             canvas = lay_out(head, tail, n_tokens, mask_id, self.room, "the prompt or max_tokens")
             text = tokenizer.decode(head, skip_special_tokens=True) if echo else ""
             for _ in range(n):
-                rows.append(Request(canvas, policy, mask_id, seed, len(rows), grow=body.sinkdlm.until_eos))
+                rows.append(Request(canvas, policy, mask_id, seed, len(rows), **how))
                 transcripts.append(Transcript(tokenizer, head, policy.eos_id, body.stops, text))
         return Order(rows, transcripts, policy, seed, sum(len(head) + len(tail) for head in heads))
 
@@ -119,11 +121,11 @@ class Served:
         if body.temperature == 0 and not policy_of(extras.policy).tempered:
             options.pop("top_p", None)  # clients send both by habit; at temperature 0 top_p changes nothing
         policy = policy_of(extras.policy, **options)
-        own = policy_for(self.lm.tokenizer, policy, stop=not extras.ignore_eos, until_eos=extras.until_eos)
-        policy = policy_of(policy, **own)
+        ends = {"stop": not extras.ignore_eos, "until_eos": extras.until_eos, "block_size": self.lm.config.block_size}
+        policy = policy_of(policy, **policy_for(self.lm.tokenizer, policy, **ends))
         if policy.steps is not None and policy.steps > self.limits.steps:
             raise SamplingError(f"steps = {policy.steps}: this server takes at most {self.limits.steps}")
-        if policy.cache != "none" and self.lm.config.n_registers:
+        if policy.cache in APPROXIMATE and self.lm.config.n_registers:
             raise SamplingError(f"cache = {policy.cache!r}: not with a register sink, which sees every token; use cache = 'none'")
         return policy
 

@@ -161,13 +161,18 @@ class Watched(Denoiser):
 
     capturable = False
     seen: Watcher | None = None
+    reached: int | None = None  # statistics are of so many tokens of the row; None: of all
 
     def __call__(
         self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None, cache: Any = None, **facts: Any
     ) -> Tensor:
         if self.seen is None:
             logits = [weight for name, weight in self.model.named_parameters() if name.endswith("sink_logit")]
-            facts["observe"] = self.seen = Watcher(lengths, logits or None, n_registers=self.model.config.n_registers)
+            config, counted = self.model.config, lengths
+            if self.reached is not None:
+                counted = torch.full((len(tokens),), self.reached, device=tokens.device)
+            how = {"n_registers": config.n_registers, "block_size": config.block_size}
+            facts["observe"] = self.seen = Watcher(counted, logits or None, **how)
         return super().__call__(tokens, lengths=lengths, where=where, cache=cache, **facts)
 
     def attention(self) -> tuple[float | None, int, float]:
@@ -207,8 +212,12 @@ class Look:
 def look_at_steps(lm: Any, state: State, *, deterministic: bool = False) -> Iterator[Look]:
     """Write a text and yield every step that asks the model."""
     denoiser = Watched(lm.model, absent_ids(lm.tokenizer, lm.config.vocab_size))
+    in_blocks = lm.config.block_size is not None
+    if in_blocks:
+        state.leave_cache()
     while not state.done:
         denoiser.seen, seen = None, state.tokens.tolist()
+        denoiser.reached = state.reached if in_blocks else None
         with lm.model.inference():
             step([state], denoiser, device=denoiser.device, deterministic=deterministic)
         if denoiser.seen is not None:
@@ -243,7 +252,8 @@ def _watch(lm: Any, state: State, job: Job) -> None:
 def requests_of(lm: Any, job: Job, policy: Policy) -> list[Request]:
     """A request for each text of a job. Noise is keyed by the sample index: a text is the same whoever writes it."""
     rows = [row for row in canvases(lm, job) for _ in range(job.n)]
-    return [Request(row, policy, lm.config.mask_id, job.seed, index, grow=job.until_eos) for index, row in enumerate(rows)]
+    given: dict[str, Any] = {"grow": job.until_eos, "block_size": lm.config.block_size}
+    return [Request(row, policy, lm.config.mask_id, job.seed, index, **given) for index, row in enumerate(rows)]
 
 
 def write(lm: Any, job: Job, policy: Policy, *, watch: bool = False, world: Any = None) -> dict[str, Any]:

@@ -131,11 +131,15 @@ def check_room(n_given: int, n_open: int, room: int, cure: str) -> None:
         raise SamplingError(f"prompt of {n_given} tokens and {n_open} to write: the model reads at most {room}; shorten {cure}")
 
 
-def policy_for(tokenizer: Any, policy: Policy, *, stop: bool, until_eos: bool) -> dict[str, Any]:
-    """The policy fields that a tokenizer decides: which token ends a text. A text until EOS is written in blocks."""
+def policy_for(
+    tokenizer: Any, policy: Policy, *, stop: bool, until_eos: bool, block_size: int | None = None
+) -> dict[str, Any]:
+    """The policy fields that a tokenizer decides: which token ends a text. A text until EOS is written in blocks.
+
+    block_size: of a block-diffusion model, which writes in blocks by itself."""
     eos_id = getattr(tokenizer, "eos_token_id", None) if stop else None
     if until_eos and policy.eos_id is None and eos_id is None:
         why = "the tokenizer has no EOS; give only a length" if stop else "EOS is set not to end it; leave one of the two out"
         raise SamplingError(f"a text until EOS: {why}")
     options: dict[str, Any] = {"eos_id": eos_id} if policy.eos_id is None else {}
-    return options | ({"block": _BLOCK} if until_eos and policy.block is None else {})
+    return options | ({"block": _BLOCK} if until_eos and policy.block is None and block_size is None else {})
