@@ -61,6 +61,16 @@ def _remove(n_registers: int, _: int, seen: Seen) -> Seen:
     return seen._replace(sink_k=None, sink_v=None, sink_logit=None)
 
 
+def _content(visible: Tensor, n_rows: int) -> Tensor:
+    """Which tokens of a row are not padding, (B, T), by who sees them."""
+    visible = visible.expand(n_rows, -1, -1, -1)[:, 0]
+    if visible.shape[1] == 1:  # only padding is hidden
+        return visible[:, 0]
+    # Of blocks, every token of the text sees the first. In two copies, no clean token sees a noised one.
+    half = visible.shape[2] // 2
+    return visible[:, :, 0] if visible[:, half:, 0].any() else visible[:, half:, half]
+
+
 def _zero(n_registers: int, _: int, seen: Seen) -> Seen:
     if n_registers:
         return seen._replace(v=torch.cat([torch.zeros_like(seen.v[:, :, :n_registers]), seen.v[:, :, n_registers:]], dim=2))
@@ -74,7 +84,7 @@ def _move(config: Any, where: str, _: int, seen: Seen) -> Seen:
     batch = seen.q.shape[0]
     n_tokens = torch.full((batch,), seen.k.shape[2], device=seen.k.device)
     if isinstance(seen.visible, Tensor):
-        n_tokens = seen.visible.expand(batch, -1, -1, -1)[:, 0, 0].sum(-1)
+        n_tokens = _content(seen.visible, batch).sum(-1)
     n_sinks, in_front = seen.sink_k.shape[2], config.sink_position == "front"
     whole = n_tokens + n_sinks
     by = {"end": whole, "front": -whole, "middle": n_sinks + n_tokens // 2 if in_front else n_tokens // 2 - n_tokens}[where]
@@ -85,21 +95,24 @@ def _move(config: Any, where: str, _: int, seen: Seen) -> Seen:
 
 def _ban(model: DiffusionLM, threshold: float, _: int, seen: Seen) -> Seen:
     """In each head, hide the content token that receives most from all queries, if it receives more than the threshold."""
-    n = model.config.n_registers
-    lengths = None
-    if isinstance(seen.visible, Tensor):
-        lengths = seen.visible.expand(seen.q.shape[0], -1, -1, -1)[:, 0, 0].sum(-1) - n
+    n, visible = model.config.n_registers, seen.visible
+    content = _content(visible, seen.q.shape[0]) if isinstance(visible, Tensor) else None
+    in_blocks = content is not None and visible.shape[2] > 1
+    how: dict[str, Any] = {"sink_logit": seen.sink_logit}
+    if content is not None:
+        how |= {"visible": visible} if in_blocks else {"lengths": content.sum(-1) - n}
     sinks = (seen.k[:, :, :n], seen.v[:, :, :n]) if n else (seen.sink_k, seen.sink_v)
-    found = summarize(
-        seen.q[:, :, n:], seen.k[:, :, n:], seen.v[:, :, n:], *sinks, sink_logit=seen.sink_logit, lengths=lengths
-    ).received  # (B, H, T)
+    found = summarize(seen.q[:, :, n:], seen.k[:, :, n:], seen.v[:, :, n:], *sinks, **how).received  # (B, H, T)
+    if content is not None and in_blocks:
+        found = found * content.repeat(1, found.shape[2] // content.shape[1])[:, None]
     most = found.max(-1, keepdim=True)
     banned = torch.zeros_like(found, dtype=torch.bool).scatter(-1, most.indices, most.values > threshold)
-    if not n and seen.sink_k is None and seen.sink_logit is None:  # a single token has nothing else to attend to
-        banned &= (torch.full_like(banned[:, 0, 0], found.shape[-1] > 1) if lengths is None else lengths > 1)[:, None, None]
     if not banned.any():
         return seen
-    return seen._replace(visible=_and(seen.visible, ~torch.nn.functional.pad(banned, (n, 0))[:, :, None]))
+    left = _and(visible, ~torch.nn.functional.pad(banned, (n, 0))[:, :, None])
+    if not n and seen.sink_k is None and seen.sink_logit is None:  # a query that sees one token has nothing else to attend to
+        left = torch.where(left.any(-1, keepdim=True), left, torch.ones_like(left) if visible is None else visible)
+    return seen._replace(visible=left)
 
 
 def _and(visible: Any, also: Tensor) -> Tensor:
@@ -140,7 +153,7 @@ def measure_changes(
 def _look(model: DiffusionLM, ground: Ground, intervene: Intervention | None) -> tuple[np.ndarray, list[Tensor]]:
     """With or without a change: NELBO of each text in nats a token, and the tokens written for each request."""
     denoiser: Any = partial(model.denoiser(), intervene=intervene)
-    denoiser.barred = tuple(ground.barred)  # a partial does not pass attributes on
+    denoiser.barred, denoiser.block_size = tuple(ground.barred), model.config.block_size  # a partial passes no attributes on
     texts = [list(row) for row in ground.texts]
     scored = [[position > 0 or not model.config.shift_logits for position in range(len(row))] for row in texts]
     device, mask_id = model.embed.weight.device, model.config.mask_id
@@ -156,10 +169,12 @@ def _divergences(model: DiffusionLM, ground: Ground, intervene: Intervention) ->
     found = []
     for number, row in enumerate(ground.texts):
         total, n_masked = 0.0, 0
+        clean = None if model.config.block_size is None else torch.tensor([list(row)], device=device)
         for tokens, masked in zip(*noisy([row], _SHARES, mask_id, ground.seed, numbers=[number], device=device), strict=True):
             masked[:, :1] &= not model.config.shift_logits  # nothing predicts a shifted row's first token
             old, new = (
-                _log_probabilities(denoiser(tokens, where=masked, intervene=change), mask_id) for change in (None, intervene)
+                _log_probabilities(denoiser(tokens, where=masked, clean=clean, intervene=change), mask_id)
+                for change in (None, intervene)
             )
             total += float(torch.where(old.isneginf(), 0.0, old.exp() * (old - new)).sum())
             n_masked += int(masked.sum())
@@ -179,6 +194,8 @@ def _write(denoiser: Any, ground: Ground, device: torch.device) -> list[Tensor]:
     written = []
     for begin in range(0, len(ground.requests), ground.batch):
         states = start(ground.requests[begin : begin + ground.batch])
+        for state in states:
+            state.leave_cache()
         while any(not state.done for state in states):
             step(states, denoiser, device=device)
         for row, state in zip(gather(states).rows, states, strict=True):

@@ -88,7 +88,8 @@ def analyze(
         n_used = None if forwards is not None else trajectories or _DEFAULT
         check_bos(lm.tokenizer, bos)
         encoded = [encode_prompt(lm.tokenizer, prompt, bos, chat=chat) for prompt in asked or PROMPTS]  # as `sample` does
-        fitted = _fit(plan, encoded, lm.config.context_length, asked is None, n_used, length, steps)
+        room, size = lm.config.context_length, lm.config.block_size
+        fitted = _fit(plan, encoded, room, asked is None, n_used, length, steps, size)
         count = trajectories if forwards is None else -(-forwards // fitted.n_steps)
         fitted = fitted.with_trajectories(count or min(_DEFAULT, fitted.n_different or _DEFAULT))
         captures.append(study.write_capture(path, _capture(lm, fitted, name, model, place)))
@@ -108,10 +109,20 @@ def analyze(
     typer.echo(f"wrote {files['report']}, {', '.join(others)} and figures/")
 
 
-def _fit(plan: Any, prompts: Any, room: int, own: bool, n_used: int | None, length: int | None, steps: int | None) -> Any:
+def _fit(
+    plan: Any,
+    prompts: Any,
+    room: int,
+    own: bool,
+    n_used: int | None,
+    length: int | None,
+    steps: int | None,
+    block_size: int | None,
+) -> Any:
     """Fit the plan to a model: its prompts as tokens and, by default, a length that leaves room for them.
 
-    own: the prompts are the built-in ones, which may be cut. n_used: how many prompts the length must fit; None: all."""
+    own: the prompts are the built-in ones, which may be cut. n_used: how many prompts the length must fit; None: all. block_size:
+    the model's."""
     from dataclasses import replace
 
     from sinkdlm.sampling.unmasking import policy_of
@@ -122,7 +133,9 @@ def _fit(plan: Any, prompts: Any, room: int, own: bool, n_used: int | None, leng
         prompts = [prompt[: max(0, room - length)] for prompt in prompts]
     length = length or max(1, min(LENGTH, room - max(map(len, prompts[:n_used]))))
     policy = plan.policy
-    steps = steps or policy.steps or (None if policy.threshold is not None else max(1, length // 2))
+    block = policy.block or block_size
+    n_blocks = 0 if block is None else -(-length // block) + 1  # at most; each takes a step
+    steps = steps or policy.steps or (None if policy.threshold is not None else max(1, length // 2, n_blocks))
     return replace(plan, prompts=prompts, length=length, policy=policy if steps is None else policy_of(policy, steps=steps))
 
 

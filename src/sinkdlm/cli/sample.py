@@ -27,14 +27,17 @@ def sample(
     seed: Seed = 0,
     config: Sampler = "llada",
     steps: Annotated[int | None, option("Denoising steps; by default one per token.")] = None,
-    block: Annotated[int | None, option("Tokens per block, filled left to right; by default one block, or the model's own.")] = None,
+    block: Annotated[
+        int | None, option("Tokens per block, filled left to right; by default one block, or the model's own.")
+    ] = None,
     temperature: Annotated[float | None, option("Temperature of the draw; by default 0, the most likely token.")] = None,
     top_k: Annotated[int | None, option("Draw from this many of the most likely tokens.")] = None,
     top_p: Annotated[float | None, option("Draw from the most likely tokens that together have this probability.")] = None,
     guidance: Annotated[float | None, option("Weight of classifier-free guidance; by default 0, none.")] = None,
     threshold: Annotated[float | None, option("Commit every token with at least this probability; at least one per step.")] = None,
     cache: Annotated[
-        str | None, option("KV cache: auto, none, exact (block diffusion, the default there); with --block prefix, dual (approximate).")
+        str | None,
+        option("KV cache: auto, none, exact (block diffusion, the default there); with --block prefix, dual (approximate)."),
     ] = None,
     overrides: PolicySet = None,
     stop: Annotated[bool, option("End a text at EOS, or write on.", "--stop/--no-stop")] = True,

@@ -226,7 +226,7 @@ def attention_on_sums(lm: Any, questions: Sequence[str]) -> list[dict[str, float
     """For each layer, with answers masked: attention on the sink, if there is one, and on the most attended token."""
     mask_id = lm.config.mask_id
     tokens = torch.tensor([[*lm.tokenizer.encode(question), *[mask_id] * language.ANSWER] for question in questions])
-    watcher = Watcher()
+    watcher = Watcher(block_size=lm.config.block_size)
     with lm.model.inference():
         lm.model(tokens, observe=watcher)
     found = []

@@ -75,7 +75,10 @@ class Extras(Strict):
     policy: Annotated[str, _named(NAMED)] = "llada"
     steps: int | None = Field(default=None, ge=1, description="Denoising steps; by default one per token.")
     block: int | None = Field(
-        default=None, ge=1, le=_INT64 - 1, description="Tokens per block, filled left to right; in block diffusion a part of its own."
+        default=None,
+        ge=1,
+        le=_INT64 - 1,
+        description="Tokens per block, filled left to right; in block diffusion a part of its own.",
     )
     threshold: float | None = Field(default=None, gt=0, le=1, description="Commit all tokens this probable, at least one per step.")
     guidance: float | None = Field(default=None, ge=-1, le=100, description="Weight of classifier-free guidance; 0: none.")

@@ -131,9 +131,7 @@ def check_room(n_given: int, n_open: int, room: int, cure: str) -> None:
         raise SamplingError(f"prompt of {n_given} tokens and {n_open} to write: the model reads at most {room}; shorten {cure}")
 
 
-def policy_for(
-    tokenizer: Any, policy: Policy, *, stop: bool, until_eos: bool, block_size: int | None = None
-) -> dict[str, Any]:
+def policy_for(tokenizer: Any, policy: Policy, *, stop: bool, until_eos: bool, block_size: int | None = None) -> dict[str, Any]:
     """The policy fields that a tokenizer decides: which token ends a text. A text until EOS is written in blocks.
 
     block_size: of a block-diffusion model, which writes in blocks by itself."""

@@ -125,7 +125,7 @@ def probe(
     lengths = None if batch.lengths is None else batch.lengths.clamp_max(tokens.shape[1])
     own = slice(None) if lengths is None else torch.arange(tokens.shape[1], device=device) < lengths[:, None]  # no padding
     logits = [weight for name, weight in model.named_parameters() if name.endswith("sink_logit")]  # never sharded
-    watcher = Watcher(lengths, logits or None, n_registers=model.config.n_registers)
+    watcher = Watcher(lengths, logits or None, n_registers=model.config.n_registers, block_size=model.config.block_size)
     with precision():
         model(tokens, lengths=lengths, observe=watcher)
     found = []
