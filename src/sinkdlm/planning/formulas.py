@@ -2,8 +2,9 @@
 
 FLOPs of training one token: 6 (N + share * H) + 12 layers width T, where N counts the non-embedding parameters, H the head's, share
 the positions that reach the head (the masked ones: logits exist nowhere else), and the last term is attention's two matmuls over T
-keys, forward and backward. The lane's S tokens a forward, norms, rotary and softmax are left out, as is usual. Where the last layer
-computes only positions that reach the head, its matmuls after attention count for these alone.
+keys, forward and backward. In block diffusion a row is computed twice, noised and clean: N counts twice, and the two copies of a
+token see T + L keys together, L the block size. The lane's S tokens a forward, norms, rotary and softmax are left out, as is usual.
+Where the last layer computes only positions that reach the head, its matmuls after attention count for these alone.
 """
 
 import tomllib
@@ -54,11 +55,21 @@ def head_chunk(vocab_size: int) -> int:
 def training_flops(config: ModelConfig, length: int, scored_share: float = 0.5, *, ends_early: bool = False) -> float:
     """Count the FLOPs of one token in a row of `length`, forward and backward. scored_share: share of positions that reach the
     head, half with uniform t. ends_early: after attention, the last layer computes only these."""
-    width = config.d_model
-    dense = config.count_parameters().non_embedding + scored_share * config.vocab_size * width
+    width, copies = config.d_model, copies_of(config, length)
+    dense = copies * config.count_parameters().non_embedding + scored_share * config.vocab_size * width
     if ends_early:  # one layer's matmuls after attention, the gate's among them
-        dense -= (1 - scored_share) * width * (width + config.gate_width + 3 * config.d_ff)
-    return 6 * dense + 12 * config.n_layers * width * length
+        dense -= (copies - scored_share) * width * (width + config.gate_width + 3 * config.d_ff)
+    return 6 * dense + 12 * config.n_layers * width * keys_of(config, length)
+
+
+def copies_of(config: ModelConfig, length: int) -> int:
+    """Return how often a row of `length` is computed in a forward: noised and clean in block diffusion."""
+    return 2 if config.block_size is not None and config.block_size < length else 1
+
+
+def keys_of(config: ModelConfig, length: int) -> int:
+    """Return the keys that a token's copies see together, on average over the row."""
+    return length + (config.block_size or 0) * (copies_of(config, length) - 1)
 
 
 def budget_steps(train: TrainSection, config: ModelConfig, length: int, n_rows: int) -> int:
@@ -180,6 +191,7 @@ def training_memory(
     weight = 8 if train.precision == "float64" else 4
     unit = _BYTES[train.precision]
     tokens = micro_batch * recipe.data.length
+    computed = tokens * copies_of(config, recipe.data.length)
     count, alone = config.count_parameters(), layout.ranks == 1
     part = -(-count.total // layout.shards) * weight
     kept = kept_by_block(config, unit, train.compile != "none" if compiled is None else compiled, train.residual)
@@ -190,16 +202,16 @@ def training_memory(
     gathered = weight * (count.embedding + count.head) if layout.shards > 1 else 0
     travelling = 0 if alone else count.non_embedding // config.n_layers * (4 * unit + weight)
     # With recomputation, the backward first computes what the block would have kept.
-    again = tokens * (kept["none"] - kept[train.recompute])
+    again = computed * (kept["none"] - kept[train.recompute])
     return Memory(
         weights=part,
         gradients=part,
         optimizer=2 * part,
         ema=part if train.ema is not None else 0,
         copies=cast if alone else gathered,
-        activations=tokens * config.n_layers * kept[train.recompute],
+        activations=computed * config.n_layers * kept[train.recompute],
         head=logits + config.vocab_size * config.d_model * (4 + unit) + 2 * tokens * config.d_model * 4,
-        backward=again + tokens * unit * (config.d_ff + 3 * config.d_model) + travelling,
+        backward=again + computed * unit * (config.d_ff + 3 * config.d_model) + travelling,
         accumulates=accumulates,
     )
 

@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def flops_per_token(self) -> float:
-        return training_flops(self.recipe.model, self.recipe.data.length)
+        return training_flops(self.recipe.model, self.recipe.data.length) * (1 + self.recipe.blocks.complementary)
 
     @property
     def hours(self) -> float | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sinkdlm.config.recipe import Recipe
-from sinkdlm.planning.formulas import Chip, Layout, kept_by_block
+from sinkdlm.planning.formulas import Chip, Layout, copies_of, kept_by_block, keys_of
 
 CALIBRATION = Path(__file__).parent / "calibration.json"
 HOST_RANKS = 8  # devices of a host, joined by the chip's own link
@@ -70,16 +70,17 @@ def step_seconds(
     """Estimate one rank's step: its rows cut into so many forwards, in bf16 with compiled blocks, and one update."""
     fit, config, layout = constants or fitted(), recipe.model, layout or Layout()
     count, length = config.count_parameters(), recipe.data.length
-    tokens = rows * length
+    tokens = rows * length * (1 + recipe.blocks.complementary)
+    computed = tokens * copies_of(config, length)
     # A forward is a third of the work. Full recomputation repeats all of it, selective all but matmuls and attention.
     again, rewritten = {"full": (4 / 3, 4 / 3), "selective": (1, 4 / 3), "none": (1, 1)}[recipe.train.recompute]
-    channels = tokens * config.n_layers * config.d_model
+    channels = computed * config.n_layers * config.d_model
     kept = kept_by_block(config, 2, compiled=True, residual=recipe.train.residual)["none"]
-    traffic = fit.passes * tokens * config.n_layers * kept * rewritten + fit.lane * channels * config.n_lane
+    traffic = fit.passes * computed * config.n_layers * kept * rewritten + fit.lane * channels * config.n_lane
     captured = layout == Layout() and recipe.train.graphs != "off"  # where the host would be the limit
     return Seconds(
-        matmuls=6 * tokens * count.non_embedding * again / (fit.matmuls * chip.flops),
-        attention=12 * channels * length * again / (fit.attention * chip.flops),
+        matmuls=6 * computed * count.non_embedding * again / (fit.matmuls * chip.flops),
+        attention=12 * tokens * config.n_layers * config.d_model * keys_of(config, length) * again / (fit.attention * chip.flops),
         elementwise=(traffic + _ROUNDING_BYTES * forwards * count.non_embedding) / chip.bandwidth,
         head=head_seconds(_SCORED * tokens, config.d_model, config.vocab_size, chip, fit),
         update=_UPDATE_BYTES * count.total / layout.shards / chip.bandwidth,

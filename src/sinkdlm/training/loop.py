@@ -286,8 +286,9 @@ class Trainer:
     def _report(self, result: StepResult, lr: float, seconds: float, waited: float) -> None:
         """seconds: of the whole step, the wait for its rows included."""
         tokens = self._tokens(1)
-        given = (self.recipe.model, self.recipe.data.length, result.n_masked / tokens)
-        flops = tokens * training_flops(*given, ends_early=self.way.ends_early) / self.world.size
+        halves = 1 + self.recipe.blocks.complementary
+        given = (self.recipe.model, self.recipe.data.length, result.n_masked / tokens / halves)
+        flops = halves * tokens * training_flops(*given, ends_early=self.way.ends_early) / self.world.size
         timing: dict[str, Any] = {
             "seconds": seconds,
             "data_seconds": waited,
