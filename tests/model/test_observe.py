@@ -9,7 +9,7 @@ from sinkdlm.fast import compile_blocks
 from sinkdlm.model import observe
 from sinkdlm.model.attention import attend_naive
 from sinkdlm.model.observe import Watcher, summarize
-from small_models import small_model, small_tokens
+from small_models import VARIANTS, small_model, small_tokens
 
 
 def from_full_maps(q, k, v, sink_k, sink_v, lengths=None, sink_logit=None):
@@ -124,3 +124,37 @@ def test_a_watched_forward_of_compiled_blocks_runs_as_it_is_written(monkeypatch)
         assert not graphs
         assert torch.equal(model(tokens), watched)
     assert graphs
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 24])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["vanilla", "sink", "sinks-4", "sink-zero", "logit", "parent"])
+def test_blocks_are_seen_as_the_model_sees_them(name, padded, chunk, monkeypatch):
+    """Against whole maps under the model's own mask; what a key receives is the mean over the queries that see it."""
+    monkeypatch.setattr(observe, "_CHUNK_WEIGHTS", chunk)
+    model = small_model(**VARIANTS[name], block_size=4)
+    lengths = torch.tensor([11, 7, 4]) if padded else None
+    seen = []
+    logits = [block.attention.sink_logit for block in model.blocks] if model.config.has_sink_logit else None
+    watcher = Watcher(lengths, logits, block_size=4)
+    with torch.no_grad():
+        model(small_tokens(3, 11), lengths=lengths, observe=watcher, intervene=lambda _, one: seen.append(one) or one)
+    assert len(seen) == len(watcher.layers) == 3
+    for found, one in zip(watcher.layers, seen, strict=True):
+        out, weights = attend_naive(*one[:5], sink_logit=one.sink_logit, visible=one.visible)
+        visible = one.visible.expand(3, 1, 11, 11)[:, 0]
+        for row in range(3):
+            n = 11 if lengths is None else int(lengths[row])
+            maps = weights[row, :, :n]
+            n_sinks = maps.shape[-1] - 11
+            for key in range(n):
+                chosen = visible[row, :n, key]
+                torch.testing.assert_close(found.received[row, :, key], maps[:, chosen, n_sinks + key].mean(1))
+                assert chosen.tolist() == [query // 4 >= key // 4 for query in range(n)]
+            assert not found.received[row, :, n:].any()
+            outside = 1 - maps.sum(-1)
+            expected = outside.mean(1)[:, None] if logits else maps[..., :n_sinks].mean(1)
+            torch.testing.assert_close(found.sink_received[row], expected)
+            entropy = torch.special.entr(maps).sum(-1) + (torch.special.entr(outside) if logits else 0)
+            torch.testing.assert_close(found.entropy[row], entropy.mean(1))
+            torch.testing.assert_close(found.output_norm[row], out[row, :, :n].norm(dim=-1).mean(1))

@@ -94,25 +94,36 @@ def _move(config: Any, where: str, _: int, seen: Seen) -> Seen:
 
 
 def _ban(model: DiffusionLM, threshold: float, _: int, seen: Seen) -> Seen:
-    """In each head, hide the content token that receives most from all queries, if it receives more than the threshold."""
+    """In each head, hide the content token that receives most from all queries, if it receives more than the threshold. In block
+    diffusion, hide from each block the token that receives most from it."""
     n, visible = model.config.n_registers, seen.visible
     content = _content(visible, seen.q.shape[0]) if isinstance(visible, Tensor) else None
-    in_blocks = content is not None and visible.shape[2] > 1
-    how: dict[str, Any] = {"sink_logit": seen.sink_logit}
-    if content is not None:
-        how |= {"visible": visible} if in_blocks else {"lengths": content.sum(-1) - n}
     sinks = (seen.k[:, :, :n], seen.v[:, :, :n]) if n else (seen.sink_k, seen.sink_v)
-    found = summarize(seen.q[:, :, n:], seen.k[:, :, n:], seen.v[:, :, n:], *sinks, **how).received  # (B, H, T)
-    if content is not None and in_blocks:
-        found = found * content.repeat(1, found.shape[2] // content.shape[1])[:, None]
-    most = found.max(-1, keepdim=True)
-    banned = torch.zeros_like(found, dtype=torch.bool).scatter(-1, most.indices, most.values > threshold)
+    find = partial(summarize, k=seen.k[:, :, n:], v=seen.v[:, :, n:], sink_k=sinks[0], sink_v=sinks[1], sink_logit=seen.sink_logit)
+    if content is None or visible.shape[2] == 1:
+        lengths = None if content is None else content.sum(-1) - n
+        banned = _top(find(seen.q[:, :, n:], lengths=lengths).received, threshold)[:, :, None]  # (B, H, 1, T)
+    else:
+        n_tokens, n_keys = content.shape[1], visible.shape[2]
+        inside, size = content.repeat(1, n_keys // n_tokens)[:, None], model.config.block_size or n_tokens
+        starts = [(copy, start) for copy in range(0, n_keys, n_tokens) for start in range(0, n_tokens, size)]
+        parts = []
+        for block in (slice(copy + start, copy + min(start + size, n_tokens)) for copy, start in starts):
+            received = find(seen.q[:, :, block], visible=visible[:, :, block]).received * inside
+            parts.append(_top(received, threshold)[:, :, None].expand(-1, -1, block.stop - block.start, -1))
+        banned = torch.cat(parts, dim=2)  # (B, H, T, T)
     if not banned.any():
         return seen
-    left = _and(visible, ~torch.nn.functional.pad(banned, (n, 0))[:, :, None])
+    left = _and(visible, ~torch.nn.functional.pad(banned, (n, 0)))
     if not n and seen.sink_k is None and seen.sink_logit is None:  # a query that sees one token has nothing else to attend to
         left = torch.where(left.any(-1, keepdim=True), left, torch.ones_like(left) if visible is None else visible)
     return seen._replace(visible=left)
+
+
+def _top(received: Tensor, threshold: float) -> Tensor:
+    """(B, H, L) bool: the token that receives most, if that is above the threshold."""
+    most = received.max(-1, keepdim=True)
+    return torch.zeros_like(received, dtype=torch.bool).scatter(-1, most.indices, most.values > threshold)
 
 
 def _and(visible: Any, also: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ def study(
         recording, omitted["a recording"] = None, str(refused)
     if len(maps) < len(plan.maps):
         omitted["maps of later steps"] = f"the first trajectory stopped after step {seen.first.n_steps - 1}"
-    policy = {key: value for key, value in asdict(plan.policy).items() if value is not None}
+    policy = {key: value for key, value in asdict(plan.policy).items() if value is not None} | {"cache": "none"}
     inputs = {"shares": list(plan.shares)} if plan.shares else {"policy": policy, "length": plan.length}
     settings = {"inputs": "noise" if plan.shares else "trajectories", **inputs, "steps": plan.n_steps, "seed": plan.seed}
     about = {"format": FORMAT, "version": VERSION, "name": name, "source": source, "model": lm.config.to_dict()}

@@ -112,7 +112,7 @@ class Served:
             for _ in range(n):
                 rows.append(Request(canvas, policy, mask_id, seed, len(rows), **how))
                 transcripts.append(Transcript(tokenizer, head, policy.eos_id, body.stops, text))
-        return Order(rows, transcripts, policy, seed, sum(len(head) + len(tail) for head in heads))
+        return Order(rows, transcripts, rows[0].policy, seed, sum(len(head) + len(tail) for head in heads))
 
     def _policy(self, body: CompletionRequest | ChatRequest) -> Policy:
         extras = body.sinkdlm

@@ -282,7 +282,7 @@ def write(lm: Any, job: Job, policy: Policy, *, watch: bool = False, world: Any 
     return {
         "seed": job.seed,
         "steps": max(sample["steps"] for sample, _ in found),
-        "policy": asdict(policy),
+        "policy": asdict(requests[0].policy),
         "timing": {"seconds": seconds, "tokens": written, "tokens_per_second": written / seconds},
         "samples": [sample for sample, _ in found],
     }
