@@ -109,8 +109,9 @@ class Watched(Denoiser):
         rows = []
         for row, size in enumerate(sizes):
             found = {name: x[row][..., :size] if name in _PER_TOKEN else x[row] for name, x in columns.items()}
-            for name in _MEASURED if self.reached is not None else ():
-                found[name][..., self.reached[row] :] = np.nan
+            if self.reached is not None:
+                for name in _MEASURED:
+                    found[name][..., self.reached[row] :] = np.nan
             rows.append({**found, "tokens": seen[row, :size].astype(np.int32)})
         return rows
 

@@ -1,8 +1,8 @@
 """Attention statistics of a layer: attention received by keys and sinks, entropy, value norms, output bounds.
 
 They are computed from the inputs of attention (the model's `observe`), a chunk of queries at a time, so that no full attention map
-is ever held. Used in training and by the analysis; knows no model, tokenizer or file. In block
-diffusion a token sees its own block and those before it; observers do not receive that mask, so it is applied here again.
+is ever held. In block diffusion a token sees its own block and those before it: observers do not receive that mask, so it is
+applied again here. Used in training and by the analysis; knows no model, tokenizer or file.
 
 B batch, T queries, S sinks, L content keys, H query heads, K key/value heads, D head width.
 """
@@ -71,8 +71,8 @@ def summarize(
     lengths: Tensor | None = None,
     visible: Tensor | None = None,
 ) -> AttentionStatistics:
-    """Compute one layer's statistics. Shapes as in attention.py; lengths (B,): rows are padded on the right; visible: a mask of all
-    queries, as of `see_blocks`."""
+    """Compute one layer's statistics. Shapes as in attention.py; lengths (B,): rows are padded on the right; visible: as made by
+    `see_blocks`."""
     batch, heads, queries, _ = q.shape
     n_keys, n_sinks = k.shape[2], 0 if sink_k is None else sink_k.shape[2]
     precise = torch.promote_types(q.dtype, torch.float32)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from typing import Any
 
 from sinkdlm import __version__
 from sinkdlm.analysis.kinds import kind_finder
@@ -103,7 +104,7 @@ class Served:
             raise SamplingError(f"n = {n}: this server writes at most {self.limits.n} texts per prompt, {self.limits.rows} in all")
         policy = self._policy(body)
         seed = secrets.randbits(63) if body.seed is None else body.seed
-        how = {"grow": body.sinkdlm.until_eos, "block_size": config.block_size}
+        how: dict[str, Any] = {"grow": body.sinkdlm.until_eos, "block_size": config.block_size}
         rows: list[Request] = []
         transcripts: list[Transcript] = []
         for head in heads:
@@ -121,7 +122,11 @@ class Served:
         if body.temperature == 0 and not policy_of(extras.policy).tempered:
             options.pop("top_p", None)  # clients send both by habit; at temperature 0 top_p changes nothing
         policy = policy_of(extras.policy, **options)
-        ends = {"stop": not extras.ignore_eos, "until_eos": extras.until_eos, "block_size": self.lm.config.block_size}
+        ends: dict[str, Any] = {
+            "stop": not extras.ignore_eos,
+            "until_eos": extras.until_eos,
+            "block_size": self.lm.config.block_size,
+        }
         policy = policy_of(policy, **policy_for(self.lm.tokenizer, policy, **ends))
         if policy.steps is not None and policy.steps > self.limits.steps:
             raise SamplingError(f"steps = {policy.steps}: this server takes at most {self.limits.steps}")

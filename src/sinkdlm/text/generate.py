@@ -171,8 +171,8 @@ class Watched(Denoiser):
             config, counted = self.model.config, lengths
             if self.reached is not None:
                 counted = torch.full((len(tokens),), self.reached, device=tokens.device)
-            how = {"n_registers": config.n_registers, "block_size": config.block_size}
-            facts["observe"] = self.seen = Watcher(counted, logits or None, **how)
+            self.seen = Watcher(counted, logits or None, n_registers=config.n_registers, block_size=config.block_size)
+            facts["observe"] = self.seen
         return super().__call__(tokens, lengths=lengths, where=where, cache=cache, **facts)
 
     def attention(self) -> tuple[float | None, int, float]:
