@@ -32,9 +32,9 @@ _DIGITS = 6  # significant, of sampled norms in a file
 class Trajectory:
     """One row from masks to text, or one text under several noise levels: each forward is a step.
 
-    Received attention of key j in a head is the mean of A[q, j] over the row's queries that see it. A content sink by the absolute rule (Gu et
-    al.) receives more than a threshold; by the relative rule (Rulli et al.) its column sum, T times what it receives, exceeds the
-    mean column sum of the other tokens by a margin. Statistics that a forward did not yield are NaN.
+    Received attention of key j in a head is the mean of A[q, j] over the row's queries that see it. A content sink by the absolute
+    rule (Gu et al.) receives more than a threshold; by the relative rule (Rulli et al.) its column sum, T times what it receives,
+    exceeds the mean column sum of the other tokens by a margin. Statistics that a forward did not yield are NaN.
     """
 
     number: int  # index within the capture; with the seed, the key of its noise
