@@ -10,7 +10,7 @@ from sinkdlm.config.shipped import RECIPES
 from sinkdlm.planning.formulas import budget_steps
 
 PATHS = sorted(path for path in RECIPES.glob("*/*.toml") if path.parent.name != "parts")
-SCALES = {"paper": 22, "small": 16, "nano": 10, "laptop": 2}
+SCALES = {"paper": 22, "small": 22, "nano": 12, "laptop": 2}
 
 
 def test_every_run_of_the_paper_has_a_recipe():

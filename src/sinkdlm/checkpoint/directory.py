@@ -233,8 +233,11 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _config_fingerprint(fields: Mapping[str, Any]) -> str:
-    """Hash the fields as the file has them: a field that ModelConfig gains later does not change an old checkpoint's hash."""
-    own = {key: value for key, value in fields.items() if key not in _TRANSFORMERS_KEYS}
+    """Hash the fields as the file has them: a field that ModelConfig gains later does not change an old checkpoint's hash.
+
+    Fields that are not set do not count: transformers leaves them out.
+    """
+    own = {key: value for key, value in fields.items() if key not in _TRANSFORMERS_KEYS and value is not None}
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
 
 

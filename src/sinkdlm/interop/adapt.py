@@ -22,7 +22,17 @@ from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of
 from sinkdlm.model.model import DiffusionLM, draw_normal
 
 SHAPE_KEYS = ("n_heads", "n_kv_heads")
-FREE_KEYS = ("mask_id", "context_length", "shift_logits", "n_sinks", "sink_kind", "sink_position", "sink_value", "gate")
+FREE_KEYS = (
+    "mask_id",
+    "context_length",
+    "shift_logits",
+    "block_size",
+    "n_sinks",
+    "sink_kind",
+    "sink_position",
+    "sink_value",
+    "gate",
+)
 _LITTLE = 0.02  # noise of new rows, as a share of the table's spread: enough for equal sinks to diverge
 
 SinkInit = Literal["mean", "normal"]
