@@ -3,6 +3,7 @@
 Lays out what findings and figures give. Measures nothing.
 """
 
+import html
 import json
 import re
 import shlex
@@ -128,7 +129,7 @@ class Report:
 
         own = resources.files("sinkdlm.analysis")
         environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-        plates = [(name, plate, Markup(_inline(name, plate))) for name, plate in drawn.items()]
+        plates = [Markup(picture(name, plate)) for name, plate in drawn.items()]
         return environment.from_string(own.joinpath("report.html.jinja").read_text(encoding="utf-8")).render(
             report=self,
             inspect=_INSPECT if self.recording() else None,
@@ -210,19 +211,20 @@ def _lede(captures: Sequence[Capture]) -> str:
     return f"{'; '.join(parts)}. A content sink is a token of the text that receives more than {threshold} of a head's attention."
 
 
-def _inline(name: str, plate: figures.Plate) -> str:
-    """An SVG to inline in a page: no XML head, sized by the page, with ids that no other figure of the page has."""
-    from markupsafe import escape
-
+def picture(name: str, plate: figures.Plate) -> str:
+    """HTML of a figure: an SVG without XML head, sized by the page, with ids that no other figure of the page has."""
+    caption = html.escape(plate.caption)
     if plate.figure is None:
-        return ""
+        return f'<p class="absent">Not drawn. {caption}</p>\n'
     head, rest = plate.svg[plate.svg.index("<svg") :].split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
     rest = re.sub(r"<metadata>.*?</metadata>", "", rest, flags=re.DOTALL)
     rest = re.sub(r'id="image[^"]*"', "", rest)  # nothing refers to them, and equal colour bars share one
     prefix = re.sub(r"[^\w.-]", "_", name)
     rest = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}-", rest)
-    return f'{head} role="img" aria-label="{escape(plate.caption)}">{rest}'
+    box = f'<div class="drawn" tabindex="0"><div style="--natural: {plate.figure.get_figwidth()}in">'
+    svg = f'{head} role="img" aria-label="{caption}">{rest}'
+    return f'<figure id="{html.escape(name)}">\n{box}{svg}</div></div>\n<figcaption>{caption}</figcaption>\n</figure>\n'
 
 
 def _intervention_grid(capture: Capture) -> Grid:
