@@ -35,21 +35,22 @@ resource.setrlimit(resource.RLIMIT_NOFILE, ({FILES}, {FILES}))
 os.dup2(os.open(os.environ["LOG"], os.O_WRONLY | os.O_CREAT, 0o600), 2)
 cli.main()
 """
-# Ask for /health until stdin closes. For each time: seconds until the answer, then without those that the thread of the server's
-# loop waited for a core.
+# Ask for /health until stdin closes. For each time: seconds until the answer; those that the thread of the server's loop did not
+# wait for a core; those that it had one.
 ASK = """
 import select, socket, sys, time
-def waited():
-    return int(open(f"/proc/{sys.argv[1]}/task/{sys.argv[1]}/schedstat").read().split()[1]) / 1e9
+def times():
+    return [int(word) / 1e9 for word in open(f"/proc/{sys.argv[1]}/task/{sys.argv[1]}/schedstat").read().split()[:2]]
 while not select.select([sys.stdin], [], [], 0.1)[0]:
-    began, before, found = time.monotonic(), waited(), b""
+    began, (worked, waited), found = time.monotonic(), times(), b""
     with socket.create_connection((sys.argv[2], int(sys.argv[3])), 120) as client:
         client.sendall(b"GET /health HTTP/1.1\\r\\nhost: 127.0.0.1\\r\\nconnection: close\\r\\n\\r\\n")
         while part := client.recv(1 << 16):
             found += part
     seconds = time.monotonic() - began
     assert b'"ok"' in found, found
-    print(seconds, seconds - waited() + before, flush=True)
+    now = times()
+    print(seconds, seconds - (now[1] - waited), now[0] - worked, flush=True)
 """
 STREAM = {"model": "nano", "prompt": "tom ", "max_tokens": 120, "n": 16, "stream": True}
 STREAM["sinkdlm"] = {"frames": True, "ignore_eos": True}
@@ -343,7 +344,7 @@ def megabytes(pid: int) -> float:
 
 
 @contextmanager
-def asking(process: Process) -> Iterator[list[tuple[float, float]]]:
+def asking(process: Process) -> Iterator[list[tuple[float, ...]]]:
     """Another process asks for /health: threads of this one would wait for each other."""
     address, found = urlsplit(process.url), []
     command = [sys.executable, "-c", ASK, str(process.popen.pid), str(address.hostname), str(address.port)]
@@ -358,7 +359,7 @@ def asking(process: Process) -> Iterator[list[tuple[float, float]]]:
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="asks Linux for a process's memory and waits")
 def test_a_soak_of_idle_clients_shuts_nobody_out(tmp_path):
     """On a machine whose cores are busy elsewhere, too: their share of a delay is left out."""
-    seconds, most = float(os.environ.get("SINKDLM_SOAK_SECONDS", 6)), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    seconds, most = float(os.environ.get("SINKDLM_SOAK_SECONDS", 5)), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     n_silent, log = min(400, most // 2), tmp_path / "log"
     given = {"program": ("-c", LIMITED), "LOG": str(log)}
     with server(nano_checkpoint(tmp_path), "--timeout", "5", **given) as process:
@@ -382,13 +383,13 @@ def test_a_soak_of_idle_clients_shuts_nobody_out(tmp_path):
         status = process.popen.wait(SECONDS)
         ended = time.monotonic() - began
         last.end()
-    waits, delays = sorted(wait for wait, _ in asked), sorted(delay for _, delay in asked)
+    waits, delays, works = map(sorted, zip(*asked, strict=True))
     figures = f"/health {waits[-1]:.2f} s at most of {len(waits)}, {waits[len(waits) // 2]:.2f} s median"
-    figures += f"; without other processes {delays[-1]:.2f} s at most; {soak.statuses}"
+    figures += f"; without other processes {delays[-1]:.2f} s; in it the loop worked {works[-1]:.2f} s at most; {soak.statuses}"
     sys.stderr.write(f"{figures}; {before:.0f}, {during:.0f}, {after:.0f} MB; ended in {ended:.1f} s\n")
-    assert delays[-1] < 3  # now and then the thread that holds Python's lock waits for a core, too
-    assert len(delays) >= 3
-    assert delays[-2] < 1
+    assert works[-1] < 1
+    assert delays[len(delays) // 2] < 1
+    assert delays[-1] < 5  # now and then the thread that holds Python's lock waits for a core, too
     assert set(soak.statuses) == {b"400"}
     assert after - before < 50
     assert status == 0
