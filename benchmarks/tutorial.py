@@ -74,8 +74,9 @@ def ask(run: Run) -> dict[str, int]:
 
 
 def _run(words: list[str]) -> str:
-    both = {"stderr": subprocess.STDOUT} if words[0] == "train" else {}  # which tells its steps there
-    return subprocess.run([sys.executable, "-m", "sinkdlm", *words], check=True, stdout=subprocess.PIPE, text=True, **both).stdout
+    said = subprocess.STDOUT if words[0] == "train" else None  # training tells its steps there
+    done = subprocess.run([sys.executable, "-m", "sinkdlm", *words], check=True, stdout=subprocess.PIPE, stderr=said, text=True)
+    return done.stdout
 
 
 def main() -> None:

@@ -208,9 +208,8 @@ def test_the_tutorial_on_adapting_runs_as_it_is_written(home):
         home / "my-llama"
     )
     character_tokenizer().save_pretrained(home / "my-llama")
-    assert (
-        follow(DOCS / "tutorials" / "adapt.md", extra={"train": ["--set", "eval.draws=4"], "analyze": ["--no-interventions"]}) == 8
-    )
+    less = [f"--set={change}" for change in ("data.length=32", "train.tokens=4096", "train.batch=8", "eval.draws=4")]
+    assert follow(DOCS / "tutorials" / "adapt.md", extra={"train": less, "analyze": ["--no-interventions"]}) == 8
     adapted, vanilla = load("runs/adapt/model"), load("runs/adapt-vanilla/model")
     assert (adapted.config.n_sinks, vanilla.config.n_sinks) == (1, 0)
     assert adapted.provenance["parent"]["path"].endswith("my-llama")
