@@ -124,18 +124,14 @@ class Report:
         return {"shown": figures.figure3(shown["captures"])._replace(caption=shown["caption"])}
 
     def page(self, drawn: Mapping[str, figures.Plate]) -> str:
-        from jinja2 import Environment, StrictUndefined
-        from markupsafe import Markup
-
-        own = resources.files("sinkdlm.analysis")
-        environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-        plates = [Markup(picture(name, plate)) for name, plate in drawn.items()]
-        return environment.from_string(own.joinpath("report.html.jinja").read_text(encoding="utf-8")).render(
+        names = list(drawn)
+        return render(
+            "report",
             report=self,
             inspect=_INSPECT if self.recording() else None,
-            style=Markup(style()),
-            first=plates[:_N_FIRST],
-            more=plates[_N_FIRST:],
+            plates=drawn,
+            first=names[:_N_FIRST],
+            more=names[_N_FIRST:],
             tables=self._grids(),
             quoted=quoted,
             glossary=_GLOSSARY,
@@ -198,6 +194,17 @@ def _versus(comparison: Comparison, word: str) -> str:
 def style() -> str:
     """The style sheet of all reports."""
     return resources.files("sinkdlm.analysis").joinpath("report.css").read_text(encoding="utf-8")
+
+
+def render(template: str, *, plates: Mapping[str, figures.Plate], **values: Any) -> str:
+    """A page from a template of this folder, which gets its figures as HTML."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    text = resources.files("sinkdlm.analysis").joinpath(f"{template}.html.jinja").read_text(encoding="utf-8")
+    pictures = {name: Markup(picture(name, plate)) for name, plate in plates.items()}
+    return environment.from_string(text).render(style=Markup(style()), pictures=pictures, **values)
 
 
 def _lede(captures: Sequence[Capture]) -> str:
