@@ -273,8 +273,13 @@ def test_every_page_opens_and_fits_a_phone(tmp_path):
             links[path.as_uri()] = set(
                 page.evaluate("[...document.querySelectorAll('article a[href], nav a[href]')].map(a => a.href)")
             )
+        axe = pytest.importorskip("axe_playwright_python")
+        page.goto((tmp_path / "index.html").as_uri())
+        page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
+        faults = page.evaluate("axe.run(document, {preload: false}).then(found => found.violations.map(one => one.id))")
         browser.close()
     assert said == []
+    assert faults == []
     assert sum(map(len, links.values())) > 1000
     ids = {path.as_uri(): set(re.findall(r'\bid="([^"]+)"', path.read_text())) for path in pages}
     for place, found in links.items():
