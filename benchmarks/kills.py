@@ -103,7 +103,8 @@ def start(recipe: Path, out: Path, ranks: int = 1, restarts: int = 0) -> subproc
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, env=environment)
 
 
-_PRELOADED = ["sinkdlm.cli.app", "sinkdlm.training.loop", "torch._dynamo"]  # sharding imports the last one
+# Sharding imports the last two, and so does a state.
+_PRELOADED = ["sinkdlm.cli.app", "sinkdlm.training.loop", "torch._dynamo", "torch.distributed.checkpoint"]
 
 
 class Fork:

@@ -1,4 +1,4 @@
-"""Fills docs/benchmarks.md and docs/tutorials/laptop.md from the records, docs/howto/plan.md from the recipes: make docs-benchmarks
+"""Fills docs/benchmarks.md and the tutorials from the records, docs/howto/plan.md from the recipes: make docs-benchmarks
 
 The pages' prose is kept by hand. Each record has a part of its own on the page, named like its file; a new one needs its markers
 and a sentence there. benchmarks/plots.py draws the pictures.
@@ -16,6 +16,7 @@ from benchmarks.marked import fill
 from benchmarks.measuring import RESULTS
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.config.shipped import RECIPES
+from sinkdlm.evals.paper import paper_row
 from sinkdlm.planning.plan import Machine, Plan, make_plan
 from sinkdlm.planning.step_time import calibration
 
@@ -23,6 +24,8 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 PLAN_PAGE = ROOT / "docs" / "howto" / "plan.md"
 LAPTOP_PAGE = ROOT / "docs" / "tutorials" / "laptop.md"
+TUTORIAL_PAGE = ROOT / "docs" / "tutorial.md"
+ADAPT_PAGE, GSM8K_PAGE = (ROOT / "docs" / "tutorials" / name for name in ("adapt.md", "gsm8k.md"))
 _KERNELS, _NAME = 8, 70  # of a profile: kernels shown, characters of a name
 _SHOWN = "16x2048x10x10x128"  # shape whose attention kernels are shown
 _SFT_ROWS = 769_240  # examples an epoch of the paper's SFT
@@ -436,14 +439,84 @@ def title(book: str) -> str:
     return book.replace("-", " ").title().replace("Moby Dick", "Moby-Dick")
 
 
+# -- tutorials -------------------------------------------------------------------------------------------------------------------
+
+
+def tutorial_text() -> str:
+    """What the tutorial's commands print, as recorded."""
+    (entry,) = (one for one in read_results().values() if one["benchmark"] == "tutorial")
+    figures = entry["figures"]
+    asked = figures["answers"]
+
+    def of(part: str, command: str) -> Any:
+        """Of the first command that begins so."""
+        return next(value for words, value in figures[part].items() if words.startswith(command))
+
+    ends = {run: list(losses.values())[-1] for run, losses in figures["validation"].items()}
+    threads = entry["settings"]["threads"]
+    cores = f"{threads} core{'s' if threads > 1 else ''} of a busy {entry['hardware']['machine']} machine"
+    example, trained, written, answered = (
+        f"```text\n{of('printed', words)}\n```"
+        for words in ("data example", "train mine.toml", "sample runs/mine/model", "sample runs/sft-nano-sink")
+    )
+    took, tuning = (f"{of('seconds', command):.0f} s" for command in ("train mine.toml", "train sft-nano-sink"))
+    trained += f"\n\nThis took {took} on {cores}. The loss is in nats a character."
+    written += (
+        "\n\nThe model knows letters, words and the forms of sentences. Sums and counts take longer. With four times the tokens "
+        f"(`--set train.steps=4400` in another `--out`) validation falls from {ends['mine']:.2f} to {ends['long']:.2f}."
+    )
+    answered += (
+        f"\n\nFine-tuning took {tuning}. Of {asked['asked']} questions, {asked['formed']} got an answer of this form and "
+        f"{asked['right']} the right one: this small model has not learned to add."
+    )
+    parts = {"example": example, "train": trained, "sample": written, "answers": answered}
+    return fill(TUTORIAL_PAGE.read_text(encoding="utf-8"), parts)
+
+
+def adapt_text() -> str:
+    """Loss and attention on the sink while SmolLM2-135M is adapted, with the minutes that its recorded speed gives."""
+    figures = read_results()[f"train-smollm2-135m-sink{_GPU}"]["figures"]
+    each, speed = figures["tokens"] / figures["steps"], figures["tokens_per_second"]["p50"]
+    rows = []
+    for seen, probe in zip(figures["validation"], figures["probe"], strict=True):
+        shares = sorted(layer["sink_share"] for layer in probe["layers"])
+        tokens = seen["step"] * each
+        cells = [f"{tokens / speed / 60:.1f}", f"{seen['loss']:.2f} ± {seen['stderr']:.2f}"]
+        cells += [f"{sum(shares) / len(shares):.0%}", f"{shares[-1]:.0%}"]
+        rows.append([f"{tokens / 1e6:.0f}M", *cells])
+    head = ["tokens", "minutes", "validation, nats a token", "attention on the sink, mean over layers", "in the strongest layer"]
+    return fill(ADAPT_PAGE.read_text(encoding="utf-8"), {"record": table(head, rows)})
+
+
+def gsm8k_text() -> str:
+    """What fine-tuned models of the reproduction got right, beside the paper's."""
+    runs = [json.loads(path.read_text()) for path in sorted((RESULTS / "reproduction").glob("sft-*-s*.json"))]
+    right = [run["outcomes"]["gsm8k_two_stage.exact_match"] for run in runs]
+    shares, minutes = (
+        [f"{pick(values):.{digits}f}" for pick in (min, max)]
+        for values, digits in (([100 * one["value"] for one in right], 1), ([run["seconds"]["train"] / 60 for run in runs], 1))
+    )
+    (steps,), (asked,) = {run["steps"] for run in runs}, {one["n"] for one in right}
+    text = (
+        f"{len(runs)} fine-tunings of SmolLM2-135M, {steps} steps each, took {' to '.join(minutes)} minutes on one H200 and got "
+        f"{' to '.join(shares)} % of {asked} questions right ([reproduction](../reproduction.md#gsm8k-after-fine-tuning)). "
+        f"The paper's 0.5B model with a sink gets {100 * paper_row('table1:0.5b:sink')['gsm8k']:.1f} %."
+    )
+    return fill(GSM8K_PAGE.read_text(encoding="utf-8"), {"record": text})
+
+
+MADE = {LAPTOP_PAGE: laptop_text, TUTORIAL_PAGE: tutorial_text, ADAPT_PAGE: adapt_text, GSM8K_PAGE: gsm8k_text}
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     from benchmarks.plots import draw
 
     PAGE.write_text(page_text(), encoding="utf-8")
     PLAN_PAGE.write_text(plan_text(), encoding="utf-8")
-    LAPTOP_PAGE.write_text(laptop_text(), encoding="utf-8")
-    for path in (PAGE, PLAN_PAGE, LAPTOP_PAGE, *draw(ROOT / "docs" / "assets")):
+    for path, text in MADE.items():
+        path.write_text(text(), encoding="utf-8")
+    for path in (PAGE, PLAN_PAGE, *MADE, *draw(ROOT / "docs" / "assets")):
         print(path.relative_to(ROOT))
 
 

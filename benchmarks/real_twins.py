@@ -14,8 +14,8 @@ from benchmarks.measuring import RESULTS
 from benchmarks.reproduction_page import declared_results
 from sinkdlm.analysis.glossary import write_number
 from sinkdlm.reproduce.claims import runs_of
+from sinkdlm.reproduce.figures import layer_captures
 from sinkdlm.reproduce.matrix import ADAPT
-from sinkdlm.reproduce.report import layer_captures
 
 FILE = Path(__file__).parents[1] / "src" / "sinkdlm" / "demo" / "real_twins.json"
 TWINS = {"SmolLM2": "vanilla-sink-rate", "SmolLM2 with a sink": "sink"}

@@ -13,7 +13,6 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from studies.asking import read_beside
 from studies.lengths import MIXED, PLAIN
 from studies.steadiness import NAME as STEADINESS
@@ -31,51 +30,15 @@ from benchmarks.reproduction_page import (
     write_method,
     write_page,
 )
-from sinkdlm.reproduce.claims import ANSWERS, CLAIMS, MARGIN, NELBO, PRIMARY, SAME, judge, outcome_name, runs_of
+from sinkdlm.reproduce.claims import runs_of
+from sinkdlm.reproduce.figures import differences
 from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, SCALES, SFT
 from sinkdlm.reproduce.measuring import ROWS, WRITES
 from sinkdlm.reproduce.results import RunResult
-from sinkdlm.reproduce.statistics import LEVEL
 
 RECORDS = RESULTS / "reproduction"
 _STYLE: dict[Any, Any] = {"svg.fonttype": "path", "svg.hashsalt": "sinkdlm", "font.size": 8.0, "axes.spines.top": False}
 _ONE, _TWO = "#0072B2", "#D55E00"  # Okabe and Ito
-
-
-def draw_differences(results: Mapping[str, RunResult], figure: Any) -> bool:
-    """Forest plot of all comparisons with a verdict, one panel per outcome."""
-    rows = {
-        claim: {one.outcome: one for one in judge(claim, results) if one.spread.known and one.outcome in _PANELS}
-        for claim in CLAIMS
-        if claim.against
-    }
-    rows = {claim: found for claim, found in rows.items() if found}
-    if not rows:
-        return False
-    figure.set_size_inches(7.2, 1.1 + 0.2 * len(rows))
-    panels = dict(zip(PRIMARY, figure.subplots(1, len(PRIMARY), sharey=True), strict=True))
-    for outcome, axes in panels.items():
-        axes.axvline(0, color="#8a8a8a", lw=0.8)
-        axes.axvspan(-MARGIN, MARGIN, color="#8a8a8a", alpha=0.2, lw=0)
-        axes.set_xlabel(outcome_name(outcome) + _ALSO.get(outcome, ""))
-        axes.locator_params(axis="x", nbins=4)
-    for place, (claim, found) in enumerate(rows.items()):
-        colour = _TWO if claim.kind == SAME else _ONE
-        for outcome, one in found.items():
-            axes = panels[_PANELS[outcome]]
-            axes.plot([one.spread.low, one.spread.high], [-place, -place], color=colour, lw=1.2)
-            axes.plot(one.spread.mean, -place, "o", color=colour, ms=3)
-    names = [f"{claim.group}: {claim.variant} \N{MINUS SIGN} {claim.against}" for claim in rows]
-    panels[NELBO].set_yticks([-place for place in range(len(rows))], names)
-    kinds = ((_ONE, "claimed to be lower"), (_TWO, "claimed to be the same"))
-    marks = [Line2D([], [], color=colour, marker="o", ms=3, lw=1.2, label=label) for colour, label in kinds]
-    figure.legend(handles=marks, loc="outside upper right", ncols=2, frameon=False, fontsize=7)
-    figure.supxlabel(f"difference, nats/token, {LEVEL:.0%} interval over seeds (shaded: the margin)", fontsize=8)
-    return True
-
-
-_PANELS = {**{name: name for name in PRIMARY}, ANSWERS: NELBO}  # outcome -> where it is drawn
-_ALSO = {NELBO: "\nsft: of held-out answers"}
 
 
 def draw_layers(results: Mapping[str, RunResult], figure: Any) -> bool:
@@ -164,11 +127,14 @@ def draw_steadiness(found: Mapping[str, Any] | None, figure: Any) -> bool:
     return True
 
 
-_DRAWN = {VERDICTS: draw_differences, "short": draw_lengths, "figure1": draw_sinks, "figure3": draw_layers}
+_DRAWN = {"short": draw_lengths, "figure1": draw_sinks, "figure3": draw_layers}
 
 
 def draw(results: Mapping[str, RunResult], watched: Mapping[str, Any] | None, assets: Path) -> None:
     for place, (name, _) in PICTURES.items():
+        if place == VERDICTS:
+            (assets / name).write_text(differences(results).svg, encoding="utf-8")
+            continue
         with mpl.rc_context(_STYLE):
             figure = Figure(layout="constrained")
             if draw_steadiness(watched, figure) if place == STEADINESS else _DRAWN[place](results, figure):

@@ -71,7 +71,7 @@ def test_bits_are_balanced():
     assert random_bits(5, 1, torch.arange(1000)).max() < 32
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 1000, 2**20 + 7])
+@pytest.mark.parametrize("n", [1, 2, 3, 1000, 2**18 + 7])
 def test_permutation_is_a_bijection(n):
     order = permute(torch.arange(n), n, 7, 1)
     assert torch.equal(order.sort().values, torch.arange(n))

@@ -26,8 +26,10 @@ def test_the_benchmark_page_says_what_the_results_say() -> None:
             assert words in made
 
 
-def test_the_laptop_page_says_what_the_results_say() -> None:
-    assert page.LAPTOP_PAGE.read_text(encoding="utf-8") == page.laptop_text(), _REMAKE
+def test_tutorials_say_what_the_results_say() -> None:
+    assert len(page.MADE) == 4
+    for path, text in page.MADE.items():
+        assert path.read_text(encoding="utf-8") == text(), _REMAKE
 
 
 def test_the_readmes_numbers_are_those_of_its_records() -> None:

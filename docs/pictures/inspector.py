@@ -1,7 +1,7 @@
 """The pictures of docs/howto/inspect.md.
 
-    python docs/pictures/inspector.py inspect.html    made by `sinkdlm analyze VANILLA SINK`: the page, also on a phone
-    python docs/pictures/inspector.py VANILLA SINK    two small checkpoints, served: a chosen token
+    python docs/pictures/inspector.py inspect.html    made by `sinkdlm analyze VANILLA SINK`: the page
+    python docs/pictures/inspector.py VANILLA SINK    two small checkpoints, served: a chosen token, also on a phone
 
 Opens the page in Chromium as a reader would, and writes PNG files into docs/assets. Needs the dev and serve extras.
 """
@@ -21,10 +21,10 @@ from playwright.sync_api import sync_playwright
 
 OUT = Path(__file__).parents[1] / "assets"
 PROMPT = "tom has 6 books and gets 6 more. tom"
-SETTINGS = {"prompt": PROMPT, "policy": "llada", "steps": 24, "length": 48, "seed": 0, "rule": "relative", "layer": 2}
+SETTINGS = {"prompt": PROMPT, "policy": "llada", "steps": 24, "length": 48, "seed": 0, "rule": "relative", "layer": 1, "head": 0}
 # name -> (width, height, scheme, what is chosen)
-RECORDED = {"inspect": (1280, 1370, "light", {"step": 20}), "inspect-phone": (390, 844, "light", {"step": 20})}
-SERVED = {"inspect-token": (1280, 1780, "dark", {"step": 10, "head": 3, "token": 40})}
+RECORDED = {"inspect": (1280, 1370, "light", {"step": 20})}
+SERVED = {"inspect-token": (1280, 1920, "dark", {"step": 10, "token": 40}), "inspect-phone": (390, 844, "light", {"step": 20})}
 COLOURS = 128  # enough for flat pictures, and a third of the bytes
 
 

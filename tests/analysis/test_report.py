@@ -442,7 +442,7 @@ def test_a_sentence_in_a_table_may_wrap_and_numbers_may_not():
     from jinja2 import Environment
 
     source = (resources.files("sinkdlm.analysis") / "report.html.jinja").read_text(encoding="utf-8")
-    macro = source[source.index("{% macro table") : source.index("{% macro picture")]
+    macro = source[source.index("{% macro table") : source.index("{% macro terms")]
     grid = Grid("t", ["", "a", "b"], [["a story", "word " * 20, "0.635"]])
     drawn = Environment(autoescape=True).from_string(macro + "{{ table(grid) }}").render(grid=grid)
     assert f'<td class="prose">{"word " * 20}</td><td>0.635</td>' in drawn

@@ -2,14 +2,15 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from runs import follow_tutorial
 from sinkdlm import load, sampling
 from sinkdlm.checkpoint.tokenizer import absent_ids
-from sinkdlm.config.shipped import find_recipe
 from sinkdlm.data.synthetic import character_tokenizer, corpus, prepare_example
 from sinkdlm.training.health import read_stuck
 
@@ -97,14 +98,15 @@ def distinct(text: str, n: int = 8) -> float:
 
 
 @pytest.mark.slow
-def test_the_nano_recipe_is_not_stuck_and_its_greedy_texts_repeat_more_than_its_ancestral_ones(tmp_path, monkeypatch, command_line):
-    """A minute of training."""
+def test_the_nano_recipe_is_not_stuck_and_its_greedy_texts_repeat_more_than_its_ancestral_ones(
+    made_once, tmp_path, monkeypatch, command_line
+):
+    shutil.copytree(made_once("tutorial", follow_tutorial), tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    prepare_example("data/nano")
-    sample = next_of(command_line, Path("runs/nano"), find_recipe("nano"))[0]
-    assert read_stuck(Path("runs/nano")) == {}
+    sample = next_of(command_line, Path("runs/mine"), "mine.toml")[0]
+    assert read_stuck(Path("runs/mine")) == {}
     assert command_line(*sample[1:])[0] == 0
-    lm = load("runs/nano/model")
+    lm = load("runs/mine/model")
     prompts = [lm.tokenizer.encode(text[:16]) for text in corpus(16, seed=9)]
     means = {}
     with lm.model.inference():

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from benchmarks import kills
 from launches import ROOT, SCRIPT, launched, make_undisturbed, plain_ranks, script, starts, steps_made, train_arguments, wait_until
 
 STEPS, ENDLESS = 24, 100_000
+SOON = 150.0  # seconds: less than a collective or a launcher waits, and long for a busy machine
 HOSTS = ("127.0.0.2", "127.0.0.3")  # every address of 127.0.0.0/8 is this machine
 JOB = str(os.getpid())  # tests of another checkout may run at the same time, and a job has its port
 
@@ -136,9 +136,7 @@ def test_a_lost_rank_ends_the_others_with_its_name(endless, tmp_path):
         wait_until(lambda: steps_made(out) > 4, launch)
         lost = launch.ranks()[1]
         os.kill(lost, signal.SIGKILL)
-        began = time.monotonic()
-        assert launch.wait() == 1
-        assert time.monotonic() - began < 60
+        assert launch.wait(SOON) == 1
     assert re.search(rf"sinkdlm: rank 1 \(\S+, process {lost}\) was lost; run the same command", launch.text())
 
 
@@ -152,9 +150,7 @@ def test_a_lost_rank_ends_the_others_under_any_launcher(endless, size, victim, t
         wait_until(lambda: steps_made(out) > 4, launch)
         lost = launch.ranks()[victim]
         os.kill(lost, signal.SIGKILL)
-        began = time.monotonic()
-        launch.wait()
-        assert time.monotonic() - began < 60
+        launch.wait(SOON)
     assert re.search(rf"sinkdlm: .*rank {victim} \(\S+, process {lost}\)", launch.text()), launch.text()[-4000:]
     assert ("store of rank 0" in launch.text()) <= (victim == 0)  # while rank 0 lives, the others hear the name from it
 

@@ -17,7 +17,7 @@ from sinkdlm.planning.formulas import Layout, choose_layout, training_memory
 from small_models import VARIANTS
 
 SHAPE = {"vocab_size": 64, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "d_model": 24, "d_ff": 20, "context_length": 64}
-STEPS, VARIANT_STEPS = 32, 12  # of the run that is compared everywhere, and of a variant's run
+STEPS, VARIANT_STEPS = 32, 6  # of the run that is compared everywhere, and of a variant's run
 QUIET = {"eval": {"every": 0}, "log": {"probe_every": 0}, "save": {"every": 1000}}
 
 
@@ -30,7 +30,7 @@ MODELS = {f"{name}-{head}": with_head(flags, head == "tied") for name, flags in 
 
 ONCE = [name for name in MODELS if name.endswith("-untied") != name.startswith("parent")]  # one head each, both kinds among them
 FEW = ("sink-untied", "parent-tied")
-FIRST = [*FEW, "vanilla-untied", "gate-headwise-sink-untied", "register-untied", "logit-untied"]  # in the fast suite
+FIRST = [*FEW, "vanilla-untied", "gate-headwise-sink-untied", "register-untied", "logit-untied"]  # every kind of lane and gate
 
 
 def launch(n_ranks: int, jobs: list[dict], folder: Path) -> None:
@@ -353,9 +353,9 @@ def test_memory_of_a_rank_falls_as_planned(four):
     ("train", "names"),
     [
         ({}, tuple(name for name in MODELS if name not in FIRST)),
-        ({"compile": "blocks", "recompute": "full"}, tuple(MODELS)),
-        ({"recompute": "full"}, tuple(ONCE)),
-        ({"recompute": "selective"}, tuple(ONCE)),
+        ({"compile": "blocks", "recompute": "full"}, tuple(ONCE)),  # the head is outside the blocks
+        ({"recompute": "full"}, tuple(FIRST)),
+        ({"recompute": "selective"}, tuple(FIRST)),
         ({"compile": "blocks"}, FEW),
         ({"compile": "blocks", "recompute": "selective"}, FEW),
     ],
@@ -373,11 +373,11 @@ def test_compiled_and_recomputed_blocks_on_two_ranks(tmp_path, made_once, train,
 
 
 @pytest.mark.slow
-def test_twenty_kills_of_single_ranks_change_nothing(tmp_path):
-    """torchrun's agent restarts all four each time; once, a launch by torchrun itself resumes where forked ranks were ended. The
-    end is bit-equal to that of four ranks left alone."""
-    found = kills.run(20, seed=0, folder=tmp_path, ranks=4)
-    assert found["kills"] == 20
+def test_kills_of_single_ranks_change_nothing(tmp_path):
+    """Ten kills; six aim at a state that is being written. torchrun's agent restarts all four ranks each time; once, a launch by
+    torchrun itself resumes where forked ranks were ended. The end is bit-equal to that of four ranks left alone."""
+    found = kills.run(10, seed=0, folder=tmp_path, ranks=4)
+    assert found["kills"] == 10
     assert found["torn_states"] > 0
     assert found["differences"] == []
 

@@ -208,9 +208,8 @@ def test_the_tutorial_on_adapting_runs_as_it_is_written(home):
         home / "my-llama"
     )
     character_tokenizer().save_pretrained(home / "my-llama")
-    assert (
-        follow(DOCS / "tutorials" / "adapt.md", extra={"train": ["--set", "eval.draws=4"], "analyze": ["--no-interventions"]}) == 8
-    )
+    less = [f"--set={change}" for change in ("data.length=32", "train.tokens=4096", "train.batch=8", "eval.draws=4")]
+    assert follow(DOCS / "tutorials" / "adapt.md", extra={"train": less, "analyze": ["--no-interventions"]}) == 8
     adapted, vanilla = load("runs/adapt/model"), load("runs/adapt-vanilla/model")
     assert (adapted.config.n_sinks, vanilla.config.n_sinks) == (1, 0)
     assert adapted.provenance["parent"]["path"].endswith("my-llama")
@@ -274,8 +273,13 @@ def test_every_page_opens_and_fits_a_phone(tmp_path):
             links[path.as_uri()] = set(
                 page.evaluate("[...document.querySelectorAll('article a[href], nav a[href]')].map(a => a.href)")
             )
+        axe = pytest.importorskip("axe_playwright_python")
+        page.goto((tmp_path / "index.html").as_uri())
+        page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
+        faults = page.evaluate("axe.run(document, {preload: false}).then(found => found.violations.map(one => one.id))")
         browser.close()
     assert said == []
+    assert faults == []
     assert sum(map(len, links.values())) > 1000
     ids = {path.as_uri(): set(re.findall(r'\bid="([^"]+)"', path.read_text())) for path in pages}
     for place, found in links.items():

@@ -1,4 +1,4 @@
-"""The tutorial, command by command, as it stands in docs/tutorial.md, at a size of seconds."""
+"""The tutorial, command by command, as it stands in docs/tutorial.md: at a size of seconds; slow: whole, with what it prints."""
 
 import json
 import re
@@ -6,8 +6,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+from benchmarks import page, tutorial
 from typer.testing import CliRunner
 
+from runs import follow_tutorial
 from sinkdlm import load
 from sinkdlm.cli.app import app
 
@@ -64,3 +66,26 @@ def test_the_tutorial_runs_as_it_is_written(home):
     out = json.loads(call(["sinkdlm", "sample", "runs/mine", "--prompt", "12+34=", "--length", "3", "--n", "2", "--json"]))
     assert [len(row["tokens"]) for row in out["samples"]] == [9, 9]
     assert all(row["text"].startswith("12+34=") for row in out["samples"])
+
+
+@pytest.mark.slow
+def test_the_whole_tutorial_prints_what_the_page_says(made_once):
+    """Counts to the digit, losses within 0.15 nats, texts by their form. The twin run of four times the steps is a record alone."""
+    made = json.loads((made_once("tutorial", follow_tutorial) / "printed.json").read_text())
+    (entry,) = (one for one in page.read_results().values() if one["benchmark"] == "tutorial")
+    said = entry["figures"]["printed"]
+    assert set(said) - set(made["printed"]) == {shlex.join(tutorial.LONG)}
+    for command, text in made["printed"].items():
+        if command.startswith("sample"):
+            prompt = shlex.split(command)[3]
+            for written in (text, said[command]):
+                assert written.startswith(prompt), command
+                assert 1 <= len(written) - len(prompt) <= 40
+            answers = [one[len(prompt) :].strip() for one in (text, said[command])]
+            assert "sft" not in command or all(map(tutorial.ANSWER.fullmatch, answers)), answers
+        else:
+            ours, theirs = (re.sub(r"loss [\d.]+ . [\d.]+", "loss", one) for one in (text, said[command]))
+            assert ours == theirs, command
+    for run, losses in made["validation"].items():
+        assert losses == pytest.approx(entry["figures"]["validation"][run], abs=0.15), run
+    assert made["answers"]["formed"] >= 0.75 * made["answers"]["asked"] == 75

@@ -61,7 +61,7 @@ def same_bits(ones, others):
 @pytest.mark.parametrize("scaled", [1.0, 0.0, float("inf")])
 def test_a_prediction_changes_no_bit(form, scaled, monkeypatch):
     """Right or wrong; on a miss, each program of a kernel rewrites several tiles."""
-    monkeypatch.setattr(kernels, "_AGAIN", 3)
+    monkeypatch.setattr(kernels, "_AGAIN", 2)
     given = {
         name: getattr(kernels if form == "kernel" else ops, name)
         for name in ("quantize", "swiglu_float8", "swiglu_float8_backward")
@@ -70,7 +70,7 @@ def test_a_prediction_changes_no_bit(form, scaled, monkeypatch):
     x = random(131, 80, dtype=torch.bfloat16)
     x[3, 5] *= scaled
     x *= scaled != 0
-    for dtype in (VALUES, GRADIENTS):
+    for dtype in (VALUES, GRADIENTS) if scaled == 1 else (GRADIENTS,):
         *wanted, scale, inverse = quantize(x, None, dtype, 16)
         for predicted, wrong in predictions(scale):
             *found, found_scale, found_inverse = quantize(x, predicted, dtype, 16)
@@ -79,7 +79,7 @@ def test_a_prediction_changes_no_bit(form, scaled, monkeypatch):
             assert predicted.tolist() == [float(scale), wrong, *[0.0] * SLOTS]  # ready for the next step
     if scaled != 1:
         return
-    gate_up, grad = random(35, 540, dtype=torch.bfloat16), random(35, 270, seed=1, dtype=torch.bfloat16)
+    gate_up, grad = random(35, 260, dtype=torch.bfloat16), random(35, 130, seed=1, dtype=torch.bfloat16)
     hidden, scale, inverse = swiglu(gate_up, None)
     for predicted, _ in predictions(scale):
         found = swiglu(gate_up, predicted)

@@ -12,8 +12,12 @@ from sinkdlm.kernels import sink_attention as kernels
 pytestmark = pytest.mark.gpu
 
 # batch, query heads, key/value heads, tokens, head width, sinks: odd sizes, none a multiple of a tile.
-SHAPES = [(2, 4, 2, 11, 8, 3), pytest.param((1, 6, 2, 70, 24, 1), marks=pytest.mark.slow), (2, 3, 1, 5, 16, 5)]
-DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+SMALL, LONG, WIDE = (2, 4, 2, 11, 8, 3), (1, 6, 2, 70, 24, 1), (1, 3, 1, 5, 16, 4)
+SLOW = [(LONG, torch.float32), (SMALL, torch.bfloat16)]
+CASES = [(SMALL, torch.float32), (WIDE, torch.float32), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+ZEROS = [(SMALL, torch.float32, False), (SMALL, torch.float32, True), (WIDE, torch.float32, False),
+         *(pytest.param(*case, False, marks=pytest.mark.slow) for case in SLOW)]  # fmt: skip
+SPARE = 2  # rows behind the tokens that hold no sink
 
 
 @pytest.fixture(autouse=True)
@@ -23,15 +27,14 @@ def small_tiles(monkeypatch):
         monkeypatch.setattr(kernels, name, size)
 
 
-def given_heads(shape, dtype, behind=16):
+def given_heads(shape, dtype):
     """Make heads of tokens and of the rows behind them, and angles of tokens and sinks."""
     batch, n_heads, n_kv, tokens, width, n_sinks = shape
-    heads = random(batch * tokens + behind, n_heads + 2 * n_kv, width, dtype=dtype)
+    heads = random(batch * tokens + n_sinks + SPARE, n_heads + 2 * n_kv, width, dtype=dtype)
     return heads, [random(1, n, 1, width // 2, seed=i) for i, n in enumerate((tokens, tokens, n_sinks, n_sinks), 1)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
 def test_heads_are_rotated(shape, dtype):
     """With and without scores on sinks, and with angles per row, as packed documents have them."""
     batch, n_heads, n_kv, tokens, width, n_sinks = shape
@@ -45,9 +48,7 @@ def test_heads_are_rotated(shape, dtype):
         assert_like(kernels.rotate_heads(*given), ops.rotate_heads.plain(*given), **near)
 
 
-@pytest.mark.parametrize("zero_value", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype", "zero_value"), ZEROS)
 def test_sinks_are_rotated(shape, dtype, zero_value):
     heads, angles = given_heads(shape, dtype)
     given = (heads, *angles[2:], shape[0] * shape[3], shape[1], zero_value)
@@ -62,20 +63,17 @@ def attended(shape, dtype):
     sink_k, sink_v = (random(1, n_kv, n_sinks, width, seed=i, dtype=dtype) for i in (4, 5))
     wide = sink_k.float().repeat_interleave(n_heads // n_kv, 1)
     scores = ((q.float() @ wide.mT) / math.sqrt(width)).transpose(1, 2).contiguous()
-    return q, content, lse, sink_k, sink_v, scores, random(16, n_heads, width, seed=6, dtype=dtype)
+    return q, content, lse, sink_k, sink_v, scores, random(n_sinks + SPARE, n_heads, width, seed=6, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
 def test_sinks_are_merged(shape, dtype):
     _, content, lse, _, sink_v, scores, behind = attended(shape, dtype)
     given = (scores, content, lse, sink_v, behind)
     assert_like(kernels.merge_flat(*given), ops.merge_flat.plain(*given))
 
 
-@pytest.mark.parametrize("zero_value", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype", "zero_value"), ZEROS)
 def test_the_backward_of_merging(shape, dtype, zero_value):
     batch, n_heads, n_kv, tokens, width, _ = shape
     q, content, lse, sink_k, sink_v, scores, behind = attended(shape, dtype)

@@ -122,8 +122,7 @@ HOLD = """() => {
 }"""
 
 
-@pytest.mark.parametrize("newer", ["file", "text"])
-@pytest.mark.parametrize("older", ["recording", "no JSON"])
+@pytest.mark.parametrize(("older", "newer"), [("recording", "text"), ("no JSON", "file")])
 def test_what_was_chosen_last_is_shown_whatever_is_read_later(browser, site, recording, tmp_path, older, newer):
     (tmp_path / "older.json").write_text(json.dumps({**recording, "asked": {"seed": "11"}}) if older == "recording" else "<p>")
     (tmp_path / "newer.json").write_text(json.dumps({**recording, "asked": {"seed": "22"}}))

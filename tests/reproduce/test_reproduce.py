@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -471,6 +472,33 @@ def test_a_report_says_what_its_results_say(tmp_path):
     assert "<strong>holds</strong>" in site
 
 
+def test_a_report_begins_with_three_sentences_and_two_figures(tmp_path, monkeypatch):
+    results = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02})
+    found = write_report(tmp_path, ["table1", "figure1"], SCALES["small"], results)
+    shares = [
+        100 * np.mean([results[f"adapt-{variant}-s{seed}"].outcomes[f"attention.{name}"].total for seed in range(1, 6)])
+        for name in ("sink_mass", "sink_heads")
+        for variant in ("vanilla", "sink")
+    ]
+    helps = found["targets"]["table1"]["claims"][0]["outcomes"][0]
+    assert found["lead"] == [
+        "Of 7 claims of the paper 4 hold, 3 have too few seeds.",
+        f"(DLM + sink) \N{MINUS SIGN} DLM, validation NELBO, nats/token: {helps['figures']}, over 5 seeds.",
+        "Attention on the sink: {:.1f} % (DLM), {:.1f} % (DLM + sink). "
+        "Heads with a content sink: {:.1f} % (DLM), {:.1f} % (DLM + sink).".format(*shares),
+    ]
+    text, site = (tmp_path / "report.md").read_text(), (tmp_path / "report.html").read_text()
+    assert text.index(found["lead"][2]) < text.index("](figures/differences.svg)") < text.index("](figures/layers.svg)")
+    assert text.index("](figures/layers.svg)") < text.index("## Verdicts")
+    assert [site.count(part) for part in ("<figure", "<svg", "<h2>Verdicts", "<details><summary><h2>")] == [2, 2, 1, 3]
+    assert site.rindex("</figure>") < site.index("<h2>Verdicts")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert write_report(tmp_path, ["table1", "figure1"], SCALES["small"], results) == found
+    text, site = (tmp_path / "report.md").read_text(), (tmp_path / "report.html").read_text()
+    assert "No figures: reports need matplotlib" in text
+    assert "<figure" not in site
+
+
 def test_tokens_and_seconds_are_those_of_a_run(tmp_path):
     results = matrix({(ADAPT, "vanilla"): 0.0, (ADAPT, "sink"): -0.02})
     found = write_report(tmp_path, ["table1"], SCALES["small"], results)
@@ -563,7 +591,7 @@ def test_blocks_are_written_safely():
     assert "<h1>a &amp; b</h1>" in site
     site = site.replace("\n", "")
     assert "<ul><li>c</li><li>d</li></ul>" in site
-    assert "<tr><th></th><th>h|</th></tr></thead><tbody><tr><td>&lt;b&gt;</td><td></td></tr>" in site
+    assert "<tr><td></td><th>h|</th></tr></thead><tbody><tr><td>&lt;b&gt;</td><td></td></tr>" in site
     assert "|  | h\\| |" in to_markdown(blocks)
 
 

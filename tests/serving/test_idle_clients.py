@@ -6,19 +6,22 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from benchmarks.serving import nano_checkpoint, server
+from benchmarks.serving import Process, nano_checkpoint, server
 
 from sinkdlm.serving import connection
 from sinkdlm.serving.answers import _AHEAD, _Inbox
+from sinkdlm.serving.bodies import parse
 from sinkdlm.serving.connection import Connection
 from sinkdlm.serving.engine import Frame, Over, Written
 from sites import SECONDS, letters_lm, serving
@@ -31,6 +34,23 @@ from sinkdlm.cli import entry as cli
 resource.setrlimit(resource.RLIMIT_NOFILE, ({FILES}, {FILES}))
 os.dup2(os.open(os.environ["LOG"], os.O_WRONLY | os.O_CREAT, 0o600), 2)
 cli.main()
+"""
+# Ask for /health until stdin closes. For each time: seconds until the answer; those that the thread of the server's loop did not
+# wait for a core; those that it had one.
+ASK = """
+import select, socket, sys, time
+def times():
+    return [int(word) / 1e9 for word in open(f"/proc/{sys.argv[1]}/task/{sys.argv[1]}/schedstat").read().split()[:2]]
+while not select.select([sys.stdin], [], [], 0.1)[0]:
+    began, (worked, waited), found = time.monotonic(), times(), b""
+    with socket.create_connection((sys.argv[2], int(sys.argv[3])), 120) as client:
+        client.sendall(b"GET /health HTTP/1.1\\r\\nhost: 127.0.0.1\\r\\nconnection: close\\r\\n\\r\\n")
+        while part := client.recv(1 << 16):
+            found += part
+    seconds = time.monotonic() - began
+    assert b'"ok"' in found, found
+    now = times()
+    print(seconds, seconds - (now[1] - waited), now[0] - worked, flush=True)
 """
 STREAM = {"model": "nano", "prompt": "tom ", "max_tokens": 120, "n": 16, "stream": True}
 STREAM["sinkdlm"] = {"frames": True, "ignore_eos": True}
@@ -68,18 +88,18 @@ def test_who_sends_no_request_is_cut(running, monkeypatch, sent):
     monkeypatch.setattr(connection, "_HEAD", 0.5)
     with connect(running.url) as client:
         client.sendall(sent)
-        client.settimeout(10)
+        client.settimeout(SECONDS)
         assert (b"200 OK" in received(client)) == (b"\r\n\r\n" in sent)
 
 
 def test_who_sends_a_head_byte_by_byte_is_cut(running, monkeypatch):
     monkeypatch.setattr(connection, "_HEAD", 0.5)
-    began = time.monotonic()
+    end = time.monotonic() + SECONDS
     with connect(running.url) as client, suppress(OSError):  # reset, or a broken pipe
-        while time.monotonic() - began < 10:
+        while time.monotonic() < end:
             client.sendall(b"G")
             time.sleep(0.1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() < end
 
 
 def test_a_connection_waits_for_the_next_request(running, monkeypatch):
@@ -148,7 +168,7 @@ def test_what_waits_for_a_reader_is_bounded_and_ends_are_never_lost():
 def test_errors_of_protocol_have_openais_shape(running, sent, words):
     with connect(running.url) as client:
         client.sendall(sent)
-        client.settimeout(10)
+        client.settimeout(SECONDS)
         head, _, body = received(client).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
     assert b"connection: close" in head.lower()
@@ -191,12 +211,31 @@ def test_a_body_of_many_mistakes_is_refused_at_once(running, path, body):
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("inner", ["{}", "[]", "[{", '{"":', '""', '"\\\\"'])
+def test_what_no_request_can_hold_is_refused_unparsed(inner):
+    body = f'{{"prompt": [{",".join([inner] * 200_000)}]}}'.encode()
+    with pytest.raises(ValueError, match=r"more than .* (strings|lists and objects)"):
+        parse(body)
+
+
+def test_the_largest_requests_are_parsed_as_json_has_them():
+    """All fields of all messages and parts; ids in lists; a prompt of brackets, quotes and backslashes."""
+    parts = [{"type": "text", "text": '"'}] * 1024
+    empty = {"refusal": None, "annotations": [], "audio": None, "tool_calls": [], "function_call": None}
+    messages = [{"role": "user", "name": "x", "content": parts if number == 0 else "", **empty} for number in range(1024)]
+    bodies = [{"messages": messages}, {"prompt": [[7] * 8000] * 64}, {"prompt": '{"[\\' * 100_000 + "\\", "n": [{}]}]
+    for body in bodies:
+        sent = json.dumps(body).encode()
+        assert len(sent) > 1 << 17
+        assert parse(sent) == body
+
+
 def test_when_all_connections_are_taken_the_idlest_goes(running, monkeypatch):
     """A newcomer is always let in; only where every other is at work is it told to come back."""
     monkeypatch.setattr(running.server, "_most", 8)
     silent = [connect(running.url) for _ in range(8)]
     for client in silent:
-        client.settimeout(10)
+        client.settimeout(SECONDS)
     assert httpx.get(f"{running.url}/health").status_code == 200
     assert received(silent[0]) == b""
     with httpx.Client(base_url=running.url) as http:
@@ -225,9 +264,7 @@ def test_no_file_left_is_no_flood(running, monkeypatch, capfd):
         return accept(this)
 
     monkeypatch.setattr(socket.socket, "accept", fail)
-    began = time.monotonic()
     assert httpx.get(f"{running.url}/health", timeout=SECONDS).status_code == 200
-    assert time.monotonic() - began < 5
     assert len(calls) < 10
     assert capfd.readouterr().err == ""
 
@@ -238,7 +275,7 @@ def test_a_deadline_ends_a_shutdown_that_a_client_holds_up(monkeypatch):
         found.server._drain = 0.5
         found.site.n_inside += 1
         found.site.draining = True
-        end = time.monotonic() + 20
+        end = time.monotonic() + SECONDS
         while not found.server.should_exit:
             assert time.monotonic() < end
             time.sleep(0.05)
@@ -248,13 +285,12 @@ def test_a_deadline_ends_a_shutdown_that_a_client_holds_up(monkeypatch):
 
 
 class Soak:
-    """Clients that keep so many sockets open for so long, and one that asks for /health in between."""
+    """Clients that keep so many sockets open for so long, and that send so many large bodies every second."""
 
     def __init__(self, url: str, n_silent: int, n_unread: int, n_bodies: int) -> None:
-        self.url, self.over = url, threading.Event()
-        self.seconds, self.statuses = [], {}
+        self.url, self.over, self.statuses = url, threading.Event(), {}
         work = [(self._hold, (n_silent, b"")), (self._hold, (n_unread, post(json.dumps(STREAM).encode())))]
-        work += [(self._send, (number,)) for number in range(n_bodies)] + [(self._ask, ())] * (n_bodies > 0)
+        work += [(self._send, (number,)) for number in range(n_bodies)]
         self._threads = [threading.Thread(target=function, args=given) for function, given in work]
 
     def run(self, seconds: float) -> None:
@@ -292,15 +328,6 @@ class Soak:
                 self.statuses[status] = self.statuses.get(status, 0) + 1
             time.sleep(1 - time.time() % 1)  # all at once
 
-    def _ask(self) -> None:
-        while not self.over.is_set():
-            began = time.monotonic()
-            with connect(self.url) as client:
-                client.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
-                assert b'"ok"' in received(client)
-            self.seconds.append(time.monotonic() - began)
-            time.sleep(0.1)
-
 
 def _is_cut(client: socket.socket, *, peek: bool) -> bool:
     try:
@@ -316,40 +343,55 @@ def megabytes(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
+@contextmanager
+def asking(process: Process) -> Iterator[list[tuple[float, ...]]]:
+    """Another process asks for /health: threads of this one would wait for each other."""
+    address, found = urlsplit(process.url), []
+    command = [sys.executable, "-c", ASK, str(process.popen.pid), str(address.hostname), str(address.port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as popen:
+        yield found
+        told, _ = popen.communicate(timeout=SECONDS)
+    assert popen.returncode == 0
+    found += [tuple(map(float, line.split())) for line in told.splitlines()]
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux for a process's memory")
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="asks Linux for a process's memory and waits")
 def test_a_soak_of_idle_clients_shuts_nobody_out(tmp_path):
-    seconds, most = float(os.environ.get("SINKDLM_SOAK_SECONDS", 10)), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    """On a machine whose cores are busy elsewhere, too: their share of a delay is left out."""
+    seconds, most = float(os.environ.get("SINKDLM_SOAK_SECONDS", 5)), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     n_silent, log = min(400, most // 2), tmp_path / "log"
     given = {"program": ("-c", LIMITED), "LOG": str(log)}
-    with server(nano_checkpoint(tmp_path), "--timeout", "20", **given) as process:
+    with server(nano_checkpoint(tmp_path), "--timeout", "5", **given) as process:
         pid = process.popen.pid
         first = Soak(process.url, n_silent, 64, 8)  # what is made once is made
         first.run(2)
         first.end()
-        time.sleep(2)
         before = megabytes(pid)
         soak = Soak(process.url, n_silent, 64, 8)
-        soak.run(seconds)
+        with asking(process) as asked:
+            soak.run(seconds)
         during = megabytes(pid)
         soak.end()
-        time.sleep(3)
-        after = megabytes(pid)
+        end = time.monotonic() + 30
+        while (after := megabytes(pid)) - before > 50 and time.monotonic() < end:
+            time.sleep(0.1)
         last = Soak(process.url, n_silent, 64, 0)
-        last.run(3)
+        last.run(2)
         began = time.monotonic()
         process.popen.send_signal(signal.SIGTERM)
         status = process.popen.wait(SECONDS)
         ended = time.monotonic() - began
         last.end()
-    taken = sorted(soak.seconds)
-    figures = f"/health {taken[-1]:.2f} s at most of {len(taken)}, {taken[len(taken) // 2]:.2f} s median; {soak.statuses}"
+    waits, delays, works = map(sorted, zip(*asked, strict=True))
+    figures = f"/health {waits[-1]:.2f} s at most of {len(waits)}, {waits[len(waits) // 2]:.2f} s median"
+    figures += f"; without other processes {delays[-1]:.2f} s; in it the loop worked {works[-1]:.2f} s at most; {soak.statuses}"
     sys.stderr.write(f"{figures}; {before:.0f}, {during:.0f}, {after:.0f} MB; ended in {ended:.1f} s\n")
-    assert len(taken) > seconds
-    assert taken[int(0.95 * len(taken))] < 1
-    assert taken[-1] < 3  # neighbours of a busy machine take a second or two
+    assert works[-1] < 1
+    assert delays[len(delays) // 2] < 1
+    assert delays[-1] < 5  # now and then the thread that holds Python's lock waits for a core, too
     assert set(soak.statuses) == {b"400"}
     assert after - before < 50
     assert status == 0
-    assert ended < 20 + 10 + 3
+    assert ended < 5 + 10 + 3
     assert log.stat().st_size == 0, log.read_text()[:2000]

@@ -39,16 +39,17 @@ signal.signal(signal.SIGUSR1, tell)
 site.Settings = functools.partial(site.Settings, frame_bytes=1 << 16)
 cli.main()
 """
-# The command with steps slow enough, on any machine, to send requests while texts are written.
-SLOW = """
-import time
+# The command with steps that wait for a file, so that requests can be sent while texts are written.
+HELD = """
+import os, time
 from sinkdlm.cli import entry as cli
 from sinkdlm.serving import engine
 step = engine.step
-def take_time(*given, **more):
-    time.sleep(0.04)
+def wait(*given, **more):
+    while not os.path.exists(os.environ["GO"]):
+        time.sleep(0.01)
     return step(*given, **more)
-engine.step = take_time
+engine.step = wait
 cli.main()
 """
 # Python allocates by malloc alone, freed memory is free at once, and oneDNN caches 8 matmuls instead of 1,024.
@@ -108,9 +109,9 @@ def test_together_is_three_times_as_fast_as_one_by_one(checkpoint):
 
 
 @pytest.mark.slow
-def test_sigterm_under_load_loses_no_request_that_was_taken(checkpoint):
+def test_sigterm_under_load_loses_no_request_that_was_taken(checkpoint, tmp_path):
     body = {"model": "nano", "prompt": "tom ", "max_tokens": 100, "sinkdlm": {"ignore_eos": True}}
-    inside, told = threading.Semaphore(0), []
+    inside, told, go = threading.Semaphore(0), [], tmp_path / "go"
 
     def ask(url):
         with (
@@ -124,13 +125,13 @@ def test_sigterm_under_load_loses_no_request_that_was_taken(checkpoint):
             (answer.status_code, "".join(piece["choices"][0]["text"] for piece in pieces), text.endswith("data: [DONE]\n\n"))
         )
 
-    with server(checkpoint, program=("-c", SLOW)) as process:
+    with server(checkpoint, program=("-c", HELD), GO=str(go)) as process:
         with httpx.Client(base_url=process.url, timeout=120) as http:
             threads = [threading.Thread(target=ask, args=(process.url,)) for _ in range(16)]
             for thread in threads:
                 thread.start()
             for _ in threads:
-                assert inside.acquire(timeout=60)
+                assert inside.acquire(timeout=120)
             process.popen.send_signal(signal.SIGTERM)
             deadline = time.monotonic() + 60
             while http.get("/health").json()["status"] != "draining":
@@ -138,9 +139,10 @@ def test_sigterm_under_load_loses_no_request_that_was_taken(checkpoint):
                 time.sleep(0.01)
             refused = http.post("/v1/completions", json=body)
         fresh = httpx.post(f"{process.url}/v1/completions", json=body, timeout=120)  # a new connection
+        go.touch()
         for thread in threads:
             thread.join(120)
-        assert process.popen.wait(60) == 0
+        assert process.popen.wait(120) == 0
     assert refused.status_code == fresh.status_code == 503
     assert "retry-after" in refused.headers
     assert len(told) == 16

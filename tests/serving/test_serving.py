@@ -261,9 +261,8 @@ MISTAKES = {
     "grows": (400, {"sinkdlm": {"until_eos": True}, "suffix": "x"}, "open end"),
     "grows on": (400, {"sinkdlm": {"until_eos": True, "ignore_eos": True}}, "a text until EOS: EOS is set not to end it"),
     "options": (400, {"stream_options": {"include_usage": True}}, "stream"),
-    "surrogate": (400, {"prompt": "\ud800"}, "prompt"),
-    "surrogate key": (400, {"\ud800": 1}, "?: unknown field; allowed: model,"),
-    "surrogate value": (400, {"model": "\ud800"}, "model"),
+    "surrogate": (400, {"prompt": "\ud800"}, "hex escape at line 1 column"),
+    "surrogate key": (400, {"\udc00": 1}, "hex escape at line 1 column"),
 }
 
 

@@ -1,10 +1,13 @@
 """Training runs of about a second, interrupted ones too."""
 
+import json
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
-from benchmarks import kills
+from benchmarks import kills, tutorial
 from rich.console import Console
+from typer.testing import CliRunner
 
 from sinkdlm import Recipe
 from sinkdlm.training import loop
@@ -60,3 +63,17 @@ def load_parent(recipe, dtype):
     from sinkdlm.cli.loading import load_parent
 
     return load_parent(recipe, dtype)
+
+
+def follow_tutorial(folder: Path) -> None:
+    """Follow docs/tutorial.md at its real size, a minute: what was made, and printed.json."""
+
+    def call(words: list[str]) -> str:
+        from sinkdlm.cli.app import app
+
+        done = CliRunner().invoke(app, words, catch_exceptions=False)
+        assert done.exit_code == 0, (words, done.output)
+        return done.output if words[0] == "train" else done.stdout
+
+    with chdir(folder):
+        Path("printed.json").write_text(json.dumps(tutorial.follow(call)))

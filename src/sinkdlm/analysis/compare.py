@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from sinkdlm.analysis.glossary import QUANTITIES, write_count, write_interval, w
 from sinkdlm.analysis.intervals import MIN_TRAJECTORIES, mean_interval
 from sinkdlm.analysis.kinds import classify
 from sinkdlm.analysis.metrics import difference, measure, summarize
+from sinkdlm.analysis.report import render
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.likelihood.estimates import MIN_SETS
@@ -320,19 +320,9 @@ class Comparison:
 
     def page(self) -> str:
         """One HTML file that needs no network."""
-        from base64 import b64encode
-
-        from jinja2 import Environment, StrictUndefined
-        from markupsafe import Markup
-
-        own = resources.files("sinkdlm.analysis")
-        plates = [draw_differences(self.found, self.names), figure3([side.attention for side in self.sides])]
-        environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-        return environment.from_string(own.joinpath("compare.html.jinja").read_text(encoding="utf-8")).render(
-            comparison=self,
-            style=Markup(own.joinpath("report.css").read_text(encoding="utf-8")),
-            plates=[(plate, b64encode(plate.svg.encode()).decode()) for plate in plates],
-        )
+        plates = {"differences": draw_differences(self.found, self.names)}
+        plates["layers"] = figure3([side.attention for side in self.sides])
+        return render("compare", comparison=self, plates=plates)
 
 
 @drawn

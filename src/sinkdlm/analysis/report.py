@@ -3,6 +3,7 @@
 Lays out what findings and figures give. Measures nothing.
 """
 
+import html
 import json
 import re
 import shlex
@@ -123,18 +124,14 @@ class Report:
         return {"shown": figures.figure3(shown["captures"])._replace(caption=shown["caption"])}
 
     def page(self, drawn: Mapping[str, figures.Plate]) -> str:
-        from jinja2 import Environment, StrictUndefined
-        from markupsafe import Markup
-
-        own = resources.files("sinkdlm.analysis")
-        environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-        plates = [(name, plate, Markup(_inline(name, plate))) for name, plate in drawn.items()]
-        return environment.from_string(own.joinpath("report.html.jinja").read_text(encoding="utf-8")).render(
+        names = list(drawn)
+        return render(
+            "report",
             report=self,
             inspect=_INSPECT if self.recording() else None,
-            style=Markup(style()),
-            first=plates[:_N_FIRST],
-            more=plates[_N_FIRST:],
+            plates=drawn,
+            first=names[:_N_FIRST],
+            more=names[_N_FIRST:],
             tables=self._grids(),
             quoted=quoted,
             glossary=_GLOSSARY,
@@ -199,6 +196,17 @@ def style() -> str:
     return resources.files("sinkdlm.analysis").joinpath("report.css").read_text(encoding="utf-8")
 
 
+def render(template: str, *, plates: Mapping[str, figures.Plate], **values: Any) -> str:
+    """A page from a template of this folder, which gets its figures as HTML."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    text = resources.files("sinkdlm.analysis").joinpath(f"{template}.html.jinja").read_text(encoding="utf-8")
+    pictures = {name: Markup(picture(name, plate)) for name, plate in plates.items()}
+    return environment.from_string(text).render(style=Markup(style()), pictures=pictures, **values)
+
+
 def _lede(captures: Sequence[Capture]) -> str:
     parts = []
     for capture in captures:
@@ -210,19 +218,20 @@ def _lede(captures: Sequence[Capture]) -> str:
     return f"{'; '.join(parts)}. A content sink is a token of the text that receives more than {threshold} of a head's attention."
 
 
-def _inline(name: str, plate: figures.Plate) -> str:
-    """An SVG to inline in a page: no XML head, sized by the page, with ids that no other figure of the page has."""
-    from markupsafe import escape
-
+def picture(name: str, plate: figures.Plate) -> str:
+    """HTML of a figure: an SVG without XML head, sized by the page, with ids that no other figure of the page has."""
+    caption = html.escape(plate.caption)
     if plate.figure is None:
-        return ""
+        return f'<p class="absent">Not drawn. {caption}</p>\n'
     head, rest = plate.svg[plate.svg.index("<svg") :].split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
     rest = re.sub(r"<metadata>.*?</metadata>", "", rest, flags=re.DOTALL)
     rest = re.sub(r'id="image[^"]*"', "", rest)  # nothing refers to them, and equal colour bars share one
     prefix = re.sub(r"[^\w.-]", "_", name)
     rest = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}-", rest)
-    return f'{head} role="img" aria-label="{escape(plate.caption)}">{rest}'
+    box = f'<div class="drawn" tabindex="0"><div style="--natural: {plate.figure.get_figwidth()}in">'
+    svg = f'{head} role="img" aria-label="{caption}">{rest}'
+    return f'<figure id="{html.escape(name)}">\n{box}{svg}</div></div>\n<figcaption>{caption}</figcaption>\n</figure>\n'
 
 
 def _intervention_grid(capture: Capture) -> Grid:

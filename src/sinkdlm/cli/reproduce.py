@@ -70,4 +70,4 @@ def _short(found: dict[str, Any], out: Path) -> str:
     lines = [
         f"{claim['verdict']:30s}{target:10s}{claim['text']}" for target, one in found["targets"].items() for claim in one["claims"]
     ]
-    return "\n".join([*lines, f"report  {out / 'report.html'}"])
+    return "\n".join([*found["lead"], "", *lines, f"report  {out / 'report.html'}"])

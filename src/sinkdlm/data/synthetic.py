@@ -86,7 +86,7 @@ def _document(draws: _Draws) -> str:
 def _pair(draws: _Draws) -> dict[str, str]:
     question, answer = _problem(draws)
     name, _, _, thing = question.split()[:4]
-    return {"prompt": f"{question} how many {thing} does {name} have?\n", "response": answer}
+    return {"prompt": f"{question} how many {thing} does {name} have?", "response": f"\n{answer}"}
 
 
 def corpus(documents: int, seed: int, kind: str = "text") -> list[Any]:

@@ -1,7 +1,7 @@
 """`sinkdlm reproduce`: find the missing runs, make them in order, stop in time, write the report.
 
 OUT/records/     results, a small JSON file for each run (--records names another place)
-OUT/report.json, report.md, report.html
+OUT/report.json, report.md, report.html, figures/
 OUT/data, parent, runs, parts    work files; runs and parts are removed once their results are written
 OUT/settings.json                --set changes and fingerprints of the data
 OUT/claims/      locks: processes with the same command share the work, each makes one run at a time

@@ -2,11 +2,12 @@
 
 import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from markdown_it import MarkdownIt
 
-from sinkdlm.analysis.report import style
+from sinkdlm.analysis.figures import Plate
+from sinkdlm.analysis.report import picture, style
 
 _STYLE = "td { white-space: normal; } td, th { text-align: left; }"  # over that of all reports: cells hold sentences
 
@@ -24,13 +25,18 @@ def to_markdown(blocks: Iterable[str]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def to_html(title: str, blocks: Iterable[str]) -> str:
-    """One file, without scripts or outside resources. Sections after the first are folded."""
+def to_html(title: str, blocks: Iterable[str], plates: Mapping[str, Plate] = {}, sections: Iterable[str] = ()) -> str:
+    """One file, without scripts or outside resources: blocks, figures, and sections, which are folded after the first."""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
-    body = MarkdownIt("js-default").render(to_markdown(blocks))  # HTML in the text is escaped
-    body = body.replace("<table>", '<div class="scroll" tabindex="0"><table>').replace("</table>", "</table></div>")
-    first, *rest = re.split(r"(?=<h2>)", body)
-    folded = (re.sub(r"^(<h2>.*?</h2>)", r"<details><summary>\1</summary>", part) + "</details>\n" for part in rest[1:])
-    main = "".join([first, *rest[:1], *folded])
+    first, pictures = _render(blocks), "".join(picture(name, plate) for name, plate in plates.items())
+    open_, *rest = re.split(r"(?=<h2>)", _render(sections))[1:] or [""]
+    folded = (re.sub(r"^(<h2>.*?</h2>)", r"<details><summary>\1</summary>", part) + "</details>\n" for part in rest)
+    main = "".join([first, pictures, open_, *folded])
     styles = f"<style>{style()}{_STYLE}</style>"
     return f'<!doctype html>\n<html lang="en"><head>{head}{styles}</head>\n<body>\n<main>\n{main}</main>\n</body></html>\n'
+
+
+def _render(blocks: Iterable[str]) -> str:
+    body = MarkdownIt("js-default").render(to_markdown(blocks))  # HTML in the text is escaped
+    box = '<div class="scroll" tabindex="0"><table>'
+    return body.replace("<table>", box).replace("</table>", "</table></div>").replace("<th></th>", "<td></td>")

@@ -11,13 +11,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sinkdlm.analysis.capture import RULES
-from sinkdlm.analysis.findings import OF_SINKS
+from sinkdlm.analysis.figures import write_files
+from sinkdlm.analysis.glossary import write_count, write_number
+from sinkdlm.errors import AnalysisError
 from sinkdlm.evals.paper import paper_row
 from sinkdlm.reproduce.claims import (
     ANSWERS,
     CLAIMS,
+    FAILS,
+    FEW,
+    HOLDS,
     NELBO,
+    OPEN,
     OUTCOMES,
     PRIMARY,
     Claim,
@@ -29,8 +34,9 @@ from sinkdlm.reproduce.claims import (
     overall,
     runs_of,
 )
+from sinkdlm.reproduce.figures import TWINS, Results, differences, layers
 from sinkdlm.reproduce.markdown import bullets, table, to_html, to_markdown
-from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, SFT, TARGETS, Scale, jobs_of, paper_rows, rate_of
+from sinkdlm.reproduce.matrix import ADAPT, FIRST_SEED, LABELS, SFT, TARGETS, Scale, difference, jobs_of, paper_rows, rate_of
 from sinkdlm.reproduce.results import TRIAL, RunResult, best_rate, write_text
 from sinkdlm.reproduce.statistics import ALPHA, MIN_SEEDS, holm, over_seeds
 
@@ -40,23 +46,33 @@ _NANO = (
 )
 _DIVIDED = " Ours are `acc_norm` (score divided by the option's length) where the harness has it; the paper does not say."
 _SOLVED = " Ours are of few questions, hardly any solved: the verdict rests on the answers' NELBO."
+_TOLD = {  # of one claim, of several
+    HOLDS: (HOLDS, "hold"),
+    FAILS: (FAILS, "do not hold"),
+    OPEN: (OPEN, OPEN),
+    FEW: (f"has {FEW}", f"have {FEW}"),
+}
 OFFICIAL, FIRST = "official.", "first."  # by the official settings; by ours on the same questions
 # Figure -> quantities of attention that it shows.
 _FIGURES = {
     "figure1": ("sink_heads", "turnover", "turnover_null", "norm_ratio"),
     "figure3": ("sink_mass", "middle_sink_times", "middle_norm_ratio"),
 }
-_DRAWN = ("sink_mass", "sink_heads", "sink_value_norm", "normal_norm")  # by layer
-Results = Mapping[str, RunResult]
 
 
 def write_report(out: Path, targets: Sequence[str], scale: Scale, results: Results, left: Sequence[str] = ()) -> dict[str, Any]:
-    """report.json, report.md and report.html; what report.json holds."""
+    """report.json, report.md, report.html and figures/; what report.json holds."""
     found = findings(targets, scale, results, left)
-    blocks = blocks_of(found)
+    opening, rest = opening_blocks(found), blocks_of(found)
+    try:
+        plates = {"differences": differences(results, targets), "layers": layers(results)}
+        files = write_files(plates, out / "figures")
+        drawn = [f"![{plates[name].caption}](figures/{paths['svg'].name})" for name, paths in files.items()]
+    except AnalysisError as problem:
+        plates, drawn = {}, [f"No figures: {problem}."]
     write_text(out / "report.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
-    write_text(out / "report.md", to_markdown(blocks))
-    write_text(out / "report.html", to_html("Reproduction", blocks))
+    write_text(out / "report.md", to_markdown([*opening, *drawn, *rest]))
+    write_text(out / "report.html", to_html("Reproduction", [*opening, *([] if plates else drawn)], plates, rest))
     return found
 
 
@@ -72,7 +88,32 @@ def findings(targets: Sequence[str], scale: Scale, results: Results, left: Seque
         "torch": made["torch"],
     }
     found = {target: _target(target, results) for target in targets}
-    return {"scale": scale.name, "left": list(left), "targets": found, "rates": _rates(targets, scale, results), "work": work}
+    rates = _rates(targets, scale, results)
+    return {"scale": scale.name, "lead": lead(found), "left": list(left), "targets": found, "rates": rates, "work": work}
+
+
+def lead(targets: Mapping[str, Any]) -> list[str]:
+    """The report's first sentences: the verdicts, the first measured comparison, and attention of the twins."""
+    judged = [claim for one in targets.values() for claim in one["claims"]]
+    counts = Counter(claim["verdict"] for claim in judged)
+    parts = [
+        f"{counts[verdict]} {one if counts[verdict] == 1 else many}" for verdict, (one, many) in _TOLD.items() if counts[verdict]
+    ]
+    told = [f"Of {len(judged)} claims of the paper {', '.join(parts)}."]
+    compared = {claim.name: claim for claim in CLAIMS if claim.against}
+    first = next((one for one in judged if one["claim"] in compared and one["outcomes"][0]["n"]), None)
+    if first is not None:
+        claim, outcome = compared[first["claim"]], first["outcomes"][0]
+        subject = f"{difference(claim.variant, claim.against)}, {OUTCOMES[outcome['outcome']]}"
+        told.append(f"{subject}: {outcome['figures']}, over {write_count(outcome['n'], 'seed')}.")
+    rows = [row for one in targets.values() for row in one["rows"] if row["variant"] in TWINS.values() and row["seeds"]]
+    rows = list({row["variant"]: row for row in rows if row["group"] == rows[0]["group"]}.values())
+    shares = []
+    for what, name in (("Attention on the sink", "sink_mass"), ("Heads with a content sink", "sink_heads")):
+        known = [(LABELS[row["variant"]], row["values"].get(f"attention.{name}")) for row in rows]
+        own = [f"{write_number(value['mean'], 'share')} ({label})" for label, value in known if value]
+        shares += [f"{what}: {', '.join(own)}."] if own else []
+    return told + [" ".join(shares)] * bool(shares)
 
 
 def _target(target: str, results: Results) -> dict[str, Any]:
@@ -160,37 +201,17 @@ def _rates(targets: Sequence[str], scale: Scale, results: Results) -> list[dict[
     return rows
 
 
-def layer_captures(results: Results, group: str, variants: Mapping[str, str], seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """What figure 3 of the analysis draws: means over seeds with the lowest and highest, by layer. variants: name -> variant."""
-    found = []
-    for name, variant in variants.items():
-        runs = [run for seed, run in runs_of(results, group, variant).items() if seed in seeds and run.layers]
-        if runs:
-            n_sinks = int(any(runs[0].layers["sink_mass"]))
-            about = {"name": name, "model": {"n_sinks": n_sinks}, "settings": {"threshold": RULES.threshold}}
-            drawn = [one for one in _DRAWN if n_sinks or one not in OF_SINKS]
-            rows = {one: zip(*(run.layers[one] for run in runs), strict=True) for one in drawn}
-            layers = {one: {"layers": [_ends(values) for values in own]} for one, own in rows.items()}
-            found.append({**about, "n": {"trajectories": len(runs)}, "quantities": layers})
-    return found
-
-
-def _ends(values: Sequence[float | None]) -> dict[str, float | None]:
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return dict.fromkeys(("mean", "low", "high"))
-    return {"mean": round(fmean(known), 5), "low": min(known), "high": max(known)}
-
-
-def blocks_of(found: Mapping[str, Any]) -> list[str]:
-    blocks = [f"# Reproduction at scale {found['scale']}"]
-    counts = Counter(claim["verdict"] for one in found["targets"].values() for claim in one["claims"])
-    blocks.append(f"Claims by verdict: {', '.join(f'{n} {verdict}' for verdict, n in counts.most_common())}.")
+def opening_blocks(found: Mapping[str, Any]) -> list[str]:
+    blocks = [f"# Reproduction at scale {found['scale']}", *found["lead"]]
     if found["scale"] == "nano":
         blocks.append(_NANO)
     if found["left"]:
         blocks.append(f"Not finished: {len(found['left'])} runs are missing, the first of them `{found['left'][0]}`.")
-    blocks += ["## Verdicts", verdicts(found)]
+    return blocks
+
+
+def blocks_of(found: Mapping[str, Any]) -> list[str]:
+    blocks = ["## Verdicts", verdicts(found)]
     for target, one in found["targets"].items():
         blocks += target_blocks(target, one)
     return [*blocks, *rate_blocks(found), *work_blocks(found)]

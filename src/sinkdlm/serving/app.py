@@ -1,7 +1,7 @@
 """The HTTP API: OpenAI's routes for diffusion models, health, metrics, and inspection of finished requests.
 
-A request passes guard.py, is parsed by schemas.py, becomes canvases in served.py and tokens in engine.py, and is answered by
-answers.py. No path that a client sends is ever looked up on disk: the page's files are read once, at the start.
+A request passes guard.py, is parsed by bodies.py, checked by schemas.py, becomes canvases in served.py and tokens in engine.py,
+and is answered by answers.py. No path that a client sends is ever looked up on disk: the page's files are read once, at the start.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from sinkdlm.errors import SamplingError
 from sinkdlm.page.bundle import PAGE
 from sinkdlm.serving import inspecting, problems
 from sinkdlm.serving.answers import Exchange
+from sinkdlm.serving.bodies import Route
 from sinkdlm.serving.frames import size_of
 from sinkdlm.serving.guard import Guard
 from sinkdlm.serving.problems import RESPONSES
@@ -47,6 +48,7 @@ _PAGE_HEADERS = {
 def make_app(site: Site) -> FastAPI:
     app = FastAPI(title="sinkdlm", version=__version__, docs_url=None, redoc_url=None, responses=RESPONSES)
     app.state.site = site
+    app.router.route_class = Route
     problems.register(app)
     _serve_facts(app, site)
     _serve_answers(app, site)

@@ -21,6 +21,7 @@ from fastapi.concurrency import run_in_threadpool
 from sinkdlm.analysis.capture import RULES, attention_maps
 from sinkdlm.analysis.recording import Recorder, Seen, likeliest, look_at
 from sinkdlm.errors import AnalysisError
+from sinkdlm.serving.bodies import Route
 from sinkdlm.serving.frames import quantise
 from sinkdlm.serving.problems import ApiError
 from sinkdlm.serving.site import Site
@@ -33,7 +34,7 @@ Id = Annotated[str, InPath(max_length=64)]
 Index = Annotated[int, InPath(ge=0)]
 Number = Annotated[int, Query(ge=0)]
 _T = TypeVar("_T")
-router = APIRouter(prefix="/v1/inspect/{request_id}")
+router = APIRouter(prefix="/v1/inspect/{request_id}", route_class=Route)
 
 
 class _Kept:

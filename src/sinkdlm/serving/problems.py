@@ -72,7 +72,7 @@ def api_error(failure: BaseException) -> ApiError:
 def _invalid(failure: RequestValidationError) -> ApiError:
     """The first mistake, by the name of its field."""
     errors = failure.errors()
-    if not errors or errors[0]["type"] == "json_invalid":
+    if not errors:
         return ApiError(400, "the body is not a JSON object")
     # A field of several types gives a mistake for each: an unknown field says most.
     first = next((error for error in errors if error["type"] == UNKNOWN), errors[0])

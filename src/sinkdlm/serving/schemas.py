@@ -7,7 +7,7 @@ that OpenAI does not define is refused too: it is a typing mistake, or an option
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from sinkdlm.config.toml import suggest
@@ -25,18 +25,6 @@ def only(*neutral: Any) -> Any:
     return Field(default=None, exclude=True, json_schema_extra={"enum": [None, *neutral]})
 
 
-def _check_text(text: str) -> str:
-    """Refuse lone surrogates: JSON can spell them, but no tokenizer takes them."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise PydanticCustomError("text", "holds a lone surrogate, which is not a character") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_check_text)]
-
-
 def _named(names: Iterable[str]) -> Any:
     return Field(json_schema_extra={"enum": list(names)}, max_length=64)
 
@@ -50,7 +38,7 @@ class Strict(BaseModel):
         fields = cls.model_fields
         for given in data if isinstance(data, Mapping) else ():
             if given not in fields:
-                name = str(given)[:_LONGEST_NAME].encode("utf-8", "replace").decode()
+                name = str(given)[:_LONGEST_NAME]
                 allowed = [key for key, field in fields.items() if not field.exclude]
                 ours = "sinkdlm" in allowed and name in Extras.model_fields
                 cure = f"did you mean sinkdlm.{name}? allowed: {', '.join(allowed)}" if ours else suggest(name, allowed)
@@ -104,7 +92,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
 class _Body(Strict):
@@ -143,13 +131,13 @@ class _Body(Strict):
 
 # fail_fast: a list of a million mistakes would take seconds, and a gigabyte, to tell them all.
 Ids = Annotated[list[Annotated[int, Field(ge=0, le=_INT64 - 1)]], Field(min_length=1, max_length=_MOST_TOKENS, fail_fast=True)]
-Texts = Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
 ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
 
 
 class CompletionRequest(_Body):
-    prompt: Text | Ids | Texts | ManyIds | None = ""
-    suffix: Text | None = Field(default=None, description="Given text after the gap; the model writes what is between.")
+    prompt: str | Ids | Texts | ManyIds | None = ""
+    suffix: str | None = Field(default=None, description="Given text after the gap; the model writes what is between.")
     max_tokens: int | None = Field(default=None, ge=1, description="Tokens to write; by default 64, or as many as fit.")
     echo: bool | None = None
     best_of: Any = only(1)
@@ -164,7 +152,7 @@ class CompletionRequest(_Body):
 
 class TextPart(Strict):
     type: Literal["text"]
-    text: Text
+    text: str
 
 
 class Message(BaseModel):
@@ -173,8 +161,8 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": {"enum": [None, [], {}]}})
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
-    name: Text | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
+    name: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "Message":
