@@ -149,7 +149,9 @@ def test_plans_come_back_when_the_last_one_has_left():
 
 def test_rows_share_a_forward_unless_padding_costs_more_than_another():
     def cut(*lengths):
-        rows = [SimpleNamespace(state=SimpleNamespace(length=length, request=SimpleNamespace(block_size=None))) for length in lengths]
+        rows = [
+            SimpleNamespace(state=SimpleNamespace(length=length, request=SimpleNamespace(block_size=None))) for length in lengths
+        ]
         return [[row.state.length for row in part] for part in share_forwards(rows, 4096)]
 
     assert cut(7) == [[7]]
