@@ -90,6 +90,8 @@ class Recipes:
         self.single = tables(data)
         self.uneven = tables(data, train={"batch": 5, "micro_batch": 2, "steps": 6})
         self.empty = tables(data, train={"batch": 1, "micro_batch": 1, "steps": 6})
+        blocks = {"sizes": [[0, 4], [3, 8]], "complementary": True}
+        self.blocks = tables(data, model={**SHAPE, "n_sinks": 1, "block_size": 8}, train={**precise, "steps": 6}, blocks=blocks)
 
 
 def run_alone(recipes: Recipes, folder: Path) -> None:
@@ -122,6 +124,7 @@ def make_runs_of_two(folder: Path) -> None:
     (folder / "variants-2").mkdir()
     for job in [
         {"recipe": empty, "out": str(folder / "empty-1")},
+        {"recipe": recipes.blocks, "out": str(folder / "blocks-1")},
         *(variants_job(recipes.data, folder / "variants-1", name) for name in FIRST),
     ]:
         ranks.run(job)
@@ -132,6 +135,7 @@ def make_runs_of_two(folder: Path) -> None:
             {"recipe": {**single, "parallel": {"mode": "replicate"}}, "out": str(folder / "single-2")},
             {"recipe": {**uneven, **SHARD}, "out": str(folder / "uneven-2"), "chunks": True},
             {"recipe": {**empty, **SHARD}, "out": str(folder / "empty-2")},
+            {"recipe": {**recipes.blocks, **SHARD}, "out": str(folder / "blocks-2")},
             {"recipe": {**single, "save": {"every": 5, "keep": 9}}, "out": str(folder / "full-2"), "full": True},
             *elastic_jobs(recipes, folder, {"rank": 1, "step": 17}, {"rank": 0, "step": 8}),
             {"recipe": exact, "out": str(folder / "resumed-2"), "stop": {"rank": 0, "step": 20}},
@@ -225,6 +229,13 @@ def test_ranks_read_and_mask_the_same_samples(runs, n_ranks):
     assert seen(runs / f"exact-{n_ranks}") == expected
     own = [json.loads(file.read_text()) for file in Path(f"{runs}/exact-{n_ranks}.seen").glob("*.json")]
     assert [len(part) for part in own] == [STEPS * 8 // n_ranks] * n_ranks
+
+
+def test_blocks_ignore_the_number_of_ranks(two):
+    """Block diffusion, sharded: the same times and masks, and losses."""
+    assert len(losses(two / "blocks-1")) == 6
+    np.testing.assert_allclose(losses(two / "blocks-2"), losses(two / "blocks-1"), rtol=1e-10)
+    assert seen(two / "blocks-2") == seen(two / "blocks-1")
 
 
 def test_a_run_goes_on_exactly_on_other_numbers_of_ranks(runs, n_ranks):

@@ -135,6 +135,53 @@ def test_inductor_gives_the_eager_loss_in_bf16(name):
     assert all(torch.isfinite(weight.grad).all() for weight in model.parameters())
 
 
+# -- block diffusion -----------------------------------------------------------------------------------------------------------
+
+
+def test_noise_of_blocks_is_the_same_on_every_device():
+    tokens, samples = small_tokens(16, 200), torch.arange(16) + 10**12
+    documents, maskable = (torch.arange(200) // 70).expand(16, -1), torch.rand(16, 200) < 0.7
+    for given in ({}, {"documents": documents}, {"maskable": maskable}, {"times": "independent"}):
+        found = []
+        for device in ("cpu", "cuda"):
+            own = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+            found.append(corrupt(tokens.to(device), samples, seed=3, mask_id=11, block_size=32, **own))
+        assert torch.equal(found[0].masked, found[1].masked.cpu())
+        torch.testing.assert_close(found[0].t, found[1].t.cpu(), rtol=1e-15, atol=0)
+
+
+@compiles
+@pytest.mark.parametrize("name", ["vanilla", "sink", "sinks-4", "sink-zero", "gate", "logit-gate", "parent"])
+def test_blocks_by_flex_attention_are_the_plain_ones(name):
+    """Outputs and gradients in float32, heads of 16, across FlexAttention's blocks of 128; with packed documents."""
+    flags = {**VARIANTS[name], "d_model": 96, "n_heads": 6, "block_size": 24}
+    fast_model, plain = small_model(dtype=torch.float32, **flags).cuda(), small_model(dtype=torch.float32, plan=None, **flags)
+    tokens = small_tokens(2, 300)
+    noisy = corrupt(tokens, torch.arange(2), seed=0, mask_id=plain.config.mask_id, block_size=24)
+    for documents in (None, (torch.arange(300) // 110).expand(2, -1)):
+        results = []
+        for model, device in ((plain.double(), "cpu"), (fast_model, "cuda")):
+            model.zero_grad()
+            given = noisy._replace(**{name: value.to(device) for name, value in noisy._asdict().items()})
+            packed = None if documents is None else documents.to(device)
+            loss = denoising_loss(model, tokens.to(device), given, denominator=10.0, documents=packed).total
+            loss.backward()
+            grads = [w.grad for w in model.parameters() if w.grad is not None]
+            results.append([loss.detach().cpu().double(), *(grad.cpu().double() for grad in grads)])
+        for exact, found in zip(*results, strict=True):
+            assert (exact - found).norm() <= 2e-3 * exact.norm() + 1e-6
+
+
+@pytest.mark.parametrize("name", ["vanilla", "sink", "logit", "parent"])
+def test_the_exact_cache_writes_the_same_on_a_gpu(name):
+    """float64: tokens and steps, prompts of several lengths in one batch."""
+    model = small_model(**VARIANTS[name], block_size=4).cuda()
+    given = {"prompt": [[1, 2, 3, 4, 5, 6], [], [7]], "mask_id": model.config.mask_id, "length": 19, "temperature": 1.0}
+    with model.inference():
+        found = [generate(model.denoiser(), **given, cache=cache).rows for cache in ("none", "exact")]
+    assert found[0] == found[1]
+
+
 # -- documents and annealing ----------------------------------------------------------------------------------------------------
 
 

@@ -44,7 +44,7 @@ def run(job: dict) -> None:
         if trains and (settings["maskable"] is None or bool(settings["maskable"].any())):  # else the row is padding of the batch
             for sample, masked, t in zip(samples.tolist(), noisy.masked.tolist(), noisy.t.tolist(), strict=True):
                 places = [str(place) for place, bit in enumerate(masked) if bit]  # whatever the row's padding
-                seen[sample] = " ".join([t.hex(), *places])
+                seen[sample] = " ".join([*(time.hex() for time in (t if isinstance(t, list) else [t])), *places])
         return noisy
 
     def stop(self):
