@@ -152,7 +152,8 @@ def model_fields() -> list[tuple[str, str, str]]:
     found = []
     for name, field in ModelConfig.model_fields.items():
         choices = getattr(field.annotation, "__args__", None)
-        kind = " or ".join(map(repr, choices)) if choices else field.annotation.__name__
+        names = ["None" if one is type(None) else getattr(one, "__name__", repr(one)) for one in choices or [field.annotation]]
+        kind = " or ".join(names)
         derived = {"mask_id": "vocab_size", "n_kv_heads": "n_heads"}.get(name, "")
         found.append((name, kind, derived if field.is_required() else repr(field.default)))
     return found
@@ -166,7 +167,15 @@ def test_links_of_the_readme_lead_somewhere():
 
 
 @pytest.mark.parametrize(
-    "name", ["concepts/masked-diffusion", "concepts/lane", "concepts/noise", "howto/add-a-policy", "howto/add-a-backbone"]
+    "name",
+    [
+        "concepts/masked-diffusion",
+        "concepts/block-diffusion",
+        "concepts/lane",
+        "concepts/noise",
+        "howto/add-a-policy",
+        "howto/add-a-backbone",
+    ],
 )
 def test_code_of_a_page_runs(name, capsys):
     found = blocks(DOCS / f"{name}.md", "python")

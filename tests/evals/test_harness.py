@@ -361,6 +361,20 @@ def test_two_halves_are_one_go(tmp_path, checkpoint, bench, run, harness):
         _judged(tmp_path / "r.jsonl", moved)
 
 
+def test_a_block_diffusion_model_is_evaluated(tmp_path, bench, run, harness):
+    """Every kind of request, in one go and in two halves."""
+    model = save_model(tmp_path / "model", context_length=512, block_size=4)
+    precise = ("--dtype", "float64", "--device", "cpu")
+    chosen = ("--tasks", "arc_easy,piqa,lambada,gsm8k_one_stage", "--data", bench, "--draws", 8, "--limit", 1)
+    chosen += ("--num-fewshot", 0, "--gen-kwargs", "steps=64")
+    whole = json.loads(run("eval", model, *chosen, *precise, "--json"))
+    run("eval", *chosen, "--write-requests", tmp_path / "q.jsonl")
+    run("score-requests", model, tmp_path / "q.jsonl", "--out", tmp_path / "r.jsonl", "--batch-tokens", 512, *precise)
+    halves = json.loads(run("eval", "--responses", tmp_path / "r.jsonl", "--json"))
+    assert halves["results"] == whole["results"]
+    assert len(whole["results"]) == 4
+
+
 def _judged(path, data):
     from sinkdlm.cli.evaluate import _report, _score_responses
 

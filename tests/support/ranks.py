@@ -43,8 +43,9 @@ def run(job: dict) -> None:
         trains = settings["seed"] != VALIDATION_SEED
         if trains and (settings["maskable"] is None or bool(settings["maskable"].any())):  # else the row is padding of the batch
             for sample, masked, t in zip(samples.tolist(), noisy.masked.tolist(), noisy.t.tolist(), strict=True):
-                places = [str(place) for place, bit in enumerate(masked) if bit]  # whatever the row's padding
-                seen[sample] = " ".join([*(time.hex() for time in (t if isinstance(t, list) else [t])), *places])
+                places = [place for place, bit in enumerate(masked) if bit]  # whatever the row's padding
+                times = [t] if isinstance(t, float) else [t[place] for place in places]  # of the row, or of each token's block
+                seen[sample] = " ".join([*(time.hex() for time in times), *map(str, places)])
         return noisy
 
     def stop(self):

@@ -41,6 +41,10 @@ class CausalDenoiser(Denoiser):
 
     capturable = False
 
+    def __init__(self, model: DiffusionLM, barred: Sequence[int] = ()) -> None:
+        super().__init__(model, barred)
+        self.block_size = None
+
     def __call__(  # type: ignore[override]
         self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None
     ) -> Tensor:
@@ -62,7 +66,7 @@ class Answerer:
     def __init__(self, lm: Any, sheet: Sheet, *, budget: int | None = None) -> None:
         self.lm, self.sheet = lm, sheet
         self._encoders = {bos: TextEncoder(lm.tokenizer, bos) for bos in {one.bos for one in sheet.settings.values()}}
-        self.device = lm.model.embed.weight.device
+        self.device, self.block_size = lm.model.embed.weight.device, lm.config.block_size
         self.budget = budget or forward_tokens(self.device, lm.config.vocab_size)
         self._options: dict[str, Any] = {"mask_id": lm.config.mask_id, "budget": self.budget, "device": self.device}
         absent = absent_ids(lm.tokenizer, lm.config.vocab_size)  # ids that are never written; logits stay the same
@@ -87,7 +91,7 @@ class Answerer:
         """Yield batches of whole questions with the same settings, each about a few forwards."""
         for request in requests:
             if request.kind == GENERATE:
-                check_room(request, self.sheet.settings[request.task], self.lm.config.context_length)
+                check_room(request, self.sheet.settings[request.task], self.lm.config)
         alike: dict[Any, list[list[Request]]] = {}
         for question in by_question(requests):
             for kind, part in itertools.groupby(question, key=lambda request: request.kind):
@@ -114,7 +118,8 @@ class Answerer:
         length = 1 + (len(request.context) + len(request.continuation)) // _LETTERS
         if request.kind == GENERATE:
             return length * int(request.generation.get("steps") or settings.steps or 64)
-        return _forwarded(length, length if request.kind == ROLLING else 1 + len(request.continuation) // _LETTERS, settings)
+        target = length if request.kind == ROLLING else 1 + len(request.continuation) // _LETTERS
+        return _forwarded(length, target, settings, self.block_size)
 
     def answer(self, batch: Sequence[Request]) -> list[Response]:
         """Answer requests of one kind with the same settings."""
@@ -138,7 +143,7 @@ class Answerer:
     def _score(self, batch: Sequence[Request], settings: Settings) -> list[dict[str, Any]]:
         encoder = self._encoders[settings.bos]
         rows = encoder.pairs(batch, self._room(settings))
-        self._expected = sum(_forwarded(len(row.tokens), row.n_scored, settings) for row in rows)
+        self._expected = sum(_forwarded(len(row.tokens), row.n_scored, settings, self.block_size) for row in rows)
         texts = self._denoisers[settings.causal], [row.tokens for row in rows], [row.scored for row in rows]
         groups, adaptive = [number_of(*request.question) for request in batch], _adaptive(batch, settings)
         drawn = self._drawn(settings) | {"guidance": settings.guidance, "groups": groups, "adaptive": adaptive}
@@ -155,7 +160,7 @@ class Answerer:
         encoder, room = self._encoders[settings.bos], self._room(settings)
         found = encoder.encode_documents(request.context for request in batch)
         ids = [found[request.context] for request in batch]
-        self._expected = sum(_forwarded(len(row), min(len(row), room), settings) for row in ids)
+        self._expected = sum(_forwarded(len(row), min(len(row), room), settings, self.block_size) for row in ids)
         prefix = encoder.prefix(batch[0].place) if settings.causal or encoder.prefix_id is not None else ()
         drawn = self._drawn(settings) | {"numbers": [number_of(*request.key) for request in batch]}
         scores = document_likelihood(self._denoisers[settings.causal], ids, window=room, prefix=prefix, **drawn)
@@ -168,11 +173,13 @@ class Answerer:
         return Generator(writer, encoder, mask_id=config.mask_id, seed=self.sheet.seed, **limits).write(batch, settings)
 
 
-def _forwarded(length: int, target: int, settings: Settings) -> int:
-    """Tokens that go through the model to score `target` tokens of a row."""
+def _forwarded(length: int, target: int, settings: Settings, block_size: int | None) -> int:
+    """Tokens that go through the model to score `target` tokens of a row, its clean copies not counted."""
     if settings.causal:
         return length
-    return length * (settings.draws if settings.estimator in MONTE_CARLO else target) * (2 if settings.guidance else 1)
+    at_once = min(target, block_size or target)
+    most = settings.draws if block_size is None else min(settings.draws, (1 << at_once) - 1)  # a block's equal masks are one
+    return length * (most if settings.estimator in MONTE_CARLO else at_once) * (2 if settings.guidance else 1)
 
 
 def _has_ranking(question: Sequence[Request]) -> bool:

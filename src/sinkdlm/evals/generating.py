@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sinkdlm.config.model import ModelConfig
 from sinkdlm.errors import EvalError
 from sinkdlm.evals.encoding import TextEncoder
 from sinkdlm.evals.requests import Request, number_of
@@ -88,9 +89,11 @@ def ignored_cuts(request: Request, settings: Settings) -> bool:
     return not _temperature(request) and not policy_of(named).tempered
 
 
-def check_room(request: Request, settings: Settings, room: int) -> None:
-    """Refuse, before hours of other requests, an answer that does not fit beside one token of the prompt."""
-    manner = Manner.of(request, settings, None)
+def check_room(request: Request, settings: Settings, config: ModelConfig) -> None:
+    """Refuse, before hours of other requests, an answer that does not fit beside one token of the prompt, or the model's blocks."""
+    manner, room = Manner.of(request, settings, None), config.context_length
+    if not settings.causal:
+        Canvas([config.mask_id], manner.policy, config.mask_id, block_size=config.block_size)
     if manner.canvas is None and manner.n_tokens >= room:
         raise _no_room(request.place, manner.n_tokens, room, "--gen-kwargs max_gen_toks=N")
 
@@ -135,7 +138,8 @@ class Generator:
         if stage == 0:  # the prompts of later stages contain the first
             found["unknown"] = self.encoder.count_unknown(prompt)
         row = [*prompt[-kept:], *[self.mask_id] * size]
-        return Canvas(row, manner.policy, self.mask_id, self.seed, number_of(*request.key, stage), grow=manner.grows)
+        options: dict[str, Any] = {"grow": manner.grows, "block_size": self.access.block_size}
+        return Canvas(row, manner.policy, self.mask_id, self.seed, number_of(*request.key, stage), **options)
 
     def _run(self, states: Sequence[State], manners: Sequence[Manner]) -> None:
         """As many rows at a time as make a forward; when one is done, the next takes its place."""

@@ -12,7 +12,7 @@ from sinkdlm.config.model import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConvertError
 from sinkdlm.interop import layouts
 from sinkdlm.interop.adapt import SHAPE_KEYS, family_of, load_any, notes_of, own_history, special_ids_of
-from sinkdlm.interop.sources import SPECIAL, open_source
+from sinkdlm.interop.sources import FAST_DLLM, FAST_DLLM_MASK_ID, SPECIAL, open_source
 from sinkdlm.interop.tokenizer import named_mask
 
 Target = Literal["sinkdlm", "official", "hf"]
@@ -67,6 +67,7 @@ def write_official(destination: Path, loaded: Loaded) -> str:
         "qkv_bias": (False,),
         "tie_embeddings": (False,),
         "shift_logits": (False,),
+        "block_size": (None,),
         "mask_id": (config.vocab_size,),
         "norm_eps": (1e-5,),
         "rope_base": (10000.0,),
@@ -133,6 +134,11 @@ def write_transformers(destination: Path, loaded: Loaded, *, standalone: bool) -
     return "transformers directory (sinkdlm, with its own modelling file)" if standalone else "transformers directory (sinkdlm)"
 
 
+_FAST_DLLM_CODE = {
+    "AutoConfig": "configuration.Fast_dLLM_QwenConfig",
+    "AutoModel": "modeling.Fast_dLLM_QwenModel",
+    "AutoModelForCausalLM": "modeling.Fast_dLLM_QwenForCausalLM",
+}
 _LLADA_CODE = dict.fromkeys(("AutoModelForCausalLM", "AutoModel"), "modeling_llada.LLaDAModelLM")
 # Kind: (model type, class, where its code is if not in transformers).
 _ARCHITECTURES: dict[str, tuple[str, str, dict[str, str]]] = {
@@ -140,12 +146,15 @@ _ARCHITECTURES: dict[str, tuple[str, str, dict[str, str]]] = {
     "llama": ("llama", "LlamaForCausalLM", {}),
     "dream": ("Dream", "DreamModel", {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}),
     "llada": ("llada", "LLaDAModelLM", {"AutoConfig": "configuration_llada.LLaDAConfig", **_LLADA_CODE}),
+    FAST_DLLM: ("Fast_dLLM_Qwen", "Fast_dLLM_QwenForCausalLM", _FAST_DLLM_CODE),
 }
 
 
 def parent_architecture(loaded: Loaded) -> str | None:
-    """The parent's family, if it can hold this model unchanged; else None."""
+    """The family that holds this model unchanged: its parent's, or Fast-dLLM v2's for a Qwen2 that became a block model; else None."""
     config, kind = loaded.config, family_of(loaded.provenance)
+    if kind == "qwen2" and config.block_size is not None:
+        kind = FAST_DLLM
     if config.n_sinks or config.gate != "none" or kind not in _ARCHITECTURES:
         return None
     if config.embedding_rows != config.vocab_size and not config.tie_embeddings:
@@ -153,6 +162,11 @@ def parent_architecture(loaded: Loaded) -> str | None:
     if kind in ("llada", "dream") and config.shift_logits != (kind == "dream"):
         return None  # Dream's own code shifts, LLaDA's does not
     if kind == "llama" and config.qkv_bias:
+        return None
+    if (config.block_size is not None) != (kind == FAST_DLLM):
+        return None
+    # Their code shifts, has biases, and takes this id where its caller gives none.
+    if kind == FAST_DLLM and (config.shift_logits, config.qkv_bias, config.mask_id) != (True, True, FAST_DLLM_MASK_ID):
         return None
     return kind
 
@@ -171,5 +185,7 @@ def _parent_config(kind: str, loaded: Loaded) -> dict[str, Any]:
         found |= dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout"), 0.0)
     else:
         found |= {"vocab_size": config.embedding_rows, "hidden_act": "silu", "use_sliding_window": False}
+    if kind == FAST_DLLM:
+        found["bd_size"] = config.block_size
     model_type, architecture, code = _ARCHITECTURES[kind]
     return found | {"model_type": model_type, "architectures": [architecture]} | ({"auto_map": code} if code else {})

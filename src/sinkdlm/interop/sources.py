@@ -1,7 +1,7 @@
 """Detect which model a path holds, derive its config, and read its tensors under our names.
 
-Kinds: official (SMDM and the paper's code), qwen2 and llama (AR parents, as transformers directories or GGUF), llada and dream
-(diffusion models), sinkdlm (our own). The content decides; the user is never asked.
+Kinds: official (SMDM and the paper's code), qwen2 and llama (AR parents, as transformers directories or GGUF), llada, dream and
+fast_dllm_qwen (diffusion models), sinkdlm (our own). The content decides; the user is never asked.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,8 +21,13 @@ from sinkdlm.interop.layouts import Layout, check_shape
 from sinkdlm.interop.tensors import TensorFile, open_gguf, open_safetensors, open_torch
 
 AR_KINDS = ("qwen2", "llama")
-SUPPORTED = "official/SMDM .safetensors or .pth; Qwen2, Llama, LLaDA, Dream or sinkdlm directories; GGUF of Qwen2 or Llama"
+FAST_DLLM = "fast_dllm_qwen"  # Fast-dLLM v2: block diffusion on Qwen2.5
+SUPPORTED = (
+    "official/SMDM .safetensors or .pth; Qwen2, Llama, LLaDA, Dream, Fast-dLLM v2 or sinkdlm directories; GGUF of Qwen2 or Llama"
+)
 DREAM_MASK_ID = 151666  # unused in every Qwen2.5 vocabulary; Dream chose it too
+FAST_DLLM_MASK_ID = 151665  # "|<MASK>|", the first id after Qwen2.5's tokens; their code's default, which config.json leaves out
+FAST_DLLM_BLOCK = 32  # likewise a default of their code
 GGUF_MARK = b"GGUF"
 SPECIAL = ("bos", "eos", "pad")  # tokens whose ids config.json has
 _ODD = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError)
@@ -202,7 +207,7 @@ def _open_directory(path: Path) -> Source:
     kind, family = fields.get("model_type"), str(fields.get("model_type")).lower()
     if kind == MODEL_TYPE:
         return Source(path, MODEL_TYPE, "own checkpoint", read_config(path), open_safetensors(path), None)
-    if family not in (*AR_KINDS, "dream", "llada"):
+    if family not in (*AR_KINDS, "dream", "llada", FAST_DLLM):
         raise ConvertError(f"{path / CONFIG}: model_type {kind!r} is not supported; supported: {SUPPORTED}")
     reader = _llada if family == "llada" else _qwen2_like
     try:
@@ -233,7 +238,7 @@ def _refuse(path: Path, fields: Mapping[str, Any], **wanted: Any) -> None:
 
 
 def _qwen2_like(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the config of Qwen2, Llama or Dream, which share their field names."""
+    """Read the config of Qwen2, Llama, Dream or Fast-dLLM v2, which share their field names."""
     _refuse(path, fields, hidden_act="silu", mlp_bias=False, use_sliding_window=False, partial_rotary_factor=1.0)
     if family == "llama":
         _refuse(path, fields, attention_bias=False)
@@ -245,11 +250,16 @@ def _qwen2_like(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str,
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
     if fields.get("head_dim") not in (None, width // heads):
         raise ConvertError(f"{path}: head_dim = {fields['head_dim']} is not supported, only hidden_size / heads = {width // heads}")
-    theirs = {"num_key_value_heads": heads, "rope_theta": 10000.0, "tie_word_embeddings": False, "shift_logits": family == "dream"}
+    theirs = {"num_key_value_heads": heads, "rope_theta": 10000.0, "tie_word_embeddings": False}
+    theirs["shift_logits"] = family in ("dream", FAST_DLLM)
     if family in AR_KINDS:  # an existing row, so that the table keeps its size until [MASK] is chosen
         theirs["mask_token_id"] = 0
+    blocks = {}
+    if family == FAST_DLLM:
+        theirs["mask_token_id"] = FAST_DLLM_MASK_ID
+        blocks = {"block_size": _given(fields).get("bd_size", FAST_DLLM_BLOCK)}
     theirs |= _given(fields) | _given({"rope_theta": rope.get("rope_theta")})
-    return _ours(layouts.TRANSFORMERS_FIELDS, theirs) | {"qkv_bias": family in ("qwen2", "dream")}
+    return _ours(layouts.TRANSFORMERS_FIELDS, theirs) | {"qkv_bias": family != "llama"} | blocks
 
 
 def _llada(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -137,6 +137,14 @@ def _add_up(scorer: Scorer, queries: list[list[Query]]) -> Estimates:
     return Estimates.of([[part.sum()] for part in parts], counts, counts, counts, kind)
 
 
+class _Mask(NamedTuple):
+    """Masked targets of one block of a row. name: in bits."""
+
+    block: int
+    name: bytes
+    positions: np.ndarray
+
+
 class _Sampled:
     """The draws of some rows so far. A block's repeated mask is not computed again: short targets have few masks."""
 
@@ -150,36 +158,36 @@ class _Sampled:
 
     def extend(self, active: Sequence[int], sets: range) -> None:
         """Draw more sets for some rows."""
-        drawn: dict[int, dict[int, tuple[list[bytes], np.ndarray]]] = {}  # row -> block -> masks and their weight
-        fresh: dict[
-            int, dict[int, list[tuple[bytes, np.ndarray]]]
-        ] = {}  # row -> block -> masks that are not known, and what they mask
+        drawn: dict[tuple[int, int], tuple[list[bytes], np.ndarray]] = {}  # (row, block) -> names and weights of its masks
+        fresh: dict[int, dict[int, list[_Mask]]] = {}  # row -> block -> masks that are not known yet
         for i, b, masked, weight in self._draw(active, sets):
             names = [bits.tobytes() for bits in np.packbits(masked, axis=1)]
-            drawn.setdefault(i, {})[b] = names, weight
+            drawn[i, b] = names, weight
             unique, known, targets = dict(zip(names, masked, strict=True)), self.known[i][b], self.blocks[i][b]
-            fresh.setdefault(i, {})[b] = [(name, targets[chosen]) for name, chosen in unique.items() if name not in known]
-        queries, homes = [], []
-        for i, masks in fresh.items():
-            # The next mask of every block that has one left, all in one forward.
-            for turn in itertools.zip_longest(*(masks[b] for b in sorted(masks))):
-                parts = [(b, *mask) for b, mask in enumerate(turn) if mask is not None]
-                positions = np.concatenate([own for _, _, own in parts])
-                queries.append(Query(self.rows[i], positions, positions))
-                homes.append((i, parts))
-                self.forwards[i] += 1
-        for number, values in self.scorer.values(queries):
-            i, parts = homes[number]
-            ends = np.cumsum([len(own) for _, _, own in parts])
-            for (b, name, _), part in zip(parts, np.split(values, ends[:-1]), strict=True):
-                self.known[i][b][name] = float(part.sum())
-        for i, blocks in drawn.items():
-            values = sum(self._weigh(i, b, *blocks[b]) for b in sorted(blocks))
+            fresh.setdefault(i, {})[b] = [_Mask(b, name, targets[own]) for name, own in unique.items() if name not in known]
+        self._compute(fresh)
+        for i in fresh:
+            parts = [(*drawn[i, b], known) for b, known in enumerate(self.known[i])]
+            values = np.sum([weight * [known[name] for name in names] for names, weight, known in parts], axis=0)
             self.set_means[i] += values.reshape(len(sets), self.size).mean(1).tolist()
 
-    def _weigh(self, row: int, block: int, names: list[bytes], weight: np.ndarray) -> np.ndarray:
-        known = self.known[row][block]
-        return weight * np.array([known[name] for name in names])
+    def _compute(self, fresh: dict[int, dict[int, list[_Mask]]]) -> None:
+        """Compute masks of blocks. A forward takes the next mask of every block of a row that has one left."""
+        homes = [
+            (i, [mask for mask in turn if mask])
+            for i, own in fresh.items()
+            for turn in itertools.zip_longest(*(own[b] for b in sorted(own)))
+        ]
+        queries = []
+        for i, masks in homes:
+            positions = np.concatenate([mask.positions for mask in masks])
+            queries.append(Query(self.rows[i], positions, positions))
+            self.forwards[i] += 1
+        for number, values in self.scorer.values(queries):
+            i, masks = homes[number]
+            ends = np.cumsum([len(mask.positions) for mask in masks])
+            for mask, part in zip(masks, np.split(values, ends[:-1]), strict=True):
+                self.known[i][mask.block][mask.name] = float(part.sum())
 
     def _draw(self, active: Sequence[int], sets: range) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
         """(row, block, masked, weight): blocks with equally many targets are drawn together, as many as fit in memory."""
