@@ -44,7 +44,7 @@ def run(job: dict) -> None:
         if trains and (settings["maskable"] is None or bool(settings["maskable"].any())):  # else the row is padding of the batch
             for sample, masked, t in zip(samples.tolist(), noisy.masked.tolist(), noisy.t.tolist(), strict=True):
                 places = [place for place, bit in enumerate(masked) if bit]  # whatever the row's padding
-                times = [t] if isinstance(t, float) else [t[place] for place in places]  # of the row, or of each token's block
+                times = dict.fromkeys([t] if isinstance(t, float) else [t[place] for place in places or [0]])  # of row or blocks
                 seen[sample] = " ".join([*(time.hex() for time in times), *map(str, places)])
         return noisy
 
