@@ -99,7 +99,7 @@ def corrupt(
     device = tokens.device
     blocks = None
     if block_size is not None and tokens.shape[1] > block_size:
-        blocks = number_blocks(tokens.shape[1], block_size, documents).to(device)
+        blocks = number_blocks(tokens.shape[1], block_size, documents, device)
     return (mask or mask_rows)(
         tokens,
         samples.to(device),
@@ -115,9 +115,9 @@ def corrupt(
     )
 
 
-def number_blocks(n_tokens: int, block_size: int, documents: Tensor | None = None) -> Tensor:
+def number_blocks(n_tokens: int, block_size: int, documents: Tensor | None = None, device: torch.device | None = None) -> Tensor:
     """Number the blocks of a row from 0, (1, T), or of packed rows, (B, T): there, each document begins a block."""
-    index = torch.arange(n_tokens, device=None if documents is None else documents.device)[None]
+    index = torch.arange(n_tokens, device=device if documents is None else documents.device)[None]
     if documents is None:
         return index // block_size
     parts = functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)

@@ -113,7 +113,7 @@ class Context(NamedTuple):
             packed = Documents.of(documents, inside_of(tokens.shape[1], lengths))
         blocks = None
         if block_size is not None and cache is None and (clean is not None or tokens.shape[1] > block_size):
-            blocks = number_blocks(tokens.shape[1], block_size, documents).to(tokens.device)
+            blocks = number_blocks(tokens.shape[1], block_size, documents, tokens.device)
         facts |= {"blocks": blocks, "block_size": block_size, "copies": 1 if clean is None else 2}
         span = (0, tokens.shape[1]) if cache is None else (cache.start, cache.length)
         return cls(span, documents=packed, annealing=annealing, **facts)
