@@ -101,8 +101,9 @@ class Screen(Monitor):
         return Look(sums, self._denoise(self._opening, room, steps=_STORY_STEPS))
 
     def _denoise(self, prompt: str, length: int, steps: int) -> list[str]:
-        ids, mask_id = self._tokenizer.encode(prompt), self._model.config.mask_id
-        requests = requests_of([ids], length=len(ids) + length, mask_id=mask_id, steps=steps, temperature=0.0)
+        config, ids = self._model.config, self._tokenizer.encode(prompt)
+        mask_id, size = config.mask_id, config.block_size
+        requests = requests_of([ids], length=len(ids) + length, mask_id=mask_id, steps=steps, block_size=size)
         frames = [[*ids, *[mask_id] * length]]
         frames += [step.tokens[0].tolist() for step in stream(self._model.denoiser(), start(requests))]
         decode = self._tokenizer.decode
