@@ -159,7 +159,7 @@ def test_every_shipped_recipe_is_listed_with_a_description(command_line):
     status, shown, _ = command_line("recipe", "list")
     found = json.loads(command_line("recipe", "list", "--json")[1])
     assert status == 0
-    assert len(found) == len({one["name"] for one in found}) == 54
+    assert len(found) == len({one["name"] for one in found}) == 62
     heads = [line for line in shown.splitlines() if not line.startswith(" ")]
     assert heads == ["laptop", "nano", "small", "paper", "parts: for `base` alone"]
     for one in found:
