@@ -55,9 +55,18 @@ LLADA_NAMES = {
 
 
 def logits(
-    state: dict[str, Tensor], names: dict, tokens: Tensor, *, layers: int, width: int, base: float, eps: float, shift: bool
+    state: dict[str, Tensor],
+    names: dict,
+    tokens: Tensor,
+    *,
+    layers: int,
+    width: int,
+    base: float,
+    eps: float,
+    shift: bool,
+    block: int | None = None,
 ) -> Tensor:
-    """Bidirectional logits of one row (T,): what a diffusion model of this family computes."""
+    """Logits of one row (T,): what a diffusion model of this family computes. block: a token sees its block and those before it."""
 
     def linear(x: Tensor, name: str) -> Tensor:
         out = x @ state[f"{name}.weight"].T
@@ -65,15 +74,18 @@ def logits(
 
     x = state[f"{names['embed']}.weight"][tokens]
     positions, bias = torch.arange(len(tokens)), torch.zeros(len(tokens), len(tokens))
+    if block is not None:
+        for i in range(len(tokens)):
+            bias[i, (i // block + 1) * block :] = -math.inf
     for layer in range(layers):
-        block = names["block"].format(layer)
-        h = rms_norm(x, state[f"{block}.{names['in']}.weight"], eps)
-        q, k, v = (list(linear(h, f"{block}.{names[part]}").split(width, dim=1)) for part in "qkv")
-        x = x + linear(torch.cat(attention_row(q, k, v, positions, base, bias), dim=1), f"{block}.{names['o']}")
-        h = rms_norm(x, state[f"{block}.{names['post']}.weight"], eps)
+        place = names["block"].format(layer)
+        h = rms_norm(x, state[f"{place}.{names['in']}.weight"], eps)
+        q, k, v = (list(linear(h, f"{place}.{names[part]}").split(width, dim=1)) for part in "qkv")
+        x = x + linear(torch.cat(attention_row(q, k, v, positions, base, bias), dim=1), f"{place}.{names['o']}")
+        h = rms_norm(x, state[f"{place}.{names['post']}.weight"], eps)
         x = x + linear(
-            torch.nn.functional.silu(linear(h, f"{block}.{names['gate']}")) * linear(h, f"{block}.{names['up']}"),
-            f"{block}.{names['down']}",
+            torch.nn.functional.silu(linear(h, f"{place}.{names['gate']}")) * linear(h, f"{place}.{names['up']}"),
+            f"{place}.{names['down']}",
         )
     x = rms_norm(x, state[f"{names['norm']}.weight"], eps)
     if shift:

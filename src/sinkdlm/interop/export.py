@@ -12,7 +12,7 @@ from sinkdlm.config.model import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConvertError
 from sinkdlm.interop import layouts
 from sinkdlm.interop.adapt import SHAPE_KEYS, family_of, load_any, notes_of, own_history, special_ids_of
-from sinkdlm.interop.sources import FAST_DLLM, FAST_DLLM_MASK_ID, SPECIAL, open_source
+from sinkdlm.interop.sources import FAST_DLLM, FAST_DLLM_BLOCK, FAST_DLLM_MASK_ID, SPECIAL, open_source
 from sinkdlm.interop.tokenizer import named_mask
 
 Target = Literal["sinkdlm", "official", "hf"]
@@ -38,6 +38,7 @@ def convert(
         notes += _untold(destination, loaded.config)
     elif to == "hf":
         wrote = write_transformers(destination, loaded, standalone=standalone)
+        notes += [] if standalone else _unread(loaded)
     else:
         save(destination, loaded.model, loaded.tokenizer, own_history(loaded.provenance))
         wrote = "sinkdlm checkpoint"
@@ -107,6 +108,14 @@ def _untold(path: Path, config: ModelConfig) -> list[str]:
     return [f"these weights do not tell {', '.join(lost)}: give them with --set when they are read again"] if lost else []
 
 
+def _unread(loaded: Loaded) -> list[str]:
+    """Note that Fast-dLLM v2's code trains with its config's block size, but decodes with blocks of 32 unless it is told."""
+    size = loaded.config.block_size
+    if size == FAST_DLLM_BLOCK or parent_architecture(loaded) != FAST_DLLM:
+        return []
+    return [f"blocks are of {size} tokens: give block_size={size} to their generate() and forward(), which take {FAST_DLLM_BLOCK}"]
+
+
 def write_transformers(destination: Path, loaded: Loaded, *, standalone: bool) -> str:
     """Write a vanilla model in its parent's architecture where there is one; all others as our class, registered or standalone."""
     kind = None if standalone else parent_architecture(loaded)
@@ -151,7 +160,7 @@ _ARCHITECTURES: dict[str, tuple[str, str, dict[str, str]]] = {
 
 
 def parent_architecture(loaded: Loaded) -> str | None:
-    """The family that holds this model unchanged: its parent's, or Fast-dLLM v2's for a Qwen2 that became a block model; else None."""
+    """The family that can hold this model unchanged: its parent's, or Fast-dLLM v2's for a Qwen2 with blocks; else None."""
     config, kind = loaded.config, family_of(loaded.provenance)
     if kind == "qwen2" and config.block_size is not None:
         kind = FAST_DLLM

@@ -14,6 +14,7 @@ from typing import Any
 from sinkdlm import noise
 from sinkdlm.checkpoint.directory import CONFIG
 from sinkdlm.config.model import ModelConfig
+from sinkdlm.diffusion import number_blocks
 from sinkdlm.interop import hf, hf_config
 from sinkdlm.model import attention, context, lane, model, positions, visibility
 
@@ -33,7 +34,7 @@ def make_standalone(folder: Path) -> None:
 
 def source_text() -> str:
     plain, named = {"dataclasses"}, defaultdict[str, set[str]](set)  # import a; from a import b
-    bodies = [_config_source()]
+    bodies = [_config_source(), inspect.getsource(number_blocks).rstrip()]
     for module in _SOURCES:
         text = inspect.getsource(module)
         lines = text.splitlines()
@@ -56,7 +57,7 @@ def _config_source() -> str:
     """ModelConfig as a dataclass: its fields, filled from a checkpoint's config.json, and its properties."""
     lines = ["@dataclasses.dataclass(frozen=True)", "class ModelConfig:"]
     for name, field in ModelConfig.model_fields.items():
-        kind, default = ("int", "") if field.is_required() else (type(field.default).__name__, f" = {field.default!r}")
-        lines.append(f"    {name}: {kind}{default}")
+        kind = "int" if field.is_required() else "int | None" if field.default is None else type(field.default).__name__
+        lines.append(f"    {name}: {kind}" + ("" if field.is_required() else f" = {field.default!r}"))
     properties = [value.fget for value in vars(ModelConfig).values() if isinstance(value, property) and value.fget is not None]
     return "\n".join(lines) + "\n\n" + "\n".join(map(inspect.getsource, properties)).rstrip()
