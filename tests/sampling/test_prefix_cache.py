@@ -62,8 +62,13 @@ def assert_same(found, expected):
         assert steps == n
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", MODELS)
+CASES = [
+    *(("shifted", policy) for policy in POLICIES),
+    *((name, policy) for name in MODELS for policy in ("threshold", "guidance")),
+]
+
+
+@pytest.mark.parametrize(("name", "policy"), dict.fromkeys(CASES))
 def test_the_exact_cache_changes_nothing(name, policy):
     """Alone and among others."""
     model = small_model(**MODELS[name], block_size=SIZE)
