@@ -184,3 +184,10 @@ def test_two_hundred_damaged_files_are_read_or_refused_in_one_line(tmp_path):
     assert found["read"] + found["refused"] == 200
     assert found["read"] > 3
     assert found["peak_mb"] < 1000
+
+
+def test_a_state_of_a_run_is_no_model(tmp_path):
+    state = tmp_path / "run" / "checkpoints" / "step-0000000002"
+    state.mkdir(parents=True)
+    with pytest.raises(ConvertError, match=r"a training run's state, not a model; .*save.milestones"):
+        interop.open_source(state)

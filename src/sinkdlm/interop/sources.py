@@ -106,6 +106,9 @@ def open_source(path: str | Path, shape: Mapping[str, Any] | None = None) -> Sou
         cure = f"; a model of the hub is fetched first: hf download {path} --local-dir {path.name}" if hub else ""
         raise ConvertError(f"{path}: no such file or folder{cure}")
     path = model_in(path)
+    if path.parent.name == "checkpoints" and path.name.startswith("step-"):
+        cure = "finish the run, or let it export a model on its way with --set save.milestones=[STEP]"
+        raise ConvertError(f"{path}: a training run's state, not a model; {cure}")
     try:
         source = _open_folder(path, shape) if path.is_dir() else _open_file(path, shape)
     except _ODD as failure:  # values of kinds and sizes that no model has
