@@ -83,6 +83,14 @@ def test_the_model_does_not_mention_speed():
     assert all(SPEED.search(words) for words in ("a CUDA graph", "x.is_cuda", "torch.compile(f)", "float8_ops", "recompiled"))
 
 
+def test_the_model_can_be_read_in_one_sitting():
+    source = (PACKAGE / "model" / "model.py").read_text()
+    assert source.count("\n") <= 350
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "DiffusionLM"]
+    forward = next(node for node in classes[0].body if isinstance(node, ast.FunctionDef) and node.name == "forward")
+    assert forward.end_lineno - forward.lineno < 50
+
+
 def idle_names(sources):
     """Private functions and classes that no module names: written, and never put to use. A decorator puts to use."""
     parts = [part for source in sources for part in ast.parse(source).body]

@@ -234,14 +234,8 @@ class DiffusionLM(nn.Module):
         facts: dict[str, Any] = {"lengths": lengths, "causal": causal, "cache": cache, "form": self.attention_form}
         facts |= {"documents": documents, "annealing": annealing, "observe": observe, "intervene": intervene}
         ctx = Context.of(config, tokens, clean=clean, block_size=block_size, **facts)
-        n_tokens = tokens.shape[1]
-        inside = inside_of(n_tokens, lengths)
-        row = tokens if clean is None else torch.cat([tokens, clean], dim=1)
-        x = self.embed(row if inside is None else row.masked_fill(~inside.repeat(1, ctx.copies), config.mask_id))
-        n_registers = 0 if causal else config.n_registers
-        if n_registers and self.sinks is not None:
-            # Only rotary positions give an order, so registers are stored in front even where their position is the end.
-            x = torch.cat([self.sinks.expand(x.shape[0], -1, -1).to(x), x], dim=1)
+        x = self.embed_rows(tokens, clean, ctx)
+        n_tokens, n_registers = tokens.shape[1], 0 if causal else config.n_registers
         shifted = config.shift_logits and not causal
         if shifted and cache is not None and ctx.block_size is not None:
             x = cache.shift(self.runner(self, x, ctx, None))
@@ -254,6 +248,16 @@ class DiffusionLM(nn.Module):
         if shifted:
             return x.take_along_dim(ctx.sources(n_tokens, n_registers, x.device, shifted=True)[..., None], dim=1)
         return x[:, n_registers : n_registers + n_tokens]
+
+    def embed_rows(self, tokens: Tensor, clean: Tensor | None, ctx: Context) -> Tensor:
+        """Embed registers, tokens and clean tokens, one behind the other; padding becomes [MASK]."""
+        inside = inside_of(tokens.shape[1], ctx.lengths)
+        row = tokens if clean is None else torch.cat([tokens, clean], dim=1)
+        x = self.embed(row if inside is None else row.masked_fill(~inside.repeat(1, ctx.copies), self.config.mask_id))
+        if ctx.causal or not self.config.n_registers or self.sinks is None:
+            return x
+        # Only rotary positions give an order, so registers are stored in front even where their position is the end.
+        return torch.cat([self.sinks.expand(x.shape[0], -1, -1).to(x), x], dim=1)
 
     def first_lane(self, x: Tensor, ctx: Context) -> Tensor | None:
         """Return the lane's states (1, S, d) before the first layer, in x's dtype; None without a lane."""
