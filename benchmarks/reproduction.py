@@ -132,15 +132,16 @@ _DRAWN = {"short": draw_lengths, "figure1": draw_sinks, "figure3": draw_layers}
 
 def draw(results: Mapping[str, RunResult], watched: Mapping[str, Any] | None, assets: Path) -> None:
     for place, (name, _) in PICTURES.items():
+        (assets / name).unlink(missing_ok=True)  # what has no results any more goes
         if place == VERDICTS:
-            (assets / name).write_text(differences(results).svg, encoding="utf-8")
+            plate = differences(results)
+            if plate.figure is not None:
+                (assets / name).write_text(plate.svg, encoding="utf-8")
             continue
         with mpl.rc_context(_STYLE):
             figure = Figure(layout="constrained")
             if draw_steadiness(watched, figure) if place == STEADINESS else _DRAWN[place](results, figure):
                 figure.savefig(assets / name, metadata={"Date": None})
-            else:
-                (assets / name).unlink(missing_ok=True)
 
 
 def main() -> None:

@@ -59,6 +59,8 @@ class _Inbox:
                 await asyncio.wait_for(self._arrived.wait(), _QUIET)
             except TimeoutError:
                 return None
+        else:
+            await asyncio.sleep(0)  # else a client that has left is not noticed before all that waits is written to it
         event = self._events.popleft()
         self._n_tokens -= 0 if isinstance(event, Over) else len(event.tokens)
         return event
