@@ -28,7 +28,6 @@ def with_head(flags: dict, tied: bool) -> dict:
 # Every variant, with an untied head and with a tied one.
 MODELS = {f"{name}-{head}": with_head(flags, head == "tied") for name, flags in VARIANTS.items() for head in ("untied", "tied")}
 
-ONCE = [name for name in MODELS if name.endswith("-untied") != name.startswith("parent")]  # one head each, both kinds among them
 FEW = ("sink-untied", "parent-tied")
 FIRST = [*FEW, "vanilla-untied", "gate-headwise-sink-untied", "register-untied", "logit-untied"]  # every kind of lane and gate
 
@@ -364,13 +363,12 @@ def test_memory_of_a_rank_falls_as_planned(four):
     ("train", "names"),
     [
         ({}, tuple(name for name in MODELS if name not in FIRST)),
-        ({"compile": "blocks", "recompute": "full"}, tuple(ONCE)),  # the head is outside the blocks
+        ({"compile": "blocks", "recompute": "full"}, (*FEW, "logit-untied")),
         ({"recompute": "full"}, tuple(FIRST)),
         ({"recompute": "selective"}, tuple(FIRST)),
-        ({"compile": "blocks"}, FEW),
-        ({"compile": "blocks", "recompute": "selective"}, FEW),
+        ({"compile": "blocks", "recompute": "selective"}, FEW[1:]),
     ],
-    ids=["plain", "compiled and full", "full", "selective", "compiled", "compiled and selective"],
+    ids=["plain", "compiled and full", "full", "selective", "compiled and selective"],
 )
 def test_compiled_and_recomputed_blocks_on_two_ranks(tmp_path, made_once, train, names):
     """Compared with one process that does neither."""
@@ -385,10 +383,10 @@ def test_compiled_and_recomputed_blocks_on_two_ranks(tmp_path, made_once, train,
 
 @pytest.mark.slow
 def test_kills_of_single_ranks_change_nothing(tmp_path):
-    """Ten kills; six aim at a state that is being written. torchrun's agent restarts all four ranks each time; once, a launch by
+    """Six kills; some aim at a state that is being written. torchrun's agent restarts all four ranks each time; once, a launch by
     torchrun itself resumes where forked ranks were ended. The end is bit-equal to that of four ranks left alone."""
-    found = kills.run(10, seed=0, folder=tmp_path, ranks=4)
-    assert found["kills"] == 10
+    found = kills.run(6, seed=0, folder=tmp_path, ranks=4)
+    assert found["kills"] == 6
     assert found["torn_states"] > 0
     assert found["differences"] == []
 

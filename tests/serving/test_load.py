@@ -66,16 +66,17 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_minute_of_many_clients_changes_no_answer(checkpoint):
+def test_many_clients_change_no_answer(checkpoint):
     """The only failures are refusals of a full queue, and every answer is the one that the same request gets alone."""
+    seconds = float(os.environ.get("SINKDLM_SOAK_SECONDS", 20))
     bodies = mixed_requests("nano", 36)
     with server(checkpoint, "--deterministic", "--max-queue", "40", "--max-batch", "16") as process:
         alone = answers_alone(process.url, bodies)
-        found = asyncio.run(load(process.url, bodies, CLIENTS, 60))
+        found = asyncio.run(load(process.url, bodies, CLIENTS, seconds))
     assert found.broken == []
     assert set(found.refused) <= {429}
     assert found.refused[429] >= 1  # 16 run and 40 wait; others get 429
-    assert len(found.answers) > 100
+    assert len(found.answers) > 36
     assert n_differing(found, alone) == 0
     assert process.popen.returncode == 0
 
