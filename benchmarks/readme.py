@@ -14,7 +14,7 @@ from benchmarks.measuring import RESULTS
 from benchmarks.reproduction_page import declared_results
 from sinkdlm.reproduce.claims import CLAIMS, FAILS, FEW, HEADS, HOLDS, LAMBADA, NELBO, OPEN, compare, judge, measured, overall
 from sinkdlm.reproduce.matrix import ADAPT
-from sinkdlm.reproduce.statistics import over_seeds
+from sinkdlm.reproduce.statistics import LEVEL, over_seeds
 
 ROOT = RESULTS.parents[1]
 _UNITS = "tokens/s|requests/s|%|ms|s|GB|MB|nats|times|seconds|minutes|hours"
@@ -118,7 +118,7 @@ def _claims(page: str) -> list[str]:
     ]
     equal.insert(2, str(at_theirs[0].n))
     spread = [f"{value:+.4f}" for value in (change.mean, change.low, change.high)]
-    return [*map(str, counts), *spread, str(change.n), *lambada, *equal, *heads]
+    return [*map(str, counts), f"{100 * LEVEL:.0f}", *spread, str(change.n), *lambada, *equal, *heads]
 
 
 # Label -> the record, and the numbers that README takes from it, in the order in which it says them.
