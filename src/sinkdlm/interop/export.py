@@ -72,6 +72,9 @@ def write_official(destination: Path, loaded: Loaded) -> str:
         "mask_id": (config.vocab_size,),
         "norm_eps": (1e-5,),
         "rope_base": (10000.0,),
+        "rope_factor": (1.0,),
+        "head_dim": (config.d_model // config.n_heads,),
+        "qk_norm": (False,),
         "n_sinks": (0, 1),
         "gate": ("none", "elementwise"),
     }

@@ -21,7 +21,7 @@ Get = Callable[[str], Tensor]
 
 def qkv_rows(config: ModelConfig) -> list[int]:
     """Numbers of query, key and value rows in our qkv tensor."""
-    return [config.d_model, *[config.n_kv_heads * config.head_dim] * 2]
+    return [config.attention_width, *[config.n_kv_heads * config.head_dim] * 2]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Layout:
 
     def shapes(self, ours: str, config: ModelConfig) -> list[tuple[int, ...]]:
         """The shape of each part of one of our tensors."""
-        is_vector, width = ours.endswith("bias") or "norm" in ours, config.d_ff if ours == "mlp.down.weight" else config.d_model
+        is_vector = ours.endswith("bias") or "norm" in ours
+        width = {"mlp.down.weight": config.d_ff, "attention.out.weight": config.attention_width}.get(ours, config.d_model)
         return [(rows,) if is_vector else (rows, width) for rows in self.rows(ours, config)]
 
     def join(self, ours: str, parts: list[Tensor], config: ModelConfig) -> Tensor:
