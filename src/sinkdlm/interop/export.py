@@ -12,7 +12,7 @@ from sinkdlm.config.model import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConvertError
 from sinkdlm.interop import layouts
 from sinkdlm.interop.adapt import SHAPE_KEYS, family_of, load_any, notes_of, own_history, special_ids_of
-from sinkdlm.interop.sources import FAST_DLLM, FAST_DLLM_BLOCK, FAST_DLLM_MASK_ID, SPECIAL, open_source
+from sinkdlm.interop.sources import FAST_DLLM, FAST_DLLM_BLOCK, FAST_DLLM_MASK_ID, LLAMA3, SPECIAL, open_source
 from sinkdlm.interop.tokenizer import named_mask
 
 Target = Literal["sinkdlm", "official", "hf"]
@@ -155,7 +155,9 @@ _LLADA_CODE = dict.fromkeys(("AutoModelForCausalLM", "AutoModel"), "modeling_lla
 # Kind: (model type, class, where its code is if not in transformers).
 _ARCHITECTURES: dict[str, tuple[str, str, dict[str, str]]] = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM", {}),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM", {}),
     "llama": ("llama", "LlamaForCausalLM", {}),
+    "mistral": ("mistral", "MistralForCausalLM", {}),
     "dream": ("Dream", "DreamModel", {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}),
     "llada": ("llada", "LLaDAModelLM", {"AutoConfig": "configuration_llada.LLaDAConfig", **_LLADA_CODE}),
     FAST_DLLM: ("Fast_dLLM_Qwen", "Fast_dLLM_QwenForCausalLM", _FAST_DLLM_CODE),
@@ -173,8 +175,8 @@ def parent_architecture(loaded: Loaded) -> str | None:
         return None  # a [MASK] row that the head lacks: these families have equally many embedding and head rows
     if kind in ("llada", "dream") and config.shift_logits != (kind == "dream"):
         return None  # Dream's own code shifts, LLaDA's does not
-    if kind == "llama" and config.qkv_bias:
-        return None
+    if kind in ("llama", "mistral", "qwen3") and config.qkv_bias:
+        return None  # their biases are of the output projection too
     if (config.block_size is not None) != (kind == FAST_DLLM):
         return None
     # Their code shifts, has biases, and takes this id where its caller gives none.
@@ -197,6 +199,10 @@ def _parent_config(kind: str, loaded: Loaded) -> dict[str, Any]:
         found |= dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout"), 0.0)
     else:
         found |= {"vocab_size": config.embedding_rows, "hidden_act": "silu", "use_sliding_window": False}
+    if kind == "mistral":
+        found["sliding_window"] = None
+    if config.rope_factor != 1:
+        found["rope_scaling"] = {"rope_type": "llama3", **{name: getattr(config, ours) for ours, name in LLAMA3.items()}}
     if kind == FAST_DLLM:
         found["bd_size"] = config.block_size
     model_type, architecture, code = _ARCHITECTURES[kind]

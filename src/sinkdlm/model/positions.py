@@ -25,9 +25,7 @@ class Rotation(NamedTuple):
     def at(cls, positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> "Rotation":
         """Compute the tables for positions (P,) or (B, P): float32 whatever the model's dtype (float64 for a float64 model)."""
         precise = torch.promote_types(dtype, torch.float32)
-        pairs = torch.arange(0, config.head_dim, 2, dtype=precise, device=positions.device)
-        frequencies = _scale(1.0 / config.rope_base ** (pairs / config.head_dim), config)
-        angles = positions.to(precise)[..., None] * frequencies
+        angles = positions.to(precise)[..., None] * frequencies(config, precise, positions.device)
         angles = angles.view(-1 if positions.dim() == 2 else 1, positions.shape[-1], 1, config.head_dim // 2)
         return cls(angles.cos(), angles.sin())
 
@@ -38,15 +36,20 @@ class Rotation(NamedTuple):
         return rotated.to(x.dtype)
 
 
-def _scale(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """Apply Llama 3's rotary scaling: an angle that turns seldom in the original context turns `rope_factor` times slower, one that
-    turns often keeps its speed, and those between are interpolated."""
+def frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Return the radians by position of each rotary pair, (D/2,).
+
+    With Llama 3's scaling, an angle that turns seldom in the original context turns `rope_factor` times slower, one that turns
+    often keeps its speed, and those between are interpolated.
+    """
+    pairs = torch.arange(0, config.head_dim, 2, dtype=dtype, device=device)
+    plain = 1.0 / config.rope_base ** (pairs / config.head_dim)
     if config.rope_factor == 1:
-        return frequencies
+        return plain
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    turns = config.rope_original_context * frequencies / (2 * math.pi)
+    turns = config.rope_original_context * plain / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / config.rope_factor)
+    return plain * (kept + (1 - kept) / config.rope_factor)
 
 
 class Documents(NamedTuple):
