@@ -1,4 +1,5 @@
-"""Qwen3, Llama 3 and Mistral: tiny models that transformers itself wrote compute the same here, and go back as they came."""
+"""Qwen3, Llama 3 and Mistral: tiny models that transformers itself wrote compute the same here, and go back as they came. SDAR,
+which is Qwen3 with attention over blocks, against a plain form."""
 
 import json
 from pathlib import Path
@@ -6,17 +7,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
 import sinkdlm
+from plain import QWEN3_NAMES, logits
 from reference import frequencies, hidden_states
 from sinkdlm import ModelConfig, UserError
 from sinkdlm.interop import convert, load_any, open_source
@@ -282,3 +287,138 @@ def test_presets_have_as_many_parameters_as_published(name, millions):
     config = ModelConfig.preset(name)
     new_row = config.d_model * (config.embedding_rows - config.vocab_size)
     assert config.count_parameters().total - new_row == round(millions * 1e6)
+
+
+# -- SDAR -------------------------------------------------------------------------------------------------------------------------
+
+SDAR = {  # the keys of the published config.json of SDAR-1.7B-Chat
+    "architectures": ["SDARForCausalLM"],
+    "attention_bias": False,
+    "auto_map": {"AutoConfig": "configuration_sdar.SDARConfig", "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"},
+    "block_size": 4,
+    "bos_token_id": 91,
+    "eos_token_id": 91,
+    "fuse_cross_entropy": True,
+    "head_dim": HEAD,
+    "hidden_act": "silu",
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "mask_token_id": 94,
+    "max_position_embeddings": 128,
+    "max_window_layers": 28,
+    "model_type": "sdar",
+    "num_attention_heads": 6,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "use_sliding_window": False,
+    "vocab_size": VOCAB,
+}
+
+
+def write_sdar(folder: Path, qwen3: dict, without: tuple[str, ...] = (), **fields) -> dict:
+    """Its tensors have Qwen3's names."""
+    state = {name: weight.clone() for name, weight in qwen3.items()}
+    state["lm_head.weight"] = state["lm_head.weight"].flip(0)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in {**SDAR, **fields}.items() if key not in without}))
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return state
+
+
+@pytest.mark.parametrize("size", [3, 4, 32])
+def test_sdar_computes_the_same(parents, tmp_path, size):
+    """Rows of 11 tokens, the last three of them masked: each is predicted at its own place, as they decode."""
+    state = write_sdar(tmp_path / "src", parents["qwen3"][1].state_dict(), block_size=size)
+    report = convert(tmp_path / "src", tmp_path / "x")
+    assert report["found"].startswith("sdar (transformers directory): 2 layers, width 48")
+    lm = sinkdlm.load(tmp_path / "x")
+    found = lm.config
+    assert (found.block_size, found.mask_id, found.shift_logits, found.qk_norm) == (size, 94, False, True)
+    tokens = torch.randint(0, 94, (11,), generator=torch.Generator().manual_seed(2))
+    tokens[8:] = 94
+    with torch.no_grad():
+        ours = lm.model.head(lm.model(tokens[None]))[0]
+    theirs = logits(state, QWEN3_NAMES, tokens, layers=2, width=HEAD, base=1e6, eps=1e-6, shift=False, block=size)
+    assert (ours - theirs).abs().max() <= 1e-5
+    assert theirs.std() > 0.1
+
+
+def test_sdar_comes_in_and_goes_out_as_it_is(parents, tmp_path):
+    state = write_sdar(tmp_path / "src", parents["qwen3"][1].state_dict())
+    convert(tmp_path / "src", tmp_path / "x")
+    report = convert(tmp_path / "x", tmp_path / "back", to="hf")
+    assert (report["wrote"], report["notes"]) == ("transformers directory (sdar)", [])
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert set(back) == set(state)
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    defaults = {"attention_bias", "auto_map", "max_window_layers", "rope_scaling", "sliding_window", "torch_dtype"}
+    assert {key for key in SDAR if written.get(key, "absent") != SDAR[key]} == defaults
+    assert written["auto_map"] == {**SDAR["auto_map"], "AutoModel": "modeling_sdar.SDARModel"}
+    assert open_source(tmp_path / "back").config == sinkdlm.load(tmp_path / "x").config
+    sunk = load_any(tmp_path / "src", {"n_sinks": 1, "block_size": 8}).config
+    assert (sunk.n_sinks, sunk.block_size) == (1, 8)
+
+
+def test_what_sdars_config_leaves_out_is_what_their_code_takes(parents, tmp_path):
+    write_sdar(tmp_path / "a", parents["qwen3"][1].state_dict(), without=("block_size",))
+    found = open_source(tmp_path / "a")
+    assert found.config.block_size == 4
+    assert "--set block_size=N" in found.notes[0]
+    write_sdar(tmp_path / "b", parents["qwen3"][1].state_dict(), without=("mask_token_id",))
+    with pytest.raises(UserError, match="mask_id = 151669"):  # beyond this vocabulary
+        open_source(tmp_path / "b")
+
+
+def test_a_qwen3_with_blocks_goes_out_as_sdar(parents, tmp_path):
+    changes = {"block_size": 8, "mask_id": 96}
+    report = convert(parents["qwen3"][0], tmp_path / "x", to="hf", changes=changes)
+    assert report["wrote"] == "transformers directory (sdar)"
+    assert report["notes"] == ["blocks are of 8 tokens: give --block_length 8 to their generate.py, which takes 4"]
+    config = open_source(tmp_path / "x").config
+    assert (config.block_size, config.mask_id, config.tie_embeddings) == (8, 96, True)
+    for n, field in enumerate(({"shift_logits": True}, {"n_sinks": 1}, {"gate": "headwise"})):
+        report = convert(parents["qwen3"][0], tmp_path / f"{n}", to="hf", changes={**changes, **field})
+        assert report["wrote"] == "transformers directory (sinkdlm)", field  # what their code does not do
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"block_size": 0}, "block_size = 0"),
+        ({"block_size": "4"}, "block_size = '4'"),
+        ({"mask_token_id": 1000}, "mask_id = 1000"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"model_type": "sdar_moe"}, "model_type 'sdar_moe' is not supported; supported: .*SDAR"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+    ],
+)
+def test_an_sdar_that_is_not_supported_is_refused_in_one_line(parents, tmp_path, fields, words):
+    write_sdar(tmp_path / "src", parents["qwen3"][1].state_dict(), **fields)
+    with pytest.raises(UserError, match=words) as failure:
+        convert(tmp_path / "src", tmp_path / "x")
+    assert "\n" not in str(failure.value)
+
+
+def test_a_mask_that_the_tokenizer_names_is_taken(parents, tmp_path):
+    """As DiffuLLaMA's, a token that text could use; its logits are shifted, which no file of it tells."""
+    inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(90)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0", mask_token="w81").save_pretrained(tmp_path / "t")
+    path, parent = parents["llama"]
+    loaded = load_any(path, {"shift_logits": True}, tokenizer=tmp_path / "t")
+    assert (loaded.config.mask_id, loaded.config.shift_logits) == (81, True)
+    assert "[MASK] is id 81: the tokenizer names it so" in loaded.provenance["notes"]
+    assert load_any(path, {"mask_id": 81}, tokenizer=tmp_path / "t").config.mask_id == 81
+    tokens = torch.full((1, 9), 81)
+    tokens[0, :4] = torch.arange(4)
+    with torch.no_grad():
+        ours = loaded.model.head(loaded.model(tokens))[0]
+        full = torch.zeros(1, 1, 9, 9)
+        theirs = parent(tokens, attention_mask=full).logits[0]
+    assert (ours[1:] - theirs[:-1]).abs().max() <= 1e-5

@@ -1,7 +1,7 @@
 """Detect which model a path holds, derive its config, and read its tensors under our names.
 
 Kinds: official (SMDM and the paper's code), qwen2, qwen3, llama and mistral (AR parents, as transformers directories or GGUF),
-llada, dream and fast_dllm_qwen (diffusion models), sinkdlm (our own). The content decides; the user is never asked.
+llada, dream, fast_dllm_qwen and sdar (diffusion models), sinkdlm (our own). The content decides; the user is never asked.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,14 +24,16 @@ from sinkdlm.model.positions import frequencies
 AR_KINDS = ("qwen2", "qwen3", "llama", "mistral")
 GGUF_KINDS = ("qwen2", "qwen3", "llama")  # Mistral's files are of the llama architecture
 FAST_DLLM = "fast_dllm_qwen"  # Fast-dLLM v2: block diffusion on Qwen2.5
+SDAR = "sdar"  # block diffusion on Qwen3
 SUPPORTED = (
-    "official/SMDM .safetensors or .pth; Qwen2, Qwen3, Llama, Mistral, LLaDA, Dream, Fast-dLLM v2 or sinkdlm directories; "
+    "official/SMDM .safetensors or .pth; Qwen2, Qwen3, Llama, Mistral, LLaDA, Dream, Fast-dLLM v2, SDAR or sinkdlm directories; "
     "GGUF of Qwen2, Qwen3, Llama or Mistral"
 )
 DREAM_MASK_ID = 151666  # unused in every Qwen2.5 vocabulary; Dream chose it too
 SDAR_MASK_ID = 151669  # "<|MASK|>", the first id after Qwen3's tokens; SDAR chose it too
 FAST_DLLM_MASK_ID = 151665  # "|<MASK>|", the first id after Qwen2.5's tokens; their code's default, which config.json leaves out
-FAST_DLLM_BLOCK = 32  # likewise a default of their code
+# Families of block diffusion: the key of the block size, and their code's defaults of it and of [MASK].
+BLOCK_KINDS = {FAST_DLLM: ("bd_size", 32, FAST_DLLM_MASK_ID), SDAR: ("block_size", 4, SDAR_MASK_ID)}
 GGUF_MARK = b"GGUF"
 LLAMA3 = {  # Llama 3's rotary scaling: our fields, transformers' names
     "rope_factor": "factor",
@@ -223,7 +225,7 @@ def _open_directory(path: Path) -> Source:
     kind, family = fields.get("model_type"), str(fields.get("model_type")).lower()
     if kind == MODEL_TYPE:
         return Source(path, MODEL_TYPE, "own checkpoint", read_config(path), open_safetensors(path), None)
-    if family not in (*AR_KINDS, "dream", "llada", FAST_DLLM):
+    if family not in (*AR_KINDS, "dream", "llada", *BLOCK_KINDS):
         raise ConvertError(f"{path / CONFIG}: model_type {kind!r} is not supported; supported: {SUPPORTED}")
     reader = _llada if family == "llada" else _llama_like
     try:
@@ -240,6 +242,8 @@ def _open_directory(path: Path) -> Source:
     if not config.tie_embeddings and layout.head not in tensors.shapes and family in AR_KINDS:
         config = config.replace(tie_embeddings=True)
         notes = (f"no {layout.head} among the weights: the head is tied to the embedding",)
+    if family == SDAR and fields.get("block_size") is None:
+        notes = (f"{CONFIG} tells no block_size: blocks have {config.block_size} tokens, as in their code; --set block_size=N",)
     special = {name: fields.get(f"{name}_token_id") for name in SPECIAL}
     ids = {name: value for name, value in special.items() if isinstance(value, int)}
     form = "transformers directory"
@@ -255,23 +259,23 @@ def _refuse(path: Path, fields: Mapping[str, Any], **wanted: Any) -> None:
 
 def _llama_like(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Read the config of a family that has Llama's field names: all but LLaDA."""
-    biased = family in ("qwen2", "dream", FAST_DLLM)
+    biased, normed = family in ("qwen2", "dream", FAST_DLLM), family in ("qwen3", SDAR)
     _refuse(path, fields, hidden_act="silu", mlp_bias=False, use_sliding_window=False, partial_rotary_factor=1.0)
     _refuse(path, fields, rope_interleaved=False, **({} if biased else {"attention_bias": False}))
     if family == "mistral":
         _refuse_window(path, fields)
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
     theirs = {"num_key_value_heads": heads, "rope_theta": 10000.0, "tie_word_embeddings": False}
-    theirs["head_dim"] = _QWEN3_HEAD_DIM if family == "qwen3" else width // heads
+    theirs["head_dim"] = _QWEN3_HEAD_DIM if normed else width // heads
     if family in ("dream", FAST_DLLM):  # their code knows no other width
         _refuse(path, fields, head_dim=width // heads)
     theirs["shift_logits"] = family in ("dream", FAST_DLLM)
     if family in AR_KINDS:  # an existing row, so that the table keeps its size until [MASK] is chosen
         theirs["mask_token_id"] = 0
-    ours = {"qkv_bias": biased, "qk_norm": family == "qwen3", **_rotary_scaling(path, fields)}
-    if family == FAST_DLLM:
-        theirs["mask_token_id"] = FAST_DLLM_MASK_ID
-        ours["block_size"] = _given(fields).get("bd_size", FAST_DLLM_BLOCK)
+    ours = {"qkv_bias": biased, "qk_norm": normed, **_rotary_scaling(path, fields)}
+    if family in BLOCK_KINDS:
+        key, size, theirs["mask_token_id"] = BLOCK_KINDS[family]
+        ours["block_size"] = _given(fields).get(key, size)
     theirs |= _given(fields) | _given({"rope_theta": (fields.get("rope_parameters") or {}).get("rope_theta")})
     return _ours(layouts.TRANSFORMERS_FIELDS, theirs) | ours
 
