@@ -154,7 +154,7 @@ def model_fields() -> list[tuple[str, str, str]]:
         choices = getattr(field.annotation, "__args__", None)
         names = ["None" if one is type(None) else getattr(one, "__name__", repr(one)) for one in choices or [field.annotation]]
         kind = " or ".join(names)
-        derived = {"mask_id": "vocab_size", "n_kv_heads": "n_heads"}.get(name, "")
+        derived = {"mask_id": "vocab_size", "n_kv_heads": "n_heads", "head_dim": "d_model / n_heads"}.get(name, "")
         found.append((name, kind, derived if field.is_required() else repr(field.default)))
     return found
 

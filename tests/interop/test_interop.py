@@ -1007,7 +1007,7 @@ def test_a_standalone_directory_needs_no_sinkdlm(tmp_path):
 
     tokens = torch.arange(18).reshape(2, 9) % 10
     expected = {}
-    chosen = {name: VARIANTS[name] for name in ("sinks-2-end-zero-gate", "register", "logit", "parent")}
+    chosen = {name: VARIANTS[name] for name in ("sinks-2-end-zero-gate", "register", "logit", "parent", "backbone")}
     for name, flags in {**chosen, "blocks": {**VARIANTS["parent"], "block_size": 4}}.items():
         model = small_model(dtype=torch.float32, **flags)
         sinkdlm.save(tmp_path / "ckpt" / name, model)

@@ -391,7 +391,7 @@ OFFICIAL_MILLIONS = {
 
 def test_every_preset_builds_on_meta_with_the_parameters_it_counts():
     names = preset_names()
-    assert len(names) == 2 + 30 + 5
+    assert len(names) == 2 + 30 + 10
     variants = ({}, {"n_sinks": 2, "gate": "headwise"}, {"n_sinks": 1, "sink_kind": "logit", "gate": "elementwise"})
     for name, flags in zip(names, cycle(variants), strict=False):
         config = ModelConfig.preset(name, **flags)

@@ -53,7 +53,7 @@ def write_whole_files(folder: Path) -> list[Path]:
 def write_gguf(path: Path, config: ModelConfig, state: dict[str, torch.Tensor]) -> Path:
     import gguf
 
-    layout, writer = layouts.GGUF_QWEN2, gguf.GGUFWriter(path, "qwen2")
+    layout, writer = layouts.GGUF, gguf.GGUFWriter(path, "qwen2")
     writer.add_block_count(config.n_layers)
     writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.d_model)

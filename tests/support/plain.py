@@ -9,15 +9,15 @@ import math
 import torch
 from torch import Tensor
 
-from reference import rms_norm, rotate
+from reference import frequencies, rms_norm, rotate
 
 
-def attention_row(q: list[Tensor], k: list[Tensor], v: list[Tensor], positions: Tensor, base: float, bias: Tensor) -> list[Tensor]:
+def attention_row(q: list[Tensor], k: list[Tensor], v: list[Tensor], positions: Tensor, speeds: list, bias: Tensor) -> list[Tensor]:
     """Per query head, (T, D); key/value heads are shared by consecutive query heads."""
     outputs = []
     for head, query in enumerate(q):
         group = head // (len(q) // len(k))
-        scores = rotate(query, positions, base) @ rotate(k[group], positions, base).T / math.sqrt(query.shape[1])
+        scores = rotate(query, positions, speeds) @ rotate(k[group], positions, speeds).T / math.sqrt(query.shape[1])
         outputs.append(torch.softmax(scores + bias, dim=1) @ v[group])
     return outputs
 
@@ -37,6 +37,7 @@ LLAMA_NAMES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+QWEN3_NAMES = {**LLAMA_NAMES, "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 LLADA_NAMES = {
     "embed": "model.transformer.wte",
     "norm": "model.transformer.ln_f",
@@ -65,8 +66,10 @@ def logits(
     eps: float,
     shift: bool,
     block: int | None = None,
+    scaling: tuple = (),
 ) -> Tensor:
-    """Logits of one row (T,): what a diffusion model of this family computes. block: a token sees its block and those before it."""
+    """Logits of one row (T,): what a diffusion model of this family computes. width: of a head. block: a token sees its block and
+    those before it. scaling: of Llama 3's rotary, as in `reference.frequencies`."""
 
     def linear(x: Tensor, name: str) -> Tensor:
         out = x @ state[f"{name}.weight"].T
@@ -81,7 +84,13 @@ def logits(
         place = names["block"].format(layer)
         h = rms_norm(x, state[f"{place}.{names['in']}.weight"], eps)
         q, k, v = (list(linear(h, f"{place}.{names[part]}").split(width, dim=1)) for part in "qkv")
-        x = x + linear(torch.cat(attention_row(q, k, v, positions, base, bias), dim=1), f"{place}.{names['o']}")
+        if names.get("q_norm"):
+            q, k = (
+                [rms_norm(x, state[f"{place}.{names[f'{part}_norm']}.weight"], eps) for x in had]
+                for part, had in (("q", q), ("k", k))
+            )
+        mixed = attention_row(q, k, v, positions, frequencies(base, width, *scaling), bias)
+        x = x + linear(torch.cat(mixed, dim=1), f"{place}.{names['o']}")
         h = rms_norm(x, state[f"{place}.{names['post']}.weight"], eps)
         x = x + linear(
             torch.nn.functional.silu(linear(h, f"{place}.{names['gate']}")) * linear(h, f"{place}.{names['up']}"),
@@ -107,7 +116,8 @@ def official_logits(state: dict[str, Tensor], tokens: Tensor, *, layers: int, he
         block = f"transformer.h.{layer}"
         h = rms_norm(x, state[f"{block}.norm_1.weight"], 1e-5)
         pieces = (h @ state[f"{block}.attn.attn.weight"].T).split(width, dim=1)  # q0, k0, v0, q1, k1, v1, ...
-        mixed = torch.cat(attention_row(pieces[0::3], pieces[1::3], pieces[2::3], positions, 10000.0, bias), dim=1)
+        speeds = frequencies(10000.0, width)
+        mixed = torch.cat(attention_row(pieces[0::3], pieces[1::3], pieces[2::3], positions, speeds, bias), dim=1)
         if f"{block}.attn.gate.weight" in state:
             mixed = mixed * torch.sigmoid(h @ state[f"{block}.attn.gate.weight"].T)
         x = x + mixed @ state[f"{block}.attn.proj.weight"].T

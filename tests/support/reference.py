@@ -14,11 +14,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
+def frequencies(base: float, width: int, factor: float = 1.0, low: float = 1.0, high: float = 4.0, context: int = 8192) -> list:
+    """Radians by position of each rotary pair, with Llama 3's scaling, which is told in wavelengths."""
+    found = []
+    for pair in range(width // 2):
+        plain = base ** (-2 * pair / width)
+        wavelength = 2 * math.pi / plain
+        smooth = (context / wavelength - low) / (high - low)
+        if wavelength > context / low:
+            found.append(plain / factor)
+        elif wavelength < context / high:
+            found.append(plain)
+        else:
+            found.append((1 - smooth) * plain / factor + smooth * plain)
+    return found
+
+
+def frequencies_of(config) -> list:
+    scaling = (config.rope_factor, config.rope_low_freq_factor, config.rope_high_freq_factor, config.rope_original_context)
+    return frequencies(config.rope_base, config.head_dim, *scaling)
+
+
+def rotate(x: Tensor, positions: Tensor, speeds: list) -> Tensor:
     """x (P, D); pairs are (i, i + D/2)."""
     half = x.shape[-1] // 2
-    exponents = torch.arange(half, dtype=x.dtype) / half
-    angles = positions.to(x.dtype)[:, None] * torch.pow(torch.tensor(base, dtype=x.dtype), -exponents)
+    angles = positions.to(x.dtype)[:, None] * torch.tensor(speeds, dtype=x.dtype)
     a, b = x[:, :half], x[:, half:]
     return torch.cat([a * torch.cos(angles) - b * torch.sin(angles), b * torch.cos(angles) + a * torch.sin(angles)], dim=1)
 
@@ -59,17 +79,20 @@ def x_in(weights, config, layer: int, norm: str, x: Tensor) -> Tensor:
 
 
 def attention(weights, config, name: str, x: Tensor, positions: Tensor, bias: Tensor, sinks: list[int]) -> Tensor:
-    width, heads, groups = config.d_model // config.n_heads, config.n_heads, config.n_kv_heads
+    width, heads, groups = config.head_dim, config.n_heads, config.n_kv_heads
     projected = x @ weights[f"{name}.qkv.weight"].T
     if config.qkv_bias:
         projected = projected + weights[f"{name}.qkv.bias"]
     pieces = projected.split(width, dim=-1)
     gate = torch.sigmoid(x @ weights[f"{name}.gate.weight"].T) if config.gate != "none" else None
-    outputs = []
+    outputs, speeds = [], frequencies_of(config)
     for head in range(heads):
         group = head // (heads // groups)
-        q = rotate(pieces[head], positions, config.rope_base)
-        k = rotate(pieces[heads + group], positions, config.rope_base)
+        q, k = pieces[head], pieces[heads + group]
+        if config.qk_norm:
+            q = rms_norm(q, weights[f"{name}.q_norm.weight"], config.norm_eps)
+            k = rms_norm(k, weights[f"{name}.k_norm.weight"], config.norm_eps)
+        q, k = rotate(q, positions, speeds), rotate(k, positions, speeds)
         v = pieces[heads + groups + group]
         if config.sink_value == "zero" and sinks:
             keep = torch.ones(len(x), 1, dtype=x.dtype)

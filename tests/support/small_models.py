@@ -12,6 +12,10 @@ PLAN = fast.Plan()
 
 SMALL = {"vocab_size": 11, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "d_model": 24, "d_ff": 20, "context_length": 64}
 
+# As in Qwen3 and Llama 3: heads of a width of their own, with norms, and scaled rotary. Of the 16 angles some keep their speed,
+# some turn more slowly, and some lie between.
+BACKBONE = {"head_dim": 32, "qk_norm": True, "rope_factor": 8.0, "rope_original_context": 64}
+
 # Every value of every flag, and combinations that could conflict.
 VARIANTS = {
     "vanilla": {},
@@ -27,6 +31,7 @@ VARIANTS = {
     "logit": {"n_sinks": 1, "sink_kind": "logit"},
     "logit-gate": {"n_sinks": 1, "sink_kind": "logit", "gate": "headwise"},
     "parent": {"n_sinks": 1, "qkv_bias": True, "tie_embeddings": True, "mask_id": 10, "shift_logits": True},
+    "backbone": {**BACKBONE, "n_sinks": 2, "sink_value": "zero", "gate": "elementwise"},
 }
 
 

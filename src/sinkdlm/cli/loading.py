@@ -72,7 +72,7 @@ def _with_parent(parent: str, own: Mapping[str, Any], model: dict[str, Any], beg
     """
     from sinkdlm.config.model import ModelConfig
 
-    given = {"mask_id", "n_kv_heads", *model}  # these two are derived from others
+    given = {"mask_id", "n_kv_heads", "head_dim", *model}  # these are derived from others
     missing = [name for name, field in ModelConfig.model_fields.items() if field.is_required() and name not in given]
     follows = "vocab_size" not in own and model.get("mask_id") == model.get("vocab_size")
     vocabulary = {"vocab_size", "mask_id"} - {*own} if follows else set()

@@ -81,12 +81,18 @@ class ModelConfig(Frozen):
     n_layers: Count
     n_heads: Count
     n_kv_heads: Count = Field(description="key/value heads; each serves n_heads / n_kv_heads query heads")
+    head_dim: Count = Field(description="width of a head; d_model / n_heads unless given")
     d_model: Count
     d_ff: Count
     context_length: Count = 2048
     rope_base: float = Field(default=10000.0, gt=1)
+    rope_factor: float = Field(default=1.0, ge=1, description="Llama 3's rotary scaling: slow angles turn so many times slower")
+    rope_low_freq_factor: float = Field(default=1.0, gt=0, description="turns in the original context up to which angles are slow")
+    rope_high_freq_factor: float = Field(default=4.0, gt=0, description="turns from which angles keep their speed")
+    rope_original_context: Count = Field(default=8192, description="context before the scaling")
     norm_eps: float = Field(default=1e-5, gt=0)
     qkv_bias: bool = False
+    qk_norm: bool = Field(default=False, description="RMSNorm over each head of queries and keys before rotary, as in Qwen3")
     tie_embeddings: bool = False
     shift_logits: bool = Field(default=False, description="predict token i from position i-1, as Dream does")
     block_size: int | None = Field(
@@ -107,14 +113,24 @@ class ModelConfig(Frozen):
     def _derive(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        # If n_heads or vocab_size is missing, any value will do: the missing one is reported.
-        return {"n_kv_heads": data.get("n_heads", 1), "mask_id": data.get("vocab_size", 0), **data}
+        # If n_heads, d_model or vocab_size is missing or wrong, any value will do: that one is reported.
+        heads, width = data.get("n_heads", 1), data.get("d_model", 1)
+        fits = isinstance(heads, int) and isinstance(width, int) and heads > 0
+        if fits and "head_dim" not in data and width % heads:
+            raise ConfigError(_uneven(heads, width))
+        derived = {"n_kv_heads": heads, "mask_id": data.get("vocab_size", 0), "head_dim": max(width // heads, 1) if fits else 1}
+        return {**derived, **data}
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
-        width, heads, vocabulary = self.d_model, self.n_heads, self.vocab_size
-        if width % heads or (width // heads) % 2:
-            raise ConfigError(f"n_heads = {heads}: must divide d_model = {width} into heads of even width (rotary pairs)")
+        heads, vocabulary = self.n_heads, self.vocab_size
+        if self.head_dim % 2:
+            own = self.head_dim != self.d_model // heads
+            odd = f"head_dim = {self.head_dim}: must be even (rotary pairs)"
+            raise ConfigError(odd if own else _uneven(heads, self.d_model))
+        if self.rope_low_freq_factor >= self.rope_high_freq_factor:
+            above = f"rope_low_freq_factor = {self.rope_low_freq_factor}"
+            raise ConfigError(f"rope_high_freq_factor = {self.rope_high_freq_factor}: must be more than {above}")
         if heads % self.n_kv_heads:
             raise ConfigError(f"n_kv_heads = {self.n_kv_heads}: must divide n_heads = {heads}")
         if self.mask_id > vocabulary:
@@ -140,8 +156,9 @@ class ModelConfig(Frozen):
         return cls(**with_changes(preset_fields(name), flags))
 
     @property
-    def head_dim(self) -> int:
-        return self.d_model // self.n_heads
+    def attention_width(self) -> int:
+        """Width of attention's output before its projection: that of all query heads."""
+        return self.n_heads * self.head_dim
 
     @property
     def embedding_rows(self) -> int:
@@ -164,16 +181,16 @@ class ModelConfig(Frozen):
     @property
     def gate_width(self) -> int:
         """Numbers that a layer's gate gives for a token; 0 without a gate."""
-        return {"none": 0, "elementwise": self.d_model, "headwise": self.n_heads}[self.gate]
+        return {"none": 0, "elementwise": self.attention_width, "headwise": self.n_heads}[self.gate]
 
     def count_parameters(self) -> ParameterCount:
         """Count the parameters of the embedding, the head, and all else."""
-        kv_width = self.n_kv_heads * self.head_dim
-        qkv = (self.d_model + int(self.qkv_bias)) * (self.d_model + 2 * kv_width)
+        width = self.attention_width
+        qkv = (self.d_model + int(self.qkv_bias)) * (width + 2 * self.n_kv_heads * self.head_dim)
         mlp = 3 * self.d_model * self.d_ff
-        norms = 2 * self.d_model
+        norms = 2 * self.d_model + (2 * self.head_dim if self.qk_norm else 0)
         logit = self.n_heads if self.has_sink_logit else 0
-        layer = qkv + self.d_model**2 + self.d_model * self.gate_width + mlp + norms + logit
+        layer = qkv + self.d_model * (width + self.gate_width) + mlp + norms + logit
         return ParameterCount(
             embedding=(self.embedding_rows + self.n_lane + self.n_registers) * self.d_model,
             non_embedding=self.n_layers * layer + self.d_model,
@@ -185,7 +202,7 @@ class ModelConfig(Frozen):
         return {"model_type": MODEL_TYPE, **super().to_dict()}
 
     def replace(self, **changes: Any) -> "ModelConfig":
-        """Return a validated copy with changes. mask_id and n_kv_heads still follow vocab_size and n_heads."""
+        """Return a validated copy with changes. Fields derived from changed ones (`with_changes`) follow them."""
         return ModelConfig(**with_changes(self.model_dump(), changes))
 
 
@@ -193,11 +210,18 @@ class ModelConfig(Frozen):
 _FLAGS = ("n_sinks", "sink_kind", "sink_position", "sink_value", "gate", "block_size")
 
 
+def _uneven(heads: int, width: int) -> str:
+    return f"n_heads = {heads}: must divide d_model = {width} into heads of even width (rotary pairs), or give head_dim"
+
+
 def with_changes(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply changes to fields. A changed vocab_size or n_heads also changes the mask_id or n_kv_heads that equalled it, unless
-    that is set too."""
+    """Apply changes to fields. A changed vocab_size, n_heads or d_model also changes the mask_id, n_kv_heads or head_dim that was
+    derived from it, unless that is set too."""
     derived = (("mask_id", "vocab_size"), ("n_kv_heads", "n_heads"))
     stale = [field for field, source in derived if source in changes and fields.get(field) == fields.get(source)]
+    heads, width = fields.get("n_heads"), fields.get("d_model")
+    if {"n_heads", "d_model"} & set(changes) and heads and width and fields.get("head_dim") == width // heads:
+        stale.append("head_dim")
     return {**{key: value for key, value in fields.items() if key not in stale}, **changes}
 
 

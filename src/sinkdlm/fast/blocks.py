@@ -79,7 +79,7 @@ class Block(plain.Block):
     def _place_heads(self, x: Tensor, lane: Lane | None, ctx: FastContext) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Compute `Attention.see` in one pass over memory, with the sinks' keys and values in front of the tokens'."""
         attention, view = self.attention, ctx.view
-        heads = attention.qkv(x).unflatten(-1, (-1, attention.head_dim))
+        heads = self._norm_heads(attention.qkv(x).unflatten(-1, (-1, attention.head_dim)))
         lane = None if lane is None or view.sink_rotation is None else Lane(lane.k.to(heads.dtype), lane.v.to(heads.dtype))
         n_sinks = 0 if lane is None else lane.k.shape[1]
         visible = view.visible if view.visible is None else functional.pad(view.visible, (n_sinks, 0), value=True)
@@ -91,11 +91,15 @@ class Block(plain.Block):
         start = start if isinstance(start, Tensor) else heads.new_full((), start, dtype=torch.int64)
         return *ctx.kernels.place_heads(*given, whole, start), visible
 
+    def _norm_heads(self, heads: Tensor) -> Tensor:
+        """Norm queries and keys in place of the kernels, which know no norms of heads."""
+        return heads if self.attention.q_norm is None else torch.cat(self.attention.part(heads), dim=-2)
+
     def _flat(self, x: Tensor, update: Tensor | None, ctx: FastContext) -> Result:
         """Run the layer on the flat path: sinks share the tokens' matmuls, and the next norm adds the residual update."""
         attention, view = self.attention, ctx.view
         x, normed = add_norm(x, update, self.attention_norm.weight, self.attention_norm.eps, ctx.dtype)
-        heads = _matmul(attention.qkv, normed, ctx).unflatten(-1, (-1, attention.head_dim))
+        heads = self._norm_heads(_matmul(attention.qkv, normed, ctx).unflatten(-1, (-1, attention.head_dim)))
         given = (heads, view.rotation, view.sink_rotation, ctx.flat_batch, attention.n_heads)
         mixed = attend_flat(*given, zero_value=attention.zero_value, sink_logit=attention.sink_logit)
         if ctx.select is not None:

@@ -17,7 +17,7 @@ from sinkdlm.config.model import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConfigError, ConvertError
 from sinkdlm.fast import accelerate
 from sinkdlm.interop.layouts import check_shape
-from sinkdlm.interop.sources import DREAM_MASK_ID, Source, open_source
+from sinkdlm.interop.sources import DREAM_MASK_ID, SDAR_MASK_ID, Source, open_source
 from sinkdlm.interop.tokenizer import read_tokenizer_at, tokenizer_of
 from sinkdlm.model.model import DiffusionLM, draw_normal
 
@@ -130,6 +130,8 @@ def check_mask(mask_id: int, tokenizer: Any, option: str = "--set mask_id") -> N
     """Refuse a text token as [MASK]: a prompt that has it would be taken for one with gaps."""
     token = tokenizer.convert_ids_to_tokens(mask_id) if mask_id < len(tokenizer) else None
     special = getattr(tokenizer.added_tokens_decoder.get(mask_id), "special", False)
+    if token is not None and mask_id == tokenizer.mask_token_id:
+        return
     in_use = mask_id in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)
     if token is not None and not is_filler(token) and (in_use or not special):
         raise ConvertError(
@@ -148,8 +150,12 @@ def choose_mask(source: Source, tokenizer: Any) -> tuple[int, str]:
     """Choose [MASK]: an unused row of the parent's vocabulary where there is one, or a new row. Returns the reason too."""
     vocab = source.config.vocab_size
     used = None if tokenizer is None else highest_id(tokenizer) + 1
-    if source.kind == "qwen2" and vocab > DREAM_MASK_ID >= (used or 0):
-        return DREAM_MASK_ID, "an unused row, Dream's choice"
+    named = None if tokenizer is None else tokenizer.mask_token_id
+    if named is not None and named < vocab:
+        return named, "the tokenizer names it so"
+    for kind, chosen, whose in (("qwen2", DREAM_MASK_ID, "Dream"), ("qwen3", SDAR_MASK_ID, "SDAR")):
+        if source.kind == kind and vocab > chosen >= (used or 0):
+            return chosen, f"an unused row, {whose}'s choice"
     if used is not None and used < vocab:
         return used, "the first row that the tokenizer does not use"
     return vocab, "a new embedding row"

@@ -12,7 +12,7 @@ from sinkdlm.config.model import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConvertError
 from sinkdlm.interop import layouts
 from sinkdlm.interop.adapt import SHAPE_KEYS, family_of, load_any, notes_of, own_history, special_ids_of
-from sinkdlm.interop.sources import FAST_DLLM, FAST_DLLM_BLOCK, FAST_DLLM_MASK_ID, SPECIAL, open_source
+from sinkdlm.interop.sources import BLOCK_KINDS, FAST_DLLM, FAST_DLLM_MASK_ID, LLAMA3, SDAR, SPECIAL, open_source
 from sinkdlm.interop.tokenizer import named_mask
 
 Target = Literal["sinkdlm", "official", "hf"]
@@ -72,6 +72,9 @@ def write_official(destination: Path, loaded: Loaded) -> str:
         "mask_id": (config.vocab_size,),
         "norm_eps": (1e-5,),
         "rope_base": (10000.0,),
+        "rope_factor": (1.0,),
+        "head_dim": (config.d_model // config.n_heads,),
+        "qk_norm": (False,),
         "n_sinks": (0, 1),
         "gate": ("none", "elementwise"),
     }
@@ -109,11 +112,16 @@ def _untold(path: Path, config: ModelConfig) -> list[str]:
 
 
 def _unread(loaded: Loaded) -> list[str]:
-    """Note that Fast-dLLM v2's code trains with its config's block size, but decodes with blocks of 32 unless it is told."""
-    size = loaded.config.block_size
-    if size == FAST_DLLM_BLOCK or parent_architecture(loaded) != FAST_DLLM:
+    """Note that Fast-dLLM v2's and SDAR's code trains with its config's block size, but decodes with its own unless it is told."""
+    size, kind = loaded.config.block_size, parent_architecture(loaded)
+    if kind is None or kind not in BLOCK_KINDS or size == BLOCK_KINDS[kind][1]:
         return []
-    return [f"blocks are of {size} tokens: give block_size={size} to their generate() and forward(), which take {FAST_DLLM_BLOCK}"]
+    theirs = BLOCK_KINDS[kind][1]
+    sdar, fast_dllm = (
+        f"--block_length {size} to their generate.py, which takes",
+        f"block_size={size} to their generate() and forward(), which take",
+    )
+    return [f"blocks are of {size} tokens: give {sdar if kind == SDAR else fast_dllm} {theirs}"]
 
 
 def write_transformers(destination: Path, loaded: Loaded, *, standalone: bool) -> str:
@@ -148,31 +156,40 @@ _FAST_DLLM_CODE = {
     "AutoModel": "modeling.Fast_dLLM_QwenModel",
     "AutoModelForCausalLM": "modeling.Fast_dLLM_QwenForCausalLM",
 }
+_SDAR_CODE = {
+    "AutoConfig": "configuration_sdar.SDARConfig",
+    "AutoModel": "modeling_sdar.SDARModel",
+    "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
+}
 _LLADA_CODE = dict.fromkeys(("AutoModelForCausalLM", "AutoModel"), "modeling_llada.LLaDAModelLM")
 # Kind: (model type, class, where its code is if not in transformers).
 _ARCHITECTURES: dict[str, tuple[str, str, dict[str, str]]] = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM", {}),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM", {}),
     "llama": ("llama", "LlamaForCausalLM", {}),
+    "mistral": ("mistral", "MistralForCausalLM", {}),
     "dream": ("Dream", "DreamModel", {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}),
     "llada": ("llada", "LLaDAModelLM", {"AutoConfig": "configuration_llada.LLaDAConfig", **_LLADA_CODE}),
     FAST_DLLM: ("Fast_dLLM_Qwen", "Fast_dLLM_QwenForCausalLM", _FAST_DLLM_CODE),
+    SDAR: ("sdar", "SDARForCausalLM", _SDAR_CODE),
 }
 
 
 def parent_architecture(loaded: Loaded) -> str | None:
-    """The family that can hold this model unchanged: its parent's, or Fast-dLLM v2's for a Qwen2 with blocks; else None."""
+    """The family that can hold this model unchanged: its parent's, or for one with blocks Fast-dLLM v2's (Qwen2) or SDAR's (Qwen3);
+    else None."""
     config, kind = loaded.config, family_of(loaded.provenance)
-    if kind == "qwen2" and config.block_size is not None:
-        kind = FAST_DLLM
+    if config.block_size is not None:
+        kind = {"qwen2": FAST_DLLM, "qwen3": SDAR}.get(kind or "", kind)
     if config.n_sinks or config.gate != "none" or kind not in _ARCHITECTURES:
         return None
     if config.embedding_rows != config.vocab_size and not config.tie_embeddings:
         return None  # a [MASK] row that the head lacks: these families have equally many embedding and head rows
     if kind in ("llada", "dream") and config.shift_logits != (kind == "dream"):
         return None  # Dream's own code shifts, LLaDA's does not
-    if kind == "llama" and config.qkv_bias:
-        return None
-    if (config.block_size is not None) != (kind == FAST_DLLM):
+    if kind in ("llama", "mistral", "qwen3", SDAR) and config.qkv_bias:
+        return None  # their biases are of the output projection too
+    if (config.block_size is not None) != (kind in BLOCK_KINDS) or (kind == SDAR and config.shift_logits):
         return None
     # Their code shifts, has biases, and takes this id where its caller gives none.
     if kind == FAST_DLLM and (config.shift_logits, config.qkv_bias, config.mask_id) != (True, True, FAST_DLLM_MASK_ID):
@@ -194,7 +211,13 @@ def _parent_config(kind: str, loaded: Loaded) -> dict[str, Any]:
         found |= dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout"), 0.0)
     else:
         found |= {"vocab_size": config.embedding_rows, "hidden_act": "silu", "use_sliding_window": False}
-    if kind == FAST_DLLM:
-        found["bd_size"] = config.block_size
+    if kind == "mistral":
+        found["sliding_window"] = None
+    if config.rope_factor != 1:
+        found["rope_scaling"] = {"rope_type": "llama3", **{name: getattr(config, ours) for ours, name in LLAMA3.items()}}
+    if kind in BLOCK_KINDS:
+        found[BLOCK_KINDS[kind][0]] = config.block_size
+    if kind == SDAR:
+        found["fuse_cross_entropy"] = True  # a switch of theirs that has no default
     model_type, architecture, code = _ARCHITECTURES[kind]
     return found | {"model_type": model_type, "architectures": [architecture]} | ({"auto_map": code} if code else {})

@@ -17,11 +17,12 @@ from sinkdlm.config.model import ModelConfig
 from sinkdlm.errors import ConvertError
 
 Get = Callable[[str], Tensor]
+_HEAD_NORMS = ("attention.q_norm.weight", "attention.k_norm.weight")
 
 
 def qkv_rows(config: ModelConfig) -> list[int]:
     """Numbers of query, key and value rows in our qkv tensor."""
-    return [config.d_model, *[config.n_kv_heads * config.head_dim] * 2]
+    return [config.attention_width, *[config.n_kv_heads * config.head_dim] * 2]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Layout:
     def blocks(self, config: ModelConfig) -> Iterator[tuple[str, str, list[str]]]:
         """Yield the block tensors of this config: our name within a block, our full name, their names."""
         absent = {"attention.qkv.bias": not config.qkv_bias, "attention.gate.weight": config.gate == "none"}
+        absent |= dict.fromkeys(_HEAD_NORMS, not config.qk_norm)
         for layer in range(config.n_layers):
             for ours, theirs in self.parts.items():
                 if not absent.get(ours, False):
@@ -47,11 +49,13 @@ class Layout:
         if ours.startswith("attention.qkv"):
             return qkv_rows(config)
         found = {"mlp.gate_up.weight": [config.d_ff, config.d_ff], "attention.gate.weight": [config.gate_width]}
+        found |= {name: [config.head_dim] for name in _HEAD_NORMS}
         return found.get(ours, [config.d_model])
 
     def shapes(self, ours: str, config: ModelConfig) -> list[tuple[int, ...]]:
         """The shape of each part of one of our tensors."""
-        is_vector, width = ours.endswith("bias") or "norm" in ours, config.d_ff if ours == "mlp.down.weight" else config.d_model
+        is_vector = ours.endswith("bias") or "norm" in ours
+        width = {"mlp.down.weight": config.d_ff, "attention.out.weight": config.attention_width}.get(ours, config.d_model)
         return [(rows,) if is_vector else (rows, width) for rows in self.rows(ours, config)]
 
     def join(self, ours: str, parts: list[Tensor], config: ModelConfig) -> Tensor:
@@ -110,7 +114,7 @@ class OfficialLayout(Layout):
 
 
 class PermutedLayout(Layout):
-    """GGUF files of the llama architecture: query and key rows permuted for interleaved rotary pairs."""
+    """GGUF files of the llama architecture, Mistral's too: query and key rows permuted for interleaved rotary pairs."""
 
     def join(self, ours: str, parts: list[Tensor], config: ModelConfig) -> Tensor:
         if ours.startswith("attention.qkv"):
@@ -135,7 +139,7 @@ def _layout(kind: type[Layout], family: str) -> Layout:
 
 
 TRANSFORMERS, LLADA, OFFICIAL = _layout(Layout, "TRANSFORMERS"), _layout(Layout, "LLADA"), _layout(OfficialLayout, "OFFICIAL")
-GGUF_QWEN2, GGUF_LLAMA = _layout(Layout, "GGUF"), _layout(PermutedLayout, "GGUF")
+GGUF, GGUF_LLAMA = _layout(Layout, "GGUF"), _layout(PermutedLayout, "GGUF")
 TRANSFORMERS_FIELDS, LLADA_FIELDS = (
     {ours: theirs[column] for ours, theirs in _NAMES["fields"].items() if theirs[column] != "-"} for column in (0, 1)
 )

@@ -1,7 +1,7 @@
 """Detect which model a path holds, derive its config, and read its tensors under our names.
 
-Kinds: official (SMDM and the paper's code), qwen2 and llama (AR parents, as transformers directories or GGUF), llada, dream and
-fast_dllm_qwen (diffusion models), sinkdlm (our own). The content decides; the user is never asked.
+Kinds: official (SMDM and the paper's code), qwen2, qwen3, llama and mistral (AR parents, as transformers directories or GGUF),
+llada, dream, fast_dllm_qwen and sdar (diffusion models), sinkdlm (our own). The content decides; the user is never asked.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,16 +19,31 @@ from sinkdlm.errors import ConfigError, ConvertError, check_regular, first_line
 from sinkdlm.interop import layouts
 from sinkdlm.interop.layouts import Layout, check_shape
 from sinkdlm.interop.tensors import TensorFile, open_gguf, open_safetensors, open_torch
+from sinkdlm.model.positions import frequencies
 
-AR_KINDS = ("qwen2", "llama")
+AR_KINDS = ("qwen2", "qwen3", "llama", "mistral")
+GGUF_KINDS = ("qwen2", "qwen3", "llama")  # Mistral's files are of the llama architecture
 FAST_DLLM = "fast_dllm_qwen"  # Fast-dLLM v2: block diffusion on Qwen2.5
+SDAR = "sdar"  # block diffusion on Qwen3
 SUPPORTED = (
-    "official/SMDM .safetensors or .pth; Qwen2, Llama, LLaDA, Dream, Fast-dLLM v2 or sinkdlm directories; GGUF of Qwen2 or Llama"
+    "official/SMDM .safetensors or .pth; Qwen2, Qwen3, Llama, Mistral, LLaDA, Dream, Fast-dLLM v2, SDAR or sinkdlm directories; "
+    "GGUF of Qwen2, Qwen3, Llama or Mistral"
 )
 DREAM_MASK_ID = 151666  # unused in every Qwen2.5 vocabulary; Dream chose it too
+SDAR_MASK_ID = 151669  # "<|MASK|>", the first id after Qwen3's tokens; SDAR chose it too
 FAST_DLLM_MASK_ID = 151665  # "|<MASK>|", the first id after Qwen2.5's tokens; their code's default, which config.json leaves out
-FAST_DLLM_BLOCK = 32  # likewise a default of their code
+# Families of block diffusion: the key of the block size, and their code's defaults of it and of [MASK].
+BLOCK_KINDS = {FAST_DLLM: ("bd_size", 32, FAST_DLLM_MASK_ID), SDAR: ("block_size", 4, SDAR_MASK_ID)}
 GGUF_MARK = b"GGUF"
+LLAMA3 = {  # Llama 3's rotary scaling: our fields, transformers' names
+    "rope_factor": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_context": "original_max_position_embeddings",
+}
+_QWEN3_HEAD_DIM = 128  # Qwen3's default, whatever its width
+_MISTRAL_WINDOW = 4096  # Mistral's default
+_ROPE_FREQS = "rope_freqs.weight"
 SPECIAL = ("bos", "eos", "pad")  # tokens whose ids config.json has
 _ODD = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError)
 _WRAPPERS = ("_forward_module.", "module.", "_orig_mod.")
@@ -69,7 +84,7 @@ class Source:
     def _read_as(self, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         config, names = self.config, {name.removeprefix(self.prefix) for name in self.tensors.shapes}
         # Rotary tables that older tools saved, and GGUF's precomputed frequencies.
-        ignorable = {name for name in names if name.endswith(("rotary_emb.inv_freq", "rope_freqs.weight"))}
+        ignorable = {name for name in names if name.endswith(("rotary_emb.inv_freq", _ROPE_FREQS))}
         unknown = sorted(names - ignorable - layout.all_names(config))
         if unknown:
             raise ConvertError(f"unexpected tensor {unknown[0]} ({len(unknown)} in all): a variant not supported")
@@ -210,9 +225,9 @@ def _open_directory(path: Path) -> Source:
     kind, family = fields.get("model_type"), str(fields.get("model_type")).lower()
     if kind == MODEL_TYPE:
         return Source(path, MODEL_TYPE, "own checkpoint", read_config(path), open_safetensors(path), None)
-    if family not in (*AR_KINDS, "dream", "llada", FAST_DLLM):
+    if family not in (*AR_KINDS, "dream", "llada", *BLOCK_KINDS):
         raise ConvertError(f"{path / CONFIG}: model_type {kind!r} is not supported; supported: {SUPPORTED}")
-    reader = _llada if family == "llada" else _qwen2_like
+    reader = _llada if family == "llada" else _llama_like
     try:
         config = _config(path / CONFIG, reader(path / CONFIG, family, fields))
     except KeyError as failure:
@@ -227,6 +242,8 @@ def _open_directory(path: Path) -> Source:
     if not config.tie_embeddings and layout.head not in tensors.shapes and family in AR_KINDS:
         config = config.replace(tie_embeddings=True)
         notes = (f"no {layout.head} among the weights: the head is tied to the embedding",)
+    if family == SDAR and fields.get("block_size") is None:
+        notes = (f"{CONFIG} tells no block_size: blocks have {config.block_size} tokens, as in their code; --set block_size=N",)
     special = {name: fields.get(f"{name}_token_id") for name in SPECIAL}
     ids = {name: value for name, value in special.items() if isinstance(value, int)}
     form = "transformers directory"
@@ -240,29 +257,50 @@ def _refuse(path: Path, fields: Mapping[str, Any], **wanted: Any) -> None:
             raise ConvertError(f"{path}: {key} = {fields[key]!r} is not supported, only {value!r}")
 
 
-def _qwen2_like(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the config of Qwen2, Llama, Dream or Fast-dLLM v2, which share their field names."""
+def _llama_like(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the config of a family that has Llama's field names: all but LLaDA."""
+    biased, normed = family in ("qwen2", "dream", FAST_DLLM), family in ("qwen3", SDAR)
     _refuse(path, fields, hidden_act="silu", mlp_bias=False, use_sliding_window=False, partial_rotary_factor=1.0)
-    if family == "llama":
-        _refuse(path, fields, attention_bias=False)
-    rope = fields.get("rope_parameters") or {}
-    scaling = fields.get("rope_scaling") or rope
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", None):
-        raise ConvertError(f"{path}: rotary scaling {kind!r} is not supported, only 'default'")
+    _refuse(path, fields, rope_interleaved=False, **({} if biased else {"attention_bias": False}))
+    if family == "mistral":
+        _refuse_window(path, fields)
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
-    if fields.get("head_dim") not in (None, width // heads):
-        raise ConvertError(f"{path}: head_dim = {fields['head_dim']} is not supported, only hidden_size / heads = {width // heads}")
     theirs = {"num_key_value_heads": heads, "rope_theta": 10000.0, "tie_word_embeddings": False}
+    theirs["head_dim"] = _QWEN3_HEAD_DIM if normed else width // heads
+    if family in ("dream", FAST_DLLM):  # their code knows no other width
+        _refuse(path, fields, head_dim=width // heads)
     theirs["shift_logits"] = family in ("dream", FAST_DLLM)
     if family in AR_KINDS:  # an existing row, so that the table keeps its size until [MASK] is chosen
         theirs["mask_token_id"] = 0
-    blocks = {}
-    if family == FAST_DLLM:
-        theirs["mask_token_id"] = FAST_DLLM_MASK_ID
-        blocks = {"block_size": _given(fields).get("bd_size", FAST_DLLM_BLOCK)}
-    theirs |= _given(fields) | _given({"rope_theta": rope.get("rope_theta")})
-    return _ours(layouts.TRANSFORMERS_FIELDS, theirs) | {"qkv_bias": family != "llama"} | blocks
+    ours = {"qkv_bias": biased, "qk_norm": normed, **_rotary_scaling(path, fields)}
+    if family in BLOCK_KINDS:
+        key, size, theirs["mask_token_id"] = BLOCK_KINDS[family]
+        ours["block_size"] = _given(fields).get(key, size)
+    theirs |= _given(fields) | _given({"rope_theta": (fields.get("rope_parameters") or {}).get("rope_theta")})
+    return _ours(layouts.TRANSFORMERS_FIELDS, theirs) | ours
+
+
+def _refuse_window(path: Path, fields: Mapping[str, Any]) -> None:
+    """Refuse Mistral's sliding window, unless no row is longer."""
+    window, context = fields.get("sliding_window", _MISTRAL_WINDOW), fields["max_position_embeddings"]
+    if window is not None and window < context:
+        cure = f"for rows of up to {window} tokens, which it does not cut, set max_position_embeddings = {window} there"
+        raise ConvertError(f"{path}: sliding_window = {window} is not supported; {cure}")
+
+
+def _rotary_scaling(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our fields of Llama 3's scaling, from rope_scaling or from rope_parameters, which transformers 5 writes."""
+    scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    _refuse(path, scaling, partial_rotary_factor=1.0)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind in ("default", None):
+        return {}
+    if kind != "llama3":
+        raise ConvertError(f"{path}: rotary scaling {kind!r} is not supported, only 'default' and 'llama3'")
+    missing = [name for name in LLAMA3.values() if name not in scaling]
+    if missing:
+        raise ConvertError(f"{path}: rotary scaling 'llama3' has no {missing[0]}")
+    return {ours: scaling[name] for ours, name in LLAMA3.items()}
 
 
 def _llada(path: Path, family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,8 +322,8 @@ def _ours(names: Mapping[str, str], theirs: Mapping[str, Any]) -> dict[str, Any]
 def _open_gguf(path: Path) -> Source:
     file = open_gguf(path)
     family = file.facts.get("general.architecture")
-    if family not in AR_KINDS:
-        raise ConvertError(f"{path}: GGUF architecture {family!r} is not supported, only {' and '.join(AR_KINDS)}")
+    if family not in GGUF_KINDS:
+        raise ConvertError(f"{path}: GGUF architecture {family!r} is not supported, only {', '.join(GGUF_KINDS)}")
 
     def fact(name: str, default: Any = None) -> Any:
         value = file.facts.get(f"{family}.{name}", default)
@@ -294,15 +332,12 @@ def _open_gguf(path: Path) -> Source:
         return value
 
     if fact("rope.scaling.type", "none") != "none":
-        raise ConvertError(f"{path}: rotary scaling is not supported")
-    layout = layouts.GGUF_LLAMA if family == "llama" else layouts.GGUF_QWEN2
+        raise ConvertError(f"{path}: rotary scaling {fact('rope.scaling.type')!r} is not supported")
+    layout = layouts.GGUF_LLAMA if family == "llama" else layouts.GGUF
     if layout.embed not in file.shapes:
         raise ConvertError(f"{path}: missing tensor {layout.embed}")
-    # Llama 3.1 and later keep their scaling in this tensor alone.
-    if "rope_freqs.weight" in file.shapes and not bool((file.get("rope_freqs.weight") == 1).all()):
-        raise ConvertError(f"{path}: rotary scaling is not supported (rope_freqs.weight is not all ones)")
     heads = int(fact("attention.head_count"))
-    width = int(fact("embedding_length")) // heads
+    width = int(fact("attention.key_length", int(fact("embedding_length")) // heads))
     if int(fact("rope.dimension_count", width)) != width:
         raise ConvertError(f"{path}: partial rotary ({fact('rope.dimension_count')} of {width}) is not supported")
     counts = {"n_layers": "block_count", "d_model": "embedding_length", "d_ff": "feed_forward_length"}
@@ -311,11 +346,27 @@ def _open_gguf(path: Path) -> Source:
         "mask_id": 0,
         "n_heads": heads,
         "n_kv_heads": int(fact("attention.head_count_kv", heads)),
+        "head_dim": width,
         "context_length": int(fact("context_length")),
         "rope_base": float(fact("rope.freq_base", 10000.0)),
         # Stored as float32: 1e-5 comes back as 9.999999747e-06.
         "norm_eps": float(f"{float(fact('attention.layer_norm_rms_epsilon')):.6g}"),
         "qkv_bias": "blk.0.attn_q.bias" in file.shapes,
+        "qk_norm": "blk.0.attn_q_norm.weight" in file.shapes,
         "tie_embeddings": layout.head not in file.shapes,
     }
-    return Source(path, family, "GGUF", _config(path, fields), file, layout, has_mask=False)
+    config = _config(path, fields)
+    if _ROPE_FREQS in file.shapes:
+        config = _scaled(path, config, file.get(_ROPE_FREQS))
+    return Source(path, family, "GGUF", config, file, layout, has_mask=False)
+
+
+def _scaled(path: Path, config: ModelConfig, slowdown: Tensor) -> ModelConfig:
+    """Find the rotary scaling of a GGUF file, which tells how much slower each pair turns, but not the numbers behind it. Llama 3.1
+    to 3.3 differ in the factor alone."""
+    scaled = config.replace(rope_factor=max(1.0, float(slowdown.max())))
+    wanted = frequencies(config, torch.float64) / frequencies(scaled, torch.float64)
+    if slowdown.shape != wanted.shape or not torch.allclose(slowdown.double(), wanted, rtol=1e-4):
+        cure = "convert the model from its transformers directory"
+        raise ConvertError(f"{path}: {_ROPE_FREQS} is rotary scaling of a kind that is not supported, only Llama 3's; {cure}")
+    return scaled

@@ -62,15 +62,20 @@ class Attention(nn.Module):
         self.zero_value = config.sink_value == "zero"
         self.n_registers = config.n_registers
         self.qkv = nn.Linear(config.d_model, (config.n_heads + 2 * config.n_kv_heads) * config.head_dim, bias=config.qkv_bias)
-        self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.q_norm = Norm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = Norm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.out = nn.Linear(config.attention_width, config.d_model, bias=False)
         self.gate = nn.Linear(config.d_model, config.gate_width, bias=False) if config.gate_width else None
         self.sink_logit = nn.Parameter(torch.zeros(config.n_heads)) if config.has_sink_logit else None
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, d) -> q (B, T, H, D), k and v (B, T, K, D), before rotary."""
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        return self.part(self.qkv(x).unflatten(-1, (-1, self.head_dim)))
+
+    def part(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split projected heads (..., H + 2K, D) into q, k and v, and norm q and k if the model has norms for them."""
         q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=-2)
-        return q, k, v
+        return (q, k, v) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k), v)
 
     def run_lane(self, x: Tensor) -> tuple[Tensor, Lane]:
         """Run the sinks' own attention: each sees only itself, so its output is its value (eq. 6)."""
@@ -195,7 +200,7 @@ class DiffusionLM(nn.Module):
         """Return the initial value of the parameter `name`: float32, unsharded, on the CPU."""
         width = self.config.d_model
         kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
-        if kind in ("attention_norm", "mlp_norm", "norm", "bias", "sink_logit"):
+        if kind in ("attention_norm", "mlp_norm", "norm", "q_norm", "k_norm", "bias", "sink_logit"):
             return torch.full(shape, 0.0 if kind in ("bias", "sink_logit") else 1.0, dtype=torch.float32, device="cpu")
         std = 1 / math.sqrt(width) / self.config.n_layers if kind in ("out", "down") else math.sqrt(2 / (5 * width))
         return draw_normal(shape, seed, name).mul_(std)

@@ -5,6 +5,7 @@ Does not know who attends to whom, nor how attention is computed.
 B batch, T tokens, P positions, S sinks, D head width.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -24,9 +25,7 @@ class Rotation(NamedTuple):
     def at(cls, positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> "Rotation":
         """Compute the tables for positions (P,) or (B, P): float32 whatever the model's dtype (float64 for a float64 model)."""
         precise = torch.promote_types(dtype, torch.float32)
-        pairs = torch.arange(0, config.head_dim, 2, dtype=precise, device=positions.device)
-        frequencies = 1.0 / config.rope_base ** (pairs / config.head_dim)
-        angles = positions.to(precise)[..., None] * frequencies
+        angles = positions.to(precise)[..., None] * frequencies(config, precise, positions.device)
         angles = angles.view(-1 if positions.dim() == 2 else 1, positions.shape[-1], 1, config.head_dim // 2)
         return cls(angles.cos(), angles.sin())
 
@@ -35,6 +34,22 @@ class Rotation(NamedTuple):
         first, second = x.to(self.cos.dtype).chunk(2, dim=-1)
         rotated = torch.cat([first * self.cos - second * self.sin, second * self.cos + first * self.sin], dim=-1)
         return rotated.to(x.dtype)
+
+
+def frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Return the radians by position of each rotary pair, (D/2,).
+
+    With Llama 3's scaling, an angle that turns seldom in the original context turns `rope_factor` times slower, one that turns
+    often keeps its speed, and those between are interpolated.
+    """
+    pairs = torch.arange(0, config.head_dim, 2, dtype=dtype, device=device)
+    plain = 1.0 / config.rope_base ** (pairs / config.head_dim)
+    if config.rope_factor == 1:
+        return plain
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    turns = config.rope_original_context * plain / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * (kept + (1 - kept) / config.rope_factor)
 
 
 class Documents(NamedTuple):

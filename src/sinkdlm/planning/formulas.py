@@ -55,11 +55,11 @@ def head_chunk(vocab_size: int) -> int:
 def training_flops(config: ModelConfig, length: int, scored_share: float = 0.5, *, ends_early: bool = False) -> float:
     """Count the FLOPs of one token in a row of `length`, forward and backward. scored_share: share of positions that reach the
     head, half with uniform t. ends_early: after attention, the last layer computes only these."""
-    width, copies = config.d_model, copies_of(config, length)
+    width, heads, copies = config.d_model, config.attention_width, copies_of(config, length)
     dense = copies * config.count_parameters().non_embedding + scored_share * config.vocab_size * width
     if ends_early:  # one layer's matmuls after attention, the gate's among them
-        dense -= (copies - scored_share) * width * (width + config.gate_width + 3 * config.d_ff)
-    return 6 * dense + 12 * config.n_layers * width * keys_of(config, length)
+        dense -= (copies - scored_share) * width * (heads + config.gate_width + 3 * config.d_ff)
+    return 6 * dense + 12 * config.n_layers * heads * keys_of(config, length)
 
 
 def copies_of(config: ModelConfig, length: int) -> int:
@@ -219,17 +219,19 @@ def training_memory(
 def kept_by_block(config: ModelConfig, unit: int, compiled: bool, residual: str = "float32") -> dict[str, int]:
     """Count the bytes per token that one block keeps for its backward, by recomputation. residual: as in the recipe.
 
-    none: both residuals, both normed inputs, q, k and v before rotary, q and k after it, attention's output, gate and up;
+    none: both residuals, both normed inputs, q, k and v before rotary, q and k after it, attention's output, gate and up; q and k
+    before their norms, if they have them;
     and, unless blocks are compiled, keys and values with the sinks, silu(gate), its product and the norms before rounding.
     selective: the block's input and the results of its matmuls and of attention. full: its input.
     """
-    d, ff, kv = config.d_model, config.d_ff, config.n_kv_heads * config.head_dim
+    d, ff, heads, kv = config.d_model, config.d_ff, config.attention_width, config.n_kv_heads * config.head_dim
     wide = 8 if unit == 8 else 2 if residual == "bf16" else 4
     gate = config.gate_width
-    every = 2 * wide * d + unit * (5 * d + 3 * kv + 2 * ff) + (unit * (gate + d) if gate else 0)
+    every = 2 * wide * d + unit * (2 * d + 3 * heads + 3 * kv + 2 * ff) + (unit * (gate + heads) if gate else 0)
+    every += unit * (heads + kv) if config.qk_norm else 0
     if not compiled:
         every += unit * (2 * ff + kv) + (wide * d if unit < wide else 0)
-    return {"none": every, "selective": wide * d + unit * (4 * d + 2 * kv + 2 * ff + gate), "full": wide * d}
+    return {"none": every, "selective": wide * d + unit * (2 * d + 2 * heads + 2 * kv + 2 * ff + gate), "full": wide * d}
 
 
 def fitting_micro_batch(

@@ -80,7 +80,13 @@ def step_seconds(
     captured = layout == Layout() and recipe.train.graphs != "off"  # where the host would be the limit
     return Seconds(
         matmuls=6 * computed * count.non_embedding * again / (fit.matmuls * chip.flops),
-        attention=12 * tokens * config.n_layers * config.d_model * keys_of(config, length) * again / (fit.attention * chip.flops),
+        attention=12
+        * tokens
+        * config.n_layers
+        * config.attention_width
+        * keys_of(config, length)
+        * again
+        / (fit.attention * chip.flops),
         elementwise=(traffic + _ROUNDING_BYTES * forwards * count.non_embedding) / chip.bandwidth,
         head=head_seconds(_SCORED * tokens, config.d_model, config.vocab_size, chip, fit),
         update=_UPDATE_BYTES * count.total / layout.shards / chip.bandwidth,

@@ -77,7 +77,7 @@ def _needs_no_compiler(recipe: Recipe, micro_batch: int) -> bool:
     """Whether torch.compile would not help: our kernels leave nothing to fuse, and the GPU is busy or replays CUDA graphs."""
     config, train, length = recipe.model, recipe.train, recipe.data.length
     biased = train.precision == "fp8" and config.qkv_bias  # the bias is added outside the float8 matmuls
-    if config.gate != "none" or train.anneal or biased:
+    if config.gate != "none" or config.qk_norm or train.anneal or biased:
         return False
     if micro_batch * length * training_flops(config, length) / config.n_layers >= _AHEAD[train.precision]:
         return True

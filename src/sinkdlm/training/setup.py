@@ -33,7 +33,7 @@ from sinkdlm.training.run import RunFolder
 LoadParent = Callable[[Recipe, torch.dtype], Loaded]
 Say = Callable[[str], None]
 _DRAWING = 16  # threads that draw initial weights, at most
-_SHAPE = ("vocab_size", "n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")
+_SHAPE = ("vocab_size", "n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff", "head_dim", "qk_norm")
 
 
 class Data(NamedTuple):
