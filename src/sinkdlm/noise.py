@@ -37,6 +37,7 @@ class Stream(IntEnum):
     LENGTH = 7  # random lengths of rows
     ANNEALING = 8  # which later tokens are visible during attention annealing
     ANALYSIS = 9  # resampled trajectories; samples of values for figures
+    DROPOUT = 10  # of adapters, by step
 
 
 def _signed(word: int) -> int:

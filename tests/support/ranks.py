@@ -22,6 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from sinkdlm import DiffusionLM, Recipe, load
+from sinkdlm.cli.loading import load_parent
 from sinkdlm.data.rows import open_rows
 from sinkdlm.diffusion import Schedule
 from sinkdlm.distributed.world import joined
@@ -65,7 +66,8 @@ def run(job: dict) -> None:
     try:
         with warnings.catch_warnings(), small:
             warnings.simplefilter("error" if job["recipe"]["train"].get("compile") != "blocks" else "ignore")  # torch's own, then
-            loop.train(Recipe.resolve(job["recipe"]), Path(job["out"]), console=Console(file=sys.stderr), device="cpu")
+            console = Console(file=sys.stderr)
+            loop.train(Recipe.resolve(job["recipe"]), Path(job["out"]), load_parent=load_parent, console=console, device="cpu")
     except loop.Stopped:
         pass
     finally:

@@ -34,6 +34,23 @@ class InitSection(Frozen):
     gate_init: Literal["normal", "keep"] = key("normal", "gate added to a parent: near 0.5 (paper), or keep its function")
 
 
+class AdapterSection(Frozen):
+    """LoRA on a frozen parent, and what trains in full beside it."""
+
+    kind: Literal["none", "lora"] = key("none", "lora: freeze the parent but for low-rank updates and what `full` names")
+    rank: Count = key(16, "rank of an update")
+    alpha: Positive = key(32.0, "updates are scaled by alpha / rank")
+    dropout: Decay = key(0.0, "share of a layer's input features that updates do not see, drawn for each step")
+    targets: tuple[Literal["qkv", "out", "gate_up", "down"], ...] = key(
+        ("qkv", "out", "gate_up", "down"), "linear layers of each block that get an update", strict=False, min_length=1
+    )
+    full: tuple[Literal["sinks", "sink_logit", "gate", "mask"], ...] = key(
+        ("sinks", "sink_logit", "gate", "mask"),
+        "what trains in full, where it exists; mask: a [MASK] new to the parent",
+        strict=False,
+    )
+
+
 class DataSection(Frozen):
     """The prepared sets that a run reads, their weights, and how rows are cut."""
 
@@ -197,6 +214,7 @@ class Recipe(Frozen):
 
     model: ModelConfig
     init: InitSection = InitSection()
+    adapter: AdapterSection = AdapterSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     blocks: BlocksSection = BlocksSection()
@@ -208,6 +226,10 @@ class Recipe(Frozen):
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
         size = self.model.block_size
+        if self.adapter.kind == "none" and self.adapter != AdapterSection():
+            raise ConfigError("adapter.kind = 'none': the other keys go with 'lora'; set it, or leave [adapter] out")
+        if self.adapter.kind != "none" and self.init.from_ is None:
+            raise ConfigError(f"adapter.kind = {self.adapter.kind!r}: needs a parent; set init.from, or leave [adapter] out")
         if size is None and self.blocks != BlocksSection():
             raise ConfigError("blocks: goes with model.block_size, which is not set; set it, or leave [blocks] out")
         if size is not None and self.train.anneal:

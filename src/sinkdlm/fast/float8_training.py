@@ -112,6 +112,8 @@ class _Matmul(torch.autograd.Function):
         transposed, inverse, weight, weight_scale, weight_inverse = ctx.saved_tensors
         rows, grad_transposed, _, grad_inverse = ops.quantize(grad.flatten(0, -2), ctx.of_grad, GRADIENTS, TOKENS)
         grad_x = _multiply(rows, _transpose_weight(weight, weight_scale), (grad_inverse, weight_inverse), ctx.dtype)
+        if not ctx.needs_input_grad[1]:  # frozen
+            return grad_x.view(ctx.shape), None, None, None
         grad_weight = _multiply(grad_transposed, transposed, (grad_inverse, inverse), weight.dtype)
         return grad_x.view(ctx.shape), grad_weight, None, None
 

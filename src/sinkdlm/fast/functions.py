@@ -135,10 +135,10 @@ class _Project(torch.autograd.Function):
         return functional.linear(x, matrix, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, matrix = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        grad_weight = ops.weight_gradient(rows, x.flatten(0, -2), ctx.dtype)
+        grad_weight = ops.weight_gradient(rows, x.flatten(0, -2), ctx.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = None if ctx.bias_dtype is None else rows.sum(0, dtype=ctx.bias_dtype)
         return grad @ matrix, grad_weight, grad_bias
 
@@ -155,7 +155,9 @@ class _SwigluMatmul(torch.autograd.Function):
         return functional.linear(ops.swiglu(gate_up), weight.to(gate_up.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, weight = ctx.saved_tensors
         grad_gate_up, hidden = ops.swiglu_backward(gate_up, grad @ weight.to(grad.dtype))
+        if not ctx.needs_input_grad[1]:
+            return grad_gate_up, None
         return grad_gate_up, ops.weight_gradient(grad.flatten(0, -2), hidden.flatten(0, -2), weight.dtype)

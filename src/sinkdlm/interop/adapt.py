@@ -67,9 +67,17 @@ def load_any(
     with torch.device("meta"):
         model = accelerate(DiffusionLM(config))
     model.load_state_dict(state, assign=True)
-    parent = {"kind": source.kind, "form": source.form, "path": str(source.path), "found": source.describe(), "changes": changes}
+    parent: dict[str, Any] = {
+        "kind": source.kind,
+        "form": source.form,
+        "path": str(source.path),
+        "found": source.describe(),
+        "changes": changes,
+    }
     if source.special_ids:
         parent["special_ids"] = dict(source.special_ids)
+    if not source.has_mask:
+        parent["new_mask"] = True
     before: dict[str, Any] = {}
     if source.kind == MODEL_TYPE:  # a checkpoint of ours keeps its history, and the family that it came from
         before = own_history(read_provenance(source.path))

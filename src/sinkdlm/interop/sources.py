@@ -147,6 +147,8 @@ def model_in(path: Path) -> Path:
 def _open_folder(path: Path, shape: dict[str, Any]) -> Source:
     if (path / CONFIG).exists():
         return _open_directory(path)
+    if (path / "adapter_config.json").exists():
+        raise ConvertError(f"{path}: an adapter, not a model; take model/ of its run, or merge it into its base with peft")
     files = [file for pattern in ("*.safetensors", "*.pth", "*.gguf") for file in sorted(path.glob(pattern))]
     if len(files) != 1:
         found = f"{len(files)} weight files and no {CONFIG}" if files else f"no {CONFIG} and no weight file"

@@ -52,14 +52,35 @@ def head_chunk(vocab_size: int) -> int:
     return max(2048, 160_000_000 // vocab_size // 256 * 256)
 
 
-def training_flops(config: ModelConfig, length: int, scored_share: float = 0.5, *, ends_early: bool = False) -> float:
+def training_flops(
+    config: ModelConfig, length: int, scored_share: float = 0.5, *, ends_early: bool = False, trained: int | None = None
+) -> float:
     """Count the FLOPs of one token in a row of `length`, forward and backward. scored_share: share of positions that reach the
-    head, half with uniform t. ends_early: after attention, the last layer computes only these."""
+    head, half with uniform t. ends_early: after attention, the last layer computes only these. trained: parameters that train,
+    where the others are frozen; None: all do."""
     width, heads, copies = config.d_model, config.attention_width, copies_of(config, length)
     dense = copies * config.count_parameters().non_embedding + scored_share * config.vocab_size * width
     if ends_early:  # one layer's matmuls after attention, the gate's among them
         dense -= (copies - scored_share) * width * (heads + config.gate_width + 3 * config.d_ff)
-    return 6 * dense + 12 * config.n_layers * heads * keys_of(config, length)
+    matmuls = 6 * dense if trained is None else 4 * dense + 6 * trained  # without the gradient of frozen weights
+    return matmuls + 12 * config.n_layers * heads * keys_of(config, length)
+
+
+def count_held(recipe: Recipe) -> tuple[int, int]:
+    """Count a run's parameters, and those of them that train. A new [MASK] row is left out."""
+    config, section = recipe.model, recipe.adapter
+    total, d, ff = config.count_parameters().total, config.d_model, config.d_ff
+    if section.kind == "none":
+        return total, total
+    qkv = config.attention_width + 2 * config.n_kv_heads * config.head_dim
+    sides = {"qkv": d + qkv, "out": config.attention_width + d, "gate_up": d + 2 * ff, "down": ff + d}
+    full = {
+        "sinks": (config.n_lane + config.n_registers) * d,
+        "sink_logit": config.n_layers * config.n_heads * config.has_sink_logit,
+        "gate": config.n_layers * d * config.gate_width,
+    }
+    added = config.n_layers * section.rank * sum(sides[name] for name in section.targets)
+    return total + added, added + sum(full.get(name, 0) for name in section.full)
 
 
 def copies_of(config: ModelConfig, length: int) -> int:
@@ -193,7 +214,7 @@ def training_memory(
     tokens = micro_batch * recipe.data.length
     computed = tokens * copies_of(config, recipe.data.length)
     count, alone = config.count_parameters(), layout.ranks == 1
-    part = -(-count.total // layout.shards) * weight
+    held, trained = (-(-number // layout.shards) * weight for number in count_held(recipe))
     kept = kept_by_block(config, unit, train.compile != "none" if compiled is None else compiled, train.residual)
     logits = min(head_chunk(config.vocab_size), tokens) * config.vocab_size * (4 + unit)
     # On one rank, autocast keeps every block's cast weights for the backward, unless the backward casts them again.
@@ -204,10 +225,10 @@ def training_memory(
     # With recomputation, the backward first computes what the block would have kept.
     again = computed * (kept["none"] - kept[train.recompute])
     return Memory(
-        weights=part,
-        gradients=part,
-        optimizer=2 * part,
-        ema=part if train.ema is not None else 0,
+        weights=held,
+        gradients=trained,
+        optimizer=2 * trained,
+        ema=trained if train.ema is not None else 0,
         copies=cast if alone else gathered,
         activations=computed * config.n_layers * kept[train.recompute],
         head=logits + config.vocab_size * config.d_model * (4 + unit) + 2 * tokens * config.d_model * 4,

@@ -15,6 +15,7 @@ from sinkdlm.planning.formulas import (
     Layout,
     Memory,
     budget_steps,
+    count_held,
     find_chip,
     fitting_micro_batch,
     lay_out,
@@ -79,7 +80,14 @@ class Plan:
 
     @property
     def flops_per_token(self) -> float:
-        return training_flops(self.recipe.model, self.recipe.data.length) * (1 + self.recipe.blocks.complementary)
+        trained = None if self.recipe.adapter.kind == "none" else self.trained
+        once = training_flops(self.recipe.model, self.recipe.data.length, trained=trained)
+        return once * (1 + self.recipe.blocks.complementary)
+
+    @property
+    def trained(self) -> int:
+        """Parameters that train."""
+        return count_held(self.recipe)[1]
 
     @property
     def hours(self) -> float | None:
@@ -99,12 +107,16 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        return self.recipe.model.count_parameters().total * (8 if self.recipe.train.precision == "float64" else 4)
+        return self.recipe.model.count_parameters().total * self._weight_bytes
 
     @property
     def state_bytes(self) -> int:
-        """Size of a state to resume from: weights, two moments, the average."""
-        return self.checkpoint_bytes * (3 + (self.recipe.train.ema is not None))
+        """Size of a state to resume from: weights that train, two moments, the average."""
+        return self.trained * self._weight_bytes * (3 + (self.recipe.train.ema is not None))
+
+    @property
+    def _weight_bytes(self) -> int:
+        return 8 if self.recipe.train.precision == "float64" else 4
 
     def to_dict(self, price: float | None = None) -> dict[str, Any]:
         count, gpu_hours = self.recipe.model.count_parameters(), self.gpu_hours
@@ -114,7 +126,7 @@ class Plan:
             "recipe": self.name,
             "device": self.machine.device,
             "gpus": self.machine.ranks,
-            "parameters": {**count._asdict(), "total": count.total},
+            "parameters": {**count._asdict(), "total": count.total, "trained": self.trained},
             "flops": None if self.tokens is None else self.flops_per_token * self.tokens,
             "layout": {"mode": self.layout.name, **self.layout._asdict()},
             "micro_batch": self.rows,
@@ -162,6 +174,8 @@ def _rate(recipe: Recipe, machine: Machine, layout: Layout | None, forwards: int
     if machine.device == "cpu":
         rate = machine.tokens_per_second
         return rate, "not known: too large to try on a CPU" if rate is None else "measured here, by a few steps in float32"
+    if recipe.adapter.kind != "none":
+        return None, "not known: records are of runs that train every weight"
     if recipe.train.precision not in ("bf16", "auto") or recipe.train.compile == "none":
         return None, "not known: records are of bf16 with compiled blocks"
     chip, names = CHIPS[machine.device], calibration()["device"]
@@ -222,9 +236,12 @@ def describe(plan: Plan, price: float | None = None) -> str:
     if plan.tokens_per_second is not None:
         mfu = f", {plan.mfu:.0%} MFU" if plan.mfu is not None else ""
         speed = f"{plan.tokens_per_second:,.0f} tokens/s{mfu} ({plan.source})"
+    section = plan.recipe.adapter
+    trains = f"trained     {_big(plan.trained)}: LoRA of rank {section.rank} on {', '.join(section.targets)}"
     lines = [
         f"{plan.name} on {plan.machine.text}",
         f"parameters  {_big(count.total)}: {_big(count.non_embedding)} + embedding {_big(count.embedding)}{untied}",
+        *([] if section.kind == "none" else [trains]),
         f"budget      {budget}",
         f"FLOPs       {_big(plan.flops_per_token)} a token{flops}",
         f"memory      {_bytes(memory.total)}{room}",

@@ -10,6 +10,7 @@ from sinkdlm.fast import accelerate
 from sinkdlm.fast.objective import chunked_nll
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.planning.formulas import training_flops
+from sinkdlm.training.adapter import add_adapter
 from sinkdlm.training.optimizer import Optimizer
 
 _WANTED = 2e10  # FLOPs of a step that is long enough to time
@@ -26,6 +27,7 @@ def tokens_per_second(recipe: Recipe) -> float | None:
         return None
     rows = max(1, min(recipe.train.batch, int(_WANTED / of_row)))
     model = accelerate(DiffusionLM(recipe.model))
+    add_adapter(model, recipe)
     optimizer = Optimizer(dict(model.named_parameters()), recipe.train)
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     seconds = []

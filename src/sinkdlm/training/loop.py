@@ -30,8 +30,9 @@ from sinkdlm.fast.float8_training import check_training
 from sinkdlm.fast.objective import read_later
 from sinkdlm.model.visibility import Annealing
 from sinkdlm.noise import hash_words
-from sinkdlm.planning.formulas import Layout, lay_out, peak_flops, settle_precision, training_flops
+from sinkdlm.planning.formulas import Layout, count_held, lay_out, peak_flops, settle_precision, training_flops
 from sinkdlm.planning.plan import line_of_run
+from sinkdlm.training.adapter import add_adapter
 from sinkdlm.training.captured import find_capturer
 from sinkdlm.training.choose import settle_runner, settle_way
 from sinkdlm.training.evaluate import probe, sample_text, validate
@@ -126,6 +127,7 @@ class Trainer:
             self.way = settle_way(self.recipe, world, layout, full_rows=not self.rows.counts_vary)
             self.micro_batch = self.way.micro_batch
             settle_runner(model, self.way, self.recipe, self.precision, self.say)
+            self.adapter = add_adapter(model, self.recipe, self.facts.get("parent"))
             if section.gather == "bf16" and not self.autocasts:
                 raise TrainError(f"parallel.gather = 'bf16': needs train.precision = 'bf16' or 'fp8', not {self.precision!r}")
             travels_as = torch.bfloat16 if self.autocasts and section.gather != "float32" else None
@@ -227,9 +229,10 @@ class Trainer:
 
     def _make_step(self, batch: Batch, lr: float, signals: Signals) -> StepResult:
         """Run forward and backward of every micro-batch, then one update, unless something is not finite."""
-        result = self._try_step(batch, lr, signals.caught)
-        if result.n_missed:  # more masked positions than head slots: nothing was updated, so repeat the step
-            result = self._try_step(batch, lr, signals.caught, fixed=False)
+        with nullcontext() if self.adapter is None else self.adapter.dropping(self.step, self.device):
+            result = self._try_step(batch, lr, signals.caught)
+            if result.n_missed:  # more masked positions than head slots: nothing was updated, so repeat the step
+                result = self._try_step(batch, lr, signals.caught, fixed=False)
         if result.finite:
             self.updates += 1
             self.bad_in_a_row = 0
@@ -288,7 +291,8 @@ class Trainer:
         tokens = self._tokens(1)
         halves = 1 + self.recipe.blocks.complementary
         given = (self.recipe.model, self.recipe.data.length, result.n_masked / tokens / halves)
-        flops = halves * tokens * training_flops(*given, ends_early=self.way.ends_early) / self.world.size
+        trained = None if self.adapter is None else count_held(self.recipe)[1]
+        flops = halves * tokens * training_flops(*given, ends_early=self.way.ends_early, trained=trained) / self.world.size
         timing: dict[str, Any] = {
             "seconds": seconds,
             "data_seconds": waited,
@@ -441,8 +445,11 @@ class Trainer:
             found.insert(0, (beside, self.weights.collect(self.average.weights), {**provenance, "ema": self.plan.ema}))
 
         def write() -> None:
+            if self.adapter is not None and final:
+                self.adapter.save(path.with_name("adapter"), found[-1][1] or {})
             for place, whole, told in found:
-                save_weights(place, self.recipe.model, whole or {}, self.tokenizer(), told)
+                merged = whole or {} if self.adapter is None else self.adapter.merged(whole or {})
+                save_weights(place, self.recipe.model, merged, self.tokenizer(), told)
 
         try:
             self.world.attempt_first(write)

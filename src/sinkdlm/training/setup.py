@@ -27,6 +27,7 @@ from sinkdlm.errors import TrainError, panics_raised
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.planning.formulas import budget_steps
 from sinkdlm.text.prompts import begin, encode
+from sinkdlm.training.adapter import mark_base
 from sinkdlm.training.evaluate import VALIDATION_SEED
 from sinkdlm.training.run import RunFolder
 
@@ -199,20 +200,23 @@ def open_model(
 ) -> tuple[DiffusionLM, DrawnAhead | None, RunTokenizer, dict[str, Any]]:
     """Open the model, its initial weights, its tokenizer and the run's facts.
 
-    A parent's model is on the host. Any other is on the meta device, with initial weights as in the official code, or None where a
-    state will fill them."""
+    A parent's model is on the host, and so is an adapter's base at every start. Any other is on the meta device, with initial
+    weights as in the official code, or None where a state will fill them."""
     facts = settle_facts(folder, data)
     if not resumes and folder.world.from_first((folder.path / "model").is_dir):
         raise TrainError(
             f"{folder.path}: has a model/ but no state to resume from: the run is over; "
             "choose another --out, or remove model/ to train it again"
         )
-    if recipe.init.from_ is not None and not resumes:
+    adapts = recipe.adapter.kind != "none"
+    if recipe.init.from_ is not None and (adapts or not resumes):
         if load_parent is None:
             raise TrainError("init.from: no loader was given for it; use the command line, or pass load_parent=")
         loaded = load_parent(recipe, dtype)
         check_parent(recipe, data.rows, loaded)
-        facts = {**facts, "parent": dict(loaded.provenance)}
+        facts = facts if resumes else {**facts, "parent": dict(loaded.provenance)}
+        if adapts:
+            facts = _settle_base(recipe, folder, facts, mark_base(loaded.model))
         folder.write_json("run.json", facts)
         return loaded.model, None, _settle_tokenizer(recipe, folder, data.rows, loaded.tokenizer), facts
     with torch.device("meta"):
@@ -223,6 +227,14 @@ def open_model(
     place = (folder.world.device, dtype) if folder.world.alone else None
     first = None if resumes else DrawnAhead(model, recipe.train.seed, n_threads, to=place)
     return model, first, tokenizer, facts
+
+
+def _settle_base(recipe: Recipe, folder: RunFolder, facts: dict[str, Any], mark: str) -> dict[str, Any]:
+    """Record the weights that an adapter's state does not hold; refuse others in a resumed run or on another rank."""
+    facts = {**facts, "base": folder.world.from_first(lambda: facts.get("base") or {"path": recipe.init.from_, "sha256": mark})}
+    if facts["base"]["sha256"] != mark:
+        raise TrainError(f"init.from = {recipe.init.from_!r}: changed since the run began; restore it, or choose another --out")
+    return facts
 
 
 def _settle_tokenizer(recipe: Recipe, folder: RunFolder, rows: Rows, given: Any) -> RunTokenizer:

@@ -41,8 +41,8 @@ FirstWeight = Callable[[str, tuple[int, ...]], Tensor]
 
 
 class Weights:
-    """A model's weights on this rank. `local[name]` is its storage of a parameter: the parameter itself where nothing is sharded,
-    else its own rows. Updates change it in place."""
+    """A model's weights on this rank. `local[name]` is its storage of a parameter that trains: the parameter itself where nothing
+    is sharded, else its own rows. Updates change it in place. `frozen` holds the others."""
 
     def __init__(
         self,
@@ -85,7 +85,9 @@ class Weights:
                 group.set_gradient_divide_factor(1.0)  # losses are divided by the global count: gradients add up
                 group.set_force_sum_reduction_for_comms(True)  # a plain sum, which every backend has
         self._named: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self.local = {name: p if as_sharded(p) is None else own_part(p).detach() for name, p in self._named.items()}
+        held = {name: p if as_sharded(p) is None else own_part(p).detach() for name, p in self._named.items()}
+        self.local = {name: part for name, part in held.items() if self._named[name].requires_grad}
+        self.frozen = {name: part for name, part in held.items() if name not in self.local}
         self._copied = [name for name, p in self._named.items() if layout is not None and as_sharded(p) is None]
 
     def before_backward(self, *, last: bool) -> None:
@@ -100,8 +102,9 @@ class Weights:
     def take_gradients(self) -> list[Tensor]:
         """After a step's last backward, return this rank's part of the gradient, summed over all ranks; `local` has it too."""
         if self.layout is not None:
-            for name, p in self._named.items():
-                self.local[name].grad = None if p.grad is None else own_part(p.grad)
+            for name, part in self.local.items():
+                gradient = self._named[name].grad
+                part.grad = None if gradient is None else own_part(gradient)
             gradients = [p.grad for p in (self._named[name] for name in self._copied) if p.grad is not None]
             if gradients:
                 flat = self.world.sum_(torch.cat([gradient.flatten() for gradient in gradients]))
@@ -121,9 +124,8 @@ class Weights:
         return torch.nn.utils.get_total_norm(gradients).double().square()
 
     def clear_gradients(self) -> None:
-        for name, p in self._named.items():
-            p.grad = None
-            self.local[name].grad = None
+        for name, part in self.local.items():
+            self._named[name].grad = part.grad = None
 
     def settle(self) -> None:
         """Drop gathered weights after a forward without a backward, so that the next forward sees updates."""
@@ -140,9 +142,9 @@ class Weights:
         return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
     def collect(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """Gather the whole tensors on rank 0's host; None on the others. All ranks must call it."""
+        """Gather whole tensors on rank 0's host, the frozen weights with them; None on the others. All ranks must call it."""
         found: dict[str, Tensor] = {}
-        for name, part in parts.items():
+        for name, part in {**self.frozen, **parts}.items():
             sharded = as_sharded(self.spread(name, part))
             whole = part.detach() if sharded is None else sharded.full_tensor()
             if self.world.first:
