@@ -93,6 +93,19 @@ def test_a_mask_and_its_complement_cover_every_token_once():
     assert torch.equal(other.weight, Schedule().weight(other.t))
 
 
+def test_documents_are_masked_alike_in_trimmed_rows():
+    """Packed documents, each shorter than a block, in a row that its micro-batch may cut to less than a block."""
+    tokens, samples = small_tokens(1, 16), torch.tensor([5])
+    documents, maskable = torch.tensor([[0] * 3 + [1] * 3 + [2] * 10]), torch.arange(16)[None] < 6
+    found = []
+    for width in (16, 6):
+        given = {"documents": documents[:, :width], "maskable": maskable[:, :width], "block_size": 8}
+        found.append(corrupt(tokens[:, :width], samples, seed=1, mask_id=11, **given))
+    for whole, cut in zip(*found, strict=True):
+        assert torch.equal(whole[:, :6], cut)
+    assert found[0].t[0, 0] != found[0].t[0, 3]
+
+
 def test_validation_is_the_block_bound(tmp_path, token_set):
     """Against a loop over draws, row by row."""
     recipe = block_recipe(token_set, eval={"every": 6, "draws": 6}, train={"precision": "float64"})
@@ -128,6 +141,7 @@ def test_validation_is_the_block_bound(tmp_path, token_set):
         ({"model": BLOCKS, "blocks": {"sizes": [[1, 2], [3, 4]]}}, "from 0 on"),
         ({"model": BLOCKS, "blocks": {"t_range": [0.8, 0.3]}}, "t_range"),
         ({"model": BLOCKS, "blocks": {"t_range": [0.3, 0.8], "complementary": True}}, "complementary"),
+        ({"model": BLOCKS, "blocks": {"complementary": True}, "train": {"schedule": "cosine"}}, "train.schedule"),
     ],
 )
 def test_what_does_not_fit_is_refused(sections, word):
