@@ -176,7 +176,7 @@ def test_a_forward_that_failed_leaves_nothing_in_the_cache(policy):
         denoiser = Failing(model)
         denoiser.left = number
         states = start([Request(row, Policy(temperature=1.0, **policy), 10, 7, n, block_size=SIZE) for n, row in enumerate(rows)])
-        with pytest.raises(MemoryError):
+        with pytest.raises(MemoryError):  # noqa: PT012
             while step(states, denoiser):
                 pass
         for state in states:

@@ -230,7 +230,7 @@ class Batch:
         """Prefill what rows are more than a block behind, and open the exact caches for a forward of the current blocks, and of
         those before them that are not kept yet."""
         spans = [state.request.model_block(state.plan.start) for state in states]
-        kept = [min(own) for own in zip(*(cache.kept for cache in self.caches), strict=True)]
+        kept = self._kept()
         behind = [
             row
             for row, (state, (begin, _)) in enumerate(zip(states, spans, strict=True))
@@ -239,10 +239,15 @@ class Batch:
         for cache, tokens in zip(self.caches, (self.tokens, self._blank()), strict=False):
             for begin in {spans[row][0] for row in behind}:
                 self._prefill(adapter, cache, tokens, [row for row in behind if spans[row][0] == begin], begin)
+        kept = self._kept()
         length = max(stop - min(begin, kept[row]) for row, (begin, stop) in enumerate(spans))
         for cache in self.caches:
             cache.open(spans, length, self.device)
         return [stop - length for _, stop in spans], length
+
+    def _kept(self) -> list[int]:
+        """Tokens of each row that all its exact caches hold."""
+        return [min(own) for own in zip(*(cache.kept for cache in self.caches), strict=True)]
 
     def _prefill(self, adapter: DenoiserAdapter, cache: PrefixCache, tokens: Tensor, rows: list[int], begin: int) -> None:
         """Compute the finished blocks in front of rows; equal ones once."""
