@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from sinkdlm.checkpoint import directory
+from sinkdlm.checkpoint import directory, hub
 from sinkdlm.checkpoint.directory import Loaded
 from sinkdlm.errors import EvalError, SamplingError, UserError
 
@@ -185,10 +185,12 @@ def load(
     verify: bool = True,
     runner: Literal["auto", "plain"] = "auto",
 ) -> LM:
-    """Read a checkpoint directory. dtype: convert the weights; by default they stay as they were saved.
+    """Read a checkpoint directory, or one of the hub: `hf://owner/name[@revision]`.
+
+    dtype: convert the weights; by default they stay as they were saved.
 
     verify: compare weights, config and tokenizer with the fingerprints in provenance.json (reads each file once more), and
     refuse weights that are not finite. runner: "plain" runs the readable model alone, without kernels.
     """
-    found = directory.load(path, device=device, dtype=dtype, verify=verify, runner=runner)
+    found = directory.load(hub.find(path), device=device, dtype=dtype, verify=verify, runner=runner)
     return LM(found.model, found.tokenizer, found.config, found.provenance, str(path))

@@ -1165,7 +1165,7 @@ def test_a_model_that_cannot_write_is_named_with_the_cure(parents, command_line,
         assert "an AR model (qwen2), which has not learned to fill [MASK]; adapt it first: sinkdlm train" in said
         status, _, said = command_line(command, "Qwen/Qwen2.5-0.5B", "--device", "cpu")
         assert status == 2
-        assert "fetched first: hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B" in said
+        assert "a model of the hub is hf://Qwen/Qwen2.5-0.5B" in said
 
 
 def test_convert_on_the_command_line(tmp_path, parents, command_line):

@@ -26,7 +26,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 _RECIPE = Argument(metavar="RECIPE", parser=find_recipe, help="A recipe file, or a name from `sinkdlm recipe list`.")
 RecipeFile = Annotated[Path, _RECIPE]
 RecipeFiles = Annotated[list[Path] | None, _RECIPE]
-Checkpoint = Annotated[str, Argument(metavar="CKPT", help="A checkpoint, or anything that `convert` reads.")]
+Checkpoint = Annotated[str, Argument(metavar="CKPT", help="A checkpoint, hf://owner/name, or anything that `convert` reads.")]
 Json = Annotated[bool, option("Print JSON.", "--json")]
 Device = Annotated[str | None, option("Device: cuda, cuda:N or cpu; by default a GPU if there is one.")]
 Compile = Annotated[bool, option("Compile the blocks with torch.compile; pays off for long runs on a CPU.", "--compile")]
