@@ -104,7 +104,8 @@ def quantize_blocks(model: DiffusionLM, kind: Kind) -> dict[str, WeightOnlyLinea
                 layer: Any = getattr(parent, name, None)
                 if layer is None:
                     continue
-                made = WeightOnlyLinear(getattr(layer, "base_layer", layer), kind)
-                setattr(*((layer, "base_layer") if hasattr(layer, "base_layer") else (parent, name)), made)
+                adapted = hasattr(layer, "base_layer")
+                made = WeightOnlyLinear(layer.base_layer if adapted else layer, kind)
+                setattr(layer if adapted else parent, "base_layer" if adapted else name, made)
                 found[f"blocks.{number}.{part}.{name}"] = made
     return found
