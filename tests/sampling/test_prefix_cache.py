@@ -197,9 +197,7 @@ def test_mistakes_are_told_in_a_line():
         with pytest.raises(SamplingError, match=word) as failure:
             generate(denoiser, **given, **options)
         assert "\n" not in str(failure.value)
-    states = start([Request([1, 11], Policy(), 11)])
-    with pytest.raises(SamplingError, match="block_size"):
-        step(states, model.denoiser())
-    states = start([Request([1, 11, 11], Policy(), 11, block_size=2)])
-    with pytest.raises(SamplingError, match="block_size"):
-        step(states, model.denoiser())
+    for size, deterministic in itertools.product((None, 2), (False, True)):
+        states = start([Request([1, 11, 11], Policy(), 11, block_size=size)])
+        with pytest.raises(SamplingError, match="block_size"):
+            step(states, model.denoiser(), deterministic=deterministic)
