@@ -354,7 +354,8 @@ class Trainer:
                     line["ema"] = self._validate(self.validation)
             self.monitor.line(line)
             error = "" if line["stderr"] is None else f" ± {line['stderr']:.4f}"
-            self.say(f"step {self.step}: validation loss {line['loss']:.4f}{error}")
+            above = f"; unigram entropy {self.context.unigram():.2f}" if last and self.recipe.init.from_ is None else ""
+            self.say(f"step {self.step}: validation loss {line['loss']:.4f}{error}{above}")
         if self.step % max(1, log.probe_every) == 0 or last:
             self._look_at_attention()
         if log.sample_every and (self.step % log.sample_every == 0 or last):
