@@ -170,6 +170,11 @@ def test_what_does_not_fit_is_refused(sections, word):
     assert "\n" not in str(failure.value)
 
 
+def test_a_range_around_the_middle_goes_with_complements():
+    given = {"t_range": [0.1, 0.9], "complementary": True}
+    assert Recipe.resolve({"model": BLOCKS, "blocks": given}).blocks.t_range == (0.1, 0.9)
+
+
 def test_prompts_stay_clean():
     """SFT: a block of the prompt is neither masked nor scored, and the answer sees it as it is."""
     model, tokens = small_model(n_sinks=1, block_size=4), small_tokens(3, 12)
