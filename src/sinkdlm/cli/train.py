@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from sinkdlm.cli.loading import load_parent, load_recipe, say
 from sinkdlm.cli.options import Device, Json, Overrides, RecipeFile, option
 from sinkdlm.cli.sample import BASE_POLICY
+from sinkdlm.errors import UserError
 
 _DRIVER = "libcuda.so.1"
 
@@ -54,6 +55,7 @@ def train(
 
 def next_commands(folder: Path, recipe: Any) -> list[str]:
     """Commands that use what a run made: write a text, measure the model, look at its attention."""
+    from sinkdlm.checkpoint.durable import read_object
     from sinkdlm.checkpoint.tokenizer import read_tokenizer
     from sinkdlm.data.shards import INDEX, open_split
 
@@ -63,7 +65,7 @@ def next_commands(folder: Path, recipe: Any) -> list[str]:
         return [_command("convert", model, folder / "with-tokenizer", "--tokenizer", "TOKENIZER")]
     split = open_split(data, "validation")
     split = split if split.n_tokens else open_split(data)
-    settings = json.loads((data / INDEX).read_text())["settings"] if (data / INDEX).exists() else {}
+    settings = read_object(data / INDEX, UserError).get("settings") if (data / INDEX).exists() else None
     written = [*BASE_POLICY, *_base_prompt(split, tokenizer)] if split.kind == "text" else _example_prompt(split, tokenizer)
     return [
         _command("sample", model, *written),
@@ -96,12 +98,15 @@ def _example_prompt(split: Any, tokenizer: Any) -> list[str]:
     return ["--prompt", tokenizer.decode(ids, skip_special_tokens=True)]
 
 
-def _measure(model: Path, folder: Path, settings: dict[str, Any]) -> list[object]:
+def _measure(model: Path, folder: Path, settings: Any) -> list[object]:
     """Score a part of the texts that were prepared, where they are still there; else ask a benchmark."""
-    kind, names = settings.get("kind", "text"), settings.get("inputs", {}).get("names", [])
-    texts = next((name for name in names if kind == "text" and Path(name).exists()), None)
+    try:
+        kind, named = str(settings["kind"]), settings["field"]
+        texts = next((name for name in settings["inputs"]["names"] if kind == "text" and Path(name).exists()), None)
+    except (KeyError, TypeError):  # of an index that says nothing of its texts
+        kind, texts = "text", None
     if texts is not None:
-        field = [] if settings["field"] == "text" else ["--field", settings["field"]]
+        field = [] if named == "text" else ["--field", named]
         return ["score", model, texts, *field, "--documents", "paragraph", "--limit", 20]
     task = kind.replace("-", "_") if kind.startswith("gsm8k") else "arc_easy"
     return ["eval", model, "--tasks", task, "--limit", 100, "--out", folder / "eval"]

@@ -121,6 +121,7 @@ def open_source(path: str | Path, shape: Mapping[str, Any] | None = None) -> Sou
         cure = f"; a model of the hub is fetched first: hf download {path} --local-dir {path.name}" if hub else ""
         raise ConvertError(f"{path}: no such file or folder{cure}")
     path = model_in(path)
+    check_regular(path, ConvertError)
     if path.parent.name == "checkpoints" and path.name.startswith("step-"):
         cure = "finish the run, or let it export a model on its way with --set save.milestones=[STEP]"
         raise ConvertError(f"{path}: a training run's state, not a model; {cure}")
@@ -158,7 +159,6 @@ def _open_folder(path: Path, shape: dict[str, Any]) -> Source:
 
 def _open_file(path: Path, shape: dict[str, Any]) -> Source:
     """Open a file by its first bytes, not by its ending."""
-    check_regular(path, ConvertError)
     try:
         with path.open("rb") as file:
             start = file.read(16)
