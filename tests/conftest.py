@@ -116,6 +116,22 @@ def site(browser):
         yield found
 
 
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """An empty hub on loopback, which huggingface_hub asks in place of the real one, with a cache and tokens of its own."""
+    from hubs import serving, use
+
+    with serving() as found, use(found, tmp_path, monkeypatch):
+        yield found
+
+
+@pytest.fixture
+def token(hub, monkeypatch) -> None:
+    from hubs import TOKEN
+
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+
+
 @pytest.fixture(params=VARIANTS, ids=list(VARIANTS))
 def variant(request) -> dict:
     return VARIANTS[request.param]

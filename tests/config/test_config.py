@@ -59,7 +59,7 @@ def test_missing_fields_are_named_once():
 
 
 def test_presets_are_named_and_suggested():
-    assert len(preset_names()) == 37
+    assert len(preset_names()) == 42
     for name in ("nano", "smdm-6m", "smdm-2121m", "qwen2.5-0.5b", "qwen2.5-1.5b", "smollm2-135m", "llada-8b", "dream-7b"):
         assert ModelConfig.preset(name, n_sinks=1).n_sinks == 1
     with pytest.raises(UserError, match="did you mean smdm-34m"):

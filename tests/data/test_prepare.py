@@ -873,7 +873,7 @@ def test_the_example_corpus_is_right_small_and_the_same_again(tmp_path, command_
 MISTAKES = {
     "no file": (["none.jsonl"], ["none.jsonl", "no such file"]),
     "no folder": (["no/such/place"], ["no/such/place", "no such file"]),
-    "no file of a folder": (["folder/none"], ["folder/none", "no such file", "hf:folder/none"]),
+    "no file of a folder": (["folder/none"], ["folder/none", "no such file", "hf://folder/none"]),
     "no file by its dot": (["./none"], ["./none", "no such file"]),
     "no file by its ending": (["none.doc"], ["none.doc", "no such file"]),
     "no hub name": (["a/none-"], ["a/none-", "no such file"]),

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sinkdlm import __version__
+from sinkdlm.checkpoint import hub
 from sinkdlm.checkpoint.durable import is_plain_name, read_object, sync
 from sinkdlm.checkpoint.tokenizer import check_vocabulary, read_tokenizer, write_tokenizer
 from sinkdlm.config.model import MODEL_TYPE, ModelConfig
@@ -284,7 +285,7 @@ def read_config(path: str | Path) -> ModelConfig:
     if not path.exists():
         left = sorted(path.parent.glob(f".{path.name}.*.replaced"))
         hint = f"; an interrupted save left the former one in {left[-1]}: rename it back" if left else ""
-        raise CheckpointError(f"{path}: no such folder{hint}")
+        raise CheckpointError(f"{path}: no such folder{hint or hub.hint(path)}")
     if not (path / CONFIG).exists():
         raise CheckpointError(f"{path}: no {CONFIG}: not a sinkdlm checkpoint; other models are read by `sinkdlm convert`")
     fields = read_object(path / CONFIG, CheckpointError)

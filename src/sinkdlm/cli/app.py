@@ -28,6 +28,7 @@ COMMANDS = {
     "reproduce": ("reproduce:reproduce", "Repeat the paper's tables and judge each claim."),
     "inspect": ("serve:serve", "Open a page that shows one or two models writing."),
     "serve": ("serve:serve", "Serve one or two models over OpenAI's HTTP API."),
+    "push": ("push:push", "Push a model to the Hugging Face hub."),
     "convert": ("convert:convert", "Convert a model from one format to another."),
 }
 

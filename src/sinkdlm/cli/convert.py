@@ -10,11 +10,13 @@ from sinkdlm.cli.options import Json, ModelSet, Seed, option
 
 
 def convert(
-    source: Annotated[Path, Argument(metavar="SRC", help="Official .pth or .safetensors, a model or run folder, or a GGUF.")],
+    source: Annotated[
+        str, Argument(metavar="SRC", help="Official .pth or .safetensors, a model or run folder, a GGUF, or hf://owner/name.")
+    ],
     destination: Annotated[Path, Argument(metavar="DST")],
     to: Annotated[Literal["sinkdlm", "official", "hf"], option("Format to write; hf is for transformers.")] = "sinkdlm",
     overrides: ModelSet = None,
-    tokenizer: Annotated[Path | None, option("Tokenizer to store with the model: a folder or a file.")] = None,
+    tokenizer: Annotated[str | None, option("Tokenizer to store with the model: a folder, a file, or of the hub.")] = None,
     sink_init: Annotated[Literal["mean", "normal"], option("Start of new sinks: mean embedding plus noise, or normal.")] = "mean",
     gate_init: Annotated[Literal["normal", "keep"], option("Start of a new gate: normal, or the parent's function.")] = "normal",
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, option("Precision of weights; by default as found.")] = None,

@@ -39,8 +39,8 @@ def _say_prepared(found: dict[str, Any], as_json: bool) -> None:
 
 @app.command("prepare")
 def data_prepare(
-    inputs: Annotated[list[str], Argument(metavar="IN...", help="Files, folders, or Hugging Face hub data sets.")],
-    tokenizer: Annotated[str, option("bytes, chars or bpe:2048, from the text itself; or a tokenizer's file or folder.")],
+    inputs: Annotated[list[str], Argument(metavar="IN...", help="Files, folders, or data sets of the hub, hf://owner/name.")],
+    tokenizer: Annotated[str, option("bytes, chars or bpe:2048, from the text itself; or a file, a folder or hf://owner/name.")],
     out: Annotated[Path, option("Folder for the token shards; the same command resumes there.")],
     kind: Annotated[Kind, option("text: running text; the others: prompts with responses.")] = "text",
     field: Field = "text",
@@ -86,7 +86,7 @@ def _tokenizer(name: str, inputs: list[str], settings: Any) -> Any:
     sources = find_sources(inputs, split=settings.split, config=settings.config)  # report a wrong name first
     if is_own(name):
         return make_tokenizer(name, sources, settings)
-    if not Path(name).exists():
+    if not (name.startswith("hf:/") or Path(name).exists()):
         raise DataError(f"--tokenizer {name}: no such tokenizer file or folder; to make one of the text, give {ALLOWED}")
     return read_tokenizer_at(name)
 

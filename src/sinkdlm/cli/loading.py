@@ -32,7 +32,7 @@ def _fill_model(table: Mapping[str, Any], out: Path | None) -> Mapping[str, Any]
         return table  # a mistake, which Recipe reports
     if parent is None:
         return table if "vocab_size" in model else {**table, "model": {**model, **_vocabulary(table, out)}}
-    return {**table, "model": _with_parent(parent, model, expand(model), _fields_of_run(out, parent))}
+    return {**table, "model": _with_parent(parent, model, expand(model), _fields_of_run(out, parent), out is not None)}
 
 
 def _vocabulary(table: Mapping[str, Any], out: Path | None) -> dict[str, int]:
@@ -65,11 +65,15 @@ def _fields_of_run(out: Path | None, parent: str | None) -> dict[str, Any] | Non
     return kept.model.model_dump() if kept.init.from_ == parent and made_a_step(out) else None
 
 
-def _with_parent(parent: str, own: Mapping[str, Any], model: dict[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
-    """Complete [model] from its parent. own: as written; model: with the preset's fields; begun: of the run that goes on.
+def _with_parent(
+    parent: str, own: Mapping[str, Any], model: dict[str, Any], begun: dict[str, Any] | None, trains: bool
+) -> dict[str, Any]:
+    """Complete [model] from its parent. own: as written; model: with the preset's fields; begun: of the run that goes on;
+    trains: not only shown or planned.
 
     A preset's vocabulary gives way to that of a diffusion model, which follows the data it was trained on.
     """
+    from sinkdlm.checkpoint.hub import read_name
     from sinkdlm.config.model import ModelConfig
 
     given = {"mask_id", "n_kv_heads", "head_dim", *model}  # these are derived from others
@@ -77,7 +81,9 @@ def _with_parent(parent: str, own: Mapping[str, Any], model: dict[str, Any], beg
     follows = "vocab_size" not in own and model.get("mask_id") == model.get("vocab_size")
     vocabulary = {"vocab_size", "mask_id"} - {*own} if follows else set()
     open_model = {key: value for key, value in model.items() if key not in vocabulary}
-    if not Path(parent).exists() and (begun is not None or not missing):
+    # A parent of the hub is fetched to train, and to know what [model] leaves out.
+    absent = not Path(parent).exists() and not (trains and read_name(parent) is not None)
+    if absent and (begun is not None or not missing):
         return {**begun, **open_model} if begun else model  # before anything heavy is imported
     from sinkdlm import interop
     from sinkdlm.interop.adapt import check_mask, choose_mask

@@ -26,7 +26,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 _RECIPE = Argument(metavar="RECIPE", parser=find_recipe, help="A recipe file, or a name from `sinkdlm recipe list`.")
 RecipeFile = Annotated[Path, _RECIPE]
 RecipeFiles = Annotated[list[Path] | None, _RECIPE]
-Checkpoint = Annotated[str, Argument(metavar="CKPT", help="A checkpoint, or anything that `convert` reads.")]
+Checkpoint = Annotated[str, Argument(metavar="CKPT", help="A checkpoint, hf://owner/name, or anything that `convert` reads.")]
 Json = Annotated[bool, option("Print JSON.", "--json")]
 Device = Annotated[str | None, option("Device: cuda, cuda:N or cpu; by default a GPU if there is one.")]
 Compile = Annotated[bool, option("Compile the blocks with torch.compile; pays off for long runs on a CPU.", "--compile")]
@@ -37,6 +37,10 @@ Field = Annotated[str, option("Field that holds the text in jsonl, parquet or hu
 Exact = Annotated[bool, option("Give bit-identical tokens alone and in any batch; slower.", "--deterministic")]
 Overrides = Annotated[list[str] | None, option("Override a recipe key, as in train.lr=1e-4.", "--set", metavar="KEY=VALUE")]
 Sampler = Annotated[str, option("Sampling policy: smdm-origin, smdm-greedy, llada, dream or fast.", "--config", "--policy")]
+_WORD = Option(hidden=True)  # of sampling/aliases.py
+WholeWord = Annotated[int | None, _WORD]
+NumberWord = Annotated[float | None, _WORD]
+TextWord = Annotated[str | None, _WORD]
 _PAIR: dict[str, Any] = {"metavar": "KEY=VALUE", "parser": parse_override}  # read as a list of (key, value)
 PolicySet = Annotated[list[Any] | None, option("Set a field of the policy, as in order=entropy.", "--set", **_PAIR)]
 ModelSet = Annotated[list[Any] | None, option("Set a field of the model, as in n_sinks=1.", "--set", **_PAIR)]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from sinkdlm.checkpoint.hub import read_name
 from sinkdlm.errors import DataError, check_regular, first_line
 
 Form = Literal["text", "jsonl", "parquet", "hub", "memory"]
@@ -44,8 +45,9 @@ class Source:
     size: int = 0  # bytes on disk, 0 where unknown
     stamp: str = ""
     rows: Sequence[Any] = ()  # of form "memory"
-    split: str = "train"  # of form "hub", like config
+    split: str = "train"  # of form "hub", like config and revision
     config: str | None = None
+    revision: str | None = None
 
 
 class Row(NamedTuple):
@@ -75,22 +77,25 @@ def find_sources(names: Sequence[str], *, split: str = "train", config: str | No
     found: list[Source] = []
     for name in names:
         path = Path(name)
-        if name.startswith("hf:"):
+        if name.startswith("hf://"):
+            found.append(_named(name, split, config))
+        elif name.startswith("hf:"):
             found.append(_hub(name.removeprefix("hf:"), split, config))
         elif path.is_dir():
             found += _folder(path, split, config)
         elif path.exists():
             found.append(_file(path))
         elif not _may_be_hub(name) or ("/" in name and path.parent.is_dir()):  # its folder exists: it means a file
-            hint = f"; hf:{name} names a data set of the hub" if _may_be_hub(name) else ""
+            hint = f"; hf://{name} names a data set of the hub" if _may_be_hub(name) else ""
             raise DataError(f"{name}: no such file or folder{hint}")
         else:
             found.append(_hub(name, split, config))
     if not found:
         raise DataError(f"nothing to read; give {SUPPORTED}")
-    seen: dict[tuple[str, str, str | None], Source] = {}
+    seen: dict[tuple[str | None, ...], Source] = {}
     for source in found:  # through links, too
-        key = str(Path(source.name).resolve()) if source.form != "hub" else source.name, source.split, source.config
+        place = str(Path(source.name).resolve()) if source.form != "hub" else source.name
+        key = place, source.split, source.config, source.revision
         if seen.setdefault(key, source) is not source:
             told = f"{seen[key].name} and {source.name}" if seen[key].name != source.name else source.name
             raise DataError(f"{told}: the same file twice, whose documents would count twice; leave one out")
@@ -139,6 +144,17 @@ def _folder(folder: Path, split: str, config: str | None) -> list[Source]:
 def _hub(name: str, split: str, config: str | None) -> Source:
     stamps = [_stamp(path, path.relative_to(name)) for path in sorted(Path(name).rglob("*")) if path.is_file()]
     return Source(name, "hub", stamp="\n".join([name, split, str(config), *stamps]), split=split, config=config)
+
+
+def _named(name: str, split: str, config: str | None) -> Source:
+    """A data set named as models are: `hf://owner/name[@revision]`."""
+    named = read_name(name)
+    if named is None or named.file is not None:
+        raise DataError(
+            f"{name}: names a file; a data set is hf://owner/name or hf://owner/name@REVISION, with --split and --config"
+        )
+    stamp = "\n".join([str(named), split, str(config)])
+    return Source(named.repo, "hub", stamp=stamp, split=split, config=config, revision=named.revision)
 
 
 def _is_stored(folder: Path) -> bool:
@@ -423,7 +439,8 @@ def open_hub(source: Source) -> Any:
         if _is_stored(Path(source.name)):
             stored = datasets.load_from_disk(source.name)
             return stored[source.split] if isinstance(stored, datasets.DatasetDict) else stored
-        return datasets.load_dataset(source.name, source.config, split=source.split, streaming=True)
+        named: dict[str, Any] = {"split": source.split, "revision": source.revision}
+        return datasets.load_dataset(source.name, source.config, streaming=True, **named)
     except Exception as failure:  # whatever the builders and the network raise
         where = "" if Path(source.name).exists() else "neither a file here nor a data set that can be opened: "
         cure = "--split and --config choose within it"

@@ -119,7 +119,9 @@ def _pipeline(sources: list[Source], folder: Path, tokenizer: Any, encoder: Enco
         shuffle_documents=False,
     )
     hub = [
-        HuggingFaceDatasetReader(one.name, {"name": one.config, "split": one.split}, streaming=True, text_key=settings.field)
+        HuggingFaceDatasetReader(
+            one.name, {"name": one.config, "split": one.split, "revision": one.revision}, streaming=True, text_key=settings.field
+        )
         for one in sources
         if one.form == "hub"
     ]

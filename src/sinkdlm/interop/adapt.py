@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm.checkpoint.directory import RESERVED, Loaded, check_finite, load, read_provenance
+from sinkdlm.checkpoint.hub import name_of
 from sinkdlm.checkpoint.tokenizer import check_vocabulary, highest_id, is_filler
 from sinkdlm.config.model import MODEL_TYPE, ModelConfig
 from sinkdlm.errors import ConfigError, ConvertError
@@ -70,7 +71,7 @@ def load_any(
     parent: dict[str, Any] = {
         "kind": source.kind,
         "form": source.form,
-        "path": str(source.path),
+        "path": name_of(source.path),
         "found": source.describe(),
         "changes": changes,
     }

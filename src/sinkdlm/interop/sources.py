@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sinkdlm.checkpoint import hub
 from sinkdlm.checkpoint.directory import CONFIG, check_size, read_config
 from sinkdlm.checkpoint.durable import read_object
 from sinkdlm.config.model import MODEL_TYPE, ModelConfig, preset_fields, preset_names
@@ -113,13 +114,13 @@ class Source:
 
 
 def open_source(path: str | Path, shape: Mapping[str, Any] | None = None) -> Source:
-    """Detect what `path` holds. shape: n_heads and n_kv_heads, for an official file whose size is not in the table."""
-    path = Path(path)
+    """Detect what a path, or a name of the hub, holds.
+
+    shape: n_heads and n_kv_heads, for an official file whose size is not in the table."""
+    path = hub.find(path)
     shape = dict(shape or {})
     if not path.exists():
-        hub = not path.is_absolute() and len(path.parts) == 2
-        cure = f"; a model of the hub is fetched first: hf download {path} --local-dir {path.name}" if hub else ""
-        raise ConvertError(f"{path}: no such file or folder{cure}")
+        raise ConvertError(f"{path}: no such file or folder{hub.hint(path)}")
     path = model_in(path)
     check_regular(path, ConvertError)
     if path.parent.name == "checkpoints" and path.name.startswith("step-"):

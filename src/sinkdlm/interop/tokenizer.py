@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from sinkdlm.checkpoint import hub
 from sinkdlm.checkpoint.tokenizer import hushed
 from sinkdlm.config.model import ModelConfig
 from sinkdlm.errors import ConvertError, check_regular, first_line, panics_raised
@@ -28,10 +29,10 @@ def tokenizer_of(source: Source) -> Any:
 
 
 def read_tokenizer_at(path: str | Path) -> Any:
-    """Read a tokenizer from a folder, a tokenizer.json (whatever its name), a SentencePiece model or a GGUF file."""
+    """Read a tokenizer from a folder, the hub, a tokenizer.json (whatever its name), a SentencePiece model or a GGUF file."""
     from transformers import PreTrainedTokenizerFast
 
-    path = Path(path)
+    path = hub.find(path, weights=False)
     if path.is_dir():
         path = model_in(path)
         check_regular(path, ConvertError)
