@@ -122,3 +122,13 @@ def test_the_nano_recipe_is_not_stuck_and_its_greedy_texts_repeat_more_than_its_
             means[policy] = torch.tensor([distinct(lm.tokenizer.decode(row)) for row in out.tokens]).mean()
     assert means["smdm-origin"] > 0.98
     assert means["llada"] < means["smdm-origin"] - 0.05
+
+
+@pytest.mark.parametrize("settings", [None, [], {"kind": "text"}, {"kind": "text", "field": "text", "inputs": 3}])
+def test_an_index_that_says_nothing_of_its_texts_ends_no_run(settings, tmp_path, command_line):
+    character_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    prepare_example(tmp_path / "set")
+    index = json.loads((tmp_path / "set" / "index.json").read_text())
+    (tmp_path / "set" / "index.json").write_text(json.dumps({**index, "settings": settings}))
+    _, measured, _ = next_of(command_line, tmp_path / "run", recipe_in(tmp_path, tmp_path / "set"))
+    assert measured[:2] == ["sinkdlm", "eval"]

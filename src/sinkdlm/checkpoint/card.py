@@ -13,7 +13,7 @@ from sinkdlm.checkpoint.durable import read_object
 from sinkdlm.config.model import ModelConfig
 from sinkdlm.errors import CheckpointError
 
-CARD, SIGN = "README.md", "<!-- Written by `sinkdlm push`, which replaces it; without this line it stays. -->"
+CARD, SIGN = "README.md", "<!-- Written by sinkdlm push, which replaces this card unless this line is removed. -->"
 _FACTS = {
     "tokens_seen": "tokens seen",
     "steps": "steps",

@@ -21,7 +21,7 @@ def compare(
     documents: Documents = "file",
     limit: Annotated[int | None, option("Use only the first N documents.", min=1)] = None,
     tokens: Annotated[int, option("Score at most this many tokens.", min=1)] = 1 << 15,
-    draws: Annotated[int, option("Masks per row, the same for both models.", min=8)] = 16,
+    draws: Annotated[int, option("Masks per row, the same for both models.", min=8, max=1 << 16)] = 16,
     prompts: Annotated[int, option("Beginnings of texts that both models continue; 0 for none.", min=0)] = 4,
     length: Annotated[int | None, option("Tokens to write; by default 64, or as many as fit.", min=1)] = None,
     config: Sampler = "smdm-origin",

@@ -9,7 +9,7 @@ B batch, T queries, S sinks, L content keys, H query heads, K key/value heads, D
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -212,5 +212,5 @@ class Watcher:
         q, k, v, sink_k, sink_v = part_registers(self._n_registers, q, k, v, sink_k, sink_v)
         n_tokens = k.shape[2] // self._copies
         visible = see_blocks(n_tokens, self._block_size, q.device, self._copies)
-        how: dict[str, Any] = {"sink_logit": logit, "lengths": self._lengths, "visible": visible, "copies": self._copies}
-        self.layers.append(summarize(q[:, :, :n_tokens], k, v, sink_k, sink_v, **how))
+        given = (q[:, :, :n_tokens], k, v, sink_k, sink_v)
+        self.layers.append(summarize(*given, sink_logit=logit, lengths=self._lengths, visible=visible, copies=self._copies))
