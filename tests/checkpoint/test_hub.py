@@ -186,6 +186,7 @@ def test_what_is_pushed_comes_back(hub, token, tmp_path, command_line):
     assert "| arc_easy | acc | 0.5125 | 0.0100 | 200 |" in card
     assert "By lm-eval 0.4.13, seed 0. arc_easy: exact_k, 128 draws." in card
     assert f"sinkdlm sample hf://{NAME}" in card
+    assert f'AutoModelForMaskedLM.from_pretrained("{NAME}")\nfound = model.diffusion_generate(' in card
     assert "| sinks | 1 sinks, isolated, front |" in card
 
 

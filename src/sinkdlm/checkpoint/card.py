@@ -55,6 +55,9 @@ def write_card(repo: str, config: ModelConfig, provenance: Mapping[str, Any], ev
     lines += [f"base_model: {base.removeprefix('hf://').partition('@')[0]}"] if base.startswith("hf://") else []
     lines += ["---", SIGN, f"# {repo.rpartition('/')[2]}", "", "A masked diffusion language model, written by sinkdlm.", ""]
     lines += ["```sh", "pip install sinkdlm", f'sinkdlm sample hf://{repo} --prompt "..."', "```", ""]
+    lines += ["In transformers:", "", "```python", "import sinkdlm.interop", "from transformers import AutoModelForMaskedLM", ""]
+    lines += [f'model = AutoModelForMaskedLM.from_pretrained("{repo}")']
+    lines += ["found = model.diffusion_generate(input_ids, attention_mask, max_new_tokens=64)", "```", ""]
     lines += ["## Model", "", *_table(("", ""), shape), "", "## Provenance", "", *_table(("", ""), told), ""]
     if isinstance(recipe := provenance.get("recipe"), Mapping):
         lines += ["The recipe:", "", "```toml", tomli_w.dumps(_set(recipe)).strip(), "```", ""]
