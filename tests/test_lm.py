@@ -154,7 +154,10 @@ def test_without_a_tokenizer_each_method_says_the_cure(lm, tmp_path):
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
-        (lambda lm: lm.write("a", lenght=3), "option 'lenght': unknown; there are infill, suffix, chat, length"),
+        (
+            lambda lm: lm.write("a", lenght=3),
+            "option 'lenght': unknown; did you mean length? allowed: infill, suffix, chat, length",
+        ),
         (lambda lm: lm.write("a", length=0), "length = 0: expected a whole number, 1 or more"),
         (lambda lm: lm.write("a", length="9"), "length = '9': expected a whole number"),
         (lambda lm: lm.write("a", seed=-1), "seed = -1: expected a whole number, 0 or more"),

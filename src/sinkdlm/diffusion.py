@@ -98,7 +98,7 @@ def corrupt(
         raise ValueError(f"samples has shape {tuple(samples.shape)}: give one index for each of the {tokens.shape[0]} rows")
     device = tokens.device
     blocks = None
-    if block_size is not None and tokens.shape[1] > block_size:
+    if block_size is not None and (documents is not None or tokens.shape[1] > block_size):
         blocks = number_blocks(tokens.shape[1], block_size, documents, device)
     return (mask or mask_rows)(
         tokens,
@@ -156,7 +156,9 @@ def mask_rows(
 
 
 def complement(tokens: Tensor, noisy: Noisy, *, mask_id: int, schedule: Schedule = LINEAR, maskable: Tensor | None = None) -> Noisy:
-    """Mask what `noisy` leaves, at the time 1 - t (Fast-dLLM v2): of the two, each maskable token is masked in one."""
+    """Mask what `noisy` leaves, at the time 1 - t (Fast-dLLM v2): of the two, each maskable token is masked in one.
+
+    For the linear schedule: others mask the complement's tokens with another probability than that of 1 - t."""
     masked = ~noisy.masked if maskable is None else maskable & ~noisy.masked
     t = 1 - noisy.t
     return Noisy(torch.where(masked, mask_id, tokens), masked, t, schedule.weight(t))

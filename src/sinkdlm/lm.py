@@ -36,8 +36,8 @@ class LM(Loaded):
 
         length: tokens to write, by default 64 or as many as fit. seed: of all random draws; a list's texts draw different ones,
         so `["A"] * 3` gives three texts if the policy draws. policy: a name or a `Policy`; temperature, steps, block, top_p and
-        its other fields may be given beside it. infill: a text with gaps, in place of a prompt. suffix, chat, bos, stop,
-        until_eos, gap, batch, deterministic: as the options of `sinkdlm sample`.
+        its other fields may be given beside it, also under the names of LLaDA, Dream and transformers. infill: a text with gaps,
+        in place of a prompt. suffix, chat, bos, stop, until_eos, gap, batch, deterministic: as the options of `sinkdlm sample`.
         """
         from sinkdlm.text.generate import write
 
@@ -88,20 +88,20 @@ class LM(Loaded):
 
     def _read(self, prompt: str | Sequence[Any], options: dict[str, Any]) -> tuple["Job", "Policy"]:
         """Sort options into those of a job and those of a policy."""
-        from sinkdlm.sampling.unmasking import Policy, policy_of
+        from sinkdlm.sampling.aliases import translate
+        from sinkdlm.sampling.unmasking import FIELDS, policy_of
         from sinkdlm.text.generate import Job, check
         from sinkdlm.text.prompts import policy_for
 
         self._check_tokenizer()
         of_job = [field.name for field in fields(Job) if field.name not in ("prompt", "prompts", "n")]
-        of_policy = [field.name for field in fields(Policy)]
-        known = [*of_job, "policy", "stop", *of_policy]
-        if unknown := [name for name in options if name not in known]:
-            raise SamplingError(f"option {unknown[0]!r}: unknown; there are {', '.join(known)}")
+        options = translate(options, [*of_job, "policy", "stop", "mask_id", *FIELDS])
+        if (mask_id := options.get("mask_id", self.config.mask_id)) != self.config.mask_id:
+            raise SamplingError(f"mask_id = {mask_id}: [MASK] of this model is {self.config.mask_id}; leave it out")
         asked = {"prompt": prompt} if isinstance(prompt, str) else {"prompts": list(prompt)}
         job = Job(**asked, **{name: options[name] for name in of_job if name in options})
         check(job)
-        policy = policy_of(options.get("policy", "llada"), **{name: options[name] for name in of_policy if name in options})
+        policy = policy_of(options.get("policy", "llada"), **{name: options[name] for name in FIELDS if name in options})
         ends = {"stop": options.get("stop", True), "until_eos": job.until_eos, "block_size": self.config.block_size}
         return job, policy_of(policy, **policy_for(self.tokenizer, policy, **ends))
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sinkdlm import DiffusionLM
-from sinkdlm.analysis.capture import Rules, Watched, attention_maps, capture
+from sinkdlm.analysis.capture import Rules, Watched, attention_maps, capture, capture_noise
 from sinkdlm.analysis.interventions import Ground, find_changes, measure_changes
 from sinkdlm.analysis.recording import look_at
 from sinkdlm.model.attention import attend_naive
@@ -47,15 +47,42 @@ def test_a_look_is_of_the_blocks_so_far_and_a_map_has_no_later_block():
     found, cut = look_at(model, tokens), look_at(model, tokens[:8])
     np.testing.assert_allclose(found.received[..., :9], cut.received, atol=1e-12)
     assert not found.received[..., 9:].any()
-    whole, watched = look_at(model, tokens, whole=True), Watched(model)
-    watched(torch.tensor([tokens]))
-    np.testing.assert_allclose(whole.received.mean(1)[:, 1:], watched.last[0]["received"], atol=1e-12)
     maps = attention_maps(model, tokens, [(0, 0), (2, 5)])
     blocks = torch.arange(12) // SIZE
     for (layer, head), one in maps.items():
         torch.testing.assert_close(one.sum(1), torch.ones(12, dtype=one.dtype))
         assert ((one[:, 1:] == 0) == (blocks > blocks[:, None])).all()
         torch.testing.assert_close(attention_maps(model, tokens, [(layer, head)], query=6)[layer, head][0], one[6])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_of_a_noised_text_each_block_sees_the_clean_ones_before_it(name):
+    """Maps put together from a forward for each block; statistics from these maps; texts of several lengths."""
+    model, texts = small_model(**VARIANTS[name], block_size=SIZE), [small_tokens(1, n, seed=n)[0].tolist() for n in (11, 6, 3)]
+    mask_id, places = model.config.mask_id, list(np.ndindex(3, 6))
+    for one in capture_noise(model, texts, [0.5]):
+        text, noised = one.final.tolist(), one.tokens[0].tolist()
+        assert mask_id in noised
+        n_tokens, parts = len(text), []
+        for start in range(0, n_tokens, SIZE):
+            maps = attention_maps(model, [*text[:start], *noised[start : start + SIZE]], places)
+            rows = torch.stack([maps[place][start:] for place in places])
+            parts.append(torch.nn.functional.pad(rows, (0, max(0, n_tokens - start - SIZE))))
+        whole = torch.cat(parts, dim=1).unflatten(0, (3, 6))  # (E, H, T, S + T)
+        found = attention_maps(model, noised, places, clean=text)
+        torch.testing.assert_close(torch.stack([found[place] for place in places]), whole.flatten(0, 1))
+        torch.testing.assert_close(attention_maps(model, noised, [(1, 2)], query=2, clean=text)[1, 2], found[1, 2][2:3])
+        blocks, content = torch.arange(n_tokens) // SIZE, whole[..., whole.shape[-1] - n_tokens :]
+        received = content.sum(2) / (blocks[:, None] >= blocks).sum(0)
+        np.testing.assert_allclose(one.received[0], received.mean(1), atol=1e-9)
+        np.testing.assert_allclose(one.absolute[0], received > 0.3)
+        outside = 1 - content.sum(-1)
+        np.testing.assert_allclose(one.sink_received[0].sum(-1), outside.mean(2), atol=1e-9)
+        resting = torch.einsum("ehqk,ehk->eq", content, (received > 0.3).to(content.dtype)) / 6 + outside.mean(1)
+        np.testing.assert_allclose(one.resting[0], resting, atol=1e-9)
+        assert one.value_norm[0].shape == one.update_ratio[0].shape == (3, n_tokens)
+        looked = look_at(model, noised, clean=text).received[..., model.config.n_sinks :]
+        np.testing.assert_allclose(looked, received, atol=1e-9)
 
 
 def change(model: DiffusionLM, name: str, **rules):

@@ -187,16 +187,30 @@ def compared(home):
 def test_a_summary_comes_first_then_the_files(home, compared):
     shown, out = compared
     found = json.loads((out / "compare.json").read_text())
-    title, lede, blank, table, *_ = shown.splitlines()
+    title, lede, caution, blank, table, *_ = shown.splitlines()
     assert ("sunk" in title, "nats a token" in title) == (True, True)
     assert lede.startswith("sunk \N{MINUS SIGN} plain: ")
     assert lede.endswith("of 9 documents. 9 documents, 9 rows, 390 tokens, 8 masks a row, the same for both.")
+    assert caution.startswith("sunk puts ")
+    assert caution.endswith("train each model on several seeds.")
     assert (blank, table) == ("", "Nats a token")
     assert shown.splitlines()[-1] == f"wrote {out / 'compare.html'} and {out / 'compare.json'}"
     assert [model["name"] for model in found["models"]] == ["plain", "sunk"]
     assert found["attention"]["models"][1]["quantities"]["sink_mass"]["total"]["mean"] > 0
     assert found["attention"]["models"][0]["quantities"]["sink_mass"]["total"]["n"] > 0
     assert len(found["samples"]) == 4
+
+
+def test_the_unigram_entropy_is_that_of_the_scored_tokens():
+    rows = [compare.Row(0, 0, [9, 5, 5, 6], 1, 0), compare.Row(0, 1, [5, 7], 1, 0)]  # scored: 5, 5, 6, 7
+    assert compare.unigram_entropy(rows) == pytest.approx(1.5 * math.log(2))
+
+
+def test_prompts_begin_with_whole_words():
+    tokenizer, words = small_lm().tokenizer, "om has 3 apples and more of them"
+    ids = tokenizer.encode(words, add_special_tokens=False)
+    rows = [compare.Row(0, 0, ids, 0, 0), compare.Row(0, 1, ids[:2], 0, 0)]
+    assert compare.prompts_of(rows, 2, tokenizer, 0) == [words[3:16], "om"]
 
 
 def test_both_sides_are_what_score_and_sample_give(home, compared):
@@ -230,6 +244,8 @@ def test_a_prepared_set_is_read_from_its_validation_split(home, tmp_path):
     assert [unit["tokens"] for unit in found["units"]][:n] == lengths[:n]
     assert 250 < found["total"]["tokens"] <= 300
     assert found["samples"] == []
+    scored = json.loads(run("score", models(home)[0], tmp_path / "set", "--draws", 8, "--json"))
+    assert [one["tokens"] for one in scored["documents"]] == lengths
 
 
 AXE = "axe.run(document, {resultTypes: ['violations']}).then(found => [found.passes.length, found.violations.map(one => one.id)])"

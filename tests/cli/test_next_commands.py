@@ -57,11 +57,17 @@ def test_a_base_model_is_sampled_ancestrally_scored_on_its_texts_and_analysed(tm
     model = str(folder / "model")
     assert sample[:-1] == ["sinkdlm", "sample", model, "--policy", "smdm-origin", "--temperature", "0.7", "--prompt"]
     assert sample[-1] in " ".join(texts.read_text().split())
-    assert score[:4] == ["sinkdlm", "score", model, str(texts)]
+    assert score[:4] == ["sinkdlm", "score", model, str(tmp_path / "set")]
     assert analyze == ["sinkdlm", "analyze", model, "--out", str(folder / "report")]
     status, said, heard = command_line(*sample[1:], "--length", 8)
     assert (status, NOTE in heard) == (0, False)
     assert command_line(*score[1:], "--limit", 2, "--draws", 8)[0] == 0
+    shutil.copytree(folder, tmp_path / "a run-sink")
+    twins = [str(folder / "model"), str(tmp_path / "a run-sink" / "model")]
+    for one in (folder, tmp_path / "a run-sink"):
+        compare = next_of(command_line, one, recipe_in(tmp_path, tmp_path / "set"))[1]
+        assert compare == ["sinkdlm", "compare", *twins, str(tmp_path / "set"), "--out", str(one / "compared")]
+    assert command_line(*compare[1:], "--draws", 8, "--length", 4, "--tokens", 200)[0] == 0
     for options, noted in (((), True), (("--temperature", 1), False), (("--block", 4), False), (("-n", 2), True)):
         status, said, heard = command_line("sample", model, "--prompt", "tom has", "--length", 8, *options)
         assert (status, heard.count(NOTE)) == (0, int(noted))
@@ -116,3 +122,13 @@ def test_the_nano_recipe_is_not_stuck_and_its_greedy_texts_repeat_more_than_its_
             means[policy] = torch.tensor([distinct(lm.tokenizer.decode(row)) for row in out.tokens]).mean()
     assert means["smdm-origin"] > 0.98
     assert means["llada"] < means["smdm-origin"] - 0.05
+
+
+@pytest.mark.parametrize("settings", [None, [], {"kind": "text"}, {"kind": "text", "field": "text", "inputs": 3}])
+def test_an_index_that_says_nothing_of_its_texts_ends_no_run(settings, tmp_path, command_line):
+    character_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    prepare_example(tmp_path / "set")
+    index = json.loads((tmp_path / "set" / "index.json").read_text())
+    (tmp_path / "set" / "index.json").write_text(json.dumps({**index, "settings": settings}))
+    _, measured, _ = next_of(command_line, tmp_path / "run", recipe_in(tmp_path, tmp_path / "set"))
+    assert measured[:2] == ["sinkdlm", "eval"]

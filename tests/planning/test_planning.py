@@ -15,7 +15,7 @@ from sinkdlm.config.shipped import RECIPES
 from sinkdlm.errors import UserError
 from sinkdlm.planning.formulas import CHIPS, PEAK_FLOPS, Layout, find_chip, fitting_micro_batch, settle_precision, training_flops
 from sinkdlm.planning.plan import Machine, changes_that_fit, describe, describe_all, line_of_run, make_plan, say_hours
-from sinkdlm.planning.step_time import calibration, exchange_seconds, step_seconds
+from sinkdlm.planning.step_time import calibration, exchange_seconds, fitted, step_seconds
 
 PAPER = RECIPES / "paper"
 SINK = PAPER / "smdm-472m-sink.toml"
@@ -144,6 +144,23 @@ def test_recomputation_costs_time_and_saves_memory():
     assert [plan.memory.total for plan in plans] == sorted((plan.memory.total for plan in plans), reverse=True)
     assert [plan.hours for plan in plans] == sorted(plan.hours for plan in plans)
     assert plans[2].hours < 1.34 * plans[0].hours
+
+
+def test_blocks_are_planned_for_their_hardest_step():
+    """Sizes that grow to whole rows still begin with two copies; a mask and its complement are two forwards, which accumulate."""
+
+    def planned(*overrides):
+        return plan_of(SINK, ranks=1, overrides=("train.micro_batch=256", *overrides))
+
+    whole, half = "model.block_size=2048", "model.block_size=32"
+    grows = planned(whole, "blocks.sizes=[[0,4],[100,2048]]")
+    assert planned(whole).memory.activations < grows.memory.activations == planned(half).memory.activations
+    assert not planned(half).memory.accumulates
+    both = planned(half, "blocks.complementary=true")
+    assert both.memory.accumulates
+    once, twice = (step_seconds(plan.recipe, 256, 1, CHIPS["h100"]) for plan in (planned(half), both))
+    constants = fitted()
+    assert twice.small - constants.step == pytest.approx(2 * (once.small - constants.step))
 
 
 def test_ranks_that_share_weights_hold_less_and_send_more():

@@ -156,6 +156,35 @@ def test_the_cache_is_used_by_itself_and_computes_blocks():
     assert seen == [(1, 8), *[(5, 4)] * 3, (5, 8), *[(5, 4)] * 3]
 
 
+@pytest.mark.parametrize("policy", [{}, {"guidance": 0.7}])
+def test_a_forward_that_failed_leaves_nothing_in_the_cache(policy):
+    """As out of memory: the step is taken again, by rows alone."""
+    model = small_model(**MODELS["shifted"], block_size=SIZE)
+    rows = rows_of(10)[:5]
+    expected = written(model, "none", rows, temperature=1.0, **policy)
+
+    class Failing(type(model.denoiser())):
+        left = 0
+
+        def __call__(self, tokens, *, where=None, cache=None, **facts):
+            self.left -= 1
+            if self.left == 0:
+                raise MemoryError
+            return super().__call__(tokens, where=where, cache=cache, **facts)
+
+    for number in range(1, 10):
+        denoiser = Failing(model)
+        denoiser.left = number
+        states = start([Request(row, Policy(temperature=1.0, **policy), 10, 7, n, block_size=SIZE) for n, row in enumerate(rows)])
+        with pytest.raises(MemoryError):  # noqa: PT012
+            while step(states, denoiser):
+                pass
+        for state in states:
+            while step([state], denoiser):
+                pass
+        assert_same([(state.tokens, state.confidence, state.steps) for state in states], expected)
+
+
 def test_mistakes_are_told_in_a_line():
     model, plain = small_model(n_sinks=1, block_size=SIZE), small_model(n_sinks=1)
     given = {"prompt": [[1]], "mask_id": 11, "length": 8}
@@ -163,13 +192,12 @@ def test_mistakes_are_told_in_a_line():
         (plain.denoiser(), {"cache": "exact"}, "block-diffusion"),
         (model.denoiser(), {"cache": "dual", "block": 4}, "exact"),
         (model.denoiser(), {"block": 3}, "divide"),
+        (model.denoiser(), {"shift": True}, "shift"),
     ):
         with pytest.raises(SamplingError, match=word) as failure:
             generate(denoiser, **given, **options)
         assert "\n" not in str(failure.value)
-    states = start([Request([1, 11], Policy(), 11)])
-    with pytest.raises(SamplingError, match="block_size"):
-        step(states, model.denoiser())
-    states = start([Request([1, 11, 11], Policy(), 11, block_size=2)])
-    with pytest.raises(SamplingError, match="block_size"):
-        step(states, model.denoiser())
+    for size, deterministic in itertools.product((None, 2), (False, True)):
+        states = start([Request([1, 11, 11], Policy(), 11, block_size=size)])
+        with pytest.raises(SamplingError, match="block_size"):
+            step(states, model.denoiser(), deterministic=deterministic)

@@ -15,6 +15,7 @@ from engines import MASK, POLICIES, SECONDS, Owner, alone, request_of
 from sinkdlm.errors import ModelError
 from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.sampling import Request, policy_of
+from sinkdlm.serving import engine as engine_module
 from sinkdlm.serving.engine import (
     Capacity,
     ClosedError,
@@ -25,6 +26,7 @@ from sinkdlm.serving.engine import (
     QueueFullError,
     Ticket,
     Written,
+    keeps_caches,
     share_forwards,
 )
 from small_models import small_model
@@ -196,6 +198,25 @@ def test_rows_with_caches_among_others_share_one_forward(make):
     last = Owner([requests[0]])
     engine.submit(last.ticket)
     assert last.tokens() == [alone(model, requests[0]).rows[0][requests[0].canvas.index(MASK) :]]  # with its cache
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("cache", ["dual", "prefix"])
+def test_on_a_gpu_a_request_is_written_without_an_approximate_cache(make, monkeypatch, cache, deterministic):
+    """With a threshold its rows reach their blocks at different steps: the cache would make them wait for each other."""
+    assert keeps_caches("cpu")
+    assert not keeps_caches("cuda")
+    monkeypatch.setattr(engine_module, "keeps_caches", lambda device_type: keeps_caches("cuda"))
+    model, widths = small_model(seed=1, dtype=torch.float64), set()
+    model.register_forward_pre_hook(lambda _, given: widths.add(given[0].shape[1]))
+    policy = policy_of("fast", block=4, temperature=0.5, cache=cache)
+    requests = [Request([1, 4, *[MASK] * 12], policy, MASK, seed=2, number=number) for number in range(4)]
+    owner = Owner(requests)
+    make(of=model, deterministic=deterministic).submit(owner.ticket)
+    written = owner.tokens()
+    assert widths == {14}  # whole rows
+    assert owner.ticket.without_cache
+    assert written == [alone(model, owner.as_written(request)).rows[0][2:] for request in requests]
 
 
 def test_progress_is_what_stays(make, model):

@@ -1,6 +1,8 @@
 """Training in blocks: nothing depends on how a batch is cut or a run interrupted; ranges, complements and growing blocks."""
 
+import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from runs import TINY, interrupted, metrics, recipe_of, run
 from sinkdlm import Recipe, load
 from sinkdlm.diffusion import Schedule, complement, corrupt, denoising_loss
 from sinkdlm.errors import ConfigError
-from sinkdlm.training import evaluate
+from sinkdlm.training import cpu_trial, evaluate, loop
 from small_models import small_model, small_tokens
 
 BLOCKS = {**TINY, "block_size": 4}
@@ -61,8 +63,26 @@ def test_block_sizes_change_at_their_steps(tmp_path, token_set, monkeypatch):
         return corrupt(tokens, samples, **settings)
 
     monkeypatch.setattr(evaluate, "corrupt", note)
+    counted = []
+    monkeypatch.setattr(loop, "training_flops", lambda config, *given, **more: counted.append(config.block_size) or 1.0)
     run(block_recipe(token_set, blocks={"sizes": [[0, 1], [2, 8], [5, 4]]}, **QUIET), tmp_path / "run")
-    assert seen == [1, 1, 8, 8, 8, 4]
+    assert seen == counted == [1, 1, 8, 8, 8, 4]
+
+
+def test_a_schedule_that_outlasts_the_run_is_told(tmp_path, token_set):
+    for name, last in (("late", 6), ("timely", 5)):
+        _, told = run(block_recipe(token_set, blocks={"sizes": [[0, 1], [last, 4]]}, **QUIET), tmp_path / name)
+        assert any("blocks.sizes: step 6" in line for line in told) == (name == "late")
+
+
+def test_a_trial_on_a_cpu_counts_both_masks(monkeypatch):
+    monkeypatch.setattr(cpu_trial, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    model = {**BLOCKS, "context_length": 16}
+    rates = [
+        cpu_trial.tokens_per_second(Recipe.resolve({"model": model, "data": {"length": 16}, "blocks": {"complementary": both}}))
+        for both in (False, True)
+    ]
+    assert rates[0] == 2 * rates[1]
 
 
 def test_times_are_drawn_from_the_range(tmp_path, token_set, monkeypatch):
@@ -91,6 +111,19 @@ def test_a_mask_and_its_complement_cover_every_token_once():
     assert torch.equal(other.tokens == 11, other.masked)
     assert torch.allclose(other.t, 1 - noisy.t)
     assert torch.equal(other.weight, Schedule().weight(other.t))
+
+
+def test_documents_are_masked_alike_in_trimmed_rows():
+    """Packed documents, each shorter than a block, in a row that its micro-batch may cut to less than a block."""
+    tokens, samples = small_tokens(1, 16), torch.tensor([5])
+    documents, maskable = torch.tensor([[0] * 3 + [1] * 3 + [2] * 10]), torch.arange(16)[None] < 6
+    found = []
+    for width in (16, 6):
+        given = {"documents": documents[:, :width], "maskable": maskable[:, :width], "block_size": 8}
+        found.append(corrupt(tokens[:, :width], samples, seed=1, mask_id=11, **given))
+    for whole, cut in zip(*found, strict=True):
+        assert torch.equal(whole[:, :6], cut)
+    assert found[0].t[0, 0] != found[0].t[0, 3]
 
 
 def test_validation_is_the_block_bound(tmp_path, token_set):
@@ -128,6 +161,7 @@ def test_validation_is_the_block_bound(tmp_path, token_set):
         ({"model": BLOCKS, "blocks": {"sizes": [[1, 2], [3, 4]]}}, "from 0 on"),
         ({"model": BLOCKS, "blocks": {"t_range": [0.8, 0.3]}}, "t_range"),
         ({"model": BLOCKS, "blocks": {"t_range": [0.3, 0.8], "complementary": True}}, "complementary"),
+        ({"model": BLOCKS, "blocks": {"complementary": True}, "train": {"schedule": "cosine"}}, "train.schedule"),
     ],
 )
 def test_what_does_not_fit_is_refused(sections, word):

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from sinkdlm.data.rows import Batch
-from sinkdlm.diffusion import Schedule
+from sinkdlm.diffusion import Noisy, Schedule
+from sinkdlm.model.attention import attend_naive
+from sinkdlm.training import evaluate
 from sinkdlm.training.evaluate import probe
 from small_models import small_model, small_tokens
 
@@ -45,6 +47,27 @@ def test_a_register_is_a_sink_and_no_content(position):
         received = weight.mean(2)  # (B, H, 1 + T): the register lies in front of the tokens
         assert layer["sink_share"] == pytest.approx(float(received[..., 0].mean()))
         assert layer["top_content_share"] == pytest.approx(float(received[..., 1:].mean(1).amax(-1).mean()))
+
+
+def test_blocks_are_noised_behind_clean_ones(monkeypatch):
+    """As they are trained and written: with everything masked, a block still sees the text before it."""
+    model, tokens = small_model(n_sinks=1, block_size=4), small_tokens(2, 11)
+
+    def mask_all(tokens, samples, *, mask_id, **_):
+        masked = torch.ones_like(tokens, dtype=torch.bool)
+        return Noisy(torch.full_like(tokens, mask_id), masked, torch.ones(len(tokens)), torch.ones(len(tokens)))
+
+    monkeypatch.setattr(evaluate, "corrupt", mask_all)
+    found = look(model, tokens)
+    sums = torch.zeros(3, dtype=torch.float64)
+
+    def add(layer, *given):
+        sums[layer] += attend_naive(*given)[1][:, :, start:, :1].sum(2).mean()  # the last block sees all
+
+    for start in (0, 4, 8):
+        with torch.no_grad():
+            model(torch.cat([tokens[:, :start], torch.full_like(tokens, 11)[:, start : start + 4]], dim=1), observe=add)
+    assert [layer["sink_share"] for layer in found] == pytest.approx((sums / 11).tolist())
 
 
 @pytest.mark.parametrize("sinks", [{}, {"n_sinks": 1}, {"n_sinks": 1, "sink_kind": "register"}], ids=str)

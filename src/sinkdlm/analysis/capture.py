@@ -58,26 +58,36 @@ class Watched(Denoiser):
         self._states: Tensor | None = None  # |h| of the layer that is being computed, (B, R + T)
         self._lengths: Tensor | None = None  # of the rows
         self._counted: Tensor | None = None  # tokens that count
+        self._n_tokens = self._copies = 1  # of a row; of each token
 
     def __call__(
-        self, tokens: Tensor, *, lengths: Tensor | None = None, where: Tensor | None = None, cache: Any = None, **facts: Any
+        self,
+        tokens: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        where: Tensor | None = None,
+        cache: Any = None,
+        clean: Tensor | None = None,
+        **facts: Any,
     ) -> Tensor:
         self._layers, self._lengths = [], lengths
+        self._n_tokens, self._copies = tokens.shape[1], 1 if clean is None else 2
         self._counted = lengths if self.reached is None else torch.tensor(self.reached, device=tokens.device)
         with ExitStack() as stack:
             for block in cast(list[Block], self.model.blocks):
                 stack.callback(block.register_forward_pre_hook(self._enter).remove)
                 stack.callback(block.attention.register_forward_hook(self._leave).remove)
             with torch.no_grad():
-                self.model(tokens, lengths=lengths, observe=self._look)
+                self.model(tokens, lengths=lengths, clean=clean, observe=self._look)
         self.last = self._collect(tokens)
         # The watched forward runs the plain path and rounds differently: the sampler gets an unwatched forward's output.
-        return super().__call__(tokens, lengths=lengths, where=where, cache=cache, **facts)
+        return super().__call__(tokens, lengths=lengths, where=where, cache=cache, clean=clean, **facts)
 
     def _look(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
-        given, logit = part_registers(self._n_registers, q, k, v, sink_k, sink_v), sink_logit_of(self.model, layer)
-        visible = see_blocks(given[1].shape[2], self.model.config.block_size, q.device)
-        how: dict[str, Any] = {"sink_logit": logit, "lengths": self._counted, "visible": visible}
+        q, *rest = part_registers(self._n_registers, q, k, v, sink_k, sink_v)
+        given, logit = (q[:, :, : self._n_tokens], *rest), sink_logit_of(self.model, layer)
+        visible = see_blocks(self._n_tokens, self.model.config.block_size, q.device, self._copies)
+        how: dict[str, Any] = {"sink_logit": logit, "lengths": self._counted, "visible": visible, "copies": self._copies}
         found = summarize(*given, **how)
         absolute = found.received > self.rules.threshold
         most = found.received.max(-1)
@@ -99,7 +109,7 @@ class Watched(Denoiser):
     def _leave(self, attention: Any, given: tuple[Any, ...], update: Tensor) -> None:
         """|z| / |h| of each token."""
         assert self._states is not None
-        self._layers[-1]["update_ratio"] = (_norms(update) / self._states)[:, self._n_registers :]
+        self._layers[-1]["update_ratio"] = (_norms(update) / self._states)[:, self._n_registers :][:, : self._n_tokens]
 
     def _collect(self, tokens: Tensor) -> list[dict[str, np.ndarray]]:
         """Transfer each statistic once, then split it by row and cut padding."""
@@ -203,6 +213,7 @@ def capture_noise(
     """Yield a trajectory for each given text: one forward for each share of masked tokens, the largest first.
 
     Each token has one random number, keyed by (seed, row, position), and is masked at every share above it: masks are nested.
+    In block diffusion, a block sees the clean blocks before it.
     """
     mask_id, device = model.config.mask_id, model.embed.weight.device
     if not shares or not all(0 <= share <= 1 for share in shares):
@@ -210,13 +221,14 @@ def capture_noise(
     levels = sorted(shares, reverse=True)
     for begin in range(0, len(rows), batch):
         some = rows[begin : begin + batch]
-        inputs, _ = noisy(some, levels, mask_id, seed, numbers=range(begin, begin + len(some)), device=device)
+        (*inputs, text), _ = noisy(some, [*levels, 0.0], mask_id, seed, numbers=range(begin, begin + len(some)), device=device)
+        clean = None if model.config.block_size is None else text
         lengths = torch.tensor([len(row) for row in some], device=device)
         seen: list[list[dict[str, np.ndarray]]] = [[] for _ in some]
         with model.inference():
             watched = Watched(model, rules)
             for tokens in inputs:
-                if bool(watched(tokens, lengths=lengths).isnan().any()):  # in `capture` the sampler checks this
+                if bool(watched(tokens, lengths=lengths, clean=clean).isnan().any()):  # in `capture` the sampler checks this
                     raise ModelError
                 for steps, found in zip(seen, watched.last, strict=True):
                     steps.append(found)
@@ -239,16 +251,27 @@ def noisy(
     return [padded.masked_fill(chosen, mask_id) for chosen in masked], masked
 
 
+def clean_row(clean: Sequence[int] | None, device: torch.device) -> Tensor | None:
+    return None if clean is None else torch.tensor([list(clean)], device=device)
+
+
 def attention_maps(
-    model: DiffusionLM, tokens: Sequence[int], places: Sequence[tuple[int, int]], *, query: int | None = None
+    model: DiffusionLM,
+    tokens: Sequence[int],
+    places: Sequence[tuple[int, int]],
+    *,
+    query: int | None = None,
+    clean: Sequence[int] | None = None,
 ) -> dict[tuple[int, int], Tensor]:
     """Attention (T, S + T) of each chosen (layer, head) on this row, sinks in front; a sink logit has no column.
 
-    query: only this token's row, (1, S + T).
+    query: only this token's row, (1, S + T). clean: of block diffusion; a token's two keys count as one.
     """
+    n_tokens, copies = len(tokens), 1 if clean is None else 2
     rows = slice(None) if query is None else slice(query, query + 1)
     found: dict[tuple[int, int], Tensor] = {}
-    visible = see_blocks(len(tokens), model.config.block_size, model.embed.weight.device)
+    device = model.embed.weight.device
+    visible = see_blocks(n_tokens, model.config.block_size, device, copies)
     visible = None if visible is None else visible[:, :, rows]
     n, group = model.config.n_registers, model.config.n_heads // model.config.n_kv_heads
     for layer, head in places:
@@ -262,10 +285,12 @@ def attention_maps(
             one = slice(head // group, head // group + 1)
             of_head = [None if x is None else x[:, one] for x in (k, v, sink_k, sink_v)]
             given = None if logit is None else logit[head : head + 1]
-            one_q = q[:, head : head + 1, n:][:, :, rows]
+            one_q = q[:, head : head + 1, n : n + n_tokens][:, :, rows]
             _, weights = attend_naive(one_q, *of_head, sink_logit=given, visible=visible)  # type: ignore[arg-type]
-            found[layer, head] = weights[0, 0].cpu()
+            first, *second = weights[0, 0].tensor_split([weights.shape[-1] - (copies - 1) * n_tokens], dim=-1)
+            first[:, -n_tokens:] += second[0] if copies > 1 else 0
+            found[layer, head] = first.cpu()
 
     with model.inference():
-        model(torch.tensor([list(tokens)], device=model.embed.weight.device), observe=look)
+        model(torch.tensor([list(tokens)], device=device), clean=clean_row(clean, device), observe=look)
     return found

@@ -19,8 +19,8 @@ import numpy as np
 
 from sinkdlm.analysis.capture import RULES, capture_noise
 from sinkdlm.analysis.figures import COLOURS, FAINT, Plate, drawn, figure3, name_axes, panels
-from sinkdlm.analysis.findings import OF_SINKS, tell, total
-from sinkdlm.analysis.glossary import QUANTITIES, write_count, write_interval, write_number
+from sinkdlm.analysis.findings import OF_SINKS, sink_name, tell, total
+from sinkdlm.analysis.glossary import QUANTITIES, Quantity, write_count, write_interval, write_number
 from sinkdlm.analysis.intervals import MIN_TRAJECTORIES, mean_interval
 from sinkdlm.analysis.kinds import classify
 from sinkdlm.analysis.metrics import difference, measure, summarize
@@ -44,8 +44,9 @@ _PROMPT = 16  # tokens of a text that both models continue
 _METHOD = (
     "Nats a token are upper bounds on minus the log-likelihood (exact_k), as sinkdlm score computes them. "
     "Differences are paired: both models see the same rows under the same masks. "
-    "The 95 % interval is a bootstrap over {}s: it covers the choice of texts and masks, not the seeds of training."
+    "The 95 % interval is a bootstrap over {}s: it covers the choice of texts and masks."
 )
+_SEEDS = "This compares two training runs; before you judge a method, train each model on several seeds."
 _CHUNK = 8  # rows between two updates of the progress bar
 
 
@@ -127,12 +128,20 @@ def attention(lm: Any, name: str, rows: Sequence[Row], seed: int) -> dict[str, A
     return {"name": name, "model": config.to_dict(), "settings": RULES._asdict(), **summarize(measured, seed)}
 
 
+def unigram_entropy(rows: Sequence[Row]) -> float:
+    """Nats a token of the scored tokens' own frequencies: what a model that ignores context cannot beat on them."""
+    counts = np.unique(np.concatenate([row.tokens[row.n_given :] for row in rows]), return_counts=True)[1]
+    shares = counts / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
 def prompts_of(rows: Sequence[Row], count: int, tokenizer: Any, n_prefix: int) -> list[str]:
-    """Beginnings of rows, spread over them, for both models to continue; of an example, its prompt."""
+    """Beginnings of rows, from a whole word on, spread over them, for both models to continue; of an example, its prompt."""
     chosen = [rows[len(rows) * number // count] for number in range(min(count, len(rows)))]
     own = [row.place == 0 and row.n_given > n_prefix for row in chosen]  # examples have a prompt
     spans = [(n_prefix, row.n_given) if has else (row.n_given, row.n_given + _PROMPT) for row, has in zip(chosen, own, strict=True)]
-    return [tokenizer.decode(row.tokens[begin:end]) for row, (begin, end) in zip(chosen, spans, strict=True)]
+    texts = [tokenizer.decode(row.tokens[begin:end]) for row, (begin, end) in zip(chosen, spans, strict=True)]
+    return [text if has else (text.split(maxsplit=1) or [text])[-1] for text, has in zip(texts, own, strict=True)]
 
 
 def samples(lm: Any, prompts: Sequence[str], policy: Policy, length: int | None, seed: int, bos: bool | None) -> list[str]:
@@ -240,6 +249,12 @@ class Comparison:
         gap = write_interval(self.found["total"]["difference"], signed=True)
         self.versus = f"{self.names[1]} \N{MINUS SIGN} {self.names[0]}"
         self.lede = f"{self.versus}: {gap} nats a token. {self.names[1]} has the lower loss on {lower}. {', '.join(counts)}."
+        told = []
+        for side in (one for one in sides if one.attention["model"]["n_sinks"]):
+            share = tell(total(side.attention, "sink_mass"), "sink_mass")
+            told.append(f"{side.name} puts {share} of its attention on its {sink_name(side.attention)}.")
+        self.caution = " ".join([*told, _SEEDS])
+        self.unigram = unigram_entropy(rows)
         notes = [_METHOD.format(unit)]
         if unit == "row":
             notes.append(f"With fewer than {MIN_TRAJECTORIES} documents it says nothing of other documents.")
@@ -267,6 +282,7 @@ class Comparison:
             "models": [{"name": one.name, "source": one.source, "config": one.attention["model"]} for one in self.sides],
             "settings": dict(self.settings),
             **self.found,
+            "unigram_entropy": self.unigram,
             "attention": {
                 "models": [{name: one.attention[name] for name in keep} for one in self.sides],
                 "difference": {name: gap["total"] for name, gap in self.gaps.items()},
@@ -279,9 +295,9 @@ class Comparison:
 
     def grids(self) -> Iterator[Grid]:
         head = [*self.names, self.versus, "tokens"]
-        unit = self.found["unit"]
+        unit, whole = self.found["unit"], {"all texts": self.found["total"]}
         for title, lines in (
-            ("Nats a token", {"all texts": self.found["total"]}),
+            ("Nats a token", whole),
             ("Nats a masked token, by masked share", self.found["by_share"]),
             (f"Nats a token, by tokens of a {unit}", self.found["by_length"]),
         ):
@@ -294,7 +310,10 @@ class Comparison:
                 ]
                 for one in lines.values()
             ]
-            yield Grid(title, ["", *head], [[name, *row] for name, row in zip(lines, cells, strict=True)])
+            found = [[name, *row] for name, row in zip(lines, cells, strict=True)]
+            if lines is whole:
+                found.append(["unigram entropy", *[f"{self.unigram:.4f}"] * 2, "", found[0][-1]])
+            yield Grid(title, ["", *head], found)
         rows = []
         for name in SHOWN:
             captures = [side.attention for side in self.sides]
@@ -304,6 +323,9 @@ class Comparison:
             rows += [[QUANTITIES[name].label, *values, gap]] if any(having) else []
         n_looks = self.sides[0].attention["n"]["trajectories"]
         yield Grid(f"Attention, mean over layers and over {write_count(n_looks, 'row')} under noise", ["", *head[:3]], rows)
+
+    def quantities(self) -> list[Quantity]:
+        return [QUANTITIES[name] for name in SHOWN]
 
     def write(self, out: Path) -> dict[str, Path]:
         """Write compare.html and compare.json into a folder."""
@@ -325,11 +347,16 @@ class Comparison:
         return render("compare", comparison=self, plates=plates)
 
 
+def _with_interval(lines: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in lines.items() if one["difference"]["low"] is not None}
+
+
 @drawn
 def draw_differences(found: Mapping[str, Any], names: Sequence[str]) -> Plate:
     """Draw second minus first by masked share and by length, with intervals."""
     parts = [("masked share", found["by_share"]), (f"tokens of a {found['unit']}", found["by_length"])]
-    figure, axes = panels(["plot"] * 2, 2.7)
+    parts = [(label, sure) for label, lines in parts if len(sure := _with_interval(lines)) > 1] or parts[:1]
+    figure, axes = panels(["plot"] * len(parts), 2.7)
     for axis, (label, lines) in zip(axes, parts, strict=True):
         axis.axhline(0, color=FAINT, linewidth=0.8)
         for place, one in enumerate(lines.values()):
@@ -340,5 +367,5 @@ def draw_differences(found: Mapping[str, Any], names: Sequence[str]) -> Plate:
         name_axes(axis, label, "nats a token", whole="")
         axis.set_xticks(range(len(lines)), [name.replace(" to ", "\N{EN DASH}").replace("more than ", ">") for name in lines])
         axis.set_xlim(-0.6, len(lines) - 0.4)
-    caption = f"{names[1]} minus {names[0]}, with 95 % intervals; below 0, {names[1]} predicts better. Left, nats a masked token."
+    caption = f"{names[1]} minus {names[0]}, with 95 % intervals; below 0, {names[1]} predicts better."
     return Plate(figure, caption)

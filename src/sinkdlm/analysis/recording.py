@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from sinkdlm import __version__
-from sinkdlm.analysis.capture import RULES, Rules, attention_maps, sink_logit_of, stands_out
+from sinkdlm.analysis.capture import RULES, Rules, attention_maps, clean_row, sink_logit_of, stands_out
 from sinkdlm.analysis.kinds import kind_finder
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
@@ -44,19 +44,20 @@ class Seen(NamedTuple):
     top: list[int]  # a flat (E, H): the token of the text that receives most
 
 
-def look_at(model: DiffusionLM, tokens: Sequence[int], rules: Rules = RULES, *, whole: bool = False) -> Seen:
-    """Compute the statistics of a canvas. In block diffusion they are of the blocks up to the first that is not finished, unless
-    `whole`, and received attention is zero behind it."""
+def look_at(model: DiffusionLM, tokens: Sequence[int], rules: Rules = RULES, *, clean: Sequence[int] | None = None) -> Seen:
+    """Compute the statistics of a canvas. In block diffusion they are of the blocks up to the first that is not finished, and
+    received attention is zero behind it. With `clean`, they are of all blocks, each behind the clean ones before it."""
     config, device = model.config, model.embed.weight.device
     logits: Any = [sink_logit_of(model, layer) for layer in range(config.n_layers)]
     lengths = None
-    if config.block_size is not None and not whole and config.mask_id in tokens:
+    if config.block_size is not None and clean is None and config.mask_id in tokens:
         first = list(tokens).index(config.mask_id)
         reached = first - first % config.block_size + config.block_size
         lengths = torch.tensor([min(reached, len(tokens))], device=device)
-    watcher = Watcher(lengths, logits, n_registers=config.n_registers, block_size=config.block_size)
+    shape: dict[str, Any] = {"block_size": config.block_size, "copies": 1 if clean is None else 2}
+    watcher = Watcher(lengths, logits, n_registers=config.n_registers, **shape)
     with model.inference():
-        model(torch.tensor([list(tokens)], device=device), observe=watcher)
+        model(torch.tensor([list(tokens)], device=device), clean=clean_row(clean, device), observe=watcher)
     layers = watcher.layers
     received = torch.stack([torch.cat([one.sink_received, one.received], dim=-1)[0] for one in layers])
     values = torch.stack([torch.cat([one.sink_value_norm, one.value_norm], dim=-1)[0] for one in layers])
@@ -68,7 +69,12 @@ def look_at(model: DiffusionLM, tokens: Sequence[int], rules: Rules = RULES, *, 
 
 
 def likeliest(
-    model: DiffusionLM, tokens: Sequence[int], positions: Sequence[int], k: int, barred: Sequence[int] = ()
+    model: DiffusionLM,
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    k: int,
+    barred: Sequence[int] = (),
+    clean: Sequence[int] | None = None,
 ) -> list[list[tuple[int, float]]]:
     """The k most likely tokens of each position and their probabilities, [MASK] left out. barred: ids that are never written, as
     in `model.denoiser`."""
@@ -76,7 +82,7 @@ def likeliest(
     forbidden = sorted({*barred, config.mask_id} & set(range(config.vocab_size)))
     found: list[list[tuple[int, float]]] = []
     with model.inference():
-        hidden = model(torch.tensor([list(tokens)], device=device))
+        hidden = model(torch.tensor([list(tokens)], device=device), clean=clean_row(clean, device))
         size = max(1, _CHUNK_LOGITS // config.vocab_size)
         for begin in range(0, len(positions), size):
             logits = precise(model.head(hidden[0, list(positions[begin : begin + size])]))
@@ -90,7 +96,7 @@ def likeliest(
 class Recorder:
     """Takes frames one by one, so that others can use the model in between; `side` is one model's part of a recording.
 
-    confidence: for each frame a byte a token, 0 for none, else 1 + 254 p. whole: as of `look_at`.
+    confidence: for each frame a byte a token, 0 for none, else 1 + 254 p. clean: as of `look_at`.
     """
 
     lm: Any
@@ -99,7 +105,7 @@ class Recorder:
     n_given: int
     confidence: Sequence[bytes] = ()
     rules: Rules = RULES
-    whole: bool = False
+    clean: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         n_frames, config, length = len(self.canvases), self.lm.config, len(self.canvases[0])
@@ -120,10 +126,11 @@ class Recorder:
     def take(self) -> None:
         """Take the next frame."""
         canvas, model, config = self.canvases[len(self._seen)], self.lm.model, self.lm.config
-        self._seen.append(look_at(model, canvas, self.rules, whole=self.whole))
-        self._candidates.append(likeliest(model, canvas, range(len(canvas)), N_CANDIDATES, self._barred))
+        self._seen.append(look_at(model, canvas, self.rules, clean=self.clean))
+        self._candidates.append(likeliest(model, canvas, range(len(canvas)), N_CANDIDATES, self._barred, self.clean))
         if self._with_rows:
-            maps = attention_maps(model, canvas, list(np.ndindex(config.n_layers, config.n_heads)))  # in this order
+            places = list(np.ndindex(config.n_layers, config.n_heads))
+            maps = attention_maps(model, canvas, places, clean=self.clean)  # in this order
             rows = np.stack([one.float().numpy() for one in maps.values()])
             self._rows.append(rows.reshape(config.n_layers, config.n_heads, *rows.shape[1:]))
 

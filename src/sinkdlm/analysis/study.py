@@ -104,9 +104,13 @@ class _Seen:
         asked = list(self.plan.maps) or [(step, int(layer), int(head)) for step in sorted({0, first.n_steps // 2})]
         return [self._draw_map(*place) for place in asked if place[0] < first.n_steps]
 
+    def clean(self) -> list[int] | None:
+        """The first trajectory's text, where a block-diffusion model was given texts: blocks see it clean before them."""
+        return self.first.final.tolist() if self.plan.shares and self.lm.config.block_size is not None else None
+
     def _draw_map(self, step: int, layer: int, head: int) -> dict[str, Any]:
         first, tokens = self.first, self.first.tokens[step]
-        weights = attention_maps(self.lm.model, tokens.tolist(), [(layer, head)])[layer, head]
+        weights = attention_maps(self.lm.model, tokens.tolist(), [(layer, head)], clean=self.clean())[layer, head]
         return {"number": first.number, "step": step, "layer": layer, "head": head} | {
             "labels": labels(self.lm.tokenizer, tokens, first.mask_id),
             "n_sinks": weights.shape[1] - weights.shape[0],
@@ -122,7 +126,7 @@ class _Seen:
         canvases = [*first.tokens.tolist(), first.final.tolist()]
         return {
             "asked": {**asked, **noise},
-            "side": Recorder(self.lm, name, canvases, first.n_prompt, rules=plan.rules, whole=bool(plan.shares)).record(tick),
+            "side": Recorder(self.lm, name, canvases, first.n_prompt, rules=plan.rules, clean=self.clean()).record(tick),
         }
 
 

@@ -171,7 +171,7 @@ def score_requests(
 
 def score(
     checkpoint: Checkpoint,
-    file: Annotated[Path, Argument(metavar="FILE", help="txt, md, jsonl (also .gz, .zst), parquet, or a folder of these.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="txt, md, jsonl (.gz, .zst), parquet, a folder, or a prepared set.")],
     field: Field = "text",
     documents: Documents = "file",
     limit: Annotated[int | None, option("Use only the first N documents.", min=1)] = None,
@@ -192,9 +192,10 @@ def score(
 
     changes = given(estimator=_estimator(causal, estimator, draws), draws=draws)
     settings_for("", changes)  # report a wrong one before reading the model
-    found, n_left_out = texts.read_documents(file, field=field, documents=documents)
-    found = found[:limit]
+    prepared = texts.is_prepared(file)
+    found, n_left_out = ([], 0) if prepared else texts.read_documents(file, field=field, documents=documents)
     with load_on_ranks(checkpoint, device, dtype) as (world, lm):
+        found = (texts.validation_texts(file, lm.tokenizer) if prepared else found)[:limit]
         sheet = texts.sheet_of(found, texts.scoring(lm.tokenizer, changes, bos), seed)
         answers = _answer(lm, sheet, checkpoint, world, batch_tokens, out)
     if world.first:

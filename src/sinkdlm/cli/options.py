@@ -37,6 +37,10 @@ Field = Annotated[str, option("Field that holds the text in jsonl, parquet or hu
 Exact = Annotated[bool, option("Give bit-identical tokens alone and in any batch; slower.", "--deterministic")]
 Overrides = Annotated[list[str] | None, option("Override a recipe key, as in train.lr=1e-4.", "--set", metavar="KEY=VALUE")]
 Sampler = Annotated[str, option("Sampling policy: smdm-origin, smdm-greedy, llada, dream or fast.", "--config", "--policy")]
+_WORD = Option(hidden=True)  # of sampling/aliases.py
+WholeWord = Annotated[int | None, _WORD]
+NumberWord = Annotated[float | None, _WORD]
+TextWord = Annotated[str | None, _WORD]
 _PAIR: dict[str, Any] = {"metavar": "KEY=VALUE", "parser": parse_override}  # read as a list of (key, value)
 PolicySet = Annotated[list[Any] | None, option("Set a field of the policy, as in order=entropy.", "--set", **_PAIR)]
 ModelSet = Annotated[list[Any] | None, option("Set a field of the model, as in n_sinks=1.", "--set", **_PAIR)]

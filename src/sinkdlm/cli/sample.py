@@ -6,7 +6,23 @@ from typing import Annotated
 import typer
 
 from sinkdlm.cli.loading import given, load_on_ranks, say
-from sinkdlm.cli.options import Bos, Chat, Checkpoint, Compile, Computing, Device, Exact, Json, PolicySet, Sampler, Seed, option
+from sinkdlm.cli.options import (
+    Bos,
+    Chat,
+    Checkpoint,
+    Compile,
+    Computing,
+    Device,
+    Exact,
+    Json,
+    NumberWord,
+    PolicySet,
+    Sampler,
+    Seed,
+    TextWord,
+    WholeWord,
+    option,
+)
 
 # Suits a model of plain text, which repeats itself where every token is the likeliest.
 BASE_POLICY = ("--policy", "smdm-origin", "--temperature", "0.7")
@@ -48,13 +64,29 @@ def sample(
     device: Device = None,
     dtype: Computing = "auto",
     as_json: Json = False,
+    max_new_tokens: WholeWord = None,
+    gen_length: WholeWord = None,
+    num_inference_steps: WholeWord = None,
+    diffusion_steps: WholeWord = None,
+    block_length: WholeWord = None,
+    cfg_scale: NumberWord = None,
+    guidance_scale: NumberWord = None,
+    remasking: TextWord = None,
+    alg: TextWord = None,
+    alg_temp: NumberWord = None,
 ) -> None:
     """Write text with a model: after a prompt, into gaps, or as a chat answer."""
-    from sinkdlm.sampling.unmasking import policy_of
+    from sinkdlm.sampling.aliases import translate
+    from sinkdlm.sampling.unmasking import FIELDS, policy_of
 
     named = given(steps=steps, block=block, temperature=temperature, top_k=top_k, top_p=top_p)
     named |= given(guidance=guidance, threshold=threshold, cache=cache)
-    policy = policy_of(config, **named | dict(overrides or []))
+    named |= given(num_inference_steps=num_inference_steps, diffusion_steps=diffusion_steps, block_length=block_length)
+    named |= given(cfg_scale=cfg_scale, guidance_scale=guidance_scale, remasking=remasking, alg=alg, alg_temp=alg_temp)
+    sizes = given(length=length, max_new_tokens=max_new_tokens, gen_length=gen_length)
+    named = translate(sizes | named, ("length", *FIELDS))
+    length = named.pop("length", None)
+    policy = policy_of(config, **named | translate(dict(overrides or []), FIELDS))
     from sinkdlm.text.generate import Job, check, write
     from sinkdlm.text.prompts import policy_for
 

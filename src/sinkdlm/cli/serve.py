@@ -64,6 +64,8 @@ def serve(
 
         def ready() -> None:
             typer.echo(f"serving {', '.join(names)} at {address_of(bound)} on {place}")
+            if any(not served.engine.keeps_caches and served.lm.config.block_size is None for served in site.models.values()):
+                typer.echo("on a GPU requests are written without the caches prefix and dual, which slow the server down")
             if context.info_name == "inspect" if browser is None else browser:
                 _open_page(address_of(bound))
 

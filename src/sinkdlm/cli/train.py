@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from sinkdlm.cli.loading import load_parent, load_recipe, say
 from sinkdlm.cli.options import Device, Json, Overrides, RecipeFile, option
 from sinkdlm.cli.sample import BASE_POLICY
+from sinkdlm.errors import UserError
 
 _DRIVER = "libcuda.so.1"
 
@@ -53,7 +54,8 @@ def train(
 
 
 def next_commands(folder: Path, recipe: Any) -> list[str]:
-    """Commands that use what a run made: write a text, measure the model, look at its attention."""
+    """Commands that use what a run made: write a text, measure the model or compare it with its twin, look at its attention."""
+    from sinkdlm.checkpoint.durable import read_object
     from sinkdlm.checkpoint.tokenizer import read_tokenizer
     from sinkdlm.data.shards import INDEX, open_split
 
@@ -62,12 +64,13 @@ def next_commands(folder: Path, recipe: Any) -> list[str]:
     if tokenizer is None:
         return [_command("convert", model, folder / "with-tokenizer", "--tokenizer", "TOKENIZER")]
     split = open_split(data, "validation")
-    split = split if split.n_tokens else open_split(data)
-    settings = json.loads((data / INDEX).read_text())["settings"] if (data / INDEX).exists() else {}
+    held_out = split.n_tokens > 0
+    split = split if held_out else open_split(data)
+    settings = read_object(data / INDEX, UserError).get("settings") if (data / INDEX).exists() else None
     written = [*BASE_POLICY, *_base_prompt(split, tokenizer)] if split.kind == "text" else _example_prompt(split, tokenizer)
     return [
         _command("sample", model, *written),
-        _command(*_measure(model, folder, settings)),
+        _command(*(_compare(folder, data, held_out) or _measure(model, folder, settings, data, held_out))),
         _command("analyze", model, "--out", folder / "report"),
     ]
 
@@ -77,9 +80,10 @@ def _command(*words: object) -> str:
 
 
 def _base_prompt(split: Any, tokenizer: Any) -> list[str]:
-    """The first words of the data."""
+    """The first whole words of the held-out text, which may begin within a word."""
     text = tokenizer.decode(split.read(0, min(64, split.n_tokens)).tolist(), skip_special_tokens=True)
-    return ["--prompt", " ".join(text[:40].split()[:6])]
+    words = text[:60].split()
+    return ["--prompt", " ".join(words[1:6] or words)]
 
 
 def _example_prompt(split: Any, tokenizer: Any) -> list[str]:
@@ -96,12 +100,24 @@ def _example_prompt(split: Any, tokenizer: Any) -> list[str]:
     return ["--prompt", tokenizer.decode(ids, skip_special_tokens=True)]
 
 
-def _measure(model: Path, folder: Path, settings: dict[str, Any]) -> list[object]:
-    """Score a part of the texts that were prepared, where they are still there; else ask a benchmark."""
-    kind, names = settings.get("kind", "text"), settings.get("inputs", {}).get("names", [])
-    texts = next((name for name in names if kind == "text" and Path(name).exists()), None)
+def _compare(folder: Path, data: Path, held_out: bool) -> list[object] | None:
+    """Compare twins that stand beside each other, as runs/laptop and runs/laptop-sink."""
+    plain = folder.with_name(folder.name.removesuffix("-sink"))
+    twins = [plain / "model", plain.with_name(f"{plain.name}-sink") / "model"]
+    return ["compare", *twins, data, "--out", folder / "compared"] if held_out and all(map(Path.is_dir, twins)) else None
+
+
+def _measure(model: Path, folder: Path, settings: Any, data: Path, held_out: bool) -> list[object]:
+    """Score held-out texts, or a part of the texts that were prepared; else ask a benchmark."""
+    try:
+        kind, named = str(settings["kind"]), settings["field"]
+        texts = next((name for name in settings["inputs"]["names"] if kind == "text" and Path(name).exists()), None)
+    except (KeyError, TypeError):  # of an index that says nothing of its texts
+        kind, texts = "", None
+    if kind == "text" and held_out:
+        return ["score", model, data, "--limit", 20]
     if texts is not None:
-        field = [] if settings["field"] == "text" else ["--field", settings["field"]]
+        field = [] if named == "text" else ["--field", named]
         return ["score", model, texts, *field, "--documents", "paragraph", "--limit", 20]
     task = kind.replace("-", "_") if kind.startswith("gsm8k") else "arc_easy"
     return ["eval", model, "--tasks", task, "--limit", 100, "--out", folder / "eval"]

@@ -236,6 +236,9 @@ class Recipe(Frozen):
             raise ConfigError(
                 f"train.anneal = {self.train.anneal}: does not go with model.block_size; let blocks.sizes grow instead"
             )
+        if self.blocks.complementary and self.train.schedule != "linear":
+            why = "only the linear schedule masks a complement as at the time 1 - t"
+            raise ConfigError(f"blocks.complementary = true: does not go with train.schedule = {self.train.schedule!r}: {why}")
         if self.blocks.sizes and self.blocks.sizes[-1][1] != size:
             raise ConfigError(f"blocks.sizes: ends with {self.blocks.sizes[-1][1]}, and model.block_size = {size}; end with that")
         return self

@@ -18,6 +18,7 @@ from sinkdlm.evals.requests import ROLLING, Key, Request, Response, Sheet, numbe
 from sinkdlm.evals.settings import Settings, settings_for
 from sinkdlm.text.prompts import begin, check_bos
 
+PREPARED_TOKENS = 1 << 15  # of a prepared set that `score` reads, at most
 _TASK = "documents"
 
 
@@ -80,6 +81,13 @@ def read_prepared(folder: Path, tokenizer: Any, most: int) -> list[tuple[list[in
             found.append((ids[first:last], max(0, n_given - first), number))
             n_read += last - first
     return found
+
+
+def validation_texts(folder: Path, tokenizer: Any) -> list[str]:
+    """The first validation documents of a prepared set, for `score`."""
+    if open_split(folder, "validation").kind == "examples":
+        raise EvalError(f"{folder}: holds examples, not documents; compare two models on it, or score a file of texts")
+    return [tokenizer.decode(ids) for ids, _, _ in read_prepared(folder, tokenizer, PREPARED_TOKENS)]
 
 
 def scoring(tokenizer: Any, changes: Mapping[str, Any], bos: bool | None = None) -> Settings:

@@ -1,7 +1,7 @@
 """transformers classes over our checkpoint directory: AutoConfig, AutoModel and AutoModelForMaskedLM read and write it.
 
-This file and hf_config.py also go into the standalone modelling file: they may use only noise, model/ and ModelConfig of the
-package. interop/__init__.py adds the rest (speed, fingerprints) to the class.
+This file, hf_config.py and hf_generation.py also go into the standalone modelling file: they may use only noise, model/, sampling/
+and ModelConfig of the package. interop/__init__.py adds the rest (speed, fingerprints) to the class.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
 from sinkdlm.interop.hf_config import SinkDLMConfig
+from sinkdlm.interop.hf_generation import DiffusionGeneration, check_padding
 from sinkdlm.model.context import Context
 from sinkdlm.model.model import DiffusionLM, Norm
 
@@ -28,7 +29,7 @@ def run_again(model: DiffusionLM, x: Tensor, ctx: Context, select: Tensor | None
     return x if select is None else x.flatten(0, 1)[select]
 
 
-class SinkDLMForMaskedLM(PreTrainedModel):
+class SinkDLMForMaskedLM(DiffusionGeneration, PreTrainedModel):
     """Returns logits aligned to the token each position predicts, and with labels the cross-entropy (labels of -100 left out)."""
 
     config_class = SinkDLMConfig
@@ -100,14 +101,17 @@ class SinkDLMForMaskedLM(PreTrainedModel):
         num_items_in_batch: Tensor | int | None = None,
         **_: Any,
     ) -> Any:
-        """num_items_in_batch: Trainer's global count of labels; with it, the loss does not depend on how the batch is cut."""
-        lengths = None
-        if attention_mask is not None:
-            lengths = attention_mask.sum(-1)
-            padded_right = torch.arange(attention_mask.shape[1], device=attention_mask.device) < lengths[:, None]
-            if not torch.equal(attention_mask.bool(), padded_right):
-                raise ValueError("attention_mask: rows must be padded on the right (tokenizer.padding_side = 'right')")
-        hidden = self.model(input_ids, lengths=lengths)
+        """attention_mask: rows may be padded on either side; positions count from a row's own first token.
+
+        num_items_in_batch: Trainer's global count of labels; with it, the loss does not depend on how the batch is cut.
+        """
+        lengths = order = None
+        if attention_mask is not None and not bool((mask := check_padding(attention_mask, input_ids)).all()):
+            lengths = mask.sum(-1)
+            order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)  # padding goes behind the tokens
+        hidden = self.model(input_ids if order is None else input_ids.gather(1, order), lengths=lengths)
+        if order is not None:
+            hidden = hidden.take_along_dim(order.argsort(dim=1)[..., None], dim=1)
         logits = self.model.head(hidden)
         loss = None
         if labels is not None:

@@ -18,7 +18,17 @@ class SinkDLMConfig(PretrainedConfig):
     """
 
     model_type = "sinkdlm"
-    attribute_map = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}  # noqa: RUF012
+    attribute_map = {  # noqa: RUF012
+        "hidden_size": "d_model",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_kv_heads",
+        "intermediate_size": "d_ff",
+        "max_position_embeddings": "context_length",
+        "rms_norm_eps": "norm_eps",
+        "rope_theta": "rope_base",
+        "mask_token_id": "mask_id",
+    }
 
     register_models: ClassVar[Callable[[], None]] = staticmethod(lambda: None)  # set by interop/__init__.py
 
@@ -27,6 +37,7 @@ class SinkDLMConfig(PretrainedConfig):
         return super().__new__(cls)
 
     def __init__(self, **kwargs: Any) -> None:
+        kwargs = {self.attribute_map.get(key, key): value for key, value in kwargs.items()}
         fields = {key: kwargs.pop(key) for key in MODEL_FIELDS if key in kwargs}
         kwargs["tie_word_embeddings"] = False  # our tied head has no parameter to tie
         super().__init__(**kwargs)

@@ -1,7 +1,8 @@
 """Generate a modelling file that needs only transformers and torch, from this package's own sources.
 
-`trust_remote_code=True` loads it where sinkdlm is not installed. It is the same code: noise, model/ and the transformers classes,
-one after another without the package's imports. A plain dataclass replaces the validated config.
+`trust_remote_code=True` loads it where sinkdlm is not installed. It is the same code: noise, model/, sampling/ and the transformers
+classes, one after another without the package's imports. A plain dataclass replaces the validated config, and plain torch the
+samplers' Triton kernel.
 """
 
 import ast
@@ -11,15 +12,23 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from sinkdlm import noise
+from sinkdlm import errors, noise
 from sinkdlm.checkpoint.directory import CONFIG
 from sinkdlm.config.model import ModelConfig
+from sinkdlm.config.toml import suggest
 from sinkdlm.diffusion import number_blocks
-from sinkdlm.interop import hf, hf_config
+from sinkdlm.interop import hf, hf_config, hf_generation
+from sinkdlm.kernels import cuda_graph
+from sinkdlm.kernels.sampling import keep_eager
 from sinkdlm.model import attention, context, lane, model, positions, visibility
+from sinkdlm.sampling import aliases, batch, drawing, loop, prefix_cache, requests, unmasking
 
 MODULE = "modeling_sinkdlm"
-_SOURCES = (noise, visibility, attention, lane, positions, context, model, hf_config, hf)
+_MODEL = (noise, visibility, attention, lane, positions, context, model)
+_SAMPLERS = (aliases, unmasking, requests, drawing, cuda_graph, prefix_cache, batch, loop)
+_SOURCES = (*_MODEL, *_SAMPLERS, hf_config, hf_generation, hf)
+_PARTS = (number_blocks, suggest, keep_eager, errors.UserError, errors.ModelError, errors.SamplingError)  # of other modules
+_NO_KERNEL = "def draw_candidates(*_: Any) -> None:\n    return None"
 _TITLE = '"""sinkdlm in one file: generated from the sources of the package sinkdlm. Apache-2.0."""'
 
 
@@ -33,8 +42,9 @@ def make_standalone(folder: Path) -> None:
 
 
 def source_text() -> str:
-    plain, named = {"dataclasses"}, defaultdict[str, set[str]](set)  # import a; from a import b
-    bodies = [_config_source(), inspect.getsource(number_blocks).rstrip()]
+    plain, named = {"dataclasses", "difflib", "sys"}, defaultdict[str, set[str]](set)  # import a; from a import b
+    bodies = [_config_source(), f"NO_NUMBERS = {errors.NO_NUMBERS!r}", _NO_KERNEL]
+    bodies += [inspect.getsource(part).rstrip() for part in _PARTS]
     for module in _SOURCES:
         text = inspect.getsource(module)
         lines = text.splitlines()

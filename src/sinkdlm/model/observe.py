@@ -2,7 +2,8 @@
 
 They are computed from the inputs of attention (the model's `observe`), a chunk of queries at a time, so that no full attention map
 is ever held. In block diffusion a token sees its own block and those before it: observers do not receive that mask, so it is
-applied again here. Used in training and by the analysis; knows no model, tokenizer or file.
+applied again here. Of two copies, the noised tokens are the queries, and a token's two keys count as one. Used in training and
+by the analysis; knows no model, tokenizer or file.
 
 B batch, T queries, S sinks, L content keys, H query heads, K key/value heads, D head width.
 """
@@ -51,12 +52,13 @@ def part_registers(
     return (q[:, :, n:], k[:, :, n:], v[:, :, n:], k[:, :, :n], v[:, :, :n]) if n else (q, k, v, sink_k, sink_v)
 
 
-def see_blocks(n_tokens: int, block_size: int | None, device: torch.device) -> Tensor | None:
-    """Build the mask (1, 1, T, T) of a row in block diffusion; None where every token sees every token."""
-    if block_size is None or n_tokens <= block_size:
+def see_blocks(n_tokens: int, block_size: int | None, device: torch.device, copies: int = 1) -> Tensor | None:
+    """Build the mask (1, 1, T, copies * T) of a row in block diffusion; None where every token sees every token."""
+    if block_size is None or (n_tokens <= block_size and copies == 1):
         return None
     blocks = torch.arange(n_tokens, device=device) // block_size
-    return (blocks <= blocks[:, None])[None, None]
+    own, before = blocks == blocks[:, None], blocks < blocks[:, None]
+    return (own | before if copies == 1 else torch.cat([own, before], dim=1))[None, None]
 
 
 @torch.no_grad()
@@ -70,9 +72,10 @@ def summarize(
     sink_logit: Tensor | None = None,
     lengths: Tensor | None = None,
     visible: Tensor | None = None,
+    copies: int = 1,
 ) -> AttentionStatistics:
     """Compute one layer's statistics. Shapes as in attention.py; lengths (B,): rows are padded on the right; visible: as made by
-    `see_blocks`."""
+    `see_blocks`; copies: of each token among the keys, the noised ones first."""
     batch, heads, queries, _ = q.shape
     n_keys, n_sinks = k.shape[2], 0 if sink_k is None else sink_k.shape[2]
     precise = torch.promote_types(q.dtype, torch.float32)
@@ -86,7 +89,7 @@ def summarize(
 
     totals = torch.zeros(batch, heads, n_sinks + n_keys, dtype=precise, device=q.device)
     entropy, output_norm, bound, outside = (torch.zeros(batch, heads, dtype=precise, device=q.device) for _ in range(4))
-    for part in _look_at_queries(q, k, v, sink_k, sink_v, sink_logit, lengths, visible):
+    for part in _look_at_queries(q, k, v, sink_k, sink_v, sink_logit, lengths, visible, copies):
         weights, column, keep = part.weights, part.column, part.keep
         totals += torch.einsum("bhqk,bhq->bhk", weights, keep)
         entropy += ((torch.special.entr(weights).sum(-1) + torch.special.entr(column)) * keep).sum(-1)
@@ -94,14 +97,14 @@ def summarize(
         bound += (torch.einsum("bhqk,bhk->bhq", weights, all_norms) * keep).sum(-1)
         outside += (column * keep).sum(-1)
     n_queries = torch.full((batch, 1), queries, device=q.device) if lengths is None else lengths[:, None]
-    n_seeing = n_queries[..., None] if visible is None else _count_seeing(visible, lengths)
+    n_seeing = n_queries[..., None] if visible is None else _count_seeing(visible, lengths, copies)
     on_sinks = totals[..., :n_sinks] / n_queries[..., None]
     sink_received = (outside / n_queries)[..., None] if sink_logit is not None else on_sinks
     return AttentionStatistics(
-        received=totals[..., n_sinks:] / n_seeing,
+        received=totals[..., n_sinks:].unflatten(-1, (copies, -1)).sum(-2) / n_seeing,
         sink_received=sink_received,
         entropy=entropy / n_queries,
-        value_norm=norms.mean(1),
+        value_norm=norms.mean(1)[:, : n_keys // copies],
         sink_value_norm=sink_norms.mean(1),
         output_norm=output_norm / n_queries,
         bound=bound / n_queries,
@@ -120,22 +123,23 @@ def share_on(
     sink_logit: Tensor | None = None,
     lengths: Tensor | None = None,
     visible: Tensor | None = None,
+    copies: int = 1,
 ) -> Tensor:
     """Return each query's attention (B, T) on the chosen content keys (B, H, L) and on all sinks, averaged over heads."""
     n_sinks = 0 if sink_k is None else sink_k.shape[2]
-    wanted = torch.nn.functional.pad(chosen, (n_sinks, 0), value=True)
+    wanted = torch.nn.functional.pad(chosen.repeat(1, 1, copies), (n_sinks, 0), value=True)
     parts = []
-    for part in _look_at_queries(q, k, v, sink_k, sink_v, sink_logit, lengths, visible):
+    for part in _look_at_queries(q, k, v, sink_k, sink_v, sink_logit, lengths, visible, copies):
         on_chosen = torch.einsum("bhqk,bhk->bhq", part.weights, wanted.to(part.weights.dtype))
         parts.append(((on_chosen + part.column) * part.keep).mean(1))
     return torch.cat(parts, dim=1)
 
 
-def _count_seeing(visible: Tensor, lengths: Tensor | None) -> Tensor:
+def _count_seeing(visible: Tensor, lengths: Tensor | None, copies: int) -> Tensor:
     """How many queries see each key, at least 1: broadcastable to (B, H, L)."""
     if lengths is not None:
         visible = visible & (torch.arange(visible.shape[2], device=visible.device) < lengths[:, None])[:, None, :, None]
-    return visible.sum(2).clamp_min(1)
+    return visible.sum(2).unflatten(-1, (copies, -1)).sum(-2).clamp_min(1)
 
 
 class _Queries(NamedTuple):
@@ -157,13 +161,14 @@ def _look_at_queries(
     sink_logit: Tensor | None,
     lengths: Tensor | None,
     visible: Tensor | None,
+    copies: int,
 ) -> Iterator[_Queries]:
     batch, heads, queries, _ = q.shape
     n_keys = k.shape[2] + (0 if sink_k is None else sink_k.shape[2])
     precise = torch.promote_types(q.dtype, torch.float32)
     inside = counted = None
     if lengths is not None:
-        inside = (torch.arange(k.shape[2], device=k.device) < lengths[:, None])[:, None, None]
+        inside = (torch.arange(k.shape[2] // copies, device=k.device) < lengths[:, None]).repeat(1, copies)[:, None, None]
         counted = torch.arange(queries, device=q.device) < lengths[:, None]  # (B, T)
     values = v.to(precise)
     room = _CHUNK_WEIGHTS if q.device.type == "cpu" else _CHUNK_WEIGHTS_GPU
@@ -184,7 +189,7 @@ class Watcher:
 
     sink_logits: each layer's sink logits, if the model has them: observers do not receive them.
     n_registers: number of register sinks, which then count as sinks and not as content.
-    block_size: of block diffusion. The forward must compute whole rows, in one copy.
+    block_size: of block diffusion. The forward must compute whole rows, in so many copies.
     """
 
     def __init__(
@@ -194,15 +199,18 @@ class Watcher:
         *,
         n_registers: int = 0,
         block_size: int | None = None,
+        copies: int = 1,
     ) -> None:
         self.layers: list[AttentionStatistics] = []
         self._lengths = lengths
         self._sink_logits = sink_logits
         self._n_registers = n_registers
-        self._block_size = block_size
+        self._block_size, self._copies = block_size, copies
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
         logit = None if self._sink_logits is None else self._sink_logits[layer]
-        given = part_registers(self._n_registers, q, k, v, sink_k, sink_v)
-        visible = see_blocks(given[1].shape[2], self._block_size, q.device)
-        self.layers.append(summarize(*given, sink_logit=logit, lengths=self._lengths, visible=visible))
+        q, *given = part_registers(self._n_registers, q, k, v, sink_k, sink_v)
+        n_tokens = k.shape[2] // self._copies - self._n_registers
+        visible = see_blocks(n_tokens, self._block_size, q.device, self._copies)
+        how = {"sink_logit": logit, "lengths": self._lengths, "visible": visible}
+        self.layers.append(summarize(q[:, :, :n_tokens], *given, **how, copies=self._copies))

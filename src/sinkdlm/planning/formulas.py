@@ -212,7 +212,9 @@ def training_memory(
     weight = 8 if train.precision == "float64" else 4
     unit = _BYTES[train.precision]
     tokens = micro_batch * recipe.data.length
-    computed = tokens * copies_of(config, recipe.data.length)
+    # A schedule of block sizes takes two copies for its smaller blocks.
+    shortest = min([size for _, size in recipe.blocks.sizes] or [recipe.data.length])
+    computed = tokens * max(copies_of(config, recipe.data.length), 1 + (shortest < recipe.data.length))
     count, alone = config.count_parameters(), layout.ranks == 1
     held, trained = (-(-number // layout.shards) * weight for number in count_held(recipe))
     kept = kept_by_block(config, unit, train.compile != "none" if compiled is None else compiled, train.residual)
@@ -233,7 +235,7 @@ def training_memory(
         activations=computed * config.n_layers * kept[train.recompute],
         head=logits + config.vocab_size * config.d_model * (4 + unit) + 2 * tokens * config.d_model * 4,
         backward=again + computed * unit * (config.d_ff + 3 * config.d_model) + travelling,
-        accumulates=accumulates,
+        accumulates=accumulates or recipe.blocks.complementary,  # whose two forwards add up their gradients
     )
 
 

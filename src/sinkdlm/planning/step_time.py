@@ -70,7 +70,8 @@ def step_seconds(
     """Estimate one rank's step: its rows cut into so many forwards, in bf16 with compiled blocks, and one update."""
     fit, config, layout = constants or fitted(), recipe.model, layout or Layout()
     count, length = config.count_parameters(), recipe.data.length
-    tokens = rows * length * (1 + recipe.blocks.complementary)
+    halves = 1 + recipe.blocks.complementary
+    tokens, forwards = rows * length * halves, forwards * halves
     computed = tokens * copies_of(config, length)
     # A forward is a third of the work. Full recomputation repeats all of it, selective all but matmuls and attention.
     again, rewritten = {"full": (4 / 3, 4 / 3), "selective": (1, 4 / 3), "none": (1, 1)}[recipe.train.recompute]

@@ -142,14 +142,14 @@ class Batch:
         if len(alike) > 1:
             self.groups = [(policy, torch.tensor(rows).to(device)) for policy, rows in alike.items()]
         self.caches: list[Any] = []
-        self.block_size = states[0].request.block_size
+        self.block_size = states[0].request.block_size or 1  # of block diffusion, where it is read
         if self.cache_kind == "exact":
             olds = [state.batch for state in states]
             members = [
                 [None if old is None else (old.caches[branch], state.row) for old, state in zip(olds, states, strict=True)]
                 for branch in range(2 if policies[0].guidance else 1)
             ]
-            self.caches = [PrefixCache.collect(rows, states[0].request.block_size or 1, self.width) for rows in members]
+            self.caches = [PrefixCache.collect(rows, self.block_size, self.width) for rows in members]
         elif self.cache_kind != "none" and not states[0].plan.first:
             members = [[(cache, state.row) for cache in state.batch.caches] for state in states]
             self.caches = [BlockCache.collect(branch) for branch in zip(*members, strict=True)]
@@ -230,19 +230,24 @@ class Batch:
         """Prefill what rows are more than a block behind, and open the exact caches for a forward of the current blocks, and of
         those before them that are not kept yet."""
         spans = [state.request.model_block(state.plan.start) for state in states]
-        kept, size = self.caches[0].kept, states[0].request.block_size or 1
+        kept = self._kept()
         behind = [
             row
             for row, (state, (begin, _)) in enumerate(zip(states, spans, strict=True))
-            if begin > kept[row] and (not state.steps or begin - kept[row] > size)
+            if begin > kept[row] and (not state.steps or begin - kept[row] > self.block_size)
         ]
         for cache, tokens in zip(self.caches, (self.tokens, self._blank()), strict=False):
             for begin in {spans[row][0] for row in behind}:
                 self._prefill(adapter, cache, tokens, [row for row in behind if spans[row][0] == begin], begin)
+        kept = self._kept()
         length = max(stop - min(begin, kept[row]) for row, (begin, stop) in enumerate(spans))
         for cache in self.caches:
             cache.open(spans, length, self.device)
         return [stop - length for _, stop in spans], length
+
+    def _kept(self) -> list[int]:
+        """Tokens of each row that all its exact caches hold."""
+        return [min(own) for own in zip(*(cache.kept for cache in self.caches), strict=True)]
 
     def _prefill(self, adapter: DenoiserAdapter, cache: PrefixCache, tokens: Tensor, rows: list[int], begin: int) -> None:
         """Compute the finished blocks in front of rows; equal ones once."""
@@ -252,6 +257,7 @@ class Batch:
         found.open([(begin, begin)] * len(numbers), begin, self.device)
         last = torch.full((len(numbers), 1), begin - 1, device=self.device)
         adapter.logits(torch.tensor(list(numbers)).to(self.device), last, None, found)
+        found.keep()
         cache.take(rows, found, [numbers[text] for text in texts])
 
     def _blank(self) -> Tensor:
@@ -310,7 +316,9 @@ class Batch:
         inside = (query.positions - query.low).clamp(0, query.span - 1)  # logits of positions outside are never read
         span = query.low + counter(query.span, self.device)
         if self.cache_kind == "exact":
-            return adapter.logits(query.tokens.gather(1, span.clamp_min(0)), inside, None, self.caches[branch])
+            logits = adapter.logits(query.tokens.gather(1, span.clamp_min(0)), inside, None, self.caches[branch])
+            self.caches[branch].keep()
+            return logits
         if query.span == query.tokens.shape[1]:
             if branch == len(self.caches) or self.caches[branch].length != query.span:
                 self.caches[branch:] = [BlockCache(query.span)]

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from sinkdlm.errors import SamplingError
+from sinkdlm.sampling.aliases import translate
 from sinkdlm.sampling.batch import Batch, Denoise, DenoiserAdapter, scoring_policy
 from sinkdlm.sampling.requests import Request, State, start
-from sinkdlm.sampling.unmasking import APPROXIMATE, Policy, policy_of
+from sinkdlm.sampling.unmasking import APPROXIMATE, FIELDS, Policy, policy_of
 
 _PADDING = -1  # beyond a row's end, where rows of a result differ in length
 
@@ -45,7 +46,8 @@ def step(
         active = _without_waiting(active)
     groups: dict[Any, list[State]] = {}
     for state in active:
-        groups.setdefault(id(state) if deterministic else _forward_key(state, adapter), []).append(state)
+        key = _forward_key(state, adapter)  # which also refuses what the denoiser cannot do
+        groups.setdefault(id(state) if deterministic else key, []).append(state)
     for group in groups.values():
         batch = group[0].batch
         Batch.of(group, torch.device(device or ("cpu" if batch is None else batch.device))).advance(group, adapter)
@@ -120,7 +122,6 @@ def _stack(rows: list[Tensor], fill: float) -> Tensor:
 def requests_of(
     prompt: Rows,
     *,
-    mask_id: int,
     length: int | Sequence[int] | None = None,
     limit: int | Sequence[int] | None = None,
     suffix: Rows | None = None,
@@ -131,12 +132,21 @@ def requests_of(
     **options: Any,
 ) -> list[Request]:
     """Make a request of each row of the prompt (B, P), or of each of a list of rows. `generate` says what the arguments mean."""
+    options = translate(options, ("mask_id", "new_tokens", *FIELDS))
+    mask_id, new_tokens = options.pop("mask_id", None), options.pop("new_tokens", None)
+    if not isinstance(mask_id, int):
+        raise SamplingError(f"mask_id = {mask_id}: give the id of [MASK], as in mask_id=lm.config.mask_id")
     policy = policy_of(config, **options)
     heads = as_rows(prompt)
     tails = [[]] * len(heads) if suffix is None else as_rows(suffix)
-    if (length is None) == (limit is None):
-        raise SamplingError("give either length= (the whole canvas, prompt included) or limit= (an open end, at most this long)")
+    if [length, limit, new_tokens].count(None) != 2:
+        sizes_of = "length= (the whole canvas, prompt included), new_tokens= (what follows a prompt)"
+        raise SamplingError(f"give one of {sizes_of} and limit= (an open end, at most this long)")
     given: Any = limit if length is None else length
+    if new_tokens is not None:
+        if type(new_tokens) is not int or new_tokens < 0:
+            raise SamplingError(f"new_tokens = {new_tokens!r}: expected a whole number")
+        given = [len(head) + len(tail) + new_tokens for head, tail in zip(heads, tails, strict=False)]
     sizes = [given] * len(heads) if isinstance(given, int) else list(given)
     if not len(heads) == len(tails) == len(sizes):
         raise SamplingError(f"{len(heads)} prompts, {len(tails)} suffixes, {len(sizes)} lengths: give one of each per row")
@@ -161,20 +171,19 @@ def generate(
     denoiser: Denoise,
     *,
     prompt: Rows,
-    mask_id: int,
-    length: int | Sequence[int] | None = None,
     device: torch.device | str | None = None,
     deterministic: bool = False,
     **given: Any,
 ) -> Sampled:
-    """Fill a canvas of `length` tokens, prompt included, for each row of the prompt.
+    """Fill a canvas of `length` tokens, prompt included, for each row of the prompt; or write new_tokens after it.
 
     mask_id in a prompt is a gap to be filled; every other token stays. suffix: rows at the end of the canvas. limit instead of
     length: an open end, to which blocks are appended until EOS. config: a named configuration or a Policy; its fields may be given
     beside it (steps, temperature, block, threshold, guidance, ...). (seed, numbers) key the noise; rows are numbered from 0.
+    aliases.py has other names of these.
     """
     adapter = DenoiserAdapter.of(denoiser)
-    states = start(requests_of(prompt, mask_id=mask_id, length=length, block_size=adapter.block_size, **given))
+    states = start(requests_of(prompt, block_size=adapter.block_size, **given))
     if device is None:
         device = prompt.device if isinstance(prompt, Tensor) else getattr(denoiser, "device", None)
     while step(states, adapter, device=device, deterministic=deterministic, together=True):

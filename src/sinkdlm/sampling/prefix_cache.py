@@ -24,6 +24,7 @@ class PrefixCache:
         self.start: int | Tensor = 0
         self.length = width
         self.kept = [0] * n_rows  # tokens of each row, from its first one on, whose keys and values are final
+        self._opened = self.kept  # `kept`, once the forward is done
         self._begins = torch.zeros(n_rows, 1, dtype=torch.int64)  # index of each row's current block
         self._final = self._begins  # `kept`, on the device
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # (B, K, width + 1, D): the last column takes what is not to be kept
@@ -39,7 +40,11 @@ class PrefixCache:
         # One span inside one block, the same for all rows: nothing needs a mask.
         alike = len(set(spans)) == 1 and starts[0] == begins[0] and set(self.kept) == {begins[0]}
         self.start = starts[0] if alike else table[0]
-        self.kept = begins  # once the forward is done
+        self._opened = begins
+
+    def keep(self) -> None:
+        """Note that the forward is done: one that failed leaves nothing to rely on."""
+        self.kept = self._opened
 
     def join(self, layer: int, k: Tensor, v: Tensor, n_sinks: int) -> tuple[Tensor, Tensor]:
         """Store the span's rotated keys and values (B, K, W, D); return those of the whole rows. Final ones are not changed."""

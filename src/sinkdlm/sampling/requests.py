@@ -74,6 +74,8 @@ class Request:
             if policy.cache == "exact":
                 raise SamplingError("cache = 'exact': needs a block-diffusion model (block_size in its config); use cache = 'none'")
             return replace(policy, cache="none") if policy.cache == "auto" else policy
+        if policy.shift:
+            raise SamplingError("shift: a block-diffusion model aligns its own rows; leave it out")
         if policy.cache in APPROXIMATE:
             raise SamplingError(f"cache = {policy.cache!r}: this model keeps finished blocks exactly; use cache = 'exact'")
         if size % (policy.block or size):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sinkdlm.errors import SamplingError
+from sinkdlm.sampling.aliases import translate
 
 ORDERS = ("confidence", "margin", "entropy", "random", "ancestral")
 PLANNED_ORDERS = ("random", "ancestral")  # decided by noise alone, before the forward
@@ -105,6 +106,8 @@ def _check_value(name: str, value: Any) -> None:
         raise SamplingError(f"{name} = {value}: allowed is above 0 and at most 1")
 
 
+FIELDS = tuple(field.name for field in fields(Policy))
+
 NAMED = {
     "smdm-origin": Policy(order="ancestral", schedule="timesteps", temperature=1.0),
     "smdm-greedy": Policy(order="confidence", schedule="timesteps"),
@@ -115,12 +118,10 @@ NAMED = {
 
 
 def policy_of(config: "str | Policy" = "llada", **options: Any) -> Policy:
-    """A named policy, with some of its fields replaced by options."""
+    """A named policy, with some of its fields replaced by options, under our names or those of aliases.py."""
     if isinstance(config, str) and config not in NAMED:
         raise SamplingError(f"policy {config!r}: unknown; there are {', '.join(NAMED)}")
-    names = [field.name for field in fields(Policy)]
-    if unknown := [name for name in options if name not in names]:
-        raise SamplingError(f"option {unknown[0]!r}: unknown; a policy has {', '.join(names)}")
+    options = translate(options, FIELDS)
     for name in options.keys() & set(_IDS):
         ids = options[name]
         options[name] = tuple(ids) if isinstance(ids, list | tuple | set) else (ids,)

@@ -172,6 +172,12 @@ class FairLock:
             self._changed.notify_all()
 
 
+def keeps_caches(device_type: str) -> bool:
+    """Whether requests may keep approximate caches. On a GPU one row gains nothing by them, and rows that are at different blocks
+    lose: each needs a forward of its own, or waits for the others."""
+    return device_type != "cuda"
+
+
 class Engine:
     """A model with its queue and thread. stepped(rows, seconds): called after every step. barred: ids never written."""
 
@@ -191,6 +197,7 @@ class Engine:
         self._model, self._lock, self._stepped, self.barred = model, lock or FairLock(), stepped, barred
         denoiser = model.denoiser(barred)
         self._device, self._adapter = denoiser.device, DenoiserAdapter(denoiser)
+        self.keeps_caches = keeps_caches(self._device.type)
         self._changed = threading.Condition()
         self.waiting: deque[Ticket] = deque()
         self.running: list[_Row] = []
@@ -303,7 +310,8 @@ class Engine:
                 ticket = self.waiting[0]
                 # Rows with a block cache share a forward only at one place in canvases of one length. Among others every row would
                 # be a forward of its own, which costs more than a cache saves.
-                if not (ticket.began or self.deterministic) and (self.running or len(self.waiting) > 1):
+                among_others = not self.deterministic and (self.running or len(self.waiting) > 1)
+                if not ticket.began and (among_others or not self.keeps_caches):
                     ticket.leave_cache()
                 begun.append(ticket.pending.popleft())
                 self.running.append(begun[-1])

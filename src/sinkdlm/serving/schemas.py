@@ -11,6 +11,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from sinkdlm.config.toml import suggest
+from sinkdlm.errors import SamplingError
+from sinkdlm.sampling.aliases import translate, words_for
 from sinkdlm.sampling.unmasking import CACHES, NAMED, ORDERS, REMASKS, SCHEDULES
 
 UNKNOWN = "unknown_field"
@@ -36,14 +38,20 @@ class Strict(BaseModel):
     @classmethod
     def _check_names(cls, data: Any) -> Any:
         fields = cls.model_fields
+        words = words_for([*fields])
         for given in data if isinstance(data, Mapping) else ():
-            if given not in fields:
+            if given not in fields and given not in words:
                 name = str(given)[:_LONGEST_NAME]
                 allowed = [key for key, field in fields.items() if not field.exclude]
-                ours = "sinkdlm" in allowed and name in Extras.model_fields
-                cure = f"did you mean sinkdlm.{name}? allowed: {', '.join(allowed)}" if ours else suggest(name, allowed)
+                ours = "sinkdlm" in allowed and name in (*Extras.model_fields, *words_for([*Extras.model_fields]))
+                cure = f"did you mean sinkdlm.{name}? allowed: {', '.join(allowed)}" if ours else suggest(name, [*allowed, *words])
                 raise PydanticCustomError(UNKNOWN, "unknown field; {cure}", {"field": name, "cure": cure})
-        return data
+        if not isinstance(data, Mapping) or words.keys().isdisjoint(data):
+            return data
+        try:
+            return translate(data, [*fields])
+        except SamplingError as failure:
+            raise PydanticCustomError("together", "{why}", {"why": str(failure)}) from None
 
     @field_validator("*", mode="before")
     @classmethod
@@ -72,6 +80,7 @@ class Extras(Strict):
     guidance: float | None = Field(default=None, ge=-1, le=100, description="Weight of classifier-free guidance; 0: none.")
     top_k: int | None = Field(default=None, ge=1, le=_INT64 - 1)
     order: Annotated[str, _named(ORDERS)] | None = None
+    order_temperature: float | None = Field(default=None, ge=0, description="Draw the positions too; 0: the surest first.")
     schedule: Annotated[str, _named(SCHEDULES)] | None = None
     remask: Annotated[str, _named(REMASKS)] | None = None
     remask_rate: float | None = Field(default=None, gt=0, le=1)

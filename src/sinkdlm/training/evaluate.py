@@ -125,9 +125,12 @@ def probe(
     lengths = None if batch.lengths is None else batch.lengths.clamp_max(tokens.shape[1])
     own = slice(None) if lengths is None else torch.arange(tokens.shape[1], device=device) < lengths[:, None]  # no padding
     logits = [weight for name, weight in model.named_parameters() if name.endswith("sink_logit")]  # never sharded
-    watcher = Watcher(lengths, logits or None, n_registers=model.config.n_registers, block_size=model.config.block_size)
+    size = model.config.block_size
+    clean = None if size is None else batch.tokens[:, :_PROBE_TOKENS]
+    shape = {"n_registers": model.config.n_registers, "block_size": size, "copies": 1 if clean is None else 2}
+    watcher = Watcher(lengths, logits or None, **shape)
     with precision():
-        model(tokens, lengths=lengths, observe=watcher)
+        model(tokens, lengths=lengths, clean=clean, observe=watcher)
     found = []
     for layer in watcher.layers:
         top = layer.received.mean(1).amax(-1)

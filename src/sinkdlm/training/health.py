@@ -9,6 +9,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median, variance
 from typing import Any, NamedTuple
@@ -99,8 +100,7 @@ class ContextUse:
         """steps: of the run; tokens: of a step; unigram(): the entropy of its tokens, asked for once."""
         self.found: Stuck | None = None
         self._first = max(LEAST_TOKENS / tokens, min(JUDGED * steps, JUDGED_TOKENS / tokens))
-        self._every, self._steps, self._unigram = max(1, steps // _LOOKS), steps, unigram
-        self._entropy: float | None = None
+        self._every, self._steps, self.unigram = max(1, steps // _LOOKS), steps, cache(unigram)
         self._lines: deque[tuple[int, Sequence[float | None]]] = deque(maxlen=_MOST_LINES)
 
     def look(self, step: int, nll_by_ratio: Sequence[float | None]) -> Stuck | None:
@@ -121,11 +121,11 @@ class ContextUse:
             return None
         few, many = fmean(shares[0]), fmean(shares[-1])
         error = math.sqrt(sum(variance(losses) / len(losses) for losses in (shares[0], shares[-1])))
-        self._entropy = self._unigram() if self._entropy is None else self._entropy
-        least = FLAT * self._entropy
-        if many - few + 2 * error > least or few < self._entropy - least:
+        entropy = self.unigram()
+        least = FLAT * entropy
+        if many - few + 2 * error > least or few < entropy - least:
             return None
-        return Stuck(step, few, many, self._entropy)
+        return Stuck(step, few, many, entropy)
 
 
 def unigram_entropy(tokens: Any) -> float:

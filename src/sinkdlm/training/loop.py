@@ -192,6 +192,9 @@ class Trainer:
             f"{tokens:,} tokens; {self.rows.n_rows} rows in {sets}; {precision} on {self.device.type}, {layout}; "
             f"runs {path}" + (f"; compiled: {self.way.compile}" if on_gpu else "")
         )
+        if (sizes := self.recipe.blocks.sizes) and sizes[-1][0] >= self.steps:
+            late = f"blocks.sizes: step {sizes[-1][0]}, from which blocks have model.block_size = {sizes[-1][1]}"
+            self.say(f"{late}, is not before the run's end at step {self.steps}; train longer, or give earlier steps")
         if on_gpu and self.way.frugal:
             name, left = torch.cuda.get_device_name(self.device), self.steps - self.step
             plan = line_of_run(self.recipe, name, self.world.memory, self.weights.layout, self.micro_batch, self.world.size, left)
@@ -290,7 +293,9 @@ class Trainer:
         """seconds: of the whole step, the wait for its rows included."""
         tokens = self._tokens(1)
         halves = 1 + self.recipe.blocks.complementary
-        given = (self.recipe.model, self.recipe.data.length, result.n_masked / tokens / halves)
+        size = self.recipe.blocks.size_at(self.step - 1)
+        model = self.recipe.model if size is None else self.recipe.model.replace(block_size=size)
+        given = (model, self.recipe.data.length, result.n_masked / tokens / halves)
         trained = None if self.adapter is None else count_held(self.recipe)[1]
         flops = halves * tokens * training_flops(*given, ends_early=self.way.ends_early, trained=trained) / self.world.size
         timing: dict[str, Any] = {
@@ -349,7 +354,8 @@ class Trainer:
                     line["ema"] = self._validate(self.validation)
             self.monitor.line(line)
             error = "" if line["stderr"] is None else f" ± {line['stderr']:.4f}"
-            self.say(f"step {self.step}: validation loss {line['loss']:.4f}{error}")
+            above = f"; unigram entropy {self.context.unigram():.2f}" if last and self.recipe.init.from_ is None else ""
+            self.say(f"step {self.step}: validation loss {line['loss']:.4f}{error}{above}")
         if self.step % max(1, log.probe_every) == 0 or last:
             self._look_at_attention()
         if log.sample_every and (self.step % log.sample_every == 0 or last):
