@@ -38,9 +38,9 @@ def write_card(repo: str, config: ModelConfig, provenance: Mapping[str, Any], ev
     told = [("parent", parent.get("found")), ("parent's place", parent.get("path"))]
     data = provenance.get("data")
     for name, one in data.items() if isinstance(data, Mapping) else ():
-        told.append(("data", f"{Path(name).name}: {one.get('tokens', 0):,} tokens"))
+        told.append(("data", f"{Path(name).name}: {one.get('tokens')} tokens" if isinstance(one, Mapping) else name))
     told += [(word, provenance.get(key)) for key, word in _FACTS.items()]
-    sinks = f"{config.n_sinks} sinks, {config.sink_kind}, {config.sink_position}" if config.n_sinks else "none"
+    sinks = f"{config.n_sinks}, {config.sink_kind}, {config.sink_position}" if config.n_sinks else "none"
     shape = [
         ("parameters", f"{config.count_parameters().total:,}"),
         ("layers, width, heads", f"{config.n_layers}, {config.d_model}, {config.n_heads} ({config.n_kv_heads} kv)"),
