@@ -154,10 +154,10 @@ def main() -> None:
     if len(runs) < len(TWINS):
         say(f"{', '.join(runs)} is made; the result is written once both twins are")
         return
-    settings = {"scale": given.scale, "block": given.block, "lr": given.lr, "seed": SEED, "changes": changes}
-    facts = next(iter(runs.values())).facts
-    settings |= {"data": facts["data"], "recipe": facts["recipe"], "documents": SCALES[given.scale].documents}
-    settings["made_on"] = {variant: run.facts["environment"].get("device") for variant, run in runs.items()}
+    one = runs["sink"]
+    settings = {"scale": given.scale, "lr": one.lr, "seed": SEED, "documents": SCALES[given.scale].documents}
+    settings |= {name: one.facts[name] for name in ("changes", "data", "recipe")}
+    settings["made_on"] = {variant: run.facts["environment"] for variant, run in runs.items()}
     entry = result("block_twins", figures_from(runs, given.records), device=given.device, settings=settings)
     write(entry, given.out, subject="smollm2-135m" if given.scale == "small" else given.scale)
 

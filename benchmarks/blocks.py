@@ -154,7 +154,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--preset", default=None, help="default: smdm-472m on a GPU, else nano")
     parser.add_argument("--block", type=int, default=32)
-    parser.add_argument("--rows", type=int, default=16, help="training: rows of a step")
+    parser.add_argument("--rows", type=int, default=8, help="training: rows of a step; all forms stay in memory")
     parser.add_argument("--length", type=int, default=2048, help="training and noise: tokens of a row")
     parser.add_argument("--steps", type=int, default=6, help="training: how often each form is timed, four steps at a time")
     parser.add_argument("--batch", type=int, nargs="+", default=[64, 1], help="sampling and prompts: rows")

@@ -1,7 +1,7 @@
 """Continue a trained model on text that it has not seen: all weights against LoRA, each at the best of three learning rates.
 
-    python -m benchmarks.lora smollm2-135m-sink --set init.from=SmolLM2-135M.gguf --set 'data.sets={"data/seen"=1}' \\
-        --base-tokens 40e6 --unseen data/unseen --tokens 20e6 --run runs/lora --time-limit 540 --out benchmarks/results
+    python -m benchmarks.lora smollm2-135m-sink --set init.from=SmolLM2-135M.gguf --seen data/seen --unseen data/unseen \\
+        --run runs/lora --time-limit 540 --out benchmarks/results
 
 The recipe makes the base, unless --base names one. Each rate is tried on a share of the tokens; the best one trains on all of them.
 Every run is a `sinkdlm train` with the same rows, noise and forwards. Loss is that of the unseen text's validation split after the
@@ -61,7 +61,8 @@ class Runs:
     def base(self) -> str:
         if self.given.base is not None:
             return str(self.given.base)
-        self.make("base", [f"train.tokens={self.given.base_tokens}", "eval.every=0"], to_end=True)
+        changes = [f'data.sets={{"{self.given.seen}"=1}}', f"train.tokens={self.given.base_tokens}", "eval.every=0"]
+        self.make("base", changes, to_end=True)
         return str(self.given.run / "base" / "model")
 
     def continued(self, base: str, kind: str, rate: float, tokens: float) -> dict[str, Any]:
@@ -105,8 +106,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=find_recipe)
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="of every run")
+    parser.add_argument("--seen", type=Path, default=Path("data/seen"), help="a prepared set, for the base")
+    parser.add_argument("--base-tokens", type=float, default=40e6, help="tokens that the base trains on")
     parser.add_argument("--base", type=Path, default=None, help="a trained model, instead of one that the recipe makes")
-    parser.add_argument("--base-tokens", type=float, default=40e6)
     parser.add_argument("--unseen", type=Path, required=True, help="a prepared set with a validation split")
     parser.add_argument("--tokens", type=float, default=20e6, help="tokens of a run on the unseen text")
     parser.add_argument("--share", type=float, default=0.25, help="share of these tokens that a trial of a rate has")

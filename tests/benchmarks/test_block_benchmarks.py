@@ -79,27 +79,18 @@ def test_twins_in_blocks_are_made_one_by_one_and_compared(tmp_path, monkeypatch,
 @pytest.mark.slow
 def test_lora_and_all_weights_continue_the_same_base(tmp_path, monkeypatch, capsys):
     prepare_example(tmp_path / "text", documents=60)
+    prepare_example(tmp_path / "other", documents=40)
     recipe = tmp_path / "tiny.toml"
     recipe.write_text(
-        f'[model]\npreset = "nano"\nn_sinks = 1\n[data]\nlength = 32\n[data.sets]\n"{tmp_path / "text"}" = 1\n'
+        '[model]\npreset = "nano"\nn_sinks = 1\n[data]\nlength = 32\n'
         '[train]\nsteps = 8\nbatch = 4\nlr = 4e-3\nprecision = "float32"\n'
     )
-    budget = ["--base-tokens", "1024", "--tokens", "1024", "--share", "0.5", "--rates", "1e-3", "--lora-rates", "1e-3,1e-2"]
-    sizes = [
-        "--unseen",
-        str(tmp_path / "text"),
-        "--rank",
-        "2",
-        "--micro-batch",
-        "4",
-        "--draws",
-        "8",
-        "--run",
-        str(tmp_path / "run"),
-    ]
-    assert run(lora, [str(recipe), *budget, *sizes, "--time-limit", "0"], monkeypatch, tmp_path / "out") == []
+    budget = "--base-tokens 1024 --tokens 1024 --share 0.5 --rates 1e-3 --lora-rates 1e-3,1e-2 --rank 2 --micro-batch 4 --draws 8"
+    folders = {"seen": "text", "unseen": "other", "run": "run"}
+    given = [*budget.split(), *(word for key, name in folders.items() for word in (f"--{key}", str(tmp_path / name)))]
+    assert run(lora, [str(recipe), *given, "--time-limit", "0"], monkeypatch, tmp_path / "out") == []
     assert "time is up before base" in capsys.readouterr().err
-    (entry,) = run(lora, [str(recipe), *budget, *sizes], monkeypatch, tmp_path / "out")
+    (entry,) = run(lora, [str(recipe), *given], monkeypatch, tmp_path / "out")
     check_result(entry)
     figures = entry["figures"]
     assert set(figures["lora"]["trials"]) == {"0.001", "0.01"}
