@@ -1,9 +1,10 @@
 """Compare two models on the same texts: the paired difference in nats a token, with an interval, and what both write and attend to.
 
 Both models see the same rows under the same masks: a mask is keyed by the seed, the document and the row, never by the model.
-A document's nats are the bound that `score` computes with the same draws. The difference of two sums of nats, divided by the
-number of tokens, is a ratio; its interval is the bootstrap of intervals.py over the documents (over rows, where there are too few
-documents), of the ratio's linear form. Takes models and rows of tokens; knows no file of texts.
+A document's nats are the bound that `score` computes with the same draws; in block diffusion `score` draws for each block instead,
+with the same mean. The difference of two sums of nats, divided by the number of tokens, is a ratio; its interval is the bootstrap
+of intervals.py over the documents (over rows, where there are too few documents), of the ratio's linear form. Takes models and rows
+of tokens; knows no file of texts.
 
 R rows, D masks of a row, U units (documents or rows).
 """

@@ -46,7 +46,8 @@ def step(
         active = _without_waiting(active)
     groups: dict[Any, list[State]] = {}
     for state in active:
-        groups.setdefault(id(state) if deterministic else _forward_key(state, adapter), []).append(state)
+        key = _forward_key(state, adapter)  # which also refuses what the denoiser cannot do
+        groups.setdefault(id(state) if deterministic else key, []).append(state)
     for group in groups.values():
         batch = group[0].batch
         Batch.of(group, torch.device(device or ("cpu" if batch is None else batch.device))).advance(group, adapter)

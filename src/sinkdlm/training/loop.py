@@ -192,6 +192,9 @@ class Trainer:
             f"{tokens:,} tokens; {self.rows.n_rows} rows in {sets}; {precision} on {self.device.type}, {layout}; "
             f"runs {path}" + (f"; compiled: {self.way.compile}" if on_gpu else "")
         )
+        if (sizes := self.recipe.blocks.sizes) and sizes[-1][0] >= self.steps:
+            late = f"blocks.sizes: step {sizes[-1][0]}, from which blocks have model.block_size = {sizes[-1][1]}"
+            self.say(f"{late}, is not before the run's end at step {self.steps}; train longer, or give earlier steps")
         if on_gpu and self.way.frugal:
             name, left = torch.cuda.get_device_name(self.device), self.steps - self.step
             plan = line_of_run(self.recipe, name, self.world.memory, self.weights.layout, self.micro_batch, self.world.size, left)
