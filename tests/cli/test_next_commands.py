@@ -55,7 +55,7 @@ def test_a_base_model_is_sampled_ancestrally_scored_on_its_texts_and_analysed(tm
     assert command_line(*prepare, "--out", tmp_path / "set")[0] == 0
     sample, score, analyze = next_of(command_line, folder, recipe_in(tmp_path, tmp_path / "set"))
     model = str(folder / "model")
-    assert sample[:-1] == ["sinkdlm", "sample", model, "--policy", "smdm-origin", "--temperature", "0.7", "--prompt"]
+    assert sample[:-1] == ["sinkdlm", "sample", model, "--policy", "smdm-origin", "--temperature", "0.8", "--prompt"]
     assert sample[-1] in " ".join(texts.read_text().split())
     assert score[:4] == ["sinkdlm", "score", model, str(tmp_path / "set")]
     assert analyze == ["sinkdlm", "analyze", model, "--out", str(folder / "report")]
