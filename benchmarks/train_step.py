@@ -8,7 +8,8 @@
   wherever possible, --no-graphs: nowhere).
 - Suffixes change a form of ours: -fp8 is train.precision = "fp8" (a CPU emulates its matmuls), -whole and -blocks are
   train.compile, -residual is train.residual = "bf16", -plain is train.runner = "plain"; -torchao and -torchaorows use torchao's
-  float8 layers, scaled by tensor or by row, in compiled blocks. They combine: sink-fp8-residual.
+  float8 layers, scaled by tensor or by row, in compiled blocks; -block32 is block diffusion in blocks of 32 tokens. They combine:
+  sink-fp8-residual.
 
 Forms take turns, so that ratios do not depend on when each was measured. --profile FORM: the kernels of one step of that form, by
 kind. --sweep: the time of a step by rows and by length, beside the FLOPs of planning/formulas.py.
@@ -16,6 +17,7 @@ kind. --sweep: the time of a step by rows and by length, beside the FLOPs of pla
 
 import argparse
 import gc
+import re
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -57,6 +59,7 @@ _TRAINED = {  # suffix of a form of ours -> what it sets in a recipe's train
     "plain": {"runner": "plain"},
     **{change: {"compile": "blocks"} for change in _TORCHAO},
 }
+_BLOCKS = re.compile(r"block(\d+)")  # suffix of a form of ours: block diffusion
 _STEPS = 4  # steps that are timed together
 # Kind of kernels -> words in their names; the first match counts.
 _KINDS = {
@@ -82,9 +85,10 @@ _KINDS = {
 def split_form(form: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The recipe's model and train settings of a form: sink-fp8-residual is sink with two changes."""
     base, *changes = form.split("-")
-    allowed = ["compiled"] if base == "official" else list(_TRAINED)
+    sizes = {change: int(found[1]) for change in changes if (found := _BLOCKS.fullmatch(change))}
+    allowed = ["compiled"] if base == "official" else [*_TRAINED, *sizes]
     if base not in _MODELS or any(change not in allowed for change in changes):
-        ours = " or ".join(f"-{change}" for change in _TRAINED)
+        ours = " or ".join(f"-{change}" for change in (*_TRAINED, "block32"))
         raise argparse.ArgumentTypeError(
             f"no form {form!r}: official, official-compiled, or one of vanilla, sink, gate and logit, then any of {ours}"
         )
@@ -94,7 +98,7 @@ def split_form(form: str) -> tuple[dict[str, Any], dict[str, str]]:
             if key in trained:
                 raise argparse.ArgumentTypeError(f"form {form!r} sets train.{key} twice")
             trained[key] = value
-    return _MODELS[base], trained
+    return _MODELS[base] | ({"block_size": max(sizes.values())} if sizes else {}), trained
 
 
 def form_name(form: str) -> str:

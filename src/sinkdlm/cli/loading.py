@@ -221,8 +221,9 @@ def load_model(checkpoint: str, device: Any, dtype: str | None, *, compiled: boo
     if loss := _LOSSES.get(held or dtype):
         typer.echo(f"note  --dtype {held or dtype} {loss}; sinkdlm score compares it with --dtype auto on your texts", err=True)
     if compiled:
-        for block in lm.model.blocks:
-            block.compile()
+        from sinkdlm.fast import compile_blocks
+
+        compile_blocks(lm.model)
     return lm
 
 
