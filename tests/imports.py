@@ -22,7 +22,6 @@ FLOORS = (
     ("demo", "lm"),
     ("reproduce",),
     ("cli",),
-    ("lm_eval",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # The method must not import its fast forms, although kernels is on a lower floor.

@@ -32,9 +32,10 @@ class UserError(Exception):
 
 
 def check_regular(path: Path, error: type[UserError]) -> None:
-    """Refuse a pipe or a device: reading one may wait for ever, and most files are read more than once."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise error(f"{path}: a pipe or a device, not a file; save what comes out of it, and give that file")
+    """Refuse a pipe or a device, also in a folder: reading one may wait for ever, and most files are read more than once."""
+    for place in (path, *(path.iterdir() if path.is_dir() else ())):
+        if place.exists() and not place.is_file() and not place.is_dir():
+            raise error(f"{place}: a pipe or a device, not a file; save what comes out of it, and give that file")
 
 
 class ModelError(UserError):

@@ -40,7 +40,7 @@ WITH_SINKS = [name for name, flags in VARIANTS.items() if flags.get("n_sinks")]
 
 @pytest.mark.parametrize("name", WITH_SINKS)
 def test_a_model_without_its_sink_is_the_vanilla_twin(name):
-    assert len(WITH_SINKS) == 11
+    assert len(WITH_SINKS) == 12
     model = small_model(**VARIANTS[name])
     same_logits(
         model, change(model, "remove"), twin(model, n_sinks=0, sink_kind="isolated", sink_position="front", sink_value="learned")

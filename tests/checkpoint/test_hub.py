@@ -186,7 +186,8 @@ def test_what_is_pushed_comes_back(hub, token, tmp_path, command_line):
     assert "| arc_easy | acc | 0.5125 | 0.0100 | 200 |" in card
     assert "By lm-eval 0.4.13, seed 0. arc_easy: exact_k, 128 draws." in card
     assert f"sinkdlm sample hf://{NAME}" in card
-    assert "| sinks | 1 sinks, isolated, front |" in card
+    assert f'AutoModelForMaskedLM.from_pretrained("{NAME}")\nfound = model.diffusion_generate(' in card
+    assert "| sinks | 1, isolated, front |" in card
 
 
 def test_a_card_tells_only_what_is_recorded(hub, token, folder, tmp_path, command_line):
@@ -211,7 +212,8 @@ def test_a_second_push_replaces_the_first(hub, token, tmp_path):
     from sinkdlm.checkpoint.card import write_card
 
     config = ModelConfig(vocab_size=8, n_layers=1, n_heads=1, d_model=8, d_ff=8, mask_id=8, context_length=8)
-    first = write_card(NAME, config, {}, [])
+    first = write_card(NAME, config, {"parent": {"path": "hf://a/b@c0ffee"}}, [])
+    assert "\nbase_model: a/b\n" in first
     push(model, HubName("someone/twice"), first)
     push(model, HubName("someone/twice"), first + "more")
     assert hub.models["someone/twice"].commits[hub.models["someone/twice"].branches["main"]]["README.md"].endswith(b"more")

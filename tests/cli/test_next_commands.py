@@ -55,7 +55,7 @@ def test_a_base_model_is_sampled_ancestrally_scored_on_its_texts_and_analysed(tm
     assert command_line(*prepare, "--out", tmp_path / "set")[0] == 0
     sample, score, analyze = next_of(command_line, folder, recipe_in(tmp_path, tmp_path / "set"))
     model = str(folder / "model")
-    assert sample[:-1] == ["sinkdlm", "sample", model, "--policy", "smdm-origin", "--temperature", "0.7", "--prompt"]
+    assert sample[:-1] == ["sinkdlm", "sample", model, "--policy", "smdm-origin", "--temperature", "0.8", "--prompt"]
     assert sample[-1] in " ".join(texts.read_text().split())
     assert score[:4] == ["sinkdlm", "score", model, str(tmp_path / "set")]
     assert analyze == ["sinkdlm", "analyze", model, "--out", str(folder / "report")]
@@ -122,3 +122,13 @@ def test_the_nano_recipe_is_not_stuck_and_its_greedy_texts_repeat_more_than_its_
             means[policy] = torch.tensor([distinct(lm.tokenizer.decode(row)) for row in out.tokens]).mean()
     assert means["smdm-origin"] > 0.98
     assert means["llada"] < means["smdm-origin"] - 0.05
+
+
+@pytest.mark.parametrize("settings", [None, [], {"kind": "text"}, {"kind": "text", "field": "text", "inputs": 3}])
+def test_an_index_that_says_nothing_of_its_texts_ends_no_run(settings, tmp_path, command_line):
+    character_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    prepare_example(tmp_path / "set")
+    index = json.loads((tmp_path / "set" / "index.json").read_text())
+    (tmp_path / "set" / "index.json").write_text(json.dumps({**index, "settings": settings}))
+    _, measured, _ = next_of(command_line, tmp_path / "run", recipe_in(tmp_path, tmp_path / "set"))
+    assert measured[:2] == ["sinkdlm", "eval"]

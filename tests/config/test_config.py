@@ -158,6 +158,9 @@ def test_a_resolved_recipe_reloads_unchanged(tmp_path):
         ('[model]\npreset = "nano"\n', ["train.micro_batch=512"], ["train.micro_batch = 512", "at most batch = 256"]),
         ('[model]\npreset = "nano"\n[init]\nfrom = ""\n', [], ["init.from", "at least 1 character"]),
         ("[model\n", [], ["a.toml", "not valid TOML"]),
+        (f"[train]\nsteps = {'9' * 5000}\n", [], ["a.toml", "not valid TOML", "4300 digits"]),
+        ("[train]\n", [f"train.steps={'9' * 5000}"], ["train.steps", "9..."]),
+        (f"[train]\n{'a.' * 900}b = 1\n", [], ["train.a = {'a': {'a':", "unknown key"]),
     ],
 )
 def test_a_wrong_recipe_names_the_place(tmp_path, text, overrides, words):

@@ -154,6 +154,20 @@ def test_a_bomb_is_refused_after_a_little_of_it(ending, tmp_path, tokenizer, mon
     assert time.process_time() - began < 20
 
 
+def test_a_parquet_file_whose_rows_are_one_long_text_is_refused(tmp_path, tokenizer, monkeypatch):
+    """A dictionary stores a text once, however many rows have it: 4 GB in 900 bytes."""
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setattr(inputs, "_CHUNK", 1 << 12)
+    rows = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4096, pyarrow.int32()), pyarrow.array(["the sink " * 111_111]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "a.parquet", compression="zstd")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    told = refused(tmp_path, tokenizer, tmp_path / "a.parquet")
+    assert "more than of any text; if it is one all the same, unpack it first" in told
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1000 << 10
+
+
 def test_a_line_without_end_is_refused(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(inputs, "_LINE_LIMIT", 1 << 20)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a" * (3 << 20)}))

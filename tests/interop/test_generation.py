@@ -1,6 +1,7 @@
 """Decoding and padding of the transformers class: as our own samplers, and each row as if alone."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -344,6 +345,18 @@ def test_accelerate_trains_and_unwraps():
     assert accelerator.unwrap_model(own).diffusion_generate(small_tokens(2, 3), max_new_tokens=2).shape == (2, 5)
 
 
+def test_an_adapter_writes_as_its_merged_model():
+    peft = pytest.importorskip("peft")
+    model, tokens = wrapped(n_sinks=1, gate="elementwise"), small_tokens(2, 5)
+    before = model.diffusion_generate(tokens, max_new_tokens=6)
+    torch.manual_seed(0)
+    targets = ["qkv", "out", "gate_up", "down"]
+    lora = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).eval()
+    found = lora.diffusion_generate(tokens, max_new_tokens=6)
+    assert not torch.equal(found, before)
+    assert torch.equal(found, lora.merge_and_unload().diffusion_generate(tokens, max_new_tokens=6))
+
+
 @pytest.mark.filterwarnings("ignore:The following device_map keys do not match any submodules")
 def test_parts_on_disk_write_the_same(tmp_path):
     pytest.importorskip("accelerate")
@@ -367,6 +380,21 @@ def test_the_fill_mask_pipeline_takes_texts_of_several_lengths_at_once(tmp_path)
         alone = fill(text)
         assert [one["token"] for one in found] == [one["token"] for one in alone]
         assert [one["score"] for one in found] == pytest.approx([one["score"] for one in alone], abs=1e-5)
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_the_code_of_the_card_runs(tmp_path, monkeypatch, capsys, tokenizer):
+    sinkdlm.save(tmp_path / "x", small_model(dtype=torch.float32, n_sinks=1), tiny_tokenizer() if tokenizer else None)
+    convert(tmp_path / "x", tmp_path / "mine", to="hf")
+    card = (tmp_path / "mine" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "\n# mine\n" in card
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
+    assert ".diffusion_generate(" in code
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
+    convert(tmp_path / "mine", tmp_path / "back")  # and the folder reads as before
 
 
 # -- standalone -------------------------------------------------------------------------------------------------------------------
@@ -400,6 +428,8 @@ for folder in sys.argv[3:]:
         assert "did you mean steps?" in str(failure), failure
     else:
         raise AssertionError
+    card = open(f"{folder}/README.md").read()
+    exec(card.split("```python\\n")[1].split("```")[0], {})
 save_file(found, sys.argv[1])
 """
 
@@ -412,7 +442,7 @@ def test_a_standalone_directory_writes_the_same_without_sinkdlm(tmp_path):
     expected, folders = {}, []
     for name in ("logit-gate", "shifted-blocks"):
         model = small_model(**SHAPES[name])
-        sinkdlm.save(tmp_path / "ckpt" / name, model)
+        sinkdlm.save(tmp_path / "ckpt" / name, model, tiny_tokenizer() if model.config.mask_id == MASK else None)
         convert(tmp_path / "ckpt" / name, tmp_path / name, to="hf", standalone=True)
         assert (tmp_path / name / "modeling_sinkdlm.py").stat().st_size < 200_000
         own, folder = SinkDLMForMaskedLM.wrap(model), str(tmp_path / name)
@@ -428,8 +458,10 @@ def test_a_standalone_directory_writes_the_same_without_sinkdlm(tmp_path):
         capture_output=True,
         text=True,
         check=False,
+        cwd=tmp_path,  # where the card's code finds the folder by its name
     )
     assert run.returncode == 0, run.stderr
+    assert run.stdout.count("\n") >= len(folders)
     found = load_file(tmp_path / "out")
     assert found.keys() == expected.keys()
     for name, value in expected.items():

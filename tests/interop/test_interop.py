@@ -795,6 +795,22 @@ def test_lora_trains_and_merges(tmp_path):
     torch.testing.assert_close(loaded.head(loaded(noisy)), trained, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_blocks_take_the_text_without_noise(side):
+    """As `denoising_loss` gives it to the model; rows may be padded."""
+    model = small_model(n_sinks=1, block_size=4)
+    wrapped, tokens = SinkDLMForMaskedLM.wrap(model), small_tokens(2, 11)
+    noised = tokens.masked_fill(torch.arange(11) % 3 == 1, model.config.mask_id)
+    mask = torch.ones(2, 11, dtype=torch.int64)
+    mask[1, (slice(3) if side == "left" else slice(8, 11))] = 0
+    found = wrapped(noised, attention_mask=mask, clean=tokens).logits
+    for row in range(2):
+        own = mask[row].bool()
+        expected = model.head(model(noised[row, own][None], clean=tokens[row, own][None]))[0]
+        torch.testing.assert_close(found[row, own], expected)
+    assert not torch.allclose(found[0], wrapped(noised).logits[0])
+
+
 def test_the_loss_does_not_depend_on_how_trainer_cuts_a_batch():
     wrapped = SinkDLMForMaskedLM.wrap(small_model(dtype=torch.float64, n_sinks=1))
     tokens = small_tokens(8, 9)

@@ -9,6 +9,7 @@ from sinkdlm.fast import compile_blocks
 from sinkdlm.model import observe
 from sinkdlm.model.attention import attend_naive
 from sinkdlm.model.observe import Watcher, summarize
+from sinkdlm.sampling import generate
 from small_models import VARIANTS, small_model, small_tokens
 
 
@@ -123,6 +124,19 @@ def test_a_watched_forward_of_compiled_blocks_runs_as_it_is_written(monkeypatch)
         assert len(watcher.layers) == 3
         assert not graphs
         assert torch.equal(model(tokens), watched)
+    assert graphs
+
+
+def test_an_exact_cache_compiles_nothing(monkeypatch):
+    """Its forwards have another shape, mask and start at every block."""
+    graphs, model, given = [], small_model(n_sinks=1, block_size=4), {"prompt": [[1, 2], [3] * 6], "mask_id": 11, "length": 15}
+    expected = generate(model.denoiser(), **given).tokens
+    compiler = functools.partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    monkeypatch.setattr(torch, "compile", compiler)
+    compile_blocks(model)
+    assert torch.equal(generate(model.denoiser(), **given).tokens, expected)
+    assert not graphs
+    assert torch.equal(generate(model.denoiser(), **given, cache="none").tokens, expected)
     assert graphs
 
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import calibrate
 from typer.testing import CliRunner
 
-from sinkdlm import Recipe
+from sinkdlm import DiffusionLM, ModelConfig, Recipe
 from sinkdlm.cli.app import app
 from sinkdlm.config.shipped import RECIPES
 from sinkdlm.errors import UserError
@@ -24,6 +24,18 @@ NARROW = ("--set", "train.residual=bf16")
 
 def plan_of(path=SINK, device="h100", ranks=8, overrides=(), **more):
     return make_plan(Recipe.load(path, overrides), path.stem, Machine(device, ranks), **more)
+
+
+def test_a_gate_of_another_width_is_counted_and_planned(monkeypatch):
+    """A gate's width is told in one place: parameters, weights and plans follow it."""
+    flags = {"vocab_size": 32, "mask_id": 32, "n_layers": 1, "n_heads": 2, "d_model": 16, "d_ff": 24, "context_length": 32}
+    before, plain = ModelConfig(**flags, gate="headwise").count_parameters(), plan_of(overrides=["model.gate=headwise"])
+    monkeypatch.setattr(ModelConfig, "gate_width", property(lambda config: 6 if config.gate == "headwise" else 0))
+    config = ModelConfig(**flags, gate="headwise")
+    model = DiffusionLM(config, seed=0)
+    assert config.count_parameters().total - before.total == 16 * (6 - 2)
+    assert sum(weight.numel() for weight in model.parameters()) == config.count_parameters().total
+    assert plan_of(overrides=["model.gate=headwise"]).memory != plain.memory
 
 
 def run(*words):

@@ -143,15 +143,17 @@ def test_an_open_end_grows_by_blocks():
 def test_the_cache_is_used_by_itself_and_computes_blocks():
     """A step computes the current block, and at its first step the one before; a prompt is prefilled once for equal prompts."""
     model = small_model(n_sinks=1, block_size=SIZE)
-    seen = []
+    seen, starts = [], []
 
     class Counting(type(model.denoiser())):
         def __call__(self, tokens, *, where=None, cache=None, **facts):
             seen.append(tuple(tokens.shape))
+            starts.append(cache.start)
             return super().__call__(tokens, where=where, cache=cache, **facts)
 
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     generate(Counting(model), prompt=[prompt] * 5, mask_id=11, length=16)
+    assert all(isinstance(start, int) for start in starts)  # one mask for all rows
     # Two blocks of the prompt once; three open tokens of the third block; the last block, beside the third at its first step.
     assert seen == [(1, 8), *[(5, 4)] * 3, (5, 8), *[(5, 4)] * 3]
 
@@ -197,9 +199,7 @@ def test_mistakes_are_told_in_a_line():
         with pytest.raises(SamplingError, match=word) as failure:
             generate(denoiser, **given, **options)
         assert "\n" not in str(failure.value)
-    states = start([Request([1, 11], Policy(), 11)])
-    with pytest.raises(SamplingError, match="block_size"):
-        step(states, model.denoiser())
-    states = start([Request([1, 11, 11], Policy(), 11, block_size=2)])
-    with pytest.raises(SamplingError, match="block_size"):
-        step(states, model.denoiser())
+    for size, deterministic in itertools.product((None, 2), (False, True)):
+        states = start([Request([1, 11, 11], Policy(), 11, block_size=size)])
+        with pytest.raises(SamplingError, match="block_size"):
+            step(states, model.denoiser(), deterministic=deterministic)

@@ -576,6 +576,7 @@ def test_gaps_and_suffixes_are_filled_around_what_is_given():
         ({"limit": 9}, "an open end needs block="),
         ({"limit": 9, "block": 2, "eos_id": 1, "suffix": [[1]]}, "an open end cannot have given text after a gap"),
         ({"length": 5, "suffix": [[1], [1]]}, "1 prompts, 2 suffixes"),
+        ({"length": 5, "numbers": [3, 4]}, "1 lengths, 2 numbers: give one of each per row"),
         ({"length": 5, "suppressed": [9]}, "suppressed = .* below the vocabulary size 3"),
         ({"length": 5, "last_ids": [9]}, "last_ids = .* below the vocabulary size 3"),
         ({"length": 5, "last_ids": ["a"]}, r"last_ids = \['a'\]: expected token ids"),

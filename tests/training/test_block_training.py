@@ -1,6 +1,8 @@
 """Training in blocks: nothing depends on how a batch is cut or a run interrupted; ranges, complements and growing blocks."""
 
+import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from runs import TINY, interrupted, metrics, recipe_of, run
 from sinkdlm import Recipe, load
 from sinkdlm.diffusion import Schedule, complement, corrupt, denoising_loss
 from sinkdlm.errors import ConfigError
-from sinkdlm.training import evaluate, loop
+from sinkdlm.training import cpu_trial, evaluate, loop
 from small_models import small_model, small_tokens
 
 BLOCKS = {**TINY, "block_size": 4}
@@ -65,6 +67,22 @@ def test_block_sizes_change_at_their_steps(tmp_path, token_set, monkeypatch):
     monkeypatch.setattr(loop, "training_flops", lambda config, *given, **more: counted.append(config.block_size) or 1.0)
     run(block_recipe(token_set, blocks={"sizes": [[0, 1], [2, 8], [5, 4]]}, **QUIET), tmp_path / "run")
     assert seen == counted == [1, 1, 8, 8, 8, 4]
+
+
+def test_a_schedule_that_outlasts_the_run_is_told(tmp_path, token_set):
+    for name, last in (("late", 6), ("timely", 5)):
+        _, told = run(block_recipe(token_set, blocks={"sizes": [[0, 1], [last, 4]]}, **QUIET), tmp_path / name)
+        assert any("blocks.sizes: step 6" in line for line in told) == (name == "late")
+
+
+def test_a_trial_on_a_cpu_counts_both_masks(monkeypatch):
+    monkeypatch.setattr(cpu_trial, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    model = {**BLOCKS, "context_length": 16}
+    rates = [
+        cpu_trial.tokens_per_second(Recipe.resolve({"model": model, "data": {"length": 16}, "blocks": {"complementary": both}}))
+        for both in (False, True)
+    ]
+    assert rates[0] == 2 * rates[1]
 
 
 def test_times_are_drawn_from_the_range(tmp_path, token_set, monkeypatch):
@@ -150,6 +168,11 @@ def test_what_does_not_fit_is_refused(sections, word):
     with pytest.raises(ConfigError, match=word) as failure:
         Recipe.resolve(sections)
     assert "\n" not in str(failure.value)
+
+
+def test_a_range_around_the_middle_goes_with_complements():
+    given = {"t_range": [0.1, 0.9], "complementary": True}
+    assert Recipe.resolve({"model": BLOCKS, "blocks": given}).blocks.t_range == (0.1, 0.9)
 
 
 def test_prompts_stay_clean():

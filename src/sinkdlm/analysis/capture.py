@@ -84,8 +84,8 @@ class Watched(Denoiser):
         return super().__call__(tokens, lengths=lengths, where=where, cache=cache, clean=clean, **facts)
 
     def _look(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
-        q, *rest = part_registers(self._n_registers, q, k, v, sink_k, sink_v)
-        given, logit = (q[:, :, : self._n_tokens], *rest), sink_logit_of(self.model, layer)
+        q, k, v, sink_k, sink_v = part_registers(self._n_registers, q, k, v, sink_k, sink_v)
+        given, logit = (q[:, :, : self._n_tokens], k, v, sink_k, sink_v), sink_logit_of(self.model, layer)
         visible = see_blocks(self._n_tokens, self.model.config.block_size, q.device, self._copies)
         how: dict[str, Any] = {"sink_logit": logit, "lengths": self._counted, "visible": visible, "copies": self._copies}
         found = summarize(*given, **how)

@@ -1,9 +1,10 @@
 """Compare two models on the same texts: the paired difference in nats a token, with an interval, and what both write and attend to.
 
 Both models see the same rows under the same masks: a mask is keyed by the seed, the document and the row, never by the model.
-A document's nats are the bound that `score` computes with the same draws. The difference of two sums of nats, divided by the
-number of tokens, is a ratio; its interval is the bootstrap of intervals.py over the documents (over rows, where there are too few
-documents), of the ratio's linear form. Takes models and rows of tokens; knows no file of texts.
+A document's nats are the bound that `score` computes with the same draws; in block diffusion `score` draws for each block instead,
+with the same mean. The difference of two sums of nats, divided by the number of tokens, is a ratio; its interval is the bootstrap
+of intervals.py over the documents (over rows, where there are too few documents), of the ratio's linear form. Takes models and rows
+of tokens; knows no file of texts.
 
 R rows, D masks of a row, U units (documents or rows).
 """
@@ -46,7 +47,7 @@ _METHOD = (
     "Differences are paired: both models see the same rows under the same masks. "
     "The 95 % interval is a bootstrap over {}s: it covers the choice of texts and masks."
 )
-_SEEDS = "This compares two training runs; before you judge a method, train each model on several seeds."
+_SEEDS = "This compares two training runs: with other seeds the difference may turn around."
 _CHUNK = 8  # rows between two updates of the progress bar
 
 
@@ -253,7 +254,7 @@ class Comparison:
         for side in (one for one in sides if one.attention["model"]["n_sinks"]):
             share = tell(total(side.attention, "sink_mass"), "sink_mass")
             told.append(f"{side.name} puts {share} of its attention on its {sink_name(side.attention)}.")
-        self.caution = " ".join([*told, _SEEDS])
+        self.caution = " ".join([_SEEDS, *told])
         self.unigram = unigram_entropy(rows)
         notes = [_METHOD.format(unit)]
         if unit == "row":
@@ -295,9 +296,9 @@ class Comparison:
 
     def grids(self) -> Iterator[Grid]:
         head = [*self.names, self.versus, "tokens"]
-        unit, whole = self.found["unit"], {"all texts": self.found["total"]}
+        unit = self.found["unit"]
         for title, lines in (
-            ("Nats a token", whole),
+            ("Nats a token", {"all texts": self.found["total"]}),
             ("Nats a masked token, by masked share", self.found["by_share"]),
             (f"Nats a token, by tokens of a {unit}", self.found["by_length"]),
         ):
@@ -311,8 +312,8 @@ class Comparison:
                 for one in lines.values()
             ]
             found = [[name, *row] for name, row in zip(lines, cells, strict=True)]
-            if lines is whole:
-                found.append(["unigram entropy", *[f"{self.unigram:.4f}"] * 2, "", found[0][-1]])
+            if lines is not self.found["by_length"]:  # what a model without context reaches
+                found.append(["unigram entropy", *[f"{self.unigram:.4f}"] * 2, "", ""])
             yield Grid(title, ["", *head], found)
         rows = []
         for name in SHOWN:

@@ -13,7 +13,7 @@ from sinkdlm.checkpoint.durable import read_object
 from sinkdlm.config.model import ModelConfig
 from sinkdlm.errors import CheckpointError
 
-CARD, SIGN = "README.md", "<!-- Written by `sinkdlm push`, which replaces it; without this line it stays. -->"
+CARD, SIGN = "README.md", "<!-- Written by sinkdlm push, which replaces this card unless this line is removed. -->"
 _FACTS = {
     "tokens_seen": "tokens seen",
     "steps": "steps",
@@ -38,9 +38,9 @@ def write_card(repo: str, config: ModelConfig, provenance: Mapping[str, Any], ev
     told = [("parent", parent.get("found")), ("parent's place", parent.get("path"))]
     data = provenance.get("data")
     for name, one in data.items() if isinstance(data, Mapping) else ():
-        told.append(("data", f"{Path(name).name}: {one.get('tokens', 0):,} tokens"))
+        told.append(("data", f"{Path(name).name}: {one.get('tokens')} tokens" if isinstance(one, Mapping) else name))
     told += [(word, provenance.get(key)) for key, word in _FACTS.items()]
-    sinks = f"{config.n_sinks} sinks, {config.sink_kind}, {config.sink_position}" if config.n_sinks else "none"
+    sinks = f"{config.n_sinks}, {config.sink_kind}, {config.sink_position}" if config.n_sinks else "none"
     shape = [
         ("parameters", f"{config.count_parameters().total:,}"),
         ("layers, width, heads", f"{config.n_layers}, {config.d_model}, {config.n_heads} ({config.n_kv_heads} kv)"),
@@ -55,6 +55,9 @@ def write_card(repo: str, config: ModelConfig, provenance: Mapping[str, Any], ev
     lines += [f"base_model: {base.removeprefix('hf://').partition('@')[0]}"] if base.startswith("hf://") else []
     lines += ["---", SIGN, f"# {repo.rpartition('/')[2]}", "", "A masked diffusion language model, written by sinkdlm.", ""]
     lines += ["```sh", "pip install sinkdlm", f'sinkdlm sample hf://{repo} --prompt "..."', "```", ""]
+    lines += ["In transformers:", "", "```python", "import sinkdlm.interop", "from transformers import AutoModelForMaskedLM", ""]
+    lines += [f'model = AutoModelForMaskedLM.from_pretrained("{repo}")']
+    lines += ["found = model.diffusion_generate(input_ids, attention_mask, max_new_tokens=64)", "```", ""]
     lines += ["## Model", "", *_table(("", ""), shape), "", "## Provenance", "", *_table(("", ""), told), ""]
     if isinstance(recipe := provenance.get("recipe"), Mapping):
         lines += ["The recipe:", "", "```toml", tomli_w.dumps(_set(recipe)).strip(), "```", ""]

@@ -28,7 +28,7 @@ from sinkdlm.checkpoint import hub
 from sinkdlm.checkpoint.durable import is_plain_name, read_object, sync
 from sinkdlm.checkpoint.tokenizer import check_vocabulary, read_tokenizer, write_tokenizer
 from sinkdlm.config.model import MODEL_TYPE, ModelConfig
-from sinkdlm.errors import CheckpointError, ConfigError, UserError, first_line
+from sinkdlm.errors import CheckpointError, ConfigError, UserError, check_regular, first_line
 from sinkdlm.fast import accelerate
 from sinkdlm.model.model import DiffusionLM
 
@@ -258,6 +258,7 @@ def load(
     if dtype is not None and dtype not in _WEIGHT_DTYPES.values():
         raise CheckpointError(f"dtype = {dtype!r}: allowed are {', '.join(map(str, _WEIGHT_DTYPES.values()))}")
     path, place = Path(path), find_device(device)
+    check_regular(path, CheckpointError)
     config, provenance, files = read_config(path), read_provenance(path), weight_files(path)
     if verify:
         _verify(path, provenance, files)

@@ -21,7 +21,7 @@ def compare(
     documents: Documents = "file",
     limit: Annotated[int | None, option("Use only the first N documents.", min=1)] = None,
     tokens: Annotated[int, option("Score at most this many tokens.", min=1)] = 1 << 15,
-    draws: Annotated[int, option("Masks per row, the same for both models.", min=8)] = 16,
+    draws: Annotated[int, option("Masks per row, the same for both models.", min=8, max=1 << 16)] = 16,
     prompts: Annotated[int, option("Beginnings of texts that both models continue; 0 for none.", min=0)] = 4,
     length: Annotated[int | None, option("Tokens to write; by default 64, or as many as fit.", min=1)] = None,
     config: Sampler = "smdm-origin",
@@ -62,7 +62,7 @@ def compare(
         sides.append(_measure(lm, name, source, rows, masks, beginnings, budget, policy, length, seed, bos))
         del lm  # before the next one is loaded
     settings = {"texts": str(texts), "tokens_at_most": tokens, "row_tokens": min(_ROW_TOKENS, room), "draws": draws, "seed": seed}
-    settings |= {"policy": config, **given(temperature=temperature, length=length), **dict(overrides or [])}
+    settings |= {"policy": config, "temperature": policy.temperature, **given(length=length), **dict(overrides or [])}
     comparison = comparing.Comparison((sides[0], sides[1]), rows, masks, beginnings, settings)
     files = {} if out is None else comparison.write(out)
     if as_json:
@@ -118,7 +118,7 @@ def _measure(lm: Any, name: str, source: str, rows: Any, masks: Any, prompts: An
 def _describe(comparison: Any) -> str:
     from sinkdlm.evals.report import align
 
-    lines = [comparison.title, comparison.lede, comparison.caution]
+    lines = [comparison.title, comparison.caution, comparison.lede]
     for grid in comparison.grids():
         lines += ["", grid.title, align([grid.head, *grid.rows], 1)]
     for prompt, *written in comparison.written():

@@ -36,6 +36,12 @@ def _leave(status: int) -> "NoReturn":
     raise SystemExit(status)
 
 
+def _is_of_memory(failure: Exception) -> bool:
+    """torch raises a RuntimeError where a CPU's memory is not enough, or where a size has no number."""
+    words = ("allocate memory", "out of memory", "Storage size calculation overflowed")
+    return isinstance(failure, MemoryError) or (isinstance(failure, RuntimeError) and any(each in str(failure) for each in words))
+
+
 def main() -> None:
     """Run the command line; a user's mistake becomes one line on stderr and exit status 2.
 
@@ -86,7 +92,14 @@ def _run() -> None:
             raise
         print(f"sinkdlm: {failure.filename}: {failure.strerror}", file=sys.stderr)
         _leave(2)
-    except Exception:
+    except Exception as failure:
+        if _is_of_memory(failure):
+            said = str(failure).strip().partition("\n")[0] or type(failure).__name__
+            print(
+                f"sinkdlm: no memory holds this; ask for a smaller model, batch or number: {said}",
+                file=sys.stderr,
+            )
+            _leave(2)
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise
         import traceback

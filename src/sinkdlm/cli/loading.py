@@ -205,8 +205,9 @@ def load_model(checkpoint: str, device: Any, dtype: str | None, *, compiled: boo
 
         to_float8(lm.model)
     if compiled:
-        for block in lm.model.blocks:
-            block.compile()
+        from sinkdlm.fast import compile_blocks
+
+        compile_blocks(lm.model)
     return lm
 
 

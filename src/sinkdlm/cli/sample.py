@@ -25,7 +25,7 @@ from sinkdlm.cli.options import (
 )
 
 # Suits a model of plain text, which repeats itself where every token is the likeliest.
-BASE_POLICY = ("--policy", "smdm-origin", "--temperature", "0.7")
+BASE_POLICY = ("--policy", "smdm-origin", "--temperature", "0.8")
 
 
 def sample(
@@ -103,5 +103,5 @@ def sample(
             f"note  greedy text of a base model tends to repeat itself; try {' '.join(BASE_POLICY)}, or --temperature 1", err=True
         )
     elif n > 1 and not policy.is_drawn:
-        typer.echo("note  at temperature 0 the texts of a prompt are copies; --temperature 0.7 makes them differ", err=True)
+        typer.echo("note  at temperature 0 the texts of a prompt are copies; --temperature 0.8 makes them differ", err=True)
     say(found, "\n".join(row["text"] for row in found["samples"]), as_json)

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from sinkdlm.cli.loading import load_parent, load_recipe, say
 from sinkdlm.cli.options import Device, Json, Overrides, RecipeFile, option
 from sinkdlm.cli.sample import BASE_POLICY
+from sinkdlm.errors import UserError
 
 _DRIVER = "libcuda.so.1"
 
@@ -54,6 +55,7 @@ def train(
 
 def next_commands(folder: Path, recipe: Any) -> list[str]:
     """Commands that use what a run made: write a text, measure the model or compare it with its twin, look at its attention."""
+    from sinkdlm.checkpoint.durable import read_object
     from sinkdlm.checkpoint.tokenizer import read_tokenizer
     from sinkdlm.data.shards import INDEX, open_split
 
@@ -64,7 +66,7 @@ def next_commands(folder: Path, recipe: Any) -> list[str]:
     split = open_split(data, "validation")
     held_out = split.n_tokens > 0
     split = split if held_out else open_split(data)
-    settings = json.loads((data / INDEX).read_text())["settings"] if (data / INDEX).exists() else {}
+    settings = read_object(data / INDEX, UserError).get("settings") if (data / INDEX).exists() else None
     written = [*BASE_POLICY, *_base_prompt(split, tokenizer)] if split.kind == "text" else _example_prompt(split, tokenizer)
     return [
         _command("sample", model, *written),
@@ -105,14 +107,17 @@ def _compare(folder: Path, data: Path, held_out: bool) -> list[object] | None:
     return ["compare", *twins, data, "--out", folder / "compared"] if held_out and all(map(Path.is_dir, twins)) else None
 
 
-def _measure(model: Path, folder: Path, settings: dict[str, Any], data: Path, held_out: bool) -> list[object]:
+def _measure(model: Path, folder: Path, settings: Any, data: Path, held_out: bool) -> list[object]:
     """Score held-out texts, or a part of the texts that were prepared; else ask a benchmark."""
-    kind, names = settings.get("kind", "text"), settings.get("inputs", {}).get("names", [])
+    try:
+        kind, named = str(settings["kind"]), settings["field"]
+        texts = next((name for name in settings["inputs"]["names"] if kind == "text" and Path(name).exists()), None)
+    except (KeyError, TypeError):  # of an index that says nothing of its texts
+        kind, texts = "", None
     if kind == "text" and held_out:
         return ["score", model, data, "--limit", 20]
-    texts = next((name for name in names if kind == "text" and Path(name).exists()), None)
     if texts is not None:
-        field = [] if settings["field"] == "text" else ["--field", settings["field"]]
+        field = [] if named == "text" else ["--field", named]
         return ["score", model, texts, *field, "--documents", "paragraph", "--limit", 20]
     task = kind.replace("-", "_") if kind.startswith("gsm8k") else "arc_easy"
     return ["eval", model, "--tasks", task, "--limit", 100, "--out", folder / "eval"]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sinkdlm.config.toml import describe_mistake, suggest
+from sinkdlm.config.toml import describe_mistake, show, suggest
 from sinkdlm.errors import ConfigError
 
 MODEL_TYPE = "sinkdlm"
@@ -30,7 +30,7 @@ class Frozen(BaseModel):
             keys = cls.keys()
             for key in data:
                 if key not in keys and key not in cls.model_fields:
-                    raise ConfigError(f"{key} = {data[key]!r}: unknown key; {suggest(key, keys)}")
+                    raise ConfigError(f"{key} = {show(data[key])}: unknown key; {suggest(key, keys)}")
         try:
             return handler(data)
         except ValidationError as failure:
@@ -42,7 +42,7 @@ class Frozen(BaseModel):
     def _name_the_place(cls, value: Any, handler: Any, info: Any) -> Any:
         kind = cls.model_fields[info.field_name].annotation
         if isinstance(kind, type) and issubclass(kind, Frozen) and not isinstance(value, Mapping | kind):
-            raise ConfigError(f"{info.field_name} = {value!r}: allowed is a table with the keys {', '.join(kind.keys())}")
+            raise ConfigError(f"{info.field_name} = {show(value)}: allowed is a table with the keys {', '.join(kind.keys())}")
         try:
             return handler(value)
         except ConfigError as failure:

@@ -147,8 +147,9 @@ class BlocksSection(Frozen):
         low, high = self.t_range
         if low >= high:
             raise ConfigError(f"t_range = [{low}, {high}]: allowed is a lower and a higher time, as in [0.3, 0.8]")
-        if self.complementary and self.t_range != (0.0, 1.0):
-            raise ConfigError(f"complementary = true: the complement of t in [{low}, {high}] lies outside; leave one out")
+        if self.complementary and abs(low + high - 1) > 1e-9:
+            cure = "give a range around 0.5, as in [0.2, 0.8], or leave one out"
+            raise ConfigError(f"complementary = true: the complement of t in [{low}, {high}] lies outside; {cure}")
         steps = [step for step, _ in self.sizes]
         if steps and (steps[0] != 0 or sorted(set(steps)) != steps):
             raise ConfigError(f"sizes: steps {steps}: allowed are growing steps from 0 on, as in [[0, 4], [1000, 32]]")

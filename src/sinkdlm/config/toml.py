@@ -5,12 +5,18 @@ Does not know which keys there are, nor what they mean.
 
 import difflib
 import json
+import reprlib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sinkdlm.errors import ConfigError, check_regular
+
+_shown = reprlib.Repr()  # of any value, in a line, however long or deep it is
+_shown.maxstring = _shown.maxother = _shown.maxlong = 200
+_shown.maxlist = _shown.maxtuple = _shown.maxdict = 20
+show = _shown.repr
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -21,7 +27,7 @@ def read_table(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as failure:
         reason = failure.strerror if isinstance(failure, OSError) else "not UTF-8 text"
         raise ConfigError(f"{path}: cannot read recipe: {reason}") from None
-    except (tomllib.TOMLDecodeError, RecursionError) as failure:
+    except (ValueError, RecursionError) as failure:  # Python refuses a whole number of more than 4300 digits by itself
         raise ConfigError(f"{path}: not valid TOML: {failure}") from None
 
 
@@ -40,7 +46,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--set {text}: expected key=value; {f'give {key} a value' if key.strip() else 'name the key'}")
     try:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return key.strip(), value.strip()
 
 
@@ -78,4 +84,4 @@ def describe_mistake(error: Any) -> str:
         reason = f"allowed is a table, as in {{{', '.join(f'{json.dumps(str(name))} = 1' for name in names)}}}"
     for words, ours in (("Input should be", "allowed is"), ("Tuple should have", "allowed is a list of"), ("Value error, ", "")):
         reason = reason.replace(words, ours)
-    return f"{key} = {error['input']!r}: {reason}" if key else reason
+    return f"{key} = {show(error['input'])}: {reason}" if key else reason

@@ -29,6 +29,7 @@ _HUB_WORD = r"(?![.-])(?!.*(--|\.\.))[\w.-]+(?<![.-])"
 _HUB_NAME = re.compile(rf"[\w-]+|{_HUB_WORD}/{_HUB_WORD}", re.ASCII)  # old names have no owner, and none of them has a dot
 _CHUNK = 1 << 18  # bytes read at a time
 _PACKED_CHUNK = 1 << 10  # and unpacked: they may become 32 MB
+_PARQUET_ROWS = 64  # read at a time: a dictionary may make each of them long
 _MOST_UNPACKED = 200  # times as much as is packed: texts shrink to a third or a tenth
 _LINE_LIMIT = 1 << 28  # bytes of a line, which is read whole
 PIECE = 1 << 20  # characters after which a long text is cut at the next line break
@@ -209,9 +210,7 @@ class Reader:
                 for unpacked in _unpacked(path, iter(lambda: file.read(_CHUNK), b"")):
                     self.bytes_done = before + file.tell()
                     size += len(unpacked)
-                    if size > _MOST_UNPACKED * file.tell() + 256 * _CHUNK:
-                        times = f"{size} bytes come out of {file.tell()}, more than of any text"
-                        raise DataError(f"{path}: {times}; if it is one all the same, unpack it first")
+                    _check_unpacked(source.name, size, file.tell())
                     yield unpacked
         except OSError as failure:
             raise DataError(f"{path}: cannot be read: {failure.strerror or failure}") from None
@@ -277,7 +276,7 @@ class Reader:
             import pyarrow.parquet
         except ImportError:
             raise DataError(f"{source.name}: reading parquet needs: {EXTRA}") from None
-        before, number = self.bytes_done, 0
+        before, number, n_unpacked = self.bytes_done, 0, 0
         try:
             with pyarrow.parquet.ParquetFile(source.name) as file:
                 columns = None if fields is None else [name for name in file.schema_arrow.names if name in fields]
@@ -288,7 +287,9 @@ class Reader:
                     if number + size <= skip:
                         number += size
                         continue
-                    for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=columns):
+                    for batch in file.iter_batches(batch_size=_PARQUET_ROWS, row_groups=[group], columns=columns):
+                        n_unpacked += batch.nbytes
+                        _check_unpacked(source.name, n_unpacked, source.size)
                         for value in batch.to_pylist():
                             number += 1
                             if number > skip:
@@ -320,6 +321,12 @@ def cut(texts: Iterable[str]) -> Iterator[str]:
         searched = max(0, len(held) - 1)
     if held:
         yield held
+
+
+def _check_unpacked(name: str, size: int, packed: int) -> None:
+    if size > _MOST_UNPACKED * packed + 256 * _CHUNK:
+        told = f"{size} bytes come out of {packed}, more than of any text"
+        raise DataError(f"{name}: {told}; if it is one all the same, unpack it first")
 
 
 def _unpacked(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from sinkdlm.checkpoint.durable import is_plain_name
-from sinkdlm.errors import DataError
+from sinkdlm.errors import DataError, check_regular
 
 INDEX = "index.json"
 FORMAT, VERSION = "sinkdlm-tokens", 1
@@ -140,6 +140,7 @@ def open_split(folder: str | Path, split: str = "train") -> Split:
             f"{folder}: no such folder; make one with: sinkdlm data prepare TEXT --tokenizer T --out {folder}"
             f" (or, for the nano recipes, sinkdlm data example --out {folder})"
         )
+    check_regular(folder, DataError)
     if (folder / INDEX).exists():
         return _open_own(folder, split)
     if (folder / "progress.json").exists() or list(folder.glob("*.partial")):

@@ -92,10 +92,12 @@ def ignored_cuts(request: Request, settings: Settings) -> bool:
 def check_room(request: Request, settings: Settings, config: ModelConfig) -> None:
     """Refuse, before hours of other requests, an answer that does not fit beside one token of the prompt, or the model's blocks."""
     manner, room = Manner.of(request, settings, None), config.context_length
-    if not settings.causal:
-        Canvas([config.mask_id], manner.policy, config.mask_id, block_size=config.block_size)
     if manner.canvas is None and manner.n_tokens >= room:
         raise _no_room(request.place, manner.n_tokens, room, "--gen-kwargs max_gen_toks=N")
+    if not settings.causal:
+        given = [-1] * ((config.block_size or 1) - 1)  # a prompt that ends inside a block leaves the most blocks, each with a step
+        canvas = [*given, *[config.mask_id] * (manner.n_tokens if manner.canvas is None else 1)]
+        start([Canvas(canvas, manner.policy, config.mask_id, block_size=config.block_size)])
 
 
 def _no_room(place: str, size: int, room: int, cure: str) -> EvalError:

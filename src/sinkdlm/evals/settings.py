@@ -29,7 +29,7 @@ class Settings(Frozen):
     """
 
     estimator: str = "exact_k"
-    draws: int = Field(default=128, ge=1)
+    draws: int = Field(default=128, ge=1, le=1 << 16)  # a row's masks are in memory together
     guidance: float = Field(default=0.0, ge=-1)
     adaptive: bool = False  # draws end once a question's ranking is settled
     error: float = Field(default=0.05, gt=0, lt=1)  # adaptive: accepted chance of a wrong ranking

@@ -13,11 +13,11 @@ from sinkdlm.model.context import Context
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.model.visibility import Annealing
 
-_WORDS = {
-    "flat": "tokens and sinks in one matrix, sinks merged into cuDNN's attention",
-    "inference": "sinks as extra keys of torch's attention, Triton kernels for rotary and SwiGLU",
-    "flex": "FlexAttention, which computes visibility in its kernel",
-    "blocks": "plain blocks, sinks as extra keys of torch's attention",
+_WORDS = {  # and of sinks
+    "flat": ("tokens in one matrix, cuDNN's attention", ", sinks merged into it"),
+    "inference": ("torch's attention, Triton kernels for rotary and SwiGLU", ", sinks as extra keys"),
+    "flex": ("FlexAttention, which computes visibility in its kernel", ""),
+    "blocks": ("plain blocks, torch's attention", ", sinks as extra keys"),
 }
 
 
@@ -33,7 +33,8 @@ def explain(
     with torch.set_grad_enabled(trains), torch.autocast(device.type, enabled=False):
         path = model.runner.choose(config, x, ctx)
     explains = path == "blocks" and trains and device.type == "cuda" and not annealed
-    return f"{path} ({_WORDS[path]}{f': {_why_not_flat(config, dtype, tokens)}' if explains else ''})"
+    words = "".join(_WORDS[path][: 1 + bool(config.n_sinks)])
+    return f"{path} ({words}{f': {_why_not_flat(config, dtype, tokens)}' if explains else ''})"
 
 
 def _why_not_flat(config: ModelConfig, dtype: torch.dtype, tokens: int) -> str:

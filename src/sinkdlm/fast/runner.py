@@ -76,12 +76,14 @@ def compile_blocks(model: DiffusionLM) -> None:
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a forward, but run it eagerly while it is observed or intervened in."""
+    """Compile a forward, but run it eagerly while it is observed or intervened in, or keeps blocks: at each of them it would be
+    compiled anew."""
     fast = torch.compile(forward)
 
     def run(x: Tensor, sinks: Tensor | Lane | None, ctx: FastContext) -> Any:
-        watched = ctx.view.observe is not None or ctx.view.intervene is not None
-        return (forward if watched else fast)(x, sinks, ctx)
+        view = ctx.view
+        eager = view.observe is not None or view.intervene is not None or getattr(view.cache, "block_size", None) is not None
+        return (forward if eager else fast)(x, sinks, ctx)
 
     return run
 

@@ -136,6 +136,8 @@ def write_transformers(destination: Path, loaded: Loaded, *, standalone: bool) -
                 SinkDLMForMaskedLM.wrap(loaded.model).save_pretrained(aside)
             if standalone:
                 make_standalone(aside)
+            card = _card(destination.name, loaded, standalone=standalone)
+            (aside / "README.md").write_text(card, encoding="utf-8")
         else:
             config = _parent_config(kind, loaded)
             ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
@@ -149,6 +151,42 @@ def write_transformers(destination: Path, loaded: Loaded, *, standalone: bool) -
     if kind is not None:
         return f"transformers directory ({kind})"
     return "transformers directory (sinkdlm, with its own modelling file)" if standalone else "transformers directory (sinkdlm)"
+
+
+_CARD = """---
+library_name: transformers
+tags: [masked-diffusion, attention-sink]
+---
+
+# {name}
+
+A masked diffusion language model, written by sinkdlm convert.
+
+```python
+{imports}
+
+model = AutoModelForMaskedLM.from_pretrained("{name}"{trust})
+{rows}
+found = model.diffusion_generate(rows, max_new_tokens={new}, temperature=0.7, seed=0)
+print({shown})
+```
+"""
+_READ = """tokenizer = AutoTokenizer.from_pretrained("{name}")
+rows = tokenizer("a", return_tensors="pt")["input_ids"]"""
+
+
+def _card(name: str, loaded: Loaded, *, standalone: bool) -> str:
+    """How to write with the model in transformers."""
+    imports = [] if standalone else ["import sinkdlm.interop  # registers the class"]
+    if loaded.tokenizer is None:
+        imports = ["import torch", *imports, "from transformers import AutoModelForMaskedLM"]
+        rows, shown = "rows = torch.tensor([[0, 1]])", "found"
+    else:
+        imports += ["from transformers import AutoModelForMaskedLM, AutoTokenizer"]
+        rows, shown = _READ.format(name=name), "tokenizer.decode(found[0])"
+    new = max(1, min(32, loaded.config.context_length // 2))
+    trust = ", trust_remote_code=True" if standalone else ""
+    return _CARD.format(name=name, imports="\n".join(imports), rows=rows, trust=trust, new=new, shown=shown)
 
 
 _FAST_DLLM_CODE = {

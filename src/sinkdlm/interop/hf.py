@@ -99,17 +99,20 @@ class SinkDLMForMaskedLM(DiffusionGeneration, PreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        clean: Tensor | None = None,
         **_: Any,
     ) -> Any:
         """attention_mask: rows may be padded on either side; positions count from a row's own first token.
 
         num_items_in_batch: Trainer's global count of labels; with it, the loss does not depend on how the batch is cut.
+        clean: for block diffusion, input_ids without noise: each block sees the clean ones before it.
         """
         lengths = order = None
         if attention_mask is not None and not bool((mask := check_padding(attention_mask, input_ids)).all()):
             lengths = mask.sum(-1)
             order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)  # padding goes behind the tokens
-        hidden = self.model(input_ids if order is None else input_ids.gather(1, order), lengths=lengths)
+            input_ids, clean = input_ids.gather(1, order), None if clean is None else clean.gather(1, order)
+        hidden = self.model(input_ids, lengths=lengths, clean=clean)
         if order is not None:
             hidden = hidden.take_along_dim(order.argsort(dim=1)[..., None], dim=1)
         logits = self.model.head(hidden)

@@ -122,6 +122,7 @@ def open_source(path: str | Path, shape: Mapping[str, Any] | None = None) -> Sou
     if not path.exists():
         raise ConvertError(f"{path}: no such file or folder{hub.hint(path)}")
     path = model_in(path)
+    check_regular(path, ConvertError)
     if path.parent.name == "checkpoints" and path.name.startswith("step-"):
         cure = "finish the run, or let it export a model on its way with --set save.milestones=[STEP]"
         raise ConvertError(f"{path}: a training run's state, not a model; {cure}")
@@ -159,7 +160,6 @@ def _open_folder(path: Path, shape: dict[str, Any]) -> Source:
 
 def _open_file(path: Path, shape: dict[str, Any]) -> Source:
     """Open a file by its first bytes, not by its ending."""
-    check_regular(path, ConvertError)
     try:
         with path.open("rb") as file:
             start = file.read(16)

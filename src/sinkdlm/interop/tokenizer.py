@@ -35,6 +35,7 @@ def read_tokenizer_at(path: str | Path) -> Any:
     path = hub.find(path, weights=False)
     if path.is_dir():
         path = model_in(path)
+        check_regular(path, ConvertError)
         found = read_folder(path)
         if found is None:
             raise ConvertError(

@@ -209,8 +209,8 @@ class Watcher:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None, sink_v: Tensor | None) -> None:
         logit = None if self._sink_logits is None else self._sink_logits[layer]
-        q, *given = part_registers(self._n_registers, q, k, v, sink_k, sink_v)
-        n_tokens = k.shape[2] // self._copies - self._n_registers
+        q, k, v, sink_k, sink_v = part_registers(self._n_registers, q, k, v, sink_k, sink_v)
+        n_tokens = k.shape[2] // self._copies
         visible = see_blocks(n_tokens, self._block_size, q.device, self._copies)
-        how = {"sink_logit": logit, "lengths": self._lengths, "visible": visible}
-        self.layers.append(summarize(q[:, :, :n_tokens], *given, **how, copies=self._copies))
+        given = (q[:, :, :n_tokens], k, v, sink_k, sink_v)
+        self.layers.append(summarize(*given, sink_logit=logit, lengths=self._lengths, visible=visible, copies=self._copies))

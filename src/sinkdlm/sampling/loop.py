@@ -46,7 +46,8 @@ def step(
         active = _without_waiting(active)
     groups: dict[Any, list[State]] = {}
     for state in active:
-        groups.setdefault(id(state) if deterministic else _forward_key(state, adapter), []).append(state)
+        key = _forward_key(state, adapter)  # which also refuses what the denoiser cannot do
+        groups.setdefault(id(state) if deterministic else key, []).append(state)
     for group in groups.values():
         batch = group[0].batch
         Batch.of(group, torch.device(device or ("cpu" if batch is None else batch.device))).advance(group, adapter)
@@ -147,10 +148,12 @@ def requests_of(
             raise SamplingError(f"new_tokens = {new_tokens!r}: expected a whole number")
         given = [len(head) + len(tail) + new_tokens for head, tail in zip(heads, tails, strict=False)]
     sizes = [given] * len(heads) if isinstance(given, int) else list(given)
-    if not len(heads) == len(tails) == len(sizes):
-        raise SamplingError(f"{len(heads)} prompts, {len(tails)} suffixes, {len(sizes)} lengths: give one of each per row")
+    keys = range(len(heads)) if numbers is None else numbers
+    if not len(heads) == len(tails) == len(sizes) == len(keys):
+        counts = f"{len(heads)} prompts, {len(tails)} suffixes, {len(sizes)} lengths, {len(keys)} numbers"
+        raise SamplingError(f"{counts}: give one of each per row")
     found = []
-    for number, head, tail, size in zip(numbers or range(len(heads)), heads, tails, sizes, strict=True):
+    for number, head, tail, size in zip(keys, heads, tails, sizes, strict=True):
         n_given = len(head) + len(tail)
         if size < n_given or (size == n_given and mask_id not in head + tail):
             why = f"counts the whole canvas, prompt included, and {n_given} tokens are given; give a larger one"

@@ -37,8 +37,8 @@ class PrefixCache:
         table = torch.tensor([starts, begins, self.kept])[:, :, None].to(device)
         self._begins, self._final = table[1], table[2]
         self.length = max(stop for _, stop in spans)
-        # One span inside one block, the same for all rows: nothing needs a mask.
-        alike = len(set(spans)) == 1 and starts[0] == begins[0] and set(self.kept) == {begins[0]}
+        # One span behind what is kept, the same for all rows: no row needs places or a mask of its own.
+        alike = len(set(spans)) == 1 and set(self.kept) == {starts[0]}
         self.start = starts[0] if alike else table[0]
         self._opened = begins
 

@@ -127,8 +127,8 @@ def probe(
     logits = [weight for name, weight in model.named_parameters() if name.endswith("sink_logit")]  # never sharded
     size = model.config.block_size
     clean = None if size is None else batch.tokens[:, :_PROBE_TOKENS]
-    shape = {"n_registers": model.config.n_registers, "block_size": size, "copies": 1 if clean is None else 2}
-    watcher = Watcher(lengths, logits or None, **shape)
+    copies = 1 if clean is None else 2
+    watcher = Watcher(lengths, logits or None, n_registers=model.config.n_registers, block_size=size, copies=copies)
     with precision():
         model(tokens, lengths=lengths, clean=clean, observe=watcher)
     found = []

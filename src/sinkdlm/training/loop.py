@@ -182,16 +182,22 @@ class Trainer:
     def _greet(self, layout: str) -> None:
         state = f"resumed at step {self.step}" if self.step else "from the beginning"
         tokens = self._tokens(self.steps)
-        sets = ", ".join(f"{split.folder} ({share:g})" for split, share in zip(self.rows.splits, self.rows.shares, strict=True))
+        several = len(self.rows.splits) > 1
+        shares = [f" ({share:g})" if several else "" for share in self.rows.shares]
+        sets = ", ".join(f"{split.folder}{share}" for split, share in zip(self.rows.splits, shares, strict=True))
+        overlapping = " overlapping" * (self.recipe.data.stride not in (None, self.recipe.data.length))
         dtype = torch.bfloat16 if self.autocasts else self.dtype
         path = explain(self.model, self.device, dtype, trains=True, tokens=self.recipe.data.length)
         precision = self.precision + (" with a bf16 residual stream" if self.plan.residual == "bf16" else "")
         on_gpu = self.device.type == "cuda"
         self.say(
             f"{self.folder.path}: {state}, {self.steps} steps of {self.plan.batch} rows ({self.micro_batch} a forward), "
-            f"{tokens:,} tokens; {self.rows.n_rows} rows in {sets}; {precision} on {self.device.type}, {layout}; "
+            f"{tokens:,} tokens; {self.rows.n_rows:,}{overlapping} rows in {sets}; {precision} on {self.device.type}, {layout}; "
             f"runs {path}" + (f"; compiled: {self.way.compile}" if on_gpu else "")
         )
+        if (sizes := self.recipe.blocks.sizes) and sizes[-1][0] >= self.steps:
+            late = f"blocks.sizes: step {sizes[-1][0]}, from which blocks have model.block_size = {sizes[-1][1]}"
+            self.say(f"{late}, is not before the run's end at step {self.steps}; train longer, or give earlier steps")
         if on_gpu and self.way.frugal:
             name, left = torch.cuda.get_device_name(self.device), self.steps - self.step
             plan = line_of_run(self.recipe, name, self.world.memory, self.weights.layout, self.micro_batch, self.world.size, left)
@@ -351,7 +357,11 @@ class Trainer:
                     line["ema"] = self._validate(self.validation)
             self.monitor.line(line)
             error = "" if line["stderr"] is None else f" ± {line['stderr']:.4f}"
-            above = f"; unigram entropy {self.context.unigram():.2f}" if last and self.recipe.init.from_ is None else ""
+            above = (
+                f"; unigram entropy of the training text {self.context.unigram():.2f}"
+                if last and self.recipe.init.from_ is None
+                else ""
+            )
             self.say(f"step {self.step}: validation loss {line['loss']:.4f}{error}{above}")
         if self.step % max(1, log.probe_every) == 0 or last:
             self._look_at_attention()

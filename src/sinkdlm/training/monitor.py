@@ -26,6 +26,7 @@ _PLAIN_SECONDS = 10.0  # between progress lines without a terminal
 _FIRST_SECONDS = 1.0  # before the first of them, which needs a timed step
 _SPAN = 50  # steps that a shown loss or rate covers, about
 _LONGEST_LINE = 1 << 26  # bytes
+_LONGEST = 10**12  # seconds that are left; no clock shows more
 
 
 class Metrics:
@@ -225,7 +226,7 @@ class Monitor:
     def progress(self, step: int, steps: int, seen: str) -> None:
         """seen: what the step found, two spaces between its parts, the most important first."""
         now, (began, first) = time.monotonic(), self._set_out
-        left = timedelta(seconds=int((now - began) * (steps - step) / max(1, step - first)))
+        left = timedelta(seconds=min(_LONGEST, int((now - began) * (steps - step) / max(1, step - first))))
         loss, *rest = seen.split("  ")
         text = "  ".join([f"{step}/{steps}", loss, f"{left} left", *rest])
         if self._bar is not None:

@@ -36,7 +36,7 @@ from sinkdlm import __version__
 from sinkdlm.checkpoint.durable import LOCK, held, write_text
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.distributed.world import World
-from sinkdlm.errors import BusyError, ConfigError, TrainError
+from sinkdlm.errors import BusyError, ConfigError, TrainError, check_regular
 
 _LOCK_SECONDS = 120.0  # how long a restarted run waits for the one before it to end
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "tokenizers", "safetensors")
@@ -143,6 +143,7 @@ class RunFolder:
 
     def facts(self) -> dict[str, Any] | None:
         """Read run.json of an earlier start."""
+        check_regular(self.path, TrainError)
         file = self.path / "run.json"
         try:
             return json.loads(file.read_text()) if file.exists() else None

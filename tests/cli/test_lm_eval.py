@@ -22,7 +22,9 @@ def bridge():
     """Import late: lm-eval takes seconds to import."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from sinkdlm import lm_eval as found
+        from sinkdlm.cli import lm_eval as found
+
+        found.register()
     return found
 
 
@@ -134,6 +136,6 @@ metric_list: [{{metric: acc}}]
     words = ["--model", "sinkdlm", "--model_args", f"pretrained={checkpoint},draws=16,device=cpu", "--tasks", "arc_here"]
     words += ["--limit", "20", "--include_path", str(data.parent), "--output_path", str(tmp_path / "theirs")]
     own = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    subprocess.run([sys.executable, "-m", "sinkdlm.lm_eval", *words], env=os.environ | own, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "sinkdlm.cli.lm_eval", *words], env=os.environ | own, check=True, capture_output=True)
     (file,) = (tmp_path / "theirs").rglob("results_*.json")
     assert 0 <= json.loads(file.read_text())["results"]["arc_here"]["acc,none"] <= 1
