@@ -18,9 +18,10 @@ from sinkdlm.data.rows import open_rows
 from sinkdlm.diffusion import Schedule, denoising_loss
 from sinkdlm.fast import functions
 from sinkdlm.fast.runner import FastRunner
+from sinkdlm.fast.weight_only import quantize_blocks
 from sinkdlm.interop.adapt import load_any
 from sinkdlm.model.model import run_plain
-from sinkdlm.planning.formulas import count_held
+from sinkdlm.planning.formulas import Layout, count_held, training_memory
 from sinkdlm.training.adapter import Adapter
 from sinkdlm.training.evaluate import corrupt_batch
 from small_models import small_model, small_tokens
@@ -96,8 +97,9 @@ def test_the_first_update_is_the_one_computed_by_hand(tmp_path, token_set, paren
             torch.testing.assert_close(weights_of(tmp_path / "run" / "model")[f"{name}.weight"], merged, rtol=1e-10, atol=1e-12)
 
 
-def test_a_killed_run_ends_bit_for_bit_like_an_undisturbed_one(tmp_path, token_set, parent, monkeypatch):
-    recipe = lora_recipe(token_set, parent, adapter={"dropout": 0.3}, train={"ema": 0.9})
+@pytest.mark.parametrize("base", [None, "nf4", "int8"])
+def test_a_killed_run_ends_bit_for_bit_like_an_undisturbed_one(tmp_path, token_set, parent, monkeypatch, base):
+    recipe = lora_recipe(token_set, parent, adapter={"dropout": 0.3, "base": base}, train={"ema": 0.9})
     run(recipe, tmp_path / "whole", load_parent=load_parent)
     interrupted(recipe, tmp_path / "killed", monkeypatch, 3, load_parent=load_parent)
     run(recipe, tmp_path / "killed", load_parent=load_parent)
@@ -140,10 +142,12 @@ def test_losses_ignore_the_cut_of_the_batch_the_runner_and_recomputation(tmp_pat
     assert found[0][-1] != [line["loss"] for line in metrics(tmp_path / "dropless")][-1]
 
 
-def wrapped(*, new_mask: bool = False, dtype=torch.float32, dropout=0.0, targets=ALL, **flags) -> tuple[DiffusionLM, Adapter]:
+def wrapped(
+    *, new_mask: bool = False, dtype=torch.float32, dropout=0.0, targets=ALL, base=None, **flags
+) -> tuple[DiffusionLM, Adapter]:
     """A model with an adapter whose every weight is random."""
     model = small_model(dtype=dtype, **flags)
-    chosen = {**LORA, "dropout": dropout, "targets": targets}
+    chosen = {**LORA, "dropout": dropout, "targets": targets, "base": base}
     table = {"model": model.config.model_dump(), "init": {"from": "base"}, "adapter": chosen}
     adapter = Adapter(model, Recipe.resolve(table), new_mask=new_mask)
     generator = torch.Generator().manual_seed(0)
@@ -154,15 +158,16 @@ def wrapped(*, new_mask: bool = False, dtype=torch.float32, dropout=0.0, targets
     return model, adapter
 
 
+@pytest.mark.parametrize("base", [None, "nf4", "int8"])
 @pytest.mark.parametrize("new_mask", [False, True])
 @pytest.mark.parametrize(
     "flags", [{"n_sinks": 1, "gate": "elementwise"}, {"qkv_bias": True, "tie_embeddings": True, "mask_id": 10}]
 )
-def test_a_merged_model_computes_the_same(flags, new_mask):
-    """But for the logit of [MASK], which nothing reads."""
-    model, adapter = wrapped(new_mask=new_mask, **flags)
+def test_a_merged_model_computes_the_same(flags, new_mask, base):
+    """But for the logit of [MASK], which nothing reads. Layers without an update are quantised too."""
+    model, adapter = wrapped(new_mask=new_mask, base=base, targets=("qkv", "down"), **flags)
     merged = DiffusionLM(model.config)
-    merged.load_state_dict(adapter.merged(model.state_dict()))
+    merged.load_state_dict(adapter.merged(dict(model.named_parameters())))
     tokens = small_tokens(2, 9)
     tokens[:, ::2] = model.config.mask_id
     kept = [number for number in range(model.config.vocab_size) if number != model.config.mask_id]
@@ -171,12 +176,12 @@ def test_a_merged_model_computes_the_same(flags, new_mask):
     torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("targets", [ALL, ("out",)])
+@pytest.mark.parametrize(("targets", "base"), [(ALL, None), (("out",), None), (("out",), "nf4"), (ALL, "int8")])
 @pytest.mark.parametrize("given", [{"force": "flat"}, {"recompute": "selective"}, {"force": "flat", "recompute": "full"}])
-def test_fast_runners_equal_the_plain_one(monkeypatch, targets, given):
+def test_fast_runners_equal_the_plain_one(monkeypatch, targets, base, given):
     """Outputs and gradients, with dropout. No gradient of a frozen matrix is computed."""
     runners = (run_plain, FastRunner(fast.Plan(recompute=given.get("recompute", "none")), force=given.get("force")))
-    model, adapter = wrapped(dropout=0.3, targets=targets, dtype=torch.float64, n_sinks=2, gate="elementwise")
+    model, adapter = wrapped(dropout=0.3, targets=targets, base=base, dtype=torch.float64, n_sinks=2, gate="elementwise")
     computed, plain = [], functions.ops.weight_gradient
     monkeypatch.setattr(functions.ops, "weight_gradient", lambda *given: computed.append(1) or plain(*given))
     found = []
@@ -258,6 +263,11 @@ def test_pefts_own_loader_reads_the_adapter_with_its_sink(tmp_path, token_set, p
         ({"adapter": {**LORA, "targets": []}}, r"adapter\.targets"),
         ({"adapter": {**LORA, "rank": 0}}, r"adapter\.rank = 0"),
         ({"adapter": {**LORA, "dropout": 1.0}}, r"adapter\.dropout = 1\.0"),
+        ({"adapter": {**LORA, "base": "fp4"}}, r"adapter\.base = 'fp4'.*nf4"),
+        (
+            {"adapter": {**LORA, "base": "nf4"}, "train": {"precision": "fp8"}},
+            r"adapter\.base = 'nf4': does not go with .*'fp8'; set",
+        ),
         ({"adapter": {**LORA, "alfa": 1.0}}, r"adapter\.alfa.*did you mean alpha"),
     ],
 )
@@ -293,13 +303,49 @@ def test_a_plan_counts_what_trains(command_line, tmp_path, token_set, parent):
     assert "not known: records are of runs that train every weight" in said
 
 
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_a_quantised_base_stays_as_it_is_and_its_updates_learn(tmp_path, token_set, parent, base):
+    """The run's model less the adapter's updates is the rounded parent; all else but sinks is the parent itself."""
+    recipe = lora_recipe(token_set, parent, adapter={"base": base, "targets": ["qkv"]}, train={"precision": "float64"}, **QUIET)
+    run(recipe, tmp_path / "run", load_parent=load_parent)
+    found, model = weights_of(tmp_path / "run" / "model"), load_parent(recipe, torch.float64).model
+    held = quantize_blocks(model, base)
+    for name, weight in model.named_parameters():
+        assert torch.equal(found[name], weight) == (name != "sinks")
+    with safe_open(tmp_path / "run" / "adapter" / "adapter_model.safetensors", "pt") as adapter:
+        for name, layer in held.items():
+            expected = layer.dequantize(torch.float64)
+            if name.endswith("qkv"):
+                down, up = (adapter.get_tensor(f"base_model.model.model.{name}.lora_{part}.weight") for part in "AB")
+                assert up.any()
+                expected = expected + 6.0 / 3 * up @ down
+            torch.testing.assert_close(found[f"{name}.weight"], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_plan_counts_the_quantised_base():
+    """By the bytes that a model holds, but for a layer's table of levels."""
+    shape = {"n_layers": 2, "d_model": 64, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2}
+    for base in ("nf4", "int8"):
+        model, _ = wrapped(base=base, n_sinks=1, gate="headwise", **shape)
+        table = {"model": model.config.model_dump(), "init": {"from": "base"}, "adapter": {**LORA, "base": base}}
+        plan = training_memory(Recipe.resolve(table), 1)
+        held = [*model.parameters(), *(buffer for name, buffer in model.named_buffers() if not name.endswith("pairs"))]
+        assert plan.weights == pytest.approx(sum(one.numel() * one.element_size() for one in held), rel=1e-3)
+        quantized = sum(one.numel() for one in held if one.dtype in (torch.uint8, torch.int8))
+        sharded = training_memory(Recipe.resolve(table), 1, Layout(1, 2)).weights
+        assert sharded > (plan.weights + quantized) / 2  # codes are whole on every rank
+    assert training_memory(Recipe.resolve({**table, "adapter": LORA}), 1).weights > 2 * plan.weights
+
+
 @pytest.mark.slow
-def test_two_ranks_equal_one(tmp_path, token_set, parent):
+@pytest.mark.parametrize("base", [None, "nf4", "int8"])
+def test_two_ranks_equal_one(tmp_path, token_set, parent, base):
     """Sharded and in copies, with dropout; float64."""
     jobs = []
     for mode in ("shard", "replicate"):
         train = {"steps": 4, "precision": "float64", "micro_batch": 1, "ema": 0.9}
-        flags = {"adapter": {"dropout": 0.3}, "model": {**TINY, "gate": "headwise"}, "parallel": {"mode": mode}, "train": train}
+        adapter = {"dropout": 0.3, "base": base}
+        flags = {"adapter": adapter, "model": {**TINY, "gate": "headwise"}, "parallel": {"mode": mode}, "train": train}
         jobs.append({"recipe": lora_recipe(token_set, parent, **flags).to_dict(), "out": str(tmp_path / mode)})
     ranks.run({**jobs[0], "out": str(tmp_path / "alone")})
     file = tmp_path / "jobs.json"

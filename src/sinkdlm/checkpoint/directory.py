@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -56,8 +56,9 @@ class Loaded:
 
     @property
     def dtype(self) -> str:
-        """The weights' dtype, as in "float32"."""
-        return _short(self.model.embed.weight.dtype)
+        """The weights' dtype, as in "float32", or how those of blocks are held, as in "int8"."""
+        held = getattr(cast(Any, self.model.blocks[0]).attention.qkv, "kind", None)
+        return held or _short(self.model.embed.weight.dtype)
 
 
 def save(

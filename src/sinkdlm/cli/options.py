@@ -47,10 +47,13 @@ ModelSet = Annotated[list[Any] | None, option("Set a field of the model, as in n
 TaskSet = Annotated[list[Any] | None, option("Change a setting of one task, as in piqa.draws=64.", "--set", **_PAIR)]
 Documents = Annotated[Literal["file", "line", "paragraph"], option("What counts as a document in a .txt or .md file.")]
 Precision = Annotated[
-    Literal["float64", "float32", "bfloat16", "float16"] | None,
-    option("Precision of the weights; by default bfloat16 on a GPU, float32 elsewhere."),
+    Literal["float64", "float32", "bfloat16", "float16", "int8", "nf4", "int4"] | None,
+    option("Precision of the weights; by default bfloat16 on a GPU, float32 elsewhere. int8, nf4, int4: of those of blocks alone."),
 ]
 Computing = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16", "float8"],
-    option("Precision. auto: bfloat16 on a GPU, float32 elsewhere; float8: faster on a GPU, less precise."),
+    Literal["auto", "float32", "bfloat16", "float16", "float8", "int8", "nf4", "int4"],
+    option(
+        "Precision. auto: bfloat16 on a GPU, float32 elsewhere; float8: faster on a GPU, less precise. "
+        "int8, nf4, int4: as auto, with the blocks' weights in 8 or 4 bits: less memory."
+    ),
 ]

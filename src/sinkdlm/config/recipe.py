@@ -38,6 +38,9 @@ class AdapterSection(Frozen):
     """LoRA on a frozen parent, and what trains in full beside it."""
 
     kind: Literal["none", "lora"] = key("none", "lora: freeze the parent but for low-rank updates and what `full` names")
+    base: Literal["nf4", "int8"] | None = key(
+        None, "hold the frozen linear layers of blocks in 4 or 8 bits; by default in the weights' own precision"
+    )
     rank: Count = key(16, "rank of an update")
     alpha: Positive = key(32.0, "updates are scaled by alpha / rank")
     dropout: Decay = key(0.0, "share of a layer's input features that updates do not see, drawn for each step")
@@ -231,6 +234,8 @@ class Recipe(Frozen):
             raise ConfigError("adapter.kind = 'none': the other keys go with 'lora'; set it, or leave [adapter] out")
         if self.adapter.kind != "none" and self.init.from_ is None:
             raise ConfigError(f"adapter.kind = {self.adapter.kind!r}: needs a parent; set init.from, or leave [adapter] out")
+        if self.adapter.base and self.train.precision == "fp8":
+            raise ConfigError(f"adapter.base = {self.adapter.base!r}: does not go with train.precision = 'fp8'; set 'bf16'")
         if size is None and self.blocks != BlocksSection():
             raise ConfigError("blocks: goes with model.block_size, which is not set; set it, or leave [blocks] out")
         if size is not None and self.train.anneal:

@@ -14,7 +14,9 @@ from sinkdlm.model.lane import Lane
 
 _MOST_TABLES = 64
 # Adapters can switch on and off unnoticed: with foreign modules in a block, nothing is cached.
-_OWN = ("sinkdlm.model.model", "sinkdlm.fast.blocks", "sinkdlm.fast.quantized", "sinkdlm.fast.float8_training")
+_OWN = tuple(
+    f"sinkdlm.{own}" for own in ("model.model", "fast.blocks", "fast.quantized", "fast.weight_only", "fast.float8_training")
+)
 
 
 def arithmetic_of(model: Any) -> tuple[torch.device, torch.dtype, torch.dtype | None]:

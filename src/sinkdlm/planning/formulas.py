@@ -69,11 +69,10 @@ def training_flops(
 def count_held(recipe: Recipe) -> tuple[int, int]:
     """Count a run's parameters, and those of them that train. A new [MASK] row is left out."""
     config, section = recipe.model, recipe.adapter
-    total, d, ff = config.count_parameters().total, config.d_model, config.d_ff
+    total, d = config.count_parameters().total, config.d_model
     if section.kind == "none":
         return total, total
-    qkv = config.attention_width + 2 * config.n_kv_heads * config.head_dim
-    sides = {"qkv": d + qkv, "out": config.attention_width + d, "gate_up": d + 2 * ff, "down": ff + d}
+    sides = {name: sum(shape) for name, shape in block_matrices(config).items()}
     full = {
         "sinks": (config.n_lane + config.n_registers) * d,
         "sink_logit": config.n_layers * config.n_heads * config.has_sink_logit,
@@ -81,6 +80,12 @@ def count_held(recipe: Recipe) -> tuple[int, int]:
     }
     added = config.n_layers * section.rank * sum(sides[name] for name in section.targets)
     return total + added, added + sum(full.get(name, 0) for name in section.full)
+
+
+def block_matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return the outputs and inputs of a block's linear layers, but for a gate."""
+    d, ff, heads = config.d_model, config.d_ff, config.attention_width
+    return {"qkv": (heads + 2 * config.n_kv_heads * config.head_dim, d), "out": (d, heads), "gate_up": (2 * ff, d), "down": (d, ff)}
 
 
 def copies_of(config: ModelConfig, length: int) -> int:
@@ -216,14 +221,24 @@ def training_memory(
     shortest = min([size for _, size in recipe.blocks.sizes] or [recipe.data.length])
     computed = tokens * max(copies_of(config, recipe.data.length), 1 + (shortest < recipe.data.length))
     count, alone = config.count_parameters(), layout.ranks == 1
-    held, trained = (-(-number // layout.shards) * weight for number in count_held(recipe))
+    base, matrices = recipe.adapter.base, block_matrices(config).values()
+    sizes = [n_out * n_in for n_out, n_in in matrices] if base else [0]
+    quantized = config.n_layers * sum(sizes)
+    floats, n_trained = count_held(recipe)
+    held, trained = (-(-number // layout.shards) * weight for number in (floats - quantized, n_trained))
+    if base:  # whole on every rank, with scales of four bytes: one an output, or one a group of 64
+        scales = sum(n_out for n_out, _ in matrices) if base == "int8" else sum(sizes) // 64
+        held += config.n_layers * (sum(sizes) // (1 if base == "int8" else 2) + 4 * scales)
+    floating = count.non_embedding - quantized
     kept = kept_by_block(config, unit, train.compile != "none" if compiled is None else compiled, train.residual)
     logits = min(head_chunk(config.vocab_size), tokens) * config.vocab_size * (4 + unit)
     # On one rank, autocast keeps every block's cast weights for the backward, unless the backward casts them again.
     # Sharded, the root is gathered whole; in transit are two gathered blocks and a third's buffer, one's gradient and its sum.
-    cast = unit * count.non_embedding if unit < weight and train.recompute == "none" else 0
+    cast = unit * floating if unit < weight and train.recompute == "none" else 0
     gathered = weight * (count.embedding + count.head) if layout.shards > 1 else 0
-    travelling = 0 if alone else count.non_embedding // config.n_layers * (4 * unit + weight)
+    travelling = 0 if alone else floating // config.n_layers * (4 * unit + weight)
+    # A matmul with a quantised weight looks its levels up, in float32, and rounds the result.
+    travelling += max(sizes) * (4 + unit + (2 if base == "nf4" else 0))
     # With recomputation, the backward first computes what the block would have kept.
     again = computed * (kept["none"] - kept[train.recompute])
     return Memory(

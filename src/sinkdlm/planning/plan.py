@@ -238,6 +238,7 @@ def describe(plan: Plan, price: float | None = None) -> str:
         speed = f"{plan.tokens_per_second:,.0f} tokens/s{mfu} ({plan.source})"
     section = plan.recipe.adapter
     trains = f"trained     {_big(plan.trained)}: LoRA of rank {section.rank} on {', '.join(section.targets)}"
+    trains += f"; the base in {section.base}" if section.base else ""
     lines = [
         f"{plan.name} on {plan.machine.text}",
         f"parameters  {_big(count.total)}: {_big(count.non_embedding)} + embedding {_big(count.embedding)}{untied}",

@@ -1,7 +1,7 @@
 """LoRA on a frozen base: which weights train, their dropout, the adapter's files, and the merged checkpoint.
 
-peft makes the layers. What a retrofit adds (sinks, sink logits, gates, a new [MASK] row) trains in full beside them. Must not know
-steps' order, ranks or a run's folder.
+peft makes the layers. What a retrofit adds (sinks, sink logits, gates, a new [MASK] row) trains in full beside them. The base may
+be quantised, as in QLoRA. Must not know steps' order, ranks or a run's folder.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sinkdlm.checkpoint.directory import written_aside
 from sinkdlm.config.recipe import Recipe
 from sinkdlm.errors import TrainError
+from sinkdlm.fast.weight_only import quantize_blocks
 from sinkdlm.model.model import DiffusionLM, Embedding
 from sinkdlm.noise import Stream, uniform
 
@@ -70,6 +71,7 @@ class Adapter:
         self._layers = {name: module for name, module in model.named_modules() if isinstance(module, lora)}
         for name, layer in self._layers.items():
             self._begin(name, layer)
+        self._quantized = quantize_blocks(model, section.base) if section.base else {}
         if new_mask and "mask" in section.full:
             model.embed.__class__ = MaskEmbedding
             embed = cast(MaskEmbedding, model.embed)
@@ -113,6 +115,7 @@ class Adapter:
     def merged(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights of the model without an adapter that computes the same. weights: all, by their names here."""
         found = {name.replace(".base_layer.", "."): weight for name, weight in weights.items() if ".lora_" not in name}
+        found |= {f"{name}.weight": layer.dequantize(self._dtype).cpu() for name, layer in self._quantized.items()}
         for name, layer in self._layers.items():
             down, up = (weights[f"{name}.{part}.{_NAME}.weight"] for part in ("lora_A", "lora_B"))
             found[f"{name}.weight"] = found[f"{name}.weight"] + layer.scaling[_NAME] * (up @ down)
