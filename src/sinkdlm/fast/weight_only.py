@@ -65,7 +65,8 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad @ _dequantize(*ctx.saved_tensors, ctx.shape, grad.dtype), None, None, None, None, None
+        codes, scale, pairs = ctx.saved_tensors
+        return grad @ _dequantize(codes, scale, pairs, ctx.shape, grad.dtype), None, None, None, None, None
 
 
 class WeightOnlyLinear(nn.Module):
