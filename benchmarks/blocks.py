@@ -61,9 +61,9 @@ def sampling(given: argparse.Namespace) -> dict[str, Any]:
     figures = {}
     for rows in given.batch:
         prompt = prompts_of(given, rows, given.prompt)
-        steps = given.canvas - given.prompt  # one token each
-        full, blocks = (Case(model, prompt, given.canvas, steps, given.block, given.device) for model in models.values())
-        greedy: dict[str, Any] = {"config": "llada", "temperature": _TEMPERATURE}
+        size = (given.canvas, given.canvas - given.prompt, given.block, given.device)
+        full, blocks = (Case(model, prompt, *size) for model in models.values())
+        greedy: dict[str, Any] = {"config": "llada", "temperature": _TEMPERATURE, "steps": None}  # one for each token
         found = {"official": time_official(full, given.repeats, _TEMPERATURE)}
         with full.model.inference():
             for cache in ("none", "dual"):
