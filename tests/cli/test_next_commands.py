@@ -66,7 +66,7 @@ def test_a_base_model_is_sampled_ancestrally_scored_on_its_texts_and_analysed(tm
     twins = [str(folder / "model"), str(tmp_path / "a run-sink" / "model")]
     for one in (folder, tmp_path / "a run-sink"):
         compare = next_of(command_line, one, recipe_in(tmp_path, tmp_path / "set"))[1]
-        assert compare == ["sinkdlm", "compare", *twins, str(tmp_path / "set"), "--out", str(one / "compared")]
+        assert compare == ["sinkdlm", "compare", *twins, str(tmp_path / "set"), "--out", f"{folder}-compared"]
     assert command_line(*compare[1:], "--draws", 8, "--length", 4, "--tokens", 200)[0] == 0
     for options, noted in (((), True), (("--temperature", 1), False), (("--block", 4), False), (("-n", 2), True)):
         status, said, heard = command_line("sample", model, "--prompt", "tom has", "--length", 8, *options)

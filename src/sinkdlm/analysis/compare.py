@@ -302,6 +302,8 @@ class Comparison:
             ("Nats a masked token, by masked share", self.found["by_share"]),
             (f"Nats a token, by tokens of a {unit}", self.found["by_length"]),
         ):
+            if lines is self.found["by_length"] and len(lines) == 1:
+                continue  # all texts again
             cells = [
                 [
                     f"{one['first']:.4f}",
@@ -365,7 +367,7 @@ def draw_differences(found: Mapping[str, Any], names: Sequence[str]) -> Plate:
             if gap["low"] is not None:
                 axis.plot([place, place], [gap["low"], gap["high"]], color=COLOURS[0], linewidth=2, solid_capstyle="butt")
             axis.plot([place], [gap["mean"]], "o", color=COLOURS[0], markersize=5)
-        name_axes(axis, label, "nats a token", whole="")
+        name_axes(axis, label, "nats a masked token" if label == parts[0][0] else "nats a token", whole="")
         axis.set_xticks(range(len(lines)), [name.replace(" to ", "\N{EN DASH}").replace("more than ", ">") for name in lines])
         axis.set_xlim(-0.6, len(lines) - 0.4)
     caption = f"{names[1]} minus {names[0]}, with 95 % intervals; below 0, {names[1]} predicts better."

@@ -104,7 +104,11 @@ def _compare(folder: Path, data: Path, held_out: bool) -> list[object] | None:
     """Compare twins that stand beside each other, as runs/laptop and runs/laptop-sink."""
     plain = folder.with_name(folder.name.removesuffix("-sink"))
     twins = [plain / "model", plain.with_name(f"{plain.name}-sink") / "model"]
-    return ["compare", *twins, data, "--out", folder / "compared"] if held_out and all(map(Path.is_dir, twins)) else None
+    return (
+        ["compare", *twins, data, "--out", plain.with_name(f"{plain.name}-compared")]
+        if held_out and all(map(Path.is_dir, twins))
+        else None
+    )
 
 
 def _measure(model: Path, folder: Path, settings: Any, data: Path, held_out: bool) -> list[object]:
