@@ -288,7 +288,8 @@ class Reader:
                         number += size
                         continue
                     for batch in file.iter_batches(batch_size=_PARQUET_ROWS, row_groups=[group], columns=columns):
-                        n_unpacked += batch.nbytes
+                        whole = (one.dictionary_decode() if pyarrow.types.is_dictionary(one.type) else one for one in batch.columns)
+                        n_unpacked += sum(one.nbytes for one in whole)
                         _check_unpacked(source.name, n_unpacked, source.size)
                         for value in batch.to_pylist():
                             number += 1
