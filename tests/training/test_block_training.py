@@ -159,6 +159,7 @@ def test_validation_is_the_block_bound(tmp_path, token_set):
         ({"model": BLOCKS, "train": {"anneal": 0.5}}, "train.anneal"),
         ({"model": BLOCKS, "blocks": {"sizes": [[0, 2]]}}, "blocks.sizes"),
         ({"model": BLOCKS, "blocks": {"sizes": [[1, 2], [3, 4]]}}, "from 0 on"),
+        ({"model": BLOCKS, "blocks": {"sizes": [4, 8]}}, "pairs of a step and a block size"),
         ({"model": BLOCKS, "blocks": {"t_range": [0.8, 0.3]}}, "t_range"),
         ({"model": BLOCKS, "blocks": {"t_range": [0.3, 0.8], "complementary": True}}, "complementary"),
         ({"model": BLOCKS, "blocks": {"complementary": True}, "train": {"schedule": "cosine"}}, "train.schedule"),

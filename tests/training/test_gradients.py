@@ -161,8 +161,10 @@ class Again:
         self.closed = True
 
 
-def gradients_of(capturer=None, *, micro_batch, say=print, **train):
+def gradients_of(capturer=None, *, micro_batch, say=print, block_size=None, **train):
     model = {"preset": "nano", "n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 24, "n_sinks": 1}
+    if block_size is not None:
+        model["block_size"] = block_size
     recipe = Recipe.resolve({"model": model, "data": {"length": 16}, "train": {"steps": 1, "batch": 6, "graphs": "on", **train}})
     weights = Weights(small_model(vocab_size=64, n_sinks=1, n_layers=1), World(CPU), dtype=torch.float64)
     found = Gradients(recipe, weights, nullcontext(), micro_batch=micro_batch, compiled=True, say=say)
@@ -257,6 +259,13 @@ def test_what_cannot_be_captured_is_said_and_computed_all_the_same():
     assert broken.closed
     (line,) = said
     assert line.startswith("cannot capture the step's CUDA graphs (RuntimeError: operation not permitted when stream is capturing)")
+
+
+def test_block_diffusion_says_that_no_steps_are_captured():
+    for graphs, n_lines in (("on", 1), ("auto", 0)):
+        said = []
+        assert gradients_of(Again(), micro_batch=2, say=said.append, block_size=4, graphs=graphs).captured is None
+        assert ["block diffusion" in line for line in said] == [True] * n_lines
 
 
 def test_captures_give_way_where_memory_runs_out():

@@ -145,6 +145,13 @@ class BlocksSection(Frozen):
         strict=False,
     )
 
+    @field_validator("sizes", mode="before")
+    @classmethod
+    def _pairs(cls, given: Any) -> Any:
+        if isinstance(given, list | tuple) and not all(isinstance(entry, list | tuple) and len(entry) == 2 for entry in given):
+            raise ConfigError(f"sizes = {given}: allowed are pairs of a step and a block size, as in [[0, 4], [1000, 32]]")
+        return given
+
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
         low, high = self.t_range

@@ -86,6 +86,8 @@ class Gradients:
         if self.plan.graphs == "off" or not self.world.alone or like.documents is not None or not len(counts):
             return
         if self.recipe.model.block_size is not None:  # the head slots are sized for one time a row
+            if self.plan.graphs == "on":
+                self._say('train.graphs = "on": captures no steps of block diffusion (model.block_size); training goes on without')
             return
         slots = plan_slots(self.plan, self.micro_batch, length, counts)
         if self.plan.graphs == "auto" and not slots.pay(self.recipe.model):
