@@ -134,8 +134,12 @@ class Language:
         if least is None:
             raise SamplingError("schema or regex: no text of it can be written in this tokenizer's tokens; change it")
         if least > n_open:
-            raise SamplingError(f"schema or regex: its shortest text takes {least} tokens, and {n_open} may be written; give {least}")
-        raise SamplingError(f"schema or regex: no text of it has {n_open} tokens, and without EOS it must fill them; change the length")
+            raise SamplingError(
+                f"schema or regex: its shortest text takes {least} tokens, and {n_open} may be written; give {least}"
+            )
+        raise SamplingError(
+            f"schema or regex: no text of it has {n_open} tokens, and without EOS it must fill them; change the length"
+        )
 
 
 @functools.lru_cache(maxsize=64)
@@ -234,7 +238,7 @@ class Track:
     def _follow(self, places: list[int], mass: np.ndarray) -> list[list[tuple[States, float]]]:
         """What may follow each place: sets of states, each with the log-mass of the later tokens that lead on from just them.
 
-        Sets are kept apart because open positions in between make states many: a sum over states would count a token once for each."""
+        Sets are kept apart because open positions make states many: a sum over states would count a token once for each."""
         language, reached, ways = self.language, self._states(places[-1]), self._ways(places[0] + 1)
         ways.reverse()  # of the places after the first on
         found = [[(ways[places[-1] - places[0]], 0.0)]]
@@ -287,6 +291,6 @@ def by_class(logits: Tensor, noisy: Tensor, classes: Tensor, n_classes: int) -> 
     exact = logits.double()
     top = exact.new_full(peak.shape, -torch.inf).scatter_reduce_(1, classes, exact.clamp_min(_UNLIKELY), "amax")
     sums = torch.zeros_like(top).scatter_add_(1, classes, (exact - top.gather(1, classes)).exp())
-    mass = (sums.log() + top - exact.logsumexp(1, keepdim=True)).nan_to_num_(nan=-torch.inf)
+    mass = (sums.log() + top - exact.logsumexp(1, keepdim=True)).nan_to_num_(nan=_UNLIKELY).clamp_min_(_UNLIKELY)
     both = torch.stack([peak.double(), mass]).cpu().numpy()
     return both[0], both[1]

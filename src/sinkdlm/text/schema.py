@@ -47,7 +47,9 @@ _EXPONENT = Seq((Chars(((69, 69), (101, 101))), Repeat(Chars(((43, 43), (45, 45)
 _NUMBER = Seq((_SIGN, _WHOLE, Repeat(Seq((b".", Repeat(_DIGIT, 1))), 0, 1), Repeat(_EXPONENT, 0, 1)))
 _STRING = Seq((b'"', Repeat(_CHARACTER), b'"'))
 _COMMA, _COLON = Seq((b",", OPTIONAL_BLANK)), Seq((b":", OPTIONAL_BLANK))
-_DATE = r"(1[0-9]|20)[0-9]{2}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_DATE = (
+    r"(1[0-9]|20)[0-9]{2}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _FORMATS = {
@@ -160,7 +162,9 @@ class _Schema:
         values = [schema.get("enum", [schema["const"]] if "const" in schema else None) for schema in (one, other)]
         if None not in values:
             return not any(a == b for a in values[0] for b in values[1])
-        kinds = [{schema["type"]} if isinstance(schema.get("type"), str) else set(schema.get("type", _KINDS)) for schema in (one, other)]
+        kinds = [
+            {schema["type"]} if isinstance(schema.get("type"), str) else set(schema.get("type", _KINDS)) for schema in (one, other)
+        ]
         kinds = [kind | ({"integer"} if "number" in kind else set()) for kind in kinds]
         if not kinds[0] & kinds[1]:
             return True
@@ -253,7 +257,9 @@ class _Schema:
             return Seq((b'"', _quoted(read_regex(str(schema["pattern"]), search=True)), b'"'))
         if "format" in schema:
             if schema["format"] not in _FORMATS:
-                raise self._error(place, f"format = {str(schema['format'])[:40]!r}: allowed: {', '.join(_FORMATS)}; or give a pattern")
+                raise self._error(
+                    place, f"format = {str(schema['format'])[:40]!r}: allowed: {', '.join(_FORMATS)}; or give a pattern"
+                )
             return Seq((b'"', read_regex(_FORMATS[schema["format"]]), b'"'))
         return Seq((b'"', Repeat(_CHARACTER, least, most), b'"')) if bounded else _STRING
 
@@ -365,7 +371,7 @@ def _byte_letters() -> dict[str, int]:
 
 
 def token_automaton(table: np.ndarray, accepting: np.ndarray, pieces: Sequence[bytes | None]) -> Automaton:
-    """Run every token through an automaton over bytes. Tokens that lead alike from every state share a class; class 0 leads nowhere."""
+    """Run every token through an automaton over bytes. Tokens that lead alike from all states share a class; 0 leads nowhere."""
     n_states = len(table)
     after = np.vstack([table, np.full((1, 256), -1)]).astype(np.int16)
     ids = np.array(sorted((i for i, piece in enumerate(pieces) if piece), key=lambda i: len(pieces[i] or b"")), dtype=np.int64)
