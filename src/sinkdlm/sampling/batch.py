@@ -144,9 +144,9 @@ class Batch:
         if len(alike) > 1:
             self.groups = [(policy, torch.tensor(rows).to(device)) for policy, rows in alike.items()]
         # With a constraint: each policy's rows that have one, as (index among the policy's rows, row, track).
-        members = [list(range(self.n_rows)) if isinstance(rows, slice) else rows.tolist() for _, rows in self.groups]
+        listed = [list(range(self.n_rows)) if isinstance(rows, slice) else rows.tolist() for _, rows in self.groups]
         self.tracked: list[list[tuple[int, int, Track]]] = [
-            [(own, row, track) for own, row in enumerate(rows) if (track := states[row].track) is not None] for rows in members
+            [(own, row, track) for own, row in enumerate(rows) if (track := states[row].track) is not None] for rows in listed
         ]
         self.constrained = any(self.tracked)
         self.caches: list[Any] = []
@@ -211,7 +211,7 @@ class Batch:
         else:
             self.committed.zero_()
         if any(plan.remask for plan in plans):
-            again = self._mark([plan.remask for plan in plans])
+            again = self._mark([plan.remask for plan in plans]) & (self.report[1] == 0)[:, None]  # a row that has ended stays whole
             self.tokens.masked_fill_(again, self.mask_id)
             self.confidence.masked_fill_(again, math.nan)
             self.open |= again

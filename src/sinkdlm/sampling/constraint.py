@@ -58,14 +58,14 @@ class Language:
         if eos_id is not None:
             table[:-1, n_classes][automaton.accepting] = self.end
             table[-1, :-1] = self.end
-            goal = np.arange(n_states + 1) == self.end
+            goal = np.append(np.zeros(n_states, dtype=bool), True)
         used = np.bincount(self.classes, minlength=self.n_classes) > 0
         used[-1] = False
         self.table = np.where(used, table, -1)
         self.near = np.zeros((n_states + 1, n_states + 2), dtype=bool)  # from a state to the next by any token
         self.near[np.arange(n_states + 1)[:, None], self.table] = True
         self.near = self.near[:, :-1]
-        self.start, self.goal = _pack(np.arange(n_states + 1) == 0), _pack(goal)
+        self.start, self.goal = b"\1" + bytes(n_states), _pack(goal)
         self._memo: dict[Any, Any] = {}
 
     def _remember(self, key: Any, value: Any) -> Any:

@@ -74,6 +74,7 @@ class Exchange:
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.steps = [0] * len(order.rows)
+        self.log_weights: list[float | None] = [None] * len(order.rows)
         self.frames = None
         if inspect:
             given = [row.canvas.index(row.mask_id) for row in order.rows]
@@ -104,7 +105,7 @@ class Exchange:
                 self._finished(self)
                 return
             if isinstance(event, Tokens):
-                self.steps[event.row] = event.steps
+                self.steps[event.row], self.log_weights[event.row] = event.steps, event.log_weight
             yield event
 
     async def answer(self) -> Answer:
@@ -132,7 +133,8 @@ class Exchange:
         policy = asdict(self.order.policy)
         if self.ticket is not None and self.ticket.without_cache:
             policy["cache"] = "none"
-        return Written(seed=self.order.seed, steps=self.steps, policy=policy, inspect=self.frames is not None)
+        weights = self.log_weights if self.order.rows[0].constraint is not None else None
+        return Written(seed=self.order.seed, steps=self.steps, policy=policy, inspect=self.frames is not None, log_weights=weights)
 
     def _reason(self, row: int) -> FinishReason:
         return "stop" if self.order.transcripts[row].stopped else "length"

@@ -59,6 +59,7 @@ class Written(NamedTuple):
     tokens: list[int]
     done: bool
     steps: int
+    log_weight: float | None = None  # with a constraint
 
 
 class Frame(NamedTuple):
@@ -399,7 +400,7 @@ class Engine:
         if ticket.frames:
             yield Frame(row.index, state.steps, tokens, confidence)
         if state.done or (ticket.progress and n_final > row.told):
-            yield Written(row.index, written, state.done, state.steps)
+            yield Written(row.index, written, state.done, state.steps, state.log_weight)
         row.told = n_final
         ticket.n_left -= state.done
 

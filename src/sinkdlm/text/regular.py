@@ -3,8 +3,8 @@
 A language is a node: bytes (that text), Chars, Seq, Either, Repeat or Listed. Knows no token, JSON or model.
 """
 
-import re._constants as ops  # type: ignore[import-untyped]
-import re._parser as parser  # type: ignore[import-untyped]
+import re._constants as ops  # type: ignore[import-not-found]
+import re._parser as parser  # type: ignore[import-not-found]
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from sinkdlm.errors import SamplingError
 
 _LAST = 0x10FFFF
 _MOST_NODES, _MOST_STATES = 1 << 16, 1 << 11  # of the net and of the table
+_MOST_WORK = 1 << 21  # nodes laid out, and states of the net in those of the table: a client's schema must not cost minutes
 _MOST_REPEATS = 4096
 _SIZES = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, _LAST))  # one to four bytes, no surrogates
 _CLASSES = {
@@ -115,6 +116,12 @@ class _Net:
     def __init__(self) -> None:
         self.edges: list[list[tuple[int, int, int]]] = []  # (first byte, last byte, target)
         self.free: list[list[int]] = []  # targets without a byte
+        self.work = 0
+
+    def spend(self, work: int) -> None:
+        self.work += work
+        if self.work > _MOST_WORK:
+            raise SamplingError(_too_large("it takes too long to compile"))
 
     def state(self) -> int:
         if len(self.edges) >= _MOST_NODES:
@@ -125,6 +132,7 @@ class _Net:
 
     def put(self, node: Node, start: int) -> int:
         """Lay out a node from a state; return the state where it ends."""
+        self.spend(1)
         if isinstance(node, bytes):
             for byte in node:
                 start = self._edge(start, (byte, byte), self.state())
@@ -195,6 +203,7 @@ def compile_bytes(node: Node) -> tuple[np.ndarray, np.ndarray]:
     numbers = {net.closure([start]): 0}
     rows, waiting = [], [*numbers]
     for states in waiting:  # which grows
+        net.spend(len(states))
         targets: list[set[int]] = [set() for _ in cuts]
         for state in states:
             for low, high, target in net.edges[state]:

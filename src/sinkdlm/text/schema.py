@@ -7,17 +7,21 @@ kept is refused, never ignored. Takes a tokenizer by its methods; knows no model
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sinkdlm.errors import SamplingError
+from sinkdlm.errors import SamplingError, check_regular, first_line
 from sinkdlm.sampling.constraint import Automaton
 from sinkdlm.text.prompts import piece_of
 from sinkdlm.text.regular import OPTIONAL_BLANK, Chars, Either, Listed, Node, Repeat, Seq, compile_bytes, read_regex, spans
 
 DEPTH = 3  # levels of objects and lists where a schema leaves a value open: {"a": [{}]} has three
-_RECURSION = 3  # times that a definition may stand inside itself
+_RECURSION = 3  # times that definitions may stand inside themselves
+_MOST_PARTS = 1 << 14  # of a schema, with what it refers to
+_MOST_STEPS = 1 << 27  # states times tokens
+_CHUNK = 1 << 22  # of them at once
 _MOST_LIST = 256  # bounds of lists and strings
 _ANNOTATIONS = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "readOnly", "writeOnly"}
 _KEYWORDS = {
@@ -85,9 +89,12 @@ class _Schema:
     """Reads a schema. place: where in it a keyword stands, for errors."""
 
     def __init__(self, root: Any) -> None:
-        self.root = root
+        self.root, self.n_parts = root, 0
 
     def value(self, schema: Any, place: str, inside: tuple[str, ...] = (), depth: int = 0) -> Node:
+        self.n_parts += 1
+        if self.n_parts > _MOST_PARTS:
+            raise self._error(place, "too large: it has too many parts; ask for less at a time")
         if schema is True or schema == {}:
             return _anything(max(0, DEPTH - depth))
         if not isinstance(schema, Mapping):
@@ -124,7 +131,7 @@ class _Schema:
     def _reference(self, schema: Mapping[str, Any], place: str, inside: tuple[str, ...], depth: int) -> Node:
         self._check(schema, place, {"$ref"}, "$ref")
         name = schema["$ref"]
-        if inside.count(name) >= _RECURSION:
+        if len(inside) - len({*inside}) >= _RECURSION:
             return Either(())
         return self.value(self._resolve(schema, place), place, (*inside, name), depth)
 
@@ -203,7 +210,8 @@ class _Schema:
             return self._string(schema, place)
         if kind == "integer":
             return self._integer(schema, place)
-        return {"number": _NUMBER, "boolean": Either((b"true", b"false")), "null": b"null"}[kind]
+        plain: dict[str, Node] = {"number": _NUMBER, "boolean": Either((b"true", b"false")), "null": b"null"}
+        return plain[kind]
 
     def _object(self, schema: Mapping[str, Any], place: str, inside: tuple[str, ...], depth: int) -> Node:
         properties, required = schema.get("properties") or {}, schema.get("required") or []
@@ -372,26 +380,27 @@ def _byte_letters() -> dict[str, int]:
 
 def token_automaton(table: np.ndarray, accepting: np.ndarray, pieces: Sequence[bytes | None]) -> Automaton:
     """Run every token through an automaton over bytes. Tokens that lead alike from all states share a class; 0 leads nowhere."""
-    n_states = len(table)
+    n_states, sizes = len(table), np.array([len(piece or b"") for piece in pieces])
+    if n_states * len(pieces) > _MOST_STEPS:
+        raise SamplingError(f"the schema or regex is too large: {n_states} states for {len(pieces)} tokens; ask for less at a time")
     after = np.vstack([table, np.full((1, 256), -1)]).astype(np.int16)
-    ids = np.array(sorted((i for i, piece in enumerate(pieces) if piece), key=lambda i: len(pieces[i] or b"")), dtype=np.int64)
-    state = np.repeat(np.arange(n_states, dtype=np.int16)[None], len(ids), 0)  # (tokens, S)
-    sizes = np.array([len(pieces[i] or b"") for i in ids])
-    longest = int(sizes.max(initial=0))
-    letters = np.zeros((len(ids), longest), dtype=np.uint8)
-    for row, i in enumerate(ids.tolist()):
-        piece = pieces[i] or b""
-        letters[row, : len(piece)] = np.frombuffer(piece, dtype=np.uint8)
-    for place in range(longest):
-        begin = int(np.searchsorted(sizes, place, side="right"))
-        state[begin:] = after[state[begin:], letters[begin:, place, None]]
-    keys = state.astype(np.uint64) @ np.random.default_rng(0).integers(1, 2**63, n_states, dtype=np.uint64)  # 64-bit hashes
-    dead = (state < 0).all(1)
-    _, firsts, inverse = np.unique(keys[~dead], return_index=True, return_inverse=True)
-    classes = np.zeros(len(pieces), dtype=np.int64)
-    classes[ids[~dead]] = inverse.ravel() + 1
-    columns = np.vstack([np.full((1, n_states), -1), state[~dead][firsts]])
-    return Automaton(columns.T.astype(np.int64), classes, accepting)
+    factors = np.random.default_rng(0).integers(1, 2**63, n_states, dtype=np.uint64)  # columns are told apart by 64-bit hashes
+    classes, columns = np.zeros(len(pieces), dtype=np.int64), [np.full(n_states, -1)]
+    known: dict[int, int] = {}
+    ids = np.argsort(sizes, kind="stable")[np.count_nonzero(sizes == 0) :]
+    for some in np.array_split(ids, max(1, n_states * len(ids) // _CHUNK)):
+        letters = np.array([np.frombuffer((pieces[i] or b"").ljust(sizes[some[-1]], b"\0"), np.uint8) for i in some])
+        state = np.repeat(np.arange(n_states, dtype=np.int16)[None], len(some), 0)  # (tokens, S)
+        for place in range(letters.shape[1]):
+            begin = int(np.searchsorted(sizes[some], place, side="right"))
+            state[begin:] = after[state[begin:], letters[begin:, place, None]]
+        keys = np.where((state >= 0).any(1), (state.astype(np.uint64) * factors).sum(1), 0)
+        for key, first in zip(*np.unique(keys, return_index=True), strict=True):
+            if key and int(key) not in known:
+                known[int(key)] = len(columns)
+                columns.append(state[first].astype(np.int64))
+        classes[some] = [known.get(key, 0) for key in keys.tolist()]
+    return Automaton(np.array(columns).T, classes, accepting)
 
 
 @functools.lru_cache(maxsize=64)
@@ -408,6 +417,15 @@ def _read_schema(schema: Any) -> Node:
         return _Schema(schema).value(schema, "$")
     except RecursionError:
         raise SamplingError("schema: nests too deeply; give a flatter one") from None
+
+
+def read_schema(path: Path) -> Any:
+    """Read a schema from a file."""
+    check_regular(path, SamplingError)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as failure:
+        raise SamplingError(f"{path}: no JSON schema: {getattr(failure, 'strerror', None) or first_line(failure)}") from None
 
 
 def constraint_of(tokenizer: Any, vocab_size: int, *, schema: Any = None, regex: str | None = None) -> Automaton | None:
