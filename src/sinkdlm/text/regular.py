@@ -15,7 +15,7 @@ from sinkdlm.errors import SamplingError
 
 _LAST = 0x10FFFF
 _MOST_NODES, _MOST_STATES = 1 << 16, 1 << 11  # of the net and of the table
-_MOST_WORK = 1 << 21  # nodes laid out, and states of the net in those of the table: a client's schema must not cost minutes
+_MOST_WORK = 1 << 19  # nodes laid out, and states of the net in those of the table: a client's schema must not cost minutes
 _MOST_REPEATS = 4096
 _SIZES = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, _LAST))  # one to four bytes, no surrogates
 _CLASSES = {
@@ -256,7 +256,8 @@ def read_regex(pattern: str, *, search: bool = False) -> Node:
         raise SamplingError(f"regex {_short(pattern)}: {failure}") from None
     if parsed.state.flags & ~32:  # 32: a text's own flag, re.UNICODE
         raise SamplingError(f"regex {_short(pattern)}: has flags; write what they mean into the expression")
-    return _Reading(pattern).whole(parsed, Repeat(ANY) if search else b"")
+    around: Node = Repeat(ANY) if search else b""
+    return _Reading(pattern).whole(list(parsed), around, around)
 
 
 re_error = parser.error if hasattr(parser, "error") else ValueError
@@ -270,15 +271,17 @@ class _Reading:
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
 
-    def whole(self, parsed: Any, around: Node) -> Node:
-        items = list(parsed)
-        if len(items) == 1 and items[0][0] is ops.BRANCH:
-            return Either(tuple(self.whole(branch, around) for branch in items[0][1][1]))
-        before = after = around
+    def whole(self, items: list[Any], before: Node, after: Node) -> Node:
+        """A whole expression. before, after: what may stand around it where no anchor does."""
         while items and items[0][0] is ops.AT and items[0][1] in _STARTS:
             items, before = items[1:], b""
         while items and items[-1][0] is ops.AT and items[-1][1] in _ENDS:
             items, after = items[:-1], b""
+        for index in {0, len(items) - 1} if items else ():
+            op, given = items[index]
+            if op in (ops.BRANCH, ops.SUBPATTERN) and "AT_" in str(given):  # anchors in it are the whole expression's
+                branches = given[1] if op is ops.BRANCH else [given[3]]
+                return Either(tuple(self.whole([*items[:index], *some, *items[index + 1 :]], before, after) for some in branches))
         return Seq((before, self.sequence(items), after))
 
     def sequence(self, items: Any) -> Node:
