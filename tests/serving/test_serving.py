@@ -74,6 +74,11 @@ def test_a_completion_is_what_the_command_line_writes(client, lms):
     assert answer.sinkdlm["seed"] == 5
     assert answer.sinkdlm["steps"] == [row["steps"] for row in expected]
     assert answer.sinkdlm["policy"]["steps"] == 6
+    assert answer.sinkdlm["forwards"] == answer.sinkdlm["steps"]
+    assert answer.sinkdlm["tokens_per_forward"] == pytest.approx(written / sum(answer.sinkdlm["forwards"]))
+    timing = answer.sinkdlm["timing"]
+    assert 0 <= timing["queue_seconds"] < timing["first_frame_seconds"] < timing["seconds"] < SECONDS
+    assert timing["tokens_per_second"] == pytest.approx(written / (timing["seconds"] - timing["queue_seconds"]))
     assert re.fullmatch("fp_[0-9a-f]{12}", answer.system_fingerprint)
 
 

@@ -126,6 +126,11 @@ class State:
         self._committed, self.done, self.plan = 0, False, next(self._plans)
 
     @property
+    def forwards(self) -> int:
+        """Forwards of the denoiser so far; the two of guidance count as one."""
+        return self.steps
+
+    @property
     def length(self) -> int:
         """Tokens of the row now."""
         return self.plan.length

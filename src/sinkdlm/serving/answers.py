@@ -17,11 +17,12 @@ from sinkdlm.serving.engine import Event, Frame, Over, Ticket
 from sinkdlm.serving.engine import Written as Tokens
 from sinkdlm.serving.frames import RequestFrames
 from sinkdlm.serving.problems import api_error
-from sinkdlm.serving.schemas import Answer, ChatCompletion, Completion, FinishReason, Usage, Written
+from sinkdlm.serving.schemas import Answer, ChatCompletion, Completion, FinishReason, Timing, Usage, Written
 from sinkdlm.serving.served import Order, Served
 
 _QUIET = 15.0  # seconds of silence before a stream sends a keep-alive line
 _DIGITS = 4  # of a confidence
+_SHORT = 1e-6  # least seconds by which a rate is taken
 _AHEAD = 1 << 14  # tokens of events that wait for a client to read
 
 
@@ -73,7 +74,7 @@ class Exchange:
         self.served, self.order, self.chat, self._finished = served, order, chat, finished
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self.steps = [0] * len(order.rows)
+        self.steps, self.forwards = [0] * len(order.rows), [0] * len(order.rows)
         self.frames = None
         if inspect:
             given = [row.canvas.index(row.mask_id) for row in order.rows]
@@ -104,7 +105,7 @@ class Exchange:
                 self._finished(self)
                 return
             if isinstance(event, Tokens):
-                self.steps[event.row] = event.steps
+                self.steps[event.row], self.forwards[event.row] = event.steps, event.forwards
             yield event
 
     async def answer(self) -> Answer:
@@ -129,10 +130,26 @@ class Exchange:
         return {"id": self.id, "created": self.created, "model": served.name, "system_fingerprint": served.fingerprint}
 
     def _written(self) -> Written:
-        policy = asdict(self.order.policy)
-        if self.ticket is not None and self.ticket.without_cache:
+        policy, ticket, n_tokens = asdict(self.order.policy), self.ticket, self.usage().completion_tokens
+        assert ticket is not None  # something is written
+        if ticket.without_cache:
             policy["cache"] = "none"
-        return Written(seed=self.order.seed, steps=self.steps, policy=policy, inspect=self.frames is not None)
+        now = ticket.ended or time.monotonic()
+        timing = Timing(
+            queue_seconds=ticket.began - ticket.submitted,
+            first_frame_seconds=ticket.stepped - ticket.submitted,
+            seconds=now - ticket.submitted,
+            tokens_per_second=n_tokens / max(now - ticket.began, _SHORT),
+        )
+        return Written(
+            seed=self.order.seed,
+            steps=self.steps,
+            forwards=self.forwards,
+            tokens_per_forward=n_tokens / max(1, sum(self.forwards)),
+            timing=timing,
+            policy=policy,
+            inspect=self.frames is not None,
+        )
 
     def _reason(self, row: int) -> FinishReason:
         return "stop" if self.order.transcripts[row].stopped else "length"

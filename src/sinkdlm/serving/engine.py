@@ -59,6 +59,7 @@ class Written(NamedTuple):
     tokens: list[int]
     done: bool
     steps: int
+    forwards: int = 0
 
 
 class Frame(NamedTuple):
@@ -109,7 +110,7 @@ class Ticket:
         self.tell, self.ends, self.progress, self.frames = tell, ends, progress, frames
         self.pending = deque(_Row(self, index, state) for index, state in enumerate(start(requests)))
         self.n_left = len(self.pending)
-        self.submitted = self.began = self.ended = 0.0
+        self.submitted = self.began = self.stepped = self.ended = 0.0  # times; stepped: after the first step
         self.deadline = math.inf
         self.over = False  # finished, failed, or nobody waits for it any longer
         self.without_cache = False  # whether rows that asked for an approximate cache are written without it
@@ -376,6 +377,9 @@ class Engine:
 
     def _report(self) -> None:
         """Tell the tickets what the step did, and let finished rows go."""
+        now = time.monotonic()
+        for row in self.running:
+            row.ticket.stepped = row.ticket.stepped or now
         events: dict[Ticket, list[Event]] = {}
         for row, tokens, n_final, confidence in _views(self.running):
             events.setdefault(row.ticket, []).extend(self._events(row, tokens, n_final, confidence))
@@ -399,7 +403,7 @@ class Engine:
         if ticket.frames:
             yield Frame(row.index, state.steps, tokens, confidence)
         if state.done or (ticket.progress and n_final > row.told):
-            yield Written(row.index, written, state.done, state.steps)
+            yield Written(row.index, written, state.done, state.steps, state.forwards)
         row.told = n_final
         ticket.n_left -= state.done
 

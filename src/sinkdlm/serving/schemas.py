@@ -245,11 +245,23 @@ class Usage(BaseModel):
     total_tokens: int
 
 
+class Timing(BaseModel):
+    """Seconds since the request arrived."""
+
+    queue_seconds: float = Field(description="Until its first step.")
+    first_frame_seconds: float = Field(description="Until the end of its first step.")
+    seconds: float = Field(description="Until now.")
+    tokens_per_second: float = Field(description="Tokens of usage.completion_tokens a second, without the time in the queue.")
+
+
 class Written(BaseModel):
-    """What reproduces an answer."""
+    """What reproduces an answer, and what it cost."""
 
     seed: int
     steps: list[int] = Field(description="Denoising steps of each choice.")
+    forwards: list[int] = Field(description="Forwards of the model for each choice; the two of guidance count as one.")
+    tokens_per_forward: float = Field(description="Tokens of usage.completion_tokens for each of the forwards.")
+    timing: Timing
     policy: dict[str, Any]
     inspect: bool = Field(description="Whether /v1/inspect/{id} has its frames.")
 
