@@ -25,7 +25,7 @@ from sinkdlm.errors import ModelError, SamplingError
 from sinkdlm.kernels.cuda_graph import StepGraphs, can_capture, round_width
 from sinkdlm.kernels.sampling import keep_eager
 from sinkdlm.noise import counter, fold
-from sinkdlm.sampling.drawing import guide, score_candidates
+from sinkdlm.sampling.drawing import guide, penalise, score_candidates
 from sinkdlm.sampling.prefix_cache import PrefixCache
 from sinkdlm.sampling.requests import State, StepPlan, reveal_times
 from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
@@ -301,6 +301,9 @@ class Batch:
                 unconditional = query._replace(tokens=blank, positions=query.positions[rows], lengths=lengths)
                 logits = guide(logits, self._logits(adapter, unconditional, 1), policy.guidance)
             logits = logits.index_fill_(-1, self._forbidden(policy, logits.shape[-1], adapter.barred), -math.inf)
+            if policy.repetition_penalty != 1:
+                exempt = [self.mask_id, *([] if policy.eos_id is None else [policy.eos_id])]
+                logits = penalise(logits, query.tokens[rows], policy.repetition_penalty, exempt)
             needed = policy.temperature > 0 or policy.order_temperature > 0
             keys = fold(self.keys[rows][:, None], step[rows], positions[rows]) if needed else None
             found.append(score_candidates(policy, logits, cast("Tensor | None", keys)))

@@ -79,6 +79,10 @@ class Extras(Strict):
     threshold: float | None = Field(default=None, gt=0, le=1, description="Commit all tokens this probable, at least one per step.")
     guidance: float | None = Field(default=None, ge=-1, le=100, description="Weight of classifier-free guidance; 0: none.")
     top_k: int | None = Field(default=None, ge=1, le=_INT64 - 1)
+    min_p: float | None = Field(default=None, ge=0, le=1, description="Draw tokens this probable, as a share of the likeliest.")
+    repetition_penalty: float | None = Field(
+        default=None, gt=0, le=100, description="Make tokens less likely that the canvas holds; 1: none."
+    )
     order: Annotated[str, _named(ORDERS)] | None = None
     order_temperature: float | None = Field(default=None, ge=0, description="Draw the positions too; 0: the surest first.")
     schedule: Annotated[str, _named(SCHEDULES)] | None = None

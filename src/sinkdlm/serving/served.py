@@ -120,7 +120,8 @@ class Served:
         options = extras.policy_fields()
         options |= {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
         if body.temperature == 0 and not policy_of(extras.policy).tempered:
-            options.pop("top_p", None)  # clients send both by habit; at temperature 0 top_p changes nothing
+            for cut in ("top_p", "top_k", "min_p"):
+                options.pop(cut, None)  # clients send them by habit; at temperature 0 they change nothing
         policy = policy_of(extras.policy, **options)
         ends: dict[str, Any] = {
             "stop": not extras.ignore_eos,
