@@ -1,4 +1,4 @@
-"""Log-probabilities of committed tokens: against the model's own distribution at each step, alone, among others and as rows move."""
+"""Log-probabilities of committed tokens: against the model's own distribution at each step, alone and among others."""
 
 import math
 from dataclasses import replace

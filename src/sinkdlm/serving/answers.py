@@ -16,6 +16,7 @@ from typing import Any
 from sinkdlm.serving.engine import Event, Frame, Over, Ticket
 from sinkdlm.serving.engine import Written as Tokens
 from sinkdlm.serving.frames import RequestFrames
+from sinkdlm.serving.logprobs import in_chat, in_completion
 from sinkdlm.serving.problems import api_error
 from sinkdlm.serving.schemas import Answer, ChatCompletion, Completion, FinishReason, Timing, Usage, Written
 from sinkdlm.serving.served import Order, Served
@@ -75,6 +76,7 @@ class Exchange:
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.steps, self.forwards = [0] * len(order.rows), [0] * len(order.rows)
+        self._n_logged = [0] * len(order.rows)  # tokens whose log-probabilities are told
         self.frames = None
         if inspect:
             given = [row.canvas.index(row.mask_id) for row in order.rows]
@@ -110,14 +112,17 @@ class Exchange:
 
     async def answer(self) -> Answer:
         transcripts = self.order.transcripts
+        logprobs: list[Any] = [None] * len(transcripts)
         async for event in self.events():
             if isinstance(event, Tokens) and event.done:
                 transcripts[event.row].read(event.tokens, done=True)
+                if event.logprobs is not None:
+                    logprobs[event.row] = await asyncio.to_thread(self._log, event)
         choices = []
         for index, transcript in enumerate(transcripts):
             text = transcript.echo + transcript.text
             written = {"message": {"content": text}} if self.chat else {"text": text}
-            choices.append({"index": index, "finish_reason": self._reason(index), **written})
+            choices.append({"index": index, "finish_reason": self._reason(index), "logprobs": logprobs[index], **written})
         kind: type[Answer] = ChatCompletion if self.chat else Completion
         return kind.model_validate({**self._head(), "choices": choices, "usage": self.usage(), "sinkdlm": self._written()})
 
@@ -165,8 +170,9 @@ class Exchange:
                     yield ": still writing\n\n"
                 elif isinstance(event, Tokens):
                     new = self.order.transcripts[event.row].read(event.tokens, done=event.done)
-                    if new:
-                        yield self._line([self._piece(event.row, new)], with_usage)
+                    before, logprobs = self._n_logged[event.row], self._log(event)
+                    if new or self._n_logged[event.row] > before:
+                        yield self._line([self._piece(event.row, new, logprobs=logprobs)], with_usage)
                     if event.done:
                         last = self._piece(event.row, "", reason=self._reason(event.row))
                         yield self._line([last], with_usage, **self._written().model_dump())
@@ -188,12 +194,25 @@ class Exchange:
             body["sinkdlm"] = ours
         return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
 
-    def _piece(self, row: int, text: str, *, first: bool = False, reason: FinishReason | None = None) -> dict[str, Any]:
+    def _log(self, event: Tokens) -> Any:
+        """The log-probabilities of tokens that the text shows and that were not told before; None where nobody asks."""
+        if event.logprobs is None:
+            return None
+        transcript, name, start = self.order.transcripts[event.row], self.served.name_token, self._n_logged[event.row]
+        stop = self._n_logged[event.row] = transcript.n_shown(event.tokens, done=event.done)
+        found, tokens = event.logprobs.cut(start, stop), event.tokens[start:stop]
+        if self.chat:
+            return in_chat(found, tokens, name)
+        return in_completion(found, tokens, transcript.offsets(event.tokens[:stop])[start:], name)
+
+    def _piece(
+        self, row: int, text: str, *, first: bool = False, reason: FinishReason | None = None, logprobs: Any = None
+    ) -> dict[str, Any]:
         written: dict[str, Any] = {"text": text}
         if self.chat:
             delta = {} if reason is not None else {"content": text}
             written = {"delta": {"role": "assistant", **delta} if first else delta}
-        return {"index": row, "logprobs": None, "finish_reason": reason, **written}
+        return {"index": row, "logprobs": logprobs, "finish_reason": reason, **written}
 
     def _frame(self, frame: Frame) -> dict[str, Any]:
         """The whole canvas: ids and pieces of text, null where a token is still to be written."""

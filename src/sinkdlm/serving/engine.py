@@ -19,6 +19,7 @@ from sinkdlm.errors import ModelError
 from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.sampling import DenoiserAdapter, Request, State, start, step
+from sinkdlm.sampling.logprobs import LogProbs
 from sinkdlm.sampling.unmasking import APPROXIMATE
 
 _RECENT = 32  # finished requests from which the rate is taken
@@ -60,6 +61,7 @@ class Written(NamedTuple):
     done: bool
     steps: int
     forwards: int = 0
+    logprobs: LogProbs | None = None  # of these tokens, where the request asks for them
 
 
 class Frame(NamedTuple):
@@ -403,7 +405,8 @@ class Engine:
         if ticket.frames:
             yield Frame(row.index, state.steps, tokens, confidence)
         if state.done or (ticket.progress and n_final > row.told):
-            yield Written(row.index, written, state.done, state.steps, state.forwards)
+            logprobs = None if state.request.logprobs is None else state.logprobs.cut(row.first, row.first + n_final)
+            yield Written(row.index, written, state.done, state.steps, state.forwards, logprobs)
         row.told = n_final
         ticket.n_left -= state.done
 

@@ -19,6 +19,7 @@ UNKNOWN = "unknown_field"
 _LONGEST_NAME = 64  # characters of an unknown field's name that the error repeats
 MOST_STOPS, LONGEST_STOP, MOST_PROMPTS = 16, 256, 64
 _MOST_TOKENS, _MOST_MESSAGES, _MOST_PAIRS = 1 << 17, 1024, 16
+MOST_LOGPROBS = 20
 _INT64 = 2**63
 
 
@@ -154,13 +155,25 @@ class CompletionRequest(_Body):
     max_tokens: int | None = Field(default=None, ge=1, description="Tokens to write; by default 64, or as many as fit.")
     echo: bool | None = None
     best_of: Any = only(1)
-    logprobs: Any = only()
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS, description="The written tokens' and this many likeliest.")
+
+    @property
+    def n_logprobs(self) -> int | None:
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
         given: Any = self.prompt if self.prompt is not None else ""
         is_one = isinstance(given, str) or isinstance(given[0], int)
         return [given] if is_one else given
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> "CompletionRequest":
+        if self.echo and self.logprobs is not None:
+            raise PydanticCustomError(
+                "together", "logprobs: of what is written; the prompt that echo repeats has none; leave one out"
+            )
+        return self
 
 
 class TextPart(Strict):
@@ -221,8 +234,8 @@ class ChatRequest(_Body):
     parallel_tool_calls: bool | None = None
     service_tier: Any = only("auto", "default")
     store: Any = only(False)
-    logprobs: Any = only(False)
-    top_logprobs: Any = only(0)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS, description="Of the likeliest tokens at each position.")
     modalities: Any = only(["text"])
     response_format: Any = only({"type": "text"})
     reasoning_effort: Any = only("none")
@@ -236,10 +249,16 @@ class ChatRequest(_Body):
     prediction: Any = only()
     web_search_options: Any = only()
 
+    @property
+    def n_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     @model_validator(mode="after")
     def _check_limits(self) -> "ChatRequest":
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise PydanticCustomError("together", "max_tokens and max_completion_tokens differ; give one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("together", "top_logprobs: only with logprobs = true")
         return self
 
 
@@ -275,12 +294,34 @@ FinishReason = Literal["stop", "length"]
 
 class Choice(BaseModel):
     index: int
-    logprobs: None = None
     finish_reason: FinishReason
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class TopLogprob(BaseModel):
+    token: str
+    bytes: list[int] | None
+    logprob: float
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None = None
 
 
 class CompletionChoice(Choice):
     text: str
+    logprobs: CompletionLogprobs | None = None
 
 
 class Answer(BaseModel):
@@ -309,6 +350,7 @@ class ChatMessage(BaseModel):
 
 class ChatChoice(Choice):
     message: ChatMessage
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletion(Answer):
