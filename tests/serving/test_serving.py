@@ -285,6 +285,25 @@ def test_a_mistake_is_told_in_openais_shape(http, name):
     assert error["type"] == "invalid_request_error"
 
 
+def test_a_lenient_server_leaves_out_what_it_does_not_know(lms, client):
+    """Fields of other servers that have the same name under `sinkdlm` are taken; the answer names the rest."""
+    theirs = {"min_p": 0.1, "repetition_penalty": 1.4, "ignore_eos": True, "best_of_all": 3, "guided_regex": None, "x" * 99: 1}
+    given = {"temperature": 0.9, "seed": 3}
+    expected = complete(client, **given, **ours(min_p=0.1, repetition_penalty=1.4, ignore_eos=True))
+    assert "ignored" not in expected.sinkdlm or expected.sinkdlm["ignored"] is None
+    with serving(lms, lenient=True) as found, openai.OpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0) as lenient:
+        answer = complete(lenient, **given, extra_body=theirs)
+        assert answer.choices == expected.choices
+        assert answer.sinkdlm["ignored"] == ["best_of_all", "guided_regex", "x" * 64]
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = list(complete(lenient, stream=True, stream_options=options, **given))
+        assert chunks[-2].sinkdlm["ignored"] == ["continuous_usage_stats"]
+        assert complete(lenient, **given).sinkdlm["ignored"] == []
+        for wrong in ({"sinkdlm": {"blok": 3}}, {"logit_bias": {"3": 5}}, {"min_p": 7}):  # ours, and OpenAI's, mean something
+            with pytest.raises(openai.BadRequestError):
+                complete(lenient, extra_body=wrong)
+
+
 def test_an_unknown_field_is_named_with_what_is_allowed(http):
     """The error gives the place, also within a chat; the allowed fields it lists hold none that would be refused."""
     turn = {"role": "user", "content": [{"type": "text", "text": "x", "txt": "y"}]}

@@ -27,6 +27,7 @@ def serve(
     max_steps: Annotated[int, option("Most denoising steps that a request may ask for.", min=1)] = 1024,
     max_n: Annotated[int, option("Most texts per prompt.", min=1, max=64)] = 16,
     timeout: Annotated[float, option("Seconds that a request may take, waiting included.", min=0.1)] = 300.0,
+    lenient: Annotated[bool, option("Leave out request fields of other servers that this one lacks.", "--lenient")] = False,
     deterministic: Exact = False,
     bos: Bos = None,
     browser: Annotated[bool | None, option("Open the page; by default only `inspect` does.", "--browser/--no-browser")] = None,
@@ -57,7 +58,7 @@ def serve(
             {name: load_model(path, place, dtype, writes=True) for name, path in zip(names, models, strict=True)},
             Capacity(rows=max_batch, tokens=batch_tokens, waiting=max_queue, seconds=timeout),
             Limits(length=max_length, steps=max_steps, n=max_n),
-            Settings(api_key=api_key, hosts=hosts, origins=tuple(cors or ())),
+            Settings(api_key=api_key, hosts=hosts, origins=tuple(cors or ()), lenient=lenient),
             deterministic=deterministic,
             bos=bos,
         )

@@ -71,8 +71,17 @@ class _Inbox:
 class Exchange:
     """One request and its answer. finished: called once, when all rows are done."""
 
-    def __init__(self, served: Served, order: Order, *, chat: bool, inspect: bool, finished: Callable[["Exchange"], None]) -> None:
-        self.served, self.order, self.chat, self._finished = served, order, chat, finished
+    def __init__(
+        self,
+        served: Served,
+        order: Order,
+        *,
+        chat: bool,
+        inspect: bool,
+        finished: Callable[["Exchange"], None],
+        ignored: list[str] | None = None,
+    ) -> None:
+        self.served, self.order, self.chat, self._finished, self._ignored = served, order, chat, finished, ignored
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.steps, self.forwards = [0] * len(order.rows), [0] * len(order.rows)
@@ -154,6 +163,7 @@ class Exchange:
             timing=timing,
             policy=policy,
             inspect=self.frames is not None,
+            ignored=self._ignored,
         )
 
     def _reason(self, row: int) -> FinishReason:

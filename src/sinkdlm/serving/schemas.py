@@ -1,10 +1,11 @@
 """Bodies of requests and answers: OpenAI's fields, checked by pydantic, and ours under `sinkdlm`.
 
 Every field that OpenAI defines is known. A field that this server cannot honour is refused unless its value is neutral. A field
-that OpenAI does not define is refused too: it is a typing mistake, or an option that would be ignored.
+that OpenAI does not define is refused too: it is a typing mistake, or an option that would be ignored. --lenient leaves it out.
 """
 
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -15,8 +16,10 @@ from sinkdlm.errors import SamplingError
 from sinkdlm.sampling.aliases import translate, words_for
 from sinkdlm.sampling.unmasking import CACHES, NAMED, ORDERS, REMASKS, SCHEDULES
 
+# Names that were left out while this body was read, for --lenient; None: unknown names are refused.
+ignored: ContextVar[list[str] | None] = ContextVar("ignored", default=None)
 UNKNOWN = "unknown_field"
-_LONGEST_NAME = 64  # characters of an unknown field's name that the error repeats
+_LONGEST_NAME, _MOST_IGNORED = 64, 64  # characters of an unknown field's name that are repeated; such names in an answer
 MOST_STOPS, LONGEST_STOP, MOST_PROMPTS = 16, 256, 64
 _MOST_TOKENS, _MOST_MESSAGES, _MOST_PAIRS = 1 << 17, 1024, 16
 MOST_LOGPROBS = 20
@@ -39,7 +42,9 @@ class Strict(BaseModel):
     @classmethod
     def _check_names(cls, data: Any) -> Any:
         fields = cls.model_fields
-        words = words_for([*fields])
+        words, left_out = words_for([*fields]), ignored.get()
+        if left_out is not None and isinstance(data, Mapping) and cls is not Extras:
+            data = cls._leave_out(data, [*fields, *words], left_out)
         for given in data if isinstance(data, Mapping) else ():
             if given not in fields and given not in words:
                 name = str(given)[:_LONGEST_NAME]
@@ -53,6 +58,18 @@ class Strict(BaseModel):
             return translate(data, [*fields])
         except SamplingError as failure:
             raise PydanticCustomError("together", "{why}", {"why": str(failure)}) from None
+
+    @classmethod
+    def _leave_out(cls, data: Mapping[Any, Any], known: list[str], left_out: list[str]) -> dict[Any, Any]:
+        """Move what other servers have beside OpenAI's fields to `sinkdlm` where we have it there, and leave the rest out."""
+        ours = [*Extras.model_fields, *words_for([*Extras.model_fields])] if "sinkdlm" in known else []
+        unknown = {name: value for name, value in data.items() if name not in known}
+        kept = {name: value for name, value in data.items() if name in known}
+        if moved := {name: value for name, value in unknown.items() if name in ours and value is not None}:
+            given = kept.get("sinkdlm") or {}
+            kept["sinkdlm"] = {**moved, **given} if isinstance(given, Mapping) else given
+        left_out += [str(name)[:_LONGEST_NAME] for name in unknown if name not in ours][: _MOST_IGNORED - len(left_out)]
+        return kept
 
     @field_validator("*", mode="before")
     @classmethod
@@ -287,6 +304,7 @@ class Written(BaseModel):
     timing: Timing
     policy: dict[str, Any]
     inspect: bool = Field(description="Whether /v1/inspect/{id} has its frames.")
+    ignored: list[str] | None = Field(default=None, description="With --lenient: unknown fields, which had no effect.")
 
 
 FinishReason = Literal["stop", "length"]
