@@ -32,6 +32,7 @@ from benchmarks.measuring import quantiles, result, write
 from benchmarks.serving import mixed_requests, nano_checkpoint
 
 SCRIPT = Path(__file__).parents[1] / "launch" / "ray_serve.py"
+_REPLICA = b"ServeReplica:sinkdlm:replica"  # the title that Ray gives to their processes
 PATIENCE = 300.0  # seconds for replicas to come up and for an answer
 _MARK = "SINKDLM_REPLICA_KILLS"  # an environment variable by which the processes of this run are known
 
@@ -121,9 +122,10 @@ async def storm(
             nonlocal n_killed
             while time.monotonic() < begun + seconds - period:
                 await asyncio.sleep(period)
-                if ready := _marked(mark, b"ServeReplica:sinkdlm:replica"):
+                # One that starts is left alone: where a start takes longer than --period, none would ever serve.
+                if ready := set(_marked(mark, _REPLICA)) - set(_marked(mark, _REPLICA + b".initialize")):
                     with suppress(ProcessLookupError):
-                        os.kill(draw.choice(ready), signal.SIGKILL)
+                        os.kill(draw.choice(sorted(ready)), signal.SIGKILL)
                         n_killed += 1
 
         await asyncio.gather(kill(), *(client() for _ in range(clients)))
