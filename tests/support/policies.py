@@ -16,6 +16,7 @@ POLICIES = {
     "order-temperature": {"config": "dream", "order_temperature": 0.5, "top_p": 0.9, "top_k": 4, "steps": 8},
     "last-ids": {"last_ids": (2, 5), "threshold": 0.2, "temperature": 0.7},
     "top-k-p": {"temperature": 1.3, "top_k": 5, "top_p": 0.8, "steps": 6},
+    "min-p-penalty": {"temperature": 1.3, "min_p": 0.2, "repetition_penalty": 1.8, "block": 4, "steps": 8},
     "suppressed": {"suppressed": (0, 7), "guidance": 0.5, "steps": 5, "temperature": 1.0},
     "prefix-cache": {"block": 5, "cache": "prefix", "temperature": 0.6},
     "dual-cache": {"block": 5, "cache": "dual", "temperature": 0.6, "guidance": 0.4},

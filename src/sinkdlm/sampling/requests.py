@@ -18,6 +18,7 @@ from torch import Tensor
 from sinkdlm.errors import SamplingError
 from sinkdlm.noise import Key, Stream, fold, hash_words, unit_interval
 from sinkdlm.sampling.constraint import Automaton, Language, Track, language_of
+from sinkdlm.sampling.logprobs import LogProbs
 from sinkdlm.sampling.unmasking import (
     APPROXIMATE,
     PLANNED_ORDERS,
@@ -42,6 +43,7 @@ class Request:
     grow: the row ends with the block that is being written; the next block is appended when that one is full.
     block_size: of a block-diffusion model. Its blocks count from the row's first token, and are written from left to right.
     constraint: what the gap may hold; `language` is that with the request's EOS.
+    logprobs: keep the log-probabilities of written tokens, and of this many of the likeliest at each position; None keeps none.
     """
 
     canvas: Sequence[int]
@@ -52,6 +54,7 @@ class Request:
     grow: bool = False
     block_size: int | None = None
     constraint: Automaton | None = field(default=None, repr=False)
+    logprobs: int | None = None
     blocks: list[tuple[int, int]] = field(init=False, repr=False)  # those with open positions
     language: Language | None = field(init=False, repr=False, default=None)
 
@@ -141,8 +144,14 @@ class State:
         )
         self.batch: Any = None  # the Batch that holds its tokens, and the row there
         self.row = 0
+        self.caches: list[Any] = []  # of a row that is in no batch yet: its finished blocks (prefill.py)
         self._plans = self._plan_steps()
         self._committed, self.done, self.plan = 0, False, next(self._plans)
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of the denoiser so far; the two of guidance count as one."""
+        return self.steps
 
     @property
     def length(self) -> int:
@@ -163,6 +172,13 @@ class State:
     def log_weight(self) -> float | None:
         """With a constraint: the log of the answer's weight against the model itself (constraint.py)."""
         return None if self.track is None else self.track.log_weight
+
+    @property
+    def logprobs(self) -> LogProbs:
+        """Of a request that asks for them."""
+        assert self.request.logprobs is not None
+        found: LogProbs = self.batch.logprobs.row(self.row, self.length, self.request.logprobs)
+        return found
 
     @property
     def committed(self) -> Tensor:
