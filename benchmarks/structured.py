@@ -1,7 +1,7 @@
 """Structured output: whether 2,000 answers fit, whether samples follow their law, and what a step costs.
 
 `python -m benchmarks.structured --parts answers law cost` needs the test suite's helpers (run it in the repository) and the extra
-`dev`. answers: 42 schemas and regexes by every policy, with the tiny models of the tests or `--checkpoint`. law: vocabulary of 4,
+`dev`. answers: 42 schemas and regexes by every policy, with random models of the tests and those of `--checkpoint`. law: vocabulary of 4,
 canvas of 5, 100,000 samples of each order against the enumerated law. cost: time that constraints add to a step of 64 rows.
 """
 
@@ -34,7 +34,7 @@ def answers(checkpoints: list[str], n: int, length: int) -> dict[str, Any]:
     from policies import POLICIES
     from sites import bytes_lm
 
-    lms = [load(path) for path in checkpoints] or [bytes_lm(seed=seed) for seed in (0, 1)]
+    lms = [*(load(path) for path in checkpoints), bytes_lm(seed=0), bytes_lm(seed=1)]
     known = {name: given for name, given in POLICIES.items() if "suppressed" not in given}
     grid = list(itertools.product(formats(), known.items(), lms))
     found: Counter[str] = Counter()
