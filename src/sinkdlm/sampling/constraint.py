@@ -25,7 +25,7 @@ from sinkdlm.errors import SamplingError
 
 OPEN = -1  # the symbol of a position whose token is not decided
 MOST_SETS = 256  # ways to go on that are kept apart; if there are more, tokens to the left count only whether one exists
-_MEMO = 1 << 14  # transitions remembered
+_MEMO = 1 << 23  # bytes of what a language remembers
 _UNLIKELY = -1e30  # instead of -inf, so that a class of impossible tokens stays a choice
 BEYOND_CUT = 1e4  # nats by which top_k and top_p push tokens back: one is taken only where nothing else fits
 
@@ -67,10 +67,13 @@ class Language:
         self.near = self.near[:, :-1]
         self.start, self.goal = b"\1" + bytes(n_states), _pack(goal)
         self._memo: dict[Any, Any] = {}
+        self._held = 0
 
-    def _remember(self, key: Any, value: Any) -> Any:
-        if len(self._memo) >= _MEMO:
+    def _remember(self, key: Any, value: Any, size: int) -> Any:
+        self._held += size + 4 * len(self.start)
+        if self._held > _MEMO:
             self._memo.clear()
+            self._held = 0
         self._memo[key] = value
         return value
 
@@ -85,7 +88,7 @@ class Language:
             reached[:-1] = self.near[inside].any(0)
         else:
             reached[self.table[inside, symbol]] = True
-        return self._remember(key, _pack(reached[:-1]))
+        return self._remember(key, _pack(reached[:-1]), 0)
 
     def before(self, states: States, symbol: int) -> States:
         """From where a token of this class leads into these states."""
@@ -93,15 +96,16 @@ class Language:
         if (found := self._memo.get(key)) is not None:
             return found
         if symbol == OPEN:
-            return self._remember(key, _pack(self.near[:, _flags(states)].any(1)))
-        return self._remember(key, _pack(_flags(states + b"\0")[self.table[:, symbol]]))
+            return self._remember(key, _pack(np.asarray(self.near[:, _flags(states)].any(1))), 0)
+        return self._remember(key, _pack(_flags(states + b"\0")[self.table[:, symbol]]), 0)
 
     def fitting(self, states: States, goal: States) -> np.ndarray:
         """(C,): whether a token of each class leads from one of these states into one of the goal."""
         key = (2, states, goal)
         if (found := self._memo.get(key)) is not None:
             return found
-        return self._remember(key, _flags(goal + b"\0")[self.table[np.flatnonzero(_flags(states))]].any(0))
+        found = _flags(goal + b"\0")[self.table[np.flatnonzero(_flags(states))]].any(0)
+        return self._remember(key, found, found.nbytes)
 
     def origins(self, goal: States) -> tuple[list[States], np.ndarray]:
         """The sets of states from which a class leads into the goal, and which of them is each class's, (C,)."""
@@ -112,7 +116,7 @@ class Language:
         _, firsts, groups = np.unique(
             columns.view(np.dtype((np.void, columns.shape[1]))).ravel(), return_index=True, return_inverse=True
         )
-        return self._remember(key, ([_pack(columns[first]) for first in firsts], groups.ravel()))
+        return self._remember(key, ([_pack(columns[first]) for first in firsts], groups.ravel()), len(firsts) * columns.shape[1])
 
     def least(self) -> int | None:
         """The fewest tokens of a text, EOS included; None if there is no text."""
@@ -142,7 +146,7 @@ class Language:
         )
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=32)
 def language_of(automaton: Automaton, eos_id: int | None, forbidden: tuple[int, ...]) -> Language:
     for name, token in (("eos_id", eos_id), *(("suppressed", token) for token in forbidden[:-1])):
         if token is not None and not 0 <= token < len(automaton.classes):
