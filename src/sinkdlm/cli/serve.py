@@ -31,6 +31,7 @@ def serve(
         option("GiB for keys and values kept between steps; by default half of a GPU's free memory, 4 on a CPU.", min=0),
     ] = None,
     timeout: Annotated[float, option("Seconds that a request may take, waiting included.", min=0.1)] = 300.0,
+    lenient: Annotated[bool, option("Leave out request fields of other servers that this one lacks.", "--lenient")] = False,
     deterministic: Exact = False,
     bos: Bos = None,
     browser: Annotated[bool | None, option("Open the page; by default only `inspect` does.", "--browser/--no-browser")] = None,
@@ -67,7 +68,7 @@ def serve(
                 cache_bytes=None if cache_memory is None else int(cache_memory * (1 << 30)),
             ),
             Limits(length=max_length, steps=max_steps, n=max_n),
-            Settings(api_key=api_key, hosts=hosts, origins=tuple(cors or ())),
+            Settings(api_key=api_key, hosts=hosts, origins=tuple(cors or ()), lenient=lenient),
             deterministic=deterministic,
             bos=bos,
         )

@@ -24,7 +24,8 @@ from torch import Tensor
 from sinkdlm.errors import ModelError, SamplingError
 from sinkdlm.kernels.cuda_graph import StepGraphs, can_capture, round_width
 from sinkdlm.noise import counter, fold
-from sinkdlm.sampling.drawing import guide, score_candidates
+from sinkdlm.sampling.drawing import guide, penalise, score_candidates
+from sinkdlm.sampling.logprobs import table_for
 from sinkdlm.sampling.prefill import PrefixStore, compute_prefixes
 from sinkdlm.sampling.prefix_cache import BlockCache, PrefixCache
 from sinkdlm.sampling.requests import State, StepPlan, reveal_times
@@ -110,12 +111,14 @@ class Batch:
             self.width = fixed_width(self.width)
         self.keys = torch.tensor([state.key for state in states], dtype=torch.uint64).view(torch.int64).to(device)
         # Each policy with the rows that it scores: all, or an index of them.
-        alike: dict[Policy, Any] = {}
-        for row, policy in enumerate(policies):
-            alike.setdefault(policy, []).append(row)
+        alike: dict[tuple[Policy, bool], Any] = {}
+        for row, (policy, state) in enumerate(zip(policies, states, strict=True)):
+            alike.setdefault((policy, state.request.logprobs is not None), []).append(row)
+        self.logged = [asks for _, asks in alike]  # whether the rows of a group ask for log-probabilities
+        self.logprobs = table_for([state.request.logprobs for state in states], self.width, device)
         self.groups: list[tuple[Policy, Any]] = [(policies[0], slice(None))]
         if len(alike) > 1:
-            self.groups = [(policy, torch.tensor(rows).to(device)) for policy, rows in alike.items()]
+            self.groups = [(policy, torch.tensor(rows).to(device)) for (policy, _), rows in alike.items()]
         self.caches: list[Any] = []
         self.block_size = states[0].request.block_size or 1  # of block diffusion, where it is read
         if self.cache_kind != "none":
@@ -168,6 +171,8 @@ class Batch:
             span = min(self.width, old.width)
             for name in ("tokens", "open", "confidence"):
                 getattr(self, name)[here, :span] = getattr(old, name)[there, :span]
+            if self.logprobs is not None and old.logprobs is not None:
+                self.logprobs.copy(here, old.logprobs, there)
             self.report[2, here] = old.report[2, there]
 
     def advance(self, states: list[State], adapter: DenoiserAdapter) -> None:
@@ -317,7 +322,7 @@ class Batch:
         """Draw a token for every position: tokens, scores to order them by, and probabilities, (B, n) each."""
         conditional = self._logits(adapter, query, 0)
         found = []
-        for policy, rows in self.groups:
+        for (policy, rows), logged in zip(self.groups, self.logged, strict=True):
             logits = conditional[rows]
             if policy.guidance:
                 blank = self._blank()[rows, : query.tokens.shape[1]]
@@ -325,6 +330,11 @@ class Batch:
                 unconditional = query._replace(tokens=blank, positions=query.positions[rows], lengths=lengths)
                 logits = guide(logits, self._logits(adapter, unconditional, 1), policy.guidance)
             logits = logits.index_fill_(-1, self._forbidden(policy, logits.shape[-1], adapter.barred), -math.inf)
+            if self.logprobs is not None and logged:
+                self.logprobs.read(rows, logits)
+            if policy.repetition_penalty != 1:
+                exempt = [self.mask_id, *([] if policy.eos_id is None else [policy.eos_id])]
+                logits = penalise(logits, query.tokens[rows], policy.repetition_penalty, exempt)
             needed = policy.temperature > 0 or policy.order_temperature > 0
             keys = fold(self.keys[rows][:, None], step[rows], positions[rows]) if needed else None
             found.append(score_candidates(policy, logits, cast("Tensor | None", keys)))
@@ -366,6 +376,8 @@ class Batch:
         self.committed.zero_().scatter_(1, positions, taken)
         for mine, new in ((self.tokens, proposal), (self.confidence, sure)):
             mine.scatter_(1, positions, torch.where(taken, new.to(mine.dtype), mine.gather(1, positions)))
+        if self.logprobs is not None:
+            self.logprobs.write(positions, taken, proposal)
         self.open &= ~self.committed
         self.report[0] = self.committed.sum(1)
         self.report[2] += (taken & sure.isnan()).sum(1)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sinkdlm.errors import SamplingError
 from sinkdlm.noise import Key, Stream, fold, hash_words, unit_interval
+from sinkdlm.sampling.logprobs import LogProbs
 from sinkdlm.sampling.unmasking import (
     APPROXIMATE,
     PLANNED_ORDERS,
@@ -40,6 +41,7 @@ class Request:
     (seed, number) key the request's noise: the same two give the same draws in any batch.
     grow: the row ends with the block that is being written; the next block is appended when that one is full.
     block_size: of a block-diffusion model. Its blocks count from the row's first token, and are written from left to right.
+    logprobs: keep the log-probabilities of written tokens, and of this many of the likeliest at each position; None keeps none.
     """
 
     canvas: Sequence[int]
@@ -49,6 +51,7 @@ class Request:
     number: int = 0
     grow: bool = False
     block_size: int | None = None
+    logprobs: int | None = None
     blocks: list[tuple[int, int]] = field(init=False, repr=False)  # those with open positions
 
     def __post_init__(self) -> None:
@@ -127,6 +130,11 @@ class State:
         self._committed, self.done, self.plan = 0, False, next(self._plans)
 
     @property
+    def forwards(self) -> int:
+        """Forwards of the denoiser so far; the two of guidance count as one."""
+        return self.steps
+
+    @property
     def length(self) -> int:
         """Tokens of the row now."""
         return self.plan.length
@@ -140,6 +148,13 @@ class State:
     def confidence(self) -> Tensor:
         """(length,): probability of each token when it was committed; NaN elsewhere."""
         return self._view("confidence")
+
+    @property
+    def logprobs(self) -> LogProbs:
+        """Of a request that asks for them."""
+        assert self.request.logprobs is not None
+        found: LogProbs = self.batch.logprobs.row(self.row, self.length, self.request.logprobs)
+        return found
 
     @property
     def committed(self) -> Tensor:
@@ -187,10 +202,7 @@ class State:
 
     def _split(self, sizes: list[int]) -> list[int]:
         """Steps of each block. An ancestral sampler may have more steps than positions: some reveal nothing."""
-        given = split_steps(sizes, self.policy.steps)
-        if self.policy.order == "ancestral" or self.policy.schedule != "linear":
-            return given
-        return [min(pair) for pair in zip(given, sizes, strict=True)]
+        return split_steps(sizes, self.policy.steps, spare=self.policy.order != "ancestral" and self.policy.schedule == "linear")
 
     def _by_quota(self, plan: StepPlan, here: list[int], steps: int) -> Iterator[StepPlan]:
         left, planned = len(here), self.policy.order in PLANNED_ORDERS

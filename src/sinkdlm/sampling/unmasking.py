@@ -24,9 +24,10 @@ CACHES = ("auto", "none", "prefix", "dual", "exact")
 APPROXIMATE = ("prefix", "dual")
 _CHOICES = {"order": ORDERS, "schedule": SCHEDULES, "remask": REMASKS, "cache": CACHES}
 _WHOLE = ("steps", "block", "top_k", "eos_id")
-_LEAST = {"steps": 1, "block": 1, "top_k": 1, "temperature": 0, "order_temperature": 0, "guidance": -1}
+_LEAST = {"steps": 1, "block": 1, "top_k": 1, "temperature": 0, "order_temperature": 0, "guidance": -1, "min_p": 0}
 _IDS = ("suppressed", "last_ids")
 _SHARES = ("threshold", "top_p", "remask_rate", "last_time")
+_ABOVE_0 = (*_SHARES, "repetition_penalty")
 
 # ReMDM's loop: tokens are revealed up to a share, kept there and exchanged, and then the rest is revealed.
 _LOOP_FROM, _LOOP_TO, _LOOP_REVEALED = 0.55, 0.05, 0.9
@@ -54,6 +55,8 @@ class Policy:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float = 0.0  # draw only tokens at least this probable, as a share of the likeliest
+    repetition_penalty: float = 1.0  # divides positive logits of tokens on the canvas and multiplies negative ones; EOS has none
     tempered: bool = False  # score by the tempered distribution, as Dream, not by the model's own
     guidance: float = 0.0
     shift: bool = False  # the denoiser's row i is for token i + 1 (a foreign one; our models align their rows)
@@ -73,12 +76,18 @@ class Policy:
             raise SamplingError(f"order_temperature = {self.order_temperature}: {why}; leave one out")
         if self.remask_rate is not None and self.remask == "none":
             raise SamplingError(f"remask_rate = {self.remask_rate}: goes with remask, as in remask='cap'; give both or neither")
-        for name, value in (("top_k", self.top_k), ("top_p", None if self.top_p == 1 else self.top_p)):
+        cuts = {"top_k": self.top_k, "top_p": None if self.top_p == 1 else self.top_p, "min_p": self.min_p or None}
+        for name, value in cuts.items():
             if value is not None and self.temperature == 0 and not self.tempered:
                 why = "has no effect at temperature 0, which takes the likeliest token"
                 raise SamplingError(f"{name} = {value}: {why}; give a temperature above 0, or leave it out")
         if self.cache in APPROXIMATE and self.block is None:
             raise SamplingError(f"cache = {self.cache!r}: needs a block length, as in block=32")
+
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens may be cut before the draw."""
+        return self.top_k is not None or (self.top_p or 1) < 1 or self.min_p > 0
 
     @property
     def is_drawn(self) -> bool:
@@ -96,14 +105,16 @@ def _check_value(name: str, value: Any) -> None:
         raise SamplingError(f"{name} = {value!r}: allowed: {', '.join(_CHOICES[name])}")
     if name in _IDS and not all(isinstance(token, int) for token in value):
         raise SamplingError(f"{name} = {list(value)}: expected token ids, as in [3, 5]")
-    if value is None or name not in (*_WHOLE, *_LEAST, *_SHARES):
+    if value is None or name not in (*_WHOLE, *_LEAST, *_ABOVE_0):
         return
     if isinstance(value, bool) or not isinstance(value, int if name in _WHOLE else int | float):
         raise SamplingError(f"{name} = {value!r}: expected a {'whole ' if name in _WHOLE else ''}number")
     if name in _LEAST and not (math.isfinite(value) and value >= _LEAST[name]):
         raise SamplingError(f"{name} = {value}: allowed is {_LEAST[name]} or more")
-    if name in _SHARES and not 0 < value <= 1:
+    if (name in _SHARES and not 0 < value <= 1) or (name == "min_p" and value > 1):
         raise SamplingError(f"{name} = {value}: allowed is above 0 and at most 1")
+    if name == "repetition_penalty" and not 0 < value < math.inf:
+        raise SamplingError(f"{name} = {value}: allowed is above 0; 1 changes nothing")
 
 
 FIELDS = tuple(field.name for field in fields(Policy))
@@ -158,13 +169,23 @@ def masked_shares(steps: int, schedule: str, last_time: float = 1e-5) -> tuple[f
     return (*(1 + (last - 1) * step / steps for step in range(steps)), last)
 
 
-def split_steps(sizes: list[int], steps: int | None) -> list[int]:
-    """Steps of each block, of `sizes` open positions: equal, the remainder first, and never more than it has positions."""
+def split_steps(sizes: list[int], steps: int | None, *, spare: bool = True) -> list[int]:
+    """Steps of each block, of `sizes` open positions: equal, the remainder first.
+
+    spare: no block gets more steps than it has positions; the others take them."""
     if steps is None:
         return list(sizes)
     if steps < len(sizes):
         raise SamplingError(f"steps = {steps}: fewer than the {len(sizes)} blocks; give at least one per block, or longer blocks")
-    return quotas(steps, len(sizes), "linear")
+    if not spare:
+        return quotas(steps, len(sizes), "linear")
+    found, left = [0] * len(sizes), steps
+    while left and found != sizes:
+        room = [block for block, size in enumerate(sizes) if found[block] < size]
+        for block, more in zip(room, quotas(left, len(room), "linear"), strict=True):
+            given = min(more, sizes[block] - found[block])
+            found[block], left = found[block] + given, left - given
+    return found
 
 
 def cut_blocks(first: int, length: int, block: int | None) -> list[tuple[int, int]]:

@@ -21,6 +21,7 @@ from sinkdlm.errors import ModelError
 from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.sampling import DenoiserAdapter, Request, State, start, step
+from sinkdlm.sampling.logprobs import LogProbs
 from sinkdlm.sampling.prefill import PrefixStore, missing_prefix, prefill
 
 _RECENT = 32  # finished requests from which the rate is taken
@@ -64,6 +65,8 @@ class Written(NamedTuple):
     tokens: list[int]
     done: bool
     steps: int
+    forwards: int = 0
+    logprobs: LogProbs | None = None  # of these tokens, where the request asks for them
 
 
 class Frame(NamedTuple):
@@ -114,7 +117,7 @@ class Ticket:
         self.tell, self.ends, self.progress, self.frames = tell, ends, progress, frames
         self.pending = deque(_Row(self, index, state) for index, state in enumerate(start(requests)))
         self.n_left = len(self.pending)
-        self.submitted = self.began = self.ended = 0.0
+        self.submitted = self.began = self.stepped = self.ended = 0.0  # times; stepped: after the first step
         self.deadline = math.inf
         self.over = False  # finished, failed, or nobody waits for it any longer
         self.without_cache = False  # whether its rows would need more memory for a cache than there is
@@ -408,6 +411,9 @@ class Engine:
 
     def _report(self) -> None:
         """Tell the tickets what the step did, and let finished rows go."""
+        now = time.monotonic()
+        for row in self.running:
+            row.ticket.stepped = row.ticket.stepped or now
         events: dict[Ticket, list[Event]] = {}
         for row, tokens, n_final, confidence in _views(self.running):
             events.setdefault(row.ticket, []).extend(self._events(row, tokens, n_final, confidence))
@@ -431,7 +437,8 @@ class Engine:
         if ticket.frames:
             yield Frame(row.index, state.steps, tokens, confidence)
         if state.done or (ticket.progress and n_final > row.told):
-            yield Written(row.index, written, state.done, state.steps)
+            logprobs = None if state.request.logprobs is None else state.logprobs.cut(row.first, row.first + n_final)
+            yield Written(row.index, written, state.done, state.steps, state.forwards, logprobs)
         row.told = n_final
         ticket.n_left -= state.done
 
