@@ -216,8 +216,8 @@ def test_the_last_layer_leaves_out_the_clean_copy_that_nothing_reads(shifted):
         found.append([*outputs, *(weight.grad for weight in model.parameters() if weight.grad is not None)])
         assert max(widths) == (24 if plan is None or shifted else 12)
     for other in found[1:]:
-        for mine, plain in zip(other, found[0], strict=True):
-            torch.testing.assert_close(mine, plain, rtol=1e-10, atol=1e-10)
+        for mine, wanted in zip(other, found[0], strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-10, atol=1e-10)
 
 
 # -- half precision ---------------------------------------------------------------------------------------------------------------
