@@ -125,6 +125,7 @@ class State:
         self.key = hash_words(request.seed, int(Stream.SAMPLING), request.number)  # root of all its noise keys
         self.batch: Any = None  # the Batch that holds its tokens, and the row there
         self.row = 0
+        self.caches: list[Any] = []  # of a row that is in no batch yet: its finished blocks (prefill.py)
         self._plans = self._plan_steps()
         self._committed, self.done, self.plan = 0, False, next(self._plans)
 
