@@ -308,7 +308,6 @@ def deploy(job: dict[str, Any]) -> Any:
         num_replicas=job["replicas"],
         max_ongoing_requests=job["max_batch"],
         max_queued_requests=job["max_queue"],
-        max_constructor_retry_count=10**6,  # a replica that is killed while it starts is no fault of ours
         graceful_shutdown_timeout_s=job["timeout"] + 10,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": job["cpus"], "num_gpus": 0 if job["cpu"] else job["gpus"]},
