@@ -151,7 +151,7 @@ class Exchange:
         now = ticket.ended or time.monotonic()
         timing = Timing(
             queue_seconds=ticket.began - ticket.submitted,
-            first_frame_seconds=ticket.stepped - ticket.submitted,
+            first_frame_seconds=(ticket.stepped or now) - ticket.submitted,
             seconds=now - ticket.submitted,
             tokens_per_second=n_tokens / max(now - ticket.began, _SHORT),
         )

@@ -413,7 +413,8 @@ class Engine:
         """Tell the tickets what the step did, and let finished rows go."""
         now = time.monotonic()
         for row in self.running:
-            row.ticket.stepped = row.ticket.stepped or now
+            if row.state.steps:  # not where its prompt alone is computed
+                row.ticket.stepped = row.ticket.stepped or now
         events: dict[Ticket, list[Event]] = {}
         for row, tokens, n_final, confidence in _views(self.running):
             events.setdefault(row.ticket, []).extend(self._events(row, tokens, n_final, confidence))
