@@ -358,7 +358,8 @@ def main() -> None:
     ray.init(address="local", include_dashboard=False) if alone else ray.init(address=given.address)
     serve.start(http_options={"host": given.host, "port": given.port})
     serve.run(deploy(job), name=APP)
-    print(f"serving {', '.join(given.models)} at http://{given.host}:{given.port}, {given.replicas} replicas", flush=True)
+    where = f"http://{given.host}:{given.port} by {given.replicas} replicas of the cluster {ray.get_runtime_context().gcs_address}"
+    print(f"serving {', '.join(given.models)} at {where}", flush=True)
     if alone:
         stopped = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
