@@ -33,6 +33,10 @@ from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 
 Denoise = Callable[..., Tensor]
 
+# Least width of a row, and least number of its predicted positions, where shapes are fixed. A multiple of the elements that torch's
+# vector loops take at once: the rest is computed one by one, where sigmoid and SiLU round otherwise.
+_FIXED_WIDTH = _FIXED_COUNT = 32
+
 
 class DenoiserAdapter:
     """Give every denoiser one interface. Only ours take lengths=, where= (positions (B, n) -> logits (B, n, V)) and cache=."""
@@ -96,13 +100,15 @@ class _Span(NamedTuple):
 
 class Batch:
     """Rows that share a forward, and their tokens as long as they stay together. Holds no states: a reference cycle would keep the
-    memory alive."""
+    memory alive. fixed: shapes of a row do not depend on the others."""
 
-    def __init__(self, states: list[State], device: torch.device) -> None:
+    def __init__(self, states: list[State], device: torch.device, fixed: bool = False) -> None:
         policies = [scoring_policy(state.policy) for state in states]
         self.n_rows, self.device = len(states), device
         self.mask_id, self.cache_kind, self.shift = states[0].request.mask_id, policies[0].cache, policies[0].shift
-        self.width = max(len(state.request.canvas) for state in states)
+        self.width, self.fixed = max(len(state.request.canvas) for state in states), fixed
+        if fixed:
+            self.width = fixed_width(self.width)
         self.keys = torch.tensor([state.key for state in states], dtype=torch.uint64).view(torch.int64).to(device)
         # Each policy with the rows that it scores: all, or an index of them.
         alike: dict[tuple[Policy, bool], Any] = {}
@@ -136,17 +142,22 @@ class Batch:
             state.batch, state.row, state.caches = self, row, []
 
     @classmethod
-    def of(cls, states: list[State], device: torch.device) -> "Batch":
+    def of(cls, states: list[State], device: torch.device, fixed: bool = False) -> "Batch":
         """Return the rows' common batch if no row has joined or left it; else make a new one."""
         old: Batch | None = states[0].batch
-        if old is None or [(old, row) for row in range(old.n_rows)] != [(state.batch, state.row) for state in states]:
-            return cls(states, device)
+        if (
+            old is None
+            or old.fixed != fixed
+            or [(old, row) for row in range(old.n_rows)] != [(state.batch, state.row) for state in states]
+        ):
+            return cls(states, device, fixed)
         return old
 
     def _collect(self, states: list[State]) -> None:
         """Lay out the canvases and copy the rows' progress from their old batches. All are (B, T), the report (3, B)."""
         canvases = [torch.tensor(state.request.canvas) for state in states]
         tokens = torch.nn.utils.rnn.pad_sequence(canvases, batch_first=True, padding_value=-1)
+        tokens = torch.nn.functional.pad(tokens, (0, self.width - tokens.shape[1]), value=-1)
         self.editable = (tokens == self.mask_id).to(self.device)
         # Shorter canvases are padded with [MASK] that is not open.
         self.tokens, self.open = tokens.masked_fill(tokens < 0, self.mask_id).to(self.device), self.editable.clone()
@@ -203,8 +214,8 @@ class Batch:
         longest = max(plan.length for plan in plans)
         if self.cache_kind == "exact":
             return self._open_blocks(adapter, states, steady)
-        for cache in self.caches:
-            cache.length = longest
+        for kept in self.caches:
+            kept.length = longest
         if self.cache_kind == "none" or all(plan.first for plan in plans):
             return [_Span(0, 0, plan.length) for plan in plans], longest
         if new := [row for row, plan in enumerate(plans) if plan.first]:
@@ -262,6 +273,9 @@ class Batch:
         lengths = {plan.length for plan in plans}
         if steady:
             count = round_width(count, max(plan.stop - plan.start for plan in plans), len(plans))
+        if self.fixed:  # whole rows, with a mask even where no row is padded
+            width = fixed_width(max(lengths))
+            return _Shape(min(width, -(-count // _FIXED_COUNT) * _FIXED_COUNT), width, True, width)
         shape = _Shape(count, max(lengths), len(lengths) > 1, span)
         if self.cache_kind == "exact":
             one = self.caches[0]
@@ -403,6 +417,12 @@ class Batch:
             for state in rows:
                 state.end()
             raise ModelError(rows)
+
+
+def fixed_width(length: int) -> int:
+    """The tokens of a row in a forward of fixed shapes: few widths, of which the row's own length decides."""
+    unit = max(_FIXED_WIDTH, 1 << max(0, (length - 1).bit_length() - 3))
+    return -(-length // unit) * unit
 
 
 @functools.lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinkdlm.errors import SamplingError
 from sinkdlm.sampling.aliases import translate
-from sinkdlm.sampling.batch import Batch, Denoise, DenoiserAdapter, scoring_policy
+from sinkdlm.sampling.batch import Batch, Denoise, DenoiserAdapter, fixed_width, scoring_policy
 from sinkdlm.sampling.requests import Request, State, start
 from sinkdlm.sampling.unmasking import APPROXIMATE, FIELDS, Policy, policy_of
 
@@ -36,7 +36,8 @@ def step(
 ) -> list[State]:
     """Take one step of every request that is not done; return those that took it. Rows share a forward wherever they can.
 
-    deterministic: compute each row alone, in shapes of its own, so that its tokens are bit-identical whatever else is in the batch.
+    deterministic: give bit-identical tokens whatever else is in the batch. On a CPU rows share forwards whose shapes depend on the
+        row's own length; on a GPU, and with caches, each is computed alone, in shapes of its own.
     together: rows with a cache wait at the end of a block for those still in it, so that they go on in one forward. Changes no
     token; leave it off where requests join all the time.
     """
@@ -46,12 +47,21 @@ def step(
         active = _without_waiting(active)
     groups: dict[Any, list[State]] = {}
     for state in active:
-        key = _forward_key(state, adapter)  # which also refuses what the denoiser cannot do
-        groups.setdefault(id(state) if deterministic else key, []).append(state)
-    for group in groups.values():
-        batch = group[0].batch
-        Batch.of(group, torch.device(device or ("cpu" if batch is None else batch.device))).advance(group, adapter)
+        place = torch.device(device or ("cpu" if state.batch is None else state.batch.device))
+        key: Any = _forward_key(state, adapter)  # which also refuses what the denoiser cannot do
+        fixed = deterministic and adapter.takes_lengths and _keeps_bits(state, place)
+        if deterministic:
+            key = (key, fixed_width(state.length)) if fixed else id(state)
+        groups.setdefault((place, fixed, key), []).append(state)
+    for (place, fixed, _), group in groups.items():
+        Batch.of(group, place, fixed).advance(group, adapter)
     return active
+
+
+def _keeps_bits(state: State, place: torch.device) -> bool:
+    """Whether a row's bits do not depend on the number of rows, where its own shape is fixed. Threads, if any, must cut tensors at
+    rows' vectors: so their number is a power of two."""
+    return state.policy.cache == "none" and place.type == "cpu" and torch.get_num_threads().bit_count() == 1
 
 
 def _without_waiting(active: list[State]) -> list[State]:
