@@ -17,6 +17,7 @@ from torch import Tensor
 from sinkdlm.errors import SamplingError
 from sinkdlm.sampling.aliases import translate
 from sinkdlm.sampling.batch import Batch, Denoise, DenoiserAdapter, fixed_width, scoring_policy
+from sinkdlm.sampling.constraint import Automaton
 from sinkdlm.sampling.requests import Request, State, start
 from sinkdlm.sampling.unmasking import APPROXIMATE, FIELDS, Policy, policy_of
 
@@ -93,6 +94,7 @@ class Sampled(NamedTuple):
     """tokens (B, T): prompt included, -1 beyond the end of a shorter row. steps: of the row that took most.
 
     lengths, row_steps: of each row. confidence (B, T): probability of each written token when it was committed; NaN elsewhere.
+    log_weights: of each row with a constraint.
     """
 
     tokens: Tensor
@@ -100,6 +102,7 @@ class Sampled(NamedTuple):
     lengths: list[int]
     row_steps: list[int]
     confidence: Tensor
+    log_weights: list[float | None] | None = None
 
     @property
     def rows(self) -> list[list[int]]:
@@ -137,6 +140,7 @@ def requests_of(
     seed: int = 0,
     numbers: Sequence[int] | None = None,
     block_size: int | None = None,
+    constraint: Automaton | Sequence[Automaton | None] | None = None,
     **options: Any,
 ) -> list[Request]:
     """Make a request of each row of the prompt (B, P), or of each of a list of rows. `generate` says what the arguments mean."""
@@ -157,17 +161,21 @@ def requests_of(
         given = [len(head) + len(tail) + new_tokens for head, tail in zip(heads, tails, strict=False)]
     sizes = [given] * len(heads) if isinstance(given, int) else list(given)
     keys = range(len(heads)) if numbers is None else numbers
+    wanted = [constraint] * len(heads) if constraint is None or isinstance(constraint, Automaton) else list(constraint)
+    if len(wanted) != len(heads):
+        raise SamplingError(f"constraint: {len(wanted)} of them and {len(heads)} prompts; give one, or one of each per row")
     if not len(heads) == len(tails) == len(sizes) == len(keys):
         counts = f"{len(heads)} prompts, {len(tails)} suffixes, {len(sizes)} lengths, {len(keys)} numbers"
         raise SamplingError(f"{counts}: give one of each per row")
     found = []
-    for number, head, tail, size in zip(keys, heads, tails, sizes, strict=True):
+    for number, head, tail, size, own in zip(keys, heads, tails, sizes, wanted, strict=True):
         n_given = len(head) + len(tail)
         if size < n_given or (size == n_given and mask_id not in head + tail):
             why = f"counts the whole canvas, prompt included, and {n_given} tokens are given; give a larger one"
             raise SamplingError(f"length = {size}: {why}")
         canvas = [*head, *[mask_id] * (size - n_given), *tail]
-        found.append(Request(canvas, policy, mask_id, seed, number, grow=limit is not None, block_size=block_size))
+        how: dict[str, Any] = {"grow": limit is not None, "block_size": block_size, "constraint": own}
+        found.append(Request(canvas, policy, mask_id, seed, number, **how))
     return found
 
 
@@ -190,6 +198,7 @@ def generate(
     mask_id in a prompt is a gap to be filled; every other token stays. suffix: rows at the end of the canvas. limit instead of
     length: an open end, to which blocks are appended until EOS. config: a named configuration or a Policy; its fields may be given
     beside it (steps, temperature, block, threshold, guidance, ...). (seed, numbers) key the noise; rows are numbered from 0.
+    constraint: an `Automaton` that what is written must fit, or one for each row; text/schema.py makes them.
     aliases.py has other names of these.
     """
     adapter = DenoiserAdapter.of(denoiser)
@@ -206,4 +215,12 @@ def gather(states: Sequence[State]) -> Sampled:
     tokens = _stack([state.tokens for state in states], _PADDING)
     confidence = _stack([state.confidence for state in states], math.nan)
     steps = [state.steps for state in states]
-    return Sampled(tokens, max(steps), [state.length for state in states], steps, confidence)
+    weights = [state.log_weight for state in states]
+    return Sampled(
+        tokens,
+        max(steps),
+        [state.length for state in states],
+        steps,
+        confidence,
+        None if weights == [None] * len(weights) else weights,
+    )
