@@ -35,9 +35,9 @@ from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 Denoise = Callable[..., Tensor]
 _CELLS = 1 << 26  # logits that a constraint reads at once
 
-# Least width of a row, and least number of its predicted positions, where shapes are fixed. A multiple of the elements that torch's
-# vector loops take at once: the rest is computed one by one, where sigmoid and SiLU round otherwise.
-_FIXED_WIDTH = _FIXED_COUNT = 32
+# Least width of a row, and least number of its predicted positions, where shapes are fixed. Widths are multiples of what torch's
+# vector loops take at once: the rest is computed one by one, where SiLU rounds otherwise. Matmuls of fewer rows than 16 do too.
+_FIXED_WIDTH, _FIXED_COUNT = 32, 16
 
 
 class DenoiserAdapter:
