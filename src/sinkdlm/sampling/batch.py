@@ -90,6 +90,7 @@ class DenoiserAdapter:
         self.reach = int(getattr(denoiser, "reach", 0))  # tokens to the left of a span that its forward also needs
         self.capturable = bool(getattr(denoiser, "capturable", False))
         self.barred: Sequence[int] = getattr(denoiser, "barred", ())  # ids that are never written
+        self.pace: Any = None  # speculation.Pace
 
     @classmethod
     def of(cls, denoiser: "Denoise | DenoiserAdapter") -> "DenoiserAdapter":
@@ -161,13 +162,13 @@ class Batch:
         self.forbidden: dict[Policy, Tensor] = {}
         self.graphs = StepGraphs(device)
         for row, state in enumerate(states):
-            state.batch, state.row = self, row
+            state.batch, state.row, state.passed = self, row, []
 
     @classmethod
     def of(cls, states: list[State], device: torch.device) -> "Batch":
         """Return the rows' common batch if no row has joined or left it; else make a new one."""
         old: Batch | None = states[0].batch
-        if old is None or [(old, row) for row in range(old.n_rows)] != [(state.batch, state.row) for state in states]:
+        if type(old) is not cls or [(old, row) for row in range(old.n_rows)] != [(state.batch, state.row) for state in states]:
             return cls(states, device)
         return old
 
@@ -303,12 +304,15 @@ class Batch:
             logits = logits.index_fill_(-1, self._forbidden(policy, logits.shape[-1], adapter.barred), -math.inf)
             needed = policy.temperature > 0 or policy.order_temperature > 0
             keys = fold(self.keys[rows][:, None], step[rows], positions[rows]) if needed else None
-            found.append(score_candidates(policy, logits, cast("Tensor | None", keys)))
+            found.append(self._score(policy, logits, cast("Tensor | None", keys)))
         if len(found) == 1:
             return found[0]
         order = torch.cat([rows for _, rows in self.groups]).argsort()
         proposal, score, sure = (torch.cat(parts)[order] for parts in zip(*found, strict=True))
         return proposal, score, sure
+
+    def _score(self, policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return score_candidates(policy, logits, keys)
 
     def _logits(self, adapter: DenoiserAdapter, query: _Query, branch: int) -> Tensor:
         if self.cache_kind == "none":
@@ -380,6 +384,7 @@ class Batch:
         counts, ended, lost = self.report.tolist() if reads else ([plan.quota for plan in plans], nothing, nothing)
         for state, plan, committed, over in zip(states, plans, counts, ended, strict=True):
             state.steps += plan.n_predicted > 0
+            state.forwards += plan.n_predicted > 0
             if over and state.policy.eos_id is not None:
                 state.end()
             else:
@@ -396,4 +401,4 @@ class Batch:
 @functools.lru_cache(maxsize=256)
 def scoring_policy(policy: Policy) -> Policy:
     """Keep only the fields that matter once a step is planned; rows that agree in them are scored together."""
-    return replace(policy, steps=None, schedule="linear", last_time=1.0)
+    return replace(policy, steps=None, schedule="linear", last_time=1.0, speculate=None, draft="linear")

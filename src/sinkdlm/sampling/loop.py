@@ -1,4 +1,4 @@
-"""The sampling loop: requests of any length, policy and progress share forwards, one step at a time.
+"""The sampling loop: requests of any length, policy and progress share forwards, one step at a time (speculation.py: or several).
 
 `generate` fills whole canvases, `stream` yields after each step, and both call `step(states, denoiser)`, which groups states by the
 forward they can share and advances each group as a `Batch`. Between steps requests may join and leave. Noise is keyed by (seed,
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sinkdlm.errors import SamplingError
+from sinkdlm.sampling import speculation
 from sinkdlm.sampling.aliases import translate
 from sinkdlm.sampling.batch import Batch, Denoise, DenoiserAdapter, scoring_policy
 from sinkdlm.sampling.requests import Request, State, start
@@ -37,6 +38,7 @@ def step(
     """Take one step of every request that is not done; return those that took it. Rows share a forward wherever they can.
 
     deterministic: compute each row alone, in shapes of its own, so that its tokens are bit-identical whatever else is in the batch.
+    A row that speculates then takes one step a forward, for the same reason.
     together: rows with a cache wait at the end of a block for those still in it, so that they go on in one forward. Changes no
     token; leave it off where requests join all the time.
     """
@@ -50,7 +52,11 @@ def step(
         groups.setdefault(id(state) if deterministic else key, []).append(state)
     for group in groups.values():
         batch = group[0].batch
-        Batch.of(group, torch.device(device or ("cpu" if batch is None else batch.device))).advance(group, adapter)
+        where = torch.device(device or ("cpu" if batch is None else batch.device))
+        if deterministic or not any(state.policy.speculate for state in group):
+            Batch.of(group, where).advance(group, adapter)
+        else:
+            speculation.advance(group, adapter, where)
     return active
 
 
@@ -107,12 +113,21 @@ class Step(NamedTuple):
 
 
 def stream(denoiser: Denoise, states: Sequence[State], *, device: Any = None, deterministic: bool = False) -> Iterator[Step]:
-    """Take steps until every request is done, and yield the batch after each."""
+    """Take steps until every request is done, and yield the batch after each, also of those that shared a forward."""
     adapter = DenoiserAdapter.of(denoiser)
-    while moved := {id(state) for state in step(states, adapter, device=device, deterministic=deterministic, together=True)}:
-        committed = [state.committed if id(state) in moved else torch.zeros_like(state.committed) for state in states]
-        now = gather(states)
-        yield Step(now.tokens, _stack(committed, False), now.confidence)
+    while moved := step(states, adapter, device=device, deterministic=deterministic, together=True):
+        taken = {id(state): max(1, len(state.passed)) for state in moved}
+        try:
+            for turn in range(max(taken.values())):
+                for state in moved:
+                    state.show(turn)
+                new = [turn < taken.get(id(state), 0) for state in states]
+                now = gather(states)
+                committed = [state.committed & is_new for state, is_new in zip(states, new, strict=True)]
+                yield Step(now.tokens, _stack(committed, False), now.confidence)
+        finally:
+            for state in moved:
+                state.show(-1)
 
 
 def _stack(rows: list[Tensor], fill: float) -> Tensor:
