@@ -65,6 +65,9 @@ def test_blocks_tile_and_steps_are_dealt_to_them():
     assert cut_blocks(3, 14, None) == [(3, 14)]
     assert split_steps([4, 4, 3], 8) == [3, 3, 2]
     assert split_steps([4, 4, 3], None) == [4, 4, 3]
+    assert split_steps([2, 4, 4], 9) == [2, 4, 3]  # a prompt that ends inside a block leaves it fewer positions
+    assert split_steps([2, 4, 4], 9, spare=False) == [3, 3, 3]
+    assert split_steps([2, 4, 1], 7) == split_steps([2, 4, 1], 50) == [2, 4, 1]
 
 
 def test_greedy_counts_as_the_original_does():

@@ -213,10 +213,7 @@ class State:
 
     def _split(self, sizes: list[int]) -> list[int]:
         """Steps of each block. An ancestral sampler may have more steps than positions: some reveal nothing."""
-        given = split_steps(sizes, self.policy.steps)
-        if self.policy.order == "ancestral" or self.policy.schedule != "linear":
-            return given
-        return [min(pair) for pair in zip(given, sizes, strict=True)]
+        return split_steps(sizes, self.policy.steps, spare=self.policy.order != "ancestral" and self.policy.schedule == "linear")
 
     def _by_quota(self, plan: StepPlan, here: list[int], steps: int) -> Iterator[StepPlan]:
         left, planned = len(here), self.policy.order in PLANNED_ORDERS

@@ -169,13 +169,23 @@ def masked_shares(steps: int, schedule: str, last_time: float = 1e-5) -> tuple[f
     return (*(1 + (last - 1) * step / steps for step in range(steps)), last)
 
 
-def split_steps(sizes: list[int], steps: int | None) -> list[int]:
-    """Steps of each block, of `sizes` open positions: equal, the remainder first, and never more than it has positions."""
+def split_steps(sizes: list[int], steps: int | None, *, spare: bool = True) -> list[int]:
+    """Steps of each block, of `sizes` open positions: equal, the remainder first.
+
+    spare: no block gets more steps than it has positions; the others take them."""
     if steps is None:
         return list(sizes)
     if steps < len(sizes):
         raise SamplingError(f"steps = {steps}: fewer than the {len(sizes)} blocks; give at least one per block, or longer blocks")
-    return quotas(steps, len(sizes), "linear")
+    if not spare:
+        return quotas(steps, len(sizes), "linear")
+    found, left = [0] * len(sizes), steps
+    while left and found != sizes:
+        room = [block for block, size in enumerate(sizes) if found[block] < size]
+        for block, more in zip(room, quotas(left, len(room), "linear"), strict=True):
+            given = min(more, sizes[block] - found[block])
+            found[block], left = found[block] + given, left - given
+    return found
 
 
 def cut_blocks(first: int, length: int, block: int | None) -> list[tuple[int, int]]:
