@@ -145,11 +145,11 @@ class SpeculativeBatch(Batch):
         live, stop, n_read, *coming = control[7:]
         self._fill_in(control, stop)
         before = self.tokens.clone(), self.open.clone()
-        self._kept: list[Tensor] = []
+        self._read: list[Tensor] = []
         super()._compute(adapter, control[:7], shape)
         self._accept(before, live > 0)
         self._guess_next(n_read, coming)
-        self._kept.clear()
+        self._read.clear()
 
     def _fill_in(self, control: Tensor, stops: Tensor) -> None:
         """Begin every canvas as the one that was right last, and commit the guesses of its path."""
@@ -178,7 +178,7 @@ class SpeculativeBatch(Batch):
 
     def _score(self, policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         # Scoring overwrites the logits, and guesses with other noise, or of second tokens, need them.
-        self._kept.append(logits.clone() if keys is not None or TOKEN in self._choices else logits)
+        self._read.append(logits.clone() if keys is not None or TOKEN in self._choices else logits)
         return super()._score(policy, logits, keys)
 
     @functools.cached_property
@@ -201,7 +201,7 @@ class SpeculativeBatch(Batch):
     def _guess_next(self, n_read: Tensor, coming: list[Tensor]) -> None:
         """Guess the commits of the next steps from the predictions of the canvas that was right, each with its step's noise."""
         proposal, score, _ = self._found
-        for (policy, _), (rows, local), kept in zip(self.groups, self.members, self._kept, strict=True):
+        for (policy, _), (rows, local), kept in zip(self.groups, self.members, self._read, strict=True):
             at = self.at[rows]
             positions = self._positions[at]
             read = counter(positions.shape[1], self.device) < n_read[at, None]
