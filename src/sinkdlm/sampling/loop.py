@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from sinkdlm.errors import SamplingError
-from sinkdlm.sampling import speculation
 from sinkdlm.sampling.aliases import translate
 from sinkdlm.sampling.batch import Batch, Denoise, DenoiserAdapter, scoring_policy
 from sinkdlm.sampling.requests import Request, State, start
+from sinkdlm.sampling.speculation import advance_group
 from sinkdlm.sampling.unmasking import APPROXIMATE, FIELDS, Policy, policy_of
 
 _PADDING = -1  # beyond a row's end, where rows of a result differ in length
@@ -56,7 +56,7 @@ def step(
         if deterministic or not any(state.policy.speculate for state in group):
             Batch.of(group, where).advance(group, adapter)
         else:
-            speculation.advance(group, adapter, where)
+            advance_group(group, adapter, where)
     return active
 
 

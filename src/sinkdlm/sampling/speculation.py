@@ -12,6 +12,7 @@ import functools
 import heapq
 import math
 import time
+from bisect import bisect_right
 from typing import NamedTuple, cast
 
 import torch
@@ -26,13 +27,13 @@ from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 
 BEST, PLACE, TOKEN = range(3)  # a guessed commit: the best; the next best place; the best place with its second token
 # How often each is the policy's own, roughly: a tree has the canvases that are likeliest by these.
-_CHANCES = {BEST: 0.5, PLACE: 0.2, TOKEN: 0.1}
+_CHANCE = {BEST: 0.5, PLACE: 0.2, TOKEN: 0.1}
 
 MOST_AUTO = 8  # canvases of a row of "auto"
-_MOST_TOKENS = 16_384  # in a forward of "auto"
-_TRIED = 16  # forwards that a number of canvases is tried for; fewer where several rows share them
-_GAIN = 1.05  # by which more canvases must be faster
-_REST = 1024  # forwards until they are tried again
+_ROOM = 16_384  # in a forward of "auto"
+_TRIES = 16  # forwards that a number of canvases is tried for; fewer where several rows share them
+_LEAST_GAIN = 1.05  # by which more canvases must be faster
+_TRY_AFTER = 1024  # forwards until they are tried again
 
 
 class Tree(NamedTuple):
@@ -46,11 +47,11 @@ class Tree(NamedTuple):
     @functools.lru_cache(maxsize=64)
     def grow(cls, n: int, kinds: tuple[int, ...]) -> "Tree":
         """The n canvases that are likeliest to be right, with guesses of these kinds; one kind gives a line."""
-        tree, coming = cls(), [(-_CHANCES[kind], 0, kind) for kind in kinds]
+        tree, coming = cls(), [(-_CHANCE[kind], 0, kind) for kind in kinds]
         while len(tree.parents) < n:
             chance, parent, choice = heapq.heappop(coming)
             for kind in kinds:
-                heapq.heappush(coming, (chance * _CHANCES[kind], len(tree.parents), kind))
+                heapq.heappush(coming, (chance * _CHANCE[kind], len(tree.parents), kind))
             depth = tree.depths[parent] + 1
             tree = cls((*tree.parents, parent), (*tree.choices, choice), (*tree.depths, depth))
         return tree
@@ -82,7 +83,8 @@ class SpeculativeBatch(Batch):
         most = max(len(tree.parents) for tree in trees)
         slots = [[first + min(i, len(tree.parents) - 1) for i in range(most)] for first, tree in zip(firsts, trees, strict=True)]
         self.slots = torch.tensor(slots).to(device)  # (R, most): each row's canvases, the last one repeated
-        self.at = torch.tensor(firsts).to(device)  # (R,): the canvas that was right last
+        self.firsts = torch.tensor(firsts).to(device)
+        self.at = self.firsts.clone()  # (R,): the canvas that was right last
         self.outcome = torch.zeros(5, len(trees), dtype=torch.int64, device=device)
         # Each policy's rows, and where their canvases lie in what it scores.
         self.members: list[tuple[Tensor, Tensor]] = []
@@ -92,7 +94,8 @@ class SpeculativeBatch(Batch):
             local[own] = torch.arange(len(own), device=device)
             self.members.append((self.owner[own].unique(), local))
             if policy.order in PLANNED_ORDERS:  # earlier blocks come first; a time is in (0, 1)
-                numbers = [[sum(stop <= p for _, stop in states[row].request.blocks) for p in range(self.width)] for row in self.owners]
+                stops = [[stop for _, stop in states[row].request.blocks] for row in self.owners]
+                numbers = [[bisect_right(own, place) for place in range(self.width)] for own in stops]
                 self.priority[rows] += 2.0 * torch.tensor(numbers).to(device)[rows]
         for state, first in zip(states, firsts, strict=True):
             state.row = first
@@ -104,9 +107,9 @@ class SpeculativeBatch(Batch):
     def hold(cls, states: list[State], trees: list[Tree], device: torch.device) -> "SpeculativeBatch":
         """Return the rows' common batch if neither they nor their trees have changed; else make a new one."""
         old = states[0].batch
-        if isinstance(old, cls) and old.trees == trees and all(state.batch is old for state in states):
-            if [old.owners[state.row] for state in states] == list(range(len(trees))):
-                return old
+        kept = isinstance(old, cls) and old.trees == trees and all(state.batch is old for state in states)
+        if kept and [old.owners[state.row] for state in states] == list(range(len(trees))):
+            return cast(SpeculativeBatch, old)
         return cls(states, trees, device)
 
     def _collect(self, states: list[State]) -> None:
@@ -123,6 +126,7 @@ class SpeculativeBatch(Batch):
                     getattr(self, name)[here, :depth, :span] = getattr(old, name)[there, :depth, :span]
 
     def advance(self, states: list[State], adapter: DenoiserAdapter) -> None:
+        self._return(states)
         lows, span = self._open_span(adapter, [states[row] for row in self.owners])
         ahead = [state.ahead(2 * tree.depth + 1) for state, tree in zip(states, self.trees, strict=True)]
         plans, further = [], []
@@ -141,6 +145,15 @@ class SpeculativeBatch(Batch):
         self._forward(adapter, plans, control.to(self.device, non_blocking=True), max(rest[3] for rest in further), span)
         self._follow(states, ahead)
 
+    def _return(self, states: list[State]) -> None:
+        """Make the canvas that was right last the root, which stays as it is should the forward fail."""
+        for mine in (self.tokens, self.open, self.confidence):
+            mine[self.firsts] = mine[self.at]
+        self.report[2, self.firsts] = self.report[2, self.at]
+        self.at.copy_(self.firsts)
+        for row, state in enumerate(states):
+            state.row, state.passed = self.owners.index(row), []
+
     def _compute(self, adapter: DenoiserAdapter, control: Tensor, shape: _Shape) -> None:
         live, stop, n_read, *coming = control[7:]
         self._fill_in(control, stop)
@@ -152,11 +165,11 @@ class SpeculativeBatch(Batch):
         self._read.clear()
 
     def _fill_in(self, control: Tensor, stops: Tensor) -> None:
-        """Begin every canvas as the one that was right last, and commit the guesses of its path."""
-        right = self.at[self.owner]
+        """Begin every canvas as the row is, and commit the guesses of its path."""
+        root = self.firsts[self.owner]
         for mine in (self.tokens, self.open, self.confidence):
-            mine.copy_(mine[right])
-        self.report[2] = self.report[2, right] * (self.deep == 0)
+            mine.copy_(mine[root])
+        self.report[2] *= self.deep == 0
         everywhere = counter(self.width, self.device)
         for depth, rows in enumerate(self.levels):
             up, owner, choice = self.parent[rows], self.owner[rows], self.choice[rows, None]
@@ -252,7 +265,7 @@ class SpeculativeBatch(Batch):
             raise ModelError(lost)
 
 
-class _Trial:
+class _Tries:
     """The tokens a second of rows with 1, 2, 4, ... canvases each, for as long as more of them are faster."""
 
     def __init__(self) -> None:
@@ -261,17 +274,17 @@ class _Trial:
         self.begin(1)
 
     def begin(self, trying: int | None) -> None:
-        self.trying, self.n, self.steps, self.seconds, self.rest = trying, 0, 0, math.inf, _REST
+        self.trying, self.n, self.steps, self.seconds, self.rest = trying, 0, 0, math.inf, _TRY_AFTER
 
     def note(self, n_rows: int, steps: int, seconds: float, most: int) -> None:
         self.n += 1
         if self.n == 1 or self.trying is None:  # the first forward of a shape is slower
             return
         self.steps, self.seconds = self.steps + steps, min(self.seconds, seconds)
-        if self.n < 2 + _TRIED // n_rows:
+        if self.n < 2 + _TRIES // n_rows:
             return
         rate, tried = self.steps / (self.n - 1) / self.seconds, self.trying
-        is_faster = rate > self.rate * _GAIN
+        is_faster = rate > self.rate * _LEAST_GAIN
         if is_faster:
             self.best, self.rate = tried, rate
         self.begin(2 * tried if is_faster and 2 * tried <= most else None)
@@ -285,36 +298,36 @@ class Pace:
 
     def __init__(self, *, shared: bool = False) -> None:
         self.shared = shared
-        self._trials: dict[int, _Trial] = {}
+        self._trials: dict[int, _Tries] = {}
 
     def advance(self, states: list[State], adapter: DenoiserAdapter, device: torch.device) -> None:
         """Take a step of rows that share a forward."""
         asked = [state.policy.speculate or 1 for state in states]
-        n, trial = len(states), self._trials.setdefault(len(states).bit_length(), _Trial())
-        most = min(MOST_AUTO, max(1, _MOST_TOKENS // sum(state.length for state in states)))
+        n, trial = len(states), self._trials.setdefault(len(states).bit_length(), _Tries())
+        most = min(MOST_AUTO, max(1, _ROOM // sum(state.length for state in states)))
         auto = min(most, trial.trying or trial.best)
         counts = [auto if one == "auto" else min(int(one), auto) if self.shared else int(one) for one in asked]
         if not (self.shared or "auto" in asked):
-            _advance(states, counts, adapter, device)
+            _advance_widely(states, counts, adapter, device)
             return
         if trial.trying is None:
             trial.rest -= 1
             if not trial.rest:
                 self._trials.pop(n.bit_length())
-            _advance(states, counts, adapter, device)
+            _advance_widely(states, counts, adapter, device)
             return
-        before, began = sum(state.steps for state in states), _now(device)
-        _advance(states, counts, adapter, device)
-        trial.note(n, sum(state.steps for state in states) - before, _now(device) - began, most)
+        before, began = sum(state.steps for state in states), _device_time(device)
+        _advance_widely(states, counts, adapter, device)
+        trial.note(n, sum(state.steps for state in states) - before, _device_time(device) - began, most)
 
 
-def _now(device: torch.device) -> float:
+def _device_time(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def _advance(states: list[State], counts: list[int], adapter: DenoiserAdapter, device: torch.device) -> None:
+def _advance_widely(states: list[State], counts: list[int], adapter: DenoiserAdapter, device: torch.device) -> None:
     if max(counts) == 1:
         Batch.of(states, device).advance(states, adapter)
         return
@@ -322,7 +335,7 @@ def _advance(states: list[State], counts: list[int], adapter: DenoiserAdapter, d
     SpeculativeBatch.hold(states, trees, device).advance(states, adapter)
 
 
-def advance(states: list[State], adapter: DenoiserAdapter, device: torch.device) -> None:
+def advance_group(states: list[State], adapter: DenoiserAdapter, device: torch.device) -> None:
     """Take a step of rows that share a forward, or several of those that speculate."""
     exchanging = [state for state in states if state.policy.remask != "none"]  # their steps have draws of their own
     if exchanging:

@@ -19,6 +19,7 @@ from sinkdlm.errors import ModelError
 from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.sampling import DenoiserAdapter, Request, State, start, step
+from sinkdlm.sampling.speculation import Pace
 from sinkdlm.sampling.unmasking import APPROXIMATE
 
 _RECENT = 32  # finished requests from which the rate is taken
@@ -197,6 +198,7 @@ class Engine:
         self._model, self._lock, self._stepped, self.barred = model, lock or FairLock(), stepped, barred
         denoiser = model.denoiser(barred)
         self._device, self._adapter = denoiser.device, DenoiserAdapter(denoiser)
+        self._adapter.pace = Pace(shared=True)  # rows come before guesses
         self.keeps_caches = keeps_caches(self._device.type)
         self._changed = threading.Condition()
         self.waiting: deque[Ticket] = deque()
@@ -397,6 +399,9 @@ class Engine:
                 self._end(ticket, failure)
                 return
         if ticket.frames:
+            for place, plan, steps in state.passed[:-1]:  # a forward may have taken several steps
+                seen = (values[place, : plan.length].tolist() for values in (state.batch.tokens, state.batch.confidence))
+                yield Frame(row.index, steps, *seen)
             yield Frame(row.index, state.steps, tokens, confidence)
         if state.done or (ticket.progress and n_final > row.told):
             yield Written(row.index, written, state.done, state.steps)
