@@ -206,11 +206,12 @@ def test_the_unigram_entropy_is_that_of_the_scored_tokens():
     assert compare.unigram_entropy(rows) == pytest.approx(1.5 * math.log(2))
 
 
-def test_prompts_begin_with_whole_words():
+def test_prompts_are_whole_words():
     tokenizer, words = small_lm().tokenizer, "om has 3 apples and more of them"
     ids = tokenizer.encode(words, add_special_tokens=False)
-    rows = [compare.Row(0, 0, ids, 0, 0), compare.Row(0, 1, ids[:2], 0, 0)]
-    assert compare.prompts_of(rows, 2, tokenizer, 0) == [words[3:16], "om"]
+    rows = [compare.Row(0, place, part, 0, 0) for place, part in enumerate((ids, ids[:2], ids[:11]))]
+    assert tokenizer.decode(ids[:11]) == "om has 3 ap"
+    assert compare.prompts_of(rows, 3, tokenizer, 0) == [words[3:16], "om", "has 3"]
 
 
 def test_both_sides_are_what_score_and_sample_give(home, compared):

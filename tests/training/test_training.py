@@ -747,7 +747,7 @@ def test_sampled_texts_begin_as_those_of_sample(tmp_path, token_set):
     run(recipe, tmp_path / "run")
     (found,) = metrics(tmp_path / "run", "sample")
     lm = load(tmp_path / "run" / "model")
-    expected = write(lm, Job("the cat", length=length, seed=recipe.train.seed), policy_of("llada", temperature=1.0))
+    expected = write(lm, Job("the cat", length=length, seed=recipe.train.seed), policy_of("smdm-origin"))
     assert expected["samples"][0]["tokens"][0] == tokenizer.bos_token_id
     assert found["text"] == expected["samples"][0]["text"]
     longer = recipe_of(own, model={**TINY, "vocab_size": size, "mask_id": size}, log={**log, "sample_length": length + 1})

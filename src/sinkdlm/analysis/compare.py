@@ -137,12 +137,18 @@ def unigram_entropy(rows: Sequence[Row]) -> float:
 
 
 def prompts_of(rows: Sequence[Row], count: int, tokenizer: Any, n_prefix: int) -> list[str]:
-    """Beginnings of rows, from a whole word on, spread over them, for both models to continue; of an example, its prompt."""
+    """Beginnings of rows, in whole words, spread over them, for both models to continue; of an example, its prompt."""
     chosen = [rows[len(rows) * number // count] for number in range(min(count, len(rows)))]
     own = [row.place == 0 and row.n_given > n_prefix for row in chosen]  # examples have a prompt
     spans = [(n_prefix, row.n_given) if has else (row.n_given, row.n_given + _PROMPT) for row, has in zip(chosen, own, strict=True)]
     texts = [tokenizer.decode(row.tokens[begin:end]) for row, (begin, end) in zip(chosen, spans, strict=True)]
-    return [text if has else (text.split(maxsplit=1) or [text])[-1] for text, has in zip(texts, own, strict=True)]
+    return [text if has else _whole_words(text) for text, has in zip(texts, own, strict=True)]
+
+
+def _whole_words(text: str) -> str:
+    """Without the first word and a last one that may go on, which may be parts; at least a word."""
+    behind = (text.split(maxsplit=1) or [text])[-1]
+    return behind if behind[-1:].isspace() else (behind.rsplit(maxsplit=1) or [behind])[0]
 
 
 def samples(lm: Any, prompts: Sequence[str], policy: Policy, length: int | None, seed: int, bos: bool | None) -> list[str]:

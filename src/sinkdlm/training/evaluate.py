@@ -145,7 +145,15 @@ def probe(
 
 @torch.no_grad()
 def sample_text(
-    model: DiffusionLM, tokenizer: Any, prompt: str, length: int, seed: int, precision: Precision, device: torch.device
+    model: DiffusionLM,
+    tokenizer: Any,
+    prompt: str,
+    length: int,
+    seed: int,
+    precision: Precision,
+    device: torch.device,
+    *,
+    config: str = "smdm-origin",
 ) -> str:
     """Sample a text, the same on every rank; all must call it. The prompt starts as in `sample`; the text comes without BOS."""
     ids = begin(tokenizer, encode(tokenizer, prompt))
@@ -156,6 +164,7 @@ def sample_text(
             device=device,
             length=len(ids) + length,
             mask_id=model.config.mask_id,
+            config=config,
             temperature=1.0,
             seed=seed,
         )

@@ -367,7 +367,8 @@ class Trainer:
             self._look_at_attention()
         if log.sample_every and (self.step % log.sample_every == 0 or last):
             chosen = (log.sample_prompt, log.sample_length, self.plan.seed, self._precision, self.device)
-            text = self._look(lambda: sample_text(self.model, self.tokenizer(), *chosen))
+            policy = "llada" if self._trains_on_examples else "smdm-origin"  # answers; texts of a base model
+            text = self._look(lambda: sample_text(self.model, self.tokenizer(), *chosen, config=policy))
             self.monitor.line({"kind": "sample", "step": self.step, "text": text})
             self.say(f"step {self.step}: {text!r}")
 
@@ -447,7 +448,7 @@ class Trainer:
             "seed": self.plan.seed,
             "tokens_seen": self._tokens(self.step),
             "data": self.facts["data"],
-            "data_kind": "examples" if any(split.kind == "examples" for split in self.rows.splits) else "text",
+            "data_kind": "examples" if self._trains_on_examples else "text",
             "run": self.folder.path.name,
             "steps": self.step,
             "updates": self.updates,
@@ -498,6 +499,10 @@ class Trainer:
             "skipped": self.skipped,
             "tokens": self._tokens(self.step),
         }
+
+    @property
+    def _trains_on_examples(self) -> bool:
+        return any(split.kind == "examples" for split in self.rows.splits)
 
     def _tokens(self, steps: int) -> int:
         return steps * self.plan.batch * self.recipe.data.length
