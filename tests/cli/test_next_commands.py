@@ -124,11 +124,11 @@ def test_the_nano_recipe_is_not_stuck_and_its_greedy_texts_repeat_more_than_its_
     assert means["llada"] < means["smdm-origin"] - 0.05
 
 
-@pytest.mark.parametrize("settings", [None, [], {"kind": "text"}, {"kind": "text", "field": "text", "inputs": 3}])
-def test_an_index_that_says_nothing_of_its_texts_ends_no_run(settings, tmp_path, command_line):
+def test_an_index_that_says_nothing_of_its_texts_ends_no_run(tmp_path, command_line):
     character_tokenizer().save_pretrained(tmp_path / "tokenizer")
     prepare_example(tmp_path / "set")
-    index = json.loads((tmp_path / "set" / "index.json").read_text())
-    (tmp_path / "set" / "index.json").write_text(json.dumps({**index, "settings": settings}))
-    _, measured, _ = next_of(command_line, tmp_path / "run", recipe_in(tmp_path, tmp_path / "set"))
-    assert measured[:2] == ["sinkdlm", "eval"]
+    index, recipe = tmp_path / "set" / "index.json", recipe_in(tmp_path, tmp_path / "set")
+    whole = json.loads(index.read_text())
+    for settings in (None, [], {"kind": "text"}, {"kind": "text", "field": "text", "inputs": 3}):
+        index.write_text(json.dumps({**whole, "settings": settings}))
+        assert next_of(command_line, tmp_path / "run", recipe)[1][:2] == ["sinkdlm", "eval"]

@@ -130,17 +130,12 @@ def test_beyond_this_machine_a_key_is_asked_for(command_line, host, command):
         assert "--host" not in err
 
 
-@pytest.mark.parametrize("block_size", [None, 4])
-def test_it_says_once_that_a_gpu_keeps_no_approximate_cache(command_line, tmp_path, monkeypatch, block_size):
-    """But for block diffusion, whose cache is exact."""
-    path = save_model(tmp_path / "tiny", block_size=block_size)
-    monkeypatch.setattr("sinkdlm.serving.server.run", lambda site, bound, ready: ready())
-    for keeps in (True, False):
-        monkeypatch.setattr("sinkdlm.serving.engine.keeps_caches", lambda device_type, keeps=keeps: keeps)
-        status, out, err = command_line("serve", path, path, "--port", 0, "--device", "cpu")
-        assert (status, err) == (0, "")
-        assert out.count("\n") == out.count("serving") + (block_size is None and not keeps)
-        assert ("written without" in out) == (block_size is None and not keeps)
+def test_memory_for_caches_is_an_option(command_line, tmp_path, monkeypatch):
+    path, found = save_model(tmp_path / "tiny"), []
+    monkeypatch.setattr("sinkdlm.serving.server.run", lambda site, bound, ready: found.extend(site.models.values()))
+    status, _, err = command_line("serve", path, "--port", 0, "--device", "cpu", "--cache-memory", "0.5")
+    assert (status, err) == (0, "")
+    assert [served.engine.capacity.cache_bytes for served in found] == [1 << 29]
 
 
 def test_any_address_of_the_loopback_needs_no_key(command_line):
@@ -148,7 +143,7 @@ def test_any_address_of_the_loopback_needs_no_key(command_line):
     assert "no-such-model" in err
 
 
-@pytest.mark.parametrize("cases", [60, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [30, pytest.param(2000, marks=pytest.mark.slow)])
 def test_no_request_makes_the_server_fail(cases):
     """Every answer conforms to the schema."""
     with serving({"letters": letters_lm(seed=3), "bytes": bytes_lm()}, limits=Limits(length=24)) as found:

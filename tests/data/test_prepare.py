@@ -966,6 +966,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(case, wrong_files, tmp_
     args, words = MISTAKES[case]
     monkeypatch.chdir(wrong_files)
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setitem(sys.modules, "ray", None)
     given = [] if "--tokenizer" in args else ["--tokenizer", tokenizer.name_or_path]
     status, out, said = command_line("data", "prepare", *args, *given, "--out", tmp_path / "out")
     assert (status, out) == (2, "")

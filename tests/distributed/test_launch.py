@@ -65,6 +65,7 @@ def slurm(folder: Path, state: str) -> dict[str, str]:
     return {**job, "SLURM_STUB": str(folder), "PATH": path}
 
 
+@pytest.mark.slow
 def test_the_script_trains_on_the_ranks_that_it_is_told(runs):
     (start,) = starts(runs / "alone")
     assert start["ranks"] == 2

@@ -24,6 +24,11 @@ LAYERS = {"n_layers": 2}  # a first and a later one: a third would take as long 
 FIRST = ("vanilla", "sinks-2-end-zero-gate", "gate-headwise-sink", "register", "logit", "parent")
 
 
+def fast_first(n, cases):
+    """The first n cases; the slow suite has the others."""
+    return [*cases[:n], *(pytest.param(*([one] if isinstance(one, str) else one), marks=pytest.mark.slow) for one in cases[n:])]
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
@@ -59,10 +64,11 @@ def assert_equal_up_to(tolerance, found, expected):
 
 
 # Padded rows take every branch that whole ones take but the one for no lengths, which each kind of sink has of its own.
-BROKEN = [*((name, True) for name in VARIANTS), *((name, False) for name in ("vanilla", "sink", "register", "logit"))]
+OTHERS = [name for name in VARIANTS if name not in FIRST]
+BROKEN = [*((name, True) for name in (*FIRST, *OTHERS)), *((name, False) for name in ("vanilla", "sink", "register", "logit"))]
 
 
-@pytest.mark.parametrize(("name", "padded"), BROKEN)
+@pytest.mark.parametrize(("name", "padded"), fast_first(6, BROKEN))
 def test_whole_model_has_no_graph_break(name, padded):
     model = small_model(**LAYERS, **VARIANTS[name])
     lengths = {"lengths": torch.tensor([5, 9])} if padded else {}
@@ -71,7 +77,7 @@ def test_whole_model_has_no_graph_break(name, padded):
     assert explained.graph_count == 1
 
 
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("name", fast_first(3, FIRST))
 def test_compiled_blocks_give_the_eager_loss(name):
     assert_compiles_to_the_same(VARIANTS[name], "aot_eager", 1e-6)
 

@@ -126,7 +126,7 @@ SEEN = ["sinks-2-end-zero-gate", *(pytest.param(name, marks=pytest.mark.slow) fo
 
 @pytest.mark.parametrize("name", SEEN)
 def test_a_model_with_kernels_is_the_model(name, fused):
-    """Whole rows, rows of different lengths, selected positions, and a span of a cached row."""
+    """Whole rows, rows of different lengths, selected positions, and spans of cached rows, which begin and end alike or not."""
     model, tokens = forced_model(n_layers=2, **VARIANTS[name]), small_tokens(2, 9).to(DEVICE)
     lengths, wanted = torch.tensor([9, 6], device=DEVICE), torch.tensor([[0, 4], [5, 1]], device=DEVICE)
     changed = tokens.clone()
@@ -138,7 +138,9 @@ def test_a_model_with_kernels_is_the_model(name, fused):
         with model.inference():
             found = [model(tokens), model(tokens, lengths=lengths)[1, :6], model(tokens, select=wanted), model(tokens, cache=cache)]
             cache.start = torch.tensor(2, device=DEVICE)
-            return [*found, model(changed[:, 2:7], cache=cache)]
+            found.append(model(changed[:, 2:7], cache=cache))
+            cache.place(*(torch.tensor(places, device=DEVICE)[:, None] for places in ([2, 4], [3, 4], [6, 9])))
+            return [*found, model(changed[:, 1:6], cache=cache), *(cache.read(layer)[0] for layer in range(2))]
 
     for mine, plain in zip(outputs(True), outputs(False), strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-4)

@@ -33,6 +33,7 @@ POLICIES = {
     "order-temperature": {"config": "dream", "order_temperature": 0.5, "top_p": 0.9, "top_k": 4, "steps": 8},
     "last-ids": {"last_ids": (2, 5), "threshold": 0.2, "temperature": 0.7},
     "top-k-p": {"temperature": 1.3, "top_k": 5, "top_p": 0.8, "steps": 6},
+    "min-p-penalty": {"temperature": 1.3, "min_p": 0.2, "repetition_penalty": 1.8, "block": 4, "steps": 8},
     "suppressed": {"suppressed": (0, 7), "guidance": 0.5, "steps": 5, "temperature": 1.0},
     "prefix-cache": {"block": 5, "cache": "prefix", "temperature": 0.6},
     "dual-cache": {"block": 5, "cache": "dual", "temperature": 0.6, "guidance": 0.4},
@@ -567,6 +568,9 @@ def test_gaps_and_suffixes_are_filled_around_what_is_given():
         ({"length": 5, "threshold": 1.5}, "above 0 and at most 1"),
         ({"length": 5, "top_k": 3}, "top_k = 3: has no effect at temperature 0.*give a temperature above 0"),
         ({"length": 5, "top_p": 0.9, "config": "fast"}, "top_p = 0.9: has no effect at temperature 0"),
+        ({"length": 5, "min_p": 0.1}, "min_p = 0.1: has no effect at temperature 0"),
+        ({"length": 5, "min_p": 1.5}, "min_p = 1.5: allowed is above 0 and at most 1"),
+        ({"length": 5, "repetition_penalty": 0}, "repetition_penalty = 0: allowed is above 0; 1 changes nothing"),
         ({"length": 5, "remask_rate": 0.1}, "remask_rate = 0.1: goes with remask"),
         ({"length": 5, "cache": "dual"}, "needs a block length"),
         ({"length": 5, "config": "fast"}, "this denoiser supports none"),
@@ -596,6 +600,7 @@ def test_cuts_that_mean_something_are_taken_at_temperature_0():
     """Dream orders positions by the distribution after top_k and top_p; top_p = 1 changes nothing."""
     assert policy_of("dream", top_k=3).top_k == 3
     assert policy_of("llada", top_p=1).top_p == 1
+    assert policy_of("llada", min_p=0) == policy_of("llada")
 
 
 @pytest.mark.parametrize("kind", ["prefix", "dual"])

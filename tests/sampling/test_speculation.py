@@ -11,7 +11,7 @@ import small_models
 from sinkdlm.errors import ModelError, SamplingError
 from sinkdlm.kernels import cuda_graph
 from sinkdlm.sampling import DenoiserAdapter, Policy, Request, batch, generate, requests_of, speculation, start, step, stream
-from sinkdlm.sampling.speculation import BEST, PLACE, TOKEN, SpeculativeBatch, Tree
+from sinkdlm.sampling.speculation import BEST, SECOND, TOKEN, SpeculativeBatch, Tree
 from sinkdlm.sampling.unmasking import policy_of
 from small_models import VARIANTS, small_tokens
 
@@ -148,6 +148,20 @@ def test_rows_join_and_leave_and_keep_their_guesses():
     assert not any(isinstance(state.batch, SpeculativeBatch) for state in states if state.policy.remask != "none")
 
 
+def test_log_probabilities_are_those_of_the_steps():
+    model = small_model(n_sinks=1)
+    rows, found = requests(POLICIES["eos"], model.config.mask_id, 3, temperature=1.0, logprobs=2), []
+    for own in (rows, speculating(rows)):
+        states = start(own)
+        with model.inference():
+            while step(states, model.denoiser()):
+                pass
+        found.append([state.logprobs for state in states])
+    for plain, quick in zip(*found, strict=True):
+        for one, other in zip(plain, quick, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12, equal_nan=True)
+
+
 def test_an_open_end_grows_as_it_would():
     model = small_model(n_sinks=1)
     given = {"config": policy_of(block=4, eos_id=EOS, temperature=1.2), "mask_id": model.config.mask_id, "limit": 30}
@@ -229,7 +243,7 @@ def test_a_tree_checks_second_choices(denoise, steps):
     rows = requests_of([[0]], length=13, mask_id=5)
     expected = written(denoise, rows)
     for draft, least in (("linear", 1), ("tree", steps)):
-        found = written(denoise, speculating(rows, [{"speculate": 8, "draft": draft}]))
+        found = written(denoise, speculating(rows, [{"speculate": 32, "draft": draft}]))
         assert_same(found, expected)
         assert found[3][0] <= math.ceil(12 / least) + 1
         assert draft == "tree" or found[3][0] > 8
@@ -239,9 +253,9 @@ def test_a_tree_holds_its_likeliest_canvases():
     assert Tree.of(Policy(), 4) == Tree((0, 0, 1, 2), (BEST,) * 4, (0, 1, 2, 3))
     tree = Tree.of(Policy(draft="tree"), 8)
     assert tree.depth < 7
-    assert {PLACE, TOKEN} <= set(tree.choices)
+    assert SECOND in tree.choices
     assert all(tree.depths[place] == tree.depths[parent] + 1 for place, parent in enumerate(tree.parents) if place)
-    assert PLACE not in Tree.of(Policy(order="ancestral", draft="tree"), 16).choices  # noise alone says the places
+    assert set(Tree.of(Policy(order="ancestral", draft="tree"), 16).choices) == {BEST, TOKEN}  # noise alone says the places
 
 
 def test_a_row_of_no_numbers_ends_and_the_others_go_on():

@@ -1,14 +1,15 @@
 """The arithmetic of policies: quotas, blocks, remasking, draws; and that ancestral sampling gives the model's own joint."""
 
 import itertools
+import math
 
 import pytest
 import torch
 
-from plain_samplers import kept
+from plain_samplers import kept, llada
 from sinkdlm.noise import Stream, hash_words
 from sinkdlm.sampling import generate, requests_of, stream
-from sinkdlm.sampling.drawing import _pick, cut, draw, gumbel, log_odds_, margin, negative_entropy
+from sinkdlm.sampling.drawing import _pick, cut, draw, gumbel, log_odds_, margin, negative_entropy, penalise
 from sinkdlm.sampling.requests import Request, start
 from sinkdlm.sampling.unmasking import (
     NAMED,
@@ -138,6 +139,48 @@ def test_both_cuts_together_are_dreams():
         turned = torch.isfinite(cut(cut(logits[None], top_k, None), None, top_p))[0].nonzero().flatten().tolist()
         n_other += turned != found
     assert n_other > 4
+
+
+def test_min_p_keeps_a_share_of_the_likeliest():
+    """Against the definition, in float64, beside the other cuts too: they rescale probabilities and keep their ratios."""
+    for seed in range(8):
+        logits = 2 * torch.randn(40, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        chances = [math.exp(float(value)) for value in logits]
+        expected = {token for token, chance in enumerate(chances) if chance >= 0.1 * max(chances)}
+        assert set(torch.isfinite(cut(logits[None], None, None, 0.1))[0].nonzero().flatten().tolist()) == expected
+        both = set(torch.isfinite(cut(logits[None], 9, 0.8, 0.1))[0].nonzero().flatten().tolist())
+        assert both == expected & kept(logits, 0.8, 9)
+
+
+@pytest.mark.parametrize("mask_id", [4, 12])
+def test_a_penalty_is_what_its_formula_says(mask_id):
+    """Every step of a greedy sampler, and every bit, against the formula by hand; [MASK] and EOS (here never likely) have none."""
+    generator, eos_id, penalty = torch.Generator().manual_seed(0), 2, 1.7
+    table = torch.randn(14, 9, 12, generator=generator, dtype=torch.float64)
+    table[..., eos_id] = -30
+
+    def predict(row):
+        return table[len(row) - 5 + (row != mask_id).sum() % 3]
+
+    def by_hand(row):
+        logits = predict(row).clone()
+        for token in {int(token) for token in row} - {mask_id, eos_id}:
+            for own in logits[: len(row)]:
+                own[token] = own[token] / penalty if own[token] > 0 else own[token] * penalty
+        return logits
+
+    row = torch.tensor([1, 7, 2, *[mask_id] * 6])
+    expected = llada(by_hand, row, given=3, steps=6, block=6, mask_id=mask_id)
+    options = {"length": 9, "mask_id": mask_id, "eos_id": eos_id, "block": 6}
+
+    def denoiser(rows):
+        return torch.stack([predict(row) for row in rows])
+
+    found, plain = (generate(denoiser, prompt=row[None, :3], repetition_penalty=value, **options) for value in (penalty, 1))
+    assert found.rows == [expected.tolist()]
+    assert found.rows != plain.rows
+    alone = penalise(predict(row)[None], row[None], penalty, [mask_id, eos_id])
+    assert torch.equal(alone[0], by_hand(row))
 
 
 @pytest.mark.parametrize("order", ["confidence", "margin", "entropy"])

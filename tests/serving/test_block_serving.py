@@ -13,7 +13,10 @@ import torch
 
 from engines import EOS, MASK, SECONDS, Owner, alone
 from sinkdlm.analysis.recording import look_at
-from sinkdlm.sampling import Request, policy_of
+from sinkdlm.sampling import Request, policy_of, start
+from sinkdlm.sampling.batch import DenoiserAdapter
+from sinkdlm.sampling.prefill import PrefixStore, compute_prefixes
+from sinkdlm.serving import engine as engine_module
 from sinkdlm.serving.engine import Capacity, Engine, share_forwards
 from sinkdlm.text.generate import Job, write
 from sites import PROMPT, complete, letters_lm, ours, serving
@@ -75,12 +78,65 @@ def test_rows_at_different_blocks_share_forwards_and_write_what_each_writes_alon
     assert max(width for _, width in shapes) <= 2 * SIZE
 
 
+def test_a_long_prompt_is_computed_in_parts_between_the_steps_of_others(monkeypatch):
+    """And a prompt that begins like an earlier one computes only the rest."""
+    monkeypatch.setattr(engine_module, "_PREFILL_TOKENS", 3 * SIZE)
+    for more in ({"n_sinks": 1}, {"tie_embeddings": True, "mask_id": 10, "shift_logits": True}):
+        model, shapes = small_model(seed=1, block_size=SIZE, **more), []
+        mask_id = model.config.mask_id
+        texts = [[1, 2], [n % 10 for n in range(43)], [n % 10 for n in range(38)] + [7, 8, 9], [n % 10 for n in range(40)] + [1]]
+        policies = [policy_of("llada", guidance=guidance) for guidance in (0.0, 0.0, 0.0, 0.5)]
+        requests = [
+            Request([*text, *[mask_id] * 9], policy, mask_id, n, block_size=SIZE)
+            for n, (text, policy) in enumerate(zip(texts, policies, strict=True))
+        ]
+        expected = [alone(model, request).rows[0][request.canvas.index(mask_id) :] for request in requests]
+        model.register_forward_pre_hook(lambda _, given, seen=shapes: seen.append(tuple(given[0].shape)))
+        engine = Engine(model, Capacity())
+        try:
+            gate, inside = threading.Event(), threading.Event()
+            engine.query(lambda gate=gate, inside=inside: (inside.set(), gate.wait(SECONDS)))
+            assert inside.wait(SECONDS)
+            first = [Owner([request]) for request in requests[:2]]
+            for owner in first:
+                engine.submit(owner.ticket)
+            gate.set()
+            found = [owner.tokens()[0] for owner in first]
+            assert shapes.count((1, 3 * SIZE)) == 3  # 40 tokens in parts of 12
+            assert [shape[1] for shape in shapes[:4]] == [12, 4, 12, 4]  # a step of the other row between two parts
+            shapes.clear()
+            for request in requests[2:]:
+                later = Owner([request])
+                engine.submit(later.ticket)
+                found += later.tokens()
+            assert found == expected
+            assert all(width <= 3 * SIZE for _, width in shapes)
+            # 36 tokens are known; then 40, beside the branch without a prompt, which nothing is like.
+            assert [shape for shape in shapes if shape[1] == 3 * SIZE] == [(1, 3 * SIZE)] * 3
+        finally:
+            assert engine.close(timeout=SECONDS)
+
+
+def test_shared_prompts_stay_within_their_memory():
+    model = small_model(seed=1, n_sinks=1, block_size=SIZE)
+    adapter, cpu = DenoiserAdapter(model.denoiser()), torch.device("cpu")
+    one = compute_prefixes(adapter, [(1,) * 16], SIZE, cpu)[(1,) * 16][0].n_bytes
+    adapter.prefixes = PrefixStore(3 * one)
+    for first in range(5):
+        compute_prefixes(adapter, [(first, *[5] * 15)], SIZE, cpu)
+        adapter.prefixes.find((0, *[5] * 15), SIZE)  # this one is used all the time
+        assert adapter.prefixes.n_bytes <= 3 * one
+    found = [adapter.prefixes.find((first, *[5] * 15), SIZE)[0] for first in range(5)]
+    assert found == [16, 0, 0, 16, 16]
+    assert adapter.prefixes.find((4, *[5] * 8, 6, 6, 6), SIZE)[0] == 8
+
+
 def test_rows_with_exact_caches_are_not_cut_by_length():
     def row(length, steps, cache="exact"):
-        request = SimpleNamespace(block_size=SIZE)
-        return SimpleNamespace(
-            state=SimpleNamespace(length=length, steps=steps, request=request, policy=SimpleNamespace(cache=cache))
-        )
+        request = Request([1] * (length - 1) + [MASK], policy_of("llada", cache=cache), MASK, block_size=SIZE)
+        (state,) = start([request])
+        state.batch = "its own" if steps else None
+        return SimpleNamespace(state=state)
 
     def cut(*rows):
         return [[one.state.length for one in part] for part in share_forwards(rows, 4096)]

@@ -16,7 +16,6 @@ from sinkdlm.errors import ModelError
 from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.sampling import Request, policy_of
 from sinkdlm.sampling.speculation import Pace
-from sinkdlm.serving import engine as engine_module
 from sinkdlm.serving.engine import (
     Capacity,
     ClosedError,
@@ -27,7 +26,6 @@ from sinkdlm.serving.engine import (
     QueueFullError,
     Ticket,
     Written,
-    keeps_caches,
     share_forwards,
 )
 from small_models import small_model
@@ -91,7 +89,7 @@ def test_requests_of_every_kind_together_write_what_each_writes_alone(make, dtyp
     for owner, request in zip(owners, requests, strict=True):
         first, written = request.canvas.index(MASK), owner.tokens()
         assert written == [alone(model, owner.as_written(request)).rows[0][first:]]
-        assert owner.ticket.without_cache == (not deterministic and request.policy.cache != "none")
+        assert not owner.ticket.without_cache
     assert max(rows) == 8
     assert sum(rows) > 2 * len(rows)
 
@@ -170,7 +168,10 @@ def test_plans_come_back_when_the_last_one_has_left():
 def test_rows_share_a_forward_unless_padding_costs_more_than_another():
     def cut(*lengths):
         rows = [
-            SimpleNamespace(state=SimpleNamespace(length=length, request=SimpleNamespace(block_size=None))) for length in lengths
+            SimpleNamespace(
+                state=SimpleNamespace(length=length, request=SimpleNamespace(block_size=None), policy=policy_of("llada"))
+            )
+            for length in lengths
         ]
         return [[row.state.length for row in part] for part in share_forwards(rows, 4096)]
 
@@ -182,59 +183,46 @@ def test_rows_share_a_forward_unless_padding_costs_more_than_another():
     assert cut(*[16] * 30, *[64] * 30, *[256] * 30) == [[16] * 30, [64] * 30, [256] * 16, [256] * 14]
 
 
-def test_a_request_alone_keeps_its_cache_and_its_rows_share_forwards(make):
-    """Rows that reach their blocks at different steps wait for each other."""
-    model, spans = small_model(seed=1), []
-    policy = policy_of("fast", block=4, temperature=0.5)
-    requests = [Request([1, 4, *[MASK] * 12], policy, MASK, seed=2, number=number) for number in range(4)]
-    expected = [alone(model, request).rows[0][2:] for request in requests]
-    handle = model.register_forward_pre_hook(lambda _, given: spans.append(tuple(given[0].shape)))
-    owner = Owner(requests)
-    make(of=model).submit(owner.ticket)
-    assert owner.tokens() == expected
-    handle.remove()
-    assert not owner.ticket.without_cache
-    assert [rows for rows, width in spans if width == 14] == [4, 4, 4]  # the first step of each block
-
-
-def test_rows_with_caches_among_others_share_one_forward(make):
-    """At different places of texts of different lengths each would need a forward of its own."""
-    model, forwards, steps = small_model(seed=1, dtype=torch.float64), [], []
+@pytest.mark.parametrize("cache", ["dual", "prefix"])
+def test_rows_at_different_blocks_share_forwards_with_their_caches(make, cache):
+    """Texts of different lengths and ages: in a step, one forward of spans, and one of the rows that begin a block."""
+    model, shapes, steps = small_model(seed=1, n_sinks=1, dtype=torch.float64), [], []
     engine, gate = make(of=model, stepped=lambda n, _: steps.append(n)), threading.Event()
-    model.register_forward_pre_hook(lambda *_: forwards.append(1))
     hold(engine, gate)
-    requests = [request_of("fast", number, n_open=9 + number) for number in range(8)]
+    requests = [replace(request_of(("blocks", "fast")[number % 2], number, n_open=9 + number), seed=number) for number in range(8)]
+    requests = [replace(request, policy=replace(request.policy, cache=cache)) for request in requests]
+    handle = model.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
     owners = [Owner([request]) for request in requests]
     for owner in owners:
         engine.submit(owner.ticket)
     gate.set()
     written = [owner.tokens() for owner in owners]
-    assert len(forwards) == len(steps)
-    assert all(owner.ticket.without_cache for owner in owners)
+    handle.remove()
     for owner, request, tokens in zip(owners, requests, written, strict=True):
-        assert tokens == [alone(model, owner.as_written(request)).rows[0][request.canvas.index(MASK) :]]
-    last = Owner([requests[0]])
-    engine.submit(last.ticket)
-    assert last.tokens() == [alone(model, requests[0]).rows[0][requests[0].canvas.index(MASK) :]]  # with its cache
+        assert not owner.ticket.without_cache
+        assert tokens == [alone(model, request).rows[0][request.canvas.index(MASK) :]]
+    assert len(shapes) <= 2 * len(steps)
+    assert (cache == "prefix") or (8, 4) in shapes  # all rows, one span each
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("cache", ["dual", "prefix"])
-def test_on_a_gpu_a_request_is_written_without_an_approximate_cache(make, monkeypatch, cache, deterministic):
-    """With a threshold its rows reach their blocks at different steps: the cache would make them wait for each other."""
-    assert keeps_caches("cpu")
-    assert not keeps_caches("cuda")
-    monkeypatch.setattr(engine_module, "keeps_caches", lambda device_type: keeps_caches("cuda"))
-    model, widths = small_model(seed=1, dtype=torch.float64), set()
-    model.register_forward_pre_hook(lambda _, given: widths.add(given[0].shape[1]))
-    policy = policy_of("fast", block=4, temperature=0.5, cache=cache)
-    requests = [Request([1, 4, *[MASK] * 12], policy, MASK, seed=2, number=number) for number in range(4)]
-    owner = Owner(requests)
-    make(of=model, deterministic=deterministic).submit(owner.ticket)
-    written = owner.tokens()
-    assert widths == {14}  # whole rows
-    assert owner.ticket.without_cache
-    assert written == [alone(model, owner.as_written(request)).rows[0][2:] for request in requests]
+def test_memory_of_caches_is_bounded(make):
+    """A row waits until there is room for its cache; one that is larger than all room is written without, and says so."""
+    model, together = small_model(seed=1, n_sinks=1, dtype=torch.float64), []
+    config = model.config
+    row = 2 * 2 * 8 * config.n_layers * config.n_kv_heads * config.head_dim * 16  # bytes of 16 tokens, twice
+    engine, gate = make(of=model, cache_bytes=row * 2 * 4 // 3 + 4, stepped=lambda n, _: together.append(n)), threading.Event()
+    hold(engine, gate)
+    requests = [Request([1, *[MASK] * 15], policy_of("fast", block=4), MASK, seed=number) for number in range(5)]
+    requests.append(Request([1, *[MASK] * 40], policy_of("fast", block=4), MASK, seed=9))
+    owners = [Owner([request]) for request in requests]
+    for owner in owners:
+        engine.submit(owner.ticket)
+    gate.set()
+    written = [owner.tokens() for owner in owners]
+    assert [owner.ticket.without_cache for owner in owners] == [False] * 5 + [True]
+    for owner, request, tokens in zip(owners, requests, written, strict=True):
+        assert tokens == [alone(model, owner.as_written(request)).rows[0][1:]]
+    assert max(together) == 2
 
 
 def test_progress_is_what_stays(make, model):

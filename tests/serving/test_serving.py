@@ -74,6 +74,11 @@ def test_a_completion_is_what_the_command_line_writes(client, lms):
     assert answer.sinkdlm["seed"] == 5
     assert answer.sinkdlm["steps"] == [row["steps"] for row in expected]
     assert answer.sinkdlm["policy"]["steps"] == 6
+    assert answer.sinkdlm["forwards"] == answer.sinkdlm["steps"]
+    assert answer.sinkdlm["tokens_per_forward"] == pytest.approx(written / sum(answer.sinkdlm["forwards"]))
+    timing = answer.sinkdlm["timing"]
+    assert 0 <= timing["queue_seconds"] < timing["first_frame_seconds"] < timing["seconds"] < SECONDS
+    assert timing["tokens_per_second"] == pytest.approx(written / (timing["seconds"] - timing["queue_seconds"]))
     assert re.fullmatch("fp_[0-9a-f]{12}", answer.system_fingerprint)
 
 
@@ -238,7 +243,8 @@ MISTAKES = {
     "max_tokens": (400, {"max_tokens": 250}, "at most 256"),
     "huge": (400, {"max_tokens": 10**12}, "at most 256"),
     "temperature": (400, {"temperature": 3}, "temperature"),
-    "logprobs": (400, {"logprobs": 2}, "not supported"),
+    "logprobs": (400, {"logprobs": 21}, "less than or equal to 20"),
+    "logprobs of a prompt": (400, {"logprobs": 2, "echo": True}, "the prompt that echo repeats has none"),
     "bias": (400, {"logit_bias": {"3": 5}}, "not supported"),
     "penalty": (400, {"frequency_penalty": 0.5}, "not supported"),
     "stop": (400, {"stop": [""]}, "stop"),
@@ -277,6 +283,25 @@ def test_a_mistake_is_told_in_openais_shape(http, name):
     assert words in error["message"], error
     assert "Extra inputs" not in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+def test_a_lenient_server_leaves_out_what_it_does_not_know(lms, client):
+    """Fields of other servers that have the same name under `sinkdlm` are taken; the answer names the rest."""
+    theirs = {"min_p": 0.1, "repetition_penalty": 1.4, "ignore_eos": True, "best_of_all": 3, "guided_regex": None, "x" * 99: 1}
+    given = {"temperature": 0.9, "seed": 3}
+    expected = complete(client, **given, **ours(min_p=0.1, repetition_penalty=1.4, ignore_eos=True))
+    assert "ignored" not in expected.sinkdlm or expected.sinkdlm["ignored"] is None
+    with serving(lms, lenient=True) as found, openai.OpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0) as lenient:
+        answer = complete(lenient, **given, extra_body=theirs)
+        assert answer.choices == expected.choices
+        assert answer.sinkdlm["ignored"] == ["best_of_all", "guided_regex", "x" * 64]
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = list(complete(lenient, stream=True, stream_options=options, **given))
+        assert chunks[-2].sinkdlm["ignored"] == ["continuous_usage_stats"]
+        assert complete(lenient, **given).sinkdlm["ignored"] == []
+        for wrong in ({"sinkdlm": {"blok": 3}}, {"logit_bias": {"3": 5}}, {"min_p": 7}):  # ours, and OpenAI's, mean something
+            with pytest.raises(openai.BadRequestError):
+                complete(lenient, extra_body=wrong)
 
 
 def test_an_unknown_field_is_named_with_what_is_allowed(http):
@@ -471,24 +496,16 @@ def test_when_all_places_are_taken_a_client_is_told_when_to_come_back(narrow):
 
 
 def test_an_answer_says_whether_its_cache_was_used():
-    lm, answers = letters_lm(seed=4), []
-    watch = Slow(lm)
-    body = {"model": "letters", "prompt": PROMPT, "max_tokens": 8, "seed": 1, "sinkdlm": {"policy": "fast", "block": 4}}
-    with serving({"letters": lm}) as found, httpx.Client(base_url=found.url, timeout=SECONDS) as http:
-        engine = found.site.models["letters"].engine
-        threads = [threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body))) for _ in range(2)]
-        with watch.held():
-            threads[0].start()
-            until(lambda: len(engine.running) == 1)
-            threads[1].start()
-            until(lambda: len(engine.waiting) == 1)
-        for thread in threads:
-            thread.join()
-        used = {answer.json()["sinkdlm"]["policy"]["cache"]: answer.json()["choices"] for answer in answers}
-        assert set(used) == {"dual", "none"}
-        for cache, choices in used.items():  # what it says gives the same text again
-            again = http.post("/v1/completions", json={**body, "sinkdlm": {"policy": "fast", "block": 4, "cache": cache}})
-            assert again.json()["choices"] == choices
+    """A row whose cache has no room is written without one."""
+    lms, ask = {"letters": letters_lm(seed=4)}, {"policy": "fast", "block": 4}
+    body = {"model": "letters", "prompt": PROMPT, "max_tokens": 8, "seed": 1}
+    for room, cache in ((None, "dual"), (1, "none")):
+        with serving(lms, capacity=Capacity(cache_bytes=room)) as found, httpx.Client(base_url=found.url, timeout=SECONDS) as http:
+            told, again = (
+                http.post("/v1/completions", json={**body, "sinkdlm": extras}).json() for extras in (ask, {**ask, "cache": cache})
+            )
+        assert told["sinkdlm"]["policy"]["cache"] == cache
+        assert told["choices"] == again["choices"]  # what it says gives the same text again
 
 
 def ask_and_leave(narrow, **more):

@@ -51,7 +51,7 @@ class Owner:
         return self.events[-1].failure
 
     def as_written(self, request):
-        """The request with the policy by which it was written: with others around there is no block cache."""
+        """The request with the policy by which it was written: without a cache where there is no room."""
         if not self.ticket.without_cache or request.policy.cache == "none":
             return request
         return replace(request, policy=replace(request.policy, cache="none"))

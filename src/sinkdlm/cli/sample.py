@@ -49,6 +49,8 @@ def sample(
     temperature: Annotated[float | None, option("Temperature of the draw; by default 0, the most likely token.")] = None,
     top_k: Annotated[int | None, option("Draw from this many of the most likely tokens.")] = None,
     top_p: Annotated[float | None, option("Draw from the most likely tokens that together have this probability.")] = None,
+    min_p: Annotated[float | None, option("Draw from tokens at least this probable, as a share of the likeliest.")] = None,
+    repetition_penalty: Annotated[float | None, option("Make tokens on the canvas less likely; by default 1, none.")] = None,
     guidance: Annotated[float | None, option("Weight of classifier-free guidance; by default 0, none.")] = None,
     threshold: Annotated[float | None, option("Commit every token with at least this probability; at least one per step.")] = None,
     cache: Annotated[
@@ -86,7 +88,8 @@ def sample(
     from sinkdlm.sampling.unmasking import FIELDS, policy_of
 
     named = given(steps=steps, block=block, temperature=temperature, top_k=top_k, top_p=top_p)
-    named |= given(guidance=guidance, threshold=threshold, cache=cache, draft=draft)
+    named |= given(min_p=min_p, repetition_penalty=repetition_penalty, guidance=guidance, threshold=threshold, cache=cache)
+    named |= given(draft=draft)
     named |= given(speculate=int(speculate) if speculate is not None and speculate.isdecimal() else speculate)
     named |= given(num_inference_steps=num_inference_steps, diffusion_steps=diffusion_steps, block_length=block_length)
     named |= given(cfg_scale=cfg_scale, guidance_scale=guidance_scale, remasking=remasking, alg=alg, alg_temp=alg_temp)

@@ -26,7 +26,12 @@ def serve(
     max_length: Annotated[int | None, option("Tokens of prompt and text; by default the context length.", min=1)] = None,
     max_steps: Annotated[int, option("Most denoising steps that a request may ask for.", min=1)] = 1024,
     max_n: Annotated[int, option("Most texts per prompt.", min=1, max=64)] = 16,
+    cache_memory: Annotated[
+        float | None,
+        option("GiB for keys and values kept between steps; by default half of a GPU's free memory, 4 on a CPU.", min=0),
+    ] = None,
     timeout: Annotated[float, option("Seconds that a request may take, waiting included.", min=0.1)] = 300.0,
+    lenient: Annotated[bool, option("Leave out request fields of other servers that this one lacks.", "--lenient")] = False,
     deterministic: Exact = False,
     bos: Bos = None,
     browser: Annotated[bool | None, option("Open the page; by default only `inspect` does.", "--browser/--no-browser")] = None,
@@ -55,17 +60,21 @@ def serve(
         place = choose_device(device)
         site = make_site(
             {name: load_model(path, place, dtype, writes=True) for name, path in zip(names, models, strict=True)},
-            Capacity(rows=max_batch, tokens=batch_tokens, waiting=max_queue, seconds=timeout),
+            Capacity(
+                rows=max_batch,
+                tokens=batch_tokens,
+                waiting=max_queue,
+                seconds=timeout,
+                cache_bytes=None if cache_memory is None else int(cache_memory * (1 << 30)),
+            ),
             Limits(length=max_length, steps=max_steps, n=max_n),
-            Settings(api_key=api_key, hosts=hosts, origins=tuple(cors or ())),
+            Settings(api_key=api_key, hosts=hosts, origins=tuple(cors or ()), lenient=lenient),
             deterministic=deterministic,
             bos=bos,
         )
 
         def ready() -> None:
             typer.echo(f"serving {', '.join(names)} at {address_of(bound)} on {place}")
-            if any(not served.engine.keeps_caches and served.lm.config.block_size is None for served in site.models.values()):
-                typer.echo("on a GPU requests are written without the caches prefix and dual, which slow the server down")
             if context.info_name == "inspect" if browser is None else browser:
                 _open_page(address_of(bound))
 

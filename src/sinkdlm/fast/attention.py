@@ -32,6 +32,18 @@ def attend_grouped(
     return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
 
+def attend_kept(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor | None, sink_logit: Tensor | None = None, **how: Any) -> Tensor:
+    """Compute `model.attention.attend` over a cache's keys without copying them. Grouped heads: a group's queries are queries of
+    one head."""
+    group = q.shape[1] // k.shape[1]
+    if group == 1 or sink_logit is not None:
+        return attend(q, k, v, *sinks, sink_logit=sink_logit, **how)
+    if (visible := how.pop("visible", None)) is not None and visible.shape[2] > 1:
+        visible = visible.repeat(1, 1, group, 1)
+    folded = q.unflatten(1, (-1, group)).flatten(2, 3)  # (B, K, group W, D)
+    return attend(folded, k, v, *sinks, visible=visible, **how).unflatten(2, (group, -1)).flatten(1, 2)
+
+
 def attend_flex(
     q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None = None, sink_v: Tensor | None = None, *, visible: BlockMask, **how: Any
 ) -> Tensor:

@@ -82,14 +82,17 @@ class Block(plain.Block):
         heads = self._norm_heads(attention.qkv(x).unflatten(-1, (-1, attention.head_dim)))
         lane = None if lane is None or view.sink_rotation is None else Lane(lane.k.to(heads.dtype), lane.v.to(heads.dtype))
         n_sinks = 0 if lane is None else lane.k.shape[1]
-        visible = view.visible if view.visible is None else functional.pad(view.visible, (n_sinks, 0), value=True)
+        visible = view.visible
+        if visible is not None and view.cache is None:
+            visible = functional.pad(visible, (n_sinks, 0), value=True)
         given = (heads, attention.n_heads, view.rotation, lane, view.sink_rotation)
         if view.cache is None:
             return *ctx.kernels.place_heads(*given), visible
-        whole = view.cache.rows(attention.layer, heads[:, :, : attention.n_kv_heads].transpose(1, 2), n_sinks)
-        start = view.cache.start
-        start = start if isinstance(start, Tensor) else heads.new_full((), start, dtype=torch.int64)
-        return *ctx.kernels.place_heads(*given, whole, start), visible
+        cache = view.cache
+        whole = cache.rows(attention.layer, heads[:, :, : attention.n_kv_heads].transpose(1, 2), n_sinks)
+        start = cache.start if isinstance(cache.start, Tensor) else heads.new_full((), cache.start, dtype=torch.int64)
+        q, _, _ = ctx.kernels.place_heads(*given, whole, start, cache.first, cache.stop)
+        return q, *cache.read(attention.layer), visible
 
     def _norm_heads(self, heads: Tensor) -> Tensor:
         """Norm queries and keys in place of the kernels, which know no norms of heads."""

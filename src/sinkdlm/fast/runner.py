@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sinkdlm.config.model import ModelConfig
 from sinkdlm.fast import blocks, float8_training
-from sinkdlm.fast.attention import attend_flex, attend_grouped, block_mask
+from sinkdlm.fast.attention import attend_flex, attend_grouped, attend_kept, block_mask
 from sinkdlm.fast.blocks import FastContext
 from sinkdlm.fast.checkpointing import Recompute
 from sinkdlm.fast.functions import add_last_norm
@@ -138,8 +138,7 @@ class FastRunner:
                     f"{_FLEX_WIDTH} on, not {dtype} and {config.head_dim}; use 'auto'"
                 )
             return "flex" if asked or (ctx.form == "auto" and runs) else "blocks"
-        kept = ctx.cache is not None and ctx.block_size is not None  # by an exact cache, with a start for each row
-        if kept or ctx.causal or ctx.form not in ("auto", "append") or config.n_registers:
+        if ctx.causal or ctx.form not in ("auto", "append") or config.n_registers:
             return "blocks"
         if trains:
             full = ctx.lengths is None and ctx.cache is None and ctx.form == "auto"
@@ -180,13 +179,14 @@ class FastRunner:
         if select is None or ctx.causal or _watched(ctx) or recompiles or uneven:
             return fast
         # These masks cover all T queries: positions are selected after attention.
-        masked = ctx.pairwise or (ctx.cache is not None and ctx.block_size is not None)
+        seen = fast.view.visible
+        masked = ctx.pairwise or (seen is not None and seen.shape[2] > 1)
         return fast._replace(select=select, per_row=0 if masked else ctx.per_row)
 
     def _view(self, config: ModelConfig, x: Tensor, ctx: Context, path: Path, kept: LaneCache | None) -> View:
         if ctx.form == "naive":
             return ctx.view(config, x)
-        by_shape = ctx.lengths is None and ctx.documents is None and isinstance(ctx.span[0], int)
+        by_shape = ctx.lengths is None and ctx.documents is None and all(isinstance(edge, int) for edge in ctx.span)
         if by_shape and kept is not None:
             key = (x.dtype, x.device, ctx.causal, x.shape[1], ctx.copies, ctx.span)
             rotation, of_sinks = kept.table(key, lambda: rotations(config, x, ctx))
@@ -198,6 +198,7 @@ class FastRunner:
             return View(rotation, of_sinks, block_mask(rule, x.shape[0], config.n_lane), ctx.causal, attend_flex, *watchers)
         visible = unruled_mask(config, x, ctx) if rule is None else rule.dense()
         attend = attend_grouped if x.device.type == "cuda" else View._field_defaults["attend"]
+        attend = attend if ctx.cache is None else attend_kept
         return View(rotation, of_sinks, visible, ctx.causal, attend, *watchers)
 
     def _run_flat(self, model: DiffusionLM, x: Tensor, fast: FastContext, select: Tensor | None) -> Tensor:

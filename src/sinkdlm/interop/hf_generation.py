@@ -187,5 +187,5 @@ def _read(config: Any, options: dict[str, Any]) -> dict[str, Any]:
     if draws:
         found.setdefault("temperature", 1.0)
     elif draws is not None:  # as in transformers, whatever stands beside it
-        found = {name: value for name, value in found.items() if name not in ("top_k", "top_p")} | {"temperature": 0.0}
+        found = {name: value for name, value in found.items() if name not in ("top_k", "top_p", "min_p")} | {"temperature": 0.0}
     return found

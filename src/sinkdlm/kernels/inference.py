@@ -33,10 +33,10 @@ def _rotate(first, second, cos, sin):
 
 @triton.jit
 def _place_heads(
-    heads, cos, sin, sink_k, sink_v, sink_cos, sink_sin, start, q, k, v,
-    heads_b, heads_t, cos_b, sink_cos_b, q_b, q_h, q_t, kv_b, kv_h,
+    heads, cos, sin, sink_k, sink_v, sink_cos, sink_sin, start, first_kept, stop_kept, q, k, v,
+    start_b, heads_b, heads_t, cos_b, sink_cos_b, q_b, q_h, q_t, kv_b, kv_h,
     n_heads: tl.constexpr, n_kv: tl.constexpr, n_sinks: tl.constexpr, width: tl.constexpr,
-    heads_block: tl.constexpr, kv_block: tl.constexpr, half_block: tl.constexpr, is_moved: tl.constexpr,
+    heads_block: tl.constexpr, kv_block: tl.constexpr, half_block: tl.constexpr, is_moved: tl.constexpr, is_cut: tl.constexpr,
 ):  # fmt: skip
     """A program per (row, token) splits and rotates the token's heads; the first n_sinks programs of a row place the sinks."""
     b, t = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -69,7 +69,12 @@ def _place_heads(
         tl.store(place + half, two.to(q.dtype.element_ty), mine)
         row = n_sinks + token
         if is_moved:
-            row += tl.load(start).to(tl.int32)
+            row += tl.load(start + start_b * b).to(tl.int32)
+        if is_cut:
+            own = row - n_sinks
+            kept = (own >= tl.load(first_kept + start_b * b)) & (own < tl.load(stop_kept + start_b * b))
+            inside = inside & kept
+            row = tl.where(kept, row, n_sinks)
         target = kv_b * b + kv_h * kv + row * width + column
         key_source = base + (n_heads + kv) * width + column
         key_one, key_two = tl.load(key_source, inside).to(tl.float32), tl.load(key_source + half, inside).to(tl.float32)
@@ -89,11 +94,14 @@ def place_heads(
     sink_rotation: Any = None,
     into: tuple[Tensor, Tensor] | None = None,
     start: Tensor | None = None,
+    first: Tensor | None = None,
+    stop: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split heads (B, T, H + 2K, D) into q (B, H, T, D) and k, v (B, K, S + T, D), rotate q and k, put the sinks in front.
 
     lane: the sinks' keys (before rotary) and values, (1, S, K, D) each. into: key and value buffers (B, K, S + L, D) of longer
-    rows, where these tokens begin at index `start` (); other tokens are left as they are.
+    rows, where these tokens begin at index `start`, () or (B, 1); others are left as they are. first, stop (B, 1): keep only tokens
+    between these indices.
     """
     batch, n_tokens, n_all, width = heads.shape
     n_kv = (n_all - n_heads) // 2
@@ -109,12 +117,14 @@ def place_heads(
     assert k.stride()[1:] == v.stride()[1:]
     assert k.stride()[2:] == (width, 1)
     _place_heads[(batch, n_sinks + n_tokens)](
-        heads, cos, sin, sink_k, sink_v, sink_cos, sink_sin, q if start is None else start, q, k, v,
+        heads, cos, sin, sink_k, sink_v, sink_cos, sink_sin,
+        *(q if one is None else one for one in (start, first, stop)), q, k, v,
+        start.stride(0) if start is not None and start.dim() else 0,
         heads.stride(0), heads.stride(1), cos.stride(0) if cos.shape[0] > 1 else 0,
         sink_cos.stride(0) if sink_cos.shape[0] > 1 else 0, *q.stride()[:3], k.stride(0), k.stride(1),
         n_heads, n_kv, n_sinks, width,
         heads_block=triton.next_power_of_2(n_heads), kv_block=triton.next_power_of_2(n_kv),
-        half_block=triton.next_power_of_2(width // 2), is_moved=start is not None,
+        half_block=triton.next_power_of_2(width // 2), is_moved=start is not None, is_cut=first is not None,
     )  # fmt: skip
     return q, k, v
 

@@ -51,13 +51,13 @@ class View(NamedTuple):
     attend: Attend = attend
     observe: Observer | None = None
     intervene: Intervention | None = None
-    cache: Any = None  # keys and values of tokens outside the computed span: sampling's BlockCache
+    cache: Any = None  # keys and values of sinks and tokens outside the computed span: a RowCache of sampling
 
 
 class Context(NamedTuple):
     """The arguments of one forward; `DiffusionLM.forward` explains them."""
 
-    span: tuple[int | Tensor, int]  # index of the first token in its row, length of the row
+    span: tuple[int | Tensor, int | Tensor]  # index of the first token in its row, end of the row
     lengths: Tensor | None = None
     documents: Documents | None = None
     annealing: Annealing | None = None
@@ -115,7 +115,7 @@ class Context(NamedTuple):
         if block_size is not None and cache is None and (clean is not None or tokens.shape[1] > block_size):
             blocks = number_blocks(tokens.shape[1], block_size, documents, tokens.device)
         facts |= {"blocks": blocks, "block_size": block_size, "copies": 1 if clean is None else 2}
-        span = (0, tokens.shape[1]) if cache is None else (cache.start, cache.length)
+        span = (0, tokens.shape[1]) if cache is None else (cache.start, cache.row_end)
         return cls(span, documents=packed, annealing=annealing, **facts)
 
     def select(self, positions: Tensor, n_tokens: int, n_registers: int, *, shifted: bool) -> tuple["Context", Tensor]:
@@ -188,20 +188,11 @@ def rotations(config: ModelConfig, x: Tensor, ctx: Context) -> tuple[Rotation, R
 
 
 def unruled_mask(config: ModelConfig, x: Tensor, ctx: Context) -> Tensor | None:
-    """Build the mask of a forward without a visibility rule: of a cached span of block diffusion, or of padding."""
-    return cached_mask(x, ctx) if ctx.cache is not None else padding_mask(config, x, ctx)
-
-
-def cached_mask(x: Tensor, ctx: Context) -> Tensor | None:
-    """Build the mask (B or 1, 1, T, L) of a span's tokens over the keys that an exact cache holds. A token sees its own block and
-    those before it, up to the span's end. None where all see all."""
-    (start, length), size = ctx.span, ctx.block_size
-    if size is None or (isinstance(start, int) and (start + x.shape[1] - 1) // size == start // size):
-        return None
-    queries = torch.arange(x.shape[1], device=x.device) + start  # (T,), or (B, T)
-    keys = torch.arange(length, device=x.device)
-    visible = (keys // size <= queries[..., None] // size) & (keys <= queries[..., -1:, None])
-    return visible.view(-1, 1, x.shape[1], length)
+    """Build the mask of a forward without a visibility rule: of the keys in a cache, sinks included, or of padding."""
+    if ctx.cache is not None:
+        visible: Tensor | None = ctx.cache.visible(x.shape[1], 0 if ctx.causal else config.n_lane, x.device)
+        return visible
+    return padding_mask(config, x, ctx)
 
 
 def padding_mask(config: ModelConfig, x: Tensor, ctx: Context) -> Tensor | None:

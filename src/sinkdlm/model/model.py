@@ -94,7 +94,8 @@ class Attention(nn.Module):
         if lane is not None and view.sink_rotation is not None:
             sink_k, sink_v = view.sink_rotation.apply(lane.k).transpose(1, 2), lane.v.transpose(1, 2)
         if view.cache is not None:
-            k, v = view.cache.join(self.layer, k, v, 0 if sink_k is None else sink_k.shape[2])
+            k, v = view.cache.join(self.layer, k, v, sink_k, sink_v)
+            sink_k = sink_v = None  # they lie in front of k and v
         return Seen(q, k, v, sink_k, sink_v, None if view.causal else self.sink_logit, view.visible)
 
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def place(
     n_tokens: int,
     device: torch.device,
     dtype: torch.dtype,
-    span: tuple[int | Tensor, int],
+    span: tuple[int | Tensor, int | Tensor],
     lengths: Tensor | None,
     packed: Documents | None,
     causal: bool,
@@ -86,15 +86,15 @@ def place(
     """Compute rotations of the tokens, registers included, and of the lane. copies: of the same row, one behind the other.
 
     Sinks in front have positions 0..S-1, and content follows; sinks at the end have those after each row's last token. `span`:
-    index of the first token in its row, length of the row.
+    index of the first token in its row, end of the row.
 
     Packed documents share the sinks. With sinks in front, each document starts right after them; with sinks at the end, each ends
     right before them. Rotary angles are relative, so each document attends to them as if it were alone.
     """
     n_sinks = 0 if causal or config.has_sink_logit else config.n_sinks
     in_front = config.sink_position == "front"
-    start, length = span
-    row_end = length if lengths is None else lengths[:, None]
+    start, end = span
+    row_end = end if lengths is None else lengths[:, None]
     content = torch.arange(n_tokens, device=device) + start + (n_sinks if in_front else 0)
     if packed is not None:
         content = content - packed.start if in_front else content + (row_end - packed.end)

@@ -7,7 +7,7 @@ How a request becomes tokens, in the order to read:
 3. batch.py: states that can share a forward become a `Batch`; its `advance` queries the denoiser and commits tokens. A
    `BlockCache` keeps keys and values between the steps of a block.
 4. unmasking.py: a `Policy` says which positions come first, how many in a step, and which are masked again.
-5. drawing.py: logits become a token, a score and a probability for each position.
+5. drawing.py: logits become a token, a score and a probability for each position; logprobs.py keeps those that a request asks for.
 
 Nothing here knows a model, a tokenizer or a file.
 """

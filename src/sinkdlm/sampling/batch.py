@@ -23,57 +23,15 @@ from torch import Tensor
 
 from sinkdlm.errors import ModelError, SamplingError
 from sinkdlm.kernels.cuda_graph import StepGraphs, can_capture, round_width
-from sinkdlm.kernels.sampling import keep_eager
 from sinkdlm.noise import counter, fold
-from sinkdlm.sampling.drawing import guide, score_candidates
-from sinkdlm.sampling.prefix_cache import PrefixCache
+from sinkdlm.sampling.drawing import guide, penalise, score_candidates
+from sinkdlm.sampling.logprobs import table_for
+from sinkdlm.sampling.prefill import PrefixStore, compute_prefixes
+from sinkdlm.sampling.prefix_cache import BlockCache, PrefixCache
 from sinkdlm.sampling.requests import State, StepPlan, reveal_times
 from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 
 Denoise = Callable[..., Tensor]
-
-
-class BlockCache:
-    """Keys and values of whole rows, kept from a block's first step for its later ones: approximate, as in Fast-dLLM.
-
-    The first forward covers whole rows of `length` and fills it; later ones replace a span from `start`, and the rest stays as it
-    was when the block began. The sink lane is not cached here: it is exact with or without a cache. The model calls `join`; a fast
-    block writes into `rows`. start: index of the span's first token; a () tensor where only the device knows it.
-    B rows, K key/value heads, T tokens, D head width.
-    """
-
-    def __init__(self, length: int) -> None:
-        self.start: int | Tensor = 0
-        self.length = length
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values (B, K, S + T, D)
-        keep_eager(self, "join")  # in a compiled block it would be recompiled for every start
-
-    def rows(self, layer: int, k: Tensor, n_sinks: int) -> tuple[Tensor, Tensor]:
-        """The layer's key and value buffers, for keys like k (B, K, any, D), with room for the sinks in front.
-
-        They stay in place as long as the cache lives: captured steps write to them.
-        """
-        if layer not in self._layers:
-            shape = (*k.shape[:2], n_sinks + self.length, k.shape[3])
-            self._layers[layer] = (k.new_empty(shape), k.new_empty(shape))
-        return self._layers[layer]
-
-    def join(self, layer: int, k: Tensor, v: Tensor, n_sinks: int) -> tuple[Tensor, Tensor]:
-        """Store the span's rotated keys and values (B, K, span, D); return those of the whole row, without the sinks'."""
-        positions = torch.arange(n_sinks, n_sinks + k.shape[2], device=k.device) + self.start
-        whole = self.rows(layer, k, n_sinks)
-        for mine, span in zip(whole, (k, v), strict=True):
-            mine.index_copy_(2, positions, span)
-        return whole[0][:, :, n_sinks:], whole[1][:, :, n_sinks:]
-
-    @classmethod
-    def collect(cls, rows: "Sequence[tuple[BlockCache, int]]") -> "BlockCache":
-        """Build one cache from single rows of others, all of one length."""
-        found = cls(rows[0][0].length)
-        for layer in rows[0][0]._layers:
-            k, v = (torch.stack([cache._layers[layer][part][row] for cache, row in rows]) for part in (0, 1))
-            found._layers[layer] = (k, v)
-        return found
 
 
 class DenoiserAdapter:
@@ -89,6 +47,7 @@ class DenoiserAdapter:
         self.block_size: int | None = getattr(denoiser, "block_size", None)  # of block diffusion
         self.reach = int(getattr(denoiser, "reach", 0))  # tokens to the left of a span that its forward also needs
         self.capturable = bool(getattr(denoiser, "capturable", False))
+        self.prefixes: PrefixStore | None = None  # shared between rows that come one after the other
         self.barred: Sequence[int] = getattr(denoiser, "barred", ())  # ids that are never written
         self.pace: Any = None  # speculation.Pace
 
@@ -112,17 +71,28 @@ class _Shape(NamedTuple):
     width: int  # tokens of the longest row
     padded: bool  # whether rows differ in length
     span: int  # tokens that the forward computes; fewer than all with a cache, after a block's first step
+    apart: bool = False  # whether rows have spans of their own
+    keys: int = 0  # of an exact cache, that attention reads
+    joins: bool = False  # whether a span begins in the block before
 
 
 class _Query(NamedTuple):
-    """One call of the denoiser: logits at positions (B, n) of tokens (B, T). low: start of the span, on the device; (B, 1) where
-    rows have their own."""
+    """One call of the denoiser: logits at positions (B, n) of tokens (B, T). low (B, 1): starts of the spans."""
 
     tokens: Tensor
     positions: Tensor
     lengths: Tensor | None
     span: int
     low: Tensor
+
+
+class _Span(NamedTuple):
+    """The tokens of a row that the next forward computes, from `low` on. A cache keeps those from `first` up to `stop`."""
+
+    low: int
+    first: int = 0
+    stop: int = 0
+    begins: int = 0  # the model's block, of block diffusion
 
 
 class Batch:
@@ -136,24 +106,26 @@ class Batch:
         self.width = max(len(state.request.canvas) for state in states)
         self.keys = torch.tensor([state.key for state in states], dtype=torch.uint64).view(torch.int64).to(device)
         # Each policy with the rows that it scores: all, or an index of them.
-        alike: dict[Policy, Any] = {}
-        for row, policy in enumerate(policies):
-            alike.setdefault(policy, []).append(row)
+        alike: dict[tuple[Policy, bool], Any] = {}
+        for row, (policy, state) in enumerate(zip(policies, states, strict=True)):
+            alike.setdefault((policy, state.request.logprobs is not None), []).append(row)
+        self.logged = [asks for _, asks in alike]  # whether the rows of a group ask for log-probabilities
+        self.logprobs = table_for([state.request.logprobs for state in states], self.width, device)
         self.groups: list[tuple[Policy, Any]] = [(policies[0], slice(None))]
         if len(alike) > 1:
-            self.groups = [(policy, torch.tensor(rows).to(device)) for policy, rows in alike.items()]
+            self.groups = [(policy, torch.tensor(rows).to(device)) for (policy, _), rows in alike.items()]
         self.caches: list[Any] = []
         self.block_size = states[0].request.block_size or 1  # of block diffusion, where it is read
-        if self.cache_kind == "exact":
-            olds = [state.batch for state in states]
-            members = [
-                [None if old is None else (old.caches[branch], state.row) for old, state in zip(olds, states, strict=True)]
-                for branch in range(2 if policies[0].guidance else 1)
+        if self.cache_kind != "none":
+            # An approximate cache is filled anew at a block's first step.
+            homes = [(state.caches, 0) if state.batch is None else (state.batch.caches, state.row) for state in states]
+            keeps = [
+                bool(caches) and (self.cache_kind == "exact" or not state.plan.first)
+                for state, (caches, _) in zip(states, homes, strict=True)
             ]
-            self.caches = [PrefixCache.collect(rows, self.block_size, self.width) for rows in members]
-        elif self.cache_kind != "none" and not states[0].plan.first:
-            members = [[(cache, state.row) for cache in state.batch.caches] for state in states]
-            self.caches = [BlockCache.collect(branch) for branch in zip(*members, strict=True)]
+            for branch in range(2 if policies[0].guidance else 1):
+                members = [(caches[branch], row) if kept else None for (caches, row), kept in zip(homes, keeps, strict=True)]
+                self.caches.append(self._cache(members))
         self._collect(states)
         # The lowest comes first: latest reveal time where noise decides the order, else by position (the sort is stable).
         planned = torch.tensor([[policy.order in PLANNED_ORDERS] for policy in policies]).to(device)
@@ -162,7 +134,7 @@ class Batch:
         self.forbidden: dict[Policy, Tensor] = {}
         self.graphs = StepGraphs(device)
         for row, state in enumerate(states):
-            state.batch, state.row, state.passed = self, row, []
+            state.batch, state.row, state.caches, state.passed = self, row, [], []
 
     @classmethod
     def of(cls, states: list[State], device: torch.device) -> "Batch":
@@ -189,18 +161,22 @@ class Batch:
             span = min(self.width, old.width)
             for name in ("tokens", "open", "confidence"):
                 getattr(self, name)[here, :span] = getattr(old, name)[there, :span]
+            if self.logprobs is not None and old.logprobs is not None:
+                self.logprobs.copy(here, old.logprobs, there)
             self.report[2, here] = old.report[2, there]
 
     def advance(self, states: list[State], adapter: DenoiserAdapter) -> None:
         plans = [state.plan for state in states]
-        lows, span = self._open_span(adapter, states)
+        steady = self._is_steady(adapter)
+        spans, span = self._open_span(adapter, states, steady)
         if any(plan.reveal is not None for plan in plans):  # ReMDM: the positions that this step reveals come first
             revealed = self._mark([plan.reveal or () for plan in plans])
             self.priority.copy_(torch.where(self.remasked, (~revealed).double(), self.priority))
         count = max(plan.n_predicted for plan in plans)
         if count:
-            control = torch.tensor([(*plan[:6], low) for plan, low in zip(plans, lows, strict=True)]).T.contiguous()  # (7, B)
-            self._forward(adapter, plans, control.to(self.device, non_blocking=True), count, span)
+            control = torch.tensor([(*plan[:6], *own) for plan, own in zip(plans, spans, strict=True)]).T.contiguous()  # (10, B)
+            shape = self._shape(plans, spans, count, span, steady)
+            self._forward(adapter, control.to(self.device, non_blocking=True), shape, steady)
         else:
             self.committed.zero_()
         if any(plan.remask for plan in plans):
@@ -210,6 +186,10 @@ class Batch:
             self.open |= again
         self._move_on(states, plans)
 
+    def _is_steady(self, adapter: DenoiserAdapter) -> bool:
+        """Whether steps are captured."""
+        return adapter.capturable and can_capture(self.device)
+
     def _mark(self, rows: list[tuple[int, ...]]) -> Tensor:
         """(B, T): True at the given positions of each row."""
         marked = torch.zeros(self.tokens.shape, dtype=torch.bool)
@@ -217,17 +197,38 @@ class Batch:
             marked[row, list(positions)] = True
         return marked.to(self.device)
 
-    def _open_span(self, adapter: DenoiserAdapter, states: list[State]) -> tuple[list[int], int]:
-        """Starts of the rows' spans in the next forward, and their length: whole rows, or what a cache does not hold."""
-        plan = states[0].plan
+    def _cache(self, members: "Sequence[tuple[Any, int] | None]") -> Any:
         if self.cache_kind == "exact":
-            return self._open_blocks(adapter, states)
-        if self.cache_kind == "none" or plan.first:
-            return [0] * len(states), plan.length
-        low = max(0, plan.start - max(adapter.reach, int(self.shift)))
-        return [low] * len(states), (plan.length if self.cache_kind == "prefix" else plan.stop) - low
+            return PrefixCache.collect(members, self.width, self.block_size)
+        return BlockCache.collect(members, self.width)
 
-    def _open_blocks(self, adapter: DenoiserAdapter, states: list[State]) -> tuple[list[int], int]:
+    def _open_span(self, adapter: DenoiserAdapter, states: list[State], steady: bool) -> tuple[list[_Span], int]:
+        """The rows' spans in the next forward, and their length: whole rows, or what a cache does not hold."""
+        plans = [state.plan for state in states]
+        longest = max(plan.length for plan in plans)
+        if self.cache_kind == "exact":
+            return self._open_blocks(adapter, states, steady)
+        for cache in self.caches:
+            cache.length = longest
+        if self.cache_kind == "none" or all(plan.first for plan in plans):
+            return [_Span(0, 0, plan.length) for plan in plans], longest
+        if new := [row for row, plan in enumerate(plans) if plan.first]:
+            self._refresh(adapter, new, [plans[row].length for row in new])
+        lows = [max(0, plan.start - max(adapter.reach, int(self.shift))) for plan in plans]
+        stops = [plan.length if self.cache_kind == "prefix" else plan.stop for plan in plans]
+        spans = [_Span(low, low, stop) for low, stop in zip(lows, stops, strict=True)]
+        return spans, max(stop - low for low, stop in zip(lows, stops, strict=True))
+
+    def _refresh(self, adapter: DenoiserAdapter, rows: list[int], lengths: list[int]) -> None:
+        """Compute whole rows that begin a block, for the caches of a batch in which others do not."""
+        ends, longest = torch.tensor(lengths)[:, None].to(self.device), max(lengths)
+        for cache, tokens in zip(self.caches, (self.tokens, self._blank()), strict=False):
+            found = BlockCache(longest)
+            found.row_end = longest if min(lengths) == longest else ends
+            adapter.logits(tokens[rows, :longest], ends - 1, None, found)
+            cache.take(rows, found, range(len(rows)))
+
+    def _open_blocks(self, adapter: DenoiserAdapter, states: list[State], steady: bool) -> tuple[list[_Span], int]:
         """Prefill what rows are more than a block behind, and open the exact caches for a forward of the current blocks, and of
         those before them that are not kept yet."""
         spans = [state.request.model_block(state.plan.start) for state in states]
@@ -241,52 +242,70 @@ class Batch:
             for begin in {spans[row][0] for row in behind}:
                 self._prefill(adapter, cache, tokens, [row for row in behind if spans[row][0] == begin], begin)
         kept = self._kept()
-        length = max(stop - min(begin, kept[row]) for row, (begin, stop) in enumerate(spans))
+        length = max(stop - min(begin, own) for own, (begin, stop) in zip(kept, spans, strict=True))
         for cache in self.caches:
-            cache.open(spans, length, self.device)
-        return [stop - length for _, stop in spans], length
+            cache.open(spans, length, steady=steady)
+        return [_Span(stop - length, own, stop, begin) for own, (begin, stop) in zip(kept, spans, strict=True)], length
 
     def _kept(self) -> list[int]:
         """Tokens of each row that all its exact caches hold."""
         return [min(own) for own in zip(*(cache.kept for cache in self.caches), strict=True)]
 
     def _prefill(self, adapter: DenoiserAdapter, cache: PrefixCache, tokens: Tensor, rows: list[int], begin: int) -> None:
-        """Compute the finished blocks in front of rows; equal ones once."""
+        """Compute the finished blocks in front of rows."""
         texts = [tuple(row) for row in tokens[rows, :begin].tolist()]
-        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
-        found = PrefixCache(cache.block_size, len(numbers), begin)
-        found.open([(begin, begin)] * len(numbers), begin, self.device)
-        last = torch.full((len(numbers), 1), begin - 1, device=self.device)
-        adapter.logits(torch.tensor(list(numbers)).to(self.device), last, None, found)
-        found.keep()
-        cache.take(rows, found, [numbers[text] for text in texts])
+        found = compute_prefixes(adapter, texts, self.block_size, self.device)
+        for one in {id(one): one for one, _ in found.values()}.values():
+            pairs = [(row, found[text][1]) for row, text in zip(rows, texts, strict=True) if found[text][0] is one]
+            cache.take([row for row, _ in pairs], one, [source for _, source in pairs])
 
     def _blank(self) -> Tensor:
         """The canvases without their given tokens, for the unconditional branch of guidance."""
         return self.tokens.masked_fill(~self.editable, self.mask_id)
 
-    def _forward(self, adapter: DenoiserAdapter, plans: list[StepPlan], control: Tensor, count: int, span: int) -> None:
+    def _shape(self, plans: list[StepPlan], spans: list[_Span], count: int, span: int, steady: bool) -> _Shape:
         lengths = {plan.length for plan in plans}
-        capturing = adapter.capturable and can_capture(self.device) and self.cache_kind != "exact"
-        if capturing:
+        if steady:
             count = round_width(count, max(plan.stop - plan.start for plan in plans), len(plans))
         shape = _Shape(count, max(lengths), len(lengths) > 1, span)
-        if capturing:
+        if self.cache_kind == "exact":
+            one = self.caches[0]
+            return shape._replace(apart=not one.alike, keys=one.length, joins=one.joins)
+        return shape._replace(apart=not all(plan.first for plan in plans) and len(set(spans)) > 1)
+
+    def _forward(self, adapter: DenoiserAdapter, control: Tensor, shape: _Shape, steady: bool) -> None:
+        if steady:
             self.graphs.run(shape, control, lambda given: self._compute(adapter, given, shape))
         else:
             self._compute(adapter, control, shape)
+        if self.cache_kind == "exact":
+            for cache in self.caches:
+                cache.keep()
+
+    def _place(self, shape: _Shape, length: Tensor, low: Tensor, first: Tensor, stop: Tensor, begins: Tensor) -> None:
+        """Tell the caches where the spans lie, (B, 1) each."""
+        for cache in self.caches:
+            if self.cache_kind == "exact":
+                if shape.apart:
+                    cache.place(low, first, stop, begins)
+                continue
+            cache.row_end = length if shape.padded else shape.width
+            if shape.apart:
+                cache.place(low, first, stop)
+            else:
+                cache.place(0 if shape.span == shape.width else low[0, 0])
 
     def _compute(self, adapter: DenoiserAdapter, control: Tensor, shape: _Shape) -> None:
         """Everything of a step that runs on the device, without waiting for it."""
-        step, begin, stop, length, counts, quota, low = control[:, :, None]  # (B, 1) each
+        step, begin, stop, length, counts, quota, low, *kept = control[:, :, None]  # (B, 1) each
+        self._place(shape, length, low, *kept)
         everywhere = counter(shape.width, self.device)
         eligible = self.open[:, : shape.width] & (everywhere >= begin) & (everywhere < stop)
         ranks = self.priority[:, : shape.width].masked_fill(~eligible, math.inf)
         positions = ranks.argsort(dim=1, stable=True)[:, : shape.n]  # (B, n)
         valid = counter(shape.n, self.device) < counts
         queried = (positions - 1).clamp_min(0) if self.shift else positions
-        start = low if self.cache_kind == "exact" else low[0, 0]
-        query = _Query(self.tokens[:, : shape.width], queried, length[:, 0] if shape.padded else None, shape.span, start)
+        query = _Query(self.tokens[:, : shape.width], queried, length[:, 0] if shape.padded else None, shape.span, low)
         proposal, score, sure = self._propose(adapter, query, positions, step)
         self._commit(positions, self._take(score, sure, valid, quota), proposal, sure)
 
@@ -294,7 +313,7 @@ class Batch:
         """Draw a token for every position: tokens, scores to order them by, and probabilities, (B, n) each."""
         conditional = self._logits(adapter, query, 0)
         found = []
-        for policy, rows in self.groups:
+        for (policy, rows), logged in zip(self.groups, self.logged, strict=True):
             logits = conditional[rows]
             if policy.guidance:
                 blank = self._blank()[rows, : query.tokens.shape[1]]
@@ -302,6 +321,11 @@ class Batch:
                 unconditional = query._replace(tokens=blank, positions=query.positions[rows], lengths=lengths)
                 logits = guide(logits, self._logits(adapter, unconditional, 1), policy.guidance)
             logits = logits.index_fill_(-1, self._forbidden(policy, logits.shape[-1], adapter.barred), -math.inf)
+            if self.logprobs is not None and logged:
+                self.logprobs.read(rows, logits)
+            if policy.repetition_penalty != 1:
+                exempt = [self.mask_id, *([] if policy.eos_id is None else [policy.eos_id])]
+                logits = penalise(logits, query.tokens[rows], policy.repetition_penalty, exempt)
             needed = policy.temperature > 0 or policy.order_temperature > 0
             keys = fold(self.keys[rows][:, None], step[rows], positions[rows]) if needed else None
             found.append(self._score(policy, logits, cast("Tensor | None", keys)))
@@ -318,18 +342,8 @@ class Batch:
         if self.cache_kind == "none":
             return adapter.logits(query.tokens, query.positions, query.lengths, None)
         inside = (query.positions - query.low).clamp(0, query.span - 1)  # logits of positions outside are never read
-        span = query.low + counter(query.span, self.device)
-        if self.cache_kind == "exact":
-            logits = adapter.logits(query.tokens.gather(1, span.clamp_min(0)), inside, None, self.caches[branch])
-            self.caches[branch].keep()
-            return logits
-        if query.span == query.tokens.shape[1]:
-            if branch == len(self.caches) or self.caches[branch].length != query.span:
-                self.caches[branch:] = [BlockCache(query.span)]
-            self.caches[branch].start = 0
-            return adapter.logits(query.tokens, query.positions, None, self.caches[branch])
-        self.caches[branch].start = query.low
-        return adapter.logits(query.tokens.index_select(1, span), inside, None, self.caches[branch])
+        span = (query.low + counter(query.span, self.device)).clamp(0, query.tokens.shape[1] - 1)
+        return adapter.logits(query.tokens.gather(1, span), inside, None, self.caches[branch])
 
     def _forbidden(self, policy: Policy, vocab: int, barred: Sequence[int]) -> Tensor:
         if policy not in self.forbidden:
@@ -356,6 +370,8 @@ class Batch:
         self.committed.zero_().scatter_(1, positions, taken)
         for mine, new in ((self.tokens, proposal), (self.confidence, sure)):
             mine.scatter_(1, positions, torch.where(taken, new.to(mine.dtype), mine.gather(1, positions)))
+        if self.logprobs is not None:
+            self.logprobs.write(positions, taken, proposal)
         self.open &= ~self.committed
         self.report[0] = self.committed.sum(1)
         self.report[2] += (taken & sure.isnan()).sum(1)

@@ -1,4 +1,4 @@
-"""Turn logits into candidates: apply guidance, draw at a temperature, score how sure the prediction is.
+"""Turn logits into candidates: apply guidance and penalties, draw at a temperature, score how sure the prediction is.
 
 `score_candidates` is what batch.py calls. Works row by row: no number depends on another row. Half-precision logits are read as
 float32; nothing is computed in float64 unless the logits are.
@@ -7,6 +7,7 @@ N rows of logits, V vocabulary.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,8 +32,22 @@ def guide(conditional: Tensor, unconditional: Tensor, guidance: float) -> Tensor
     return away.mul_(guidance).add_(conditional)
 
 
-def cut(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """Dream's cuts, in its order: keep the fewest tokens whose probabilities pass p, and of those all as likely as the k-th.
+def penalise(logits: Tensor, tokens: Tensor, penalty: float, exempt: Sequence[int]) -> Tensor:
+    """(R, n, V), tokens (R, T) -> (R, n, V): make the tokens that stand in a row less likely, as CTRL's repetition penalty does.
+
+    Of tokens (the canvas) ids without a logit and exempt ones are left out."""
+    vocab = logits.shape[-1]
+    ids = tokens.clamp_max(vocab)
+    for token in exempt:
+        ids = ids.masked_fill(ids == token, vocab)
+    there = torch.zeros(len(ids), vocab + 1, dtype=torch.bool, device=ids.device).scatter_(1, ids, True)[:, None, :vocab]
+    logits = precise(logits)
+    return torch.where(there, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def cut(logits: Tensor, top_k: int | None, top_p: float | None, min_p: float = 0.0) -> Tensor:
+    """Dream's cuts, in its order: keep the fewest tokens whose probabilities pass p, and of those all as likely as the k-th. Then
+    min_p: keep those at least that share as likely as the likeliest.
 
     Of equally likely tokens p keeps the lower ids."""
     if top_p is not None and top_p < 1:
@@ -42,6 +57,8 @@ def cut(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
         logits = logits.masked_fill(torch.empty_like(beyond).scatter_(-1, ids, beyond), -math.inf)
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k, dim=-1).values[..., -1:], -math.inf)
+    if min_p:
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(min_p), -math.inf)
     return logits
 
 
@@ -102,14 +119,14 @@ def score_candidates(policy: Policy, logits: Tensor, keys: Tensor | None) -> tup
 
 
 def _draw_scored(policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    cuts = (keys is not None or policy.tempered) and (policy.top_k is not None or (policy.top_p or 1) < 1)
+    cuts = (keys is not None or policy.tempered) and policy.cuts
     by_odds = policy.order not in ("margin", "entropy")
     if not cuts and by_odds and (fused := draw_candidates(logits, keys, policy.temperature, policy.tempered)):
         return *fused, fused[1].sigmoid()
     logits = precise(logits)
     drawn = logits if keys is None else logits / policy.temperature
     if cuts:
-        drawn = cut(drawn, policy.top_k, policy.top_p)
+        drawn = cut(drawn, policy.top_k, policy.top_p, policy.min_p)
     tokens = drawn.argmax(-1) if keys is None else draw(drawn.flatten(0, 1), keys.flatten()).view(keys.shape)
     scored = drawn if policy.tempered else logits
     score = {"margin": margin, "entropy": negative_entropy}[policy.order](scored) if not by_odds else None

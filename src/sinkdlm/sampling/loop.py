@@ -77,14 +77,12 @@ def _forward_key(state: State, adapter: DenoiserAdapter) -> Any:
     if state.request.block_size != adapter.block_size:
         given = f"the request was made for block_size = {state.request.block_size}, the denoiser has {adapter.block_size}"
         raise SamplingError(f"{given}; make requests with the model's own, as generate does")
-    if policy.cache == "exact" and adapter.takes_cache:
-        return "exact", state.request.mask_id, scoring_policy(policy) if policy.guidance else None
+    if policy.cache != "none" and adapter.takes_cache:
+        return policy.cache, state.request.mask_id, policy.shift, scoring_policy(policy) if policy.guidance else None
     if policy.cache == "none":
         return state.request.mask_id, policy.shift, None if adapter.takes_lengths else plan.length
-    if not adapter.takes_cache:
-        why = "this denoiser supports none, as with a register sink, which sees every token"
-        raise SamplingError(f"cache = {policy.cache!r}: {why}; use cache = 'none'")
-    return _shared(state), plan.start, plan.stop, plan.first
+    why = "this denoiser supports none, as with a register sink, which sees every token"
+    raise SamplingError(f"cache = {policy.cache!r}: {why}; use cache = 'none'")
 
 
 class Sampled(NamedTuple):

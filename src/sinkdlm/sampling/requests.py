@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sinkdlm.errors import SamplingError
 from sinkdlm.noise import Key, Stream, fold, hash_words, unit_interval
+from sinkdlm.sampling.logprobs import LogProbs
 from sinkdlm.sampling.unmasking import (
     APPROXIMATE,
     PLANNED_ORDERS,
@@ -41,6 +42,7 @@ class Request:
     (seed, number) key the request's noise: the same two give the same draws in any batch.
     grow: the row ends with the block that is being written; the next block is appended when that one is full.
     block_size: of a block-diffusion model. Its blocks count from the row's first token, and are written from left to right.
+    logprobs: keep the log-probabilities of written tokens, and of this many of the likeliest at each position; None keeps none.
     """
 
     canvas: Sequence[int]
@@ -50,6 +52,7 @@ class Request:
     number: int = 0
     grow: bool = False
     block_size: int | None = None
+    logprobs: int | None = None
     blocks: list[tuple[int, int]] = field(init=False, repr=False)  # those with open positions
 
     def __post_init__(self) -> None:
@@ -120,12 +123,13 @@ class State:
     def __init__(self, request: Request) -> None:
         self.request, self.policy = request, request.policy
         self.steps = 0  # with a forward of their own, where the policy does not speculate
-        self.forwards = 0
+        self.forwards = 0  # the two of guidance count as one
         self.accepted = 0  # tokens beyond those of one step per forward
         self.passed: list[tuple[int, StepPlan, int]] = []  # row, plan and steps after each step of a forward that took several
         self.key = hash_words(request.seed, int(Stream.SAMPLING), request.number)  # root of all its noise keys
         self.batch: Any = None  # the Batch that holds its tokens, and the row there
         self.row = 0
+        self.caches: list[Any] = []  # of a row that is in no batch yet: its finished blocks (prefill.py)
         self._plans = self._plan_steps()
         self._ahead: deque[StepPlan] = deque()
         self._committed, self.done, self.plan = 0, False, next(self._plans)
@@ -144,6 +148,13 @@ class State:
     def confidence(self) -> Tensor:
         """(length,): probability of each token when it was committed; NaN elsewhere."""
         return self._view("confidence")
+
+    @property
+    def logprobs(self) -> LogProbs:
+        """Of a request that asks for them."""
+        assert self.request.logprobs is not None
+        found: LogProbs = self.batch.logprobs.row(self.row, self.length, self.request.logprobs)
+        return found
 
     @property
     def committed(self) -> Tensor:

@@ -20,14 +20,19 @@ from torch import Tensor
 
 from sinkdlm.errors import ModelError
 from sinkdlm.noise import counter, fold
-from sinkdlm.sampling.batch import Batch, DenoiserAdapter, _Query, _Shape
+from sinkdlm.sampling.batch import Batch, DenoiserAdapter, _Query, _Shape, _Span
 from sinkdlm.sampling.drawing import score_candidates
 from sinkdlm.sampling.requests import State, StepPlan
 from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 
-BEST, PLACE, TOKEN = range(3)  # a guessed commit: the best; the next best place; the best place with its second token
+# A guessed commit: the best; the second or third best place; the best place with its second token.
+BEST, SECOND, THIRD, TOKEN = range(4)
 # How often each is the policy's own, roughly: a tree has the canvases that are likeliest by these.
-_CHANCE = {BEST: 0.5, PLACE: 0.2, TOKEN: 0.1}
+_CHANCE = {BEST: 0.45, SECOND: 0.12, THIRD: 0.11, TOKEN: 0.03}
+
+# Rows of a step's table: a batch's own, then whether the canvas may be right, where its block ends, positions that are read.
+_OURS = len(StepPlan._fields[:6]) + len(_Span._fields)
+_N_READ = len(_Span._fields) + 2
 
 MOST_AUTO = 8  # canvases of a row of "auto"
 _ROOM = 16_384  # in a forward of "auto"
@@ -58,8 +63,9 @@ class Tree(NamedTuple):
 
     @classmethod
     def of(cls, policy: Policy, n: int) -> "Tree":
-        kinds = (BEST,) if policy.draft == "linear" else (BEST, TOKEN) if policy.order in PLANNED_ORDERS else (BEST, PLACE, TOKEN)
-        return cls.grow(n, kinds)
+        if policy.draft == "linear":
+            return cls.grow(n, (BEST,))
+        return cls.grow(n, (BEST, TOKEN) if policy.order in PLANNED_ORDERS else (BEST, SECOND, THIRD, TOKEN))
 
     @property
     def depth(self) -> int:
@@ -127,10 +133,11 @@ class SpeculativeBatch(Batch):
 
     def advance(self, states: list[State], adapter: DenoiserAdapter) -> None:
         self._return(states)
-        lows, span = self._open_span(adapter, [states[row] for row in self.owners])
+        steady = self._is_steady(adapter)
+        spans, span = self._open_span(adapter, [states[row] for row in self.owners], steady)
         ahead = [state.ahead(2 * tree.depth + 1) for state, tree in zip(states, self.trees, strict=True)]
         plans, further = [], []
-        for low, row, depth in zip(lows, self.owners, self.depths, strict=True):
+        for own_span, row, depth in zip(spans, self.owners, self.depths, strict=True):
             own, reach = ahead[row], self.trees[row].depth
             # An approximate cache is filled from the canvas with which the block begins, without guesses.
             alone = self.cache_kind not in ("none", "exact") and own[0].first
@@ -140,36 +147,36 @@ class SpeculativeBatch(Batch):
             n_read = plan.n_predicted + sum(one.n_predicted for one in later if planned or one.first)
             steps = [one.step for one in later] + [0] * (self.depth - len(later))
             plans.append(plan._replace(stop=max([plan.stop, *(one.stop for one in later)])))
-            further.append((low, depth == 0 or (depth < len(own) and not alone), plan.stop, n_read, *steps))
+            further.append((*own_span, depth == 0 or (depth < len(own) and not alone), plan.stop, n_read, *steps))
         control = torch.tensor([(*plan[:6], *rest) for plan, rest in zip(plans, further, strict=True)]).T.contiguous()
-        self._forward(adapter, plans, control.to(self.device, non_blocking=True), max(rest[3] for rest in further), span)
+        shape = self._shape(plans, spans, max(rest[_N_READ] for rest in further), span, steady)
+        self._forward(adapter, control.to(self.device, non_blocking=True), shape, steady)
         self._follow(states, ahead)
 
     def _return(self, states: list[State]) -> None:
-        """Make the canvas that was right last the root, which stays as it is should the forward fail."""
+        """Make every canvas the one that was right last; the root stays as it is should the forward fail."""
+        right = self.at[self.owner]
         for mine in (self.tokens, self.open, self.confidence):
-            mine[self.firsts] = mine[self.at]
-        self.report[2, self.firsts] = self.report[2, self.at]
+            mine.copy_(mine[right])
+        if self.logprobs is not None:
+            self.logprobs.copy(torch.arange(self.n_rows, device=self.device), self.logprobs, right)
+        self.report[2] = self.report[2, right] * (self.deep == 0)
         self.at.copy_(self.firsts)
         for row, state in enumerate(states):
             state.row, state.passed = self.owners.index(row), []
 
     def _compute(self, adapter: DenoiserAdapter, control: Tensor, shape: _Shape) -> None:
-        live, stop, n_read, *coming = control[7:]
+        live, stop, n_read, *coming = control[_OURS:]
         self._fill_in(control, stop)
         before = self.tokens.clone(), self.open.clone()
         self._read: list[Tensor] = []
-        super()._compute(adapter, control[:7], shape)
+        super()._compute(adapter, control[:_OURS], shape)
         self._accept(before, live > 0)
         self._guess_next(n_read, coming)
         self._read.clear()
 
     def _fill_in(self, control: Tensor, stops: Tensor) -> None:
-        """Begin every canvas as the row is, and commit the guesses of its path."""
-        root = self.firsts[self.owner]
-        for mine in (self.tokens, self.open, self.confidence):
-            mine.copy_(mine[root])
-        self.report[2] *= self.deep == 0
+        """Commit the guesses of each canvas's path."""
         everywhere = counter(self.width, self.device)
         for depth, rows in enumerate(self.levels):
             up, owner, choice = self.parent[rows], self.owner[rows], self.choice[rows, None]
@@ -178,8 +185,8 @@ class SpeculativeBatch(Batch):
             usable = open_ & (guess >= 0) & (everywhere >= begin) & (everywhere < stop)
             order = self.rank[owner, depth].masked_fill(~usable, -math.inf).argsort(dim=1, descending=True, stable=True)
             place = order.argsort(dim=1)
-            swaps = choice == PLACE
-            taken = ((place < quota - swaps.long()) | (swaps & (place == quota))) & usable
+            skipped = choice % TOKEN  # places that are better than the last that is taken, and are not
+            taken = ((place < quota - (skipped > 0).long()) | ((skipped > 0) & (place == quota - 1 + skipped))) & usable
             guess = guess.where((choice != TOKEN) | (place != quota - 1), self.second[owner, depth])
             self.tokens[rows] = guess.where(taken, self.tokens[up])
             self.open[rows] = open_ & ~taken
@@ -206,6 +213,8 @@ class SpeculativeBatch(Batch):
             same = [(now[up] == then[rows]).all(1) for now, then in zip((self.tokens, self.open), before, strict=True)]
             right[rows] = right[up] & same[0] & same[1] & live[rows]
             self.confidence[rows] = self.confidence[rows].where(self.committed[rows], self.confidence[up])
+            if self.logprobs is not None:
+                self.logprobs.inherit(rows, up, self.committed[rows])
             self.report[2, rows] += self.report[2, up]
         deepest = (right * (self.deep + 1))[self.slots].argmax(1, keepdim=True)
         self.at.copy_(self.slots.gather(1, deepest)[:, 0])

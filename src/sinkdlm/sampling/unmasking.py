@@ -26,9 +26,10 @@ MOST_CANVASES = 64  # that one forward checks
 DRAFTS = ("linear", "tree")
 _CHOICES = {"order": ORDERS, "schedule": SCHEDULES, "remask": REMASKS, "cache": CACHES, "draft": DRAFTS}
 _WHOLE = ("steps", "block", "top_k", "eos_id")
-_LEAST = {"steps": 1, "block": 1, "top_k": 1, "temperature": 0, "order_temperature": 0, "guidance": -1}
+_LEAST = {"steps": 1, "block": 1, "top_k": 1, "temperature": 0, "order_temperature": 0, "guidance": -1, "min_p": 0}
 _IDS = ("suppressed", "last_ids")
 _SHARES = ("threshold", "top_p", "remask_rate", "last_time")
+_ABOVE_0 = (*_SHARES, "repetition_penalty")
 
 # ReMDM's loop: tokens are revealed up to a share, kept there and exchanged, and then the rest is revealed.
 _LOOP_FROM, _LOOP_TO, _LOOP_REVEALED = 0.55, 0.05, 0.9
@@ -56,6 +57,8 @@ class Policy:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float = 0.0  # draw only tokens at least this probable, as a share of the likeliest
+    repetition_penalty: float = 1.0  # divides positive logits of tokens on the canvas and multiplies negative ones; EOS has none
     tempered: bool = False  # score by the tempered distribution, as Dream, not by the model's own
     guidance: float = 0.0
     shift: bool = False  # the denoiser's row i is for token i + 1 (a foreign one; our models align their rows)
@@ -78,7 +81,8 @@ class Policy:
             raise SamplingError(f"order_temperature = {self.order_temperature}: {why}; leave one out")
         if self.remask_rate is not None and self.remask == "none":
             raise SamplingError(f"remask_rate = {self.remask_rate}: goes with remask, as in remask='cap'; give both or neither")
-        for name, value in (("top_k", self.top_k), ("top_p", None if self.top_p == 1 else self.top_p)):
+        cuts = {"top_k": self.top_k, "top_p": None if self.top_p == 1 else self.top_p, "min_p": self.min_p or None}
+        for name, value in cuts.items():
             if value is not None and self.temperature == 0 and not self.tempered:
                 why = "has no effect at temperature 0, which takes the likeliest token"
                 raise SamplingError(f"{name} = {value}: {why}; give a temperature above 0, or leave it out")
@@ -88,6 +92,11 @@ class Policy:
                 raise SamplingError(f"speculate = {self.speculate!r}: {why}; leave one out")
         if self.cache in APPROXIMATE and self.block is None:
             raise SamplingError(f"cache = {self.cache!r}: needs a block length, as in block=32")
+
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens may be cut before the draw."""
+        return self.top_k is not None or (self.top_p or 1) < 1 or self.min_p > 0
 
     @property
     def is_drawn(self) -> bool:
@@ -107,14 +116,16 @@ def _check_value(name: str, value: Any) -> None:
         raise SamplingError(f"speculate = {value!r}: allowed: auto, or 1 to {MOST_CANVASES}")
     if name in _IDS and not all(isinstance(token, int) for token in value):
         raise SamplingError(f"{name} = {list(value)}: expected token ids, as in [3, 5]")
-    if value is None or name not in (*_WHOLE, *_LEAST, *_SHARES):
+    if value is None or name not in (*_WHOLE, *_LEAST, *_ABOVE_0):
         return
     if isinstance(value, bool) or not isinstance(value, int if name in _WHOLE else int | float):
         raise SamplingError(f"{name} = {value!r}: expected a {'whole ' if name in _WHOLE else ''}number")
     if name in _LEAST and not (math.isfinite(value) and value >= _LEAST[name]):
         raise SamplingError(f"{name} = {value}: allowed is {_LEAST[name]} or more")
-    if name in _SHARES and not 0 < value <= 1:
+    if (name in _SHARES and not 0 < value <= 1) or (name == "min_p" and value > 1):
         raise SamplingError(f"{name} = {value}: allowed is above 0 and at most 1")
+    if name == "repetition_penalty" and not 0 < value < math.inf:
+        raise SamplingError(f"{name} = {value}: allowed is above 0; 1 changes nothing")
 
 
 FIELDS = tuple(field.name for field in fields(Policy))

@@ -16,12 +16,14 @@ from typing import Any
 from sinkdlm.serving.engine import Event, Frame, Over, Ticket
 from sinkdlm.serving.engine import Written as Tokens
 from sinkdlm.serving.frames import RequestFrames
+from sinkdlm.serving.logprobs import in_chat, in_completion
 from sinkdlm.serving.problems import api_error
-from sinkdlm.serving.schemas import Answer, ChatCompletion, Completion, FinishReason, Usage, Written
+from sinkdlm.serving.schemas import Answer, ChatCompletion, Completion, FinishReason, Timing, Usage, Written
 from sinkdlm.serving.served import Order, Served
 
 _QUIET = 15.0  # seconds of silence before a stream sends a keep-alive line
 _DIGITS = 4  # of a confidence
+_SHORT = 1e-6  # least seconds by which a rate is taken
 _AHEAD = 1 << 14  # tokens of events that wait for a client to read
 
 
@@ -69,11 +71,21 @@ class _Inbox:
 class Exchange:
     """One request and its answer. finished: called once, when all rows are done."""
 
-    def __init__(self, served: Served, order: Order, *, chat: bool, inspect: bool, finished: Callable[["Exchange"], None]) -> None:
-        self.served, self.order, self.chat, self._finished = served, order, chat, finished
+    def __init__(
+        self,
+        served: Served,
+        order: Order,
+        *,
+        chat: bool,
+        inspect: bool,
+        finished: Callable[["Exchange"], None],
+        ignored: list[str] | None = None,
+    ) -> None:
+        self.served, self.order, self.chat, self._finished, self._ignored = served, order, chat, finished, ignored
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self.steps = [0] * len(order.rows)
+        self.steps, self.forwards = [0] * len(order.rows), [0] * len(order.rows)
+        self._n_logged = [0] * len(order.rows)  # tokens whose log-probabilities are told
         self.frames = None
         if inspect:
             given = [row.canvas.index(row.mask_id) for row in order.rows]
@@ -104,19 +116,22 @@ class Exchange:
                 self._finished(self)
                 return
             if isinstance(event, Tokens):
-                self.steps[event.row] = event.steps
+                self.steps[event.row], self.forwards[event.row] = event.steps, event.forwards
             yield event
 
     async def answer(self) -> Answer:
         transcripts = self.order.transcripts
+        logprobs: list[Any] = [None] * len(transcripts)
         async for event in self.events():
             if isinstance(event, Tokens) and event.done:
                 transcripts[event.row].read(event.tokens, done=True)
+                if event.logprobs is not None:
+                    logprobs[event.row] = await asyncio.to_thread(self._log, event)
         choices = []
         for index, transcript in enumerate(transcripts):
             text = transcript.echo + transcript.text
             written = {"message": {"content": text}} if self.chat else {"text": text}
-            choices.append({"index": index, "finish_reason": self._reason(index), **written})
+            choices.append({"index": index, "finish_reason": self._reason(index), "logprobs": logprobs[index], **written})
         kind: type[Answer] = ChatCompletion if self.chat else Completion
         return kind.model_validate({**self._head(), "choices": choices, "usage": self.usage(), "sinkdlm": self._written()})
 
@@ -129,10 +144,27 @@ class Exchange:
         return {"id": self.id, "created": self.created, "model": served.name, "system_fingerprint": served.fingerprint}
 
     def _written(self) -> Written:
-        policy = asdict(self.order.policy)
-        if self.ticket is not None and self.ticket.without_cache:
+        policy, ticket, n_tokens = asdict(self.order.policy), self.ticket, self.usage().completion_tokens
+        assert ticket is not None  # something is written
+        if ticket.without_cache:
             policy["cache"] = "none"
-        return Written(seed=self.order.seed, steps=self.steps, policy=policy, inspect=self.frames is not None)
+        now = ticket.ended or time.monotonic()
+        timing = Timing(
+            queue_seconds=ticket.began - ticket.submitted,
+            first_frame_seconds=ticket.stepped - ticket.submitted,
+            seconds=now - ticket.submitted,
+            tokens_per_second=n_tokens / max(now - ticket.began, _SHORT),
+        )
+        return Written(
+            seed=self.order.seed,
+            steps=self.steps,
+            forwards=self.forwards,
+            tokens_per_forward=n_tokens / max(1, sum(self.forwards)),
+            timing=timing,
+            policy=policy,
+            inspect=self.frames is not None,
+            ignored=self._ignored,
+        )
 
     def _reason(self, row: int) -> FinishReason:
         return "stop" if self.order.transcripts[row].stopped else "length"
@@ -148,8 +180,9 @@ class Exchange:
                     yield ": still writing\n\n"
                 elif isinstance(event, Tokens):
                     new = self.order.transcripts[event.row].read(event.tokens, done=event.done)
-                    if new:
-                        yield self._line([self._piece(event.row, new)], with_usage)
+                    before, logprobs = self._n_logged[event.row], self._log(event)
+                    if new or self._n_logged[event.row] > before:
+                        yield self._line([self._piece(event.row, new, logprobs=logprobs)], with_usage)
                     if event.done:
                         last = self._piece(event.row, "", reason=self._reason(event.row))
                         yield self._line([last], with_usage, **self._written().model_dump())
@@ -171,12 +204,25 @@ class Exchange:
             body["sinkdlm"] = ours
         return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
 
-    def _piece(self, row: int, text: str, *, first: bool = False, reason: FinishReason | None = None) -> dict[str, Any]:
+    def _log(self, event: Tokens) -> Any:
+        """The log-probabilities of tokens that the text shows and that were not told before; None where nobody asks."""
+        if event.logprobs is None:
+            return None
+        transcript, name, start = self.order.transcripts[event.row], self.served.name_token, self._n_logged[event.row]
+        stop = self._n_logged[event.row] = transcript.n_shown(event.tokens, done=event.done)
+        found, tokens = event.logprobs.cut(start, stop), event.tokens[start:stop]
+        if self.chat:
+            return in_chat(found, tokens, name)
+        return in_completion(found, tokens, transcript.offsets(event.tokens[:stop])[start:], name)
+
+    def _piece(
+        self, row: int, text: str, *, first: bool = False, reason: FinishReason | None = None, logprobs: Any = None
+    ) -> dict[str, Any]:
         written: dict[str, Any] = {"text": text}
         if self.chat:
             delta = {} if reason is not None else {"content": text}
             written = {"delta": {"role": "assistant", **delta} if first else delta}
-        return {"index": row, "logprobs": None, "finish_reason": reason, **written}
+        return {"index": row, "logprobs": logprobs, "finish_reason": reason, **written}
 
     def _frame(self, frame: Frame) -> dict[str, Any]:
         """The whole canvas: ids and pieces of text, null where a token is still to be written."""

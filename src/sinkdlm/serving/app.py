@@ -23,7 +23,7 @@ from sinkdlm.serving.bodies import Route
 from sinkdlm.serving.frames import size_of
 from sinkdlm.serving.guard import Guard
 from sinkdlm.serving.problems import RESPONSES
-from sinkdlm.serving.schemas import Card, Cards, ChatCompletion, ChatRequest, Completion, CompletionRequest, Health
+from sinkdlm.serving.schemas import Card, Cards, ChatCompletion, ChatRequest, Completion, CompletionRequest, Health, ignored
 from sinkdlm.serving.served import Order
 from sinkdlm.serving.site import Site
 
@@ -101,7 +101,7 @@ async def _answer(site: Site, body: CompletionRequest | ChatRequest, request: Re
     size, most = size_of(((row.policy.steps or len(row.canvas)) + 1, len(row.canvas)) for row in order.rows), site.frames.most_bytes
     if inspect and size > most:
         raise SamplingError(f"sinkdlm.inspect: {size} bytes of frames, and this server keeps {most}; ask for fewer texts or steps")
-    exchange = Exchange(served, order, chat=is_chat, inspect=inspect, finished=site.finish)
+    exchange = Exchange(served, order, chat=is_chat, inspect=inspect, finished=site.finish, ignored=ignored.get())
     try:
         await run_in_threadpool(exchange.submit, progress=bool(body.stream), frames=frames)
         if body.stream:

@@ -12,6 +12,8 @@ from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
+from sinkdlm.serving.schemas import ignored
+
 # Beyond any valid request: 1024 messages with their parts and empty fields (schemas.py).
 _MOST_STRINGS, _MOST_CONTAINERS = 1 << 15, 1 << 13
 
@@ -42,6 +44,7 @@ class Route(APIRoute):
         handle = super().get_route_handler()
 
         async def read(request: Request) -> Response:
+            ignored.set([] if request.app.state.site.settings.lenient else None)
             return await handle(_Request(request.scope, request.receive))
 
         return read

@@ -15,15 +15,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from sinkdlm.errors import ModelError
 from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.model.model import DiffusionLM
 from sinkdlm.sampling import DenoiserAdapter, Request, State, start, step
+from sinkdlm.sampling.logprobs import LogProbs
+from sinkdlm.sampling.prefill import PrefixStore, missing_prefix, prefill
 from sinkdlm.sampling.speculation import Pace
-from sinkdlm.sampling.unmasking import APPROXIMATE
 
 _RECENT = 32  # finished requests from which the rate is taken
 _FORWARD_TOKENS = 512  # fixed cost of a forward, in tokens: a rough figure for models of any size
+_PREFILL_TOKENS = 512  # of prompts, computed between two steps
+_CPU_CACHE = 4 << 30  # bytes for caches on a CPU
 LONGEST_RETRY = 60  # most seconds that a client is told to wait
 _log = logging.getLogger(__name__)
 
@@ -51,6 +56,7 @@ class Capacity:
     waiting: int = 256  # requests that wait for a place
     queries: int = 16  # about finished requests, that may wait for an answer
     seconds: float = 300.0  # that a request may take, waiting included
+    cache_bytes: int | None = None  # for keys and values kept between steps; None: half of a GPU's free memory, 4 GiB on a CPU
 
 
 class Written(NamedTuple):
@@ -60,6 +66,8 @@ class Written(NamedTuple):
     tokens: list[int]
     done: bool
     steps: int
+    forwards: int = 0
+    logprobs: LogProbs | None = None  # of these tokens, where the request asks for them
 
 
 class Frame(NamedTuple):
@@ -110,17 +118,16 @@ class Ticket:
         self.tell, self.ends, self.progress, self.frames = tell, ends, progress, frames
         self.pending = deque(_Row(self, index, state) for index, state in enumerate(start(requests)))
         self.n_left = len(self.pending)
-        self.submitted = self.began = self.ended = 0.0
+        self.submitted = self.began = self.stepped = self.ended = 0.0  # times; stepped: after the first step
         self.deadline = math.inf
         self.over = False  # finished, failed, or nobody waits for it any longer
-        self.without_cache = False  # whether rows that asked for an approximate cache are written without it
+        self.without_cache = False  # whether its rows would need more memory for a cache than there is
 
     def leave_cache(self) -> None:
-        """Before the first step: its rows share the forwards of the others. An exact cache is shared as it is."""
+        """Before the first step."""
+        self.without_cache = True
         for row in self.pending:
-            if row.state.policy.cache in APPROXIMATE:
-                row.state.leave_cache()
-                self.without_cache = True
+            row.state.leave_cache()
 
     def close(self) -> None:
         """Send no more events, and drop rows that will never begin: they hold the ticket and would keep it in memory."""
@@ -145,8 +152,10 @@ def share_forwards(rows: Sequence[_Row], most_tokens: int) -> list[Sequence[_Row
 def _n_computed(row: _Row) -> int:
     """The most tokens of a row that its next forward computes."""
     state, size = row.state, row.state.request.block_size
-    # The first step computes the prompt; a later one the current block, and the one before it once more.
-    return 2 * size if size is not None and state.policy.cache == "exact" and state.steps else state.length
+    cache, block = state.policy.cache, state.policy.block
+    if cache == "exact" and size is not None:  # the current block and the one before it; at first the prompt too
+        return 2 * size + missing_prefix(state)
+    return block if cache == "dual" and block is not None else state.length
 
 
 def _cut(ordered: Sequence[_Row]) -> list[Sequence[_Row]]:
@@ -173,10 +182,9 @@ class FairLock:
             self._changed.notify_all()
 
 
-def keeps_caches(device_type: str) -> bool:
-    """Whether requests may keep approximate caches. On a GPU one row gains nothing by them, and rows that are at different blocks
-    lose: each needs a forward of its own, or waits for the others."""
-    return device_type != "cuda"
+def cache_room(device: torch.device) -> int:
+    """Bytes for caches, where none are given."""
+    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else _CPU_CACHE
 
 
 class Engine:
@@ -199,7 +207,12 @@ class Engine:
         denoiser = model.denoiser(barred)
         self._device, self._adapter = denoiser.device, DenoiserAdapter(denoiser)
         self._adapter.pace = Pace(shared=True)  # rows come before guesses
-        self.keeps_caches = keeps_caches(self._device.type)
+        room = self.capacity.cache_bytes
+        room = cache_room(self._device) if room is None else room
+        self._cache_room, config = room - room // 4, model.config  # for rows; the rest for shared prompts
+        self._token_bytes = 2 * config.n_layers * config.n_kv_heads * config.head_dim * model.embed.weight.element_size()
+        if not deterministic:  # a row that finds its prompt would compute less than alone
+            self._adapter.prefixes = PrefixStore(room // 4)
         self._changed = threading.Condition()
         self.waiting: deque[Ticket] = deque()
         self.running: list[_Row] = []
@@ -310,11 +323,10 @@ class Engine:
             self.waiting = deque(ticket for ticket in self.waiting if not ticket.over)
             while self.waiting and len(self.running) < self.capacity.rows:
                 ticket = self.waiting[0]
-                # Rows with a block cache share a forward only at one place in canvases of one length. Among others every row would
-                # be a forward of its own, which costs more than a cache saves.
-                among_others = not self.deterministic and (self.running or len(self.waiting) > 1)
-                if not ticket.began and (among_others or not self.keeps_caches):
+                if not ticket.began and any(self._cache_bytes([row]) > self._cache_room for row in ticket.pending):
                     ticket.leave_cache()
+                if self._cache_bytes([*self.running, ticket.pending[0]]) > self._cache_room:
+                    break  # until others are done
                 begun.append(ticket.pending.popleft())
                 self.running.append(begun[-1])
                 ticket.began = ticket.began or now
@@ -324,6 +336,13 @@ class Engine:
             if row.ticket.frames:
                 tokens = row.state.tokens.tolist()
                 self._tell(row.ticket, [Frame(row.index, 0, tokens, [math.nan] * len(tokens))])
+
+    def _cache_bytes(self, rows: Sequence[_Row]) -> int:
+        """Most memory of rows' caches: they share buffers of the longest row's length, copied when a row joins or leaves."""
+        kept = [row.state for row in rows if row.state.policy.cache != "none"]
+        widths = [len(state.request.canvas) for state in kept]
+        branches = 2 if any(state.policy.guidance for state in kept) else 1
+        return 2 * branches * self._token_bytes * len(widths) * max(widths, default=0)
 
     def _let_go(self) -> None:
         """Drop rows that are done or whose ticket is over: a state would keep its batch in memory."""
@@ -350,17 +369,33 @@ class Engine:
             return
         began, n_rows = time.perf_counter(), len(self.running)
         with many_shapes:
-            for rows in share_forwards(self.running, self.capacity.tokens):
+            ready = self._prefill()
+            for rows in share_forwards(ready, self.capacity.tokens) if ready else ():
                 self._step(rows)
         self._stepped(n_rows, time.perf_counter() - began)
+
+    def _prefill(self) -> list[_Row]:
+        """Rows that take the next step. A long prompt is computed ahead of its row's first one, in parts: others go on between."""
+        room, ready = _PREFILL_TOKENS, []
+        for row in self.running:
+            missing = missing_prefix(row.state)
+            if missing <= room and not (missing and row.state.caches):
+                room -= missing
+                ready.append(row)
+            elif room == _PREFILL_TOKENS:
+                room = 0
+                try:
+                    prefill(row.state, self._adapter, self._device, _PREFILL_TOKENS)
+                except Exception as failure:
+                    self._end(row.ticket, failure)
+        return ready
 
     def _step(self, rows: Sequence[_Row]) -> None:
         """Step rows together. If that fails, rows that have not taken the step take it alone; one that fails alone ends with that.
 
         A ModelError names the rows whose outputs were NaN: these end with it; the others of the forward have taken the step."""
         plans = [row.state.plan for row in rows]
-        # together: rows with a cache are of one request, so that none waits for a stranger.
-        take = partial(step, denoiser=self._adapter, device=self._device, deterministic=self.deterministic, together=True)
+        take = partial(step, denoiser=self._adapter, device=self._device, deterministic=self.deterministic)
         try:
             take([row.state for row in rows])
         except Exception as broken:
@@ -378,6 +413,9 @@ class Engine:
 
     def _report(self) -> None:
         """Tell the tickets what the step did, and let finished rows go."""
+        now = time.monotonic()
+        for row in self.running:
+            row.ticket.stepped = row.ticket.stepped or now
         events: dict[Ticket, list[Event]] = {}
         for row, tokens, n_final, confidence in _views(self.running):
             events.setdefault(row.ticket, []).extend(self._events(row, tokens, n_final, confidence))
@@ -404,7 +442,8 @@ class Engine:
                 yield Frame(row.index, steps, *seen)
             yield Frame(row.index, state.steps, tokens, confidence)
         if state.done or (ticket.progress and n_final > row.told):
-            yield Written(row.index, written, state.done, state.steps)
+            logprobs = None if state.request.logprobs is None else state.logprobs.cut(row.first, row.first + n_final)
+            yield Written(row.index, written, state.done, state.steps, state.forwards, logprobs)
         row.told = n_final
         ticket.n_left -= state.done
 

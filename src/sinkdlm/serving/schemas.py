@@ -1,10 +1,11 @@
 """Bodies of requests and answers: OpenAI's fields, checked by pydantic, and ours under `sinkdlm`.
 
 Every field that OpenAI defines is known. A field that this server cannot honour is refused unless its value is neutral. A field
-that OpenAI does not define is refused too: it is a typing mistake, or an option that would be ignored.
+that OpenAI does not define is refused too: it is a typing mistake, or an option that would be ignored. --lenient leaves it out.
 """
 
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -15,10 +16,13 @@ from sinkdlm.errors import SamplingError
 from sinkdlm.sampling.aliases import translate, words_for
 from sinkdlm.sampling.unmasking import CACHES, DRAFTS, MOST_CANVASES, NAMED, ORDERS, REMASKS, SCHEDULES
 
+# Names that were left out while this body was read, for --lenient; None: unknown names are refused.
+ignored: ContextVar[list[str] | None] = ContextVar("ignored", default=None)
 UNKNOWN = "unknown_field"
-_LONGEST_NAME = 64  # characters of an unknown field's name that the error repeats
+_LONGEST_NAME, _MOST_IGNORED = 64, 64  # characters of an unknown field's name that are repeated; such names in an answer
 MOST_STOPS, LONGEST_STOP, MOST_PROMPTS = 16, 256, 64
 _MOST_TOKENS, _MOST_MESSAGES, _MOST_PAIRS = 1 << 17, 1024, 16
+MOST_LOGPROBS = 20
 _INT64 = 2**63
 
 
@@ -38,7 +42,9 @@ class Strict(BaseModel):
     @classmethod
     def _check_names(cls, data: Any) -> Any:
         fields = cls.model_fields
-        words = words_for([*fields])
+        words, left_out = words_for([*fields]), ignored.get()
+        if left_out is not None and isinstance(data, Mapping) and cls is not Extras:
+            data = cls._leave_out(data, [*fields, *words], left_out)
         for given in data if isinstance(data, Mapping) else ():
             if given not in fields and given not in words:
                 name = str(given)[:_LONGEST_NAME]
@@ -52,6 +58,18 @@ class Strict(BaseModel):
             return translate(data, [*fields])
         except SamplingError as failure:
             raise PydanticCustomError("together", "{why}", {"why": str(failure)}) from None
+
+    @classmethod
+    def _leave_out(cls, data: Mapping[Any, Any], known: list[str], left_out: list[str]) -> dict[Any, Any]:
+        """Move what other servers have beside OpenAI's fields to `sinkdlm` where we have it there, and leave the rest out."""
+        ours = [*Extras.model_fields, *words_for([*Extras.model_fields])] if "sinkdlm" in known else []
+        unknown = {name: value for name, value in data.items() if name not in known}
+        kept = {name: value for name, value in data.items() if name in known}
+        if moved := {name: value for name, value in unknown.items() if name in ours and value is not None}:
+            given = kept.get("sinkdlm") or {}
+            kept["sinkdlm"] = {**moved, **given} if isinstance(given, Mapping) else given
+        left_out += [str(name)[:_LONGEST_NAME] for name in unknown if name not in ours][: _MOST_IGNORED - len(left_out)]
+        return kept
 
     @field_validator("*", mode="before")
     @classmethod
@@ -79,6 +97,10 @@ class Extras(Strict):
     threshold: float | None = Field(default=None, gt=0, le=1, description="Commit all tokens this probable, at least one per step.")
     guidance: float | None = Field(default=None, ge=-1, le=100, description="Weight of classifier-free guidance; 0: none.")
     top_k: int | None = Field(default=None, ge=1, le=_INT64 - 1)
+    min_p: float | None = Field(default=None, ge=0, le=1, description="Draw tokens this probable, as a share of the likeliest.")
+    repetition_penalty: float | None = Field(
+        default=None, gt=0, le=100, description="Make tokens less likely that the canvas holds; 1: none."
+    )
     order: Annotated[str, _named(ORDERS)] | None = None
     order_temperature: float | None = Field(default=None, ge=0, description="Draw the positions too; 0: the surest first.")
     schedule: Annotated[str, _named(SCHEDULES)] | None = None
@@ -154,13 +176,25 @@ class CompletionRequest(_Body):
     max_tokens: int | None = Field(default=None, ge=1, description="Tokens to write; by default 64, or as many as fit.")
     echo: bool | None = None
     best_of: Any = only(1)
-    logprobs: Any = only()
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS, description="The written tokens' and this many likeliest.")
+
+    @property
+    def n_logprobs(self) -> int | None:
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
         given: Any = self.prompt if self.prompt is not None else ""
         is_one = isinstance(given, str) or isinstance(given[0], int)
         return [given] if is_one else given
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> "CompletionRequest":
+        if self.echo and self.logprobs is not None:
+            raise PydanticCustomError(
+                "together", "logprobs: of what is written; the prompt that echo repeats has none; leave one out"
+            )
+        return self
 
 
 class TextPart(Strict):
@@ -221,8 +255,8 @@ class ChatRequest(_Body):
     parallel_tool_calls: bool | None = None
     service_tier: Any = only("auto", "default")
     store: Any = only(False)
-    logprobs: Any = only(False)
-    top_logprobs: Any = only(0)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS, description="Of the likeliest tokens at each position.")
     modalities: Any = only(["text"])
     response_format: Any = only({"type": "text"})
     reasoning_effort: Any = only("none")
@@ -236,10 +270,16 @@ class ChatRequest(_Body):
     prediction: Any = only()
     web_search_options: Any = only()
 
+    @property
+    def n_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     @model_validator(mode="after")
     def _check_limits(self) -> "ChatRequest":
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise PydanticCustomError("together", "max_tokens and max_completion_tokens differ; give one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("together", "top_logprobs: only with logprobs = true")
         return self
 
 
@@ -249,13 +289,26 @@ class Usage(BaseModel):
     total_tokens: int
 
 
+class Timing(BaseModel):
+    """Seconds since the request arrived."""
+
+    queue_seconds: float = Field(description="Until its first step.")
+    first_frame_seconds: float = Field(description="Until the end of its first step.")
+    seconds: float = Field(description="Until now.")
+    tokens_per_second: float = Field(description="Tokens of usage.completion_tokens a second, without the time in the queue.")
+
+
 class Written(BaseModel):
-    """What reproduces an answer."""
+    """What reproduces an answer, and what it cost."""
 
     seed: int
     steps: list[int] = Field(description="Denoising steps of each choice.")
+    forwards: list[int] = Field(description="Forwards of the model for each choice; the two of guidance count as one.")
+    tokens_per_forward: float = Field(description="Tokens of usage.completion_tokens for each of the forwards.")
+    timing: Timing
     policy: dict[str, Any]
     inspect: bool = Field(description="Whether /v1/inspect/{id} has its frames.")
+    ignored: list[str] | None = Field(default=None, description="With --lenient: unknown fields, which had no effect.")
 
 
 FinishReason = Literal["stop", "length"]
@@ -263,12 +316,34 @@ FinishReason = Literal["stop", "length"]
 
 class Choice(BaseModel):
     index: int
-    logprobs: None = None
     finish_reason: FinishReason
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class TopLogprob(BaseModel):
+    token: str
+    bytes: list[int] | None
+    logprob: float
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None = None
 
 
 class CompletionChoice(Choice):
     text: str
+    logprobs: CompletionLogprobs | None = None
 
 
 class Answer(BaseModel):
@@ -297,6 +372,7 @@ class ChatMessage(BaseModel):
 
 class ChatChoice(Choice):
     message: ChatMessage
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletion(Answer):

@@ -15,12 +15,13 @@ from datetime import datetime
 from typing import Any
 
 from sinkdlm import __version__
-from sinkdlm.analysis.kinds import kind_finder
+from sinkdlm.analysis.kinds import kind_finder, texts_of
 from sinkdlm.checkpoint.directory import Loaded
 from sinkdlm.errors import SamplingError
 from sinkdlm.sampling import NAMED, Policy, Request, policy_of
 from sinkdlm.sampling.unmasking import APPROXIMATE
 from sinkdlm.serving.engine import Engine
+from sinkdlm.serving.logprobs import Named, name_token
 from sinkdlm.serving.schemas import Card, ChatRequest, CompletionRequest
 from sinkdlm.serving.transcript import Transcript
 from sinkdlm.text.prompts import LENGTH, begin, chat_text, encode, has_chat_template, lay_out, piece_of, policy_for
@@ -58,6 +59,14 @@ class Served:
         self.piece: Callable[[int], str] = functools.cache(functools.partial(piece_of, lm.tokenizer))
         self.kind = kind_finder(lm.tokenizer, lm.config.mask_id)
         self._tokenizing = threading.Lock()  # fast tokenizers are not thread-safe
+
+    @functools.cached_property
+    def _token_texts(self) -> list[bytes | None]:
+        return texts_of(self.lm.tokenizer, range(self.lm.config.vocab_size))
+
+    def name_token(self, token: int) -> Named:
+        """A token's name and bytes in log-probabilities."""
+        return name_token(self._token_texts[token], token)
 
     def card(self) -> Card:
         config, engine = self.lm.config, self.engine
@@ -103,8 +112,10 @@ class Served:
         if n > self.limits.n or n * len(heads) > self.limits.rows:
             raise SamplingError(f"n = {n}: this server writes at most {self.limits.n} texts per prompt, {self.limits.rows} in all")
         policy = self._policy(body)
+        if body.n_logprobs is not None:
+            _ = self._token_texts  # read here, not in the event loop
         seed = secrets.randbits(63) if body.seed is None else body.seed
-        how: dict[str, Any] = {"grow": body.sinkdlm.until_eos, "block_size": config.block_size}
+        how: dict[str, Any] = {"grow": body.sinkdlm.until_eos, "block_size": config.block_size, "logprobs": body.n_logprobs}
         rows: list[Request] = []
         transcripts: list[Transcript] = []
         for head in heads:
@@ -120,7 +131,8 @@ class Served:
         options = extras.policy_fields()
         options |= {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
         if body.temperature == 0 and not policy_of(extras.policy).tempered:
-            options.pop("top_p", None)  # clients send both by habit; at temperature 0 top_p changes nothing
+            for cut in ("top_p", "top_k", "min_p"):
+                options.pop(cut, None)  # clients send them by habit; at temperature 0 they change nothing
         policy = policy_of(extras.policy, **options)
         ends: dict[str, Any] = {
             "stop": not extras.ignore_eos,

@@ -24,6 +24,7 @@ class Settings:
     most_bytes: int = 1 << 20  # of a request's body
     frame_bytes: int = 64 << 20  # kept of finished requests
     frame_seconds: float = 600.0
+    lenient: bool = False  # whether unknown fields are left out instead of refused
 
 
 class Metrics:

@@ -4,6 +4,7 @@ A diffusion model does not write left to right. A transcript shows what can no l
 one, less a broken character and the beginning of a possible stop string. Piece by piece or at once, the text is the same.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ class Transcript:
         self.text = ""  # all that may be shown
         self.stopped = False  # by EOS or a stop string, not by the end of the canvas
         self.n_tokens = 0  # written, up to EOS
+        self._cut = False  # by a stop string
+        self._offsets = [0]  # where tokens begin in the text, as far as anybody asked; the last is where the next begins
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -34,7 +37,8 @@ class Transcript:
         self.n_tokens = len(kept)
         text = self._wording(kept)
         end = first_stop(text, self.stops)
-        self.stopped |= end is not None
+        self._cut = end is not None
+        self.stopped |= self._cut
         text = text[:end] if done or self.stopped else _settled(text, self.stops)
         if not text.startswith(self.text):  # the decoding has changed: keep what was shown
             text = self.text
@@ -44,6 +48,19 @@ class Transcript:
     def stops_in(self, tokens: Sequence[int]) -> bool:
         """Whether these tokens hold a stop string. Changes nothing: another thread may read at the same time."""
         return bool(self.stops) and first_stop(self._wording(list(tokens)), self.stops) is not None
+
+    def offsets(self, tokens: Sequence[int]) -> list[int]:
+        """Where each token begins in the text; a part of a character begins where the character does."""
+        while len(self._offsets) <= len(tokens):
+            n = len(self._offsets)
+            near = [*self._given, *tokens[:n]][-_CONTEXT - 1 :]
+            width = len(self._decode(near).rstrip(_BROKEN)) - len(self._decode(near[:-1]).rstrip(_BROKEN))
+            self._offsets.append(self._offsets[-1] + max(0, width))
+        return self._offsets[: len(tokens)]
+
+    def n_shown(self, tokens: Sequence[int], *, done: bool) -> int:
+        """How many tokens the text that was read last shows: all that began before its end."""
+        return self.n_tokens if done and not self._cut else bisect_left(self.offsets(tokens[: self.n_tokens]), len(self.text))
 
     def _wording(self, tokens: list[int]) -> str:
         whole = self._decode([*self._given, *tokens])
