@@ -170,7 +170,14 @@ LEAKED = 1000 * 100  # bytes, over 1,000 requests
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc 2.33 what is allocated")
 def test_memory_is_flat_over_thousands_of_requests(checkpoint):
     """Requests of every kind: whole, streamed, with frames, kept for inspection, refused, and left by their clients."""
-    ours = ({"repetition_penalty": 1.2}, {"block": 2}, {"policy": "fast", "block": 4}, {"frames": True}, {"inspect": True}, {"step": 1})
+    ours = (
+        {"repetition_penalty": 1.2},
+        {"block": 2},
+        {"policy": "fast", "block": 4},
+        {"frames": True},
+        {"inspect": True},
+        {"step": 1},
+    )
     with server(checkpoint, "--timeout", "60", program=("-c", WEIGHED), **PLAIN_MEMORY) as process:
 
         async def ask(http, number):

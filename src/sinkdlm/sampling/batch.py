@@ -55,6 +55,7 @@ class DenoiserAdapter:
         self.capturable = bool(getattr(denoiser, "capturable", False))
         self.prefixes: PrefixStore | None = None  # shared between rows that come one after the other
         self.barred: Sequence[int] = getattr(denoiser, "barred", ())  # ids that are never written
+        self.pace: Any = None  # speculation.Pace
 
     @classmethod
     def of(cls, denoiser: "Denoise | DenoiserAdapter") -> "DenoiserAdapter":
@@ -147,17 +148,14 @@ class Batch:
         self.forbidden: dict[Policy, Tensor] = {}
         self.graphs = StepGraphs(device)
         for row, state in enumerate(states):
-            state.batch, state.row, state.caches = self, row, []
+            state.batch, state.row, state.caches, state.passed = self, row, [], []
 
     @classmethod
     def of(cls, states: list[State], device: torch.device, fixed: bool = False) -> "Batch":
         """Return the rows' common batch if no row has joined or left it; else make a new one."""
         old: Batch | None = states[0].batch
-        if (
-            old is None
-            or old.fixed != fixed
-            or [(old, row) for row in range(old.n_rows)] != [(state.batch, state.row) for state in states]
-        ):
+        own = [(state.batch, state.row) for state in states]
+        if type(old) is not cls or old.fixed != fixed or [(old, row) for row in range(old.n_rows)] != own:
             return cls(states, device, fixed)
         return old
 
@@ -185,7 +183,7 @@ class Batch:
 
     def advance(self, states: list[State], adapter: DenoiserAdapter) -> None:
         plans = [state.plan for state in states]
-        steady = adapter.capturable and can_capture(self.device) and not self.constrained
+        steady = self._is_steady(adapter)
         spans, span = self._open_span(adapter, states, steady)
         if any(plan.reveal is not None for plan in plans):  # ReMDM: the positions that this step reveals come first
             revealed = self._mark([plan.reveal or () for plan in plans])
@@ -206,6 +204,10 @@ class Batch:
                 if state.track is not None:
                     state.track.reopen(plan.remask)
         self._move_on(states, plans)
+
+    def _is_steady(self, adapter: DenoiserAdapter) -> bool:
+        """Whether steps are captured."""
+        return adapter.capturable and can_capture(self.device) and not self.constrained
 
     def _mark(self, rows: list[tuple[int, ...]]) -> Tensor:
         """(B, T): True at the given positions of each row."""
@@ -352,13 +354,16 @@ class Batch:
                 logits = penalise(logits, query.tokens[rows], policy.repetition_penalty, exempt)
             needed = policy.temperature > 0 or policy.order_temperature > 0
             keys = fold(self.keys[rows][:, None], step[rows], positions[rows]) if needed else None
-            found.append(score_candidates(policy, logits, cast("Tensor | None", keys)))
+            found.append(self._score(policy, logits, cast("Tensor | None", keys)))
             self._judged += [logits] if self.constrained else []
         if len(found) == 1:
             return found[0]
         order = torch.cat([rows for _, rows in self.groups]).argsort()
         proposal, score, sure = (torch.cat(parts)[order] for parts in zip(*found, strict=True))
         return proposal, score, sure
+
+    def _score(self, policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return score_candidates(policy, logits, keys)
 
     def _logits(self, adapter: DenoiserAdapter, query: _Query, branch: int) -> Tensor:
         if self.cache_kind == "none":
@@ -467,6 +472,7 @@ class Batch:
         counts, ended, lost = self.report.tolist() if reads else ([plan.quota for plan in plans], nothing, nothing)
         for state, plan, committed, over in zip(states, plans, counts, ended, strict=True):
             state.steps += plan.n_predicted > 0
+            state.forwards += plan.n_predicted > 0
             if over and state.policy.eos_id is not None:
                 state.end()
             else:
@@ -489,4 +495,4 @@ def fixed_width(length: int) -> int:
 @functools.lru_cache(maxsize=256)
 def scoring_policy(policy: Policy) -> Policy:
     """Keep only the fields that matter once a step is planned; rows that agree in them are scored together."""
-    return replace(policy, steps=None, schedule="linear", last_time=1.0)
+    return replace(policy, steps=None, schedule="linear", last_time=1.0, speculate=None, draft="linear")

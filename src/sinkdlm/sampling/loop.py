@@ -1,4 +1,4 @@
-"""The sampling loop: requests of any length, policy and progress share forwards, one step at a time.
+"""The sampling loop: requests of any length, policy and progress share forwards, one step at a time (speculation.py: or several).
 
 `generate` fills whole canvases, `stream` yields after each step, and both call `step(states, denoiser)`, which groups states by the
 forward they can share and advances each group as a `Batch`. Between steps requests may join and leave. Noise is keyed by (seed,
@@ -19,6 +19,7 @@ from sinkdlm.sampling.aliases import translate
 from sinkdlm.sampling.batch import Batch, Denoise, DenoiserAdapter, fixed_width, scoring_policy
 from sinkdlm.sampling.constraint import Automaton
 from sinkdlm.sampling.requests import Request, State, start
+from sinkdlm.sampling.speculation import advance_group
 from sinkdlm.sampling.unmasking import APPROXIMATE, FIELDS, Policy, policy_of
 
 _PADDING = -1  # beyond a row's end, where rows of a result differ in length
@@ -39,6 +40,7 @@ def step(
 
     deterministic: give bit-identical tokens whatever else is in the batch. On a CPU rows share forwards whose shapes depend on the
         row's own length; on a GPU, and with caches, each is computed alone, in shapes of its own.
+        A row that speculates then takes one step a forward, for the same reason.
     together: rows with a cache wait at the end of a block for those still in it, so that they go on in one forward. Changes no
     token; leave it off where requests join all the time.
     """
@@ -55,7 +57,10 @@ def step(
             key = (key, fixed_width(state.length)) if fixed else id(state)
         groups.setdefault((place, fixed, key), []).append(state)
     for (place, fixed, _), group in groups.items():
-        Batch.of(group, place, fixed).advance(group, adapter)
+        if deterministic or not any(state.policy.speculate for state in group):
+            Batch.of(group, place, fixed).advance(group, adapter)
+        else:
+            advance_group(group, adapter, place)
     return active
 
 
@@ -118,12 +123,21 @@ class Step(NamedTuple):
 
 
 def stream(denoiser: Denoise, states: Sequence[State], *, device: Any = None, deterministic: bool = False) -> Iterator[Step]:
-    """Take steps until every request is done, and yield the batch after each."""
+    """Take steps until every request is done, and yield the batch after each, also of those that shared a forward."""
     adapter = DenoiserAdapter.of(denoiser)
-    while moved := {id(state) for state in step(states, adapter, device=device, deterministic=deterministic, together=True)}:
-        committed = [state.committed if id(state) in moved else torch.zeros_like(state.committed) for state in states]
-        now = gather(states)
-        yield Step(now.tokens, _stack(committed, False), now.confidence)
+    while moved := step(states, adapter, device=device, deterministic=deterministic, together=True):
+        taken = {id(state): max(1, len(state.passed)) for state in moved}
+        try:
+            for turn in range(max(taken.values())):
+                for state in moved:
+                    state.show(turn)
+                new = [turn < taken.get(id(state), 0) for state in states]
+                now = gather(states)
+                committed = [state.committed & is_new for state, is_new in zip(states, new, strict=True)]
+                yield Step(now.tokens, _stack(committed, False), now.confidence)
+        finally:
+            for state in moved:
+                state.show(-1)
 
 
 def _stack(rows: list[Tensor], fill: float) -> Tensor:
