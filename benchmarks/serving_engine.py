@@ -83,7 +83,10 @@ def load(
     events: queue.SimpleQueue[tuple[int, float, list[Event]]] = queue.SimpleQueue()
     began = time.perf_counter()
     numbers = iter(order if order is not None else range(10**9))
-    found, begun, firsts, tokens = Outcome(), {}, {}, {}
+    found = Outcome()
+    begun: dict[int, float] = {}
+    firsts: dict[int, float] = {}
+    tokens: dict[int, list[int]] = {}
 
     def send() -> None:
         ticket = next(numbers, None)
