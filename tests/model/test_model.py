@@ -10,6 +10,7 @@ from reference import hidden_states
 from sinkdlm import DiffusionLM, ModelConfig, fast
 from sinkdlm.config.model import preset_names
 from sinkdlm.model.model import run_plain
+from sinkdlm.sampling.prefix_cache import BlockCache
 from small_models import VARIANTS, grid, small_config, small_model, small_tokens
 
 GRID = list(grid())
@@ -321,38 +322,21 @@ def test_causal_rows_may_be_padded(variant):
             assert (together[row, :length] - model(tokens[row : row + 1, :length], causal=True)[0]).abs().max() <= 1e-12
 
 
-class RowCache:
-    """A cache as samplers use it: the first call covers the row, later calls a span of it."""
-
-    def __init__(self, length):
-        self.start, self.length, self.kept = 0, length, {}
-
-    def rows(self, layer, k, n_sinks):
-        shape = (*k.shape[:2], n_sinks + self.length, k.shape[3])
-        return self.kept.setdefault(layer, (k.new_zeros(shape), k.new_zeros(shape)))
-
-    def join(self, layer, k, v, n_sinks):
-        whole = self.rows(layer, k, n_sinks)
-        for old, new in zip(whole, (k, v), strict=True):
-            old[:, :, n_sinks + self.start : n_sinks + self.start + new.shape[2]] = new
-        return whole[0][:, :, n_sinks:], whole[1][:, :, n_sinks:]
-
-
 @pytest.mark.parametrize("name", ["vanilla", "sink", "sink-end", "sinks-2-end-zero-gate", "logit"])
 def test_a_cache_of_unchanged_tokens_changes_nothing(name):
     model = small_model(**VARIANTS[name])
     tokens = small_tokens(2, 12)
-    cache = RowCache(12)
+    cache = BlockCache(12)
     with model.inference():
         whole = model(tokens, cache=cache)
         assert (model(tokens) - whole).abs().max() <= 1e-12
-        cache.start = 4
+        cache.place(4)
         assert (model(tokens[:, 4:9], cache=cache) - whole[:, 4:9]).abs().max() <= 1e-12
 
 
 def test_a_cache_refuses_what_it_cannot_serve():
     with pytest.raises(ValueError, match="register"):
-        small_model(**VARIANTS["register"])(small_tokens(1, 4), cache=RowCache(4))
+        small_model(**VARIANTS["register"])(small_tokens(1, 4), cache=BlockCache(4))
 
 
 def test_observing_changes_nothing(variant):

@@ -4,6 +4,7 @@ import gc
 import math
 import weakref
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,38 +12,15 @@ import torch
 
 import small_models
 from plain_samplers import dream, llada, smdm_greedy
+from policies import EOS, POLICIES
 from sinkdlm.errors import ModelError, SamplingError
 from sinkdlm.kernels import cuda_graph
 from sinkdlm.sampling import batch, gather, generate, requests_of, step, stream
 from sinkdlm.sampling.requests import Request, start
-from sinkdlm.sampling.unmasking import NAMED, ORDERS, REMASKS, policy_of
+from sinkdlm.sampling.unmasking import policy_of
 from small_models import VARIANTS, small_tokens
 
-EOS = 3
 small_model = partial(small_models.small_model, n_layers=2)  # forwards take most of the time
-POLICIES = {
-    **{name: {"config": name, "steps": 9} for name in NAMED if name != "fast"},
-    **{order: {"order": order, "steps": 7, "temperature": 0.9} for order in ORDERS},
-    **{f"remask-{kind}": {"order": "ancestral", "remask": kind, "remask_rate": 0.4, "steps": 12, "temperature": 1.0}
-       for kind in REMASKS if kind != "none"},
-    "cosine": {"schedule": "cosine", "steps": 6, "temperature": 0.7},
-    "blocks": {"block": 4, "steps": 8, "temperature": 1.0},
-    "threshold": {"threshold": 0.2, "temperature": 0.5},
-    "threshold-in-time": {"threshold": 0.3, "steps": 4, "block": 6},
-    "guided": {"guidance": 1.5, "temperature": 0.8, "steps": 5},
-    "order-temperature": {"config": "dream", "order_temperature": 0.5, "top_p": 0.9, "top_k": 4, "steps": 8},
-    "last-ids": {"last_ids": (2, 5), "threshold": 0.2, "temperature": 0.7},
-    "top-k-p": {"temperature": 1.3, "top_k": 5, "top_p": 0.8, "steps": 6},
-    "min-p-penalty": {"temperature": 1.3, "min_p": 0.2, "repetition_penalty": 1.8, "block": 4, "steps": 8},
-    "suppressed": {"suppressed": (0, 7), "guidance": 0.5, "steps": 5, "temperature": 1.0},
-    "prefix-cache": {"block": 5, "cache": "prefix", "temperature": 0.6},
-    "dual-cache": {"block": 5, "cache": "dual", "temperature": 0.6, "guidance": 0.4},
-    "fast": {"config": "fast", "block": 4, "threshold": 0.2},
-    "eos": {"eos_id": EOS, "block": 4, "temperature": 1.2},
-    "remask-blocks-eos": {"order": "ancestral", "remask": "rescale", "steps": 12, "block": 5, "temperature": 1.0, "eos_id": EOS},
-}  # fmt: skip
-
-
 ENDS = [*((name, None) for name in POLICIES), *((name, EOS) for name, given in POLICIES.items() if "block" in given)]
 
 
@@ -134,6 +112,37 @@ def test_deterministic_float32_is_bit_equal_in_any_batch(name):
                 step([alone], model.denoiser(), deterministic=True)
             assert torch.equal(alone.tokens, mine.tokens)
             assert torch.equal(alone.confidence.nan_to_num(-1), mine.confidence.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("variant", ["sink", pytest.param("sinks-2-end-zero-gate", marks=pytest.mark.slow)])
+def test_deterministic_rows_share_forwards_whose_shapes_are_their_own(variant):
+    """Rows of all policies join in any order: every bit of their tokens and confidences is that of the row alone."""
+    model, shapes = small_model(dtype=torch.float32, **VARIANTS[variant]), []
+    policies = [policy for name, policy in POLICIES.items() if "cache" not in name and name != "fast"][::3]
+    requests = [mixed_requests(model, options, number + 1)[number] for number, options in enumerate(policies)]
+    long = Request([1, *[11] * 40], policy_of("llada", steps=6, temperature=1.0), 11, number=77)
+    requests += [long, replace(long, canvas=[1, *[11] * 70], number=78)]
+    model.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
+
+    def written(order):
+        waiting, running = start([requests[number] for number in order]), []
+        states = dict(zip(order, waiting, strict=True))
+        with model.inference():
+            while waiting or running:
+                joins = 1 + len(shapes) % 4
+                running, waiting = running[::-1] + waiting[:joins], waiting[joins:]
+                step(running, model.denoiser(), deterministic=True)
+                running = [state for state in running if not state.done]
+        return {number: (state.tokens, state.confidence.nan_to_num(-1)) for number, state in states.items()}
+
+    alone = {number: written([number])[number] for number in range(len(requests))}
+    n_alone = len(shapes)
+    for order in (range(0, len(requests), 2), [*range(len(requests))][::-1]):
+        shapes.clear()
+        for number, found in written(order).items():
+            assert all(map(torch.equal, found, alone[number])), number
+    assert len(shapes) < n_alone / 2
+    assert {width for _, width in shapes} == {32, 64, 96}
 
 
 @pytest.mark.parametrize("small_batch", [0, 4096])

@@ -24,14 +24,20 @@ from torch import Tensor
 from sinkdlm.errors import ModelError, SamplingError
 from sinkdlm.kernels.cuda_graph import StepGraphs, can_capture, round_width
 from sinkdlm.noise import counter, fold
-from sinkdlm.sampling.drawing import guide, penalise, score_candidates
+from sinkdlm.sampling.constraint import BEYOND_CUT, Track, by_class
+from sinkdlm.sampling.drawing import cut, guide, gumbel, penalise, precise, score_candidates
 from sinkdlm.sampling.logprobs import table_for
 from sinkdlm.sampling.prefill import PrefixStore, compute_prefixes
 from sinkdlm.sampling.prefix_cache import BlockCache, PrefixCache
-from sinkdlm.sampling.requests import State, StepPlan, reveal_times
+from sinkdlm.sampling.requests import TOKEN, State, StepPlan, reveal_times
 from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 
 Denoise = Callable[..., Tensor]
+_CELLS = 1 << 26  # logits that a constraint reads at once
+
+# Least width of a row, and least number of its predicted positions, where shapes are fixed. A multiple of the elements that torch's
+# vector loops take at once: the rest is computed one by one, where sigmoid and SiLU round otherwise.
+_FIXED_WIDTH = _FIXED_COUNT = 32
 
 
 class DenoiserAdapter:
@@ -97,13 +103,15 @@ class _Span(NamedTuple):
 
 class Batch:
     """Rows that share a forward, and their tokens as long as they stay together. Holds no states: a reference cycle would keep the
-    memory alive."""
+    memory alive. fixed: shapes of a row do not depend on the others."""
 
-    def __init__(self, states: list[State], device: torch.device) -> None:
+    def __init__(self, states: list[State], device: torch.device, fixed: bool = False) -> None:
         policies = [scoring_policy(state.policy) for state in states]
         self.n_rows, self.device = len(states), device
         self.mask_id, self.cache_kind, self.shift = states[0].request.mask_id, policies[0].cache, policies[0].shift
-        self.width = max(len(state.request.canvas) for state in states)
+        self.width, self.fixed = max(len(state.request.canvas) for state in states), fixed
+        if fixed:
+            self.width = fixed_width(self.width)
         self.keys = torch.tensor([state.key for state in states], dtype=torch.uint64).view(torch.int64).to(device)
         # Each policy with the rows that it scores: all, or an index of them.
         alike: dict[tuple[Policy, bool], Any] = {}
@@ -114,6 +122,12 @@ class Batch:
         self.groups: list[tuple[Policy, Any]] = [(policies[0], slice(None))]
         if len(alike) > 1:
             self.groups = [(policy, torch.tensor(rows).to(device)) for (policy, _), rows in alike.items()]
+        # With a constraint: each policy's rows that have one, as (index among the policy's rows, row, track).
+        listed = [list(range(self.n_rows)) if isinstance(rows, slice) else rows.tolist() for _, rows in self.groups]
+        self.tracked: list[list[tuple[int, int, Track]]] = [
+            [(own, row, track) for own, row in enumerate(rows) if (track := states[row].track) is not None] for rows in listed
+        ]
+        self.constrained = any(self.tracked)
         self.caches: list[Any] = []
         self.block_size = states[0].request.block_size or 1  # of block diffusion, where it is read
         if self.cache_kind != "none":
@@ -137,17 +151,22 @@ class Batch:
             state.batch, state.row, state.caches, state.passed = self, row, [], []
 
     @classmethod
-    def of(cls, states: list[State], device: torch.device) -> "Batch":
+    def of(cls, states: list[State], device: torch.device, fixed: bool = False) -> "Batch":
         """Return the rows' common batch if no row has joined or left it; else make a new one."""
         old: Batch | None = states[0].batch
-        if type(old) is not cls or [(old, row) for row in range(old.n_rows)] != [(state.batch, state.row) for state in states]:
-            return cls(states, device)
+        if (
+            type(old) is not cls
+            or old.fixed != fixed
+            or [(old, row) for row in range(old.n_rows)] != [(state.batch, state.row) for state in states]
+        ):
+            return cls(states, device, fixed)
         return old
 
     def _collect(self, states: list[State]) -> None:
         """Lay out the canvases and copy the rows' progress from their old batches. All are (B, T), the report (3, B)."""
         canvases = [torch.tensor(state.request.canvas) for state in states]
         tokens = torch.nn.utils.rnn.pad_sequence(canvases, batch_first=True, padding_value=-1)
+        tokens = torch.nn.functional.pad(tokens, (0, self.width - tokens.shape[1]), value=-1)
         self.editable = (tokens == self.mask_id).to(self.device)
         # Shorter canvases are padded with [MASK] that is not open.
         self.tokens, self.open = tokens.masked_fill(tokens < 0, self.mask_id).to(self.device), self.editable.clone()
@@ -180,15 +199,18 @@ class Batch:
         else:
             self.committed.zero_()
         if any(plan.remask for plan in plans):
-            again = self._mark([plan.remask for plan in plans])
+            again = self._mark([plan.remask for plan in plans]) & (self.report[1] == 0)[:, None]  # a row that has ended stays whole
             self.tokens.masked_fill_(again, self.mask_id)
             self.confidence.masked_fill_(again, math.nan)
             self.open |= again
+            for state, plan in zip(states, plans, strict=True):
+                if state.track is not None:
+                    state.track.reopen(plan.remask)
         self._move_on(states, plans)
 
     def _is_steady(self, adapter: DenoiserAdapter) -> bool:
         """Whether steps are captured."""
-        return adapter.capturable and can_capture(self.device)
+        return adapter.capturable and can_capture(self.device) and not self.constrained
 
     def _mark(self, rows: list[tuple[int, ...]]) -> Tensor:
         """(B, T): True at the given positions of each row."""
@@ -208,8 +230,8 @@ class Batch:
         longest = max(plan.length for plan in plans)
         if self.cache_kind == "exact":
             return self._open_blocks(adapter, states, steady)
-        for cache in self.caches:
-            cache.length = longest
+        for kept in self.caches:
+            kept.length = longest
         if self.cache_kind == "none" or all(plan.first for plan in plans):
             return [_Span(0, 0, plan.length) for plan in plans], longest
         if new := [row for row, plan in enumerate(plans) if plan.first]:
@@ -267,6 +289,9 @@ class Batch:
         lengths = {plan.length for plan in plans}
         if steady:
             count = round_width(count, max(plan.stop - plan.start for plan in plans), len(plans))
+        if self.fixed:  # whole rows, with a mask even where no row is padded
+            width = fixed_width(max(lengths))
+            return _Shape(min(width, -(-count // _FIXED_COUNT) * _FIXED_COUNT), width, True, width)
         shape = _Shape(count, max(lengths), len(lengths) > 1, span)
         if self.cache_kind == "exact":
             one = self.caches[0]
@@ -307,12 +332,16 @@ class Batch:
         queried = (positions - 1).clamp_min(0) if self.shift else positions
         query = _Query(self.tokens[:, : shape.width], queried, length[:, 0] if shape.padded else None, shape.span, low)
         proposal, score, sure = self._propose(adapter, query, positions, step)
-        self._commit(positions, self._take(score, sure, valid, quota), proposal, sure)
+        taken = self._take(score, sure, valid, quota)
+        if self.constrained:
+            self._fit(positions, taken, proposal, sure, step)
+        self._commit(positions, taken, proposal, sure)
 
     def _propose(self, adapter: DenoiserAdapter, query: _Query, positions: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Draw a token for every position: tokens, scores to order them by, and probabilities, (B, n) each."""
         conditional = self._logits(adapter, query, 0)
         found = []
+        self._judged: list[Tensor] = []  # each policy's logits, where tokens may have to be chosen again
         for (policy, rows), logged in zip(self.groups, self.logged, strict=True):
             logits = conditional[rows]
             if policy.guidance:
@@ -329,6 +358,7 @@ class Batch:
             needed = policy.temperature > 0 or policy.order_temperature > 0
             keys = fold(self.keys[rows][:, None], step[rows], positions[rows]) if needed else None
             found.append(self._score(policy, logits, cast("Tensor | None", keys)))
+            self._judged += [logits] if self.constrained else []
         if len(found) == 1:
             return found[0]
         order = torch.cat([rows for _, rows in self.groups]).argsort()
@@ -365,6 +395,51 @@ class Batch:
             if policy.threshold is not None:
                 taken[rows] |= (sure[rows] >= policy.threshold) & (score[rows] > -math.inf)  # -inf: one of its last_ids
         return taken & valid
+
+    def _fit(self, positions: Tensor, taken: Tensor, proposal: Tensor, sure: Tensor, step: Tensor) -> None:
+        """Replace tokens to be committed, (B, n), by those that keep rows in their languages. Waits for the device."""
+        places, picked, tokens = torch.stack([positions, taken, proposal]).tolist()
+        for number, (policy, _) in enumerate(self.groups):
+            logits, waiting = self._judged[number], []
+            for own, row, track in self.tracked[number]:
+                cells = sorted((place, column) for column, place in enumerate(places[row]) if picked[row][column])
+                given = [place for place, _ in cells], [tokens[row][column] for _, column in cells]
+                if cells and (policy.temperature > 0 or not track.keep(*given)):
+                    waiting.append((own, row, track, cells))
+            n_rows = max(1, _CELLS // (logits.shape[1] * logits.shape[2]))
+            for begin in range(0, len(waiting), n_rows):
+                self._choose(policy, logits, waiting[begin : begin + n_rows], proposal, sure, step)
+        self._judged = []
+
+    def _choose(self, policy: Policy, logits: Tensor, waiting: list[Any], proposal: Tensor, sure: Tensor, step: Tensor) -> None:
+        cells = [(own, row, column, place) for own, row, _, pairs in waiting for place, column in pairs]
+        owns, rows, columns, places = torch.tensor(cells).T.to(self.device)
+        scored = precise(logits[owns, columns])  # (N, V)
+        drawn = scored / policy.temperature if policy.temperature > 0 else scored
+        languages = {id(track.language): track.language for _, _, track, _ in waiting}
+        if any(len(language.classes) != logits.shape[-1] for language in languages.values()):
+            raise SamplingError(f"constraint: made for another vocabulary; this denoiser's has {logits.shape[-1]} tokens")
+        table = torch.stack([torch.from_numpy(language.classes) for language in languages.values()]).to(self.device)
+        which = [[*languages].index(id(track.language)) for _, _, track, pairs in waiting for _ in pairs]
+        classes = table[torch.tensor(which).to(self.device)]
+        noisy = drawn
+        if policy.temperature > 0:
+            kept = cut(drawn, policy.top_k, policy.top_p, policy.min_p) if policy.cuts else drawn
+            drawn = torch.where(kept == -math.inf, drawn - BEYOND_CUT, drawn)
+            keys = fold(self.keys[rows], step[rows, 0], places, *([TOKEN] if policy.draws_order else []))
+            noise = fold(cast(Tensor, keys)[:, None], counter(drawn.shape[1], self.device))
+            noisy = drawn + gumbel(cast(Tensor, noise), drawn.dtype)
+        peak, mass = by_class(drawn, noisy, classes, max(language.n_classes for language in languages.values()))
+        chosen: list[int] = []
+        for _, _, track, pairs in waiting:
+            span, n_classes = slice(len(chosen), len(chosen) + len(pairs)), track.language.n_classes
+            own, given = peak[span, :n_classes], [place for place, _ in pairs]
+            chosen += track.draw(given, own, mass[span, :n_classes]) if policy.temperature > 0 else track.likeliest(given, own)
+        fits = classes == torch.tensor(chosen)[:, None].to(self.device)
+        found = noisy.clamp_min(torch.finfo(noisy.dtype).min).masked_fill(~fits, -math.inf).argmax(1)
+        certain = (drawn if policy.tempered else scored).softmax(-1).gather(1, found[:, None])[:, 0].to(sure.dtype)
+        sure[rows, columns] = torch.where(found == proposal[rows, columns], sure[rows, columns], certain)
+        proposal[rows, columns] = found
 
     def _commit(self, positions: Tensor, taken: Tensor, proposal: Tensor, sure: Tensor) -> None:
         self.committed.zero_().scatter_(1, positions, taken)
@@ -412,6 +487,12 @@ class Batch:
             for state in rows:
                 state.end()
             raise ModelError(rows)
+
+
+def fixed_width(length: int) -> int:
+    """The tokens of a row in a forward of fixed shapes: few widths, of which the row's own length decides."""
+    unit = max(_FIXED_WIDTH, 1 << max(0, (length - 1).bit_length() - 3))
+    return -(-length // unit) * unit
 
 
 @functools.lru_cache(maxsize=256)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from sinkdlm.errors import SamplingError
 from sinkdlm.sampling.aliases import translate
-from sinkdlm.sampling.batch import Batch, Denoise, DenoiserAdapter, scoring_policy
+from sinkdlm.sampling.batch import Batch, Denoise, DenoiserAdapter, fixed_width, scoring_policy
+from sinkdlm.sampling.constraint import Automaton
 from sinkdlm.sampling.requests import Request, State, start
 from sinkdlm.sampling.speculation import advance_group
 from sinkdlm.sampling.unmasking import APPROXIMATE, FIELDS, Policy, policy_of
@@ -37,8 +38,9 @@ def step(
 ) -> list[State]:
     """Take one step of every request that is not done; return those that took it. Rows share a forward wherever they can.
 
-    deterministic: compute each row alone, in shapes of its own, so that its tokens are bit-identical whatever else is in the batch.
-    A row that speculates then takes one step a forward, for the same reason.
+    deterministic: give bit-identical tokens whatever else is in the batch. On a CPU rows share forwards whose shapes depend on the
+        row's own length; on a GPU, and with caches, each is computed alone, in shapes of its own.
+        Rows that speculate then take one step a forward.
     together: rows with a cache wait at the end of a block for those still in it, so that they go on in one forward. Changes no
     token; leave it off where requests join all the time.
     """
@@ -48,16 +50,24 @@ def step(
         active = _without_waiting(active)
     groups: dict[Any, list[State]] = {}
     for state in active:
-        key = _forward_key(state, adapter)  # which also refuses what the denoiser cannot do
-        groups.setdefault(id(state) if deterministic else key, []).append(state)
-    for group in groups.values():
-        batch = group[0].batch
-        where = torch.device(device or ("cpu" if batch is None else batch.device))
+        place = torch.device(device or ("cpu" if state.batch is None else state.batch.device))
+        key: Any = _forward_key(state, adapter)  # which also refuses what the denoiser cannot do
+        fixed = deterministic and adapter.takes_lengths and _keeps_bits(state, place)
+        if deterministic:
+            key = (key, fixed_width(state.length)) if fixed else id(state)
+        groups.setdefault((place, fixed, key), []).append(state)
+    for (place, fixed, _), group in groups.items():
         if deterministic or not any(state.policy.speculate for state in group):
-            Batch.of(group, where).advance(group, adapter)
+            Batch.of(group, place, fixed).advance(group, adapter)
         else:
-            advance_group(group, adapter, where)
+            advance_group(group, adapter, place)
     return active
+
+
+def _keeps_bits(state: State, place: torch.device) -> bool:
+    """Whether a row's bits do not depend on the number of rows, where its own shape is fixed. Threads, if any, must cut tensors at
+    rows' vectors: so their number is a power of two."""
+    return state.policy.cache == "none" and place.type == "cpu" and torch.get_num_threads().bit_count() == 1
 
 
 def _without_waiting(active: list[State]) -> list[State]:
@@ -89,6 +99,7 @@ class Sampled(NamedTuple):
     """tokens (B, T): prompt included, -1 beyond the end of a shorter row. steps: of the row that took most.
 
     lengths, row_steps: of each row. confidence (B, T): probability of each written token when it was committed; NaN elsewhere.
+    log_weights: of each row with a constraint.
     """
 
     tokens: Tensor
@@ -96,6 +107,7 @@ class Sampled(NamedTuple):
     lengths: list[int]
     row_steps: list[int]
     confidence: Tensor
+    log_weights: list[float | None] | None = None
 
     @property
     def rows(self) -> list[list[int]]:
@@ -142,6 +154,7 @@ def requests_of(
     seed: int = 0,
     numbers: Sequence[int] | None = None,
     block_size: int | None = None,
+    constraint: Automaton | Sequence[Automaton | None] | None = None,
     **options: Any,
 ) -> list[Request]:
     """Make a request of each row of the prompt (B, P), or of each of a list of rows. `generate` says what the arguments mean."""
@@ -162,17 +175,21 @@ def requests_of(
         given = [len(head) + len(tail) + new_tokens for head, tail in zip(heads, tails, strict=False)]
     sizes = [given] * len(heads) if isinstance(given, int) else list(given)
     keys = range(len(heads)) if numbers is None else numbers
+    wanted = [constraint] * len(heads) if constraint is None or isinstance(constraint, Automaton) else list(constraint)
+    if len(wanted) != len(heads):
+        raise SamplingError(f"constraint: {len(wanted)} of them and {len(heads)} prompts; give one, or one of each per row")
     if not len(heads) == len(tails) == len(sizes) == len(keys):
         counts = f"{len(heads)} prompts, {len(tails)} suffixes, {len(sizes)} lengths, {len(keys)} numbers"
         raise SamplingError(f"{counts}: give one of each per row")
     found = []
-    for number, head, tail, size in zip(keys, heads, tails, sizes, strict=True):
+    for number, head, tail, size, own in zip(keys, heads, tails, sizes, wanted, strict=True):
         n_given = len(head) + len(tail)
         if size < n_given or (size == n_given and mask_id not in head + tail):
             why = f"counts the whole canvas, prompt included, and {n_given} tokens are given; give a larger one"
             raise SamplingError(f"length = {size}: {why}")
         canvas = [*head, *[mask_id] * (size - n_given), *tail]
-        found.append(Request(canvas, policy, mask_id, seed, number, grow=limit is not None, block_size=block_size))
+        how: dict[str, Any] = {"grow": limit is not None, "block_size": block_size, "constraint": own}
+        found.append(Request(canvas, policy, mask_id, seed, number, **how))
     return found
 
 
@@ -195,6 +212,7 @@ def generate(
     mask_id in a prompt is a gap to be filled; every other token stays. suffix: rows at the end of the canvas. limit instead of
     length: an open end, to which blocks are appended until EOS. config: a named configuration or a Policy; its fields may be given
     beside it (steps, temperature, block, threshold, guidance, ...). (seed, numbers) key the noise; rows are numbered from 0.
+    constraint: an `Automaton` that what is written must fit, or one for each row; text/schema.py makes them.
     aliases.py has other names of these.
     """
     adapter = DenoiserAdapter.of(denoiser)
@@ -211,4 +229,12 @@ def gather(states: Sequence[State]) -> Sampled:
     tokens = _stack([state.tokens for state in states], _PADDING)
     confidence = _stack([state.confidence for state in states], math.nan)
     steps = [state.steps for state in states]
-    return Sampled(tokens, max(steps), [state.length for state in states], steps, confidence)
+    weights = [state.log_weight for state in states]
+    return Sampled(
+        tokens,
+        max(steps),
+        [state.length for state in states],
+        steps,
+        confidence,
+        None if weights == [None] * len(weights) else weights,
+    )

@@ -31,7 +31,8 @@ class RowCache:
         self.start: int | Tensor = 0
         self.first: Tensor | None = None
         self.stop: Tensor | None = None
-        self.length, self.row_end = width, width
+        self.length = width
+        self.row_end: int | Tensor = width
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         keep_eager(self, "join")  # in a compiled block it would be recompiled for every start
 

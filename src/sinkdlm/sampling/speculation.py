@@ -346,9 +346,11 @@ def _advance_widely(states: list[State], counts: list[int], adapter: DenoiserAda
 
 def advance_group(states: list[State], adapter: DenoiserAdapter, device: torch.device) -> None:
     """Take a step of rows that share a forward, or several of those that speculate."""
-    exchanging = [state for state in states if state.policy.remask != "none"]  # their steps have draws of their own
-    if exchanging:
-        Batch.of(exchanging, device).advance(exchanging, adapter)
-        states = [state for state in states if state.policy.remask == "none"]
-    adapter.pace = adapter.pace or Pace()
-    adapter.pace.advance(states, adapter, device)
+    # What ReMDM masks again, and what a constraint allows, is decided from step to step.
+    apart = [state for state in states if state.policy.remask != "none" or state.track is not None]
+    if apart:
+        Batch.of(apart, device).advance(apart, adapter)
+        states = [state for state in states if state not in apart]
+    if states:
+        adapter.pace = adapter.pace or Pace()
+        adapter.pace.advance(states, adapter, device)

@@ -104,6 +104,11 @@ class Policy:
         return self.temperature > 0 or self.order_temperature > 0 or self.order in PLANNED_ORDERS
 
     @property
+    def draws_order(self) -> bool:
+        """Whether the draws of tokens decide which positions are committed."""
+        return self.temperature > 0 and (self.order == "confidence" or self.threshold is not None or bool(self.last_ids))
+
+    @property
     def eta(self) -> float:
         return _RATES.get(self.remask, 0.0) if self.remask_rate is None else self.remask_rate
 

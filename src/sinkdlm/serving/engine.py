@@ -68,6 +68,7 @@ class Written(NamedTuple):
     steps: int
     forwards: int = 0
     logprobs: LogProbs | None = None  # of these tokens, where the request asks for them
+    log_weight: float | None = None  # with a constraint
 
 
 class Frame(NamedTuple):
@@ -415,7 +416,8 @@ class Engine:
         """Tell the tickets what the step did, and let finished rows go."""
         now = time.monotonic()
         for row in self.running:
-            row.ticket.stepped = row.ticket.stepped or now
+            if row.state.steps:  # not where its prompt alone is computed
+                row.ticket.stepped = row.ticket.stepped or now
         events: dict[Ticket, list[Event]] = {}
         for row, tokens, n_final, confidence in _views(self.running):
             events.setdefault(row.ticket, []).extend(self._events(row, tokens, n_final, confidence))
@@ -443,7 +445,7 @@ class Engine:
             yield Frame(row.index, state.steps, tokens, confidence)
         if state.done or (ticket.progress and n_final > row.told):
             logprobs = None if state.request.logprobs is None else state.logprobs.cut(row.first, row.first + n_final)
-            yield Written(row.index, written, state.done, state.steps, state.forwards, logprobs)
+            yield Written(row.index, written, state.done, state.steps, state.forwards, logprobs, state.log_weight)
         row.told = n_final
         ticket.n_left -= state.done
 

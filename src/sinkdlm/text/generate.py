@@ -26,6 +26,7 @@ from sinkdlm.model.model import Denoiser
 from sinkdlm.model.observe import Watcher
 from sinkdlm.sampling import DenoiserAdapter, Policy, Request, State, start, step
 from sinkdlm.text.prompts import begin, check_bos, check_room, encode, encode_prompt, lay_out, missing_text, piece_of
+from sinkdlm.text.schema import constraint_of
 
 _GAP = re.compile(r"\[(_*)(?::(\d+))?\]")  # [____] is four tokens, [_:12] twelve
 _OPEN = "░"
@@ -49,6 +50,8 @@ class Job:
     batch: int = 64
     deterministic: bool = False
     bos: bool | None = None  # in front of a prompt; None: as the tokenizer, or its chat template, does
+    schema: Any = None  # a JSON schema that what is written must fit
+    regex: str | None = None  # or a regular expression
 
 
 def read_prompts(path: Path | Sequence[Any]) -> list[Any]:
@@ -253,7 +256,8 @@ def _watch(lm: Any, state: State, job: Job) -> None:
 def requests_of(lm: Any, job: Job, policy: Policy) -> list[Request]:
     """A request for each text of a job. Noise is keyed by the sample index: a text is the same whoever writes it."""
     rows = [row for row in canvases(lm, job) for _ in range(job.n)]
-    given: dict[str, Any] = {"grow": job.until_eos, "block_size": lm.config.block_size}
+    constraint = constraint_of(lm.tokenizer, lm.config.vocab_size, schema=job.schema, regex=job.regex)
+    given: dict[str, Any] = {"grow": job.until_eos, "block_size": lm.config.block_size, "constraint": constraint}
     return [Request(row, policy, lm.config.mask_id, job.seed, index, **given) for index, row in enumerate(rows)]
 
 
@@ -318,4 +322,4 @@ def describe(lm: Any, state: State) -> dict[str, Any]:
         "forwards": state.forwards,
         "accepted": state.accepted,  # tokens beyond those of one step per forward
         "confidences": [None if math.isnan(sure) else sure for sure in state.confidence.tolist()],
-    }
+    } | ({} if state.log_weight is None else {"log_weight": state.log_weight})
