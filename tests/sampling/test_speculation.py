@@ -325,6 +325,8 @@ def test_what_cannot_be_guessed_is_refused():
     for options in ({"threshold": 0.9}, {"order": "ancestral", "remask": "cap"}):
         with pytest.raises(SamplingError, match=r"speculate = 4: the next commits cannot be guessed with .*; leave one out"):
             Policy(speculate=4, **options)
+    with pytest.raises(SamplingError, match="speculate = 'auto': a constraint is kept step by step"):
+        Request([1, 11, 11], Policy(speculate="auto"), 11, constraint=object())
     for value in (0, 1000, True, "fast", 2.5):
         with pytest.raises(SamplingError, match=r"speculate = .*: allowed: auto, or 1 to 64"):
             Policy(speculate=value)

@@ -69,6 +69,9 @@ class Request:
         if self.grow and open_at != list(range(open_at[0], len(self.canvas))):
             raise SamplingError("an open end cannot have given text after a gap: give a length")
         if self.constraint is not None:
+            if self.policy.speculate not in (None, 1):
+                why = "a constraint is kept step by step, so that nothing can be guessed"
+                raise SamplingError(f"speculate = {self.policy.speculate!r}: {why}; leave one out")
             object.__setattr__(self, "language", self._language(self.constraint, open_at))
         first = open_at[0]
         if self.block_size is not None and self.policy.block is not None:
