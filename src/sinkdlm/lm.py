@@ -37,7 +37,8 @@ class LM(Loaded):
         length: tokens to write, by default 64 or as many as fit. seed: of all random draws; a list's texts draw different ones,
         so `["A"] * 3` gives three texts if the policy draws. policy: a name or a `Policy`; temperature, steps, block, top_p and
         its other fields may be given beside it, also under the names of LLaDA, Dream and transformers. infill: a text with gaps,
-        in place of a prompt. suffix, chat, bos, stop, until_eos, gap, batch, deterministic: as the options of `sinkdlm sample`.
+        in place of a prompt. schema: a JSON schema (a dictionary) that what is written fits; regex: an expression that it matches.
+        suffix, chat, bos, stop, until_eos, gap, batch, deterministic: as the options of `sinkdlm sample`.
         """
         from sinkdlm.text.generate import write
 

@@ -1,5 +1,6 @@
 """The command `sample`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +40,8 @@ def sample(
     bos: Bos = None,
     length: Annotated[int | None, option("Tokens to write; by default 64, or as many as fit.", min=1)] = None,
     until_eos: Annotated[bool, option("Write block after block until EOS, at most --length tokens.", "--until-eos")] = False,
+    schema: Annotated[Path | None, option("File of a JSON schema: what is written is JSON that fits it.")] = None,
+    regex: Annotated[str | None, option("Regular expression that what is written must match as a whole.")] = None,
     n: Annotated[int, option("Number of texts per prompt.", "--n", "-n", min=1)] = 1,
     seed: Seed = 0,
     config: Sampler = "llada",
@@ -56,6 +59,12 @@ def sample(
     cache: Annotated[
         str | None,
         option("KV cache: auto, none, exact (block diffusion, the default there); with --block prefix, dual (approximate)."),
+    ] = None,
+    speculate: Annotated[
+        str | None, option("Take several steps in a forward, same tokens: how many canvases it checks, as in 4, or auto.")
+    ] = None,
+    draft: Annotated[
+        str | None, option("With --speculate: canvases in a line (linear, the default) or with second choices (tree).")
     ] = None,
     overrides: PolicySet = None,
     stop: Annotated[bool, option("End a text at EOS, or write on.", "--stop/--no-stop")] = True,
@@ -83,6 +92,8 @@ def sample(
 
     named = given(steps=steps, block=block, temperature=temperature, top_k=top_k, top_p=top_p)
     named |= given(min_p=min_p, repetition_penalty=repetition_penalty, guidance=guidance, threshold=threshold, cache=cache)
+    named |= given(draft=draft)
+    named |= given(speculate=int(speculate) if speculate is not None and speculate.isdecimal() else speculate)
     named |= given(num_inference_steps=num_inference_steps, diffusion_steps=diffusion_steps, block_length=block_length)
     named |= given(cfg_scale=cfg_scale, guidance_scale=guidance_scale, remasking=remasking, alg=alg, alg_temp=alg_temp)
     sizes = given(length=length, max_new_tokens=max_new_tokens, gen_length=gen_length)
@@ -91,8 +102,10 @@ def sample(
     policy = policy_of(config, **named | translate(dict(overrides or []), FIELDS))
     from sinkdlm.text.generate import Job, check, write
     from sinkdlm.text.prompts import policy_for
+    from sinkdlm.text.schema import read_schema
 
     job = Job(prompt, prompts, infill, suffix, chat, length, gap, n, seed, until_eos, batch, deterministic, bos)
+    job = replace(job, schema=None if schema is None else read_schema(schema), regex=regex)
     check(job)  # report a wrong file or gap before reading the model
     with load_on_ranks(checkpoint, device, dtype, compiled=compile_, writes=True) as (world, lm):  # each rank writes a share
         ends = {"stop": stop, "until_eos": until_eos, "block_size": lm.config.block_size}

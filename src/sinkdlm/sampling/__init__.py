@@ -8,17 +8,20 @@ How a request becomes tokens, in the order to read:
    `BlockCache` keeps keys and values between the steps of a block.
 4. unmasking.py: a `Policy` says which positions come first, how many in a step, and which are masked again.
 5. drawing.py: logits become a token, a score and a probability for each position; logprobs.py keeps those that a request asks for.
+6. constraint.py: where a language is given, tokens are chosen so that the canvas can still become a text of it.
 
 Nothing here knows a model, a tokenizer or a file.
 """
 
 from sinkdlm.sampling.batch import Denoise, DenoiserAdapter
+from sinkdlm.sampling.constraint import Automaton
 from sinkdlm.sampling.loop import Sampled, Step, gather, generate, requests_of, step, stream
 from sinkdlm.sampling.requests import Request, State, start
 from sinkdlm.sampling.unmasking import NAMED, Policy, policy_of
 
 __all__ = [
     "NAMED",
+    "Automaton",
     "Denoise",
     "DenoiserAdapter",
     "Policy",

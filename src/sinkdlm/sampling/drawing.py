@@ -86,9 +86,11 @@ def draw(logits: Tensor, keys: Tensor) -> Tensor:
 
 
 def log_odds_(logits: Tensor, tokens: Tensor) -> Tensor:
-    """log p / (1 - p) of a token in each row's softmax: ordered like p, and exact where p rounds to 1. Overwrites logits."""
+    """log p / (1 - p) of a token in each row's softmax: ordered like p, and exact where p rounds to 1. Works in the logits' memory
+    and leaves them as they were."""
     own = logits.gather(-1, tokens[..., None])
     others = logits.scatter_(-1, tokens[..., None], -math.inf).logsumexp(-1)
+    logits.scatter_(-1, tokens[..., None], own)
     return own[..., 0] - others
 
 
@@ -105,7 +107,7 @@ def negative_entropy(logits: Tensor) -> Tensor:
 
 
 def score_candidates(policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw a token for each row of (rows, n, V) logits, which are overwritten: (tokens, score, probability), (rows, n) each.
+    """Draw a token for each row of (rows, n, V) logits: (tokens, score, probability), (rows, n) each.
 
     keys (rows, n): random bits, where tokens or positions are drawn at a temperature above 0."""
     tokens, score, sure = _draw_scored(policy, logits, keys if policy.temperature > 0 else None)
@@ -130,5 +132,5 @@ def _draw_scored(policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[T
     tokens = drawn.argmax(-1) if keys is None else draw(drawn.flatten(0, 1), keys.flatten()).view(keys.shape)
     scored = drawn if policy.tempered else logits
     score = {"margin": margin, "entropy": negative_entropy}[policy.order](scored) if not by_odds else None
-    odds = log_odds_(scored, tokens)  # last, because it overwrites the logits
+    odds = log_odds_(scored, tokens)
     return tokens, odds if score is None else score, 1 / (1 + odds.neg().exp())  # sigmoid rounds by its place in a tensor

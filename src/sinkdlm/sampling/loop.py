@@ -1,4 +1,4 @@
-"""The sampling loop: requests of any length, policy and progress share forwards, one step at a time.
+"""The sampling loop: requests of any length, policy and progress share forwards, one step at a time (speculation.py: or several).
 
 `generate` fills whole canvases, `stream` yields after each step, and both call `step(states, denoiser)`, which groups states by the
 forward they can share and advances each group as a `Batch`. Between steps requests may join and leave. Noise is keyed by (seed,
@@ -17,7 +17,9 @@ from torch import Tensor
 from sinkdlm.errors import SamplingError
 from sinkdlm.sampling.aliases import translate
 from sinkdlm.sampling.batch import Batch, Denoise, DenoiserAdapter, fixed_width, scoring_policy
+from sinkdlm.sampling.constraint import Automaton
 from sinkdlm.sampling.requests import Request, State, start
+from sinkdlm.sampling.speculation import advance_group
 from sinkdlm.sampling.unmasking import APPROXIMATE, FIELDS, Policy, policy_of
 
 _PADDING = -1  # beyond a row's end, where rows of a result differ in length
@@ -38,6 +40,7 @@ def step(
 
     deterministic: give bit-identical tokens whatever else is in the batch. On a CPU rows share forwards whose shapes depend on the
         row's own length; on a GPU, and with caches, each is computed alone, in shapes of its own.
+        A row that speculates then takes one step a forward, for the same reason.
     together: rows with a cache wait at the end of a block for those still in it, so that they go on in one forward. Changes no
     token; leave it off where requests join all the time.
     """
@@ -54,7 +57,10 @@ def step(
             key = (key, fixed_width(state.length)) if fixed else id(state)
         groups.setdefault((place, fixed, key), []).append(state)
     for (place, fixed, _), group in groups.items():
-        Batch.of(group, place, fixed).advance(group, adapter)
+        if deterministic or not any(state.policy.speculate for state in group):
+            Batch.of(group, place, fixed).advance(group, adapter)
+        else:
+            advance_group(group, adapter, place)
     return active
 
 
@@ -93,6 +99,7 @@ class Sampled(NamedTuple):
     """tokens (B, T): prompt included, -1 beyond the end of a shorter row. steps: of the row that took most.
 
     lengths, row_steps: of each row. confidence (B, T): probability of each written token when it was committed; NaN elsewhere.
+    log_weights: of each row with a constraint.
     """
 
     tokens: Tensor
@@ -100,6 +107,7 @@ class Sampled(NamedTuple):
     lengths: list[int]
     row_steps: list[int]
     confidence: Tensor
+    log_weights: list[float | None] | None = None
 
     @property
     def rows(self) -> list[list[int]]:
@@ -115,12 +123,21 @@ class Step(NamedTuple):
 
 
 def stream(denoiser: Denoise, states: Sequence[State], *, device: Any = None, deterministic: bool = False) -> Iterator[Step]:
-    """Take steps until every request is done, and yield the batch after each."""
+    """Take steps until every request is done, and yield the batch after each, also of those that shared a forward."""
     adapter = DenoiserAdapter.of(denoiser)
-    while moved := {id(state) for state in step(states, adapter, device=device, deterministic=deterministic, together=True)}:
-        committed = [state.committed if id(state) in moved else torch.zeros_like(state.committed) for state in states]
-        now = gather(states)
-        yield Step(now.tokens, _stack(committed, False), now.confidence)
+    while moved := step(states, adapter, device=device, deterministic=deterministic, together=True):
+        taken = {id(state): max(1, len(state.passed)) for state in moved}
+        try:
+            for turn in range(max(taken.values())):
+                for state in moved:
+                    state.show(turn)
+                new = [turn < taken.get(id(state), 0) for state in states]
+                now = gather(states)
+                committed = [state.committed & is_new for state, is_new in zip(states, new, strict=True)]
+                yield Step(now.tokens, _stack(committed, False), now.confidence)
+        finally:
+            for state in moved:
+                state.show(-1)
 
 
 def _stack(rows: list[Tensor], fill: float) -> Tensor:
@@ -137,6 +154,7 @@ def requests_of(
     seed: int = 0,
     numbers: Sequence[int] | None = None,
     block_size: int | None = None,
+    constraint: Automaton | Sequence[Automaton | None] | None = None,
     **options: Any,
 ) -> list[Request]:
     """Make a request of each row of the prompt (B, P), or of each of a list of rows. `generate` says what the arguments mean."""
@@ -157,17 +175,21 @@ def requests_of(
         given = [len(head) + len(tail) + new_tokens for head, tail in zip(heads, tails, strict=False)]
     sizes = [given] * len(heads) if isinstance(given, int) else list(given)
     keys = range(len(heads)) if numbers is None else numbers
+    wanted = [constraint] * len(heads) if constraint is None or isinstance(constraint, Automaton) else list(constraint)
+    if len(wanted) != len(heads):
+        raise SamplingError(f"constraint: {len(wanted)} of them and {len(heads)} prompts; give one, or one of each per row")
     if not len(heads) == len(tails) == len(sizes) == len(keys):
         counts = f"{len(heads)} prompts, {len(tails)} suffixes, {len(sizes)} lengths, {len(keys)} numbers"
         raise SamplingError(f"{counts}: give one of each per row")
     found = []
-    for number, head, tail, size in zip(keys, heads, tails, sizes, strict=True):
+    for number, head, tail, size, own in zip(keys, heads, tails, sizes, wanted, strict=True):
         n_given = len(head) + len(tail)
         if size < n_given or (size == n_given and mask_id not in head + tail):
             why = f"counts the whole canvas, prompt included, and {n_given} tokens are given; give a larger one"
             raise SamplingError(f"length = {size}: {why}")
         canvas = [*head, *[mask_id] * (size - n_given), *tail]
-        found.append(Request(canvas, policy, mask_id, seed, number, grow=limit is not None, block_size=block_size))
+        how: dict[str, Any] = {"grow": limit is not None, "block_size": block_size, "constraint": own}
+        found.append(Request(canvas, policy, mask_id, seed, number, **how))
     return found
 
 
@@ -190,6 +212,7 @@ def generate(
     mask_id in a prompt is a gap to be filled; every other token stays. suffix: rows at the end of the canvas. limit instead of
     length: an open end, to which blocks are appended until EOS. config: a named configuration or a Policy; its fields may be given
     beside it (steps, temperature, block, threshold, guidance, ...). (seed, numbers) key the noise; rows are numbered from 0.
+    constraint: an `Automaton` that what is written must fit, or one for each row; text/schema.py makes them.
     aliases.py has other names of these.
     """
     adapter = DenoiserAdapter.of(denoiser)
@@ -206,4 +229,12 @@ def gather(states: Sequence[State]) -> Sampled:
     tokens = _stack([state.tokens for state in states], _PADDING)
     confidence = _stack([state.confidence for state in states], math.nan)
     steps = [state.steps for state in states]
-    return Sampled(tokens, max(steps), [state.length for state in states], steps, confidence)
+    weights = [state.log_weight for state in states]
+    return Sampled(
+        tokens,
+        max(steps),
+        [state.length for state in states],
+        steps,
+        confidence,
+        None if weights == [None] * len(weights) else weights,
+    )

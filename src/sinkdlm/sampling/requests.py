@@ -7,9 +7,10 @@ again. Knows no denoiser; the tokens themselves lie in the `Batch` that a state 
 import math
 import operator
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from sinkdlm.errors import SamplingError
 from sinkdlm.noise import Key, Stream, fold, hash_words, unit_interval
+from sinkdlm.sampling.constraint import Automaton, Language, Track, language_of
 from sinkdlm.sampling.logprobs import LogProbs
 from sinkdlm.sampling.unmasking import (
     APPROXIMATE,
@@ -30,7 +32,7 @@ from sinkdlm.sampling.unmasking import (
 )
 
 # Noise keys that never meet those of (request, step, position, word), which are not negative.
-_REVEAL, _REMASK, ORDER = -1, -2, -3
+_REVEAL, _REMASK, ORDER, TOKEN = -1, -2, -3, -4
 _EVERY_STEP = -1
 
 
@@ -41,6 +43,7 @@ class Request:
     (seed, number) key the request's noise: the same two give the same draws in any batch.
     grow: the row ends with the block that is being written; the next block is appended when that one is full.
     block_size: of a block-diffusion model. Its blocks count from the row's first token, and are written from left to right.
+    constraint: what the gap may hold; `language` is that with the request's EOS.
     logprobs: keep the log-probabilities of written tokens, and of this many of the likeliest at each position; None keeps none.
     """
 
@@ -51,8 +54,10 @@ class Request:
     number: int = 0
     grow: bool = False
     block_size: int | None = None
+    constraint: Automaton | None = field(default=None, repr=False)
     logprobs: int | None = None
     blocks: list[tuple[int, int]] = field(init=False, repr=False)  # those with open positions
+    language: Language | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         open_at = [position for position, token in enumerate(self.canvas) if token == self.mask_id]
@@ -63,6 +68,11 @@ class Request:
             raise SamplingError("an open end needs block= (tokens appended at a time) and eos_id= (the token that ends it)")
         if self.grow and open_at != list(range(open_at[0], len(self.canvas))):
             raise SamplingError("an open end cannot have given text after a gap: give a length")
+        if self.constraint is not None:
+            if self.policy.speculate not in (None, 1):
+                why = "a constraint is kept step by step, so that nothing can be guessed"
+                raise SamplingError(f"speculate = {self.policy.speculate!r}: {why}; leave one out")
+            object.__setattr__(self, "language", self._language(self.constraint, open_at))
         first = open_at[0]
         if self.block_size is not None and self.policy.block is not None:
             first -= first % self.policy.block
@@ -84,6 +94,13 @@ class Request:
         if size % (policy.block or size):
             raise SamplingError(f"block = {policy.block}: must divide the model's block_size = {size}")
         return replace(policy, block=policy.block or size, cache="exact" if policy.cache == "auto" else policy.cache)
+
+    def _language(self, constraint: Automaton, open_at: list[int]) -> Language:
+        if open_at[-1] - open_at[0] >= len(open_at):
+            raise SamplingError("a schema or regex is for one gap: give a prompt, and a suffix if need be, without other gaps")
+        found = language_of(constraint, self.policy.eos_id, (*self.policy.suppressed, self.mask_id))
+        found.check_room(len(open_at))
+        return found
 
     def model_block(self, position: int) -> tuple[int, int]:
         """(start, stop) of the model's block around a position."""
@@ -121,18 +138,23 @@ class State:
 
     def __init__(self, request: Request) -> None:
         self.request, self.policy = request, request.policy
-        self.steps = 0  # steps with a forward
+        self.steps = 0  # with a forward of their own, where the policy does not speculate
+        self.forwards = 0  # the two of guidance count as one
+        self.accepted = 0  # tokens beyond those of one step per forward
+        self.passed: list[tuple[int, StepPlan, int]] = []  # row, plan and steps after each step of a forward that took several
         self.key = hash_words(request.seed, int(Stream.SAMPLING), request.number)  # root of all its noise keys
+        language = request.language
+        self.track = (
+            None
+            if language is None
+            else Track(language, request.canvas.index(request.mask_id), request.canvas.count(request.mask_id))
+        )
         self.batch: Any = None  # the Batch that holds its tokens, and the row there
         self.row = 0
         self.caches: list[Any] = []  # of a row that is in no batch yet: its finished blocks (prefill.py)
         self._plans = self._plan_steps()
+        self._ahead: deque[StepPlan] = deque()
         self._committed, self.done, self.plan = 0, False, next(self._plans)
-
-    @property
-    def forwards(self) -> int:
-        """Forwards of the denoiser so far; the two of guidance count as one."""
-        return self.steps
 
     @property
     def length(self) -> int:
@@ -148,6 +170,11 @@ class State:
     def confidence(self) -> Tensor:
         """(length,): probability of each token when it was committed; NaN elsewhere."""
         return self._view("confidence")
+
+    @property
+    def log_weight(self) -> float | None:
+        """With a constraint: the log of the answer's weight against the model itself (constraint.py)."""
+        return None if self.track is None else self.track.log_weight
 
     @property
     def logprobs(self) -> LogProbs:
@@ -170,6 +197,15 @@ class State:
         """Tokens up to the end of the model's block that is being written; no token of it sees later ones."""
         return min(self.request.model_block(self.plan.start)[1], self.length)
 
+    def show(self, turn: int) -> None:
+        """Stand where the row stood after a step of the last forward: the first is 0, the last -1."""
+        if self.passed:
+            self.row, self.plan, self.steps = self.passed[min(turn, len(self.passed) - 1)]
+
+    def step_alone(self) -> None:
+        """Take one step a forward, as whoever looks at each step needs."""
+        self.policy = replace(self.policy, speculate=None)
+
     def leave_cache(self) -> None:
         """Before the first step: compute whole rows at every step, as whoever looks at attention needs."""
         self.policy = replace(self.policy, cache="none")
@@ -177,13 +213,26 @@ class State:
     def advance(self, committed: int) -> None:
         """Plan the next step. committed: tokens that the last one committed."""
         self._committed = committed
-        plan = next(self._plans, None)
+        plan = self._ahead.popleft() if self._ahead else next(self._plans, None)
         self.done, self.plan = plan is None, plan or self.plan
+
+    def ahead(self, n: int) -> list[StepPlan]:
+        """The next plan and, of the n - 1 after it, those whose positions the same forward can predict."""
+        while len(self._ahead) < n - 1 and (plan := next(self._plans, None)) is not None:
+            self._ahead.append(plan)
+        return [self.plan, *(plan for plan in islice(self._ahead, n - 1) if self._place(plan) == self._place(self.plan))]
+
+    def _place(self, plan: StepPlan) -> Any:
+        """What plans must have in common so that a forward for one also predicts the other's positions."""
+        if self.policy.cache in APPROXIMATE:
+            return plan.start
+        return self.request.model_block(plan.start) if self.request.block_size else plan.length
 
     def end(self) -> None:
         """Write nothing more: EOS has ended the row, or nobody waits for it any longer."""
         self.done = True
         self._plans = iter(())  # the generator holds the state, and would keep it and its batch in memory
+        self._ahead.clear()
 
     def _plan_steps(self) -> Iterator[StepPlan]:
         policy, canvas, mask_id = self.policy, self.request.canvas, self.request.mask_id

@@ -85,6 +85,7 @@ class Exchange:
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.steps, self.forwards = [0] * len(order.rows), [0] * len(order.rows)
+        self.log_weights: list[float | None] = [None] * len(order.rows)
         self._n_logged = [0] * len(order.rows)  # tokens whose log-probabilities are told
         self.frames = None
         if inspect:
@@ -117,6 +118,7 @@ class Exchange:
                 return
             if isinstance(event, Tokens):
                 self.steps[event.row], self.forwards[event.row] = event.steps, event.forwards
+                self.log_weights[event.row] = event.log_weight
             yield event
 
     async def answer(self) -> Answer:
@@ -151,7 +153,7 @@ class Exchange:
         now = ticket.ended or time.monotonic()
         timing = Timing(
             queue_seconds=ticket.began - ticket.submitted,
-            first_frame_seconds=ticket.stepped - ticket.submitted,
+            first_frame_seconds=(ticket.stepped or now) - ticket.submitted,
             seconds=now - ticket.submitted,
             tokens_per_second=n_tokens / max(now - ticket.began, _SHORT),
         )
@@ -164,6 +166,7 @@ class Exchange:
             policy=policy,
             inspect=self.frames is not None,
             ignored=self._ignored,
+            log_weights=self.log_weights if self.order.rows[0].constraint is not None else None,
         )
 
     def _reason(self, row: int) -> FinishReason:

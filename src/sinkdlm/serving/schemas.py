@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from sinkdlm.config.toml import suggest
 from sinkdlm.errors import SamplingError
 from sinkdlm.sampling.aliases import translate, words_for
-from sinkdlm.sampling.unmasking import CACHES, NAMED, ORDERS, REMASKS, SCHEDULES
+from sinkdlm.sampling.unmasking import CACHES, DRAFTS, MOST_CANVASES, NAMED, ORDERS, REMASKS, SCHEDULES
 
 # Names that were left out while this body was read, for --lenient; None: unknown names are refused.
 ignored: ContextVar[list[str] | None] = ContextVar("ignored", default=None)
@@ -109,13 +109,44 @@ class Extras(Strict):
     cache: Annotated[str, _named(CACHES)] | None = Field(
         default=None, description="auto: exact in block diffusion, else none. prefix, dual: approximate, with a block."
     )
+    speculate: Annotated[int, Field(ge=1, le=MOST_CANVASES)] | Literal["auto"] | None = Field(
+        default=None, description="Most canvases that a forward checks to take several steps; fewer where requests share it."
+    )
+    draft: Annotated[str, _named(DRAFTS)] | None = Field(default=None, description="With speculate: canvases in a line or a tree.")
     until_eos: bool = Field(default=False, description="Write block after block until EOS, at most max_tokens.")
     ignore_eos: bool = Field(default=False, description="Do not end a text at EOS.")
+    regex: str | None = Field(default=None, min_length=1, max_length=4096, description="What is written matches it as a whole.")
     frames: bool = Field(default=False, description="With stream: send the canvas and confidences after every step.")
     inspect: bool = Field(default=False, description="Keep the request's frames for a while, for /v1/inspect.")
 
     def policy_fields(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"policy", "until_eos", "ignore_eos", "frames", "inspect"}, exclude_none=True)
+        return self.model_dump(exclude={"policy", "until_eos", "ignore_eos", "regex", "frames", "inspect"}, exclude_none=True)
+
+
+class ResponseFormat(Strict):
+    """json_object: an object of at most three levels. json_schema: {"name", "schema"}; the schema is kept, strict or not."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+    @property
+    def wanted(self) -> Any:
+        """The schema; None for text."""
+        return None if self.type == "text" else {"type": "object"} if self.json_schema is None else self.json_schema["schema"]
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("together", "json_schema: goes with type = 'json_schema'; give both or neither")
+        given = {} if self.json_schema is None else self.json_schema
+        if self.json_schema is not None and not isinstance(given.get("schema"), dict):
+            raise PydanticCustomError("together", "json_schema: expected an object with name and schema, and schema is an object")
+        if unknown := given.keys() - {"name", "description", "schema", "strict"}:
+            name = str(min(unknown))[:_LONGEST_NAME]
+            raise PydanticCustomError(
+                "together", "json_schema.{name}: unknown field; allowed: name, description, schema, strict", {"name": name}
+            )
+        return self
 
 
 class StreamOptions(Strict):
@@ -141,6 +172,7 @@ class _Body(Strict):
     frequency_penalty: Any = only(0)
     presence_penalty: Any = only(0)
     logit_bias: Any = only({})
+    response_format: ResponseFormat | None = Field(default=None, description="JSON, or JSON that fits a schema.")
     sinkdlm: Extras = Field(default_factory=Extras)
 
     @property
@@ -254,7 +286,6 @@ class ChatRequest(_Body):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS, description="Of the likeliest tokens at each position.")
     modalities: Any = only(["text"])
-    response_format: Any = only({"type": "text"})
     reasoning_effort: Any = only("none")
     verbosity: Any = only("medium")
     tools: Any = only([])
@@ -304,6 +335,7 @@ class Written(BaseModel):
     timing: Timing
     policy: dict[str, Any]
     inspect: bool = Field(description="Whether /v1/inspect/{id} has its frames.")
+    log_weights: list[float | None] | None = Field(default=None, description="With a constraint: log weight of each choice.")
     ignored: list[str] | None = Field(default=None, description="With --lenient: unknown fields, which had no effect.")
 
 

@@ -18,13 +18,14 @@ from sinkdlm import __version__
 from sinkdlm.analysis.kinds import kind_finder, texts_of
 from sinkdlm.checkpoint.directory import Loaded
 from sinkdlm.errors import SamplingError
-from sinkdlm.sampling import NAMED, Policy, Request, policy_of
+from sinkdlm.sampling import NAMED, Automaton, Policy, Request, policy_of
 from sinkdlm.sampling.unmasking import APPROXIMATE
 from sinkdlm.serving.engine import Engine
 from sinkdlm.serving.logprobs import Named, name_token
 from sinkdlm.serving.schemas import Card, ChatRequest, CompletionRequest
 from sinkdlm.serving.transcript import Transcript
 from sinkdlm.text.prompts import LENGTH, begin, chat_text, encode, has_chat_template, lay_out, piece_of, policy_for
+from sinkdlm.text.schema import constraint_of, pieces_of
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class Served:
             _ = self._token_texts  # read here, not in the event loop
         seed = secrets.randbits(63) if body.seed is None else body.seed
         how: dict[str, Any] = {"grow": body.sinkdlm.until_eos, "block_size": config.block_size, "logprobs": body.n_logprobs}
+        how["constraint"] = self._constraint(body)
         rows: list[Request] = []
         transcripts: list[Transcript] = []
         for head in heads:
@@ -125,6 +127,15 @@ class Served:
                 rows.append(Request(canvas, policy, mask_id, seed, len(rows), **how))
                 transcripts.append(Transcript(tokenizer, head, policy.eos_id, body.stops, text))
         return Order(rows, transcripts, rows[0].policy, seed, sum(len(head) + len(tail) for head in heads))
+
+    def _constraint(self, body: CompletionRequest | ChatRequest) -> Automaton | None:
+        schema, regex = body.response_format and body.response_format.wanted, body.sinkdlm.regex
+        if schema is None and regex is None:
+            return None
+        tokenizer, vocab_size = self.lm.tokenizer, self.lm.config.vocab_size
+        with self._tokenizing:
+            pieces_of(tokenizer, vocab_size)  # kept for later
+        return constraint_of(tokenizer, vocab_size, schema=schema, regex=regex)
 
     def _policy(self, body: CompletionRequest | ChatRequest) -> Policy:
         extras = body.sinkdlm

@@ -24,8 +24,9 @@ from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import SamplingError, check_regular
 from sinkdlm.model.model import Denoiser
 from sinkdlm.model.observe import Watcher
-from sinkdlm.sampling import Policy, Request, State, start, step
+from sinkdlm.sampling import DenoiserAdapter, Policy, Request, State, start, step
 from sinkdlm.text.prompts import begin, check_bos, check_room, encode, encode_prompt, lay_out, missing_text, piece_of
+from sinkdlm.text.schema import constraint_of
 
 _GAP = re.compile(r"\[(_*)(?::(\d+))?\]")  # [____] is four tokens, [_:12] twelve
 _OPEN = "░"
@@ -49,6 +50,8 @@ class Job:
     batch: int = 64
     deterministic: bool = False
     bos: bool | None = None  # in front of a prompt; None: as the tokenizer, or its chat template, does
+    schema: Any = None  # a JSON schema that what is written must fit
+    regex: str | None = None  # or a regular expression
 
 
 def read_prompts(path: Path | Sequence[Any]) -> list[Any]:
@@ -213,6 +216,7 @@ def look_at_steps(lm: Any, state: State, *, deterministic: bool = False) -> Iter
     """Write a text and yield every step that asks the model."""
     denoiser = Watched(lm.model, absent_ids(lm.tokenizer, lm.config.vocab_size))
     in_blocks = lm.config.block_size is not None
+    state.step_alone()
     if in_blocks:
         state.leave_cache()
     while not state.done:
@@ -252,7 +256,8 @@ def _watch(lm: Any, state: State, job: Job) -> None:
 def requests_of(lm: Any, job: Job, policy: Policy) -> list[Request]:
     """A request for each text of a job. Noise is keyed by the sample index: a text is the same whoever writes it."""
     rows = [row for row in canvases(lm, job) for _ in range(job.n)]
-    given: dict[str, Any] = {"grow": job.until_eos, "block_size": lm.config.block_size}
+    constraint = constraint_of(lm.tokenizer, lm.config.vocab_size, schema=job.schema, regex=job.regex)
+    given: dict[str, Any] = {"grow": job.until_eos, "block_size": lm.config.block_size, "constraint": constraint}
     return [Request(row, policy, lm.config.mask_id, job.seed, index, **given) for index, row in enumerate(rows)]
 
 
@@ -278,22 +283,24 @@ def write(lm: Any, job: Job, policy: Policy, *, watch: bool = False, world: Any 
     parts = [(own, seconds)] if world is None else world.gather((own, seconds))
     found = [pair for part, _ in parts for pair in part]
     seconds = max(taken for _, taken in parts)
-    written = sum(tokens for _, tokens in found)
+    written, forwards = sum(tokens for _, tokens in found), sum(sample["forwards"] for sample, _ in found)
+    timing = {"seconds": seconds, "tokens": written, "tokens_per_second": written / seconds}
+    timing |= {"forwards": forwards, "tokens_per_forward": written / max(1, forwards)}
     return {
         "seed": job.seed,
         "steps": max(sample["steps"] for sample, _ in found),
         "policy": asdict(requests[0].policy),
-        "timing": {"seconds": seconds, "tokens": written, "tokens_per_second": written / seconds},
+        "timing": timing,
         "samples": [sample for sample, _ in found],
     }
 
 
 def _run(denoiser: Denoiser, states: Sequence[State], job: Job) -> None:
     """At most job.batch samples at a time: when one is done, the next takes its slot."""
-    waiting = iter(states)
+    waiting, adapter = iter(states), DenoiserAdapter(denoiser)
     running = list(islice(waiting, job.batch))
     while running:
-        step(running, denoiser, device=denoiser.device, deterministic=job.deterministic)
+        step(running, adapter, device=denoiser.device, deterministic=job.deterministic)
         running = [state for state in running if not state.done]
         running += islice(waiting, job.batch - len(running))
 
@@ -312,5 +319,7 @@ def describe(lm: Any, state: State) -> dict[str, Any]:
         "text": lm.tokenizer.decode(shown),
         "tokens": tokens,
         "steps": state.steps,
+        "forwards": state.forwards,
+        "accepted": state.accepted,  # tokens beyond those of one step per forward
         "confidences": [None if math.isnan(sure) else sure for sure in state.confidence.tolist()],
-    }
+    } | ({} if state.log_weight is None else {"log_weight": state.log_weight})
