@@ -69,6 +69,7 @@ class Written(NamedTuple):
     forwards: int = 0
     logprobs: LogProbs | None = None  # of these tokens, where the request asks for them
     log_weight: float | None = None  # with a constraint
+    accepted: int = 0  # tokens beyond those of one step per forward
 
 
 class Frame(NamedTuple):
@@ -445,7 +446,7 @@ class Engine:
             yield Frame(row.index, state.steps, tokens, confidence)
         if state.done or (ticket.progress and n_final > row.told):
             logprobs = None if state.request.logprobs is None else state.logprobs.cut(row.first, row.first + n_final)
-            yield Written(row.index, written, state.done, state.steps, state.forwards, logprobs, state.log_weight)
+            yield Written(row.index, written, state.done, state.steps, state.forwards, logprobs, state.log_weight, state.accepted)
         row.told = n_final
         ticket.n_left -= state.done
 

@@ -331,6 +331,7 @@ class Written(BaseModel):
     seed: int
     steps: list[int] = Field(description="Denoising steps of each choice.")
     forwards: list[int] = Field(description="Forwards of the model for each choice; the two of guidance count as one.")
+    accepted: list[int] = Field(description="Tokens of each choice beyond those of one step per forward; see speculate.")
     tokens_per_forward: float = Field(description="Tokens of usage.completion_tokens for each of the forwards.")
     timing: Timing
     policy: dict[str, Any]
