@@ -1,9 +1,8 @@
 """Structured output: whether 2,000 answers fit, whether samples follow their law, and what a step costs.
 
 `python -m benchmarks.structured --parts answers law cost` needs the test suite's helpers (run it in the repository) and the extra
-`dev`. answers: 42 schemas and regexes by every policy, with random models of the tests and those of `--checkpoint`.
-law: vocabulary of 4, canvas of 5, 100,000 samples of each order against the enumerated law.
-cost: time that constraints add to a step of 64 rows.
+`dev`. answers: 42 schemas and regexes by every policy, with random models of the tests and those of `--checkpoint`. law: vocabulary
+of 4, canvas of 5, 100,000 samples of each order against the enumerated law. cost: time that constraints add to a step of 64 rows.
 """
 
 import argparse
@@ -102,8 +101,8 @@ def law(n: int) -> dict[str, Any]:
 
 def cost(shape: str, rows: int, length: int, steps: int, temperature: float) -> dict[str, Any]:
     """Share of a step's time that constraints take: the time in `Batch._fit`, less that of waiting for the forward."""
-    from formats import SCHEMAS  # type: ignore[import-not-found]
-    from sites import bytes_lm  # type: ignore[import-not-found]
+    from formats import SCHEMAS
+    from sites import bytes_lm
 
     tokenizer, device = bytes_lm().tokenizer, "cuda" if torch.cuda.is_available() else "cpu"
     size = max(len(tokenizer), 256)
@@ -122,7 +121,7 @@ def cost(shape: str, rows: int, length: int, steps: int, temperature: float) -> 
     rule = constraint_of(tokenizer, size, schema=schema)
     policy = policy_of("llada", steps=steps, temperature=temperature, eos_id=tokenizer.eos_token_id)
     states = start([Request([*[5] * 8, *[size] * length], policy, size, number=row, constraint=rule) for row in range(rows)])
-    Batch._fit = timed  # type: ignore[assignment]
+    Batch._fit = timed  # type: ignore[method-assign, assignment]
     try:
         with model.inference():
             began, n_steps = time.perf_counter(), 0
@@ -130,7 +129,7 @@ def cost(shape: str, rows: int, length: int, steps: int, temperature: float) -> 
                 n_steps += 1
             whole = time.perf_counter() - began
     finally:
-        Batch._fit = fit  # type: ignore[assignment]
+        Batch._fit = fit  # type: ignore[method-assign]
     return {"shape": shape, "rows": rows, "length": length, "temperature": temperature, "steps": n_steps,
             "ms_per_step": 1e3 * whole / n_steps, "ms_of_constraints": 1e3 * spent / n_steps, "share": spent / whole}  # fmt: skip
 

@@ -308,7 +308,6 @@ def deploy(job: dict[str, Any]) -> Any:
         num_replicas=job["replicas"],
         max_ongoing_requests=job["max_batch"],
         max_queued_requests=job["max_queue"],
-        max_constructor_retry_count=10**6,  # a replica that is killed while it starts is no fault of ours
         graceful_shutdown_timeout_s=job["timeout"] + 10,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": job["cpus"], "num_gpus": 0 if job["cpu"] else job["gpus"]},
@@ -359,7 +358,8 @@ def main() -> None:
     ray.init(address="local", include_dashboard=False) if alone else ray.init(address=given.address)
     serve.start(http_options={"host": given.host, "port": given.port})
     serve.run(deploy(job), name=APP)
-    print(f"serving {', '.join(given.models)} at http://{given.host}:{given.port}, {given.replicas} replicas", flush=True)
+    where = f"http://{given.host}:{given.port} by {given.replicas} replicas of the cluster {ray.get_runtime_context().gcs_address}"
+    print(f"serving {', '.join(given.models)} at {where}", flush=True)
     if alone:
         stopped = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -4,9 +4,12 @@ import itertools
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from sinkdlm.errors import SamplingError
+from sinkdlm.kernels.cuda_graph import StepGraphs
 from sinkdlm.sampling import Policy, Request, generate, start, step
+from sinkdlm.sampling import batch as batch_module
 from small_models import small_model
 
 SIZE = 4
@@ -203,3 +206,35 @@ def test_mistakes_are_told_in_a_line():
         states = start([Request([1, 11, 11], Policy(), 11, block_size=size)])
         with pytest.raises(SamplingError, match="block_size"):
             step(states, model.denoiser(), deterministic=deterministic)
+
+
+def _replayed(run, replays):
+    """A capture on a CPU: the operations of one run, which a replay repeats on the same tensors, without Python."""
+    graph = make_fx(lambda: (run(), torch.zeros(()))[1])()  # runs them once
+    first = itertools.count()
+    return lambda: replays.append(graph()) if next(first) else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "cache"), [("shifted", "exact"), ("sink", "dual")])
+def test_a_captured_step_may_be_replayed(name, cache, monkeypatch):
+    """Rows at different blocks, and at every later block: a replay reads on the device where the spans lie."""
+    size = SIZE if cache == "exact" else None
+    model = small_model(**MODELS[name], block_size=size, n_layers=1)
+    mask_id = model.config.mask_id
+    policy = Policy(cache=cache, temperature=1.0, block=SIZE)
+    rows = [[*range(1, n), *[mask_id] * 20] for n in (2, 7)]
+    requests = [Request(row, policy, mask_id, 7, n, block_size=size) for n, row in enumerate(rows)]
+
+    def tokens():
+        states = start(requests)
+        with model.inference():
+            while step(states, model.denoiser()):
+                pass
+        return [state.tokens.tolist() for state in states]
+
+    expected, captured, replays = tokens(), [], []
+    monkeypatch.setattr(batch_module, "can_capture", lambda device: True)
+    monkeypatch.setattr(StepGraphs, "_capture", lambda self, run: captured.append(run) or _replayed(run, replays))
+    assert tokens() == expected
+    assert len(replays) > 2 * len(captured) > 0

@@ -4,6 +4,7 @@ import gc
 import math
 import weakref
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -111,6 +112,37 @@ def test_deterministic_float32_is_bit_equal_in_any_batch(name):
                 step([alone], model.denoiser(), deterministic=True)
             assert torch.equal(alone.tokens, mine.tokens)
             assert torch.equal(alone.confidence.nan_to_num(-1), mine.confidence.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("variant", ["sink", pytest.param("sinks-2-end-zero-gate", marks=pytest.mark.slow)])
+def test_deterministic_rows_share_forwards_whose_shapes_are_their_own(variant):
+    """Rows of all policies join in any order: every bit of their tokens and confidences is that of the row alone."""
+    model, shapes = small_model(dtype=torch.float32, **VARIANTS[variant]), []
+    policies = [policy for name, policy in POLICIES.items() if "cache" not in name and name != "fast"][::3]
+    requests = [mixed_requests(model, options, number + 1)[number] for number, options in enumerate(policies)]
+    long = Request([1, *[11] * 40], policy_of("llada", steps=6, temperature=1.0), 11, number=77)
+    requests += [long, replace(long, canvas=[1, *[11] * 70], number=78)]
+    model.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
+
+    def written(order):
+        waiting, running = start([requests[number] for number in order]), []
+        states = dict(zip(order, waiting, strict=True))
+        with model.inference():
+            while waiting or running:
+                joins = 1 + len(shapes) % 4
+                running, waiting = running[::-1] + waiting[:joins], waiting[joins:]
+                step(running, model.denoiser(), deterministic=True)
+                running = [state for state in running if not state.done]
+        return {number: (state.tokens, state.confidence.nan_to_num(-1)) for number, state in states.items()}
+
+    alone = {number: written([number])[number] for number in range(len(requests))}
+    n_alone = len(shapes)
+    for order in (range(0, len(requests), 2), [*range(len(requests))][::-1]):
+        shapes.clear()
+        for number, found in written(order).items():
+            assert all(map(torch.equal, found, alone[number])), number
+    assert len(shapes) < n_alone / 2
+    assert {width for _, width in shapes} == {32, 64, 96}
 
 
 @pytest.mark.parametrize("small_batch", [0, 4096])

@@ -15,6 +15,7 @@ from engines import MASK, POLICIES, SECONDS, Owner, alone, request_of
 from sinkdlm.errors import ModelError
 from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.sampling import Request, policy_of
+from sinkdlm.sampling.speculation import Pace
 from sinkdlm.serving.engine import (
     Capacity,
     ClosedError,
@@ -54,6 +55,23 @@ def make(model):
     yield one
     for engine in made:
         assert engine.close(timeout=SECONDS)
+
+
+def test_frames_are_of_every_step_where_a_forward_takes_several(make, model):
+    engine = make()
+    engine._adapter.pace = Pace()  # as many canvases as are asked for
+    request = request_of("eos", 3, n_open=20)
+    found = []
+    for policy in (request.policy, replace(request.policy, speculate=4)):
+        owner = Owner([replace(request, policy=policy)], frames=True)
+        engine.submit(owner.ticket)
+        owner.tokens()
+        found.append([event for event in owner.events if isinstance(event, Frame)])
+    plain, quick = found
+    assert [frame.steps for frame in quick] == list(range(len(plain)))
+    assert [frame.tokens for frame in quick] == [frame.tokens for frame in plain]
+    for ours, theirs in zip(quick, plain, strict=True):
+        torch.testing.assert_close(torch.tensor(ours.confidence), torch.tensor(theirs.confidence), equal_nan=True)
 
 
 @pytest.mark.parametrize(("dtype", "deterministic"), [(torch.float64, False), (torch.float32, True)])

@@ -170,12 +170,20 @@ LEAKED = 1000 * 100  # bytes, over 1,000 requests
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc 2.33 what is allocated")
 def test_memory_is_flat_over_thousands_of_requests(checkpoint):
     """Requests of every kind: whole, streamed, with frames, kept for inspection, refused, and left by their clients."""
-    ours = ({}, {"block": 2}, {"policy": "fast", "block": 4}, {"frames": True}, {"inspect": True}, {"step": 1})
+    ours = (
+        {"repetition_penalty": 1.2},
+        {"block": 2},
+        {"policy": "fast", "block": 4},
+        {"frames": True},
+        {"inspect": True},
+        {"step": 1},
+    )
     with server(checkpoint, "--timeout", "60", program=("-c", WEIGHED), **PLAIN_MEMORY) as process:
 
         async def ask(http, number):
             body = {"model": "nano", "prompt": "tom has "[: number % 9], "max_tokens": 2 + number % 5, "n": 1 + number % 2}
             body |= {"sinkdlm": ours[number % 6], "stream": number % 6 == 3 or number % 5 == 0}
+            body |= {"logprobs": number % 3} if number % 7 == 2 else {}
             timeout = 0.01 if number % 20 == 7 else 60
             try:
                 return (await http.post("/v1/completions", json=body, timeout=timeout)).status_code

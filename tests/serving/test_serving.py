@@ -75,6 +75,7 @@ def test_a_completion_is_what_the_command_line_writes(client, lms):
     assert answer.sinkdlm["steps"] == [row["steps"] for row in expected]
     assert answer.sinkdlm["policy"]["steps"] == 6
     assert answer.sinkdlm["forwards"] == answer.sinkdlm["steps"]
+    assert answer.sinkdlm["accepted"] == [0, 0, 0]
     assert answer.sinkdlm["tokens_per_forward"] == pytest.approx(written / sum(answer.sinkdlm["forwards"]))
     timing = answer.sinkdlm["timing"]
     assert 0 <= timing["queue_seconds"] < timing["first_frame_seconds"] < timing["seconds"] < SECONDS

@@ -18,6 +18,7 @@ POLICIES = {
     "remask": {"config": "smdm-origin", "steps": 8, "remask": "cap", "remask_rate": 0.3, "temperature": 1.0},
     "guided": {"guidance": 1.5, "steps": 3},
     "eos": {"eos_id": EOS, "temperature": 1.0},
+    "speculating": {"speculate": "auto", "draft": "tree", "temperature": 1.0},
 }
 
 

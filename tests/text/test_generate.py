@@ -94,6 +94,17 @@ def test_a_prompt_is_continued(checkpoint):
     assert "copies" not in shown.stderr
 
 
+def test_speculation_writes_the_same_text_in_fewer_forwards(checkpoint):
+    words = (checkpoint, "--prompt", "tom has ", "--length", 16, "--no-stop", "--dtype", "float32", "--temperature", 1.0)
+    plain, quick = as_json(*words), as_json(*words, "--speculate", 4, "--draft", "tree")
+    (own,), (other,) = plain["samples"], quick["samples"]
+    assert own["text"] == other["text"]
+    assert own["steps"] == other["steps"] == own["forwards"] == other["forwards"] + other["accepted"] == 16
+    assert quick["timing"]["forwards"] == other["forwards"]
+    assert quick["timing"]["tokens_per_forward"] == 16 / other["forwards"]
+    assert quick["policy"]["speculate"] == 4
+
+
 @pytest.fixture(scope="module")
 def with_bos(tmp_path_factory):
     lm = small_lm(bos=True, context_length=64)

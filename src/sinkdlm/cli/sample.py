@@ -60,6 +60,12 @@ def sample(
         str | None,
         option("KV cache: auto, none, exact (block diffusion, the default there); with --block prefix, dual (approximate)."),
     ] = None,
+    speculate: Annotated[
+        str | None, option("Take several steps in a forward, same tokens: how many canvases it checks, as in 4, or auto.")
+    ] = None,
+    draft: Annotated[
+        str | None, option("With --speculate: canvases in a line (linear, the default) or with second choices (tree).")
+    ] = None,
     overrides: PolicySet = None,
     stop: Annotated[bool, option("End a text at EOS, or write on.", "--stop/--no-stop")] = True,
     batch: Annotated[int, option("Number of texts written at the same time.", min=1)] = 64,
@@ -86,6 +92,8 @@ def sample(
 
     named = given(steps=steps, block=block, temperature=temperature, top_k=top_k, top_p=top_p)
     named |= given(min_p=min_p, repetition_penalty=repetition_penalty, guidance=guidance, threshold=threshold, cache=cache)
+    named |= given(draft=draft)
+    named |= given(speculate=int(speculate) if speculate is not None and speculate.isdecimal() else speculate)
     named |= given(num_inference_steps=num_inference_steps, diffusion_steps=diffusion_steps, block_length=block_length)
     named |= given(cfg_scale=cfg_scale, guidance_scale=guidance_scale, remasking=remasking, alg=alg, alg_temp=alg_temp)
     sizes = given(length=length, max_new_tokens=max_new_tokens, gen_length=gen_length)

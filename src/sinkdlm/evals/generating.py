@@ -125,7 +125,7 @@ class Generator:
             self._run(states, [manners[i] for i in active])
             for i, state in zip(active, states, strict=True):
                 texts[i].append(self.encoder.decode(_written(state), manners[i].until))
-                found[i].update(forwards=state.steps, n_tokens=state.length - _n_given(state))
+                found[i].update(forwards=state.forwards, n_tokens=state.length - _n_given(state))
                 contexts[i] += f" {texts[i][-1]}"
         return [{"texts": own, "kind": "text", **counts} for own, counts in zip(texts, found, strict=True)]
 

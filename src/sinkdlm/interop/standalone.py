@@ -21,11 +21,11 @@ from sinkdlm.interop import hf, hf_config, hf_generation
 from sinkdlm.kernels import cuda_graph
 from sinkdlm.kernels.sampling import keep_eager
 from sinkdlm.model import attention, context, lane, model, positions, visibility
-from sinkdlm.sampling import aliases, batch, drawing, loop, prefix_cache, requests, unmasking
+from sinkdlm.sampling import aliases, batch, drawing, loop, prefix_cache, requests, speculation, unmasking
 
 MODULE = "modeling_sinkdlm"
 _MODEL = (noise, visibility, attention, lane, positions, context, model)
-_SAMPLERS = (aliases, unmasking, requests, drawing, cuda_graph, prefix_cache, batch, loop)
+_SAMPLERS = (aliases, unmasking, requests, drawing, cuda_graph, prefix_cache, batch, speculation, loop)
 _SOURCES = (*_MODEL, *_SAMPLERS, hf_config, hf_generation, hf)
 _PARTS = (number_blocks, suggest, keep_eager, errors.UserError, errors.ModelError, errors.SamplingError)  # of other modules
 _NO_KERNEL = "def draw_candidates(*_: Any) -> None:\n    return None"

@@ -35,6 +35,10 @@ from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 Denoise = Callable[..., Tensor]
 _CELLS = 1 << 26  # logits that a constraint reads at once
 
+# Least width of a row, and least number of its predicted positions, where shapes are fixed. Widths are multiples of what torch's
+# vector loops take at once: the rest is computed one by one, where SiLU rounds otherwise. Matmuls of fewer rows than 16 do too.
+_FIXED_WIDTH, _FIXED_COUNT = 32, 16
+
 
 class DenoiserAdapter:
     """Give every denoiser one interface. Only ours take lengths=, where= (positions (B, n) -> logits (B, n, V)) and cache=."""
@@ -51,6 +55,7 @@ class DenoiserAdapter:
         self.capturable = bool(getattr(denoiser, "capturable", False))
         self.prefixes: PrefixStore | None = None  # shared between rows that come one after the other
         self.barred: Sequence[int] = getattr(denoiser, "barred", ())  # ids that are never written
+        self.pace: Any = None  # speculation.Pace
 
     @classmethod
     def of(cls, denoiser: "Denoise | DenoiserAdapter") -> "DenoiserAdapter":
@@ -98,13 +103,15 @@ class _Span(NamedTuple):
 
 class Batch:
     """Rows that share a forward, and their tokens as long as they stay together. Holds no states: a reference cycle would keep the
-    memory alive."""
+    memory alive. fixed: shapes of a row do not depend on the others."""
 
-    def __init__(self, states: list[State], device: torch.device) -> None:
+    def __init__(self, states: list[State], device: torch.device, fixed: bool = False) -> None:
         policies = [scoring_policy(state.policy) for state in states]
         self.n_rows, self.device = len(states), device
         self.mask_id, self.cache_kind, self.shift = states[0].request.mask_id, policies[0].cache, policies[0].shift
-        self.width = max(len(state.request.canvas) for state in states)
+        self.width, self.fixed = max(len(state.request.canvas) for state in states), fixed
+        if fixed:
+            self.width = fixed_width(self.width)
         self.keys = torch.tensor([state.key for state in states], dtype=torch.uint64).view(torch.int64).to(device)
         # Each policy with the rows that it scores: all, or an index of them.
         alike: dict[tuple[Policy, bool], Any] = {}
@@ -141,20 +148,22 @@ class Batch:
         self.forbidden: dict[Policy, Tensor] = {}
         self.graphs = StepGraphs(device)
         for row, state in enumerate(states):
-            state.batch, state.row, state.caches = self, row, []
+            state.batch, state.row, state.caches, state.passed = self, row, [], []
 
     @classmethod
-    def of(cls, states: list[State], device: torch.device) -> "Batch":
+    def of(cls, states: list[State], device: torch.device, fixed: bool = False) -> "Batch":
         """Return the rows' common batch if no row has joined or left it; else make a new one."""
         old: Batch | None = states[0].batch
-        if old is None or [(old, row) for row in range(old.n_rows)] != [(state.batch, state.row) for state in states]:
-            return cls(states, device)
+        own = [(state.batch, state.row) for state in states]
+        if type(old) is not cls or old.fixed != fixed or [(old, row) for row in range(old.n_rows)] != own:
+            return cls(states, device, fixed)
         return old
 
     def _collect(self, states: list[State]) -> None:
         """Lay out the canvases and copy the rows' progress from their old batches. All are (B, T), the report (3, B)."""
         canvases = [torch.tensor(state.request.canvas) for state in states]
         tokens = torch.nn.utils.rnn.pad_sequence(canvases, batch_first=True, padding_value=-1)
+        tokens = torch.nn.functional.pad(tokens, (0, self.width - tokens.shape[1]), value=-1)
         self.editable = (tokens == self.mask_id).to(self.device)
         # Shorter canvases are padded with [MASK] that is not open.
         self.tokens, self.open = tokens.masked_fill(tokens < 0, self.mask_id).to(self.device), self.editable.clone()
@@ -174,7 +183,7 @@ class Batch:
 
     def advance(self, states: list[State], adapter: DenoiserAdapter) -> None:
         plans = [state.plan for state in states]
-        steady = adapter.capturable and can_capture(self.device) and not self.constrained
+        steady = self._is_steady(adapter)
         spans, span = self._open_span(adapter, states, steady)
         if any(plan.reveal is not None for plan in plans):  # ReMDM: the positions that this step reveals come first
             revealed = self._mark([plan.reveal or () for plan in plans])
@@ -196,6 +205,10 @@ class Batch:
                     state.track.reopen(plan.remask)
         self._move_on(states, plans)
 
+    def _is_steady(self, adapter: DenoiserAdapter) -> bool:
+        """Whether steps are captured."""
+        return adapter.capturable and can_capture(self.device) and not self.constrained
+
     def _mark(self, rows: list[tuple[int, ...]]) -> Tensor:
         """(B, T): True at the given positions of each row."""
         marked = torch.zeros(self.tokens.shape, dtype=torch.bool)
@@ -214,8 +227,8 @@ class Batch:
         longest = max(plan.length for plan in plans)
         if self.cache_kind == "exact":
             return self._open_blocks(adapter, states, steady)
-        for cache in self.caches:
-            cache.length = longest
+        for kept in self.caches:
+            kept.length = longest
         if self.cache_kind == "none" or all(plan.first for plan in plans):
             return [_Span(0, 0, plan.length) for plan in plans], longest
         if new := [row for row, plan in enumerate(plans) if plan.first]:
@@ -273,6 +286,9 @@ class Batch:
         lengths = {plan.length for plan in plans}
         if steady:
             count = round_width(count, max(plan.stop - plan.start for plan in plans), len(plans))
+        if self.fixed:  # whole rows, with a mask even where no row is padded
+            width = fixed_width(max(lengths))
+            return _Shape(min(width, -(-count // _FIXED_COUNT) * _FIXED_COUNT), width, True, width)
         shape = _Shape(count, max(lengths), len(lengths) > 1, span)
         if self.cache_kind == "exact":
             one = self.caches[0]
@@ -338,13 +354,16 @@ class Batch:
                 logits = penalise(logits, query.tokens[rows], policy.repetition_penalty, exempt)
             needed = policy.temperature > 0 or policy.order_temperature > 0
             keys = fold(self.keys[rows][:, None], step[rows], positions[rows]) if needed else None
-            found.append(score_candidates(policy, logits, cast("Tensor | None", keys)))
+            found.append(self._score(policy, logits, cast("Tensor | None", keys)))
             self._judged += [logits] if self.constrained else []
         if len(found) == 1:
             return found[0]
         order = torch.cat([rows for _, rows in self.groups]).argsort()
         proposal, score, sure = (torch.cat(parts)[order] for parts in zip(*found, strict=True))
         return proposal, score, sure
+
+    def _score(self, policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return score_candidates(policy, logits, keys)
 
     def _logits(self, adapter: DenoiserAdapter, query: _Query, branch: int) -> Tensor:
         if self.cache_kind == "none":
@@ -453,6 +472,7 @@ class Batch:
         counts, ended, lost = self.report.tolist() if reads else ([plan.quota for plan in plans], nothing, nothing)
         for state, plan, committed, over in zip(states, plans, counts, ended, strict=True):
             state.steps += plan.n_predicted > 0
+            state.forwards += plan.n_predicted > 0
             if over and state.policy.eos_id is not None:
                 state.end()
             else:
@@ -466,7 +486,13 @@ class Batch:
             raise ModelError(rows)
 
 
+def fixed_width(length: int) -> int:
+    """The tokens of a row in a forward of fixed shapes: few widths, of which the row's own length decides."""
+    unit = max(_FIXED_WIDTH, 1 << max(0, (length - 1).bit_length() - 3))
+    return -(-length // unit) * unit
+
+
 @functools.lru_cache(maxsize=256)
 def scoring_policy(policy: Policy) -> Policy:
     """Keep only the fields that matter once a step is planned; rows that agree in them are scored together."""
-    return replace(policy, steps=None, schedule="linear", last_time=1.0)
+    return replace(policy, steps=None, schedule="linear", last_time=1.0, speculate=None, draft="linear")

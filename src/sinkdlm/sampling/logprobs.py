@@ -45,6 +45,11 @@ class LogProbTable:
         for mine, given in ((self._values, other._values), (self._ids, other._ids)):
             mine[rows, :span, :k] = given[theirs, :span, :k]
 
+    def inherit(self, rows: Tensor, parents: Tensor, own: Tensor) -> None:
+        """Take over from other rows what is not their own (R, T)."""
+        for mine in (self._tokens, self._values, self._ids):
+            mine[rows] = mine[rows].where(own if mine.dim() == 2 else own[..., None], mine[parents])
+
     def read(self, rows: Any, logits: Tensor) -> None:
         """Before tokens are drawn, which overwrites the logits (R, n, V)."""
         self._read.append((rows, logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))))

@@ -1,4 +1,4 @@
-"""The sampling loop: requests of any length, policy and progress share forwards, one step at a time.
+"""The sampling loop: requests of any length, policy and progress share forwards, one step at a time (speculation.py: or several).
 
 `generate` fills whole canvases, `stream` yields after each step, and both call `step(states, denoiser)`, which groups states by the
 forward they can share and advances each group as a `Batch`. Between steps requests may join and leave. Noise is keyed by (seed,
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from sinkdlm.errors import SamplingError
 from sinkdlm.sampling.aliases import translate
-from sinkdlm.sampling.batch import Batch, Denoise, DenoiserAdapter, scoring_policy
+from sinkdlm.sampling.batch import Batch, Denoise, DenoiserAdapter, fixed_width, scoring_policy
 from sinkdlm.sampling.constraint import Automaton
 from sinkdlm.sampling.requests import Request, State, start
+from sinkdlm.sampling.speculation import advance_group
 from sinkdlm.sampling.unmasking import APPROXIMATE, FIELDS, Policy, policy_of
 
 _PADDING = -1  # beyond a row's end, where rows of a result differ in length
@@ -37,7 +38,9 @@ def step(
 ) -> list[State]:
     """Take one step of every request that is not done; return those that took it. Rows share a forward wherever they can.
 
-    deterministic: compute each row alone, in shapes of its own, so that its tokens are bit-identical whatever else is in the batch.
+    deterministic: give bit-identical tokens whatever else is in the batch. On a CPU rows share forwards whose shapes depend on the
+        row's own length; on a GPU, and with caches, each is computed alone, in shapes of its own.
+        A row that speculates then takes one step a forward, for the same reason.
     together: rows with a cache wait at the end of a block for those still in it, so that they go on in one forward. Changes no
     token; leave it off where requests join all the time.
     """
@@ -47,12 +50,24 @@ def step(
         active = _without_waiting(active)
     groups: dict[Any, list[State]] = {}
     for state in active:
-        key = _forward_key(state, adapter)  # which also refuses what the denoiser cannot do
-        groups.setdefault(id(state) if deterministic else key, []).append(state)
-    for group in groups.values():
-        batch = group[0].batch
-        Batch.of(group, torch.device(device or ("cpu" if batch is None else batch.device))).advance(group, adapter)
+        place = torch.device(device or ("cpu" if state.batch is None else state.batch.device))
+        key: Any = _forward_key(state, adapter)  # which also refuses what the denoiser cannot do
+        fixed = deterministic and adapter.takes_lengths and _keeps_bits(state, place)
+        if deterministic:
+            key = (key, fixed_width(state.length)) if fixed else id(state)
+        groups.setdefault((place, fixed, key), []).append(state)
+    for (place, fixed, _), group in groups.items():
+        if deterministic or not any(state.policy.speculate for state in group):
+            Batch.of(group, place, fixed).advance(group, adapter)
+        else:
+            advance_group(group, adapter, place)
     return active
+
+
+def _keeps_bits(state: State, place: torch.device) -> bool:
+    """Whether a row's bits do not depend on the number of rows, where its own shape is fixed. Threads, if any, must cut tensors at
+    rows' vectors: so their number is a power of two."""
+    return state.policy.cache == "none" and place.type == "cpu" and torch.get_num_threads().bit_count() == 1
 
 
 def _without_waiting(active: list[State]) -> list[State]:
@@ -108,12 +123,21 @@ class Step(NamedTuple):
 
 
 def stream(denoiser: Denoise, states: Sequence[State], *, device: Any = None, deterministic: bool = False) -> Iterator[Step]:
-    """Take steps until every request is done, and yield the batch after each."""
+    """Take steps until every request is done, and yield the batch after each, also of those that shared a forward."""
     adapter = DenoiserAdapter.of(denoiser)
-    while moved := {id(state) for state in step(states, adapter, device=device, deterministic=deterministic, together=True)}:
-        committed = [state.committed if id(state) in moved else torch.zeros_like(state.committed) for state in states]
-        now = gather(states)
-        yield Step(now.tokens, _stack(committed, False), now.confidence)
+    while moved := step(states, adapter, device=device, deterministic=deterministic, together=True):
+        taken = {id(state): max(1, len(state.passed)) for state in moved}
+        try:
+            for turn in range(max(taken.values())):
+                for state in moved:
+                    state.show(turn)
+                new = [turn < taken.get(id(state), 0) for state in states]
+                now = gather(states)
+                committed = [state.committed & is_new for state, is_new in zip(states, new, strict=True)]
+                yield Step(now.tokens, _stack(committed, False), now.confidence)
+        finally:
+            for state in moved:
+                state.show(-1)
 
 
 def _stack(rows: list[Tensor], fill: float) -> Tensor:

@@ -7,9 +7,10 @@ again. Knows no denoiser; the tokens themselves lie in the `Batch` that a state 
 import math
 import operator
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +69,9 @@ class Request:
         if self.grow and open_at != list(range(open_at[0], len(self.canvas))):
             raise SamplingError("an open end cannot have given text after a gap: give a length")
         if self.constraint is not None:
+            if self.policy.speculate not in (None, 1):
+                why = "a constraint is kept step by step, so that nothing can be guessed"
+                raise SamplingError(f"speculate = {self.policy.speculate!r}: {why}; leave one out")
             object.__setattr__(self, "language", self._language(self.constraint, open_at))
         first = open_at[0]
         if self.block_size is not None and self.policy.block is not None:
@@ -134,7 +138,10 @@ class State:
 
     def __init__(self, request: Request) -> None:
         self.request, self.policy = request, request.policy
-        self.steps = 0  # steps with a forward
+        self.steps = 0  # with a forward of their own, where the policy does not speculate
+        self.forwards = 0  # the two of guidance count as one
+        self.accepted = 0  # tokens beyond those of one step per forward
+        self.passed: list[tuple[int, StepPlan, int]] = []  # row, plan and steps after each step of a forward that took several
         self.key = hash_words(request.seed, int(Stream.SAMPLING), request.number)  # root of all its noise keys
         language = request.language
         self.track = (
@@ -146,12 +153,8 @@ class State:
         self.row = 0
         self.caches: list[Any] = []  # of a row that is in no batch yet: its finished blocks (prefill.py)
         self._plans = self._plan_steps()
+        self._ahead: deque[StepPlan] = deque()
         self._committed, self.done, self.plan = 0, False, next(self._plans)
-
-    @property
-    def forwards(self) -> int:
-        """Forwards of the denoiser so far; the two of guidance count as one."""
-        return self.steps
 
     @property
     def length(self) -> int:
@@ -194,6 +197,15 @@ class State:
         """Tokens up to the end of the model's block that is being written; no token of it sees later ones."""
         return min(self.request.model_block(self.plan.start)[1], self.length)
 
+    def show(self, turn: int) -> None:
+        """Stand where the row stood after a step of the last forward: the first is 0, the last -1."""
+        if self.passed:
+            self.row, self.plan, self.steps = self.passed[min(turn, len(self.passed) - 1)]
+
+    def step_alone(self) -> None:
+        """Take one step a forward, as whoever looks at each step needs."""
+        self.policy = replace(self.policy, speculate=None)
+
     def leave_cache(self) -> None:
         """Before the first step: compute whole rows at every step, as whoever looks at attention needs."""
         self.policy = replace(self.policy, cache="none")
@@ -201,13 +213,26 @@ class State:
     def advance(self, committed: int) -> None:
         """Plan the next step. committed: tokens that the last one committed."""
         self._committed = committed
-        plan = next(self._plans, None)
+        plan = self._ahead.popleft() if self._ahead else next(self._plans, None)
         self.done, self.plan = plan is None, plan or self.plan
+
+    def ahead(self, n: int) -> list[StepPlan]:
+        """The next plan and, of the n - 1 after it, those whose positions the same forward can predict."""
+        while len(self._ahead) < n - 1 and (plan := next(self._plans, None)) is not None:
+            self._ahead.append(plan)
+        return [self.plan, *(plan for plan in islice(self._ahead, n - 1) if self._place(plan) == self._place(self.plan))]
+
+    def _place(self, plan: StepPlan) -> Any:
+        """What plans must have in common so that a forward for one also predicts the other's positions."""
+        if self.policy.cache in APPROXIMATE:
+            return plan.start
+        return self.request.model_block(plan.start) if self.request.block_size else plan.length
 
     def end(self) -> None:
         """Write nothing more: EOS has ended the row, or nobody waits for it any longer."""
         self.done = True
         self._plans = iter(())  # the generator holds the state, and would keep it and its batch in memory
+        self._ahead.clear()
 
     def _plan_steps(self) -> Iterator[StepPlan]:
         policy, canvas, mask_id = self.policy, self.request.canvas, self.request.mask_id

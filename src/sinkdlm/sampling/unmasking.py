@@ -22,7 +22,9 @@ SCHEDULES = ("linear", "cosine", "timesteps")
 REMASKS = ("none", "cap", "rescale", "conf", "loop")
 CACHES = ("auto", "none", "prefix", "dual", "exact")
 APPROXIMATE = ("prefix", "dual")
-_CHOICES = {"order": ORDERS, "schedule": SCHEDULES, "remask": REMASKS, "cache": CACHES}
+MOST_CANVASES = 64  # that one forward checks
+DRAFTS = ("linear", "tree")
+_CHOICES = {"order": ORDERS, "schedule": SCHEDULES, "remask": REMASKS, "cache": CACHES, "draft": DRAFTS}
 _WHOLE = ("steps", "block", "top_k", "eos_id")
 _LEAST = {"steps": 1, "block": 1, "top_k": 1, "temperature": 0, "order_temperature": 0, "guidance": -1, "min_p": 0}
 _IDS = ("suppressed", "last_ids")
@@ -62,6 +64,9 @@ class Policy:
     shift: bool = False  # the denoiser's row i is for token i + 1 (a foreign one; our models align their rows)
     suppressed: tuple[int, ...] = ()
     eos_id: int | None = None  # a row ends once everything up to its first EOS is committed
+    # Canvases that a forward may check, to take several steps at once; "auto": as many as are fastest. Changes no token.
+    speculate: int | str | None = None
+    draft: str = "linear"  # the next steps' likeliest commits in a line, or a tree with second choices
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -81,6 +86,10 @@ class Policy:
             if value is not None and self.temperature == 0 and not self.tempered:
                 why = "has no effect at temperature 0, which takes the likeliest token"
                 raise SamplingError(f"{name} = {value}: {why}; give a temperature above 0, or leave it out")
+        for name in ("threshold", "remask"):
+            if self.speculate not in (None, 1) and getattr(self, name) not in (None, "none"):
+                why = f"the next commits cannot be guessed with {name} = {getattr(self, name)!r}"
+                raise SamplingError(f"speculate = {self.speculate!r}: {why}; leave one out")
         if self.cache in APPROXIMATE and self.block is None:
             raise SamplingError(f"cache = {self.cache!r}: needs a block length, as in block=32")
 
@@ -108,6 +117,8 @@ def _check_value(name: str, value: Any) -> None:
     """Refuse a field whose value is wrong by itself."""
     if name in _CHOICES and value not in _CHOICES[name]:
         raise SamplingError(f"{name} = {value!r}: allowed: {', '.join(_CHOICES[name])}")
+    if name == "speculate" and value not in (None, "auto") and (type(value) is not int or not 1 <= value <= MOST_CANVASES):
+        raise SamplingError(f"speculate = {value!r}: allowed: auto, or 1 to {MOST_CANVASES}")
     if name in _IDS and not all(isinstance(token, int) for token in value):
         raise SamplingError(f"{name} = {list(value)}: expected token ids, as in [3, 5]")
     if value is None or name not in (*_WHOLE, *_LEAST, *_ABOVE_0):

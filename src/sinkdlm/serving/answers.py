@@ -84,7 +84,7 @@ class Exchange:
         self.served, self.order, self.chat, self._finished, self._ignored = served, order, chat, finished, ignored
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self.steps, self.forwards = [0] * len(order.rows), [0] * len(order.rows)
+        self.steps, self.forwards, self.accepted = ([0] * len(order.rows) for _ in range(3))
         self.log_weights: list[float | None] = [None] * len(order.rows)
         self._n_logged = [0] * len(order.rows)  # tokens whose log-probabilities are told
         self.frames = None
@@ -118,6 +118,7 @@ class Exchange:
                 return
             if isinstance(event, Tokens):
                 self.steps[event.row], self.forwards[event.row] = event.steps, event.forwards
+                self.accepted[event.row] = event.accepted
                 self.log_weights[event.row] = event.log_weight
             yield event
 
@@ -153,7 +154,7 @@ class Exchange:
         now = ticket.ended or time.monotonic()
         timing = Timing(
             queue_seconds=ticket.began - ticket.submitted,
-            first_frame_seconds=ticket.stepped - ticket.submitted,
+            first_frame_seconds=(ticket.stepped or now) - ticket.submitted,
             seconds=now - ticket.submitted,
             tokens_per_second=n_tokens / max(now - ticket.began, _SHORT),
         )
@@ -161,6 +162,7 @@ class Exchange:
             seed=self.order.seed,
             steps=self.steps,
             forwards=self.forwards,
+            accepted=self.accepted,
             tokens_per_forward=n_tokens / max(1, sum(self.forwards)),
             timing=timing,
             policy=policy,

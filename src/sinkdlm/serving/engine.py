@@ -23,6 +23,7 @@ from sinkdlm.model.model import DiffusionLM
 from sinkdlm.sampling import DenoiserAdapter, Request, State, start, step
 from sinkdlm.sampling.logprobs import LogProbs
 from sinkdlm.sampling.prefill import PrefixStore, missing_prefix, prefill
+from sinkdlm.sampling.speculation import Pace
 
 _RECENT = 32  # finished requests from which the rate is taken
 _FORWARD_TOKENS = 512  # fixed cost of a forward, in tokens: a rough figure for models of any size
@@ -68,6 +69,7 @@ class Written(NamedTuple):
     forwards: int = 0
     logprobs: LogProbs | None = None  # of these tokens, where the request asks for them
     log_weight: float | None = None  # with a constraint
+    accepted: int = 0  # tokens beyond those of one step per forward
 
 
 class Frame(NamedTuple):
@@ -206,6 +208,7 @@ class Engine:
         self._model, self._lock, self._stepped, self.barred = model, lock or FairLock(), stepped, barred
         denoiser = model.denoiser(barred)
         self._device, self._adapter = denoiser.device, DenoiserAdapter(denoiser)
+        self._adapter.pace = Pace(shared=True)  # rows come before guesses
         room = self.capacity.cache_bytes
         room = cache_room(self._device) if room is None else room
         self._cache_room, config = room - room // 4, model.config  # for rows; the rest for shared prompts
@@ -414,7 +417,8 @@ class Engine:
         """Tell the tickets what the step did, and let finished rows go."""
         now = time.monotonic()
         for row in self.running:
-            row.ticket.stepped = row.ticket.stepped or now
+            if row.state.steps:  # not where its prompt alone is computed
+                row.ticket.stepped = row.ticket.stepped or now
         events: dict[Ticket, list[Event]] = {}
         for row, tokens, n_final, confidence in _views(self.running):
             events.setdefault(row.ticket, []).extend(self._events(row, tokens, n_final, confidence))
@@ -436,10 +440,13 @@ class Engine:
                 self._end(ticket, failure)
                 return
         if ticket.frames:
+            for place, plan, steps in state.passed[:-1]:  # a forward may have taken several steps
+                seen = (values[place, : plan.length].tolist() for values in (state.batch.tokens, state.batch.confidence))
+                yield Frame(row.index, steps, *seen)
             yield Frame(row.index, state.steps, tokens, confidence)
         if state.done or (ticket.progress and n_final > row.told):
             logprobs = None if state.request.logprobs is None else state.logprobs.cut(row.first, row.first + n_final)
-            yield Written(row.index, written, state.done, state.steps, state.forwards, logprobs, state.log_weight)
+            yield Written(row.index, written, state.done, state.steps, state.forwards, logprobs, state.log_weight, state.accepted)
         row.told = n_final
         ticket.n_left -= state.done
 
@@ -463,7 +470,7 @@ def _views(rows: list[_Row]) -> Iterable[tuple[_Row, list[int], int, list[float]
     with_frames = any(row.ticket.frames for row in rows)
     for row in rows:
         state, ticket = row.state, row.ticket
-        if ticket.over or not (state.done or ticket.progress or ticket.frames or ticket.ends):
+        if ticket.over or state.batch is None or not (state.done or ticket.progress or ticket.frames or ticket.ends):
             continue
         batch = state.batch
         if id(batch) not in batches:

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from sinkdlm.config.toml import suggest
 from sinkdlm.errors import SamplingError
 from sinkdlm.sampling.aliases import translate, words_for
-from sinkdlm.sampling.unmasking import CACHES, NAMED, ORDERS, REMASKS, SCHEDULES
+from sinkdlm.sampling.unmasking import CACHES, DRAFTS, MOST_CANVASES, NAMED, ORDERS, REMASKS, SCHEDULES
 
 # Names that were left out while this body was read, for --lenient; None: unknown names are refused.
 ignored: ContextVar[list[str] | None] = ContextVar("ignored", default=None)
@@ -109,6 +109,10 @@ class Extras(Strict):
     cache: Annotated[str, _named(CACHES)] | None = Field(
         default=None, description="auto: exact in block diffusion, else none. prefix, dual: approximate, with a block."
     )
+    speculate: Annotated[int, Field(ge=1, le=MOST_CANVASES)] | Literal["auto"] | None = Field(
+        default=None, description="Most canvases that a forward checks to take several steps; fewer where requests share it."
+    )
+    draft: Annotated[str, _named(DRAFTS)] | None = Field(default=None, description="With speculate: canvases in a line or a tree.")
     until_eos: bool = Field(default=False, description="Write block after block until EOS, at most max_tokens.")
     ignore_eos: bool = Field(default=False, description="Do not end a text at EOS.")
     regex: str | None = Field(default=None, min_length=1, max_length=4096, description="What is written matches it as a whole.")
@@ -327,6 +331,7 @@ class Written(BaseModel):
     seed: int
     steps: list[int] = Field(description="Denoising steps of each choice.")
     forwards: list[int] = Field(description="Forwards of the model for each choice; the two of guidance count as one.")
+    accepted: list[int] = Field(description="Tokens of each choice beyond those of one step per forward; see speculate.")
     tokens_per_forward: float = Field(description="Tokens of usage.completion_tokens for each of the forwards.")
     timing: Timing
     policy: dict[str, Any]

@@ -24,7 +24,7 @@ from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import SamplingError, check_regular
 from sinkdlm.model.model import Denoiser
 from sinkdlm.model.observe import Watcher
-from sinkdlm.sampling import Policy, Request, State, start, step
+from sinkdlm.sampling import DenoiserAdapter, Policy, Request, State, start, step
 from sinkdlm.text.prompts import begin, check_bos, check_room, encode, encode_prompt, lay_out, missing_text, piece_of
 from sinkdlm.text.schema import constraint_of
 
@@ -216,6 +216,7 @@ def look_at_steps(lm: Any, state: State, *, deterministic: bool = False) -> Iter
     """Write a text and yield every step that asks the model."""
     denoiser = Watched(lm.model, absent_ids(lm.tokenizer, lm.config.vocab_size))
     in_blocks = lm.config.block_size is not None
+    state.step_alone()
     if in_blocks:
         state.leave_cache()
     while not state.done:
@@ -282,22 +283,24 @@ def write(lm: Any, job: Job, policy: Policy, *, watch: bool = False, world: Any 
     parts = [(own, seconds)] if world is None else world.gather((own, seconds))
     found = [pair for part, _ in parts for pair in part]
     seconds = max(taken for _, taken in parts)
-    written = sum(tokens for _, tokens in found)
+    written, forwards = sum(tokens for _, tokens in found), sum(sample["forwards"] for sample, _ in found)
+    timing = {"seconds": seconds, "tokens": written, "tokens_per_second": written / seconds}
+    timing |= {"forwards": forwards, "tokens_per_forward": written / max(1, forwards)}
     return {
         "seed": job.seed,
         "steps": max(sample["steps"] for sample, _ in found),
         "policy": asdict(requests[0].policy),
-        "timing": {"seconds": seconds, "tokens": written, "tokens_per_second": written / seconds},
+        "timing": timing,
         "samples": [sample for sample, _ in found],
     }
 
 
 def _run(denoiser: Denoiser, states: Sequence[State], job: Job) -> None:
     """At most job.batch samples at a time: when one is done, the next takes its slot."""
-    waiting = iter(states)
+    waiting, adapter = iter(states), DenoiserAdapter(denoiser)
     running = list(islice(waiting, job.batch))
     while running:
-        step(running, denoiser, device=denoiser.device, deterministic=job.deterministic)
+        step(running, adapter, device=denoiser.device, deterministic=job.deterministic)
         running = [state for state in running if not state.done]
         running += islice(waiting, job.batch - len(running))
 
@@ -316,5 +319,7 @@ def describe(lm: Any, state: State) -> dict[str, Any]:
         "text": lm.tokenizer.decode(shown),
         "tokens": tokens,
         "steps": state.steps,
+        "forwards": state.forwards,
+        "accepted": state.accepted,  # tokens beyond those of one step per forward
         "confidences": [None if math.isnan(sure) else sure for sure in state.confidence.tolist()],
     } | ({} if state.log_weight is None else {"log_weight": state.log_weight})
