@@ -1,8 +1,8 @@
 """Structured output: whether 2,000 answers fit, whether samples follow their law, and what a step costs.
 
 `python -m benchmarks.structured --parts answers law cost` needs the test suite's helpers (run it in the repository) and the extra
-`dev`. answers: 42 schemas and regexes by every policy, with random models of the tests and those of `--checkpoint`. law: vocabulary of 4,
-canvas of 5, 100,000 samples of each order against the enumerated law. cost: time that constraints add to a step of 64 rows.
+`dev`. answers: 42 schemas and regexes by every policy, with random models of the tests and those of `--checkpoint`. law: vocabulary
+of 4, canvas of 5, 100,000 samples of each order against the enumerated law. cost: time that constraints add to a step of 64 rows.
 """
 
 import argparse
@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 def answers(checkpoints: list[str], n: int, length: int) -> dict[str, Any]:
     """Write n answers, each of another format and policy in turn; each must parse and validate."""
-    from formats import check_text, formats
-    from policies import POLICIES
-    from sites import bytes_lm
+    from formats import check_text, formats  # type: ignore[import-not-found]
+    from policies import POLICIES  # type: ignore[import-not-found]
+    from sites import bytes_lm  # type: ignore[import-not-found]
 
     lms = [*(load(path) for path in checkpoints), bytes_lm(seed=0), bytes_lm(seed=1)]
     known = {name: given for name, given in POLICIES.items() if "suppressed" not in given}
@@ -69,7 +69,7 @@ def answers(checkpoints: list[str], n: int, length: int) -> dict[str, Any]:
 
 def law(n: int) -> dict[str, Any]:
     """The total variation between n samples and the enumerated law, for each kind of order."""
-    from languages import (
+    from languages import (  # type: ignore[import-not-found]
         EOS,
         MASK,
         TableDenoiser,
@@ -121,7 +121,7 @@ def cost(shape: str, rows: int, length: int, steps: int, temperature: float) -> 
     rule = constraint_of(tokenizer, size, schema=schema)
     policy = policy_of("llada", steps=steps, temperature=temperature, eos_id=tokenizer.eos_token_id)
     states = start([Request([*[5] * 8, *[size] * length], policy, size, number=row, constraint=rule) for row in range(rows)])
-    Batch._fit = timed  # type: ignore[method-assign]
+    Batch._fit = timed  # type: ignore[method-assign, assignment]
     try:
         with model.inference():
             began, n_steps = time.perf_counter(), 0

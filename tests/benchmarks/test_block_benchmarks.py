@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from benchmarks import block_twins, blocks, lora, train_step
+from benchmarks import block_twins, blocks, lora, serving_engine, train_step
 from benchmarks.check.form import check_result
 
 from sinkdlm.data.synthetic import prepare_example
@@ -99,3 +99,19 @@ def test_lora_and_all_weights_continue_the_same_base(tmp_path, monkeypatch, caps
         assert figures[kind]["tokens"] == 1024
         assert len(figures[kind]["validation"]) == 1
     assert figures["lora_to_full"]["loss"] == lora.loss_of(figures["lora"]) / lora.loss_of(figures["full"]) - 1
+
+
+@pytest.mark.slow
+def test_the_engine_is_measured_in_parts_that_go_on_where_they_ended(tmp_path, monkeypatch):
+    sizes = ["--clients", "1", "3", "--prompt", "3", "--new", "8", "--steps", "4", "--block", "4", "--requests", "4"]
+    words = ["--device", "cpu", *sizes, "--seconds", "0.3", "--warmup", "0", "--answers", "6", "--alone", "2"]
+    words += ["--records", str(tmp_path / "records")]
+    assert run(serving_engine, [*words, "--time-limit", "0"], monkeypatch, tmp_path / "out") == []
+    for part in serving_engine.PARTS:
+        assert len(run(serving_engine, [*words, "--parts", part], monkeypatch, tmp_path / part)) == 1
+    (entry,) = run(serving_engine, [*words, "--time-limit", "0"], monkeypatch, tmp_path / "out")  # from records alone
+    assert [*entry["figures"]] == [*serving_engine.PARTS]
+    exact = entry["figures"]["deterministic"]
+    assert exact["differing_between_loads"] == exact["differing_from_alone"] == 0
+    assert entry["figures"]["exact"]["3 clients"]["tokens_per_second"] > 0
+    check_result(entry)

@@ -202,6 +202,24 @@ def test_inference_is_the_plain_one(dtype, tolerance, variant, paths):
             assert_same({"out": span}, {"out": plain_span}, tolerance, "span")
 
 
+@pytest.mark.parametrize("shifted", [False, True])
+def test_the_last_layer_leaves_out_the_clean_copy_that_nothing_reads(shifted):
+    """Where positions are not selected early, as with compiled blocks: outputs and gradients are the plain model's."""
+    flags = {"qkv_bias": True, "tie_embeddings": True, "mask_id": 10, "shift_logits": True} if shifted else {"gate": "elementwise"}
+    tokens, clean, select = small_tokens(2, 12, seed=1), small_tokens(2, 12, seed=2), torch.tensor([1, 5, 13, 14, 23])
+    found = []
+    for plan in (None, fast.Plan(compile="blocks"), fast.Plan(compile="blocks", recompute="full")):
+        model, widths = small_model(plan=plan, n_sinks=1, block_size=4, **flags), []
+        model.blocks[-1].mlp.register_forward_hook(lambda *given, seen=widths: seen.append(given[2].shape[1]))
+        outputs = [model(tokens, clean=clean), model(tokens, clean=clean, select=select)]
+        sum(out.square().sum() for out in outputs).backward()
+        found.append([*outputs, *(weight.grad for weight in model.parameters() if weight.grad is not None)])
+        assert max(widths) == (24 if plan is None or shifted else 12)
+    for other in found[1:]:
+        for mine, wanted in zip(other, found[0], strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-10, atol=1e-10)
+
+
 # -- half precision ---------------------------------------------------------------------------------------------------------------
 
 

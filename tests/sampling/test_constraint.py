@@ -27,7 +27,7 @@ from languages import (
 from policies import POLICIES
 from sinkdlm.errors import SamplingError
 from sinkdlm.sampling import constraint as rule
-from sinkdlm.sampling import generate, requests_of, start, stream
+from sinkdlm.sampling import generate, requests_of, start, step, stream
 from small_models import small_model
 
 LENGTH = 5
@@ -174,6 +174,18 @@ def test_valid_greedy_answers_stay_the_same():
             assert torch.equal(free.tokens, kept.tokens)
             assert kept.log_weights == [0.0]
     assert seen >= 6
+
+
+def test_a_row_with_a_constraint_takes_one_step_a_forward():
+    """Also where it asks for more, beside a row without one that takes several."""
+    denoiser, given = TableDenoiser(LENGTH, seed=3), {"new_tokens": LENGTH, "mask_id": MASK, "eos_id": EOS, "temperature": 1.0}
+    plain = draw(denoiser, 4, speculate=None)
+    rows = requests_of([[]] * 4, constraint=automaton_of(TEXTS), speculate=4, **given)
+    states = start([*rows, *requests_of([[]], speculate=4, numbers=[9], **given)])
+    while step(states, denoiser):
+        pass
+    assert [state.tokens.tolist() for state in states[:4]] == plain.tokens.tolist()
+    assert [state.forwards for state in states[:4]] == [state.steps for state in states[:4]]
 
 
 def test_a_row_that_has_ended_is_not_masked_again():

@@ -97,7 +97,7 @@ def test_a_long_prompt_is_computed_in_parts_between_the_steps_of_others(monkeypa
             gate, inside = threading.Event(), threading.Event()
             engine.query(lambda gate=gate, inside=inside: (inside.set(), gate.wait(SECONDS)))
             assert inside.wait(SECONDS)
-            first = [Owner([request]) for request in requests[:2]]
+            first = [Owner([request], progress=True, frames=True, ends=lambda row, written: False) for request in requests[:2]]
             for owner in first:
                 engine.submit(owner.ticket)
             gate.set()

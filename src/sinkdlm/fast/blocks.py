@@ -32,6 +32,7 @@ class FastContext(NamedTuple):
     recompute: Recompute = "none"
     select: Tensor | None = None  # (M,), for the last layer: the only tokens whose output is needed
     per_row: int = 0  # how many of each row, where rows select equally many, else 0
+    front: int = 0  # for the last layer: the first tokens of each row, if only their output is needed, else 0
     keeps_lane: bool = False  # whether layers return their Lane, for a cache
 
 
@@ -54,7 +55,7 @@ class Block(plain.Block):
         if ctx.flat_batch:
             assert not isinstance(carried, Lane)
             return self._flat(x, carried, ctx)
-        if ctx.kernels is None and ctx.select is None:
+        if ctx.kernels is None and ctx.select is None and not ctx.front:
             x, states, lane = super().forward(x, carried, ctx.view)
             return x, states, lane if ctx.keeps_lane else None
         states, lane = self.run_lane(carried) if isinstance(carried, Tensor) else (None, carried)
@@ -71,6 +72,8 @@ class Block(plain.Block):
         if ctx.select is not None:
             mixed = mixed if ctx.per_row else pick(mixed, ctx)
             x, normed = pick(x, ctx), pick(normed, ctx)
+        elif ctx.front:
+            x, normed, mixed = (part[:, : ctx.front] for part in (x, normed, mixed))
         x = x + self.attention.finish(normed, mixed)
         hidden = self.mlp_norm(x)
         update = self.mlp(hidden) if ctx.kernels is None else self.mlp.down(ctx.kernels.swiglu(self.mlp.gate_up(hidden)))

@@ -163,6 +163,10 @@ class FastRunner:
             lanes = cache.find(model)
             fast = fast._replace(keeps_lane=lanes is None)
         last = self._end_early(fast, ctx, select, path)
+        if last.select is None and ctx.copies > 1 and not (model.config.shift_logits or _watched(ctx)):
+            front = x.shape[1] // ctx.copies  # nothing reads the clean copy's last states
+            last = last._replace(front=front)
+            select = None if select is None else select // x.shape[1] * front + select % x.shape[1]
         run = self._blocks if trains and not _watched(ctx) else run_blocks
         x, found = run(model, x, lanes or sinks, fast, last)
         if cache is not None and found:

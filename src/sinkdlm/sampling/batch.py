@@ -35,9 +35,9 @@ from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 Denoise = Callable[..., Tensor]
 _CELLS = 1 << 26  # logits that a constraint reads at once
 
-# Least width of a row, and least number of its predicted positions, where shapes are fixed. A multiple of the elements that torch's
-# vector loops take at once: the rest is computed one by one, where sigmoid and SiLU round otherwise.
-_FIXED_WIDTH = _FIXED_COUNT = 32
+# Least width of a row, and least number of its predicted positions, where shapes are fixed. Widths are multiples of what torch's
+# vector loops take at once: the rest is computed one by one, where SiLU rounds otherwise. Matmuls of fewer rows than 16 do too.
+_FIXED_WIDTH, _FIXED_COUNT = 32, 16
 
 
 class DenoiserAdapter:
@@ -154,11 +154,8 @@ class Batch:
     def of(cls, states: list[State], device: torch.device, fixed: bool = False) -> "Batch":
         """Return the rows' common batch if no row has joined or left it; else make a new one."""
         old: Batch | None = states[0].batch
-        if (
-            type(old) is not cls
-            or old.fixed != fixed
-            or [(old, row) for row in range(old.n_rows)] != [(state.batch, state.row) for state in states]
-        ):
+        own = [(state.batch, state.row) for state in states]
+        if type(old) is not cls or old.fixed != fixed or [(old, row) for row in range(old.n_rows)] != own:
             return cls(states, device, fixed)
         return old
 

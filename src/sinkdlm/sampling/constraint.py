@@ -93,7 +93,7 @@ class Language:
         if (found := self._memo.get(key)) is not None:
             return found
         if symbol == OPEN:
-            return self._remember(key, _pack(self.near[:, _flags(states)].any(1)))
+            return self._remember(key, _pack(np.asarray(self.near[:, _flags(states)].any(1))))
         return self._remember(key, _pack(_flags(states + b"\0")[self.table[:, symbol]]))
 
     def fitting(self, states: States, goal: States) -> np.ndarray:

@@ -133,4 +133,4 @@ def _draw_scored(policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[T
     scored = drawn if policy.tempered else logits
     score = {"margin": margin, "entropy": negative_entropy}[policy.order](scored) if not by_odds else None
     odds = log_odds_(scored, tokens)
-    return tokens, odds if score is None else score, odds.sigmoid()
+    return tokens, odds if score is None else score, 1 / (1 + odds.neg().exp())  # sigmoid rounds by its place in a tensor

@@ -40,7 +40,7 @@ def step(
 
     deterministic: give bit-identical tokens whatever else is in the batch. On a CPU rows share forwards whose shapes depend on the
         row's own length; on a GPU, and with caches, each is computed alone, in shapes of its own.
-        Rows that speculate then take one step a forward.
+        A row that speculates then takes one step a forward, for the same reason.
     together: rows with a cache wait at the end of a block for those still in it, so that they go on in one forward. Changes no
     token; leave it off where requests join all the time.
     """

@@ -346,11 +346,10 @@ def _advance_widely(states: list[State], counts: list[int], adapter: DenoiserAda
 
 def advance_group(states: list[State], adapter: DenoiserAdapter, device: torch.device) -> None:
     """Take a step of rows that share a forward, or several of those that speculate."""
-    # What ReMDM masks again, and what a constraint allows, is decided from step to step.
-    apart = [state for state in states if state.policy.remask != "none" or state.track is not None]
-    if apart:
-        Batch.of(apart, device).advance(apart, adapter)
-        states = [state for state in states if state not in apart]
-    if states:
+    # Where tokens are masked again, steps have draws of their own; a constraint follows what is committed.
+    plain = [state for state in states if state.policy.remask != "none" or state.track is not None]
+    if plain:
+        Batch.of(plain, device).advance(plain, adapter)
+    if others := [state for state in states if state not in plain]:
         adapter.pace = adapter.pace or Pace()
-        adapter.pace.advance(states, adapter, device)
+        adapter.pace.advance(others, adapter, device)

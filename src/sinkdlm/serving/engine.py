@@ -470,7 +470,7 @@ def _views(rows: list[_Row]) -> Iterable[tuple[_Row, list[int], int, list[float]
     with_frames = any(row.ticket.frames for row in rows)
     for row in rows:
         state, ticket = row.state, row.ticket
-        if ticket.over or not (state.done or ticket.progress or ticket.frames or ticket.ends):
+        if ticket.over or state.batch is None or not (state.done or ticket.progress or ticket.frames or ticket.ends):
             continue
         batch = state.batch
         if id(batch) not in batches:

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import UserError
 from sinkdlm.serving.app import make_app
 from sinkdlm.serving.connection import IDLE, Connection, raw
-from sinkdlm.serving.engine import Capacity, Engine, FairLock
+from sinkdlm.serving.engine import Capacity, Engine, FairLock, cache_room
 from sinkdlm.serving.problems import ApiError
 from sinkdlm.serving.served import Limits, Served
 from sinkdlm.serving.site import Metrics, Settings, Site
@@ -137,6 +138,10 @@ def make_site(
 ) -> Site:
     """Make an engine for each model. They share the device and take turns on it."""
     metrics, lock = Metrics(), FairLock()
+    if len(models) > 1:  # they share the memory too
+        device = next(iter(models.values())).model.embed.weight.device
+        room = cache_room(device) if capacity.cache_bytes is None else capacity.cache_bytes
+        capacity = replace(capacity, cache_bytes=room // len(models))
     served = {}
     for name, lm in models.items():
         check_bos(lm.tokenizer, bos)
