@@ -4,10 +4,12 @@ import json
 import sys
 
 import pytest
-from benchmarks import block_twins, blocks, lora, serving_engine, train_step
+from benchmarks import block_twins, blocks, lora, serving_engine, speculation, train_step
 from benchmarks.check.form import check_result
 
+import sinkdlm
 from sinkdlm.data.synthetic import prepare_example
+from sites import letters_lm
 
 
 def run(module, words, monkeypatch, folder=None):
@@ -115,3 +117,21 @@ def test_the_engine_is_measured_in_parts_that_go_on_where_they_ended(tmp_path, m
     assert exact["differing_between_loads"] == exact["differing_from_alone"] == 0
     assert entry["figures"]["exact"]["3 clients"]["tokens_per_second"] > 0
     check_result(entry)
+
+
+@pytest.mark.slow
+def test_speculation_is_measured_beside_its_bound(tmp_path, monkeypatch):
+    lm = letters_lm(seed=3)
+    folder = sinkdlm.save(tmp_path / "model", lm.model, lm.tokenizer)
+    (text := tmp_path / "texts.txt").write_text("tom has 3 apples\nann has 12 pears\n")
+    words = ["--device", "cpu", "--checkpoint", f"one={folder}", "--text", str(text), "--texts", "2", "--prompt", "8"]
+    words += ["--length", "12", "--batch", "1", "2", "--k", "2", "4", "--repeats", "1", "--policies", "confidence", "blocks"]
+    (entry,) = run(speculation, words, monkeypatch, tmp_path / "out")
+    check_result(entry)
+    found = entry["figures"]["one"]["confidence, temperature 0.0"]
+    assert 1 <= found["bound"]["argmax"] <= found["bound"]["top 2"] <= 12
+    for rows in ("1 rows", "2 rows"):
+        assert found[rows]["plain"]["tokens_per_forward"] == 1
+        for form in ("linear 2", "linear 4", "tree 4", "tree auto"):
+            assert 1 <= found[rows][form]["tokens_per_forward"] <= 8
+            assert found[rows][form]["equal"] == 1
