@@ -177,10 +177,10 @@ def test_valid_greedy_answers_stay_the_same():
 
 
 def test_a_row_with_a_constraint_takes_one_step_a_forward():
-    """Also where it asks for more, beside a row without one that takes several."""
+    """Beside a row without one that takes several."""
     denoiser, given = TableDenoiser(LENGTH, seed=3), {"new_tokens": LENGTH, "mask_id": MASK, "eos_id": EOS, "temperature": 1.0}
-    plain = draw(denoiser, 4, speculate=None)
-    rows = requests_of([[]] * 4, constraint=automaton_of(TEXTS), speculate=4, **given)
+    plain = draw(denoiser, 4)
+    rows = requests_of([[]] * 4, constraint=automaton_of(TEXTS), **given)
     states = start([*rows, *requests_of([[]], speculate=4, numbers=[9], **given)])
     while step(states, denoiser):
         pass

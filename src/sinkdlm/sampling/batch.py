@@ -56,6 +56,7 @@ class DenoiserAdapter:
         self.prefixes: PrefixStore | None = None  # shared between rows that come one after the other
         self.barred: Sequence[int] = getattr(denoiser, "barred", ())  # ids that are never written
         self.pace: Any = None  # speculation.Pace
+        self._kept_bits: dict[tuple[int, int, int], bool] = {}
 
     @classmethod
     def of(cls, denoiser: "Denoise | DenoiserAdapter") -> "DenoiserAdapter":
@@ -68,6 +69,18 @@ class DenoiserAdapter:
             return self.call(tokens, where=positions, **given)
         logits = self.call(tokens, **given)
         return logits.gather(1, positions[..., None].expand(-1, -1, logits.shape[-1]))
+
+    def keeps_bits(self, n_rows: int, count: int, width: int) -> bool:
+        """Whether a row gets the bits that it gets alone where so many share a forward of fixed shapes, `count` positions of each.
+
+        Matmuls add up in an order that depends on the machine, its threads and their own shape: so each is tried once."""
+        if (key := (n_rows, count, width)) not in self._kept_bits:
+            tokens, where = torch.arange(width).expand(n_rows, -1) % 2, torch.arange(count).expand(n_rows, -1)
+            lengths = torch.full((n_rows,), width - 1)
+            found = self.logits(tokens, where, lengths, None)[:, :_FIXED_COUNT]
+            alone = self.logits(tokens[:1], where[:1, :_FIXED_COUNT], lengths[:1], None)
+            self._kept_bits[key] = torch.equal(found, alone.expand_as(found))
+        return self._kept_bits[key]
 
 
 class _Shape(NamedTuple):
@@ -288,7 +301,7 @@ class Batch:
             count = round_width(count, max(plan.stop - plan.start for plan in plans), len(plans))
         if self.fixed:  # whole rows, with a mask even where no row is padded
             width = fixed_width(max(lengths))
-            return _Shape(min(width, -(-count // _FIXED_COUNT) * _FIXED_COUNT), width, True, width)
+            return _Shape(fixed_count(count, width), width, True, width)
         shape = _Shape(count, max(lengths), len(lengths) > 1, span)
         if self.cache_kind == "exact":
             one = self.caches[0]
@@ -490,6 +503,11 @@ def fixed_width(length: int) -> int:
     """The tokens of a row in a forward of fixed shapes: few widths, of which the row's own length decides."""
     unit = max(_FIXED_WIDTH, 1 << max(0, (length - 1).bit_length() - 3))
     return -(-length // unit) * unit
+
+
+def fixed_count(count: int, width: int) -> int:
+    """The positions of a row that are predicted in a forward of fixed shapes, at least `count`."""
+    return min(width, -(-max(count, 1) // _FIXED_COUNT) * _FIXED_COUNT)
 
 
 @functools.lru_cache(maxsize=256)
