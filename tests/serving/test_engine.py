@@ -223,6 +223,11 @@ def test_memory_of_caches_is_bounded(make):
     for owner, request, tokens in zip(owners, requests, written, strict=True):
         assert tokens == [alone(model, owner.as_written(request)).rows[0][1:]]
     assert max(together) == 2
+    guessing = policy_of("llada", block=4, cache="dual", speculate=4)  # each of its canvases would have a cache
+    owner = Owner([Request([1, *[MASK] * 15], guessing, MASK, seed=10)])
+    engine.submit(owner.ticket)
+    assert owner.tokens()
+    assert owner.ticket.without_cache
 
 
 def test_progress_is_what_stays(make, model):

@@ -330,6 +330,12 @@ class Pace:
         trial.note(n, sum(state.steps for state in states) - before, _device_time(device) - began, most)
 
 
+def most_canvases(policy: Policy) -> int:
+    """The most canvases of a row at a shared pace."""
+    asked = policy.speculate or 1
+    return MOST_AUTO if asked == "auto" else min(int(asked), MOST_AUTO)
+
+
 def _device_time(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -23,7 +23,7 @@ from sinkdlm.model.model import DiffusionLM
 from sinkdlm.sampling import DenoiserAdapter, Request, State, start, step
 from sinkdlm.sampling.logprobs import LogProbs
 from sinkdlm.sampling.prefill import PrefixStore, missing_prefix, prefill
-from sinkdlm.sampling.speculation import Pace
+from sinkdlm.sampling.speculation import Pace, most_canvases
 
 _RECENT = 32  # finished requests from which the rate is taken
 _FORWARD_TOKENS = 512  # fixed cost of a forward, in tokens: a rough figure for models of any size
@@ -344,7 +344,8 @@ class Engine:
         kept = [row.state for row in rows if row.state.policy.cache != "none"]
         widths = [len(state.request.canvas) for state in kept]
         branches = 2 if any(state.policy.guidance for state in kept) else 1
-        return 2 * branches * self._token_bytes * len(widths) * max(widths, default=0)
+        n_canvases = sum(most_canvases(state.policy) for state in kept)
+        return 2 * branches * self._token_bytes * n_canvases * max(widths, default=0)
 
     def _let_go(self) -> None:
         """Drop rows that are done or whose ticket is over: a state would keep its batch in memory."""
