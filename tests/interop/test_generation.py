@@ -444,7 +444,7 @@ def test_a_standalone_directory_writes_the_same_without_sinkdlm(tmp_path):
         model = small_model(**SHAPES[name])
         sinkdlm.save(tmp_path / "ckpt" / name, model, tiny_tokenizer() if model.config.mask_id == MASK else None)
         convert(tmp_path / "ckpt" / name, tmp_path / name, to="hf", standalone=True)
-        assert (tmp_path / name / "modeling_sinkdlm.py").stat().st_size < 200_000
+        assert (tmp_path / name / "modeling_sinkdlm.py").stat().st_size < 220_000
         own, folder = SinkDLMForMaskedLM.wrap(model), str(tmp_path / name)
         folders.append(folder)
         drawn = own.diffusion_generate(tokens, mask, max_new_tokens=6, temperature=1.0, steps=4, seed=2, eos_id=3)

@@ -1,3 +1,4 @@
+import ast
 import importlib.util
 import json
 import os
@@ -25,7 +26,7 @@ from transformers import (
 import sinkdlm
 from plain import LLADA_NAMES, LLAMA_NAMES, logits, official_logits
 from sinkdlm import UserError
-from sinkdlm.interop import SinkDLMForMaskedLM, convert, load_any, open_source
+from sinkdlm.interop import SinkDLMForMaskedLM, convert, load_any, open_source, standalone
 from sinkdlm.interop.lora import save_adapter
 from sinkdlm.interop.tokenizer import read_tokenizer_at
 from sinkdlm.model.visibility import Annealing
@@ -1218,3 +1219,17 @@ def test_convert_on_the_command_line(tmp_path, parents, command_line):
     assert status == 2
     assert said.count("\n") == 1
     assert (tmp_path / "full" / "mine.txt").read_text() == "keep"
+
+
+def test_no_two_modules_of_the_standalone_file_define_one_name():
+    """In the joined file the later one would replace the other."""
+    owners = {}
+    for module in standalone._SOURCES:
+        for node in ast.parse(Path(module.__file__).read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names = {node.name}
+            else:
+                names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+            for name in names:
+                assert owners.setdefault(name, module) is module, name
+    assert len(owners) > 100

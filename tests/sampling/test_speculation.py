@@ -11,7 +11,7 @@ import small_models
 from sinkdlm.errors import ModelError, SamplingError
 from sinkdlm.kernels import cuda_graph
 from sinkdlm.sampling import DenoiserAdapter, Policy, Request, batch, generate, requests_of, speculation, start, step, stream
-from sinkdlm.sampling.speculation import BEST, SECOND, TOKEN, SpeculativeBatch, Tree
+from sinkdlm.sampling.speculation import BEST, OTHER_TOKEN, SECOND, SpeculativeBatch, Tree
 from sinkdlm.sampling.unmasking import policy_of
 from small_models import VARIANTS, small_tokens
 
@@ -256,7 +256,7 @@ def test_a_tree_holds_its_likeliest_canvases():
     assert tree.depth < 7
     assert SECOND in tree.choices
     assert all(tree.depths[place] == tree.depths[parent] + 1 for place, parent in enumerate(tree.parents) if place)
-    assert set(Tree.of(Policy(order="ancestral", draft="tree"), 16).choices) == {BEST, TOKEN}  # noise alone says the places
+    assert set(Tree.of(Policy(order="ancestral", draft="tree"), 16).choices) == {BEST, OTHER_TOKEN}  # noise alone says the places
 
 
 def test_a_row_of_no_numbers_ends_and_the_others_go_on():

@@ -21,11 +21,26 @@ from sinkdlm.interop import hf, hf_config, hf_generation
 from sinkdlm.kernels import cuda_graph
 from sinkdlm.kernels.sampling import keep_eager
 from sinkdlm.model import attention, context, lane, model, positions, visibility
-from sinkdlm.sampling import aliases, batch, drawing, loop, prefix_cache, requests, speculation, unmasking
+from sinkdlm.sampling import (
+    aliases,
+    batch,
+    constraint,
+    drawing,
+    logprobs,
+    loop,
+    prefill,
+    prefix_cache,
+    requests,
+    speculation,
+    unmasking,
+)
 
 MODULE = "modeling_sinkdlm"
 _MODEL = (noise, visibility, attention, lane, positions, context, model)
-_SAMPLERS = (aliases, unmasking, requests, drawing, cuda_graph, prefix_cache, batch, speculation, loop)
+_SAMPLERS = (
+    *(aliases, unmasking, constraint, logprobs, requests, drawing, cuda_graph),
+    *(prefix_cache, prefill, batch, speculation, loop),
+)
 _SOURCES = (*_MODEL, *_SAMPLERS, hf_config, hf_generation, hf)
 _PARTS = (number_blocks, suggest, keep_eager, errors.UserError, errors.ModelError, errors.SamplingError)  # of other modules
 _NO_KERNEL = "def draw_candidates(*_: Any) -> None:\n    return None"
@@ -50,7 +65,7 @@ def source_text() -> str:
         lines = text.splitlines()
         for node in reversed(ast.parse(text).body):  # bottom up, so that line numbers stay right
             if isinstance(node, ast.Import):
-                plain.update(alias.name for alias in node.names)
+                plain.update(alias.name + (f" as {alias.asname}" if alias.asname else "") for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 if not str(node.module).startswith("sinkdlm"):
                     named[str(node.module)].update(alias.name for alias in node.names)

@@ -26,12 +26,12 @@ from sinkdlm.sampling.requests import State, StepPlan
 from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 
 # A guessed commit: the best; the second or third best place; the best place with its second token.
-BEST, SECOND, THIRD, TOKEN = range(4)
+BEST, SECOND, THIRD, OTHER_TOKEN = range(4)
 # How often each is the policy's own, roughly: a tree has the canvases that are likeliest by these.
-_CHANCE = {BEST: 0.45, SECOND: 0.12, THIRD: 0.11, TOKEN: 0.03}
+_CHANCE = {BEST: 0.45, SECOND: 0.12, THIRD: 0.11, OTHER_TOKEN: 0.03}
 
 # Rows of a step's table: a batch's own, then whether the canvas may be right, where its block ends, positions that are read.
-_OURS = len(StepPlan._fields[:6]) + len(_Span._fields)
+_N_PLAIN = len(StepPlan._fields[:6]) + len(_Span._fields)
 _N_READ = len(_Span._fields) + 2
 
 MOST_AUTO = 8  # canvases of a row of "auto"
@@ -65,7 +65,7 @@ class Tree(NamedTuple):
     def of(cls, policy: Policy, n: int) -> "Tree":
         if policy.draft == "linear":
             return cls.grow(n, (BEST,))
-        return cls.grow(n, (BEST, TOKEN) if policy.order in PLANNED_ORDERS else (BEST, SECOND, THIRD, TOKEN))
+        return cls.grow(n, (BEST, OTHER_TOKEN) if policy.order in PLANNED_ORDERS else (BEST, SECOND, THIRD, OTHER_TOKEN))
 
     @property
     def depth(self) -> int:
@@ -166,11 +166,11 @@ class SpeculativeBatch(Batch):
             state.row, state.passed = self.owners.index(row), []
 
     def _compute(self, adapter: DenoiserAdapter, control: Tensor, shape: _Shape) -> None:
-        live, stop, n_read, *coming = control[_OURS:]
+        live, stop, n_read, *coming = control[_N_PLAIN:]
         self._fill_in(control, stop)
         before = self.tokens.clone(), self.open.clone()
         self._read: list[Tensor] = []
-        super()._compute(adapter, control[:_OURS], shape)
+        super()._compute(adapter, control[:_N_PLAIN], shape)
         self._accept(before, live > 0)
         self._guess_next(n_read, coming)
         self._read.clear()
@@ -185,9 +185,9 @@ class SpeculativeBatch(Batch):
             usable = open_ & (guess >= 0) & (everywhere >= begin) & (everywhere < stop)
             order = self.rank[owner, depth].masked_fill(~usable, -math.inf).argsort(dim=1, descending=True, stable=True)
             place = order.argsort(dim=1)
-            skipped = choice % TOKEN  # places that are better than the last that is taken, and are not
+            skipped = choice % OTHER_TOKEN  # places that are better than the last that is taken, and are not
             taken = ((place < quota - (skipped > 0).long()) | ((skipped > 0) & (place == quota - 1 + skipped))) & usable
-            guess = guess.where((choice != TOKEN) | (place != quota - 1), self.second[owner, depth])
+            guess = guess.where((choice != OTHER_TOKEN) | (place != quota - 1), self.second[owner, depth])
             self.tokens[rows] = guess.where(taken, self.tokens[up])
             self.open[rows] = open_ & ~taken
 
@@ -198,7 +198,7 @@ class SpeculativeBatch(Batch):
 
     def _score(self, policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         # Scoring overwrites the logits, and guesses with other noise, or of second tokens, need them.
-        self._read.append(logits.clone() if keys is not None or TOKEN in self._choices else logits)
+        self._read.append(logits.clone() if keys is not None or OTHER_TOKEN in self._choices else logits)
         return super()._score(policy, logits, keys)
 
     @functools.cached_property
@@ -235,7 +235,7 @@ class SpeculativeBatch(Batch):
                     if is_drawn:
                         keys = cast(Tensor, fold(self.keys[at][:, None], coming[depth][at, None], positions))
                         tokens, rank, _ = score_candidates(policy, kept[local[at]], keys)
-                    if TOKEN in self._choices:
+                    if OTHER_TOKEN in self._choices:
                         others = kept[local[at]].scatter_(-1, tokens[..., None], -math.inf)
                         second = score_candidates(policy, others, keys)[0]
                     if policy.order in PLANNED_ORDERS:
