@@ -24,6 +24,7 @@ from sinkdlm.sampling import DenoiserAdapter, Request, State, start, step
 from sinkdlm.sampling.logprobs import LogProbs
 from sinkdlm.sampling.prefill import PrefixStore, missing_prefix, prefill
 from sinkdlm.sampling.speculation import Pace, most_canvases
+from sinkdlm.sampling.unmasking import APPROXIMATE
 
 _RECENT = 32  # finished requests from which the rate is taken
 _FORWARD_TOKENS = 512  # fixed cost of a forward, in tokens: a rough figure for models of any size
@@ -209,6 +210,7 @@ class Engine:
         denoiser = model.denoiser(barred)
         self._device, self._adapter = denoiser.device, DenoiserAdapter(denoiser)
         self._adapter.pace = Pace(shared=True)  # rows come before guesses
+        self.keeps_approximate = self._device.type != "cuda"  # there they lost speed; shared forwards are not measured yet
         room = self.capacity.cache_bytes
         room = cache_room(self._device) if room is None else room
         self._cache_room, config = room - room // 4, model.config  # for rows; the rest for shared prompts
@@ -325,7 +327,7 @@ class Engine:
             self.waiting = deque(ticket for ticket in self.waiting if not ticket.over)
             while self.waiting and len(self.running) < self.capacity.rows:
                 ticket = self.waiting[0]
-                if not ticket.began and any(self._cache_bytes([row]) > self._cache_room for row in ticket.pending):
+                if not ticket.began and any(self._goes_without(row) for row in ticket.pending):
                     ticket.leave_cache()
                 if self._cache_bytes([*self.running, ticket.pending[0]]) > self._cache_room:
                     break  # until others are done
@@ -338,6 +340,11 @@ class Engine:
             if row.ticket.frames:
                 tokens = row.state.tokens.tolist()
                 self._tell(row.ticket, [Frame(row.index, 0, tokens, [math.nan] * len(tokens))])
+
+    def _goes_without(self, row: _Row) -> bool:
+        """Whether a row that asks for a cache is written without one."""
+        approximate = row.state.policy.cache in APPROXIMATE
+        return (approximate and not self.keeps_approximate) or self._cache_bytes([row]) > self._cache_room
 
     def _cache_bytes(self, rows: Sequence[_Row]) -> int:
         """Most memory of rows' caches: they share buffers of the longest row's length, copied when a row joins or leaves."""
