@@ -277,6 +277,7 @@ def test_names_of_models_stand_in_quotes():
     assert len(report.lead) == 3
 
 
+@pytest.mark.usefixtures("without_pngs")
 def test_names_and_texts_are_shown_never_run(tmp_path):
     capture = make_capture(NASTY, 1, n=6)
     capture["trajectories"][0] |= {"prompt": NASTY, "text": f"{NASTY}</main>"}
@@ -292,6 +293,7 @@ def test_names_and_texts_are_shown_never_run(tmp_path):
     assert {path.parent for path in tmp_path.rglob("*.svg")} == {tmp_path / "figures"}
 
 
+@pytest.mark.usefixtures("without_pngs")
 def test_a_report_of_measured_trajectories(tmp_path):
     """What metrics gives is what the report reads: one token of text in one step, and a longer one."""
     for steps, length in ((1, 1), (6, 9)):
