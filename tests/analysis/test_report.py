@@ -111,11 +111,12 @@ def test_each_claim_follows_its_number_alone(claim, quantity, where, values):
             make_capture(f"c{n_sinks}", n_sinks, {quantity: value} if n_sinks == where else {}, seed=3 + n_sinks)
             for n_sinks in (0, 1)
         ]
-        found = verdicts(*captures)
+        report = Report(captures)
+        (judged,) = report.judged
+        found = {one.claim: one.verdict for one in judged.claims}
         assert found.pop(claim) == expected
         assert set(found.values()) == {findings.SHOWS}
-        title = Report(captures).title
-        assert title == f'"c1": {4 + (expected == findings.SHOWS)} of 5 claims of the paper show'
+        assert report.title == f'"c1": {4 + (expected == findings.SHOWS)} of 5 claims of the paper show'
 
 
 def test_verdicts_do_not_depend_on_the_order_of_captures(pair):

@@ -29,7 +29,8 @@ STEPS, TRAJECTORIES = 4, 6
 
 
 def demo(monkeypatch, out: Path, *more: str) -> int:
-    """The command in this process; its exit status."""
+    """The command in this process, with fewer stories; its exit status."""
+    monkeypatch.setattr(language, "N_STORIES", 600)
     options = ["--steps", STEPS, "--trajectories", TRAJECTORIES, "--out", out, *more]
     monkeypatch.setattr(sys, "argv", ["sinkdlm", "demo", *map(str, options)])
     with pytest.raises(SystemExit) as left:
