@@ -32,7 +32,7 @@ class RowCache:
         self.length = width
         self.row_end: int | Tensor = width
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        keep_eager(self, "join")  # in a compiled block it would be recompiled for every start
+        keep_eager(RowCache, "join")  # in a compiled block it would be recompiled for every start
 
     @property
     def n_bytes(self) -> int:
