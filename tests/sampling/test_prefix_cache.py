@@ -252,7 +252,9 @@ def test_caches_of_finished_rows_are_freed_at_once(monkeypatch):
     monkeypatch.setattr(RowCache, "__init__", lambda self, *given: (first(self, *given), made.append(weakref.ref(self)))[0])
     gc.disable()
     try:
-        generate(small_model(n_sinks=1, block_size=4).denoiser(), torch.zeros(2, 3, dtype=torch.int64), length=13, mask_id=11)
+        generate(
+            small_model(n_sinks=1, block_size=4).denoiser(), prompt=torch.zeros(2, 3, dtype=torch.int64), length=13, mask_id=11
+        )
         assert len(made) >= 1
         assert all(cache() is None for cache in made)
     finally:
