@@ -79,8 +79,8 @@ def sampling(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def cycle(model: DiffusionLM, prompt: torch.Tensor, block: int) -> Callable[[], None]:
-    """Prefill, take the steps of two blocks, in which every kind of step is captured, and return what takes as many steps as a block
-    has: the rest of the third and the first step of the next one, which also keeps the third."""
+    """Prefill, take the steps of two blocks, in which every kind of step is captured, and return what takes a block's steps: the
+    rest of the third and the first step of the next one, which also keeps the third."""
     gc.collect()  # states of earlier calls, which are not finished, hold their caches
     length = prompt.shape[1] + 4 * block
     made = requests_of(prompt, length=length, mask_id=model.config.mask_id, temperature=_TEMPERATURE, block_size=block)
