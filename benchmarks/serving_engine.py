@@ -132,7 +132,6 @@ def measure_part(part: str, args: argparse.Namespace) -> dict[str, Any]:
     requests = make_requests(model, args, _CACHES.get(part, part), args.requests)
     capacity = Capacity(rows=max(args.clients), seconds=600)
     engine = Engine(model, capacity)
-    engine.keeps_approximate = True  # what is measured
     try:
         if part == "deterministic":
             return compare(model, engine, requests, args)

@@ -205,18 +205,6 @@ def test_rows_at_different_blocks_share_forwards_with_their_caches(make, cache):
     assert (cache == "prefix") or (8, 4) in shapes  # all rows, one span each
 
 
-def test_on_a_gpu_a_request_is_written_without_an_approximate_cache(make):
-    model = small_model(seed=1, n_sinks=1, dtype=torch.float64)
-    engine, request = make(of=model), Request([1, *[MASK] * 15], policy_of("fast", block=4), MASK, seed=3)
-    assert engine.keeps_approximate == (engine._device.type != "cuda")
-    engine.keeps_approximate = False
-    owner = Owner([request])
-    engine.submit(owner.ticket)
-    tokens = owner.tokens()
-    assert owner.ticket.without_cache
-    assert tokens == [alone(model, owner.as_written(request)).rows[0][1:]]
-
-
 def test_memory_of_caches_is_bounded(make):
     """A row waits until there is room for its cache; one that is larger than all room is written without, and says so."""
     model, together = small_model(seed=1, n_sinks=1, dtype=torch.float64), []

@@ -24,11 +24,10 @@ from sinkdlm.sampling import DenoiserAdapter, Request, State, start, step
 from sinkdlm.sampling.logprobs import LogProbs
 from sinkdlm.sampling.prefill import PrefixStore, missing_prefix, prefill
 from sinkdlm.sampling.speculation import Pace, most_canvases
-from sinkdlm.sampling.unmasking import APPROXIMATE
 
 _RECENT = 32  # finished requests from which the rate is taken
 _FORWARD_TOKENS = 512  # fixed cost of a forward, in tokens: a rough figure for models of any size
-_PREFILL_TOKENS = 512  # of prompts, computed between two steps
+_PREFILL_TOKENS = 512  # of prompts, computed between two steps, where those compute fewer
 _CPU_CACHE = 4 << 30  # bytes for caches on a CPU
 LONGEST_RETRY = 60  # most seconds that a client is told to wait
 _log = logging.getLogger(__name__)
@@ -210,7 +209,6 @@ class Engine:
         denoiser = model.denoiser(barred)
         self._device, self._adapter = denoiser.device, DenoiserAdapter(denoiser)
         self._adapter.pace = Pace(shared=True)  # rows come before guesses
-        self.keeps_approximate = self._device.type != "cuda"  # there they lost speed; shared forwards are not measured yet
         room = self.capacity.cache_bytes
         room = cache_room(self._device) if room is None else room
         self._cache_room, config = room - room // 4, model.config  # for rows; the rest for shared prompts
@@ -343,8 +341,7 @@ class Engine:
 
     def _goes_without(self, row: _Row) -> bool:
         """Whether a row that asks for a cache is written without one."""
-        approximate = row.state.policy.cache in APPROXIMATE
-        return (approximate and not self.keeps_approximate) or self._cache_bytes([row]) > self._cache_room
+        return self._cache_bytes([row]) > self._cache_room
 
     def _cache_bytes(self, rows: Sequence[_Row]) -> int:
         """Most memory of rows' caches: they share buffers of the longest row's length, copied when a row joins or leaves."""
@@ -385,17 +382,19 @@ class Engine:
         self._stepped(n_rows, time.perf_counter() - began)
 
     def _prefill(self) -> list[_Row]:
-        """Rows that take the next step. A long prompt is computed ahead of its row's first one, in parts: others go on between."""
-        room, ready = _PREFILL_TOKENS, []
-        for row in self.running:
-            missing = missing_prefix(row.state)
+        """Rows that take the next step. A long prompt is computed ahead of its row's first one, in parts: others go on between. At
+        most as many tokens are computed as the step itself has, so that it takes no more than twice its time."""
+        behind = {row: missing_prefix(row.state) for row in self.running}
+        most = room = max(_PREFILL_TOKENS, sum(_n_computed(row) - missing for row, missing in behind.items()))
+        ready = []
+        for row, missing in behind.items():
             if missing <= room and not (missing and row.state.caches):
                 room -= missing
                 ready.append(row)
-            elif room == _PREFILL_TOKENS:
+            elif room == most:
                 room = 0
                 try:
-                    prefill(row.state, self._adapter, self._device, _PREFILL_TOKENS)
+                    prefill(row.state, self._adapter, self._device, most)
                 except Exception as failure:
                     self._end(row.ticket, failure)
         return ready
