@@ -227,7 +227,7 @@ def test_a_shift_of_foreign_logits_is_undone():
 # -- against plain references ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 12))])
 def test_greedy_and_llada_are_the_plain_samplers(seed):
     """Always with a prompt: without one, all positions look alike to a model, and rounding decides which comes first."""
     flags = list(VARIANTS.values())[seed % len(VARIANTS)]
