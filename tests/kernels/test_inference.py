@@ -13,7 +13,7 @@ from sinkdlm.model.lane import Lane
 from sinkdlm.model.positions import Rotation
 from sinkdlm.noise import Stream, counter, hash_words
 from sinkdlm.sampling import drawing, generate, policy_of
-from sinkdlm.sampling.batch import BlockCache
+from sinkdlm.sampling.prefix_cache import BlockCache
 from small_models import VARIANTS, small_config, small_model, small_tokens
 
 pytestmark = [

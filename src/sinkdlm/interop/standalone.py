@@ -25,6 +25,7 @@ from sinkdlm.sampling import (
     aliases,
     batch,
     constraint,
+    denoiser,
     drawing,
     logprobs,
     loop,
@@ -39,7 +40,7 @@ MODULE = "modeling_sinkdlm"
 _MODEL = (noise, visibility, attention, lane, positions, context, model)
 _SAMPLERS = (
     *(aliases, unmasking, constraint, logprobs, requests, drawing, cuda_graph),
-    *(prefix_cache, prefill, batch, speculation, loop),
+    *(prefix_cache, prefill, denoiser, batch, speculation, loop),
 )
 _SOURCES = (*_MODEL, *_SAMPLERS, hf_config, hf_generation, hf)
 _PARTS = (number_blocks, suggest, keep_eager, errors.UserError, errors.ModelError, errors.SamplingError)  # of other modules

@@ -10,11 +10,9 @@ with EOS, or the confidences for remasking. Steps of repeating shapes are captur
 B rows of a batch, T canvas, n positions predicted in a row, V vocabulary.
 """
 
-import contextlib
 import functools
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -25,62 +23,15 @@ from sinkdlm.errors import ModelError, SamplingError
 from sinkdlm.kernels.cuda_graph import StepGraphs, can_capture, round_width
 from sinkdlm.noise import counter, fold
 from sinkdlm.sampling.constraint import BEYOND_CUT, Track, by_class
+from sinkdlm.sampling.denoiser import DenoiserAdapter, fixed_count, fixed_width
 from sinkdlm.sampling.drawing import cut, guide, gumbel, penalise, precise, score_candidates
 from sinkdlm.sampling.logprobs import table_for
-from sinkdlm.sampling.prefill import PrefixStore, compute_prefixes
+from sinkdlm.sampling.prefill import compute_prefixes
 from sinkdlm.sampling.prefix_cache import BlockCache, PrefixCache
 from sinkdlm.sampling.requests import TOKEN, State, StepPlan, reveal_times
 from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 
-Denoise = Callable[..., Tensor]
 _CELLS = 1 << 26  # logits that a constraint reads at once
-
-# Least width of a row, and least number of its predicted positions, where shapes are fixed. Widths are multiples of what torch's
-# vector loops take at once: the rest is computed one by one, where SiLU rounds otherwise. Matmuls of fewer rows than 16 do too.
-_FIXED_WIDTH, _FIXED_COUNT = 32, 16
-
-
-class DenoiserAdapter:
-    """Give every denoiser one interface. Only ours take lengths=, where= (positions (B, n) -> logits (B, n, V)) and cache=."""
-
-    def __init__(self, denoiser: Denoise) -> None:
-        names: Any = ()
-        with contextlib.suppress(TypeError, ValueError):
-            names = inspect.signature(denoiser).parameters
-        self.call = denoiser
-        self.takes_lengths, self.takes_where, self.takes_cache = (name in names for name in ("lengths", "where", "cache"))
-        self.takes_cache &= getattr(denoiser, "cacheable", True)
-        self.block_size: int | None = getattr(denoiser, "block_size", None)  # of block diffusion
-        self.reach = int(getattr(denoiser, "reach", 0))  # tokens to the left of a span that its forward also needs
-        self.capturable = bool(getattr(denoiser, "capturable", False))
-        self.prefixes: PrefixStore | None = None  # shared between rows that come one after the other
-        self.barred: Sequence[int] = getattr(denoiser, "barred", ())  # ids that are never written
-        self.pace: Any = None  # speculation.Pace
-        self._kept_bits: dict[tuple[int, int, int], bool] = {}
-
-    @classmethod
-    def of(cls, denoiser: "Denoise | DenoiserAdapter") -> "DenoiserAdapter":
-        return denoiser if isinstance(denoiser, DenoiserAdapter) else cls(denoiser)
-
-    def logits(self, tokens: Tensor, positions: Tensor, lengths: Tensor | None, cache: Any) -> Tensor:
-        """Logits (B, n, V) in a tensor that the caller may overwrite."""
-        given = {name: value for name, value in (("lengths", lengths), ("cache", cache)) if value is not None}
-        if self.takes_where:
-            return self.call(tokens, where=positions, **given)
-        logits = self.call(tokens, **given)
-        return logits.gather(1, positions[..., None].expand(-1, -1, logits.shape[-1]))
-
-    def keeps_bits(self, n_rows: int, count: int, width: int) -> bool:
-        """Whether a row gets the bits that it gets alone where so many share a forward of fixed shapes, `count` positions of each.
-
-        Matmuls add up in an order that depends on the machine, its threads and their own shape: so each is tried once."""
-        if (key := (n_rows, count, width)) not in self._kept_bits:
-            tokens, where = torch.arange(width).expand(n_rows, -1) % 2, torch.arange(count).expand(n_rows, -1)
-            lengths = torch.full((n_rows,), width - 1)
-            found = self.logits(tokens, where, lengths, None)[:, :_FIXED_COUNT]
-            alone = self.logits(tokens[:1], where[:1, :_FIXED_COUNT], lengths[:1], None)
-            self._kept_bits[key] = torch.equal(found, alone.expand_as(found))
-        return self._kept_bits[key]
 
 
 class _Shape(NamedTuple):
@@ -497,17 +448,6 @@ class Batch:
             for state in rows:
                 state.end()
             raise ModelError(rows)
-
-
-def fixed_width(length: int) -> int:
-    """The tokens of a row in a forward of fixed shapes: few widths, of which the row's own length decides."""
-    unit = max(_FIXED_WIDTH, 1 << max(0, (length - 1).bit_length() - 3))
-    return -(-length // unit) * unit
-
-
-def fixed_count(count: int, width: int) -> int:
-    """The positions of a row that are predicted in a forward of fixed shapes, at least `count`."""
-    return min(width, -(-max(count, 1) // _FIXED_COUNT) * _FIXED_COUNT)
 
 
 @functools.lru_cache(maxsize=256)

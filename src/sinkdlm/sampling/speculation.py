@@ -20,7 +20,8 @@ from torch import Tensor
 
 from sinkdlm.errors import ModelError
 from sinkdlm.noise import counter, fold
-from sinkdlm.sampling.batch import Batch, DenoiserAdapter, _Query, _Shape, _Span
+from sinkdlm.sampling.batch import Batch, _Query, _Shape, _Span
+from sinkdlm.sampling.denoiser import DenoiserAdapter
 from sinkdlm.sampling.drawing import score_candidates
 from sinkdlm.sampling.requests import State, StepPlan
 from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
