@@ -8,7 +8,7 @@ How a request becomes tokens, in the order to read:
    interface) and commits tokens. prefix_cache.py keeps keys and values between steps.
 4. unmasking.py: a `Policy` says which positions come first, how many in a step, and which are masked again.
 5. drawing.py: logits become a token, a score and a probability for each position; logprobs.py keeps those that a request asks for.
-6. constraint.py: where a language is given, tokens are chosen so that the canvas can still become a text of it.
+6. constraint.py: where a language is given, what a row may still write; constrained_drawing.py chooses its tokens by that.
 
 Nothing here knows a model, a tokenizer or a file.
 """

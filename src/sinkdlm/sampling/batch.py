@@ -22,16 +22,14 @@ from torch import Tensor
 from sinkdlm.errors import ModelError, SamplingError
 from sinkdlm.kernels.cuda_graph import StepGraphs, can_capture, round_width
 from sinkdlm.noise import counter, fold
-from sinkdlm.sampling.constraint import BEYOND_CUT, Track, by_class
+from sinkdlm.sampling.constrained_drawing import ConstrainedRow, fit_tokens
 from sinkdlm.sampling.denoiser import DenoiserAdapter, fixed_count, fixed_width
-from sinkdlm.sampling.drawing import cut, guide, gumbel, penalise, precise, score_candidates
+from sinkdlm.sampling.drawing import guide, penalise, score_candidates
 from sinkdlm.sampling.logprobs import table_for
 from sinkdlm.sampling.prefill import compute_prefixes
 from sinkdlm.sampling.prefix_cache import BlockCache, PrefixCache
-from sinkdlm.sampling.requests import TOKEN, State, StepPlan, reveal_times
+from sinkdlm.sampling.requests import State, StepPlan, reveal_times
 from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
-
-_CELLS = 1 << 26  # logits that a constraint reads at once
 
 
 class _Shape(NamedTuple):
@@ -54,6 +52,15 @@ class _Query(NamedTuple):
     lengths: Tensor | None
     span: int
     low: Tensor
+
+
+class _Proposal(NamedTuple):
+    """A token for each predicted position, (B, n)."""
+
+    tokens: Tensor
+    score: Tensor  # to order them by
+    sure: Tensor  # probabilities
+    logits: list[Tensor]  # each policy's, where constraints may choose other tokens
 
 
 class _Span(NamedTuple):
@@ -86,12 +93,12 @@ class Batch:
         self.groups: list[tuple[Policy, Any]] = [(policies[0], slice(None))]
         if len(alike) > 1:
             self.groups = [(policy, torch.tensor(rows).to(device)) for (policy, _), rows in alike.items()]
-        # With a constraint: each policy's rows that have one, as (index among the policy's rows, row, track).
         listed = [list(range(self.n_rows)) if isinstance(rows, slice) else rows.tolist() for _, rows in self.groups]
-        self.tracked: list[list[tuple[int, int, Track]]] = [
-            [(own, row, track) for own, row in enumerate(rows) if (track := states[row].track) is not None] for rows in listed
+        self.constrained_rows = [  # of each policy
+            [ConstrainedRow(own, row, gap) for own, row in enumerate(rows) if (gap := states[row].gap) is not None]
+            for rows in listed
         ]
-        self.constrained = any(self.tracked)
+        self.constrained = any(self.constrained_rows)
         self.caches: list[Any] = []
         self.block_size = states[0].request.block_size or 1  # of block diffusion, where it is read
         if self.cache_kind != "none":
@@ -165,8 +172,8 @@ class Batch:
             self.confidence.masked_fill_(again, math.nan)
             self.open |= again
             for state, plan in zip(states, plans, strict=True):
-                if state.track is not None:
-                    state.track.reopen(plan.remask)
+                if state.gap is not None:
+                    state.gap.reopen(plan.remask)
         self._move_on(states, plans)
 
     def _is_steady(self, adapter: DenoiserAdapter) -> bool:
@@ -292,17 +299,19 @@ class Batch:
         valid = counter(shape.n, self.device) < counts
         queried = (positions - 1).clamp_min(0) if self.shift else positions
         query = _Query(self.tokens[:, : shape.width], queried, length[:, 0] if shape.padded else None, shape.span, low)
-        proposal, score, sure = self._propose(adapter, query, positions, step)
+        tokens, score, sure, judged = self._propose(adapter, query, positions, step)
         taken = self._take(score, sure, valid, quota)
         if self.constrained:
-            self._fit(positions, taken, proposal, sure, step)
-        self._commit(positions, taken, proposal, sure)
+            keys = cast(Tensor, fold(self.keys[:, None], step, positions))
+            chosen = {"keys": keys, "positions": positions, "taken": taken, "tokens": tokens, "sure": sure}
+            for (policy, _), logits, rows in zip(self.groups, judged, self.constrained_rows, strict=True):
+                fit_tokens(policy, logits, rows, **chosen)
+        self._commit(positions, taken, tokens, sure)
 
-    def _propose(self, adapter: DenoiserAdapter, query: _Query, positions: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw a token for every position: tokens, scores to order them by, and probabilities, (B, n) each."""
+    def _propose(self, adapter: DenoiserAdapter, query: _Query, positions: Tensor, step: Tensor) -> _Proposal:
+        """Draw a token for every position."""
         conditional = self._logits(adapter, query, 0)
-        found = []
-        self._judged: list[Tensor] = []  # each policy's logits, where tokens may have to be chosen again
+        found, kept = [], []
         for (policy, rows), logged in zip(self.groups, self.logged, strict=True):
             logits = conditional[rows]
             if policy.guidance:
@@ -319,12 +328,12 @@ class Batch:
             needed = policy.temperature > 0 or policy.order_temperature > 0
             keys = fold(self.keys[rows][:, None], step[rows], positions[rows]) if needed else None
             found.append(self._score(policy, logits, cast("Tensor | None", keys)))
-            self._judged += [logits] if self.constrained else []
+            kept += [logits] if self.constrained else []
         if len(found) == 1:
-            return found[0]
+            return _Proposal(*found[0], kept)
         order = torch.cat([rows for _, rows in self.groups]).argsort()
-        proposal, score, sure = (torch.cat(parts)[order] for parts in zip(*found, strict=True))
-        return proposal, score, sure
+        tokens, score, sure = (torch.cat(parts)[order] for parts in zip(*found, strict=True))
+        return _Proposal(tokens, score, sure, kept)
 
     def _score(self, policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return score_candidates(policy, logits, keys)
@@ -356,51 +365,6 @@ class Batch:
             if policy.threshold is not None:
                 taken[rows] |= (sure[rows] >= policy.threshold) & (score[rows] > -math.inf)  # -inf: one of its last_ids
         return taken & valid
-
-    def _fit(self, positions: Tensor, taken: Tensor, proposal: Tensor, sure: Tensor, step: Tensor) -> None:
-        """Replace tokens to be committed, (B, n), by those that keep rows in their languages. Waits for the device."""
-        places, picked, tokens = torch.stack([positions, taken, proposal]).tolist()
-        for number, (policy, _) in enumerate(self.groups):
-            logits, waiting = self._judged[number], []
-            for own, row, track in self.tracked[number]:
-                cells = sorted((place, column) for column, place in enumerate(places[row]) if picked[row][column])
-                given = [place for place, _ in cells], [tokens[row][column] for _, column in cells]
-                if cells and (policy.temperature > 0 or not track.keep(*given)):
-                    waiting.append((own, row, track, cells))
-            n_rows = max(1, _CELLS // (logits.shape[1] * logits.shape[2]))
-            for begin in range(0, len(waiting), n_rows):
-                self._choose(policy, logits, waiting[begin : begin + n_rows], proposal, sure, step)
-        self._judged = []
-
-    def _choose(self, policy: Policy, logits: Tensor, waiting: list[Any], proposal: Tensor, sure: Tensor, step: Tensor) -> None:
-        cells = [(own, row, column, place) for own, row, _, pairs in waiting for place, column in pairs]
-        owns, rows, columns, places = torch.tensor(cells).T.to(self.device)
-        scored = precise(logits[owns, columns])  # (N, V)
-        drawn = scored / policy.temperature if policy.temperature > 0 else scored
-        languages = {id(track.language): track.language for _, _, track, _ in waiting}
-        if any(len(language.classes) != logits.shape[-1] for language in languages.values()):
-            raise SamplingError(f"constraint: made for another vocabulary; this denoiser's has {logits.shape[-1]} tokens")
-        table = torch.stack([torch.from_numpy(language.classes) for language in languages.values()]).to(self.device)
-        which = [[*languages].index(id(track.language)) for _, _, track, pairs in waiting for _ in pairs]
-        classes = table[torch.tensor(which).to(self.device)]
-        noisy = drawn
-        if policy.temperature > 0:
-            kept = cut(drawn, policy.top_k, policy.top_p, policy.min_p) if policy.cuts else drawn
-            drawn = torch.where(kept == -math.inf, drawn - BEYOND_CUT, drawn)
-            keys = fold(self.keys[rows], step[rows, 0], places, *([TOKEN] if policy.draws_order else []))
-            noise = fold(cast(Tensor, keys)[:, None], counter(drawn.shape[1], self.device))
-            noisy = drawn + gumbel(cast(Tensor, noise), drawn.dtype)
-        peak, mass = by_class(drawn, noisy, classes, max(language.n_classes for language in languages.values()))
-        chosen: list[int] = []
-        for _, _, track, pairs in waiting:
-            span, n_classes = slice(len(chosen), len(chosen) + len(pairs)), track.language.n_classes
-            own, given = peak[span, :n_classes], [place for place, _ in pairs]
-            chosen += track.draw(given, own, mass[span, :n_classes]) if policy.temperature > 0 else track.likeliest(given, own)
-        fits = classes == torch.tensor(chosen)[:, None].to(self.device)
-        found = noisy.clamp_min(torch.finfo(noisy.dtype).min).masked_fill(~fits, -math.inf).argmax(1)
-        certain = (drawn if policy.tempered else scored).softmax(-1).gather(1, found[:, None])[:, 0].to(sure.dtype)
-        sure[rows, columns] = torch.where(found == proposal[rows, columns], sure[rows, columns], certain)
-        proposal[rows, columns] = found
 
     def _commit(self, positions: Tensor, taken: Tensor, proposal: Tensor, sure: Tensor) -> None:
         self.committed.zero_().scatter_(1, positions, taken)
