@@ -50,7 +50,7 @@ class DenoiserAdapter:
         self.capturable = bool(getattr(denoiser, "capturable", False))
         self.prefixes: PrefixStore | None = None  # shared between rows that come one after the other
         self.barred: Sequence[int] = getattr(denoiser, "barred", ())  # ids that are never written
-        self.pace: Any = None  # speculation.Pace
+        self.speculator: Any = None  # speculation.Speculator
         self._kept_bits: dict[tuple[int, int, int], bool] = {}
 
     @classmethod

@@ -300,8 +300,8 @@ class _Tries:
         self.begin(2 * tried if is_faster and 2 * tried <= most else None)
 
 
-class Pace:
-    """Finds how many canvases a row of `speculate = "auto"` should get: measured for each number of rows, in powers of two.
+class Speculator:
+    """Steps rows that speculate, and finds how many canvases each of "auto" should get: for each number of rows, in powers of two.
 
     shared: no row gets more than that, also if it asks for more, as where requests of strangers share a device.
     """
@@ -332,7 +332,7 @@ class Pace:
 
 
 def most_canvases(policy: Policy) -> int:
-    """The most canvases of a row at a shared pace."""
+    """The most canvases of a row that a shared `Speculator` gives."""
     asked = policy.speculate or 1
     return MOST_AUTO if asked == "auto" else min(int(asked), MOST_AUTO)
 
@@ -358,5 +358,5 @@ def advance_group(states: list[State], adapter: DenoiserAdapter, device: torch.d
     if plain:
         Batch.of(plain, device).advance(plain, adapter)
     if others := [state for state in states if state not in plain]:
-        adapter.pace = adapter.pace or Pace()
-        adapter.pace.advance(others, adapter, device)
+        adapter.speculator = adapter.speculator or Speculator()
+        adapter.speculator.advance(others, adapter, device)

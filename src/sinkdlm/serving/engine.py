@@ -23,7 +23,7 @@ from sinkdlm.model.model import DiffusionLM
 from sinkdlm.sampling import DenoiserAdapter, Request, State, start, step
 from sinkdlm.sampling.logprobs import LogProbs
 from sinkdlm.sampling.prefill import PrefixStore, missing_prefix, prefill
-from sinkdlm.sampling.speculation import Pace, most_canvases
+from sinkdlm.sampling.speculation import Speculator, most_canvases
 from sinkdlm.sampling.unmasking import APPROXIMATE
 
 _RECENT = 32  # finished requests from which the rate is taken
@@ -209,7 +209,7 @@ class Engine:
         self._model, self._lock, self._stepped, self.barred = model, lock or FairLock(), stepped, barred
         denoiser = model.denoiser(barred)
         self._device, self._adapter = denoiser.device, DenoiserAdapter(denoiser)
-        self._adapter.pace = Pace(shared=True)  # rows come before guesses
+        self._adapter.speculator = Speculator(shared=True)  # rows come before guesses
         self.keeps_approximate = self._device.type != "cuda"  # there they lost speed; shared forwards are not measured yet
         room = self.capacity.cache_bytes
         room = cache_room(self._device) if room is None else room
