@@ -13,6 +13,7 @@ Weights are random, which suffices for timing. Each part is printed once it is m
 """
 
 import argparse
+import gc
 import hashlib
 import sys
 from collections.abc import Callable
@@ -80,6 +81,7 @@ def sampling(given: argparse.Namespace) -> dict[str, Any]:
 def cycle(model: DiffusionLM, prompt: torch.Tensor, block: int) -> Callable[[], None]:
     """Prefill, take the first block's first step, and return what takes as many steps as a block has: the rest of this block and
     the first step of the next one, which also keeps this one."""
+    gc.collect()  # states of earlier calls, which are not finished, hold their caches
     length = prompt.shape[1] + 2 * block
     made = requests_of(prompt, length=length, mask_id=model.config.mask_id, temperature=_TEMPERATURE, block_size=block)
     states, denoiser = start(made), model.denoiser()

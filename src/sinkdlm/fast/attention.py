@@ -19,6 +19,7 @@ from sinkdlm.model.visibility import SHARED, Visibility, follows, is_annealed, s
 
 _BLOCK = 128  # queries and keys of one block of FlexAttention, its own default
 _HALF = (torch.bfloat16, torch.float16)
+_FLEX_KINDS = 64  # forms of FlexAttention that a process may compile
 
 
 def attend_grouped(
@@ -44,6 +45,16 @@ def attend_kept(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor | None, sink_log
     return attend(folded, k, v, *sinks, visible=visible, **how).unflatten(2, (group, -1)).flatten(1, 2)
 
 
+def attend_span(
+    q: Tensor, k: Tensor, v: Tensor, *sinks: None, visible: Tensor, sink_logit: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """Attend from a span to a cache's keys, sinks in front, by a kernel. visible: how many of the keys each query sees, as
+    `RowCache.ends` has them, sinks included."""
+    from sinkdlm.kernels.span_attention import attend_to_ends
+
+    return attend_to_ends(q, k, v, visible, sink_logit)
+
+
 def attend_flex(
     q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None = None, sink_v: Tensor | None = None, *, visible: BlockMask, **how: Any
 ) -> Tensor:
@@ -67,6 +78,8 @@ def attend_flex(
 
 @functools.cache
 def _compiled_flex() -> Callable[..., Any]:
+    # One function for all models of a process: each kind of heads, mask and dtype compiles it anew.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _FLEX_KINDS)
     return torch.compile(flex_attention, fullgraph=True)
 
 

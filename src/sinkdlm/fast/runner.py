@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sinkdlm.config.model import ModelConfig
 from sinkdlm.fast import blocks, float8_training
-from sinkdlm.fast.attention import attend_flex, attend_grouped, attend_kept, block_mask
+from sinkdlm.fast.attention import attend_flex, attend_grouped, attend_kept, attend_span, block_mask
 from sinkdlm.fast.blocks import FastContext
 from sinkdlm.fast.checkpointing import Recompute
 from sinkdlm.fast.functions import add_last_norm
@@ -30,6 +30,7 @@ _ALIGNMENT = 8  # elements; GPU kernels read heads in 16-byte pieces
 _CUDNN_WIDTH = 128  # the widest head of cuDNN attention's backward
 _FLAT_TOKENS = 512  # row length from which merging sinks pays
 _FLEX_WIDTH = 16  # the narrowest head of FlexAttention's GPU kernel
+_SPAN_TOKENS = 128  # longest span of a cached row for which attention is our own kernel
 _MULTIPLE = 16  # flat tokens are padded to it, for fast matmuls
 
 Path = Literal["blocks", "flat", "inference", "flex"]
@@ -200,6 +201,10 @@ class FastRunner:
         watchers = (ctx.observe, ctx.intervene, ctx.cache)
         if path == "flex" and rule is not None:
             return View(rotation, of_sinks, block_mask(rule, x.shape[0], config.n_lane), ctx.causal, attend_flex, *watchers)
+        if path == "inference" and ctx.cache is not None and x.shape[1] <= _SPAN_TOKENS:
+            ends = ctx.cache.ends(x.shape[1], x.device)
+            ends = torch.full((1, 1, 1, 1), ctx.cache.length, device=x.device) if ends is None else ends
+            return View(rotation, of_sinks, ends + config.n_lane, ctx.causal, attend_span, *watchers)
         visible = unruled_mask(config, x, ctx) if rule is None else rule.dense()
         attend = attend_grouped if x.device.type == "cuda" else View._field_defaults["attend"]
         attend = attend if ctx.cache is None else attend_kept

@@ -31,6 +31,8 @@ from sinkdlm.sampling.prefix_cache import BlockCache, PrefixCache
 from sinkdlm.sampling.requests import State, StepPlan, reveal_times
 from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 
+_SMALL_SPANS = 128  # tokens of a forward up to which two blocks a row take a GPU no longer than one: all steps are captured as one
+
 
 class _Shape(NamedTuple):
     """Everything that fixes the shapes of a step's tensors, known on the host."""
@@ -233,6 +235,8 @@ class Batch:
                 self._prefill(adapter, cache, tokens, [row for row in behind if spans[row][0] == begin], begin)
         kept = self._kept()
         length = max(stop - min(begin, own) for own, (begin, stop) in zip(kept, spans, strict=True))
+        if steady and len(states) * 2 * self.block_size <= _SMALL_SPANS:
+            length = 2 * self.block_size
         for cache in self.caches:
             cache.open(spans, length, steady=steady)
         return [_Span(stop - length, own, stop, begin) for own, (begin, stop) in zip(kept, spans, strict=True)], length
