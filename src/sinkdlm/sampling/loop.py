@@ -41,7 +41,8 @@ def step(
 
     deterministic: give bit-identical tokens whatever else is in the batch. On a CPU rows share forwards whose shapes depend on the
         row's own length; on a GPU, and with caches, each is computed alone, in shapes of its own.
-        A row that speculates then takes one step a forward, for the same reason.
+        A row that speculates then takes one step a forward, for the same reason. Whether bits are kept is tried once for each
+        shape by a `DenoiserAdapter`; give one, since a plain denoiser gets a new one at each call.
     together: rows with a cache wait at the end of a block for those still in it, so that they go on in one forward. Changes no
     token; leave it off where requests join all the time.
     """
