@@ -62,7 +62,7 @@ class _Proposal(NamedTuple):
     tokens: Tensor
     score: Tensor  # to order them by
     sure: Tensor  # probabilities
-    logits: list[Tensor]  # each policy's, where constraints may choose other tokens
+    judged: list[Tensor]  # each policy's logits, where constraints may choose other tokens
 
 
 class _Span(NamedTuple):
@@ -315,7 +315,7 @@ class Batch:
     def _propose(self, adapter: DenoiserAdapter, query: _Query, positions: Tensor, step: Tensor) -> _Proposal:
         """Draw a token for every position."""
         conditional = self._logits(adapter, query, 0)
-        found, kept = [], []
+        found, judged = [], []
         for (policy, rows), logged in zip(self.groups, self.logged, strict=True):
             logits = conditional[rows]
             if policy.guidance:
@@ -332,12 +332,12 @@ class Batch:
             needed = policy.temperature > 0 or policy.order_temperature > 0
             keys = fold(self.keys[rows][:, None], step[rows], positions[rows]) if needed else None
             found.append(self._score(policy, logits, cast("Tensor | None", keys)))
-            kept += [logits] if self.constrained else []
+            judged += [logits] if self.constrained else []
         if len(found) == 1:
-            return _Proposal(*found[0], kept)
+            return _Proposal(*found[0], judged)
         order = torch.cat([rows for _, rows in self.groups]).argsort()
         tokens, score, sure = (torch.cat(parts)[order] for parts in zip(*found, strict=True))
-        return _Proposal(tokens, score, sure, kept)
+        return _Proposal(tokens, score, sure, judged)
 
     def _score(self, policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return score_candidates(policy, logits, keys)

@@ -29,7 +29,7 @@ from sinkdlm.fast.float8_training import check_training
 from sinkdlm.fast.objective import read_later
 from sinkdlm.model.visibility import Annealing
 from sinkdlm.noise import hash_words
-from sinkdlm.planning.formulas import Layout, count_held, lay_out, peak_flops, settle_precision, training_flops
+from sinkdlm.planning.formulas import Layout, lay_out, settle_precision
 from sinkdlm.training.adapter import add_adapter
 from sinkdlm.training.captured import find_capturer
 from sinkdlm.training.choose import settle_runner, settle_way
@@ -41,6 +41,7 @@ from sinkdlm.training.optimizer import MOMENTS, Average, Optimizer, learning_rat
 from sinkdlm.training.prefetch import prefetch
 from sinkdlm.training.run import RunFolder
 from sinkdlm.training.setup import LoadParent, greeting, open_data, open_model, provenance_of, trains_on_examples
+from sinkdlm.training.speed import speed_of
 from sinkdlm.training.state import States
 from sinkdlm.training.weights import Weights
 
@@ -266,24 +267,8 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocasts else nullcontext()
 
     def _report(self, result: StepResult, lr: float, seconds: float, waited: float) -> None:
-        """seconds: of the whole step, the wait for its rows included."""
-        tokens = self._tokens(1)
-        halves = 1 + self.recipe.blocks.complementary
-        size = self.recipe.blocks.size_at(self.step - 1)
-        model = self.recipe.model if size is None else self.recipe.model.replace(block_size=size)
-        given = (model, self.recipe.data.length, result.n_masked / tokens / halves)
-        trained = None if self.adapter is None else count_held(self.recipe)[1]
-        flops = halves * tokens * training_flops(*given, ends_early=self.way.ends_early, trained=trained) / self.world.size
-        timing: dict[str, Any] = {
-            "seconds": seconds,
-            "data_seconds": waited,
-            "tokens_per_second": tokens / seconds,
-            "flops_per_second": flops / seconds,  # of one device
-        }
-        if self.device.type == "cuda":
-            peak = peak_flops(torch.cuda.get_device_name(self.device))
-            timing["mfu"] = flops / seconds / peak if peak and self.precision == "bf16" else None
-            timing["memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
+        measured = (self.step - 1, result.n_masked, seconds, waited)
+        timing = speed_of(self.recipe, self.way, self.world, self.precision, *measured)
         if not result.finite:
             self.say(
                 f"step {self.step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite, no update "
@@ -296,7 +281,7 @@ class Trainer:
                     "kind": "train",
                     "step": self.step,
                     "samples": self.step * self.plan.batch,
-                    "tokens": self.step * tokens,
+                    "tokens": self._tokens(self.step),
                     "loss": _finite(result.loss),
                     "lr": lr,
                     "grad_norm": _finite(result.grad_norm),
