@@ -31,7 +31,6 @@ _CUDNN_WIDTH = 128  # the widest head of cuDNN attention's backward
 _FLAT_TOKENS = 512  # row length from which merging sinks pays
 _FLEX_WIDTH = 16  # the narrowest head of FlexAttention's GPU kernel
 _SPAN_TOKENS = 128  # longest span of a cached row for which attention is our own kernel
-_MULTIPLE = 16  # flat tokens are padded to it, for fast matmuls
 
 Path = Literal["blocks", "flat", "inference", "flex"]
 
@@ -157,6 +156,8 @@ class FastRunner:
         if path == "flat":
             fast = fast._replace(flat_batch=x.shape[0], dtype=dtype_of(x), float8=self.plan.float8)
             return self._run_flat(model, x, fast, select)
+        if path == "flex" and trains and not model.config.n_registers:
+            fast = fast._replace(joins=True, dtype=dtype_of(x))
         if path == "inference":
             fast = fast._replace(kernels=load_kernels())
         sinks, lanes = model.first_lane(x, ctx), None
@@ -215,7 +216,7 @@ class FastRunner:
         n_tokens = x.shape[0] * x.shape[1]
         flat = x.flatten(0, 1)
         if fast.view.sink_rotation is not None and model.sinks is not None:
-            filling = x.new_zeros(-(n_tokens + len(model.sinks)) % _MULTIPLE, x.shape[2])
+            filling = x.new_zeros(-(n_tokens + len(model.sinks)) % blocks.MULTIPLE, x.shape[2])
             flat = torch.cat([flat, model.sinks.to(x), filling])
         # A zero update, so that the first block runs the same code as the others.
         update = torch.zeros_like(flat, dtype=fast.dtype, requires_grad=True)

@@ -19,7 +19,7 @@ _LEAST = 16  # tiles of matmuls are no narrower
 
 
 @triton.jit
-def _attend(
+def _span_attention(
     q, k, v, ends, logits, out, scale, n_tokens,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, e_b, e_t, o_b, o_h, o_t,
     group: tl.constexpr, width: tl.constexpr, wide: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr,
@@ -65,7 +65,7 @@ def attend_to_ends(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, sink_logit: Te
     ends = ends.to(torch.int32)
     out = q.new_empty(batch, n_tokens, heads, width).transpose(1, 2)  # token-major, as the next matmul reads it
     rows = min(_ROWS, max(_LEAST, triton.next_power_of_2(group * n_tokens)))
-    _attend[(triton.cdiv(group * n_tokens, rows), k.shape[1], batch)](
+    _span_attention[(triton.cdiv(group * n_tokens, rows), k.shape[1], batch)](
         q, k, v, ends, q if sink_logit is None else sink_logit, out, math.log2(math.e) / math.sqrt(width), n_tokens,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         ends.stride(0) if ends.shape[0] > 1 else 0, ends.stride(2) if ends.shape[2] > 1 else 0, *out.stride()[:3],
