@@ -13,6 +13,7 @@ Weights are random, which suffices for timing. Each part is printed once it is m
 """
 
 import argparse
+import gc
 import hashlib
 import sys
 from collections.abc import Callable
@@ -78,24 +79,24 @@ def sampling(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def cycle(model: DiffusionLM, prompt: torch.Tensor, block: int) -> Callable[[], None]:
-    """Prefill, take the first block's first step, and return what takes as many steps as a block has: the rest of this block and
-    the first step of the next one, which also keeps this one."""
-    length = prompt.shape[1] + 2 * block
+    """Prefill, take the steps of two blocks, in which every kind of step is captured, and return what takes a block's steps: the
+    rest of the third and the first step of the next one, which also keeps the third."""
+    gc.collect()  # states of earlier calls, which are not finished, hold their caches
+    length = prompt.shape[1] + 4 * block
     made = requests_of(prompt, length=length, mask_id=model.config.mask_id, temperature=_TEMPERATURE, block_size=block)
     states, denoiser = start(made), model.denoiser()
-    advance = partial(step, states, denoiser, device=prompt.device, together=True)
-    advance()
 
-    def run() -> None:
-        for _ in range(block):
-            advance()
+    def run(n_steps: int = block) -> None:
+        for _ in range(n_steps):
+            step(states, denoiser, device=prompt.device, together=True)
 
+    run(2 * block + 1)
     return run
 
 
 def long_prompts(given: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of a step: by the clock, in kernels, and in attention's. Ratios are to the shortest prompt."""
-    model = make(given, block_size=given.block, context_length=max(given.prompts) + 2 * given.block)
+    model = make(given, block_size=given.block, context_length=max(given.prompts) + 4 * given.block)
     figures: dict[str, Any] = {}
     for rows in given.batch:
         steps: dict[str, Any] = {}

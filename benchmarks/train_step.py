@@ -163,7 +163,7 @@ class Step:
         self.missed = torch.zeros((), dtype=torch.float64, device=device)
         self.compiled = form == "official-compiled" if self._official else way.compiled
         self.gradients = Gradients(
-            recipe,
+            trained,
             self.weights,
             self.precision(),
             micro_batch=rows,

@@ -142,7 +142,7 @@ def mask_rows(
     t = _times(time_state, samples, times)
     if blocks is not None:
         blocks = blocks.expand(tokens.shape)
-        t = _block_times(time_state, samples, t, blocks, maskable, times).gather(1, blocks)
+        t = _block_times(time_state, samples, positions, t, blocks, maskable, times).gather(1, blocks)
     if t_range != (0.0, 1.0):
         t = t_range[0] + (t_range[1] - t_range[0]) * t
     # Compare integers: a rounding difference between devices moves the threshold by at most one part in 2**32.
@@ -171,12 +171,14 @@ def _times(state: Key, samples: Tensor, times: str) -> Tensor:
     return unit_interval(golden_words(state, samples) if times == "golden" else fold(state, samples))
 
 
-def _block_times(state: Key, samples: Tensor, t: Tensor, blocks: Tensor, maskable: Tensor | None, times: str) -> Tensor:
-    """Return the time of each block, (B, T), where T bounds the number of blocks. t (B,): the samples' own times.
+def _block_times(
+    state: Key, samples: Tensor, index: Tensor, t: Tensor, blocks: Tensor, maskable: Tensor | None, times: str
+) -> Tensor:
+    """Return the time of each block, (B, T), where T bounds the number of blocks. t (B,): the samples' own times. index (T,): 0 to
+    T - 1, as data: were it made here, a compiler would count in 32 bits.
 
     Of n blocks, one has time (rank + t) / n for each rank below n: a keyed permutation. A sample of one block keeps its t.
     """
-    index = counter(blocks.shape[1], blocks.device)
     words = torch.as_tensor(fold(state, samples[:, None], index))  # (B, blocks)
     held = torch.ones_like(blocks) if maskable is None else maskable.to(torch.int64)
     counts = torch.zeros_like(blocks).scatter_add_(1, blocks, held) > 0

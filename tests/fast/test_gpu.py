@@ -86,9 +86,11 @@ def test_noise_is_the_same_on_every_device():
 
 
 @compiles
-def test_compiled_corruption_is_the_plain_one():
+@pytest.mark.parametrize("block_size", [None, 32])
+def test_compiled_corruption_is_the_plain_one(block_size):
     tokens, samples = small_tokens(64, 1024).cuda(), torch.arange(64).cuda() + 10**12
-    plain, compiled = (corrupt(tokens, samples, seed=0, mask_id=11, mask=mask) for mask in (None, mask_compiled))
+    how = {"seed": 0, "mask_id": 11, "block_size": block_size}
+    plain, compiled = (corrupt(tokens, samples, mask=mask, **how) for mask in (None, mask_compiled))
     assert all(torch.equal(one, other) for one, other in zip(plain[:3], compiled[:3], strict=True))
     torch.testing.assert_close(plain.weight, compiled.weight, rtol=1e-14, atol=0)
 
@@ -429,16 +431,17 @@ def test_engines_that_share_a_gpu_write_what_requests_write_alone():
     """float32, one row per shape; each engine captures CUDA graphs while the other waits."""
     models = [small_model(seed=seed, dtype=torch.float32, n_sinks=1).cuda() for seed in (1, 2)]
     requests = [request_of(name, number, n_open=20) for number, name in enumerate(POLICIES)]
-    expected = [[alone(model, request, deterministic=True, device="cuda").rows[0] for request in requests] for model in models]
     lock = FairLock()
     engines = [Engine(model, deterministic=True, lock=lock) for model in models]
     owners = [[Owner([request]) for request in requests] for _ in engines]
     for engine, asking in zip(engines, owners, strict=True):
         for owner in asking:
             engine.submit(owner.ticket)
-    for asking, rows in zip(owners, expected, strict=True):
-        for owner, request, row in zip(asking, requests, rows, strict=True):
-            assert owner.tokens() == [row[request.canvas.index(request.mask_id) :]]
+    written = [[owner.tokens() for owner in asking] for asking in owners]
+    for model, asking, texts in zip(models, owners, written, strict=True):
+        for owner, request, text in zip(asking, requests, texts, strict=True):
+            row = alone(model, owner.as_written(request), deterministic=True, device="cuda").rows[0]
+            assert text == [row[request.canvas.index(request.mask_id) :]]
     assert all(engine.close(60) for engine in engines)
 
 

@@ -9,6 +9,8 @@ from sinkdlm.fast import quantized as float8
 from sinkdlm.kernels import draw
 from sinkdlm.kernels import inference as kernels
 from sinkdlm.kernels import sampling as sampling_kernels
+from sinkdlm.kernels.span_attention import attend_to_ends
+from sinkdlm.model.attention import attend
 from sinkdlm.model.lane import Lane
 from sinkdlm.model.positions import Rotation
 from sinkdlm.noise import Stream, counter, hash_words
@@ -20,6 +22,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),  # the interpreter's log of 0
 ]
+
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no matrices in bfloat16
 
 
 @pytest.fixture
@@ -66,6 +70,27 @@ def test_heads_are_split_rotated_and_placed(n_heads, n_kv, width, n_sinks, batch
     if lane is not None:
         torch.testing.assert_close(found[0][:, :, :n_sinks], sink_rotation.apply(lane.k).transpose(1, 2).expand(batch, -1, -1, -1))
         torch.testing.assert_close(found[1][:, :, :n_sinks], lane.v.transpose(1, 2).expand(batch, -1, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("heads", "n_kv", "width", "n_tokens", "length", "has_logit", "dtype"),
+    [(2, 2, 16, 5, 70, False, torch.float32), (6, 2, 24, 7, 131, True, torch.float32), (4, 1, 16, 17, 40, False, HALF)],
+)
+def test_a_span_attends_to_the_keys_before_its_ends(heads, n_kv, width, n_tokens, length, has_logit, dtype):
+    """One end for all, one a row, one a query; in buffers longer than what is seen, with garbage behind; alone as among others."""
+    batch, beyond = 3, 9
+    q = random(batch, heads, n_tokens, width, dtype=dtype)
+    k, v = (random(batch, n_kv, length + beyond, width, dtype=dtype) for _ in range(2))
+    k[:, :, length:] = v[:, :, length:] = torch.nan
+    logit = random(heads) if has_logit else None
+    of_queries = 1 + torch.arange(batch * n_tokens, device=DEVICE).view(batch, 1, n_tokens, 1) * 5 % length
+    for ends in (torch.full((1, 1, 1, 1), length, device=DEVICE), of_queries[:, :, :1], of_queries):
+        found = attend_to_ends(q, k[:, :, :length], v[:, :, :length], ends, logit)
+        given = (part[:, :, :length].repeat_interleave(heads // n_kv, dim=1) for part in (k, v))
+        wanted = attend(q, *given, sink_logit=logit, visible=torch.arange(length, device=DEVICE) < ends)
+        torch.testing.assert_close(found, wanted)
+        own = ends[1:2] if ends.shape[0] > 1 else ends
+        assert torch.equal(attend_to_ends(q[1:2], k[1:2], v[1:2], own, logit), found[1:2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,7 +13,7 @@ from sinkdlm import fast, noise
 from sinkdlm.diffusion import Noisy, denoising_loss
 from sinkdlm.fast.attention import block_mask
 from sinkdlm.fast.runner import supports_flex
-from sinkdlm.model.visibility import Annealing, DrawnAnnealing, Visibility, pair_bits
+from sinkdlm.model.visibility import PADDING, Annealing, DrawnAnnealing, Visibility, pair_bits
 from small_models import VARIANTS, small_config, small_model, small_tokens
 from visibility_rules import random_rule
 
@@ -384,7 +384,9 @@ def test_blocks_compute_the_dense_rule(n_tokens, n_sinks, n_registers, share, pa
     found, partial, whole = computed_by(block_mask(rule, 2, n_sinks))
     expected = rule.dense()[:, 0]
     assert torch.equal(found[..., : expected.shape[2]], expected)
-    assert found[..., expected.shape[2] :].all()
+    sinks, filling = found[..., expected.shape[2] :].split([n_sinks, found.shape[2] - expected.shape[2] - n_sinks], dim=2)
+    assert sinks.all()
+    assert not filling[(rule.documents != PADDING).expand(2, -1)].any()
     assert found.diagonal(dim1=1, dim2=2).all()
     if n_tokens == 512:  # hidden blocks are skipped
         assert whole.any() or padded

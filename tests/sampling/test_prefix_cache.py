@@ -1,6 +1,8 @@
 """Sampling in blocks: the exact cache changes nothing, whatever the policy and whoever shares the forwards."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from sinkdlm.errors import SamplingError
 from sinkdlm.kernels.cuda_graph import StepGraphs
 from sinkdlm.sampling import Policy, Request, generate, start, step
 from sinkdlm.sampling import batch as batch_module
+from sinkdlm.sampling.prefix_cache import RowCache
 from small_models import small_model
 
 SIZE = 4
@@ -238,3 +241,21 @@ def test_a_captured_step_may_be_replayed(name, cache, monkeypatch):
     monkeypatch.setattr(StepGraphs, "_capture", lambda self, run: captured.append(run) or _replayed(run, replays))
     assert tokens() == expected
     assert len(replays) > 2 * len(captured) > 0
+
+
+def test_caches_of_finished_rows_are_freed_at_once(monkeypatch):
+    """Without waiting for the garbage collector, which may come late: a GPU's memory is full by then."""
+    import torch._dynamo  # with which the caches keep a method out of compiled code
+
+    made = []
+    first = RowCache.__init__
+    monkeypatch.setattr(RowCache, "__init__", lambda self, *given: (first(self, *given), made.append(weakref.ref(self)))[0])
+    gc.disable()
+    try:
+        generate(
+            small_model(n_sinks=1, block_size=4).denoiser(), prompt=torch.zeros(2, 3, dtype=torch.int64), length=13, mask_id=11
+        )
+        assert len(made) >= 1
+        assert all(cache() is None for cache in made)
+    finally:
+        gc.enable()

@@ -15,10 +15,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sinkdlm.model.attention import append_sinks, attend, check_causal, repeat_heads
-from sinkdlm.model.visibility import SHARED, Visibility, follows, is_annealed, sees
+from sinkdlm.model.visibility import PADDING, SHARED, Visibility, follows, is_annealed, sees
 
-_BLOCK = 128  # queries and keys of one block of FlexAttention, its own default
+_QUERIES, _KEYS = 128, 128  # of one block of FlexAttention
 _HALF = (torch.bfloat16, torch.float16)
+_FLEX_KINDS = 64  # forms of FlexAttention that a process may compile
 
 
 def attend_grouped(
@@ -44,6 +45,16 @@ def attend_kept(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor | None, sink_log
     return attend(folded, k, v, *sinks, visible=visible, **how).unflatten(2, (group, -1)).flatten(1, 2)
 
 
+def attend_span(
+    q: Tensor, k: Tensor, v: Tensor, *sinks: None, visible: Tensor, sink_logit: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """Attend from a span to a cache's keys, sinks in front, by a kernel. visible: how many of the keys each query sees, as
+    `RowCache.ends` has them, sinks included."""
+    from sinkdlm.kernels.span_attention import attend_to_ends
+
+    return attend_to_ends(q, k, v, visible, sink_logit)
+
+
 def attend_flex(
     q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None = None, sink_v: Tensor | None = None, *, visible: BlockMask, **how: Any
 ) -> Tensor:
@@ -51,8 +62,11 @@ def attend_flex(
     sink_logit: Tensor | None = how.get("sink_logit")
     with torch.autocast(q.device.type, enabled=False):
         if sink_k is not None and sink_v is not None:
-            k = torch.cat([k, sink_k.expand(k.shape[0], -1, -1, -1)], dim=2)
-            v = torch.cat([v, sink_v.expand(v.shape[0], -1, -1, -1)], dim=2)
+            filling = visible.seq_lengths[1] - k.shape[2] - sink_k.shape[2]
+            k, v = (
+                torch.cat([mine, pad(theirs, (0, 0, 0, filling)).expand(mine.shape[0], -1, -1, -1)], dim=2)
+                for mine, theirs in ((k, sink_k), (v, sink_v))
+            )
         # The eager form holds all scores: on a GPU it must be compiled, here or with the block around it.
         as_is = q.device.type == "cpu" or torch.compiler.is_compiling()
         kernel = cast(Callable[..., Any], flex_attention) if as_is else _compiled_flex()
@@ -67,18 +81,23 @@ def attend_flex(
 
 @functools.cache
 def _compiled_flex() -> Callable[..., Any]:
+    # One function for all models of a process: each kind of heads, mask and dtype compiles it anew.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _FLEX_KINDS)
     return torch.compile(flex_attention, fullgraph=True)
 
 
 def block_mask(rule: Visibility, batch: int, n_sinks: int) -> BlockMask:
-    """Build FlexAttention's mask over T content keys, then the sinks, from (T / 128, T / 128) tables: no (T, T) tensor.
+    """Build FlexAttention's mask over T content keys, then the sinks, from tables of their blocks: no (T, T) tensor.
 
-    Sinks come last so that blocks of keys and queries begin at the same tokens. A block is skipped, whole or partial; the kernel
+    Sinks come last so that blocks of keys and queries begin at the same tokens, with filling up to a whole block behind them: for
+    a cut one, all blocks would be checked. A block is skipped, whole or partial; the kernel
     applies the rule in partial blocks, which may hold hidden and visible pairs.
     """
     queries = rule.documents.expand(batch, -1).contiguous()
-    keys = pad(queries, (0, n_sinks), value=SHARED)
-    (first_query, last_query), (first_key, last_key) = _block_ranges(queries), _block_ranges(keys)
+    n_filling = -(queries.shape[1] + n_sinks) % _KEYS if n_sinks else 0
+    n_behind = n_sinks + n_filling
+    keys = pad(pad(queries, (0, n_sinks), value=SHARED), (0, n_filling), value=PADDING)
+    (first_query, last_query), (first_key, last_key) = _block_ranges(queries, _QUERIES), _block_ranges(keys, _KEYS)
     first_query, last_query = first_query[:, :, None], last_query[:, :, None]  # (B, blocks of queries, 1)
     first_key, last_key = first_key[:, None], last_key[:, None]
     shared = (first_query == SHARED) | (first_key == SHARED)
@@ -86,10 +105,11 @@ def block_mask(rule: Visibility, batch: int, n_sinks: int) -> BlockMask:
     whole = (first_query == last_query) & (first_key == last_key) & (first_query == first_key)
     row = torch.arange(touched.shape[1], device=queries.device)[:, None]
     column = torch.arange(touched.shape[2], device=queries.device)
-    whole = whole & (row < queries.shape[1] // _BLOCK) & (column < keys.shape[1] // _BLOCK)  # a block cut at the end is partial
+    # A block cut at the end is partial.
+    whole = whole & (row < queries.shape[1] // _QUERIES) & (column < queries.shape[1] // _KEYS)
     if rule.blocks is not None:
         codes = rule.blocks.expand(batch, -1).contiguous()
-        key_codes = pad(codes, (0, n_sinks))
+        key_codes = pad(codes, (0, n_behind))
         touched, whole = _join_blocks(codes, key_codes, touched, whole)
 
         def is_seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -102,7 +122,7 @@ def block_mask(rule: Visibility, batch: int, n_sinks: int) -> BlockMask:
 
     else:
         rows, columns = rule.annealing.words
-        columns, threshold = pad(columns, (0, n_sinks)), rule.annealing.threshold
+        columns, threshold = pad(columns, (0, n_behind)), rule.annealing.threshold
         whole = whole & (column < row)
         if rule.annealing.closed:
             touched = touched & (column <= row)
@@ -113,7 +133,7 @@ def block_mask(rule: Visibility, batch: int, n_sinks: int) -> BlockMask:
     return BlockMask.from_kv_blocks(
         *_ordered((touched | shared) & ~whole),
         *_ordered(whole),
-        BLOCK_SIZE=_BLOCK,
+        BLOCK_SIZE=(_QUERIES, _KEYS),
         mask_mod=is_seen,
         seq_lengths=(queries.shape[1], keys.shape[1]),
     )
@@ -121,9 +141,10 @@ def block_mask(rule: Visibility, batch: int, n_sinks: int) -> BlockMask:
 
 def _join_blocks(codes: Tensor, key_codes: Tensor, touched: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
     """Narrow tables of documents by codes of block diffusion: which of FlexAttention's blocks hold a visible pair, and no other."""
-    first, last = (edge[:, :, None] for edge in _block_ranges(codes))
-    first_key, last_key = (edge[:, None] for edge in _block_ranges(key_codes))
-    odd, odd_key = (edge[:, :, None] for edge in _block_ranges(codes % 2)), (edge[:, None] for edge in _block_ranges(key_codes % 2))
+    first, last = (edge[:, :, None] for edge in _block_ranges(codes, _QUERIES))
+    first_key, last_key = (edge[:, None] for edge in _block_ranges(key_codes, _KEYS))
+    odd = (edge[:, :, None] for edge in _block_ranges(codes % 2, _QUERIES))
+    odd_key = (edge[:, None] for edge in _block_ranges(key_codes % 2, _KEYS))
     (all_noised, noised), (all_noised_key, noised_key) = odd, odd_key  # 1: all tokens are noised, some are
     alike = ((noised & noised_key) == 1) | ((all_noised | all_noised_key) == 0)
     equal = alike & (first <= last_key) & (first_key <= last)
@@ -132,11 +153,11 @@ def _join_blocks(codes: Tensor, key_codes: Tensor, touched: Tensor, whole: Tenso
     return touched & (equal | before), whole & (same | ((noised_key == 0) & (last_key < first - first % 2)))
 
 
-def _block_ranges(numbers: Tensor) -> tuple[Tensor, Tensor]:
+def _block_ranges(numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return each block's least and greatest document number, (B, blocks). A cut last block repeats its last token."""
     n_tokens = numbers.shape[1]
-    index = torch.arange(-(-n_tokens // _BLOCK) * _BLOCK, device=numbers.device).clamp_max(n_tokens - 1)
-    return torch.aminmax(numbers[:, index].unflatten(1, (-1, _BLOCK)), dim=2)
+    index = torch.arange(-(-n_tokens // size) * size, device=numbers.device).clamp_max(n_tokens - 1)
+    return torch.aminmax(numbers[:, index].unflatten(1, (-1, size)), dim=2)
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:

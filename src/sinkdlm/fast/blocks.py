@@ -18,6 +18,7 @@ from sinkdlm.model import model as plain
 from sinkdlm.model.context import View
 from sinkdlm.model.lane import Lane
 
+MULTIPLE = 16  # rows of tokens and sinks are padded to it, for fast matmuls
 _FUSED_SIZE = 1 << 20  # elements from which a fused SwiGLU kernel pays
 
 
@@ -26,7 +27,8 @@ class FastContext(NamedTuple):
 
     view: View
     flat_batch: int = 0  # B, on the flat path: one matrix (B T + N, d) holds tokens, then sinks; 0 elsewhere
-    dtype: torch.dtype = torch.float32  # of the flat path's matmuls
+    joins: bool = False  # whether the sinks' states share the tokens' matmuls, in a row's own shape
+    dtype: torch.dtype = torch.float32  # of the matmuls, on the flat path and where sinks join
     float8: bool = False  # whether those are in float8
     kernels: Any = None  # inference kernels, where nothing needs gradients
     recompute: Recompute = "none"
@@ -55,13 +57,16 @@ class Block(plain.Block):
         if ctx.flat_batch:
             assert not isinstance(carried, Lane)
             return self._flat(x, carried, ctx)
-        if ctx.kernels is None and ctx.select is None and not ctx.front:
+        whole = ctx.select is None and not ctx.front
+        if ctx.joins and whole and isinstance(carried, Tensor):
+            return self._joined(x, carried, ctx)
+        if ctx.kernels is None and whole:
             x, states, lane = super().forward(x, carried, ctx.view)
             return x, states, lane if ctx.keeps_lane else None
         states, lane = self.run_lane(carried) if isinstance(carried, Tensor) else (None, carried)
         normed = self.attention_norm(x)
         if ctx.kernels is None:
-            seen = self.attention.see(normed, lane, ctx.view)
+            seen = self.attention.see(*self.attention.project(normed), lane, ctx.view)
             q, seen_rest, visible, logit = seen.q, seen[1:5], seen.visible, seen.sink_logit
         else:
             q, k, v, visible = self._place_heads(normed, lane, ctx)
@@ -78,6 +83,30 @@ class Block(plain.Block):
         hidden = self.mlp_norm(x)
         update = self.mlp(hidden) if ctx.kernels is None else self.mlp.down(ctx.kernels.swiglu(self.mlp.gate_up(hidden)))
         return x + update, states, lane if ctx.keeps_lane else None
+
+    def _joined(self, x: Tensor, sinks: Tensor, ctx: FastContext) -> Result:
+        """Run the layer with the sinks' rows behind the tokens' in each matmul: by themselves they cost as many kernels, and a
+        gradient of each weight."""
+        attention, n_tokens, n_sinks = self.attention, x.shape[0] * x.shape[1], sinks.shape[1]
+
+        def join(tokens: Tensor, lane: Tensor) -> Tensor:
+            filling = lane.new_zeros(-(n_tokens + n_sinks) % MULTIPLE, *lane.shape[2:])
+            return torch.cat([part.to(ctx.dtype) for part in (tokens.flatten(0, 1), lane[0], filling)])
+
+        def part(rows: Tensor) -> tuple[Tensor, Tensor]:
+            return rows[:n_tokens].unflatten(0, x.shape[:2]), rows[n_tokens : n_tokens + n_sinks][None]
+
+        normed = join(self.attention_norm(x), self.attention_norm(sinks))
+        heads, own = part(attention.qkv(normed).unflatten(-1, (-1, attention.head_dim)))
+        _, k, v = attention.part(own)
+        lane = Lane(k, torch.zeros_like(v) if attention.zero_value else v)
+        seen = attention.see(*attention.part(heads), lane, ctx.view)
+        mixed = ctx.view.attend(*seen[:5], sink_logit=seen.sink_logit, visible=seen.visible, causal=ctx.view.causal)
+        alone = lane.v.repeat_interleave(attention.n_heads // attention.n_kv_heads, dim=-2)
+        update, own = part(attention.finish(normed, join(mixed.transpose(1, 2), alone)))
+        x, sinks = x + update, sinks + own
+        update, own = part(self.mlp(join(self.mlp_norm(x), self.mlp_norm(sinks))))
+        return x + update, sinks + own, lane if ctx.keeps_lane else None
 
     def _place_heads(self, x: Tensor, lane: Lane | None, ctx: FastContext) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Compute `Attention.see` in one pass over memory, with the sinks' keys and values in front of the tokens'."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sinkdlm.config.model import ModelConfig
 from sinkdlm.fast import blocks, float8_training
-from sinkdlm.fast.attention import attend_flex, attend_grouped, attend_kept, block_mask
+from sinkdlm.fast.attention import attend_flex, attend_grouped, attend_kept, attend_span, block_mask
 from sinkdlm.fast.blocks import FastContext
 from sinkdlm.fast.checkpointing import Recompute
 from sinkdlm.fast.functions import add_last_norm
@@ -30,7 +30,7 @@ _ALIGNMENT = 8  # elements; GPU kernels read heads in 16-byte pieces
 _CUDNN_WIDTH = 128  # the widest head of cuDNN attention's backward
 _FLAT_TOKENS = 512  # row length from which merging sinks pays
 _FLEX_WIDTH = 16  # the narrowest head of FlexAttention's GPU kernel
-_MULTIPLE = 16  # flat tokens are padded to it, for fast matmuls
+_SPAN_TOKENS = 128  # longest span of a cached row for which attention is our own kernel
 
 Path = Literal["blocks", "flat", "inference", "flex"]
 
@@ -156,6 +156,8 @@ class FastRunner:
         if path == "flat":
             fast = fast._replace(flat_batch=x.shape[0], dtype=dtype_of(x), float8=self.plan.float8)
             return self._run_flat(model, x, fast, select)
+        if path == "flex" and trains and not model.config.n_registers:
+            fast = fast._replace(joins=True, dtype=dtype_of(x))
         if path == "inference":
             fast = fast._replace(kernels=load_kernels())
         sinks, lanes = model.first_lane(x, ctx), None
@@ -200,6 +202,10 @@ class FastRunner:
         watchers = (ctx.observe, ctx.intervene, ctx.cache)
         if path == "flex" and rule is not None:
             return View(rotation, of_sinks, block_mask(rule, x.shape[0], config.n_lane), ctx.causal, attend_flex, *watchers)
+        if path == "inference" and ctx.cache is not None and x.shape[1] <= _SPAN_TOKENS:
+            ends = ctx.cache.ends(x.shape[1], x.device)
+            ends = torch.full((1, 1, 1, 1), ctx.cache.length, device=x.device) if ends is None else ends
+            return View(rotation, of_sinks, ends + config.n_lane, ctx.causal, attend_span, *watchers)
         visible = unruled_mask(config, x, ctx) if rule is None else rule.dense()
         attend = attend_grouped if x.device.type == "cuda" else View._field_defaults["attend"]
         attend = attend if ctx.cache is None else attend_kept
@@ -210,7 +216,7 @@ class FastRunner:
         n_tokens = x.shape[0] * x.shape[1]
         flat = x.flatten(0, 1)
         if fast.view.sink_rotation is not None and model.sinks is not None:
-            filling = x.new_zeros(-(n_tokens + len(model.sinks)) % _MULTIPLE, x.shape[2])
+            filling = x.new_zeros(-(n_tokens + len(model.sinks)) % blocks.MULTIPLE, x.shape[2])
             flat = torch.cat([flat, model.sinks.to(x), filling])
         # A zero update, so that the first block runs the same code as the others.
         update = torch.zeros_like(flat, dtype=fast.dtype, requires_grad=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 Pool = Any  # a torch.cuda.graph_pool_handle(): the memory that captures share
 
-_CAPTURE_AFTER = 2  # steps of one shape before its kernels are captured
+_CAPTURE_AFTER = 1  # steps of one shape before its kernels are captured
 _SMALL_BATCH = 4096  # positions up to which predicting fewer of them saves a GPU no time
 _LEAST_WIDTH = 8  # least number of predicted positions per row in larger batches
 
@@ -64,7 +64,7 @@ def can_capture(device: torch.device) -> bool:
 
 
 class StepGraphs:
-    """Run steps of repeating shapes; from a shape's third step on, replay a CUDA graph. The graphs share one pool."""
+    """Run steps of repeating shapes; from a shape's second step on, replay a CUDA graph. The graphs share one pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

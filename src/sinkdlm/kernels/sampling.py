@@ -1,7 +1,6 @@
 """Fused operations of a sampler's step, where this machine has them. Imports Triton only where a kernel runs."""
 
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,9 @@ def draw_candidates(logits: Tensor, keys: Tensor | None, temperature: float, tem
     return choose(logits, keys, temperature, tempered)
 
 
-def keep_eager(owner: Any, method: str) -> None:
+def keep_eager(owner: type, method: str) -> None:
     """Exclude `owner.method` from torch.compile, which would recompile it for every value of an argument."""
-    if "torch._dynamo" in sys.modules:  # whoever compiles has imported it; importing it here would take seconds
-        setattr(owner, method, torch.compiler.disable(getattr(owner, method)))
+    found = getattr(owner, method)
+    # Whoever compiles has imported dynamo; importing it here would take seconds.
+    if "torch._dynamo" in sys.modules and not hasattr(found, "_torchdynamo_disable"):
+        setattr(owner, method, torch.compiler.disable(found))

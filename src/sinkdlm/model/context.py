@@ -190,8 +190,9 @@ def rotations(config: ModelConfig, x: Tensor, ctx: Context) -> tuple[Rotation, R
 def unruled_mask(config: ModelConfig, x: Tensor, ctx: Context) -> Tensor | None:
     """Build the mask of a forward without a visibility rule: of the keys in a cache, sinks included, or of padding."""
     if ctx.cache is not None:
-        visible: Tensor | None = ctx.cache.visible(x.shape[1], 0 if ctx.causal else config.n_lane, x.device)
-        return visible
+        ends: Tensor | None = ctx.cache.ends(x.shape[1], x.device)
+        n_sinks = 0 if ctx.causal else config.n_lane
+        return None if ends is None else torch.arange(-n_sinks, ctx.cache.length, device=x.device) < ends
     return padding_mask(config, x, ctx)
 
 

@@ -84,9 +84,8 @@ class Attention(nn.Module):
             v = torch.zeros_like(v)
         return self.finish(x, v.repeat_interleave(self.n_heads // self.n_kv_heads, dim=-2)), Lane(k, v)
 
-    def see(self, x: Tensor, lane: Lane | None, view: View) -> Seen:
-        """Compute queries (B, H, T, D), and keys and values of tokens (B, K, T, D) and sinks (1 or B, K, S, D), after rotary."""
-        q, k, v = self.project(x)
+    def see(self, q: Tensor, k: Tensor, v: Tensor, lane: Lane | None, view: View) -> Seen:
+        """Rotate, and put heads first: queries (B, H, T, D), keys and values of tokens (B, K, T, D) and sinks (1 or B, K, S, D)."""
         if self.zero_value and self.n_registers and not view.causal:
             v = torch.cat([torch.zeros_like(v[:, : self.n_registers]), v[:, self.n_registers :]], dim=1)
         q, k, v = view.rotation.apply(q).transpose(1, 2), view.rotation.apply(k).transpose(1, 2), v.transpose(1, 2)
@@ -106,7 +105,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, lane: Lane | None, view: View) -> Tensor:
         """Attend from each token to the visible tokens and the sinks (eq. 5)."""
-        seen = self.see(x, lane, view)
+        seen = self.see(*self.project(x), lane, view)
         if view.intervene is not None:
             seen = view.intervene(self.layer, seen)
         if view.observe is not None:

@@ -33,6 +33,7 @@ from sinkdlm.sampling.requests import TOKEN, State, StepPlan, reveal_times
 from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 
 Denoise = Callable[..., Tensor]
+_SMALL_SPANS = 128  # tokens of a forward up to which two blocks a row take a GPU no longer than one: all steps are captured as one
 _CELLS = 1 << 26  # logits that a constraint reads at once
 
 # Least width of a row, and least number of its predicted positions, where shapes are fixed. Widths are multiples of what torch's
@@ -275,6 +276,8 @@ class Batch:
                 self._prefill(adapter, cache, tokens, [row for row in behind if spans[row][0] == begin], begin)
         kept = self._kept()
         length = max(stop - min(begin, own) for own, (begin, stop) in zip(kept, spans, strict=True))
+        if steady and len(states) * 2 * self.block_size <= _SMALL_SPANS:
+            length = 2 * self.block_size
         for cache in self.caches:
             cache.open(spans, length, steady=steady)
         return [_Span(stop - length, own, stop, begin) for own, (begin, stop) in zip(kept, spans, strict=True)], length

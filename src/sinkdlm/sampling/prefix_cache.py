@@ -1,7 +1,7 @@
 """Keys and values that rows keep between forwards, in buffers that attention reads where they are.
 
 `BlockCache` keeps whole rows from a block's first step on: approximate. `PrefixCache` keeps the finished blocks of block diffusion,
-which no later token changes: exact. Rows may stand at different blocks. Knows no model, which calls `join`, `visible` and `shift`.
+which no later token changes: exact. Rows may stand at different blocks. Knows no model, which calls `join`, `ends` and `shift`.
 
 B rows, K key/value heads, D head width, S sinks, W tokens of a span (as many in each row), L keys of tokens that attention reads.
 """
@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from sinkdlm.kernels.sampling import keep_eager
-
-_LEAST_KEYS = 256  # captured steps read so many keys, or this times a power of two
 
 
 class RowCache:
@@ -34,7 +32,7 @@ class RowCache:
         self.length = width
         self.row_end: int | Tensor = width
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        keep_eager(self, "join")  # in a compiled block it would be recompiled for every start
+        keep_eager(RowCache, "join")  # in a compiled block it would be recompiled for every start
 
     @property
     def n_bytes(self) -> int:
@@ -76,11 +74,9 @@ class RowCache:
         end = self.n_sinks + self.length
         return keys[:, :, :end], values[:, :, :end]
 
-    def visible(self, n_tokens: int, n_sinks: int, device: torch.device) -> Tensor | None:
-        """The mask (B or 1, 1, W or 1, S + L) of a span's tokens; None where they see all keys."""
-        if isinstance(self.row_end, int):
-            return None
-        return (torch.arange(-n_sinks, self.length, device=device) < self.row_end)[:, None, None]
+    def ends(self, n_tokens: int, device: torch.device) -> Tensor | None:
+        """How many of its row's tokens each of the span's sees, (B or 1, 1, W or 1, 1); None where all see L."""
+        return None if isinstance(self.row_end, int) else self.row_end[:, :, None, None]
 
     @classmethod
     def collect(cls, members: "Sequence[tuple[Self, int] | None]", width: int, *kind: Any) -> Self:
@@ -129,13 +125,11 @@ class PrefixCache(RowCache):
 
     def open(self, spans: Sequence[tuple[int, int]], n_tokens: int, *, steady: bool = False) -> None:
         """Announce a forward of n_tokens of each row. spans: (begin, stop) of each row's current block. `place` gives what the
-        device must know, unless all rows are alike. steady: make few different shapes, for capturing."""
+        device must know, unless all rows are alike. steady: make the same shapes in every block, for capturing."""
         starts = [stop - n_tokens for _, stop in spans]
         self._opened = [begin for begin, _ in spans]
-        self.length = max(stop for _, stop in spans)
-        self.joins = any(begin > kept for begin, kept in zip(self._opened, self.kept, strict=True))
-        if steady:
-            self.length = min(self.width, _LEAST_KEYS << (-(-self.length // _LEAST_KEYS) - 1).bit_length())
+        self.length = self.width if steady else max(stop for _, stop in spans)
+        self.joins = n_tokens > self.block_size
         # One span behind what is kept, the same for all rows: no row needs places or a mask of its own.
         self.alike = not steady and len(set(spans)) == 1 and set(self.kept) == {starts[0]}
         if self.alike:
@@ -158,17 +152,16 @@ class PrefixCache(RowCache):
         """Note that the forward is done: one that failed leaves nothing to rely on."""
         self.kept = self._opened
 
-    def visible(self, n_tokens: int, n_sinks: int, device: torch.device) -> Tensor | None:
-        """As `RowCache.visible`: a token sees its own block and those before it, up to the span's end."""
+    def ends(self, n_tokens: int, device: torch.device) -> Tensor | None:
+        """As `RowCache.ends`: a token sees its own block and those before it, up to the span's end."""
         start, size = self.start, self.block_size
         if isinstance(start, int) and (start + n_tokens - 1) // size == start // size:
             return None
-        keys = torch.arange(-n_sinks, self.length, device=device)
         if isinstance(start, Tensor) and not self.joins:  # what lies before a row's block is not computed for use
-            return (keys < start + n_tokens)[:, None, None]
+            return (start + n_tokens)[:, :, None, None]
         queries = (start + torch.arange(n_tokens, device=device)).clamp_min(0)  # (W,), or (B, W)
-        visible = (keys // size <= queries[..., None] // size) & (keys <= queries[..., -1:, None])
-        return visible.view(-1, 1, n_tokens, len(keys))
+        ends = ((queries // size + 1) * size).minimum(queries[..., -1:] + 1)
+        return ends.view(-1, 1, n_tokens, 1)
 
     def shift(self, x: Tensor) -> Tensor:
         """Align a next-token model's states (B, W, d) with the tokens that they predict: each comes from the token before."""
