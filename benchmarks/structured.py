@@ -1,13 +1,14 @@
 """Structured output: whether 2,000 answers fit, whether samples follow their law, and what a step costs.
 
-`python -m benchmarks.structured --parts answers law cost` needs the test suite's helpers (run it in the repository) and the extra
-`dev`. answers: 42 schemas and regexes by every policy, with random models of the tests and those of `--checkpoint`. law: vocabulary
-of 4, canvas of 5, 100,000 samples of each order against the enumerated law. cost: time that constraints add to a step of 64 rows.
+    python -m benchmarks.structured --parts answers law cost --out benchmarks/results
+
+Needs the test suite's helpers (run it in the repository) and the extra `dev`. answers: 42 schemas and regexes by every policy, with
+random models of the tests and those of `--checkpoint`. law: vocabulary of 4, canvas of 5, 100,000 samples of each order against the
+enumerated law. cost: time that constraints add to a step of 64 rows.
 """
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.measuring import result, write
 from sinkdlm import DiffusionLM, ModelConfig, fast, load
 from sinkdlm.errors import SamplingError
 from sinkdlm.sampling import generate, policy_of, start, step
@@ -140,6 +142,7 @@ def main() -> None:
     given.add_argument("--shape", default="nano")
     given.add_argument("--rows", type=int, default=64)
     given.add_argument("--steps", type=int, default=None)
+    given.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     asked = given.parse_args()
     found: dict[str, Any] = {}
     if "answers" in asked.parts:
@@ -151,7 +154,9 @@ def main() -> None:
         found["law"] = law(asked.samples)
     if "cost" in asked.parts:
         found["cost"] = [cost(asked.shape, asked.rows, asked.length, asked.steps or asked.length, heat) for heat in (0.0, 1.0)]
-    print(json.dumps(found, indent=1))
+    settings = {key: value for key, value in vars(asked).items() if key != "out"}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    write(result("structured", found, device=device, settings=settings), asked.out, subject="-".join(asked.parts))
 
 
 if __name__ == "__main__":

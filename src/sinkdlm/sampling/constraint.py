@@ -26,6 +26,7 @@ from sinkdlm.errors import SamplingError
 OPEN = -1  # the symbol of a position whose token is not decided
 MOST_SETS = 256  # ways to go on that are kept apart; if there are more, tokens to the left count only whether one exists
 _MEMO = 1 << 23  # bytes of what a language remembers
+_ENTRY = 256  # bytes of one thing that it remembers, without what it holds
 
 States = bytes  # a set: a byte for each state, 1 where it is in
 
@@ -68,7 +69,7 @@ class Language:
         self._held = 0
 
     def _remember(self, key: Any, value: Any, size: int) -> Any:
-        self._held += size + 4 * len(self.start)
+        self._held += size + 4 * len(self.start) + _ENTRY
         if self._held > _MEMO:
             self._memo.clear()
             self._held = 0
